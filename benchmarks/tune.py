@@ -42,7 +42,7 @@ from dualinfer.bench.mixtures import MXFP4
 from dualinfer.bench.random_weights import random_model
 from dualinfer.bench.shapes import SHAPES, open_model
 from dualinfer.bench.torch.inputs import Bench
-from dualinfer.kernels.triton import experts, tuning
+from dualinfer.kernels.triton import experts_choice, tuning
 from dualinfer.kernels.triton.decode_attention import DecodeConfig
 from dualinfer.kernels.triton.tuning import Key, Measured, Table
 from dualinfer.model.spec import ModelSpec
@@ -82,7 +82,7 @@ class Part(NamedTuple):
         if not self.in_codes:
             return True
         if key[0] == "experts" and self.quant:
-            return dict(zip(experts.TUNABLE.fields, key[1:], strict=True))["bits"] <= 8
+            return dict(zip(experts_choice.TUNABLE.fields, key[1:], strict=True))["bits"] <= 8
         return key[0] in self.in_codes
 
 

@@ -29,6 +29,16 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         "GPTBigCode",
         {**_OWN, "multi_query": False, "scale_attn_weights": False, "tie_word_embeddings": False},
     ),
+    "gpt_neox_japanese": (
+        "GPTNeoXJapanese",
+        {**_OWN, "hidden_size": 96, "intermediate_multiple_size": 2, "rotary_pct": 0.5},
+    ),
+    "modernbert-decoder": (
+        "ModernBertDecoder",
+        {"num_key_value_heads": None, "local_attention": 10, "cls_token_id": 1, "sep_token_id": 2}
+        | {"layer_types": ["sliding_attention", "full_attention"], "norm_bias": True}
+        | {"classifier_bias": True, "mlp_bias": True},
+    ),
     "mpt": ("Mpt", {**_OWN, **_LENGTH, "attn_config": {"softmax_scale": 0.4, "clip_qkv": 1.5}}),
     "openai-gpt": ("OpenAIGPT", _OWN),
     "persimmon": ("Persimmon", {"num_key_value_heads": 3, "num_attention_heads": 3}),

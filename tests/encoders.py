@@ -20,6 +20,9 @@ SIZES = {
 _ONE_HEAD = {"num_attention_heads": 3, "num_key_value_heads": 1}
 _DISTIL = {"intermediate_size": None, "dim": 36, "n_layers": 2, "n_heads": 3, "hidden_dim": 44}
 _NARROW = {"embedding_size": 20}
+_REM = {"input_embedding_size": 20, "output_embedding_size": 28}
+_ESM = {"position_embedding_type": "rotary", "token_dropout": True, "mask_token_id": 7}
+_XLM = {"intermediate_size": None, "emb_dim": 36, "n_layers": 2, "n_heads": 3}
 _TURNS = {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}
 _MODERN = {**_TURNS, "num_hidden_layers": 3, "local_attention": 6}
 LABELS = {"num_labels": 3}
@@ -48,6 +51,7 @@ BASES = {
     ),
     "eurobert": ("EuroBertModel", {"num_key_value_heads": 1, "attention_bias": True}),
     "eurobert-masked": ("EuroBertForMaskedLM", {"mlp_bias": True}),
+    "ultrabert": ("UltrabertModel", {**_TURNS, "num_hidden_layers": 3, "sliding_window": 3}),
     "mpnet": ("MPNetModel", {}),
     "mpnet-masked": ("MPNetForMaskedLM", {}),
     "embedding-gemma": (
@@ -74,6 +78,19 @@ BASES = {
     "megatron-masked": ("MegatronBertForMaskedLM", {}),
     "prelayernorm": ("RobertaPreLayerNormModel", {}),
     "roberta-xl-masked": ("XLMRobertaXLForMaskedLM", {}),
+    "rembert": ("RemBertModel", _REM),
+    "rembert-masked": ("RemBertForMaskedLM", _REM),
+    "roformer": ("RoFormerModel", {}),
+    "roformer-masked": ("RoFormerForMaskedLM", _NARROW),
+    "ibert": ("IBertModel", {}),
+    "ibert-masked": ("IBertForMaskedLM", {}),
+    "esm": ("EsmModel", _ESM),
+    "esm-masked": ("EsmForMaskedLM", _ESM),
+    "esm-plain": ("EsmModel", {**_ESM, "token_dropout": False, "emb_layer_norm_before": True}),
+    "xlm-base": ("XLMModel", _XLM),
+    "xlm-masked": ("XLMWithLMHeadModel", {**_XLM, "n_langs": 3}),
+    "flaubert-masked": ("FlaubertWithLMHeadModel", {**_XLM, "gelu_activation": False}),
+    "bert-generation": ("BertGenerationEncoder", {}),
 }
 HEADS = {
     "bert-sequence": ("BertForSequenceClassification", LABELS),
@@ -104,6 +121,15 @@ HEADS = {
         {**LABELS, "classifier_pooling": "mean"},
     ),
     "eurobert-token": ("EuroBertForTokenClassification", LABELS),
+    "modernbert-decoder-sequence": (
+        "ModernBertDecoderForSequenceClassification",
+        {**_MODERN, **LABELS, "classifier_bias": True, "norm_bias": True},
+    ),
+    "ultrabert-sequence": (
+        "UltrabertForSequenceClassification",
+        {**LABELS, **_TURNS, "num_hidden_layers": 3, "classifier_pooling": "mean"},
+    ),
+    "ultrabert-span": ("UltrabertForQuestionAnswering", {**_TURNS, "num_hidden_layers": 3}),
     "mpnet-sequence": ("MPNetForSequenceClassification", LABELS),
     "mpnet-choice": ("MPNetForMultipleChoice", {}),
     "deberta-2-sequence": ("DebertaV2ForSequenceClassification", {**_DEBERTA_3, **LABELS}),
@@ -116,6 +142,23 @@ HEADS = {
     "megatron-choice": ("MegatronBertForMultipleChoice", {}),
     "prelayernorm-sequence": ("RobertaPreLayerNormForSequenceClassification", LABELS),
     "roberta-xl-span": ("XLMRobertaXLForQuestionAnswering", {}),
+    "rembert-sequence": ("RemBertForSequenceClassification", {**_REM, **LABELS}),
+    "rembert-choice": ("RemBertForMultipleChoice", _REM),
+    "rembert-token": ("RemBertForTokenClassification", {**_REM, **LABELS}),
+    "rembert-span": ("RemBertForQuestionAnswering", _REM),
+    "roformer-sequence": ("RoFormerForSequenceClassification", {**_NARROW, **LABELS}),
+    "roformer-choice": ("RoFormerForMultipleChoice", {}),
+    "roformer-token": ("RoFormerForTokenClassification", LABELS),
+    "roformer-span": ("RoFormerForQuestionAnswering", {}),
+    "ibert-sequence": ("IBertForSequenceClassification", LABELS),
+    "ibert-choice": ("IBertForMultipleChoice", {}),
+    "ibert-token": ("IBertForTokenClassification", LABELS),
+    "ibert-span": ("IBertForQuestionAnswering", {}),
+    "esm-sequence": ("EsmForSequenceClassification", {**_ESM, **LABELS}),
+    "esm-token": ("EsmForTokenClassification", {**_ESM, **LABELS}),
+    "xlm-sequence": ("XLMForSequenceClassification", {**_XLM, **LABELS}),
+    "xlm-token": ("XLMForTokenClassification", {**_XLM, **LABELS}),
+    "flaubert-span": ("FlaubertForQuestionAnsweringSimple", _XLM),
     "nomic_bert-sequence": ("NomicBertForSequenceClassification", LABELS),
     "llama-sequence": ("LlamaForSequenceClassification", LABELS),
     "llama-span": ("LlamaForQuestionAnswering", {}),
@@ -160,4 +203,7 @@ def make(case: str, **changes) -> hf.PreTrainedModel:
         torch.manual_seed(0)
         model = cls(cls.config_class(**fields))
         randomize(model)
+        if name.startswith("RoFormer"):  # whose angles are a parameter
+            angles = model.base_model.encoder.embed_positions
+            angles.weight.data.copy_(angles.create_weight())
     return model.eval()

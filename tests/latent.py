@@ -18,6 +18,8 @@ _YARN |= {"original_max_position_embeddings": 16, "mscale": 0.7, "mscale_all_dim
 _YARN |= {"beta_fast": 32, "beta_slow": 1}
 _EXPERTS = {"n_routed_experts": 6, "n_shared_experts": 2, "moe_intermediate_size": 20}
 _EXPERTS |= {"num_experts_per_tok": 3, "n_group": 3, "topk_group": 2}
+_GROWING = {"llama_4_scaling_beta": 0.6, "max_position_embeddings": 128}
+_GROWING |= {"partial_rotary_factor": 10 / 24}
 # HF's class, and what makes it odd.
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "deepseek_v2, dense": (
@@ -41,6 +43,11 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "axk1": ("AXK1", {**_SIZES, **_EXPERTS, "mlp_layer_types": ["dense", "sparse"]}),
     "minicpm3": ("MiniCPM3", {**_SIZES, "scale_emb": 3, "dim_model_base": 40, "mlp_bias": True}),
+    "mistral4": (
+        "Mistral4",
+        {**_SIZES, **_EXPERTS, "first_k_dense_replace": 1, "routed_scaling_factor": 1.7}
+        | {"rope_parameters": {**_YARN, "original_max_position_embeddings": 4} | _GROWING},
+    ),
     "youtu": (
         "Youtu",
         {**_SIZES, "attention_bias": True, "rope_parameters": {**_YARN, "factor": 4.0}},

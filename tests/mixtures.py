@@ -27,6 +27,7 @@ GROUPED = {"n_routed_experts": 6, "num_experts_per_tok": 3, "n_group": 3, "topk_
 GROUPED |= {"n_shared_experts": 2, "first_k_dense_replace": 1, "routed_scaling_factor": 1.7}
 MULTIPLIED = {"embedding_multiplier": 3.0, "attention_multiplier": 0.4}
 MULTIPLIED |= {"residual_multiplier": 0.3, "logits_scaling": 2.5}
+DEFAULT = {"rope_type": "default", "rope_theta": 1e4}
 PARTIAL = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}
 ALPHA = {"rope_type": "dynamic", "rope_theta": 1e4, "alpha": 50.0, "factor": 1.0}
 YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "truncate": False}
@@ -142,6 +143,11 @@ CASES = {
         {**OF_LAYER, "num_experts": 6, "num_experts_per_tok": 3, "n_group": 3, "topk_group": 2}
         | {"num_shared_experts": 2, "sliding_window": 5, "layer_types": TURNS[::-1]},
     ),
+    "flint": (
+        "Flint",
+        {**FIVE, **OF_LAYER, "head_dim": 14, "layer_types": TURNS, "sliding_window": 5}
+        | {"shared_expert_intermediate_size": 27, "mlp_only_layers": [0]},
+    ),
     "flex_olmo": ("FlexOlmo", {**FIVE, "attention_bias": True}),
     "hy_v3": (
         "HYV3",
@@ -151,14 +157,13 @@ CASES = {
     "kolibri1": (
         "Kolibri1",
         {**FIVE, **OF_LAYER, "head_dim": 14, "layer_types": TURNS, "sliding_window": 5}
-        | {"shared_expert_intermediate_size": 27, "norm_topk_prob": True}
-        | {"intermediate_size": None},
+        | {"shared_expert_intermediate_size": 27, "norm_topk_prob": True},
     ),
     "mellum": (
         "Mellum",
-        {**LOCAL, **OF_LAYER, "head_dim": 14, "layer_types": TURNS, "sliding_window": 5}
-        | {"rope_parameters": {TURNS[0]: {**PARTIAL, "partial_rotary_factor": 1.0}, TURNS[1]: YARN}}
-        | {"mlp_layer_types": ["dense", "sparse"]},
+        {**FIVE, **OF_LAYER, "head_dim": 14, "layer_types": TURNS, "sliding_window": 5}
+        | {"mlp_layer_types": ["dense", "sparse"], "attention_bias": True}
+        | {"rope_parameters": dict(zip(TURNS, (DEFAULT, YARN), strict=True))},
     ),
     "solar_open": (
         "SolarOpen",

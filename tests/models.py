@@ -375,7 +375,11 @@ def randomize(model: hf.PreTrainedModel) -> None:
             p.normal_(0, 0.3)
         else:  # norms; with signs, or a tied head would repeat the last token for ever
             p.uniform_(0.4, 1.6).mul_(torch.randint(0, 2, p.shape) * 2 - 1)
-            p.sub_(1.0 if kind.startswith("gemma") else 0.0)  # whose norms add 1
+            adds_one = kind.startswith("gemma") and not kind.startswith("gemma4")
+            p.sub_(1.0 if adds_one else 0.0)  # whose norms add 1
+    for name, buffer in model.named_buffers():
+        if name.endswith("layer_scalar"):
+            buffer.uniform_(0.5, 1.5)
     model.tie_weights()
 
 

@@ -17,7 +17,16 @@ from dualinfer.model.generation import GENERATION
 # Fields that HF's models read and a family refuses where they are set.
 REFUSED = {"cwm": {"mlp_bias"}}
 # Of which HF's default is a model that is not served.
-SERVED = {"granitemoehybrid": {"layer_types": ["attention"] * 32, "num_local_experts": 0}}
+_BERT = {"model_type": "bert"}
+PAIR = {"decoder": _BERT | {"is_decoder": True, "add_cross_attention": True}, "encoder": _BERT}
+ROTARY = {"position_embedding_type": "rotary", "vocab_size": 33}
+SERVED = {
+    "encoder-decoder": PAIR,
+    "esm": ROTARY,
+    "granitemoehybrid": {"layer_types": ["attention"] * 32, "num_local_experts": 0},
+}
+ROPE = {"rope_type": "default", "rope_theta": 1e4}
+SERVED["cohere_compass_text"] = {"rope_parameters": {"full_attention": ROPE}}
 
 
 def family_config(family):

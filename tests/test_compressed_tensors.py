@@ -273,14 +273,12 @@ def test_scales_of_a_cache_are_left_unused_and_said(folders):
     assert opener.unused == (name,) and "cache keeps its dtype" in opener.notes[0]
 
 
-def logits_of_hf(folder, ids, *, dequantize):
+def logits_of_hf(folder, ids, *, dequantize, model_class=hf.AutoModelForCausalLM):
     config = hf.utils.quantization_config.CompressedTensorsConfig(dequantize=dequantize)
     with torch.no_grad(), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # that the folder's own config is there, too
-        model = hf.AutoModelForCausalLM.from_pretrained(
-            folder, dtype=torch.float32, quantization_config=config
-        )
-        return model(torch.as_tensor(ids)).logits.numpy()
+        model = model_class.from_pretrained(folder, dtype=torch.float32, quantization_config=config)
+        return model.eval()(torch.as_tensor(ids)).logits.numpy()
 
 
 @pytest.mark.parametrize(

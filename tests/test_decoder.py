@@ -54,6 +54,10 @@ class NumpyOps:
             y = getattr(reference, name)(y, by.activation)
         return y if by.residual is None else by.residual + y
 
+    def read(self, x, weight, by):
+        x = self.norm(x.y, x.norm, x.residual)
+        return self.linear(x, weight, by), x
+
     def row_product(self, x, weight, by=ALONE):
         return self.linear(x, weight, by)
 

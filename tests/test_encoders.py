@@ -6,7 +6,8 @@ import json
 import numpy as np
 import pytest
 import torch
-from safetensors.numpy import save_file
+import transformers as hf
+from safetensors.numpy import load_file, save_file
 from typer.testing import CliRunner
 
 import dualinfer
@@ -29,7 +30,12 @@ ON_JAX = {
 SLOW = {
     *("jina-masked", "data2vec-masked", "ernie-masked", "prelayernorm", "gte-sequence"),
     *("jina-sequence", "megatron-choice", "prelayernorm-sequence", "roberta-xl-span", "jina"),
-    *("megatron-masked", "gte-masked"),
+    *("megatron-masked", "gte-masked", "rembert", "roformer", "roformer-masked", "ibert"),
+    *("xlm-base", "xlm-masked", "flaubert-masked", "xlm-sequence", "xlm-token", "flaubert-span"),
+    *("ibert-masked", "bert-generation", "esm", "esm-plain", "esm-sequence", "esm-token"),
+    *(f"rembert-{kind}" for kind in ("sequence", "choice", "token", "span")),
+    *(f"roformer-{kind}" for kind in ("sequence", "choice", "token", "span")),
+    *(f"ibert-{kind}" for kind in ("sequence", "choice", "token", "span")),
 }
 
 
@@ -54,10 +60,12 @@ def batch(case, tokens=13):
     ids = rng.integers(3, VOCAB, (rows, tokens))
     mask = np.ones_like(ids)
     # These read the first token, padding that sees padding alone.
-    if case not in ("modernbert-cls", "deberta-2-sequence", "deberta-2-choice"):
+    if case not in ("modernbert-cls", "deberta-2-sequence", "deberta-2-choice", "xlm-sequence"):
         mask[1, :4] = 0
     mask[2, -5:] = 0
     ids = np.where(mask == 1, ids, PAD)
+    if case.startswith("esm"):  # which drops these
+        ids[[0, 0, 2], [1, 2, 3]] = 7
     if "choice" in case:
         return ids.reshape(3, 2, tokens), mask.reshape(3, 2, tokens)
     return ids, mask
@@ -103,10 +111,44 @@ def test_a_model_gives_what_hf_gives(case, backend):
         model, backend=backend, dtype="fp32", replace_with_kernel_inject=True
     )
     ids, mask = batch(case)
-    compare(engine(ids, output_hidden_states=True), of_hf(model, ids))
+    whole = ids
+    if case.startswith(("xlm-", "flaubert")) and "roberta" not in case:
+        whole = np.where(ids == PAD, 5, ids)
+        with pytest.raises(ArgumentError, match=r"id 1 of padding.*Pass attention_mask"):
+            engine(ids)
+    compare(engine(whole, output_hidden_states=True), of_hf(model, whole))
     masked = of_hf(model, ids, attention_mask=mask)
     compare(engine(ids, attention_mask=mask, output_hidden_states=True), masked, mask)
     assert engine.report().architecture == type(model).__name__
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_frequencies_of_esm_are_those_of_its_file(backend, tmp_path):
+    """In either of two names, rounded as released files have them; texts are packed, or split."""
+    model, (ids, mask) = make("esm-masked"), batch("esm-masked")
+    rounded = model.base_model.rotary_embeddings.inv_freq
+    rounded.copy_(rounded.half())
+    wanted = of_hf(model, ids, attention_mask=mask)
+    model.save_pretrained(tmp_path)
+    live = {"replace_with_kernel_inject": True}
+    tensors = load_file(tmp_path / "model.safetensors")
+    written = next(name for name in tensors if name.endswith("inv_freq"))
+    stored = tensors.pop(written)
+    names = [f"esm.encoder.layer.{i}.attention.self.rotary_embeddings.inv_freq" for i in (0, 1)]
+    names = (names, [written], ["esm.rotary_embeddings.inv_freq"])
+    for keys, split in zip(names, ({}, {}, {"tensor_parallel": {"tp_size": 2}}), strict=True):
+        save_file(tensors | dict.fromkeys(keys, stored), tmp_path / "model.safetensors")
+        more = split if backend == "jax" else {}
+        with dualinfer.init_inference(tmp_path, backend=backend, dtype="fp32", **more) as engine:
+            compare(engine(ids, attention_mask=mask, output_hidden_states=True), wanted, mask)
+    with dualinfer.init_inference(model, backend=backend, dtype="fp32", **live) as engine:
+        engine.save_pretrained(tmp_path / "ours")
+        texts = [[7 if i % 5 == 2 else 30 + i for i in range(n)] for n in (9, 4, 40)]
+        expected = np.stack([hidden_of(model, text).mean(0) for text in texts])
+        assert relative_rms(engine.embed(texts), expected) < LIMIT
+    again = hf.EsmForMaskedLM.from_pretrained(tmp_path / "ours").eval()
+    compare(of_hf(again, ids, attention_mask=mask), wanted, mask)
 
 
 LENGTHS = (9, 40, 3, 17, 1, 61, 12, 5, 30, 8)
@@ -248,6 +290,8 @@ def test_a_folder_of_sentence_transformers_says_how_texts_become_vectors(folder,
         engine.encode(texts, precision="int8")
     with pytest.raises(ArgumentError, match=r"prompt_name='ask'.*'query', 'document', 'plain'"):
         engine.embed(texts, prompt_name="ask")
+    with pytest.raises(ArgumentError, match=r"Text 1 is empty: the tokenizer makes no token of it"):
+        engine.embed(["x", ""])
     with pytest.raises(LengthError, match=r"max_length=900.*67 positions"):
         engine.embed(texts, max_length=900)
 

@@ -98,7 +98,7 @@ VARIED = (
     ],
     scope="session",
 )
-@pytest.mark.parametrize("layout", ["batch", "left-padded"])
+@pytest.mark.parametrize("layout", [pytest.param("batch", marks=pytest.mark.slow), "left-padded"])
 def test_greedy_equals_hf_over_64_tokens(name, layout, backend, hf_model, engine_of):
     if layout == "left-padded":
         ids, mask = prompts()
@@ -110,7 +110,7 @@ def test_greedy_equals_hf_over_64_tokens(name, layout, backend, hf_model, engine
 
 @pytest.mark.parametrize(
     ("name", "backend"),
-    [*((n, "torch") for n in GENERATING), *ALONE_ON_JAX],
+    [*slow_but(QUICK, GENERATING, "torch"), *ALONE_ON_JAX],
     scope="session",
 )
 def test_greedy_of_a_single_prompt_equals_hf_over_64_tokens(name, backend, hf_model, engine_of):

@@ -29,6 +29,7 @@ _BOTH = {
 }
 _SIGLIP = {**_BOTH, "text_config": {**_TEXT, "projection_size": 24}}
 del _SIGLIP["projection_dim"]
+_META = {**_BOTH, "text_config": {**_TEXT, "eos_token_id": 2}}
 _DINO = {k: v for k, v in _EYE.items() if k not in ("intermediate_size", "projection_dim")}
 CASES = {
     "vit": ("ViTModel", _VIT),
@@ -40,6 +41,10 @@ CASES = {
     "clip-text-old": ("CLIPTextModelWithProjection", {**_TEXT, "eos_token_id": 2}),
     "clip": ("CLIPModel", _BOTH),
     "clip-labels": ("CLIPForImageClassification", {**_BOTH, "num_labels": 3}),
+    "metaclip": ("MetaClip2Model", _META),
+    "metaclip-labels": ("MetaClip2ForImageClassification", {**_META, "num_labels": 3}),
+    "metaclip-text": ("MetaClip2TextModelWithProjection", {**_TEXT, "eos_token_id": 2}),
+    "metaclip-image": ("MetaClip2VisionModel", _EYE),
     "siglip": ("SiglipModel", _SIGLIP),
     "siglip-labels": ("SiglipForImageClassification", {**_SIGLIP, "num_labels": 3}),
     "siglip-text": ("SiglipTextModel", {**_TEXT, "projection_size": 20}),
@@ -48,6 +53,11 @@ CASES = {
     "deit": ("DeiTModel", _VIT),
     "deit-labels": ("DeiTForImageClassification", {**_VIT, "num_labels": 3}),
     "dinov2": ("Dinov2Model", _DINO),
+    "registers": ("Dinov2WithRegistersModel", {**_DINO, "num_register_tokens": 3}),
+    "vit-msn": ("ViTMSNModel", _VIT),
+    "vit-msn-labels": ("ViTMSNForImageClassification", {**_VIT, "num_labels": 3}),
+    "ijepa": ("IJepaModel", _VIT),
+    "ijepa-labels": ("IJepaForImageClassification", {**_VIT, "num_labels": 3}),
     "dinov2-gated": ("Dinov2Model", {**_DINO, "use_swiglu_ffn": True, "mlp_ratio": 3}),
 }
 QUICK = {
@@ -77,11 +87,11 @@ def inputs_of(case):
         size = fields["image_size"]
         shape = 2, fields["num_channels"], *(size if isinstance(size, list) else (size, size))
         given = {"pixel_values": random.standard_normal(shape).astype(np.float32)}
-    if "text" not in case and case not in ("clip", "siglip"):
+    if "text" not in case and case not in ("clip", "metaclip", "siglip"):
         return given
     ids, mask = random.integers(8, 99, (3, 11)), np.ones((3, 11), int)
     for row, end in enumerate((5, 9, 10)):
-        ids[row, end] = 7 if case != "clip-text-old" else 98
+        ids[row, end] = 98 if case == "clip-text-old" else 2 if "meta" in case else 7
     mask[0, 6:] = 0
     mask[1, :3] = 0
     return given | {"input_ids": ids, "attention_mask": mask}
@@ -208,6 +218,7 @@ def test_a_model_of_both_gives_the_vectors_of_each_alone():
 
 
 ANY_SIZE = [("clip", "torch"), ("deit", "jax"), ("siglip-image", "torch"), ("dinov2", "torch")]
+ANY_SIZE += [("registers", "torch"), ("ijepa-labels", "jax")]
 
 
 @pytest.mark.parametrize(
@@ -216,13 +227,13 @@ ANY_SIZE = [("clip", "torch"), ("deit", "jax"), ("siglip-image", "torch"), ("din
     + [pytest.param(case, name, marks=[pytest.mark.slow]) for case, name in ANY_SIZE[1:]],
 )
 def test_images_of_another_size_have_positions_as_hf_interpolates_them(case, backend, monkeypatch):
-    if case == "deit":
-        monkeypatch.setitem(CASES, case, ("DeiTModel", {**_VIT, "image_size": 16}))
+    if case in ("deit", "ijepa-labels"):
+        monkeypatch.setitem(CASES, case, (CASES[case][0], {**CASES[case][1], "image_size": 16}))
     model, given = make(case), inputs_of(case)
     channels = given["pixel_values"].shape[1]
     random = np.random.default_rng(5)  # smaller than the model's own one way, larger the other
     given["pixel_values"] = random.standard_normal((2, channels, 12, 41)).astype(np.float32)
-    how = {} if case == "dinov2" else {"interpolate_pos_encoding": True}
+    how = {} if case in ("dinov2", "registers") else {"interpolate_pos_encoding": True}
     expected = of_hf(model, given, output_hidden_states=True, **how)
     engine = dualinfer.init_inference(model, backend=backend, **HOW)
     found = engine(**given, output_hidden_states=True, **how)

@@ -13,6 +13,7 @@ from dualinfer.cli.parity import compare, difference, first_difference
 from dualinfer.model.outputs import make_outputs
 
 from .checkpoints import write_llama
+from .test_encoder_decoders import engine_of
 
 VOCAB = 211
 
@@ -22,7 +23,7 @@ class Shifted:
 
     def __init__(self, engine, change):
         self.engine, self.change = engine, change
-        self.inference_config = engine.inference_config
+        self.inference_config, self.config = engine.inference_config, engine.config
 
     def forward(self, *args, **kwargs):
         outputs = self.engine.forward(*args, **kwargs)
@@ -48,6 +49,19 @@ def engines(folder):
 @pytest.fixture
 def ids() -> np.ndarray:
     return np.random.default_rng(1).integers(3, VOCAB, (3, 17))
+
+
+def test_compare_reads_both_stacks_of_an_encoder_decoder(ids):
+    engine = engine_of("bart", "torch")
+    result = compare(engine, engine, ids % 90 + 3)
+    stacks = {"encoder": 3, "decoder": 2}
+    names = [
+        f"{s} {x}"
+        for s, n in stacks.items()
+        for x in ("embedding", *map("layer {}".format, range(n)))
+    ]
+    assert [x.name for x in result.layers] == names
+    assert result.equal and result.positions == 3 * 17
 
 
 def test_compare_measures_every_layer_and_logits(engines, ids):

@@ -23,6 +23,7 @@ from dualinfer.quantization import METHODS  # noqa: E402
 from dualinfer.quantization.codes import dequantize  # noqa: E402
 
 from .compressed import write  # noqa: E402
+from .encoders import make as make_encoder  # noqa: E402
 from .models import BACKENDS, make_model, random_ids, relative_rms  # noqa: E402
 from .test_compressed_tensors import FORMS, emulated, logits_of_hf  # noqa: E402
 from .test_quantize_on_load import ASYMMETRIC, engine, hashes  # noqa: E402
@@ -124,6 +125,21 @@ def test_a_tied_head_becomes_a_weight_of_its_own(tmp_path):
     assert relative_rms(expected, theirs) < 1e-5
     with engine(tmp_path / "out", "jax") as again:
         assert relative_rms(again(ids).logits, expected) < 1e-6
+
+
+@pytest.mark.parametrize(
+    "case", ["ernie-masked", pytest.param("nomic_bert-masked", marks=pytest.mark.slow)]
+)
+def test_a_tied_masked_head_becomes_weights_of_its_own(case, tmp_path):
+    """With its bias, where HF ties that as well."""
+    model, ids = make_encoder(case), random_ids(2, 9, vocab=99)
+    with engine(model, quant="int8") as made:
+        expected = np.asarray(made(ids).logits)
+        made.save_pretrained(tmp_path)
+    with engine(tmp_path) as again:
+        assert relative_rms(again(ids).logits, expected) < 1e-6
+    theirs = logits_of_hf(tmp_path, ids, dequantize=True, model_class=type(model))
+    assert relative_rms(expected, theirs) < 1e-5
 
 
 def test_scales_keep_their_dtype(tmp_path):

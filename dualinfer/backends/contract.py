@@ -75,6 +75,17 @@ class Neighbours(NamedTuple):
 ALONE = Neighbours()
 
 
+class Unnormed(NamedTuple):
+    """A stream whose norm behind a sub-layer is still to be made: norm(y + residual).
+
+    Both are [..., E]: what the sub-layer gave, and what it read.
+    """
+
+    y: Array
+    residual: Array
+    norm: NormOf
+
+
 class LatentQkv(NamedTuple):
     """What latent attention takes in the place of packed queries, keys and values.
 
@@ -218,6 +229,14 @@ class BlockOps(Protocol):
         """
         ...
 
+    def read_by_layers(self, spec: ModelSpec, w: Weights, ids: Array, x: Array) -> Array:
+        """What each layer reads of int ids [B, T] and their embedding x [B, T, E]: [L, B, T, P].
+
+        It is (norm(E^-1/2 projection of x) + P^1/2 row of a table) 2^-1/2, of P elements for each
+        layer, summed over devices.
+        """
+        ...
+
     def norm(self, x: Array, norm: NormOf, residual: Array | None = None) -> Array:
         """`x` [..., E], plus the residual [..., E] if given, normed over the last axis."""
         ...
@@ -227,6 +246,13 @@ class BlockOps(Protocol):
 
         The result is x's dtype, or float32 as the neighbours ask. The residual may be overwritten
         as they say.
+        """
+        ...
+
+    def read(self, x: Unnormed, weight: Weight, by: Neighbours) -> tuple[Array, Array]:
+        """The product of the normed stream, as `linear`, and that stream itself [..., E].
+
+        The neighbours have no norm of their own.
         """
         ...
 
@@ -304,6 +330,14 @@ class BlockOps(Protocol):
 
     def add(self, x: Array, y: Array, norm: NormOf | None = None) -> Array:
         """x + y, of one shape; with a norm x + norm(y)."""
+        ...
+
+    def norm_values(self, a: Attention, qkv: Array, norm: NormOf) -> Array:
+        """Packed qkv [B, T, (H+2K) D] with each head's value normed; it may be overwritten."""
+        ...
+
+    def with_keys_of(self, a: Attention, q: Array, qkv: Array) -> Array:
+        """The first H D elements of q, and the keys and values of packed qkv behind them, anew."""
         ...
 
     def clip(self, x: Array, limit: float) -> Array:

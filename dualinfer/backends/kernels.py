@@ -6,7 +6,8 @@ from typing import Any, NamedTuple, Protocol
 
 from ..model.spec import Experts, ModelSpec, Router
 from ..model.weights import Weight
-from .contract import Array, LayerAttention, Neighbours, NormOf, Routing
+from .caches import CacheSpec, CacheView
+from .contract import Array, LayerAttention, Neighbours, NormOf, Routing, Unnormed
 from .schemes import eight_bit as in_eight_bits
 from .schemes import packed, rounds_input
 
@@ -40,10 +41,13 @@ def unserved(spec: ModelSpec) -> str | None:
     """What of a model is beyond the kernels, for people; None if they serve it."""
     from ..kernels.triton import attention, latent, norm, thresholds
 
-    dim = max(layer.attention.head_dim for layer in spec.layers)
-    if dim > attention.LARGEST_HEAD:
-        return f"a head_dim of {dim} (at most {attention.LARGEST_HEAD})"
-    ranks = [a.latent.rank for a in (layer.attention for layer in spec.layers) if a.latent]
+    attentions = [layer.attention for layer in spec.layers]
+    wide = [a for a in attentions if has_wide_heads(a.head_dim)]
+    if len(wide) == len(attentions) or spec.encoder or any(a.latent for a in wide):
+        dim = max((a.head_dim for a in wide), default=0)
+        if dim:  # where only some layers of a decoder have such, their attention alone is plain
+            return f"a head_dim of {dim} (at most {attention.LARGEST_HEAD})"
+    ranks = [a.latent.rank for a in attentions if a.latent]
     if max(ranks, default=0) > latent.LARGEST_RANK:
         return f"latent vectors of {max(ranks)} elements (at most {latent.LARGEST_RANK})"
     if spec.embed > norm.WIDEST:
@@ -51,6 +55,20 @@ def unserved(spec: ModelSpec) -> str | None:
     if spec.can_generate and spec.vocab > thresholds.MOST_TOKENS:
         return f"a vocabulary of {spec.vocab} (at most {thresholds.MOST_TOKENS})"
     return None
+
+
+def has_wide_heads(head_dim: int) -> bool:
+    """Whether heads have more elements than the kernels of attention take."""
+    from ..kernels.triton import attention
+
+    return head_dim > attention.LARGEST_HEAD
+
+
+def is_wide(cache: CacheSpec | CacheView) -> bool:
+    """Whether a cache is known to keep keys of such heads; not of a latent one, which has none."""
+    if not isinstance(cache, CacheSpec) or cache.kind == "latent":
+        return False
+    return has_wide_heads(cache.key_dim)
 
 
 def head_arguments(layer: LayerAttention, frequencies: Array | None) -> dict[str, Any]:
@@ -96,6 +114,46 @@ def serves_product(x: Array, weight: Weight, by: Neighbours) -> bool:
         return known and count <= (1 if size == 4 else quantized.MOST_ROWS)
     fused = by.activation is not None or by.residual is not None
     return linear.serves(count, features, width, size, fused)
+
+
+def reads_unnormed(x: Unnormed, weight: Weight) -> bool:
+    """Whether the product that reads a stream makes its norm, and keeps what it normed."""
+    from ..kernels.triton import linear
+
+    alone = prod(x.y.shape[:-1]) == 1
+    return alone and weight.scheme is None and linear.fuses_norm(x.norm)
+
+
+def few_rows_launch(
+    ops: Launcher,
+    x: Array,
+    weight: Weight,
+    by: Neighbours,
+    config: Any = None,
+    before: Array | None = None,
+) -> Launch:
+    """The launch of a product that `serves_product` names; a norm goes with a single row.
+
+    With `before` the norm is of x + before, and comes along. `config` None is the one for these
+    shapes.
+    """
+    from ..kernels.triton import linear, quantized
+
+    codes = packed(weight)
+    how: dict[str, Any] = {
+        "norm": linear.NormArguments.of(by.norm),
+        "activation": by.activation,
+        "gated": by.gated,
+        "residual": by.residual,
+        "dtype": "float32" if by.wide else None,
+        "config": ops.configurations.find(linear_key(x, weight, by)) if config is None else config,
+        "pdl": ops.starts_early(prod(x.shape[:-1])),
+    }
+    if before is not None:
+        how["before"] = before
+    if codes is None:
+        return Launch(linear.linear, (x, weight.data, by.bias), how)
+    return Launch(quantized.linear, (x, codes, by.bias), how)
 
 
 def route_launch(
@@ -145,10 +203,10 @@ def experts_launch(
 
     With all that is added; in float32 if `by.wide`. `config` None is the one for these shapes.
     """
-    from ..kernels.triton import experts, linear
+    from ..kernels.triton import experts, experts_choice, linear
 
     count, chosen, norm = prod(x.shape[:-1]), routing.experts.shape[-1], by.norm
-    if norm is not None and not (experts.is_few(count) and linear.fuses_norm(norm)):
+    if norm is not None and not (experts_choice.is_few(count) and linear.fuses_norm(norm)):
         x, norm = ops.norm(x, norm), None
     if config is None:
         key = experts.tuning_key(count, chosen, mixture, x.dtype.itemsize)
@@ -205,11 +263,11 @@ def experts_of(
 
 def shares_launches(mixture: Experts, w: Mapping[str, Any], tokens: int) -> bool:
     """Whether the kernels have the expert of all tokens in the launches of the others."""
-    from ..kernels.triton import experts
+    from ..kernels.triton import experts_choice
 
     names = [f"{of}.{part}.weight" for of in ("experts", "shared") for part in ("up", "down")]
     names += ["shared.gate.weight"] * mixture.shared_gated
-    known = mixture.shared > 0 and not mixture.weighs_input and experts.is_few(tokens)
+    known = mixture.shared > 0 and not mixture.weighs_input and experts_choice.is_few(tokens)
     known = known and mixture.shared_scale == 1
     return known and _are_plain([w[name] for name in names])
 

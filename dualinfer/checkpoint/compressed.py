@@ -157,7 +157,7 @@ def _form(name: str, scheme: BlockScheme, k: int) -> str:
         return "int-quantized" if codes == "int8" and rounds_inputs else "pack-quantized"
     if codes == "fp8_e4m3":
         return "mxfp8-quantized" if scheme.scale_dtype == _E8M0 else "float-quantized"
-    if codes == "fp4_e2m1" and scheme.rows == 1 and not k % (scheme.columns or 1) and not k % 2:
+    if codes == "fp4_e2m1" and scheme.rows == 1 and not _whole(name, k, scheme.columns or k) % 2:
         return "nvfp4-pack-quantized" if scheme.outer else "mxfp4-pack-quantized"
     raise _unsayable(name, scheme.name)
 

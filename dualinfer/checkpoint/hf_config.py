@@ -178,7 +178,7 @@ def usable_fields(model_type: str, written: Mapping[str, Any]) -> dict[str, Any]
             continue
         own = inspect.getattr_static(config_class, name, None)
         settable = own is None or (isinstance(own, property) and own.fset is not None)
-        if name in declared or settable:
+        if name in declared or settable or (name == "tie_word_embeddings" and own is True):
             fields[name] = value
         elif name not in INERT:
             raise ModelError(

@@ -215,9 +215,11 @@ def _entries(saved: Saved) -> tuple[list[_Entry], dict[str, Any] | None, bool]:
     entries: dict[str, _Entry] = {}
     stored: dict[str, Stored] = {}
     plain: list[str] = []
+    found_as: dict[str, str] = {}
     for row, names in saved.plan.rows:
         for part, found in zip(row.sources, names, strict=True):
             name, own = found.partition(":")[0], part.name.partition(":")[0]
+            found_as[own] = name
             if name in entries:
                 continue
             matrix = source.matrix(name) if isinstance(source, QuantizedSource) else None
@@ -239,6 +241,12 @@ def _entries(saved: Saved) -> tuple[list[_Entry], dict[str, Any] | None, bool]:
                 stored[name] = store(name, matrix)
                 entries[name] = _quantized_entry(name, matrix, stored[name])
     untied = any(name in stored for name in tied.values())
+    for name, twin in tied.items() if untied else ():
+        if twin not in entries and twin.endswith(".bias"):  # of such a head, which reads its own
+            entry = entries[found_as[name]]
+            ((_, spec),) = entry.spec.items()
+            written = entry.written._replace(name=twin)
+            entries[twin] = entry._replace(written=written, spec={twin: spec})
     return [*entries.values()], describe(stored, plain) if stored else None, untied
 
 

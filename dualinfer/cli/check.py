@@ -22,7 +22,7 @@ from ..errors import (
 )
 from ..model.families import default_class, served_types
 from ..system.tables import Table
-from .parity import difference, first_difference
+from .parity import difference, first_difference, states_of
 from .tiny import VOCAB, has_towers, text_config, tiny_config
 
 _ROWS, _TOKENS, _SHORT, _NEW = 2, 17, 9, 12
@@ -227,18 +227,7 @@ def _of_backend(model: Any, backend: str, given: _Given, speaks: bool) -> dict[s
 
 
 def _named(whole: Any, padded: Any) -> dict[str, Any]:
-    found: dict[str, Any] = {"states": {}}
-    stacks = {
-        stack: getattr(whole, f"{stack.strip()}_hidden_states".lstrip("_"), None)
-        for stack in ("", "encoder ", "decoder ")
-    }
-    for tower in ("text", "vision"):
-        outputs = getattr(whole, f"{tower}_model_output", None)
-        stacks[f"{tower} "] = getattr(outputs, "hidden_states", None)
-    for stack, states in stacks.items():
-        for i, state in enumerate(states or ()):
-            name = f"{stack}layer {i - 1}" if i else f"{stack}embedding"
-            found["states"][name] = to_numpy(state)
+    found: dict[str, Any] = {"states": states_of(whole)}
     for name in ("logits", "logits_per_text"):
         if getattr(whole, name, None) is not None:
             found |= {"logits": to_numpy(whole[name]), "padded": to_numpy(padded[name])}

@@ -22,7 +22,10 @@ _SHOWN = 4  # numbers of a vector
 
 def embed(
     model: Annotated[
-        str, typer.Argument(help="A checkpoint's folder or a model of the hub (owner/name).")
+        str,
+        typer.Argument(
+            metavar="MODEL", help="A checkpoint's folder or a model of the hub (owner/name)."
+        ),
     ],
     texts: Annotated[
         list[str],

@@ -29,8 +29,9 @@ class Parity:
     """What `compare` found.
 
     `layers` has L+1 entries: the embedding, then each layer's output, the last one after the final
-    norm. `logits` is None for a model without a head. Of `positions` compared, `ties` have
-    different best tokens within `rounding` of each other, `differing` have ones that are not.
+    norm; those of an encoder first. `logits` is None for a model without a head. Of `positions`
+    compared, `ties` have different best tokens within `rounding` of each other, `differing` have
+    ones that are not.
     """
 
     layers: tuple[Difference, ...]
@@ -62,12 +63,10 @@ def compare(engine_a: InferenceEngine, engine_b: InferenceEngine, input_ids: Any
     if _shapes(states_a, logits_a) != _shapes(states_b, logits_b):
         raise ArgumentError(f"{engine_a} and {engine_b} are not of one architecture.")
     rounding = max(ROUNDING[e.inference_config.dtype or "float32"] for e in (engine_a, engine_b))
-    layers = tuple(
-        difference(_layer_name(i), a, b)
-        for i, (a, b) in enumerate(zip(states_a, states_b, strict=True))
-    )
+    layers = tuple(difference(name, a, states_b[name]) for name, a in states_a.items())
     if logits_a is None or logits_b is None:
-        return Parity(layers, None, states_a[0][..., 0].size, 0, 0, rounding)
+        positions = next(iter(states_a.values()))[..., 0].size
+        return Parity(layers, None, positions, 0, 0, rounding)
     a, b = (x.reshape(-1, x.shape[-1]) for x in (logits_a, logits_b))
     differing, ties = _count_differing(a, b, rounding)
     return Parity(layers, difference("logits", a, b), len(a), ties, differing, rounding)
@@ -89,22 +88,38 @@ def first_difference(a: Sequence[Any], b: Sequence[Any]) -> int | None:
     return next((i for i, (x, y) in enumerate(pairs) if x != y), min(len(a), len(b)))
 
 
-def _forward(engine: InferenceEngine, ids: Any) -> tuple[tuple[np.ndarray, ...], np.ndarray | None]:
-    outputs = engine.forward(
-        to_numpy(ids), output_hidden_states=True, return_dict=True, return_tuple=True
-    )
-    logits = outputs.logits
-    return outputs.hidden_states, None if logits is None else logits.astype(np.float32)
+def states_of(outputs: Any) -> dict[str, np.ndarray]:
+    """The hidden states of HF's output by stack and layer: "embedding", "decoder layer 0"."""
+    stacks = {
+        stack: getattr(outputs, f"{stack.strip()}_hidden_states".lstrip("_"), None)
+        for stack in ("", "encoder ", "decoder ")
+    }
+    for tower in ("text", "vision"):
+        own = getattr(outputs, f"{tower}_model_output", None)
+        stacks[f"{tower} "] = getattr(own, "hidden_states", None)
+    return {
+        f"{stack}layer {i - 1}" if i else f"{stack}embedding": to_numpy(state)
+        for stack, states in stacks.items()
+        for i, state in enumerate(states or ())
+    }
+
+
+def _forward(engine: InferenceEngine, ids: Any) -> tuple[dict[str, np.ndarray], np.ndarray | None]:
+    """Hidden states by name, and logits; of an encoder-decoder both stacks read `ids`."""
+    inputs = {"input_ids": to_numpy(ids)}
+    if getattr(engine.config, "is_encoder_decoder", False):
+        inputs["decoder_input_ids"] = inputs["input_ids"]
+    how = {"output_hidden_states": True, "return_dict": True, "return_tuple": True}
+    outputs = engine.forward(**inputs, **how)
+    logits = getattr(outputs, "logits", None)
+    return states_of(outputs), None if logits is None else to_numpy(logits).astype(np.float32)
 
 
 def _shapes(
-    states: Sequence[np.ndarray], logits: np.ndarray | None
-) -> tuple[list[tuple[int, ...]], tuple[int, ...] | None]:
-    return [x.shape for x in states], None if logits is None else logits.shape
-
-
-def _layer_name(index: int) -> str:
-    return f"layer {index - 1}" if index else "embedding"
+    states: dict[str, np.ndarray], logits: np.ndarray | None
+) -> tuple[dict[str, tuple[int, ...]], tuple[int, ...] | None]:
+    shapes = {name: x.shape for name, x in states.items()}
+    return shapes, None if logits is None else logits.shape
 
 
 def _rms(x: np.ndarray) -> float:

@@ -22,6 +22,9 @@ _OTHERS = {
     **{"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 2},
     **{"begin_suppress_tokens": [7], "decoder_vocab_size": VOCAB, "d_kv": _HEAD_DIM},
     **{"max_source_positions": 24, "max_target_positions": POSITIONS, "num_mel_bins": 9},
+    **{"max_encoder_position_embeddings": POSITIONS, "max_decoder_position_embeddings": POSITIONS},
+    **{"attention_window": 2 * _WINDOW, "local_radius": _WINDOW},
+    "vocab_size_per_layer_input": VOCAB,
 }
 # Of mixtures; counts without a default are there as None.
 _EXPERTS = {
@@ -36,14 +39,16 @@ _WITHIN = {
 }
 _GROUPS = {"n_group": 3, "topk_group": 2}  # where there are several
 _FIRST = ("first_k_dense_replace", "moe_layer_start_index", "num_dense_layers")
+_SIDES = ("encoder", "decoder")
 _KV = ("num_key_value_heads", "num_kv_heads")
+_PART = "partial_rotary_factor"
 _LATENT = {"qk_rope_head_dim": 20, "qk_nope_head_dim": 28, "qk_head_dim": 48, "v_head_dim": 36}
 _LATENT |= {"kv_lora_rank": 44, "q_lora_rank": 52, "head_dim": 20}
 
 
 def has_towers(config: Any) -> bool:
     """True of a model that compares texts with images, which has no part that stands for all."""
-    return config.model_type in ("clip", "siglip")
+    return config.model_type in ("clip", "metaclip_2", "siglip")
 
 
 def text_config(config: Any) -> Any:
@@ -63,9 +68,12 @@ def tiny_config(config: Any) -> Any:
             name: tiny_config(getattr(config, name)).to_dict()
             for name in ("text_config", "vision_config")
         }
-        if config.model_type == "clip":
+        if config.model_type != "siglip":
             towers["projection_dim"] = _HEAD_DIM
         return type(config)(**towers)
+    if config.model_type in ("t5gemma", "encoder-decoder"):
+        stacks = {side: tiny_config(getattr(config, side)).to_dict() for side in _SIDES}
+        return type(config)(**stacks)
     values = config.to_dict()
     names = type(config).attribute_map
     heads = getattr(config, "num_attention_heads", None)
@@ -111,18 +119,29 @@ def tiny_config(config: Any) -> Any:
         values |= {"patch_size": _PATCH, "image_size": 3 * _PATCH}
     if "head_dim" in values:
         values["head_dim"] = _HEAD_DIM
+    if values.get("hidden_size_per_layer_input"):
+        values["hidden_size_per_layer_input"] = _HEAD_DIM // 2
+    for own in (values.get("per_layer_config") or {}).values():
+        own |= {k: 2 * _HEAD_DIM if k == "head_dim" else _KV_HEADS for k in own}
     if "mamba_n_heads" in values:
         values |= {"mamba_n_heads": new_heads, "mamba_d_head": 2 * _HEAD_DIM, "mamba_expand": 2}
     if config.model_type in KINDS:  # what says it again
         values = {k: v for k, v in values.items() if k not in KINDS[config.model_type].twins}
     if values.get("kv_lora_rank") is not None:  # what turns has a width of its own
         values |= {k: v for k, v in _LATENT.items() if values.get(k) is not None}
+        if config.model_type == "mistral4":  # whose head_dim is that of whole heads
+            values["head_dim"] = _LATENT["qk_head_dim"]
     width = values.get("word_embed_proj_dim")
     if width is not None:
         values["word_embed_proj_dim"] = hidden if width == config.hidden_size else hidden // 2
     if isinstance(values.get("rope_parameters"), Mapping):
         turning = values.get("qk_rope_head_dim") or _HEAD_DIM
         values["rope_parameters"] = _tiny_rope(values["rope_parameters"], turning)
+        if (
+            values.get("qk_rope_head_dim")
+            and (tiny := values["rope_parameters"]).get(_PART, 1) != 1
+        ):
+            tiny[_PART] = _LATENT["qk_rope_head_dim"] / _LATENT["qk_head_dim"]
     _cut_layers(values, names.get("num_hidden_layers", "num_hidden_layers"))
     for name in ("decoder_layers", "num_decoder_layers"):
         if values.get(name) is not None:
@@ -162,6 +181,12 @@ def _cut_layers(values: dict[str, Any], name: str) -> None:
     lists = {k: v for k, v in values.items() if isinstance(v, list) and len(v) == count > 0}
     if isinstance(mixed, list):
         lists["moe_layers"] = [i in mixed for i in range(count)]
+    shared = values.get("num_kv_shared_layers")
+    if shared:
+        lists["num_kv_shared_layers"] = [i >= count - shared for i in range(count)]
+    if by_number := values.get("per_layer_config"):
+        by_number = {int(i): own for i, own in by_number.items()}
+        lists["per_layer_config"] = [by_number.get(i) for i in range(count)]
     kinds = [tuple(repr(own[i]) for own in lists.values()) for i in range(count)]
     chosen = sorted(kinds.index(kind) for kind in set(kinds)) if lists else []
     chosen += [i for i in range(count) if i not in chosen][: max(0, 2 - len(chosen))]
@@ -169,4 +194,9 @@ def _cut_layers(values: dict[str, Any], name: str) -> None:
         values[key] = [own[i] for i in sorted(chosen)]
     if isinstance(mixed, list):
         values["moe_layers"] = [i for i, is_mixed in enumerate(values["moe_layers"]) if is_mixed]
+    if shared:
+        values["num_kv_shared_layers"] = sum(values["num_kv_shared_layers"])
+    if by_number:
+        own = enumerate(values["per_layer_config"])
+        values["per_layer_config"] = {i: changes for i, changes in own if changes}
     values[name] = len(chosen)

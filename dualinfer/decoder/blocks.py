@@ -2,8 +2,8 @@
 
 from collections.abc import Callable
 
-from ..backends.contract import Array, BlockOps, LatentQkv, Neighbours, NormOf, Weights
-from ..model.spec import XIELU, Experts, Layer, Router
+from ..backends.contract import Array, BlockOps, LatentQkv, Neighbours, NormOf, Unnormed, Weights
+from ..model.spec import XIELU, Activation, Experts, Layer, Router
 
 # Attention of a layer, by its number, over packed queries, keys and values, or over the pair that
 # latent attention takes; across, over queries.
@@ -11,7 +11,46 @@ Attend = Callable[[int, Array], Array]
 _SIDES = Router(2)  # the softmax of two numbers
 
 
+def normed(ops: BlockOps, x: Array | Unnormed) -> Array:
+    """A layer's output [B, T, E], with the norm behind it where that is still to be made."""
+    return ops.norm(x.y, x.norm, residual=x.residual) if isinstance(x, Unnormed) else x
+
+
 def block(
+    layer: Layer,
+    w: Weights,
+    ops: BlockOps,
+    x: Array | Unnormed,
+    index: int,
+    attend: Attend,
+    spend: bool,
+    across: Attend | None = None,
+    lent: dict[int, Array] | None = None,
+    own: Array | None = None,
+) -> Array | Unnormed:
+    """One layer's output; with `spend` its input may be overwritten.
+
+    `across` attends to what an encoder gave, where the layer does. `lent` has the packed queries,
+    keys and values of the layers whose keys and values others have; that of a lender is put there.
+    `own` is what a layer that `reads` reads. A norm over the sum of a sub-layer and what it read is
+    left to the product that comes next.
+    """
+    if layer.placement == "post":
+        return _post_block(layer, w, ops, x, index, attend, across)
+    x = _sublayers(layer, w, ops, normed(ops, x), index, attend, spend, across, lent)
+    if layer.reads:
+        h = ops.linear(x, w["read.weight"], Neighbours(activation=_plain_activation(layer)))
+        y = ops.linear(h * own, w["read_out.weight"])
+        x = ops.add(x, y, NormOf.named(layer.norm, w, "read_norm"))
+    return x * w["multiplier"] if layer.multiplied else x
+
+
+def _plain_activation(layer: Layer) -> Activation:
+    assert layer.mlp.activation != "xielu"
+    return layer.mlp.activation
+
+
+def _sublayers(
     layer: Layer,
     w: Weights,
     ops: BlockOps,
@@ -19,12 +58,10 @@ def block(
     index: int,
     attend: Attend,
     spend: bool,
-    across: Attend | None = None,
+    across: Attend | None,
+    lent: dict[int, Array] | None,
 ) -> Array:
-    """One layer's output; with `spend` its input may be overwritten.
-
-    `across` attends to what an encoder gave, where the layer does.
-    """
+    """`block` as far as most families have it: attention and feed-forward."""
 
     def norm(name: str) -> NormOf:
         return NormOf.named(layer.norm, w, name)
@@ -37,11 +74,24 @@ def block(
             qkv = ops.linear(x, w["qkv.weight"], Neighbours(w.get("qkv.bias"), norm))
         if layer.attention.clip is not None and not layer.attention.clip_normed:
             qkv = ops.clip(qkv, layer.attention.clip)
+        if layer.attention.value_norm is not None:
+            qkv = ops.norm_values(
+                layer.attention, qkv, NormOf.named(layer.attention.value_norm, w, "v_norm")
+            )
+        if lent is not None and (index in lent or layer.attention.lender is not None):
+            qkv = borrow(qkv, lent)
         y = attend(index, qkv)
         if layer.attention.gated:
             y = ops.gate(y, x, w["attn_gate.weight"], norm)
         by = Neighbours(w.get("out.bias"), residual=residual, spend=spend)
         return ops.row_product(y, w["out.weight"], by)
+
+    def borrow(qkv: Array, lent: dict[int, Array]) -> Array:
+        """`qkv` with a lender's keys and values; a lender's own is a copy, since ops change it."""
+        lender = layer.attention.lender
+        if lender is None:
+            lent[index] = qkv
+        return ops.with_keys_of(layer.attention, qkv, lent[index if lender is None else lender])
 
     def latent(x: Array, norm: NormOf | None) -> LatentQkv:
         """Queries of `x`, and what keys and values of all heads are made of."""
@@ -54,7 +104,7 @@ def block(
             norm = NormOf.named(layer.attention.latent.norm, w, "query_norm")
         return LatentQkv(ops.linear(x, w["query.weight"], Neighbours(norm=norm)), shared)
 
-    def cross(x: Array, norm: NormOf | None, residual: Array | None) -> Array:
+    def cross(x: Array, norm: NormOf, residual: Array | None) -> Array:
         """Attention across; the residual may be overwritten."""
         assert across is not None
         q = ops.linear(x, w["cross_q.weight"], Neighbours(w.get("cross_q.bias"), norm))
@@ -100,15 +150,51 @@ def block(
         return mlp(x, norm("mlp_norm"), x)
     if layer.placement == "around":
         x = added(x, attention(norm("attn_norm"), None, spend=False), norm("attn_post_norm"))
+        if layer.cross:
+            x = added(x, cross(x, norm("cross_norm"), None), norm("cross_post_norm"))
         return added(x, mlp(x, norm("mlp_norm"), None), norm("mlp_post_norm"))
     assert layer.residual_scale == 1
-    if layer.placement == "behind":
-        x = ops.add(x, attention(None, None, spend=False), norm("attn_norm"))
-        return ops.add(x, mlp(x, None, None), norm("mlp_norm"))
-    x = ops.norm(attention(None, None, spend=False), norm("attn_norm"), residual=x)
+    x = ops.add(x, attention(None, None, spend=False), norm("attn_norm"))
+    return ops.add(x, mlp(x, None, None), norm("mlp_norm"))
+
+
+def _post_block(
+    layer: Layer,
+    w: Weights,
+    ops: BlockOps,
+    x: Array | Unnormed,
+    index: int,
+    attend: Attend,
+    across: Attend | None,
+) -> Unnormed:
+    """As `block`, with each norm over the sum of a sub-layer and what it read."""
+
+    def read(
+        x: Array | Unnormed, name: str, activation: Activation | None = None, gated: bool = False
+    ) -> tuple[Array, Array]:
+        """The product of `x`, and `x` itself, normed."""
+        by = Neighbours(w.get(f"{name}.bias"), activation=activation, gated=gated)
+        if isinstance(x, Unnormed):
+            return ops.read(x, w[f"{name}.weight"], by)
+        return ops.linear(x, w[f"{name}.weight"], by), x
+
+    def written(y: Array, name: str, x: Array, norm: str) -> Unnormed:
+        """The end of a sub-layer that read `x`."""
+        y = ops.row_product(y, w[f"{name}.weight"], Neighbours(w.get(f"{name}.bias")))
+        return Unnormed(y, x, NormOf.named(layer.norm, w, norm))
+
+    qkv, x = read(x, "qkv")
+    x = written(attend(index, qkv), "out", x, "attn_norm")
     if layer.cross:
-        x = ops.norm(cross(x, None, None), norm("cross_norm"), residual=x)
-    return ops.norm(mlp(x, None, None), norm("mlp_norm"), residual=x)
+        assert across is not None
+        q, x = read(x, "cross_q")
+        x = written(across(index, q), "cross_out", x, "cross_norm")
+    if isinstance(layer.mlp, Experts):
+        x = normed(ops, x)
+        y = mixture(layer.mlp, w, ops, x, None, None)
+        return Unnormed(y, x, NormOf.named(layer.norm, w, "mlp_norm"))
+    h, x = read(x, "up", _plain_activation(layer), layer.mlp.gated)
+    return written(h, "down", x, "mlp_norm")
 
 
 def cross_keys(w: Weights, ops: BlockOps, states: Array) -> Array:

@@ -2,7 +2,9 @@
 
 from ..backends.contract import Array, BlockOps, Neighbours, NormOf, Params
 from ..model.spec import ModelSpec
-from .blocks import Attend, block
+from .blocks import Attend, block, normed
+
+_KEPT = 1 - 0.15 * 0.8  # of tokens, in training
 
 
 def hidden_states(
@@ -19,31 +21,72 @@ def hidden_states(
     embeds: Array | None = None,
     across: Attend | None = None,
     blend: Array | None = None,
+    mask: Array | None = None,
+    segments: Array | None = None,
 ) -> list[Array]:
     """The last layer's output [B, T, E] for ids and positions [B, T], before the final norm.
 
     With `embeds` [B, T, W] these are in the place of the embedded ids, which are not read; `blend`
     [T, P] says then what a token's position is, as in `contract.BlockOps.embed_given`.
 
+    bool `mask` [B, T] and `segments` [B, T], which number sequences, are for a model that drops
+    tokens or blanks them.
+
     With `keep`, all L+1: the embedding and each layer's output. `attend` takes a layer's number and
     its packed queries, keys and values, `across` its queries alone. With `layers` the output of the
     last one of these, `x` being what the ones before them gave, None at the first.
     """
     if x is None:
+        if token_types is None and spec.token_types and not spec.token_types_from_vocab:
+            token_types = positions * 0
         where = positions, token_types
         if embeds is None:
             x = ops.embed(spec, params.outer, ids, *where)
+            if spec.dropped is not None:
+                x = _without_dropped(spec.dropped, ops, x, ids, mask, segments)
         else:
             x = ops.embed_given(spec, params.outer, embeds, *where, blend)
         if spec.embed_norm:
             x = ops.norm(x, NormOf.named(spec.embed_norm, params.outer, "embed_norm"))
+        if spec.blanks and mask is not None:
+            x = x * ops.like(mask[..., None], x)
         if spec.factored:
             w = params.outer
             x = ops.linear(x, w["project_in.weight"], Neighbours(w["project_in.bias"]))
-    kept = [x]
+    kept, own = [x], None
+    if spec.reads:
+        assert ids is not None
+        own = ops.read_by_layers(spec, params.outer, ids, x)
+    lent: dict[int, Array] | None = dict.fromkeys(spec.lenders) or None
     # One after another, not a scan over stacked weights: see docs/measured-and-left-out.md.
     for i in range(len(spec.layers)) if layers is None else layers:
         with ops.span(f"layer.{i}"):
-            x = block(spec.layers[i], params.layers[i], ops, x, i, attend, not keep, across)
+            reads = None if own is None else own[i]
+            more = across, lent, reads
+            x = block(spec.layers[i], params.layers[i], ops, x, i, attend, not keep, *more)
+            x = normed(ops, x) if keep else x
         kept = [*kept, x] if keep else [x]
-    return kept
+    return [*kept[:-1], normed(ops, kept[-1])]
+
+
+def _without_dropped(
+    dropped: int,
+    ops: BlockOps,
+    x: Array,
+    ids: Array | None,
+    mask: Array | None,
+    segments: Array | None,
+) -> Array:
+    """Embeddings [B, T, E] as `ModelSpec.dropped` says; the others' share is of real tokens."""
+    assert ids is not None
+    is_dropped = (ids == dropped) * 1.0
+    if segments is not None:
+        same = (segments[:, :, None] == segments[:, None, :]) * 1.0
+        found, tokens = (same * is_dropped[:, None]).sum(-1), same.sum(-1)
+    else:
+        found = is_dropped.sum(-1)[:, None]
+        # Rows that fill a bucket up have no token.
+        tokens = ids.shape[1] if mask is None else (mask * 1.0).sum(-1)[:, None].clip(1)
+    share = 1 - found / tokens
+    scale = (1 - is_dropped) * _KEPT / share
+    return ops.like(x * scale[..., None], x)

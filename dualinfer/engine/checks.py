@@ -8,6 +8,7 @@ import numpy as np
 
 from ..arrays import kind_of, to_numpy
 from ..errors import ArgumentError, shown
+from ..model.spec import ModelSpec
 
 
 def by_name(inputs: Any) -> dict[str, Any] | None:
@@ -97,8 +98,14 @@ def check_mask(mask: Any, shape: tuple[int, int]) -> np.ndarray | None:
     return array != 0
 
 
-def check_embeds(embeds: Any, width: int) -> np.ndarray:
-    """Embeddings [B, T, width] (or [T, width], taken as one row) as float32."""
+def check_embeds(embeds: Any, spec: ModelSpec) -> np.ndarray:
+    """Embeddings [B, T, W] (or [T, W], taken as one row) as float32."""
+    if spec.reads:
+        raise ArgumentError(
+            f"inputs_embeds: each layer of {spec.architecture} reads an embedding of its own of "
+            "every id. Pass input_ids."
+        )
+    width = spec.extent("width")
     if kind_of(embeds) is None:
         raise ArgumentError(
             f"inputs_embeds is a {type(embeds).__name__}; expected a torch, NumPy or JAX array."

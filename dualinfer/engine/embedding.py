@@ -29,7 +29,7 @@ from ..model.spec import ModelSpec
 from .base import InferenceEngine
 from .checks import by_name, check_ids, check_mask
 from .packing import Pass, make_inputs, make_passes
-from .text import encode
+from .text import ids_of
 
 _TOKENS, _TOKENS_ON_HOST = 16384, 2048  # of one pass
 _AHEAD = 2  # passes that are enqueued before the result of the first is waited for
@@ -128,6 +128,11 @@ class EmbeddingCalls(InferenceEngine):
                 single = isinstance(given, str)
                 all_texts = [given] if single else list(given)
                 ids = [_encode(tokenizer, t, before, limit, how.lower) for t in all_texts]
+                for i, row in enumerate(ids):
+                    if not len(row):
+                        raise ArgumentError(
+                            f"Text {i} is empty: the tokenizer makes no token of it. Leave it out."
+                        )
             else:
                 if not (prompt is prompt_name is max_length is None):
                     raise ArgumentError(
@@ -388,7 +393,7 @@ def _encode(tokenizer: Any, text: Any, prompt: str, most: int, lower: bool) -> n
     if not isinstance(text, str):
         raise ArgumentError(f"A text is a {type(text).__name__}; expected a str.")
     whole = prompt + text
-    ids = encode(tokenizer, whole.lower() if lower else whole, most)
+    ids = ids_of(tokenizer, whole.lower() if lower else whole, most, "text")
     return np.asarray(ids, np.int32)
 
 
@@ -396,5 +401,5 @@ def _length_of_prompt(tokenizer: Any, prompt: str) -> int:
     """Tokens that a prompt takes in front, without what stands at its end alone."""
     if not prompt:
         return 0
-    ids = encode(tokenizer, prompt)
-    return len(ids) - (ids[-1] in getattr(tokenizer, "all_special_ids", ()))
+    *ids, last = ids_of(tokenizer, prompt) or [None]
+    return len(ids) + (last not in (None, *getattr(tokenizer, "all_special_ids", ())))

@@ -140,7 +140,8 @@ def make_image_inputs(
     cut = cut.transpose(0, 2, 4, 1, 3, 5).reshape(batch, rows * columns, patches.width)
     tokens = np.pad(cut, ((0, 0), (patches.learned, 0), (0, 0)))
     shape = batch, tokens.shape[1]
-    blend = None if (rows, columns) == patches.grid else _blend(spec, patches, (rows, columns))
+    is_own = (rows, columns) == patches.grid and not patches.registers
+    blend = None if is_own else _blend(spec, patches, (rows, columns))
     labels, targets = given.get("labels"), None
     loss = loss_kind(spec, labels, problem)
     if loss != "classes":
@@ -162,21 +163,33 @@ def make_image_inputs(
 def _blend(spec: ModelSpec, patches: Patches, grid: tuple[int, int]) -> np.ndarray:
     """float32 [T, P]: how positions of a grid of patches are made of the model's own.
 
-    Learned tokens keep theirs. Patches have those that HF interpolates, which takes the model's
-    grid to be square.
+    Learned tokens keep theirs, and registers have none. Patches have those that HF interpolates,
+    which takes the model's grid to be square.
     """
-    if patches.grid[0] != patches.grid[1]:
+    if grid != patches.grid and patches.grid[0] != patches.grid[1]:
         raise ArgumentError(
             f"pixel_values of {grid[0]} by {grid[1]} patches: positions of {spec.architecture}, "
             f"which are for {patches.grid[0]} by {patches.grid[1]}, are interpolated in HF of "
             "square images alone. Pass images of the model's own size."
         )
-    high, wide = (_bicubic(new, old) for new, old in zip(grid, patches.grid, strict=True))
-    kept = patches.learned
-    blend = np.zeros((kept + grid[0] * grid[1], kept + high.shape[1] * wide.shape[1]), np.float32)
+    weights = _smooth_bicubic if patches.registers else _bicubic
+    high, wide = (weights(new, old) for new, old in zip(grid, patches.grid, strict=True))
+    first, kept = patches.learned, patches.learned - patches.registers
+    blend = np.zeros((first + grid[0] * grid[1], kept + high.shape[1] * wide.shape[1]), np.float32)
     blend[:kept, :kept] = np.eye(kept)
-    blend[kept:, kept:] = np.kron(high, wide)
+    blend[first:, kept:] = np.kron(high, wide)
     return blend
+
+
+def _smooth_bicubic(new: int, old: int) -> np.ndarray:
+    """As `_bicubic`, antialiased: a is -0.5, and the weights of what is inside sum to 1."""
+    a, scale = -0.5, old / new
+    centers = scale * (np.arange(new)[:, None] + 0.5)
+    x = np.abs(np.arange(old) + 0.5 - centers) / max(scale, 1)
+    near = ((a + 2) * x - (a + 3)) * x * x + 1
+    far = ((a * x - 5 * a) * x + 8 * a) * x - 4 * a
+    weights = np.where(x < 1, near, np.where(x < 2, far, 0))
+    return (weights / weights.sum(1, keepdims=True)).astype(np.float32)
 
 
 def _bicubic(new: int, old: int) -> np.ndarray:

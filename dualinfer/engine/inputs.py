@@ -66,9 +66,14 @@ def make_forward_inputs(
         tokens = check_ids(ids, name, spec.vocab)
         shape = batch, length = tokens.shape[0], tokens.shape[1]
     else:
-        vectors = check_embeds(embeds, spec.extent("width"))
+        vectors = check_embeds(embeds, spec)
         shape = batch, length = vectors.shape[0], vectors.shape[1]
     visible = check_mask(mask, shape)
+    if visible is None and tokens is not None and (tokens == spec.hides).any():
+        raise ArgumentError(
+            f"{name} holds the id {spec.hides} of padding, which HF's {spec.architecture} hides "
+            "from parts of the model where there is no attention_mask. Pass attention_mask."
+        )
     segments = None
     at = default_positions(spec, shape, tokens, visible)
     longest = length if spec.pad is None else int(at.max()) - spec.pad

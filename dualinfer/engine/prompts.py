@@ -70,7 +70,7 @@ def make_embedded(embeds: Any, ids: Any, mask: Any, spec: ModelSpec) -> Prompts:
 
     Raises ArgumentError for what does not fit, and for an empty prompt.
     """
-    vectors = check_embeds(embeds, spec.extent("width"))
+    vectors = check_embeds(embeds, spec)
     shape = vectors.shape[0], vectors.shape[1]
     visible = check_mask(mask, shape)
     visible = np.ones(shape, bool) if visible is None else visible

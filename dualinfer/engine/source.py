@@ -160,6 +160,11 @@ def make_pair_inputs(
         source = ForwardInputs(None, at, embeds=frames)
     else:
         source = make_forward_inputs(spec.encoder, *what, given["inputs_embeds"], **how)
+    if source.token_types is not None and source.token_types.any():
+        raise ArgumentError(
+            f"token_type_ids: the encoder of {spec.architecture} reads those of type 0 alone here. "
+            "Leave them out."
+        )
     if source.mask is not None and not source.mask.any(1).all():
         raise ArgumentError(
             f"attention_mask hides every token of row {int(np.argmin(source.mask.any(1)))}."
@@ -277,14 +282,15 @@ def make_frames(spec: ModelSpec, features: Any, first: Any) -> Prompts:
 def make_source(spec: ModelSpec, ids: Any, mask: Any, pad: int | None) -> Prompts:
     """What the encoder reads for each sequence, without padding, which the mask alone tells.
 
-    As in HF, without a mask every token counts. Raises ArgumentError as `make_prompts`, and
-    LengthError for more tokens than it has positions.
+    As in HF, without a mask every token counts, but for the id that the encoder hides. Raises
+    ArgumentError as `make_prompts`, and LengthError for more tokens than it has positions.
     """
     assert spec.encoder is not None
+    hides = spec.encoder.hides
     if ids is None:
         raise ArgumentError("input_ids is missing; generate needs what the encoder reads.")
     if kind_of(ids) not in (None, "list") and mask is None:
-        mask = np.ones(check_ids(ids, "input_ids", spec.vocab).shape, bool)
+        mask = check_ids(ids, "input_ids", spec.vocab) != (-1 if hides is None else hides)
     source = make_prompts(ids, mask, spec.vocab, 0 if pad is None else pad, ())
     most = spec.encoder.learned_positions
     longest = max(source.lengths)

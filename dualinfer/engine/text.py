@@ -291,23 +291,25 @@ class _Chats:
         return [encode_chat(tokenizer, chat, self._options) for chat in chats]
 
 
-def encode(tokenizer: Any, text: Any, most: int | None = None) -> list[int]:
-    """Token ids of a prompt, with what the tokenizer puts around it; ArgumentError for none.
-
-    They are cut to `most`.
-    """
+def encode(tokenizer: Any, text: Any) -> list[int]:
+    """Token ids of a prompt, with what the tokenizer puts around it; ArgumentError for none."""
     if not isinstance(text, str):
         raise ArgumentError(f"A prompt is a {type(text).__name__}; expected a str.")
-    try:
-        cut = {} if most is None else {"truncation": True, "max_length": most}
-        ids = list(tokenizer(text, **cut)["input_ids"])
-    except Exception as error:  # tokenizers raises many kinds
-        raise ArgumentError(
-            f"The tokenizer does not take the prompt {shown(text)}: {error}"
-        ) from error
+    ids = ids_of(tokenizer, text)
     if not ids:
         raise ArgumentError("The prompt is empty; there is nothing to continue.")
     return ids
+
+
+def ids_of(tokenizer: Any, text: str, most: int | None = None, name: str = "prompt") -> list[int]:
+    """Token ids of a text, at most so many, with what the tokenizer puts around it; maybe none."""
+    try:
+        cut = {} if most is None else {"truncation": True, "max_length": most}
+        return list(tokenizer(text, **cut)["input_ids"])
+    except Exception as error:  # tokenizers raises many kinds
+        raise ArgumentError(
+            f"The tokenizer does not take the {name} {shown(text)}: {error}"
+        ) from error
 
 
 def encode_chat(

@@ -464,10 +464,19 @@ def decode_attention(
     return out.astype(np.float32)
 
 
-def cross_attention(q: Array, k: Array, v: Array, visible: Array | None, *, scale: float) -> Array:
+def cross_attention(
+    q: Array,
+    k: Array,
+    v: Array,
+    visible: Array | None,
+    *,
+    scale: float,
+    softcap: float | None = None,
+) -> Array:
     """Attention to other sequences: q [B, T, H, D], k and v [B, K, S, D] to [B, T, H, D].
 
-    bool `visible` [B, S] shows keys, one at least in each row; None shows all.
+    bool `visible` [B, S] shows keys, one at least in each row; None shows all. `softcap` as in
+    `attention`.
     """
     batch, _, heads, _ = q.shape
     group = heads // k.shape[1]
@@ -476,7 +485,8 @@ def cross_attention(q: Array, k: Array, v: Array, visible: Array | None, *, scal
         shown = slice(None) if visible is None else visible[b]
         for h in range(heads):
             keys, values = _wide(k[b, h // group, shown]), _wide(v[b, h // group, shown])
-            out[b, :, h] = _softmax(_wide(q[b, :, h]) @ keys.T * scale) @ values
+            scores = _capped(_wide(q[b, :, h]) @ keys.T * scale, softcap)
+            out[b, :, h] = _softmax(scores) @ values
     return out.astype(np.float32)
 
 

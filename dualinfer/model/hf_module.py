@@ -347,14 +347,14 @@ def turns_by_length(part: Any) -> bool:
     return any(word in str(getattr(part, "rope_type", "")) for word in ("dynamic", "longrope"))
 
 
-_LEARNED = ("e_score_correction_bias",)
+_LEARNED = ("e_score_correction_bias", "layer_scalar")
 
 
 def _changed_buffer(part: Any, other: Any) -> str | None:
     """Name of a buffer whose values are not those of the same module made anew; None if none is.
 
     Half precision may have rounded them, more than once. Frequencies that follow the length of what
-    was last read are left out, and biases of routers, which training moves.
+    was last read are left out, and what training moves: biases of routers, factors of layers.
     """
     import torch
 

@@ -7,8 +7,11 @@ from itertools import islice
 from math import prod
 from typing import Any, Protocol, runtime_checkable
 
-from ..arrays import same_tensor
+import numpy as np
+
+from ..arrays import same_tensor, to_numpy
 from ..errors import CheckpointError, counted
+from .spec import Layer, ModelSpec
 from .weights import Row, WeightTable
 
 
@@ -88,6 +91,31 @@ class LoadPlan:
     table: WeightTable
     rows: tuple[tuple[Row, tuple[str, ...]], ...]
     unused: tuple[str, ...]
+
+
+def with_stored_turns(
+    spec: ModelSpec, table: WeightTable, source: TensorSource
+) -> tuple[ModelSpec, WeightTable]:
+    """Spec and table with the rotary frequencies that a checkpoint stores, if the table has them.
+
+    Those of ESM-2 are rounded to float16, as it was trained.
+    """
+    own = next((row for row in table.outer if row.name == "frequencies"), None)
+    if own is None or isinstance(source, TableSource):
+        return spec, table
+    held = set(source.names())
+    name = next((n for n in table.candidates(own.sources[0].name) if n in held), None)
+    if name is None or tuple(source.shape(name)) != table.shape(own):
+        return spec, table  # of which the plan's error tells
+    values = np.asarray(to_numpy(source.read(name))).astype(np.float32)
+
+    def turned(layer: Layer) -> Layer:
+        assert layer.attention.rope is not None
+        rope = replace(layer.attention.rope, inv_freq=tuple(values.tolist()))
+        return replace(layer, attention=replace(layer.attention, rope=rope))
+
+    spec = spec.with_layers([turned(layer) for layer in spec.all_layers])
+    return spec, replace(table, spec=spec)
 
 
 _MARKED = 4  # elements of a tensor's first and last row

@@ -171,6 +171,9 @@ class Attention:
     scores. `places` are vectors of distances that add to scores. With `latent` each head has a key
     and a value of its own, made of latent vectors; `head_dim` is that of queries and keys. If
     `gated`, what heads give is times the logistic function of a product of their input (Trinity).
+    `value_norm` is over each head's value, without weights. A layer with a `lender` projects to
+    queries alone: its keys and values are those that the layer of this number has projected and
+    whose values it has normed.
     """
 
     heads: int
@@ -194,11 +197,18 @@ class Attention:
     latent: Latent | None = None
     chunk: int | None = None
     gated: bool = False
+    value_norm: Norm | None = None
+    lender: int | None = None
 
     @property
     def reach(self) -> int | None:
         """The most tokens that a causal query sees; None for all of the past."""
         return self.chunk if self.window is None else self.window
+
+    @property
+    def rope_pairs(self) -> int:
+        """Pairs of elements of a head that turn."""
+        return len(self.rope.inv_freq) if self.rope else 0
 
     @property
     def head_widths(self) -> tuple[int, int, int]:
@@ -295,7 +305,8 @@ class Patches:
 
     Images have `channels` and `grid` rows and columns of patches, each `size` pixels high and wide.
     Of other images positions are interpolated, where a caller asks for it, or without being asked
-    in a model for `any_size` (DINOv2).
+    in a model for `any_size` (DINOv2). The last `registers` of the learned tokens have no position;
+    where there are some, interpolation is antialiased.
     """
 
     channels: int
@@ -303,6 +314,7 @@ class Patches:
     grid: tuple[int, int]
     learned: int = 1
     any_size: bool = False
+    registers: int = 0
 
     @property
     def width(self) -> int:
@@ -355,16 +367,19 @@ class Pooled:
 class Layer:
     """One block: where its norms stand, and what its sub-layers read.
 
-    With `cross` a second attention stands between the two, `pre` or `post`: its keys and values are
-    of what an encoder gives.
+    With `cross` a second attention stands between the two, `pre`, `post` or `around`: its keys and
+    values are of what an encoder gives.
 
     `placement`: norms before each sub-layer (`pre`), after each residual sum (`post`), or, within
     the residual, behind each sub-layer (`behind`) or before and behind it (`around`). In a
     `parallel` block, always `pre`, the MLP reads the block's input, not the attention's sum; with
     `shared_norm` by one norm. What a sub-layer adds is times `residual_scale`, and of a `scaled`
-    block, always `pre`, times a learned vector of its own (DINOv2). A `bare` block,
-    always `pre`, has no norm before its attention (ModernBERT's first), and one that is
-    `mlp_normed`, `pre` as well, has one behind its MLP, within the residual (A.X-K1).
+    block, always `pre`, times a learned vector of its own (DINOv2). A block that `reads` has a
+    third sub-layer, normed behind: the MLP's activation of a projection to so many elements, times
+    what each token's embedding gives this layer alone, projected back. What a `multiplied` block
+    gives is times a learned number (Gemma 4). A `bare` block, always `pre`, has no norm before
+    its attention (ModernBERT's first), and one that is `mlp_normed`, `pre` as well, has one behind
+    its MLP, within the residual (A.X-K1).
     """
 
     attention: Attention
@@ -378,6 +393,8 @@ class Layer:
     scaled: bool = False
     bare: bool = False
     mlp_normed: bool = False
+    reads: int = 0
+    multiplied: bool = False
 
     @property
     def experts(self) -> int:
@@ -396,9 +413,11 @@ class Head:
     two); of `replaced` tokens it has one score each. A head with an `activation` has a projection
     before its own, then the activation and the `norm` if any. `pooling` says which hidden state of
     a sequence a head reads: of the `first` token, the first `real` one by the mask, the `last` one
-    that is no padding by its id, or the `mean` of the real ones, after the activation if `late`, or
-    of an image's `patches` without the learned tokens; of an encoder-decoder the decoder's at the
-    place of the last id `eos` that the encoder reads.
+    that is no padding by its id, the `final` one, padding too, or the `mean` of the real ones,
+    after the activation if `late`, or of an image's `patches` without the learned tokens; of an
+    encoder-decoder the decoder's at the place of the last id `eos` that the encoder reads. `width`
+    is that of the projection before the vocabulary where it is neither the embedding's nor the
+    layers' (RemBERT).
     """
 
     kind: Literal["causal", "masked", "sequence", "token", "choice", "span", "replaced"]
@@ -407,9 +426,10 @@ class Head:
     softcap: float | None = None
     scale: float = 1.0
     labels: int = 0
-    pooling: Literal["first", "real", "last", "mean", "eos", "patches"] | None = None
+    pooling: Literal["first", "real", "last", "final", "mean", "eos", "patches"] | None = None
     late: bool = False
     eos: int | None = None
+    width: int = 0
 
     @property
     def of_vocab(self) -> bool:
@@ -437,7 +457,10 @@ class ModelSpec:
     `patches` it reads images in the place of ids, and has no vocabulary. HF's hidden states of a
     model with `raw_states` end before the final norm. `projected` is the width of what `pooled`
     projects to. With `mel` it reads log-mel spectrograms of so many bins in the place of ids, two
-    frames for each position, by two convolutions.
+    frames for each position, by two convolutions. Where there is no mask, HF hides the id `hides`.
+    The embedding of the id `dropped` is zero, and those of a sequence's other tokens are times 0.88
+    over the share that these have in it, as dropout in training made them (ESM-2). If a model
+    `blanks`, what a mask hides enters the first layer as zeros.
     """
 
     family: str
@@ -450,6 +473,9 @@ class ModelSpec:
     position_offset: int = 0
     positions_from_mask: bool = False
     pad: int | None = None
+    hides: int | None = None
+    dropped: int | None = None
+    blanks: bool = False
     packs: bool = True
     token_types: int = 0
     token_types_from_vocab: bool = False
@@ -512,14 +538,18 @@ class ModelSpec:
             "width": self.embed_width or self.embed,
             "inner": (self.factored and self.embed_width) or self.embed,
             "labels": self.head.labels if self.head else 0,
+            "scored": self.head.width if self.head else 0,
             "projected": self.projected,
             "positions": self.learned_positions + self.position_offset,
             "types": self.token_types,
+            "pairs": self.layers[0].attention.rope_pairs,
+            **{"read": self.layers[0].reads, "reads": self.reads},
             "one": 1,
         }
         if self.patches is not None:
             outer |= dict(zip(("high", "wide"), self.patches.size, strict=True))
             outer |= {"channels": self.patches.channels, "learned": self.patches.learned}
+            outer["registers"] = self.patches.registers
         if self.pooled is not None and self.pooled.probe is not None:
             probe = self.pooled.probe
             outer |= {"probe_qkv": sum(probe.attention.qkv_sizes), "probe_ffn": probe.ffn}
@@ -545,6 +575,18 @@ class ModelSpec:
             inner |= {"experts": mlp.count, "mixed": mlp.count, "choices": mlp.choices, "sides": 2}
             inner |= dict.fromkeys(("shared", "shared_gate", "shared_up"), mlp.shared)
         return inner[axis]
+
+    @property
+    def reads(self) -> int:
+        """Elements that a token's embedding gives all layers for themselves; 0 for none."""
+        return sum(layer.reads for layer in self.layers)
+
+    @property
+    def lenders(self) -> frozenset[int]:
+        """The numbers of the layers whose keys and values others have, too."""
+        return frozenset(
+            a.lender for a in (own.attention for own in self.layers) if a.lender is not None
+        )
 
     @property
     def crosses(self) -> bool:

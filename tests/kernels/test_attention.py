@@ -263,9 +263,9 @@ def test_jax_attends_in_pieces_as_in_one(option, monkeypatch):
         assert_close(np.asarray(pieces), np.asarray(whole), q.dtype, length=64)
 
 
-@pytest.mark.parametrize("tokens", [1, 7])
+@pytest.mark.parametrize(("tokens", "softcap"), [(1, None), (7, 0.7)])
 @pytest.mark.parametrize("lengths", [None, (63, 1, 40)], ids=["all", "some"])
-def test_cross_attention_is_the_reference(backend, dtype, tokens, lengths):
+def test_cross_attention_is_the_reference(backend, dtype, tokens, softcap, lengths):
     q = normal(1, 3, tokens, 6, 80, dtype=dtype)
     k, v = (normal(i, 3, 3, 63, 80, dtype=dtype) for i in (2, 3))
     visible = None
@@ -273,6 +273,7 @@ def test_cross_attention_is_the_reference(backend, dtype, tokens, lengths):
         visible = np.arange(63) < np.array(lengths)[:, None]
         for part in (k, v):
             part[~np.broadcast_to(visible[:, None], part.shape[:3])] = GARBAGE
-    expected = reference.cross_attention(q, k, v, visible, scale=0.2)
-    actual = backend.cross_attention(q, k, v, visible, scale=0.2)
+    how = {"scale": 0.2, "softcap": softcap}
+    expected = reference.cross_attention(q, k, v, visible, **how)
+    actual = backend.cross_attention(q, k, v, visible, **how)
     assert_close(actual, expected, dtype, length=63, roundings=2)

@@ -13,13 +13,15 @@ from .tensors import get, needs_triton, put, strict, torch
 from .test_norms import gain
 
 from dualinfer.kernels.triton.experts import (  # isort: skip
-    ExpertsTileConfig,
-    ExpertsVectorConfig,
     Mixture,
     Shared,
     experts,
-    is_few,
     make_order,
+)
+from dualinfer.kernels.triton.experts_choice import (  # isort: skip
+    ExpertsTileConfig,
+    ExpertsVectorConfig,
+    is_few,
 )
 from dualinfer.kernels.triton.linear import NormArguments  # isort: skip
 from dualinfer.kernels.triton.routing import (  # isort: skip

@@ -23,11 +23,10 @@ from .test_triton_experts import (
 from .test_triton_quantized import make as make_matrix
 
 from dualinfer.kernels.triton import experts as module  # isort: skip
-from dualinfer.kernels.triton.experts import (  # isort: skip
+from dualinfer.kernels.triton.experts import Mixture, experts  # isort: skip
+from dualinfer.kernels.triton.experts_choice import (  # isort: skip
     ExpertsTileConfig,
     ExpertsVectorConfig,
-    Mixture,
-    experts,
 )
 from dualinfer.kernels.triton.linear import NormArguments  # isort: skip
 from dualinfer.kernels.triton.quantized import Packed  # isort: skip

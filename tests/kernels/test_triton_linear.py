@@ -116,7 +116,7 @@ def run(x: Any, weight: Any, norm: tuple[Any, ...] | None = None, **options: Any
         early = linear(x, weight, counters=counters, pdl=True, **options)
         torch.testing.assert_close(early, y, rtol=0, atol=0, equal_nan=True)
     assert not counters.any()
-    return get(y)
+    return tuple(map(get, y)) if isinstance(y, tuple) else get(y)
 
 
 @pytest.mark.parametrize("kind", NORMS)
@@ -125,6 +125,20 @@ def test_one_row_with_any_norm_is_the_reference(dtype, width, features, config, 
     a, norm = make(dtype, 1, width, features), norm_of(kind, dtype, width)
     expected = wanted(**a, norm=norm)
     assert_close(run(**a, norm=norm, config=config), expected, dtype, length=width)
+
+
+@few_dtypes
+@pytest.mark.parametrize("kind", ["rms", "layer"])
+@pytest.mark.parametrize(("width", "features", "config"), ONE_ROW[2:4], ids=str)
+def test_a_norm_over_a_sum_comes_along(dtype, width, features, config, kind):
+    a, norm = make(dtype, 1, width, features), norm_of(kind, dtype, width)
+    before = normal(7, 1, width, dtype=dtype)
+    found, normed = run(**a, norm=norm, before=before, config=config)
+    a["x"] = (a["x"].astype(np.float32) + before.astype(np.float32)).astype(dtype)
+    assert_close(found, wanted(**a, norm=norm), dtype, length=width)
+    assert_close(normed, wanted(a["x"], np.eye(width, dtype=dtype), norm=norm), dtype)
+    with pytest.raises(ValueError, match="without a norm"):
+        run(**a, before=before, config=config)
 
 
 @pytest.mark.parametrize(("count", "width", "features", "config"), MORE_ROWS, ids=str)

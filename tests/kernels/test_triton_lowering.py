@@ -26,6 +26,7 @@ from dualinfer.kernels.triton import (
     decode_attention,
     eight_bit,
     experts,
+    experts_choice,
     filters,
     linear,
     operands,
@@ -74,6 +75,8 @@ def product(
     if isinstance(config, linear.VectorConfig):
         if arguments.setdefault("NORM", None) != "layer":
             arguments["norm_bias_ptr"] = None
+        for name in ("before_ptr", "normed_ptr"):
+            arguments.setdefault(name, None)
         blocks = {"ROWS": config.rows, "BLOCK_K": next_power_of_2(width)}
         return (
             "linear_kernels",
@@ -145,7 +148,7 @@ def choosing_experts(
         return recording.operand(shape, dtype)
 
     x, counters = new(tokens, width), new(4096, dtype="int32")
-    few = experts.is_few(tokens)
+    few = experts_choice.is_few(tokens)
     norm = linear.NormArguments("rms", new(width), None, 1e-5)
     router = {"chosen": chosen, "score": "softmax"} | how.pop("router", {})
     router |= {"norm": norm if routing.fuses_norm(tokens) else None}
@@ -352,6 +355,7 @@ VARIANTS: list[Variant] = [
     product(1, 128256, 4096, **NORMED, y_ptr="*fp32"),
     product(1, 18432, 4608, **BIASED, ACTIVATION="relu"),
     product(1, 2304, 768, **BIASED),
+    product(1, 4096, 1024, **BIASED, before_ptr="*x", normed_ptr="*x", ACTIVATION="gelu"),
     product(1, 4096, 4096, **ADDED, ROWS=2, PROGRAMS=264),
     product(2, 14336, 4096, **SWIGLU),
     product(2, 4096, 14336, **ADDED),
@@ -373,18 +377,16 @@ VARIANTS: list[Variant] = [
     reading("int4", 28672, 4096, count=8, gated=True),
     reading("int4", 4096, 14336, count=32),
     reading("int8", 4096, 14336, 0, count=64, scales="float32"),
-    reading("uint4", 6144, 4096, count=64, zeros=True),
     reading("fp8_e4m3", 28672, 4096, 0, count=128, gated=True, scales="float32"),
+    reading("uint4", 6144, 4096, count=64, zeros=True),
     reading("fp4_e2m1", 4096, 4096, 32, count=32, scales="float8_e8m0fnu"),
     reading("fp4_e2m1", 4096, 14336, 16, count=8, scales="float8_e4m3fn"),
     decoding(1, 8, 4, 128),
     decoding(1, 32, 1, 64, ROTARY=0, frequencies_ptr=None, **ROUNDED),
     decoding(1, 16, 1, 256, ROTARY=64, INTERLEAVED=True),
     decoding(1, 4, 2, 256, SOFTCAP=True, WINDOWED=True),
-    decoding(1, 8, 4, 128, WINDOWED=True, CHUNKED=True),
     decoding(1, 8, 4, 128, q_norm_ptr="*x", k_norm_ptr="*x", sinks_ptr="*fp32"),
     decoding(1, 8, 4, 128, TWO_TABLES=True),
-    decoding(1, 8, 4, 128, STRETCH=3.0),
     decoding(32, 8, 4, 128, **FLOATS8, **TABLE, k_ptr="*u8", v_ptr="*u8"),
     decoding(1, 32, 1, 128, WHOLE, **FLOATS8, k_ptr="*u8", v_ptr="*u8"),
     (
@@ -405,7 +407,6 @@ VARIANTS: list[Variant] = [
     attending(64, 512, CAUSAL=False, segments_ptr="*i32", window="i32"),
     attending(128, 2048),
     attending(128, 2048, **POINTERS | TABLE | SCALES | {"k": "*i8", "v": "*i8"}),
-    attending(64, 2048, **ROUNDED),
     attending(64, 2048, relative_ptr="*x"),
     attending(256, 2048, softcap="fp32", window="i32"),
     choosing("sampling", "_choose_kernel", STEP=True, FILTERS=False),
@@ -417,6 +418,9 @@ VARIANTS: list[Variant] = [
 ]
 # They differ from another one by a size or by one of several features: for `make test-slow`.
 REPEATING: list[Variant] = [
+    decoding(1, 8, 4, 128, WINDOWED=True, CHUNKED=True),
+    decoding(1, 8, 4, 128, STRETCH=3.0),
+    attending(64, 2048, **ROUNDED),
     product(1, 14336, 4096, WHOLE, **NORMED, **SWIGLU),
     product(8, 4096, 14336, **ADDED),
     product(32, 14336, 4096, **SWIGLU),
@@ -632,6 +636,8 @@ VARIANTS += [
     *choosing_experts(1, 2048, 128, 8, 768, codes=INT4)[1:],
     *choosing_experts(1, 2048, 128, 8, 768, codes=INT8)[1:],
     *choosing_experts(64, 2048, 128, 8, 768, codes=INT4)[3:4],
+]
+REPEATING += [
     *choosing_experts(1, 2048, 64, 8, 768, in_parts=True)[1:],
     *choosing_experts(8, 4096, 8, 2, 14336, in_parts=True)[1::3],
     *choosing_experts(1, 2880, 32, 4, 2880, biases=True, codes=MXFP4, in_parts=True, **GPT_OSS)[1:],

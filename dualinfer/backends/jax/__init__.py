@@ -190,15 +190,20 @@ def _make_kernel_ops(
     place: Place | None,
 ) -> PlainOps:
     """Triton kernels, with exchanges peer to peer where several GPUs allow it."""
+    from ..kernels import has_wide_heads
     from .ops.kernels import KernelOps
     from .ops.split import SplitKernelOps
 
     if split is None or not isinstance(place, ManyDevices):
-        return KernelOps(device, split)
-    exchange = open_exchange(place, spec.vocab, config.tensor_parallel.timeout)
-    if isinstance(exchange, str):
-        return SplitKernelOps(device, split, None, exchange)
-    return SplitKernelOps(device, split, exchange)
+        ops = KernelOps(device, split)
+    else:
+        exchange = open_exchange(place, spec.vocab, config.tensor_parallel.timeout)
+        if isinstance(exchange, str):
+            ops = SplitKernelOps(device, split, None, exchange)
+        else:
+            ops = SplitKernelOps(device, split, exchange)
+    ops.holds_scores = any(has_wide_heads(layer.attention.head_dim) for layer in spec.layers)
+    return ops
 
 
 def create_module_runner(

@@ -38,6 +38,8 @@ def traced_inputs(spec: ModelSpec, tokens: Any, mask: Any, positions: Any, types
                 f"attention_mask has shape {visible.shape}; expected {shape}, that of tokens."
             )
         visible = visible.reshape(shape)
+    elif spec.hides is not None:
+        visible = ids != spec.hides
     if positions is not None:
         if spec.alibi:
             raise ArgumentError(

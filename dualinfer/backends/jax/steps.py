@@ -122,7 +122,8 @@ class Steps:
             if keep:
                 more["encoder_hidden_states"] = tuple(encoded)
         args = *model, ids, positions, token_types, attend
-        states = decoder.hidden_states(*args, keep, layers, x, embeds, across, blend)
+        where = blend, mask, segments
+        states = decoder.hidden_states(*args, keep, layers, x, embeds, across, *where)
         if self._goes_on(layers):
             given = states if x is None else states[1:]
             return given if keep else states[-1], ops.given_up()

@@ -32,7 +32,13 @@ class StreamingRunner(JaxRunner):
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
-        layers = self.params.layers
+        layers, spec = self.params.layers, self.steps.spec
+        if spec.reads or spec.lenders:
+            raise UnsupportedError(
+                f"keep_module_on_host=True: layers of {spec.architecture} read what others made, "
+                "and backend='jax' streams layers one by one. Leave it unset, or use "
+                "backend='torch'."
+            )
         self._stream = LayerStream(layers)
         kinds = [self._kind(i) for i in range(len(layers))]
         last = len(layers) - 1

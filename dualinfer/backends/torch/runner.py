@@ -219,6 +219,7 @@ class TorchRunner:
 
         embeds = None if embeds is None else embeds.to(self.dtype)
         given: dict[str, Any] = {"keep": keep, "embeds": embeds, "blend": blend}
+        given |= {"mask": mask, "segments": segments}
         more: dict[str, Any] = {}
         if source_positions is not None:
             if source_states is not None:

@@ -12,6 +12,13 @@ from typing import Any, NamedTuple, TypeAlias
 import triton
 
 from .activation import KINDS
+from .experts_choice import (
+    ExpertsConfig,
+    ExpertsTileConfig,
+    ExpertsVectorConfig,
+    default_config,
+    is_few,
+)
 from .experts_codes import codes_tile_kernel, down_codes_kernel, up_codes_kernel
 from .experts_kernels import down_vector_kernel, up_vector_kernel
 from .experts_tiles import (
@@ -35,9 +42,8 @@ from .quantized import (
     values,
 )
 from .routing import Routing
-from .tunable import SHARED_BYTES, Key, Kind, Tunable, powers
+from .tunable import Key
 
-MOST_VECTORS = 2  # tokens whose products are of matrices and vectors
 MOST_EXPERTS = 512
 _ORDER_BLOCK = 1024  # pairs that are counted at a time
 _GROUP = 8  # blocks of pairs that pass the same columns of weights one after another
@@ -116,34 +122,6 @@ def _codes(weight: Packed) -> tuple[tuple[Any, ...], int, dict[str, Any]]:
     return arrays_of(first), first.scale.numel(), constants_of(first)
 
 
-class ExpertsVectorConfig(NamedTuple):
-    """Hidden values a program, results a program, and columns of every expert at a time."""
-
-    rows: int
-    warps: int
-    down_rows: int
-    down_columns: int
-    down_warps: int
-
-
-class ExpertsTileConfig(NamedTuple):
-    """Tiles of `m` pairs of one expert by `n` hidden values, and by `down_n` results.
-
-    `k` columns at a time are summed, in `stages`.
-    """
-
-    m: int
-    n: int
-    k: int
-    warps: int
-    stages: int
-    down_n: int
-    down_warps: int
-
-
-ExpertsConfig: TypeAlias = ExpertsVectorConfig | ExpertsTileConfig
-
-
 class Order(NamedTuple):
     """Pairs in the order of experts, all int32: see `experts_tiles.order_pairs_kernel`."""
 
@@ -152,11 +130,6 @@ class Order(NamedTuple):
     ends: Any
     blocks: Any
     most: int
-
-
-def is_few(tokens: int) -> bool:
-    """Whether the products of so many tokens are of matrices and vectors."""
-    return tokens <= MOST_VECTORS
 
 
 def experts(
@@ -478,152 +451,6 @@ def tuning_key(tokens: int, chosen: int, mixture: Mixture, itemsize: int) -> Key
     if isinstance(mixture.up, Packed) and not _makes_values(mixture, tokens, chosen):
         bits, columns = mixture.up.bits, mixture.up.columns or width
     return "experts", *shape, itemsize, bits, columns, mixture.gated
-
-
-def default_config(key: Key, sms: int) -> ExpertsConfig:
-    """A configuration for a shape that nobody measured, after those that were, on an H100."""
-    _, tokens, chosen, total, features, width, itemsize, bits, _, gated = key
-    parts = 2 if gated else 1
-    load = tokens * chosen / total  # pairs of an expert, on average
-    if bits <= 8:
-        return _default_of_codes(key, load, sms)
-    if is_few(tokens):
-        at_once = features & -features if features % 256 == 0 else 512
-        at_once = min(at_once, 1024, next_power_of_2(features))
-        rows = 2 if features >= 1024 else 1
-        elements = rows * next_power_of_2(chosen) * at_once
-        warps = 8 if width * parts * itemsize >= 16384 else 4
-        return ExpertsVectorConfig(1, warps, rows, at_once, min(max(elements // 1024, 2), 8))
-    if itemsize == 4:
-        return ExpertsTileConfig(16 if load < 16 else 32, 32, 32, 4, 2, 32, 4)
-    if load <= 12:
-        return ExpertsTileConfig(16, 64, 128, 4, 3, 64, 4)
-    if load <= 48:
-        return ExpertsTileConfig(32, 64, 128, 4, 3, 64, 4)
-    if load <= 128:
-        return ExpertsTileConfig(64, 64, 64, 4, 4, 128, 4)
-    return ExpertsTileConfig(128, 128, 64, 8, 4, 128, 8)
-
-
-def _default_of_codes(key: Key, load: float, sms: int) -> ExpertsConfig:
-    """A configuration for quantized experts."""
-    _, tokens, chosen, _, features, width, itemsize, bits, columns, gated = key
-    parts = 2 if gated else 1
-    per = 128 // bits
-    if is_few(tokens):
-        quads = next_power_of_2(triton.cdiv(width, per)) * parts
-        rows = max(1, min(4, 1024 // quads))
-        while rows > 1 and tokens * chosen * (features // rows) < 8 * sms:
-            rows //= 2
-        down_quads = min(next_power_of_2(triton.cdiv(features, per)), 64)
-        down = max(1, min(8, 512 // down_quads))
-        while down > 1 and width // down < 2 * sms:
-            down //= 2
-        warps = max(1, min(4, down * down_quads // 64))
-        return ExpertsVectorConfig(rows, 8, down, down_quads * per, warps)
-    m = 16 if load <= 24 else 32 if load <= 48 else 64  # 128 would spill registers
-    if itemsize == 4:
-        return ExpertsTileConfig(min(m, 32), 64 // parts, 4 * per, 4, 2, 64, 4)
-    # Where few columns share a scale, their sums take as many registers again.
-    n = 64 if columns <= 32 else 128
-    return ExpertsTileConfig(m, n // parts, 4 * per, 4, 3, n, 4)
-
-
-def _fits(key: Key, config: ExpertsConfig) -> bool:
-    _, tokens, chosen, _, _, width, itemsize, bits, _, gated = key
-    parts, few = 2 if gated else 1, is_few(tokens)
-    if isinstance(config, ExpertsVectorConfig):
-        if not few:
-            return False
-        if bits <= 8:
-            per = 128 // bits
-            up = next_power_of_2(triton.cdiv(width, per)) * 4 * config.rows * parts
-            down = config.down_columns // per * 4 * config.down_rows
-            fine = up <= 1024 * config.warps and down <= 1024 * config.down_warps
-            return config.down_columns >= per and fine
-        up = next_power_of_2(width) * parts * config.rows / (32 * config.warps)
-        down = next_power_of_2(chosen) * config.down_columns * config.down_rows
-        return up <= 256 and down / (32 * config.down_warps) <= 128
-    if few:
-        return False
-    if bits <= 8:
-        sums = max(config.m * config.n * parts, config.m * config.down_n)
-        return config.k >= 512 // bits and sums <= 8192
-    n = max(config.n * parts, config.down_n)
-    held = config.stages * config.k * (config.m + n) * itemsize
-    sums = max(
-        config.m * config.n * parts / config.warps, config.m * config.down_n / config.down_warps
-    )
-    return held <= SHARED_BYTES and sums <= 128 * 32
-
-
-def _candidates(key: Key, sms: int) -> list[ExpertsConfig]:
-    """Those of gate and up, then those of down, which do not depend on one another."""
-    _, _, chosen, _, _, width, itemsize, bits, _, gated = key
-    default, parts = default_config(key, sms), 2 if gated else 1
-    if isinstance(default, ExpertsVectorConfig):
-        if bits <= 8:
-            per = 128 // bits
-            ups = [(4, 8), (2, 8), (2, 4), (4, 4), (1, 4), (1, 1)]
-            downs = [(8, 64, 4), (2, 32, 2), (4, 32, 1), (4, 64, 4), (2, 128, 4), (1, 128, 2)]
-            downs = [(r, q * per, w) for r, q, w in downs]
-        else:
-            elements, slots = next_power_of_2(width) * parts, next_power_of_2(chosen)
-            ups = [(r, w) for r in (1, 2, 4) for w in (2, 4, 8)]
-            ups = [(r, w) for r, w in ups if 16 <= r * elements / (32 * w) <= 128][:6]
-            downs = [(r, c, w) for r in (1, 2) for c in (256, 512, 1024) for w in (2, 4, 8)]
-            downs = [(r, c, w) for r, c, w in downs if 16 <= r * slots * c / (32 * w) <= 64]
-        return [
-            default,
-            *(default._replace(rows=r, warps=w) for r, w in ups),
-            *(default._replace(down_rows=r, down_columns=c, down_warps=w) for r, c, w in downs),
-        ]
-    if itemsize == 4:
-        return [default]
-    m = default.m
-    if bits <= 8:
-        quad, sizes = 128 // bits, [(64, 4, 4, 3), (128, 4, 4, 3), (64, 8, 4, 3), (128, 4, 8, 4)]
-        sized = [ExpertsTileConfig(m, n // parts, q * quad, w, s, n, w) for n, q, w, s in sizes]
-        return [default, *sized, *(default._replace(m=other) for other in (16, 32, 64))]
-    sizes = {
-        16: [(64, 128, 4, 4), (128, 64, 4, 4), (32, 128, 4, 5), (128, 128, 4, 3), (32, 128, 4, 4)],
-        32: [(64, 128, 4, 4), (128, 64, 4, 4), (64, 64, 4, 4), (32, 128, 4, 4)],
-        64: [(64, 64, 4, 4), (128, 64, 8, 3), (64, 128, 4, 3), (64, 64, 8, 4)],
-        128: [(128, 64, 8, 3), (64, 64, 4, 3), (64, 64, 8, 4), (64, 64, 8, 3), (256, 64, 8, 3)],
-    }
-    sized = [ExpertsTileConfig(m, n, k, w, s, n, w) for n, k, w, s in sizes[m]]
-    others = {16: (32,), 32: (16, 64), 64: (32, 128), 128: (64,)}[m]
-    return [default, *sized, *(default._replace(m=other) for other in others)]
-
-
-TUNABLE = Tunable(
-    op="experts",
-    fields=(
-        *("tokens", "chosen", "experts", "features", "width", "itemsize", "bits", "columns"),
-        "gated",
-    ),
-    flags=("gated",),
-    kinds={
-        "experts_vector": Kind(
-            ExpertsVectorConfig,
-            {
-                **{"rows": powers(1, 32), "warps": powers(1, 16), "down_rows": powers(1, 32)},
-                **{"down_columns": powers(16, 4096), "down_warps": powers(1, 16)},
-            },
-            bound_by_memory=True,
-        ),
-        "experts_tile": Kind(
-            ExpertsTileConfig,
-            {
-                **{"m": powers(16, 128), "n": powers(16, 256), "k": powers(16, 256)},
-                **{"warps": powers(1, 16), "stages": range(1, 9)},
-                **{"down_n": powers(16, 256), "down_warps": powers(1, 16)},
-            },
-        ),
-    },
-    fits=_fits,
-    candidates=_candidates,
-)
 
 
 def _check(

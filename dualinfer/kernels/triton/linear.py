@@ -13,7 +13,7 @@ import triton
 from .activation import KINDS
 from .launch import launch, next_power_of_2
 from .linear_kernels import matvec_kernel, tile_kernel
-from .operands import empty
+from .operands import dtype_name, empty
 from .tunable import SHARED_BYTES, Key, Kind, Tunable, powers
 
 _NORMS = ("rms", "rms_offset", "layer")
@@ -96,6 +96,7 @@ def linear(
     activation: str | None = None,
     gated: bool = False,
     residual: Any = None,
+    before: Any = None,
     dtype: Any = None,
     config: LinearConfig | None = None,
     counters: Any = None,
@@ -106,13 +107,17 @@ def linear(
 
     `weight` [out, in] is contiguous; with `gated` it holds gate, then up, and the result is
     activation(gate) * up, half as wide. All sums are in float32 and rounded once. `norm` goes with
-    a single row only. `dtype` is x's own if None. `sms` is the device's number of multiprocessors.
+    a single row only. With `before` [..., in] the norm is that of x + before, rounded to x's dtype,
+    and the result is a pair: the product, and norm(x + before). `dtype` is x's own if None. `sms`
+    is the device's number of multiprocessors.
     """
     width = x.shape[-1]
     count = x.numel() // width
     features = weight.shape[0] // 2 if gated else weight.shape[0]
     _check(x, weight, bias, activation, gated, residual, norm, features)
-    y = x.new_empty((*x.shape[:-1], features), dtype=dtype or x.dtype)
+    _check_before(before, x, norm)
+    y = empty(x, (*x.shape[:-1], features), dtype_name(dtype or x.dtype))
+    normed = None if before is None else x.new_empty(x.shape)
     if y.numel() == 0:
         return y
     if config is None:
@@ -127,14 +132,15 @@ def linear(
         launch(
             matvec_kernel,
             (programs or blocks,),
-            *(rows, weight, bias, residual, norm_weight, norm_bias, y, features, *strides, eps),
+            *(rows, weight, bias, residual, norm_weight, norm_bias, before, normed, y),
+            *(features, *strides, eps),
             **{"K": width, "COUNT": count, "ROWS": config.rows, "PROGRAMS": programs},
             **{"BLOCK_K": next_power_of_2(width), "NORM": kind, "ACTIVATION": activation},
             GATED=gated,
             num_warps=config.warps,
             pdl=pdl,
         )
-        return y
+        return y if normed is None else (y, normed)
     if norm is not None:
         raise ValueError(f"{config} has no place for a norm; a VectorConfig has.")
     tiles = triton.cdiv(count, config.m), triton.cdiv(features, config.n)
@@ -339,6 +345,18 @@ def check_neighbours(
             raise ValueError(f"residual is {tuple(residual.shape)}; {expected} is expected.")
     if norm is not None:
         _check_norm(norm, x.numel() // x.shape[-1], x.shape[-1])
+
+
+def _check_before(before: Any, x: Any, norm: NormArguments | None) -> None:
+    if before is None:
+        return
+    if norm is None:
+        raise ValueError("What is added before a norm was given without a norm.")
+    if before.shape != x.shape or before.dtype != x.dtype or before.stride(-1) != 1:
+        raise ValueError(
+            f"before is {tuple(before.shape)} {before.dtype}; {tuple(x.shape)} {x.dtype}, as x is, "
+            "was expected."
+        )
 
 
 def _check_norm(norm: NormArguments, count: int, width: int) -> None:

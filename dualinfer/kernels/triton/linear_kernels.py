@@ -33,19 +33,40 @@ def _normed(x, inside, norm, columns, K: tl.constexpr, NORM: tl.constexpr):
 
 
 @triton.jit
+def _row(x_ptr, stream, inside, norm, columns, K: tl.constexpr, NORM: tl.constexpr):
+    """A row of x, summed with what is to be added before its norm, and normed: as `_normed`.
+
+    One program keeps the normed row for whoever adds it later.
+    """
+    before_ptr, normed_ptr = stream
+    x = tl.load(x_ptr + columns, mask=inside, other=0.0).to(tl.float32)
+    if before_ptr is not None:
+        x += tl.load(before_ptr + columns, mask=inside, other=0.0).to(tl.float32)
+        x = x.to(x_ptr.dtype.element_ty).to(tl.float32)
+    x, factor = _normed(x, inside, norm, columns, K, NORM)
+    if normed_ptr is not None:  # noqa: SIM102 - a constant, then a value
+        if tl.program_id(0) == 0:
+            normed = (x * factor).to(normed_ptr.dtype.element_ty)
+            tl.store(normed_ptr + columns, normed, mask=inside)
+    return x, factor
+
+
+@triton.jit
 def matvec_kernel(
-    x_ptr, weight_ptr, bias_ptr, residual_ptr, norm_weight_ptr, norm_bias_ptr, y_ptr,
-    features, x_stride, residual_stride, eps,
+    x_ptr, weight_ptr, bias_ptr, residual_ptr, norm_weight_ptr, norm_bias_ptr, before_ptr,
+    normed_ptr, y_ptr, features, x_stride, residual_stride, eps,
     K: tl.constexpr, COUNT: tl.constexpr, ROWS: tl.constexpr, BLOCK_K: tl.constexpr,
     PROGRAMS: tl.constexpr, NORM: tl.constexpr, ACTIVATION: tl.constexpr, GATED: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
     """y [COUNT, features] of x [COUNT, K]; BLOCK_K covers K.
 
+    `before` [K] is added to a single x before its norm, and `normed` [K] becomes norm(x + before).
     PROGRAMS 0 means a program for each block of weight rows.
     """
     let_next_start(PDL)
     norm = (norm_weight_ptr, norm_bias_ptr, eps)
+    stream = (before_ptr, normed_ptr)
     ends = (bias_ptr, residual_ptr, y_ptr)
     pid = tl.program_id(0)
     columns = tl.arange(0, BLOCK_K)
@@ -62,16 +83,14 @@ def matvec_kernel(
     wait_for_inputs(PDL)
     if PROGRAMS == 0:
         for i in tl.static_range(COUNT):
-            x = tl.load(x_ptr + i * x_stride + columns, mask=inside, other=0.0).to(tl.float32)
-            x, factor = _normed(x, inside, norm, columns, K, NORM)
+            x, factor = _row(x_ptr + i * x_stride, stream, inside, norm, columns, K, NORM)
             y = tl.sum(w.to(tl.float32) * x[None, :], 1) * factor
             u = tl.sum(up.to(tl.float32) * x[None, :], 1) * factor if GATED else y
             offsets = (i * residual_stride, tl.cast(features, tl.int64) * i)
             _finish(y, u, rows, features, ends, offsets, ACTIVATION, GATED)
     else:
         tl.static_assert(COUNT == 1, "programs that go through several blocks keep one row of x")
-        x = tl.load(x_ptr + columns, mask=inside, other=0.0).to(tl.float32)
-        x, factor = _normed(x, inside, norm, columns, K, NORM)
+        x, factor = _row(x_ptr, stream, inside, norm, columns, K, NORM)
         for block in range(pid, tl.cdiv(features, ROWS), PROGRAMS):
             rows = block * ROWS + tl.arange(0, ROWS)
             following = rows + PROGRAMS * ROWS

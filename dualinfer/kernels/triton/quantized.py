@@ -14,7 +14,7 @@ from . import linear as plain
 from .fragment_kernel import fragment_kernel
 from .launch import launch, next_power_of_2
 from .linear import MOST_TILES, NormArguments
-from .operands import as_words, empty
+from .operands import as_words, dtype_name, empty
 from .quantized_kernels import matvec_kernel, stream_kernel, values_kernel
 from .quantized_tiles import order_kernel, tile_kernel
 from .tunable import Key, Kind, Tunable, powers
@@ -142,7 +142,7 @@ def linear(
     features = stored // 2 if gated else stored
     _check(x, weight, count)
     plain.check_neighbours(x, stored, bias, activation, gated, residual, norm, features)
-    y = x.new_empty((*x.shape[:-1], features), dtype=dtype or x.dtype)
+    y = empty(x, (*x.shape[:-1], features), dtype_name(dtype or x.dtype))
     if y.numel() == 0:
         return y
     if config is None:

@@ -10,7 +10,7 @@ from . import (
     attention_choice,
     decode_attention,
     eight_bit,
-    experts,
+    experts_choice,
     latent,
     linear,
     quantized,
@@ -34,7 +34,7 @@ _OPS: Mapping[str, Tunable] = {
             latent,
             attention_choice,
             routing,
-            experts,
+            experts_choice,
         )
     )
 }

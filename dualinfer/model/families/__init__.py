@@ -16,20 +16,24 @@ from . import (
     dbrx,
     deberta,
     deepseek,
+    encoder_decoder,
     fairseq,
     falcon,
     gemma,
+    gemma4,
     gpt2,
     gpt_neo,
     gpt_neox,
     gptj,
     llama,
     llama4,
+    mistral3,
     modernbert,
     mpt,
     opt,
     relatives,
     t5,
+    t5gemma,
     vit,
     whisper,
 )
@@ -40,9 +44,9 @@ from .heads import base_class, classes_of_decoder, with_head
 _FAMILIES: dict[str, ModuleType] = {
     model_type: family
     for family in (
-        *(llama, gemma, gpt2, gpt_neo, gpt_neox, gptj, opt, bloom, bert, relatives),
+        *(llama, gemma, gemma4, gpt2, gpt_neo, gpt_neox, gptj, opt, bloom, bert, relatives),
         *(falcon, mpt, fairseq, modernbert, deberta, clip, vit),
-        *(bart, t5, whisper, deepseek, llama4, dbrx),
+        *(bart, t5, t5gemma, encoder_decoder, whisper, deepseek, llama4, mistral3, dbrx),
     )
     for model_type in family.CLASSES
 }
@@ -95,7 +99,7 @@ def describe_model(
     fields = ConfigFields(model_type, config)
     family = _FAMILIES[model_type]
     served = family.CLASSES[model_type]
-    if architecture in classes_of_decoder(served):
+    if architecture in classes_of_decoder(served) and architecture not in served:
         spec, table = family.describe(fields, base_class(served))
         spec, table = with_head(fields, spec, table, architecture)
     else:

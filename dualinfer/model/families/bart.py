@@ -1,14 +1,15 @@
 """BART and its relatives: encoder-decoders that come from fairseq and Marian.
 
-HF sources: models/bart, mbart, plbart, blenderbot, marian, pegasus, m2m_100.
+HF sources: models/bart, mbart, plbart, mvp, led, blenderbot, marian, pegasus, m2m_100.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 
+from ...errors import ModelError, shown
 from ..spec import Attention, Head, Layer, Mlp, ModelSpec, Norm
 from ..weights import Row, WeightTable, row
 from . import rows as make
@@ -25,7 +26,7 @@ class _Kind:
     learned or computed, in tensor2tensor's way (`fairseq`) or in XLM's (`marian`), and begin with
     `offset` other rows, or those up to the id of the padding. Where labels are shifted, `starts`
     tells whether the id of a start comes first, or their own last one. A decoder that `repeats`
-    reads the encoder's ids where it is given none.
+    reads the encoder's ids where it is given none. The names of tensors begin with `base`.
     """
 
     placement: Literal["pre", "post"]
@@ -34,12 +35,15 @@ class _Kind:
     offset: int = 0
     starts: bool = True
     repeats: bool = False
+    base: str = "model."
 
 
 _KINDS = {
     "bart": _Kind("post", True, "learned", 2, repeats=True),
     "mbart": _Kind("pre", True, "learned", 2, starts=False, repeats=True),
     "plbart": _Kind("post", True, "learned", 2, starts=False, repeats=True),
+    "mvp": _Kind("post", True, "learned", 2, repeats=True),
+    "led": _Kind("post", True, "learned", repeats=True, base="led."),
     "blenderbot": _Kind("pre", False, "learned"),
     "marian": _Kind("post", False, "marian"),
     "pegasus": _Kind("pre", False, "marian"),
@@ -57,6 +61,11 @@ CLASSES = {
     "plbart": (
         *("PLBartForConditionalGeneration", "PLBartModel", "PLBartForSequenceClassification"),
     ),
+    "mvp": (
+        *("MvpForConditionalGeneration", "MvpModel"),
+        *("MvpForSequenceClassification", "MvpForQuestionAnswering"),
+    ),
+    "led": ("LEDForConditionalGeneration", "LEDModel", "LEDForQuestionAnswering"),
     "blenderbot": ("BlenderbotForConditionalGeneration", "BlenderbotModel"),
     "marian": ("MarianMTModel", "MarianModel"),
     "pegasus": ("PegasusForConditionalGeneration", "PegasusModel"),
@@ -81,7 +90,9 @@ def describe(fields: ConfigFields, architecture: str) -> tuple[ModelSpec, Weight
     kind = _KINDS[fields.family]
     norm = Norm("layer", 1e-5)  # HF leaves torch's default
     embed, vocab = fields.size("d_model"), fields.size("vocab_size")
-    positions = fields.size("max_position_embeddings")
+    names = ("max_encoder_position_embeddings", "max_decoder_position_embeddings")
+    names = names if fields.family == "led" else ("max_position_embeddings",) * 2
+    positions: dict[str, int] = {"encoder": fields.size(names[0]), "decoder": fields.size(names[1])}
     activation = fields.activation("activation_function")
     scale = embed**0.5 if fields.flag("scale_embedding", fields.family == "m2m_100") else 1.0
     pad, start = fields.take("pad_token_id"), fields.take("decoder_start_token_id")
@@ -91,6 +102,8 @@ def describe(fields: ConfigFields, architecture: str) -> tuple[ModelSpec, Weight
     if fields.family == "marian":
         fields.require("share_encoder_decoder_embeddings", True)
         fields.require("decoder_vocab_size", vocab)
+    fields.require("use_prompt", False)
+    fields.ignore("prompt_length", "prompt_mid_dim")
     fields.ignore("dropout", "attention_dropout", "activation_dropout", "classifier_dropout")
     fields.ignore("encoder_layerdrop", "decoder_layerdrop", "init_std", "num_hidden_layers")
     fields.ignore("is_decoder", "is_encoder_decoder", "add_cross_attention", *_WRITTEN)
@@ -103,14 +116,17 @@ def describe(fields: ConfigFields, architecture: str) -> tuple[ModelSpec, Weight
         mlp = Mlp(fields.size(f"{side}_ffn_dim"), activation, gated=False)
         cross = replace(attention, causal=False) if decodes else None
         layer = Layer(attention, mlp, norm, kind.placement, cross=cross)
+        layers = (layer,) * fields.layers(f"{side}_layers")
+        if fields.family == "led" and not decodes:
+            layers = _windowed(layers, fields.take("attention_window"))
         return ModelSpec(
             family=fields.family,
             architecture=architecture,
             vocab=vocab,
             embed=embed,
-            layers=(layer,) * fields.layers(f"{side}_layers"),
-            max_positions=positions,
-            learned_positions=positions,
+            layers=layers,
+            max_positions=positions[side],
+            learned_positions=positions[side],
             position_offset=offset,
             positions_from_mask=kind.positions == "fairseq" and not decodes,
             packs=False,
@@ -126,28 +142,29 @@ def describe(fields: ConfigFields, architecture: str) -> tuple[ModelSpec, Weight
     start = start if kind.starts else None
     spec = replace(decoder, head=head, encoder=encoder, start=start, repeats=kind.repeats)
     tables: dict[str, Row] = {}
+    base = kind.base
     for side, ours, axis in (
         ("encoder", "encoder.", "source_positions"),
         ("decoder", "", "positions"),
     ):
         axes = f"{axis} embed"
-        stored = (f"model.{side}.embed_positions.weight", axes)
+        stored = (f"{base}{side}.embed_positions.weight", axes)
         table = row(f"{ours}positions.weight", axes, stored)
         if kind.positions != "learned":
             make_table = Sinusoids(pad) if kind.positions == "fairseq" else Halves()
             table = Row(table.name, table.axes, (), constant=make_table)
         tables[side] = table
     outer = [
-        row("embed.weight", _EMBEDDING, ("model.shared.weight", _EMBEDDING)),
+        row("embed.weight", _EMBEDDING, (f"{base}shared.weight", _EMBEDDING)),
         tables["decoder"],
         tables["encoder"],
-        *_norms(kind, norm, "", "model.decoder."),
-        *_norms(kind, norm, "encoder.", "model.encoder."),
+        *_norms(kind, norm, "", f"{base}decoder."),
+        *_norms(kind, norm, "encoder.", f"{base}encoder."),
         *head_rows,
     ]
     tied = [
-        row("encoder.embed.weight", _EMBEDDING, ("model.encoder.embed_tokens.weight", _EMBEDDING)),
-        row("embed.weight", _EMBEDDING, ("model.decoder.embed_tokens.weight", _EMBEDDING)),
+        row(f"{ours}embed.weight", _EMBEDDING, (f"{base}{side}.embed_tokens.weight", _EMBEDDING))
+        for ours, side in (("encoder.", "encoder"), ("", "decoder"))
     ]
     unused = [] if kind.positions == "learned" else [r"embed_positions\.weights?$"]
     optional = None
@@ -160,15 +177,20 @@ def describe(fields: ConfigFields, architecture: str) -> tuple[ModelSpec, Weight
     else:
         fields.ignore("tie_word_embeddings")
         unused += [r"^lm_head\.", r"^final_logits_bias$"]
-    decoder_rows = tuple(_layer(norm, "model.decoder.layers.{i}.", crosses=True))
-    encoder_rows = tuple(_layer(norm, "model.encoder.layers.{i}.", crosses=False))
+    if fields.family == "led":  # of global attention, for which a caller would have to ask
+        unused.append(r"\.longformer_self_attn\.(query|key|value)_global\.(weight|bias)$")
+    decoder_rows = tuple(_layer(norm, base + "decoder.layers.{i}.", crosses=True))
+    hf, parts = base + "encoder.layers.{i}.", (make.QKV, "out_proj")
+    if fields.family == "led":
+        parts = _LONG, "output"
+    encoder_rows = tuple(_layer(norm, hf, False, *parts))
     return spec, WeightTable(
         spec,
         tuple(outer),
         (decoder_rows,) * len(spec.layers) + (encoder_rows,) * len(encoder.layers),
-        base="model.",
+        base=base,
         unused=tuple(unused),
-        tied=tuple((own, "model.shared.weight") for own in tied),
+        tied=tuple((own, f"{base}shared.weight") for own in tied),
         optional=optional,
     )
 
@@ -181,9 +203,32 @@ def _norms(kind: _Kind, norm: Norm, ours: str, theirs: str) -> Iterable[Row]:
         yield from make.norm(norm, f"{ours}final_norm", f"{theirs}layer_norm")
 
 
-def _layer(norm: Norm, hf: str, crosses: bool) -> Iterable[Row]:
-    yield from make.joined("qkv", hf + "self_attn.{p}", make.QKV, bias=True)
-    yield from make.linear("out", f"{hf}self_attn.out_proj", "embed q")
+_LONG = {x[0]: f"longformer_self_attn.{x}" for x in ("query", "key", "value")}
+
+
+def _windowed(layers: tuple[Layer, ...], given: Any) -> tuple[Layer, ...]:
+    """LED's encoder: a layer sees half its window on either side of each token."""
+    each = given if isinstance(given, list | tuple) else [given] * len(layers)
+    if len(each) != len(layers) or not all(type(n) is int and n > 0 and not n % 2 for n in each):
+        raise ModelError(
+            f"config.json has attention_window={shown(given)}; expected an even positive int, or "
+            f"one for each of {len(layers)} layers."
+        )
+    return tuple(
+        replace(x, attention=replace(x.attention, window=n // 2 + 1))
+        for x, n in zip(layers, each, strict=True)
+    )
+
+
+def _layer(
+    norm: Norm,
+    hf: str,
+    crosses: bool,
+    parts: Mapping[str, str] = make.QKV,
+    out: str = "out_proj",
+) -> Iterable[Row]:
+    yield from make.joined("qkv", hf + "self_attn.{p}", parts, bias=True)
+    yield from make.linear("out", f"{hf}self_attn.{out}", "embed q")
     yield from make.norm(norm, "attn_norm", f"{hf}self_attn_layer_norm")
     if crosses:
         yield from make.cross(hf + "encoder_attn.{p}", make.QKV, "out_proj", bias=True)

@@ -5,9 +5,9 @@ Each is a row of `_KINDS`. HF sources: models/NAME/modeling_NAME.py.
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Literal
 
-from ...errors import ModelError, shown
+from ...errors import ModelError, UnservedError, shown
 from ..spec import Activation, Attention, Head, Layer, Mlp, ModelSpec, Norm, RelativeBias
 from ..weights import Row, Source, WeightTable, row
 from . import rows as make
@@ -41,7 +41,7 @@ class _Kind:
 
     name: str
     base: str
-    masked: tuple[str, str, str, str]
+    masked: tuple[str, str, str, str] | None
     layer: str = "encoder.layer.{i}."
     qkv: tuple[str, str, str] = _BERT
     out: str = "attention.output.dense"
@@ -56,13 +56,18 @@ class _Kind:
     bias: bool = True
     up_bias: bool | None = None  # of the MLP's first projection, where it is not `bias`
     end: str | None = None
-    embed_norm: bool = True
+    embed_norm: str | None = "LayerNorm"
     types: bool = True
     counts: bool = False  # positions are those of ids that are no padding
     pad: int | None = None  # the id that has no position, where no config says it
-    rope: bool = False
+    rope: Literal["parameters", "interleaved", "stored"] | None = None
     bias_table: str | None = None  # of relative positions, which all layers share
     factored: str | None = None  # the projection of embeddings of a width of their own
+    always_factored: bool = False  # even to their own width
+    model: str = "Model"
+    masked_name: str = "ForMaskedLM"
+    embeddings: tuple[str, str, str] = ("embeddings.", "word_embeddings", "position_embeddings")
+    buffers: tuple[str, ...] = ()  # patterns of tensors that are no weights
     masked_activation: Activation | None = None
     renames: tuple[tuple[str, str], ...] = ()
     packed: str | None = None  # where files may have queries, keys and values as one
@@ -79,6 +84,7 @@ _ROBERTAS: dict[str, Any] = {
     "counts": True,
 }
 _MPNET: dict[str, Any] = {**_ROBERTAS, "name": "MPNet", "base": "mpnet."}
+_IBERT: dict[str, Any] = {**_ROBERTAS, "name": "IBert", "base": "ibert."}
 _DATA2VEC: dict[str, Any] = {**_ROBERTAS, "name": "Data2VecText", "base": "data2vec_text."}
 _BEFORE: dict[str, Any] = {**_ROBERTAS, "name": "RobertaPreLayerNorm"}
 _BEFORE |= {"base": "roberta_prelayernorm.", "end": "LayerNorm"}
@@ -90,7 +96,41 @@ _LATER: dict[str, Any] = {  # as transformers names parts since 5
     "norms": ("post_attention_layernorm", "post_mlp_layernorm"),
     "unread": ("lm_head.",),
     "masked_activation": "gelu",
-    "rope": True,
+    "rope": "parameters",
+}
+_XLM: dict[str, Any] = {
+    "base": "transformer.",
+    "masked": ("", "", "pred_layer.proj", "pred_layer.proj.bias"),
+    "layer": "",
+    "qkv": ("attentions.{i}.q_lin", "attentions.{i}.k_lin", "attentions.{i}.v_lin"),
+    "out": "attentions.{i}.out_lin",
+    "mlp": ("ffns.{i}.lin1", "ffns.{i}.lin2"),
+    "norms": ("layer_norm1.{i}", "layer_norm2.{i}"),
+    "heads": {"sequence": Classifier("sequence_summary.summary")},
+    "classes": ("ForSequenceClassification", "ForTokenClassification", f"{_SPAN}Simple"),
+    "unread": ("pred_layer.",),
+    "fields": {
+        **{"hidden_size": "emb_dim", "num_attention_heads": "n_heads"},
+        "num_hidden_layers": "n_layers",
+    },
+    "ignored": (
+        *("dropout", "attention_dropout", "embed_init_std", "init_std", "layerdrop", "bos_index"),
+        *("eos_index", "pad_index", "unk_index", "mask_index", "mask_token_id", "lang_id"),
+        *("start_n_top", "end_n_top", "summary_first_dropout", "sinusoidal_embeddings"),
+        *("n_langs", "use_lang_emb", "lang2id", "id2lang", "max_vocab", "min_count"),
+        # Of training, which files say too.
+        *("amp", "bptt", "clip_grad_norm", "encoder_only", "english_only", "fp16", "group_by_size"),
+        *("langs", "lg_sampling_factor", "lgs", "max_batch_size", "mlm_steps", "same_enc_dec"),
+        *("sample_alpha", "share_inout_emb", "tokens_per_batch", "word_blank", "word_dropout"),
+        *("word_keep", "word_mask", "word_mask_keep_rand", "word_pred", "word_rand"),
+        "word_shuffle",
+    ),
+    "pooler": None,
+    "embed_norm": "layer_norm_emb",
+    "embeddings": ("", "embeddings", "position_embeddings"),
+    "types": False,
+    "buffers": (r"(^|\.)lang_embeddings\.weight$", r"(^|\.)position_ids$"),
+    "masked_name": "WithLMHeadModel",
 }
 _GATED = ("mlp.gate_proj", "mlp.up_proj", "mlp.down_proj")
 _KINDS = {
@@ -103,13 +143,13 @@ _KINDS = {
         **_BEFORE, norms=("attention.LayerNorm", "intermediate.LayerNorm")
     ),
     "xlm-roberta-xl": _Kind(
-        **_XL, norms=("attention.self_attn_layer_norm", "LayerNorm"), embed_norm=False
+        **_XL, norms=("attention.self_attn_layer_norm", "LayerNorm"), embed_norm=None
     ),
     "megatron-bert": _Kind(
         *("MegatronBert", "bert.", _BERT_MASKED),
         norms=("attention.ln", "ln"),
         end="encoder.ln",
-        embed_norm=False,
+        embed_norm=None,
         unread=("cls.",),
     ),
     "ernie": _Kind(
@@ -204,6 +244,66 @@ _KINDS = {
         ),
         pooler="pooler",
         factored="encoder.embedding_hidden_mapping_in",
+        always_factored=True,
+    ),
+    "rembert": _Kind(
+        *("RemBert", "rembert."),
+        (
+            *("cls.predictions.dense", "cls.predictions.LayerNorm"),
+            *("cls.predictions.decoder", "cls.predictions.decoder.bias"),
+        ),
+        unread=("cls.",),
+        fields={"embedding_size": "input_embedding_size"},
+        ignored=("classifier_dropout_prob", "tie_word_embeddings", "output_embedding_size"),
+        factored="encoder.embedding_hidden_mapping_in",
+        always_factored=True,
+    ),
+    "roformer": _Kind(
+        *("RoFormer", "roformer.", _BERT_MASKED),
+        heads={"sequence": _ELECTRA["sequence"], "choice": Classifier("classifier")},
+        unread=("cls.",),
+        pooler=None,
+        rope="interleaved",
+        factored="embeddings_project",
+        buffers=(r"embed_positions\.weight$",),
+    ),
+    "ibert": _Kind(
+        **_IBERT,
+        # Of the quantized model, which files hold as well.
+        buffers=(
+            r"\.(weight_integer|bias_integer|fc_scaling_factor|weight_scaling_factor)$",
+            r"\.(x_min|x_max|act_scaling_factor|shift)$",
+        ),
+        ignored=("classifier_dropout", "force_dequant"),
+    ),
+    "esm": _Kind(
+        *("Esm", "esm.", _ROBERTA_MASKED),
+        norms=("attention.LayerNorm", "LayerNorm"),
+        heads=_ROBERTA,
+        classes=_HEADS[:2],
+        unread=("lm_head.",),
+        ignored=("classifier_dropout", "esmfold_config", "vocab_list", "hidden_act"),
+        end="encoder.emb_layer_norm_after",
+        embed_norm="layer_norm",
+        types=False,
+        rope="stored",
+        masked_activation="gelu",
+        # By each layer's name in older files; transformers 5.23 writes `*` in a number's place.
+        renames=tuple(
+            ("rotary_embeddings.", f"encoder.layer.{i}.attention.self.rotary_embeddings.")
+            for i in "*0"
+        ),
+        buffers=(r"(^|\.)contact_head\.", r"\.self\.rotary_embeddings\.inv_freq$"),
+    ),
+    "xlm": _Kind("XLM", **_XLM),
+    "flaubert": _Kind("Flaubert", **_XLM),
+    "bert-generation": _Kind(
+        *("BertGeneration", "bert.", None),
+        classes=(),
+        unread=("lm_head.",),
+        pooler=None,
+        types=False,
+        model="Encoder",
     ),
     "mpnet": _Kind(
         **_MPNET,
@@ -229,7 +329,7 @@ _KINDS = {
         classes=_HEADS[:2],
         unread=("cls.",),
         bias=False,
-        rope=True,
+        rope="parameters",
         # Of files that the maker's own code wrote.
         renames=(
             *(("nomic_bert.", "bert."), ("embeddings.LayerNorm", "emb_ln")),
@@ -242,7 +342,10 @@ _KINDS = {
     ),
 }
 CLASSES = {
-    family: (f"{kind.name}Model", f"{kind.name}ForMaskedLM", *(kind.name + c for c in kind.classes))
+    family: (
+        f"{kind.name}{kind.model}",
+        *(kind.name + c for c in ((kind.masked_name,) if kind.masked else ()) + kind.classes),
+    )
     for family, kind in _KINDS.items()
 }
 
@@ -258,24 +361,35 @@ def describe(fields: ConfigFields, architecture: str) -> tuple[ModelSpec, Weight
     positions = fields.size("max_position_embeddings")
     is_distil = fields.family == "distilbert"
     norm = Norm("layer", 1e-12 if is_distil else fields.number("layer_norm_eps"))
-    activation = fields.activation(named("hidden_act"))
-    _refuse(fields)
+    is_esm, is_xlm = fields.family == "esm", fields.family in ("xlm", "flaubert")
+    activation = "gelu" if is_esm or is_xlm else fields.activation(named("hidden_act"))
+    if is_xlm:
+        activation = "gelu" if fields.flag("gelu_activation", True) else "relu"
+        _refuse_xlm(fields, kind_of_head(architecture))
+    _refuse(fields, is_esm)
     fields.ignore(*kind.ignored)
     rope = None
-    if kind.rope:
+    if kind.rope == "interleaved":
+        fields.require("rotary_value", False)
+        rope = make_rope({"rope_theta": 1e4}, head_dim, positions, interleaved=True)
+    elif kind.rope == "stored":
+        rope = make_rope({"rope_theta": fields.number("rope_theta")}, head_dim, positions)
+    elif kind.rope:
         fields.require("head_dim", head_dim)
         turns = fields.take("rope_parameters")
         turned = rotary_size(turns, head_dim)
         rope = make_rope({**turns, "partial_rotary_factor": None}, turned, positions)
         positions = reach(turns, positions)
-    mlp = Mlp(fields.size(named("intermediate_size")), activation, gated=len(kind.mlp) > 2)
+    ffn = 4 * embed if is_xlm else fields.size(named("intermediate_size"))
+    mlp = Mlp(ffn, activation, gated=len(kind.mlp) > 2)
     attention = Attention(
         *(heads, heads, head_dim, head_dim**-0.5), causal=False, rope=rope, bias=_bias(fields, kind)
     )
-    count = fields.layers(named("num_hidden_layers"))
+    count, vocab = fields.layers(named("num_hidden_layers")), fields.size("vocab_size")
     fields.require("use_task_id", False)
-    width = embed if kind.factored is None else fields.size("embedding_size")
-    factored = width != embed or fields.family == "albert"
+    fields.require("quant_mode", False)
+    width = embed if kind.factored is None else fields.size(named("embedding_size"), embed)
+    factored = width != embed or kind.always_factored
     groups = [None] * count if fields.family != "albert" else _groups(fields, count)
     pad = kind.pad or _pad(fields) if kind.counts else None
     table_size = 0 if kind.rope else positions
@@ -283,22 +397,26 @@ def describe(fields: ConfigFields, architecture: str) -> tuple[ModelSpec, Weight
     spec = ModelSpec(
         family=fields.family,
         architecture=architecture,
-        vocab=fields.size("vocab_size"),
+        vocab=vocab,
         embed=embed,
         layers=(Layer(attention, mlp, norm, "pre" if kind.end else "post"),) * len(groups),
         max_positions=positions if pad is None else positions - pad - 1,
         learned_positions=table_size,
         pad=pad,
-        token_types=_token_types(fields) if kind.types else 0,
+        token_types=_token_types(fields) if kind.types else vocab if is_xlm else 0,
+        token_types_from_vocab=is_xlm,
+        hides=fields.take("pad_token_id") if is_xlm else None,
         embed_width=width if factored else None,
         factored=factored,
-        embed_norm=norm if kind.embed_norm else None,
+        embed_norm=norm if kind.embed_norm and _norms_embedding(fields, is_esm) else None,
+        dropped=_dropped(fields) if is_esm else None,
+        blanks=is_esm,
         final_norm=norm if kind.end else None,
         head=head,
     )
     table = WeightTable(
         spec,
-        (*_embeddings(kind, spec, norm), *_final_norm(kind, norm), *head_rows),
+        (*_embeddings(kind, spec), *_final_norm(kind, norm), *head_rows),
         tuple(_layer(kind, norm, attention.bias, group) for group in groups),
         base=kind.base,
         renames=(*kind.renames, *_OLD_NORMS),
@@ -310,14 +428,53 @@ def describe(fields: ConfigFields, architecture: str) -> tuple[ModelSpec, Weight
     return spec, table
 
 
-def _refuse(fields: ConfigFields) -> None:
+def _refuse(fields: ConfigFields, is_esm: bool) -> None:
     fields.require("is_decoder", False)
     fields.require("add_cross_attention", False)
-    fields.require("position_embedding_type", "absolute")
+    places = fields.take("position_embedding_type", "absolute")
+    if is_esm and places != "rotary":  # ESM-1's tables of positions
+        raise UnservedError(
+            f"config.json has position_embedding_type={shown(places)}, which the esm family does "
+            "not honour ('rotary' only, as in ESM-2)."
+        )
+    if is_esm:
+        fields.require("is_folding_model", False)
+        fields.require("tie_word_embeddings", True)
+    else:
+        fields.require("position_embedding_type", "absolute")
     fields.ignore("hidden_dropout_prob", "attention_probs_dropout_prob")
     # The first TensorFlow release wrote these; no implementation reads them.
     fields.ignore("directionality", "pooler_fc_size", "pooler_num_attention_heads")
     fields.ignore("pooler_num_fc_layers", "pooler_size_per_head", "pooler_type")
+
+
+def _refuse_xlm(fields: ConfigFields, head: str | None) -> None:
+    fields.require("causal", False)
+    fields.require("asm", False)
+    fields.require("is_encoder", True)
+    fields.require("pre_norm", False)
+    if head == "sequence":
+        fields.require("summary_type", "first")
+        fields.require("summary_use_proj", True)
+        fields.require("summary_proj_to_labels", True)
+        fields.require("summary_activation")
+    else:
+        fields.ignore("summary_type", "summary_use_proj", "summary_proj_to_labels")
+        fields.ignore("summary_activation")
+
+
+def _norms_embedding(fields: ConfigFields, is_esm: bool) -> bool:
+    return not is_esm or fields.flag("emb_layer_norm_before", False)
+
+
+def _dropped(fields: ConfigFields) -> int | None:
+    """The id of a mask whose embedding ESM-2 drops, as training did."""
+    own = fields.take("mask_token_id")
+    if not fields.flag("token_dropout", False):
+        return None
+    if type(own) is not int or own < 1:  # 0 fills up what is padded
+        raise ModelError(f"config.json has mask_token_id={shown(own)}; expected a positive id.")
+    return own
 
 
 def _token_types(fields: ConfigFields) -> int:
@@ -391,20 +548,24 @@ def _or_packed(rows: list[Row], theirs: str, layout: str) -> list[Row]:
     ]
 
 
-def _embeddings(kind: _Kind, spec: ModelSpec, norm: Norm) -> list[Row]:
-    hf = f"{kind.base}embeddings."
+def _embeddings(kind: _Kind, spec: ModelSpec) -> list[Row]:
+    at, words, places = kind.embeddings
+    hf = kind.base + at
     width = "width" if spec.factored else "embed"
-    tables = [("embed", "vocab", "word_embeddings")]
+    tables = [("embed", "vocab", words)]
     if spec.learned_positions:
-        tables.append(("positions", "positions", "position_embeddings"))
-    if spec.token_types:
+        tables.append(("positions", "positions", places))
+    if spec.token_types and not spec.token_types_from_vocab:
         tables.append(("token_types", "types", "token_type_embeddings"))
     rows = [
         row(f"{ours}.weight", f"{axis} {width}", (f"{hf}{theirs}.weight", f"{axis} {width}"))
         for ours, axis, theirs in tables
     ]
-    if kind.embed_norm:
-        rows += make.norm(norm, "embed_norm", f"{hf}LayerNorm", width)
+    if spec.embed_norm and kind.embed_norm:
+        rows += make.norm(spec.embed_norm, "embed_norm", hf + kind.embed_norm, width)
+    if kind.rope == "stored":
+        stored = f"{kind.base}rotary_embeddings.inv_freq", "pairs"
+        rows.append(replace(row("frequencies", "pairs", stored), wide=True))
     if spec.factored:
         rows += make.linear("project_in", f"{kind.base}{kind.factored}", "embed width")
     return rows
@@ -419,13 +580,24 @@ def _head(
     factored: bool,
 ) -> tuple[Head | None, list[Row], tuple[tuple[Row, str], ...]]:
     """The head of a HF class, its rows (a base model's pooler), and those that HF ties."""
-    tied = fields.flag("tie_word_embeddings", True)
+    tied = fields.flag("tie_word_embeddings", True) and fields.family != "rembert"
     pooler = f"{kind.base}{kind.pooler}" if kind.pooler else None
+    if architecture.endswith("WithLMHeadModel"):  # a projection alone
+        assert kind.masked is not None
+        head, axes = Head("masked"), "vocab embed"
+        weight, bias = make.linear("head", kind.masked[2], axes)
+        ties = ((weight, f"{kind.base}{kind.embeddings[1]}.weight"),)
+        return (head, [bias], ties) if tied else (head, [weight, bias], ())
     if architecture.endswith("ForMaskedLM"):
         by = kind.masked_activation or activation
         embedding = f"{kind.base}embeddings.word_embeddings.weight"
         width = "width" if factored else "embed"
-        return masked_head(norm, by, kind.masked, embedding, tied, width)
+        assert kind.masked is not None
+        if fields.family != "rembert":
+            return masked_head(norm, by, kind.masked, embedding, tied, width)
+        own = fields.size("output_embedding_size")
+        head, rows, ties = masked_head(norm, by, kind.masked, embedding, tied, "scored")
+        return replace(head, width=own), rows, ties
     labels = kind_of_head(architecture)
     if labels is None:
         return None, make.linear("pooler", pooler, _SQUARE) if pooler else [], ()
@@ -436,13 +608,21 @@ def _head(
         own = Classifier("classifier")
     elif own is None:
         own = Classifier("classifier", pooler, "tanh")
+    if fields.family == "roformer" and labels == "sequence":
+        own = Classifier(own.out, own.dense, activation)
     if labels == "replaced":
         own = Classifier(own.out, own.dense, activation)
     if fields.family == "electra" and labels == "choice":
         fields.require("summary_type", "first")
         fields.require("summary_use_proj", True)
         own = Classifier(own.out, own.dense, fields.activation("summary_activation"))
-    return (*make_head(fields, labels, own, "first"), ())
+    pooling = "first"
+    if fields.family == "roformer" and labels == "choice":
+        fields.require("summary_type", "last")
+        fields.require("summary_use_proj", False)
+        fields.require("summary_activation")
+        pooling = "final"
+    return (*make_head(fields, labels, own, pooling), ())
 
 
 _SQUARE = "embed embed_in"  # two names tell the sides of a square matrix apart
@@ -452,7 +632,7 @@ def _unused(
     kind: _Kind, head: Head | None, rows: list[Row], ties: tuple[tuple[Row, str], ...]
 ) -> tuple[str, ...]:
     """Patterns of tensors that a checkpoint may hold beside those of the class."""
-    unused = [r"embeddings\.(position_ids|token_type_ids)$"]
+    unused = [r"embeddings\.(position_ids|token_type_ids)$", *kind.buffers]
     own = {s.name for r in (*rows, *(r for r, _ in ties)) for s in r.sources}
     if head is not None and not any("pooler" in name for name in own):
         unused.append(r"(^|\.)pooler\.")
@@ -461,8 +641,8 @@ def _unused(
     elif head.kind == "masked":
         # Checkpoints of a task before this one hold every head; a model reads its own.
         unused += [r"^cls\.seq_relationship\.", r"^sop_classifier\.", r"^discriminator_predictions"]
-        bias = kind.masked[3]
-        if bias not in own:
+        bias = kind.masked[3] if kind.masked else None
+        if bias and bias not in own:
             unused.append(f"^{bias}$".replace(".", r"\."))
     elif head.kind == "replaced":
         unused.append("^generator_")

@@ -1,6 +1,6 @@
-"""CLIP and SigLIP: encoders of texts and of images, each alone or both as one model.
+"""CLIP, MetaCLIP 2 and SigLIP: encoders of texts and of images, each alone or both as one model.
 
-HF sources: models/clip, models/siglip.
+HF sources: models/clip, models/metaclip_2, models/siglip.
 """
 
 from collections.abc import Iterable, Mapping
@@ -18,6 +18,9 @@ CLASSES = {
     "clip": ("CLIPModel", "CLIPForImageClassification"),
     "clip_text_model": ("CLIPTextModel", "CLIPTextModelWithProjection"),
     "clip_vision_model": ("CLIPVisionModel", "CLIPVisionModelWithProjection"),
+    "metaclip_2": ("MetaClip2Model", "MetaClip2ForImageClassification"),
+    "metaclip_2_text_model": ("MetaClip2TextModel", "MetaClip2TextModelWithProjection"),
+    "metaclip_2_vision_model": ("MetaClip2VisionModel", "MetaClip2VisionModelWithProjection"),
     "siglip": ("SiglipModel", "SiglipForImageClassification"),
     "siglip_text_model": ("SiglipTextModel",),
     "siglip_vision_model": ("SiglipVisionModel",),
@@ -37,9 +40,9 @@ def describe(fields: ConfigFields, architecture: str) -> tuple[ModelSpec, Weight
     text, images = (_part(fields, f"{name}_config") for name in ("text", "vision"))
     fields.ignore("initializer_factor", "logit_scale_init_value")
     image_spec, image_rows, image_layer = _vision(images, architecture)
+    is_clip = _is_clip(fields)
     images.finish()
     if architecture.endswith("ForImageClassification"):
-        is_clip = fields.family == "clip"
         pooling, unread = ("patches", "post_layernorm") if is_clip else ("mean", "head")
         head, rows = make_head(fields, "sequence", Classifier("classifier"), pooling)
         if is_clip:
@@ -50,8 +53,8 @@ def describe(fields: ConfigFields, architecture: str) -> tuple[ModelSpec, Weight
         return spec, _table(spec, [*read, *rows], image_layer, "", unused)
     spec, outer, layer = _text(text, architecture)
     text.finish()
-    width = fields.size("projection_dim") if fields.family == "clip" else image_spec.embed
-    if fields.family == "clip":
+    width = fields.size("projection_dim") if is_clip else image_spec.embed
+    if is_clip:
         spec, image_spec = (replace(one, projected=width) for one in (spec, image_spec))
         outer += make.linear("projection", "text_projection", "projected embed", bias=False)
         image_rows += make.linear("projection", "visual_projection", "projected embed", bias=False)
@@ -62,12 +65,16 @@ def describe(fields: ConfigFields, architecture: str) -> tuple[ModelSpec, Weight
             "both must be as wide."
         )
     spec = replace(spec, family=fields.family, encoder=image_spec, towers=True)
-    stored = "one" if fields.family == "siglip" else ""
-    names = ("logit_scale", "logit_bias") if fields.family == "siglip" else ("logit_scale",)
+    stored = "" if is_clip else "one"
+    names = ("logit_scale",) if is_clip else ("logit_scale", "logit_bias")
     outer += [row(name, "", (name, stored)) for name in names]
     layers = (tuple(layer),) * len(spec.layers) + (tuple(image_layer),) * len(image_spec.layers)
     table = _table(spec, [*outer, *map(_of_encoder, image_rows)], layer, "")
     return spec, replace(table, layers=layers, unused=_UNUSED[:1])
+
+
+def _is_clip(fields: ConfigFields) -> bool:
+    return not fields.family.startswith("siglip")
 
 
 def _part(fields: ConfigFields, name: str) -> ConfigFields:
@@ -129,7 +136,7 @@ def _stack(fields: ConfigFields, architecture: str, hf: str, causal: bool) -> An
 
 def _text(fields: ConfigFields, architecture: str) -> tuple[ModelSpec, list[Row], list[Row]]:
     """Spec, outer rows and a layer's rows of an encoder of texts."""
-    is_clip, hf = fields.family.startswith("clip"), _TEXT
+    is_clip, hf = _is_clip(fields), _TEXT
     spec, layer = _stack(fields, architecture, hf, causal=is_clip)
     norm, positions = spec.layers[0].norm, fields.size("max_position_embeddings")
     projects = architecture.endswith("WithProjection")
@@ -156,7 +163,7 @@ def _text(fields: ConfigFields, architecture: str) -> tuple[ModelSpec, list[Row]
 
 def _vision(fields: ConfigFields, architecture: str) -> tuple[ModelSpec, list[Row], list[Row]]:
     """Spec, outer rows and a layer's rows of an encoder of images."""
-    is_clip, hf = fields.family.startswith("clip"), _VISION
+    is_clip, hf = _is_clip(fields), _VISION
     spec, layer = _stack(fields, architecture, hf, causal=False)
     norm = spec.layers[0].norm
     patches = make_patches(fields, learned=int(is_clip))
@@ -231,8 +238,8 @@ def kernel(hf: str, bias: bool) -> list[Row]:
 
 
 def _end(fields: ConfigFields) -> int | None:
-    """The id at the end of a text; None for the largest, as in the first files, which say 2."""
+    """The id at the end of a text; None for the largest, as in CLIP's first files, which say 2."""
     end = fields.take("eos_token_id")
     if type(end) is not int or end < 0:
         raise ModelError(f"config.json has eos_token_id={shown(end)}; expected one id.")
-    return None if end == 2 else end
+    return None if end == 2 and fields.family.startswith("clip") else end

@@ -14,7 +14,7 @@ from ..spec import Attention, Experts, Head, Latent, Layer, Mlp, ModelSpec, Norm
 from ..weights import Row, WeightTable, row
 from . import mixtures
 from . import rows as make
-from .fields import ConfigFields, is_positive
+from .fields import ConfigFields, is_positive, query_growth
 from .rope import make_rope, reach, rotary_size
 
 CLASSES = {
@@ -23,6 +23,7 @@ CLASSES = {
     "deepseek_v3": ("DeepseekV3ForCausalLM", "DeepseekV3Model"),
     "glm4_moe_lite": ("Glm4MoeLiteForCausalLM", "Glm4MoeLiteModel"),
     "minicpm3": ("MiniCPM3ForCausalLM", "MiniCPM3Model"),
+    "mistral4": ("Mistral4ForCausalLM", "Mistral4Model"),
     "youtu": ("YoutuForCausalLM", "YoutuModel"),
 }
 _LATENT_EPS = 1e-6  # of the norms of latent vectors, which no config names
@@ -36,6 +37,8 @@ def describe(fields: ConfigFields, architecture: str) -> tuple[ModelSpec, Weight
     count = fields.layers("num_hidden_layers")
     positions = fields.size("max_position_embeddings")
     parameters = fields.take("rope_parameters")
+    if family == "mistral4" and isinstance(parameters, Mapping):
+        parameters = _of_all_heads(fields, parameters)
     attention = _attention(fields, parameters, positions)
     norm = Norm("rms", fields.number("rms_norm_eps"))
     mlp = Mlp(fields.size("intermediate_size"), fields.activation("hidden_act"), gated=True)
@@ -75,7 +78,7 @@ def _attention(fields: ConfigFields, parameters: Any, positions: int) -> Attenti
     turning = fields.size("qk_rope_head_dim")
     head_dim = fields.size("qk_nope_head_dim") + turning
     fields.require("qk_head_dim", head_dim)
-    fields.require("head_dim", turning)
+    fields.require("head_dim", head_dim if fields.family == "mistral4" else turning)
     rank = 0 if fields.take("q_lora_rank") is None else fields.size("q_lora_rank")
     interleaved = fields.family == "deepseek_v2"
     if fields.family not in ("deepseek_v2", "minicpm3"):
@@ -93,6 +96,7 @@ def _attention(fields: ConfigFields, parameters: Any, positions: int) -> Attenti
         heads,
         head_dim,
         head_dim**-0.5 * _magnitude(parameters) ** 2,
+        growth=query_growth(fields) if fields.family == "mistral4" else None,
         rope=make_rope(parameters, turning, positions, interleaved),
         latent=Latent(
             rank=fields.size("kv_lora_rank"),
@@ -102,6 +106,18 @@ def _attention(fields: ConfigFields, parameters: Any, positions: int) -> Attenti
             query_rank=rank,
         ),
     )
+
+
+def _of_all_heads(fields: ConfigFields, parameters: Mapping[str, Any]) -> dict[str, Any]:
+    """Mistral 4's rope_parameters, of whole heads and of more than angles, as others have them."""
+    turning = fields.size("qk_rope_head_dim")
+    if rotary_size(parameters, fields.size("qk_nope_head_dim") + turning) != turning:
+        raise UnservedError(
+            f"config.json has rope_parameters={shown(dict(parameters))}; the mistral4 family "
+            f"honours a partial_rotary_factor that turns qk_rope_head_dim={turning} elements only."
+        )
+    unread = ("partial_rotary_factor", "llama_4_scaling_beta", "max_position_embeddings")
+    return {**parameters, **dict.fromkeys(unread)}
 
 
 def _magnitude(parameters: Mapping[str, Any]) -> float:

@@ -218,6 +218,21 @@ class ConfigFields:
             )
 
 
+def query_growth(fields: ConfigFields) -> tuple[float, float, int] | None:
+    """What the newest Mistrals scale queries by, of the rotary embedding's parameters."""
+    parameters = fields.take("rope_parameters")
+    if not isinstance(parameters, Mapping):
+        return None
+    names = "llama_4_scaling_beta", "original_max_position_embeddings"
+    beta, period = (parameters.get(name, 0) for name in names)
+    if not is_positive(beta) or not is_positive(period):
+        raise ModelError(
+            f"config.json has rope_parameters={shown(dict(parameters))}; {fields.family} needs a "
+            f"positive {' and '.join(names)}."
+        )
+    return float(beta), float(period), 0
+
+
 def is_positive(value: Any) -> bool:
     """True for a finite number above 0 that a float can hold."""
     if isinstance(value, bool) or not isinstance(value, int | float):

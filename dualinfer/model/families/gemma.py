@@ -29,12 +29,12 @@ def describe(fields: ConfigFields, architecture: str) -> tuple[ModelSpec, Weight
     """Spec and weight table of a Gemma model; of one that sees images the part for text alone."""
     tied = fields.flag("tie_word_embeddings", True)
     if fields.family != "gemma3":
-        return _describe(fields, architecture, tied, "model.")
+        return describe_text(fields, architecture, tied, "model.")
     text = fields.take("text_config")
     if not isinstance(text, Mapping):
         raise ModelError(f"config.json has text_config={shown(text)}; expected an object.")
     inner = ConfigFields("gemma3_text", text)
-    spec, table = _describe(inner, architecture, tied, "model.language_model.")
+    spec, table = describe_text(inner, architecture, tied, "model.language_model.")
     inner.finish()
     fields.ignore("vision_config", "mm_tokens_per_image", *_IMAGE_TOKENS)
     renames = ("model.language_model.", "language_model.model."), _HEAD
@@ -50,9 +50,10 @@ _IMAGE_TOKENS = tuple(
 )
 
 
-def _describe(
+def describe_text(
     fields: ConfigFields, architecture: str, tied: bool, base: str
 ) -> tuple[ModelSpec, WeightTable]:
+    """Spec and weight table of a decoder of texts, whose tensors' names begin with `base`."""
     embed = fields.size("hidden_size")
     heads, kv_heads, head_dim = fields.grouped_heads(embed)
     positions = fields.size("max_position_embeddings")

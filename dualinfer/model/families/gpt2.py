@@ -12,6 +12,10 @@ from .fields import ConfigFields
 
 CLASSES = {
     "gpt2": ("GPT2LMHeadModel", "GPT2Model"),
+    "gpt-sw3": (
+        "GPT2LMHeadModel",
+        "GPT2Model",
+    ),  # whose config, as transformers reads it, is GPT-2's
     "gpt_bigcode": ("GPTBigCodeForCausalLM", "GPTBigCodeModel"),
     "openai-gpt": ("OpenAIGPTLMHeadModel", "OpenAIGPTModel"),
 }

@@ -18,6 +18,7 @@ _SUFFIXES: dict[str, Kind] = {
     "ForQuestionAnswering": "span",
     "ForMultipleChoice": "choice",
     "ForPreTraining": "replaced",
+    "ForQuestionAnsweringSimple": "span",
 }
 _OF_DECODERS = tuple(_SUFFIXES)[:3]
 # The base model's name in HF's classes for questions, where it is not the other classes' own.
@@ -62,7 +63,7 @@ def make_head(
     fields: ConfigFields,
     kind: Kind,
     own: Classifier,
-    pooling: Literal["first", "real", "last", "mean", "eos", "patches"] | None,
+    pooling: Literal["first", "real", "last", "final", "mean", "eos", "patches"] | None,
     norm: Norm | None = None,
     late: bool = False,
     width: str = "embed",
@@ -102,7 +103,8 @@ def pair_head(fields: ConfigFields, kind: Kind) -> tuple[Head, list[Row]]:
 
 def base_class(served: Sequence[str]) -> str | None:
     """The headless class of a family of decoders; None for one of encoders."""
-    if not any(name.endswith(("ForCausalLM", "LMHeadModel")) for name in served):
+    causal = [n for n in served if n.endswith(("ForCausalLM", "LMHeadModel"))]
+    if all(name.endswith("WithLMHeadModel") for name in causal):  # XLM's is a masked one
         return None
     bases = (n for n in served if n.endswith("Model") and not n.endswith("LMHeadModel"))
     return next(bases, None)
@@ -144,7 +146,11 @@ def under(table: WeightTable, base: str) -> WeightTable:
 
     def renamed(rows: Iterable[Row]) -> tuple[Row, ...]:
         return tuple(
-            replace(own, sources=tuple(replace(s, name=new(s.name)) for s in own.sources))
+            replace(
+                own,
+                sources=tuple(replace(s, name=new(s.name)) for s in own.sources),
+                others=tuple(replace(s, name=new(s.name)) for s in own.others),
+            )
             for own in rows
         )
 

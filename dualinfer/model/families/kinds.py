@@ -24,7 +24,8 @@ class Kind:
     that of the product that gates what heads give. Of `partial`
     families HF reads partial_rotary_factor. `always` are fields of the makers' own code with what
     HF takes for granted, a tuple of several; `twins` are such that say again what a field of HF's
-    does; `ignored` ones change nothing at inference.
+    does; `ignored` ones change nothing at inference. `base` is HF's class without a head where its
+    name is no other's with an end of its own.
     """
 
     name: str
@@ -60,11 +61,12 @@ class Kind:
     always: Mapping[str, Any] = field(default_factory=dict)
     twins: Mapping[str, str] = field(default_factory=dict)
     ignored: tuple[str, ...] = ()
+    base: str | None = None
 
     @property
     def classes(self) -> tuple[str, ...]:
         """HF's classes, with a head and without."""
-        return f"{self.name}ForCausalLM", f"{self.name}Model", *self.also
+        return f"{self.name}ForCausalLM", self.base or f"{self.name}Model", *self.also
 
 
 _LAYER_NORM: dict[str, Any] = {"norm": "layer", "eps": "layer_norm_eps"}
@@ -172,6 +174,14 @@ KINDS = {
         always={"rope_scaling": ()},  # HF does not read it
         ignored=_COHERE2,
     ),
+    "cohere_compass_text": Kind(
+        *("CohereCompass",),
+        **_COHERE,
+        base="CohereCompassTextModel",
+        tied=True,
+        always={"pooling": "eos"},  # of a head for labels
+        ignored=_COHERE2,
+    ),
     "cwm": Kind("Cwm", qkv_bias=False, out_bias=False),
     "dots1": Kind("Dots1", qk_norm=True, ignored=_WINDOWED),
     "ernie4_5": Kind(
@@ -209,6 +219,7 @@ KINDS = {
             *("num_nextn_predict_layers", "num_mtp_layers"),
         ),
     ),
+    "flint": Kind("Flint", qk_norm=True),
     "flex_olmo": Kind("FlexOlmo", **_OLMO2),
     "gemma": Kind("Gemma", unit_offset=True, tied=True, ignored=("hidden_activation",)),
     "glm": Kind("Glm", **_GLM, interleaved=True),
@@ -226,6 +237,7 @@ KINDS = {
         ignored=("initial_context_length",),
     ),
     "granite": Kind("Granite", mlp_bias="mlp_bias"),
+    "granite_swa": Kind("GraniteSWA", mlp_bias="mlp_bias"),
     "granitemoe": Kind("GraniteMoe"),
     "granitemoe_swa": Kind("GraniteMoeSWA"),
     "granitemoehybrid": Kind(  # where no layer is Mamba's, and none has experts
@@ -270,17 +282,21 @@ KINDS = {
     "kolibri1": Kind(
         *("Kolibri1",),
         **dict.fromkeys(("qkv_bias", "out_bias"), False),
-        ffn="moe_intermediate_size",  # no layer is dense
         placement="around",
         norms=_AROUND,
         qk_norm=True,
+        ffn="moe_intermediate_size",  # no layer is dense
+        ignored=("intermediate_size",),
     ),
     "mellum": Kind(
         *("Mellum",),
         partial=True,
         qk_norm=True,
-        # Of layers behind those that answer.
-        ignored=("num_nextn_predict_layers", "mtp_layer_types", "mtp_mlp_layer_types"),
+        # Of layers that predict a second token.
+        ignored=(
+            *("num_nextn_predict_layers", "num_mtp_layers"),
+            *("mtp_layer_types", "mtp_mlp_layer_types"),
+        ),
     ),
     "ministral": Kind("Ministral", qkv_bias=False, out_bias=False),
     "ministral3": Kind("Ministral3", qkv_bias=False, out_bias=False),

@@ -70,16 +70,10 @@ _GRANITE = Mixture(
         (".block_sparse_moe.router.weight", ".block_sparse_moe.router.layer.weight"),
     ),
 )
-_LATENT = ("axk1", "deepseek_v2", "deepseek_v3", "glm4_moe_lite")  # by their attention
+_LATENT = ("axk1", "deepseek_v2", "deepseek_v3", "glm4_moe_lite", "mistral4")  # by their attention
 _DEEPSEEKS = ("dots1", "exaone_moe", "glm4_moe", "solar_open", *_LATENT)
-_LISTED = (
-    "axk1",
-    "cohere2_moe",
-    "exaone_moe",
-    "glm4_moe_lite",
-    "hy_v3",
-    "mellum",
-)  # by mlp_layer_types
+# Those whose mlp_layer_types says which layers are mixtures.
+_LISTED = ("axk1", "cohere2_moe", "exaone_moe", "glm4_moe_lite", "hy_v3", "mellum")
 _SEVERAL = Mixture(shared="mlp.shared_experts", shares="num_shared_experts")
 _TRAINED = ("aux_loss_alpha", "seq_aux")
 MIXTURES: Mapping[str, Mixture] = {
@@ -109,6 +103,7 @@ MIXTURES: Mapping[str, Mixture] = {
         renames=((".mlp.gate.e_score_", ".mlp.e_score_"),),
         unused=(r"(^|\.)mtp\.",),
     ),
+    "flint": Mixture(renames=((".self_attn.sinks", ".self_attn.softmax_offset"),)),
     "flex_olmo": Mixture(ffn="intermediate_size"),
     "glm4_moe": _DEEPSEEK,
     "glm4_moe_lite": _DEEPSEEK,
@@ -152,6 +147,7 @@ MIXTURES: Mapping[str, Mixture] = {
     ),
     "mellum": Mixture(unused=(r"^mtp\.",)),
     "minimax_m2": replace(_MIXTRAL, choice_bias="e_score_correction_bias"),
+    "mistral4": replace(_DEEPSEEK, choice_bias=None),
     "mixtral": _MIXTRAL,
     "olmoe": Mixture(ffn="intermediate_size"),
     "phimoe": replace(
@@ -266,7 +262,8 @@ def _router(fields: ConfigFields) -> Router:
             )
         renormalized = fields.flag("norm_topk_prob", False)
         scale = fields.number("routed_scaling_factor")
-        return Router(0, "sigmoid", groups, chosen, "two", renormalized, 1e-20, scale)
+        score = "softmax" if family == "mistral4" else "sigmoid"
+        return Router(0, score, groups, chosen, "two", renormalized, 1e-20, scale)
     if family == "afmoe":
         scale = fields.number("route_scale")
         return Router(0, "sigmoid", renormalized=True, eps=1e-20, scale=scale)
@@ -279,10 +276,11 @@ def _router(fields: ConfigFields) -> Router:
         if fields.take("expert_selection_fn") == "softmax":
             return Router(0, "chosen")
         return Router(0, "gates", renormalized=renormalized)
-    if family == "kolibri1":
-        return Router(0, "gates", renormalized=fields.flag("norm_topk_prob", False))
     if family == "llama4_text":
         return Router(0, "gates")
+    if family in ("flint", "kolibri1"):
+        score = "sigmoid" if family == "flint" else "gates"
+        return Router(0, score, renormalized=fields.flag("norm_topk_prob", False))
     if family == "phimoe":
         name = "router_jitter_noise"
         jitter = 0.0 if fields.take(name) == 0 else fields.number(name)
@@ -303,7 +301,7 @@ def _shared(fields: ConfigFields) -> int:
     own = MIXTURES[fields.family]
     if own.shares:
         return fields.size(own.shares) * fields.size(own.ffn) if fields.take(own.shares) else 0
-    if fields.family in ("kolibri1", "qwen2_moe"):
+    if fields.family in ("flint", "kolibri1", "qwen2_moe"):
         return fields.size("shared_expert_intermediate_size")
     if fields.family in ("granitemoe_swa", "granitemoeshared"):
         width = "shared_intermediate_size"
@@ -353,7 +351,7 @@ def _which(fields: ConfigFields, layers: int) -> list[bool]:
             )
         end = layers - 1 if end == -1 else end
         return [start <= i <= end and (i + 1) % step == 0 for i in range(layers)]
-    if family in ("qwen2_moe", "qwen3_moe"):
+    if family in ("flint", "qwen2_moe", "qwen3_moe"):
         dense, step = fields.take("mlp_only_layers", []), fields.size("decoder_sparse_step", 1)
         if not isinstance(dense, list | tuple) or any(type(i) is not int for i in dense):
             raise ModelError(

@@ -1,7 +1,11 @@
-"""ModernBERT and EuroBERT: encoders with rotary positions and a norm before each sub-layer.
+"""ModernBERT, EuroBERT: encoders with rotary positions and norms before each sub-layer; Ettin.
+
+Ettin is ModernBERT as a decoder, which looks back alone.
 
 HF sources: models/modernbert, models/eurobert.
 """
+
+from dataclasses import replace
 
 from ...errors import UnservedError, shown
 from ..spec import Attention, Head, Layer, Mlp, ModelSpec, Norm
@@ -17,13 +21,20 @@ CLASSES = {
         "ModernBertModel",
         *(f"ModernBert{name}" for name in (*_HEADS, "ForQuestionAnswering", "ForMultipleChoice")),
     ),
+    "modernbert-decoder": tuple(
+        f"ModernBertDecoder{end}" for end in ("ForCausalLM", "Model", "ForSequenceClassification")
+    ),
     "eurobert": ("EuroBertModel", *(f"EuroBert{name}" for name in _HEADS)),
+    "ultrabert": (
+        *("UltrabertModel", "UltrabertForSequenceClassification"),
+        *("UltrabertForTokenClassification", "UltrabertForQuestionAnswering"),
+    ),
 }
 
 
 def describe(fields: ConfigFields, architecture: str) -> tuple[ModelSpec, WeightTable]:
-    """Spec and weight table of a ModernBERT or EuroBERT encoder."""
-    describe_own = _modern if fields.family == "modernbert" else _euro
+    """Spec and weight table of a ModernBERT, EuroBERT or UltraBERT model."""
+    describe_own = _euro if fields.family in ("eurobert", "ultrabert") else _modern
     return describe_own(fields, architecture)
 
 
@@ -34,14 +45,15 @@ def _modern(fields: ConfigFields, architecture: str) -> tuple[ModelSpec, WeightT
     norm_bias = fields.flag("norm_bias", False)
     kinds = fields.layer_types(fields.layers("num_hidden_layers"))
     parameters = ropes_by_kind(fields.take("rope_parameters"), kinds)
-    side = fields.size("local_attention") // 2 + 1  # HF sees so many tokens on either side
+    decodes, side = fields.family == "modernbert-decoder", fields.size("local_attention") // 2
+    side = fields.size("sliding_window", side) if decodes else side + 1  # on either side
     mlp = Mlp(fields.size("intermediate_size"), fields.activation("hidden_activation"), gated=True)
     blocks = {}
     for kind in dict.fromkeys(kinds):
         rope = make_rope(parameters[kind], head_dim, positions)
         window = side if kind == "sliding_attention" else None
         shape = heads, heads, head_dim, head_dim**-0.5
-        blocks[kind] = Layer(Attention(*shape, False, window, rope), mlp, norm, "pre")
+        blocks[kind] = Layer(Attention(*shape, decodes, window, rope), mlp, norm, "pre")
     first = blocks[kinds[0]]
     bare = Layer(first.attention, mlp, norm, "pre", bare=True)
     attention_bias, mlp_bias = (fields.flag(n, False) for n in ("attention_bias", "mlp_bias"))
@@ -62,14 +74,18 @@ def _modern(fields: ConfigFields, architecture: str) -> tuple[ModelSpec, WeightT
         embed_norm=norm,
         final_norm=norm,
         head=head,
+        pad_id=fields.take("pad_token_id") if decodes else None,
     )
     hf = "model.layers.{i}."
+    qkv = make.linear("qkv", f"{hf}attn.Wqkv", "q+k+v embed", attention_bias)
+    if decodes:
+        qkv = make.joined("qkv", hf + "attn.{p}", make.QKV, attention_bias)
 
     def normed(ours: str, theirs: str) -> list[Row]:
         return (make.norm if norm_bias else make.norm_without_bias)(norm, ours, theirs)
 
     layer = [
-        *make.linear("qkv", f"{hf}attn.Wqkv", "q+k+v embed", attention_bias),
+        *qkv,
         *make.linear("out", f"{hf}attn.Wo", "embed q", attention_bias),
         *make.linear("up", f"{hf}mlp.Wi", "gate+up embed", mlp_bias),
         *make.linear("down", f"{hf}mlp.Wo", "embed up", mlp_bias),
@@ -88,7 +104,7 @@ def _modern(fields: ConfigFields, architecture: str) -> tuple[ModelSpec, WeightT
         tuple(outer),
         (tuple(layer), *(later,) * (len(kinds) - 1)),
         base="model.",
-        unused=(r"^head\.", r"^decoder\.") if head is None else (),
+        unused=(r"^(lm_)?head\.", r"^decoder\.") if head is None else (),
         tied=ties,
     )
     return spec, table
@@ -103,21 +119,27 @@ def _modern_head(
     decoder_bias = fields.flag("decoder_bias", True)
     pooling = fields.take("classifier_pooling")
     kind, ties = kind_of_head(architecture), ()
-    if architecture.endswith("ForMaskedLM"):
-        names = "head.dense", "head.norm", "decoder", "decoder.bias"
+    if architecture.endswith(("ForMaskedLM", "ForCausalLM")):
+        base = "lm_head" if fields.family == "modernbert-decoder" else "head"
+        names = f"{base}.dense", f"{base}.norm", "decoder", "decoder.bias"
         embedding = "model.embeddings.tok_embeddings.weight"
         own = norm, activation, names, embedding, tied
         head, rows, ties = masked_head(*own, dense_bias=dense_bias, bias=decoder_bias)
+        head = head if base == "head" else replace(head, kind="causal")
     elif kind is None:
         return None, [], ()
     else:
-        if pooling not in ("cls", "mean"):
+        if fields.family == "modernbert-decoder":
+            pooling = "last"
+        elif pooling not in ("cls", "mean"):
             raise UnservedError(
                 f"config.json has classifier_pooling={shown(pooling)}; the modernbert family "
                 "honours cls and mean."
             )
         own = Classifier("classifier", "head.dense", activation, "head.norm", dense_bias)
         where = "mean" if pooling == "mean" else "real" if kind == "choice" else "first"
+        if pooling == "last":
+            own, where = replace(own, bias=dense_bias), "last"
         head, rows = make_head(fields, kind, own, where, norm)
     if not norm_bias:
         plain = make.plain_norm(norm, "head.norm")[1]
@@ -130,38 +152,52 @@ def _euro(fields: ConfigFields, architecture: str) -> tuple[ModelSpec, WeightTab
     heads, kv_heads, head_dim = fields.grouped_heads(embed)
     positions = fields.size("max_position_embeddings")
     norm = Norm("rms", fields.number("rms_norm_eps"))
-    parameters = fields.take("rope_parameters")
-    rope = make_rope(parameters, head_dim, positions)
-    attention = Attention(heads, kv_heads, head_dim, head_dim**-0.5, causal=False, rope=rope)
+    count, has_kinds = fields.layers("num_hidden_layers"), fields.family == "ultrabert"
+    kinds = fields.layer_types(count) if has_kinds else ["full_attention"] * count
+    given = fields.take("rope_parameters")
+    parameters = ropes_by_kind(given, kinds) if has_kinds else {"full_attention": given}
+    shape = heads, kv_heads, head_dim, head_dim**-0.5, False
+    windows = fields.windows(kinds)
+    attentions = {
+        kind: Attention(
+            *shape,
+            None if window is None else window + 1,  # HF counts those on one side
+            make_rope(parameters[kind], head_dim, positions),
+        )
+        for kind, window in zip(kinds, windows, strict=True)
+    }
     mlp = Mlp(fields.size("intermediate_size"), fields.activation("hidden_act"), gated=True)
+    blocks = {kind: Layer(own, mlp, norm, "pre") for kind, own in attentions.items()}
     bias, mlp_bias = fields.flag("attention_bias", False), fields.flag("mlp_bias", False)
     tied = fields.flag("tie_word_embeddings", False)
-    pooling = fields.take("classifier_pooling", "late")
+    names = ("cls", "mean") if has_kinds else ("bos", "mean", "late")
+    pooling = fields.take("classifier_pooling", names[-1] if not has_kinds else "cls")
     fields.ignore("attention_dropout", "classifier_dropout", "num_key_value_heads")
+    fields.ignore("prediction_head_size")  # of a head that is not served
     kind, embedding, ties = kind_of_head(architecture), "model.embed_tokens.weight", ()
-    head, head_rows, unused = None, [], (r"^lm_head\.",)
+    head, head_rows, unused = None, [], (r"^(lm_)?head\.",)
     if architecture.endswith("ForMaskedLM"):
         weight, *biases = make.linear("head", "lm_head", "vocab embed", mlp_bias)
         head, head_rows, unused = Head("masked"), biases if tied else [weight, *biases], ()
         ties = ((weight, embedding),) if tied else ()
     elif kind is not None:
-        if pooling not in ("bos", "mean", "late"):
+        if pooling not in names:
             raise UnservedError(
-                f"config.json has classifier_pooling={shown(pooling)}; the eurobert family honours "
-                "bos, mean and late."
+                f"config.json has classifier_pooling={shown(pooling)}; the {fields.family} family "
+                f"honours {' and '.join(names)}."
             )
-        own = Classifier("classifier")
-        if kind == "sequence":
+        own = Classifier("qa_outputs" if kind == "span" else "classifier")
+        if kind == "sequence" and not has_kinds:
             own = Classifier("classifier", "dense", "gelu")
-        where, late = "first" if pooling == "bos" else "mean", pooling == "late"
+        where, late = "first" if pooling in ("bos", "cls") else "mean", pooling == "late"
         head, head_rows = make_head(fields, kind, own, where, late=late and kind == "sequence")
     spec = ModelSpec(
         family=fields.family,
         architecture=architecture,
         vocab=fields.size("vocab_size"),
         embed=embed,
-        layers=(Layer(attention, mlp, norm, "pre"),) * fields.layers("num_hidden_layers"),
-        max_positions=reach(parameters, positions),
+        layers=tuple(blocks[kind] for kind in kinds),
+        max_positions=max(reach(parameters[kind], positions) for kind in kinds),
         final_norm=norm,
         head=head,
     )

@@ -12,15 +12,16 @@ from ..spec import Activation, Attention, Experts, Head, Layer, Mlp, ModelSpec, 
 from ..weights import Row, WeightTable, row
 from . import mixtures
 from . import rows as make
-from .fields import ConfigFields, is_positive
+from .fields import ConfigFields, is_positive, query_growth
 from .kinds import KINDS, ORIGINAL, Bias, Kind
 from .rope import make_rope, reach, ropes_by_kind, rotary_size
 
-_ROPES_BY_KIND = ("mellum", "olmo3")
-_SINKS = ("gpt_oss", "granitemoe_swa")
+_ROPES_BY_KIND = ("cohere_compass_text", "mellum", "olmo3")
+_SWAS = ("granite_swa", "granitemoe_swa")
+_SINKS = ("flint", "gpt_oss", *_SWAS)
 _MSCALES = "short_mscale", "long_mscale"
 _GRANITES = ("granite", "granitemoe", "granitemoehybrid", "granitemoeshared", "hyperclovax")
-_GRANITES += ("granitemoe_swa",)
+_GRANITES += _SWAS
 CLASSES = {family: kind.classes for family, kind in KINDS.items()}
 
 
@@ -44,7 +45,7 @@ def describe(fields: ConfigFields, architecture: str) -> tuple[ModelSpec, Weight
             ffn = "prefix_dense_intermediate_size"
     mlp = Mlp(fields.size(ffn), _activation(fields), kind.gated)
     attentions = _attentions(fields)
-    growth = _growth(fields)
+    growth = query_growth(fields) if fields.family == "ministral3" else None
     parameters = _rope_parameters(fields, [turns for _, turns in attentions])
     ropes: dict[str | None, Rope | None] = {None: None}
     for turns, own in parameters.items():
@@ -125,21 +126,6 @@ def _activation(fields: ConfigFields) -> Activation | Literal["xielu"]:
     return fields.activation("hidden_act")
 
 
-def _growth(fields: ConfigFields) -> tuple[float, float, int] | None:
-    """What Ministral 3 scales queries by, of the rotary embedding's parameters."""
-    parameters = fields.take("rope_parameters")
-    if fields.family != "ministral3" or not isinstance(parameters, Mapping):
-        return None
-    names = "llama_4_scaling_beta", ORIGINAL
-    beta, period = (parameters.get(name, 0) for name in names)
-    if not is_positive(beta) or not is_positive(period):
-        raise ModelError(
-            f"config.json has rope_parameters={shown(dict(parameters))}; ministral3 needs a "
-            f"positive {' and '.join(names)}."
-        )
-    return float(beta), float(period), 0
-
-
 def _biases(kind: Kind) -> tuple[Bias, Bias, Bias, Bias]:
     return kind.qkv_bias, kind.out_bias, kind.mlp_bias, kind.head_bias
 
@@ -157,7 +143,7 @@ def _rope_parameters(
         parameters = {"": given}
     if not isinstance(given, Mapping):
         return parameters
-    if fields.family == "granitemoe_swa":
+    if fields.family in _SWAS:
         thetas = [kind for kind in dict.fromkeys(kinds) if kind]
         parameters = {theta: {**given, "rope_theta": float(theta)} for theta in thetas}
         fields.ignore("rope_theta")  # which layer_rope_theta says again for each layer
@@ -167,6 +153,9 @@ def _rope_parameters(
             fields.require(name, own.get(name), *default)
         for name in ("rope_pct", "rope_percent"):  # of StableLM's makers, and Nemotron's
             fields.require(name, own.get("partial_rotary_factor"))
+    if fields.family == "cohere_compass_text":  # of texts alone all parts count the same
+        sections = dict.fromkeys(("mrope_section", "mrope_interleaved"))
+        parameters = {kind: {**own, **sections} for kind, own in parameters.items()}
     if fields.family == "phimoe" and given.get("rope_type") == "longrope":
         parameters[""] = {**given, **dict.fromkeys(_MSCALES)}  # beside the angles
     if fields.family == "ministral3":  # HF reads neither for the angles
@@ -226,14 +215,18 @@ def _attentions(fields: ConfigFields) -> list[tuple[int | None, str | None]]:
         turns = fields.take("position_embedding_type") == "rope"
         return [(None, "" if turns else None)] * count
     turning = ("cwm", "dots1", "gpt_oss", "ministral", "qwen2_moe")
-    windowed = ("afmoe", "cohere2", "cohere2_moe", "exaone4", "exaone_moe", "granitemoe_swa")
-    if family not in (*turning, *windowed, "kolibri1", "mellum", "olmo3", "smollm3"):
+    windowed = ("afmoe", "cohere2", "cohere2_moe", "exaone4", "exaone_moe", "flint", "kolibri1")
+    windowed += ("smollm3", *_ROPES_BY_KIND)
+    if family not in (*turning, *windowed, *_SWAS):
         return [(None, "")] * count
     kinds = fields.layer_types(count)
     windows = fields.windows(kinds)
     if family in _ROPES_BY_KIND:
-        return list(zip(windows, kinds, strict=True))
-    if family == "granitemoe_swa":
+        given = fields.take("rope_parameters")
+        bare = [k for k in {*kinds} if isinstance(given, Mapping) and given.get(k, 0) is None]
+        turns = [None if kind in bare else kind for kind in kinds]  # Cohere's global ones
+        return list(zip(windows, turns, strict=True))
+    if family in _SWAS:
         thetas = fields.take("layer_rope_theta")
         fits = isinstance(thetas, list | tuple) and len(thetas) == count
         if not fits or not all(theta == 0 or is_positive(theta) for theta in thetas):
@@ -251,9 +244,7 @@ def _attentions(fields: ConfigFields) -> list[tuple[int | None, str | None]]:
             )
         return [(w, "" if t else None) for w, t in zip(windows, turns, strict=True)]
     everywhere = family in turning
-    everywhere |= (
-        family in ("exaone4", "exaone_moe", "kolibri1") and fields.take("sliding_window") is None
-    )
+    everywhere |= family.startswith(("exaone", "kolibri")) and fields.take("sliding_window") is None
     turns = [everywhere or w is not None for w in windows]
     if family == "cohere2_moe" and fields.take("prefix_dense_sliding_window_pattern") == 1:
         feeds = fields.kinds("mlp_layer_types", count, ("dense", "sparse"))
@@ -271,7 +262,9 @@ def _embed_scale(fields: ConfigFields, embed: int) -> float:
 
 def _head(fields: ConfigFields, has_head: bool) -> Head | None:
     scale = 1.0
-    if fields.family.startswith("cohere"):
+    if fields.family == "cohere_compass_text":
+        scale = fields.optional_number("logit_scale") or 1.0
+    elif fields.family.startswith("cohere"):
         scale = fields.number("logit_scale")
     elif fields.family == "hyperclovax":
         scale = fields.number("logits_scaling")

@@ -33,14 +33,15 @@ def joined(
     parts: Mapping[str, str],
     bias: bool,
     biased: Container[str] | None = None,
+    width: str = "embed",
 ) -> list[Row]:
     """One projection of the embedding in the place of several: axis to HF's name of each.
 
-    `biased` are the axes that have a bias, None for all.
+    `biased` are the axes that have a bias, None for all; `width` is the axis that it reads.
     """
     fused = "+".join(parts)
     rows = []
-    for part, rest in (("weight", " embed"), ("bias", ""))[: 1 + bias]:
+    for part, rest in (("weight", f" {width}"), ("bias", ""))[: 1 + bias]:
         names = {axis: theirs.replace("{p}", name) for axis, name in parts.items()}
         sources = [
             (f"{name}.{part}", axis + rest)
@@ -65,12 +66,16 @@ def cross(
     out: str,
     bias: bool,
     biased: Container[str] | None = None,
+    width: str = "embed",
 ) -> list[Row]:
-    """Attention across to an encoder's output; HF's names of the parts, and of what is behind."""
+    """Attention across to an encoder's output, whose axis is `width`.
+
+    HF's names are of the parts, and of what is behind.
+    """
     keys = {axis: parts[axis] for axis in ("k", "v")}
     return [
         *joined("cross_q", theirs, {"q": parts["q"]}, bias, biased),
-        *joined("cross_kv", theirs, keys, bias, biased),
+        *joined("cross_kv", theirs, keys, bias, biased, width),
         *linear("cross_out", theirs.replace("{p}", out), "embed q", bias),
     ]
 

@@ -1,6 +1,10 @@
-"""T5 and its relatives: relative position buckets, RMSNorm, no scale. HF: models/t5, mt5, umt5."""
+"""T5 and its relatives: relative position buckets, RMSNorm, no scale.
+
+HF sources: models/t5, mt5, umt5, longt5.
+"""
 
 from dataclasses import replace
+from typing import Any
 
 from ..spec import Attention, Head, Layer, Mlp, ModelSpec, Norm, RelativeBias
 from ..weights import Row, WeightTable, row
@@ -16,6 +20,7 @@ CLASSES = {
     family: tuple(family.upper() + suffix for suffix in _SUFFIXES)
     for family in ("t5", "mt5", "umt5")
 }
+CLASSES["longt5"] = tuple(f"LongT5{suffix}" for suffix in _SUFFIXES[:3])
 _MOST = 1 << 20  # tokens: its positions have no end
 _QKV = {"q": "q", "k": "k", "v": "v"}
 _EMBEDDING = "vocab embed"
@@ -47,13 +52,20 @@ def _describe(fields: ConfigFields, architecture: str) -> tuple[ModelSpec, Weigh
     layers, decoder_layers = fields.layers("num_layers"), fields.layers("num_decoder_layers")
     scales = fields.family != "mt5" and fields.flag("scale_decoder_outputs", True)
     fields.ignore("feed_forward_proj", "dropout_rate", "classifier_dropout", "initializer_factor")
+    fields.ignore("n_positions")  # of the first files; its positions have no end
     fields.ignore("tie_word_embeddings", "is_decoder", "is_encoder_decoder", "tokenizer_class")
+    window, local = None, "SelfAttention"
+    if fields.family == "longt5":  # whose encoder sees so many tokens on either side
+        fields.require("encoder_attention_type", "local")
+        window, local = fields.size("local_radius") + 1, "LocalSelfAttention"
+        fields.ignore("global_block_size")
     start = fields.take("decoder_start_token_id")
     start = fields.take("pad_token_id", 0) if start is None else start
 
     def block(causal: bool, cross: Attention | None = None) -> Layer:
         bias = RelativeBias(buckets, farthest, both_ways=not causal)
         attention = Attention(heads, heads, head_dim, 1.0, causal=causal, bias=bias)
+        attention = attention if causal else replace(attention, window=window)
         return Layer(attention, mlp, norm, "pre", cross=cross)
 
     def stack(layer: Layer, count: int) -> ModelSpec:
@@ -70,8 +82,8 @@ def _describe(fields: ConfigFields, architecture: str) -> tuple[ModelSpec, Weigh
 
     encoder = stack(block(causal=False), layers)
     everywhere = fields.family == "umt5"  # else the first layer's bias is that of all
-    how = {"gated": mlp.gated, "everywhere": everywhere}
-    encoder_rows = _layer(encoder.layers[0], norm, "encoder", **how)
+    how: dict[str, Any] = {"gated": mlp.gated, "everywhere": everywhere}
+    encoder_rows = _layer(encoder.layers[0], norm, "encoder", **how, own=local)
     embedding = row("embed.weight", _EMBEDDING, ("shared.weight", _EMBEDDING))
     twin = "encoder.embed_tokens.weight"
     if architecture.endswith(("EncoderModel", "ForTokenClassification")):
@@ -110,16 +122,23 @@ def _describe(fields: ConfigFields, architecture: str) -> tuple[ModelSpec, Weigh
     )
 
 
-def _layer(layer: Layer, norm: Norm, stack: str, gated: bool, everywhere: bool) -> list[Row]:
-    """The rows of a layer of the encoder or the decoder."""
+def _layer(
+    layer: Layer,
+    norm: Norm,
+    stack: str,
+    gated: bool,
+    everywhere: bool,
+    own: str = "SelfAttention",
+) -> list[Row]:
+    """The rows of a layer of the encoder or the decoder; `own` is HF's name of its attention."""
     hf = f"{stack}.block.{{i}}.layer."
     bias = layer.attention.bias
     assert bias is not None
     first = hf if everywhere else f"{stack}.block.0.layer."
-    stored = f"{first}0.SelfAttention.relative_attention_bias.weight"
+    stored = f"{first}0.{own}.relative_attention_bias.weight"
     rows = [
-        *make.joined("qkv", hf + "0.SelfAttention.{p}", _QKV, bias=False),
-        *make.linear("out", f"{hf}0.SelfAttention.o", "embed q", bias=False),
+        *make.joined("qkv", f"{hf}0.{own}.{{p}}", _QKV, bias=False),
+        *make.linear("out", f"{hf}0.{own}.o", "embed q", bias=False),
         *make.norm(norm, "attn_norm", f"{hf}0.layer_norm"),
         make.relative_bias(bias, stored),
     ]

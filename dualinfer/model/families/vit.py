@@ -1,8 +1,11 @@
-"""ViT and its relatives DeiT and DINOv2. HF sources: models/vit, models/deit, models/dinov2."""
+"""ViT and its relatives: DeiT, DINOv2 with and without registers, ViT-MSN and I-JEPA.
+
+HF sources: models/vit, deit, dinov2, dinov2_with_registers, vit_msn, ijepa.
+"""
 
 from dataclasses import replace
 
-from ..spec import Attention, Layer, Mlp, ModelSpec, Norm, Pooled
+from ..spec import Attention, Layer, Mlp, ModelSpec, Norm, Patches, Pooled
 from ..weights import Row, Source, WeightTable, row
 from . import rows as make
 from .clip import kernel, make_patches
@@ -13,7 +16,11 @@ CLASSES = {
     "vit": ("ViTModel", "ViTForImageClassification"),
     "deit": ("DeiTModel", "DeiTForImageClassification"),
     "dinov2": ("Dinov2Model",),
+    "dinov2_with_registers": ("Dinov2WithRegistersModel",),
+    "vit_msn": ("ViTMSNModel", "ViTMSNForImageClassification"),
+    "ijepa": ("IJepaModel", "IJepaForImageClassification"),
 }
+_LEARNED = {"deit": 2, "ijepa": 0}  # tokens before those of patches, where they are not 1
 # Names of layers' parts in files that are older than transformers 5.
 _OLD = (
     *(("layers.", "encoder.layer."), ("attention.q_proj", "attention.attention.query")),
@@ -27,22 +34,25 @@ def describe(fields: ConfigFields, architecture: str) -> tuple[ModelSpec, Weight
     """Spec and weight table of a ViT."""
     embed, heads, head_dim = fields.split("hidden_size", "num_attention_heads")
     fields.ignore("encoder_stride", "hidden_dropout_prob", "attention_probs_dropout_prob")
-    is_dino, hf = fields.family == "dinov2", f"{fields.family}."
+    is_dino, is_msn = fields.family.startswith("dinov2"), fields.family == "vit_msn"
+    hf = "vit." if is_msn else f"{fields.family}."
     norm = Norm("layer", fields.number("layer_norm_eps"))
     attention = Attention(heads, heads, head_dim, head_dim**-0.5, causal=False)
     mlp = _dino_mlp(fields, embed) if is_dino else None
     if mlp is None:
         activation = fields.activation("hidden_act")
         mlp = Mlp(fields.size("intermediate_size"), activation, gated=False)
-    patches = make_patches(fields, learned=2 if fields.family == "deit" else 1)
-    patches = replace(patches, any_size=is_dino)
-    outer = [*_embeddings(fields.family, hf), *make.norm(norm, "final_norm", f"{hf}layernorm")]
+    registers = _registers(fields)
+    patches = make_patches(fields, learned=_LEARNED.get(fields.family, 1) + registers)
+    patches = replace(patches, any_size=is_dino, registers=registers)
+    outer = [*_embeddings(patches, hf), *make.norm(norm, "final_norm", f"{hf}layernorm")]
     head, pooled = None, Pooled("first") if is_dino else None
     if architecture.endswith("ForImageClassification"):
-        head, rows = make_head(fields, "sequence", Classifier("classifier"), "first")
+        pooling = "first" if patches.learned else "mean"
+        head, rows = make_head(fields, "sequence", Classifier("classifier"), pooling)
         outer += rows
         fields.ignore("pooler_output_size", "pooler_act")
-    elif not is_dino:
+    elif not is_dino and not is_msn:
         fields.require("pooler_output_size", embed)
         fields.require("pooler_act", "tanh")
         outer += make.linear("pooler", f"{hf}pooler.dense", "embed embed_in")
@@ -54,7 +64,7 @@ def describe(fields: ConfigFields, architecture: str) -> tuple[ModelSpec, Weight
         embed=embed,
         layers=(layer,) * fields.layers("num_hidden_layers"),
         max_positions=patches.tokens,
-        learned_positions=patches.tokens,
+        learned_positions=patches.tokens - registers,
         packs=False,
         final_norm=norm,
         head=head,
@@ -86,16 +96,26 @@ def _dino_mlp(fields: ConfigFields, embed: int) -> Mlp:
     return Mlp((int(width * 2 / 3) + 7) // 8 * 8, "silu", gated=True)
 
 
-def _embeddings(family: str, hf: str) -> list[Row]:
+def _registers(fields: ConfigFields) -> int:
+    """Learned tokens without a position; 0 registers are a model of another family."""
+    return fields.size("num_register_tokens") if fields.family.endswith("_registers") else 0
+
+
+def _embeddings(patches: Patches, hf: str) -> list[Row]:
     at, stored = f"{hf}embeddings.", "one one embed"
-    first = row("class_token", "embed", (f"{at}cls_token", stored))
-    if family == "deit":
+    first = [row("class_token", "embed", (f"{at}cls_token", stored))]
+    if patches.registers:
+        axes = "registers embed"
+        first.append(row("registers", axes, (f"{at}register_tokens", f"one {axes}")))
+    elif patches.learned == 2:
         names = f"{at}cls_token", f"{at}distillation_token"
         sources = tuple(Source(n, tuple(stored.split()), index=i) for i, n in enumerate(names))
-        first = Row("class_token", ("learned", "embed"), sources)
+        first = [Row("class_token", ("learned", "embed"), sources)]
+    elif not patches.learned:
+        first = []
     table = "positions embed"
     places = row("positions.weight", table, (f"{at}position_embeddings", f"one {table}"))
-    return [places, first, *kernel(f"{at}patch_embeddings.projection", bias=True)]
+    return [places, *first, *kernel(f"{at}patch_embeddings.projection", bias=True)]
 
 
 def _layer(layer: Layer, hf: str, fields: ConfigFields) -> list[Row]:

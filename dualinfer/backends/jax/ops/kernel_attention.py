@@ -20,7 +20,7 @@ from ....kernels.xla.launches import call
 from ....model.spec import Attention, ModelSpec, Rope
 from ...caches import CacheView, CrossView
 from ...contract import LatentQkv, LayerAttention
-from ...kernels import head_arguments
+from ...kernels import has_wide_heads, head_arguments
 from ..cache import BlockCache, CrossCache, FullCache, LatentCache
 from . import primitives
 from .cudnn import cudnn_serves
@@ -67,9 +67,11 @@ class KernelAttention(KernelBase):
             qkv = self.clip(qkv, a.clip)
         return layer._replace(q_norm=None, k_norm=None), qkv
 
-    def _known(self, cache: CacheView | None) -> FullCache | BlockCache | None:
-        """The cache, if kernels know its kind."""
-        return cast(Any, cache) if cache is not None and self.knows(cache) else None
+    def _known(self, a: Attention, cache: CacheView | None) -> FullCache | BlockCache | None:
+        """The cache, if kernels know its kind and take the layer's heads."""
+        if cache is None or has_wide_heads(a.head_dim) or not self.knows(cache):
+            return None
+        return cast(Any, cache)
 
     def _latents(
         self,
@@ -108,6 +110,9 @@ class KernelAttention(KernelBase):
                 written=(*qkv, *held),
             )
         q = queries.reshape(*queries.shape[:-1], a.heads, a.head_dim)
+        if a.growth:
+            at = positions if lengths is None else lengths[:, None]
+            q = q * primitives.growth(at, *a.growth)[..., None, None].astype(q.dtype)
         return q, shared, LatentCache(*filled) if held else None
 
     def _attend_latents(
@@ -166,7 +171,7 @@ class KernelAttention(KernelBase):
         layer, qkv = self._prepared(layer, qkv, angles)
         batch, tokens, _ = qkv.shape
         segments = chunks_of(a, batch, tokens, mask, segments)
-        known = self._known(cache)
+        known = self._known(layer.spec, cache)
         held = _held(known)
         pools = None if known is None else known[:2]
         by_cudnn = self._on_gpu and cudnn_serves(layer, qkv, mask, segments)
@@ -181,7 +186,8 @@ class KernelAttention(KernelBase):
         how |= {"config": self.configurations.find(attention_choice.tuning_key(*shape))}
         how |= {"pdl": turn["pdl"], "relative": layer.bias} | scoring(layer)
         # What XLA reads as well, its attention or a cache of another kind, is memory of its own.
-        apart = by_cudnn or (cache is not None and known is None)
+        wide = has_wide_heads(a.head_dim)
+        apart = by_cudnn or wide or (cache is not None and known is None)
         with jax.named_scope("rotary"):
             written = (*(() if apart else (qkv,)), *held)
             y, filled = call(
@@ -206,6 +212,10 @@ class KernelAttention(KernelBase):
                 y = jax.nn.dot_product_attention(
                     q, k, v, scale=a.scale, is_causal=a.causal, implementation="cudnn"
                 )
+            elif wide:
+                how = {"causal": a.causal, "mask": mask, "segments": segments}
+                how |= {"positions": positions, "relative": layer.bias} | scoring(layer)
+                y = primitives.attention(q, k, v, **how)
             else:
                 how |= {"capability": self.capability}
                 y, _ = call(attention.attention, q, k, v, **how)
@@ -222,7 +232,7 @@ class KernelAttention(KernelBase):
         """See `PlainOps.attend_token`."""
         if isinstance(qkv, LatentQkv):
             return self._attend_token_to_latents(layer, qkv, cache, lengths)
-        known = self._known(cache)
+        known = self._known(layer.spec, cache)
         if known is None:
             rope, growth = layer.spec.rope, layer.spec.growth
             angles, last = angles if isinstance(angles, tuple) else (angles, None)
@@ -301,6 +311,7 @@ class KernelAttention(KernelBase):
                 cache.lengths,
                 heads=a.heads,
                 scale=a.scale,
+                softcap=a.softcap,
                 counters=self._counters,
                 cross=True,
                 config=self.configurations.find(key),

@@ -11,7 +11,8 @@ from ....kernels.triton.codes import served_codes
 from ....kernels.triton.launch import INTERPRETED
 from ....kernels.triton.tuning import Configurations, device_kinds, shipped
 from ....kernels.xla.launches import call, capability_of
-from ...kernels import Launch
+from ...caches import CacheSpec, CacheView
+from ...kernels import Launch, is_wide
 from ..parallel import Split
 from .plain import PlainOps
 
@@ -31,6 +32,10 @@ class KernelBase(PlainOps):
         kinds = device_kinds(device.device_kind, (major, minor), self.sms) if self._on_gpu else ()
         self.configurations = Configurations(shipped(kinds) if kinds else ())
         self._counters: jax.Array | None = None
+
+    def knows(self, cache: CacheSpec | CacheView) -> bool:
+        """See `PlainOps.knows`; keys of wide heads are for plain ops."""
+        return super().knows(cache) and not is_wide(cache)
 
     def make_scratch(self, pairs: int, mailboxes: jax.Array | None = None) -> Any:
         """Zeros by which programs that share a sum count one another."""

@@ -19,7 +19,7 @@ import numpy as np
 from ....kernels.triton import (
     eight_bit,
     embedding,
-    experts,
+    experts_choice,
     filters,
     linear,
     quantized,
@@ -40,13 +40,15 @@ from ...contract import (
     Neighbours,
     NormOf,
     Routing,
+    Unnormed,
     Weights,
 )
 from ...kernels import (
-    Launch,
     experts_launch,
     experts_of,
+    few_rows_launch,
     linear_key,
+    reads_unnormed,
     route_launch,
     serves_product,
     shares_launches,
@@ -82,10 +84,10 @@ class KernelOps(KernelAttention):
         "activation": "Triton, fused into products with few rows; XLA for prompts",
         "router": "Triton, with norm and choice in one launch",
         "experts": (
-            f"Triton, fused, up to {experts.MOST_VECTORS} tokens; above by experts on the matrix "
-            "units; plain where several experts of a token weigh their inputs"
+            f"Triton, fused, up to {experts_choice.MOST_VECTORS} tokens; above by experts on the "
+            "matrix units; plain where several experts of a token weigh their inputs"
         ),
-        "attention": "cuDNN where it can, else Triton",
+        "attention": "cuDNN where it can, else Triton; plain for heads of over 256 elements",
         "decode_attention": "Triton, split KV, fused with rotary and append",
         "cross_attention": "Triton, split KV, of one token; XLA of more",
         "latent_attention": "Triton, split KV over latent vectors; norm, rotary and append before",
@@ -164,7 +166,7 @@ class KernelOps(KernelAttention):
         """See `contract.BlockOps.linear`."""
         if by.norm is not None and not linear.fuses_norm(by.norm):
             x, by = self.norm(x, by.norm), by._replace(norm=None)
-        codes, count = packed(weight), math.prod(x.shape[:-1])
+        count = math.prod(x.shape[:-1])
         eight = in_eight_bits(weight, count, x.dtype.itemsize)
         if eight is not None:
             config = self.configurations.find(linear_key(x, weight, by))
@@ -177,19 +179,14 @@ class KernelOps(KernelAttention):
             x = primitives.SCHEMES.quantize_input(x, weight)
         if by.norm is not None and count != 1:
             x, by = self.norm(x, by.norm), by._replace(norm=None)
-        how = {
-            "norm": NormArguments.of(by.norm),
-            "activation": by.activation,
-            "gated": by.gated,
-            "residual": by.residual,
-            "dtype": "float32" if by.wide else None,
-            "config": self.configurations.find(linear_key(x, weight, by)),
-            "pdl": self.starts_early(count),
-        }
-        matrix, product = (
-            (weight.data, linear.linear) if codes is None else (codes, quantized.linear)
-        )
-        return self._launched("matmul", Launch(product, (x, matrix, by.bias), how))
+        return self._launched("matmul", few_rows_launch(self, x, weight, by))
+
+    def read(self, x: Unnormed, weight: Weight, by: Neighbours) -> tuple[jax.Array, jax.Array]:
+        """See `contract.BlockOps.read`; one launch for a single row."""
+        if not reads_unnormed(x, weight):
+            return super().read(x, weight, by)
+        launch = few_rows_launch(self, x.y, weight, by._replace(norm=x.norm), before=x.residual)
+        return self._launched("matmul", launch)
 
     def _eight_bit_product(
         self, x: jax.Array, how: EightBit, by: Neighbours, config: Any

@@ -20,6 +20,7 @@ from ...contract import (
     Neighbours,
     NormOf,
     Routing,
+    Unnormed,
     Weights,
 )
 from .. import sampler
@@ -121,7 +122,10 @@ class PlainOps:
             embeds = primitives.patches(embeds, w["patches.kernel"], w.get("patches.bias"))
             if learned := spec.patches.learned:
                 shape = len(embeds), learned, embeds.shape[-1]
-                first = jnp.broadcast_to(w["class_token"], shape)
+                first = w["class_token"]
+                if spec.patches.registers:
+                    first = jnp.concatenate((first[None], w["registers"]))
+                first = jnp.broadcast_to(first, shape)
                 embeds = jnp.concatenate((first, embeds[:, learned:]), axis=1)
         if spec.scales_embeds:
             embeds = embeds * jnp.asarray(spec.embed_scale, embeds.dtype)
@@ -156,6 +160,18 @@ class PlainOps:
             return primitives.embed(ids, weight)
         rows, here = self.split.is_here(ids)
         return self.split.sum(jnp.where(here[..., None], primitives.embed(rows, weight), 0))
+
+    def read_by_layers(
+        self, spec: ModelSpec, w: Weights, ids: jax.Array, x: jax.Array
+    ) -> jax.Array:
+        """See `contract.BlockOps.read_by_layers`."""
+        own = self._tokens(ids, w["layers_embed.weight"])
+        each = spec.layers[0].reads
+        own = own * jnp.asarray(each**0.5, own.dtype)
+        y = self.linear(x, w["layers_project.weight"]) * spec.embed**-0.5
+        y, own = (part.reshape(*part.shape[:-1], -1, each) for part in (y, own))
+        y = PlainOps.norm(self, y, NormOf.named(spec.layers[0].norm, w, "layers_norm"))
+        return jnp.moveaxis((y + own) * 2**-0.5, -2, 0)
 
     def norm(self, x: jax.Array, norm: NormOf, residual: jax.Array | None = None) -> jax.Array:
         """See `contract.BlockOps.norm`."""
@@ -196,6 +212,11 @@ class PlainOps:
         if by.residual is not None:
             y = by.residual + y
         return y.astype(jnp.float32) if by.wide else y
+
+    def read(self, x: Unnormed, weight: Weight, by: Neighbours) -> tuple[jax.Array, jax.Array]:
+        """See `contract.BlockOps.read`."""
+        normed = self.norm(x.y, x.norm, x.residual)
+        return self.linear(normed, weight, by), normed
 
     def matmul(self, x: jax.Array, weight: Weight, bias: jax.Array | None) -> jax.Array:
         """x [..., in] times weight [out, in], plus bias [out]."""
@@ -275,6 +296,18 @@ class PlainOps:
     def add(self, x: jax.Array, y: jax.Array, norm: NormOf | None = None) -> jax.Array:
         """See `contract.BlockOps.add`."""
         return x + (y if norm is None else self.norm(y, norm))
+
+    def norm_values(self, a: Attention, qkv: jax.Array, norm: NormOf) -> jax.Array:
+        """See `contract.BlockOps.norm_values`."""
+        others, values = jnp.split(qkv, (qkv.shape[-1] - a.qkv_sizes[2],), axis=-1)
+        heads = values.reshape(*values.shape[:-1], -1, a.head_dim)
+        normed = PlainOps.norm(self, heads, norm).reshape(values.shape)
+        return jnp.concatenate((others, normed), axis=-1)
+
+    def with_keys_of(self, a: Attention, q: jax.Array, qkv: jax.Array) -> jax.Array:
+        """See `contract.BlockOps.with_keys_of`."""
+        queries = a.qkv_sizes[0]
+        return jnp.concatenate((q[..., :queries], qkv[..., queries:]), axis=-1)
 
     def clip(self, x: jax.Array, limit: float) -> jax.Array:
         """See `contract.BlockOps.clip`."""
@@ -398,6 +431,8 @@ class PlainOps:
         vector, key = jnp.split(qkv.shared, (latent.rank,), axis=-1)
         turn = a.rope.interleaved
         q = jnp.concatenate((q, primitives.rotary(turning, cos, sin, turn)), axis=-1)
+        if a.growth:
+            q = q * angles[a.growth][..., None, None].astype(q.dtype)
         key = primitives.rotary(key[:, :, None], cos, sin, turn)[:, :, 0]
         shared = jnp.concatenate((PlainOps.norm(self, vector, layer.latent_norm), key), axis=-1)
         if cache is not None and lengths is not None:
@@ -552,14 +587,15 @@ class PlainOps:
             cache = cache.keep(slots, k, v, lengths)
         k, v = k.swapaxes(1, 2), v.swapaxes(1, 2)
         heads = q.reshape(*q.shape[:2], -1, a.head_dim)
-        y = primitives.cross_attention(heads, k, v, mask, scale=a.scale)
+        y = primitives.cross_attention(heads, k, v, mask, scale=a.scale, softcap=a.softcap)
         return y.reshape(q.shape), cache
 
     def attend_kept(self, a: Attention, q: jax.Array, cache: CrossView) -> jax.Array:
         """See `contract.Ops.attend_kept`."""
         visible = jnp.arange(cache.capacity)[None] < jnp.maximum(cache.lengths, 1)[:, None]
         heads = q.reshape(*q.shape[:2], -1, a.head_dim)
-        y = primitives.cross_attention(heads, *cache.read(), visible, scale=a.scale)
+        how = {"scale": a.scale, "softcap": a.softcap}
+        y = primitives.cross_attention(heads, *cache.read(), visible, **how)
         return y.reshape(q.shape)
 
     def sample(

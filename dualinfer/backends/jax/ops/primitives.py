@@ -455,16 +455,23 @@ def disentangled_attention(
 
 @jax.named_scope("cross_attention")
 def cross_attention(
-    q: jax.Array, k: jax.Array, v: jax.Array, visible: jax.Array | None, *, scale: float
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    visible: jax.Array | None,
+    *,
+    scale: float,
+    softcap: float | None = None,
 ) -> jax.Array:
     """Attention to other sequences: q [B, T, H, D], k and v [B, K, S, D] to [B, T, H, D].
 
-    bool `visible` [B, S] shows keys, None all.
+    bool `visible` [B, S] shows keys, None all. `softcap` as in `attention`.
     """
     batch, tokens, heads, dim = q.shape
     kv_heads = k.shape[1]
     grouped = q.reshape(batch, tokens, kv_heads, heads // kv_heads, dim)
     scores = einsum("btkgd,bksd->bkgts", grouped, k, preferred_element_type=jnp.float32) * scale
+    scores = _capped(scores, softcap)
     if visible is not None:
         scores = jnp.where(visible[:, None, None, None], scores, -jnp.inf)
     weights = jax.nn.softmax(scores, axis=-1).astype(v.dtype)

@@ -17,7 +17,7 @@ from ....kernels.triton import (
 from ....model.spec import Attention, ModelSpec
 from ...caches import CacheView, CrossView
 from ...contract import LatentQkv, LayerAttention
-from ...kernels import head_arguments
+from ...kernels import has_wide_heads, head_arguments
 from ..cache import BlockCache, CrossCache, FullCache, LatentCache
 from ..params import Params
 from ..profiling import named
@@ -96,9 +96,11 @@ class KernelAttention(KernelBase):
             self.clip(qkv, a.clip)
         return layer._replace(q_norm=None, k_norm=None)
 
-    def _known(self, cache: CacheView | None) -> FullCache | BlockCache | None:
-        """The cache, if kernels know its kind."""
-        return cast(Any, cache) if cache is not None and self.knows(cache) else None
+    def _known(self, a: Attention, cache: CacheView | None) -> FullCache | BlockCache | None:
+        """The cache, if kernels know its kind and take the layer's heads."""
+        if cache is None or has_wide_heads(a.head_dim) or not self.knows(cache):
+            return None
+        return cast(Any, cache)
 
     def _latents(
         self,
@@ -130,6 +132,9 @@ class KernelAttention(KernelBase):
             stretch=rope.stretch,
             pdl=self.starts_early(qkv.shared.shape[0] * qkv.shared.shape[1]),
         )
+        if a.growth:
+            at = positions if lengths is None else lengths[:, None]
+            qkv.queries.mul_(primitives.growth(at, *a.growth)[..., None].to(qkv.queries.dtype))
         return qkv.queries.unflatten(-1, (a.heads, -1)), qkv.shared
 
     def _attend_latents(
@@ -177,7 +182,7 @@ class KernelAttention(KernelBase):
             return y.flatten(-2), cache
         if layer.places is not None:  # by primitives: scores gather two products more
             return self._attend_places(layer, qkv, angles, mask, segments), cache
-        known = self._known(cache)
+        known = self._known(layer.spec, cache)
         q, k, v = self._heads(layer, qkv, angles, known, slots, start)
         table = scales = None
         if known is not None and chunk is not None and start:
@@ -209,6 +214,12 @@ class KernelAttention(KernelBase):
     ) -> torch.Tensor:
         """Attention of queries [B, T, H, D]: by torch's fused kernels where they can, else ours."""
         a, positions = layer.spec, how.pop("positions", None)
+        if has_wide_heads(q.shape[-1]):
+            assert not how.pop("start") and table is None
+            how |= {"causal": a.causal, "window": a.window, "alibi": layer.slopes}
+            how |= {"alibi_scale": layer.alibi_scale, "positions": positions, "sinks": layer.sinks}
+            how |= {"softcap": a.softcap, "relative": layer.bias}
+            return primitives.attention(q, k, v, scale=a.scale, **how)
         how = {"causal": a.causal, "window": a.window, **how}
         how |= {"alibi": layer.slopes, "softcap": a.softcap, "sinks": layer.sinks}
         backends = () if layer.bias is not None else attention_choice.sdpa_backends(q, **how)
@@ -242,7 +253,7 @@ class KernelAttention(KernelBase):
         if isinstance(qkv, LatentQkv):
             args = layer, qkv, cast(Any, cache), lengths
             return self._attend_token_to_latents(*args, config), cache
-        known = self._known(cache)
+        known = self._known(layer.spec, cache)
         if known is None:
             return super().attend_token(layer, qkv, angles, cache, lengths)
         a, layer = layer.spec, self._prepared(layer, qkv, lengths[:, None])
@@ -320,6 +331,7 @@ class KernelAttention(KernelBase):
             cache.lengths,
             heads=a.heads,
             scale=a.scale,
+            softcap=a.softcap,
             counters=self._zeros(max(len(q) * a.kv_heads, decode_attention.MOST_PARTS)),
             cross=True,
             config=self._decode_config(cache.k, len(q), a.heads, cache.capacity),

@@ -8,7 +8,8 @@ from ....kernels.triton import linear
 from ....kernels.triton.codes import served_codes
 from ....kernels.triton.launch import has_pdl
 from ....kernels.triton.tuning import Configurations
-from ...kernels import Launch
+from ...caches import CacheSpec, CacheView
+from ...kernels import Launch, is_wide
 from ..parallel import Split
 from .plain import PlainOps
 
@@ -38,6 +39,10 @@ class KernelBase(PlainOps):
         function, arguments, options = launch
         counters = self._zeros(linear.MOST_TILES)
         return function(*arguments, **options, **more, counters=counters, sms=self.sms)
+
+    def knows(self, cache: CacheSpec | CacheView) -> bool:
+        """See `PlainOps.knows`; keys of wide heads are for plain ops."""
+        return super().knows(cache) and not is_wide(cache)
 
     def clear(self) -> None:
         """See `PlainOps.clear`; no graph may be replayed after it."""

@@ -14,7 +14,7 @@ from ....kernels.triton import activation as activations
 from ....kernels.triton import (
     eight_bit,
     embedding,
-    experts,
+    experts_choice,
     linear,
     quantized,
     routing,
@@ -22,7 +22,8 @@ from ....kernels.triton import (
 )
 from ....kernels.triton import norm as norms
 from ....kernels.triton.eight_bit import EightBitConfig
-from ....kernels.triton.experts import ExpertsConfig, Mixture
+from ....kernels.triton.experts import Mixture
+from ....kernels.triton.experts_choice import ExpertsConfig
 from ....kernels.triton.linear import LinearConfig, NormArguments
 from ....kernels.triton.quantized import QuantizedConfig
 from ....kernels.triton.routing import RouteConfig
@@ -35,12 +36,15 @@ from ...contract import (
     Neighbours,
     NormOf,
     Routing,
+    Unnormed,
     Weights,
 )
 from ...kernels import (
     experts_launch,
     experts_of,
+    few_rows_launch,
     linear_key,
+    reads_unnormed,
     route_launch,
     serves_product,
     shares_launches,
@@ -50,7 +54,7 @@ from ...schemes import eight_bit as in_eight_bits
 from ...slots import bucket
 from ..cache import BlockCache, CrossCache, FullCache, LatentCache
 from ..parallel import Split
-from ..profiling import named
+from ..profiling import named, span
 from ..sampler import SlotState
 from . import primitives
 from .kernel_attention import KernelAttention
@@ -80,11 +84,14 @@ class KernelOps(KernelAttention):
         "activation": "Triton, fused into products with few rows",
         "router": "Triton, with norm and choice in one launch",
         "experts": (
-            f"Triton, fused, up to {experts.MOST_VECTORS} tokens; above by experts on the matrix "
-            "units, prompts of wide ones by torch's grouped_mm; plain where several experts of a "
-            "token weigh their inputs"
+            f"Triton, fused, up to {experts_choice.MOST_VECTORS} tokens; above by experts on the "
+            "matrix units, prompts of wide ones by torch's grouped_mm; plain where several experts "
+            "of a token weigh their inputs"
         ),
-        "attention": "torch's cuDNN or flash attention where they can, else Triton",
+        "attention": (
+            "torch's cuDNN or flash attention where they can, else Triton; plain for heads of over "
+            "256 elements"
+        ),
         "decode_attention": "Triton, split KV, fused with rotary and append",
         "cross_attention": f"Triton, split KV, of one token; {primitives.SDPA} of more",
         "latent_attention": "Triton, split KV over latent vectors; norm, rotary and append before",
@@ -183,23 +190,17 @@ class KernelOps(KernelAttention):
         if not serves_product(x, weight, by):
             matrix = weight.data if codes is None else quantized.values(codes, x)
             return self._wide_product(x, matrix, by)
-        if config is None:
-            config = self._measured(x, weight, by)
-        product: Any = linear.linear if codes is None else quantized.linear
-        return product(
-            x,
-            weight.data if codes is None else codes,
-            by.bias,
-            norm=NormArguments.of(by.norm),
-            activation=by.activation,
-            gated=by.gated,
-            residual=by.residual,
-            dtype=torch.float32 if by.wide else None,
-            config=config,
-            counters=self._zeros(linear.MOST_TILES),
-            sms=self.sms,
-            pdl=self.starts_early(count),
-        )
+        return self._launched(few_rows_launch(self, x, weight, by, config))
+
+    def read(
+        self, x: Unnormed, weight: Weight, by: Neighbours
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """See `contract.BlockOps.read`; one launch for a single row."""
+        if not reads_unnormed(x, weight):
+            return super().read(x, weight, by)
+        launch = few_rows_launch(self, x.y, weight, by._replace(norm=x.norm), before=x.residual)
+        with span("matmul"):
+            return self._launched(launch)
 
     def _measured(self, x: torch.Tensor, weight: Weight, by: Neighbours) -> Any:
         return self.configurations.find(linear_key(x, weight, by))

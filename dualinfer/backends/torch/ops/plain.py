@@ -17,6 +17,7 @@ from ...contract import (
     Neighbours,
     NormOf,
     Routing,
+    Unnormed,
     Weights,
 )
 from .. import sampler
@@ -94,7 +95,10 @@ class PlainOps:
         if spec.patches is not None:
             embeds = primitives.patches(embeds, w["patches.kernel"], w.get("patches.bias"))
             if learned := spec.patches.learned:
-                first = w["class_token"].expand(len(embeds), learned, -1)
+                first = w["class_token"]
+                if spec.patches.registers:
+                    first = torch.cat((first[None], w["registers"]))
+                first = first.expand(len(embeds), learned, -1)
                 embeds = torch.cat((first, embeds[:, learned:]), dim=1)
         if spec.scales_embeds:
             embeds = embeds * torch.tensor(spec.embed_scale, dtype=embeds.dtype)
@@ -131,6 +135,18 @@ class PlainOps:
         rows, here = self.split.is_here(ids)
         vectors = primitives.embed(rows, weight)
         return self.split.sum(torch.where(here[..., None], vectors, 0))
+
+    def read_by_layers(
+        self, spec: ModelSpec, w: Weights, ids: torch.Tensor, x: torch.Tensor
+    ) -> torch.Tensor:
+        """See `contract.BlockOps.read_by_layers`."""
+        own = self._tokens(ids, w["layers_embed.weight"])
+        each = spec.layers[0].reads
+        own = own * torch.tensor(each**0.5, dtype=own.dtype)
+        y = self.linear(x, w["layers_project.weight"]) * spec.embed**-0.5
+        y, own = (part.unflatten(-1, (-1, each)) for part in (y, own))
+        y = self.norm(y, NormOf.named(spec.layers[0].norm, w, "layers_norm"))
+        return ((y + own) * 2**-0.5).movedim(-2, 0).contiguous()
 
     def norm(
         self, x: torch.Tensor, norm: NormOf, residual: torch.Tensor | None = None
@@ -173,6 +189,13 @@ class PlainOps:
         if by.residual is not None:
             y = by.residual + y
         return y.float() if by.wide else y
+
+    def read(
+        self, x: Unnormed, weight: Weight, by: Neighbours
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """See `contract.BlockOps.read`."""
+        normed = self.norm(x.y, x.norm, x.residual)
+        return self.linear(normed, weight, by), normed
 
     def matmul(self, x: torch.Tensor, weight: Weight, bias: torch.Tensor | None) -> torch.Tensor:
         """x [..., in] times weight [out, in], plus bias [out]."""
@@ -251,6 +274,17 @@ class PlainOps:
     def add(self, x: torch.Tensor, y: torch.Tensor, norm: NormOf | None = None) -> torch.Tensor:
         """See `contract.BlockOps.add`."""
         return x + (y if norm is None else self.norm(y, norm))
+
+    def norm_values(self, a: Attention, qkv: torch.Tensor, norm: NormOf) -> torch.Tensor:
+        """See `contract.BlockOps.norm_values`."""
+        values = qkv[..., -a.qkv_sizes[2] :].unflatten(-1, (-1, a.head_dim))
+        values.copy_(PlainOps.norm(self, values, norm))
+        return qkv
+
+    def with_keys_of(self, a: Attention, q: torch.Tensor, qkv: torch.Tensor) -> torch.Tensor:
+        """See `contract.BlockOps.with_keys_of`."""
+        queries = a.qkv_sizes[0]
+        return torch.cat((q[..., :queries], qkv[..., queries:]), -1)
 
     def clip(self, x: torch.Tensor, limit: float) -> torch.Tensor:
         """See `contract.BlockOps.clip`."""
@@ -373,6 +407,8 @@ class PlainOps:
         vector, key = qkv.shared.split((latent.rank, latent.turning), -1)
         turn = a.rope.interleaved
         q = torch.cat((q, primitives.rotary(turning, cos, sin, turn)), -1)
+        if a.growth:
+            q = q * angles[a.growth][..., None, None].to(q.dtype)
         key = primitives.rotary(key[:, :, None], cos, sin, turn)[:, :, 0]
         shared = torch.cat((PlainOps.norm(self, vector, layer.latent_norm), key), -1)
         if cache is not None and lengths is not None:
@@ -544,14 +580,16 @@ class PlainOps:
             cache = cache.keep(slots, k, v, lengths)
         k, v = k.transpose(1, 2), v.transpose(1, 2)
         q = q.unflatten(-1, (-1, a.head_dim))
-        return primitives.cross_attention(q, k, v, mask, scale=a.scale).flatten(-2), cache
+        y = primitives.cross_attention(q, k, v, mask, scale=a.scale, softcap=a.softcap)
+        return y.flatten(-2), cache
 
     def attend_kept(self, a: Attention, q: torch.Tensor, cache: CrossView) -> torch.Tensor:
         """See `contract.Ops.attend_kept`."""
         at = torch.arange(cache.capacity, device=q.device)
         visible = at[None] < cache.lengths[:, None].clamp(min=1)
         q = q.unflatten(-1, (-1, a.head_dim))
-        return primitives.cross_attention(q, *cache.read(), visible, scale=a.scale).flatten(-2)
+        how = {"scale": a.scale, "softcap": a.softcap}
+        return primitives.cross_attention(q, *cache.read(), visible, **how).flatten(-2)
 
     def sample(
         self,

@@ -429,11 +429,18 @@ def cross_attention(
     visible: torch.Tensor | None,
     *,
     scale: float,
+    softcap: float | None = None,
 ) -> torch.Tensor:
     """Attention to other sequences: q [B, T, H, D], k and v [B, K, S, D] to [B, T, H, D].
 
-    bool `visible` [B, S] shows keys, None all.
+    bool `visible` [B, S] shows keys, None all. `softcap` as in `attention`.
     """
+    if softcap is not None:
+        if visible is None:
+            visible = torch.ones(k.shape[0], k.shape[2], dtype=torch.bool, device=k.device)
+        shown = visible[:, None, None]
+        capped = _dense_attention(q.transpose(1, 2), k, v, shown, scale, None, softcap, None)
+        return capped.transpose(1, 2)
     out = F.scaled_dot_product_attention(
         q.transpose(1, 2),
         k,

@@ -19,10 +19,19 @@ from ....kernels.triton import (
 )
 from ....kernels.triton.experts import Mixture
 from ....kernels.triton.tuning import Config, Key
-from ....model.spec import Activation, Experts, ModelSpec, Router
+from ....model.spec import Activation, Attention, Experts, ModelSpec, Router
 from ....model.weights import Weight, count_leaves, parts_of, with_parts
-from ...contract import ALONE, LatentQkv, LayerAttention, Neighbours, NormOf, Routing, Weights
-from ...kernels import linear_key, serves_product
+from ...contract import (
+    ALONE,
+    LatentQkv,
+    LayerAttention,
+    Neighbours,
+    NormOf,
+    Routing,
+    Unnormed,
+    Weights,
+)
+from ...kernels import has_wide_heads, linear_key, reads_unnormed, serves_product
 from ...schemes import eight_bit, rounds_input
 from ...slots import bucket
 from ..cache import FullCache, LatentCache
@@ -96,6 +105,7 @@ def tuning_cases(
     """
     cases: dict[Key, TuningCase] = {}
     layers = [ops.layer_attention(spec, params, i) for i in range(len(spec.layers))]
+    layers = [layer for layer in layers if not has_wide_heads(layer.spec.head_dim)]
     most = spec.most_tokens(None) - 1  # of a prompt, and in the cache
     reaches = sorted({min(reach, bucket(most)) for reach in reaches})
     for count in rows or (DECODE_ROWS if spec.causal else FORWARD_ROWS):
@@ -149,6 +159,12 @@ class _Recorder:
     ) -> torch.Tensor:
         return self.embed(spec, w, positions, positions, token_types)
 
+    def read_by_layers(
+        self, spec: ModelSpec, w: Weights, ids: torch.Tensor, x: torch.Tensor
+    ) -> torch.Tensor:
+        self.linear(x, w["layers_project.weight"])
+        return x.new_empty((len(spec.layers), *ids.shape, spec.layers[0].reads))
+
     def norm(
         self, x: torch.Tensor, norm: NormOf, residual: torch.Tensor | None = None
     ) -> torch.Tensor:
@@ -162,6 +178,12 @@ class _Recorder:
             product = _Product(weight, by)
             self.products.setdefault(linear_key(x, weight, by), []).append(product)
         return x.new_empty((*x.shape[:-1], weight.shape[0] // (2 if by.gated else 1)))
+
+    def read(
+        self, x: Unnormed, weight: Weight, by: Neighbours
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        by = by._replace(norm=x.norm) if reads_unnormed(x, weight) else by
+        return self.linear(x.y, weight, by), x.y
 
     def row_product(self, x: torch.Tensor, weight: Weight, by: Neighbours = ALONE) -> torch.Tensor:
         return self.linear(x, weight, by)
@@ -218,6 +240,12 @@ class _Recorder:
 
     def add(self, x: torch.Tensor, y: torch.Tensor, norm: NormOf | None = None) -> torch.Tensor:
         return x
+
+    def norm_values(self, a: Attention, qkv: torch.Tensor, norm: NormOf) -> torch.Tensor:
+        return qkv
+
+    def with_keys_of(self, a: Attention, q: torch.Tensor, qkv: torch.Tensor) -> torch.Tensor:
+        return qkv
 
     def clip(self, x: torch.Tensor, limit: float) -> torch.Tensor:
         return x
