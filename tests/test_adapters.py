@@ -29,6 +29,7 @@ from dualinfer.errors import (
 from dualinfer.model.families import describe_model
 from dualinfer.quantization import read_quantization
 from dualinfer.quantization.codes import dequantize
+from tests.encoders import make as make_encoder
 from tests.models import BACKENDS, make_model, slow_but
 
 # peft asks for what transformers has renamed, and says what it sets of its own accord.
@@ -104,6 +105,22 @@ def wanted(model):
 
 def relative(found, expected):
     return np.sqrt(((found - expected) ** 2).mean() / (expected**2).mean())
+
+
+@pytest.mark.parametrize(
+    "case", ["gte-sequence", pytest.param("jina-sequence", marks=pytest.mark.slow)]
+)
+def test_projections_that_files_join_are_adapted_and_quantized(case, tmp_path):
+    """As those of a live module, which has each of them by itself."""
+    model = make_encoder(case)
+    model.save_pretrained(tmp_path / "base")
+    live = {"replace_with_kernel_inject": True, "quant": "int8"}
+    found, _ = logits(tmp_path / "base", quant="int8")
+    np.testing.assert_array_equal(found, logits(model, **live)[0])
+    adapted = adapt(model, target_modules=["k_proj", "v_proj", "o_proj"], bias="all")
+    adapted.save_pretrained(tmp_path / "adapter")
+    found, _ = logits(tmp_path / "base", adapter=tmp_path / "adapter")
+    assert relative(found, wanted(adapted)) < 1e-5
 
 
 @pytest.fixture(scope="module")

@@ -25,7 +25,7 @@ from ..quantization.quantize import Quantizing, Recent
 from ..quantization.recipe import HEAD, Recipe
 from ..quantization.scheme import TakesBlocks
 from .adapters import AdaptedSource, Adapter
-from .stacked import has_rows_of_experts, show_experts
+from .stacked import has_rows_of_experts, show_matrices
 
 
 class QuantizedSource:
@@ -257,13 +257,15 @@ def open_as_held(
         matrices = stored(source)
     notes = () if matrices is None else matrices.notes
     if adapters:
+        if matrices is None:
+            source = show_matrices(source, table, experts=False)
         source = AdaptedSource(source, adapters, table, matrices)
         merged, held = source.merged, matrices
         notes += source.own_notes
         if held is not None:
             matrices = replace(held, open=lambda name: None if name in merged else held(name))
     if recipe is not None or has_rows_of_experts(table):
-        source = show_experts(source, table)
+        source = show_matrices(source, table)
     if recipe is not None:
         matrices = quantize(recipe, table, source)
     if matrices is None:

@@ -1,4 +1,4 @@
-"""Experts that a live module holds in one tensor, by the names that files have for each."""
+"""Matrices that a source holds several of in one tensor, by the names that other files have."""
 
 from collections.abc import Iterable
 from itertools import accumulate
@@ -9,36 +9,38 @@ from ..model.weights import Row, Source, WeightTable
 
 
 class _Part(NamedTuple):
-    """The matrix of an `expert` in a tensor: its rows from `start` on, or all of it, `turned`.
+    """What a tensor holds of a name: `shape[0]` rows from `start` on.
 
-    Without an expert the tensor is a matrix itself.
+    Of an `expert`, where the tensor has all of a mixture's, maybe `turned`.
     """
 
     name: str
-    expert: int | None
     start: int
-    shape: tuple[int, int]
-    turned: bool
+    shape: tuple[int, ...]
+    expert: int | None = None
+    turned: bool = False
 
 
 class StackedSource:
-    """A source over another one in which each expert of a mixture is a tensor of its own.
+    """A source over another one in which each matrix is a tensor of its own.
 
-    So what is done matrix by matrix needs no other way for experts that are stacked. The tensors
-    that hold all of them are hidden.
+    So what is done matrix by matrix needs no other way for experts that are stacked, and for
+    projections that are joined. The tensors that hold several are hidden; those of experts stay as
+    they are unless `experts`.
     """
 
-    def __init__(self, source: TensorSource, table: WeightTable) -> None:
+    def __init__(self, source: TensorSource, table: WeightTable, experts: bool = True) -> None:
         self.description, self.notes = source.description, source.notes
         self._source = source
         self._stored = set(source.names())
         self.matrices: dict[str, _Part] = {}
         for row in table.rows:
             for own in row.sources:
-                if "#" in own.name:
+                if experts and "#" in own.name:
                     self._show_rows(row, own, table)
             for whole in row.others:
-                self._show(row, whole, table)
+                if experts or row.sources[0].index is None:
+                    self._show(row, whole, table)
         self._hidden = {part.name for part in self.matrices.values()}
 
     def _show_rows(self, row: Row, source: Source, table: WeightTable) -> None:
@@ -49,8 +51,7 @@ class StackedSource:
         high, wide = table.shape(row, source.axes)
         assert source.index is not None
         if self._source.shape(name) == (high * table.spec.extent("experts", row.layer), wide):
-            part = name, None, source.index * high, (high, wide), False
-            self.matrices[source.name] = _Part(*part)
+            self.matrices[source.name] = _Part(name, source.index * high, (high, wide))
 
     def _show(self, row: Row, whole: Source, table: WeightTable) -> None:
         name = next((n for n in table.candidates(whole.name) if n in self._stored), None)
@@ -58,17 +59,17 @@ class StackedSource:
             return
         for source in row.sources:
             shape = table.shape(row, source.axes)
-            assert source.index is not None and len(shape) == 2
-            turned = whole.axes[1] == source.axes[1]  # columns before rows, as GPT-OSS's
-            names = whole.axes[2 if turned else 1].split("+")
+            stacked = source.index is not None
+            turned = stacked and whole.axes[1] == source.axes[1]  # columns first, as GPT-OSS's
+            joined = whole.axes[2 if turned else 1 if stacked else 0]
+            names = joined.removesuffix("/1").split("+")
             sizes = [table.spec.extent(axis, row.layer) for axis in names]
             starts = dict(zip(names, accumulate(sizes[:-1], initial=0), strict=True))
             start = starts.get(source.axes[0], 0)
-            own = name, source.index, start, (shape[0], shape[1]), turned
-            self.matrices[source.name] = _Part(*own)
+            self.matrices[source.name] = _Part(name, start, tuple(shape), source.index, turned)
 
     def names(self) -> Iterable[str]:
-        """Names of each expert's matrices, and of all that is no expert's."""
+        """Names of each matrix, and of all that hold no several."""
         return [
             *(name for name in self._source.names() if name not in self._hidden),
             *self.matrices,
@@ -89,20 +90,20 @@ class StackedSource:
         part = self.matrices.get(name)
         if part is None:
             return self._source.read(name, index)
-        rows, columns = index or (slice(None), slice(None))
+        rows, *rest = index or (slice(None),) * len(part.shape)
         start, stop, _ = rows.indices(part.shape[0])
         own = slice(part.start + start, part.start + max(start, stop))
         if part.expert is None:
-            return self._source.read(part.name, (own, columns))
+            return self._source.read(part.name, (own, *rest))
         expert = slice(part.expert, part.expert + 1)
         if part.turned:
-            return self._source.read(part.name, (expert, columns, own))[0].T
-        return self._source.read(part.name, (expert, own, columns))[0]
+            return self._source.read(part.name, (expert, *rest, own))[0].T
+        return self._source.read(part.name, (expert, own, *rest))[0]
 
 
-def show_experts(source: TensorSource, table: WeightTable) -> TensorSource:
-    """The source with a tensor for each expert's matrix, where it has one for all experts."""
-    stacked = StackedSource(source, table)
+def show_matrices(source: TensorSource, table: WeightTable, experts: bool = True) -> TensorSource:
+    """The source with a tensor for each matrix, where it has one for several."""
+    stacked = StackedSource(source, table, experts)
     return stacked if stacked.matrices else source
 
 
