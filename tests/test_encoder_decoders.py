@@ -583,3 +583,16 @@ def test_two_devices_give_what_one_gives(name, crew):
         logits = engine(**source_of(name), decoder_input_ids=begins).logits
         assert relative_rms(logits, wanted) < 1e-5
         assert engine.generate(**source_of(name), **GREEDY).tolist() == text
+
+
+@pytest.mark.parametrize("name", slow_but(["bart"], ["bart", "t5"]))
+def test_a_live_module_is_quantized_as_its_folder_is(name, tmp_path):
+    """Where the module has the embedding that is the head by four names, and the file by one."""
+    model, source = model_of(name), source_of(name)
+    ids = torch.tensor(random_ids(2, 5, vocab=VOCAB))
+    model.save_pretrained(tmp_path)
+    found = []
+    for where in (model, tmp_path):
+        with dualinfer.init_inference(where, backend="torch", quant="int8", **OPTIONS) as engine:
+            found.append(np.asarray(engine(**source, decoder_input_ids=ids).logits))
+    np.testing.assert_array_equal(*found)

@@ -610,3 +610,10 @@ def test_logits_at_far_positions_are_those_of_hf(hf_model, engine_of):
         engine = engine_of("llama-gqa", backend)
         logits = engine(ids, attention_mask=mask, position_ids=positions).logits
         assert (logits - expected).norm() / expected.norm() < 1e-4
+
+
+def test_numbers_that_json_has_not_are_read_as_transformers_writes_them(tmp_path):
+    written = hf.GraniteMoeHybridConfig(num_hidden_layers=2, layer_types=["full_attention"] * 2)
+    written.save_pretrained(tmp_path)
+    assert "__float__" in (tmp_path / "config.json").read_text()
+    assert tuple(read_config(tmp_path).to_dict()["time_step_limit"]) == (0.0, float("inf"))

@@ -61,6 +61,13 @@ def read_list(path: Path) -> list[Any]:
     return value
 
 
+def _as_float(value: dict[str, Any]) -> Any:
+    """The float that transformers writes as {"__float__": "Infinity"}; else `value` itself."""
+    name = value.get("__float__")
+    known = len(value) == 1 and name in ("Infinity", "-Infinity", "NaN")
+    return float(str(name)) if known else value
+
+
 def _read_value(path: Path) -> Any:
     try:
         text = path.read_bytes()
@@ -70,7 +77,7 @@ def _read_value(path: Path) -> Any:
         raise CheckpointError(f"{path} cannot be read: {error.strerror}.") from error
     check_no_pointer(path, text)
     try:
-        value = json.loads(text.decode())
+        value = json.loads(text.decode(), object_hook=_as_float)
         _check_depth(value)
     except RecursionError as error:
         raise CheckpointError(

@@ -202,6 +202,8 @@ def quantize_by(recipe: Recipe, table: WeightTable, source: TensorSource) -> Ope
     stored = set(source.names())
     schemes: dict[str, tuple[BlockScheme | None, bool]] = {}
     tied = {name for row, name in table.tied if row.name == "head.weight"}
+    # A live module has the embedding by each of its names.
+    tied |= {part.name for row, name in table.tied if name in tied for part in row.sources}
     for row in (*table.rows, *(row for row, _ in table.tied)):
         for part in row.sources if row.is_weight and not row.dense else ():
             if row.layer is not None:
