@@ -154,6 +154,13 @@ CASES = {
         {**FIVE, **OF_LAYER, "head_dim": 14, "router_scaling_factor": 1.7}
         | {"num_shared_experts": 2, "num_hidden_layers": 3},
     ),
+    "gemma4": (
+        "Gemma4",
+        {"enable_moe_block": True, "num_experts": 5, "top_k_experts": 3, **OF_LAYER}
+        | {"hidden_size_per_layer_input": 0, "attention_k_eq_v": True, "layer_types": TURNS}
+        | {"head_dim": 12, "global_head_dim": 20, "num_global_key_value_heads": 2}
+        | {"sliding_window": 5, "num_kv_shared_layers": 0},
+    ),
     "kolibri1": (
         "Kolibri1",
         {**FIVE, **OF_LAYER, "head_dim": 14, "layer_types": TURNS, "sliding_window": 5}
@@ -175,7 +182,8 @@ CASES = {
 
 def config_of(name, fields):
     """A config of HF's class for text."""
-    return getattr(hf, f"{name}{'Text' * (name == 'Llama4')}Config")(**{**SIZES, **fields})
+    text = "Text" * (name in ("Gemma4", "Llama4"))
+    return getattr(hf, f"{name}{text}Config")(**{**SIZES, **fields})
 
 
 def make(case, **changes):

@@ -153,6 +153,8 @@ SHARED = [
         ("cohere2_moe", "torch", 2, False),
         ("granitemoe_swa", "jax", 3, False),
         ("dbrx", "torch", 3, False),
+        ("gemma4", "torch", 2, False),
+        ("gemma4", "jax", 3, False),
         ("mixtral", "torch", 3, False),
         ("mixtral", "jax", 2, False),
     )

@@ -344,7 +344,16 @@ def test_a_config_as_its_makers_wrote_it_is_taken(family, tmp_path):
         ("nemotron", {"rope_percent": 0.25}, "rope_percent=0.25"),
         ("granitemoehybrid", {"layer_types": ["mamba"] * 2}, "layer_types="),
         ("granitemoehybrid", {"num_local_experts": 4}, "num_local_experts=4"),
-        ("gemma4", {"enable_moe_block": True}, "enable_moe_block=True"),
+        (
+            "gemma4",
+            {
+                "enable_moe_block": True,
+                "num_experts": 2,
+                "top_k_experts": 3,
+                "moe_intermediate_size": 8,
+            },
+            "cannot choose more",
+        ),
         ("gemma4", {"num_kv_shared_layers": 3}, "no layer is left to make keys"),
         ("gemma4", {"per_layer_config": {"9": {"head_dim": 20}}}, "per_layer_config of layer '9'"),
     ],

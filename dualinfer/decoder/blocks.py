@@ -2,8 +2,17 @@
 
 from collections.abc import Callable
 
-from ..backends.contract import Array, BlockOps, LatentQkv, Neighbours, NormOf, Unnormed, Weights
-from ..model.spec import XIELU, Activation, Experts, Layer, Router
+from ..backends.contract import (
+    Array,
+    BlockOps,
+    LatentQkv,
+    Neighbours,
+    NormOf,
+    Routing,
+    Unnormed,
+    Weights,
+)
+from ..model.spec import XIELU, Activation, Experts, Layer, Norm, Router
 
 # Attention of a layer, by its number, over packed queries, keys and values, or over the pair that
 # latent attention takes; across, over queries.
@@ -114,6 +123,8 @@ def _sublayers(
     def mlp(x: Array, norm: NormOf | None, residual: Array | None) -> Array:
         """Feed-forward of `x`, likewise; the residual may be overwritten."""
         if isinstance(layer.mlp, Experts):
+            if layer.mlp.apart:
+                return _apart(layer.mlp, layer.norm, w, ops, x)
             return mixture(layer.mlp, w, ops, x, norm, residual)
         if layer.mlp.activation == "xielu":
             h = ops.linear(x, w["up.weight"], Neighbours(w.get("up.bias"), norm))
@@ -195,6 +206,20 @@ def _post_block(
         return Unnormed(y, x, NormOf.named(layer.norm, w, "mlp_norm"))
     h, x = read(x, "up", _plain_activation(layer), layer.mlp.gated)
     return written(h, "down", x, "mlp_norm")
+
+
+def _apart(experts: Experts, norm: Norm, w: Weights, ops: BlockOps, x: Array) -> Array:
+    """What a mixture and the expert of all tokens make of `x`, each between norms of its own."""
+    by = Neighbours(None, NormOf.named(norm, w, "mlp_norm"), experts.activation, experts.gated)
+    y = ops.row_product(ops.linear(x, w["shared.up.weight"], by), w["shared.down.weight"])
+    y = ops.norm(y, NormOf.named(norm, w, "shared_post_norm"))
+    # The router's learned scale, over the root of the width as HF has it.
+    scaled = NormOf(norm, w["router_norm.weight"] * x.shape[-1] ** -0.5, None)
+    experts_of, weights = ops.route(x, w["router.weight"], experts.router, norm=scaled)
+    routing = Routing(experts_of, weights * w["router.scale"][experts_of])
+    by = Neighbours(norm=NormOf.named(norm, w, "experts_norm"))
+    z = ops.experts(x, experts, w, routing, by)
+    return ops.add(y, z, NormOf.named(norm, w, "experts_post_norm"))
 
 
 def cross_keys(w: Weights, ops: BlockOps, states: Array) -> Array:

@@ -8,10 +8,11 @@ from dataclasses import replace
 from typing import Any
 
 from ...errors import ModelError, shown
-from ..spec import Attention, Head, Layer, Mlp, ModelSpec, Norm, Rope
+from ..spec import Attention, Experts, Head, Layer, Mlp, ModelSpec, Norm, Rope, Router
 from ..weights import Row, WeightTable, row
 from . import rows as make
 from .fields import ConfigFields, is_positive
+from .mixtures import Mixture, make_rows
 from .rope import make_rope, reach, ropes_by_kind
 
 CLASSES = {
@@ -29,6 +30,8 @@ _MEDIA = (
     *("vision_config", "audio_config", "vision_soft_tokens_per_image", "audio_ms_per_token"),
     *("vision_soft_tokens_per_video_frame", "audio_soft_tokens_per_image"),
 )
+# Of which each is a part of a layer, beside the MLP that all tokens have.
+_MIXTURE = Mixture(block="", router="router.proj", shared=".mlp")
 _TOWERS = r"^(model\.)?(vision_tower|vision_embedder|audio_tower|embed_vision|embed_audio)\."
 
 
@@ -64,11 +67,21 @@ def _describe(
         reads = fields.size("hidden_size_per_layer_input")
         fields.require("vocab_size_per_layer_input", vocab)
     fields.ignore("vocab_size_per_layer_input", "attention_dropout")
-    fields.require("enable_moe_block", False)
+    experts = None
+    if fields.flag("enable_moe_block", False):
+        count, chosen = fields.size("num_experts"), fields.size("top_k_experts")
+        if chosen > count:
+            raise ModelError(
+                f"config.json has {count} experts, of which a token chooses {chosen} "
+                "(top_k_experts); it cannot choose more experts than there are."
+            )
+        router, width = Router(chosen, renormalized=True), fields.size("moe_intermediate_size")
+        experts = Experts(count, width, activation, True, router, apart=True)
     fields.ignore("num_experts", "top_k_experts", "moe_intermediate_size")  # of such a block
 
     def layer(a: Attention) -> Layer:
-        mlp = Mlp(ffn * (1 if a.lender is None else wide), activation, gated=True)
+        own = ffn * (1 if a.lender is None else wide)
+        mlp = replace(experts, shared=own) if experts else Mlp(own, activation, gated=True)
         return Layer(a, mlp, norm, "around", reads=reads, multiplied=True)
 
     layers = {a: layer(a) for a in attentions}
@@ -182,11 +195,27 @@ def _table(
         *make.norm(norm, "mlp_norm", f"{hf}pre_feedforward_layernorm"),
         *make.norm(norm, "mlp_post_norm", f"{hf}post_feedforward_layernorm"),
         *make.linear("out", f"{hf}self_attn.o_proj", "embed q", bias),
-        *make.joined("up", hf + "mlp.{p}", make.GATE_UP, bias=False),
-        *make.linear("down", f"{hf}mlp.down_proj", "embed up", bias=False),
         *make.norm(norm, "q_norm", f"{hf}self_attn.q_norm", "head_dim"),
         row("multiplier", "one", (f"{hf}layer_scalar", "one")),
     ]
+    mlp = spec.layers[0].mlp
+    if isinstance(mlp, Experts):
+        shared += [
+            *make_rows(_MIXTURE, mlp, hf.removesuffix(".")),
+            row("router_norm.weight", "embed", (f"{hf}router.scale", "embed")),
+            replace(
+                row("router.scale", "choices", (f"{hf}router.per_expert_scale", "choices")),
+                wide=True,
+            ),
+            *make.norm(norm, "shared_post_norm", f"{hf}post_feedforward_layernorm_1"),
+            *make.norm(norm, "experts_norm", f"{hf}pre_feedforward_layernorm_2"),
+            *make.norm(norm, "experts_post_norm", f"{hf}post_feedforward_layernorm_2"),
+        ]
+    else:
+        shared += [
+            *make.joined("up", hf + "mlp.{p}", make.GATE_UP, bias=False),
+            *make.linear("down", f"{hf}mlp.down_proj", "embed up", bias=False),
+        ]
     if reads:
         shared += make.linear("read", f"{hf}per_layer_input_gate", "read embed", bias=False)
         shared += make.linear("read_out", f"{hf}per_layer_projection", "embed read", bias=False)

@@ -207,7 +207,7 @@ class _Recorder:
             key = routing.tuning_key(count, total, width, weight.dtype.itemsize)
             self.routers.setdefault(key, []).append(_Router(weight, router, beside))
         shape = *x.shape[:-1], router.chosen
-        return Routing(x.new_empty(shape, dtype=torch.int32), x.new_empty(shape))
+        return Routing(x.new_zeros(shape, dtype=torch.int32), x.new_empty(shape))
 
     def blend(self, routing: Routing, sides: Routing, expert: int) -> Routing:
         return routing
