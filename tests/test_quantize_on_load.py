@@ -559,11 +559,11 @@ def test_a_module_that_runs_itself_holds_what_fused_mode_does(asked):
 
 def test_a_folder_of_an_unknown_family_is_quantized_as_the_module_is(tmp_path):
     """In bfloat16, whose dtype its scales have, whatever the model computes in."""
-    from transformers import RoFormerConfig, RoFormerForMaskedLM
+    from transformers import RoCBertConfig, RoCBertForMaskedLM
 
     sizes = {"hidden_size": 64, "num_hidden_layers": 1, "num_attention_heads": 2, "vocab_size": 99}
-    config = RoFormerConfig(**sizes, intermediate_size=64, max_position_embeddings=40)
-    module = RoFormerForMaskedLM(config).eval().to(torch.bfloat16)
+    config = RoCBertConfig(**sizes, intermediate_size=64, max_position_embeddings=40)
+    module = RoCBertForMaskedLM(config).eval().to(torch.bfloat16)
     module.save_pretrained(tmp_path)
     with runs_itself(module, quant="int4", dtype="fp32") as live:
         expected = arrays_of(live.module)
@@ -572,7 +572,7 @@ def test_a_folder_of_an_unknown_family_is_quantized_as_the_module_is(tmp_path):
         found = arrays_of(made.module)
     assert found.keys() == expected.keys()
     assert all(np.array_equal(array, expected[key]) for key, array in found.items())
-    assert found["roformer.encoder.layer.0.attention.self.query", "scale"].dtype == "bfloat16"
+    assert found["roc_bert.encoder.layer.0.attention.self.query", "scale"].dtype == "bfloat16"
 
 
 def split_modules(names, asked):
