@@ -1,5 +1,6 @@
 """Encoder-decoders in fused mode: tiny random models of transformers' are the oracle."""
 
+import copy
 import functools
 import math
 import warnings
@@ -596,3 +597,15 @@ def test_a_live_module_is_quantized_as_its_folder_is(name, tmp_path):
         with dualinfer.init_inference(where, backend="torch", quant="int8", **OPTIONS) as engine:
             found.append(np.asarray(engine(**source, decoder_input_ids=ids).logits))
     np.testing.assert_array_equal(*found)
+
+
+def test_a_head_of_its_own_leaves_the_embedding_plain(tmp_path):
+    """FLAN-T5's files have a head, which transformers' config says is the embedding."""
+    model = copy.deepcopy(model_of("t5"))
+    with torch.no_grad():
+        model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight + 0.1)
+    model.save_pretrained(tmp_path)
+    for where in (model, tmp_path):
+        with dualinfer.init_inference(where, backend="torch", quant="int8", **OPTIONS) as engine:
+            outer = engine.runner.params.outer
+            assert outer["embed.weight"].scheme is None and outer["head.weight"].scheme is not None

@@ -9,8 +9,8 @@ import numpy as np
 
 from ..arrays import numpy_dtype
 from ..errors import CheckpointError, ConfigError, counted
-from ..model.load_plan import TensorSource
-from ..model.weights import FLOATS, WeightTable
+from ..model.load_plan import TensorSource, is_same
+from ..model.weights import FLOATS, Row, WeightTable
 from ..quantization import (
     BlockScheme,
     QuantizedMatrix,
@@ -201,7 +201,16 @@ def quantize_by(recipe: Recipe, table: WeightTable, source: TensorSource) -> Ope
     """
     stored = set(source.names())
     schemes: dict[str, tuple[BlockScheme | None, bool]] = {}
-    tied = {name for row, name in table.tied if row.name == "head.weight"}
+
+    def find(name: str) -> str | None:
+        return next((c for c in table.candidates(name) if c in stored), None)
+
+    def is_one(row: Row, name: str) -> bool:
+        """Whether a head and an embedding that the config ties are one: a file may hold both."""
+        own, other = find(row.sources[0].name), find(name)
+        return own is None or other is None or is_same(source, own, other)
+
+    tied = {name for row, name in table.tied if row.name == "head.weight" and is_one(row, name)}
     # A live module has the embedding by each of its names.
     tied |= {part.name for row, name in table.tied if name in tied for part in row.sources}
     for row in (*table.rows, *(row for row, _ in table.tied)):

@@ -145,7 +145,7 @@ def _corners(shape: tuple[int, ...]) -> list[tuple[slice, ...]]:
 _COMPARED = 1 << 22  # elements of two tensors at a time
 
 
-def _is_same(source: TensorSource, one: str, other: str) -> bool:
+def is_same(source: TensorSource, one: str, other: str) -> bool:
     """True if two stored tensors hold the same values; few rows of them are in memory at a time."""
     shape = source.shape(one)
     if shape != source.shape(other):
@@ -234,7 +234,7 @@ def make_load_plan(table: WeightTable, source: TensorSource) -> LoadPlan:
         if own[0] is None or own[0] in used:
             continue
         both = zip(own, other, strict=True) if pair in twins else ()
-        if pair in twins and all(a and b and _is_same(source, a, b) for a, b in both):
+        if pair in twins and all(a and b and is_same(source, a, b) for a, b in both):
             used.update(filter(None, own))
         else:
             match(pair[0])
