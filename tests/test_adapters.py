@@ -24,11 +24,11 @@ from dualinfer.errors import (
     ConfigError,
     ModelError,
     StaleWeightsError,
-    printable,
 )
 from dualinfer.model.families import describe_model
 from dualinfer.quantization import read_quantization
 from dualinfer.quantization.codes import dequantize
+from dualinfer.system.terminal import without_controls
 from tests.encoders import make as make_encoder
 from tests.models import BACKENDS, make_model, slow_but
 
@@ -312,7 +312,7 @@ def test_the_command_line_takes_adapters(folders, tmp_path):
         tokenizer = load_tokenizer(embedded.path())
         ids = torch.tensor([tokenizer("import os")["input_ids"]])
         text = tokenizer.decode(live.generate(input_ids=ids, max_new_tokens=8, do_sample=False)[0])
-    assert found.stdout.strip() == printable(text).strip()
+    assert found.stdout.strip() == without_controls(text).strip()
 
 
 # --- what is refused ------------------------------------------------------------------------------
