@@ -83,7 +83,7 @@ def assert_same_text(fast: Any, plain: Any, prompts: Any, new: int, **options: A
 QUICK = ("llama-gqa", "gpt2", "opt", "neox", "bloom", "gemma2")
 
 
-@pytest.mark.parametrize("name", slow_but((*QUICK, "gpt_oss"), CASES | MIXTURES))
+@pytest.mark.parametrize("name", slow_but(QUICK, CASES | MIXTURES))
 def test_kernels_give_what_plain_xla_gives(name, engines, monkeypatch):
     """Two prompts of different lengths, into the cache and on, with all products by the kernels."""
     monkeypatch.setattr(linear, "serves", lambda *shape: True)

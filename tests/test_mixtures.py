@@ -21,7 +21,7 @@ from .models import BACKENDS, on_backends, random_ids, relative_rms
 FUSED = {"dtype": "fp32", "replace_with_kernel_inject": True}
 GREEDY = {"max_new_tokens": 6, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
 LINEAR = {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0}
-QUICK = ("qwen2_moe, one layer dense", "glm4_moe", "gpt_oss")
+QUICK = ("qwen2_moe, one layer dense", "gpt_oss")
 ALIKE = ("cohere2_moe, sigmoid", "cohere2_moe without a shared expert", "flex_olmo", "hy_v3")
 ALIKE += ("mellum", "solar_open")  # slow on torch, too
 ON_BACKENDS = [

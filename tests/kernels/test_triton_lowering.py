@@ -384,9 +384,7 @@ VARIANTS: list[Variant] = [
     decoding(1, 8, 4, 128),
     decoding(1, 32, 1, 64, ROTARY=0, frequencies_ptr=None, **ROUNDED),
     decoding(1, 16, 1, 256, ROTARY=64, INTERLEAVED=True),
-    decoding(1, 4, 2, 256, SOFTCAP=True, WINDOWED=True),
     decoding(1, 8, 4, 128, q_norm_ptr="*x", k_norm_ptr="*x", sinks_ptr="*fp32"),
-    decoding(1, 8, 4, 128, TWO_TABLES=True),
     decoding(32, 8, 4, 128, **FLOATS8, **TABLE, k_ptr="*u8", v_ptr="*u8"),
     decoding(1, 32, 1, 128, WHOLE, **FLOATS8, k_ptr="*u8", v_ptr="*u8"),
     (
@@ -396,19 +394,15 @@ VARIANTS: list[Variant] = [
         | {"HALF": 32, "BLOCK": 512, "ends_ptr": "*i64", "STRETCH": 3.0},
     ),
     latent(1, 16, "_absorb_kernel"),
-    latent(32, 16, "_absorb_kernel"),
     latent(1, 16, "_decode_latents_kernel"),
     latent(1, 16, "_decode_latents_kernel", WHOLE),
     latent(1, 16, "_join_latents_kernel"),
-    latent(32, 16, "_join_latents_kernel"),
     decoding(1, 16, 1, 64, ROTARY=0, frequencies_ptr=None, relative_ptr="*x"),
     decoding(1, 20, 1, 64, ROTARY=0, frequencies_ptr=None, CROSS=True),
     attending(64, 128, CAUSAL=False, mask_ptr="*i1"),
     attending(64, 512, CAUSAL=False, segments_ptr="*i32", window="i32"),
     attending(128, 2048),
     attending(128, 2048, **POINTERS | TABLE | SCALES | {"k": "*i8", "v": "*i8"}),
-    attending(64, 2048, relative_ptr="*x"),
-    attending(256, 2048, softcap="fp32", window="i32"),
     choosing("sampling", "_choose_kernel", STEP=True, FILTERS=False),
     choosing("sampling", "_choose_kernel", 50304, STEP=True, FILTERS=True),
     choosing("filters", "_best_kernel", STEP=True),
@@ -418,6 +412,12 @@ VARIANTS: list[Variant] = [
 ]
 # They differ from another one by a size or by one of several features: for `make test-slow`.
 REPEATING: list[Variant] = [
+    decoding(1, 4, 2, 256, SOFTCAP=True, WINDOWED=True),
+    latent(32, 16, "_absorb_kernel"),
+    latent(32, 16, "_join_latents_kernel"),
+    decoding(1, 8, 4, 128, TWO_TABLES=True),
+    attending(256, 2048, softcap="fp32", window="i32"),
+    attending(64, 2048, relative_ptr="*x"),
     decoding(1, 8, 4, 128, WINDOWED=True, CHUNKED=True),
     decoding(1, 8, 4, 128, STRETCH=3.0),
     attending(64, 2048, **ROUNDED),
@@ -626,18 +626,18 @@ VARIANTS += [
     *choosing_experts(1, 2880, 32, 4, 2880, biases=True, **GPT_OSS),
     *choosing_experts(1, 2048, 60, 4, 1408, shared=5632),
     *choosing_experts(2048, 2048, 128, 8, 768, router=GROUPS)[0:3],
-    *choosing_experts(2048, 2880, 32, 4, 2880, biases=True, **GPT_OSS)[2:],
 ]
 MXFP4 = "fp4_e2m1", 32, "float8_e8m0fnu"
 VARIANTS += [
     *choosing_experts(1, 2880, 32, 4, 2880, biases=True, codes=MXFP4, **GPT_OSS)[1:],
-    *choosing_experts(64, 2880, 32, 4, 2880, biases=True, codes=MXFP4, **GPT_OSS)[3:6:2],
-    *choosing_experts(512, 2880, 32, 4, 2880, biases=True, codes=MXFP4, **GPT_OSS)[3:4],
     *choosing_experts(1, 2048, 128, 8, 768, codes=INT4)[1:],
-    *choosing_experts(1, 2048, 128, 8, 768, codes=INT8)[1:],
-    *choosing_experts(64, 2048, 128, 8, 768, codes=INT4)[3:4],
 ]
 REPEATING += [
+    *choosing_experts(64, 2880, 32, 4, 2880, biases=True, codes=MXFP4, **GPT_OSS)[3:6:2],
+    *choosing_experts(512, 2880, 32, 4, 2880, biases=True, codes=MXFP4, **GPT_OSS)[3:4],
+    *choosing_experts(1, 2048, 128, 8, 768, codes=INT8)[1:],
+    *choosing_experts(64, 2048, 128, 8, 768, codes=INT4)[3:4],
+    *choosing_experts(2048, 2880, 32, 4, 2880, biases=True, **GPT_OSS)[2:],
     *choosing_experts(1, 2048, 64, 8, 768, in_parts=True)[1:],
     *choosing_experts(8, 4096, 8, 2, 14336, in_parts=True)[1::3],
     *choosing_experts(1, 2880, 32, 4, 2880, biases=True, codes=MXFP4, in_parts=True, **GPT_OSS)[1:],
@@ -662,6 +662,7 @@ def test_no_kernel_spills(report):
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(900)
 def test_kernels_of_every_size_and_dtype_do_not_spill_and_load_16_bytes(tmp_path):
     report = compiled(tmp_path, "bf16", "fp16", "fp32")
     test_no_kernel_spills(report)
