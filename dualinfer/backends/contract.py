@@ -5,7 +5,8 @@ product; bias, activation and residual after it) are its arguments. A backend ha
 its framework's primitives compose, and ops by kernels. Over several devices the ops of each see its
 share of the model, as `ModelSpec` describes it, and join the others where the contract says so.
 
-Arrays are the backend's own. The decoder hands them on, and slices leading axes, no more. Matrices
+Arrays are the backend's own. The decoder hands them on and slices leading axes. For a few families
+it also adds, multiplies and sums elements, only by what every framework spells alike. Matrices
 of the model are `Weight`s, which may be quantized: ops alone know how they are held. Unless an
 op says otherwise, arrays have the model's dtype, results have x's dtype, sums are made in float32,
 and no argument is written. What an op may overwrite its caller reads no more; on a backend whose

@@ -267,9 +267,8 @@ def shares_launches(mixture: Experts, w: Mapping[str, Any], tokens: int) -> bool
 
     names = [f"{of}.{part}.weight" for of in ("experts", "shared") for part in ("up", "down")]
     names += ["shared.gate.weight"] * mixture.shared_gated
-    known = mixture.shared > 0 and not (mixture.weighs_input or mixture.apart)
-    known = known and experts_choice.is_few(tokens)
-    known = known and mixture.shared_scale == 1
+    others = mixture.weighs_input or mixture.apart or mixture.shared_scale != 1
+    known = mixture.shared > 0 and not others and experts_choice.is_few(tokens)
     return known and _are_plain([w[name] for name in names])
 
 

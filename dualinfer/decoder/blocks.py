@@ -41,8 +41,8 @@ def block(
 
     `across` attends to what an encoder gave, where the layer does. `lent` has the packed queries,
     keys and values of the layers whose keys and values others have; that of a lender is put there.
-    `own` is what a layer that `reads` reads. A norm over the sum of a sub-layer and what it read is
-    left to the product that comes next.
+    `own` is this layer's own embedding of each token, where it `reads` one. A norm over the sum of
+    a sub-layer and what it read is left to the product that comes next.
     """
     if layer.placement == "post":
         return _post_block(layer, w, ops, x, index, attend, across)

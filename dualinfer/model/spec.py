@@ -273,9 +273,10 @@ class Experts:
     `weighs_input`, an expert reads its input times its weight, and results are summed as they are
     (Llama 4). With `blended` the last expert is one that the router does not know and all tokens
     have: its weight, and what those of the chosen ones are times, are the softmax of a product of
-    their own (DeepSpeed's residual layers, arXiv:2201.05596). `apart` the expert that all tokens
-    have and the others read by norms of their own, as the router does, and are normed behind before
-    they are added; the weights of chosen experts are times a learned number each (Gemma 4).
+    their own (DeepSpeed's residual layers, arXiv:2201.05596). Where they are `apart` (Gemma 4), the
+    expert that all tokens have, the others and the router each read through a norm of their own.
+    Both results are normed before they are added, and the weight of a chosen expert is times a
+    learned number.
     """
 
     count: int

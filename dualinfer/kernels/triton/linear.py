@@ -351,7 +351,7 @@ def _check_before(before: Any, x: Any, norm: NormArguments | None) -> None:
     if before is None:
         return
     if norm is None:
-        raise ValueError("What is added before a norm was given without a norm.")
+        raise ValueError("before is given without a norm, which would read the sum. Pass both.")
     if before.shape != x.shape or before.dtype != x.dtype or before.stride(-1) != 1:
         raise ValueError(
             f"before is {tuple(before.shape)} {before.dtype}; {tuple(x.shape)} {x.dtype}, as x is, "
