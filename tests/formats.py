@@ -14,7 +14,7 @@ from dualinfer.quantization.formats import METHODS, find_method
 from .models import random_ids, relative_rms
 
 ALL = slice(None)
-GREEDY = {"max_new_tokens": 6, "do_sample": False}
+GREEDY = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0}
 
 
 def open_folder(folder: Path, **changes):
@@ -85,7 +85,7 @@ def check_logits(folder: Path, backend: str, model=None, **settings):
     ):
         expected = model(torch.as_tensor(ids)).logits.numpy()
         assert relative_rms(engine(ids).logits, expected) < 1e-5
-        tokens = model.generate(torch.as_tensor(ids), **GREEDY, pad_token_id=0)
+        tokens = model.generate(torch.as_tensor(ids), **GREEDY)
         np.testing.assert_array_equal(np.asarray(engine.generate(ids, **GREEDY)), tokens.numpy())
         return engine.report()
 
