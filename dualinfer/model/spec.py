@@ -384,7 +384,9 @@ class Layer:
     what each token's embedding gives this layer alone, projected back. What a `multiplied` block
     gives is times a learned number (Gemma 4). A `bare` block, always `pre`, has no norm before
     its attention (ModernBERT's first), and one that is `mlp_normed`, `pre` as well, has one behind
-    its MLP, within the residual (A.X-K1).
+    its MLP, within the residual (A.X-K1). With `sub_norms`, always `pre`, what heads give and the
+    MLP's hidden values are normed before the product back, each as one: these are the elements of
+    both on all devices (BitNet).
     """
 
     attention: Attention
@@ -400,6 +402,7 @@ class Layer:
     mlp_normed: bool = False
     reads: int = 0
     multiplied: bool = False
+    sub_norms: tuple[int, int] | None = None
 
     @property
     def experts(self) -> int:
