@@ -382,11 +382,11 @@ class Layer:
     block, always `pre`, times a learned vector of its own (DINOv2). A block that `reads` has a
     third sub-layer, normed behind: the MLP's activation of a projection to so many elements, times
     what each token's embedding gives this layer alone, projected back. What a `multiplied` block
-    gives is times a learned number (Gemma 4). A `bare` block, always `pre`, has no norm before
+    gives is times a learned number (Gemma 4). With `sub_norms`, always `pre`, what heads give and
+    the MLP's hidden values are normed before the products back, each as one of so many elements,
+    which devices share (BitNet). A `bare` block, always `pre`, has no norm before
     its attention (ModernBERT's first), and one that is `mlp_normed`, `pre` as well, has one behind
-    its MLP, within the residual (A.X-K1). With `sub_norms`, always `pre`, what heads give and the
-    MLP's hidden values are normed before the product back, each as one: these are the elements of
-    both on all devices (BitNet).
+    its MLP, within the residual (A.X-K1).
     """
 
     attention: Attention
