@@ -109,6 +109,13 @@ CASES = {
         {"num_local_experts": 5, "attention_bias": True, "lm_head_bias": True}
         | {"rope_parameters": LONGROPE, "sliding_window": 5, "router_jitter_noise": 0.1},
     ),
+    "mimo_v2_flash": (
+        "MiMoV2Flash",
+        {**OF_LAYER, "n_routed_experts": 6, "num_experts_per_tok": 3, "n_group": 3, "topk_group": 2}
+        | {"head_dim": 14, "v_head_dim": 11, "layer_types": TURNS[::-1], "sliding_window": 5}
+        | {"routed_scaling_factor": 1.7, "attention_bias": True}
+        | {"rope_parameters": {key: {**DEFAULT, "partial_rotary_factor": 0.3} for key in TURNS}},
+    ),
     "minimax_m2": ("MiniMaxM2", {**LOCAL, "head_dim": 16, "rope_parameters": PARTIAL}),
     "afmoe": (
         "Afmoe",

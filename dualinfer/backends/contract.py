@@ -189,7 +189,15 @@ class LayerAttention(NamedTuple):
         if spec.latent is not None:
             latent_norm, kv = NormOf.named(spec.latent.norm, w, "latent_norm"), w["kv.weight"]
         own = frequencies, slopes, whole, bias, sinks
-        return cls(spec, q_norm, k_norm, *own, latent_norm, kv, PlaceWeights.named(spec, w, outer))
+        return cls(
+            spec.widened if spec.value_dim else spec,
+            q_norm,
+            k_norm,
+            *own,
+            latent_norm,
+            kv,
+            PlaceWeights.named(spec, w, outer),
+        )
 
 
 class BlockOps(Protocol):
@@ -343,6 +351,17 @@ class BlockOps(Protocol):
 
     def with_keys_of(self, a: Attention, q: Array, qkv: Array) -> Array:
         """The first H D elements of q, and the keys and values of packed qkv behind them, anew."""
+        ...
+
+    def widen_values(self, a: Attention, qkv: Array) -> Array:
+        """Packed qkv [B, T, (H+2K) D], of one whose values, before their scale, are narrower.
+
+        Zeros are behind each head's value.
+        """
+        ...
+
+    def narrow_values(self, a: Attention, y: Array) -> Array:
+        """What heads give [B, T, H D] without what values were widened by: [B, T, H value_dim]."""
         ...
 
     def clip(self, x: Array, limit: float) -> Array:

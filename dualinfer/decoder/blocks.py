@@ -89,7 +89,11 @@ def _sublayers(
             )
         if lent is not None and (index in lent or layer.attention.lender is not None):
             qkv = borrow(qkv, lent)
+        if layer.attention.value_dim is not None:
+            qkv = ops.widen_values(layer.attention, qkv)
         y = attend(index, qkv)
+        if layer.attention.value_dim is not None:
+            y = ops.narrow_values(layer.attention, y)
         if layer.attention.gated:
             y = ops.gate(y, x, w["attn_gate.weight"], norm)
         if layer.sub_norms:

@@ -172,7 +172,8 @@ class Attention:
     scores. `places` are vectors of distances that add to scores. With `latent` each head has a key
     and a value of its own, made of latent vectors; `head_dim` is that of queries and keys. If
     `gated`, what heads give is times the logistic function of a product of their input (Trinity).
-    `value_norm` is over each head's value, without weights. A layer with a `lender` projects to
+    `value_norm` is over each head's value, without weights. A head's value may have fewer elements
+    than its key, `value_dim`; it is times `value_scale` (MiMo). A layer with a `lender` projects to
     queries alone: its keys and values are those that the layer of this number has projected and
     whose values it has normed.
     """
@@ -199,6 +200,8 @@ class Attention:
     chunk: int | None = None
     gated: bool = False
     value_norm: Norm | None = None
+    value_dim: int | None = None
+    value_scale: float = 1.0
     lender: int | None = None
 
     @property
@@ -215,8 +218,13 @@ class Attention:
     def head_widths(self) -> tuple[int, int, int]:
         """Elements of one head in the projections to queries, keys and values, in that order."""
         if self.latent is None:
-            return self.head_dim, self.head_dim, self.head_dim
+            return self.head_dim, self.head_dim, self.value_dim or self.head_dim
         return self.head_dim, self.head_dim - self.latent.turning, self.latent.value_dim
+
+    @property
+    def widened(self) -> "Attention":
+        """This attention with values as wide as keys, as caches and ops have them."""
+        return replace(self, value_dim=None, value_scale=1.0)
 
     @property
     def qkv_sizes(self) -> tuple[int, int, int]:
@@ -574,6 +582,7 @@ class ModelSpec:
         inner = {
             **{"heads": attention.heads, "kv_heads": attention.kv_heads},
             **{"head_dim": attention.head_dim, "q": q, "k": k, "v": v},
+            "given": attention.heads * attention.head_widths[2],  # by heads, to a product
             **dict.fromkeys(("ffn", "gate", "up"), mlp.ffn),
             "buckets": attention.bias.buckets if attention.bias else 0,
         }

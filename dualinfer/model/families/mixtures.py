@@ -71,9 +71,10 @@ _GRANITE = Mixture(
     ),
 )
 _LATENT = ("axk1", "deepseek_v2", "deepseek_v3", "glm4_moe_lite", "mistral4")  # by their attention
-_DEEPSEEKS = ("dots1", "exaone_moe", "glm4_moe", "solar_open", *_LATENT)
+_DEEPSEEKS = ("dots1", "exaone_moe", "glm4_moe", "mimo_v2_flash", "solar_open", *_LATENT)
 # Those whose mlp_layer_types says which layers are mixtures.
 _LISTED = ("axk1", "cohere2_moe", "exaone_moe", "glm4_moe_lite", "hy_v3", "mellum")
+_LISTED += ("mimo_v2_flash",)
 _SEVERAL = Mixture(shared="mlp.shared_experts", shares="num_shared_experts")
 _TRAINED = ("aux_loss_alpha", "seq_aux")
 MIXTURES: Mapping[str, Mixture] = {
@@ -146,6 +147,12 @@ MIXTURES: Mapping[str, Mixture] = {
         ffn="intermediate_size",
     ),
     "mellum": Mixture(unused=(r"^mtp\.",)),
+    "mimo_v2_flash": replace(
+        _DEEPSEEK,
+        shares="",
+        renames=((".self_attn.sinks", ".self_attn.attention_sink_bias"),),
+        unused=(r"^model\.mtp\.",),
+    ),
     "minimax_m2": replace(_MIXTRAL, choice_bias="e_score_correction_bias"),
     "mistral4": replace(_DEEPSEEK, choice_bias=None),
     "mixtral": _MIXTRAL,

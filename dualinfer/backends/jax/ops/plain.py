@@ -317,6 +317,19 @@ class PlainOps:
         queries = a.qkv_sizes[0]
         return jnp.concatenate((q[..., :queries], qkv[..., queries:]), axis=-1)
 
+    def widen_values(self, a: Attention, qkv: jax.Array) -> jax.Array:
+        """See `contract.BlockOps.widen_values`."""
+        others, values = jnp.split(qkv, (sum(a.qkv_sizes[:2]),), axis=-1)
+        heads = values.reshape(*values.shape[:-1], a.kv_heads, -1) * a.value_scale
+        beside = [(0, 0)] * (heads.ndim - 1) + [(0, a.head_dim - heads.shape[-1])]
+        heads = jnp.pad(heads, beside).reshape(*values.shape[:-1], -1)
+        return jnp.concatenate((others, heads), axis=-1)
+
+    def narrow_values(self, a: Attention, y: jax.Array) -> jax.Array:
+        """See `contract.BlockOps.narrow_values`."""
+        heads = y.reshape(*y.shape[:-1], a.heads, -1)[..., : a.value_dim]
+        return heads.reshape(*y.shape[:-1], -1)
+
     def clip(self, x: jax.Array, limit: float) -> jax.Array:
         """See `contract.BlockOps.clip`."""
         return jnp.clip(x, -limit, limit)

@@ -5,6 +5,7 @@ from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
+from torch.nn import functional as F
 
 from ....model.spec import Activation, Attention, Experts, ModelSpec, Router
 from ....model.weights import Weight
@@ -293,6 +294,17 @@ class PlainOps:
         """See `contract.BlockOps.with_keys_of`."""
         queries = a.qkv_sizes[0]
         return torch.cat((q[..., :queries], qkv[..., queries:]), -1)
+
+    def widen_values(self, a: Attention, qkv: torch.Tensor) -> torch.Tensor:
+        """See `contract.BlockOps.widen_values`."""
+        others, values = qkv.split((sum(a.qkv_sizes[:2]), a.qkv_sizes[2]), -1)
+        values = values.unflatten(-1, (a.kv_heads, -1)) * a.value_scale
+        values = F.pad(values, (0, a.head_dim - values.shape[-1]))
+        return torch.cat((others, values.flatten(-2)), -1)
+
+    def narrow_values(self, a: Attention, y: torch.Tensor) -> torch.Tensor:
+        """See `contract.BlockOps.narrow_values`."""
+        return y.unflatten(-1, (a.heads, -1))[..., : a.value_dim].flatten(-2)
 
     def clip(self, x: torch.Tensor, limit: float) -> torch.Tensor:
         """See `contract.BlockOps.clip`."""
