@@ -155,6 +155,8 @@ SHARED = [
         ("dbrx", "torch", 3, False),
         ("gemma4", "torch", 2, False),
         ("gemma4", "jax", 3, False),
+        ("laguna", "torch", 2, False),
+        ("laguna", "jax", 2, False),
         ("mimo_v2_flash", "torch", 2, False),
         ("mimo_v2_flash", "jax", 2, False),
         ("mixtral", "torch", 3, False),

@@ -17,7 +17,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple, Protocol, TypeAlias
 
-from ..model.spec import Activation, Attention, Experts, ModelSpec, Norm, Router
+from ..model.spec import Activation, Attention, Experts, Gate, ModelSpec, Norm, Router
 from ..model.weights import Leaf, Weight
 from .caches import CacheView, CrossView
 
@@ -334,10 +334,17 @@ class BlockOps(Protocol):
         """
         ...
 
-    def gate(self, y: Array, x: Array, weight: Weight, norm: NormOf | None = None) -> Array:
-        """y [..., out] times the logistic function of norm(x) [..., E] times weight.
+    def gate(
+        self,
+        y: Array,
+        x: Array,
+        weight: Weight,
+        norm: NormOf | None = None,
+        by: Gate = "sigmoid",
+    ) -> Array:
+        """y [..., out] times a function, the logistic or another, of norm(x) [..., E] times weight.
 
-        The weight is [1, E], or [out, E].
+        The weight is [n, E]; each of its rows is for out / n elements of y in a row.
         """
         ...
 

@@ -95,7 +95,7 @@ def _sublayers(
         if layer.attention.value_dim is not None:
             y = ops.narrow_values(layer.attention, y)
         if layer.attention.gated:
-            y = ops.gate(y, x, w["attn_gate.weight"], norm)
+            y = ops.gate(y, x, w["attn_gate.weight"], norm, layer.attention.gate)
         if layer.sub_norms:
             y = ops.norm_shared(y, NormOf.named(layer.norm, w, "out_norm"), layer.sub_norms[0])
         by = Neighbours(w.get("out.bias"), residual=residual, spend=spend)

@@ -25,9 +25,9 @@ from . import (
     gpt_neo,
     gpt_neox,
     gptj,
+    layered,
     llama,
     llama4,
-    mimo,
     mistral3,
     modernbert,
     mpt,
@@ -48,7 +48,7 @@ _FAMILIES: dict[str, ModuleType] = {
         *(llama, gemma, gemma4, gpt2, gpt_neo, gpt_neox, gptj, opt, bloom, bert, relatives),
         *(falcon, mpt, fairseq, modernbert, deberta, clip, vit),
         *(bart, t5, t5gemma, encoder_decoder, whisper, deepseek, llama4, mistral3, dbrx),
-        *(mimo,),
+        *(layered,),
     )
     for model_type in family.CLASSES
 }

@@ -10,7 +10,7 @@ from typing import Any, Self
 import jax
 import jax.numpy as jnp
 
-from ....model.spec import Activation, Attention, Experts, ModelSpec, Rope, Router
+from ....model.spec import Activation, Attention, Experts, Gate, ModelSpec, Rope, Router
 from ....model.weights import Weight
 from ...caches import CacheSpec, CacheView, CrossView
 from ...contract import (
@@ -295,11 +295,19 @@ class PlainOps:
         return False
 
     def gate(
-        self, y: jax.Array, x: jax.Array, weight: Weight, norm: NormOf | None = None
+        self,
+        y: jax.Array,
+        x: jax.Array,
+        weight: Weight,
+        norm: NormOf | None = None,
+        by: Gate = "sigmoid",
     ) -> jax.Array:
         """See `contract.BlockOps.gate`."""
         gate = self.linear(x, weight, Neighbours(norm=norm, wide=True))
-        return (y.astype(jnp.float32) * jax.nn.sigmoid(gate)).astype(y.dtype)
+        gate = jax.nn.sigmoid(gate) if by == "sigmoid" else jax.nn.softplus(gate)
+        if 1 < gate.shape[-1] < y.shape[-1]:
+            gate = jnp.repeat(gate, y.shape[-1] // gate.shape[-1], axis=-1)
+        return (y.astype(jnp.float32) * gate).astype(y.dtype)
 
     def add(self, x: jax.Array, y: jax.Array, norm: NormOf | None = None) -> jax.Array:
         """See `contract.BlockOps.add`."""

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch.nn import functional as F
 
-from ....model.spec import Activation, Attention, Experts, ModelSpec, Router
+from ....model.spec import Activation, Attention, Experts, Gate, ModelSpec, Router
 from ....model.weights import Weight
 from ...base import SamplingFeatures
 from ...caches import CacheSpec, CacheView, CrossView
@@ -274,11 +274,19 @@ class PlainOps:
         return False
 
     def gate(
-        self, y: torch.Tensor, x: torch.Tensor, weight: Weight, norm: NormOf | None = None
+        self,
+        y: torch.Tensor,
+        x: torch.Tensor,
+        weight: Weight,
+        norm: NormOf | None = None,
+        by: Gate = "sigmoid",
     ) -> torch.Tensor:
         """See `contract.BlockOps.gate`."""
         gate = self.linear(x, weight, Neighbours(norm=norm, wide=True))
-        return (y * gate.sigmoid()).to(y.dtype)
+        gate = gate.sigmoid() if by == "sigmoid" else F.softplus(gate)
+        if 1 < gate.shape[-1] < y.shape[-1]:
+            gate = gate.repeat_interleave(y.shape[-1] // gate.shape[-1], -1)
+        return (y * gate).to(y.dtype)
 
     def add(self, x: torch.Tensor, y: torch.Tensor, norm: NormOf | None = None) -> torch.Tensor:
         """See `contract.BlockOps.add`."""

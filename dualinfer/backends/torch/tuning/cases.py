@@ -19,7 +19,7 @@ from ....kernels.triton import (
 )
 from ....kernels.triton.experts import Mixture
 from ....kernels.triton.tuning import Config, Key
-from ....model.spec import Activation, Attention, Experts, ModelSpec, Router
+from ....model.spec import Activation, Attention, Experts, Gate, ModelSpec, Router
 from ....model.weights import Weight, count_leaves, parts_of, with_parts
 from ...contract import (
     ALONE,
@@ -242,7 +242,12 @@ class _Recorder:
         return self.ops.adds_shared(x, mixture, w)
 
     def gate(
-        self, y: torch.Tensor, x: torch.Tensor, weight: Weight, norm: NormOf | None = None
+        self,
+        y: torch.Tensor,
+        x: torch.Tensor,
+        weight: Weight,
+        norm: NormOf | None = None,
+        by: Gate = "sigmoid",
     ) -> torch.Tensor:
         self.linear(x, weight, Neighbours(norm=norm, wide=True))
         return y

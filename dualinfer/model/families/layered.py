@@ -1,13 +1,15 @@
-"""MiMo-V2-Flash: values narrower than keys, windows in turns with more KV heads and sinks, experts.
+"""Decoders whose layers have heads by kind: MiMo-V2-Flash and Laguna, with windows in turns.
 
-HF source: models/mimo_v2_flash/modeling_mimo_v2_flash.py.
+MiMo's values are narrower than its keys, and layers with a window have twice the KV heads and
+sinks; Laguna's layers have query heads by number, each gated.
+HF sources: models/mimo_v2_flash and models/laguna.
 """
 
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from ...errors import ModelError
+from ...errors import ModelError, shown
 from ..spec import Attention, Experts, Head, Layer, Mlp, ModelSpec, Norm
 from ..weights import Row, WeightTable, row
 from . import mixtures
@@ -15,21 +17,31 @@ from . import rows as make
 from .fields import ConfigFields
 from .rope import make_rope, reach, ropes_by_kind, rotary_size
 
-CLASSES = {"mimo_v2_flash": ("MiMoV2FlashForCausalLM", "MiMoV2FlashModel")}
+CLASSES = {
+    "laguna": ("LagunaForCausalLM", "LagunaModel"),
+    "mimo_v2_flash": ("MiMoV2FlashForCausalLM", "MiMoV2FlashModel"),
+}
 _SLIDING, _PART = "sliding_attention", "partial_rotary_factor"
 
 
 def describe(fields: ConfigFields, architecture: str) -> tuple[ModelSpec, WeightTable]:
-    """Spec and weight table of a MiMo-V2-Flash."""
+    """Spec and weight table of one of both."""
     embed, count = fields.size("hidden_size"), fields.layers("num_hidden_layers")
     norm, kinds = Norm("rms", fields.number("rms_norm_eps")), fields.layer_types(count)
     positions = fields.size("max_position_embeddings")
     dense = Mlp(fields.size("intermediate_size"), fields.activation("hidden_act"), gated=True)
     mlps = mixtures.read_layers(fields, dense, count)
     parameters = ropes_by_kind(fields.take("rope_parameters"), kinds)
-    attentions = _attentions(fields, embed, kinds, positions, parameters)
-    own = list(zip(kinds, mlps, strict=True))
-    layers = {key: Layer(attentions[key[0]], key[1], norm, "pre") for key in own}
+    sizes, more = _sizes(fields, embed, kinds), _more(fields, norm)
+    own = list(zip(kinds, fields.windows(kinds), sizes, mlps, strict=True))
+    ropes = {kind: _rope(fields, parameters[kind], sizes[0][2], positions) for kind in {*kinds}}
+    layers = {
+        key: Layer(
+            Attention(*key[2], key[2][2] ** -0.5, window=key[1], rope=ropes[key[0]], **more),
+            *(key[3], norm, "pre"),
+        )
+        for key in own
+    }
     spec = ModelSpec(
         family=fields.family,
         architecture=architecture,
@@ -40,49 +52,64 @@ def describe(fields: ConfigFields, architecture: str) -> tuple[ModelSpec, Weight
         final_norm=norm,
         head=Head("causal") if architecture.endswith("ForCausalLM") else None,
     )
-    _check_said_again(fields, spec, kinds, parameters)
+    if fields.family == "mimo_v2_flash":
+        _check_said_again(fields, spec, kinds, parameters)
+    fields.ignore("attention_dropout")
     return spec, _table(fields, spec, kinds)
 
 
-def _attentions(
-    fields: ConfigFields,
-    embed: int,
-    kinds: list[str],
-    positions: int,
-    parameters: Mapping[str, Any],
-) -> dict[str, Attention]:
-    """The attention of each kind of layer."""
+def _sizes(fields: ConfigFields, embed: int, kinds: list[str]) -> list[tuple[int, int, int]]:
+    """Of each layer the query heads, the KV heads and the elements of a head."""
     heads, kv_heads, head_dim = fields.grouped_heads(embed)
-    value_dim = fields.size("v_head_dim")
+    by_layer = [heads] * len(kinds)
+    if fields.family == "laguna":
+        given = fields.take("num_attention_heads_per_layer", by_layer)
+        fits = isinstance(given, list | tuple) and len(given) == len(kinds)
+        if not fits or any(type(n) is not int or n < 1 for n in given):
+            raise ModelError(
+                f"config.json has num_attention_heads_per_layer={shown(given)}; expected a number "
+                f"for each of {len(kinds)} layers."
+            )
+        by_layer = list(given)
+    twice = fields.family == "mimo_v2_flash"
+    found = [
+        (own, kv_heads * (2 if twice and kind == _SLIDING else 1), head_dim)
+        for own, kind in zip(by_layer, kinds, strict=True)
+    ]
+    for own, groups, _ in found:
+        if own % groups:
+            raise ModelError(f"{own} query heads of a layer are no multiple of {groups} KV heads.")
+    return found
+
+
+def _more(fields: ConfigFields, norm: Norm) -> dict[str, Any]:
+    """What else the attention of all layers has."""
+    if fields.family == "laguna":
+        fields.require("gating", True, "per-head", "per-element")
+        return {"qk_norm": norm, "gated": True, "gate": "softplus"}
+    value_dim, head_dim = fields.size("v_head_dim"), fields.size("head_dim")
     if value_dim > head_dim:
         raise ModelError(f"v_head_dim={value_dim} is more than head_dim={head_dim}.")
-    found = {}
-    for kind, window in dict(zip(kinds, fields.windows(kinds), strict=True)).items():
-        more = kv_heads * (2 if kind == _SLIDING else 1)
-        if heads % more:
-            raise ModelError(f"num_attention_heads={heads} is no multiple of {more} KV heads.")
-        turning = parameters[kind]
-        if isinstance(turning, Mapping) and turning.get("rope_type", "default") == "default":
-            turning = {_PART: 0.334, **turning}  # HF's
-        rope = make_rope({**turning, _PART: None}, rotary_size(turning, head_dim), positions)
-        found[kind] = Attention(
-            *(heads, more, head_dim, head_dim**-0.5),
-            window=window,
-            rope=rope,
-            value_dim=value_dim,
-            value_scale=fields.optional_number("attention_value_scale") or 1.0,
-        )
-    return found
+    scale = fields.optional_number("attention_value_scale") or 1.0
+    return {"value_dim": value_dim, "value_scale": scale}
+
+
+def _rope(fields: ConfigFields, parameters: Any, head_dim: int, positions: int) -> Any:
+    """A layer's rotary embedding, of the part of each head that HF turns."""
+    kind = parameters.get("rope_type", "default") if isinstance(parameters, Mapping) else None
+    if fields.family == "mimo_v2_flash" and kind == "default":
+        parameters = {_PART: 0.334, **parameters}
+    size = rotary_size(parameters, head_dim)
+    return make_rope({**parameters, _PART: None}, size, positions)
 
 
 def _check_said_again(
     fields: ConfigFields, spec: ModelSpec, kinds: list[str], parameters: Mapping[str, Any]
 ) -> None:
-    """Refuse fields of the makers' own code that ask for other than what HF's class does."""
+    """Refuse fields of MiMo's makers' own code that ask for other than what HF's class does."""
     a = spec.layers[0].attention
     full, sliding = (parameters.get(k) or {} for k in ("full_attention", _SLIDING))
     window = fields.take("sliding_window")
-    kv_heads = fields.take("num_key_value_heads")
     for name, value in {
         "add_full_attention_sink_bias": False,
         "add_swa_attention_sink_bias": True,
@@ -95,24 +122,29 @@ def _check_said_again(
         "sliding_window_size": window and window - 1,
         "swa_head_dim": a.head_dim,
         "swa_num_attention_heads": a.heads,
-        "swa_num_key_value_heads": 2 * kv_heads,
+        "swa_num_key_value_heads": 2 * fields.heads("num_key_value_heads"),
         "swa_rope_theta": sliding.get("rope_theta"),
         "swa_v_head_dim": a.value_dim,
     }.items():
         fields.require(name, value)
-    fields.ignore("attention_chunk_size", "attention_dropout", "hybrid_block_size")
+    fields.ignore("attention_chunk_size", "hybrid_block_size")
     fields.ignore("num_nextn_predict_layers", "num_mtp_layers")  # layers behind those that answer
 
 
 def _table(fields: ConfigFields, spec: ModelSpec, kinds: list[str]) -> WeightTable:
     norm, mixture = spec.layers[0].norm, mixtures.MIXTURES[spec.family]
     bias, hf = fields.flag("attention_bias", False), "model.layers.{i}."
+    is_mimo = fields.family == "mimo_v2_flash"
     shared = [
         *make.norm(norm, "attn_norm", f"{hf}input_layernorm"),
         *make.norm(norm, "mlp_norm", f"{hf}post_attention_layernorm"),
         *make.joined("qkv", hf + "self_attn.{p}", make.QKV, bias),
-        *make.linear("out", f"{hf}self_attn.o_proj", "embed given", bias=False),
+        *make.head_norms(spec.layers[0].attention, f"{hf}self_attn"),
     ]
+    if not is_mimo:
+        axes = "q embed" if fields.take("gating") == "per-element" else "heads embed"
+        shared += make.linear("attn_gate", f"{hf}self_attn.g_proj", axes, bias=False)
+    shared += make.linear("out", f"{hf}self_attn.o_proj", "embed given", bias and not is_mimo)
     sinks = replace(row("sinks", "heads", (f"{hf}self_attn.sinks", "heads")), wide=True)
     dense = [
         *make.joined("up", hf + "mlp.{p}", make.GATE_UP, bias=False),
@@ -121,7 +153,7 @@ def _table(fields: ConfigFields, spec: ModelSpec, kinds: list[str]) -> WeightTab
 
     def rows_of(kind: str, mlp: Mlp | Experts) -> tuple[Row, ...]:
         feed = mixtures.make_rows(mixture, mlp, hf) if isinstance(mlp, Experts) else dense
-        return (*shared, *feed, *([sinks] if kind == _SLIDING else []))
+        return (*shared, *feed, *([sinks] if is_mimo and kind == _SLIDING else []))
 
     table = make.causal_table(
         spec,
