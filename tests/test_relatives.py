@@ -177,7 +177,7 @@ def make(case, headless=False):
     name, config = CASES[case][0], make_config(case)
     name = "Llama" if name == "InternLM3" else name.removesuffix("Text")
     torch.manual_seed(0)
-    end = "Model" if headless else "LMHeadModel" if name == "OpenAIGPT" else "ForCausalLM"
+    end = "Model" if headless else "LMHeadModel" if name in ("CTRL", "OpenAIGPT") else "ForCausalLM"
     model = getattr(hf, f"{name}{end}")(config)
     randomize(model)
     return model.eval()

@@ -13,6 +13,7 @@ from . import (
     bert,
     bloom,
     clip,
+    ctrl,
     dbrx,
     deberta,
     deepseek,
@@ -48,7 +49,7 @@ _FAMILIES: dict[str, ModuleType] = {
         *(llama, gemma, gemma4, gpt2, gpt_neo, gpt_neox, gptj, opt, bloom, bert, relatives),
         *(falcon, mpt, fairseq, modernbert, deberta, clip, vit),
         *(bart, t5, t5gemma, encoder_decoder, whisper, deepseek, llama4, mistral3, dbrx),
-        *(layered,),
+        *(layered, ctrl),
     )
     for model_type in family.CLASSES
 }
