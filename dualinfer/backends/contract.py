@@ -188,6 +188,8 @@ class LayerAttention(NamedTuple):
         latent_norm = kv = None
         if spec.latent is not None:
             latent_norm, kv = NormOf.named(spec.latent.norm, w, "latent_norm"), w["kv.weight"]
+            if spec.latent.scale != 1:
+                latent_norm = latent_norm._replace(weight=latent_norm.weight * spec.latent.scale)
         own = frequencies, slopes, whole, bias, sinks
         return cls(
             spec.widened if spec.value_dim else spec,
@@ -321,9 +323,10 @@ class BlockOps(Protocol):
         share of F, or where devices share experts out some of X, whole or a share of F of each; the
         bias [X, E] is whole. A device computes what the chosen ones among its own give. `partial`
         [..., E], what a shared expert gives before the sum over devices, is added to each device's
-        part. Sums are made in float32 in routing's order, and no value of an
-        expert that a token did not choose reaches its result. Of the neighbours it knows norm,
-        residual and spend; the residual is added once, after the sum over devices.
+        part. An expert of a number that is not there gives nothing. Sums are made in float32 in
+        routing's order, and no value of an expert that a token did not choose reaches its result.
+        Of the neighbours it knows norm, residual and spend; the residual is added once, after the
+        sum over devices.
         """
         ...
 

@@ -60,6 +60,15 @@ def unserved(spec: ModelSpec) -> str | None:
     return None
 
 
+def left_plain(spec: ModelSpec) -> tuple[str, ...]:
+    """The ops of mixtures that kernels serve in other models, and not in this one."""
+    from ..kernels.triton import routing
+
+    mixtures = [layer.mlp for layer in spec.all_layers if isinstance(layer.mlp, Experts)]
+    experts = ("experts",) if any(own.zeros for own in mixtures) else ()
+    return experts if routing.serves_all(spec) else ("router", *experts)
+
+
 def has_wide_heads(head_dim: int) -> bool:
     """Whether heads have more elements than the kernels of attention take."""
     from ..kernels.triton import attention
@@ -230,16 +239,16 @@ def experts_of(
 ) -> Any:
     """A layer's experts as the kernels take them, a `experts.Mixture`; None if they know no such.
 
-    They know none where several experts of a token weigh their inputs. `shared` says that the
-    expert of all tokens is one of them, and `own`, int32 [2], from which to before which number
-    they are here.
+    They know none where several experts of a token weigh their inputs, or some have no weights.
+    `shared` says that the expert of all tokens is one of them, and `own`, int32 [2], from which to
+    before which number they are here.
     """
     from ..kernels.triton import activation, experts
 
     weights = [w[f"experts.{name}.weight"] for name in ("up", "down")]
     if mixture.activation not in activation.KINDS:
         return None
-    if mixture.weighs_input and mixture.router.chosen > 1:
+    if mixture.zeros or (mixture.weighs_input and mixture.router.chosen > 1):
         return None
     if any(weight.pieces for weight in weights) or weights[0].shape[0] > experts.MOST_EXPERTS:
         return None
@@ -270,7 +279,7 @@ def shares_launches(mixture: Experts, w: Mapping[str, Any], tokens: int) -> bool
 
     names = [f"{of}.{part}.weight" for of in ("experts", "shared") for part in ("up", "down")]
     names += ["shared.gate.weight"] * mixture.shared_gated
-    others = mixture.weighs_input or mixture.apart or mixture.shared_scale != 1
+    others = mixture.weighs_input or mixture.apart or mixture.late or mixture.shared_scale != 1
     known = mixture.shared > 0 and not others and experts_choice.is_few(tokens)
     return known and _are_plain([w[name] for name in names])
 

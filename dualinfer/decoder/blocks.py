@@ -1,6 +1,7 @@
 """The blocks of a layer: attention and feed-forward, with their norms and residuals."""
 
 from collections.abc import Callable
+from dataclasses import replace
 
 from ..backends.contract import (
     Array,
@@ -36,17 +37,19 @@ def block(
     across: Attend | None = None,
     lent: dict[int, Array] | None = None,
     own: Array | None = None,
+    late: list[Array] | None = None,
 ) -> Array | Unnormed:
     """One layer's output; with `spend` its input may be overwritten.
 
     `across` attends to what an encoder gave, where the layer does. `lent` has the packed queries,
     keys and values of the layers whose keys and values others have; that of a lender is put there.
-    `own` is this layer's own embedding of each token, where it `reads` one. A norm over the sum of
+    `own` is this layer's own embedding of each token, where it `reads` one. What a mixture gives
+    that `is_late` is put into `late`. A norm over the sum of
     a sub-layer and what it read is left to the product that comes next.
     """
     if layer.placement == "post":
         return _post_block(layer, w, ops, x, index, attend, across)
-    x = _sublayers(layer, w, ops, normed(ops, x), index, attend, spend, across, lent)
+    x = _sublayers(layer, w, ops, normed(ops, x), index, attend, spend, across, lent, late)
     if layer.reads:
         h = ops.linear(x, w["read.weight"], Neighbours(activation=_plain_activation(layer)))
         y = ops.linear(h * own, w["read_out.weight"])
@@ -69,6 +72,7 @@ def _sublayers(
     spend: bool,
     across: Attend | None,
     lent: dict[int, Array] | None,
+    late: list[Array] | None,
 ) -> Array:
     """`block` as far as most families have it: attention and feed-forward."""
 
@@ -131,6 +135,15 @@ def _sublayers(
         if isinstance(layer.mlp, Experts):
             if layer.mlp.apart:
                 return _apart(layer.mlp, layer.norm, w, ops, x)
+            if layer.mlp.late:
+                assert late is not None and norm is not None
+                x = ops.norm(x, norm)
+                late.append(mixture(replace(layer.mlp, shared=0), w, ops, x, None, None))
+                by = Neighbours(activation=layer.mlp.activation, gated=layer.mlp.gated)
+                h = ops.linear(x, w["shared.up.weight"], by)
+                return ops.row_product(
+                    h, w["shared.down.weight"], Neighbours(residual=residual, spend=True)
+                )
             return mixture(layer.mlp, w, ops, x, norm, residual)
         if layer.mlp.activation == "xielu":
             h = ops.linear(x, w["up.weight"], Neighbours(w.get("up.bias"), norm))
@@ -269,5 +282,10 @@ def mixture(
             partial = ops.gate(partial, x, w["shared.gate.weight"], norm)
         if experts.shared_scale != 1:
             partial = partial * experts.shared_scale
+    if experts.zeros:
+        x = ops.norm(x, norm) if norm else x
+        passed = (routing.weights * (routing.experts >= experts.count)).sum(-1)[..., None] * x
+        y = ops.experts(x, experts, w, routing, Neighbours(residual=residual, spend=True), partial)
+        return ops.add(y, ops.like(passed, y))
     by = Neighbours(norm=norm, residual=residual, spend=True)
     return ops.experts(x, experts, w, routing, by, partial)

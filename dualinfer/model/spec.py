@@ -67,6 +67,7 @@ class Latent:
     of the latent vector, and the shared elements behind it; a head's value, of `value_dim`
     elements, is another projection. Queries have turning elements at their end likewise. They come
     from a normed projection to `query_rank` elements, or, where that is 0, from the input itself.
+    A normed latent vector is times `scale` (LongCat).
     """
 
     rank: int
@@ -74,6 +75,7 @@ class Latent:
     value_dim: int
     norm: Norm
     query_rank: int = 0
+    scale: float = 1.0
 
     @property
     def width(self) -> int:
@@ -289,7 +291,9 @@ class Experts:
     their own (DeepSpeed's residual layers, arXiv:2201.05596). Where they are `apart` (Gemma 4), the
     expert that all tokens have, the others and the router each read through a norm of their own.
     Both results are normed before they are added, and the weight of a chosen expert is times a
-    learned number.
+    learned number. Behind the `count` experts the router knows `zeros` more, without weights: such
+    a one gives what it reads. Where they are `late` (LongCat, arXiv:2509.01322), the expert that
+    all tokens have is the layer's MLP, and what the others give is added behind the next layer.
     """
 
     count: int
@@ -305,11 +309,13 @@ class Experts:
     weighs_input: bool = False
     blended: bool = False
     apart: bool = False
+    zeros: int = 0
+    late: bool = False
 
     @property
     def choices(self) -> int:
         """Experts that a router tells apart."""
-        return self.count - self.blended
+        return self.count - self.blended + self.zeros
 
     @property
     def per_token(self) -> int:
@@ -422,6 +428,11 @@ class Layer:
         """How many experts a layer has; 0 of one without a mixture."""
         return self.mlp.count if isinstance(self.mlp, Experts) else 0
 
+    @property
+    def is_late(self) -> bool:
+        """True if a part of what it gives is added behind the next layer."""
+        return isinstance(self.mlp, Experts) and self.mlp.late
+
 
 @dataclass(frozen=True)
 class Head:
@@ -482,7 +493,8 @@ class ModelSpec:
     frames for each position, by two convolutions. Where there is no mask, HF hides the id `hides`.
     The embedding of the id `dropped` is zero, and those of a sequence's other tokens are times 0.88
     over the share that these have in it, as dropout in training made them (ESM-2). If a model
-    `blanks`, what a mask hides enters the first layer as zeros.
+    `blanks`, what a mask hides enters the first layer as zeros. A layer that `is_late` and the next
+    one are one layer of HF's, and have one hidden state.
     """
 
     family: str

@@ -29,6 +29,7 @@ from . import (
     layered,
     llama,
     llama4,
+    longcat,
     mistral3,
     modernbert,
     mpt,
@@ -49,7 +50,7 @@ _FAMILIES: dict[str, ModuleType] = {
         *(llama, gemma, gemma4, gpt2, gpt_neo, gpt_neox, gptj, opt, bloom, bert, relatives),
         *(falcon, mpt, fairseq, modernbert, deberta, clip, vit),
         *(bart, t5, t5gemma, encoder_decoder, whisper, deepseek, llama4, mistral3, dbrx),
-        *(layered, ctrl),
+        *(layered, ctrl, longcat),
     )
     for model_type in family.CLASSES
 }

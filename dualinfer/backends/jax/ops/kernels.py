@@ -23,7 +23,6 @@ from ....kernels.triton import (
     filters,
     linear,
     quantized,
-    routing,
     sampling,
     thresholds,
 )
@@ -47,6 +46,7 @@ from ...kernels import (
     experts_launch,
     experts_of,
     few_rows_launch,
+    left_plain,
     linear_key,
     reads_unnormed,
     route_launch,
@@ -96,7 +96,7 @@ class KernelOps(KernelAttention):
 
     def left_plain(self, spec: ModelSpec) -> tuple[str, ...]:
         """See `PlainOps.left_plain`."""
-        return () if routing.serves_all(spec) else ("router",)
+        return left_plain(spec)
 
     def embed(
         self,

@@ -17,7 +17,6 @@ from ....kernels.triton import (
     experts_choice,
     linear,
     quantized,
-    routing,
     sampling,
 )
 from ....kernels.triton import norm as norms
@@ -43,6 +42,7 @@ from ...kernels import (
     experts_launch,
     experts_of,
     few_rows_launch,
+    left_plain,
     linear_key,
     reads_unnormed,
     route_launch,
@@ -114,7 +114,7 @@ class KernelOps(KernelAttention):
 
     def left_plain(self, spec: ModelSpec) -> tuple[str, ...]:
         """See `PlainOps.left_plain`."""
-        return () if routing.serves_all(spec) else ("router",)
+        return left_plain(spec)
 
     @named("embed")
     def embed(

@@ -259,6 +259,8 @@ class PlainOps:
         """See `contract.BlockOps.experts`."""
         rows = self.norm(x, by.norm) if by.norm else x
         own = None if self.split is None else self.split.own_experts(mixture.count)
+        if own is None and mixture.zeros:
+            own = 0, mixture.count
         y = mixtures.experts(rows, mixture, w, routing, self._share_input, own)
         if partial is not None:
             y = y + partial
