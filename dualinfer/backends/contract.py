@@ -192,7 +192,7 @@ class LayerAttention(NamedTuple):
                 latent_norm = latent_norm._replace(weight=latent_norm.weight * spec.latent.scale)
         own = frequencies, slopes, whole, bias, sinks
         return cls(
-            spec.widened if spec.value_dim else spec,
+            spec.widened,
             q_norm,
             k_norm,
             *own,
@@ -372,6 +372,17 @@ class BlockOps(Protocol):
 
     def narrow_values(self, a: Attention, y: Array) -> Array:
         """What heads give [B, T, H D] without what values were widened by: [B, T, H value_dim]."""
+        ...
+
+    def double_heads(self, a: Attention, qkv: Array) -> Array:
+        """Packed qkv [B, T, 2 (H+2K) D] of `a.widened`, for each value that a head of `a` reads."""
+        ...
+
+    def subtract_heads(self, a: Attention, y: Array, vectors: Sequence[Array]) -> Array:
+        """What doubled heads give [B, T, 2 H D] as `spec.Attention` has their difference.
+
+        It is [B, T, H D]. The vectors [D] are those of `LAMBDAS`, in this order.
+        """
         ...
 
     def clip(self, x: Array, limit: float) -> Array:

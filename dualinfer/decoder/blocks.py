@@ -13,7 +13,7 @@ from ..backends.contract import (
     Unnormed,
     Weights,
 )
-from ..model.spec import XIELU, Activation, Experts, Layer, Norm, Router
+from ..model.spec import LAMBDAS, XIELU, Activation, Experts, Layer, Norm, Router
 
 # Attention of a layer, by its number, over packed queries, keys and values, or over the pair that
 # latent attention takes; across, over queries.
@@ -95,9 +95,13 @@ def _sublayers(
             qkv = borrow(qkv, lent)
         if layer.attention.value_dim is not None:
             qkv = ops.widen_values(layer.attention, qkv)
+        if layer.attention.difference is not None:
+            qkv = ops.double_heads(layer.attention, qkv)
         y = attend(index, qkv)
         if layer.attention.value_dim is not None:
             y = ops.narrow_values(layer.attention, y)
+        if layer.attention.difference is not None:
+            y = ops.subtract_heads(layer.attention, y, [w[name] for name in LAMBDAS])
         if layer.attention.gated:
             y = ops.gate(y, x, w["attn_gate.weight"], norm, layer.attention.gate)
         if layer.sub_norms:
