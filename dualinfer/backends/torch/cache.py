@@ -19,7 +19,7 @@ from ..caches import (
     no_room,
 )
 from .device import free_bytes
-from .ops.primitives import CACHE_CODES
+from .ops.schemes import CACHE_CODES
 
 
 class LayerCache(CacheView, Protocol):

@@ -30,7 +30,7 @@ from .device import device_name, free_bytes, in_order
 from .graphs import MOST_STEPS, CallGraphs, StepGraphs, graph_facts
 from .ops import primitives
 from .ops.plain import PlainOps
-from .ops.primitives import SCHEMES
+from .ops.schemes import SCHEMES
 from .params import Params, refresh_params
 from .precision import own_precision
 from .profiling import make_stopwatch, span

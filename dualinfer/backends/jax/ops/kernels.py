@@ -57,9 +57,10 @@ from ...schemes import EightBit, packed, rounds_input
 from ...schemes import eight_bit as in_eight_bits
 from ..cache import BlockCache, CrossCache, FullCache, LatentCache
 from ..sampler import CHANGED, FILTERED, SlotState
-from . import mixtures, primitives
+from . import mixtures
 from .kernel_attention import KernelAttention
 from .plain import PlainOps
+from .schemes import SCHEMES
 
 
 class KernelOps(KernelAttention):
@@ -176,7 +177,7 @@ class KernelOps(KernelAttention):
         if not serves_product(x, weight, by):
             return super().linear(*self._with_values(x, weight), by)
         if rounds_input(weight):
-            x = primitives.SCHEMES.quantize_input(x, weight)
+            x = SCHEMES.quantize_input(x, weight)
         if by.norm is not None and count != 1:
             x, by = self.norm(x, by.norm), by._replace(norm=None)
         return self._launched("matmul", few_rows_launch(self, x, weight, by))
@@ -302,7 +303,7 @@ class KernelOps(KernelAttention):
         codes = packed(weight)
         if codes is None:
             return x, weight
-        x = primitives.SCHEMES.quantize_input(x, weight)
+        x = SCHEMES.quantize_input(x, weight)
         with jax.named_scope("values"):
             matrix, _ = call(quantized.values, codes, x, capability=self.capability)
         return x, Weight(matrix, weight.axes)

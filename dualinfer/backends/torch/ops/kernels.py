@@ -59,6 +59,7 @@ from ..sampler import SlotState
 from . import primitives
 from .kernel_attention import KernelAttention
 from .plain import PlainOps
+from .schemes import SCHEMES
 
 # Of an expert on average, and its ffn: from there torch's products are faster on an H100.
 _GROUPED_PAIRS, _GROUPED_FFN = 256, 2048
@@ -186,7 +187,7 @@ class KernelOps(KernelAttention):
         if by.norm is not None and (count != 1 or rounds):
             x, by = self.norm(x, by.norm), by._replace(norm=None)
         if rounds:
-            x = primitives.SCHEMES.quantize_input(x, weight)
+            x = SCHEMES.quantize_input(x, weight)
         if not serves_product(x, weight, by):
             matrix = weight.data if codes is None else quantized.values(codes, x)
             return self._wide_product(x, matrix, by)

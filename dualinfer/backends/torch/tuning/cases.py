@@ -37,7 +37,7 @@ from ...slots import bucket
 from ..cache import FullCache, LatentCache
 from ..device import free_bytes
 from ..ops.kernels import KernelOps, takes_groups
-from ..ops.primitives import CACHE_CODES
+from ..ops.schemes import CACHE_CODES
 from ..params import Params
 
 DECODE_ROWS = (1, 2, 4, 8, 16, 32)
