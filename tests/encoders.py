@@ -32,6 +32,7 @@ _DEBERTA_3 = {
     **{"position_buckets": 8, "max_relative_positions": 20, "norm_rel_ebd": "layer_norm"},
     **{"share_att_key": True, "position_biased_input": False},
 }
+_XLARGE = {"conv_kernel_size": 5, "conv_act": "gelu", "embedding_size": 20}
 # HF's class, and what makes its config odd.
 BASES = {
     "roberta": ("RobertaModel", {}),
@@ -65,6 +66,8 @@ BASES = {
     "deberta-2": ("DebertaV2Model", {**_DEBERTA, "position_buckets": 6, "type_vocab_size": 2}),
     "deberta-2-masked": ("DebertaV2ForMaskedLM", {**_DEBERTA_3, "legacy": False}),
     "deberta-2-legacy": ("DebertaV2ForMaskedLM", {"tie_word_embeddings": False}),
+    "deberta-xlarge": ("DebertaV2Model", {**_DEBERTA_3, "conv_kernel_size": 3}),
+    "deberta-xlarge-masked": ("DebertaV2ForMaskedLM", {**_DEBERTA_3, **_XLARGE}),
     "deberta": ("DebertaModel", {**_DEBERTA, "max_relative_positions": 7}),
     "deberta-masked": ("DebertaForMaskedLM", {**_DEBERTA, "pos_att_type": "c2p"}),
     "nomic_bert": ("NomicBertModel", {}),
@@ -135,6 +138,7 @@ HEADS = {
     "deberta-2-sequence": ("DebertaV2ForSequenceClassification", {**_DEBERTA_3, **LABELS}),
     "deberta-2-choice": ("DebertaV2ForMultipleChoice", _DEBERTA_3),
     "deberta-2-span": ("DebertaV2ForQuestionAnswering", _DEBERTA_3),
+    "deberta-xlarge-sequence": ("DebertaV2ForSequenceClassification", {**_DEBERTA_3, **_XLARGE}),
     "deberta-token": ("DebertaForTokenClassification", {**_DEBERTA, **LABELS}),
     "mpnet-span": ("MPNetForQuestionAnswering", {}),
     "gte-sequence": ("GteForSequenceClassification", LABELS),

@@ -13,10 +13,17 @@ from typer.testing import CliRunner
 import dualinfer
 from dualinfer.arrays import kind_of
 from dualinfer.cli.main import app
-from dualinfer.errors import ArgumentError, CheckpointError, LengthError, UnsupportedError
+from dualinfer.errors import (
+    ArgumentError,
+    CheckpointError,
+    LengthError,
+    ModelError,
+    UnsupportedError,
+)
+from dualinfer.model.families import describe_model
 
 from .checkpoints import write_byte_tokenizer
-from .encoders import CASES, PAD, VOCAB, make
+from .encoders import CASES, PAD, SIZES, VOCAB, make
 from .models import BACKENDS, relative_rms
 
 LIMIT = 1e-5
@@ -30,12 +37,19 @@ ON_JAX = {
 SLOW = {
     *("jina-masked", "data2vec-masked", "ernie-masked", "prelayernorm", "gte-sequence"),
     *("jina-sequence", "megatron-choice", "prelayernorm-sequence", "roberta-xl-span", "jina"),
+    *("deberta-xlarge", "deberta-xlarge-sequence"),
     *("megatron-masked", "gte-masked", "rembert", "roformer", "roformer-masked", "ibert"),
     *("xlm-base", "xlm-masked", "flaubert-masked", "xlm-sequence", "xlm-token", "flaubert-span"),
     *("ibert-masked", "bert-generation", "esm", "esm-plain", "esm-sequence", "esm-token"),
     *(f"rembert-{kind}" for kind in ("sequence", "choice", "token", "span")),
     *(f"roformer-{kind}" for kind in ("sequence", "choice", "token", "span")),
     *(f"ibert-{kind}" for kind in ("sequence", "choice", "token", "span")),
+}
+
+
+FIRST = {
+    *("modernbert-cls", "deberta-2-sequence", "deberta-2-choice", "xlm-sequence"),
+    "deberta-xlarge-sequence",
 }
 
 
@@ -60,7 +74,7 @@ def batch(case, tokens=13):
     ids = rng.integers(3, VOCAB, (rows, tokens))
     mask = np.ones_like(ids)
     # These read the first token, padding that sees padding alone.
-    if case not in ("modernbert-cls", "deberta-2-sequence", "deberta-2-choice", "xlm-sequence"):
+    if case not in FIRST:
         mask[1, :4] = 0
     mask[2, -5:] = 0
     ids = np.where(mask == 1, ids, PAD)
@@ -120,6 +134,21 @@ def test_a_model_gives_what_hf_gives(case, backend):
     masked = of_hf(model, ids, attention_mask=mask)
     compare(engine(ids, attention_mask=mask, output_hidden_states=True), masked, mask)
     assert engine.report().architecture == type(model).__name__
+
+
+@pytest.mark.parametrize(
+    ("case", "changes", "message"),
+    [
+        ("deberta-xlarge", {"conv_groups": 2}, "conv_groups=2"),
+        ("deberta-xlarge", {"conv_kernel_size": 4}, "conv_kernel_size=4.*odd"),
+        ("deberta-2-masked", {"embedding_size": 20}, "embedding_size=20"),
+    ],
+)
+def test_a_field_that_an_encoder_does_not_honour_is_named(case, changes, message):
+    name, fields = CASES[case]
+    config = getattr(hf, name).config_class(**(SIZES | fields | changes))
+    with pytest.raises(ModelError, match=message):
+        describe_model(config.to_dict(), [name])
 
 
 @pytest.mark.slow
@@ -189,6 +218,7 @@ def hidden_of(model, ids):
                     "nomic_bert",
                     "mpnet",
                     "deberta-3",
+                    "deberta-xlarge",
                     "embedding-gemma",
                     "albert",
                     "gpt2-token",
@@ -530,6 +560,7 @@ def on_devices(case, backend, devices):
 SHARED = {
     **{"modernbert-sequence": True, "albert-masked": False, "qwen3-reward": False},
     **dict.fromkeys(("mpnet-span", "deberta-2-masked", "deberta-masked"), False),
+    "deberta-xlarge-masked": False,
 }
 
 

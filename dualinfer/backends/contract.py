@@ -350,11 +350,19 @@ class BlockOps(Protocol):
         ...
 
     def convolve(
-        self, x: Array, kernel: Array, bias: Array, stride: int, activation: Activation
+        self,
+        x: Array,
+        kernel: Array,
+        bias: Array,
+        stride: int,
+        activation: Activation,
+        segments: Array | None = None,
     ) -> Array:
         """The activation of a convolution over time, x [B, T, in] to [B, T / stride, out].
 
-        kernel [out, in, 3], over each frame and its neighbours; zeros lie around the sequence.
+        kernel [out, in, taps], over each token and its taps // 2 neighbours on either side; taps
+        are odd, and zeros lie around the sequence. With int `segments` [B, T], for a stride of 1,
+        a token of another segment counts as zeros as well.
         """
         ...
 

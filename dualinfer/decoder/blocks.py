@@ -36,16 +36,24 @@ def block(
     across: Attend | None = None,
     lent: dict[int, Array] | None = None,
     own: Array | None = None,
+    segments: Array | None = None,
 ) -> Array | Unnormed:
     """One layer's output; with `spend` its input may be overwritten.
 
     `across` attends to what an encoder gave, where the layer does. `lent` has the packed queries,
     keys and values of the layers whose keys and values others have; that of a lender is put there.
-    `own` is this layer's own embedding of each token, where it `reads` one. A norm over the sum of
-    a sub-layer and what it read is left to the product that comes next.
+    `own` is this layer's own embedding of each token, where it `reads` one. `segments` [B, T]
+    number the sequences that a convolution keeps apart. A norm over the sum of a sub-layer and what
+    it read is left to the product that comes next.
     """
     if layer.placement == "post":
-        return _post_block(layer, w, ops, x, index, attend, across)
+        if layer.convolution is None:
+            return _post_block(layer, w, ops, x, index, attend, across)
+        x = normed(ops, x)
+        kernel, how = (w["conv.kernel"], w["conv.bias"]), layer.convolution
+        y = ops.convolve(x, *kernel, 1, how.activation, segments)
+        x = normed(ops, _post_block(layer, w, ops, x, index, attend, across))
+        return Unnormed(y, x, NormOf.named(layer.norm, w, "conv_norm"))
     x = _sublayers(layer, w, ops, normed(ops, x), index, attend, spend, across, lent)
     if layer.reads:
         h = ops.linear(x, w["read.weight"], Neighbours(activation=_plain_activation(layer)))

@@ -30,7 +30,7 @@ def hidden_states(
     [T, P] says then what a token's position is, as in `contract.BlockOps.embed_given`.
 
     bool `mask` [B, T] and `segments` [B, T], which number sequences, are for a model that drops
-    tokens or blanks them.
+    tokens or blanks them, and for one with a convolution.
 
     With `keep`, all L+1: the embedding and each layer's output. `attend` takes a layer's number and
     its packed queries, keys and values, `across` its queries alone. With `layers` the output of the
@@ -46,13 +46,17 @@ def hidden_states(
                 x = _without_dropped(spec.dropped, ops, x, ids, mask, segments)
         else:
             x = ops.embed_given(spec, params.outer, embeds, *where, blend)
+        w, norm = params.outer, None
         if spec.embed_norm:
-            x = ops.norm(x, NormOf.named(spec.embed_norm, params.outer, "embed_norm"))
+            norm = NormOf.named(spec.embed_norm, w, "embed_norm")
+        if norm and not spec.normed_last:
+            x = ops.norm(x, norm)
+        if spec.factored:
+            x = ops.linear(x, w["project_in.weight"], Neighbours(w.get("project_in.bias")))
+        if norm and spec.normed_last:
+            x = ops.norm(x, norm)
         if spec.blanks and mask is not None:
             x = x * ops.like(mask[..., None], x)
-        if spec.factored:
-            w = params.outer
-            x = ops.linear(x, w["project_in.weight"], Neighbours(w["project_in.bias"]))
     kept, own = [x], None
     if spec.reads:
         assert ids is not None
@@ -62,7 +66,7 @@ def hidden_states(
     for i in range(len(spec.layers)) if layers is None else layers:
         with ops.span(f"layer.{i}"):
             reads = None if own is None else own[i]
-            more = across, lent, reads
+            more = across, lent, reads, segments
             x = block(spec.layers[i], params.layers[i], ops, x, i, attend, not keep, *more)
             x = normed(ops, x) if keep else x
         kept = [*kept, x] if keep else [x]

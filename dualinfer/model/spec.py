@@ -369,6 +369,18 @@ class Pooled:
 
 
 @dataclass(frozen=True)
+class Convolution:
+    """What a layer's own input adds to its output, through a norm over the sum (DeBERTa-v2).
+
+    It is the `activation` of a convolution over `taps` tokens, the one in the middle the token
+    itself.
+    """
+
+    taps: int
+    activation: Activation
+
+
+@dataclass(frozen=True)
 class Layer:
     """One block: where its norms stand, and what its sub-layers read.
 
@@ -384,7 +396,7 @@ class Layer:
     what each token's embedding gives this layer alone, projected back. What a `multiplied` block
     gives is times a learned number (Gemma 4). A `bare` block, always `pre`, has no norm before
     its attention (ModernBERT's first), and one that is `mlp_normed`, `pre` as well, has one behind
-    its MLP, within the residual (A.X-K1).
+    its MLP, within the residual (A.X-K1). A `convolution`, of a `post` block, comes last.
     """
 
     attention: Attention
@@ -400,6 +412,7 @@ class Layer:
     mlp_normed: bool = False
     reads: int = 0
     multiplied: bool = False
+    convolution: Convolution | None = None
 
     @property
     def experts(self) -> int:
@@ -454,8 +467,9 @@ class ModelSpec:
     it, from `pad` + 1 on, and are `pad` elsewhere (RoBERTa). If a model `packs`, positions that
     start anew separate sequences. `embed_width` is that of the embedding and of the head where a
     projection lies between them and the layers (OPT-350m). In a `factored` model positions, token
-    types and the norm of the embedding have it as well, and the projection with its bias comes
-    after them (ALBERT, ELECTRA). `pad_id` is the id by which a head tells padding. With an
+    types and the norm of the embedding have it as well, and the projection, perhaps with a bias,
+    comes after them (ALBERT, ELECTRA); if it is `normed_last`, that norm alone comes behind the
+    projection (DeBERTa-v2). `pad_id` is the id by which a head tells padding. With an
     `encoder` this is a decoder that attends across to what that gives of another sequence, and that
     begins with the id `start`, if the model names one; if it `repeats`, it reads the encoder's ids,
     shifted, where it is given none. With `towers` the encoder is one beside this one: neither
@@ -489,6 +503,7 @@ class ModelSpec:
     scales_embeds: bool = False
     embed_width: int | None = None
     factored: bool = False
+    normed_last: bool = False
     pad_id: int | None = None
     embed_norm: Norm | None = None
     final_norm: Norm | None = None
@@ -563,6 +578,8 @@ class ModelSpec:
             outer["places"] = 2 * places.span
         if self.encoder:
             outer |= {"mel": self.encoder.mel, "taps": 3}  # of a convolution
+        if (convolution := self.layers[0].convolution) is not None:
+            outer["taps"] = convolution.taps
         if axis in outer:
             return outer[axis]
         assert layer is not None, f"{axis} is an axis of layers"

@@ -298,9 +298,10 @@ class PlainBlocks:
         bias: jax.Array,
         stride: int,
         activation: Activation,
+        segments: jax.Array | None = None,
     ) -> jax.Array:
         """See `contract.BlockOps.convolve`."""
-        y = primitives.convolution(x, kernel, bias, stride)
+        y = primitives.convolution(x, kernel, bias, stride, segments)
         return primitives.activation(y, activation)
 
     def softcap(self, logits: jax.Array, cap: float) -> jax.Array:

@@ -185,11 +185,31 @@ def xielu(
 
 
 @jax.named_scope("convolution")
-def convolution(x: jax.Array, kernel: jax.Array, bias: jax.Array, stride: int) -> jax.Array:
-    """x [B, T, in] with kernel [out, in, 3] over time, zeros around it, plus bias [out]."""
-    exact = lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
-    how: Any = {"dimension_numbers": ("NWC", "OIW", "NWC"), "precision": exact}
-    return lax.conv_general_dilated(x, kernel, (stride,), [(1, 1)], **how) + bias
+def convolution(
+    x: jax.Array,
+    kernel: jax.Array,
+    bias: jax.Array,
+    stride: int,
+    segments: jax.Array | None = None,
+) -> jax.Array:
+    """x [B, T, in] with kernel [out, in, taps] over time, zeros around it, plus bias [out].
+
+    With `segments` [B, T] those of a token's neighbours that are of another count as zeros.
+    """
+    aside = kernel.shape[2] // 2
+    if segments is None:
+        exact = lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
+        how: Any = {"dimension_numbers": ("NWC", "OIW", "NWC"), "precision": exact}
+        return lax.conv_general_dilated(x, kernel, (stride,), [(aside, aside)], **how) + bias
+    around = ((0, 0), (aside, aside))
+    wide, owners = jnp.pad(x, (*around, (0, 0))), jnp.pad(segments, around, constant_values=-1)
+    y, tokens = jnp.zeros((), jnp.float32), x.shape[1]
+    for i in range(kernel.shape[2]):
+        own = (owners[:, i : i + tokens] == segments)[..., None]
+        near = jnp.where(own, wide[:, i : i + tokens], 0)
+        wide_sum: Any = {"preferred_element_type": jnp.float32}
+        y = y + einsum("bti,oi->bto", near, kernel[..., i], **wide_sum)
+    return (y + bias).astype(x.dtype)
 
 
 @jax.named_scope("gated_activation")

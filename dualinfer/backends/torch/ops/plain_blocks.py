@@ -282,9 +282,10 @@ class PlainBlocks:
         bias: torch.Tensor,
         stride: int,
         activation: Activation,
+        segments: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """See `contract.BlockOps.convolve`."""
-        y = primitives.convolution(x, kernel, bias, stride)
+        y = primitives.convolution(x, kernel, bias, stride, segments)
         return primitives.activation(y, activation)
 
     def softcap(self, logits: torch.Tensor, cap: float) -> torch.Tensor:

@@ -164,10 +164,26 @@ def xielu(
 
 @named("convolution")
 def convolution(
-    x: torch.Tensor, kernel: torch.Tensor, bias: torch.Tensor, stride: int
+    x: torch.Tensor,
+    kernel: torch.Tensor,
+    bias: torch.Tensor,
+    stride: int,
+    segments: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """x [B, T, in] with kernel [out, in, 3] over time, zeros around it, plus bias [out]."""
-    return F.conv1d(x.transpose(1, 2), kernel, bias, stride, padding=1).transpose(1, 2).contiguous()
+    """x [B, T, in] with kernel [out, in, taps] over time, zeros around it, plus bias [out].
+
+    With `segments` [B, T] those of a token's neighbours that are of another count as zeros.
+    """
+    aside = kernel.shape[2] // 2
+    if segments is None:
+        y = F.conv1d(x.transpose(1, 2), kernel, bias, stride, padding=aside)
+        return y.transpose(1, 2).contiguous()
+    wide, tokens = F.pad(x, (0, 0, aside, aside)), x.shape[1]
+    owners, near = F.pad(segments, (aside, aside), value=-1), []
+    for i in range(kernel.shape[2]):
+        own = owners[:, i : i + tokens] == segments
+        near.append(wide[:, i : i + tokens] * own[..., None])
+    return F.linear(torch.cat(near, -1), kernel.transpose(1, 2).flatten(1), bias)
 
 
 @named("gated_activation")

@@ -273,6 +273,7 @@ class _Recorder:
         bias: torch.Tensor,
         stride: int,
         activation: Activation,
+        segments: torch.Tensor | None = None,
     ) -> torch.Tensor:
         return x.new_empty((x.shape[0], x.shape[1] // stride, kernel.shape[0]))
 
