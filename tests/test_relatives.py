@@ -53,6 +53,7 @@ GEMMA4 |= {"final_logit_softcapping": 5.0}
 CASES = {
     "apertus": ("Apertus", {"rope_parameters": LLAMA3}),
     "arcee": ("Arcee", {"head_dim": 14, "mlp_bias": True}),
+    "bitnet": ("BitNet", {"attention_bias": True}),
     "cohere": ("Cohere", {"logit_scale": 0.3, "attention_bias": True}),
     "cohere, normed": ("Cohere", {"logit_scale": 0.3, "use_qk_norm": True}),
     "cohere2": (

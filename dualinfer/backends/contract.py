@@ -242,6 +242,10 @@ class BlockOps(Protocol):
         """`x` [..., E], plus the residual [..., E] if given, normed over the last axis."""
         ...
 
+    def norm_shared(self, x: Array, norm: NormOf, width: int) -> Array:
+        """Each device's share [..., in/devices] of `width` elements, RMS-normed as all are."""
+        ...
+
     def linear(self, x: Array, weight: Weight, by: Neighbours = ALONE) -> Array:
         """x [..., in] times weight [out, in], with its neighbours: [..., out].
 

@@ -52,6 +52,9 @@ def unserved(spec: ModelSpec) -> str | None:
         return f"latent vectors of {max(ranks)} elements (at most {latent.LARGEST_RANK})"
     if spec.embed > norm.WIDEST:
         return f"a hidden size of {spec.embed} (at most {norm.WIDEST})"
+    shared = max((n for layer in spec.layers for n in layer.sub_norms or ()), default=0)
+    if shared > norm.WIDEST:
+        return f"norms of {shared} elements (at most {norm.WIDEST})"
     if spec.can_generate and spec.vocab > thresholds.MOST_TOKENS:
         return f"a vocabulary of {spec.vocab} (at most {thresholds.MOST_TOKENS})"
     return None

@@ -100,6 +100,8 @@ def _sublayers(
         y = attend(index, qkv)
         if layer.attention.gated:
             y = ops.gate(y, x, w["attn_gate.weight"], norm)
+        if layer.sub_norms:
+            y = ops.norm_shared(y, NormOf.named(layer.norm, w, "out_norm"), layer.sub_norms[0])
         by = Neighbours(w.get("out.bias"), residual=residual, spend=spend)
         return ops.row_product(y, w["out.weight"], by)
 
@@ -140,6 +142,8 @@ def _sublayers(
         else:
             by = Neighbours(w.get("up.bias"), norm, layer.mlp.activation, layer.mlp.gated)
             h = ops.linear(x, w["up.weight"], by)
+        if layer.sub_norms:
+            h = ops.norm_shared(h, NormOf.named(layer.norm, w, "down_norm"), layer.sub_norms[1])
         by = Neighbours(w.get("down.bias"), residual=residual, spend=True)
         return ops.row_product(h, w["down.weight"], by)
 

@@ -382,21 +382,24 @@ class Convolution:
 
 @dataclass(frozen=True)
 class Layer:
-    """One block: where its norms stand, and what its sub-layers read.
+    """One block: where its norms stand, what its sub-layers read, and what else some models do.
 
-    With `cross` a second attention stands between the two, `pre`, `post` or `around`: its keys and
-    values are of what an encoder gives.
-
-    `placement`: norms before each sub-layer (`pre`), after each residual sum (`post`), or, within
-    the residual, behind each sub-layer (`behind`) or before and behind it (`around`). In a
-    `parallel` block, always `pre`, the MLP reads the block's input, not the attention's sum; with
-    `shared_norm` by one norm. What a sub-layer adds is times `residual_scale`, and of a `scaled`
-    block, always `pre`, times a learned vector of its own (DINOv2). A block that `reads` has a
-    third sub-layer, normed behind: the MLP's activation of a projection to so many elements, times
-    what each token's embedding gives this layer alone, projected back. What a `multiplied` block
-    gives is times a learned number (Gemma 4). A `bare` block, always `pre`, has no norm before
-    its attention (ModernBERT's first), and one that is `mlp_normed`, `pre` as well, has one behind
-    its MLP, within the residual (A.X-K1). A `convolution`, of a `post` block, comes last.
+    - `placement`: norms before each sub-layer (`pre`), after each residual sum (`post`), or, within
+      the residual, behind each sub-layer (`behind`) or before and behind it (`around`).
+    - `parallel` (always `pre`): the MLP reads the block's input, not the attention's sum; with
+      `shared_norm` by one norm.
+    - `residual_scale`: a factor of what a sub-layer adds.
+    - `cross` (`pre`, `post` or `around`): a second attention stands between the two, whose keys and
+      values are of what an encoder gives.
+    - `scaled` (always `pre`): what a sub-layer adds is times a learned vector (DINOv2).
+    - `bare` (always `pre`): no norm stands before attention (ModernBERT's first block).
+    - `mlp_normed` (always `pre`): a norm stands behind the MLP, within the residual (A.X-K1).
+    - `reads`: a third sub-layer, normed behind: the MLP's activation of a projection to so many
+      elements, times what each token's embedding gives this layer alone, projected back (Gemma 4).
+    - `multiplied`: what the block gives is times a learned number (Gemma 4).
+    - `convolution` (always `post`) comes last (DeBERTa-v2).
+    - `sub_norms` (always `pre`): what heads give and the MLP's hidden values are normed before the
+      product back, each as one; these are the elements of both on all devices (BitNet).
     """
 
     attention: Attention
@@ -413,6 +416,7 @@ class Layer:
     reads: int = 0
     multiplied: bool = False
     convolution: Convolution | None = None
+    sub_norms: tuple[int, int] | None = None
 
     @property
     def experts(self) -> int:

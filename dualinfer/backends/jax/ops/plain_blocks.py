@@ -157,6 +157,14 @@ class PlainBlocks:
             x, norm.weight, norm.bias, norm.spec.eps, norm.spec.unit_offset
         )
 
+    def norm_shared(self, x: jax.Array, norm: NormOf, width: int) -> jax.Array:
+        """See `contract.BlockOps.norm_shared`."""
+        if self.split is None:
+            return self.norm(x, norm)
+        assert norm.spec.kind == "rms"
+        squares = self.split.sum(jnp.square(x.astype(jnp.float32)).sum(-1)) / width
+        return primitives.rms_norm(x, norm.weight, norm.spec.eps, norm.spec.unit_offset, squares)
+
     def pool(
         self,
         x: jax.Array,

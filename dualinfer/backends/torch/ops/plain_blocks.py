@@ -141,6 +141,14 @@ class PlainBlocks:
             x, norm.weight, norm.bias, norm.spec.eps, norm.spec.unit_offset
         )
 
+    def norm_shared(self, x: torch.Tensor, norm: NormOf, width: int) -> torch.Tensor:
+        """See `contract.BlockOps.norm_shared`."""
+        if self.split is None:
+            return self.norm(x, norm)
+        assert norm.spec.kind == "rms"
+        squares = self.split.sum(x.float().square().sum(-1)) / width
+        return primitives.rms_norm(x, norm.weight, norm.spec.eps, norm.spec.unit_offset, squares)
+
     def pool(
         self,
         x: torch.Tensor,
