@@ -170,6 +170,9 @@ class _Recorder:
     ) -> torch.Tensor:
         return x
 
+    def norm_shared(self, x: torch.Tensor, norm: NormOf, width: int) -> torch.Tensor:
+        return x
+
     def linear(self, x: torch.Tensor, weight: Weight, by: Neighbours = ALONE) -> torch.Tensor:
         if x.numel() > x.shape[-1] or rounds_input(weight):
             by = by._replace(norm=None)  # a launch of its own
