@@ -119,11 +119,13 @@ def kind_of(layer: Layer) -> str:
 
 
 def cache_specs(spec: ModelSpec, codes: str | None = None) -> tuple[CacheSpec, ...]:
-    """The cache of each layer of a causal model; `codes` as the config's `kv_cache_dtype`.
+    """The caches of a causal model's layers; `codes` as the config's `kv_cache_dtype`.
 
+    Layers that share keys and values share a cache: `ModelSpec.cache_numbers` says who has which.
     Then the cross cache of each, in the model's dtype, where layers attend to an encoder's output.
     """
-    own = [CacheSpec(kind_of(layer), *_sizes(layer.attention), codes) for layer in spec.layers]
+    owners = [layer for layer in spec.layers if layer.attention.lender is None]
+    own = [CacheSpec(kind_of(layer), *_sizes(layer.attention), codes) for layer in owners]
     cross = [CacheSpec("cross", *_sizes(layer.cross)) for layer in spec.layers if layer.cross]
     return *own, *cross
 

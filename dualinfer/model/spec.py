@@ -616,6 +616,14 @@ class ModelSpec:
         )
 
     @property
+    def cache_numbers(self) -> tuple[int, ...]:
+        """The number of the cache that each layer keeps its keys and values in: a lender's own."""
+        owners = [i for i, layer in enumerate(self.layers) if layer.attention.lender is None]
+        number = {index: n for n, index in enumerate(owners)}
+        lenders = (layer.attention.lender for layer in self.layers)
+        return tuple(number[i if own is None else own] for i, own in enumerate(lenders))
+
+    @property
     def crosses(self) -> bool:
         """True if this is a decoder that attends across to what its encoder gives."""
         return self.encoder is not None and not self.towers

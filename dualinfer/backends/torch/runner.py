@@ -418,9 +418,11 @@ class TorchRunner:
         ids, positions = state.last[:, None], state.length[:, None]
         angles = self.ops.angles(self.spec, params, positions, state.length)
 
+        numbers = self.spec.cache_numbers
+
         def attend(i: int, qkv: torch.Tensor) -> torch.Tensor:
-            layer = self.ops.layer_attention(self.spec, params, i)
-            return self.ops.attend_token(layer, qkv, angles, cache[i], state.length)[0]
+            layer, own = self.ops.layer_attention(self.spec, params, i), cache[numbers[i]]
+            return self.ops.attend_token(layer, qkv, angles, own, state.length)[0]
 
         def across(i: int, q: torch.Tensor) -> torch.Tensor:
             a = self.spec.layers[i].cross
