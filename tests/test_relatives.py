@@ -442,6 +442,7 @@ SMALL |= {"num_key_value_heads": 1, "vocab_size": 97}
         *NORMED,
         *latent.CASES,
         "arcee",
+        "bitnet",
         "cohere2",
         "exaone4",
         "falcon with alibi",

@@ -399,7 +399,7 @@ class Layer:
     - `multiplied`: what the block gives is times a learned number (Gemma 4).
     - `convolution` (always `post`) comes last (DeBERTa-v2).
     - `sub_norms` (always `pre`): what heads give and the MLP's hidden values are normed before the
-      product back, each as one; these are the elements of both on all devices (BitNet).
+      products back, each as one of so many elements, which devices share (BitNet).
     """
 
     attention: Attention
