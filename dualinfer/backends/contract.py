@@ -209,7 +209,8 @@ class BlockOps(Protocol):
     ) -> Array:
         """Embedded tokens [B, T, E] of int ids [B, T], summed over devices.
 
-        int positions [B, T] and token types [B, T] count where the model has them.
+        int positions [B, T] and token types [B, T] count where the model has them. The norm of a
+        model that is `normed` over tokens alone is made here.
         """
         ...
 
@@ -294,6 +295,22 @@ class BlockOps(Protocol):
         """`routing` with one more expert of each token, which has a higher number.
 
         The weights of the others are times `sides.weights[..., 0]`, its own is [..., 1] of them.
+        """
+        ...
+
+    def fill(
+        self,
+        routing: Routing,
+        count: int,
+        capacity: int,
+        mask: Array | None = None,
+        segments: Array | None = None,
+    ) -> Routing:
+        """`routing` [B, T, k] with weight 0 for an expert whose places in a row are taken.
+
+        Each of `count` experts has `capacity` places in a row, or in each of its int `segments`
+        [B, T]; the first tokens that choose it take them, but for those that bool `mask` [B, T]
+        hides.
         """
         ...
 

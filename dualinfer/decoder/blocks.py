@@ -1,6 +1,7 @@
 """The blocks of a layer: attention and feed-forward, with their norms and residuals."""
 
 from collections.abc import Callable
+from typing import NamedTuple
 
 from ..backends.contract import (
     Array,
@@ -20,6 +21,19 @@ Attend = Callable[[int, Array], Array]
 _SIDES = Router(2)  # the softmax of two numbers
 
 
+class Seen(NamedTuple):
+    """Which tokens of a batch are real, bool [B, T], and int [B, T] the sequence of each.
+
+    None where all are, and where a row is one sequence.
+    """
+
+    mask: Array | None = None
+    segments: Array | None = None
+
+
+_ALL = Seen()
+
+
 def normed(ops: BlockOps, x: Array | Unnormed) -> Array:
     """A layer's output [B, T, E], with the norm behind it where that is still to be made."""
     return ops.norm(x.y, x.norm, residual=x.residual) if isinstance(x, Unnormed) else x
@@ -36,25 +50,24 @@ def block(
     across: Attend | None = None,
     lent: dict[int, Array] | None = None,
     own: Array | None = None,
-    segments: Array | None = None,
+    seen: Seen = _ALL,
 ) -> Array | Unnormed:
     """One layer's output; with `spend` its input may be overwritten.
 
     `across` attends to what an encoder gave, where the layer does. `lent` has the packed queries,
     keys and values of the layers whose keys and values others have; that of a lender is put there.
-    `own` is this layer's own embedding of each token, where it `reads` one. `segments` [B, T]
-    number the sequences that a convolution keeps apart. A norm over the sum of a sub-layer and what
-    it read is left to the product that comes next.
+    `own` is this layer's own embedding of each token, where it `reads` one. A norm over
+    the sum of a sub-layer and what it read is left to the product that comes next.
     """
     if layer.placement == "post":
         if layer.convolution is None:
             return _post_block(layer, w, ops, x, index, attend, across)
         x = normed(ops, x)
         kernel, how = (w["conv.kernel"], w["conv.bias"]), layer.convolution
-        y = ops.convolve(x, *kernel, 1, how.activation, segments)
+        y = ops.convolve(x, *kernel, 1, how.activation, seen.segments)
         x = normed(ops, _post_block(layer, w, ops, x, index, attend, across))
         return Unnormed(y, x, NormOf.named(layer.norm, w, "conv_norm"))
-    x = _sublayers(layer, w, ops, normed(ops, x), index, attend, spend, across, lent)
+    x = _sublayers(layer, w, ops, normed(ops, x), index, attend, spend, across, lent, seen)
     if layer.reads:
         h = ops.linear(x, w["read.weight"], Neighbours(activation=_plain_activation(layer)))
         y = ops.linear(h * own, w["read_out.weight"])
@@ -77,6 +90,7 @@ def _sublayers(
     spend: bool,
     across: Attend | None,
     lent: dict[int, Array] | None,
+    seen: Seen,
 ) -> Array:
     """`block` as far as most families have it: attention and feed-forward."""
 
@@ -135,7 +149,7 @@ def _sublayers(
         if isinstance(layer.mlp, Experts):
             if layer.mlp.apart:
                 return _apart(layer.mlp, layer.norm, w, ops, x)
-            return mixture(layer.mlp, w, ops, x, norm, residual)
+            return mixture(layer.mlp, w, ops, x, norm, residual, seen)
         if layer.mlp.activation == "xielu":
             h = ops.linear(x, w["up.weight"], Neighbours(w.get("up.bias"), norm))
             h = ops.xielu(h, [w[f"xielu.{name}"] for name in XIELU])
@@ -246,6 +260,7 @@ def mixture(
     x: Array,
     norm: NormOf | None,
     residual: Array | None,
+    seen: Seen = _ALL,
 ) -> Array:
     """What the experts of each token make of `x`, normed first where there is a norm.
 
@@ -260,6 +275,8 @@ def mixture(
         choice_bias=w.get("router.choice_bias"),
         norm=norm,
     )
+    if experts.capacity is not None:
+        routing = ops.fill(routing, experts.count, experts.capacity, *seen)
     if experts.blended:
         sides = ops.route(x, w["sides.weight"], _SIDES, bias=w["sides.bias"], norm=norm)
         routing = ops.blend(routing, sides, experts.count - 1)

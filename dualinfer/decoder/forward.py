@@ -2,7 +2,7 @@
 
 from ..backends.contract import Array, BlockOps, Neighbours, NormOf, Params
 from ..model.spec import ModelSpec
-from .blocks import Attend, block, normed
+from .blocks import Attend, Seen, block, normed
 
 _KEPT = 1 - 0.15 * 0.8  # of tokens, in training
 
@@ -30,7 +30,7 @@ def hidden_states(
     [T, P] says then what a token's position is, as in `contract.BlockOps.embed_given`.
 
     bool `mask` [B, T] and `segments` [B, T], which number sequences, are for a model that drops
-    tokens or blanks them, and for one with a convolution.
+    tokens or blanks them, and for layers as in `Seen`.
 
     With `keep`, all L+1: the embedding and each layer's output. `attend` takes a layer's number and
     its packed queries, keys and values, `across` its queries alone. With `layers` the output of the
@@ -49,11 +49,11 @@ def hidden_states(
         w, norm = params.outer, None
         if spec.embed_norm:
             norm = NormOf.named(spec.embed_norm, w, "embed_norm")
-        if norm and not spec.normed_last:
+        if norm and spec.normed == "sum":
             x = ops.norm(x, norm)
         if spec.factored:
             x = ops.linear(x, w["project_in.weight"], Neighbours(w.get("project_in.bias")))
-        if norm and spec.normed_last:
+        if norm and spec.normed == "projected":
             x = ops.norm(x, norm)
         if spec.blanks and mask is not None:
             x = x * ops.like(mask[..., None], x)
@@ -66,7 +66,7 @@ def hidden_states(
     for i in range(len(spec.layers)) if layers is None else layers:
         with ops.span(f"layer.{i}"):
             reads = None if own is None else own[i]
-            more = across, lent, reads, segments
+            more = across, lent, reads, Seen(mask, segments)
             x = block(spec.layers[i], params.layers[i], ops, x, i, attend, not keep, *more)
             x = normed(ops, x) if keep else x
         kept = [*kept, x] if keep else [x]

@@ -276,7 +276,8 @@ class Experts:
     their own (DeepSpeed's residual layers, arXiv:2201.05596). Where they are `apart` (Gemma 4), the
     expert that all tokens have, the others and the router each read through a norm of their own.
     Both results are normed before they are added, and the weight of a chosen expert is times a
-    learned number.
+    learned number. With a `capacity` an expert serves so many tokens of a sequence in one pass, the
+    first that choose it; others that do get nothing of it (Switch Transformers).
     """
 
     count: int
@@ -292,6 +293,7 @@ class Experts:
     weighs_input: bool = False
     blended: bool = False
     apart: bool = False
+    capacity: int | None = None
 
     @property
     def choices(self) -> int:
@@ -472,14 +474,15 @@ class ModelSpec:
     start anew separate sequences. `embed_width` is that of the embedding and of the head where a
     projection lies between them and the layers (OPT-350m). In a `factored` model positions, token
     types and the norm of the embedding have it as well, and the projection, perhaps with a bias,
-    comes after them (ALBERT, ELECTRA); if it is `normed_last`, that norm alone comes behind the
-    projection (DeBERTa-v2). `pad_id` is the id by which a head tells padding. With an
-    `encoder` this is a decoder that attends across to what that gives of another sequence, and that
-    begins with the id `start`, if the model names one; if it `repeats`, it reads the encoder's ids,
-    shifted, where it is given none. With `towers` the encoder is one beside this one: neither
-    attends to the other, and what they give says how near texts are to images (CLIP). With
-    `patches` it reads images in the place of ids, and has no vocabulary. HF's hidden states of a
-    model with `raw_states` end before the final norm. `projected` is the width of what `pooled`
+    comes after them (ALBERT, ELECTRA). The norm of the embedding is `normed` over the `sum` with
+    positions and types, over that once it is `projected` (DeBERTa-v2), or over the `tokens` alone,
+    before positions are added (BlenderbotSmall). `pad_id` is the id by which a head tells padding.
+    With an `encoder` this is a decoder that attends across to what that gives of another sequence,
+    and that begins with the id `start`, if the model names one; if it `repeats`, it reads the
+    encoder's ids, shifted, where it is given none. With `towers` the encoder is one beside this
+    one: neither attends to the other, and what they give says how near texts are to images (CLIP).
+    With `patches` it reads images in the place of ids, and has no vocabulary. HF's hidden states of
+    a model with `raw_states` end before the final norm. `projected` is the width of what `pooled`
     projects to. With `mel` it reads log-mel spectrograms of so many bins in the place of ids, two
     frames for each position, by two convolutions. Where there is no mask, HF hides the id `hides`.
     The embedding of the id `dropped` is zero, and those of a sequence's other tokens are times 0.88
@@ -507,7 +510,7 @@ class ModelSpec:
     scales_embeds: bool = False
     embed_width: int | None = None
     factored: bool = False
-    normed_last: bool = False
+    normed: Literal["sum", "projected", "tokens"] = "sum"
     pad_id: int | None = None
     embed_norm: Norm | None = None
     final_norm: Norm | None = None

@@ -56,7 +56,7 @@ def describe(fields: ConfigFields, architecture: str) -> tuple[ModelSpec, Weight
         token_types=fields.size("type_vocab_size") if types else 0,
         embed_width=width if factored else None,
         factored=factored,
-        normed_last=factored,
+        normed="projected" if factored else "sum",
         embed_norm=norm,
         blanks=layers[0].convolution is not None,
         head=head,

@@ -83,6 +83,30 @@ def blend(routing: Routing, sides: jax.Array, expert: int) -> Routing:
     return Routing(jnp.concatenate((experts, own), -1), both)
 
 
+@jax.named_scope("router")
+def fill(
+    routing: Routing,
+    count: int,
+    capacity: int,
+    mask: jax.Array | None,
+    segments: jax.Array | None,
+) -> Routing:
+    """The routing with weight 0 where an expert is full; see `BlockOps.fill`."""
+    experts, weights = routing
+    chosen = jax.nn.one_hot(experts, count, dtype=jnp.int32).sum(-2)
+    if mask is not None:
+        chosen = chosen * mask[..., None]
+    before = chosen.cumsum(1) - chosen
+    if segments is not None:  # less those before the first token of each
+        places = jnp.arange(chosen.shape[1])
+        changes = segments[:, 1:] != segments[:, :-1]
+        is_first = jnp.pad(changes, ((0, 0), (1, 0)), constant_values=True)
+        first = lax.cummax(jnp.where(is_first, places, 0), axis=1)
+        before = before - jnp.take_along_axis(before, first[..., None], 1)
+    before = jnp.take_along_axis(before, experts, -1)
+    return Routing(experts, jnp.where(before < capacity, weights, 0))
+
+
 @jax.named_scope("experts")
 def experts(
     x: jax.Array,

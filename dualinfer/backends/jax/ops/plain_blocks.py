@@ -115,6 +115,9 @@ class PlainBlocks:
         blend: jax.Array | None = None,
     ) -> jax.Array:
         """Embedded tokens in the layers' width, plus their types and positions."""
+        if spec.normed == "tokens":
+            assert spec.embed_norm is not None
+            x = PlainBlocks.norm(self, x, NormOf.named(spec.embed_norm, w, "embed_norm"))
         if spec.embed_width and not spec.factored:
             x = primitives.matmul(x, w["project_in.weight"])
         if token_types is not None:
@@ -241,6 +244,17 @@ class PlainBlocks:
     def blend(self, routing: Routing, sides: Routing, expert: int) -> Routing:
         """See `contract.BlockOps.blend`."""
         return mixtures.blend(routing, sides.weights, expert)
+
+    def fill(
+        self,
+        routing: Routing,
+        count: int,
+        capacity: int,
+        mask: jax.Array | None = None,
+        segments: jax.Array | None = None,
+    ) -> Routing:
+        """See `contract.BlockOps.fill`."""
+        return mixtures.fill(routing, count, capacity, mask, segments)
 
     def experts(
         self,

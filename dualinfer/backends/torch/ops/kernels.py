@@ -392,6 +392,7 @@ def grouped_product(x: torch.Tensor, weight: torch.Tensor, ends: torch.Tensor) -
 
 
 def reads_tables(spec: ModelSpec, w: Weights) -> bool:
-    """Whether a kernel embeds: no product comes between (OPT-350m's), and no table is quantized."""
+    """Whether a kernel embeds: nothing comes between (OPT-350m), and no table is quantized."""
     tables = (w[n] for n in ("embed.weight", "positions.weight", "token_types.weight") if n in w)
-    return not spec.embed_width and all(table.scheme is None for table in tables)
+    apart = spec.embed_width or spec.normed == "tokens"
+    return not apart and all(table.scheme is None for table in tables)

@@ -95,6 +95,9 @@ class PlainBlocks:
         blend: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Embedded tokens in the layers' width, plus their types and positions."""
+        if spec.normed == "tokens":
+            assert spec.embed_norm is not None
+            x = PlainBlocks.norm(self, x, NormOf.named(spec.embed_norm, w, "embed_norm"))
         if spec.embed_width and not spec.factored:
             x = primitives.matmul(x, w["project_in.weight"])
         if token_types is not None:
@@ -226,6 +229,17 @@ class PlainBlocks:
     def blend(self, routing: Routing, sides: Routing, expert: int) -> Routing:
         """See `contract.BlockOps.blend`."""
         return mixtures.blend(routing, sides.weights, expert)
+
+    def fill(
+        self,
+        routing: Routing,
+        count: int,
+        capacity: int,
+        mask: torch.Tensor | None = None,
+        segments: torch.Tensor | None = None,
+    ) -> Routing:
+        """See `contract.BlockOps.fill`."""
+        return mixtures.fill(routing, count, capacity, mask, segments)
 
     def experts(
         self,

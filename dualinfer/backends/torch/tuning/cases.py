@@ -215,6 +215,16 @@ class _Recorder:
     def blend(self, routing: Routing, sides: Routing, expert: int) -> Routing:
         return routing
 
+    def fill(
+        self,
+        routing: Routing,
+        count: int,
+        capacity: int,
+        mask: torch.Tensor | None = None,
+        segments: torch.Tensor | None = None,
+    ) -> Routing:
+        return routing
+
     def experts(
         self,
         x: torch.Tensor,
