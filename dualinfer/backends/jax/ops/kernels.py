@@ -23,7 +23,6 @@ from ....kernels.triton import (
     filters,
     linear,
     quantized,
-    routing,
     sampling,
     thresholds,
 )
@@ -47,6 +46,7 @@ from ...kernels import (
     experts_launch,
     experts_of,
     few_rows_launch,
+    left_plain,
     linear_key,
     reads_unnormed,
     route_launch,
@@ -86,18 +86,18 @@ class KernelOps(KernelAttention):
         "router": "Triton, with norm and choice in one launch",
         "experts": (
             f"Triton, fused, up to {experts_choice.MOST_VECTORS} tokens; above by experts on the "
-            "matrix units; plain where several experts of a token weigh their inputs"
+            "matrix units"
         ),
-        "attention": "cuDNN where it can, else Triton; plain for heads of over 256 elements",
+        "attention": "cuDNN where it can, else Triton",
         "decode_attention": "Triton, split KV, fused with rotary and append",
         "cross_attention": "Triton, split KV, of one token; XLA of more",
         "latent_attention": "Triton, split KV over latent vectors; norm, rotary and append before",
         "sampling": "Triton, threefry2x32; XLA for a prompt's first token",
     }
 
-    def left_plain(self, spec: ModelSpec) -> tuple[str, ...]:
+    def left_plain(self, spec: ModelSpec) -> Mapping[str, str]:
         """See `PlainOps.left_plain`."""
-        return () if routing.serves_all(spec) else ("router",)
+        return left_plain(spec)
 
     def embed(
         self,

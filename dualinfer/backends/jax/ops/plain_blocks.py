@@ -34,9 +34,9 @@ class PlainBlocks:
         if split is not None:
             self.implementations = {**self.implementations, "sum over devices": "XLA"}
 
-    def left_plain(self, spec: ModelSpec) -> tuple[str, ...]:
-        """The ops that kernels serve in other models, and not in this one."""
-        return ()
+    def left_plain(self, spec: ModelSpec) -> Mapping[str, str]:
+        """The ops that kernels serve in other models, and not in this one; see `served`."""
+        return {}
 
     def knows(self, cache: CacheSpec | CacheView) -> bool:
         """Whether kernels write and read a cache."""

@@ -17,7 +17,6 @@ from ....kernels.triton import (
     experts_choice,
     linear,
     quantized,
-    routing,
     sampling,
 )
 from ....kernels.triton import norm as norms
@@ -43,6 +42,7 @@ from ...kernels import (
     experts_launch,
     experts_of,
     few_rows_launch,
+    left_plain,
     linear_key,
     reads_unnormed,
     route_launch,
@@ -86,13 +86,9 @@ class KernelOps(KernelAttention):
         "router": "Triton, with norm and choice in one launch",
         "experts": (
             f"Triton, fused, up to {experts_choice.MOST_VECTORS} tokens; above by experts on the "
-            "matrix units, prompts of wide ones by torch's grouped_mm; plain where several experts "
-            "of a token weigh their inputs"
+            "matrix units, prompts of wide ones by torch's grouped_mm"
         ),
-        "attention": (
-            "torch's cuDNN or flash attention where they can, else Triton; plain for heads of over "
-            "256 elements"
-        ),
+        "attention": "torch's cuDNN or flash attention where they can, else Triton",
         "decode_attention": "Triton, split KV, fused with rotary and append",
         "cross_attention": f"Triton, split KV, of one token; {primitives.SDPA} of more",
         "latent_attention": "Triton, split KV over latent vectors; norm, rotary and append before",
@@ -113,9 +109,9 @@ class KernelOps(KernelAttention):
         """What serves each op, and where the kernels' configurations come from."""
         return {**self._IMPLEMENTATIONS, "configurations": str(self.configurations)}
 
-    def left_plain(self, spec: ModelSpec) -> tuple[str, ...]:
+    def left_plain(self, spec: ModelSpec) -> Mapping[str, str]:
         """See `PlainOps.left_plain`."""
-        return () if routing.serves_all(spec) else ("router",)
+        return left_plain(spec)
 
     @named("embed")
     def embed(

@@ -35,9 +35,9 @@ class PlainBlocks:
     def clear(self) -> None:
         """Let go of memory on the device."""
 
-    def left_plain(self, spec: ModelSpec) -> tuple[str, ...]:
-        """The ops that kernels serve in other models, and not in this one."""
-        return ()
+    def left_plain(self, spec: ModelSpec) -> Mapping[str, str]:
+        """The ops that kernels serve in other models, and not in this one; see `served`."""
+        return {}
 
     def knows(self, cache: CacheSpec | CacheView) -> bool:
         """Whether kernels write and read a cache; then `attend` takes chunks."""
