@@ -544,7 +544,11 @@ class FusedEngine(EmbeddingCalls, TowerCalls):
         return self._spec.architecture
 
     def _let_go(self) -> None:
-        self._loop.close(ClosedError(f"The engine was closed meanwhile. {CLOSED}"))
+        self._loop.close(
+            ClosedError(
+                "The engine was closed during the call. Make a new one by init_inference()."
+            )
+        )
         self._origin.close()
 
 
