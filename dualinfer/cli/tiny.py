@@ -159,6 +159,10 @@ def _tiny_rope(parameters: Mapping[str, Any], dim: int) -> dict[str, Any]:
     if tiny.get("original_max_position_embeddings") is not None:
         tiny["original_max_position_embeddings"] = _ORIGINAL
     pairs = int(dim * (tiny.get("partial_rotary_factor") or 1)) // 2
+    sections = tiny.get("mrope_section")
+    if sections:
+        few = pairs // len(sections)
+        tiny["mrope_section"] = [pairs - few * (len(sections) - 1), *[few] * (len(sections) - 1)]
     for name in ("short_factor", "long_factor"):
         if tiny.get(name):
             tiny[name] = (list(tiny[name]) * pairs)[:pairs]

@@ -434,8 +434,9 @@ class FusedEngine(EmbeddingCalls, TowerCalls):
             if ids is not None:
                 raise ArgumentError("Both inputs and input_ids were given; they are the same.")
             ids = inputs
-        if not spec.token_types and is_zero(kwargs.get("token_type_ids")):
-            del kwargs["token_type_ids"]  # many tokenizers give them to models that have none
+        for name in ("token_type_ids",) * (not spec.token_types) + ("mm_token_type_ids",):
+            if is_zero(kwargs.get(name)):
+                del kwargs[name]  # many tokenizers give them to models that have none
         own = config_dict(self._generation_config)
         if own.get("max_new_tokens") is None and own.get("max_length") is None:
             own["max_new_tokens"] = default_length

@@ -487,7 +487,8 @@ class ModelSpec:
     frames for each position, by two convolutions. Where there is no mask, HF hides the id `hides`.
     The embedding of the id `dropped` is zero, and those of a sequence's other tokens are times 0.88
     over the share that these have in it, as dropout in training made them (ESM-2). If a model
-    `blanks`, what a mask hides enters the first layer as zeros.
+    `blanks`, what a mask hides enters the first layer as zeros; if it `masks_labels`, the labels of
+    that count in no loss (Qwen2-Audio).
     """
 
     family: str
@@ -504,6 +505,7 @@ class ModelSpec:
     dropped: int | None = None
     blanks: bool = False
     packs: bool = True
+    masks_labels: bool = False
     token_types: int = 0
     token_types_from_vocab: bool = False
     embed_scale: float = 1.0

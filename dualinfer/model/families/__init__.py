@@ -27,9 +27,9 @@ from . import (
     gptj,
     llama,
     llama4,
-    mistral3,
     modernbert,
     mpt,
+    multimodal,
     opt,
     relatives,
     t5,
@@ -46,7 +46,7 @@ _FAMILIES: dict[str, ModuleType] = {
     for family in (
         *(llama, gemma, gemma4, gpt2, gpt_neo, gpt_neox, gptj, opt, bloom, bert, relatives),
         *(falcon, mpt, fairseq, modernbert, deberta, clip, vit),
-        *(bart, t5, t5gemma, encoder_decoder, whisper, deepseek, llama4, mistral3, dbrx),
+        *(bart, t5, t5gemma, encoder_decoder, whisper, deepseek, llama4, multimodal, dbrx),
     )
     for model_type in family.CLASSES
 }
