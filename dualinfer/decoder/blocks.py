@@ -111,9 +111,13 @@ def _sublayers(
             )
         if lent is not None and (index in lent or layer.attention.lender is not None):
             qkv = borrow(qkv, lent)
+        if layer.attention.value_dim is not None:
+            qkv = ops.widen_values(layer.attention, qkv)
         y = attend(index, qkv)
+        if layer.attention.value_dim is not None:
+            y = ops.narrow_values(layer.attention, y)
         if layer.attention.gated:
-            y = ops.gate(y, x, w["attn_gate.weight"], norm)
+            y = ops.gate(y, x, w["attn_gate.weight"], norm, layer.attention.gate)
         if layer.sub_norms:
             y = ops.norm_shared(y, NormOf.named(layer.norm, w, "out_norm"), layer.sub_norms[0])
         by = Neighbours(w.get("out.bias"), residual=residual, spend=spend)

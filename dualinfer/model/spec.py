@@ -13,6 +13,7 @@ from typing import Literal
 import numpy as np
 
 Activation = Literal["silu", "gelu", "gelu_tanh", "quick_gelu", "relu", "relu2", "tanh"]
+Gate = Literal["sigmoid", "softplus"]
 Pooling = Literal["first", "real", "last", "final", "mean", "eos", "patches", "beside"]
 XIELU = ("alpha_p", "alpha_n", "beta", "eps")  # a layer's numbers of the activation xIELU
 
@@ -171,8 +172,10 @@ class Attention:
     the query at position p is times 1 + b ln(1 + floor((p + a) / n)). `bias` is added to scaled
     scores. `places` are vectors of distances that add to scores. With `latent` each head has a key
     and a value of its own, made of latent vectors; `head_dim` is that of queries and keys. If
-    `gated`, what heads give is times the logistic function of a product of their input (Trinity).
-    `value_norm` is over each head's value, without weights. A layer with a `lender` projects to
+    `gated`, what heads give is times a function of a product of their input, the logistic one
+    (Trinity) or softplus (Laguna), of one number for each element or for each head.
+    `value_norm` is over each head's value, without weights. A head's value may have fewer elements
+    than its key, `value_dim`; it is times `value_scale` (MiMo). A layer with a `lender` projects to
     queries alone: its keys and values are those that the layer of this number has projected and
     whose values it has normed.
     """
@@ -198,7 +201,10 @@ class Attention:
     latent: Latent | None = None
     chunk: int | None = None
     gated: bool = False
+    gate: Gate = "sigmoid"
     value_norm: Norm | None = None
+    value_dim: int | None = None
+    value_scale: float = 1.0
     lender: int | None = None
 
     @property
@@ -215,8 +221,13 @@ class Attention:
     def head_widths(self) -> tuple[int, int, int]:
         """Elements of one head in the projections to queries, keys and values, in that order."""
         if self.latent is None:
-            return self.head_dim, self.head_dim, self.head_dim
+            return self.head_dim, self.head_dim, self.value_dim or self.head_dim
         return self.head_dim, self.head_dim - self.latent.turning, self.latent.value_dim
+
+    @property
+    def widened(self) -> "Attention":
+        """This attention with values as wide as keys, as caches and ops have them."""
+        return replace(self, value_dim=None, value_scale=1.0)
 
     @property
     def qkv_sizes(self) -> tuple[int, int, int]:
@@ -238,12 +249,13 @@ class Mlp:
 class Router:
     """How a token chooses its experts and weighs them, by a product with the router's weights.
 
-    Scores of the logits are their `softmax` or their `sigmoid`; or the choice is among logits, and
-    of the chosen ones alone it is the softmax (`chosen`) or the sigmoid (`gates`), all in float32.
-    A bias for the choice, if there is one among the weights, is added for the choice alone. Of
-    equal `groups` of experts those `groups_chosen` are open whose best score (`max`), or sum of
-    their `two` best, is the largest. `renormalized` weights are over their sum plus `eps`; then
-    they are times `scale`. Of equal scores that of the lower number goes first.
+    Logits are within `softcap` c as c * tanh(logit / c). Scores of them are their `softmax` or
+    their `sigmoid`; or the choice is among logits, and of the chosen ones alone it is the softmax
+    (`chosen`) or the sigmoid (`gates`), all in float32. A bias for the choice, if there is one
+    among the weights, is added for the choice alone. Of equal `groups` of experts those
+    `groups_chosen` are open whose best score (`max`), or sum of their `two` best, is the largest.
+    `renormalized` weights are over their sum plus `eps`; then they are times `scale`. Of equal
+    scores that of the lower number goes first.
 
     A `sparse` choice (Phi-3.5-MoE, arXiv:2409.12136) is of two logits. The weight of each is its
     softmax among itself m and those below it that are near: (m - logit) / max(abs(logit), m) is at
@@ -259,6 +271,7 @@ class Router:
     eps: float = 0.0
     scale: float = 1.0
     jitter: float = 0.0
+    softcap: float | None = None
 
 
 @dataclass(frozen=True)
@@ -597,6 +610,7 @@ class ModelSpec:
         inner = {
             **{"heads": attention.heads, "kv_heads": attention.kv_heads},
             **{"head_dim": attention.head_dim, "q": q, "k": k, "v": v},
+            "given": attention.heads * attention.head_widths[2],  # by heads, to a product
             **dict.fromkeys(("ffn", "gate", "up"), mlp.ffn),
             "buckets": attention.bias.buckets if attention.bias else 0,
         }

@@ -25,6 +25,7 @@ from . import (
     gpt_neo,
     gpt_neox,
     gptj,
+    layered,
     llama,
     llama4,
     modernbert,
@@ -47,6 +48,7 @@ _FAMILIES: dict[str, ModuleType] = {
         *(llama, gemma, gemma4, gpt2, gpt_neo, gpt_neox, gptj, opt, bloom, bert, relatives),
         *(falcon, mpt, fairseq, modernbert, deberta, clip, vit),
         *(bart, t5, t5gemma, encoder_decoder, whisper, deepseek, llama4, multimodal, dbrx),
+        *(layered,),
     )
     for model_type in family.CLASSES
 }

@@ -33,6 +33,8 @@ def route(
     scores = einsum("...i,oi->...o", x.astype(jnp.float32), matrix)
     if bias is not None:
         scores = scores + bias.astype(jnp.float32)
+    if router.softcap is not None:
+        scores = router.softcap * jnp.tanh(scores / router.softcap)
     if router.score == "sparse":
         return _sparse(scores, router)
     if router.score == "sigmoid":

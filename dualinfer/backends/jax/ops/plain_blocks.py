@@ -283,11 +283,19 @@ class PlainBlocks:
         return False
 
     def gate(
-        self, y: jax.Array, x: jax.Array, weight: Weight, norm: NormOf | None = None
+        self,
+        y: jax.Array,
+        x: jax.Array,
+        weight: Weight,
+        norm: NormOf | None = None,
+        by: Gate = "sigmoid",
     ) -> jax.Array:
         """See `contract.BlockOps.gate`."""
         gate = self.linear(x, weight, Neighbours(norm=norm, wide=True))
-        return (y.astype(jnp.float32) * jax.nn.sigmoid(gate)).astype(y.dtype)
+        gate = jax.nn.sigmoid(gate) if by == "sigmoid" else jax.nn.softplus(gate)
+        if 1 < gate.shape[-1] < y.shape[-1]:
+            gate = jnp.repeat(gate, y.shape[-1] // gate.shape[-1], axis=-1)
+        return (y.astype(jnp.float32) * gate).astype(y.dtype)
 
     def add(self, x: jax.Array, y: jax.Array, norm: NormOf | None = None) -> jax.Array:
         """See `contract.BlockOps.add`."""
@@ -304,6 +312,19 @@ class PlainBlocks:
         """See `contract.BlockOps.with_keys_of`."""
         queries = a.qkv_sizes[0]
         return jnp.concatenate((q[..., :queries], qkv[..., queries:]), axis=-1)
+
+    def widen_values(self, a: Attention, qkv: jax.Array) -> jax.Array:
+        """See `contract.BlockOps.widen_values`."""
+        others, values = jnp.split(qkv, (sum(a.qkv_sizes[:2]),), axis=-1)
+        heads = values.reshape(*values.shape[:-1], a.kv_heads, -1) * a.value_scale
+        beside = [(0, 0)] * (heads.ndim - 1) + [(0, a.head_dim - heads.shape[-1])]
+        heads = jnp.pad(heads, beside).reshape(*values.shape[:-1], -1)
+        return jnp.concatenate((others, heads), axis=-1)
+
+    def narrow_values(self, a: Attention, y: jax.Array) -> jax.Array:
+        """See `contract.BlockOps.narrow_values`."""
+        heads = y.reshape(*y.shape[:-1], a.heads, -1)[..., : a.value_dim]
+        return heads.reshape(*y.shape[:-1], -1)
 
     def clip(self, x: jax.Array, limit: float) -> jax.Array:
         """See `contract.BlockOps.clip`."""

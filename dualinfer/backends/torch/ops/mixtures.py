@@ -30,6 +30,8 @@ def route(
     """The experts that rows of x [..., E] choose, and their weights; see `BlockOps.route`."""
     matrix = SCHEMES.dequantize(weight).float()
     scores = F.linear(x.float(), matrix, None if bias is None else bias.float())
+    if router.softcap is not None:
+        scores = router.softcap * torch.tanh(scores / router.softcap)
     if router.score == "sparse":
         return _sparse(scores, router)
     if router.score == "sigmoid":

@@ -5,8 +5,9 @@ from contextlib import AbstractContextManager
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.nn import functional as F
 
-from ....model.spec import Activation, Attention, Experts, ModelSpec, Router
+from ....model.spec import Activation, Attention, Experts, Gate, ModelSpec, Router
 from ....model.weights import Weight
 from ...caches import CacheSpec, CacheView
 from ...contract import ALONE, Neighbours, NormOf, Routing, Unnormed, Weights
@@ -268,11 +269,19 @@ class PlainBlocks:
         return False
 
     def gate(
-        self, y: torch.Tensor, x: torch.Tensor, weight: Weight, norm: NormOf | None = None
+        self,
+        y: torch.Tensor,
+        x: torch.Tensor,
+        weight: Weight,
+        norm: NormOf | None = None,
+        by: Gate = "sigmoid",
     ) -> torch.Tensor:
         """See `contract.BlockOps.gate`."""
         gate = self.linear(x, weight, Neighbours(norm=norm, wide=True))
-        return (y * gate.sigmoid()).to(y.dtype)
+        gate = gate.sigmoid() if by == "sigmoid" else F.softplus(gate)
+        if 1 < gate.shape[-1] < y.shape[-1]:
+            gate = gate.repeat_interleave(y.shape[-1] // gate.shape[-1], -1)
+        return (y * gate).to(y.dtype)
 
     def add(self, x: torch.Tensor, y: torch.Tensor, norm: NormOf | None = None) -> torch.Tensor:
         """See `contract.BlockOps.add`."""
@@ -288,6 +297,17 @@ class PlainBlocks:
         """See `contract.BlockOps.with_keys_of`."""
         queries = a.qkv_sizes[0]
         return torch.cat((q[..., :queries], qkv[..., queries:]), -1)
+
+    def widen_values(self, a: Attention, qkv: torch.Tensor) -> torch.Tensor:
+        """See `contract.BlockOps.widen_values`."""
+        others, values = qkv.split((sum(a.qkv_sizes[:2]), a.qkv_sizes[2]), -1)
+        values = values.unflatten(-1, (a.kv_heads, -1)) * a.value_scale
+        values = F.pad(values, (0, a.head_dim - values.shape[-1]))
+        return torch.cat((others, values.flatten(-2)), -1)
+
+    def narrow_values(self, a: Attention, y: torch.Tensor) -> torch.Tensor:
+        """See `contract.BlockOps.narrow_values`."""
+        return y.unflatten(-1, (a.heads, -1))[..., : a.value_dim].flatten(-2)
 
     def clip(self, x: torch.Tensor, limit: float) -> torch.Tensor:
         """See `contract.BlockOps.clip`."""

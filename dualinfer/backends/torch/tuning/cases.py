@@ -19,7 +19,7 @@ from ....kernels.triton import (
 )
 from ....kernels.triton.experts import Mixture
 from ....kernels.triton.tuning import Config, Key
-from ....model.spec import Activation, Attention, Experts, ModelSpec, Router
+from ....model.spec import Activation, Attention, Experts, Gate, ModelSpec, Router
 from ....model.weights import Weight, count_leaves, parts_of, with_parts
 from ...contract import (
     ALONE,
@@ -170,6 +170,12 @@ class _Recorder:
     ) -> torch.Tensor:
         return x
 
+    def widen_values(self, a: Attention, qkv: torch.Tensor) -> torch.Tensor:
+        return qkv.new_empty((*qkv.shape[:-1], sum(a.widened.qkv_sizes)))
+
+    def narrow_values(self, a: Attention, y: torch.Tensor) -> torch.Tensor:
+        return y.new_empty((*y.shape[:-1], a.heads * a.head_widths[2]))
+
     def norm_shared(self, x: torch.Tensor, norm: NormOf, width: int) -> torch.Tensor:
         return x
 
@@ -246,7 +252,12 @@ class _Recorder:
         return self.ops.adds_shared(x, mixture, w)
 
     def gate(
-        self, y: torch.Tensor, x: torch.Tensor, weight: Weight, norm: NormOf | None = None
+        self,
+        y: torch.Tensor,
+        x: torch.Tensor,
+        weight: Weight,
+        norm: NormOf | None = None,
+        by: Gate = "sigmoid",
     ) -> torch.Tensor:
         self.linear(x, weight, Neighbours(norm=norm, wide=True))
         return y
