@@ -25,6 +25,7 @@ _ESM = {"position_embedding_type": "rotary", "token_dropout": True, "mask_token_
 _XLM = {"intermediate_size": None, "emb_dim": 36, "n_layers": 2, "n_heads": 3}
 _TURNS = {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}
 _MODERN = {**_TURNS, "num_hidden_layers": 3, "local_attention": 6}
+_XMOD = {"languages": ["en_XX", "de_DE", "fr"], "default_language": "de_DE"}
 LABELS = {"num_labels": 3}
 _DEBERTA = {"relative_attention": True, "pos_att_type": ["p2c", "c2p"]}
 _DEBERTA_3 = {
@@ -93,6 +94,8 @@ BASES = {
     "xlm-base": ("XLMModel", _XLM),
     "xlm-masked": ("XLMWithLMHeadModel", {**_XLM, "n_langs": 3}),
     "flaubert-masked": ("FlaubertWithLMHeadModel", {**_XLM, "gelu_activation": False}),
+    "xmod": ("XmodModel", _XMOD),
+    "xmod-masked": ("XmodForMaskedLM", {**_XMOD, "pre_norm": True, "ln_before_adapter": False}),
     "bert-generation": ("BertGenerationEncoder", {}),
 }
 HEADS = {
@@ -160,6 +163,13 @@ HEADS = {
     "ibert-span": ("IBertForQuestionAnswering", {}),
     "esm-sequence": ("EsmForSequenceClassification", {**_ESM, **LABELS}),
     "esm-token": ("EsmForTokenClassification", {**_ESM, **LABELS}),
+    "xmod-sequence": (
+        "XmodForSequenceClassification",
+        {**_XMOD, **LABELS, "adapter_reuse_layer_norm": False, "adapter_reduction_factor": 3},
+    ),
+    "xmod-choice": ("XmodForMultipleChoice", {**_XMOD, "adapter_layer_norm": True}),
+    "xmod-token": ("XmodForTokenClassification", {**_XMOD, **LABELS}),
+    "xmod-span": ("XmodForQuestionAnswering", {**_XMOD, "ln_before_adapter": False}),
     "xlm-sequence": ("XLMForSequenceClassification", {**_XLM, **LABELS}),
     "xlm-token": ("XLMForTokenClassification", {**_XLM, **LABELS}),
     "flaubert-span": ("FlaubertForQuestionAnsweringSimple", _XLM),

@@ -37,7 +37,8 @@ ON_JAX = {
 SLOW = {
     *("jina-masked", "data2vec-masked", "ernie-masked", "prelayernorm", "gte-sequence"),
     *("jina-sequence", "megatron-choice", "prelayernorm-sequence", "roberta-xl-span", "jina"),
-    *("deberta-xlarge", "deberta-xlarge-sequence"),
+    *("deberta-xlarge", "deberta-xlarge-sequence", "xmod-masked", "xmod-sequence", "xmod-choice"),
+    *("xmod-token", "xmod-span"),
     *("megatron-masked", "gte-masked", "rembert", "roformer", "roformer-masked", "ibert"),
     *("xlm-base", "xlm-masked", "flaubert-masked", "xlm-sequence", "xlm-token", "flaubert-span"),
     *("ibert-masked", "bert-generation", "esm", "esm-plain", "esm-sequence", "esm-token"),
@@ -139,6 +140,7 @@ def test_a_model_gives_what_hf_gives(case, backend):
 @pytest.mark.parametrize(
     ("case", "changes", "message"),
     [
+        ("xmod", {"default_language": None}, "default_language=None.*args="),
         ("deberta-xlarge", {"conv_groups": 2}, "conv_groups=2"),
         ("deberta-xlarge", {"conv_kernel_size": 4}, "conv_kernel_size=4.*odd"),
         ("deberta-2-masked", {"embedding_size": 20}, "embedding_size=20"),
@@ -219,6 +221,7 @@ def hidden_of(model, ids):
                     "mpnet",
                     "deberta-3",
                     "deberta-xlarge",
+                    "xmod",
                     "embedding-gemma",
                     "albert",
                     "gpt2-token",
@@ -439,6 +442,7 @@ def test_the_loss_of_answers_is_that_of_hf(backend):
     [
         *("llama-span", "albert", "distilbert-sequence", "modernbert-masked", "gte-masked"),
         pytest.param("jina", marks=pytest.mark.slow),
+        pytest.param("deberta-xlarge-masked", marks=pytest.mark.slow),
     ],
 )
 def test_a_model_goes_through_a_folder_and_back(case, tmp_path):
@@ -561,6 +565,7 @@ SHARED = {
     **{"modernbert-sequence": True, "albert-masked": False, "qwen3-reward": False},
     **dict.fromkeys(("mpnet-span", "deberta-2-masked", "deberta-masked"), False),
     "deberta-xlarge-masked": False,
+    "xmod-masked": False,
 }
 
 

@@ -13,7 +13,7 @@ from ..backends.contract import (
     Unnormed,
     Weights,
 )
-from ..model.spec import XIELU, Activation, Experts, Layer, Norm, Router
+from ..model.spec import XIELU, Activation, Adapter, Experts, Layer, Norm, Router
 
 # Attention of a layer, by its number, over packed queries, keys and values, or over the pair that
 # latent attention takes; across, over queries.
@@ -60,6 +60,11 @@ def block(
     the sum of a sub-layer and what it read is left to the product that comes next.
     """
     if layer.placement == "post":
+        if layer.adapter is not None:
+            y, residual, norm = _post_block(layer, w, ops, x, index, attend, across)
+            return Unnormed(
+                *_adapted(layer.adapter, layer.norm, w, ops, ops.add(residual, y)), norm
+            )
         if layer.convolution is None:
             return _post_block(layer, w, ops, x, index, attend, across)
         x = normed(ops, x)
@@ -68,6 +73,8 @@ def block(
         x = normed(ops, _post_block(layer, w, ops, x, index, attend, across))
         return Unnormed(y, x, NormOf.named(layer.norm, w, "conv_norm"))
     x = _sublayers(layer, w, ops, normed(ops, x), index, attend, spend, across, lent, seen)
+    if layer.adapter is not None:
+        x = ops.add(*_adapted(layer.adapter, layer.norm, w, ops, x))
     if layer.reads:
         h = ops.linear(x, w["read.weight"], Neighbours(activation=_plain_activation(layer)))
         y = ops.linear(h * own, w["read_out.weight"])
@@ -78,6 +85,17 @@ def block(
 def _plain_activation(layer: Layer) -> Activation:
     assert layer.mlp.activation != "xielu"
     return layer.mlp.activation
+
+
+def _adapted(
+    adapter: Adapter, norm: Norm, w: Weights, ops: BlockOps, x: Array
+) -> tuple[Array, Array]:
+    """What an adapter makes of x [B, T, E], and what it adds to."""
+    h = ops.norm(x, NormOf.named(norm, w, "adapter_norm")) if "adapter_norm.weight" in w else x
+    by = Neighbours(w["adapter_up.bias"], activation=adapter.activation)
+    y = ops.linear(h, w["adapter_up.weight"], by)
+    y = ops.linear(y, w["adapter_down.weight"], Neighbours(w["adapter_down.bias"]))
+    return y, h if adapter.normed else x
 
 
 def _sublayers(

@@ -383,6 +383,19 @@ class Convolution:
 
 
 @dataclass(frozen=True)
+class Adapter:
+    """Two projections behind a layer's MLP, to `width` elements and back, which add (X-MOD).
+
+    They read the sum so far, through a norm if there is one among the weights; if `normed`, what
+    this gives is what they add to, too.
+    """
+
+    width: int
+    activation: Activation
+    normed: bool
+
+
+@dataclass(frozen=True)
 class Layer:
     """One block: where its norms stand, and what its sub-layers read.
 
@@ -398,7 +411,8 @@ class Layer:
     what each token's embedding gives this layer alone, projected back. What a `multiplied` block
     gives is times a learned number (Gemma 4). A `bare` block, always `pre`, has no norm before
     its attention (ModernBERT's first), and one that is `mlp_normed`, `pre` as well, has one behind
-    its MLP, within the residual (A.X-K1). A `convolution`, of a `post` block, comes last.
+    its MLP, within the residual (A.X-K1). A `convolution`, of a `post` block, comes last. An
+    `adapter`, of a `pre` or `post` block, stands before the last norm of a `post` one.
     """
 
     attention: Attention
@@ -415,6 +429,7 @@ class Layer:
     reads: int = 0
     multiplied: bool = False
     convolution: Convolution | None = None
+    adapter: Adapter | None = None
 
     @property
     def experts(self) -> int:
@@ -593,6 +608,7 @@ class ModelSpec:
             **{"head_dim": attention.head_dim, "q": q, "k": k, "v": v},
             **dict.fromkeys(("ffn", "gate", "up"), mlp.ffn),
             "buckets": attention.bias.buckets if attention.bias else 0,
+            "adapter": own.width if (own := self.layers[layer].adapter) else 0,
         }
         if (own := attention.latent) is not None:
             inner |= {"latent": own.width, "rank": own.rank, "query_rank": own.query_rank}
