@@ -38,7 +38,8 @@ SLOW = {
     *("jina-masked", "data2vec-masked", "ernie-masked", "prelayernorm", "gte-sequence"),
     *("jina-sequence", "megatron-choice", "prelayernorm-sequence", "roberta-xl-span", "jina"),
     *("deberta-xlarge", "deberta-xlarge-sequence", "xmod-masked", "xmod-sequence", "xmod-choice"),
-    *("xmod-token", "xmod-span"),
+    *("xmod-token", "xmod-span", "mobilebert", "mobilebert-sequence", "mobilebert-choice"),
+    *("mobilebert-token", "mobilebert-span"),
     *("megatron-masked", "gte-masked", "rembert", "roformer", "roformer-masked", "ibert"),
     *("xlm-base", "xlm-masked", "flaubert-masked", "xlm-sequence", "xlm-token", "flaubert-span"),
     *("ibert-masked", "bert-generation", "esm", "esm-plain", "esm-sequence", "esm-token"),
@@ -222,6 +223,7 @@ def hidden_of(model, ids):
                     "deberta-3",
                     "deberta-xlarge",
                     "xmod",
+                    "mobilebert",
                     "embedding-gemma",
                     "albert",
                     "gpt2-token",
@@ -442,6 +444,7 @@ def test_the_loss_of_answers_is_that_of_hf(backend):
     [
         *("llama-span", "albert", "distilbert-sequence", "modernbert-masked", "gte-masked"),
         pytest.param("jina", marks=pytest.mark.slow),
+        pytest.param("mobilebert-masked", marks=pytest.mark.slow),
         pytest.param("deberta-xlarge-masked", marks=pytest.mark.slow),
     ],
 )
@@ -566,6 +569,7 @@ SHARED = {
     **dict.fromkeys(("mpnet-span", "deberta-2-masked", "deberta-masked"), False),
     "deberta-xlarge-masked": False,
     "xmod-masked": False,
+    "mobilebert-masked": False,
 }
 
 

@@ -231,6 +231,21 @@ class BlockOps(Protocol):
         """
         ...
 
+    def embed_trigrams(
+        self,
+        spec: ModelSpec,
+        w: Weights,
+        x: Array,
+        positions: Array,
+        token_types: Array | None,
+        segments: Array | None = None,
+    ) -> Array:
+        """As `embed` of int ids x [B, T], or `embed_given` of x [B, T, W], by `spec.trigrams`.
+
+        What lies beyond a row, or in another of its int `segments` [B, T], counts as zeros.
+        """
+        ...
+
     def read_by_layers(self, spec: ModelSpec, w: Weights, ids: Array, x: Array) -> Array:
         """What each layer reads of int ids [B, T] and their embedding x [B, T, E]: [L, B, T, P].
 
@@ -402,6 +417,10 @@ class BlockOps(Protocol):
         which tokens are whose, those from `count` on nobody's; without them a row is one. What has
         no token gives 0.
         """
+        ...
+
+    def join(self, *parts: Array) -> Array:
+        """Arrays [B, T, ...] side by side along their last axis."""
         ...
 
     def like(self, x: Array, other: Array) -> Array:

@@ -21,10 +21,11 @@ XIELU = ("alpha_p", "alpha_n", "beta", "eps")  # a layer's numbers of the activa
 class Norm:
     """RMSNorm (`rms`) or LayerNorm (`layer`), with a bias where there is one among the weights.
 
-    With `unit_offset` the factor is 1 + weight, in float32 (Gemma).
+    With `unit_offset` the factor is 1 + weight, in float32 (Gemma). An `affine` norm is weight and
+    bias alone, without any mean or root (MobileBERT).
     """
 
-    kind: Literal["rms", "layer"]
+    kind: Literal["rms", "layer", "affine"]
     eps: float
     unit_offset: bool = False
 
@@ -396,6 +397,19 @@ class Adapter:
 
 
 @dataclass(frozen=True)
+class Bottleneck:
+    """A layer within `width` elements (MobileBERT, arXiv:2004.02984).
+
+    Its input is projected to so many, and norms are over the sums of sub-layers and what they read:
+    attention, whose queries and keys are of another such projection, and values of the input, and
+    `feeds` MLPs. What they give is projected back and added to the input, and normed.
+    """
+
+    width: int
+    feeds: int
+
+
+@dataclass(frozen=True)
 class Layer:
     """One block: where its norms stand, and what its sub-layers read.
 
@@ -412,13 +426,14 @@ class Layer:
     gives is times a learned number (Gemma 4). A `bare` block, always `pre`, has no norm before
     its attention (ModernBERT's first), and one that is `mlp_normed`, `pre` as well, has one behind
     its MLP, within the residual (A.X-K1). A `convolution`, of a `post` block, comes last. An
-    `adapter`, of a `pre` or `post` block, stands before the last norm of a `post` one.
+    `adapter`, of a `pre` or `post` block, stands before the last norm of a `post` one. A `narrow`
+    block is as its `bottleneck` says.
     """
 
     attention: Attention
     mlp: Mlp | Experts
     norm: Norm
-    placement: Literal["pre", "post", "around", "behind"]
+    placement: Literal["pre", "post", "around", "behind", "narrow"]
     parallel: bool = False
     shared_norm: bool = False
     residual_scale: float = 1.0
@@ -430,6 +445,7 @@ class Layer:
     multiplied: bool = False
     convolution: Convolution | None = None
     adapter: Adapter | None = None
+    bottleneck: Bottleneck | None = None
 
     @property
     def experts(self) -> int:
@@ -487,16 +503,18 @@ class ModelSpec:
     types and the norm of the embedding have it as well, and the projection, perhaps with a bias,
     comes after them (ALBERT, ELECTRA). The norm of the embedding is `normed` over the `sum` with
     positions and types, over that once it is `projected` (DeBERTa-v2), or over the `tokens` alone,
-    before positions are added (BlenderbotSmall). `pad_id` is the id by which a head tells padding.
-    With an `encoder` this is a decoder that attends across to what that gives of another sequence,
-    and that begins with the id `start`, if the model names one; if it `repeats`, it reads the
-    encoder's ids, shifted, where it is given none. With `towers` the encoder is one beside this
-    one: neither attends to the other, and what they give says how near texts are to images (CLIP).
-    With `patches` it reads images in the place of ids, and has no vocabulary. HF's hidden states of
-    a model with `raw_states` end before the final norm. `projected` is the width of what `pooled`
-    projects to. With `mel` it reads log-mel spectrograms of so many bins in the place of ids, two
-    frames for each position, by two convolutions. Where there is no mask, HF hides the id `hides`.
-    The embedding of the id `dropped` is zero, and those of a sequence's other tokens are times 0.88
+    before positions are added (BlenderbotSmall). With `trigrams` tokens have `embed_width`
+    elements, and those of the next one, its own and the one before are projected to the layers'
+    width (MobileBERT). `pad_id` is the id by which a head tells padding. With an `encoder` this is
+    a decoder that attends across to what that gives of another sequence, and that begins with the
+    id `start`, if the model names one; if it `repeats`, it reads the encoder's ids, shifted, where
+    it is given none. With `towers` the encoder is one beside this one: neither attends to the
+    other, and what they give says how near texts are to images (CLIP). With `patches` it reads
+    images in the place of ids, and has no vocabulary. HF's hidden states of a model with
+    `raw_states` end before the final norm. `projected` is the width of what `pooled` projects to.
+    With `mel` it reads log-mel spectrograms of so many bins in the place of ids, two frames for
+    each position, by two convolutions. Where there is no mask, HF hides the id `hides`. The
+    embedding of the id `dropped` is zero, and those of a sequence's other tokens are times 0.88
     over the share that these have in it, as dropout in training made them (ESM-2). If a model
     `blanks`, what a mask hides enters the first layer as zeros.
     """
@@ -522,6 +540,7 @@ class ModelSpec:
     embed_width: int | None = None
     factored: bool = False
     normed: Literal["sum", "projected", "tokens"] = "sum"
+    trigrams: bool = False
     pad_id: int | None = None
     embed_norm: Norm | None = None
     final_norm: Norm | None = None
@@ -576,6 +595,8 @@ class ModelSpec:
             "embed_in": self.embed,  # tells the sides of a square matrix apart
             "width": self.embed_width or self.embed,
             "inner": (self.factored and self.embed_width) or self.embed,
+            "trigram": 3 * (self.embed_width or 0),
+            "rest": self.embed - (self.embed_width or 0),
             "labels": self.head.labels if self.head else 0,
             "scored": self.head.width if self.head else 0,
             "projected": self.projected,
@@ -609,6 +630,7 @@ class ModelSpec:
             **dict.fromkeys(("ffn", "gate", "up"), mlp.ffn),
             "buckets": attention.bias.buckets if attention.bias else 0,
             "adapter": own.width if (own := self.layers[layer].adapter) else 0,
+            "narrow": own.width if (own := self.layers[layer].bottleneck) else 0,
         }
         if (own := attention.latent) is not None:
             inner |= {"latent": own.width, "rank": own.rank, "query_rank": own.query_rank}
@@ -629,6 +651,11 @@ class ModelSpec:
         return frozenset(
             a.lender for a in (own.attention for own in self.layers) if a.lender is not None
         )
+
+    @property
+    def projects(self) -> bool:
+        """True if a projection lies between tokens and layers, and another before the head."""
+        return self.embed_width is not None and not self.factored and not self.trigrams
 
     @property
     def crosses(self) -> bool:

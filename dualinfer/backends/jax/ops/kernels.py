@@ -134,7 +134,7 @@ class KernelOps(KernelAttention):
     def norm(self, x: jax.Array, norm: NormOf, residual: jax.Array | None = None) -> jax.Array:
         """See `PlainOps.norm`."""
         rows = math.prod(x.shape[:-1])
-        if rows > linear.MOST_ROWS:
+        if rows > linear.MOST_ROWS or norm.spec.kind == "affine":
             return super().norm(x, norm, residual)
         return self._normed(x, norm, residual, rows)
 

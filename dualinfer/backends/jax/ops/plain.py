@@ -131,6 +131,23 @@ class PlainOps:
             embeds = embeds * jnp.asarray(spec.embed_scale, embeds.dtype)
         return self._with_positions(spec, w, embeds, positions, token_types, blend)
 
+    def embed_trigrams(
+        self,
+        spec: ModelSpec,
+        w: Weights,
+        x: jax.Array,
+        positions: jax.Array,
+        token_types: jax.Array | None,
+        segments: jax.Array | None = None,
+    ) -> jax.Array:
+        """See `contract.BlockOps.embed_trigrams`."""
+        if x.ndim == 2:
+            x = self._tokens(x, w["embed.weight"])
+        x = primitives.trigrams(x, segments)
+        by = Neighbours(w["project_in.bias"])
+        x = PlainOps.linear(self, x, w["project_in.weight"], by)
+        return self._with_positions(spec, w, x, positions, token_types)
+
     def _with_positions(
         self,
         spec: ModelSpec,
@@ -144,7 +161,7 @@ class PlainOps:
         if spec.normed == "tokens":
             assert spec.embed_norm is not None
             x = PlainOps.norm(self, x, NormOf.named(spec.embed_norm, w, "embed_norm"))
-        if spec.embed_width and not spec.factored:
+        if spec.projects:
             x = primitives.matmul(x, w["project_in.weight"])
         if token_types is not None:
             if spec.token_types_from_vocab:
@@ -180,6 +197,8 @@ class PlainOps:
         """See `contract.BlockOps.norm`."""
         if residual is not None:
             x = residual + x
+        if norm.spec.kind == "affine":
+            return x * norm.weight + norm.bias
         if norm.spec.kind == "rms":
             return primitives.rms_norm(x, norm.weight, norm.spec.eps, norm.spec.unit_offset)
         return primitives.layer_norm(
@@ -200,6 +219,10 @@ class PlainOps:
     def repeat(self, x: jax.Array, rows: int) -> jax.Array:
         """See `contract.BlockOps.repeat`."""
         return jnp.broadcast_to(x, (rows, *x.shape[1:]))
+
+    def join(self, *parts: jax.Array) -> jax.Array:
+        """See `contract.BlockOps.join`."""
+        return jnp.concatenate(parts, -1)
 
     def like(self, x: jax.Array, other: jax.Array) -> jax.Array:
         """See `contract.BlockOps.like`."""

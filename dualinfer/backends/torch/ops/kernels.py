@@ -147,6 +147,8 @@ class KernelOps(KernelAttention):
         self, x: torch.Tensor, norm: NormOf, residual: torch.Tensor | None = None
     ) -> torch.Tensor:
         """See `PlainOps.norm`."""
+        if norm.spec.kind == "affine":
+            return super().norm(x, norm, residual)
         return self._normed(x, norm, residual)
 
     @named("norm")
