@@ -25,7 +25,8 @@ _OTHERS = {
     **{"max_encoder_position_embeddings": POSITIONS, "max_decoder_position_embeddings": POSITIONS},
     **{"attention_window": 2 * _WINDOW, "local_radius": _WINDOW},
     **{"num_sparse_encoder_layers": 1, "num_sparse_decoder_layers": 1},
-    **{"vocab_size_per_layer_input": VOCAB, "intra_bottleneck_size": 3 * _HEAD_DIM},
+    **{"vocab_size_per_layer_input": VOCAB, "intra_bottleneck_size": 120},
+    "true_hidden_size": 120,
 }
 # Of mixtures; counts without a default are there as None.
 _EXPERTS = {
