@@ -95,6 +95,8 @@ BASES = {
     "xlm-base": ("XLMModel", _XLM),
     "xlm-masked": ("XLMWithLMHeadModel", {**_XLM, "n_langs": 3}),
     "flaubert-masked": ("FlaubertWithLMHeadModel", {**_XLM, "gelu_activation": False}),
+    "layoutlm": ("LayoutLMModel", {"max_2d_position_embeddings": 50}),
+    "layoutlm-masked": ("LayoutLMForMaskedLM", {"max_2d_position_embeddings": 50}),
     "mobilebert": ("MobileBertModel", _MOBILE),
     "mobilebert-masked": ("MobileBertForMaskedLM", _MOBILE),
     "xmod": ("XmodModel", _XMOD),
@@ -170,6 +172,9 @@ HEADS = {
     "mobilebert-choice": ("MobileBertForMultipleChoice", _MOBILE),
     "mobilebert-token": ("MobileBertForTokenClassification", {**_MOBILE, **LABELS}),
     "mobilebert-span": ("MobileBertForQuestionAnswering", _MOBILE),
+    "layoutlm-sequence": ("LayoutLMForSequenceClassification", LABELS),
+    "layoutlm-token": ("LayoutLMForTokenClassification", LABELS),
+    "layoutlm-span": ("LayoutLMForQuestionAnswering", {}),
     "xmod-sequence": (
         "XmodForSequenceClassification",
         {**_XMOD, **LABELS, "adapter_reuse_layer_norm": False, "adapter_reduction_factor": 3},

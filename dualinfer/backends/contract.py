@@ -209,8 +209,9 @@ class BlockOps(Protocol):
     ) -> Array:
         """Embedded tokens [B, T, E] of int ids [B, T], summed over devices.
 
-        int positions [B, T] and token types [B, T] count where the model has them. The norm of a
-        model that is `normed` over tokens alone is made here.
+        int positions [B, T] and token types [B, T] count where the model has them; token types
+        [B, T, 5] of a model with `boxes` have a token's box behind its type, which else is of
+        zeros. The norm of a model that is `normed` over tokens alone is made here.
         """
         ...
 

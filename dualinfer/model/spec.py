@@ -516,7 +516,9 @@ class ModelSpec:
     each position, by two convolutions. Where there is no mask, HF hides the id `hides`. The
     embedding of the id `dropped` is zero, and those of a sequence's other tokens are times 0.88
     over the share that these have in it, as dropout in training made them (ESM-2). If a model
-    `blanks`, what a mask hides enters the first layer as zeros.
+    `blanks`, what a mask hides enters the first layer as zeros. Where there are `boxes`, a token
+    has a type and a box on a page, of left, upper, right and lower edges below that; rows for
+    these, and for its height and width, are added to it (LayoutLM).
     """
 
     family: str
@@ -535,6 +537,7 @@ class ModelSpec:
     packs: bool = True
     token_types: int = 0
     token_types_from_vocab: bool = False
+    boxes: int = 0
     embed_scale: float = 1.0
     scales_embeds: bool = False
     embed_width: int | None = None
@@ -602,6 +605,7 @@ class ModelSpec:
             "projected": self.projected,
             "positions": self.learned_positions + self.position_offset,
             "types": self.token_types,
+            "boxes": self.boxes,
             "pairs": self.layers[0].attention.rope_pairs,
             **{"read": self.layers[0].reads, "reads": self.reads},
             "one": 1,
@@ -651,6 +655,11 @@ class ModelSpec:
         return frozenset(
             a.lender for a in (own.attention for own in self.layers) if a.lender is not None
         )
+
+    @property
+    def adds_tables(self) -> bool:
+        """True if an embedded token is a sum of rows: its own, of its type and of its position."""
+        return self.embed_width is None and self.normed != "tokens" and not self.boxes
 
     @property
     def projects(self) -> bool:

@@ -76,6 +76,7 @@ def describe(fields: ConfigFields, architecture: str) -> tuple[ModelSpec, Weight
         pad=pad,
         token_types=_token_types(fields, kind, vocab),
         token_types_from_vocab=kind.types == "vocab",
+        boxes=fields.size(kind.boxes) if kind.boxes else 0,
         hides=fields.take("pad_token_id") if kind.hides else None,
         embed_width=width if factored else None,
         factored=factored,
@@ -246,6 +247,8 @@ def _embeddings(kind: Kind, spec: ModelSpec) -> list[Row]:
         tables.append(("positions", "positions", places))
     if spec.token_types and not spec.token_types_from_vocab:
         tables.append(("token_types", "types", "token_type_embeddings"))
+    if spec.boxes:
+        tables += [(f"boxes.{x}", "boxes", f"{x}_position_embeddings") for x in "xyhw"]
     rows = [
         row(f"{ours}.weight", f"{axis} {width}", (f"{hf}{theirs}.weight", f"{axis} {width}"))
         for ours, axis, theirs in tables

@@ -79,6 +79,7 @@ class Kind:
     drops: bool = False  # the embedding of masks, and blanks what a mask hides (ESM-2)
     norms_first: tuple[str, str] | None = None  # a field by which norms do so, and that at the end
     adapts: bool = False  # a layer ends in adapters, one of each language (X-MOD)
+    boxes: str | None = None  # a field that counts the edges of boxes on a page (LayoutLM)
     hides: bool = False  # the padding where there is no mask
     grouped: bool = False  # layers share weights by groups (ALBERT)
     scored: str | None = None  # the width before the vocabulary, which then is never tied
@@ -182,6 +183,12 @@ KINDS = {
         *("Ernie", "ernie.", _BERT_MASKED),
         unread=("cls.",),
         ignored=("classifier_dropout", "task_type_vocab_size", "pool_act"),
+    ),
+    "layoutlm": Kind(
+        *("LayoutLM", "layoutlm.", _BERT_MASKED),
+        classes=(*_HEADS[:2], _SPAN),
+        unread=("cls.",),
+        boxes="max_2d_position_embeddings",
     ),
     "gte": Kind(
         *("Gte", "gte.", (*_ROBERTA_MASKED[:3], "lm_head.decoder.bias")),

@@ -111,8 +111,7 @@ class KernelOps(KernelAttention):
             w[n] for n in ("embed.weight", "positions.weight", "token_types.weight") if n in w
         ]
         quantized = any(table.scheme is not None for table in tables)
-        apart = spec.embed_width or spec.normed == "tokens"
-        if self.split is not None or apart or quantized:
+        if self.split is not None or not spec.adds_tables or quantized:
             return super().embed(spec, w, ids, positions, token_types)
         table = w["embed.weight"].data
         types = "embed.weight" if spec.token_types_from_vocab else "token_types.weight"

@@ -137,6 +137,16 @@ class PlainOps:
         if spec.projects:
             x = primitives.matmul(x, w["project_in.weight"])
         if token_types is not None:
+            if spec.boxes:
+                boxes = token_types.new_zeros((*token_types.shape, 4))
+                if token_types.ndim == 3:
+                    token_types, boxes = token_types[..., 0], token_types[..., 1:]
+                left, upper, right, lower = (boxes[..., i] for i in range(4))
+                for table, at in (
+                    *(("x", left), ("y", upper), ("x", right), ("y", lower)),
+                    *(("h", lower - upper), ("w", right - left)),
+                ):
+                    x = x + primitives.embed(at, w[f"boxes.{table}.weight"])
             if spec.token_types_from_vocab:
                 x = x + self._tokens(token_types, w["embed.weight"])
             else:
