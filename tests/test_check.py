@@ -24,6 +24,7 @@ ROTARY = {"position_embedding_type": "rotary", "vocab_size": 33}
 SERVED = {
     "encoder-decoder": PAIR,
     "esm": ROTARY,
+    "xmod": {"default_language": "en_XX"},
     "granitemoehybrid": {"layer_types": ["attention"] * 32, "num_local_experts": 0},
 }
 ROPE = {"rope_type": "default", "rope_theta": 1e4}

@@ -37,7 +37,10 @@ ON_JAX = {
 SLOW = {
     *("jina-masked", "data2vec-masked", "ernie-masked", "prelayernorm", "gte-sequence"),
     *("jina-sequence", "megatron-choice", "prelayernorm-sequence", "roberta-xl-span", "jina"),
-    *("deberta-xlarge", "deberta-xlarge-sequence"),
+    *("deberta-xlarge", "deberta-xlarge-sequence", "xmod-masked", "xmod-sequence", "xmod-choice"),
+    *("xmod-token", "xmod-span", "mobilebert", "mobilebert-sequence", "mobilebert-choice"),
+    *("mobilebert-token", "mobilebert-span", "layoutlm-sequence", "layoutlm-token"),
+    *("layoutlm", "layoutlm-span"),
     *("megatron-masked", "gte-masked", "rembert", "roformer", "roformer-masked", "ibert"),
     *("xlm-base", "xlm-masked", "flaubert-masked", "xlm-sequence", "xlm-token", "flaubert-span"),
     *("ibert-masked", "bert-generation", "esm", "esm-plain", "esm-sequence", "esm-token"),
@@ -139,6 +142,7 @@ def test_a_model_gives_what_hf_gives(case, backend):
 @pytest.mark.parametrize(
     ("case", "changes", "message"),
     [
+        ("xmod", {"default_language": None}, "default_language=None.*args="),
         ("deberta-xlarge", {"conv_groups": 2}, "conv_groups=2"),
         ("deberta-xlarge", {"conv_kernel_size": 4}, "conv_kernel_size=4.*odd"),
         ("deberta-2-masked", {"embedding_size": 20}, "embedding_size=20"),
@@ -180,6 +184,36 @@ def test_frequencies_of_esm_are_those_of_its_file(backend, tmp_path):
     compare(of_hf(again, ids, attention_mask=mask), wanted, mask)
 
 
+@pytest.mark.parametrize(
+    ("case", "backend"),
+    [
+        ("layoutlm-masked", "torch"),
+        pytest.param("layoutlm-masked", "jax", marks=pytest.mark.slow),
+        pytest.param("layoutlm-span", "torch", marks=pytest.mark.slow),
+    ],
+)
+def test_boxes_on_a_page_are_read_as_by_hf(case, backend):
+    model, (ids, mask) = make(case), batch(case)
+    engine = dualinfer.init_inference(
+        model, backend=backend, dtype="fp32", replace_with_kernel_inject=True
+    )
+    corners = np.random.default_rng(4).integers(0, 25, (*ids.shape, 2))
+    boxes = np.concatenate((corners, 2 * corners), -1)
+    types = (ids % 2).astype(int)
+    given = {"bbox": boxes, "token_type_ids": types, "attention_mask": mask}
+    compare(engine(ids, **given, output_hidden_states=True), of_hf(model, ids, **given), mask)
+    with pytest.raises(ArgumentError, match=r"bbox has shape \(3, 13\).*\(3, 13, 4\)"):
+        engine(ids, bbox=mask)
+    with pytest.raises(ArgumentError, match="right and lower ones no less"):
+        engine(ids, bbox=boxes[..., ::-1])
+    if backend == "torch":
+        return
+    with pytest.raises(ArgumentError, match="does not support bbox"):
+        dualinfer.init_inference(make("bert-token"), dtype="fp32", replace_with_kernel_inject=True)(
+            ids, bbox=boxes
+        )
+
+
 LENGTHS = (9, 40, 3, 17, 1, 61, 12, 5, 30, 8)
 POOLINGS = ("cls", "mean", "max", "mean_sqrt_len_tokens", "weightedmean", "lasttoken")
 
@@ -219,6 +253,9 @@ def hidden_of(model, ids):
                     "mpnet",
                     "deberta-3",
                     "deberta-xlarge",
+                    "xmod",
+                    "layoutlm",
+                    "mobilebert",
                     "embedding-gemma",
                     "albert",
                     "gpt2-token",
@@ -439,6 +476,8 @@ def test_the_loss_of_answers_is_that_of_hf(backend):
     [
         *("llama-span", "albert", "distilbert-sequence", "modernbert-masked", "gte-masked"),
         pytest.param("jina", marks=pytest.mark.slow),
+        pytest.param("mobilebert-masked", marks=pytest.mark.slow),
+        pytest.param("deberta-xlarge-masked", marks=pytest.mark.slow),
     ],
 )
 def test_a_model_goes_through_a_folder_and_back(case, tmp_path):
@@ -561,6 +600,9 @@ SHARED = {
     **{"modernbert-sequence": True, "albert-masked": False, "qwen3-reward": False},
     **dict.fromkeys(("mpnet-span", "deberta-2-masked", "deberta-masked"), False),
     "deberta-xlarge-masked": False,
+    "xmod-masked": False,
+    "layoutlm-masked": False,
+    "mobilebert-masked": False,
 }
 
 

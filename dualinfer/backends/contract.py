@@ -217,8 +217,9 @@ class BlockOps(Protocol):
     ) -> Array:
         """Embedded tokens [B, T, E] of int ids [B, T], summed over devices.
 
-        int positions [B, T] and token types [B, T] count where the model has them. The norm of a
-        model that is `normed` over tokens alone is made here.
+        int positions [B, T] and token types [B, T] count where the model has them; token types
+        [B, T, 5] of a model with `boxes` have a token's box behind its type, which else is of
+        zeros. The norm of a model that is `normed` over tokens alone is made here.
         """
         ...
 
@@ -236,6 +237,21 @@ class BlockOps(Protocol):
         W is the width of the embedding: `embed_width`, else E. Of images it is that of a patch;
         what is given in the place of learned tokens is not read. With float32 `blend` [T, P] a
         token's position is the sum of the table's P rows times these, in the place of `positions`.
+        """
+        ...
+
+    def embed_trigrams(
+        self,
+        spec: ModelSpec,
+        w: Weights,
+        x: Array,
+        positions: Array,
+        token_types: Array | None,
+        segments: Array | None = None,
+    ) -> Array:
+        """As `embed` of int ids x [B, T], or `embed_given` of x [B, T, W], by `spec.trigrams`.
+
+        What lies beyond a row, or in another of its int `segments` [B, T], counts as zeros.
         """
         ...
 
@@ -432,6 +448,10 @@ class BlockOps(Protocol):
         which tokens are whose, those from `count` on nobody's; without them a row is one. What has
         no token gives 0.
         """
+        ...
+
+    def join(self, *parts: Array) -> Array:
+        """Arrays [B, T, ...] side by side along their last axis."""
         ...
 
     def like(self, x: Array, other: Array) -> Array:

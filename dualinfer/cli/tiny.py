@@ -24,7 +24,9 @@ _OTHERS = {
     **{"max_source_positions": 24, "max_target_positions": POSITIONS, "num_mel_bins": 9},
     **{"max_encoder_position_embeddings": POSITIONS, "max_decoder_position_embeddings": POSITIONS},
     **{"attention_window": 2 * _WINDOW, "local_radius": _WINDOW},
-    "vocab_size_per_layer_input": VOCAB,
+    **{"num_sparse_encoder_layers": 1, "num_sparse_decoder_layers": 1},
+    **{"vocab_size_per_layer_input": VOCAB, "intra_bottleneck_size": 120},
+    "true_hidden_size": 120,
 }
 # Of mixtures; counts without a default are there as None.
 _EXPERTS = {

@@ -13,7 +13,7 @@ from ..backends.contract import (
     Unnormed,
     Weights,
 )
-from ..model.spec import XIELU, Activation, Experts, Layer, Norm, Router
+from ..model.spec import XIELU, Activation, Adapter, Bottleneck, Experts, Layer, Mlp, Norm, Router
 
 # Attention of a layer, by its number, over packed queries, keys and values, or over the pair that
 # latent attention takes; across, over queries.
@@ -60,6 +60,11 @@ def block(
     the sum of a sub-layer and what it read is left to the product that comes next.
     """
     if layer.placement == "post":
+        if layer.adapter is not None:
+            y, residual, norm = _post_block(layer, w, ops, x, index, attend, across)
+            return Unnormed(
+                *_adapted(layer.adapter, layer.norm, w, ops, ops.add(residual, y)), norm
+            )
         if layer.convolution is None:
             return _post_block(layer, w, ops, x, index, attend, across)
         x = normed(ops, x)
@@ -67,7 +72,11 @@ def block(
         y = ops.convolve(x, *kernel, 1, how.activation, seen.segments)
         x = normed(ops, _post_block(layer, w, ops, x, index, attend, across))
         return Unnormed(y, x, NormOf.named(layer.norm, w, "conv_norm"))
+    if layer.bottleneck is not None:
+        return _narrow_block(layer, layer.bottleneck, w, ops, normed(ops, x), index, attend)
     x = _sublayers(layer, w, ops, normed(ops, x), index, attend, spend, across, lent, seen)
+    if layer.adapter is not None:
+        x = ops.add(*_adapted(layer.adapter, layer.norm, w, ops, x))
     if layer.reads:
         h = ops.linear(x, w["read.weight"], Neighbours(activation=_plain_activation(layer)))
         y = ops.linear(h * own, w["read_out.weight"])
@@ -78,6 +87,17 @@ def block(
 def _plain_activation(layer: Layer) -> Activation:
     assert layer.mlp.activation != "xielu"
     return layer.mlp.activation
+
+
+def _adapted(
+    adapter: Adapter, norm: Norm, w: Weights, ops: BlockOps, x: Array
+) -> tuple[Array, Array]:
+    """What an adapter makes of x [B, T, E], and what it adds to."""
+    h = ops.norm(x, NormOf.named(norm, w, "adapter_norm")) if "adapter_norm.weight" in w else x
+    by = Neighbours(w["adapter_up.bias"], activation=adapter.activation)
+    y = ops.linear(h, w["adapter_up.weight"], by)
+    y = ops.linear(y, w["adapter_down.weight"], Neighbours(w["adapter_down.bias"]))
+    return y, h if adapter.normed else x
 
 
 def _sublayers(
@@ -236,6 +256,37 @@ def _post_block(
         return Unnormed(y, x, NormOf.named(layer.norm, w, "mlp_norm"))
     h, x = read(x, "up", _plain_activation(layer), layer.mlp.gated)
     return written(h, "down", x, "mlp_norm")
+
+
+def _narrow_block(
+    layer: Layer,
+    bottleneck: Bottleneck,
+    w: Weights,
+    ops: BlockOps,
+    x: Array,
+    index: int,
+    attend: Attend,
+) -> Array:
+    """As `block`, within a bottleneck."""
+    assert isinstance(layer.mlp, Mlp)
+
+    def product(x: Array, name: str) -> Array:
+        return ops.linear(x, w[f"{name}.weight"], Neighbours(w[f"{name}.bias"]))
+
+    def norm(y: Array, name: str, residual: Array | None = None) -> Array:
+        return ops.norm(y, NormOf.named(layer.norm, w, name), residual=residual)
+
+    h = norm(product(x, "narrow"), "narrow_norm")
+    read = norm(product(x, "narrow_qk"), "narrow_qk_norm")
+    qkv = ops.join(product(read, "query_key"), product(x, "value"))
+    y = ops.row_product(attend(index, qkv), w["out.weight"], Neighbours(w["out.bias"]))
+    h = norm(y, "attn_norm", h)
+    for i in range(bottleneck.feeds):
+        by = Neighbours(w[f"up.{i}.bias"], activation=_plain_activation(layer))
+        y = ops.linear(h, w[f"up.{i}.weight"], by)
+        y = ops.row_product(y, w[f"down.{i}.weight"], Neighbours(w[f"down.{i}.bias"]))
+        h = norm(y, f"mlp.{i}_norm", h)
+    return norm(product(h, "wide"), "wide_norm", x)
 
 
 def _apart(experts: Experts, norm: Norm, w: Weights, ops: BlockOps, x: Array) -> Array:

@@ -40,7 +40,10 @@ def hidden_states(
         if token_types is None and spec.token_types and not spec.token_types_from_vocab:
             token_types = positions * 0
         where = positions, token_types
-        if embeds is None:
+        if spec.trigrams:
+            read = ids if embeds is None else embeds
+            x = ops.embed_trigrams(spec, params.outer, read, *where, segments)
+        elif embeds is None:
             x = ops.embed(spec, params.outer, ids, *where)
             if spec.dropped is not None:
                 x = _without_dropped(spec.dropped, ops, x, ids, mask, segments)

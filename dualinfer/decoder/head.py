@@ -137,7 +137,7 @@ def embeddings(
 def last_hidden_state(spec: ModelSpec, params: Params, ops: BlockOps, x: Array) -> Array:
     """HF's last hidden state: after the final norm, in the width of the embedding."""
     norm = _final_norm(spec, params)
-    if spec.embed_width and not spec.factored:
+    if spec.projects:
         return ops.linear(x, params.outer["project_out.weight"], Neighbours(norm=norm))
     return ops.norm(x, norm) if norm else x
 
@@ -146,7 +146,7 @@ def logits(spec: ModelSpec, params: Params, ops: BlockOps, x: Array, wide: bool 
     """Scores [..., V] of the last layer's output [..., E]; `wide` asks for float32."""
     w, head = params.outer, spec.head
     norm = _final_norm(spec, params)
-    if spec.embed_width and not spec.factored:
+    if spec.projects:
         x, norm = last_hidden_state(spec, params, ops, x), None
     if head is not None and head.activation:
         assert head.norm

@@ -251,7 +251,7 @@ class EmbeddingCalls(InferenceEngine):
     def _width(self, layers: Sequence[Dense | None]) -> int:
         dense = [layer.weight.shape[0] for layer in layers if layer is not None]
         spec = self._spec
-        own = spec.embed if spec.factored else spec.embed_width or spec.embed
+        own = (spec.projects and spec.embed_width) or spec.embed
         return dense[-1] if dense else own
 
     def _most_tokens(self, asked: int | None, tokenizer: Any) -> int:

@@ -125,6 +125,7 @@ class FusedEngine(EmbeddingCalls, TowerCalls):
         input_features: Any = None,
         encoder_outputs: Any = None,
         pixel_values: Any = None,
+        bbox: Any = None,
         interpolate_pos_encoding: bool | None = False,
         labels: Any = None,
         start_positions: Any = None,
@@ -152,8 +153,8 @@ class FusedEngine(EmbeddingCalls, TowerCalls):
         and labels are theirs. Of an encoder-decoder these ids, mask and embeddings are the
         encoder's, and `decoder_input_ids` [B, T] the decoder's, without which they are made of
         labels, which are not shifted then. Whisper's encoder reads `input_features` [B, mel,
-        frames], an encoder of images `pixel_values` [B, C, H, W], of any size with
-        `interpolate_pos_encoding`. A model of texts and images reads both, and gives
+        frames], LayoutLM `bbox` [B, T, 4], an encoder of images `pixel_values` [B, C, H, W], of any
+        size with `interpolate_pos_encoding`. A model of texts and images reads both, and gives
         `logits_per_text` and `logits_per_image`, as HF's CLIPModel. `encoder_outputs` are what an
         encoder gave before, in the place of what it reads: its last hidden state [B, S, E], a tuple
         that begins with it, HF's BaseModelOutput or what `forward` gave; `attention_mask` [B, S]
@@ -184,6 +185,10 @@ class FusedEngine(EmbeddingCalls, TowerCalls):
             arguments |= beside
         if self._spec.patches or self._spec.towers:
             arguments["pixel_values"] = pixel_values
+        if self._spec.boxes:
+            arguments["bbox"] = bbox
+        elif bbox is not None:
+            unsupported["bbox"] = bbox
         with self._call("forward()", arguments) as call:
             self._check_model(alone=False)
             refuse_arguments("forward", unsupported)
@@ -212,7 +217,7 @@ class FusedEngine(EmbeddingCalls, TowerCalls):
                 how["interpolate"] = interpolate_pos_encoding
                 inputs = make(self._spec, call.inputs, **how)
             else:
-                how |= {"may_pack": not use_cache, "ends": ends}
+                how |= {"may_pack": not use_cache, "ends": ends, "boxes": values.pop("bbox", None)}
                 inputs = make_forward_inputs(self._spec, *values.values(), **how)
             call.meet(lambda: inputs)
             results = self._profiler.run(self.runner.forward, inputs)

@@ -53,6 +53,7 @@ def make_forward_inputs(
     logits_to_keep: Any = 0,
     loss_count: Any = None,
     ends: tuple[Any, Any] = (None, None),
+    boxes: Any = None,
     problem: Any = None,
     output_hidden_states: bool,
     may_pack: bool,
@@ -61,7 +62,8 @@ def make_forward_inputs(
     """One forward pass's inputs, called `name` in errors.
 
     `may_pack`: positions that start anew separate sequences. `ends` are the first and the last
-    token of each row's answer. `problem` is the config's `problem_type`.
+    token of each row's answer, `boxes` where tokens lie on a page. `problem` is the config's
+    `problem_type`.
 
     Raises ArgumentError for what does not fit the model, and LengthError for more tokens than it
     has positions.
@@ -123,6 +125,9 @@ def make_forward_inputs(
         types = _broadcast(types, "token_type_ids", shape) if spec.token_types else None
     elif spec.token_types and not spec.token_types_from_vocab:
         types = np.zeros(shape, np.int32)
+    if boxes is not None:
+        assert types is not None
+        types = np.concatenate((types[..., None], _check_boxes(spec, boxes, shape)), -1)
     kept = _kept_tokens(spec, logits_to_keep, length)
     targets, loss = None, loss_kind(spec, labels, problem)
     if loss != "classes":
@@ -138,6 +143,23 @@ def make_forward_inputs(
     inputs = ForwardInputs(tokens, at, visible, types, segments, output_hidden_states)
     inputs = replace(inputs, embeds=vectors, kept=kept, labels=targets, loss_count=count)
     return replace(inputs, weights=weights, choices=choices, loss=loss)
+
+
+def _check_boxes(spec: ModelSpec, boxes: Any, shape: tuple[int, int]) -> np.ndarray:
+    """Where tokens lie on a page, int32 [B, T, 4], of a caller's bbox [B, T, 4]."""
+    array = read_array(boxes, "bbox", "rows differ in length; pad them.")
+    if array.dtype.kind not in "iu" or array.shape != (*shape, 4):
+        raise ArgumentError(
+            f"bbox has shape {array.shape} and dtype {array.dtype}; expected integers "
+            f"{(*shape, 4)}, the left, upper, right and lower edge of each token's box."
+        )
+    sides = array[..., 2:] - array[..., :2]
+    if (array < 0).any() or (array >= spec.boxes).any() or (sides < 0).any():
+        raise ArgumentError(
+            f"bbox: {spec.architecture} takes edges from 0 to {spec.boxes - 1}, as thousandths of "
+            "the page, with right and lower ones no less than left and upper ones."
+        )
+    return array.astype(np.int32)
 
 
 def _beside_each_other(name: str, given: dict[str, Any]) -> tuple[int, list[Any]]:

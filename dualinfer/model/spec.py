@@ -22,10 +22,11 @@ XIELU = ("alpha_p", "alpha_n", "beta", "eps")  # a layer's numbers of the activa
 class Norm:
     """RMSNorm (`rms`) or LayerNorm (`layer`), with a bias where there is one among the weights.
 
-    With `unit_offset` the factor is 1 + weight, in float32 (Gemma).
+    With `unit_offset` the factor is 1 + weight, in float32 (Gemma). An `affine` norm is weight and
+    bias alone, without any mean or root (MobileBERT).
     """
 
-    kind: Literal["rms", "layer"]
+    kind: Literal["rms", "layer", "affine"]
     eps: float
     unit_offset: bool = False
 
@@ -396,6 +397,32 @@ class Convolution:
 
 
 @dataclass(frozen=True)
+class Adapter:
+    """Two projections behind a layer's MLP, to `width` elements and back, which add (X-MOD).
+
+    They read the sum so far, through a norm if there is one among the weights; if `normed`, what
+    this gives is what they add to, too.
+    """
+
+    width: int
+    activation: Activation
+    normed: bool
+
+
+@dataclass(frozen=True)
+class Bottleneck:
+    """A layer within `width` elements (MobileBERT, arXiv:2004.02984).
+
+    Its input is projected to so many, and norms are over the sums of sub-layers and what they read:
+    attention, whose queries and keys are of another such projection, and values of the input, and
+    `feeds` MLPs. What they give is projected back and added to the input, and normed.
+    """
+
+    width: int
+    feeds: int
+
+
+@dataclass(frozen=True)
 class Layer:
     """One block: where its norms stand, what its sub-layers read, and what else some models do.
 
@@ -415,12 +442,14 @@ class Layer:
     - `convolution` (always `post`) comes last (DeBERTa-v2).
     - `sub_norms` (always `pre`): what heads give and the MLP's hidden values are normed before the
       products back, each as one of so many elements, which devices share (BitNet).
+    - `adapter` (`pre` or `post`): two more projections, before the last norm of a `post` block.
+    - `bottleneck`: how a `narrow` block is built (MobileBERT).
     """
 
     attention: Attention
     mlp: Mlp | Experts
     norm: Norm
-    placement: Literal["pre", "post", "around", "behind"]
+    placement: Literal["pre", "post", "around", "behind", "narrow"]
     parallel: bool = False
     shared_norm: bool = False
     residual_scale: float = 1.0
@@ -432,6 +461,8 @@ class Layer:
     multiplied: bool = False
     convolution: Convolution | None = None
     sub_norms: tuple[int, int] | None = None
+    adapter: Adapter | None = None
+    bottleneck: Bottleneck | None = None
 
     @property
     def experts(self) -> int:
@@ -489,19 +520,23 @@ class ModelSpec:
     types and the norm of the embedding have it as well, and the projection, perhaps with a bias,
     comes after them (ALBERT, ELECTRA). The norm of the embedding is `normed` over the `sum` with
     positions and types, over that once it is `projected` (DeBERTa-v2), or over the `tokens` alone,
-    before positions are added (BlenderbotSmall). `pad_id` is the id by which a head tells padding.
-    With an `encoder` this is a decoder that attends across to what that gives of another sequence,
-    and that begins with the id `start`, if the model names one; if it `repeats`, it reads the
-    encoder's ids, shifted, where it is given none. With `towers` the encoder is one beside this
-    one: neither attends to the other, and what they give says how near texts are to images (CLIP).
-    With `patches` it reads images in the place of ids, and has no vocabulary. HF's hidden states of
-    a model with `raw_states` end before the final norm. `projected` is the width of what `pooled`
-    projects to. With `mel` it reads log-mel spectrograms of so many bins in the place of ids, two
-    frames for each position, by two convolutions. Where there is no mask, HF hides the id `hides`.
-    The embedding of the id `dropped` is zero, and those of a sequence's other tokens are times 0.88
+    before positions are added (BlenderbotSmall). With `trigrams` tokens have `embed_width`
+    elements, and those of the next one, its own and the one before are projected to the layers'
+    width (MobileBERT). `pad_id` is the id by which a head tells padding. With an `encoder` this is
+    a decoder that attends across to what that gives of another sequence, and that begins with the
+    id `start`, if the model names one; if it `repeats`, it reads the encoder's ids, shifted, where
+    it is given none. With `towers` the encoder is one beside this one: neither attends to the
+    other, and what they give says how near texts are to images (CLIP). With `patches` it reads
+    images in the place of ids, and has no vocabulary. HF's hidden states of a model with
+    `raw_states` end before the final norm. `projected` is the width of what `pooled` projects to.
+    With `mel` it reads log-mel spectrograms of so many bins in the place of ids, two frames for
+    each position, by two convolutions. Where there is no mask, HF hides the id `hides`. The
+    embedding of the id `dropped` is zero, and those of a sequence's other tokens are times 0.88
     over the share that these have in it, as dropout in training made them (ESM-2). If a model
     `blanks`, what a mask hides enters the first layer as zeros; if it `masks_labels`, the labels of
-    that count in no loss (Qwen2-Audio).
+    that count in no loss (Qwen2-Audio). Where there are `boxes`, a token has a type and a box on a
+    page, of left, upper, right and lower edges below that; rows for these, and for its height and
+    width, are added to it (LayoutLM).
     """
 
     family: str
@@ -521,11 +556,13 @@ class ModelSpec:
     masks_labels: bool = False
     token_types: int = 0
     token_types_from_vocab: bool = False
+    boxes: int = 0
     embed_scale: float = 1.0
     scales_embeds: bool = False
     embed_width: int | None = None
     factored: bool = False
     normed: Literal["sum", "projected", "tokens"] = "sum"
+    trigrams: bool = False
     pad_id: int | None = None
     embed_norm: Norm | None = None
     final_norm: Norm | None = None
@@ -580,11 +617,14 @@ class ModelSpec:
             "embed_in": self.embed,  # tells the sides of a square matrix apart
             "width": self.embed_width or self.embed,
             "inner": (self.factored and self.embed_width) or self.embed,
+            "trigram": 3 * (self.embed_width or 0),
+            "rest": self.embed - (self.embed_width or 0),
             "labels": self.head.labels if self.head else 0,
             "scored": self.head.width if self.head else 0,
             "projected": self.projected,
             "positions": self.learned_positions + self.position_offset,
             "types": self.token_types,
+            "boxes": self.boxes,
             "pairs": self.layers[0].attention.rope_pairs,
             **{"read": self.layers[0].reads, "reads": self.reads},
             "one": 1,
@@ -613,6 +653,8 @@ class ModelSpec:
             "given": attention.heads * attention.head_widths[2],  # by heads, to a product
             **dict.fromkeys(("ffn", "gate", "up"), mlp.ffn),
             "buckets": attention.bias.buckets if attention.bias else 0,
+            "adapter": own.width if (own := self.layers[layer].adapter) else 0,
+            "narrow": own.width if (own := self.layers[layer].bottleneck) else 0,
         }
         if (own := attention.latent) is not None:
             inner |= {"latent": own.width, "rank": own.rank, "query_rank": own.query_rank}
@@ -641,6 +683,16 @@ class ModelSpec:
         number = {index: n for n, index in enumerate(owners)}
         lenders = (layer.attention.lender for layer in self.layers)
         return tuple(number[i if own is None else own] for i, own in enumerate(lenders))
+
+    @property
+    def adds_tables(self) -> bool:
+        """True if an embedded token is a sum of rows: its own, of its type and of its position."""
+        return self.embed_width is None and self.normed != "tokens" and not self.boxes
+
+    @property
+    def projects(self) -> bool:
+        """True if a projection lies between tokens and layers, and another before the head."""
+        return self.embed_width is not None and not self.factored and not self.trigrams
 
     @property
     def crosses(self) -> bool:

@@ -28,6 +28,7 @@ from . import (
     layered,
     llama,
     llama4,
+    mobilebert,
     modernbert,
     mpt,
     multimodal,
@@ -46,7 +47,7 @@ _FAMILIES: dict[str, ModuleType] = {
     model_type: family
     for family in (
         *(llama, gemma, gemma4, gpt2, gpt_neo, gpt_neox, gptj, opt, bloom, bert, relatives),
-        *(falcon, mpt, fairseq, modernbert, deberta, clip, vit),
+        *(falcon, mpt, fairseq, modernbert, deberta, mobilebert, clip, vit),
         *(bart, t5, t5gemma, encoder_decoder, whisper, deepseek, llama4, multimodal, dbrx),
         *(layered,),
     )

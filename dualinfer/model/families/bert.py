@@ -3,10 +3,11 @@
 Each is a row of `bert_kinds.KINDS`. HF sources: models/NAME/modeling_NAME.py.
 """
 
+import re
 from dataclasses import replace
 
 from ...errors import ModelError, shown
-from ..spec import Activation, Attention, Head, Layer, Mlp, ModelSpec, Norm, RelativeBias
+from ..spec import Activation, Adapter, Attention, Head, Layer, Mlp, ModelSpec, Norm, RelativeBias
 from ..weights import Row, Source, WeightTable, row
 from . import rows as make
 from .bert_kinds import KINDS, OLD_NORMS, Kind
@@ -26,6 +27,8 @@ CLASSES = {
 def describe(fields: ConfigFields, architecture: str) -> tuple[ModelSpec, WeightTable]:
     """Spec and weight table of an encoder of BERT's kind."""
     kind = KINDS[fields.family]
+    if kind.norms_first and fields.flag(kind.norms_first[0], False):
+        kind = replace(kind, end=kind.norms_first[1])
 
     def named(name: str) -> str:
         return kind.fields.get(name, name)
@@ -58,6 +61,8 @@ def describe(fields: ConfigFields, architecture: str) -> tuple[ModelSpec, Weight
     groups = _groups(fields, count) if kind.grouped else [None] * count
     pad = kind.pad or _pad(fields) if kind.counts else None
     table_size = 0 if kind.rope else positions
+    adapter, adapter_rows = _adapter(fields, kind, norm, embed, activation)
+    layer = Layer(attention, mlp, norm, "pre" if kind.end else "post", adapter=adapter)
     head, head_rows, ties = _head(fields, kind, architecture, norm, activation, factored)
     is_normed = kind.embed_norm and (kind.norm_flag is None or fields.flag(kind.norm_flag, False))
     spec = ModelSpec(
@@ -65,12 +70,13 @@ def describe(fields: ConfigFields, architecture: str) -> tuple[ModelSpec, Weight
         architecture=architecture,
         vocab=vocab,
         embed=embed,
-        layers=(Layer(attention, mlp, norm, "pre" if kind.end else "post"),) * len(groups),
+        layers=(layer,) * len(groups),
         max_positions=positions if pad is None else positions - pad - 1,
         learned_positions=table_size,
         pad=pad,
         token_types=_token_types(fields, kind, vocab),
         token_types_from_vocab=kind.types == "vocab",
+        boxes=fields.size(kind.boxes) if kind.boxes else 0,
         hides=fields.take("pad_token_id") if kind.hides else None,
         embed_width=width if factored else None,
         factored=factored,
@@ -83,10 +89,10 @@ def describe(fields: ConfigFields, architecture: str) -> tuple[ModelSpec, Weight
     table = WeightTable(
         spec,
         (*_embeddings(kind, spec), *_final_norm(kind, norm), *head_rows),
-        tuple(_layer(kind, norm, attention.bias, group) for group in groups),
+        tuple((*_layer(kind, norm, attention.bias, x), *adapter_rows) for x in groups),
         base=kind.base,
         renames=(*kind.renames, *OLD_NORMS),
-        unused=_unused(kind, head, head_rows, ties),
+        unused=(*_unused(kind, head, head_rows, ties), *_others(fields, kind)),
         tied=ties,
         # HF builds a base model with add_pooling_layer=False too, and saves no pooler then.
         optional="pooler.",
@@ -166,6 +172,36 @@ def _bias(fields: ConfigFields, kind: Kind) -> RelativeBias | None:
     return RelativeBias(32, 128, both_ways=True)
 
 
+def _adapter(
+    fields: ConfigFields, kind: Kind, norm: Norm, embed: int, activation: Activation
+) -> tuple[Adapter | None, list[Row]]:
+    """The adapter of the language that HF takes where a caller names none, and its rows."""
+    if not kind.adapts:
+        return None, []
+    language, known = fields.take("default_language"), fields.take("languages", [])
+    if not isinstance(language, str) or language not in known:
+        raise ModelError(
+            f"config.json has default_language={shown(language)} and languages={shown(known)}; "
+            f"{fields.family} is served by the adapters of its default language. Name one of them: "
+            'args={"default_language": ...} of init_inference.'
+        )
+    width = embed // fields.size("adapter_reduction_factor")
+    own, reused = fields.flag("adapter_layer_norm", False), "adapter_reuse_layer_norm"
+    hf = f"{kind.base}{kind.layer}output."
+    rows = make.linear("adapter_up", f"{hf}adapter_modules.{language}.dense1", "adapter embed")
+    rows += make.linear("adapter_down", f"{hf}adapter_modules.{language}.dense2", "embed adapter")
+    if fields.flag(reused, True) or own:
+        name = "adapter_layer_norm" if own else "LayerNorm"
+        rows += make.norm(norm, "adapter_norm", hf + name)
+    return Adapter(width, activation, fields.flag("ln_before_adapter", True)), rows
+
+
+def _others(fields: ConfigFields, kind: Kind) -> list[str]:
+    """A pattern of the adapters of other languages."""
+    language = re.escape(str(fields.take("default_language")))
+    return [rf"\.adapter_modules\.(?!{language}\.)"] if kind.adapts else []
+
+
 def _layer(
     kind: Kind, norm: Norm, bias: RelativeBias | None, group: tuple[int, int] | None
 ) -> tuple[Row, ...]:
@@ -211,6 +247,8 @@ def _embeddings(kind: Kind, spec: ModelSpec) -> list[Row]:
         tables.append(("positions", "positions", places))
     if spec.token_types and not spec.token_types_from_vocab:
         tables.append(("token_types", "types", "token_type_embeddings"))
+    if spec.boxes:
+        tables += [(f"boxes.{x}", "boxes", f"{x}_position_embeddings") for x in "xyhw"]
     rows = [
         row(f"{ours}.weight", f"{axis} {width}", (f"{hf}{theirs}.weight", f"{axis} {width}"))
         for ours, axis, theirs in tables

@@ -77,6 +77,9 @@ class Kind:
     places: str = "absolute"  # what `position_embedding_type` must be
     norm_flag: str | None = None  # a field that says whether embeddings are normed
     drops: bool = False  # the embedding of masks, and blanks what a mask hides (ESM-2)
+    norms_first: tuple[str, str] | None = None  # a field by which norms do so, and that at the end
+    adapts: bool = False  # a layer ends in adapters, one of each language (X-MOD)
+    boxes: str | None = None  # a field that counts the edges of boxes on a page (LayoutLM)
     hides: bool = False  # the padding where there is no mask
     grouped: bool = False  # layers share weights by groups (ALBERT)
     scored: str | None = None  # the width before the vocabulary, which then is never tied
@@ -100,6 +103,7 @@ _ROBERTAS: dict[str, Any] = {
 _MPNET: dict[str, Any] = {**_ROBERTAS, "name": "MPNet", "base": "mpnet."}
 _IBERT: dict[str, Any] = {**_ROBERTAS, "name": "IBert", "base": "ibert."}
 _DATA2VEC: dict[str, Any] = {**_ROBERTAS, "name": "Data2VecText", "base": "data2vec_text."}
+_XMOD: dict[str, Any] = {**_ROBERTAS, "name": "Xmod"}
 _BEFORE: dict[str, Any] = {**_ROBERTAS, "name": "RobertaPreLayerNorm"}
 _BEFORE |= {"base": "roberta_prelayernorm.", "end": "LayerNorm"}
 _XL: dict[str, Any] = {**_ROBERTAS, "name": "XLMRobertaXL", "end": "encoder.LayerNorm"}
@@ -161,6 +165,7 @@ KINDS = {
     "xlm-roberta": Kind("XLMRoberta", **_ROBERTAS),
     "camembert": Kind("Camembert", **_ROBERTAS),
     "data2vec-text": Kind(**_DATA2VEC),
+    "xmod": Kind(**_XMOD, norms_first=("pre_norm", "encoder.LayerNorm"), adapts=True),
     "roberta-prelayernorm": Kind(
         **_BEFORE, norms=("attention.LayerNorm", "intermediate.LayerNorm")
     ),
@@ -178,6 +183,12 @@ KINDS = {
         *("Ernie", "ernie.", _BERT_MASKED),
         unread=("cls.",),
         ignored=("classifier_dropout", "task_type_vocab_size", "pool_act"),
+    ),
+    "layoutlm": Kind(
+        *("LayoutLM", "layoutlm.", _BERT_MASKED),
+        classes=(*_HEADS[:2], _SPAN),
+        unread=("cls.",),
+        boxes="max_2d_position_embeddings",
     ),
     "gte": Kind(
         *("Gte", "gte.", (*_ROBERTA_MASKED[:3], "lm_head.decoder.bias")),

@@ -112,8 +112,7 @@ class KernelOps(KernelAttention):
             w[n] for n in ("embed.weight", "positions.weight", "token_types.weight") if n in w
         ]
         quantized = any(table.scheme is not None for table in tables)
-        apart = spec.embed_width or spec.normed == "tokens"
-        if self.split is not None or apart or quantized:
+        if self.split is not None or not spec.adds_tables or quantized:
             return super().embed(spec, w, ids, positions, token_types)
         table = w["embed.weight"].data
         types = "embed.weight" if spec.token_types_from_vocab else "token_types.weight"
@@ -135,7 +134,7 @@ class KernelOps(KernelAttention):
     def norm(self, x: jax.Array, norm: NormOf, residual: jax.Array | None = None) -> jax.Array:
         """See `PlainOps.norm`."""
         rows = math.prod(x.shape[:-1])
-        if rows > linear.MOST_ROWS:
+        if rows > linear.MOST_ROWS or norm.spec.kind == "affine":
             return super().norm(x, norm, residual)
         return self._normed(x, norm, residual, rows)
 

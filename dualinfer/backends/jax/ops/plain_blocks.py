@@ -7,7 +7,7 @@ from typing import Any, Self
 import jax
 import jax.numpy as jnp
 
-from ....model.spec import Activation, Attention, Experts, ModelSpec, Router
+from ....model.spec import Activation, Attention, Experts, Gate, ModelSpec, Router
 from ....model.weights import Weight
 from ...caches import CacheSpec, CacheView
 from ...contract import ALONE, Neighbours, NormOf, Routing, Unnormed, Weights
@@ -105,6 +105,23 @@ class PlainBlocks:
             embeds = embeds * jnp.asarray(spec.embed_scale, embeds.dtype)
         return self._with_positions(spec, w, embeds, positions, token_types, blend)
 
+    def embed_trigrams(
+        self,
+        spec: ModelSpec,
+        w: Weights,
+        x: jax.Array,
+        positions: jax.Array,
+        token_types: jax.Array | None,
+        segments: jax.Array | None = None,
+    ) -> jax.Array:
+        """See `contract.BlockOps.embed_trigrams`."""
+        if x.ndim == 2:
+            x = self._tokens(x, w["embed.weight"])
+        x = primitives.trigrams(x, segments)
+        by = Neighbours(w["project_in.bias"])
+        x = PlainBlocks.linear(self, x, w["project_in.weight"], by)
+        return self._with_positions(spec, w, x, positions, token_types)
+
     def _with_positions(
         self,
         spec: ModelSpec,
@@ -154,6 +171,8 @@ class PlainBlocks:
         """See `contract.BlockOps.norm`."""
         if residual is not None:
             x = residual + x
+        if norm.spec.kind == "affine":
+            return x * norm.weight + norm.bias
         if norm.spec.kind == "rms":
             return primitives.rms_norm(x, norm.weight, norm.spec.eps, norm.spec.unit_offset)
         return primitives.layer_norm(
@@ -182,6 +201,10 @@ class PlainBlocks:
     def repeat(self, x: jax.Array, rows: int) -> jax.Array:
         """See `contract.BlockOps.repeat`."""
         return jnp.broadcast_to(x, (rows, *x.shape[1:]))
+
+    def join(self, *parts: jax.Array) -> jax.Array:
+        """See `contract.BlockOps.join`."""
+        return jnp.concatenate(parts, -1)
 
     def like(self, x: jax.Array, other: jax.Array) -> jax.Array:
         """See `contract.BlockOps.like`."""

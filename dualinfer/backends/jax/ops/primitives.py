@@ -212,6 +212,21 @@ def convolution(
     return (y + bias).astype(x.dtype)
 
 
+@jax.named_scope("trigrams")
+def trigrams(x: jax.Array, segments: jax.Array | None) -> jax.Array:
+    """Of each token of x [B, T, W] the next one, itself and the one before: [B, T, 3 W].
+
+    Zeros stand for those beyond a row, or in another of its `segments` [B, T].
+    """
+    behind, ahead = ((0, 0), (0, 1), (0, 0)), ((0, 0), (1, 0), (0, 0))
+    after, before = jnp.pad(x[:, 1:], behind), jnp.pad(x[:, :-1], ahead)
+    if segments is not None:
+        same = (segments[:, 1:] == segments[:, :-1])[..., None]
+        after = jnp.where(jnp.pad(same, behind), after, 0)
+        before = jnp.where(jnp.pad(same, ahead), before, 0)
+    return jnp.concatenate((after, x, before), -1)
+
+
 @jax.named_scope("gated_activation")
 def gated_activation(x: jax.Array, kind: Activation) -> jax.Array:
     """activation(gate) * up for x [..., 2F] that holds gate, then up."""

@@ -144,6 +144,8 @@ class KernelOps(KernelAttention):
         self, x: torch.Tensor, norm: NormOf, residual: torch.Tensor | None = None
     ) -> torch.Tensor:
         """See `PlainOps.norm`."""
+        if norm.spec.kind == "affine":
+            return super().norm(x, norm, residual)
         return self._normed(x, norm, residual)
 
     @named("norm")
@@ -390,5 +392,4 @@ def grouped_product(x: torch.Tensor, weight: torch.Tensor, ends: torch.Tensor) -
 def reads_tables(spec: ModelSpec, w: Weights) -> bool:
     """Whether a kernel embeds: nothing comes between (OPT-350m), and no table is quantized."""
     tables = (w[n] for n in ("embed.weight", "positions.weight", "token_types.weight") if n in w)
-    apart = spec.embed_width or spec.normed == "tokens"
-    return not apart and all(table.scheme is None for table in tables)
+    return spec.adds_tables and all(table.scheme is None for table in tables)

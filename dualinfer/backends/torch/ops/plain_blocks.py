@@ -86,6 +86,23 @@ class PlainBlocks:
             embeds = embeds * torch.tensor(spec.embed_scale, dtype=embeds.dtype)
         return self._with_positions(spec, w, embeds, positions, token_types, blend)
 
+    def embed_trigrams(
+        self,
+        spec: ModelSpec,
+        w: Weights,
+        x: torch.Tensor,
+        positions: torch.Tensor,
+        token_types: torch.Tensor | None,
+        segments: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """See `contract.BlockOps.embed_trigrams`."""
+        if x.ndim == 2:
+            x = self._tokens(x, w["embed.weight"])
+        x = primitives.trigrams(x, segments)
+        by = Neighbours(w["project_in.bias"])
+        x = PlainBlocks.linear(self, x, w["project_in.weight"], by)
+        return self._with_positions(spec, w, x, positions, token_types)
+
     def _with_positions(
         self,
         spec: ModelSpec,
@@ -139,6 +156,8 @@ class PlainBlocks:
         """See `contract.BlockOps.norm`."""
         if residual is not None:
             x = residual + x
+        if norm.spec.kind == "affine":
+            return x * norm.weight + norm.bias
         if norm.spec.kind == "rms":
             return primitives.rms_norm(x, norm.weight, norm.spec.eps, norm.spec.unit_offset)
         return primitives.layer_norm(
@@ -167,6 +186,10 @@ class PlainBlocks:
     def repeat(self, x: torch.Tensor, rows: int) -> torch.Tensor:
         """See `contract.BlockOps.repeat`."""
         return x.expand(rows, *x.shape[1:])
+
+    def join(self, *parts: torch.Tensor) -> torch.Tensor:
+        """See `contract.BlockOps.join`."""
+        return torch.cat(parts, -1)
 
     def like(self, x: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
         """See `contract.BlockOps.like`."""

@@ -186,6 +186,20 @@ def convolution(
     return F.linear(torch.cat(near, -1), kernel.transpose(1, 2).flatten(1), bias)
 
 
+@named("trigrams")
+def trigrams(x: torch.Tensor, segments: torch.Tensor | None) -> torch.Tensor:
+    """Of each token of x [B, T, W] the next one, itself and the one before: [B, T, 3 W].
+
+    Zeros stand for those beyond a row, or in another of its `segments` [B, T].
+    """
+    after, before = F.pad(x[:, 1:], (0, 0, 0, 1)), F.pad(x[:, :-1], (0, 0, 1, 0))
+    if segments is not None:
+        same = (segments[:, 1:] == segments[:, :-1])[..., None]
+        after = after * F.pad(same, (0, 0, 0, 1))
+        before = before * F.pad(same, (0, 0, 1, 0))
+    return torch.cat((after, x, before), -1)
+
+
 @named("gated_activation")
 def gated_activation(x: torch.Tensor, kind: Activation) -> torch.Tensor:
     """activation(gate) * up for x [..., 2F] that holds gate, then up."""

@@ -159,6 +159,17 @@ class _Recorder:
     ) -> torch.Tensor:
         return self.embed(spec, w, positions, positions, token_types)
 
+    def embed_trigrams(
+        self,
+        spec: ModelSpec,
+        w: Weights,
+        x: torch.Tensor,
+        positions: torch.Tensor,
+        token_types: torch.Tensor | None,
+        segments: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        return self.embed(spec, w, positions, positions, token_types)
+
     def read_by_layers(
         self, spec: ModelSpec, w: Weights, ids: torch.Tensor, x: torch.Tensor
     ) -> torch.Tensor:
@@ -283,6 +294,9 @@ class _Recorder:
         largest: bool = False,
     ) -> torch.Tensor:
         return x[:, :count]
+
+    def join(self, *parts: torch.Tensor) -> torch.Tensor:
+        return torch.cat(parts, -1)
 
     def like(self, x: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
         return x
