@@ -14,7 +14,8 @@ ROOT = Path(__file__).parents[1]
 _BEGIN, _END = "<!-- by docs/families.py -->\n", "<!-- to here -->\n"
 _CLASSES = """# Classes: which of Hugging Face's are served
 
-By `model_type`, as a checkpoint's config.json has it. [models.md](models.md) says what else to know of each.
+By `model_type`, as a checkpoint's config.json has it. [models.md](models.md) says what else to
+know of each.
 
 | model_type | classes in fused mode |
 |---|---|
