@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, Unpack
 
 import numpy as np
 
-from ..arrays import kind_of, to_kind
+from ..arrays import ids_to_jax, kind_of, to_kind
 from ..backends.base import Request, Runner
 from ..errors import ArgumentError, ClosedError, LengthError, UnsupportedError, warn_caller
 from ..model.outputs import make_generate_outputs, make_outputs
@@ -526,7 +526,10 @@ class FusedEngine(EmbeddingCalls, TowerCalls):
         return to_kind(tokens, "torch" if self.inference_config.backend == "torch" else "numpy")
 
     def _result(self, ids: np.ndarray, prompts: Prompts) -> Any:
-        kind = self.inference_config.backend if prompts.kind == "list" else prompts.kind
+        backend = self.inference_config.backend
+        kind = backend if prompts.kind == "list" else prompts.kind
+        if kind == backend == "jax":
+            return ids_to_jax(ids, self.device)
         return to_kind(ids, kind, like=prompts.like)
 
     def report(self) -> Report:
