@@ -23,6 +23,7 @@ from .options import (
     GenerationArguments,
     GenerationOptions,
     config_dict,
+    count_of,
     make_options,
     over_limit,
     refuse_outputs,
@@ -172,8 +173,6 @@ class FusedEngine(EmbeddingCalls, TowerCalls):
         given = decoder_input_ids, decoder_attention_mask, input_features
         given = *given, encoder_states(encoder_outputs)
         beside: dict[str, Any] = dict(zip(NAMES, given, strict=True))
-        refuse_names(self._spec, beside)
-        refuse_images(self._spec, pixel_values, interpolate_pos_encoding)
         spans = {"start_positions": start_positions, "end_positions": end_positions}
         head = self._spec.head
         if head is not None and head.kind == "span":
@@ -186,6 +185,8 @@ class FusedEngine(EmbeddingCalls, TowerCalls):
             arguments["pixel_values"] = pixel_values
         with self._call("forward()", arguments) as call:
             self._check_model(alone=False)
+            refuse_names(self._spec, beside)
+            refuse_images(self._spec, pixel_values, interpolate_pos_encoding)
             refuse_arguments("forward", unsupported)
             if use_cache:
                 raise ArgumentError(
@@ -516,8 +517,8 @@ class FusedEngine(EmbeddingCalls, TowerCalls):
             raise LengthError(over_limit(longest, new_tokens, "max_out_tokens", limit, way))
         own = "max_position_embeddings" if asked is None else "number of positions"
         raise LengthError(
-            f"A prompt of {longest} tokens and {new_tokens} new ones, of which the last takes no "
-            f"position, need {longest + new_tokens - 1}, over the model's {own} ({limit - 1}). "
+            f"A prompt of {count_of(longest)} and {new_tokens} new ones, of which the last takes "
+            f"no position, need {longest + new_tokens - 1}, over the model's {own} ({limit - 1}). "
             f"{shorter(way)}"
         )
 
