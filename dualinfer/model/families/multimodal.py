@@ -13,7 +13,7 @@ from typing import Any
 
 from ...errors import ModelError, UnservedError, shown
 from ..spec import Head, ModelSpec
-from ..weights import Row, WeightTable
+from ..weights import WeightTable
 from . import deepseek, gemma, llama, relatives
 from .fields import ConfigFields
 from .heads import under
@@ -59,7 +59,8 @@ class Wrapper:
     names in files of older versions. `ignored` fields of the config are about what is seen or
     heard, beside `_MEDIA`, and `of_text` are such in its text_config. HF `ties` the head to the
     embedding where the config says so, or never does. Where it `scales`, logits have the decoder's
-    own factor or cap. Where it `masks_labels`, tokens that the mask hides count in no loss.
+    own factor or cap. Where it `masks_labels`, tokens that the mask hides count in no loss. If
+    it `counts`, positions are those of the tokens that the mask shows.
     """
 
     name: str
@@ -72,6 +73,7 @@ class Wrapper:
     ties: bool = True
     scales: bool = False
     masks_labels: bool = False
+    counts: bool = False
 
     @property
     def classes(self) -> tuple[str, str]:
@@ -87,7 +89,7 @@ class Text:
     `given` are fields that HF takes for granted, which a config may repeat, and `same` are fields
     of the family with HF's name of each. Heads that `share` the embedding have no size of their
     own. Where experts are `turned`, a file may hold their columns before rows. Positions that start
-    anew separate no sequences in HF.
+    anew separate sequences where it `packs`.
     """
 
     name: str
@@ -96,6 +98,7 @@ class Text:
     same: Mapping[str, str] = field(default_factory=dict)
     share: bool = False
     turned: bool = False
+    packs: bool = False
 
 
 _LLAVA = ("vision_tower", "multi_modal_projector")
@@ -110,6 +113,19 @@ _IDEFICS = {
         *("neftune_noise_alpha", "perceiver_config", "pixel_shuffle_factor", "use_resampler"),
         "transformers.js_config",
     ),
+}
+_OMNI: dict[str, Any] = {
+    # A file of the whole has what speaks beside what thinks.
+    "parts": ("visual", "audio_tower", "talker", "token2wav", "code2wav"),
+    "renames": (
+        *(("model.language_model.", "model."), ("model.", "thinker.model.")),
+        ("lm_head.", "thinker.lm_head."),
+    ),
+    "ignored": (
+        *("position_id_per_seconds", "seconds_per_chunk", "user_token_id"),
+        *("vision_start_token_id", "vision_end_token_id"),
+    ),
+    "counts": True,
 }
 WRAPPERS: dict[str, Wrapper] = {
     "audioflamingo3": Wrapper(
@@ -210,9 +226,11 @@ WRAPPERS: dict[str, Wrapper] = {
         renames=(*_NESTED, (".layers.", ".encoder.layers.")),  # as of kimi_k25
         ignored=("downsample_ratio",),
     ),
+    "qwen2_5_omni_thinker": Wrapper(*("Qwen2_5OmniThinker", ("qwen2_5_omni_text",)), **_OMNI),
     "qwen2_5_vl": Wrapper("Qwen2_5_VL", ("qwen2_5_vl_text",), ("visual",), _FLAT),
     "qwen2_audio": Wrapper(*("Qwen2Audio", _ANY, _HEARS, _NESTED), ties=False, masks_labels=True),
     "qwen2_vl": Wrapper("Qwen2VL", ("qwen2_vl_text",), ("visual",), _FLAT),
+    "qwen3_omni_moe_thinker": Wrapper(*("Qwen3OmniMoeThinker", ("qwen3_omni_moe_text",)), **_OMNI),
     "qwen3_vl": Wrapper("Qwen3VL", ("qwen3_vl_text",), ("visual",)),
     "qwen3_vl_moe": Wrapper("Qwen3VLMoe", ("qwen3_vl_moe_text",), ("visual",)),
     "smolvlm": Wrapper("SmolVLM", _ANY, **_IDEFICS),
@@ -245,17 +263,22 @@ TEXTS: dict[str, Text] = {
         *("PaddleOCRTextModel", "llama"),
         same={"attention_bias": "use_bias", "mlp_bias": "use_bias"},
     ),
+    "qwen2_5_omni_text": Text("Qwen2_5OmniThinkerTextModel", "qwen2", share=True),
     "qwen2_5_vl_text": Text("Qwen2_5_VLTextModel", "qwen2", share=True),
     "qwen2_vl_text": Text("Qwen2VLTextModel", "qwen2", share=True),
+    "qwen3_omni_moe_text": Text("Qwen3OmniMoeThinkerTextModel", "qwen3_moe", packs=True),
     "qwen3_vl_moe_text": Text(
-        "Qwen3VLMoeTextModel", "qwen3_moe", {"norm_topk_prob": True}, turned=True
+        "Qwen3VLMoeTextModel", "qwen3_moe", {"norm_topk_prob": True}, turned=True, packs=True
     ),
-    "qwen3_vl_text": Text("Qwen3VLTextModel", "qwen3"),
+    "qwen3_vl_text": Text("Qwen3VLTextModel", "qwen3", packs=True),
 }
 CLASSES: dict[str, tuple[str, ...]] = {
     **{family: own.classes for family, own in WRAPPERS.items()},
     **{family: (own.name,) for family, own in TEXTS.items()},
 }
+
+
+_SECTIONS = ("mrope_section", "mrope_interleaved", "interleaved")  # of the positions' parts
 
 
 def describe(fields: ConfigFields, architecture: str) -> tuple[ModelSpec, WeightTable]:
@@ -282,11 +305,11 @@ def describe(fields: ConfigFields, architecture: str) -> tuple[ModelSpec, Weight
     inner.finish()
     fields.ignore("tie_word_embeddings", *_MEDIA, *wrapper.ignored)
     table = under(table, f"model.{wrapper.decoder}.")
-    spec = replace(spec, masks_labels=wrapper.masks_labels)
+    spec = replace(spec, masks_labels=wrapper.masks_labels, positions_from_mask=wrapper.counts)
     if has_head and not wrapper.scales:
         spec = replace(spec, head=Head("causal"))
     parts = "|".join(map(re.escape, wrapper.parts))
-    unused = [*map(_anywhere, table.unused), rf"^(model\.)?({parts})(\.|$)"]
+    unused = [*map(_anywhere, table.unused), rf"^((model|thinker)\.)*({parts})(\.|$)"]
     unused += [] if has_head else [r"^language_model\.lm_head\."]
     names = (*table.renames, *wrapper.renames)
     table = replace(table, base="model.", renames=names, unused=tuple(unused))
@@ -309,11 +332,9 @@ def _decoder(fields: ConfigFields, has_head: bool) -> tuple[ModelSpec, WeightTab
     """Spec and weight table of the decoder, by the file of its family."""
     own, packs = TEXTS.get(fields.family), True
     if own is not None:
-        rope, packs = fields.take("rope_parameters"), False
+        rope, packs = fields.take("rope_parameters"), own.packs
         if isinstance(rope, Mapping):
-            rope = {
-                k: v for k, v in rope.items() if k not in ("mrope_section", "mrope_interleaved")
-            }
+            rope = {k: v for k, v in rope.items() if k not in _SECTIONS}
         for name, value in own.given.items():
             fields.require(name, value)
         same = {ours: fields.take(theirs) for ours, theirs in own.same.items()}
@@ -327,15 +348,9 @@ def _decoder(fields: ConfigFields, has_head: bool) -> tuple[ModelSpec, WeightTab
     head, base = _MODULES[fields.family].CLASSES[fields.family][:2]
     spec, table = _MODULES[fields.family].describe(fields, head if has_head else base)
     if own is not None and own.turned:
-        layers = {id(rows): tuple(map(_turned, rows)) for rows in table.layers}
+        layers = {
+            id(rows): tuple(replace(row, either=len(row.others) == 1) for row in rows)
+            for rows in table.layers
+        }
         table = replace(table, layers=tuple(layers[id(rows)] for rows in table.layers))
     return replace(spec, packs=packs and spec.packs), table
-
-
-def _turned(row: Row) -> Row:
-    """A row of experts that are one tensor, as in a module or with columns before rows."""
-    if not row.others:
-        return row
-    whole = row.others[0]
-    experts, out, inner = whole.axes
-    return replace(row, sources=(replace(whole, axes=(experts, inner, out)),))
