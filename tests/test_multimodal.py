@@ -50,6 +50,7 @@ CASES = {
     "audioflamingo3": ("AudioFlamingo3", {"model_type": "qwen2", **SIZES}, FLAMINGO),
     "cohere_compass": ("CohereCompass", {**TEXT, **COMPASS, "logit_scale": 0.3}, QWEN),
     "deepseek_vl": ("DeepseekVL", {"model_type": "llama", **TEXT}, IMAGES),
+    "deepseek_vl_hybrid": ("DeepseekVLHybrid", {"model_type": "llama", **TEXT}, IMAGES),
     "exaone4_5": ("Exaone4_5_", {"model_type": "exaone4", **WINDOWS}, QWEN),
     "glm4v": ("Glm4v", {**GLM, **HALF}, QWEN),
     "glm46v": ("Glm46V", {"model_type": "glm4v_text", **GLM, **HALF}, QWEN),
@@ -115,6 +116,8 @@ def make(case, headless=False):
     """HF's model with random weights, which does not end its text."""
     name, text, media = CASES[case]
     more = {"audio_config": HEARS, "vision_start_token_id": 998} if "omni" in case else {}
+    if "hybrid" in case:
+        more = {"high_res_vision_config": {**IMAGES, "output_channels": 8, "mlp_dim": 20}}
     part = "audio_config" if "num_mel_bins" in media else "vision_config"
     text = {**SIZES, **text}
     config = getattr(hf, f"{name}Config")(text_config=text, **{part: media}, **more)
@@ -335,9 +338,19 @@ def test_what_is_seen_or_heard_is_refused_by_name():
             engine.generate(ids, pixel_values=pixels, max_new_tokens=1)
         with pytest.raises(dualinfer.ArgumentError, match="position_ids has shape"):
             engine(ids, position_ids=np.zeros((3, 1, 5), np.int64))
+    assert {name.partition(" ")[0] for name in CASES} == set(WRAPPERS)
     config = {"model_type": "llava", "text_config": {"model_type": "phi"}}
     with pytest.raises(dualinfer.ModelError, match="model_type='phi'; the llava family honours"):
         describe_model(hf.LlavaConfig(**config).to_dict())
+
+
+def test_layers_of_a_text_without_end_are_refused_before_hf_counts_them(tmp_path):
+    text = {"model_type": "qwen2_vl_text", "num_hidden_layers": 10**9}
+    (tmp_path / "config.json").write_text(
+        json.dumps({"model_type": "qwen2_vl", "text_config": text})
+    )
+    with pytest.raises(dualinfer.ModelError, match="num_hidden_layers=1000000000"):
+        read_config(tmp_path)
 
 
 @pytest.mark.parametrize("case", ["qwen2_audio", pytest.param("llava", marks=pytest.mark.slow)])
@@ -404,6 +417,14 @@ WRITTEN = {
         "vocab_size": 100,
     },
     "qwen2_5_vl": FLAT,
+    "qwen2_5_vl of a later version": {
+        **{name: own for name, own in FLAT.items() if name != "rope_scaling"},
+        "rope_scaling": {"type": "default", "rope_type": "default", "mrope_section": [2, 3, 3]},
+        "text_config": {
+            **{name: own for name, own in FLAT.items() if name != "vision_config"},
+            **{"model_type": "qwen2_5_vl_text", "image_token_id": 97},
+        },
+    },
     "qwen2_audio": {
         "text_config": {"model_type": "qwen2", **SMALL, "use_mrope": False},
         **{"ignore_index": -100, "vocab_size": 100, "hidden_size": 64},
@@ -431,7 +452,11 @@ WRITTEN = {
 
 @pytest.mark.parametrize("case", WRITTEN)
 def test_configs_as_the_makers_wrote_them_are_read(case, tmp_path):
-    written = {"model_type": case, "transformers_version": "4.49.0", **WRITTEN[case]}
+    written = {
+        "model_type": case.partition(" ")[0],
+        "transformers_version": "4.49.0",
+        **WRITTEN[case],
+    }
     (tmp_path / "config.json").write_text(json.dumps(written))
     spec, _ = describe_model(read_config(tmp_path).to_dict())
     assert spec.vocab == 100 and len(spec.layers) == 2
@@ -452,8 +477,8 @@ def test_a_wrapper_reads_every_field_of_its_config(family, monkeypatch):
         rope = {"rope_type": "default", "rope_theta": 1e4}
         text = {"rope_parameters": {"full_attention": rope, "sliding_attention": rope}}
         config = hf.CohereCompassConfig(text_config=text)
-    elif family == "glm4v_moe":  # of which HF's default turns half of an odd number
-        config = hf.Glm4vMoeConfig(text_config={"head_dim": 128})
+    elif family in ("glm4v_moe", "qwen3_omni_moe_thinker"):  # HF's default turns an odd number
+        config = hf.CONFIG_MAPPING[family](text_config={"head_dim": 128})
     elif family == "hunyuan_vl":
         config = hf.HunYuanVLConfig(text_config={**TEXT, **XDROPE})
     else:

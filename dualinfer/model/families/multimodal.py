@@ -30,7 +30,7 @@ _ANY = (
 )
 # Fields of configs that are about what is seen or heard: which ids stand for it, its sizes and how
 # its features become embeddings. HF reads none of them where a call gives input_ids alone.
-_MEDIA = tuple(
+_TOKENS = tuple(
     f"{what}_token_{kind}"
     for what in (
         *("image", "video", "audio", "vision", "vision_start", "vision_end", "image_start"),
@@ -38,11 +38,14 @@ _MEDIA = tuple(
         *("audio_eos",),
     )
     for kind in ("id", "index")
-) + tuple(
+)
+_MEDIA = tuple(
     """vision_config audio_config ignore_index image_seq_length video_seq_length
     projector_hidden_act multimodal_projector_bias vision_feature_layer
-    vision_feature_select_strategy vocab_size hidden_size""".split()
+    vision_feature_select_strategy""".split()
 )
+# Older versions wrote the fields of the text beside its config, too, these by other names there.
+_BESIDE = ("rope_theta", "rope_scaling", "rope_parameters", "vocab_size", "hidden_size")
 _NESTED = (  # names in files of transformers before 4.52
     ("model.language_model.", "language_model.model."),
     ("lm_head.", "language_model.lm_head."),
@@ -301,9 +304,11 @@ def describe(fields: ConfigFields, architecture: str) -> tuple[ModelSpec, Weight
     inner = ConfigFields(family, {**text, "tie_word_embeddings": tied})
     has_head = "For" in architecture
     spec, table = _decoder(inner, has_head)
-    inner.ignore("quantization_config", *wrapper.of_text)  # the first of what holds the weights
+    inner.ignore("quantization_config", *_TOKENS, *wrapper.of_text)  # the first is of the weights
     inner.finish()
-    fields.ignore("tie_word_embeddings", *_MEDIA, *wrapper.ignored)
+    fields.ignore("tie_word_embeddings", *_TOKENS, *_MEDIA, *wrapper.ignored)
+    beside = {*text} - {"is_encoder_decoder"}
+    fields.ignore(*beside, *_BESIDE)  # HF reads them in the text_config
     table = under(table, f"model.{wrapper.decoder}.")
     spec = replace(spec, masks_labels=wrapper.masks_labels, positions_from_mask=wrapper.counts)
     if has_head and not wrapper.scales:
