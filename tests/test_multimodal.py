@@ -52,6 +52,7 @@ CASES = {
     "deepseek_vl": ("DeepseekVL", {"model_type": "llama", **TEXT}, IMAGES),
     "deepseek_vl_hybrid": ("DeepseekVLHybrid", {"model_type": "llama", **TEXT}, IMAGES),
     "exaone4_5": ("Exaone4_5_", {"model_type": "exaone4", **WINDOWS}, QWEN),
+    "fast_vlm": ("FastVlm", {"model_type": "qwen2", **SIZES}, SEES["clip"]),
     "glm4v": ("Glm4v", {**GLM, **HALF}, QWEN),
     "glm46v": ("Glm46V", {"model_type": "glm4v_text", **GLM, **HALF}, QWEN),
     "glm4v_moe": (
@@ -62,6 +63,11 @@ CASES = {
     "glm_ocr": ("GlmOcr", {**GLM, "head_dim": 16, **HALF}, QWEN),
     "glmasr": ("GlmAsr", {"model_type": "llama", **TEXT}, HEARS),
     "got_ocr2": ("GotOcr2", {"model_type": "qwen2", **SIZES}, IMAGES),
+    "granite4_vision": (
+        "Granite4Vision",
+        {**TEXT, **RELATIVES["granite"][1]},
+        {**SEES["siglip"], "hidden_size": 64},
+    ),
     "granite_speech": (
         "GraniteSpeech",
         {"model_type": "granite", **TEXT, "logits_scaling": 2.5},
@@ -84,6 +90,11 @@ CASES = {
     "musicflamingo": ("MusicFlamingo", {"model_type": "qwen2", **SIZES}, FLAMINGO),
     "ovis2": ("Ovis2", {"model_type": "qwen2", **SIZES}, IMAGES),
     "paddleocr_vl": ("PaddleOCRVL", {**TEXT, **MROPE, "use_bias": True}, FEW),
+    "perception_lm": (
+        "PerceptionLM",
+        {"model_type": "llama", **TEXT},
+        {**SEES["siglip"], "model_args": {"embed_dim": 16}},  # in the place of timm's
+    ),
     "qianfan_ocr": ("QianfanOCR", {"model_type": "qwen3", **TEXT}, IMAGES),
     "vibevoice_asr": ("VibeVoiceAsr", {"model_type": "qwen2", **SIZES}, {}),
     "video_llama_3": ("VideoLlama3", {"model_type": "qwen2", **SIZES}, FEW),
@@ -118,6 +129,10 @@ def make(case, headless=False):
     more = {"audio_config": HEARS, "vision_start_token_id": 998} if "omni" in case else {}
     if "hybrid" in case:
         more = {"high_res_vision_config": {**IMAGES, "output_channels": 8, "mlp_dim": 20}}
+    if case == "granite4_vision":
+        reader = {"model_type": "blip_2_qformer", **FEW, "hidden_size": 64}
+        more = {"deepstack_layer_map": [[0, 0]], "downsample_rate": "1/2"}
+        more |= {"qformer_config": {**reader, "encoder_hidden_size": 64}}
     part = "audio_config" if "num_mel_bins" in media else "vision_config"
     text = {**SIZES, **text}
     config = getattr(hf, f"{name}Config")(text_config=text, **{part: media}, **more)
@@ -477,6 +492,8 @@ def test_a_wrapper_reads_every_field_of_its_config(family, monkeypatch):
         rope = {"rope_type": "default", "rope_theta": 1e4}
         text = {"rope_parameters": {"full_attention": rope, "sliding_attention": rope}}
         config = hf.CohereCompassConfig(text_config=text)
+    elif family == "granite4_vision":
+        config = make(family).config
     elif family in ("glm4v_moe", "qwen3_omni_moe_thinker"):  # HF's default turns an odd number
         config = hf.CONFIG_MAPPING[family](text_config={"head_dim": 128})
     elif family == "hunyuan_vl":

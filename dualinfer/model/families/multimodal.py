@@ -154,12 +154,24 @@ WRAPPERS: dict[str, Wrapper] = {
         ignored=("high_res_vision_config",),
     ),
     "exaone4_5": Wrapper("Exaone4_5_", ("exaone4",), ("visual", "mtp")),
+    "fast_vlm": Wrapper("FastVlm", _ANY, _LLAVA),
     "glm4v": Wrapper("Glm4v", ("glm4v_text",), ("visual",)),
     "glm46v": Wrapper("Glm46V", ("glm4v_text", "glm4v_moe_text"), ("visual",)),
     "glm4v_moe": Wrapper("Glm4vMoe", ("glm4v_moe_text",), ("visual",)),
     "glm_ocr": Wrapper("GlmOcr", ("glm_ocr_text",), ("visual",)),
     "glmasr": Wrapper("GlmAsr", _ANY, _HEARS, _NESTED),
     "got_ocr2": Wrapper("GotOcr2", _ANY, _LLAVA, _NESTED),
+    "granite4_vision": Wrapper(
+        "Granite4Vision",
+        ("granite4_vision_text",),
+        ("vision_tower", "layerwise_projectors", "spatial_projectors", "image_newline"),
+        ignored=(
+            *("image_grid_pinpoints", "downsample_rate", "deepstack_layer_map", "qformer_config"),
+            *("spatial_vision_layer", "spatial_target_layers", "projector_dropout"),
+            "use_image_newline_parameter",
+        ),
+        scales=True,
+    ),
     "granite_speech": Wrapper(
         *("GraniteSpeech", _ANY, ("encoder", "projector"), _NESTED),
         masks_labels=True,
@@ -224,6 +236,10 @@ WRAPPERS: dict[str, Wrapper] = {
     "paddleocr_vl": Wrapper(
         "PaddleOCRVL", ("paddleocr_vl_text",), ("visual", "projector", "mlp_AR"), _FLAT
     ),
+    "perception_lm": Wrapper(
+        *("PerceptionLM", _ANY, _LLAVA),
+        ignored=("vision_use_cls_token", "projector_pooling_ratio"),
+    ),
     "qianfan_ocr": Wrapper(
         *("QianfanOCR", _ANY, (*_LLAVA, "vision_model", "mlp1")),
         renames=(*_NESTED, (".layers.", ".encoder.layers.")),  # as of kimi_k25
@@ -261,6 +277,7 @@ TEXTS: dict[str, Text] = {
     ),
     "glm4v_text": Text("Glm4vTextModel", "glm4", {"attention_bias": True}, share=True),
     "glm_ocr_text": Text("GlmOcrTextModel", "glm4", {"attention_bias": False}),
+    "granite4_vision_text": Text("Granite4VisionTextModel", "granite", packs=True),
     "hunyuan_vl_text": Text("HunYuanVLTextModel", "hunyuan_v1_dense"),
     "paddleocr_vl_text": Text(
         *("PaddleOCRTextModel", "llama"),
