@@ -424,6 +424,16 @@ WRITTEN = {
             "rope_scaling": {"rope_type": "default", "mrope_section": [2, 1, 1]},
         },
     },
+    "hunyuan_vl": {  # flat, as the makers' own
+        **{name: own for name, own in SMALL.items() if name != "rope_theta"},
+        **{"attention_head_dim": 16, "use_qk_norm": True, "use_cla": False, "norm_type": "rms"},
+        **{"anyres_pooling_size": 2, "vit_patch": 1, "num_media_embeds": 257, "pad_id": 3},
+        "rope_scaling": {
+            **{"alpha": 1000.0, "beta_fast": 32, "beta_slow": 1, "factor": 1.0, "mscale": 1.0},
+            **{"mscale_all_dim": 1.0, "type": "xdrope", "xdrope_section": [2, 2, 2, 2]},
+        },
+        "rope_theta": 1e4,
+    },
     "idefics3": {"text_config": {**LLAMA, **IDEFICS}, "scale_factor": 4, "vocab_size": 100},
     "internvl": {"text_config": {"model_type": "qwen2", **SMALL, "layer_types": None}},
     "llava": {"text_config": LLAMA, "ignore_index": -100, "vocab_size": 100},

@@ -17,6 +17,7 @@ from ..weights import WeightTable
 from . import deepseek, gemma, llama, relatives
 from .fields import ConfigFields
 from .heads import under
+from .kinds import KINDS
 
 _MODULES: dict[str, ModuleType] = {
     family: module for module in (llama, gemma, relatives, deepseek) for family in module.CLASSES
@@ -51,6 +52,7 @@ _NESTED = (  # names in files of transformers before 4.52
     ("lm_head.", "language_model.lm_head."),
 )
 _FLAT = (("model.language_model.", "model."),)
+_SECTIONS = ("mrope_section", "mrope_interleaved", "interleaved")  # of the positions' parts
 
 
 @dataclass(frozen=True)
@@ -91,8 +93,9 @@ class Text:
     Positions have several parts, which are equal in texts, so that it turns as its family does.
     `given` are fields that HF takes for granted, which a config may repeat, and `same` are fields
     of the family with HF's name of each. Heads that `share` the embedding have no size of their
-    own. Where experts are `turned`, a file may hold their columns before rows. Positions that start
-    anew separate sequences where it `packs`.
+    own. Where experts are `turned`, a file may hold their columns before rows. Where it `predicts`,
+    a file may hold a layer more, of a second token. Positions that start anew separate sequences
+    where it `packs`.
     """
 
     name: str
@@ -101,10 +104,13 @@ class Text:
     same: Mapping[str, str] = field(default_factory=dict)
     share: bool = False
     turned: bool = False
+    predicts: bool = False
     packs: bool = False
 
 
 _LLAVA = ("vision_tower", "multi_modal_projector")
+# Of the makers' own code, which HF reads nowhere.
+_HUNYUAN = (*KINDS["hunyuan_v1_dense"].ignored, *KINDS["hunyuan_v1_dense"].always)
 _TILES = ("image_grid_pinpoints", "use_image_newline_parameter")
 _HEARS = ("audio_tower", "multi_modal_projector")
 _IDEFICS = {
@@ -182,7 +188,7 @@ WRAPPERS: dict[str, Wrapper] = {
     ),
     "hunyuan_vl": Wrapper(
         *("HunYuanVL", ("hunyuan_vl_text",), ("vision_tower", "vit"), _FLAT),
-        ignored=("im_start_id", "im_end_id", "im_newline_id"),
+        ignored=("im_start_id", "im_end_id", "im_newline_id", *_HUNYUAN),
     ),
     "idefics2": Wrapper("Idefics2", _ANY, **_IDEFICS),
     "idefics3": Wrapper("Idefics3", _ANY, **_IDEFICS),
@@ -198,8 +204,11 @@ WRAPPERS: dict[str, Wrapper] = {
     ),
     "kimi_k25": Wrapper(
         *("Kimi_K25", ("deepseek_v3",), ("vision_tower", "mm_projector")),
-        renames=(*_NESTED, (".layers.", ".blocks.")),  # HF's save_pretrained renames both towers'
-        ignored=("projection_hidden_size", "projection_layer_norm_eps"),
+        renames=(*_NESTED, (".layers.", ".blocks.")),  # as HF writes the decoder's layers, too
+        ignored=(
+            *("projection_hidden_size", "projection_layer_norm_eps", "video_placeholder"),
+            *("media_placeholder_token_id", "use_unified_vision_chunk"),
+        ),
     ),
     "lighton_ocr": Wrapper(
         *("LightOnOcr", _ANY, ("vision_encoder", "vision_projection")),
@@ -234,7 +243,11 @@ WRAPPERS: dict[str, Wrapper] = {
         ignored=("visual_indicator_token_ids",),
     ),
     "paddleocr_vl": Wrapper(
-        "PaddleOCRVL", ("paddleocr_vl_text",), ("visual", "projector", "mlp_AR"), _FLAT
+        *("PaddleOCRVL", ("paddleocr_vl_text",), ("visual", "projector", "mlp_AR"), _FLAT),
+        ignored=(  # of the makers' own code
+            *("compression_ratio", "ignored_index", "rope_is_neox_style", "use_3d_rope"),
+            "weight_share_add_bias",
+        ),
     ),
     "perception_lm": Wrapper(
         *("PerceptionLM", _ANY, _LLAVA),
@@ -276,7 +289,7 @@ TEXTS: dict[str, Text] = {
         "Glm4vMoeTextModel", "glm4_moe", {"use_qk_norm": False, "scoring_func": "sigmoid"}
     ),
     "glm4v_text": Text("Glm4vTextModel", "glm4", {"attention_bias": True}, share=True),
-    "glm_ocr_text": Text("GlmOcrTextModel", "glm4", {"attention_bias": False}),
+    "glm_ocr_text": Text("GlmOcrTextModel", "glm4", {"attention_bias": False}, predicts=True),
     "granite4_vision_text": Text("Granite4VisionTextModel", "granite", packs=True),
     "hunyuan_vl_text": Text("HunYuanVLTextModel", "hunyuan_v1_dense"),
     "paddleocr_vl_text": Text(
@@ -296,9 +309,6 @@ CLASSES: dict[str, tuple[str, ...]] = {
     **{family: own.classes for family, own in WRAPPERS.items()},
     **{family: (own.name,) for family, own in TEXTS.items()},
 }
-
-
-_SECTIONS = ("mrope_section", "mrope_interleaved", "interleaved")  # of the positions' parts
 
 
 def describe(fields: ConfigFields, architecture: str) -> tuple[ModelSpec, WeightTable]:
@@ -375,4 +385,7 @@ def _decoder(fields: ConfigFields, has_head: bool) -> tuple[ModelSpec, WeightTab
             for rows in table.layers
         }
         table = replace(table, layers=tuple(layers[id(rows)] for rows in table.layers))
+    if own is not None and own.predicts:
+        more = rf"^(model\.)?layers\.{len(spec.layers)}\."
+        table = replace(table, unused=(*table.unused, more))
     return replace(spec, packs=packs and spec.packs), table
