@@ -648,31 +648,6 @@ def test_text_of_a_gemma_4_that_sees_and_hears(unified, tmp_path):
             dualinfer.init_inference(tmp_path, **how)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", ["ministral3", "mistral4"])
-def test_text_of_a_mistral_3_that_sees_images(kind, tmp_path):
-    """By a folder, whose tensors have older names, on both backends."""
-    few = {"num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 28, "patch_size": 14}
-    vision = {"model_type": "pixtral", "hidden_size": 16, "intermediate_size": 20, **few}
-    text = {**SIZES, **CASES[kind][1], "model_type": kind}
-    config = hf.Mistral3Config(text_config=text, vision_config={**vision, "head_dim": 8})
-    torch.manual_seed(0)
-    model = hf.Mistral3ForConditionalGeneration(config).eval()
-    randomize(model)
-    model.save_pretrained(tmp_path)
-    ids = random_ids(2, 11)
-    with torch.no_grad():
-        expected = model(torch.from_numpy(ids)).logits
-        whole = model.generate(torch.from_numpy(ids), max_new_tokens=5, do_sample=False)
-    for backend in ("torch", "jax"):
-        how = {"dtype": "fp32", "backend": backend, "replace_with_kernel_inject": True}
-        with dualinfer.init_inference(tmp_path, **how) as engine:
-            assert engine.report().mode == "fused"
-            assert relative_rms(np.asarray(engine(ids).logits), expected) < 1e-5
-            found = engine.generate(ids, max_new_tokens=5, do_sample=False)
-            np.testing.assert_array_equal(np.asarray(found), whole.numpy())
-
-
 # On JAX the others show what these do: other names, and facts that torch's text has shown.
 QUICK = ("cohere2", "exaone4", "glm4", "granite", "phi", "starcoder2")
 QUICK += ("codegen", "falcon with alibi", "xglm", "deepseek_v2, dense")

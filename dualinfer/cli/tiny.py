@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ..model.families.kinds import KINDS
+from ..model.families.multimodal import TEXTS
 
 VOCAB = 131
 POSITIONS = 256
@@ -140,7 +141,10 @@ def tiny_config(config: Any) -> Any:
         values["word_embed_proj_dim"] = hidden if width == config.hidden_size else hidden // 2
     if isinstance(values.get("rope_parameters"), Mapping):
         turning = values.get("qk_rope_head_dim") or _HEAD_DIM
-        values["rope_parameters"] = _tiny_rope(values["rope_parameters"], turning)
+        rope = values["rope_parameters"]
+        if config.model_type in TEXTS:  # whose sections HF makes for heads of 128, unless told
+            rope = {"mrope_section": [1, 1, 1], **rope}
+        values["rope_parameters"] = _tiny_rope(rope, turning)
         if (
             values.get("qk_rope_head_dim")
             and (tiny := values["rope_parameters"]).get(_PART, 1) != 1
