@@ -66,6 +66,10 @@ CASES = {
         | {"rope_parameters": {TURNS[0]: {**DEFAULT, "mrope_section": [3, 2, 2]}, TURNS[1]: None}},
     ),
     "cwm": ("Cwm", {"head_dim": 14, "sliding_window": 1, "layer_types": TURNS}),
+    "diffllama": (
+        "DiffLlama",
+        {"num_attention_heads": 12, "num_key_value_heads": 4, "head_dim": 8},
+    ),
     "ernie4_5": ("Ernie4_5", {"head_dim": 22, "use_bias": True}),
     "exaone4": ("Exaone4", {"sliding_window": 5, "layer_types": TURNS}),
     "exaone4 without windows": (
@@ -177,7 +181,7 @@ def make(case, headless=False):
     name, config = CASES[case][0], make_config(case)
     name = "Llama" if name == "InternLM3" else name.removesuffix("Text")
     torch.manual_seed(0)
-    end = "Model" if headless else "LMHeadModel" if name == "OpenAIGPT" else "ForCausalLM"
+    end = "Model" if headless else "LMHeadModel" if name in ("CTRL", "OpenAIGPT") else "ForCausalLM"
     model = getattr(hf, f"{name}{end}")(config)
     randomize(model)
     return model.eval()
@@ -381,6 +385,7 @@ DEVICES = dict.fromkeys(CASES, 2) | {"olmo2": 4, "falcon, grouped, one norm": 4,
 SHARED = [
     pytest.param(case, backend, marks=[] if case in ("olmo2", "youtu") else [pytest.mark.slow])
     for case in CASES
+    if case != "diffllama"  # which is refused
     for backend in ("torch", "jax")
 ]
 
@@ -398,6 +403,11 @@ def test_several_devices_give_what_one_gives(case, backend, crew):
     for ours, own in found:
         assert relative_rms(ours, logits) < 1e-5
         np.testing.assert_array_equal(own, text)
+
+
+def test_heads_that_are_subtracted_are_not_shared():
+    with pytest.raises(dualinfer.ConfigError, match="subtracts one half of the heads"):
+        shared("diffllama", "jax", 2)
 
 
 # Of HF's classes that turn by length: a part of each head, pairs, one kind of layer alone, latents.

@@ -34,6 +34,7 @@ _EXPERTS = {
     **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts"), 6),
     **dict.fromkeys(("num_experts_per_tok", "moe_k", "moe_topk"), 3),
     **dict.fromkeys(("moe_intermediate_size", "shared_expert_intermediate_size"), 72),
+    **{"expert_ffn_hidden_size": 72, "zero_expert_num": 4},
     **{"moe_num_experts": 6, "n_shared_experts": 1, "shared_intermediate_size": 72},
 }
 _WITHIN = {
@@ -151,6 +152,8 @@ def tiny_config(config: Any) -> Any:
         ):
             tiny[_PART] = _LATENT["qk_rope_head_dim"] / _LATENT["qk_head_dim"]
     _cut_layers(values, names.get("num_hidden_layers", "num_hidden_layers"))
+    if config.model_type == "longcat_flash":  # whose num_hidden_layers counts attentions
+        values["num_layers"] = 2
     for name in ("decoder_layers", "num_decoder_layers"):
         if values.get(name) is not None:
             values[name] = 2

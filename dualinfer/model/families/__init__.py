@@ -13,6 +13,7 @@ from . import (
     bert,
     bloom,
     clip,
+    ctrl,
     dbrx,
     deberta,
     deepseek,
@@ -28,6 +29,7 @@ from . import (
     layered,
     llama,
     llama4,
+    longcat,
     mobilebert,
     modernbert,
     mpt,
@@ -49,7 +51,7 @@ _FAMILIES: dict[str, ModuleType] = {
         *(llama, gemma, gemma4, gpt2, gpt_neo, gpt_neox, gptj, opt, bloom, bert, relatives),
         *(falcon, mpt, fairseq, modernbert, deberta, mobilebert, clip, vit),
         *(bart, t5, t5gemma, encoder_decoder, whisper, deepseek, llama4, multimodal, dbrx),
-        *(layered,),
+        *(layered, ctrl, longcat),
     )
     for model_type in family.CLASSES
 }
