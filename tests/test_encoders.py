@@ -636,7 +636,7 @@ def test_two_devices_give_what_one_gives(case, backend, crew):
         )
         for case in (
             *("modernbert-sequence", "albert-masked", "electra-sequence", "nomic_bert"),
-            *("mpnet", "deberta-3", "embedding-gemma"),
+            *("mpnet", "deberta-3", "embedding-gemma", "mobilebert", "xmod", "layoutlm"),
         )
         for name in BACKENDS
     ],
