@@ -29,6 +29,7 @@ MULTIPLIED = {"embedding_multiplier": 3.0, "attention_multiplier": 0.4}
 MULTIPLIED |= {"residual_multiplier": 0.3, "logits_scaling": 2.5}
 DEFAULT = {"rope_type": "default", "rope_theta": 1e4}
 PARTIAL = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.5}
+PARTIAL_OF_14 = {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.3}
 ALPHA = {"rope_type": "dynamic", "rope_theta": 1e4, "alpha": 50.0, "factor": 1.0}
 YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "truncate": False}
 YARN |= {"original_max_position_embeddings": 32, "beta_fast": 32.0, "beta_slow": 1.0}
@@ -108,6 +109,31 @@ CASES = {
         "Phimoe",
         {"num_local_experts": 5, "attention_bias": True, "lm_head_bias": True}
         | {"rope_parameters": LONGROPE, "sliding_window": 5, "router_jitter_noise": 0.1},
+    ),
+    "laguna": (
+        "Laguna",
+        {**FIVE, **OF_LAYER, "head_dim": 14, "layer_types": TURNS[::-1], "sliding_window": 5}
+        | {"num_attention_heads_per_layer": [3, 6], "shared_expert_intermediate_size": 27}
+        | {"moe_routed_scaling_factor": 1.7, "moe_router_logit_softcapping": 0.5}
+        | {"rope_parameters": dict(zip(TURNS, (DEFAULT, PARTIAL_OF_14), strict=True))}
+        | {"attention_bias": True},
+    ),
+    "laguna, gated by element": (
+        "Laguna",
+        {**FIVE, **OF_LAYER, "head_dim": 14, "gating": "per-element"}
+        | {"mlp_layer_types": ["sparse"] * 2, "shared_expert_intermediate_size": 27}
+        | {"rope_parameters": {"full_attention": YARN}},
+    ),
+    "mimo_v2_flash": (
+        "MiMoV2Flash",
+        {**OF_LAYER, "n_routed_experts": 6, "num_experts_per_tok": 3, "n_group": 3, "topk_group": 2}
+        | {"head_dim": 14, "v_head_dim": 11, "layer_types": TURNS[::-1], "sliding_window": 5}
+        | {"routed_scaling_factor": 1.7, "attention_bias": True}
+        | {
+            "rope_parameters": dict(
+                zip(TURNS, (PARTIAL_OF_14, DEFAULT | {"partial_rotary_factor": 1.0}), strict=True)
+            )
+        },
     ),
     "minimax_m2": ("MiniMaxM2", {**LOCAL, "head_dim": 16, "rope_parameters": PARTIAL}),
     "afmoe": (

@@ -382,6 +382,15 @@ def test_functions_get_what_hf_gives_them(engine, backend):
     assert (np.asarray(found.logits[0])[:, 5] < 1e3).all()  # the raw ones stay as they were
 
 
+def test_a_function_may_give_numpy_scores(engine):
+    ids, mask = batch()
+    how = {"attention_mask": mask, "max_new_tokens": 2}
+    functions = [lambda ids, scores: -np.asarray(scores, np.float64)]
+    found = engine.generate(ids, logits_processor=functions, **how)
+    like = engine.generate(ids, logits_processor=[lambda ids, scores: -scores], **how)
+    np.testing.assert_array_equal(found, like)
+
+
 def test_a_stream_goes_on_beside_what_the_host_chooses(engine):
     """Its slots are others': steps of either leave the other's cache and tokens alone."""
     ids, mask = batch()

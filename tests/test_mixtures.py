@@ -155,6 +155,10 @@ SHARED = [
         ("dbrx", "torch", 3, False),
         ("gemma4", "torch", 2, False),
         ("gemma4", "jax", 3, False),
+        ("laguna", "torch", 2, False),
+        ("laguna", "jax", 2, False),
+        ("mimo_v2_flash", "torch", 2, False),
+        ("mimo_v2_flash", "jax", 2, False),
         ("mixtral", "torch", 3, False),
         ("mixtral", "jax", 2, False),
     )
@@ -235,6 +239,16 @@ WRITTEN = {
     | {"moe_intermediate_size": [96, 96], "moe_topk": [4, 4], "num_shared_expert": [1, 1]}
     | {"moe_layer_num_skipped": 0, "norm_type": "hf_rms", "num_experts": 8, "use_cla": False}
     | {"num_media_embeds": 257, "use_mixed_mlp_moe": True, "vit_patch": 1},
+    "mimo_v2_flash": {"add_full_attention_sink_bias": False, "add_swa_attention_sink_bias": True}
+    | {"attention_chunk_size": 128, "attention_value_scale": 0.707, "head_dim": 24, "n_group": 1}
+    | {"hybrid_block_size": None, "hybrid_layer_pattern": [0, 1], "layernorm_epsilon": 1e-5}
+    | {"moe_intermediate_size": 48, "moe_layer_freq": [1, 1], "n_routed_experts": 8}
+    | {"mlp_layer_types": ["sparse", "sparse"]}
+    | {"n_shared_experts": None, "norm_topk_prob": True, "num_experts_per_tok": 4, "topk_group": 1}
+    | {"partial_rotary_factor": 0.334, "rope_theta": 5000000, "routed_scaling_factor": None}
+    | {"scoring_func": "sigmoid", "sliding_window_size": 128, "swa_head_dim": 24}
+    | {"swa_num_attention_heads": 4, "swa_num_key_value_heads": 4, "swa_rope_theta": 10000}
+    | {"swa_v_head_dim": 16, "topk_method": "noaux_tc", "v_head_dim": 16},
     "minimax_m2": {"attn_type_list": [1, 1], "head_dim": 16, "layernorm_mlp_beta": 1.0}
     | {"layernorm_full_attention_beta": 1.0, "mtp_transformer_layers": 1, "num_mtp_modules": 3}
     | {"num_experts_per_tok": 4, "num_local_experts": 8, "qk_norm_type": "per_layer"}

@@ -13,7 +13,7 @@ from dualinfer.checkpoint.hf_config import read_config
 from dualinfer.model.families import describe_model
 
 from . import early, latent
-from .models import EOS, PAD, VOCAB, on_backends, random_ids, randomize, relative_rms
+from .models import BACKENDS, EOS, PAD, VOCAB, on_backends, random_ids, randomize, relative_rms
 
 SIZES = {
     "hidden_size": 84,
@@ -53,6 +53,7 @@ GEMMA4 |= {"final_logit_softcapping": 5.0}
 CASES = {
     "apertus": ("Apertus", {"rope_parameters": LLAMA3}),
     "arcee": ("Arcee", {"head_dim": 14, "mlp_bias": True}),
+    "bitnet": ("BitNet", {"attention_bias": True}),
     "cohere": ("Cohere", {"logit_scale": 0.3, "attention_bias": True}),
     "cohere, normed": ("Cohere", {"logit_scale": 0.3, "use_qk_norm": True}),
     "cohere2": (
@@ -441,6 +442,7 @@ SMALL |= {"num_key_value_heads": 1, "vocab_size": 97}
         *NORMED,
         *latent.CASES,
         "arcee",
+        "bitnet",
         "cohere2",
         "exaone4",
         "falcon with alibi",
@@ -723,3 +725,14 @@ def test_positions_that_start_anew_separate_sequences_where_they_do_in_hf(case):
     with torch.no_grad():
         alone = model(torch.from_numpy(ids[:, 4:]), use_cache=False).logits
     assert (relative_rms(expected[:, 4:], alone) < 1e-5) == (case == "gpt_bigcode")
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_layers_that_share_keys_and_values_share_a_cache(backend):
+    """Gemma 4's last layers keep nothing of their own: two caches serve four layers."""
+    model = make("gemma4")
+    how = {"replace_with_kernel_inject": True, "dtype": "fp32", "backend": backend}
+    with dualinfer.init_inference(model, **how) as engine:
+        elements = 12 + 20  # of a head in a layer with a window and in one without
+        needed = 64 * 2 * model.config.num_key_value_heads * elements * 4
+        assert engine.runner.cache_bytes_for(1, 64) == needed

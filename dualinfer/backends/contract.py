@@ -17,7 +17,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple, Protocol, TypeAlias
 
-from ..model.spec import Activation, Attention, Experts, ModelSpec, Norm, Router
+from ..model.spec import Activation, Attention, Experts, Gate, ModelSpec, Norm, Router
 from ..model.weights import Leaf, Weight
 from .caches import CacheView, CrossView
 
@@ -189,7 +189,15 @@ class LayerAttention(NamedTuple):
         if spec.latent is not None:
             latent_norm, kv = NormOf.named(spec.latent.norm, w, "latent_norm"), w["kv.weight"]
         own = frequencies, slopes, whole, bias, sinks
-        return cls(spec, q_norm, k_norm, *own, latent_norm, kv, PlaceWeights.named(spec, w, outer))
+        return cls(
+            spec.widened if spec.value_dim else spec,
+            q_norm,
+            k_norm,
+            *own,
+            latent_norm,
+            kv,
+            PlaceWeights.named(spec, w, outer),
+        )
 
 
 class BlockOps(Protocol):
@@ -267,6 +275,10 @@ class BlockOps(Protocol):
 
     def norm(self, x: Array, norm: NormOf, residual: Array | None = None) -> Array:
         """`x` [..., E], plus the residual [..., E] if given, normed over the last axis."""
+        ...
+
+    def norm_shared(self, x: Array, norm: NormOf, width: int) -> Array:
+        """Each device's share [..., in/devices] of `width` elements, RMS-normed as all are."""
         ...
 
     def linear(self, x: Array, weight: Weight, by: Neighbours = ALONE) -> Array:
@@ -365,10 +377,17 @@ class BlockOps(Protocol):
         """
         ...
 
-    def gate(self, y: Array, x: Array, weight: Weight, norm: NormOf | None = None) -> Array:
-        """y [..., out] times the logistic function of norm(x) [..., E] times weight.
+    def gate(
+        self,
+        y: Array,
+        x: Array,
+        weight: Weight,
+        norm: NormOf | None = None,
+        by: Gate = "sigmoid",
+    ) -> Array:
+        """y [..., out] times a function, the logistic or another, of norm(x) [..., E] times weight.
 
-        The weight is [1, E], or [out, E].
+        The weight is [n, E]; each of its rows is for out / n elements of y in a row.
         """
         ...
 
@@ -382,6 +401,17 @@ class BlockOps(Protocol):
 
     def with_keys_of(self, a: Attention, q: Array, qkv: Array) -> Array:
         """The first H D elements of q, and the keys and values of packed qkv behind them, anew."""
+        ...
+
+    def widen_values(self, a: Attention, qkv: Array) -> Array:
+        """Packed qkv [B, T, (H+2K) D], of one whose values, before their scale, are narrower.
+
+        Zeros are behind each head's value.
+        """
+        ...
+
+    def narrow_values(self, a: Attention, y: Array) -> Array:
+        """What heads give [B, T, H D] without what values were widened by: [B, T, H value_dim]."""
         ...
 
     def clip(self, x: Array, limit: float) -> Array:

@@ -174,7 +174,13 @@ class BlockArithmetic:
             wide, top = wide.reshape(*shape[:-1], groups, how.block), lambda a: a
 
         def rounded(a: Any) -> Any:
-            return a if how.outer else m.rounded(a, dtype)
+            return a if how.outer or how.inverse == "wide" else m.rounded(a, dtype)
+
+        if how.inverse:
+            most = m.clip(top(m.most(abs(wide))), 1e-5, float("inf"))
+            scale = rounded(rounded(m.quotient(1.0, most)) * 127)  # as torch divides a number
+            codes = m.clip(m.round(rounded(wide * scale)), low, high)
+            return m.cast(m.quotient(codes, scale), dtype)
 
         zero: Any = 0.0
         if not how.dynamic:
@@ -334,7 +340,7 @@ class EightBit(NamedTuple):
 def eight_bit(weight: Weight, count: int, itemsize: int) -> EightBit | None:
     """How `count` rows of elements of so many bytes are multiplied in 8 bits; None if they are not.
 
-    Zeros, second scales and powers of two are plain ops'.
+    Zeros, second scales, powers of two and inverse scales are plain ops'.
     """
     from ..kernels.triton import eight_bit
 
@@ -342,7 +348,7 @@ def eight_bit(weight: Weight, count: int, itemsize: int) -> EightBit | None:
     if not isinstance(scheme, BlockScheme):
         return None
     how, known = scheme.activation, packed(weight)
-    if how is None or known is None or how.zeros or how.outer or how.powers:
+    if how is None or known is None or how.zeros or how.outer or how.powers or how.inverse:
         return None
     block = how.block if how.dynamic else 0
     if not eight_bit.serves(known, how.codes, block):

@@ -151,6 +151,8 @@ def _form(name: str, scheme: BlockScheme, k: int) -> str:
             f"{name} has groups by activation order, which compressed-tensors no longer reads: "
             f"whoever loaded the folder would get wrong values. {_WAY}"
         )
+    if scheme.activation is not None and scheme.activation.inverse:
+        raise _unsayable(name, "inputs that are rounded as BitNet's")
     if codes.startswith("u") and not scheme.zeros:
         raise _unsayable(name, "codes without a sign or zero points")
     if codes in ("int4", "uint4", "int8", "uint8") and scheme.rows <= 1:

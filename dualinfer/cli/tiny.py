@@ -133,6 +133,8 @@ def tiny_config(config: Any) -> Any:
         values |= {k: v for k, v in _LATENT.items() if values.get(k) is not None}
         if config.model_type == "mistral4":  # whose head_dim is that of whole heads
             values["head_dim"] = _LATENT["qk_head_dim"]
+    elif values.get("v_head_dim") is not None:
+        values["v_head_dim"] = _LATENT["v_head_dim"]
     width = values.get("word_embed_proj_dim")
     if width is not None:
         values["word_embed_proj_dim"] = hidden if width == config.hidden_size else hidden // 2
@@ -160,7 +162,13 @@ def _tiny_rope(parameters: Mapping[str, Any], dim: int) -> dict[str, Any]:
     tiny = dict(parameters)
     if tiny.get("original_max_position_embeddings") is not None:
         tiny["original_max_position_embeddings"] = _ORIGINAL
-    pairs = int(dim * (tiny.get("partial_rotary_factor") or 1)) // 2
+    pairs = int(dim * (tiny.get(_PART) or 1)) // 2
+    if int(dim * (tiny.get(_PART) or 1)) % 2:  # which turned an even number of a head's elements
+        tiny[_PART] = 2 * pairs / dim
+    sections = tiny.get("mrope_section")
+    if sections:
+        few = pairs // len(sections)
+        tiny["mrope_section"] = [pairs - few * (len(sections) - 1), *[few] * (len(sections) - 1)]
     for name in ("short_factor", "long_factor"):
         if tiny.get(name):
             tiny[name] = (list(tiny[name]) * pairs)[:pairs]

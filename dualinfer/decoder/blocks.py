@@ -144,9 +144,15 @@ def _sublayers(
             )
         if lent is not None and (index in lent or layer.attention.lender is not None):
             qkv = borrow(qkv, lent)
+        if layer.attention.value_dim is not None:
+            qkv = ops.widen_values(layer.attention, qkv)
         y = attend(index, qkv)
+        if layer.attention.value_dim is not None:
+            y = ops.narrow_values(layer.attention, y)
         if layer.attention.gated:
-            y = ops.gate(y, x, w["attn_gate.weight"], norm)
+            y = ops.gate(y, x, w["attn_gate.weight"], norm, layer.attention.gate)
+        if layer.sub_norms:
+            y = ops.norm_shared(y, NormOf.named(layer.norm, w, "out_norm"), layer.sub_norms[0])
         by = Neighbours(w.get("out.bias"), residual=residual, spend=spend)
         return ops.row_product(y, w["out.weight"], by)
 
@@ -187,6 +193,8 @@ def _sublayers(
         else:
             by = Neighbours(w.get("up.bias"), norm, layer.mlp.activation, layer.mlp.gated)
             h = ops.linear(x, w["up.weight"], by)
+        if layer.sub_norms:
+            h = ops.norm_shared(h, NormOf.named(layer.norm, w, "down_norm"), layer.sub_norms[1])
         by = Neighbours(w.get("down.bias"), residual=residual, spend=True)
         return ops.row_product(h, w["down.weight"], by)
 

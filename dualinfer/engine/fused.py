@@ -439,8 +439,9 @@ class FusedEngine(EmbeddingCalls, TowerCalls):
             if ids is not None:
                 raise ArgumentError("Both inputs and input_ids were given; they are the same.")
             ids = inputs
-        if not spec.token_types and is_zero(kwargs.get("token_type_ids")):
-            del kwargs["token_type_ids"]  # many tokenizers give them to models that have none
+        for name in ("token_type_ids",) * (not spec.token_types) + ("mm_token_type_ids",):
+            if is_zero(kwargs.get(name)):
+                del kwargs[name]  # many tokenizers give them to models that have none
         own = config_dict(self._generation_config)
         if own.get("max_new_tokens") is None and own.get("max_length") is None:
             own["max_new_tokens"] = default_length
@@ -549,7 +550,11 @@ class FusedEngine(EmbeddingCalls, TowerCalls):
         return self._spec.architecture
 
     def _let_go(self) -> None:
-        self._loop.close(ClosedError(f"The engine was closed meanwhile. {CLOSED}"))
+        self._loop.close(
+            ClosedError(
+                "The engine was closed during the call. Make a new one by init_inference()."
+            )
+        )
         self._origin.close()
 
 

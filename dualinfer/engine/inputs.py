@@ -11,8 +11,16 @@ from ..backends.base import ForwardInputs
 from ..errors import ArgumentError, LengthError, shown
 from ..model.spec import ModelSpec
 from .checks import check_embeds, check_ids, check_mask, is_zero, read_array
-from .labels import check_ends, check_labels, check_loss_count, check_numbers, loss_kind
+from .labels import NO_LABEL, check_ends, check_labels, check_loss_count, check_numbers, loss_kind
 
+TEXT_ALONE = (
+    "of a model that sees or hears fused mode serves the text alone. Leave it out, or pass HF's "
+    "module itself with backend='torch', which runs as it is."
+)
+_MEDIA = (
+    *("pixel_values", "pixel_values_videos", "image_grid_thw", "video_grid_thw", "image_sizes"),
+    *("input_features", "feature_attention_mask", "mm_token_type_ids"),
+)
 # Why fused mode does not serve some of HF's arguments, and what to do.
 REASONS = {
     "past_key_values": (
@@ -23,7 +31,14 @@ REASONS = {
         "attention is fused, so that its weights are never in memory. Pass False, or take them in "
         "module mode."
     ),
+    **dict.fromkeys(_MEDIA, TEXT_ALONE),
 }
+
+
+def text_alone(spec: ModelSpec) -> str:
+    """The end of an error about an image or a sound that a model of texts is given."""
+    is_part = spec.architecture.endswith("ForConditionalGeneration") and not spec.encoder
+    return f": {TEXT_ALONE}" if is_part else ". Leave it out."
 
 
 def make_forward_inputs(
@@ -120,6 +135,8 @@ def make_forward_inputs(
     elif labels is not None:
         many = length if kept is None else len(kept)
         targets = check_labels(spec, labels, (batch // (choices or 1), many), choices)
+        if spec.masks_labels and visible is not None and kept is None:
+            targets[:, :-1][~visible[:, 1:]] = NO_LABEL
     if any(end is not None for end in ends):
         targets = check_ends(ends, shape)
     count = check_loss_count(spec, loss_count, labels is not None)
@@ -293,7 +310,12 @@ def _packed_segments(positions: np.ndarray) -> np.ndarray | None:
 
 
 def refuse_arguments(function: str, arguments: Mapping[str, Any]) -> None:
-    """HF arguments that dualinfer does not serve pass only where they ask for nothing."""
+    """HF arguments that dualinfer does not serve pass only where they ask for nothing.
+
+    Processors give `mm_token_type_ids` to texts, too, and zeros say that there is nothing else.
+    """
+    if is_zero(arguments.get("mm_token_type_ids")):
+        arguments = {name: v for name, v in arguments.items() if name != "mm_token_type_ids"}
     asked = [n for n, v in arguments.items() if not (v is None or (isinstance(v, int) and v == 0))]
     if asked:
         reasons = [f"{name}: {REASONS[name]}" for name in sorted(asked) if name in REASONS]

@@ -153,6 +153,7 @@ def route(
     eps: float = 0.0,
     scale: float = 1.0,
     jitter: float = 0.0,
+    softcap: float | None = None,
 ) -> tuple[Array, Array]:
     """The experts, int32 [..., k], that rows of x [..., E] choose by weight [X, E], and weights.
 
@@ -160,6 +161,8 @@ def route(
     Scores are those of float32 logits, so that ties are ties in every implementation.
     """
     logits = _wide(matmul(x, weight, bias))
+    if softcap is not None:
+        logits = softcap * np.tanh(logits / softcap)
     scores = logits
     if score == "sigmoid":
         scores = np.vectorize(_sigmoid, otypes=[np.float64])(logits)

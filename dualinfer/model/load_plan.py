@@ -12,7 +12,7 @@ import numpy as np
 from ..arrays import same_tensor, to_numpy
 from ..errors import CheckpointError, counted
 from .spec import Layer, ModelSpec
-from .weights import Row, WeightTable
+from .weights import Row, Source, WeightTable
 
 
 class TensorSource(Protocol):
@@ -201,9 +201,15 @@ def make_load_plan(table: WeightTable, source: TensorSource) -> LoadPlan:
     def find(name: str) -> str | None:
         return next((c for c in table.candidates(name) if c in stored), None)
 
+    def fits(r: Row, part: Source) -> bool:
+        name = find(part.name)
+        return name is not None and tuple(source.shape(name)) == table.shape(r, part.axes)
+
     def match(r: Row) -> None:
         stored_names = []
-        if r.others and all(find(part.name) for part in r.others):
+        # Either may stand under one name, and then the shape tells.
+        both = {s.name for s in r.sources} == {s.name for s in r.others}
+        if r.others and all(fits(r, s) if both else find(s.name) for s in r.others):
             r = replace(r, sources=r.others, others=())
         for part in r.sources:
             name = find(part.name)

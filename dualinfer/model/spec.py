@@ -13,6 +13,7 @@ from typing import Literal
 import numpy as np
 
 Activation = Literal["silu", "gelu", "gelu_tanh", "quick_gelu", "relu", "relu2", "tanh"]
+Gate = Literal["sigmoid", "softplus"]
 Pooling = Literal["first", "real", "last", "final", "mean", "eos", "patches", "beside"]
 XIELU = ("alpha_p", "alpha_n", "beta", "eps")  # a layer's numbers of the activation xIELU
 
@@ -172,8 +173,10 @@ class Attention:
     the query at position p is times 1 + b ln(1 + floor((p + a) / n)). `bias` is added to scaled
     scores. `places` are vectors of distances that add to scores. With `latent` each head has a key
     and a value of its own, made of latent vectors; `head_dim` is that of queries and keys. If
-    `gated`, what heads give is times the logistic function of a product of their input (Trinity).
-    `value_norm` is over each head's value, without weights. A layer with a `lender` projects to
+    `gated`, what heads give is times a function of a product of their input, the logistic one
+    (Trinity) or softplus (Laguna), of one number for each element or for each head.
+    `value_norm` is over each head's value, without weights. A head's value may have fewer elements
+    than its key, `value_dim`; it is times `value_scale` (MiMo). A layer with a `lender` projects to
     queries alone: its keys and values are those that the layer of this number has projected and
     whose values it has normed.
     """
@@ -199,7 +202,10 @@ class Attention:
     latent: Latent | None = None
     chunk: int | None = None
     gated: bool = False
+    gate: Gate = "sigmoid"
     value_norm: Norm | None = None
+    value_dim: int | None = None
+    value_scale: float = 1.0
     lender: int | None = None
 
     @property
@@ -216,8 +222,13 @@ class Attention:
     def head_widths(self) -> tuple[int, int, int]:
         """Elements of one head in the projections to queries, keys and values, in that order."""
         if self.latent is None:
-            return self.head_dim, self.head_dim, self.head_dim
+            return self.head_dim, self.head_dim, self.value_dim or self.head_dim
         return self.head_dim, self.head_dim - self.latent.turning, self.latent.value_dim
+
+    @property
+    def widened(self) -> "Attention":
+        """This attention with values as wide as keys, as caches and ops have them."""
+        return replace(self, value_dim=None, value_scale=1.0)
 
     @property
     def qkv_sizes(self) -> tuple[int, int, int]:
@@ -239,12 +250,13 @@ class Mlp:
 class Router:
     """How a token chooses its experts and weighs them, by a product with the router's weights.
 
-    Scores of the logits are their `softmax` or their `sigmoid`; or the choice is among logits, and
-    of the chosen ones alone it is the softmax (`chosen`) or the sigmoid (`gates`), all in float32.
-    A bias for the choice, if there is one among the weights, is added for the choice alone. Of
-    equal `groups` of experts those `groups_chosen` are open whose best score (`max`), or sum of
-    their `two` best, is the largest. `renormalized` weights are over their sum plus `eps`; then
-    they are times `scale`. Of equal scores that of the lower number goes first.
+    Logits are within `softcap` c as c * tanh(logit / c). Scores of them are their `softmax` or
+    their `sigmoid`; or the choice is among logits, and of the chosen ones alone it is the softmax
+    (`chosen`) or the sigmoid (`gates`), all in float32. A bias for the choice, if there is one
+    among the weights, is added for the choice alone. Of equal `groups` of experts those
+    `groups_chosen` are open whose best score (`max`), or sum of their `two` best, is the largest.
+    `renormalized` weights are over their sum plus `eps`; then they are times `scale`. Of equal
+    scores that of the lower number goes first.
 
     A `sparse` choice (Phi-3.5-MoE, arXiv:2409.12136) is of two logits. The weight of each is its
     softmax among itself m and those below it that are near: (m - logit) / max(abs(logit), m) is at
@@ -260,6 +272,7 @@ class Router:
     eps: float = 0.0
     scale: float = 1.0
     jitter: float = 0.0
+    softcap: float | None = None
 
 
 @dataclass(frozen=True)
@@ -425,23 +438,27 @@ class Page:
 
 @dataclass(frozen=True)
 class Layer:
-    """One block: where its norms stand, and what its sub-layers read.
+    """One block: where its norms stand, what its sub-layers read, and what else some models do.
 
-    With `cross` a second attention stands between the two, `pre`, `post` or `around`: its keys and
-    values are of what an encoder gives.
-
-    `placement`: norms before each sub-layer (`pre`), after each residual sum (`post`), or, within
-    the residual, behind each sub-layer (`behind`) or before and behind it (`around`). In a
-    `parallel` block, always `pre`, the MLP reads the block's input, not the attention's sum; with
-    `shared_norm` by one norm. What a sub-layer adds is times `residual_scale`, and of a `scaled`
-    block, always `pre`, times a learned vector of its own (DINOv2). A block that `reads` has a
-    third sub-layer, normed behind: the MLP's activation of a projection to so many elements, times
-    what each token's embedding gives this layer alone, projected back. What a `multiplied` block
-    gives is times a learned number (Gemma 4). A `bare` block, always `pre`, has no norm before
-    its attention (ModernBERT's first), and one that is `mlp_normed`, `pre` as well, has one behind
-    its MLP, within the residual (A.X-K1). A `convolution`, of a `post` block, comes last. An
-    `adapter`, of a `pre` or `post` block, stands before the last norm of a `post` one. A `narrow`
-    block is as its `bottleneck` says, a `paged` one as its `page`.
+    - `placement`: norms before each sub-layer (`pre`), after each residual sum (`post`), or, within
+      the residual, behind each sub-layer (`behind`) or before and behind it (`around`).
+    - `parallel` (always `pre`): the MLP reads the block's input, not the attention's sum; with
+      `shared_norm` by one norm.
+    - `residual_scale`: a factor of what a sub-layer adds.
+    - `cross` (`pre`, `post` or `around`): a second attention stands between the two, whose keys and
+      values are of what an encoder gives.
+    - `scaled` (always `pre`): what a sub-layer adds is times a learned vector (DINOv2).
+    - `bare` (always `pre`): no norm stands before attention (ModernBERT's first block).
+    - `mlp_normed` (always `pre`): a norm stands behind the MLP, within the residual (A.X-K1).
+    - `reads`: a third sub-layer, normed behind: the MLP's activation of a projection to so many
+      elements, times what each token's embedding gives this layer alone, projected back (Gemma 4).
+    - `multiplied`: what the block gives is times a learned number (Gemma 4).
+    - `convolution` (always `post`) comes last (DeBERTa-v2).
+    - `sub_norms` (always `pre`): what heads give and the MLP's hidden values are normed before the
+      products back, each as one of so many elements, which devices share (BitNet).
+    - `adapter` (`pre` or `post`): two more projections, before the last norm of a `post` block.
+    - `bottleneck`: how a `narrow` block is built (MobileBERT).
+    - `page`: how a `paged` block is built (LiLT).
     """
 
     attention: Attention
@@ -458,6 +475,7 @@ class Layer:
     reads: int = 0
     multiplied: bool = False
     convolution: Convolution | None = None
+    sub_norms: tuple[int, int] | None = None
     adapter: Adapter | None = None
     bottleneck: Bottleneck | None = None
     page: Page | None = None
@@ -531,9 +549,10 @@ class ModelSpec:
     each position, by two convolutions. Where there is no mask, HF hides the id `hides`. The
     embedding of the id `dropped` is zero, and those of a sequence's other tokens are times 0.88
     over the share that these have in it, as dropout in training made them (ESM-2). If a model
-    `blanks`, what a mask hides enters the first layer as zeros. Where there are `boxes`, a token
-    has a type and a box on a page, of left, upper, right and lower edges below that; rows for
-    these, and for its height and width, are added to it (LayoutLM).
+    `blanks`, what a mask hides enters the first layer as zeros; if it `masks_labels`, the labels of
+    that count in no loss (Qwen2-Audio). Where there are `boxes`, a token has a type and a box on a
+    page, of left, upper, right and lower edges below that; rows for these, and for its height and
+    width, are added to it (LayoutLM).
     """
 
     family: str
@@ -550,6 +569,7 @@ class ModelSpec:
     dropped: int | None = None
     blanks: bool = False
     packs: bool = True
+    masks_labels: bool = False
     token_types: int = 0
     token_types_from_vocab: bool = False
     boxes: int = 0
@@ -648,6 +668,7 @@ class ModelSpec:
         inner = {
             **{"heads": attention.heads, "kv_heads": attention.kv_heads},
             **{"head_dim": attention.head_dim, "q": q, "k": k, "v": v},
+            "given": attention.heads * attention.head_widths[2],  # by heads, to a product
             **dict.fromkeys(("ffn", "gate", "up"), mlp.ffn),
             "buckets": attention.bias.buckets if attention.bias else 0,
             "adapter": own.width if (own := self.layers[layer].adapter) else 0,
@@ -683,6 +704,14 @@ class ModelSpec:
     def page(self) -> Page | None:
         """What layers have beside the tokens' stream."""
         return self.layers[0].page
+
+    @property
+    def cache_numbers(self) -> tuple[int, ...]:
+        """The number of the cache that each layer keeps its keys and values in: a lender's own."""
+        owners = [i for i, layer in enumerate(self.layers) if layer.attention.lender is None]
+        number = {index: n for n, index in enumerate(owners)}
+        lenders = (layer.attention.lender for layer in self.layers)
+        return tuple(number[i if own is None else own] for i, own in enumerate(lenders))
 
     @property
     def adds_tables(self) -> bool:

@@ -167,6 +167,7 @@ class _Cut(NamedTuple):
             **streams,
             **{"heads": self.query, "kv_heads": self.key},
             **{"q": self.query.times(q), "k": self.key.times(k), "v": self.key.times(v)},
+            "given": self.query.times(v),
             **({} if is_whole else dict.fromkeys(("ffn", "gate", "up"), self.ffn)),
             **dict.fromkeys(("shared", "shared_gate", "shared_up"), self.shared),
         }

@@ -18,7 +18,8 @@ class Activation:
     `dynamic` scales come from the input, one for `block` columns of a token (0: for all of them);
     others are the checkpoint's, one for the whole input. With `outer` a block's scale is rounded
     to float8_e4m3fn beside the checkpoint's own factor of the whole input (NVFP4). With `powers` it
-    is a power of two (MXFP4, MXFP8).
+    is a power of two (MXFP4, MXFP8). An `inverse` scale is 127 over the largest value, at least
+    1e-5, by which the input is multiplied, in float32 (`wide`) or rounded to its dtype (BitNet).
     """
 
     codes: Codes
@@ -27,6 +28,7 @@ class Activation:
     zeros: bool = False
     outer: bool = False
     powers: bool = False
+    inverse: Literal["wide", "rounded"] | None = None
 
     @property
     def name(self) -> str:
@@ -35,6 +37,8 @@ class Activation:
         how = "by the checkpoint's scale" if not self.dynamic else "for each token"
         if self.dynamic and self.block:
             how = f"in groups of {self.block}"
+        elif self.inverse:
+            how = "for each token, as BitNet's"
         return f"{kind} inputs {how}"
 
 

@@ -49,7 +49,7 @@ class Routing(NamedTuple):
 def serves(router: Any, total: int) -> bool:
     """Whether the kernels know a `model.spec.Router` over so many experts."""
     fits = total <= MOST_EXPERTS and router.chosen <= MOST_CHOSEN
-    return fits and router.score in SCORES
+    return fits and router.score in SCORES and router.softcap is None
 
 
 def serves_all(spec: Any) -> bool:

@@ -25,13 +25,14 @@ from . import (
     gpt_neo,
     gpt_neox,
     gptj,
+    layered,
     lilt,
     llama,
     llama4,
-    mistral3,
     mobilebert,
     modernbert,
     mpt,
+    multimodal,
     opt,
     relatives,
     t5,
@@ -48,7 +49,8 @@ _FAMILIES: dict[str, ModuleType] = {
     for family in (
         *(llama, gemma, gemma4, gpt2, gpt_neo, gpt_neox, gptj, opt, bloom, bert, relatives),
         *(falcon, mpt, fairseq, modernbert, deberta, mobilebert, lilt, clip, vit),
-        *(bart, t5, t5gemma, encoder_decoder, whisper, deepseek, llama4, mistral3, dbrx),
+        *(bart, t5, t5gemma, encoder_decoder, whisper, deepseek, llama4, multimodal, dbrx),
+        *(layered,),
     )
     for model_type in family.CLASSES
 }

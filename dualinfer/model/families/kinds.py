@@ -24,7 +24,8 @@ class Kind:
     that of the product that gates what heads give. Of `partial`
     families HF reads partial_rotary_factor. `always` are fields of the makers' own code with what
     HF takes for granted, a tuple of several; `twins` are such that say again what a field of HF's
-    does; `ignored` ones change nothing at inference. `base` is HF's class without a head where its
+    does; `ignored` ones change nothing at inference. `sub_norms` are HF's names of the norms before
+    the products back of attention and MLP. `base` is HF's class without a head where its
     name is no other's with an end of its own.
     """
 
@@ -51,6 +52,7 @@ class Kind:
     out: str = "o_proj"
     ffn: str = "intermediate_size"
     mlp_module: str = "mlp"
+    sub_norms: tuple[str, str] | None = None
     mlp: tuple[str, ...] = ("gate_proj", "up_proj", "down_proj")
     gated: bool = True
     parallel: Bias = False
@@ -157,6 +159,7 @@ KINDS = {
         ignored=("hidden_dropout",),
     ),
     "arcee": Kind("Arcee", mlp=("up_proj", "down_proj"), gated=False, mlp_bias="mlp_bias"),
+    "bitnet": Kind("BitNet", sub_norms=("self_attn.attn_sub_norm", "mlp.ffn_sub_norm")),
     "cohere": Kind(
         *("Cohere",),
         **_COHERE,

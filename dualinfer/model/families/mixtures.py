@@ -71,9 +71,10 @@ _GRANITE = Mixture(
     ),
 )
 _LATENT = ("axk1", "deepseek_v2", "deepseek_v3", "glm4_moe_lite", "mistral4")  # by their attention
-_DEEPSEEKS = ("dots1", "exaone_moe", "glm4_moe", "solar_open", *_LATENT)
+_DEEPSEEKS = ("dots1", "exaone_moe", "glm4_moe", "mimo_v2_flash", "solar_open", *_LATENT)
 # Those whose mlp_layer_types says which layers are mixtures.
 _LISTED = ("axk1", "cohere2_moe", "exaone_moe", "glm4_moe_lite", "hy_v3", "mellum")
+_LISTED += ("laguna", "mimo_v2_flash")
 _SEVERAL = Mixture(shared="mlp.shared_experts", shares="num_shared_experts")
 _TRAINED = ("aux_loss_alpha", "seq_aux")
 MIXTURES: Mapping[str, Mixture] = {
@@ -137,6 +138,14 @@ MIXTURES: Mapping[str, Mixture] = {
             (".post_mlp_layernorm.", ".post_ffn_norm."),
         ),
     ),
+    "laguna": Mixture(
+        shared="mlp.shared_experts",
+        choice_bias=_DEEPSEEK.choice_bias,
+        renames=(
+            (".mlp.gate.e_score_", ".mlp.experts.e_score_"),
+            (".mlp.shared_experts.", ".mlp.shared_expert."),
+        ),
+    ),
     "llama4_text": Mixture(
         block="feed_forward",
         router="router",
@@ -146,6 +155,12 @@ MIXTURES: Mapping[str, Mixture] = {
         ffn="intermediate_size",
     ),
     "mellum": Mixture(unused=(r"^mtp\.",)),
+    "mimo_v2_flash": replace(
+        _DEEPSEEK,
+        shares="",
+        renames=((".self_attn.sinks", ".self_attn.attention_sink_bias"),),
+        unused=(r"^model\.mtp\.",),
+    ),
     "minimax_m2": replace(_MIXTRAL, choice_bias="e_score_correction_bias"),
     "mistral4": replace(_DEEPSEEK, choice_bias=None),
     "mixtral": _MIXTRAL,
@@ -267,6 +282,12 @@ def _router(fields: ConfigFields) -> Router:
     if family == "afmoe":
         scale = fields.number("route_scale")
         return Router(0, "sigmoid", renormalized=True, eps=1e-20, scale=scale)
+    if family == "laguna":
+        fields.require("moe_apply_router_weight_on_input", False)
+        softcap = fields.take("moe_router_logit_softcapping", 0.0)
+        softcap = fields.number("moe_router_logit_softcapping") if softcap else None
+        scale = fields.number("moe_routed_scaling_factor")
+        return Router(0, "sigmoid", renormalized=True, scale=scale, softcap=softcap)
     if family == "hy_v3":
         scale = fields.number("router_scaling_factor")
         return Router(0, "sigmoid", renormalized=True, eps=1e-20, scale=scale)
@@ -301,7 +322,7 @@ def _shared(fields: ConfigFields) -> int:
     own = MIXTURES[fields.family]
     if own.shares:
         return fields.size(own.shares) * fields.size(own.ffn) if fields.take(own.shares) else 0
-    if fields.family in ("flint", "kolibri1", "qwen2_moe"):
+    if fields.family in ("flint", "kolibri1", "laguna", "qwen2_moe"):
         return fields.size("shared_expert_intermediate_size")
     if fields.family in ("granitemoe_swa", "granitemoeshared"):
         width = "shared_intermediate_size"

@@ -76,6 +76,8 @@ def describe(fields: ConfigFields, architecture: str) -> tuple[ModelSpec, Weight
     if fields.family == "hyperclovax" and not fields.flag("use_post_norm", True):
         behind = "pre"
     placement: dict[str, Any] = {"parallel": parallel, "shared_norm": parallel}
+    if kind.sub_norms:
+        placement["sub_norms"] = heads * head_dim, mlp.ffn
     mlps: list[Mlp | Experts] = [mlp] * len(attentions)
     if fields.family in mixtures.MIXTURES:
         mlps = mixtures.read_layers(fields, mlp, len(attentions))
@@ -301,6 +303,10 @@ def _table(
     if kind.attn_gate:
         layer += make.linear("attn_gate", f"{hf}self_attn.{kind.attn_gate}", "q embed", False)
     layer += make.linear("out", f"{hf}self_attn.{kind.out}", "embed q", out_bias)
+    for ours, axis, theirs in zip(
+        ("out_norm", "down_norm"), ("q", "up"), kind.sub_norms or (), strict=False
+    ):
+        layer += make.norm(norm, ours, f"{hf}{theirs}", axis)
     if fields.family in _SINKS:
         sinks = row("sinks", "heads", (f"{hf}self_attn.sinks", "heads"))
         layer.append(replace(sinks, wide=True))

@@ -4,7 +4,17 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from ...errors import UnsupportedError, shortened
-from . import awq, bitsandbytes, compressed_tensors, fp8, gptq, modelopt, mxfp4, torchao
+from . import (
+    awq,
+    bitnet,
+    bitsandbytes,
+    compressed_tensors,
+    fp8,
+    gptq,
+    modelopt,
+    mxfp4,
+    torchao,
+)
 from .stored import Opener, Tensors
 
 __all__ = ["METHODS", "Opener", "Tensors", "find_method"]
@@ -12,6 +22,7 @@ __all__ = ["METHODS", "Opener", "Tensors", "find_method"]
 # By `quant_method`: what reads a quantization_config, or refuses it, and opens matrices by name.
 METHODS: dict[str, Callable[[Mapping[str, Any], Tensors], Opener]] = {
     "awq": awq.opener,
+    "bitnet": bitnet.opener,
     "bitsandbytes": bitsandbytes.opener,
     "compressed-tensors": compressed_tensors.opener,
     "fp8": fp8.opener,
@@ -31,7 +42,6 @@ REFUSED = {
     "aqlm": _PLAIN,
     "auto-round": _GPTQ,
     "auto_round": _GPTQ,
-    "bitnet": _PLAIN,
     "eetq": _PLAIN,
     "exl2": _PLAIN,
     "exl3": _PLAIN,

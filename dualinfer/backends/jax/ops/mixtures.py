@@ -13,6 +13,7 @@ from ....model.weights import Weight
 from ...contract import Routing, Weights
 from ...schemes import of_each, rounds_input
 from . import primitives
+from .schemes import SCHEMES, einsum
 
 # What is multiplied with the experts' down matrices, and these, as several devices take them.
 ShareInput: TypeAlias = Callable[[jax.Array, Weight], tuple[jax.Array, Weight]]
@@ -28,10 +29,12 @@ def route(
     choice_bias: jax.Array | None = None,
 ) -> Routing:
     """The experts that rows of x [..., E] choose, and their weights; see `BlockOps.route`."""
-    matrix = primitives.dequantize(weight).astype(jnp.float32)
-    scores = primitives.einsum("...i,oi->...o", x.astype(jnp.float32), matrix)
+    matrix = SCHEMES.dequantize(weight).astype(jnp.float32)
+    scores = einsum("...i,oi->...o", x.astype(jnp.float32), matrix)
     if bias is not None:
         scores = scores + bias.astype(jnp.float32)
+    if router.softcap is not None:
+        scores = router.softcap * jnp.tanh(scores / router.softcap)
     if router.score == "sparse":
         return _sparse(scores, router)
     if router.score == "sigmoid":
@@ -166,7 +169,7 @@ def experts(
 
     def product(some: jax.Array, expert: jax.Array) -> jax.Array:
         own_down = one_expert(down, expert)
-        return primitives.SCHEMES.product(make(some, expert), own_down, jnp.float32)
+        return SCHEMES.product(make(some, expert), own_down, jnp.float32)
 
     parts = in_blocks(product, parts)
     factors = jnp.ones_like(routing.weights) if mixture.weighs_input else routing.weights

@@ -17,7 +17,6 @@ from ....kernels.triton import (
     experts_choice,
     linear,
     quantized,
-    routing,
     sampling,
 )
 from ....kernels.triton import norm as norms
@@ -43,6 +42,7 @@ from ...kernels import (
     experts_launch,
     experts_of,
     few_rows_launch,
+    left_plain,
     linear_key,
     reads_unnormed,
     route_launch,
@@ -59,6 +59,7 @@ from ..sampler import SlotState
 from . import primitives
 from .kernel_attention import KernelAttention
 from .plain import PlainOps
+from .schemes import SCHEMES
 
 # Of an expert on average, and its ffn: from there torch's products are faster on an H100.
 _GROUPED_PAIRS, _GROUPED_FFN = 256, 2048
@@ -85,13 +86,9 @@ class KernelOps(KernelAttention):
         "router": "Triton, with norm and choice in one launch",
         "experts": (
             f"Triton, fused, up to {experts_choice.MOST_VECTORS} tokens; above by experts on the "
-            "matrix units, prompts of wide ones by torch's grouped_mm; plain where several experts "
-            "of a token weigh their inputs"
+            "matrix units, prompts of wide ones by torch's grouped_mm"
         ),
-        "attention": (
-            "torch's cuDNN or flash attention where they can, else Triton; plain for heads of over "
-            "256 elements"
-        ),
+        "attention": "torch's cuDNN or flash attention where they can, else Triton",
         "decode_attention": "Triton, split KV, fused with rotary and append",
         "cross_attention": f"Triton, split KV, of one token; {primitives.SDPA} of more",
         "latent_attention": "Triton, split KV over latent vectors; norm, rotary and append before",
@@ -112,9 +109,9 @@ class KernelOps(KernelAttention):
         """What serves each op, and where the kernels' configurations come from."""
         return {**self._IMPLEMENTATIONS, "configurations": str(self.configurations)}
 
-    def left_plain(self, spec: ModelSpec) -> tuple[str, ...]:
+    def left_plain(self, spec: ModelSpec) -> Mapping[str, str]:
         """See `PlainOps.left_plain`."""
-        return () if routing.serves_all(spec) else ("router",)
+        return left_plain(spec)
 
     @named("embed")
     def embed(
@@ -188,7 +185,7 @@ class KernelOps(KernelAttention):
         if by.norm is not None and (count != 1 or rounds):
             x, by = self.norm(x, by.norm), by._replace(norm=None)
         if rounds:
-            x = primitives.SCHEMES.quantize_input(x, weight)
+            x = SCHEMES.quantize_input(x, weight)
         if not serves_product(x, weight, by):
             matrix = weight.data if codes is None else quantized.values(codes, x)
             return self._wide_product(x, matrix, by)

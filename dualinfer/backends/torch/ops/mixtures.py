@@ -13,6 +13,7 @@ from ...contract import Routing, Weights
 from ...schemes import of_each, rounds_input
 from ..profiling import named
 from . import primitives
+from .schemes import SCHEMES
 
 # What is multiplied with the experts' down matrices, and these, as several ranks take them.
 ShareInput: TypeAlias = Callable[[torch.Tensor, Weight], tuple[torch.Tensor, Weight]]
@@ -27,8 +28,10 @@ def route(
     choice_bias: torch.Tensor | None = None,
 ) -> Routing:
     """The experts that rows of x [..., E] choose, and their weights; see `BlockOps.route`."""
-    matrix = primitives.dequantize(weight).float()
+    matrix = SCHEMES.dequantize(weight).float()
     scores = F.linear(x.float(), matrix, None if bias is None else bias.float())
+    if router.softcap is not None:
+        scores = router.softcap * torch.tanh(scores / router.softcap)
     if router.score == "sparse":
         return _sparse(scores, router)
     if router.score == "sigmoid":

@@ -19,7 +19,7 @@ from ....kernels.triton import (
 )
 from ....kernels.triton.experts import Mixture
 from ....kernels.triton.tuning import Config, Key
-from ....model.spec import Activation, Attention, Experts, ModelSpec, Router
+from ....model.spec import Activation, Attention, Experts, Gate, ModelSpec, Router
 from ....model.weights import Weight, count_leaves, parts_of, with_parts
 from ...contract import (
     ALONE,
@@ -37,7 +37,7 @@ from ...slots import bucket
 from ..cache import FullCache, LatentCache
 from ..device import free_bytes
 from ..ops.kernels import KernelOps, takes_groups
-from ..ops.primitives import CACHE_CODES
+from ..ops.schemes import CACHE_CODES
 from ..params import Params
 
 DECODE_ROWS = (1, 2, 4, 8, 16, 32)
@@ -181,6 +181,15 @@ class _Recorder:
     ) -> torch.Tensor:
         return x
 
+    def widen_values(self, a: Attention, qkv: torch.Tensor) -> torch.Tensor:
+        return qkv.new_empty((*qkv.shape[:-1], sum(a.widened.qkv_sizes)))
+
+    def narrow_values(self, a: Attention, y: torch.Tensor) -> torch.Tensor:
+        return y.new_empty((*y.shape[:-1], a.heads * a.head_widths[2]))
+
+    def norm_shared(self, x: torch.Tensor, norm: NormOf, width: int) -> torch.Tensor:
+        return x
+
     def linear(self, x: torch.Tensor, weight: Weight, by: Neighbours = ALONE) -> torch.Tensor:
         if x.numel() > x.shape[-1] or rounds_input(weight):
             by = by._replace(norm=None)  # a launch of its own
@@ -254,7 +263,12 @@ class _Recorder:
         return self.ops.adds_shared(x, mixture, w)
 
     def gate(
-        self, y: torch.Tensor, x: torch.Tensor, weight: Weight, norm: NormOf | None = None
+        self,
+        y: torch.Tensor,
+        x: torch.Tensor,
+        weight: Weight,
+        norm: NormOf | None = None,
+        by: Gate = "sigmoid",
     ) -> torch.Tensor:
         self.linear(x, weight, Neighbours(norm=norm, wide=True))
         return y
