@@ -97,6 +97,7 @@ BASES = {
     "flaubert-masked": ("FlaubertWithLMHeadModel", {**_XLM, "gelu_activation": False}),
     "layoutlm": ("LayoutLMModel", {"max_2d_position_embeddings": 50}),
     "layoutlm-masked": ("LayoutLMForMaskedLM", {"max_2d_position_embeddings": 50}),
+    "lilt": ("LiltModel", {"channel_shrink_ratio": 4, "max_2d_position_embeddings": 50}),
     "mobilebert": ("MobileBertModel", _MOBILE),
     "mobilebert-masked": ("MobileBertForMaskedLM", _MOBILE),
     "xmod": ("XmodModel", _XMOD),
@@ -175,6 +176,9 @@ HEADS = {
     "layoutlm-sequence": ("LayoutLMForSequenceClassification", LABELS),
     "layoutlm-token": ("LayoutLMForTokenClassification", LABELS),
     "layoutlm-span": ("LayoutLMForQuestionAnswering", {}),
+    "lilt-sequence": ("LiltForSequenceClassification", {**LABELS, "channel_shrink_ratio": 3}),
+    "lilt-token": ("LiltForTokenClassification", LABELS),
+    "lilt-span": ("LiltForQuestionAnswering", {"channel_shrink_ratio": 6}),
     "xmod-sequence": (
         "XmodForSequenceClassification",
         {**_XMOD, **LABELS, "adapter_reuse_layer_norm": False, "adapter_reduction_factor": 3},

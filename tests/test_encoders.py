@@ -16,6 +16,7 @@ from dualinfer.cli.main import app
 from dualinfer.errors import (
     ArgumentError,
     CheckpointError,
+    ConfigError,
     LengthError,
     ModelError,
     UnsupportedError,
@@ -40,7 +41,7 @@ SLOW = {
     *("deberta-xlarge", "deberta-xlarge-sequence", "xmod-masked", "xmod-sequence", "xmod-choice"),
     *("xmod-token", "xmod-span", "mobilebert", "mobilebert-sequence", "mobilebert-choice"),
     *("mobilebert-token", "mobilebert-span", "layoutlm-sequence", "layoutlm-token"),
-    *("layoutlm", "layoutlm-span"),
+    *("layoutlm", "layoutlm-span", "lilt-sequence", "lilt-span"),
     *("megatron-masked", "gte-masked", "rembert", "roformer", "roformer-masked", "ibert"),
     *("xlm-base", "xlm-masked", "flaubert-masked", "xlm-sequence", "xlm-token", "flaubert-span"),
     *("ibert-masked", "bert-generation", "esm", "esm-plain", "esm-sequence", "esm-token"),
@@ -189,6 +190,8 @@ def test_frequencies_of_esm_are_those_of_its_file(backend, tmp_path):
     [
         ("layoutlm-masked", "torch"),
         pytest.param("layoutlm-masked", "jax", marks=pytest.mark.slow),
+        ("lilt", "torch"),
+        pytest.param("lilt", "jax", marks=pytest.mark.slow),
         pytest.param("layoutlm-span", "torch", marks=pytest.mark.slow),
     ],
 )
@@ -206,6 +209,10 @@ def test_boxes_on_a_page_are_read_as_by_hf(case, backend):
         engine(ids, bbox=mask)
     with pytest.raises(ArgumentError, match="right and lower ones no less"):
         engine(ids, bbox=boxes[..., ::-1])
+    if case == "lilt":
+        how = {"replace_with_kernel_inject": True, "keep_module_on_host": True}
+        with pytest.raises(ConfigError, match="two streams"):
+            dualinfer.init_inference(model, backend=backend, **how)
     if backend == "torch":
         return
     with pytest.raises(ArgumentError, match="does not support bbox"):
@@ -255,6 +262,7 @@ def hidden_of(model, ids):
                     "deberta-xlarge",
                     "xmod",
                     "layoutlm",
+                    "lilt",
                     "mobilebert",
                     "embedding-gemma",
                     "albert",
@@ -601,6 +609,7 @@ SHARED = {
     **dict.fromkeys(("mpnet-span", "deberta-2-masked", "deberta-masked"), False),
     "deberta-xlarge-masked": False,
     "xmod-masked": False,
+    "lilt-token": False,
     "layoutlm-masked": False,
     "mobilebert-masked": False,
 }
@@ -636,7 +645,7 @@ def test_two_devices_give_what_one_gives(case, backend, crew):
         )
         for case in (
             *("modernbert-sequence", "albert-masked", "electra-sequence", "nomic_bert"),
-            *("mpnet", "deberta-3", "embedding-gemma"),
+            *("mpnet", "deberta-3", "embedding-gemma", "mobilebert", "xmod", "layoutlm", "lilt"),
         )
         for name in BACKENDS
     ],

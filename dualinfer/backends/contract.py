@@ -257,6 +257,16 @@ class BlockOps(Protocol):
         """
         ...
 
+    def embed_page(
+        self, spec: ModelSpec, w: Weights, positions: Array, token_types: Array
+    ) -> Array:
+        """The stream `spec.page` of tokens, before its norm: [B, T, W].
+
+        It is a projection of the rows of a token's box, which `token_types` hold as in `embed`,
+        and a row of its position.
+        """
+        ...
+
     def read_by_layers(self, spec: ModelSpec, w: Weights, ids: Array, x: Array) -> Array:
         """What each layer reads of int ids [B, T] and their embedding x [B, T, E]: [L, B, T, P].
 
@@ -462,6 +472,25 @@ class BlockOps(Protocol):
         which tokens are whose, those from `count` on nobody's; without them a row is one. What has
         no token gives 0.
         """
+        ...
+
+    def weave(self, heads: int, first: Array, second: Array) -> Array:
+        """Packed projections [B, T, 3 H D] and [B, T, 3 H E] as one, [B, T, 3 H (D + E)].
+
+        Each head has its part of the first, then that of the second, whose queries are times
+        (D / E)^1/2, so that the scale of the first serves both.
+        """
+        ...
+
+    def unweave(self, heads: int, x: Array, second: int) -> tuple[Array, Array]:
+        """What attention to such heads gives, x [B, T, H (D + E)], as [B, T, H D] and [B, T, H E].
+
+        `second` is E.
+        """
+        ...
+
+    def parted(self, x: Array, at: int) -> tuple[Array, Array]:
+        """The first `at` elements of the last axis of x, and the others."""
         ...
 
     def join(self, *parts: Array) -> Array:

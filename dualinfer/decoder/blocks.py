@@ -24,6 +24,7 @@ from ..model.spec import (
     Layer,
     Mlp,
     Norm,
+    Page,
     Router,
 )
 
@@ -88,6 +89,8 @@ def block(
         return Unnormed(y, x, NormOf.named(layer.norm, w, "conv_norm"))
     if layer.bottleneck is not None:
         return _narrow_block(layer, layer.bottleneck, w, ops, normed(ops, x), index, attend)
+    if layer.page is not None:
+        return _paged_block(layer, layer.page, w, ops, normed(ops, x), index, attend)
     x = _sublayers(layer, w, ops, normed(ops, x), index, attend, spend, across, lent, seen, late)
     if layer.adapter is not None:
         x = ops.add(*_adapted(layer.adapter, layer.norm, w, ops, x))
@@ -315,6 +318,32 @@ def _narrow_block(
         y = ops.row_product(y, w[f"down.{i}.weight"], Neighbours(w[f"down.{i}.bias"]))
         h = norm(y, f"mlp.{i}_norm", h)
     return norm(product(h, "wide"), "wide_norm", x)
+
+
+def _paged_block(
+    layer: Layer, page: Page, w: Weights, ops: BlockOps, x: Array, index: int, attend: Attend
+) -> Array:
+    """As `block`, of two streams."""
+
+    def product(x: Array, name: str, activation: Activation | None = None) -> Array:
+        by = Neighbours(w[f"{name}.bias"], activation=activation)
+        return ops.linear(x, w[f"{name}.weight"], by)
+
+    def written(y: Array, name: str, norm: str, residual: Array) -> Array:
+        y = ops.row_product(y, w[f"{name}.weight"], Neighbours(w[f"{name}.bias"]))
+        return ops.norm(y, NormOf.named(layer.norm, w, norm), residual=residual)
+
+    activation, heads = _plain_activation(layer), layer.attention.heads
+    text, place = ops.parted(x, x.shape[-1] - page.width)
+    qkv = ops.weave(heads, product(text, "qkv"), product(place, "page_qkv"))
+    y, z = ops.unweave(heads, attend(index, qkv), page.head_dim)
+    text = written(y, "out", "attn_norm", text)
+    place = written(z, "page_out", "page_attn_norm", place)
+    text = written(product(text, "up", activation), "down", "mlp_norm", text)
+    # Narrow enough to be whole on every device.
+    z = product(product(place, "page_up", activation), "page_down")
+    place = ops.norm(z, NormOf.named(layer.norm, w, "page_mlp_norm"), residual=place)
+    return ops.join(text, place)
 
 
 def _apart(experts: Experts, norm: Norm, w: Weights, ops: BlockOps, x: Array) -> Array:

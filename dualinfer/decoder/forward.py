@@ -60,6 +60,12 @@ def hidden_states(
             x = ops.norm(x, norm)
         if spec.blanks and mask is not None:
             x = x * ops.like(mask[..., None], x)
+        if spec.page is not None:
+            page = ops.embed_page(spec, w, positions, token_types)
+            page = ops.norm(
+                page, NormOf.named(spec.embed_norm or spec.layers[0].norm, w, "page_norm")
+            )
+            x = ops.join(x, page)
     kept, own = [x], None
     if spec.reads:
         assert ids is not None

@@ -20,6 +20,7 @@ def outputs(
     With int `kept` [K] logits are those of these tokens of each row. float32 `weights` [B, T] are
     those of the tokens that a head pools.
     """
+    states = [_tokens(spec, ops, x) for x in states]
     last, result = states[-1], {}
     if spec.has_logits:
         result["logits"] = logits(spec, params, ops, last if kept is None else last[:, kept])
@@ -39,6 +40,11 @@ def outputs(
         name = "decoder_hidden_states" if spec.crosses else "hidden_states"
         result[name] = (*states[:-1], states[-1] if spec.raw_states else last)
     return result
+
+
+def _tokens(spec: ModelSpec, ops: BlockOps, x: Array) -> Array:
+    """The tokens' own stream [B, T, E]."""
+    return x if spec.page is None else ops.parted(x, spec.embed)[0]
 
 
 def _vector(own: Pooled, params: Params, ops: Ops, x: Array, weights: Array) -> Array:
@@ -130,7 +136,7 @@ def embeddings(
     `how` has M, and whether each element's largest value is taken; the rest is as in
     `contract.BlockOps.pool`.
     """
-    last = last_hidden_state(spec, params, ops, x)
+    last = last_hidden_state(spec, params, ops, _tokens(spec, ops, x))
     return {"embeddings": ops.pool(last, weights, segments, *how)}
 
 

@@ -441,6 +441,20 @@ class Bottleneck:
 
 
 @dataclass(frozen=True)
+class Page:
+    """A second stream of each token, of where it lies on a page (LiLT, arXiv:2202.13669).
+
+    It has `width` elements behind the token's own, an MLP of `ffn`, and the last `head_dim`
+    elements of every query, key and value, so that both streams are attended to by the sum of their
+    scores. Norms are over the sums of sub-layers and what they read, of each stream for itself.
+    """
+
+    width: int
+    ffn: int
+    head_dim: int
+
+
+@dataclass(frozen=True)
 class Layer:
     """One block: where its norms stand, what its sub-layers read, and what else some models do.
 
@@ -462,12 +476,13 @@ class Layer:
       products back, each as one of so many elements, which devices share (BitNet).
     - `adapter` (`pre` or `post`): two more projections, before the last norm of a `post` block.
     - `bottleneck`: how a `narrow` block is built (MobileBERT).
+    - `page`: how a `paged` block is built (LiLT).
     """
 
     attention: Attention
     mlp: Mlp | Experts
     norm: Norm
-    placement: Literal["pre", "post", "around", "behind", "narrow"]
+    placement: Literal["pre", "post", "around", "behind", "narrow", "paged"]
     parallel: bool = False
     shared_norm: bool = False
     residual_scale: float = 1.0
@@ -481,6 +496,7 @@ class Layer:
     sub_norms: tuple[int, int] | None = None
     adapter: Adapter | None = None
     bottleneck: Bottleneck | None = None
+    page: Page | None = None
 
     @property
     def experts(self) -> int:
@@ -660,6 +676,8 @@ class ModelSpec:
         if self.pooled is not None and self.pooled.probe is not None:
             probe = self.pooled.probe
             outer |= {"probe_qkv": sum(probe.attention.qkv_sizes), "probe_ffn": probe.ffn}
+        if self.page is not None:
+            outer |= {"page": self.page.width, "page_ffn": self.page.ffn, "sixth": self.embed // 6}
         if (places := self.layers[0].attention.places) is not None:
             outer["places"] = 2 * places.span
         if self.encoder:
@@ -680,6 +698,12 @@ class ModelSpec:
             "adapter": own.width if (own := self.layers[layer].adapter) else 0,
             "narrow": own.width if (own := self.layers[layer].bottleneck) else 0,
         }
+        if (page := self.layers[layer].page) is not None:
+            for name, dim in (
+                ("text", attention.head_dim - page.head_dim),
+                ("page", page.head_dim),
+            ):
+                inner |= {f"{name}_{x}": attention.heads * dim for x in "qkv"}
         if (own := attention.latent) is not None:
             inner |= {"latent": own.width, "rank": own.rank, "query_rank": own.query_rank}
         if isinstance(mlp, Experts):
@@ -699,6 +723,11 @@ class ModelSpec:
         return frozenset(
             a.lender for a in (own.attention for own in self.layers) if a.lender is not None
         )
+
+    @property
+    def page(self) -> Page | None:
+        """What layers have beside the tokens' stream."""
+        return self.layers[0].page
 
     @property
     def cache_numbers(self) -> tuple[int, ...]:

@@ -27,6 +27,7 @@ from . import (
     gpt_neox,
     gptj,
     layered,
+    lilt,
     llama,
     llama4,
     longcat,
@@ -49,7 +50,7 @@ _FAMILIES: dict[str, ModuleType] = {
     model_type: family
     for family in (
         *(llama, gemma, gemma4, gpt2, gpt_neo, gpt_neox, gptj, opt, bloom, bert, relatives),
-        *(falcon, mpt, fairseq, modernbert, deberta, mobilebert, clip, vit),
+        *(falcon, mpt, fairseq, modernbert, deberta, mobilebert, lilt, clip, vit),
         *(bart, t5, t5gemma, encoder_decoder, whisper, deepseek, llama4, multimodal, dbrx),
         *(layered, ctrl, longcat),
     )

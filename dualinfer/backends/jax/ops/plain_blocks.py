@@ -135,9 +135,14 @@ class PlainBlocks:
         if spec.normed == "tokens":
             assert spec.embed_norm is not None
             x = PlainBlocks.norm(self, x, NormOf.named(spec.embed_norm, w, "embed_norm"))
-        if spec.embed_width and not spec.factored:
+        if spec.projects:
             x = primitives.matmul(x, w["project_in.weight"])
         if token_types is not None:
+            if spec.boxes:
+                token_types, boxes = self._boxes(w, token_types)
+                if spec.page is None:
+                    for rows in boxes:
+                        x = x + rows
             if spec.token_types_from_vocab:
                 x = x + self._tokens(token_types, w["embed.weight"])
             else:
@@ -147,6 +152,26 @@ class PlainBlocks:
         if spec.learned_positions:
             x = x + primitives.embed(positions + spec.position_offset, w["positions.weight"])
         return x
+
+    def _boxes(self, w: Weights, token_types: jax.Array) -> tuple[jax.Array, list[jax.Array]]:
+        """Types of tokens, and rows for left, upper, right, lower, height and width."""
+        boxes = jnp.zeros((*token_types.shape, 4), jnp.int32)
+        if token_types.ndim == 3:
+            token_types, boxes = token_types[..., 0], token_types[..., 1:]
+        left, upper, right, lower = (boxes[..., i] for i in range(4))
+        edges = ("x", left), ("y", upper), ("x", right), ("y", lower)
+        sides = ("h", lower - upper), ("w", right - left)
+        rows = [primitives.embed(at, w[f"boxes.{x}.weight"]) for x, at in (*edges, *sides)]
+        return token_types, rows
+
+    def embed_page(
+        self, spec: ModelSpec, w: Weights, positions: jax.Array, token_types: jax.Array
+    ) -> jax.Array:
+        """See `contract.BlockOps.embed_page`."""
+        _, boxes = self._boxes(w, token_types)
+        by = Neighbours(w["page_project.bias"])
+        y = PlainBlocks.linear(self, self.join(*boxes), w["page_project.weight"], by)
+        return y + primitives.embed(positions, w["page_positions.weight"])
 
     def _tokens(self, ids: jax.Array, weight: Weight) -> jax.Array:
         """Rows of the embedding, of which each device has some."""
@@ -201,6 +226,18 @@ class PlainBlocks:
     def repeat(self, x: jax.Array, rows: int) -> jax.Array:
         """See `contract.BlockOps.repeat`."""
         return jnp.broadcast_to(x, (rows, *x.shape[1:]))
+
+    def weave(self, heads: int, first: jax.Array, second: jax.Array) -> jax.Array:
+        """See `contract.BlockOps.weave`."""
+        return primitives.weave(heads, first, second)
+
+    def unweave(self, heads: int, x: jax.Array, second: int) -> tuple[jax.Array, jax.Array]:
+        """See `contract.BlockOps.unweave`."""
+        return primitives.unweave(heads, x, second)
+
+    def parted(self, x: jax.Array, at: int) -> tuple[jax.Array, jax.Array]:
+        """See `contract.BlockOps.parted`."""
+        return x[..., :at], x[..., at:]
 
     def join(self, *parts: jax.Array) -> jax.Array:
         """See `contract.BlockOps.join`."""

@@ -227,6 +227,28 @@ def trigrams(x: jax.Array, segments: jax.Array | None) -> jax.Array:
     return jnp.concatenate((after, x, before), -1)
 
 
+@jax.named_scope("weave")
+def weave(heads: int, first: jax.Array, second: jax.Array) -> jax.Array:
+    """Packed projections [B, T, 3 H D] and [B, T, 3 H E] as one, head by head: [B, T, 3 H (D + E)].
+
+    Queries of the second are times (D / E)^1/2, so that the scale of the first serves both.
+    """
+    batch, tokens, width = first.shape
+    a, b = (x.reshape(batch, tokens, 3, heads, -1) for x in (first, second))
+    ratio = (width / second.shape[-1]) ** 0.5
+    b = jnp.concatenate((b[:, :, :1] * ratio, b[:, :, 1:]), 2)
+    return jnp.concatenate((a, b), -1).reshape(batch, tokens, -1)
+
+
+@jax.named_scope("weave")
+def unweave(heads: int, x: jax.Array, second: int) -> tuple[jax.Array, jax.Array]:
+    """The parts of heads [B, T, H (D + E)]: the first D and the `second` E elements of each."""
+    batch, tokens, _ = x.shape
+    y = x.reshape(batch, tokens, heads, -1)
+    a, b = y[..., :-second], y[..., -second:]
+    return a.reshape(batch, tokens, -1), b.reshape(batch, tokens, -1)
+
+
 @jax.named_scope("gated_activation")
 def gated_activation(x: jax.Array, kind: Activation) -> jax.Array:
     """activation(gate) * up for x [..., 2F] that holds gate, then up."""

@@ -116,9 +116,14 @@ class PlainBlocks:
         if spec.normed == "tokens":
             assert spec.embed_norm is not None
             x = PlainBlocks.norm(self, x, NormOf.named(spec.embed_norm, w, "embed_norm"))
-        if spec.embed_width and not spec.factored:
+        if spec.projects:
             x = primitives.matmul(x, w["project_in.weight"])
         if token_types is not None:
+            if spec.boxes:
+                token_types, boxes = self._boxes(w, token_types)
+                if spec.page is None:
+                    for rows in boxes:
+                        x = x + rows
             if spec.token_types_from_vocab:
                 x = x + self._tokens(token_types, w["embed.weight"])
             else:
@@ -129,6 +134,29 @@ class PlainBlocks:
             at = positions.clamp(max=spec.learned_positions - 1)
             x = x + primitives.embed(at + spec.position_offset, w["positions.weight"])
         return x
+
+    def _boxes(
+        self, w: Weights, token_types: torch.Tensor
+    ) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        """Types of tokens, and rows for left, upper, right, lower, height and width."""
+        boxes = token_types.new_zeros((*token_types.shape, 4))
+        if token_types.ndim == 3:
+            token_types, boxes = token_types[..., 0], token_types[..., 1:]
+        left, upper, right, lower = (boxes[..., i] for i in range(4))
+        edges = ("x", left), ("y", upper), ("x", right), ("y", lower)
+        sides = ("h", lower - upper), ("w", right - left)
+        rows = [primitives.embed(at, w[f"boxes.{x}.weight"]) for x, at in (*edges, *sides)]
+        return token_types, rows
+
+    def embed_page(
+        self, spec: ModelSpec, w: Weights, positions: torch.Tensor, token_types: torch.Tensor
+    ) -> torch.Tensor:
+        """See `contract.BlockOps.embed_page`."""
+        _, boxes = self._boxes(w, token_types)
+        by = Neighbours(w["page_project.bias"])
+        y = PlainBlocks.linear(self, self.join(*boxes), w["page_project.weight"], by)
+        at = positions.clamp(max=spec.learned_positions - 1)
+        return y + primitives.embed(at, w["page_positions.weight"])
 
     def _tokens(self, ids: torch.Tensor, weight: Weight) -> torch.Tensor:
         """Rows of the embedding, of which each rank has some."""
@@ -186,6 +214,20 @@ class PlainBlocks:
     def repeat(self, x: torch.Tensor, rows: int) -> torch.Tensor:
         """See `contract.BlockOps.repeat`."""
         return x.expand(rows, *x.shape[1:])
+
+    def weave(self, heads: int, first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
+        """See `contract.BlockOps.weave`."""
+        return primitives.weave(heads, first, second)
+
+    def unweave(
+        self, heads: int, x: torch.Tensor, second: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """See `contract.BlockOps.unweave`."""
+        return primitives.unweave(heads, x, second)
+
+    def parted(self, x: torch.Tensor, at: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """See `contract.BlockOps.parted`."""
+        return x[..., :at].contiguous(), x[..., at:].contiguous()
 
     def join(self, *parts: torch.Tensor) -> torch.Tensor:
         """See `contract.BlockOps.join`."""

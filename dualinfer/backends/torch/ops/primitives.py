@@ -200,6 +200,28 @@ def trigrams(x: torch.Tensor, segments: torch.Tensor | None) -> torch.Tensor:
     return torch.cat((after, x, before), -1)
 
 
+@named("weave")
+def weave(heads: int, first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
+    """Packed projections [B, T, 3 H D] and [B, T, 3 H E] as one, head by head: [B, T, 3 H (D + E)].
+
+    Queries of the second are times (D / E)^1/2, so that the scale of the first serves both.
+    """
+    batch, tokens, width = first.shape
+    a, b = (x.reshape(batch, tokens, 3, heads, -1) for x in (first, second))
+    ratio = (width / second.shape[-1]) ** 0.5
+    b = torch.cat((b[:, :, :1] * ratio, b[:, :, 1:]), 2)
+    return torch.cat((a, b), -1).reshape(batch, tokens, -1)
+
+
+@named("weave")
+def unweave(heads: int, x: torch.Tensor, second: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The parts of heads [B, T, H (D + E)]: the first D and the `second` E elements of each."""
+    batch, tokens, _ = x.shape
+    y = x.reshape(batch, tokens, heads, -1)
+    a, b = y[..., :-second], y[..., -second:]
+    return a.reshape(batch, tokens, -1), b.reshape(batch, tokens, -1)
+
+
 @named("gated_activation")
 def gated_activation(x: torch.Tensor, kind: Activation) -> torch.Tensor:
     """activation(gate) * up for x [..., 2F] that holds gate, then up."""

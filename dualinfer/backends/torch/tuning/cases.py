@@ -303,6 +303,24 @@ class _Recorder:
     ) -> torch.Tensor:
         return x[:, :count]
 
+    def embed_page(
+        self, spec: ModelSpec, w: Weights, positions: torch.Tensor, token_types: torch.Tensor
+    ) -> torch.Tensor:
+        weight = w["page_positions.weight"]
+        shape = *positions.shape, weight.shape[1]
+        return torch.empty(shape, dtype=weight.dtype, device=positions.device)
+
+    def weave(self, heads: int, first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
+        return torch.cat((first, second), -1)
+
+    def unweave(
+        self, heads: int, x: torch.Tensor, second: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        return x[..., : -heads * second], x[..., -heads * second :]
+
+    def parted(self, x: torch.Tensor, at: int) -> tuple[torch.Tensor, torch.Tensor]:
+        return x[..., :at], x[..., at:]
+
     def join(self, *parts: torch.Tensor) -> torch.Tensor:
         return torch.cat(parts, -1)
 
