@@ -62,6 +62,7 @@ def _few_maps():
     for held in [x for x in gc.get_objects() if type(x) is Executables]:
         with held._lock:
             held._made.clear()
+            held._used.clear()
             held._bytes.clear()
     gc.collect()
 

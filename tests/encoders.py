@@ -25,6 +25,8 @@ _ESM = {"position_embedding_type": "rotary", "token_dropout": True, "mask_token_
 _XLM = {"intermediate_size": None, "emb_dim": 36, "n_layers": 2, "n_heads": 3}
 _TURNS = {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"]}
 _MODERN = {**_TURNS, "num_hidden_layers": 3, "local_attention": 6}
+_XMOD = {"languages": ["en_XX", "de_DE", "fr"], "default_language": "de_DE"}
+_MOBILE = {"embedding_size": 14, "intra_bottleneck_size": 21, "num_feedforward_networks": 3}
 LABELS = {"num_labels": 3}
 _DEBERTA = {"relative_attention": True, "pos_att_type": ["p2c", "c2p"]}
 _DEBERTA_3 = {
@@ -32,6 +34,7 @@ _DEBERTA_3 = {
     **{"position_buckets": 8, "max_relative_positions": 20, "norm_rel_ebd": "layer_norm"},
     **{"share_att_key": True, "position_biased_input": False},
 }
+_XLARGE = {"conv_kernel_size": 5, "conv_act": "gelu", "embedding_size": 20}
 # HF's class, and what makes its config odd.
 BASES = {
     "roberta": ("RobertaModel", {}),
@@ -65,6 +68,8 @@ BASES = {
     "deberta-2": ("DebertaV2Model", {**_DEBERTA, "position_buckets": 6, "type_vocab_size": 2}),
     "deberta-2-masked": ("DebertaV2ForMaskedLM", {**_DEBERTA_3, "legacy": False}),
     "deberta-2-legacy": ("DebertaV2ForMaskedLM", {"tie_word_embeddings": False}),
+    "deberta-xlarge": ("DebertaV2Model", {**_DEBERTA_3, "conv_kernel_size": 3}),
+    "deberta-xlarge-masked": ("DebertaV2ForMaskedLM", {**_DEBERTA_3, **_XLARGE}),
     "deberta": ("DebertaModel", {**_DEBERTA, "max_relative_positions": 7}),
     "deberta-masked": ("DebertaForMaskedLM", {**_DEBERTA, "pos_att_type": "c2p"}),
     "nomic_bert": ("NomicBertModel", {}),
@@ -90,6 +95,13 @@ BASES = {
     "xlm-base": ("XLMModel", _XLM),
     "xlm-masked": ("XLMWithLMHeadModel", {**_XLM, "n_langs": 3}),
     "flaubert-masked": ("FlaubertWithLMHeadModel", {**_XLM, "gelu_activation": False}),
+    "layoutlm": ("LayoutLMModel", {"max_2d_position_embeddings": 50}),
+    "layoutlm-masked": ("LayoutLMForMaskedLM", {"max_2d_position_embeddings": 50}),
+    "lilt": ("LiltModel", {"channel_shrink_ratio": 4, "max_2d_position_embeddings": 50}),
+    "mobilebert": ("MobileBertModel", _MOBILE),
+    "mobilebert-masked": ("MobileBertForMaskedLM", _MOBILE),
+    "xmod": ("XmodModel", _XMOD),
+    "xmod-masked": ("XmodForMaskedLM", {**_XMOD, "pre_norm": True, "ln_before_adapter": False}),
     "bert-generation": ("BertGenerationEncoder", {}),
 }
 HEADS = {
@@ -135,6 +147,7 @@ HEADS = {
     "deberta-2-sequence": ("DebertaV2ForSequenceClassification", {**_DEBERTA_3, **LABELS}),
     "deberta-2-choice": ("DebertaV2ForMultipleChoice", _DEBERTA_3),
     "deberta-2-span": ("DebertaV2ForQuestionAnswering", _DEBERTA_3),
+    "deberta-xlarge-sequence": ("DebertaV2ForSequenceClassification", {**_DEBERTA_3, **_XLARGE}),
     "deberta-token": ("DebertaForTokenClassification", {**_DEBERTA, **LABELS}),
     "mpnet-span": ("MPNetForQuestionAnswering", {}),
     "gte-sequence": ("GteForSequenceClassification", LABELS),
@@ -156,6 +169,23 @@ HEADS = {
     "ibert-span": ("IBertForQuestionAnswering", {}),
     "esm-sequence": ("EsmForSequenceClassification", {**_ESM, **LABELS}),
     "esm-token": ("EsmForTokenClassification", {**_ESM, **LABELS}),
+    "mobilebert-sequence": ("MobileBertForSequenceClassification", {**_MOBILE, **LABELS}),
+    "mobilebert-choice": ("MobileBertForMultipleChoice", _MOBILE),
+    "mobilebert-token": ("MobileBertForTokenClassification", {**_MOBILE, **LABELS}),
+    "mobilebert-span": ("MobileBertForQuestionAnswering", _MOBILE),
+    "layoutlm-sequence": ("LayoutLMForSequenceClassification", LABELS),
+    "layoutlm-token": ("LayoutLMForTokenClassification", LABELS),
+    "layoutlm-span": ("LayoutLMForQuestionAnswering", {}),
+    "lilt-sequence": ("LiltForSequenceClassification", {**LABELS, "channel_shrink_ratio": 3}),
+    "lilt-token": ("LiltForTokenClassification", LABELS),
+    "lilt-span": ("LiltForQuestionAnswering", {"channel_shrink_ratio": 6}),
+    "xmod-sequence": (
+        "XmodForSequenceClassification",
+        {**_XMOD, **LABELS, "adapter_reuse_layer_norm": False, "adapter_reduction_factor": 3},
+    ),
+    "xmod-choice": ("XmodForMultipleChoice", {**_XMOD, "adapter_layer_norm": True}),
+    "xmod-token": ("XmodForTokenClassification", {**_XMOD, **LABELS}),
+    "xmod-span": ("XmodForQuestionAnswering", {**_XMOD, "ln_before_adapter": False}),
     "xlm-sequence": ("XLMForSequenceClassification", {**_XLM, **LABELS}),
     "xlm-token": ("XLMForTokenClassification", {**_XLM, **LABELS}),
     "flaubert-span": ("FlaubertForQuestionAnsweringSimple", _XLM),

@@ -496,7 +496,7 @@ ROWS: list[Row] = [
         "tests/kernels/test_attention.py -k in_pieces",
     ),
     Row(
-        "backends/jax/ops/primitives.py",
+        "backends/jax/ops/schemes.py",
         "exact = lax.Precision.HIGHEST if operands[0].dtype == jnp.float32 else None",
         "exact = None",
         "On a GPU float32 products are TF32.",

@@ -76,7 +76,7 @@ def test_matrices_are_those_of_transformers(form, tmp_path):
     check_slices(matrix)
 
 
-@pytest.mark.parametrize(("form", "backend"), on_backends(FORMS, {*FORMS} - {"packed"}))
+@pytest.mark.parametrize(("form", "backend"), on_backends(FORMS, {*FORMS}))
 def test_logits_are_those_of_transformers(form, backend, tmp_path):
     """Inputs of linear layers are of 8 bits in both."""
     report = check_logits(tmp_path, backend, write(tmp_path, form))

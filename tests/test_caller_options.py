@@ -382,6 +382,15 @@ def test_functions_get_what_hf_gives_them(engine, backend):
     assert (np.asarray(found.logits[0])[:, 5] < 1e3).all()  # the raw ones stay as they were
 
 
+def test_a_function_may_give_numpy_scores(engine):
+    ids, mask = batch()
+    how = {"attention_mask": mask, "max_new_tokens": 2}
+    functions = [lambda ids, scores: -np.asarray(scores, np.float64)]
+    found = engine.generate(ids, logits_processor=functions, **how)
+    like = engine.generate(ids, logits_processor=[lambda ids, scores: -scores], **how)
+    np.testing.assert_array_equal(found, like)
+
+
 def test_a_stream_goes_on_beside_what_the_host_chooses(engine):
     """Its slots are others': steps of either leave the other's cache and tokens alone."""
     ids, mask = batch()
@@ -455,6 +464,10 @@ def test_a_plain_call_is_not_the_hosts(engine, monkeypatch, caplog):
         ({"bad_words_ids": [5]}, r"do not take bad_words_ids=\[5\]"),
         ({"suppress_tokens": "x"}, "suppress_tokens='x'"),
         ({"sequence_bias": {5: 1.0}}, "sequence_bias"),
+        ({"sequence_bias": {(3, VOCAB): 1.0}}, f"sequence_bias has the id {VOCAB}, outside"),
+        ({"bad_words_ids": [[VOCAB]]}, f"bad_words_ids has the id {VOCAB}, outside"),
+        ({"forced_eos_token_id": VOCAB}, f"forced_eos_token_id has the id {VOCAB}, outside"),
+        ({"prefix_allowed_tokens_fn": 5}, "expected a function of a prompt's number"),
         ({"no_repeat_ngram_size": 1.5}, "no_repeat_ngram_size=1.5"),
         ({"typical_p": 1.5, "do_sample": True}, "typical_p=1.5"),
         ({"max_time": -1}, "max_time=-1"),

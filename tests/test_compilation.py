@@ -8,6 +8,7 @@ import sys
 import threading
 import time
 import warnings
+import weakref
 
 import numpy as np
 import pytest
@@ -149,6 +150,28 @@ def test_code_is_bounded_by_its_bytes_but_the_last_one_stays(monkeypatch):
     assert [use(size) for size in (20, 30)] == [0, 1]  # 40 went
     assert (use(200), use(500), len(executables)) == (1, 0, 2)
     assert use(1) == 1 and use(200) == 1
+
+
+def test_near_the_limit_on_memory_maps_executables_of_any_engine_go(monkeypatch, tmp_path):
+    """XLA crashes at the limit. Prepared ones go as well, and what went is compiled again."""
+    limit = tmp_path / "max_map_count"
+    limit.write_text("1000000000\n")
+    monkeypatch.setattr(graphs, "_MOST_MAPS", str(limit))
+    monkeypatch.setattr(graphs, "_EVERYONE", weakref.WeakSet())
+    monkeypatch.setattr(graphs, "_FEW", 4)
+    first, second = Executables(), Executables()
+    first.prepare([Job(n, double, (shape(),)) for n in range(4)], "Compiling")
+    first.run(0, double, np.float32(1))
+    for n in range(3):
+        second.run(n, double, np.float32(1))
+    assert (len(first), len(second)) == (4, 3)
+    limit.write_text("10\n")
+    second.run(3, double, np.float32(1))
+    assert (first.evictions, second.evictions) == (2, 0)
+    assert first.run(0, double, np.float32(2)) == 4 and first.compilations == 4
+    assert first.run(1, double, np.float32(2)) == 4 and first.compilations == 5
+    limit.write_text("not told")
+    assert second.run(4, double, np.float32(2)) == 4
 
 
 def test_results_of_many_sizes_are_cut_by_few_executables():

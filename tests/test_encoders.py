@@ -13,10 +13,18 @@ from typer.testing import CliRunner
 import dualinfer
 from dualinfer.arrays import kind_of
 from dualinfer.cli.main import app
-from dualinfer.errors import ArgumentError, CheckpointError, LengthError, UnsupportedError
+from dualinfer.errors import (
+    ArgumentError,
+    CheckpointError,
+    ConfigError,
+    LengthError,
+    ModelError,
+    UnsupportedError,
+)
+from dualinfer.model.families import describe_model
 
 from .checkpoints import write_byte_tokenizer
-from .encoders import CASES, PAD, VOCAB, make
+from .encoders import CASES, PAD, SIZES, VOCAB, make
 from .models import BACKENDS, relative_rms
 
 LIMIT = 1e-5
@@ -30,12 +38,22 @@ ON_JAX = {
 SLOW = {
     *("jina-masked", "data2vec-masked", "ernie-masked", "prelayernorm", "gte-sequence"),
     *("jina-sequence", "megatron-choice", "prelayernorm-sequence", "roberta-xl-span", "jina"),
+    *("deberta-xlarge", "deberta-xlarge-sequence", "xmod-masked", "xmod-sequence", "xmod-choice"),
+    *("xmod-token", "xmod-span", "mobilebert", "mobilebert-sequence", "mobilebert-choice"),
+    *("mobilebert-token", "mobilebert-span", "layoutlm-sequence", "layoutlm-token"),
+    *("layoutlm", "layoutlm-span", "lilt-sequence", "lilt-span"),
     *("megatron-masked", "gte-masked", "rembert", "roformer", "roformer-masked", "ibert"),
     *("xlm-base", "xlm-masked", "flaubert-masked", "xlm-sequence", "xlm-token", "flaubert-span"),
     *("ibert-masked", "bert-generation", "esm", "esm-plain", "esm-sequence", "esm-token"),
     *(f"rembert-{kind}" for kind in ("sequence", "choice", "token", "span")),
     *(f"roformer-{kind}" for kind in ("sequence", "choice", "token", "span")),
     *(f"ibert-{kind}" for kind in ("sequence", "choice", "token", "span")),
+}
+
+
+FIRST = {
+    *("modernbert-cls", "deberta-2-sequence", "deberta-2-choice", "xlm-sequence"),
+    "deberta-xlarge-sequence",
 }
 
 
@@ -60,7 +78,7 @@ def batch(case, tokens=13):
     ids = rng.integers(3, VOCAB, (rows, tokens))
     mask = np.ones_like(ids)
     # These read the first token, padding that sees padding alone.
-    if case not in ("modernbert-cls", "deberta-2-sequence", "deberta-2-choice", "xlm-sequence"):
+    if case not in FIRST:
         mask[1, :4] = 0
     mask[2, -5:] = 0
     ids = np.where(mask == 1, ids, PAD)
@@ -122,6 +140,22 @@ def test_a_model_gives_what_hf_gives(case, backend):
     assert engine.report().architecture == type(model).__name__
 
 
+@pytest.mark.parametrize(
+    ("case", "changes", "message"),
+    [
+        ("xmod", {"default_language": None}, "default_language=None.*args="),
+        ("deberta-xlarge", {"conv_groups": 2}, "conv_groups=2"),
+        ("deberta-xlarge", {"conv_kernel_size": 4}, "conv_kernel_size=4.*odd"),
+        ("deberta-2-masked", {"embedding_size": 20}, "embedding_size=20"),
+    ],
+)
+def test_a_field_that_an_encoder_does_not_honour_is_named(case, changes, message):
+    name, fields = CASES[case]
+    config = getattr(hf, name).config_class(**(SIZES | fields | changes))
+    with pytest.raises(ModelError, match=message):
+        describe_model(config.to_dict(), [name])
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_frequencies_of_esm_are_those_of_its_file(backend, tmp_path):
@@ -149,6 +183,42 @@ def test_frequencies_of_esm_are_those_of_its_file(backend, tmp_path):
         assert relative_rms(engine.embed(texts), expected) < LIMIT
     again = hf.EsmForMaskedLM.from_pretrained(tmp_path / "ours").eval()
     compare(of_hf(again, ids, attention_mask=mask), wanted, mask)
+
+
+@pytest.mark.parametrize(
+    ("case", "backend"),
+    [
+        ("layoutlm-masked", "torch"),
+        pytest.param("layoutlm-masked", "jax", marks=pytest.mark.slow),
+        ("lilt", "torch"),
+        pytest.param("lilt", "jax", marks=pytest.mark.slow),
+        pytest.param("layoutlm-span", "torch", marks=pytest.mark.slow),
+    ],
+)
+def test_boxes_on_a_page_are_read_as_by_hf(case, backend):
+    model, (ids, mask) = make(case), batch(case)
+    engine = dualinfer.init_inference(
+        model, backend=backend, dtype="fp32", replace_with_kernel_inject=True
+    )
+    corners = np.random.default_rng(4).integers(0, 25, (*ids.shape, 2))
+    boxes = np.concatenate((corners, 2 * corners), -1)
+    types = (ids % 2).astype(int)
+    given = {"bbox": boxes, "token_type_ids": types, "attention_mask": mask}
+    compare(engine(ids, **given, output_hidden_states=True), of_hf(model, ids, **given), mask)
+    with pytest.raises(ArgumentError, match=r"bbox has shape \(3, 13\).*\(3, 13, 4\)"):
+        engine(ids, bbox=mask)
+    with pytest.raises(ArgumentError, match="right and lower ones no less"):
+        engine(ids, bbox=boxes[..., ::-1])
+    if case == "lilt":
+        how = {"replace_with_kernel_inject": True, "keep_module_on_host": True}
+        with pytest.raises(ConfigError, match="two streams"):
+            dualinfer.init_inference(model, backend=backend, **how)
+    if backend == "torch":
+        return
+    with pytest.raises(ArgumentError, match="does not support bbox"):
+        dualinfer.init_inference(make("bert-token"), dtype="fp32", replace_with_kernel_inject=True)(
+            ids, bbox=boxes
+        )
 
 
 LENGTHS = (9, 40, 3, 17, 1, 61, 12, 5, 30, 8)
@@ -189,6 +259,11 @@ def hidden_of(model, ids):
                     "nomic_bert",
                     "mpnet",
                     "deberta-3",
+                    "deberta-xlarge",
+                    "xmod",
+                    "layoutlm",
+                    "lilt",
+                    "mobilebert",
                     "embedding-gemma",
                     "albert",
                     "gpt2-token",
@@ -409,6 +484,8 @@ def test_the_loss_of_answers_is_that_of_hf(backend):
     [
         *("llama-span", "albert", "distilbert-sequence", "modernbert-masked", "gte-masked"),
         pytest.param("jina", marks=pytest.mark.slow),
+        pytest.param("mobilebert-masked", marks=pytest.mark.slow),
+        pytest.param("deberta-xlarge-masked", marks=pytest.mark.slow),
     ],
 )
 def test_a_model_goes_through_a_folder_and_back(case, tmp_path):
@@ -530,6 +607,11 @@ def on_devices(case, backend, devices):
 SHARED = {
     **{"modernbert-sequence": True, "albert-masked": False, "qwen3-reward": False},
     **dict.fromkeys(("mpnet-span", "deberta-2-masked", "deberta-masked"), False),
+    "deberta-xlarge-masked": False,
+    "xmod-masked": False,
+    "lilt-token": False,
+    "layoutlm-masked": False,
+    "mobilebert-masked": False,
 }
 
 
@@ -563,7 +645,7 @@ def test_two_devices_give_what_one_gives(case, backend, crew):
         )
         for case in (
             *("modernbert-sequence", "albert-masked", "electra-sequence", "nomic_bert"),
-            *("mpnet", "deberta-3", "embedding-gemma"),
+            *("mpnet", "deberta-3", "embedding-gemma", "mobilebert", "xmod", "layoutlm", "lilt"),
         )
         for name in BACKENDS
     ],

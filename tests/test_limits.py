@@ -47,7 +47,10 @@ ANYWHERE = [
     ({"tensor_parallel": {"mpu": 3}}, r"mpu.*(no get_model_parallel|processes in groups)"),
     ({"tensor_parallel": {"axis": ""}}, "axis=''.*at least 1"),
     ({"tensor_parallel": {"mesh": "here"}}, r"mesh.*(JAX's|jax\.sharding\.Mesh)"),
-    ({"moe": {"ep_size": 2}}, r"ep_size=2.*(no experts|module mode)|tp_size=2 needs 2 processes"),
+    (
+        {"moe": {"ep_size": 2}},
+        r"ep_size=2.*(no experts|module mode)|moe.ep_size=2 needs 2|ep_size=2, but JAX has 1",
+    ),
     ({"moe": {"moe_experts": 8}}, r"moe_experts=\[8\]"),
     ({"moe": {"type": "residual"}}, "moe.type='residual'"),
     ({"moe": {"ep_group": Group(1)}}, "ep_group"),

@@ -13,7 +13,7 @@ from dualinfer.checkpoint.hf_config import read_config
 from dualinfer.model.families import describe_model
 
 from . import early, latent
-from .models import EOS, PAD, VOCAB, on_backends, random_ids, randomize, relative_rms
+from .models import BACKENDS, EOS, PAD, VOCAB, on_backends, random_ids, randomize, relative_rms
 
 SIZES = {
     "hidden_size": 84,
@@ -658,31 +658,6 @@ def test_text_of_a_gemma_4_that_sees_and_hears(unified, tmp_path):
             dualinfer.init_inference(tmp_path, **how)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("kind", ["ministral3", "mistral4"])
-def test_text_of_a_mistral_3_that_sees_images(kind, tmp_path):
-    """By a folder, whose tensors have older names, on both backends."""
-    few = {"num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 28, "patch_size": 14}
-    vision = {"model_type": "pixtral", "hidden_size": 16, "intermediate_size": 20, **few}
-    text = {**SIZES, **CASES[kind][1], "model_type": kind}
-    config = hf.Mistral3Config(text_config=text, vision_config={**vision, "head_dim": 8})
-    torch.manual_seed(0)
-    model = hf.Mistral3ForConditionalGeneration(config).eval()
-    randomize(model)
-    model.save_pretrained(tmp_path)
-    ids = random_ids(2, 11)
-    with torch.no_grad():
-        expected = model(torch.from_numpy(ids)).logits
-        whole = model.generate(torch.from_numpy(ids), max_new_tokens=5, do_sample=False)
-    for backend in ("torch", "jax"):
-        how = {"dtype": "fp32", "backend": backend, "replace_with_kernel_inject": True}
-        with dualinfer.init_inference(tmp_path, **how) as engine:
-            assert engine.report().mode == "fused"
-            assert relative_rms(np.asarray(engine(ids).logits), expected) < 1e-5
-            found = engine.generate(ids, max_new_tokens=5, do_sample=False)
-            np.testing.assert_array_equal(np.asarray(found), whole.numpy())
-
-
 # On JAX the others show what these do: other names, and facts that torch's text has shown.
 QUICK = ("cohere2", "exaone4", "glm4", "granite", "phi", "starcoder2")
 QUICK += ("codegen", "falcon with alibi", "xglm", "deepseek_v2, dense")
@@ -735,3 +710,14 @@ def test_positions_that_start_anew_separate_sequences_where_they_do_in_hf(case):
     with torch.no_grad():
         alone = model(torch.from_numpy(ids[:, 4:]), use_cache=False).logits
     assert (relative_rms(expected[:, 4:], alone) < 1e-5) == (case == "gpt_bigcode")
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_layers_that_share_keys_and_values_share_a_cache(backend):
+    """Gemma 4's last layers keep nothing of their own: two caches serve four layers."""
+    model = make("gemma4")
+    how = {"replace_with_kernel_inject": True, "dtype": "fp32", "backend": backend}
+    with dualinfer.init_inference(model, **how) as engine:
+        elements = 12 + 20  # of a head in a layer with a window and in one without
+        needed = 64 * 2 * model.config.num_key_value_heads * elements * 4
+        assert engine.runner.cache_bytes_for(1, 64) == needed

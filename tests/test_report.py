@@ -70,3 +70,26 @@ def test_bucket_is_compiled_once(hf_model):
         engine.generate(random_ids(rows, tokens), max_new_tokens=new)
         list(engine.stream(random_ids(rows, tokens), max_new_tokens=4))
     assert engine.runner.compilations == before
+
+
+def test_ops_name_what_kernels_leave_to_plain_ones_where_a_model_has_it():
+    """Heads too wide in some layers, in none; experts of which several weigh their inputs."""
+    pytest.importorskip("triton")
+    import transformers as hf
+
+    from dualinfer.backends.caches import served
+    from dualinfer.backends.jax.ops.kernels import KernelOps
+    from dualinfer.backends.jax.ops.plain import PlainOps
+    from dualinfer.backends.kernels import left_plain
+    from dualinfer.model.families import describe_model
+
+    def ops(config):
+        left = left_plain(describe_model(config.to_dict())[0])
+        return served(KernelOps.implementations, PlainOps.implementations, None, [], left)
+
+    wide, plain = PlainOps.implementations["attention"], PlainOps.implementations["experts"]
+    assert f"; {wide} for heads of over 256" in ops(hf.Gemma4TextConfig())["attention"]
+    assert wide not in ops(hf.Gemma2Config())["attention"]
+    for chosen, found in ((1, False), (2, True)):
+        config = hf.Llama4TextConfig(num_experts_per_tok=chosen)
+        assert (ops(config)["experts"] == plain) == found

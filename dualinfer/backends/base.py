@@ -24,20 +24,20 @@ class ForwardInputs:
 
     `ids` int32 [B, T], or None and `embeds` float32 [B, T, W], W as wide as the embedding; `mask`
     bool [B, T], True where a token is real, None for everywhere; `positions` and `token_types`
-    int32 [B, T]; `segments` int32 [B, T] numbers the packed sequences of a row, which do not see
-    each other. `kept` int32 [K] are the tokens whose logits are asked for, None for all. `labels`
-    int32 [B, K] ask for the loss of these logits, and [B, 2] for that of where answers start and
-    end; float32 ones [B, labels] that of a `loss` of numbers; `loss_count` divides its sum, in the
-    place of the number of labels. Of an encoder-decoder these are the decoder's, and `source` are
-    the ids, or embeddings, positions and mask of its encoder's sequences; spectrograms float32 [B,
-    2 S, mel] are its embeddings. Where the encoder has run before, the source has `states` float32
-    [B, S, E], and it is not run. Of a model of two towers they are texts, and `source` images,
-    which are `of_encoder`: alone they have the outputs of their own tower. float32 `blend` [T, P]
-    says what positions are, as in `contract.BlockOps.embed_given`. float32 `weights` [B, T] are
-    those of the tokens that a head pools. Of `choices` sequences in a row each, a head's scores are
-    put side by side. With `texts` the result is their embeddings alone: so many of each row, as
-    `segments` number them, the sum of tokens times `weights`, or the `largest` value of each
-    element.
+    int32 [B, T], or [B, T, 5] where a token's box is behind its type; `segments` int32 [B, T]
+    numbers the packed sequences of a row, which do not see each other. `kept` int32 [K] are the
+    tokens whose logits are asked for, None for all. `labels` int32 [B, K] ask for the loss of these
+    logits, and [B, 2] for that of where answers start and end; float32 ones [B, labels] that of a
+    `loss` of numbers; `loss_count` divides its sum, in the place of the number of labels. Of an
+    encoder-decoder these are the decoder's, and `source` are the ids, or embeddings, positions and
+    mask of its encoder's sequences; spectrograms float32 [B, 2 S, mel] are its embeddings. Where
+    the encoder has run before, the source has `states` float32 [B, S, E], and it is not run. Of a
+    model of two towers they are texts, and `source` images, which are `of_encoder`: alone they have
+    the outputs of their own tower. float32 `blend` [T, P] says what positions are, as in
+    `contract.BlockOps.embed_given`. float32 `weights` [B, T] are those of the tokens that a head
+    pools. Of `choices` sequences in a row each, a head's scores are put side by side. With `texts`
+    the result is their embeddings alone: so many of each row, as `segments` number them, the sum of
+    tokens times `weights`, or the `largest` value of each element.
     """
 
     ids: np.ndarray | None

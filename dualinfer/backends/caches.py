@@ -5,7 +5,7 @@ once for both backends, so that bytes are counted without a framework; how it ma
 and reads them stands in each backend's table of kinds (`cache.py`).
 """
 
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 from typing import Any, NamedTuple, Protocol, Self
@@ -119,11 +119,13 @@ def kind_of(layer: Layer) -> str:
 
 
 def cache_specs(spec: ModelSpec, codes: str | None = None) -> tuple[CacheSpec, ...]:
-    """The cache of each layer of a causal model; `codes` as the config's `kv_cache_dtype`.
+    """The caches of a causal model's layers; `codes` as the config's `kv_cache_dtype`.
 
+    Layers that share keys and values share a cache: `ModelSpec.cache_numbers` says who has which.
     Then the cross cache of each, in the model's dtype, where layers attend to an encoder's output.
     """
-    own = [CacheSpec(kind_of(layer), *_sizes(layer.attention), codes) for layer in spec.layers]
+    owners = [layer for layer in spec.layers if layer.attention.lender is None]
+    own = [CacheSpec(kind_of(layer), *_sizes(layer.attention), codes) for layer in owners]
     cross = [CacheSpec("cross", *_sizes(layer.cross)) for layer in spec.layers if layer.cross]
     return *own, *cross
 
@@ -305,14 +307,17 @@ def served(
     by_plain: Mapping[str, str],
     knows: Callable[[CacheSpec], bool] | None,
     specs: Sequence[CacheSpec],
-    left_plain: Iterable[str] = (),
+    left_plain: Mapping[str, str] | None = None,
 ) -> dict[str, str]:
     """What serves each op, for people, where the layers' caches are `specs`.
 
-    Kernels serve those that they know, plain ops all others, and the ops `left_plain`; `knows`
-    None: there are no kernels.
+    Kernels serve those that they know, plain ops all others, and the ops `left_plain` for what
+    these say, "" for all; `knows` None: there are no kernels.
     """
-    by_kernels = {**by_kernels, **{op: by_plain[op] for op in left_plain}}
+    by_kernels = dict(by_kernels)
+    for op, of_what in (left_plain or {}).items():
+        plain = by_plain[op]
+        by_kernels[op] = f"{by_kernels[op]}; {plain} {of_what}" if of_what else plain
     by_kernels, by_plain = _with_latents(by_kernels, specs), _with_latents(by_plain, specs)
     if not any(spec.kind == "cross" for spec in specs):
         by_kernels = {op: how for op, how in by_kernels.items() if op != "cross_attention"}

@@ -219,7 +219,9 @@ class BlockOps(Protocol):
     ) -> Array:
         """Embedded tokens [B, T, E] of int ids [B, T], summed over devices.
 
-        int positions [B, T] and token types [B, T] count where the model has them.
+        int positions [B, T] and token types [B, T] count where the model has them; token types
+        [B, T, 5] of a model with `boxes` have a token's box behind its type, which else is of
+        zeros. The norm of a model that is `normed` over tokens alone is made here.
         """
         ...
 
@@ -237,6 +239,31 @@ class BlockOps(Protocol):
         W is the width of the embedding: `embed_width`, else E. Of images it is that of a patch;
         what is given in the place of learned tokens is not read. With float32 `blend` [T, P] a
         token's position is the sum of the table's P rows times these, in the place of `positions`.
+        """
+        ...
+
+    def embed_trigrams(
+        self,
+        spec: ModelSpec,
+        w: Weights,
+        x: Array,
+        positions: Array,
+        token_types: Array | None,
+        segments: Array | None = None,
+    ) -> Array:
+        """As `embed` of int ids x [B, T], or `embed_given` of x [B, T, W], by `spec.trigrams`.
+
+        What lies beyond a row, or in another of its int `segments` [B, T], counts as zeros.
+        """
+        ...
+
+    def embed_page(
+        self, spec: ModelSpec, w: Weights, positions: Array, token_types: Array
+    ) -> Array:
+        """The stream `spec.page` of tokens, before its norm: [B, T, W].
+
+        It is a projection of the rows of a token's box, which `token_types` hold as in `embed`,
+        and a row of its position.
         """
         ...
 
@@ -304,6 +331,22 @@ class BlockOps(Protocol):
         """`routing` with one more expert of each token, which has a higher number.
 
         The weights of the others are times `sides.weights[..., 0]`, its own is [..., 1] of them.
+        """
+        ...
+
+    def fill(
+        self,
+        routing: Routing,
+        count: int,
+        capacity: int,
+        mask: Array | None = None,
+        segments: Array | None = None,
+    ) -> Routing:
+        """`routing` [B, T, k] with weight 0 for an expert whose places in a row are taken.
+
+        Each of `count` experts has `capacity` places in a row, or in each of its int `segments`
+        [B, T]; the first tokens that choose it take them, but for those that bool `mask` [B, T]
+        hides.
         """
         ...
 
@@ -394,11 +437,19 @@ class BlockOps(Protocol):
         ...
 
     def convolve(
-        self, x: Array, kernel: Array, bias: Array, stride: int, activation: Activation
+        self,
+        x: Array,
+        kernel: Array,
+        bias: Array,
+        stride: int,
+        activation: Activation,
+        segments: Array | None = None,
     ) -> Array:
         """The activation of a convolution over time, x [B, T, in] to [B, T / stride, out].
 
-        kernel [out, in, 3], over each frame and its neighbours; zeros lie around the sequence.
+        kernel [out, in, taps], over each token and its taps // 2 neighbours on either side; taps
+        are odd, and zeros lie around the sequence. With int `segments` [B, T], for a stride of 1,
+        a token of another segment counts as zeros as well.
         """
         ...
 
@@ -421,6 +472,29 @@ class BlockOps(Protocol):
         which tokens are whose, those from `count` on nobody's; without them a row is one. What has
         no token gives 0.
         """
+        ...
+
+    def weave(self, heads: int, first: Array, second: Array) -> Array:
+        """Packed projections [B, T, 3 H D] and [B, T, 3 H E] as one, [B, T, 3 H (D + E)].
+
+        Each head has its part of the first, then that of the second, whose queries are times
+        (D / E)^1/2, so that the scale of the first serves both.
+        """
+        ...
+
+    def unweave(self, heads: int, x: Array, second: int) -> tuple[Array, Array]:
+        """What attention to such heads gives, x [B, T, H (D + E)], as [B, T, H D] and [B, T, H E].
+
+        `second` is E.
+        """
+        ...
+
+    def parted(self, x: Array, at: int) -> tuple[Array, Array]:
+        """The first `at` elements of the last axis of x, and the others."""
+        ...
+
+    def join(self, *parts: Array) -> Array:
+        """Arrays [B, T, ...] side by side along their last axis."""
         ...
 
     def like(self, x: Array, other: Array) -> Array:

@@ -60,13 +60,20 @@ def unserved(spec: ModelSpec) -> str | None:
     return None
 
 
-def left_plain(spec: ModelSpec) -> tuple[str, ...]:
-    """The ops of mixtures that kernels serve in other models, and not in this one."""
-    from ..kernels.triton import routing
+def left_plain(spec: ModelSpec) -> dict[str, str]:
+    """The ops that kernels leave to plain ones in this model: for what, for people; "" for all."""
+    from ..kernels.triton import attention, routing
 
-    mixtures = [layer.mlp for layer in spec.all_layers if isinstance(layer.mlp, Experts)]
-    experts = ("experts",) if any(own.zeros for own in mixtures) else ()
-    return experts if routing.serves_all(spec) else ("router", *experts)
+    left = {}
+    wide = [has_wide_heads(layer.attention.head_dim) for layer in spec.layers]
+    if any(wide):
+        left["attention"] = f"for heads of over {attention.LARGEST_HEAD} elements"
+    if not routing.serves_all(spec):
+        left["router"] = ""
+    known = [_knows_experts(own.mlp) for own in spec.all_layers if isinstance(own.mlp, Experts)]
+    if not all(known):
+        left["experts"] = "for some layers" if any(known) else ""
+    return left
 
 
 def has_wide_heads(head_dim: int) -> bool:
@@ -239,16 +246,13 @@ def experts_of(
 ) -> Any:
     """A layer's experts as the kernels take them, a `experts.Mixture`; None if they know no such.
 
-    They know none where several experts of a token weigh their inputs, or some have no weights.
     `shared` says that the expert of all tokens is one of them, and `own`, int32 [2], from which to
     before which number they are here.
     """
-    from ..kernels.triton import activation, experts
+    from ..kernels.triton import experts
 
     weights = [w[f"experts.{name}.weight"] for name in ("up", "down")]
-    if mixture.activation not in activation.KINDS:
-        return None
-    if mixture.zeros or (mixture.weighs_input and mixture.router.chosen > 1):
+    if not _knows_experts(mixture):
         return None
     if any(weight.pieces for weight in weights) or weights[0].shape[0] > experts.MOST_EXPERTS:
         return None
@@ -271,6 +275,18 @@ def experts_of(
         own=own,
         among=0 if own is None else mixture.count,
     )
+
+
+def _knows_experts(mixture: Experts) -> bool:
+    """Whether the kernels know what these experts do.
+
+    They do not where several of a token weigh their inputs, or where some have no weights.
+    """
+    from ..kernels.triton import activation
+
+    if mixture.zeros or (mixture.weighs_input and mixture.router.chosen > 1):
+        return False
+    return mixture.activation in activation.KINDS
 
 
 def shares_launches(mixture: Experts, w: Mapping[str, Any], tokens: int) -> bool:

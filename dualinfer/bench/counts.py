@@ -89,7 +89,7 @@ class Counts:
             head=total(head),
             pooler=total(pooler),
             attention=tuple(layer.attention for layer in spec.layers),
-            caches=tuple(cache for cache in caches if cache.kind != "cross"),
+            caches=tuple(caches[n] for n in spec.cache_numbers) if caches else (),
             held_bytes=size_of(held.values()),
             once=once,
             cross=tuple(cache for cache in caches if cache.kind == "cross"),

@@ -198,8 +198,9 @@ def _part(
     weights = sum(count * held_bytes(shard, row, itemsize) for row, count in counts)
     cache = 0
     if shard.spec.causal:
-        alike = {id(layer): layer for layer in shard.spec.layers}
-        for key, count in Counter(map(id, shard.spec.layers)).items():
+        owners = [layer for layer in shard.spec.layers if layer.attention.lender is None]
+        alike = {id(layer): layer for layer in owners}
+        for key, count in Counter(map(id, owners)).items():
             one = replace(shard.spec, layers=(alike[key],))
             cache += count * token_bytes(cache_specs(one, codes), itemsize)
     layers = enumerate(shard.spec.all_layers)

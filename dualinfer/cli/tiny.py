@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ..model.families.kinds import KINDS
+from ..model.families.multimodal import TEXTS
 
 VOCAB = 131
 POSITIONS = 256
@@ -24,7 +25,9 @@ _OTHERS = {
     **{"max_source_positions": 24, "max_target_positions": POSITIONS, "num_mel_bins": 9},
     **{"max_encoder_position_embeddings": POSITIONS, "max_decoder_position_embeddings": POSITIONS},
     **{"attention_window": 2 * _WINDOW, "local_radius": _WINDOW},
-    "vocab_size_per_layer_input": VOCAB,
+    **{"num_sparse_encoder_layers": 1, "num_sparse_decoder_layers": 1},
+    **{"vocab_size_per_layer_input": VOCAB, "intra_bottleneck_size": 120},
+    "true_hidden_size": 120,
 }
 # Of mixtures; counts without a default are there as None.
 _EXPERTS = {
@@ -139,7 +142,10 @@ def tiny_config(config: Any) -> Any:
         values["word_embed_proj_dim"] = hidden if width == config.hidden_size else hidden // 2
     if isinstance(values.get("rope_parameters"), Mapping):
         turning = values.get("qk_rope_head_dim") or _HEAD_DIM
-        values["rope_parameters"] = _tiny_rope(values["rope_parameters"], turning)
+        rope = values["rope_parameters"]
+        if config.model_type in TEXTS:  # whose sections HF makes for heads of 128, unless told
+            rope = {"mrope_section": [1, 1, 1], **rope}
+        values["rope_parameters"] = _tiny_rope(rope, turning)
         if (
             values.get("qk_rope_head_dim")
             and (tiny := values["rope_parameters"]).get(_PART, 1) != 1
@@ -166,6 +172,10 @@ def _tiny_rope(parameters: Mapping[str, Any], dim: int) -> dict[str, Any]:
     pairs = int(dim * (tiny.get(_PART) or 1)) // 2
     if int(dim * (tiny.get(_PART) or 1)) % 2:  # which turned an even number of a head's elements
         tiny[_PART] = 2 * pairs / dim
+    sections = tiny.get("mrope_section")
+    if sections:
+        few = pairs // len(sections)
+        tiny["mrope_section"] = [pairs - few * (len(sections) - 1), *[few] * (len(sections) - 1)]
     for name in ("short_factor", "long_factor"):
         if tiny.get(name):
             tiny[name] = (list(tiny[name]) * pairs)[:pairs]

@@ -246,7 +246,7 @@ class InferenceConfig(StaleFields):
             moe = moe.model_copy(update={"ep_size": members})
         named = tp.tp_size > 1 or any(g is not None for g in (tp.mpu, tp.tp_group, tp.mesh))
         if moe.ep_size > 1 and tp.enabled and not named:
-            tp = tp.model_copy(update={"tp_size": moe.ep_size})
+            tp = tp.by_experts(moe.ep_size)
         return self.model_copy(update={"moe": moe, "tensor_parallel": tp})
 
     @property

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import AfterValidator, BeforeValidator, Field, model_validator
+from pydantic import AfterValidator, BeforeValidator, Field, PrivateAttr, model_validator
 
 from .model import Model
 from .values import AnyCase, Count, Integer, Number, PathText, one_of
@@ -52,6 +52,19 @@ class TensorParallelConfig(Model):
 
     timeout: Annotated[Number, Field(gt=0, le=1e7)] = 600.0
     """Seconds that a process waits for the others before it gives up, more than 0, at most 1e7."""
+
+    _asked_by: str = PrivateAttr("tensor_parallel.tp_size")
+
+    @property
+    def asked_by(self) -> str:
+        """The field whose value `tp_size` is, for messages."""
+        return self._asked_by
+
+    def by_experts(self, parts: int) -> Self:
+        """These settings for as many devices as `moe.ep_size` has parts."""
+        settings = self.model_copy(update={"tp_size": parts})
+        settings._asked_by = "moe.ep_size"
+        return settings
 
     @property
     def degree(self) -> int:

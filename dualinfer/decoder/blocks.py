@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import replace
+from typing import NamedTuple
 
 from ..backends.contract import (
     Array,
@@ -13,12 +14,37 @@ from ..backends.contract import (
     Unnormed,
     Weights,
 )
-from ..model.spec import LAMBDAS, XIELU, Activation, Experts, Layer, Norm, Router
+from ..model.spec import (
+    LAMBDAS,
+    XIELU,
+    Activation,
+    Adapter,
+    Bottleneck,
+    Experts,
+    Layer,
+    Mlp,
+    Norm,
+    Page,
+    Router,
+)
 
 # Attention of a layer, by its number, over packed queries, keys and values, or over the pair that
 # latent attention takes; across, over queries.
 Attend = Callable[[int, Array], Array]
 _SIDES = Router(2)  # the softmax of two numbers
+
+
+class Seen(NamedTuple):
+    """Which tokens of a batch are real, bool [B, T], and int [B, T] the sequence of each.
+
+    None where all are, and where a row is one sequence.
+    """
+
+    mask: Array | None = None
+    segments: Array | None = None
+
+
+_ALL = Seen()
 
 
 def normed(ops: BlockOps, x: Array | Unnormed) -> Array:
@@ -37,6 +63,7 @@ def block(
     across: Attend | None = None,
     lent: dict[int, Array] | None = None,
     own: Array | None = None,
+    seen: Seen = _ALL,
     late: list[Array] | None = None,
 ) -> Array | Unnormed:
     """One layer's output; with `spend` its input may be overwritten.
@@ -44,12 +71,29 @@ def block(
     `across` attends to what an encoder gave, where the layer does. `lent` has the packed queries,
     keys and values of the layers whose keys and values others have; that of a lender is put there.
     `own` is this layer's own embedding of each token, where it `reads` one. What a mixture gives
-    that `is_late` is put into `late`. A norm over the sum of
-    a sub-layer and what it read is left to the product that comes next.
+    that `is_late` is put into `late`. A norm over the sum of a sub-layer and what it read is left
+    to the product that comes next.
     """
     if layer.placement == "post":
-        return _post_block(layer, w, ops, x, index, attend, across)
-    x = _sublayers(layer, w, ops, normed(ops, x), index, attend, spend, across, lent, late)
+        if layer.adapter is not None:
+            y, residual, norm = _post_block(layer, w, ops, x, index, attend, across)
+            return Unnormed(
+                *_adapted(layer.adapter, layer.norm, w, ops, ops.add(residual, y)), norm
+            )
+        if layer.convolution is None:
+            return _post_block(layer, w, ops, x, index, attend, across)
+        x = normed(ops, x)
+        kernel, how = (w["conv.kernel"], w["conv.bias"]), layer.convolution
+        y = ops.convolve(x, *kernel, 1, how.activation, seen.segments)
+        x = normed(ops, _post_block(layer, w, ops, x, index, attend, across))
+        return Unnormed(y, x, NormOf.named(layer.norm, w, "conv_norm"))
+    if layer.bottleneck is not None:
+        return _narrow_block(layer, layer.bottleneck, w, ops, normed(ops, x), index, attend)
+    if layer.page is not None:
+        return _paged_block(layer, layer.page, w, ops, normed(ops, x), index, attend)
+    x = _sublayers(layer, w, ops, normed(ops, x), index, attend, spend, across, lent, seen, late)
+    if layer.adapter is not None:
+        x = ops.add(*_adapted(layer.adapter, layer.norm, w, ops, x))
     if layer.reads:
         h = ops.linear(x, w["read.weight"], Neighbours(activation=_plain_activation(layer)))
         y = ops.linear(h * own, w["read_out.weight"])
@@ -62,6 +106,17 @@ def _plain_activation(layer: Layer) -> Activation:
     return layer.mlp.activation
 
 
+def _adapted(
+    adapter: Adapter, norm: Norm, w: Weights, ops: BlockOps, x: Array
+) -> tuple[Array, Array]:
+    """What an adapter makes of x [B, T, E], and what it adds to."""
+    h = ops.norm(x, NormOf.named(norm, w, "adapter_norm")) if "adapter_norm.weight" in w else x
+    by = Neighbours(w["adapter_up.bias"], activation=adapter.activation)
+    y = ops.linear(h, w["adapter_up.weight"], by)
+    y = ops.linear(y, w["adapter_down.weight"], Neighbours(w["adapter_down.bias"]))
+    return y, h if adapter.normed else x
+
+
 def _sublayers(
     layer: Layer,
     w: Weights,
@@ -72,6 +127,7 @@ def _sublayers(
     spend: bool,
     across: Attend | None,
     lent: dict[int, Array] | None,
+    seen: Seen,
     late: list[Array] | None,
 ) -> Array:
     """`block` as far as most families have it: attention and feed-forward."""
@@ -148,7 +204,7 @@ def _sublayers(
                 return ops.row_product(
                     h, w["shared.down.weight"], Neighbours(residual=residual, spend=True)
                 )
-            return mixture(layer.mlp, w, ops, x, norm, residual)
+            return mixture(layer.mlp, w, ops, x, norm, residual, seen)
         if layer.mlp.activation == "xielu":
             h = ops.linear(x, w["up.weight"], Neighbours(w.get("up.bias"), norm))
             h = ops.xielu(h, [w[f"xielu.{name}"] for name in XIELU])
@@ -233,6 +289,63 @@ def _post_block(
     return written(h, "down", x, "mlp_norm")
 
 
+def _narrow_block(
+    layer: Layer,
+    bottleneck: Bottleneck,
+    w: Weights,
+    ops: BlockOps,
+    x: Array,
+    index: int,
+    attend: Attend,
+) -> Array:
+    """As `block`, within a bottleneck."""
+    assert isinstance(layer.mlp, Mlp)
+
+    def product(x: Array, name: str) -> Array:
+        return ops.linear(x, w[f"{name}.weight"], Neighbours(w[f"{name}.bias"]))
+
+    def norm(y: Array, name: str, residual: Array | None = None) -> Array:
+        return ops.norm(y, NormOf.named(layer.norm, w, name), residual=residual)
+
+    h = norm(product(x, "narrow"), "narrow_norm")
+    read = norm(product(x, "narrow_qk"), "narrow_qk_norm")
+    qkv = ops.join(product(read, "query_key"), product(x, "value"))
+    y = ops.row_product(attend(index, qkv), w["out.weight"], Neighbours(w["out.bias"]))
+    h = norm(y, "attn_norm", h)
+    for i in range(bottleneck.feeds):
+        by = Neighbours(w[f"up.{i}.bias"], activation=_plain_activation(layer))
+        y = ops.linear(h, w[f"up.{i}.weight"], by)
+        y = ops.row_product(y, w[f"down.{i}.weight"], Neighbours(w[f"down.{i}.bias"]))
+        h = norm(y, f"mlp.{i}_norm", h)
+    return norm(product(h, "wide"), "wide_norm", x)
+
+
+def _paged_block(
+    layer: Layer, page: Page, w: Weights, ops: BlockOps, x: Array, index: int, attend: Attend
+) -> Array:
+    """As `block`, of two streams."""
+
+    def product(x: Array, name: str, activation: Activation | None = None) -> Array:
+        by = Neighbours(w[f"{name}.bias"], activation=activation)
+        return ops.linear(x, w[f"{name}.weight"], by)
+
+    def written(y: Array, name: str, norm: str, residual: Array) -> Array:
+        y = ops.row_product(y, w[f"{name}.weight"], Neighbours(w[f"{name}.bias"]))
+        return ops.norm(y, NormOf.named(layer.norm, w, norm), residual=residual)
+
+    activation, heads = _plain_activation(layer), layer.attention.heads
+    text, place = ops.parted(x, x.shape[-1] - page.width)
+    qkv = ops.weave(heads, product(text, "qkv"), product(place, "page_qkv"))
+    y, z = ops.unweave(heads, attend(index, qkv), page.head_dim)
+    text = written(y, "out", "attn_norm", text)
+    place = written(z, "page_out", "page_attn_norm", place)
+    text = written(product(text, "up", activation), "down", "mlp_norm", text)
+    # Narrow enough to be whole on every device.
+    z = product(product(place, "page_up", activation), "page_down")
+    place = ops.norm(z, NormOf.named(layer.norm, w, "page_mlp_norm"), residual=place)
+    return ops.join(text, place)
+
+
 def _apart(experts: Experts, norm: Norm, w: Weights, ops: BlockOps, x: Array) -> Array:
     """What a mixture and the expert of all tokens make of `x`, each between norms of its own."""
     by = Neighbours(None, NormOf.named(norm, w, "mlp_norm"), experts.activation, experts.gated)
@@ -259,6 +372,7 @@ def mixture(
     x: Array,
     norm: NormOf | None,
     residual: Array | None,
+    seen: Seen = _ALL,
 ) -> Array:
     """What the experts of each token make of `x`, normed first where there is a norm.
 
@@ -273,6 +387,8 @@ def mixture(
         choice_bias=w.get("router.choice_bias"),
         norm=norm,
     )
+    if experts.capacity is not None:
+        routing = ops.fill(routing, experts.count, experts.capacity, *seen)
     if experts.blended:
         sides = ops.route(x, w["sides.weight"], _SIDES, bias=w["sides.bias"], norm=norm)
         routing = ops.blend(routing, sides, experts.count - 1)

@@ -35,7 +35,7 @@ def encoded(
 
     with ops.span("encoder"):
         *states, last = hidden_states(
-            encoder, own, ops, ids, positions, None, attend, keep, embeds=embeds
+            encoder, own, ops, ids, positions, None, attend, keep, embeds=embeds, mask=mask
         )
         return [*states, last_hidden_state(encoder, own, ops, last)]
 

@@ -2,7 +2,7 @@
 
 from ..backends.contract import Array, BlockOps, Neighbours, NormOf, Params
 from ..model.spec import ModelSpec
-from .blocks import Attend, block, normed
+from .blocks import Attend, Seen, block, normed
 
 _KEPT = 1 - 0.15 * 0.8  # of tokens, in training
 
@@ -30,7 +30,7 @@ def hidden_states(
     [T, P] says then what a token's position is, as in `contract.BlockOps.embed_given`.
 
     bool `mask` [B, T] and `segments` [B, T], which number sequences, are for a model that drops
-    tokens or blanks them.
+    tokens or blanks them, and for layers as in `Seen`.
 
     With `keep`, all L+1: the embedding and each layer's output. `attend` takes a layer's number and
     its packed queries, keys and values, `across` its queries alone. With `layers` the output of the
@@ -40,19 +40,32 @@ def hidden_states(
         if token_types is None and spec.token_types and not spec.token_types_from_vocab:
             token_types = positions * 0
         where = positions, token_types
-        if embeds is None:
+        if spec.trigrams:
+            read = ids if embeds is None else embeds
+            x = ops.embed_trigrams(spec, params.outer, read, *where, segments)
+        elif embeds is None:
             x = ops.embed(spec, params.outer, ids, *where)
             if spec.dropped is not None:
                 x = _without_dropped(spec.dropped, ops, x, ids, mask, segments)
         else:
             x = ops.embed_given(spec, params.outer, embeds, *where, blend)
+        w, norm = params.outer, None
         if spec.embed_norm:
-            x = ops.norm(x, NormOf.named(spec.embed_norm, params.outer, "embed_norm"))
+            norm = NormOf.named(spec.embed_norm, w, "embed_norm")
+        if norm and spec.normed == "sum":
+            x = ops.norm(x, norm)
+        if spec.factored:
+            x = ops.linear(x, w["project_in.weight"], Neighbours(w.get("project_in.bias")))
+        if norm and spec.normed == "projected":
+            x = ops.norm(x, norm)
         if spec.blanks and mask is not None:
             x = x * ops.like(mask[..., None], x)
-        if spec.factored:
-            w = params.outer
-            x = ops.linear(x, w["project_in.weight"], Neighbours(w["project_in.bias"]))
+        if spec.page is not None:
+            page = ops.embed_page(spec, w, positions, token_types)
+            page = ops.norm(
+                page, NormOf.named(spec.embed_norm or spec.layers[0].norm, w, "page_norm")
+            )
+            x = ops.join(x, page)
     kept, own = [x], None
     if spec.reads:
         assert ids is not None
@@ -63,7 +76,7 @@ def hidden_states(
     for i in range(len(spec.layers)) if layers is None else layers:
         with ops.span(f"layer.{i}"):
             reads = None if own is None else own[i]
-            more = across, lent, reads, late
+            more = across, lent, reads, Seen(mask, segments), late
             x = block(spec.layers[i], params.layers[i], ops, x, i, attend, not keep, *more)
             if late and not spec.layers[i].is_late:
                 x = ops.add(x, late.pop())

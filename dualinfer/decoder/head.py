@@ -20,6 +20,7 @@ def outputs(
     With int `kept` [K] logits are those of these tokens of each row. float32 `weights` [B, T] are
     those of the tokens that a head pools.
     """
+    states = [_tokens(spec, ops, x) for x in states]
     last, result = states[-1], {}
     if spec.has_logits:
         result["logits"] = logits(spec, params, ops, last if kept is None else last[:, kept])
@@ -39,6 +40,11 @@ def outputs(
         name = "decoder_hidden_states" if spec.crosses else "hidden_states"
         result[name] = (*states[:-1], states[-1] if spec.raw_states else last)
     return result
+
+
+def _tokens(spec: ModelSpec, ops: BlockOps, x: Array) -> Array:
+    """The tokens' own stream [B, T, E]."""
+    return x if spec.page is None else ops.parted(x, spec.embed)[0]
 
 
 def _vector(own: Pooled, params: Params, ops: Ops, x: Array, weights: Array) -> Array:
@@ -130,14 +136,14 @@ def embeddings(
     `how` has M, and whether each element's largest value is taken; the rest is as in
     `contract.BlockOps.pool`.
     """
-    last = last_hidden_state(spec, params, ops, x)
+    last = last_hidden_state(spec, params, ops, _tokens(spec, ops, x))
     return {"embeddings": ops.pool(last, weights, segments, *how)}
 
 
 def last_hidden_state(spec: ModelSpec, params: Params, ops: BlockOps, x: Array) -> Array:
     """HF's last hidden state: after the final norm, in the width of the embedding."""
     norm = _final_norm(spec, params)
-    if spec.embed_width and not spec.factored:
+    if spec.projects:
         return ops.linear(x, params.outer["project_out.weight"], Neighbours(norm=norm))
     return ops.norm(x, norm) if norm else x
 
@@ -146,7 +152,7 @@ def logits(spec: ModelSpec, params: Params, ops: BlockOps, x: Array, wide: bool 
     """Scores [..., V] of the last layer's output [..., E]; `wide` asks for float32."""
     w, head = params.outer, spec.head
     norm = _final_norm(spec, params)
-    if spec.embed_width and not spec.factored:
+    if spec.projects:
         x, norm = last_hidden_state(spec, params, ops, x), None
     if head is not None and head.activation:
         assert head.norm

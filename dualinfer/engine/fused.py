@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, Unpack
 
 import numpy as np
 
-from ..arrays import kind_of, to_kind
+from ..arrays import ids_to_jax, kind_of, to_kind
 from ..backends.base import Request, Runner
 from ..errors import ArgumentError, ClosedError, LengthError, UnsupportedError, warn_caller
 from ..model.outputs import make_generate_outputs, make_outputs
@@ -23,6 +23,7 @@ from .options import (
     GenerationArguments,
     GenerationOptions,
     config_dict,
+    count_of,
     make_options,
     over_limit,
     refuse_outputs,
@@ -125,6 +126,7 @@ class FusedEngine(EmbeddingCalls, TowerCalls):
         input_features: Any = None,
         encoder_outputs: Any = None,
         pixel_values: Any = None,
+        bbox: Any = None,
         interpolate_pos_encoding: bool | None = False,
         labels: Any = None,
         start_positions: Any = None,
@@ -152,8 +154,8 @@ class FusedEngine(EmbeddingCalls, TowerCalls):
         and labels are theirs. Of an encoder-decoder these ids, mask and embeddings are the
         encoder's, and `decoder_input_ids` [B, T] the decoder's, without which they are made of
         labels, which are not shifted then. Whisper's encoder reads `input_features` [B, mel,
-        frames], an encoder of images `pixel_values` [B, C, H, W], of any size with
-        `interpolate_pos_encoding`. A model of texts and images reads both, and gives
+        frames], LayoutLM `bbox` [B, T, 4], an encoder of images `pixel_values` [B, C, H, W], of any
+        size with `interpolate_pos_encoding`. A model of texts and images reads both, and gives
         `logits_per_text` and `logits_per_image`, as HF's CLIPModel. `encoder_outputs` are what an
         encoder gave before, in the place of what it reads: its last hidden state [B, S, E], a tuple
         that begins with it, HF's BaseModelOutput or what `forward` gave; `attention_mask` [B, S]
@@ -172,8 +174,6 @@ class FusedEngine(EmbeddingCalls, TowerCalls):
         given = decoder_input_ids, decoder_attention_mask, input_features
         given = *given, encoder_states(encoder_outputs)
         beside: dict[str, Any] = dict(zip(NAMES, given, strict=True))
-        refuse_names(self._spec, beside)
-        refuse_images(self._spec, pixel_values, interpolate_pos_encoding)
         spans = {"start_positions": start_positions, "end_positions": end_positions}
         head = self._spec.head
         if head is not None and head.kind == "span":
@@ -184,8 +184,14 @@ class FusedEngine(EmbeddingCalls, TowerCalls):
             arguments |= beside
         if self._spec.patches or self._spec.towers:
             arguments["pixel_values"] = pixel_values
+        if self._spec.boxes:
+            arguments["bbox"] = bbox
+        elif bbox is not None:
+            unsupported["bbox"] = bbox
         with self._call("forward()", arguments) as call:
             self._check_model(alone=False)
+            refuse_names(self._spec, beside)
+            refuse_images(self._spec, pixel_values, interpolate_pos_encoding)
             refuse_arguments("forward", unsupported)
             if use_cache:
                 raise ArgumentError(
@@ -212,7 +218,7 @@ class FusedEngine(EmbeddingCalls, TowerCalls):
                 how["interpolate"] = interpolate_pos_encoding
                 inputs = make(self._spec, call.inputs, **how)
             else:
-                how |= {"may_pack": not use_cache, "ends": ends}
+                how |= {"may_pack": not use_cache, "ends": ends, "boxes": values.pop("bbox", None)}
                 inputs = make_forward_inputs(self._spec, *values.values(), **how)
             call.meet(lambda: inputs)
             results = self._profiler.run(self.runner.forward, inputs)
@@ -434,8 +440,9 @@ class FusedEngine(EmbeddingCalls, TowerCalls):
             if ids is not None:
                 raise ArgumentError("Both inputs and input_ids were given; they are the same.")
             ids = inputs
-        if not spec.token_types and is_zero(kwargs.get("token_type_ids")):
-            del kwargs["token_type_ids"]  # many tokenizers give them to models that have none
+        for name in ("token_type_ids",) * (not spec.token_types) + ("mm_token_type_ids",):
+            if is_zero(kwargs.get(name)):
+                del kwargs[name]  # many tokenizers give them to models that have none
         own = config_dict(self._generation_config)
         if own.get("max_new_tokens") is None and own.get("max_length") is None:
             own["max_new_tokens"] = default_length
@@ -516,8 +523,8 @@ class FusedEngine(EmbeddingCalls, TowerCalls):
             raise LengthError(over_limit(longest, new_tokens, "max_out_tokens", limit, way))
         own = "max_position_embeddings" if asked is None else "number of positions"
         raise LengthError(
-            f"A prompt of {longest} tokens and {new_tokens} new ones, of which the last takes no "
-            f"position, need {longest + new_tokens - 1}, over the model's {own} ({limit - 1}). "
+            f"A prompt of {count_of(longest)} and {new_tokens} new ones, of which the last takes "
+            f"no position, need {longest + new_tokens - 1}, over the model's {own} ({limit - 1}). "
             f"{shorter(way)}"
         )
 
@@ -526,7 +533,10 @@ class FusedEngine(EmbeddingCalls, TowerCalls):
         return to_kind(tokens, "torch" if self.inference_config.backend == "torch" else "numpy")
 
     def _result(self, ids: np.ndarray, prompts: Prompts) -> Any:
-        kind = self.inference_config.backend if prompts.kind == "list" else prompts.kind
+        backend = self.inference_config.backend
+        kind = backend if prompts.kind == "list" else prompts.kind
+        if kind == backend == "jax":
+            return ids_to_jax(ids, self.device)
         return to_kind(ids, kind, like=prompts.like)
 
     def report(self) -> Report:
@@ -544,7 +554,11 @@ class FusedEngine(EmbeddingCalls, TowerCalls):
         return self._spec.architecture
 
     def _let_go(self) -> None:
-        self._loop.close(ClosedError(f"The engine was closed meanwhile. {CLOSED}"))
+        self._loop.close(
+            ClosedError(
+                "The engine was closed during the call. Make a new one by init_inference()."
+            )
+        )
         self._origin.close()
 
 

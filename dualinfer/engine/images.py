@@ -12,7 +12,7 @@ from ..backends.base import ForwardInputs
 from ..errors import ArgumentError, shown
 from ..model.spec import ModelSpec, Patches
 from .checks import read_array
-from .inputs import make_forward_inputs, pooling_weights
+from .inputs import make_forward_inputs, pooling_weights, text_alone
 from .labels import check_labels, check_numbers, loss_kind
 
 
@@ -21,7 +21,7 @@ def refuse_images(spec: ModelSpec, pixels: Any, interpolate: Any) -> None:
     if spec.patches is not None or spec.towers:
         return
     if pixels is not None:
-        raise ArgumentError(f"pixel_values: {spec.architecture} reads input_ids. Leave it out.")
+        raise ArgumentError(f"pixel_values: {spec.architecture} reads input_ids{text_alone(spec)}")
     if interpolate:
         raise ArgumentError(
             f"interpolate_pos_encoding is of models that read images, and {spec.architecture} "

@@ -11,8 +11,16 @@ from ..backends.base import ForwardInputs
 from ..errors import ArgumentError, LengthError, shown
 from ..model.spec import ModelSpec
 from .checks import check_embeds, check_ids, check_mask, is_zero, read_array
-from .labels import check_ends, check_labels, check_loss_count, check_numbers, loss_kind
+from .labels import NO_LABEL, check_ends, check_labels, check_loss_count, check_numbers, loss_kind
 
+TEXT_ALONE = (
+    "of a model that sees or hears fused mode serves the text alone. Leave it out, or pass HF's "
+    "module itself with backend='torch', which runs as it is."
+)
+_MEDIA = (
+    *("pixel_values", "pixel_values_videos", "image_grid_thw", "video_grid_thw", "image_sizes"),
+    *("input_features", "feature_attention_mask", "mm_token_type_ids"),
+)
 # Why fused mode does not serve some of HF's arguments, and what to do.
 REASONS = {
     "past_key_values": (
@@ -23,7 +31,14 @@ REASONS = {
         "attention is fused, so that its weights are never in memory. Pass False, or take them in "
         "module mode."
     ),
+    **dict.fromkeys(_MEDIA, TEXT_ALONE),
 }
+
+
+def text_alone(spec: ModelSpec) -> str:
+    """The end of an error about an image or a sound that a model of texts is given."""
+    is_part = spec.architecture.endswith("ForConditionalGeneration") and not spec.encoder
+    return f": {TEXT_ALONE}" if is_part else ". Leave it out."
 
 
 def make_forward_inputs(
@@ -38,6 +53,7 @@ def make_forward_inputs(
     logits_to_keep: Any = 0,
     loss_count: Any = None,
     ends: tuple[Any, Any] = (None, None),
+    boxes: Any = None,
     problem: Any = None,
     output_hidden_states: bool,
     may_pack: bool,
@@ -46,7 +62,8 @@ def make_forward_inputs(
     """One forward pass's inputs, called `name` in errors.
 
     `may_pack`: positions that start anew separate sequences. `ends` are the first and the last
-    token of each row's answer. `problem` is the config's `problem_type`.
+    token of each row's answer, `boxes` where tokens lie on a page. `problem` is the config's
+    `problem_type`.
 
     Raises ArgumentError for what does not fit the model, and LengthError for more tokens than it
     has positions.
@@ -108,6 +125,9 @@ def make_forward_inputs(
         types = _broadcast(types, "token_type_ids", shape) if spec.token_types else None
     elif spec.token_types and not spec.token_types_from_vocab:
         types = np.zeros(shape, np.int32)
+    if boxes is not None:
+        assert types is not None
+        types = np.concatenate((types[..., None], _check_boxes(spec, boxes, shape)), -1)
     kept = _kept_tokens(spec, logits_to_keep, length)
     targets, loss = None, loss_kind(spec, labels, problem)
     if loss != "classes":
@@ -115,12 +135,31 @@ def make_forward_inputs(
     elif labels is not None:
         many = length if kept is None else len(kept)
         targets = check_labels(spec, labels, (batch // (choices or 1), many), choices)
+        if spec.masks_labels and visible is not None and kept is None:
+            targets[:, :-1][~visible[:, 1:]] = NO_LABEL
     if any(end is not None for end in ends):
         targets = check_ends(ends, shape)
     count = check_loss_count(spec, loss_count, labels is not None)
     inputs = ForwardInputs(tokens, at, visible, types, segments, output_hidden_states)
     inputs = replace(inputs, embeds=vectors, kept=kept, labels=targets, loss_count=count)
     return replace(inputs, weights=weights, choices=choices, loss=loss)
+
+
+def _check_boxes(spec: ModelSpec, boxes: Any, shape: tuple[int, int]) -> np.ndarray:
+    """Where tokens lie on a page, int32 [B, T, 4], of a caller's bbox [B, T, 4]."""
+    array = read_array(boxes, "bbox", "rows differ in length; pad them.")
+    if array.dtype.kind not in "iu" or array.shape != (*shape, 4):
+        raise ArgumentError(
+            f"bbox has shape {array.shape} and dtype {array.dtype}; expected integers "
+            f"{(*shape, 4)}, the left, upper, right and lower edge of each token's box."
+        )
+    sides = array[..., 2:] - array[..., :2]
+    if (array < 0).any() or (array >= spec.boxes).any() or (sides < 0).any():
+        raise ArgumentError(
+            f"bbox: {spec.architecture} takes edges from 0 to {spec.boxes - 1}, as thousandths of "
+            "the page, with right and lower ones no less than left and upper ones."
+        )
+    return array.astype(np.int32)
 
 
 def _beside_each_other(name: str, given: dict[str, Any]) -> tuple[int, list[Any]]:
@@ -271,7 +310,12 @@ def _packed_segments(positions: np.ndarray) -> np.ndarray | None:
 
 
 def refuse_arguments(function: str, arguments: Mapping[str, Any]) -> None:
-    """HF arguments that dualinfer does not serve pass only where they ask for nothing."""
+    """HF arguments that dualinfer does not serve pass only where they ask for nothing.
+
+    Processors give `mm_token_type_ids` to texts, too, and zeros say that there is nothing else.
+    """
+    if is_zero(arguments.get("mm_token_type_ids")):
+        arguments = {name: v for name, v in arguments.items() if name != "mm_token_type_ids"}
     asked = [n for n, v in arguments.items() if not (v is None or (isinstance(v, int) and v == 0))]
     if asked:
         reasons = [f"{name}: {REASONS[name]}" for name in sorted(asked) if name in REASONS]

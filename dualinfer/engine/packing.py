@@ -3,7 +3,6 @@
 from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
-from itertools import chain
 from typing import NamedTuple
 
 import numpy as np
@@ -91,30 +90,25 @@ def make_inputs(
     """
     count = len(one.rows)
     shape = bucket_of_rows(count) if pads else count, one.width
-    members = list(chain.from_iterable(one.rows))
-    texts_of_row = np.array([len(row) for row in one.rows])
-    lengths = np.array([len(texts[i]) for i in members])
-    flat = np.concatenate([texts[i] for i in members])
-    # Texts follow one another in their row, and each fills the front of a row of its own here.
-    alone = np.arange(lengths.max()) < lengths[:, None]
-    own_ids = np.zeros(alone.shape, np.int32)
-    own_ids[alone] = flat
-    begins = lengths.cumsum() - lengths
-    first = texts_of_row.cumsum() - texts_of_row
-    to_row = np.arange(count) * one.width - begins[first]
-    at = np.repeat(np.repeat(to_row, texts_of_row), lengths) + np.arange(len(flat))
     ids, positions, segments = (np.zeros(shape, np.int32) for _ in range(3))
     pooled = np.zeros(shape, np.float32)
-    segments[:count] = texts_of_row[:, None]  # what fills a row up sees itself alone
-    ids.flat[at] = flat
-    positions.flat[at] = default_positions(spec, alone.shape, own_ids, None)[alone]
-    number = np.arange(len(members)) - np.repeat(first, texts_of_row)
-    segments.flat[at] = np.repeat(number, lengths)
-    pooled.flat[at] = np.concatenate([weights[i] for i in members])
+    usual = default_positions(spec, (1, one.width), None, None)[0]
+    for r, row in enumerate(one.rows):
+        end = 0
+        for number, i in enumerate(row):
+            text = texts[i]
+            begin, end = end, end + len(text)
+            ids[r, begin:end], pooled[r, begin:end] = text, weights[i]
+            segments[r, begin:end] = number
+            own = usual[: len(text)]
+            if spec.pad is not None and (text == spec.pad).any():
+                own = default_positions(spec, (1, len(text)), text[None], None)[0]
+            positions[r, begin:end] = own
+        segments[r, end:] = len(row)  # what fills a row up sees itself alone
     types = (
         np.zeros(shape, np.int32) if spec.token_types and not spec.token_types_from_vocab else None
     )
-    most = bucket(int(texts_of_row.max()))
+    most = bucket(max(map(len, one.rows)))
     return ForwardInputs(
         *(ids, positions, None, types, segments), weights=pooled, texts=most, largest=largest
     )

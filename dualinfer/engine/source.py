@@ -12,7 +12,7 @@ from ..backends.base import NO_LABEL, ForwardInputs
 from ..errors import ArgumentError, LengthError, shown
 from ..model.spec import ModelSpec
 from .checks import check_ids, check_mask, read_array
-from .inputs import make_forward_inputs
+from .inputs import make_forward_inputs, text_alone
 from .prompts import Prompts, make_prompts
 
 # Of these models alone.
@@ -22,6 +22,8 @@ NAMES = ("decoder_input_ids", "decoder_attention_mask", "input_features", "encod
 def refuse_names(spec: ModelSpec, given: Mapping[str, Any]) -> None:
     """Raise ArgumentError where a model is given what only one with an encoder, or ears, reads."""
     asked = [name for name in NAMES if given.get(name) is not None]
+    if asked and not spec.crosses and asked[0] == NAMES[2]:
+        raise ArgumentError(f"{asked[0]}: {spec.architecture} reads input_ids{text_alone(spec)}")
     if asked and not spec.crosses:
         raise ArgumentError(
             f"{asked[0]}: {spec.architecture} has no encoder, so that input_ids are all it reads. "

@@ -103,6 +103,9 @@ class Rules:
                     f"expected scores of shape {tuple(logits.shape)}."
                 )
             logits = result
+        if kind_of(logits) not in ("torch", self._backend):  # NumPy's, by a function of the caller
+            with self._own_transfers():
+                logits = self._to(self._backend, logits)
         return logits
 
     def ended(self, ids: np.ndarray, scores: tuple[Any, ...] | None) -> np.ndarray:
@@ -146,7 +149,8 @@ class Rules:
             return array
         if kind == "jax":
             return to_jax(array, self._device)
-        return to_kind(np.array(to_numpy(array)), "torch")
+        made = to_kind(np.array(to_numpy(array)), "torch")
+        return made.to(self._device) if self._backend == "torch" else made
 
 
 class _DecoderConfig:

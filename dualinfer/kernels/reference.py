@@ -346,6 +346,77 @@ def pool(
     return out.astype(np.float32)
 
 
+def convolution(
+    x: Array,
+    kernel: Array,
+    bias: Array,
+    stride: int,
+    segments: Array | None = None,
+) -> Array:
+    """x [B, T, in] with kernel [out, in, taps] around every token whose place is one of `stride`'s.
+
+    Zeros stand for what lies beyond a row, or in another of its int `segments` [B, T].
+    """
+    batch, tokens, _ = x.shape
+    taps, places = kernel.shape[2], range(0, tokens, stride)
+    out = np.zeros((batch, len(places), len(kernel)), np.float64)
+    for b, i, tap in np.ndindex(batch, len(places), taps):
+        t = places[i]
+        near = t + tap - taps // 2
+        is_there = 0 <= near < tokens
+        if is_there and (segments is None or segments[b, near] == segments[b, t]):
+            out[b, i] += _wide(kernel[..., tap]) @ _wide(x[b, near])
+    return (out + _wide(bias)).astype(x.dtype)
+
+
+def trigrams(x: Array, segments: Array | None) -> Array:
+    """Of each token of x [B, T, W] the next one, itself and the one before: [B, T, 3 W].
+
+    Zeros stand for those beyond a row, or in another of its int `segments` [B, T].
+    """
+    batch, tokens, _ = x.shape
+    out = np.zeros((batch, tokens, 3, x.shape[2]), x.dtype)
+    for b, t, i in np.ndindex(batch, tokens, 3):
+        near = t + 1 - i
+        if 0 <= near < tokens and (segments is None or segments[b, near] == segments[b, t]):
+            out[b, t, i] = x[b, near]
+    return out.reshape(batch, tokens, -1)
+
+
+def weave(heads: int, first: Array, second: Array) -> Array:
+    """Packed [B, T, 3 H D] and [B, T, 3 H E] as [B, T, 3 H (D + E)], head by head.
+
+    Queries of the second are times (D / E)^1/2.
+    """
+    one, other = (x.shape[-1] // (3 * heads) for x in (first, second))
+    parts = []
+    for i in range(3 * heads):
+        factor = (one / other) ** 0.5 if i < heads else 1.0
+        parts.append(_wide(first[..., i * one : (i + 1) * one]))
+        parts.append(_wide(second[..., i * other : (i + 1) * other]) * factor)
+    return np.concatenate(parts, -1).astype(first.dtype)
+
+
+def fill(
+    experts: Array,
+    weights: Array,
+    capacity: int,
+    mask: Array | None = None,
+    segments: Array | None = None,
+) -> Array:
+    """`weights` [B, T, k], 0 where `capacity` tokens before have chosen that one of `experts`.
+
+    Those count that are of the same of int `segments` [B, T], and that bool `mask` [B, T] shows.
+    """
+    out, taken = weights.copy(), {}
+    for b, t, k in np.ndindex(experts.shape):
+        key = b, 0 if segments is None else segments[b, t], experts[b, t, k]
+        if taken.get(key, 0) >= capacity:
+            out[b, t, k] = 0
+        taken[key] = taken.get(key, 0) + (mask is None or mask[b, t])
+    return out
+
+
 def _alibi(slope: Any, scale: float | None, keys: Array, queries: Any) -> Array:
     """What a head's ALiBi adds to the scores of keys and queries at these positions."""
     if scale is None:

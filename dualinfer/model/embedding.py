@@ -85,25 +85,26 @@ def pooling_weights(pooling: str, lengths: Sequence[int], skipped: int = 0) -> l
     sentence-transformers: `models/Pooling.py`. For "max" they say which tokens take part. Of a text
     that is all prompt "cls" and "max" pool it whole, and the others nothing: its vector is 0.
     """
-    tokens = np.asarray(lengths, np.int64)
-    ends = tokens.cumsum()
-    skips = np.where(skipped < tokens, skipped, 0)
-    place = np.arange(tokens.sum()) - np.repeat(ends - tokens, tokens)
-    of_skipped, counts = np.repeat(skips, tokens), tokens - skips
+    return [_weights(pooling, tokens, skipped) for tokens in lengths]
+
+
+def _weights(pooling: str, tokens: int, skipped: int) -> np.ndarray:
+    weights, first = np.zeros(tokens, np.float32), skipped if skipped < tokens else 0
     if pooling == "cls":
-        weights = (place == of_skipped).astype(float)
+        weights[first] = 1
+    elif pooling == "max":
+        weights[first:] = 1
+    elif skipped >= tokens:
+        pass
     elif pooling == "lasttoken":
-        weights = (place == np.repeat(tokens - 1, tokens)).astype(float)
+        weights[-1] = 1
     elif pooling == "weightedmean":
-        total = (tokens * (tokens + 1) - skips * (skips + 1)) / 2
-        weights = np.where(place >= of_skipped, (place + 1) / np.repeat(total, tokens), 0)
+        total = (tokens * (tokens + 1) - first * (first + 1)) / 2
+        weights[first:] = np.arange(first + 1, tokens + 1) / total
     else:
-        divisor = {"mean": counts, "mean_sqrt_len_tokens": counts**0.5, "max": counts**0}[pooling]
-        weights = np.where(place >= of_skipped, np.repeat(1 / divisor, tokens), 0)
-    if pooling not in ("cls", "max"):
-        weights = np.where(np.repeat(skipped < tokens, tokens), weights, 0)
-    weights, bounds = weights.astype(np.float32), ends.tolist()
-    return [weights[begin:end] for begin, end in zip([0, *bounds], bounds, strict=False)]
+        count = tokens - first
+        weights[first:] = 1 / (count if pooling == "mean" else count**0.5)
+    return weights
 
 
 def normalized(x: np.ndarray) -> np.ndarray:

@@ -23,10 +23,11 @@ XIELU = ("alpha_p", "alpha_n", "beta", "eps")  # a layer's numbers of the activa
 class Norm:
     """RMSNorm (`rms`) or LayerNorm (`layer`), with a bias where there is one among the weights.
 
-    With `unit_offset` the factor is 1 + weight, in float32 (Gemma).
+    With `unit_offset` the factor is 1 + weight, in float32 (Gemma). An `affine` norm is weight and
+    bias alone, without any mean or root (MobileBERT).
     """
 
-    kind: Literal["rms", "layer"]
+    kind: Literal["rms", "layer", "affine"]
     eps: float
     unit_offset: bool = False
 
@@ -302,9 +303,11 @@ class Experts:
     their own (DeepSpeed's residual layers, arXiv:2201.05596). Where they are `apart` (Gemma 4), the
     expert that all tokens have, the others and the router each read through a norm of their own.
     Both results are normed before they are added, and the weight of a chosen expert is times a
-    learned number. Behind the `count` experts the router knows `zeros` more, without weights: such
-    a one gives what it reads. Where they are `late` (LongCat, arXiv:2509.01322), the expert that
-    all tokens have is the layer's MLP, and what the others give is added behind the next layer.
+    learned number. With a `capacity` an expert serves so many tokens of a sequence in one pass, the
+    first that choose it; others that do get nothing of it (Switch Transformers). Behind the `count`
+    experts the router knows `zeros` more, without weights: such a one gives what it reads. Where
+    they are `late` (LongCat, arXiv:2509.01322), the expert that all tokens have is the layer's MLP,
+    and what the others give is added behind the next layer.
     """
 
     count: int
@@ -320,6 +323,7 @@ class Experts:
     weighs_input: bool = False
     blended: bool = False
     apart: bool = False
+    capacity: int | None = None
     zeros: int = 0
     late: bool = False
 
@@ -399,30 +403,86 @@ class Pooled:
 
 
 @dataclass(frozen=True)
+class Convolution:
+    """What a layer's own input adds to its output, through a norm over the sum (DeBERTa-v2).
+
+    It is the `activation` of a convolution over `taps` tokens, the one in the middle the token
+    itself.
+    """
+
+    taps: int
+    activation: Activation
+
+
+@dataclass(frozen=True)
+class Adapter:
+    """Two projections behind a layer's MLP, to `width` elements and back, which add (X-MOD).
+
+    They read the sum so far, through a norm if there is one among the weights; if `normed`, what
+    this gives is what they add to, too.
+    """
+
+    width: int
+    activation: Activation
+    normed: bool
+
+
+@dataclass(frozen=True)
+class Bottleneck:
+    """A layer within `width` elements (MobileBERT, arXiv:2004.02984).
+
+    Its input is projected to so many, and norms are over the sums of sub-layers and what they read:
+    attention, whose queries and keys are of another such projection, and values of the input, and
+    `feeds` MLPs. What they give is projected back and added to the input, and normed.
+    """
+
+    width: int
+    feeds: int
+
+
+@dataclass(frozen=True)
+class Page:
+    """A second stream of each token, of where it lies on a page (LiLT, arXiv:2202.13669).
+
+    It has `width` elements behind the token's own, an MLP of `ffn`, and the last `head_dim`
+    elements of every query, key and value, so that both streams are attended to by the sum of their
+    scores. Norms are over the sums of sub-layers and what they read, of each stream for itself.
+    """
+
+    width: int
+    ffn: int
+    head_dim: int
+
+
+@dataclass(frozen=True)
 class Layer:
-    """One block: where its norms stand, and what its sub-layers read.
+    """One block: where its norms stand, what its sub-layers read, and what else some models do.
 
-    With `cross` a second attention stands between the two, `pre`, `post` or `around`: its keys and
-    values are of what an encoder gives.
-
-    `placement`: norms before each sub-layer (`pre`), after each residual sum (`post`), or, within
-    the residual, behind each sub-layer (`behind`) or before and behind it (`around`). In a
-    `parallel` block, always `pre`, the MLP reads the block's input, not the attention's sum; with
-    `shared_norm` by one norm. What a sub-layer adds is times `residual_scale`, and of a `scaled`
-    block, always `pre`, times a learned vector of its own (DINOv2). A block that `reads` has a
-    third sub-layer, normed behind: the MLP's activation of a projection to so many elements, times
-    what each token's embedding gives this layer alone, projected back. What a `multiplied` block
-    gives is times a learned number (Gemma 4). With `sub_norms`, always `pre`, what heads give and
-    the MLP's hidden values are normed before the products back, each as one of so many elements,
-    which devices share (BitNet). A `bare` block, always `pre`, has no norm before
-    its attention (ModernBERT's first), and one that is `mlp_normed`, `pre` as well, has one behind
-    its MLP, within the residual (A.X-K1).
+    - `placement`: norms before each sub-layer (`pre`), after each residual sum (`post`), or, within
+      the residual, behind each sub-layer (`behind`) or before and behind it (`around`).
+    - `parallel` (always `pre`): the MLP reads the block's input, not the attention's sum; with
+      `shared_norm` by one norm.
+    - `residual_scale`: a factor of what a sub-layer adds.
+    - `cross` (`pre`, `post` or `around`): a second attention stands between the two, whose keys and
+      values are of what an encoder gives.
+    - `scaled` (always `pre`): what a sub-layer adds is times a learned vector (DINOv2).
+    - `bare` (always `pre`): no norm stands before attention (ModernBERT's first block).
+    - `mlp_normed` (always `pre`): a norm stands behind the MLP, within the residual (A.X-K1).
+    - `reads`: a third sub-layer, normed behind: the MLP's activation of a projection to so many
+      elements, times what each token's embedding gives this layer alone, projected back (Gemma 4).
+    - `multiplied`: what the block gives is times a learned number (Gemma 4).
+    - `convolution` (always `post`) comes last (DeBERTa-v2).
+    - `sub_norms` (always `pre`): what heads give and the MLP's hidden values are normed before the
+      products back, each as one of so many elements, which devices share (BitNet).
+    - `adapter` (`pre` or `post`): two more projections, before the last norm of a `post` block.
+    - `bottleneck`: how a `narrow` block is built (MobileBERT).
+    - `page`: how a `paged` block is built (LiLT).
     """
 
     attention: Attention
     mlp: Mlp | Experts
     norm: Norm
-    placement: Literal["pre", "post", "around", "behind"]
+    placement: Literal["pre", "post", "around", "behind", "narrow", "paged"]
     parallel: bool = False
     shared_norm: bool = False
     residual_scale: float = 1.0
@@ -432,7 +492,11 @@ class Layer:
     mlp_normed: bool = False
     reads: int = 0
     multiplied: bool = False
+    convolution: Convolution | None = None
     sub_norms: tuple[int, int] | None = None
+    adapter: Adapter | None = None
+    bottleneck: Bottleneck | None = None
+    page: Page | None = None
 
     @property
     def experts(self) -> int:
@@ -492,20 +556,27 @@ class ModelSpec:
     it, from `pad` + 1 on, and are `pad` elsewhere (RoBERTa). If a model `packs`, positions that
     start anew separate sequences. `embed_width` is that of the embedding and of the head where a
     projection lies between them and the layers (OPT-350m). In a `factored` model positions, token
-    types and the norm of the embedding have it as well, and the projection with its bias comes
-    after them (ALBERT, ELECTRA). `pad_id` is the id by which a head tells padding. With an
-    `encoder` this is a decoder that attends across to what that gives of another sequence, and that
-    begins with the id `start`, if the model names one; if it `repeats`, it reads the encoder's ids,
-    shifted, where it is given none. With `towers` the encoder is one beside this one: neither
-    attends to the other, and what they give says how near texts are to images (CLIP). With
-    `patches` it reads images in the place of ids, and has no vocabulary. HF's hidden states of a
-    model with `raw_states` end before the final norm. `projected` is the width of what `pooled`
-    projects to. With `mel` it reads log-mel spectrograms of so many bins in the place of ids, two
-    frames for each position, by two convolutions. Where there is no mask, HF hides the id `hides`.
-    The embedding of the id `dropped` is zero, and those of a sequence's other tokens are times 0.88
+    types and the norm of the embedding have it as well, and the projection, perhaps with a bias,
+    comes after them (ALBERT, ELECTRA). The norm of the embedding is `normed` over the `sum` with
+    positions and types, over that once it is `projected` (DeBERTa-v2), or over the `tokens` alone,
+    before positions are added (BlenderbotSmall). With `trigrams` tokens have `embed_width`
+    elements, and those of the next one, its own and the one before are projected to the layers'
+    width (MobileBERT). `pad_id` is the id by which a head tells padding. With an `encoder` this is
+    a decoder that attends across to what that gives of another sequence, and that begins with the
+    id `start`, if the model names one; if it `repeats`, it reads the encoder's ids, shifted, where
+    it is given none. With `towers` the encoder is one beside this one: neither attends to the
+    other, and what they give says how near texts are to images (CLIP). With `patches` it reads
+    images in the place of ids, and has no vocabulary. HF's hidden states of a model with
+    `raw_states` end before the final norm. `projected` is the width of what `pooled` projects to.
+    With `mel` it reads log-mel spectrograms of so many bins in the place of ids, two frames for
+    each position, by two convolutions. Where there is no mask, HF hides the id `hides`. The
+    embedding of the id `dropped` is zero, and those of a sequence's other tokens are times 0.88
     over the share that these have in it, as dropout in training made them (ESM-2). If a model
-    `blanks`, what a mask hides enters the first layer as zeros. A layer that `is_late` and the next
-    one are one layer of HF's, and have one hidden state.
+    `blanks`, what a mask hides enters the first layer as zeros; if it `masks_labels`, the labels of
+    that count in no loss (Qwen2-Audio). Where there are `boxes`, a token has a type and a box on a
+    page, of left, upper, right and lower edges below that; rows for these, and for its height and
+    width, are added to it (LayoutLM). A layer that `is_late` and the next one are one layer of
+    HF's, and have one hidden state.
     """
 
     family: str
@@ -522,12 +593,16 @@ class ModelSpec:
     dropped: int | None = None
     blanks: bool = False
     packs: bool = True
+    masks_labels: bool = False
     token_types: int = 0
     token_types_from_vocab: bool = False
+    boxes: int = 0
     embed_scale: float = 1.0
     scales_embeds: bool = False
     embed_width: int | None = None
     factored: bool = False
+    normed: Literal["sum", "projected", "tokens"] = "sum"
+    trigrams: bool = False
     pad_id: int | None = None
     embed_norm: Norm | None = None
     final_norm: Norm | None = None
@@ -582,11 +657,14 @@ class ModelSpec:
             "embed_in": self.embed,  # tells the sides of a square matrix apart
             "width": self.embed_width or self.embed,
             "inner": (self.factored and self.embed_width) or self.embed,
+            "trigram": 3 * (self.embed_width or 0),
+            "rest": self.embed - (self.embed_width or 0),
             "labels": self.head.labels if self.head else 0,
             "scored": self.head.width if self.head else 0,
             "projected": self.projected,
             "positions": self.learned_positions + self.position_offset,
             "types": self.token_types,
+            "boxes": self.boxes,
             "pairs": self.layers[0].attention.rope_pairs,
             **{"read": self.layers[0].reads, "reads": self.reads},
             "one": 1,
@@ -598,10 +676,14 @@ class ModelSpec:
         if self.pooled is not None and self.pooled.probe is not None:
             probe = self.pooled.probe
             outer |= {"probe_qkv": sum(probe.attention.qkv_sizes), "probe_ffn": probe.ffn}
+        if self.page is not None:
+            outer |= {"page": self.page.width, "page_ffn": self.page.ffn, "sixth": self.embed // 6}
         if (places := self.layers[0].attention.places) is not None:
             outer["places"] = 2 * places.span
         if self.encoder:
             outer |= {"mel": self.encoder.mel, "taps": 3}  # of a convolution
+        if (convolution := self.layers[0].convolution) is not None:
+            outer["taps"] = convolution.taps
         if axis in outer:
             return outer[axis]
         assert layer is not None, f"{axis} is an axis of layers"
@@ -613,7 +695,15 @@ class ModelSpec:
             "given": attention.heads * attention.head_widths[2],  # by heads, to a product
             **dict.fromkeys(("ffn", "gate", "up"), mlp.ffn),
             "buckets": attention.bias.buckets if attention.bias else 0,
+            "adapter": own.width if (own := self.layers[layer].adapter) else 0,
+            "narrow": own.width if (own := self.layers[layer].bottleneck) else 0,
         }
+        if (page := self.layers[layer].page) is not None:
+            for name, dim in (
+                ("text", attention.head_dim - page.head_dim),
+                ("page", page.head_dim),
+            ):
+                inner |= {f"{name}_{x}": attention.heads * dim for x in "qkv"}
         if (own := attention.latent) is not None:
             inner |= {"latent": own.width, "rank": own.rank, "query_rank": own.query_rank}
         if isinstance(mlp, Experts):
@@ -633,6 +723,29 @@ class ModelSpec:
         return frozenset(
             a.lender for a in (own.attention for own in self.layers) if a.lender is not None
         )
+
+    @property
+    def page(self) -> Page | None:
+        """What layers have beside the tokens' stream."""
+        return self.layers[0].page
+
+    @property
+    def cache_numbers(self) -> tuple[int, ...]:
+        """The number of the cache that each layer keeps its keys and values in: a lender's own."""
+        owners = [i for i, layer in enumerate(self.layers) if layer.attention.lender is None]
+        number = {index: n for n, index in enumerate(owners)}
+        lenders = (layer.attention.lender for layer in self.layers)
+        return tuple(number[i if own is None else own] for i, own in enumerate(lenders))
+
+    @property
+    def adds_tables(self) -> bool:
+        """True if an embedded token is a sum of rows: its own, of its type and of its position."""
+        return self.embed_width is None and self.normed != "tokens" and not self.boxes
+
+    @property
+    def projects(self) -> bool:
+        """True if a projection lies between tokens and layers, and another before the head."""
+        return self.embed_width is not None and not self.factored and not self.trigrams
 
     @property
     def crosses(self) -> bool:

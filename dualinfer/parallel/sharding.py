@@ -161,9 +161,15 @@ class _Cut(NamedTuple):
         """By the names of axes."""
         q, k, v = layer.attention.head_widths
         experts = {} if self.experts is None else {"experts": self.experts}
+        streams = {}
+        if layer.page is not None:
+            page = layer.page.head_dim
+            for name, dim in (("text", layer.attention.head_dim - page), ("page", page)):
+                streams |= {f"{name}_{x}": self.query.times(dim) for x in "qkv"}
         is_whole = self.experts and self.ffn == Share(0, layer.mlp.ffn, layer.mlp.ffn)
         return {
             **experts,
+            **streams,
             **{"heads": self.query, "kv_heads": self.key},
             **{"q": self.query.times(q), "k": self.key.times(k), "v": self.key.times(v)},
             "given": self.query.times(v),

@@ -14,7 +14,7 @@ from dualinfer.model.weights import Weight
 from .cases import GARBAGE
 
 OPS = ("matmul", "embed", "rms_norm", "layer_norm", "rotary", "activation", "gated_activation")
-OPS += ("xielu", "pool")
+OPS += ("xielu", "pool", "convolution", "trigrams", "weave")
 ATTENTION = ("attention", "append", "decode_attention", "cross_attention")
 SAMPLER = ("filter_logits", "gumbel", "threefry2x32")
 MATRIX_OPS = ("matmul", "embed")

@@ -47,14 +47,14 @@ def test_codes_and_scales_are_those_of_the_reference(backend, dtype, codes):
     assert scale[0, 1] == 0 and not data[0, 1].any()
     values = reference.decode_heads(data, scale)
     if backend == "torch":
-        from dualinfer.backends.torch.ops.primitives import CACHE_CODES
+        from dualinfer.backends.torch.ops.schemes import CACHE_CODES
 
         found = CACHE_CODES.encode(put(x), codes)
         meant = CACHE_CODES.values(*found)
         found, meant = [get(part) for part in found], get(meant)
     else:
         jax = pytest.importorskip("jax")
-        from dualinfer.backends.jax.ops.primitives import CACHE_CODES
+        from dualinfer.backends.jax.ops.schemes import CACHE_CODES
 
         encode = jax.jit(CACHE_CODES.encode, static_argnums=1)
         found = encode(jax.numpy.asarray(x), codes)

@@ -72,6 +72,23 @@ def test_an_expert_of_all_tokens_is_blended_with_those_chosen(name):
     assert relative_rms(found.weights, factors) < 1e-6 and numbers[0].tolist() == [0, 3, 5]
 
 
+@pytest.mark.parametrize("name", BACKENDS)
+@pytest.mark.parametrize("masked", [True, False])
+@pytest.mark.parametrize("packed", [True, False])
+def test_an_expert_that_is_full_gives_nothing(name, masked, packed):
+    own, rng = backend(name), np.random.default_rng(3)
+    experts = rng.permuted(np.tile(np.arange(4), (2, 21, 1)), axis=-1)[..., :2].astype(np.int32)
+    experts, weights = np.sort(experts), abs(normal(1, 2, 21, 2))
+    mask = rng.random((2, 21)) < 0.8 if masked else None
+    segments = np.repeat([[0, 1, 2]], [1, 13, 7], axis=1).repeat(2, 0) if packed else None
+    where = [None if x is None else own.put(x) for x in (mask, segments)]
+    found = own.ops.fill(Routing(own.put(experts), own.put(weights)), 4, 3, *where)
+    expected = reference.fill(experts, weights, 3, mask, segments)
+    np.testing.assert_array_equal(np.asarray(found.experts), experts)
+    np.testing.assert_array_equal(np.asarray(found.weights), expected)
+    assert 0 < (expected == 0).mean() < 0.9
+
+
 GATED = Experts(7, 11, "silu", True, Router(3))
 MIXTURES = {
     "gated": GATED,

@@ -51,7 +51,7 @@ def inputs(dtype: Any, *shape: int) -> np.ndarray:
 @pytest.mark.parametrize("how", ["token", "group", "given"])
 @pytest.mark.parametrize("codes", ["int8", "fp8_e4m3"])
 def test_codes_of_inputs_are_those_of_plain_ops(codes, how, dtype):
-    from dualinfer.backends.torch.ops.primitives import SCHEMES
+    from dualinfer.backends.torch.ops.schemes import SCHEMES
 
     x = inputs(dtype, 7, 304)
     block = 128 if how == "group" else 0

@@ -12,7 +12,7 @@ from ...system.memory import host_free_bytes
 from ..caches import CacheSpec, CacheView, Room, block_table, buffers, check_kinds
 from .executables import jit_few
 from .mesh import WHOLE, Place
-from .ops.primitives import CACHE_CODES
+from .ops.schemes import CACHE_CODES
 
 
 class LayerCache(CacheView, Protocol):

@@ -1,8 +1,10 @@
 """Executables compiled ahead of time, one a bucket or signature, and the clock around them."""
 
+import itertools
 import os
 import threading
 import time
+import weakref
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from contextlib import contextmanager, suppress
@@ -33,6 +35,10 @@ _EAGER = (
 _MOST = 128
 _MOST_BYTES = 1 << 30  # of their code, which takes the device's memory from weights and cache
 _MOST_HELPERS = 32  # of one kind; quickly compiled again
+# Linux gives a process 65,530 memory maps, and XLA ends a process that wants more. The code of an
+# executable for a CPU takes about 250, however many layers a model has.
+_MAPS, _MOST_MAPS = "/proc/self/maps", "/proc/sys/vm/max_map_count"
+_FEW = 32  # executables of a process that are not worth counting maps for
 _THREADS = min(8, os.cpu_count() or 1)
 _SLOWLY = "XLA compiles a step for sizes that are new"
 _LOWERING = threading.RLock()  # of the process: one step is traced and lowered at a time
@@ -93,11 +99,11 @@ class Executables:
     """Compiled functions by key; the one unused for longest goes when there are too many.
 
     That is more than `most`, or `most_bytes` of code; those that were prepared neither count nor
-    go. A key must name everything that fixes the trace and the shapes. `compilations` counts the
-    executables ever made, `evictions` those that went, `seconds` how long callers waited for
-    compilers, by the clock. `launching` are the devices on which functions launch kernels, which
-    then come in as few calls as possible if they are `joined`. Threads that ask for one key wait
-    for one compilation.
+    go. Where the process comes near its limit on memory maps, any of any engine may go. A key must
+    name everything that fixes the trace and the shapes. `compilations` counts the executables ever
+    made, `evictions` those that went, `seconds` how long callers waited for compilers, by the
+    clock. `launching` are the devices on which functions launch kernels, which then come in as few
+    calls as possible if they are `joined`. Threads that ask for one key wait for one compilation.
     """
 
     def __init__(
@@ -113,6 +119,7 @@ class Executables:
         self._launching = [d.local_hardware_id for d in launching if d.platform == "gpu"]
         self._launches = bool(launching) and joined
         self._made: dict[Hashable, Any] = {}  # the last used one is last
+        self._used: dict[Hashable, int] = {}  # when, by the count of uses in the process
         self._bytes: dict[Hashable, int] = {}
         self._asked: set[Hashable] = set()  # by `prepare`
         self._given_up: set[Hashable] = set()  # by `begin`
@@ -121,6 +128,8 @@ class Executables:
         self._lock = threading.Lock()
         self.compilations = self.evictions = 0
         self.seconds = 0.0
+        with _EVERYONE_LOCK:
+            _EVERYONE.add(self)
 
     def __len__(self) -> int:
         """Number of executables held."""
@@ -242,6 +251,7 @@ class Executables:
             executable = self._made.pop(key, None)
             if executable is not None:
                 self._made[key] = executable
+                self._used[key] = next(_USES)
                 return executable, False
             is_new = key not in self._coming
             return self._coming.setdefault(key, Future()), is_new
@@ -274,8 +284,10 @@ class Executables:
                     elif not self._closed:
                         self.compilations += 1
                         self._made[key] = future.result()
+                        self._used[key] = next(_USES)
                         self._bytes[key] = _code_bytes(self._made[key])
                 self._evict()
+            _keep_few_maps()
 
     def _evict(self) -> None:
         """Drop what was unused for longest until the rest is within bounds, but not the last used.
@@ -287,9 +299,25 @@ class Executables:
         for count, key in zip(range(len(others), 1, -1), others, strict=False):
             if count <= self._most and size <= self._most_bytes:
                 return
-            del self._made[key]
-            size -= self._bytes.pop(key)
-            self.evictions += 1
+            size -= self._drop(key)
+
+    def _drop(self, key: Hashable) -> int:
+        """Let go of one, which another thread may have done before; the bytes of its code."""
+        if self._made.pop(key, None) is None:
+            return 0
+        del self._used[key]
+        self.evictions += 1
+        return self._bytes.pop(key)
+
+    def uses(self) -> list[tuple[int, Hashable]]:
+        """When each executable held was last used, and its key."""
+        with self._lock:
+            return [(used, key) for key, used in self._used.items()]
+
+    def drop(self, key: Hashable) -> None:
+        """Let go of one, as where there are too many."""
+        with self._lock:
+            self._drop(key)
 
     def lower(self, job: Job) -> jax.stages.Lowered:
         """The job traced and lowered, in this thread."""
@@ -307,7 +335,34 @@ class Executables:
         with self._lock:
             self._closed = True
             self._made.clear()
+            self._used.clear()
             self._bytes.clear()
+
+
+_EVERYONE: "weakref.WeakSet[Executables]" = weakref.WeakSet()
+_EVERYONE_LOCK = threading.Lock()
+_USES = itertools.count()
+
+
+def _keep_few_maps() -> None:
+    """Drop a quarter of the process's executables where it has two thirds of the maps it may have.
+
+    Those unused for longest go, whichever engine holds them; a call that runs one holds it itself.
+    """
+    with _EVERYONE_LOCK:
+        everyone = list(_EVERYONE)
+    if sum(len(held) for held in everyone) < _FEW:
+        return
+    try:
+        with open(_MOST_MAPS) as limit, open(_MAPS, "rb") as maps:
+            if maps.read().count(b"\n") * 3 < int(limit.read()) * 2:
+                return
+    except (OSError, ValueError):  # not Linux, or a sandbox that does not tell
+        return
+    held = [(*use, owner) for owner in everyone for use in owner.uses()]
+    held.sort(key=lambda entry: entry[0])
+    for _, key, owner in held[: len(held) // 4]:
+        owner.drop(key)
 
 
 def _code_bytes(compiled: jax.stages.Compiled) -> int:

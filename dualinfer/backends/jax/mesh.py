@@ -269,7 +269,7 @@ def find_place(settings: TensorParallelConfig, device: jax.Device) -> Place:
         return OneDevice(device)
     devices = jax.local_devices(backend=platform)
     if degree > len(devices):
-        devices = _of_all_processes(degree, platform, len(devices))
+        devices = _of_all_processes(settings, platform, len(devices))
     return ManyDevices(Mesh(np.array(devices[:degree]), (settings.axis,)), settings.axis)
 
 
@@ -306,9 +306,10 @@ def _of_mesh(settings: TensorParallelConfig) -> Place:
     return OneDevice(mesh.devices.item()) if mesh.size == 1 else ManyDevices(mesh, axis)
 
 
-def _of_all_processes(degree: int, platform: str, here: int) -> list[jax.Device]:
+def _of_all_processes(settings: TensorParallelConfig, platform: str, here: int) -> list[jax.Device]:
     """The devices of all processes, where the model is to be shared by all of them."""
-    devices, processes = jax.devices(platform), jax.process_count()
+    degree, devices = settings.tp_size, jax.devices(platform)
+    processes = jax.process_count()
     if processes > 1 and degree == len(devices):
         return devices
     there = f"{here} {platform} device{'s' if here > 1 else ''} in this process"
@@ -321,5 +322,5 @@ def _of_all_processes(degree: int, platform: str, here: int) -> list[jax.Device]
             f"{degree} before JAX starts."
         )
     else:
-        way = f"Use {here} or fewer." if here > 1 else "Leave tp_size unset."
-    raise ConfigError(f"tensor_parallel.tp_size={degree}, but JAX has {there}. {way}")
+        way = f"Use {here} or fewer." if here > 1 else "Leave it unset."
+    raise ConfigError(f"{settings.asked_by}={degree}, but JAX has {there}. {way}")

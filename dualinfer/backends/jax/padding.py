@@ -41,16 +41,17 @@ def pad_inputs(spec: ModelSpec, inputs: ForwardInputs) -> Padded:
         positions = None
     if types is not None and not spec.token_types_from_vocab and not types.any():
         types = None
-    arrays = inputs.ids, positions, mask, types, inputs.segments, inputs.embeds, inputs.weights
+    segments = inputs.segments
+    if segments is None and spec.trigrams and size != (batch, tokens):
+        segments = np.zeros((batch, tokens), np.int32)  # keeps the bucket's padding apart
+    arrays = inputs.ids, positions, mask, types, segments, inputs.embeds, inputs.weights
     read, sources = None, [None] * 5
     if inputs.source is not None:
         read, sources = inputs.source.shape[1], _pad_source(spec, inputs.source, size[0])
     places = size[1] if inputs.kept is None else bucket(len(inputs.kept))
     # Padding is a segment of its own, behind the others.
-    own = 0 if inputs.segments is None else max(inputs.texts, int(inputs.segments.max()) + 1)
-    padded = [
-        None if x is None else fill_up(x, size, own if x is inputs.segments else 0) for x in arrays
-    ]
+    own = 0 if segments is None else max(inputs.texts, int(segments.max()) + 1)
+    padded = [None if x is None else fill_up(x, size, own if x is segments else 0) for x in arrays]
     kept = None if inputs.kept is None else np.resize(inputs.kept, places)
     blend = inputs.blend
     if blend is not None:

@@ -30,7 +30,7 @@ from ...parallel.sharding import ShardingPlan
 from ...quantization.packing import padding
 from ..streaming import Streaming
 from .mesh import Place
-from .ops.primitives import dequantize
+from .ops.schemes import SCHEMES
 from .streaming import to_device, to_host
 
 Weights = dict[str, Leaf]
@@ -185,9 +185,9 @@ class Layer(Part):
 
     def _rows(self, index: int) -> jax.Array:
         if not hasattr(self.qkv, "weight"):  # its pieces are quantized in different ways
-            return dequantize(_weight_of(self.qkv, f"weight_{'qkv'[index]}"))
+            return SCHEMES.dequantize(_weight_of(self.qkv, f"weight_{'qkv'[index]}"))
         start = sum(self.sizes[:index])
-        weight = dequantize(_weight_of(self.qkv, "weight"))
+        weight = SCHEMES.dequantize(_weight_of(self.qkv, "weight"))
         blocks = weight.reshape(self.devices, -1, weight.shape[-1])
         return blocks[:, start : start + self.sizes[index]].reshape(-1, weight.shape[-1])
 

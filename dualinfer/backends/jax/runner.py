@@ -32,7 +32,7 @@ from .executables import Clock, Executables, Job
 from .mesh import WHOLE, Place, in_place, without_mesh
 from .ops import primitives
 from .ops.plain import PlainOps
-from .ops.primitives import SCHEMES
+from .ops.schemes import SCHEMES
 from .outputs import cut, make_loss
 from .packing import pack, unpack
 from .padding import pad_inputs

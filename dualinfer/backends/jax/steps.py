@@ -186,10 +186,11 @@ class Steps:
         filled: list[Any] = list(cache.layers)
         positions = jnp.broadcast_to(jnp.arange(ids.shape[1]), ids.shape)
         angles = ops.angles(self.spec, params, positions, rows.length - 1)
+        numbers = self.spec.cache_numbers
 
         def attend(i: int, qkv: jax.Array) -> jax.Array:
-            layer = ops.layer_attention(self.spec, params, i)
-            y, filled[i] = ops.attend(layer, qkv, angles, cache=filled[i], slots=slots)
+            layer, n = ops.layer_attention(self.spec, params, i), numbers[i]
+            y, filled[n] = ops.attend(layer, qkv, angles, cache=filled[n], slots=slots)
             return y
 
         if embeds is not None:
@@ -394,10 +395,11 @@ class Steps:
         filled: list[Any] = list(cache.layers)
         ids, positions = state.last[:, None], state.length[:, None]
         angles = ops.angles(self.spec, params, positions, state.length)
+        numbers = self.spec.cache_numbers
 
         def attend(i: int, qkv: jax.Array) -> jax.Array:
-            layer = ops.layer_attention(self.spec, params, i)
-            y, filled[i] = ops.attend_token(layer, qkv, angles, filled[i], state.length)
+            layer, n = ops.layer_attention(self.spec, params, i), numbers[i]
+            y, filled[n] = ops.attend_token(layer, qkv, angles, filled[n], state.length)
             return y
 
         def across(i: int, q: jax.Array) -> jax.Array:

@@ -19,7 +19,7 @@ from ..caches import (
     no_room,
 )
 from .device import free_bytes
-from .ops.primitives import CACHE_CODES
+from .ops.schemes import CACHE_CODES
 
 
 class LayerCache(CacheView, Protocol):
@@ -395,9 +395,9 @@ class Cache:
         pairs = zip(self.specs, self._layers, strict=True)
         return [layer.view(room.slots, room.of(spec)) for spec, layer in pairs]
 
-    def layer(self, index: int) -> Any:
-        """All of one layer's buffers."""
-        return self._layers[index]
+    def number(self, number: int) -> Any:
+        """All the buffers of the cache with this number (`ModelSpec.cache_numbers`)."""
+        return self._layers[number]
 
     def cross(self, index: int) -> CrossCache:
         """All of one layer's cross cache."""

@@ -63,22 +63,22 @@ def join(settings: TensorParallelConfig, device: torch.device) -> Ranks:
         raise ConfigError("tensor_parallel.tp_size: this build of torch has no torch.distributed.")
     timeout = timedelta(seconds=settings.timeout)
     if not dist.is_initialized():
-        _start(degree, device, timeout)
+        _start(settings.asked_by, degree, device, timeout)
     group = settings.tp_group
     if group is None and settings.mpu is not None:
         group = _call("tensor_parallel.mpu", settings.mpu, "get_model_parallel_group")
     if group is not None:
         return _join_given(group, device, timeout)
-    return _join_world(degree, device, timeout)
+    return _join_world(settings.asked_by, degree, device, timeout)
 
 
-def _start(degree: int, device: torch.device, timeout: timedelta) -> None:
+def _start(asked_by: str, degree: int, device: torch.device, timeout: timedelta) -> None:
     """torch.distributed, from the environment that torchrun makes."""
     missing = [name for name in _STARTED if name not in os.environ]
     if missing:
         raise ConfigError(
-            f"tensor_parallel.tp_size={degree} needs {degree} processes, and this one was started "
-            f"alone ({', '.join(missing)} not set). Start the script with `dualinfer launch --tp "
+            f"{asked_by}={degree} needs {degree} processes, and this one was started alone "
+            f"({', '.join(missing)} not set). Start the script with `dualinfer launch --tp "
             f"{degree} SCRIPT` or `torchrun --nproc-per-node {degree} SCRIPT`."
         )
     rank, world, port = (number_of(name) for name in ("RANK", "WORLD_SIZE", "MASTER_PORT"))
@@ -87,7 +87,7 @@ def _start(degree: int, device: torch.device, timeout: timedelta) -> None:
             f"RANK={rank}, WORLD_SIZE={world}, MASTER_PORT={port}: no process of a job has these. "
             "`dualinfer launch` and torchrun set them; unset them, or start the script with one."
         )
-    _check_world(degree, world)
+    _check_world(asked_by, degree, world)
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     try:
         store, rank, world = next(rendezvous("env://", timeout=timeout))
@@ -136,19 +136,19 @@ def _stop() -> None:
         dist.destroy_process_group()
 
 
-def _check_world(degree: int, world: int) -> None:
+def _check_world(asked_by: str, degree: int, world: int) -> None:
     if world % degree:
-        way = f"set tp_size to {world}" if world > 1 else "leave tp_size unset"
+        way = f"set it to {world}" if world > 1 else "leave it unset"
         raise ConfigError(
-            f"tensor_parallel.tp_size={degree}, but {world} process{'es' if world > 1 else ''} "
+            f"{asked_by}={degree}, but {world} process{'es' if world > 1 else ''} "
             f"run{'' if world > 1 else 's'} in this job. Start {degree} (or a multiple), or {way}."
         )
 
 
-def _join_world(degree: int, device: torch.device, timeout: timedelta) -> Ranks:
+def _join_world(asked_by: str, degree: int, device: torch.device, timeout: timedelta) -> Ranks:
     """One of the sets of consecutive ranks; all of the world make all groups."""
     world, me = dist.get_world_size(), dist.get_rank()
-    _check_world(degree, world)
+    _check_world(asked_by, degree, world)
     _meet(degree, timeout)
     mine = None
     for first in range(0, world, degree):

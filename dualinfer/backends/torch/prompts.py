@@ -202,9 +202,11 @@ class Prompts:
         embeds = ids.to(params.outer["embed.weight"].dtype) if ids.ndim > 2 else None
         angles = self._ops.angles(self._spec, params, positions, last if whole is None else whole)
 
+        numbers = self._spec.cache_numbers
+
         def attend(i: int, qkv: torch.Tensor) -> torch.Tensor:
-            layer = self._ops.layer_attention(self._spec, params, i)
-            how: dict[str, Any] = {"cache": cache.layer(i), "slots": slots, "chunk": chunk}
+            layer, own = self._ops.layer_attention(self._spec, params, i), cache.number(numbers[i])
+            how: dict[str, Any] = {"cache": own, "slots": slots, "chunk": chunk}
             return self._ops.attend(layer, qkv, angles, **how)[0]
 
         model = self._spec, params, self._ops

@@ -30,7 +30,7 @@ from .device import device_name, free_bytes, in_order
 from .graphs import MOST_STEPS, CallGraphs, StepGraphs, graph_facts
 from .ops import primitives
 from .ops.plain import PlainOps
-from .ops.primitives import SCHEMES
+from .ops.schemes import SCHEMES
 from .params import Params, refresh_params
 from .precision import own_precision
 from .profiling import make_stopwatch, span
@@ -418,9 +418,11 @@ class TorchRunner:
         ids, positions = state.last[:, None], state.length[:, None]
         angles = self.ops.angles(self.spec, params, positions, state.length)
 
+        numbers = self.spec.cache_numbers
+
         def attend(i: int, qkv: torch.Tensor) -> torch.Tensor:
-            layer = self.ops.layer_attention(self.spec, params, i)
-            return self.ops.attend_token(layer, qkv, angles, cache[i], state.length)[0]
+            layer, own = self.ops.layer_attention(self.spec, params, i), cache[numbers[i]]
+            return self.ops.attend_token(layer, qkv, angles, own, state.length)[0]
 
         def across(i: int, q: torch.Tensor) -> torch.Tensor:
             a = self.spec.layers[i].cross

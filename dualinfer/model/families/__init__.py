@@ -27,12 +27,14 @@ from . import (
     gpt_neox,
     gptj,
     layered,
+    lilt,
     llama,
     llama4,
     longcat,
-    mistral3,
+    mobilebert,
     modernbert,
     mpt,
+    multimodal,
     opt,
     relatives,
     t5,
@@ -48,8 +50,8 @@ _FAMILIES: dict[str, ModuleType] = {
     model_type: family
     for family in (
         *(llama, gemma, gemma4, gpt2, gpt_neo, gpt_neox, gptj, opt, bloom, bert, relatives),
-        *(falcon, mpt, fairseq, modernbert, deberta, clip, vit),
-        *(bart, t5, t5gemma, encoder_decoder, whisper, deepseek, llama4, mistral3, dbrx),
+        *(falcon, mpt, fairseq, modernbert, deberta, mobilebert, lilt, clip, vit),
+        *(bart, t5, t5gemma, encoder_decoder, whisper, deepseek, llama4, multimodal, dbrx),
         *(layered, ctrl, longcat),
     )
     for model_type in family.CLASSES

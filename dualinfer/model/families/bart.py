@@ -1,6 +1,7 @@
 """BART and its relatives: encoder-decoders that come from fairseq and Marian.
 
-HF sources: models/bart, mbart, plbart, mvp, led, blenderbot, marian, pegasus, m2m_100.
+HF sources: models/bart, mbart, plbart, mvp, led, blenderbot, blenderbot_small, marian, pegasus,
+m2m_100.
 """
 
 from collections.abc import Iterable, Mapping
@@ -45,6 +46,7 @@ _KINDS = {
     "mvp": _Kind("post", True, "learned", 2, repeats=True),
     "led": _Kind("post", True, "learned", repeats=True, base="led."),
     "blenderbot": _Kind("pre", False, "learned"),
+    "blenderbot-small": _Kind("post", True, "learned"),
     "marian": _Kind("post", False, "marian"),
     "pegasus": _Kind("pre", False, "marian"),
     "m2m_100": _Kind("pre", False, "fairseq"),
@@ -67,6 +69,7 @@ CLASSES = {
     ),
     "led": ("LEDForConditionalGeneration", "LEDModel", "LEDForQuestionAnswering"),
     "blenderbot": ("BlenderbotForConditionalGeneration", "BlenderbotModel"),
+    "blenderbot-small": ("BlenderbotSmallForConditionalGeneration", "BlenderbotSmallModel"),
     "marian": ("MarianMTModel", "MarianModel"),
     "pegasus": ("PegasusForConditionalGeneration", "PegasusModel"),
     "m2m_100": ("M2M100ForConditionalGeneration", "M2M100Model"),
@@ -108,6 +111,7 @@ def describe(fields: ConfigFields, architecture: str) -> tuple[ModelSpec, Weight
     fields.ignore("encoder_layerdrop", "decoder_layerdrop", "init_std", "num_hidden_layers")
     fields.ignore("is_decoder", "is_encoder_decoder", "add_cross_attention", *_WRITTEN)
     has_head = architecture.endswith(("ForConditionalGeneration", "MTModel"))
+    is_small = fields.family == "blenderbot-small"  # whose decoder norms tokens alone
 
     def stack(side: str) -> ModelSpec:
         _, heads, head_dim = fields.split("d_model", f"{side}_attention_heads")
@@ -130,7 +134,8 @@ def describe(fields: ConfigFields, architecture: str) -> tuple[ModelSpec, Weight
             position_offset=offset,
             positions_from_mask=kind.positions == "fairseq" and not decodes,
             packs=False,
-            embed_scale=scale,
+            embed_scale=1.0 if is_small and decodes else scale,
+            normed="tokens" if is_small and decodes else "sum",
             embed_norm=norm if kind.embed_norm else None,
             final_norm=norm if kind.placement == "pre" else None,
         )

@@ -3,10 +3,11 @@
 Each is a row of `bert_kinds.KINDS`. HF sources: models/NAME/modeling_NAME.py.
 """
 
+import re
 from dataclasses import replace
 
-from ...errors import ModelError, UnservedError, shown
-from ..spec import Activation, Attention, Head, Layer, Mlp, ModelSpec, Norm, RelativeBias
+from ...errors import ModelError, shown
+from ..spec import Activation, Adapter, Attention, Head, Layer, Mlp, ModelSpec, Norm, RelativeBias
 from ..weights import Row, Source, WeightTable, row
 from . import rows as make
 from .bert_kinds import KINDS, OLD_NORMS, Kind
@@ -26,21 +27,17 @@ CLASSES = {
 def describe(fields: ConfigFields, architecture: str) -> tuple[ModelSpec, WeightTable]:
     """Spec and weight table of an encoder of BERT's kind."""
     kind = KINDS[fields.family]
+    if kind.norms_first and fields.flag(kind.norms_first[0], False):
+        kind = replace(kind, end=kind.norms_first[1])
 
     def named(name: str) -> str:
         return kind.fields.get(name, name)
 
     embed, heads, head_dim = fields.split(named("hidden_size"), named("num_attention_heads"))
     positions = fields.size("max_position_embeddings")
-    is_distil = fields.family == "distilbert"
-    norm = Norm("layer", 1e-12 if is_distil else fields.number("layer_norm_eps"))
-    is_esm, is_xlm = fields.family == "esm", fields.family in ("xlm", "flaubert")
-    activation = "gelu" if is_esm or is_xlm else fields.activation(named("hidden_act"))
-    if is_xlm:
-        activation = "gelu" if fields.flag("gelu_activation", True) else "relu"
-        _refuse_xlm(fields, kind_of_head(architecture))
-    _refuse(fields, is_esm)
-    fields.ignore(*kind.ignored)
+    norm = Norm("layer", kind.eps or fields.number("layer_norm_eps"))
+    activation = _activation(fields, kind, named("hidden_act"))
+    _refuse(fields, kind, kind_of_head(architecture))
     rope = None
     if kind.rope == "interleaved":
         fields.require("rotary_value", False)
@@ -53,47 +50,49 @@ def describe(fields: ConfigFields, architecture: str) -> tuple[ModelSpec, Weight
         turned = rotary_size(turns, head_dim)
         rope = make_rope({**turns, "partial_rotary_factor": None}, turned, positions)
         positions = reach(turns, positions)
-    ffn = 4 * embed if is_xlm else fields.size(named("intermediate_size"))
+    ffn = kind.ffn_factor * embed or fields.size(named("intermediate_size"))
     mlp = Mlp(ffn, activation, gated=len(kind.mlp) > 2)
     attention = Attention(
         *(heads, heads, head_dim, head_dim**-0.5), causal=False, rope=rope, bias=_bias(fields, kind)
     )
     count, vocab = fields.layers(named("num_hidden_layers")), fields.size("vocab_size")
-    fields.require("use_task_id", False)
-    fields.require("quant_mode", False)
     width = embed if kind.factored is None else fields.size(named("embedding_size"), embed)
     factored = width != embed or kind.always_factored
-    groups = [None] * count if fields.family != "albert" else _groups(fields, count)
+    groups = _groups(fields, count) if kind.grouped else [None] * count
     pad = kind.pad or _pad(fields) if kind.counts else None
     table_size = 0 if kind.rope else positions
+    adapter, adapter_rows = _adapter(fields, kind, norm, embed, activation)
+    layer = Layer(attention, mlp, norm, "pre" if kind.end else "post", adapter=adapter)
     head, head_rows, ties = _head(fields, kind, architecture, norm, activation, factored)
+    is_normed = kind.embed_norm and (kind.norm_flag is None or fields.flag(kind.norm_flag, False))
     spec = ModelSpec(
         family=fields.family,
         architecture=architecture,
         vocab=vocab,
         embed=embed,
-        layers=(Layer(attention, mlp, norm, "pre" if kind.end else "post"),) * len(groups),
+        layers=(layer,) * len(groups),
         max_positions=positions if pad is None else positions - pad - 1,
         learned_positions=table_size,
         pad=pad,
-        token_types=_token_types(fields) if kind.types else vocab if is_xlm else 0,
-        token_types_from_vocab=is_xlm,
-        hides=fields.take("pad_token_id") if is_xlm else None,
+        token_types=_token_types(fields, kind, vocab),
+        token_types_from_vocab=kind.types == "vocab",
+        boxes=fields.size(kind.boxes) if kind.boxes else 0,
+        hides=fields.take("pad_token_id") if kind.hides else None,
         embed_width=width if factored else None,
         factored=factored,
-        embed_norm=norm if kind.embed_norm and _norms_embedding(fields, is_esm) else None,
-        dropped=_dropped(fields) if is_esm else None,
-        blanks=is_esm,
+        embed_norm=norm if is_normed else None,
+        dropped=_dropped(fields) if kind.drops else None,
+        blanks=kind.drops,
         final_norm=norm if kind.end else None,
         head=head,
     )
     table = WeightTable(
         spec,
         (*_embeddings(kind, spec), *_final_norm(kind, norm), *head_rows),
-        tuple(_layer(kind, norm, attention.bias, group) for group in groups),
+        tuple((*_layer(kind, norm, attention.bias, x), *adapter_rows) for x in groups),
         base=kind.base,
         renames=(*kind.renames, *OLD_NORMS),
-        unused=_unused(kind, head, head_rows, ties),
+        unused=(*_unused(kind, head, head_rows, ties), *_others(fields, kind)),
         tied=ties,
         # HF builds a base model with add_pooling_layer=False too, and saves no pooler then.
         optional="pooler.",
@@ -101,43 +100,27 @@ def describe(fields: ConfigFields, architecture: str) -> tuple[ModelSpec, Weight
     return spec, table
 
 
-def _refuse(fields: ConfigFields, is_esm: bool) -> None:
+def _activation(fields: ConfigFields, kind: Kind, name: str) -> Activation:
+    if kind.gelu_flag:
+        return "gelu" if fields.flag(kind.gelu_flag, True) else "relu"
+    return kind.activation or fields.activation(name)
+
+
+def _refuse(fields: ConfigFields, kind: Kind, head: str | None) -> None:
+    """Refuse what a family does not honour, and mark what changes nothing."""
     fields.require("is_decoder", False)
     fields.require("add_cross_attention", False)
-    places = fields.take("position_embedding_type", "absolute")
-    if is_esm and places != "rotary":  # ESM-1's tables of positions
-        raise UnservedError(
-            f"config.json has position_embedding_type={shown(places)}, which the esm family does "
-            "not honour ('rotary' only, as in ESM-2)."
-        )
-    if is_esm:
-        fields.require("is_folding_model", False)
-        fields.require("tie_word_embeddings", True)
-    else:
-        fields.require("position_embedding_type", "absolute")
-    fields.ignore("hidden_dropout_prob", "attention_probs_dropout_prob")
+    fields.require("position_embedding_type", kind.places)
+    fields.require("use_task_id", False)
+    fields.require("quant_mode", False)
+    for name, value in kind.required.items():
+        fields.require(name, value)
+    for name, allowed in kind.summaries.get(head or "", {}).items():
+        fields.require(name, *allowed)
+    fields.ignore("hidden_dropout_prob", "attention_probs_dropout_prob", *kind.ignored)
     # The first TensorFlow release wrote these; no implementation reads them.
     fields.ignore("directionality", "pooler_fc_size", "pooler_num_attention_heads")
     fields.ignore("pooler_num_fc_layers", "pooler_size_per_head", "pooler_type")
-
-
-def _refuse_xlm(fields: ConfigFields, head: str | None) -> None:
-    fields.require("causal", False)
-    fields.require("asm", False)
-    fields.require("is_encoder", True)
-    fields.require("pre_norm", False)
-    if head == "sequence":
-        fields.require("summary_type", "first")
-        fields.require("summary_use_proj", True)
-        fields.require("summary_proj_to_labels", True)
-        fields.require("summary_activation")
-    else:
-        fields.ignore("summary_type", "summary_use_proj", "summary_proj_to_labels")
-        fields.ignore("summary_activation")
-
-
-def _norms_embedding(fields: ConfigFields, is_esm: bool) -> bool:
-    return not is_esm or fields.flag("emb_layer_norm_before", False)
 
 
 def _dropped(fields: ConfigFields) -> int | None:
@@ -150,9 +133,13 @@ def _dropped(fields: ConfigFields) -> int | None:
     return own
 
 
-def _token_types(fields: ConfigFields) -> int:
-    """Kinds of tokens; some of gte's files have none."""
-    is_none = fields.family == "gte" and fields.take("type_vocab_size") == 0
+def _token_types(fields: ConfigFields, kind: Kind, vocab: int) -> int:
+    """Kinds of tokens; some files have none."""
+    if kind.types is None:
+        return 0
+    if kind.types == "vocab":
+        return vocab
+    is_none = kind.types == "optional" and fields.take("type_vocab_size") == 0
     return 0 if is_none else fields.size("type_vocab_size")
 
 
@@ -183,6 +170,36 @@ def _bias(fields: ConfigFields, kind: Kind) -> RelativeBias | None:
         return None
     fields.require("relative_attention_num_buckets", 32)
     return RelativeBias(32, 128, both_ways=True)
+
+
+def _adapter(
+    fields: ConfigFields, kind: Kind, norm: Norm, embed: int, activation: Activation
+) -> tuple[Adapter | None, list[Row]]:
+    """The adapter of the language that HF takes where a caller names none, and its rows."""
+    if not kind.adapts:
+        return None, []
+    language, known = fields.take("default_language"), fields.take("languages", [])
+    if not isinstance(language, str) or language not in known:
+        raise ModelError(
+            f"config.json has default_language={shown(language)} and languages={shown(known)}; "
+            f"{fields.family} is served by the adapters of its default language. Name one of them: "
+            'args={"default_language": ...} of init_inference.'
+        )
+    width = embed // fields.size("adapter_reduction_factor")
+    own, reused = fields.flag("adapter_layer_norm", False), "adapter_reuse_layer_norm"
+    hf = f"{kind.base}{kind.layer}output."
+    rows = make.linear("adapter_up", f"{hf}adapter_modules.{language}.dense1", "adapter embed")
+    rows += make.linear("adapter_down", f"{hf}adapter_modules.{language}.dense2", "embed adapter")
+    if fields.flag(reused, True) or own:
+        name = "adapter_layer_norm" if own else "LayerNorm"
+        rows += make.norm(norm, "adapter_norm", hf + name)
+    return Adapter(width, activation, fields.flag("ln_before_adapter", True)), rows
+
+
+def _others(fields: ConfigFields, kind: Kind) -> list[str]:
+    """A pattern of the adapters of other languages."""
+    language = re.escape(str(fields.take("default_language")))
+    return [rf"\.adapter_modules\.(?!{language}\.)"] if kind.adapts else []
 
 
 def _layer(
@@ -230,6 +247,8 @@ def _embeddings(kind: Kind, spec: ModelSpec) -> list[Row]:
         tables.append(("positions", "positions", places))
     if spec.token_types and not spec.token_types_from_vocab:
         tables.append(("token_types", "types", "token_type_embeddings"))
+    if spec.boxes:
+        tables += [(f"boxes.{x}", "boxes", f"{x}_position_embeddings") for x in "xyhw"]
     rows = [
         row(f"{ours}.weight", f"{axis} {width}", (f"{hf}{theirs}.weight", f"{axis} {width}"))
         for ours, axis, theirs in tables
@@ -253,7 +272,7 @@ def _head(
     factored: bool,
 ) -> tuple[Head | None, list[Row], tuple[tuple[Row, str], ...]]:
     """The head of a HF class, its rows (a base model's pooler), and those that HF ties."""
-    tied = fields.flag("tie_word_embeddings", True) and fields.family != "rembert"
+    tied = fields.flag("tie_word_embeddings", True) and kind.scored is None
     pooler = f"{kind.base}{kind.pooler}" if kind.pooler else None
     if architecture.endswith("WithLMHeadModel"):  # a projection alone
         assert kind.masked is not None
@@ -266,36 +285,22 @@ def _head(
         embedding = f"{kind.base}embeddings.word_embeddings.weight"
         width = "width" if factored else "embed"
         assert kind.masked is not None
-        if fields.family != "rembert":
+        if kind.scored is None:
             return masked_head(norm, by, kind.masked, embedding, tied, width)
-        own = fields.size("output_embedding_size")
+        own = fields.size(kind.scored)
         head, rows, ties = masked_head(norm, by, kind.masked, embedding, tied, "scored")
         return replace(head, width=own), rows, ties
     labels = kind_of_head(architecture)
     if labels is None:
         return None, make.linear("pooler", pooler, _SQUARE) if pooler else [], ()
     own = kind.heads.get(labels)
-    if own is None and labels == "span":
-        own = Classifier("qa_outputs")
-    elif own is None and labels == "token":
-        own = Classifier("classifier")
+    if own is None and labels in ("span", "token"):
+        own = Classifier("qa_outputs" if labels == "span" else "classifier")
     elif own is None:
         own = Classifier("classifier", pooler, "tanh")
-    if fields.family == "roformer" and labels == "sequence":
-        own = Classifier(own.out, own.dense, activation)
-    if labels == "replaced":
-        own = Classifier(own.out, own.dense, activation)
-    if fields.family == "electra" and labels == "choice":
-        fields.require("summary_type", "first")
-        fields.require("summary_use_proj", True)
-        own = Classifier(own.out, own.dense, fields.activation("summary_activation"))
-    pooling = "first"
-    if fields.family == "roformer" and labels == "choice":
-        fields.require("summary_type", "last")
-        fields.require("summary_use_proj", False)
-        fields.require("summary_activation")
-        pooling = "final"
-    return (*make_head(fields, labels, own, pooling), ())
+    if labels in kind.head_activations:
+        own = replace(own, activation=fields.activation(kind.head_activations[labels]))
+    return (*make_head(fields, labels, own, kind.poolings.get(labels, "first")), ())
 
 
 _SQUARE = "embed embed_in"  # two names tell the sides of a square matrix apart

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from ..spec import Activation
+from ..spec import Activation, Pooling
 from .heads import Classifier
 
 _BERT = ("attention.self.query", "attention.self.key", "attention.self.value")
@@ -32,6 +32,10 @@ class Kind:
     names of `masked_head`, `heads` those that are no plain classifier of the pooler's output or of
     each token. `unread` are parts of other classes' checkpoints. `fields` are HF's names of sizes
     where they differ. Where there is a norm at the `end`, those of layers are before sub-layers.
+    Fields of a config that are `required` must have one value. By the kind of a head: `summaries`
+    are what fields of HF's summary must be, with the values that are honoured,
+    `head_activations` the fields that say the activation of `heads`, and `poolings` which state is
+    read where it is not the first.
     """
 
     name: str
@@ -52,7 +56,8 @@ class Kind:
     up_bias: bool | None = None  # of the MLP's first projection, where it is not `bias`
     end: str | None = None
     embed_norm: str | None = "LayerNorm"
-    types: bool = True
+    # Token types: "optional" where type_vocab_size may be 0, rows of the "vocab", or None for none.
+    types: Literal["counted", "optional", "vocab"] | None = "counted"
     counts: bool = False  # positions are those of ids that are no padding
     pad: int | None = None  # the id that has no position, where no config says it
     rope: Literal["parameters", "interleaved", "stored"] | None = None
@@ -65,6 +70,23 @@ class Kind:
     buffers: tuple[str, ...] = ()  # patterns of tensors that are no weights
     masked_activation: Activation | None = None
     renames: tuple[tuple[str, str], ...] = ()
+    eps: float | None = None  # of norms, where no config says it
+    activation: Activation | None = None  # of layers, likewise
+    gelu_flag: str | None = None  # a field that tells gelu from relu
+    ffn_factor: int = 0  # the width of feed-forwards over that of the embedding, where none says it
+    places: str = "absolute"  # what `position_embedding_type` must be
+    norm_flag: str | None = None  # a field that says whether embeddings are normed
+    drops: bool = False  # the embedding of masks, and blanks what a mask hides (ESM-2)
+    norms_first: tuple[str, str] | None = None  # a field by which norms do so, and that at the end
+    adapts: bool = False  # a layer ends in adapters, one of each language (X-MOD)
+    boxes: str | None = None  # a field that counts the edges of boxes on a page (LayoutLM)
+    hides: bool = False  # the padding where there is no mask
+    grouped: bool = False  # layers share weights by groups (ALBERT)
+    scored: str | None = None  # the width before the vocabulary, which then is never tied
+    required: Mapping[str, Any] = field(default_factory=dict)
+    summaries: Mapping[str, Mapping[str, tuple[Any, ...]]] = field(default_factory=dict)
+    head_activations: Mapping[str, str] = field(default_factory=dict)
+    poolings: Mapping[str, Pooling] = field(default_factory=dict)
     packed: str | None = None  # where files may have queries, keys and values as one
     packed_up: str | None = None  # where they may have up and gate as one, in this order
 
@@ -81,6 +103,7 @@ _ROBERTAS: dict[str, Any] = {
 _MPNET: dict[str, Any] = {**_ROBERTAS, "name": "MPNet", "base": "mpnet."}
 _IBERT: dict[str, Any] = {**_ROBERTAS, "name": "IBert", "base": "ibert."}
 _DATA2VEC: dict[str, Any] = {**_ROBERTAS, "name": "Data2VecText", "base": "data2vec_text."}
+_XMOD: dict[str, Any] = {**_ROBERTAS, "name": "Xmod"}
 _BEFORE: dict[str, Any] = {**_ROBERTAS, "name": "RobertaPreLayerNorm"}
 _BEFORE |= {"base": "roberta_prelayernorm.", "end": "LayerNorm"}
 _XL: dict[str, Any] = {**_ROBERTAS, "name": "XLMRobertaXL", "end": "encoder.LayerNorm"}
@@ -93,6 +116,8 @@ _LATER: dict[str, Any] = {  # as transformers names parts since 5
     "masked_activation": "gelu",
     "rope": "parameters",
 }
+_SUMMARY = {"summary_type": ("first",), "summary_use_proj": (True,)}
+_NO_ACTIVATION: dict[str, tuple[Any, ...]] = {"summary_activation": ()}
 _XLM: dict[str, Any] = {
     "base": "transformer.",
     "masked": ("", "", "pred_layer.proj", "pred_layer.proj.bias"),
@@ -108,7 +133,13 @@ _XLM: dict[str, Any] = {
         **{"hidden_size": "emb_dim", "num_attention_heads": "n_heads"},
         "num_hidden_layers": "n_layers",
     },
+    "required": {"causal": False, "asm": False, "is_encoder": True, "pre_norm": False},
+    "gelu_flag": "gelu_activation",
+    "ffn_factor": 4,
+    "hides": True,
+    "summaries": {"sequence": {**_SUMMARY, "summary_proj_to_labels": (True,)} | _NO_ACTIVATION},
     "ignored": (
+        *("summary_type", "summary_use_proj", "summary_proj_to_labels", "summary_activation"),
         *("dropout", "attention_dropout", "embed_init_std", "init_std", "layerdrop", "bos_index"),
         *("eos_index", "pad_index", "unk_index", "mask_index", "mask_token_id", "lang_id"),
         *("start_n_top", "end_n_top", "summary_first_dropout", "sinusoidal_embeddings"),
@@ -123,7 +154,7 @@ _XLM: dict[str, Any] = {
     "pooler": None,
     "embed_norm": "layer_norm_emb",
     "embeddings": ("", "embeddings", "position_embeddings"),
-    "types": False,
+    "types": "vocab",
     "buffers": (r"(^|\.)lang_embeddings\.weight$", r"(^|\.)position_ids$"),
     "masked_name": "WithLMHeadModel",
 }
@@ -134,6 +165,7 @@ KINDS = {
     "xlm-roberta": Kind("XLMRoberta", **_ROBERTAS),
     "camembert": Kind("Camembert", **_ROBERTAS),
     "data2vec-text": Kind(**_DATA2VEC),
+    "xmod": Kind(**_XMOD, norms_first=("pre_norm", "encoder.LayerNorm"), adapts=True),
     "roberta-prelayernorm": Kind(
         **_BEFORE, norms=("attention.LayerNorm", "intermediate.LayerNorm")
     ),
@@ -152,11 +184,18 @@ KINDS = {
         unread=("cls.",),
         ignored=("classifier_dropout", "task_type_vocab_size", "pool_act"),
     ),
+    "layoutlm": Kind(
+        *("LayoutLM", "layoutlm.", _BERT_MASKED),
+        classes=(*_HEADS[:2], _SPAN),
+        unread=("cls.",),
+        boxes="max_2d_position_embeddings",
+    ),
     "gte": Kind(
         *("Gte", "gte.", (*_ROBERTA_MASKED[:3], "lm_head.decoder.bias")),
         **_LATER,
         mlp=_GATED,
         up_bias=False,
+        types="optional",
         classes=_HEADS[:2],
         # Of files that the makers' own code wrote, and transformers writes too.
         renames=(
@@ -199,7 +238,8 @@ KINDS = {
             *("sinusoidal_pos_embds", "tie_weights_"),
         ),
         pooler=None,
-        types=False,
+        types=None,
+        eps=1e-12,
     ),
     "electra": Kind(
         *("Electra", "electra."),
@@ -209,12 +249,14 @@ KINDS = {
         ),
         heads={
             **_ELECTRA,
-            "choice": Classifier("classifier", "sequence_summary.summary", "gelu"),
+            "choice": Classifier("classifier", "sequence_summary.summary"),
             "replaced": Classifier(
                 "discriminator_predictions.dense_prediction", "discriminator_predictions.dense"
             ),
         },
         classes=(*_HEADS, _SPAN, "ForPreTraining"),
+        summaries={"choice": _SUMMARY},
+        head_activations={"choice": "summary_activation", "replaced": "hidden_act"},
         unread=("discriminator_predictions.", "generator_"),
         ignored=(
             *("classifier_dropout", "summary_last_dropout", "summary_type", "summary_use_proj"),
@@ -240,6 +282,7 @@ KINDS = {
         pooler="pooler",
         factored="encoder.embedding_hidden_mapping_in",
         always_factored=True,
+        grouped=True,
     ),
     "rembert": Kind(
         *("RemBert", "rembert."),
@@ -250,12 +293,18 @@ KINDS = {
         unread=("cls.",),
         fields={"embedding_size": "input_embedding_size"},
         ignored=("classifier_dropout_prob", "tie_word_embeddings", "output_embedding_size"),
+        scored="output_embedding_size",
         factored="encoder.embedding_hidden_mapping_in",
         always_factored=True,
     ),
     "roformer": Kind(
         *("RoFormer", "roformer.", _BERT_MASKED),
         heads={"sequence": _ELECTRA["sequence"], "choice": Classifier("classifier")},
+        summaries={
+            "choice": {"summary_type": ("last",), "summary_use_proj": (False,)} | _NO_ACTIVATION
+        },
+        head_activations={"sequence": "hidden_act"},
+        poolings={"choice": "final"},
         unread=("cls.",),
         pooler=None,
         rope="interleaved",
@@ -280,7 +329,12 @@ KINDS = {
         ignored=("classifier_dropout", "esmfold_config", "vocab_list", "hidden_act"),
         end="encoder.emb_layer_norm_after",
         embed_norm="layer_norm",
-        types=False,
+        norm_flag="emb_layer_norm_before",
+        drops=True,
+        activation="gelu",
+        places="rotary",  # ESM-1 has tables of positions
+        required={"is_folding_model": False, "tie_word_embeddings": True},
+        types=None,
         rope="stored",
         masked_activation="gelu",
         # By each layer's name in older files; transformers 5.23 writes `*` in a number's place.
@@ -297,7 +351,7 @@ KINDS = {
         classes=(),
         unread=("lm_head.",),
         pooler=None,
-        types=False,
+        types=None,
         model="Encoder",
     ),
     "mpnet": Kind(
@@ -306,7 +360,7 @@ KINDS = {
         out="attention.attn.o",
         norms=("attention.LayerNorm", "output.LayerNorm"),
         ignored=("pad_token_id",),
-        types=False,
+        types=None,
         pad=1,
         bias_table="encoder.relative_attention_bias.weight",
     ),

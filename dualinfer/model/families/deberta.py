@@ -1,9 +1,10 @@
 """DeBERTa: scores to which distances add. HF: models/deberta, models/deberta_v2."""
 
+from dataclasses import replace
 from typing import Any
 
 from ...errors import ModelError, shown
-from ..spec import Attention, Head, Layer, Mlp, ModelSpec, Norm, Places
+from ..spec import Attention, Convolution, Head, Layer, Mlp, ModelSpec, Norm, Places
 from ..weights import Row, WeightTable, row
 from . import rows as make
 from .fields import ConfigFields
@@ -22,18 +23,13 @@ _EMBEDDING = "deberta.embeddings.word_embeddings.weight"
 def describe(fields: ConfigFields, architecture: str) -> tuple[ModelSpec, WeightTable]:
     """Spec and weight table of a DeBERTa model, of the first version or a later one."""
     embed, heads, head_dim = fields.split("hidden_size", "num_attention_heads")
-    fields.require("embedding_size", embed)
+    first = fields.family == "deberta"
+    width = fields.size("embedding_size", embed)
+    if first or (architecture.endswith("ForMaskedLM") and not fields.flag("legacy", True)):
+        fields.require("embedding_size", embed)  # there the embedding is the last projection
     fields.require("attention_head_size", head_dim)
     fields.require("talking_head", False)
-    fields.require("conv_kernel_size", 0)  # of the convolution beside v2-xlarge's first layer
-    fields.ignore(
-        "pooler_hidden_size",
-        "conv_act",
-        "conv_groups",
-        "pooler_dropout",
-        "cls_dropout",
-        "padding_idx",
-    )
+    fields.ignore("pooler_hidden_size", "pooler_dropout", "cls_dropout", "padding_idx")
     fields.ignore("hidden_dropout_prob", "attention_probs_dropout_prob", "relative_attention")
     norm = Norm("layer", fields.number("layer_norm_eps"))
     positions = fields.size("max_position_embeddings")
@@ -43,7 +39,10 @@ def describe(fields: ConfigFields, architecture: str) -> tuple[ModelSpec, Weight
     scale = (head_dim * (1 + terms)) ** -0.5
     attention = Attention(heads, heads, head_dim, scale, causal=False, places=places)
     mlp = Mlp(fields.size("intermediate_size"), fields.activation("hidden_act"), gated=False)
-    head, head_rows, ties = _head(fields, architecture, norm, mlp)
+    factored, layer = width != embed, Layer(attention, mlp, norm, "post")
+    head, head_rows, ties = _head(fields, architecture, norm, mlp, factored)
+    layers = [layer] * fields.layers("num_hidden_layers")
+    layers[0] = replace(layer, convolution=_convolution(fields, first))
     types = fields.take("type_vocab_size", 0)
     biased = fields.flag("position_biased_input", True)
     spec = ModelSpec(
@@ -51,11 +50,15 @@ def describe(fields: ConfigFields, architecture: str) -> tuple[ModelSpec, Weight
         architecture=architecture,
         vocab=fields.size("vocab_size"),
         embed=embed,
-        layers=(Layer(attention, mlp, norm, "post"),) * fields.layers("num_hidden_layers"),
+        layers=tuple(layers),
         max_positions=positions,
         learned_positions=positions if biased else 0,
         token_types=fields.size("type_vocab_size") if types else 0,
+        embed_width=width if factored else None,
+        factored=factored,
+        normed="projected" if factored else "sum",
         embed_norm=norm,
+        blanks=layers[0].convolution is not None,
         head=head,
     )
     own = ["^pooler", "^classifier", "^qa_outputs", "^cls", "^lm_predictions", "^mask_predictions"]
@@ -67,12 +70,29 @@ def describe(fields: ConfigFields, architecture: str) -> tuple[ModelSpec, Weight
     return spec, WeightTable(
         spec,
         (*_embeddings(spec, norm), *head_rows),
-        (tuple(_layer(fields.family, attention, norm)),) * len(spec.layers),
+        tuple(tuple(_layer(fields.family, own, norm)) for own in layers),
         base="deberta.",
         renames=(("LayerNorm.weight", "LayerNorm.gamma"), ("LayerNorm.bias", "LayerNorm.beta")),
         unused=tuple(unused),
         tied=ties,
     )
+
+
+def _convolution(fields: ConfigFields, first: bool) -> Convolution | None:
+    """That beside the first layer (v2-xlarge); no code of the first version has one."""
+    if first or not fields.take("conv_kernel_size", 0):
+        fields.require("conv_kernel_size", 0)
+        fields.ignore("conv_act", "conv_groups")
+        return None
+    taps = fields.size("conv_kernel_size")
+    if not taps % 2:
+        raise ModelError(
+            f"config.json has conv_kernel_size={taps}; a convolution beside a layer gives as many "
+            "tokens as it reads, and has an odd number of taps."
+        )
+    fields.require("conv_groups", 1)
+    activation = fields.activation("conv_act") if fields.take("conv_act") else "tanh"
+    return Convolution(taps, activation)
 
 
 def _kinds(fields: ConfigFields) -> list[str]:
@@ -119,13 +139,15 @@ def _places(fields: ConfigFields, kinds: list[str], norm: Norm, positions: int) 
 
 def _embeddings(spec: ModelSpec, norm: Norm) -> list[Row]:
     hf = "deberta.embeddings."
-    rows = [row("embed.weight", "vocab embed", (_EMBEDDING, "vocab embed"))]
+    rows = [row("embed.weight", "vocab inner", (_EMBEDDING, "vocab inner"))]
     for ours, axis, theirs, has in (
         ("positions", "positions", "position_embeddings", spec.learned_positions),
         ("token_types", "types", "token_type_embeddings", spec.token_types),
     ):
-        axes = f"{axis} embed"
+        axes = f"{axis} inner"
         rows += [row(f"{ours}.weight", axes, (f"{hf}{theirs}.weight", axes))] if has else []
+    if spec.factored:
+        rows += make.linear("project_in", f"{hf}embed_proj", "embed width", bias=False)
     rows += make.norm(norm, "embed_norm", f"{hf}LayerNorm")
     places = spec.layers[0].attention.places
     if places is not None:
@@ -135,8 +157,8 @@ def _embeddings(spec: ModelSpec, norm: Norm) -> list[Row]:
     return rows
 
 
-def _layer(family: str, a: Attention, norm: Norm) -> list[Row]:
-    hf = "deberta.encoder.layer.{i}."
+def _layer(family: str, layer: Layer, norm: Norm) -> list[Row]:
+    hf, a = "deberta.encoder.layer.{i}.", layer.attention
     own, first = f"{hf}attention.self.", family == "deberta"
     if first:
         rows = make.by_head("qkv", f"{own}in_proj", bias=False)
@@ -154,11 +176,16 @@ def _layer(family: str, a: Attention, norm: Norm) -> list[Row]:
     rows += make.norm(norm, "attn_norm", f"{hf}attention.output.LayerNorm")
     rows += make.linear("up", f"{hf}intermediate.dense", "ffn embed")
     rows += make.linear("down", f"{hf}output.dense", "embed ffn")
+    if layer.convolution is not None:
+        conv, axes = "deberta.encoder.conv.", "embed embed_in taps"
+        rows.append(row("conv.kernel", axes, (f"{conv}conv.weight", axes)))
+        rows.append(row("conv.bias", "embed", (f"{conv}conv.bias", "embed")))
+        rows += make.norm(norm, "conv_norm", f"{conv}LayerNorm")
     return rows + make.norm(norm, "mlp_norm", f"{hf}output.LayerNorm")
 
 
 def _head(
-    fields: ConfigFields, architecture: str, norm: Norm, mlp: Mlp
+    fields: ConfigFields, architecture: str, norm: Norm, mlp: Mlp, factored: bool
 ) -> tuple[Head | None, list[Row], tuple[tuple[Row, str], ...]]:
     """The head of a HF class, its rows, and those that HF ties."""
     legacy, tied = fields.flag("legacy", True), fields.flag("tie_word_embeddings", True)
@@ -169,7 +196,8 @@ def _head(
         inner = f"{hf}transform." if legacy else hf
         names = f"{inner}dense", f"{inner}LayerNorm", f"{hf}decoder", f"{hf}bias"
         # The later head has no projection but the embedding.
-        return masked_head(norm, activation, names, _EMBEDDING, tied or not legacy)
+        width = "width" if factored else "embed"
+        return masked_head(norm, activation, names, _EMBEDDING, tied or not legacy, width)
     kind = kind_of_head(architecture)
     if kind is None:
         return None, [], ()

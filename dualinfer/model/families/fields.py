@@ -74,6 +74,12 @@ class ConfigFields:
         value = self._values.get(name)
         return default if value is None else value
 
+    def of_family(self, family: str, changes: Mapping[str, Any]) -> "ConfigFields":
+        """The same config as another family's, with some fields changed; what it reads is read."""
+        own = ConfigFields(family, {**self._values, **changes})
+        own._read = self._read
+        return own
+
     def size(self, name: str, default: int | None = None, most: int = _MOST) -> int:
         """A field that must be a positive int, of at most `most`."""
         value = self.take(name, default)

@@ -98,7 +98,7 @@ def places(own: Places, theirs: str) -> Row:
 
 def norm(kind: Norm, ours: str, theirs: str, axis: str = "embed") -> list[Row]:
     """A norm's weight, and its bias where it has one."""
-    parts = ("weight", "bias") if kind.kind == "layer" else ("weight",)
+    parts = ("weight",) if kind.kind == "rms" else ("weight", "bias")
     return [row(f"{ours}.{part}", axis, (f"{theirs}.{part}", axis)) for part in parts]
 
 

@@ -57,9 +57,10 @@ from ...schemes import EightBit, packed, rounds_input
 from ...schemes import eight_bit as in_eight_bits
 from ..cache import BlockCache, CrossCache, FullCache, LatentCache
 from ..sampler import CHANGED, FILTERED, SlotState
-from . import mixtures, primitives
+from . import mixtures
 from .kernel_attention import KernelAttention
 from .plain import PlainOps
+from .schemes import SCHEMES
 
 
 class KernelOps(KernelAttention):
@@ -84,16 +85,16 @@ class KernelOps(KernelAttention):
         "router": "Triton, with norm and choice in one launch",
         "experts": (
             f"Triton, fused, up to {experts_choice.MOST_VECTORS} tokens; above by experts on the "
-            "matrix units; plain where several experts of a token weigh their inputs"
+            "matrix units"
         ),
-        "attention": "cuDNN where it can, else Triton; plain for heads of over 256 elements",
+        "attention": "cuDNN where it can, else Triton",
         "decode_attention": "Triton, split KV, fused with rotary and append",
         "cross_attention": "Triton, split KV, of one token; XLA of more",
         "latent_attention": "Triton, split KV over latent vectors; norm, rotary and append before",
         "sampling": "Triton, threefry2x32; XLA for a prompt's first token",
     }
 
-    def left_plain(self, spec: ModelSpec) -> tuple[str, ...]:
+    def left_plain(self, spec: ModelSpec) -> Mapping[str, str]:
         """See `PlainOps.left_plain`."""
         return left_plain(spec)
 
@@ -110,7 +111,7 @@ class KernelOps(KernelAttention):
             w[n] for n in ("embed.weight", "positions.weight", "token_types.weight") if n in w
         ]
         quantized = any(table.scheme is not None for table in tables)
-        if self.split is not None or spec.embed_width or quantized:
+        if self.split is not None or not spec.adds_tables or quantized:
             return super().embed(spec, w, ids, positions, token_types)
         table = w["embed.weight"].data
         types = "embed.weight" if spec.token_types_from_vocab else "token_types.weight"
@@ -132,7 +133,7 @@ class KernelOps(KernelAttention):
     def norm(self, x: jax.Array, norm: NormOf, residual: jax.Array | None = None) -> jax.Array:
         """See `PlainOps.norm`."""
         rows = math.prod(x.shape[:-1])
-        if rows > linear.MOST_ROWS:
+        if rows > linear.MOST_ROWS or norm.spec.kind == "affine":
             return super().norm(x, norm, residual)
         return self._normed(x, norm, residual, rows)
 
@@ -175,7 +176,7 @@ class KernelOps(KernelAttention):
         if not serves_product(x, weight, by):
             return super().linear(*self._with_values(x, weight), by)
         if rounds_input(weight):
-            x = primitives.SCHEMES.quantize_input(x, weight)
+            x = SCHEMES.quantize_input(x, weight)
         if by.norm is not None and count != 1:
             x, by = self.norm(x, by.norm), by._replace(norm=None)
         return self._launched("matmul", few_rows_launch(self, x, weight, by))
@@ -301,7 +302,7 @@ class KernelOps(KernelAttention):
         codes = packed(weight)
         if codes is None:
             return x, weight
-        x = primitives.SCHEMES.quantize_input(x, weight)
+        x = SCHEMES.quantize_input(x, weight)
         with jax.named_scope("values"):
             matrix, _ = call(quantized.values, codes, x, capability=self.capability)
         return x, Weight(matrix, weight.axes)

@@ -13,6 +13,7 @@ from ....model.weights import Weight
 from ...contract import Routing, Weights
 from ...schemes import of_each, rounds_input
 from . import primitives
+from .schemes import SCHEMES, einsum
 
 # What is multiplied with the experts' down matrices, and these, as several devices take them.
 ShareInput: TypeAlias = Callable[[jax.Array, Weight], tuple[jax.Array, Weight]]
@@ -28,8 +29,8 @@ def route(
     choice_bias: jax.Array | None = None,
 ) -> Routing:
     """The experts that rows of x [..., E] choose, and their weights; see `BlockOps.route`."""
-    matrix = primitives.dequantize(weight).astype(jnp.float32)
-    scores = primitives.einsum("...i,oi->...o", x.astype(jnp.float32), matrix)
+    matrix = SCHEMES.dequantize(weight).astype(jnp.float32)
+    scores = einsum("...i,oi->...o", x.astype(jnp.float32), matrix)
     if bias is not None:
         scores = scores + bias.astype(jnp.float32)
     if router.softcap is not None:
@@ -82,6 +83,30 @@ def blend(routing: Routing, sides: jax.Array, expert: int) -> Routing:
     own = jnp.full_like(experts[..., :1], expert)
     both = jnp.concatenate((weights * sides[..., :1], sides[..., 1:]), -1)
     return Routing(jnp.concatenate((experts, own), -1), both)
+
+
+@jax.named_scope("router")
+def fill(
+    routing: Routing,
+    count: int,
+    capacity: int,
+    mask: jax.Array | None,
+    segments: jax.Array | None,
+) -> Routing:
+    """The routing with weight 0 where an expert is full; see `BlockOps.fill`."""
+    experts, weights = routing
+    chosen = jax.nn.one_hot(experts, count, dtype=jnp.int32).sum(-2)
+    if mask is not None:
+        chosen = chosen * mask[..., None]
+    before = chosen.cumsum(1) - chosen
+    if segments is not None:  # less those before the first token of each
+        places = jnp.arange(chosen.shape[1])
+        changes = segments[:, 1:] != segments[:, :-1]
+        is_first = jnp.pad(changes, ((0, 0), (1, 0)), constant_values=True)
+        first = lax.cummax(jnp.where(is_first, places, 0), axis=1)
+        before = before - jnp.take_along_axis(before, first[..., None], 1)
+    before = jnp.take_along_axis(before, experts, -1)
+    return Routing(experts, jnp.where(before < capacity, weights, 0))
 
 
 @jax.named_scope("experts")
@@ -144,7 +169,7 @@ def experts(
 
     def product(some: jax.Array, expert: jax.Array) -> jax.Array:
         own_down = one_expert(down, expert)
-        return primitives.SCHEMES.product(make(some, expert), own_down, jnp.float32)
+        return SCHEMES.product(make(some, expert), own_down, jnp.float32)
 
     parts = in_blocks(product, parts)
     factors = jnp.ones_like(routing.weights) if mixture.weighs_input else routing.weights

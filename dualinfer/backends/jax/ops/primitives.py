@@ -2,7 +2,7 @@
 
 Their meaning is `dualinfer/kernels/reference.py`. Shapes by letter: see `spec.py`. Profilers and
 the HLO see each by its name, below the layer's. What is done with quantized weights is
-`SCHEMES` alone.
+in schemes.py.
 """
 
 import math
@@ -14,9 +14,8 @@ from jax import lax
 
 from ....model.spec import Activation, Rope
 from ....model.weights import Weight
-from ...cache_codes import CacheCodes
 from ...caches import CacheView
-from ...schemes import BlockArithmetic
+from .schemes import SCHEMES, einsum
 
 _MANY = 64  # rows of a product
 _WHOLE = 1024  # queries whose scores are held at once
@@ -39,116 +38,12 @@ IMPLEMENTATIONS = {
 }
 
 
-def einsum(equation: str, *operands: jax.Array, **kwargs) -> jax.Array:
-    """jnp.einsum in which float32 means float32: no TF32 on a GPU."""
-    exact = lax.Precision.HIGHEST if operands[0].dtype == jnp.float32 else None
-    return jnp.einsum(equation, *operands, precision=exact, **kwargs)
-
-
-class JaxMaths:
-    """See `schemes.Maths`."""
-
-    name = "XLA"
-    stack = staticmethod(jnp.stack)
-    join = staticmethod(jnp.concatenate)
-    round = staticmethod(jnp.round)
-
-    def where(self, condition: jax.Array, a: Any, b: Any, /) -> jax.Array:
-        """See `schemes.Maths`."""
-        return jnp.where(condition, a, b)
-
-    def clip(self, a: jax.Array, low: float, high: float, /) -> jax.Array:
-        """See `schemes.Maths`."""
-        return jnp.clip(a, low, high)
-
-    def wide(self, a: jax.Array) -> jax.Array:
-        """See `schemes.Maths`."""
-        return a.astype(jnp.float32)
-
-    def cast(self, a: jax.Array, dtype: Any) -> jax.Array:
-        """See `schemes.Maths`."""
-        return a.astype(dtype)
-
-    def rounded(self, a: jax.Array, dtype: Any) -> jax.Array:
-        """See `schemes.Maths`."""
-        if dtype == jnp.float32:
-            return a
-        info = jnp.finfo(dtype)  # XLA may drop a cast and its way back
-        y = lax.reduce_precision(a, info.nexp, info.nmant)
-        if dtype != jnp.float16:
-            return y
-        # What is small there is a multiple of 2^-24, and zero here.
-        return jnp.where(abs(a) < 2.0**-14, jnp.round(a * 2.0**24) / 2.0**24, y)
-
-    def float8(self, a: jax.Array, dtype: str) -> jax.Array:
-        """See `schemes.Maths`."""
-        return lax.bitcast_convert_type(a, jnp.dtype(dtype)).astype(jnp.float32)
-
-    def nearest_e4m3(self, a: jax.Array) -> jax.Array:
-        """See `schemes.Maths`."""
-        return jnp.where(abs(a) < 2.0**-6, jnp.round(a * 512) / 512, lax.reduce_precision(a, 8, 3))
-
-    def as_codes(self, a: jax.Array, codes: str) -> jax.Array:
-        """See `schemes.Maths`."""
-        if codes == "int8":
-            return jnp.round(a).astype(jnp.int8)
-        nearest = self.nearest_e4m3(a).astype(jnp.float8_e4m3fn)
-        return lax.bitcast_convert_type(nearest, jnp.uint8)
-
-    def power(self, a: jax.Array, mantissa: int) -> jax.Array:
-        """See `schemes.Maths`."""
-        bits = lax.bitcast_convert_type(a, jnp.int32) + (1 << (22 - mantissa))
-        return lax.bitcast_convert_type(bits & 0x7F800000, jnp.float32)
-
-    def epsilon(self, dtype: Any) -> float:
-        """See `schemes.Maths`."""
-        return float(jnp.finfo(dtype).eps)
-
-    def quotient(self, a: jax.Array, b: jax.Array | float) -> jax.Array:
-        """See `schemes.Maths`."""
-        # XLA would multiply by the reciprocal; it does not see that nothing changes here.
-        return a / jnp.where(jnp.isnan(a), 1, b)
-
-    def table(self, values: tuple[float, ...], codes: jax.Array) -> jax.Array:
-        """See `schemes.Maths`."""
-        return jnp.take(jnp.array(values, jnp.float32), codes.astype(jnp.int32), mode="clip")
-
-    def repeat(self, a: jax.Array, count: int, axis: int) -> jax.Array:
-        """See `schemes.Maths`."""
-        return jnp.repeat(a, count, axis=axis)
-
-    def rows(self, a: jax.Array, ids: jax.Array) -> jax.Array:
-        """See `schemes.Maths`."""
-        return jnp.take(a, ids, axis=0, mode="clip")
-
-    def along(self, a: jax.Array, index: jax.Array) -> jax.Array:
-        """See `schemes.Maths`."""
-        return jnp.take_along_axis(a, index, axis=-1, mode="clip")
-
-    def most(self, a: jax.Array) -> jax.Array:
-        """See `schemes.Maths`."""
-        return jnp.max(a, axis=-1, keepdims=True)
-
-    def pad(self, a: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-        """See `schemes.Maths`."""
-        return jnp.pad(a, [(0, n - m) for n, m in zip(shape, a.shape, strict=True)])
-
-    def product(self, x: jax.Array, matrix: jax.Array, dtype: Any) -> jax.Array:
-        """See `schemes.Maths`."""
-        return einsum("...i,oi->...o", x, matrix, preferred_element_type=dtype)
-
-
-SCHEMES = BlockArithmetic(JaxMaths())
-CACHE_CODES = CacheCodes(JaxMaths())
-dequantize, _product = SCHEMES.dequantize, SCHEMES.product
-
-
 @jax.named_scope("matmul")
 def matmul(x: jax.Array, weight: Weight, bias: jax.Array | None = None) -> jax.Array:
     """x [..., in] times weight [out, in], plus bias [out]; summed in float32, rounded once."""
     if bias is None and math.prod(x.shape[:-1]) > _MANY:  # else XLA writes float32 to memory first
-        return _product(x, weight, x.dtype)
-    y = _product(x, weight, jnp.float32)
+        return SCHEMES.product(x, weight, x.dtype)
+    y = SCHEMES.product(x, weight, jnp.float32)
     if bias is not None:
         y = y + bias.astype(jnp.float32)
     return y.astype(x.dtype)
@@ -168,7 +63,7 @@ def partial_product(x: jax.Array, weight: Weight) -> jax.Array:
     """
     few = math.prod(x.shape[:-1]) <= _MANY
     dtype = jnp.float32 if few else x.dtype
-    return _product(x, weight, dtype)
+    return SCHEMES.product(x, weight, dtype)
 
 
 @jax.named_scope("embed")
@@ -290,11 +185,68 @@ def xielu(
 
 
 @jax.named_scope("convolution")
-def convolution(x: jax.Array, kernel: jax.Array, bias: jax.Array, stride: int) -> jax.Array:
-    """x [B, T, in] with kernel [out, in, 3] over time, zeros around it, plus bias [out]."""
-    exact = lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
-    how: Any = {"dimension_numbers": ("NWC", "OIW", "NWC"), "precision": exact}
-    return lax.conv_general_dilated(x, kernel, (stride,), [(1, 1)], **how) + bias
+def convolution(
+    x: jax.Array,
+    kernel: jax.Array,
+    bias: jax.Array,
+    stride: int,
+    segments: jax.Array | None = None,
+) -> jax.Array:
+    """x [B, T, in] with kernel [out, in, taps] over time, zeros around it, plus bias [out].
+
+    With `segments` [B, T] those of a token's neighbours that are of another count as zeros.
+    """
+    aside = kernel.shape[2] // 2
+    if segments is None:
+        exact = lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
+        how: Any = {"dimension_numbers": ("NWC", "OIW", "NWC"), "precision": exact}
+        return lax.conv_general_dilated(x, kernel, (stride,), [(aside, aside)], **how) + bias
+    around = ((0, 0), (aside, aside))
+    wide, owners = jnp.pad(x, (*around, (0, 0))), jnp.pad(segments, around, constant_values=-1)
+    y, tokens = jnp.zeros((), jnp.float32), x.shape[1]
+    for i in range(kernel.shape[2]):
+        own = (owners[:, i : i + tokens] == segments)[..., None]
+        near = jnp.where(own, wide[:, i : i + tokens], 0)
+        wide_sum: Any = {"preferred_element_type": jnp.float32}
+        y = y + einsum("bti,oi->bto", near, kernel[..., i], **wide_sum)
+    return (y + bias).astype(x.dtype)
+
+
+@jax.named_scope("trigrams")
+def trigrams(x: jax.Array, segments: jax.Array | None) -> jax.Array:
+    """Of each token of x [B, T, W] the next one, itself and the one before: [B, T, 3 W].
+
+    Zeros stand for those beyond a row, or in another of its `segments` [B, T].
+    """
+    behind, ahead = ((0, 0), (0, 1), (0, 0)), ((0, 0), (1, 0), (0, 0))
+    after, before = jnp.pad(x[:, 1:], behind), jnp.pad(x[:, :-1], ahead)
+    if segments is not None:
+        same = (segments[:, 1:] == segments[:, :-1])[..., None]
+        after = jnp.where(jnp.pad(same, behind), after, 0)
+        before = jnp.where(jnp.pad(same, ahead), before, 0)
+    return jnp.concatenate((after, x, before), -1)
+
+
+@jax.named_scope("weave")
+def weave(heads: int, first: jax.Array, second: jax.Array) -> jax.Array:
+    """Packed projections [B, T, 3 H D] and [B, T, 3 H E] as one, head by head: [B, T, 3 H (D + E)].
+
+    Queries of the second are times (D / E)^1/2, so that the scale of the first serves both.
+    """
+    batch, tokens, width = first.shape
+    a, b = (x.reshape(batch, tokens, 3, heads, -1) for x in (first, second))
+    ratio = (width / second.shape[-1]) ** 0.5
+    b = jnp.concatenate((b[:, :, :1] * ratio, b[:, :, 1:]), 2)
+    return jnp.concatenate((a, b), -1).reshape(batch, tokens, -1)
+
+
+@jax.named_scope("weave")
+def unweave(heads: int, x: jax.Array, second: int) -> tuple[jax.Array, jax.Array]:
+    """The parts of heads [B, T, H (D + E)]: the first D and the `second` E elements of each."""
+    batch, tokens, _ = x.shape
+    y = x.reshape(batch, tokens, heads, -1)
+    a, b = y[..., :-second], y[..., -second:]
+    return a.reshape(batch, tokens, -1), b.reshape(batch, tokens, -1)
 
 
 @jax.named_scope("gated_activation")

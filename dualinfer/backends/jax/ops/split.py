@@ -14,6 +14,7 @@ from ..exchange import Exchange
 from ..parallel import Split
 from . import mixtures, primitives
 from .kernels import KernelOps
+from .schemes import SCHEMES
 
 
 class SplitKernelOps(KernelOps):
@@ -66,7 +67,7 @@ class SplitKernelOps(KernelOps):
         """See `PlainOps.row_product`; where it is an exchange it is rounded once."""
         if not self._serves(math.prod(x.shape[:-1]) * weight.shape[0]):
             return super().row_product(x, weight, by)
-        x, weight = primitives.SCHEMES.share_input(x, weight, self.split.most)
+        x, weight = SCHEMES.share_input(x, weight, self.split.most)
         y = self.partial_product(x, weight)
         return self._sum(y, by.bias, by.residual, x.dtype)
 

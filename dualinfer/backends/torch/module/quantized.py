@@ -24,7 +24,7 @@ from ....quantization.formats import Opener
 from ....quantization.packing import pack
 from ....quantization.quantize import Quantizing
 from ....quantization.recipe import HEAD, Recipe
-from ..ops.primitives import SCHEMES
+from ..ops.schemes import SCHEMES
 from .autotp.changes import SurgeryPlan, is_linear, opaque_parts
 from .autotp.guards import refuse_changes
 from .autotp.layers import ColumnLinear, GatheredLinear, RowLinear, is_conv1d

@@ -17,7 +17,7 @@ from ...profiling import Profiler, Stopwatch
 from ..compiling import compile_options, is_optimized
 from ..device import default_dtype, device_name
 from ..graphs import CallGraphs, graph_facts
-from ..ops.primitives import SCHEMES
+from ..ops.schemes import SCHEMES
 from ..parallel import Ranks
 from ..precision import own_precision
 from ..process_groups import forget_graphs_at_exit

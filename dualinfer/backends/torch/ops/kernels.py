@@ -59,6 +59,7 @@ from ..sampler import SlotState
 from . import primitives
 from .kernel_attention import KernelAttention
 from .plain import PlainOps
+from .schemes import SCHEMES
 
 # Of an expert on average, and its ffn: from there torch's products are faster on an H100.
 _GROUPED_PAIRS, _GROUPED_FFN = 256, 2048
@@ -84,13 +85,9 @@ class KernelOps(KernelAttention):
         "router": "Triton, with norm and choice in one launch",
         "experts": (
             f"Triton, fused, up to {experts_choice.MOST_VECTORS} tokens; above by experts on the "
-            "matrix units, prompts of wide ones by torch's grouped_mm; plain where several experts "
-            "of a token weigh their inputs"
+            "matrix units, prompts of wide ones by torch's grouped_mm"
         ),
-        "attention": (
-            "torch's cuDNN or flash attention where they can, else Triton; plain for heads of over "
-            "256 elements"
-        ),
+        "attention": "torch's cuDNN or flash attention where they can, else Triton",
         "decode_attention": "Triton, split KV, fused with rotary and append",
         "cross_attention": f"Triton, split KV, of one token; {primitives.SDPA} of more",
         "latent_attention": "Triton, split KV over latent vectors; norm, rotary and append before",
@@ -111,7 +108,7 @@ class KernelOps(KernelAttention):
         """What serves each op, and where the kernels' configurations come from."""
         return {**self._IMPLEMENTATIONS, "configurations": str(self.configurations)}
 
-    def left_plain(self, spec: ModelSpec) -> tuple[str, ...]:
+    def left_plain(self, spec: ModelSpec) -> Mapping[str, str]:
         """See `PlainOps.left_plain`."""
         return left_plain(spec)
 
@@ -146,6 +143,8 @@ class KernelOps(KernelAttention):
         self, x: torch.Tensor, norm: NormOf, residual: torch.Tensor | None = None
     ) -> torch.Tensor:
         """See `PlainOps.norm`."""
+        if norm.spec.kind == "affine":
+            return super().norm(x, norm, residual)
         return self._normed(x, norm, residual)
 
     @named("norm")
@@ -185,7 +184,7 @@ class KernelOps(KernelAttention):
         if by.norm is not None and (count != 1 or rounds):
             x, by = self.norm(x, by.norm), by._replace(norm=None)
         if rounds:
-            x = primitives.SCHEMES.quantize_input(x, weight)
+            x = SCHEMES.quantize_input(x, weight)
         if not serves_product(x, weight, by):
             matrix = weight.data if codes is None else quantized.values(codes, x)
             return self._wide_product(x, matrix, by)
@@ -390,6 +389,6 @@ def grouped_product(x: torch.Tensor, weight: torch.Tensor, ends: torch.Tensor) -
 
 
 def reads_tables(spec: ModelSpec, w: Weights) -> bool:
-    """Whether a kernel embeds: no product comes between (OPT-350m's), and no table is quantized."""
+    """Whether a kernel embeds: nothing comes between (OPT-350m), and no table is quantized."""
     tables = (w[n] for n in ("embed.weight", "positions.weight", "token_types.weight") if n in w)
-    return not spec.embed_width and all(table.scheme is None for table in tables)
+    return spec.adds_tables and all(table.scheme is None for table in tables)

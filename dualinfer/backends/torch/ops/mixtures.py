@@ -13,6 +13,7 @@ from ...contract import Routing, Weights
 from ...schemes import of_each, rounds_input
 from ..profiling import named
 from . import primitives
+from .schemes import SCHEMES
 
 # What is multiplied with the experts' down matrices, and these, as several ranks take them.
 ShareInput: TypeAlias = Callable[[torch.Tensor, Weight], tuple[torch.Tensor, Weight]]
@@ -27,7 +28,7 @@ def route(
     choice_bias: torch.Tensor | None = None,
 ) -> Routing:
     """The experts that rows of x [..., E] choose, and their weights; see `BlockOps.route`."""
-    matrix = primitives.dequantize(weight).float()
+    matrix = SCHEMES.dequantize(weight).float()
     scores = F.linear(x.float(), matrix, None if bias is None else bias.float())
     if router.softcap is not None:
         scores = router.softcap * torch.tanh(scores / router.softcap)
@@ -80,6 +81,29 @@ def blend(routing: Routing, sides: torch.Tensor, expert: int) -> Routing:
     own = experts.new_full((*experts.shape[:-1], 1), expert)
     both = torch.cat((weights * sides[..., :1], sides[..., 1:]), -1)
     return Routing(torch.cat((experts, own), -1), both)
+
+
+@named("router")
+def fill(
+    routing: Routing,
+    count: int,
+    capacity: int,
+    mask: torch.Tensor | None,
+    segments: torch.Tensor | None,
+) -> Routing:
+    """The routing with weight 0 where an expert is full; see `BlockOps.fill`."""
+    experts, weights = routing
+    chosen = F.one_hot(experts.long(), count).sum(-2)
+    if mask is not None:
+        chosen = chosen * mask[..., None]
+    before = chosen.cumsum(1) - chosen
+    if segments is not None:  # less those before the first token of each
+        places = torch.arange(chosen.shape[1], device=chosen.device).expand_as(segments)
+        is_first = F.pad(segments[:, 1:] != segments[:, :-1], (1, 0), value=True)
+        first = torch.where(is_first, places, 0).cummax(1)[0]
+        before = before - before.gather(1, first[..., None].expand_as(before))
+    before = before.gather(-1, experts.long())
+    return Routing(experts, torch.where(before < capacity, weights, 0))
 
 
 @named("experts")

@@ -1,35 +1,20 @@
-"""The ops of the contract, composed of torch primitives; kernels.py has the same by Triton."""
+"""Attention and sampling, composed of torch primitives; kernels.py has the same by Triton."""
 
-from collections.abc import Hashable, Mapping, Sequence
-from contextlib import AbstractContextManager
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Hashable
+from typing import Any, NamedTuple
 
 import torch
-from torch.nn import functional as F
 
-from ....model.spec import Activation, Attention, Experts, Gate, ModelSpec, Router
+from ....model.spec import Attention, ModelSpec
 from ....model.weights import Weight
 from ...base import SamplingFeatures
-from ...caches import CacheSpec, CacheView, CrossView
-from ...contract import (
-    ALONE,
-    LatentQkv,
-    LayerAttention,
-    Neighbours,
-    NormOf,
-    Routing,
-    Unnormed,
-    Weights,
-)
+from ...caches import CacheView, CrossView
+from ...contract import LatentQkv, LayerAttention, Neighbours
 from .. import sampler
-from ..parallel import Split
 from ..params import Params
-from ..profiling import span
 from ..sampler import SlotState
-from . import mixtures, primitives
-
-if TYPE_CHECKING:
-    from ..exchange import Exchange
+from . import primitives
+from .plain_blocks import PlainBlocks
 
 
 class Chunk(NamedTuple):
@@ -39,334 +24,8 @@ class Chunk(NamedTuple):
     slot: int
 
 
-class PlainOps:
-    """Fused ops on any device, as primitives of torch one after another; see `contract.Ops`."""
-
-    cache_kinds: frozenset[str] = frozenset()  # that kernels know
-    cache_codes: frozenset[str] = frozenset()  # likewise, where a cache keeps codes
-    implementations: Mapping[str, str] = primitives.IMPLEMENTATIONS
-    kernels = ""  # whose, for people
-    reads_codes: str | None = None  # by kernels: how, for people
-
-    def __init__(self, split: Split | None = None):
-        self.split = split  # None: one rank has the whole model
-        self.exchange: Exchange | None = None  # peer to peer, of kernels alone
-
-    def clear(self) -> None:
-        """Let go of memory on the device."""
-
-    def left_plain(self, spec: ModelSpec) -> tuple[str, ...]:
-        """The ops that kernels serve in other models, and not in this one."""
-        return ()
-
-    def knows(self, cache: CacheSpec | CacheView) -> bool:
-        """Whether kernels write and read a cache; then `attend` takes chunks."""
-        return cache.kind in self.cache_kinds and (
-            not cache.codes or cache.codes in self.cache_codes
-        )
-
-    def span(self, name: str) -> AbstractContextManager[Any]:
-        """See `contract.BlockOps.span`: `dualinfer::name`."""
-        return span(name)
-
-    def embed(
-        self,
-        spec: ModelSpec,
-        w: Weights,
-        ids: torch.Tensor,
-        positions: torch.Tensor,
-        token_types: torch.Tensor | None,
-    ) -> torch.Tensor:
-        """See `contract.BlockOps.embed`."""
-        x = self._tokens(ids, w["embed.weight"])
-        if spec.embed_scale != 1:
-            x = x * torch.tensor(spec.embed_scale, dtype=x.dtype)
-        return self._with_positions(spec, w, x, positions, token_types)
-
-    def embed_given(
-        self,
-        spec: ModelSpec,
-        w: Weights,
-        embeds: torch.Tensor,
-        positions: torch.Tensor,
-        token_types: torch.Tensor | None,
-        blend: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        """See `contract.BlockOps.embed_given`."""
-        if spec.patches is not None:
-            embeds = primitives.patches(embeds, w["patches.kernel"], w.get("patches.bias"))
-            if learned := spec.patches.learned:
-                first = w["class_token"]
-                if spec.patches.registers:
-                    first = torch.cat((first[None], w["registers"]))
-                first = first.expand(len(embeds), learned, -1)
-                embeds = torch.cat((first, embeds[:, learned:]), dim=1)
-        if spec.scales_embeds:
-            embeds = embeds * torch.tensor(spec.embed_scale, dtype=embeds.dtype)
-        return self._with_positions(spec, w, embeds, positions, token_types, blend)
-
-    def _with_positions(
-        self,
-        spec: ModelSpec,
-        w: Weights,
-        x: torch.Tensor,
-        positions: torch.Tensor,
-        token_types: torch.Tensor | None,
-        blend: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        """Embedded tokens in the layers' width, plus their types and positions."""
-        if spec.embed_width and not spec.factored:
-            x = primitives.matmul(x, w["project_in.weight"])
-        if token_types is not None:
-            if spec.token_types_from_vocab:
-                x = x + self._tokens(token_types, w["embed.weight"])
-            else:
-                x = x + primitives.embed(token_types, w["token_types.weight"])
-        if blend is not None:
-            return x + primitives.blend(blend, w["positions.weight"])[None].to(x.dtype)
-        if spec.learned_positions:  # ended slots stay where they are, free ones at 0
-            at = positions.clamp(max=spec.learned_positions - 1)
-            x = x + primitives.embed(at + spec.position_offset, w["positions.weight"])
-        return x
-
-    def _tokens(self, ids: torch.Tensor, weight: Weight) -> torch.Tensor:
-        """Rows of the embedding, of which each rank has some."""
-        if self.split is None:
-            return primitives.embed(ids, weight)
-        rows, here = self.split.is_here(ids)
-        vectors = primitives.embed(rows, weight)
-        return self.split.sum(torch.where(here[..., None], vectors, 0))
-
-    def read_by_layers(
-        self, spec: ModelSpec, w: Weights, ids: torch.Tensor, x: torch.Tensor
-    ) -> torch.Tensor:
-        """See `contract.BlockOps.read_by_layers`."""
-        own = self._tokens(ids, w["layers_embed.weight"])
-        each = spec.layers[0].reads
-        own = own * torch.tensor(each**0.5, dtype=own.dtype)
-        y = self.linear(x, w["layers_project.weight"]) * spec.embed**-0.5
-        y, own = (part.unflatten(-1, (-1, each)) for part in (y, own))
-        y = self.norm(y, NormOf.named(spec.layers[0].norm, w, "layers_norm"))
-        return ((y + own) * 2**-0.5).movedim(-2, 0).contiguous()
-
-    def norm(
-        self, x: torch.Tensor, norm: NormOf, residual: torch.Tensor | None = None
-    ) -> torch.Tensor:
-        """See `contract.BlockOps.norm`."""
-        if residual is not None:
-            x = residual + x
-        if norm.spec.kind == "rms":
-            return primitives.rms_norm(x, norm.weight, norm.spec.eps, norm.spec.unit_offset)
-        return primitives.layer_norm(
-            x, norm.weight, norm.bias, norm.spec.eps, norm.spec.unit_offset
-        )
-
-    def norm_shared(self, x: torch.Tensor, norm: NormOf, width: int) -> torch.Tensor:
-        """See `contract.BlockOps.norm_shared`."""
-        if self.split is None:
-            return self.norm(x, norm)
-        assert norm.spec.kind == "rms"
-        squares = self.split.sum(x.float().square().sum(-1)) / width
-        return primitives.rms_norm(x, norm.weight, norm.spec.eps, norm.spec.unit_offset, squares)
-
-    def pool(
-        self,
-        x: torch.Tensor,
-        weights: torch.Tensor,
-        segments: torch.Tensor | None = None,
-        count: int = 1,
-        largest: bool = False,
-    ) -> torch.Tensor:
-        """See `contract.BlockOps.pool`."""
-        return primitives.pool(x, weights, segments, count, largest)
-
-    def repeat(self, x: torch.Tensor, rows: int) -> torch.Tensor:
-        """See `contract.BlockOps.repeat`."""
-        return x.expand(rows, *x.shape[1:])
-
-    def like(self, x: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
-        """See `contract.BlockOps.like`."""
-        return x.to(other.dtype)
-
-    def linear(self, x: torch.Tensor, weight: Weight, by: Neighbours = ALONE) -> torch.Tensor:
-        """See `contract.BlockOps.linear`."""
-        y = self.matmul(self.norm(x, by.norm) if by.norm else x, weight, by.bias)
-        if by.activation is not None:
-            y = (primitives.gated_activation if by.gated else primitives.activation)(
-                y, by.activation
-            )
-        if by.residual is not None:
-            y = by.residual + y
-        return y.float() if by.wide else y
-
-    def read(
-        self, x: Unnormed, weight: Weight, by: Neighbours
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """See `contract.BlockOps.read`."""
-        normed = self.norm(x.y, x.norm, x.residual)
-        return self.linear(normed, weight, by), normed
-
-    def matmul(self, x: torch.Tensor, weight: Weight, bias: torch.Tensor | None) -> torch.Tensor:
-        """x [..., in] times weight [out, in], plus bias [out]."""
-        return primitives.matmul(x, weight, bias)
-
-    def row_product(self, x: torch.Tensor, weight: Weight, by: Neighbours = ALONE) -> torch.Tensor:
-        """See `contract.BlockOps.row_product`."""
-        if self.split is None:
-            return self.linear(x, weight, by)
-        x, weight = primitives.SCHEMES.share_input(x, weight, self.split.most)
-        y = self.split.sum(self.linear(x, weight))
-        if by.bias is not None:
-            y = y + by.bias
-        return y if by.residual is None else by.residual + y
-
-    def partial_product(self, x: torch.Tensor, weight: Weight) -> torch.Tensor:
-        """See `contract.BlockOps.partial_product`."""
-        return self.linear(*self._share_input(x, weight))
-
-    def _share_input(self, x: torch.Tensor, weight: Weight) -> tuple[torch.Tensor, Weight]:
-        """A rank's columns of a product's input, quantized as all of them, and the weight."""
-        if self.split is None:
-            return x, weight
-        return primitives.SCHEMES.share_input(x, weight, self.split.most)
-
-    def route(
-        self,
-        x: torch.Tensor,
-        weight: Weight,
-        router: Router,
-        *,
-        bias: torch.Tensor | None = None,
-        choice_bias: torch.Tensor | None = None,
-        norm: NormOf | None = None,
-    ) -> Routing:
-        """See `contract.BlockOps.route`."""
-        return mixtures.route(self.norm(x, norm) if norm else x, weight, router, bias, choice_bias)
-
-    def blend(self, routing: Routing, sides: Routing, expert: int) -> Routing:
-        """See `contract.BlockOps.blend`."""
-        return mixtures.blend(routing, sides.weights, expert)
-
-    def experts(
-        self,
-        x: torch.Tensor,
-        mixture: Experts,
-        w: Weights,
-        routing: Routing,
-        by: Neighbours = ALONE,
-        partial: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        """See `contract.BlockOps.experts`."""
-        rows = self.norm(x, by.norm) if by.norm else x
-        own = None if self.split is None else self.split.own_experts(mixture.count)
-        if own is None and mixture.zeros:
-            own = 0, mixture.count
-        y = mixtures.experts(rows, mixture, w, routing, self._share_input, own)
-        if partial is not None:
-            y = y + partial
-        if self.split is not None:
-            y = self.split.sum(y)
-        if (bias := w.get("experts.down.bias")) is not None:
-            y = y + mixtures.biases(bias, routing)
-        y = y.to(x.dtype)
-        return y if by.residual is None else by.residual + y
-
-    def adds_shared(self, x: torch.Tensor, mixture: Experts, w: Weights) -> bool:
-        """See `contract.BlockOps.adds_shared`."""
-        return False
-
-    def gate(
-        self,
-        y: torch.Tensor,
-        x: torch.Tensor,
-        weight: Weight,
-        norm: NormOf | None = None,
-        by: Gate = "sigmoid",
-    ) -> torch.Tensor:
-        """See `contract.BlockOps.gate`."""
-        gate = self.linear(x, weight, Neighbours(norm=norm, wide=True))
-        gate = gate.sigmoid() if by == "sigmoid" else F.softplus(gate)
-        if 1 < gate.shape[-1] < y.shape[-1]:
-            gate = gate.repeat_interleave(y.shape[-1] // gate.shape[-1], -1)
-        return (y * gate).to(y.dtype)
-
-    def add(self, x: torch.Tensor, y: torch.Tensor, norm: NormOf | None = None) -> torch.Tensor:
-        """See `contract.BlockOps.add`."""
-        return x + (y if norm is None else self.norm(y, norm))
-
-    def norm_values(self, a: Attention, qkv: torch.Tensor, norm: NormOf) -> torch.Tensor:
-        """See `contract.BlockOps.norm_values`."""
-        values = qkv[..., -a.qkv_sizes[2] :].unflatten(-1, (-1, a.head_dim))
-        values.copy_(PlainOps.norm(self, values, norm))
-        return qkv
-
-    def with_keys_of(self, a: Attention, q: torch.Tensor, qkv: torch.Tensor) -> torch.Tensor:
-        """See `contract.BlockOps.with_keys_of`."""
-        queries = a.qkv_sizes[0]
-        return torch.cat((q[..., :queries], qkv[..., queries:]), -1)
-
-    def widen_values(self, a: Attention, qkv: torch.Tensor) -> torch.Tensor:
-        """See `contract.BlockOps.widen_values`."""
-        others, values = qkv.split((sum(a.qkv_sizes[:2]), a.qkv_sizes[2]), -1)
-        values = values.unflatten(-1, (a.kv_heads, -1)) * a.value_scale
-        values = F.pad(values, (0, a.head_dim - values.shape[-1]))
-        return torch.cat((others, values.flatten(-2)), -1)
-
-    def narrow_values(self, a: Attention, y: torch.Tensor) -> torch.Tensor:
-        """See `contract.BlockOps.narrow_values`."""
-        return y.unflatten(-1, (a.heads, -1))[..., : a.value_dim].flatten(-2)
-
-    def double_heads(self, a: Attention, qkv: torch.Tensor) -> torch.Tensor:
-        """See `contract.BlockOps.double_heads`."""
-        heads = qkv.unflatten(-1, (-1, a.head_dim))
-        q, k, v = heads.split((a.heads, a.kv_heads, a.kv_heads), -2)
-        q = q.unflatten(-2, (a.kv_heads, 1, -1)).expand(*q.shape[:-2], a.kv_heads, 2, -1, -1)
-        k = k[..., None, :].expand(*k.shape[:-1], 2, -1)
-        v = v.unflatten(-2, (2, -1)).transpose(-2, -3)
-        parts = q.flatten(-4), k.flatten(-3), torch.cat((v, v), -3).flatten(-3)
-        return torch.cat(parts, -1)
-
-    def subtract_heads(
-        self, a: Attention, y: torch.Tensor, vectors: Sequence[torch.Tensor]
-    ) -> torch.Tensor:
-        """See `contract.BlockOps.subtract_heads`."""
-        assert a.difference is not None
-        q1, k1, q2, k2 = vectors
-        less, more = ((q * k).float().sum(-1).exp().to(y.dtype) for q, k in ((q2, k2), (q1, k1)))
-        y = y.unflatten(-1, (a.kv_heads, 2, -1, a.head_dim)).transpose(-2, -3)
-        first, second = y.flatten(-2).flatten(-3, -2).chunk(2, -2)
-        left = first - (more - less + a.difference) * second
-        ones = left.new_ones(2 * a.head_dim)
-        normed = primitives.rms_norm(left, ones, a.difference_eps)
-        return ((1 - a.difference) * normed).flatten(-2)
-
-    def clip(self, x: torch.Tensor, limit: float) -> torch.Tensor:
-        """See `contract.BlockOps.clip`."""
-        return x.clamp_(-limit, limit)
-
-    def xielu(self, x: torch.Tensor, numbers: Sequence[torch.Tensor]) -> torch.Tensor:
-        """See `contract.BlockOps.xielu`."""
-        return primitives.xielu(x, *numbers)
-
-    def convolve(
-        self,
-        x: torch.Tensor,
-        kernel: torch.Tensor,
-        bias: torch.Tensor,
-        stride: int,
-        activation: Activation,
-    ) -> torch.Tensor:
-        """See `contract.BlockOps.convolve`."""
-        y = primitives.convolution(x, kernel, bias, stride)
-        return primitives.activation(y, activation)
-
-    def softcap(self, logits: torch.Tensor, cap: float) -> torch.Tensor:
-        """See `contract.BlockOps.softcap`."""
-        return (torch.tanh(logits.float() / cap) * cap).to(logits.dtype)
-
-    def gather_logits(self, logits: torch.Tensor) -> torch.Tensor:
-        """See `contract.BlockOps.gather_logits`."""
-        return logits if self.split is None else self.split.gather_logits(logits)
+class PlainOps(PlainBlocks):
+    """All that a model's steps compute with, on any device; see `contract.Ops`."""
 
     def layer_attention(self, spec: ModelSpec, params: Params, index: int) -> LayerAttention:
         """See `contract.Ops.layer_attention`."""
@@ -405,7 +64,7 @@ class PlainOps:
         if not a.norm_turned:
             q, k = self._norm_heads(layer, q, k)
         if a.clip is not None and a.clip_normed:
-            q, k, v = (PlainOps.clip(self, part, a.clip) for part in (q, k, v))
+            q, k, v = (PlainBlocks.clip(self, part, a.clip) for part in (q, k, v))
         if a.rope:
             cos, sin = angles[a.rope]
             q, k = (primitives.rotary(x, cos, sin, a.rope.interleaved) for x in (q, k))
@@ -423,10 +82,13 @@ class PlainOps:
         if q_norm is None or k_norm is None:
             return q, k
         if layer.spec.qk_norm_over != "all":
-            return PlainOps.norm(self, q, q_norm), PlainOps.norm(self, k, k_norm)
+            return PlainBlocks.norm(self, q, q_norm), PlainBlocks.norm(self, k, k_norm)
         parts = q.flatten(-2), k.flatten(-2)
         if layer.whole is None:
-            a, b = PlainOps.norm(self, parts[0], q_norm), PlainOps.norm(self, parts[1], k_norm)
+            a, b = (
+                PlainBlocks.norm(self, parts[0], q_norm),
+                PlainBlocks.norm(self, parts[1], k_norm),
+            )
             return a.view_as(q), b.view_as(k)
         assert self.split is not None and q_norm.spec.kind == "rms"
         queries, keys, part = layer.whole
@@ -464,7 +126,7 @@ class PlainOps:
         if a.growth:
             q = q * angles[a.growth][..., None, None].to(q.dtype)
         key = primitives.rotary(key[:, :, None], cos, sin, turn)[:, :, 0]
-        shared = torch.cat((PlainOps.norm(self, vector, layer.latent_norm), key), -1)
+        shared = torch.cat((PlainBlocks.norm(self, vector, layer.latent_norm), key), -1)
         if cache is not None and lengths is not None:
             primitives.append(cache, shared, shared, lengths)
         elif cache is not None:

@@ -1,21 +1,17 @@
 """The ops of the torch decoder, in plain torch; a kernel takes the place of one by its signature.
 
 Their meaning is `dualinfer/kernels/reference.py`. Shapes by letter: see `spec.py`. What is done
-with quantized weights is `SCHEMES` alone.
+with quantized weights is in schemes.py.
 """
-
-from functools import cache
-from typing import Any
 
 import torch
 from torch.nn import functional as F
 
 from ....model.spec import Activation, Rope
 from ....model.weights import Weight
-from ...cache_codes import CacheCodes
 from ...caches import CacheView
-from ...schemes import BlockArithmetic
 from ..profiling import named
+from .schemes import SCHEMES
 
 SDPA = "torch.nn.functional.scaled_dot_product_attention"
 IMPLEMENTATIONS = {
@@ -34,103 +30,6 @@ IMPLEMENTATIONS = {
     "latent_attention": f"{SDPA} over latent vectors, a head's matrices before and behind it",
     "sampling": "plain torch, threefry2x32",
 }
-
-
-class TorchMaths:
-    """See `schemes.Maths`."""
-
-    name = "torch"
-    stack = staticmethod(torch.stack)
-    join = staticmethod(torch.cat)
-    round = staticmethod(torch.round)
-
-    def where(self, condition: torch.Tensor, a: Any, b: Any, /) -> torch.Tensor:
-        """See `schemes.Maths`."""
-        return torch.where(condition, a, b)
-
-    def clip(self, a: torch.Tensor, low: float, high: float, /) -> torch.Tensor:
-        """See `schemes.Maths`."""
-        return torch.clamp(a, low, high)
-
-    def wide(self, a: torch.Tensor) -> torch.Tensor:
-        """See `schemes.Maths`."""
-        return a.float()
-
-    def cast(self, a: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """See `schemes.Maths`."""
-        return a.to(dtype)
-
-    def rounded(self, a: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """See `schemes.Maths`."""
-        return a.to(dtype).float()
-
-    def float8(self, a: torch.Tensor, dtype: str) -> torch.Tensor:
-        """See `schemes.Maths`."""
-        return a.view(getattr(torch, dtype)).float()
-
-    def nearest_e4m3(self, a: torch.Tensor) -> torch.Tensor:
-        """See `schemes.Maths`."""
-        return a.to(torch.float8_e4m3fn).float()
-
-    def as_codes(self, a: torch.Tensor, codes: str) -> torch.Tensor:
-        """See `schemes.Maths`."""
-        if codes == "int8":
-            return a.round().to(torch.int8)
-        return a.to(torch.float8_e4m3fn).view(torch.uint8)
-
-    def power(self, a: torch.Tensor, mantissa: int) -> torch.Tensor:
-        """See `schemes.Maths`."""
-        bits = a.view(torch.int32) + (1 << (22 - mantissa))
-        return (bits & 0x7F800000).view(torch.float32)
-
-    def epsilon(self, dtype: torch.dtype) -> float:
-        """See `schemes.Maths`."""
-        return torch.finfo(dtype).eps
-
-    def quotient(self, a: torch.Tensor, b: torch.Tensor | float) -> torch.Tensor:
-        """See `schemes.Maths`."""
-        if not isinstance(b, torch.Tensor):  # on a GPU torch multiplies by a number's reciprocal
-            b = a.new_full((), b)
-        return a / b
-
-    def table(self, values: tuple[float, ...], codes: torch.Tensor) -> torch.Tensor:
-        """See `schemes.Maths`."""
-        return _table(values, codes.device)[codes.int()]
-
-    def repeat(self, a: torch.Tensor, count: int, axis: int) -> torch.Tensor:
-        """See `schemes.Maths`."""
-        return a.repeat_interleave(count, dim=axis)
-
-    def rows(self, a: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
-        """See `schemes.Maths`."""
-        return a[ids]
-
-    def along(self, a: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
-        """See `schemes.Maths`."""
-        return torch.take_along_dim(a, index.long(), dim=-1)
-
-    def most(self, a: torch.Tensor) -> torch.Tensor:
-        """See `schemes.Maths`."""
-        return a.amax(-1, keepdim=True)
-
-    def pad(self, a: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
-        """See `schemes.Maths`."""
-        return F.pad(a, (0, shape[-1] - a.shape[-1]))
-
-    def product(self, x: torch.Tensor, matrix: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """See `schemes.Maths`."""
-        return F.linear(x, matrix)
-
-
-@cache
-def _table(values: tuple[float, ...], device: torch.device) -> torch.Tensor:
-    """Made once: a CUDA graph may not capture a copy from the host."""
-    return torch.tensor(values, dtype=torch.float32, device=device)
-
-
-SCHEMES = BlockArithmetic(TorchMaths())
-CACHE_CODES = CacheCodes(TorchMaths())
-dequantize = SCHEMES.dequantize
 
 
 @named("matmul")
@@ -265,10 +164,62 @@ def xielu(
 
 @named("convolution")
 def convolution(
-    x: torch.Tensor, kernel: torch.Tensor, bias: torch.Tensor, stride: int
+    x: torch.Tensor,
+    kernel: torch.Tensor,
+    bias: torch.Tensor,
+    stride: int,
+    segments: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """x [B, T, in] with kernel [out, in, 3] over time, zeros around it, plus bias [out]."""
-    return F.conv1d(x.transpose(1, 2), kernel, bias, stride, padding=1).transpose(1, 2).contiguous()
+    """x [B, T, in] with kernel [out, in, taps] over time, zeros around it, plus bias [out].
+
+    With `segments` [B, T] those of a token's neighbours that are of another count as zeros.
+    """
+    aside = kernel.shape[2] // 2
+    if segments is None:
+        y = F.conv1d(x.transpose(1, 2), kernel, bias, stride, padding=aside)
+        return y.transpose(1, 2).contiguous()
+    wide, tokens = F.pad(x, (0, 0, aside, aside)), x.shape[1]
+    owners, near = F.pad(segments, (aside, aside), value=-1), []
+    for i in range(kernel.shape[2]):
+        own = owners[:, i : i + tokens] == segments
+        near.append(wide[:, i : i + tokens] * own[..., None])
+    return F.linear(torch.cat(near, -1), kernel.transpose(1, 2).flatten(1), bias)
+
+
+@named("trigrams")
+def trigrams(x: torch.Tensor, segments: torch.Tensor | None) -> torch.Tensor:
+    """Of each token of x [B, T, W] the next one, itself and the one before: [B, T, 3 W].
+
+    Zeros stand for those beyond a row, or in another of its `segments` [B, T].
+    """
+    after, before = F.pad(x[:, 1:], (0, 0, 0, 1)), F.pad(x[:, :-1], (0, 0, 1, 0))
+    if segments is not None:
+        same = (segments[:, 1:] == segments[:, :-1])[..., None]
+        after = after * F.pad(same, (0, 0, 0, 1))
+        before = before * F.pad(same, (0, 0, 1, 0))
+    return torch.cat((after, x, before), -1)
+
+
+@named("weave")
+def weave(heads: int, first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
+    """Packed projections [B, T, 3 H D] and [B, T, 3 H E] as one, head by head: [B, T, 3 H (D + E)].
+
+    Queries of the second are times (D / E)^1/2, so that the scale of the first serves both.
+    """
+    batch, tokens, width = first.shape
+    a, b = (x.reshape(batch, tokens, 3, heads, -1) for x in (first, second))
+    ratio = (width / second.shape[-1]) ** 0.5
+    b = torch.cat((b[:, :, :1] * ratio, b[:, :, 1:]), 2)
+    return torch.cat((a, b), -1).reshape(batch, tokens, -1)
+
+
+@named("weave")
+def unweave(heads: int, x: torch.Tensor, second: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The parts of heads [B, T, H (D + E)]: the first D and the `second` E elements of each."""
+    batch, tokens, _ = x.shape
+    y = x.reshape(batch, tokens, heads, -1)
+    a, b = y[..., :-second], y[..., -second:]
+    return a.reshape(batch, tokens, -1), b.reshape(batch, tokens, -1)
 
 
 @named("gated_activation")

@@ -14,8 +14,9 @@ from ...kernels import serves_product
 from ..exchange import Exchange
 from ..parallel import Split
 from ..profiling import named
-from . import mixtures, primitives
+from . import mixtures
 from .kernels import KernelOps, reads_tables
+from .schemes import SCHEMES
 
 
 class SplitKernelOps(KernelOps):
@@ -89,7 +90,7 @@ class SplitKernelOps(KernelOps):
     @named("matmul")
     def row_product(self, x: torch.Tensor, weight: Weight, by: Neighbours = ALONE) -> torch.Tensor:
         """See `PlainOps.row_product`; few rows are summed in float32, by a kernel."""
-        x, weight = primitives.SCHEMES.share_input(x, weight, self.split.most)
+        x, weight = SCHEMES.share_input(x, weight, self.split.most)
         values = x.numel() // x.shape[-1] * weight.shape[0]
         wide = serves_product(x, weight, ALONE) and self._exchange_for(values) is not None
         partial = self.linear(x, weight, Neighbours(wide=wide))

@@ -37,7 +37,7 @@ from ...slots import bucket
 from ..cache import FullCache, LatentCache
 from ..device import free_bytes
 from ..ops.kernels import KernelOps, takes_groups
-from ..ops.primitives import CACHE_CODES
+from ..ops.schemes import CACHE_CODES
 from ..params import Params
 
 DECODE_ROWS = (1, 2, 4, 8, 16, 32)
@@ -159,6 +159,17 @@ class _Recorder:
     ) -> torch.Tensor:
         return self.embed(spec, w, positions, positions, token_types)
 
+    def embed_trigrams(
+        self,
+        spec: ModelSpec,
+        w: Weights,
+        x: torch.Tensor,
+        positions: torch.Tensor,
+        token_types: torch.Tensor | None,
+        segments: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        return self.embed(spec, w, positions, positions, token_types)
+
     def read_by_layers(
         self, spec: ModelSpec, w: Weights, ids: torch.Tensor, x: torch.Tensor
     ) -> torch.Tensor:
@@ -229,6 +240,16 @@ class _Recorder:
     def blend(self, routing: Routing, sides: Routing, expert: int) -> Routing:
         return routing
 
+    def fill(
+        self,
+        routing: Routing,
+        count: int,
+        capacity: int,
+        mask: torch.Tensor | None = None,
+        segments: torch.Tensor | None = None,
+    ) -> Routing:
+        return routing
+
     def experts(
         self,
         x: torch.Tensor,
@@ -282,6 +303,27 @@ class _Recorder:
     ) -> torch.Tensor:
         return x[:, :count]
 
+    def embed_page(
+        self, spec: ModelSpec, w: Weights, positions: torch.Tensor, token_types: torch.Tensor
+    ) -> torch.Tensor:
+        weight = w["page_positions.weight"]
+        shape = *positions.shape, weight.shape[1]
+        return torch.empty(shape, dtype=weight.dtype, device=positions.device)
+
+    def weave(self, heads: int, first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
+        return torch.cat((first, second), -1)
+
+    def unweave(
+        self, heads: int, x: torch.Tensor, second: int
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        return x[..., : -heads * second], x[..., -heads * second :]
+
+    def parted(self, x: torch.Tensor, at: int) -> tuple[torch.Tensor, torch.Tensor]:
+        return x[..., :at], x[..., at:]
+
+    def join(self, *parts: torch.Tensor) -> torch.Tensor:
+        return torch.cat(parts, -1)
+
     def like(self, x: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
         return x
 
@@ -295,6 +337,7 @@ class _Recorder:
         bias: torch.Tensor,
         stride: int,
         activation: Activation,
+        segments: torch.Tensor | None = None,
     ) -> torch.Tensor:
         return x.new_empty((x.shape[0], x.shape[1] // stride, kernel.shape[0]))
 

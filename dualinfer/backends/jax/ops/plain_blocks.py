@@ -1,0 +1,443 @@
+"""The ops of the decoder's blocks, composed of XLA's primitives; kernels.py has them by Triton."""
+
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, Self
+
+import jax
+import jax.numpy as jnp
+
+from ....model.spec import Activation, Attention, Experts, Gate, ModelSpec, Router
+from ....model.weights import Weight
+from ...caches import CacheSpec, CacheView
+from ...contract import ALONE, Neighbours, NormOf, Routing, Unnormed, Weights
+from ..exchange import Exchange
+from ..parallel import Split
+from . import mixtures, primitives
+from .schemes import SCHEMES
+
+
+class PlainBlocks:
+    """Fused ops on any device, as primitives of XLA, traced; see `contract.BlockOps`."""
+
+    cache_kinds: frozenset[str] = frozenset()  # that kernels know
+    cache_codes: frozenset[str] = frozenset()  # likewise, where a cache keeps codes
+    implementations: Mapping[str, str] = primitives.IMPLEMENTATIONS
+    kernels = ""  # whose, for people
+    reads_codes: str | None = None  # by kernels: how, for people
+    holds_scores = True  # of all pairs of tokens, while a layer attends
+    modes: tuple[int, ...] = ()  # of sampling, that want loops of their own; none: one has them all
+
+    def __init__(self, split: Split | None = None) -> None:
+        self.split = split  # None: a device has the whole model
+        self.exchange: Exchange | None = None  # peer to peer, of kernels alone
+        if split is not None:
+            self.implementations = {**self.implementations, "sum over devices": "XLA"}
+
+    def left_plain(self, spec: ModelSpec) -> Mapping[str, str]:
+        """The ops that kernels serve in other models, and not in this one; see `served`."""
+        return {}
+
+    def knows(self, cache: CacheSpec | CacheView) -> bool:
+        """Whether kernels write and read a cache."""
+        return cache.kind in self.cache_kinds and (
+            not cache.codes or cache.codes in self.cache_codes
+        )
+
+    def make_scratch(self, pairs: int, mailboxes: jax.Array | None = None) -> Any:
+        """What `using` needs for so many pairs of slot and KV head; a pytree, perhaps empty.
+
+        `mailboxes` are those of `Params`, this device's row [1, ...].
+        """
+        return None
+
+    def using(self, scratch: Any) -> Self:
+        """These ops for one trace; `scratch` of the result is what a next one goes on with."""
+        return self
+
+    @property
+    def scratch(self) -> Any:
+        """Scratch memory after the ops traced so far."""
+        return None
+
+    def given_up(self) -> jax.Array | None:
+        """int32 [1], not 0 once this device gave up an exchange; None where there is none."""
+        return None
+
+    def span(self, name: str) -> AbstractContextManager[Any]:
+        """See `contract.BlockOps.span`."""
+        return jax.named_scope(name)
+
+    def embed(
+        self,
+        spec: ModelSpec,
+        w: Weights,
+        ids: jax.Array,
+        positions: jax.Array,
+        token_types: jax.Array | None,
+    ) -> jax.Array:
+        """See `contract.BlockOps.embed`."""
+        x = self._tokens(ids, w["embed.weight"])
+        if spec.embed_scale != 1:
+            x = x * jnp.asarray(spec.embed_scale, x.dtype)
+        return self._with_positions(spec, w, x, positions, token_types)
+
+    def embed_given(
+        self,
+        spec: ModelSpec,
+        w: Weights,
+        embeds: jax.Array,
+        positions: jax.Array,
+        token_types: jax.Array | None,
+        blend: jax.Array | None = None,
+    ) -> jax.Array:
+        """See `contract.BlockOps.embed_given`."""
+        if spec.patches is not None:
+            embeds = primitives.patches(embeds, w["patches.kernel"], w.get("patches.bias"))
+            if learned := spec.patches.learned:
+                shape = len(embeds), learned, embeds.shape[-1]
+                first = w["class_token"]
+                if spec.patches.registers:
+                    first = jnp.concatenate((first[None], w["registers"]))
+                first = jnp.broadcast_to(first, shape)
+                embeds = jnp.concatenate((first, embeds[:, learned:]), axis=1)
+        if spec.scales_embeds:
+            embeds = embeds * jnp.asarray(spec.embed_scale, embeds.dtype)
+        return self._with_positions(spec, w, embeds, positions, token_types, blend)
+
+    def embed_trigrams(
+        self,
+        spec: ModelSpec,
+        w: Weights,
+        x: jax.Array,
+        positions: jax.Array,
+        token_types: jax.Array | None,
+        segments: jax.Array | None = None,
+    ) -> jax.Array:
+        """See `contract.BlockOps.embed_trigrams`."""
+        if x.ndim == 2:
+            x = self._tokens(x, w["embed.weight"])
+        x = primitives.trigrams(x, segments)
+        by = Neighbours(w["project_in.bias"])
+        x = PlainBlocks.linear(self, x, w["project_in.weight"], by)
+        return self._with_positions(spec, w, x, positions, token_types)
+
+    def _with_positions(
+        self,
+        spec: ModelSpec,
+        w: Weights,
+        x: jax.Array,
+        positions: jax.Array,
+        token_types: jax.Array | None,
+        blend: jax.Array | None = None,
+    ) -> jax.Array:
+        """Embedded tokens in the layers' width, plus their types and positions."""
+        if spec.normed == "tokens":
+            assert spec.embed_norm is not None
+            x = PlainBlocks.norm(self, x, NormOf.named(spec.embed_norm, w, "embed_norm"))
+        if spec.projects:
+            x = primitives.matmul(x, w["project_in.weight"])
+        if token_types is not None:
+            if spec.boxes:
+                token_types, boxes = self._boxes(w, token_types)
+                if spec.page is None:
+                    for rows in boxes:
+                        x = x + rows
+            if spec.token_types_from_vocab:
+                x = x + self._tokens(token_types, w["embed.weight"])
+            else:
+                x = x + primitives.embed(token_types, w["token_types.weight"])
+        if blend is not None:
+            return x + primitives.blend(blend, w["positions.weight"])[None].astype(x.dtype)
+        if spec.learned_positions:
+            x = x + primitives.embed(positions + spec.position_offset, w["positions.weight"])
+        return x
+
+    def _boxes(self, w: Weights, token_types: jax.Array) -> tuple[jax.Array, list[jax.Array]]:
+        """Types of tokens, and rows for left, upper, right, lower, height and width."""
+        boxes = jnp.zeros((*token_types.shape, 4), jnp.int32)
+        if token_types.ndim == 3:
+            token_types, boxes = token_types[..., 0], token_types[..., 1:]
+        left, upper, right, lower = (boxes[..., i] for i in range(4))
+        edges = ("x", left), ("y", upper), ("x", right), ("y", lower)
+        sides = ("h", lower - upper), ("w", right - left)
+        rows = [primitives.embed(at, w[f"boxes.{x}.weight"]) for x, at in (*edges, *sides)]
+        return token_types, rows
+
+    def embed_page(
+        self, spec: ModelSpec, w: Weights, positions: jax.Array, token_types: jax.Array
+    ) -> jax.Array:
+        """See `contract.BlockOps.embed_page`."""
+        _, boxes = self._boxes(w, token_types)
+        by = Neighbours(w["page_project.bias"])
+        y = PlainBlocks.linear(self, self.join(*boxes), w["page_project.weight"], by)
+        return y + primitives.embed(positions, w["page_positions.weight"])
+
+    def _tokens(self, ids: jax.Array, weight: Weight) -> jax.Array:
+        """Rows of the embedding, of which each device has some."""
+        if self.split is None:
+            return primitives.embed(ids, weight)
+        rows, here = self.split.is_here(ids)
+        return self.split.sum(jnp.where(here[..., None], primitives.embed(rows, weight), 0))
+
+    def read_by_layers(
+        self, spec: ModelSpec, w: Weights, ids: jax.Array, x: jax.Array
+    ) -> jax.Array:
+        """See `contract.BlockOps.read_by_layers`."""
+        own = self._tokens(ids, w["layers_embed.weight"])
+        each = spec.layers[0].reads
+        own = own * jnp.asarray(each**0.5, own.dtype)
+        y = self.linear(x, w["layers_project.weight"]) * spec.embed**-0.5
+        y, own = (part.reshape(*part.shape[:-1], -1, each) for part in (y, own))
+        y = PlainBlocks.norm(self, y, NormOf.named(spec.layers[0].norm, w, "layers_norm"))
+        return jnp.moveaxis((y + own) * 2**-0.5, -2, 0)
+
+    def norm(self, x: jax.Array, norm: NormOf, residual: jax.Array | None = None) -> jax.Array:
+        """See `contract.BlockOps.norm`."""
+        if residual is not None:
+            x = residual + x
+        if norm.spec.kind == "affine":
+            return x * norm.weight + norm.bias
+        if norm.spec.kind == "rms":
+            return primitives.rms_norm(x, norm.weight, norm.spec.eps, norm.spec.unit_offset)
+        return primitives.layer_norm(
+            x, norm.weight, norm.bias, norm.spec.eps, norm.spec.unit_offset
+        )
+
+    def norm_shared(self, x: jax.Array, norm: NormOf, width: int) -> jax.Array:
+        """See `contract.BlockOps.norm_shared`."""
+        if self.split is None:
+            return self.norm(x, norm)
+        assert norm.spec.kind == "rms"
+        squares = self.split.sum(jnp.square(x.astype(jnp.float32)).sum(-1)) / width
+        return primitives.rms_norm(x, norm.weight, norm.spec.eps, norm.spec.unit_offset, squares)
+
+    def pool(
+        self,
+        x: jax.Array,
+        weights: jax.Array,
+        segments: jax.Array | None = None,
+        count: int = 1,
+        largest: bool = False,
+    ) -> jax.Array:
+        """See `contract.BlockOps.pool`."""
+        return primitives.pool(x, weights, segments, count, largest)
+
+    def repeat(self, x: jax.Array, rows: int) -> jax.Array:
+        """See `contract.BlockOps.repeat`."""
+        return jnp.broadcast_to(x, (rows, *x.shape[1:]))
+
+    def weave(self, heads: int, first: jax.Array, second: jax.Array) -> jax.Array:
+        """See `contract.BlockOps.weave`."""
+        return primitives.weave(heads, first, second)
+
+    def unweave(self, heads: int, x: jax.Array, second: int) -> tuple[jax.Array, jax.Array]:
+        """See `contract.BlockOps.unweave`."""
+        return primitives.unweave(heads, x, second)
+
+    def parted(self, x: jax.Array, at: int) -> tuple[jax.Array, jax.Array]:
+        """See `contract.BlockOps.parted`."""
+        return x[..., :at], x[..., at:]
+
+    def join(self, *parts: jax.Array) -> jax.Array:
+        """See `contract.BlockOps.join`."""
+        return jnp.concatenate(parts, -1)
+
+    def like(self, x: jax.Array, other: jax.Array) -> jax.Array:
+        """See `contract.BlockOps.like`."""
+        return x.astype(other.dtype)
+
+    def linear(self, x: jax.Array, weight: Weight, by: Neighbours = ALONE) -> jax.Array:
+        """See `contract.BlockOps.linear`."""
+        y = self.matmul(PlainBlocks.norm(self, x, by.norm) if by.norm else x, weight, by.bias)
+        if by.activation is not None:
+            y = (primitives.gated_activation if by.gated else primitives.activation)(
+                y, by.activation
+            )
+        if by.residual is not None:
+            y = by.residual + y
+        return y.astype(jnp.float32) if by.wide else y
+
+    def read(self, x: Unnormed, weight: Weight, by: Neighbours) -> tuple[jax.Array, jax.Array]:
+        """See `contract.BlockOps.read`."""
+        normed = self.norm(x.y, x.norm, x.residual)
+        return self.linear(normed, weight, by), normed
+
+    def matmul(self, x: jax.Array, weight: Weight, bias: jax.Array | None) -> jax.Array:
+        """x [..., in] times weight [out, in], plus bias [out]."""
+        return primitives.matmul(x, weight, bias)
+
+    def row_product(self, x: jax.Array, weight: Weight, by: Neighbours = ALONE) -> jax.Array:
+        """See `contract.BlockOps.row_product`."""
+        if self.split is None:
+            return self.linear(x, weight, by)
+        y = self.split.sum(self.partial_product(x, weight))
+        if by.bias is not None:
+            y = y + by.bias.astype(y.dtype)
+        y = y.astype(x.dtype)
+        return y if by.residual is None else by.residual + y
+
+    def partial_product(self, x: jax.Array, weight: Weight) -> jax.Array:
+        """See `contract.BlockOps.partial_product`; float32 where rows are few."""
+        return primitives.partial_product(*self._share_input(x, weight))
+
+    def _share_input(self, x: jax.Array, weight: Weight) -> tuple[jax.Array, Weight]:
+        """A device's columns of a product's input, quantized as all of them, and the weight."""
+        if self.split is None:
+            return x, weight
+        return SCHEMES.share_input(x, weight, self.split.most)
+
+    def route(
+        self,
+        x: jax.Array,
+        weight: Weight,
+        router: Router,
+        *,
+        bias: jax.Array | None = None,
+        choice_bias: jax.Array | None = None,
+        norm: NormOf | None = None,
+    ) -> Routing:
+        """See `contract.BlockOps.route`."""
+        rows = self.norm(x, norm) if norm else x
+        return mixtures.route(rows, weight, router, bias, choice_bias)
+
+    def blend(self, routing: Routing, sides: Routing, expert: int) -> Routing:
+        """See `contract.BlockOps.blend`."""
+        return mixtures.blend(routing, sides.weights, expert)
+
+    def fill(
+        self,
+        routing: Routing,
+        count: int,
+        capacity: int,
+        mask: jax.Array | None = None,
+        segments: jax.Array | None = None,
+    ) -> Routing:
+        """See `contract.BlockOps.fill`."""
+        return mixtures.fill(routing, count, capacity, mask, segments)
+
+    def experts(
+        self,
+        x: jax.Array,
+        mixture: Experts,
+        w: Weights,
+        routing: Routing,
+        by: Neighbours = ALONE,
+        partial: jax.Array | None = None,
+    ) -> jax.Array:
+        """See `contract.BlockOps.experts`."""
+        rows = self.norm(x, by.norm) if by.norm else x
+        own = None if self.split is None else self.split.own_experts(mixture.count)
+        if own is None and mixture.zeros:
+            own = jnp.array((0, mixture.count), jnp.int32)
+        y = mixtures.experts(rows, mixture, w, routing, self._share_input, own)
+        if partial is not None:
+            y = y + partial.astype(jnp.float32)
+        if self.split is not None:
+            y = self.split.sum(y)
+        if (bias := w.get("experts.down.bias")) is not None:
+            y = y + mixtures.biases(bias, routing)
+        y = y.astype(x.dtype)
+        return y if by.residual is None else by.residual + y
+
+    def adds_shared(self, x: jax.Array, mixture: Experts, w: Weights) -> bool:
+        """See `contract.BlockOps.adds_shared`."""
+        return False
+
+    def gate(
+        self,
+        y: jax.Array,
+        x: jax.Array,
+        weight: Weight,
+        norm: NormOf | None = None,
+        by: Gate = "sigmoid",
+    ) -> jax.Array:
+        """See `contract.BlockOps.gate`."""
+        gate = self.linear(x, weight, Neighbours(norm=norm, wide=True))
+        gate = jax.nn.sigmoid(gate) if by == "sigmoid" else jax.nn.softplus(gate)
+        if 1 < gate.shape[-1] < y.shape[-1]:
+            gate = jnp.repeat(gate, y.shape[-1] // gate.shape[-1], axis=-1)
+        return (y.astype(jnp.float32) * gate).astype(y.dtype)
+
+    def add(self, x: jax.Array, y: jax.Array, norm: NormOf | None = None) -> jax.Array:
+        """See `contract.BlockOps.add`."""
+        return x + (y if norm is None else self.norm(y, norm))
+
+    def norm_values(self, a: Attention, qkv: jax.Array, norm: NormOf) -> jax.Array:
+        """See `contract.BlockOps.norm_values`."""
+        others, values = jnp.split(qkv, (qkv.shape[-1] - a.qkv_sizes[2],), axis=-1)
+        heads = values.reshape(*values.shape[:-1], -1, a.head_dim)
+        normed = PlainBlocks.norm(self, heads, norm).reshape(values.shape)
+        return jnp.concatenate((others, normed), axis=-1)
+
+    def with_keys_of(self, a: Attention, q: jax.Array, qkv: jax.Array) -> jax.Array:
+        """See `contract.BlockOps.with_keys_of`."""
+        queries = a.qkv_sizes[0]
+        return jnp.concatenate((q[..., :queries], qkv[..., queries:]), axis=-1)
+
+    def widen_values(self, a: Attention, qkv: jax.Array) -> jax.Array:
+        """See `contract.BlockOps.widen_values`."""
+        others, values = jnp.split(qkv, (sum(a.qkv_sizes[:2]),), axis=-1)
+        heads = values.reshape(*values.shape[:-1], a.kv_heads, -1) * a.value_scale
+        beside = [(0, 0)] * (heads.ndim - 1) + [(0, a.head_dim - heads.shape[-1])]
+        heads = jnp.pad(heads, beside).reshape(*values.shape[:-1], -1)
+        return jnp.concatenate((others, heads), axis=-1)
+
+    def narrow_values(self, a: Attention, y: jax.Array) -> jax.Array:
+        """See `contract.BlockOps.narrow_values`."""
+        heads = y.reshape(*y.shape[:-1], a.heads, -1)[..., : a.value_dim]
+        return heads.reshape(*y.shape[:-1], -1)
+
+    def double_heads(self, a: Attention, qkv: jax.Array) -> jax.Array:
+        """See `contract.BlockOps.double_heads`."""
+        lead = qkv.shape[:-1]
+        q, k, v = jnp.split(qkv, (a.qkv_sizes[0], sum(a.qkv_sizes[:2])), axis=-1)
+        q = jnp.repeat(q.reshape(*lead, a.kv_heads, 1, -1), 2, axis=-2)
+        k = jnp.repeat(k.reshape(*lead, a.kv_heads, 1, -1), 2, axis=-2)
+        v = v.reshape(*lead, 2, -1, a.head_dim).swapaxes(-2, -3)
+        parts = q, k, jnp.concatenate((v, v), axis=-3)
+        return jnp.concatenate([part.reshape(*lead, -1) for part in parts], axis=-1)
+
+    def subtract_heads(self, a: Attention, y: jax.Array, vectors: Sequence[jax.Array]) -> jax.Array:
+        """See `contract.BlockOps.subtract_heads`."""
+        assert a.difference is not None
+        q1, k1, q2, k2 = vectors
+        more, less = (
+            jnp.exp((q * k).astype(jnp.float32).sum(-1)).astype(y.dtype)
+            for q, k in ((q1, k1), (q2, k2))
+        )
+        lead = y.shape[:-1]
+        heads = y.reshape(*lead, a.kv_heads, 2, -1, a.head_dim).swapaxes(-2, -3)
+        first, second = jnp.split(heads.reshape(*lead, a.heads, -1), 2, axis=-2)
+        left = first - (more - less + a.difference) * second
+        normed = primitives.rms_norm(left, jnp.ones_like(left[..., :1]), a.difference_eps)
+        return ((1 - a.difference) * normed).reshape(*lead, -1)
+
+    def clip(self, x: jax.Array, limit: float) -> jax.Array:
+        """See `contract.BlockOps.clip`."""
+        return jnp.clip(x, -limit, limit)
+
+    def xielu(self, x: jax.Array, numbers: Sequence[jax.Array]) -> jax.Array:
+        """See `contract.BlockOps.xielu`."""
+        return primitives.xielu(x, *numbers)
+
+    def convolve(
+        self,
+        x: jax.Array,
+        kernel: jax.Array,
+        bias: jax.Array,
+        stride: int,
+        activation: Activation,
+        segments: jax.Array | None = None,
+    ) -> jax.Array:
+        """See `contract.BlockOps.convolve`."""
+        y = primitives.convolution(x, kernel, bias, stride, segments)
+        return primitives.activation(y, activation)
+
+    def softcap(self, logits: jax.Array, cap: float) -> jax.Array:
+        """See `contract.BlockOps.softcap`."""
+        return (jnp.tanh(logits.astype(jnp.float32) / cap) * cap).astype(logits.dtype)
+
+    def gather_logits(self, logits: jax.Array) -> jax.Array:
+        """See `contract.BlockOps.gather_logits`."""
+        return logits if self.split is None else self.split.gather_logits(logits)

@@ -1,0 +1,99 @@
+"""LiLT: RoBERTa with a second stream, of where tokens lie on a page. HF source: models/lilt."""
+
+from ...errors import ModelError
+from ..spec import Attention, Layer, Mlp, ModelSpec, Norm, Page
+from ..weights import Row, WeightTable, row
+from . import rows as make
+from .fields import ConfigFields
+from .heads import Classifier, kind_of_head, make_head
+
+_ENDS = ("ForSequenceClassification", "ForTokenClassification", "ForQuestionAnswering")
+CLASSES = {"lilt": tuple(f"Lilt{end}" for end in ("Model", *_ENDS))}
+_QKV = {"q": "query", "k": "key", "v": "value"}
+_BASE, _LAYER = "lilt.", "lilt.encoder.layer.{i}."
+
+
+def describe(fields: ConfigFields, architecture: str) -> tuple[ModelSpec, WeightTable]:
+    """Spec and weight table of a LiLT model."""
+    embed, heads, head_dim = fields.split("hidden_size", "num_attention_heads")
+    ratio, ffn = fields.size("channel_shrink_ratio"), fields.size("intermediate_size")
+    if embed % 6 or head_dim % ratio or ffn < ratio:
+        raise ModelError(
+            f"config.json has hidden_size={embed}, {heads} heads, intermediate_size={ffn} and "
+            f"channel_shrink_ratio={ratio}; expected a width of six equal parts, and heads of a "
+            "multiple of the ratio."
+        )
+    positions, pad = fields.size("max_position_embeddings"), fields.take("pad_token_id", 0)
+    if type(pad) is not int or not 0 <= pad < positions - 1:
+        raise ModelError(f"config.json has pad_token_id={pad!r}; expected an id of the vocabulary.")
+    fields.ignore("hidden_dropout_prob", "attention_probs_dropout_prob", "classifier_dropout")
+    fields.require("position_embedding_type", "absolute")
+    norm, mlp = Norm("layer", fields.number("layer_norm_eps")), fields.activation("hidden_act")
+    page = Page(embed // ratio, ffn // ratio, head_dim // ratio)
+    both = head_dim + page.head_dim
+    attention = Attention(heads, heads, both, head_dim**-0.5, causal=False)
+    layer = Layer(attention, Mlp(ffn, mlp, gated=False), norm, "paged", page=page)
+    kind, pooler = kind_of_head(architecture), f"{_BASE}pooler.dense"
+    head, head_rows = None, make.linear("pooler", pooler, "embed embed_in")
+    if kind == "sequence":
+        own = Classifier("classifier.out_proj", "classifier.dense", "tanh")
+        head, head_rows = make_head(fields, kind, own, "first")
+    elif kind is not None:
+        own = Classifier("qa_outputs" if kind == "span" else "classifier")
+        head, head_rows = make_head(fields, kind, own, None)
+    spec = ModelSpec(
+        family="lilt",
+        architecture=architecture,
+        vocab=fields.size("vocab_size"),
+        embed=embed,
+        layers=(layer,) * fields.layers("num_hidden_layers"),
+        max_positions=positions - pad - 1,
+        learned_positions=positions,
+        pad=pad,
+        token_types=fields.size("type_vocab_size"),
+        boxes=fields.size("max_2d_position_embeddings"),
+        embed_norm=norm,
+        head=head,
+    )
+    return spec, WeightTable(
+        spec,
+        (*_embeddings(norm), *head_rows),
+        (tuple(_layer(norm)),) * len(spec.layers),
+        base=_BASE,
+        unused=(r"embeddings\.position_ids$", *(() if head is None else (r"(^|\.)pooler\.",))),
+        optional="pooler.",
+    )
+
+
+def _embeddings(norm: Norm) -> list[Row]:
+    hf, page = f"{_BASE}embeddings.", f"{_BASE}layout_embeddings."
+    tables = [
+        ("embed", "vocab embed", f"{hf}word_embeddings"),
+        ("positions", "positions embed", f"{hf}position_embeddings"),
+        ("token_types", "types embed", f"{hf}token_type_embeddings"),
+        ("page_positions", "positions page", f"{page}box_position_embeddings"),
+        *((f"boxes.{x}", "boxes sixth", f"{page}{x}_position_embeddings") for x in "xyhw"),
+    ]
+    rows = [row(f"{ours}.weight", axes, (f"{x}.weight", axes)) for ours, axes, x in tables]
+    rows += make.norm(norm, "embed_norm", f"{hf}LayerNorm")
+    rows += make.linear("page_project", f"{page}box_linear_embeddings", "page embed")
+    return rows + make.norm(norm, "page_norm", f"{page}LayerNorm", "page")
+
+
+def _layer(norm: Norm) -> list[Row]:
+    """Both streams' rows; HF's names of the second begin with `layout_`."""
+    rows, own = [], f"{_LAYER}attention.self."
+    for ours, theirs, stream, width, ffn in (
+        ("", "", "text", "embed", "ffn"),
+        ("page_", "layout_", "page", "page", "page_ffn"),
+    ):
+        parts = {f"{stream}_{x}": theirs + name for x, name in _QKV.items()}
+        rows += make.joined(f"{ours}qkv", own + "{p}", parts, bias=True, width=width)
+        out = f"{_LAYER}attention.{theirs}output"
+        rows += make.linear(f"{ours}out", f"{out}.dense", f"{width} {stream}_q")
+        rows += make.norm(norm, f"{ours}attn_norm", f"{out}.LayerNorm", width)
+        up, down = f"{_LAYER}{theirs}intermediate.dense", f"{_LAYER}{theirs}output"
+        rows += make.linear(f"{ours}up", up, f"{ffn} {width}")
+        rows += make.linear(f"{ours}down", f"{down}.dense", f"{width} {ffn}")
+        rows += make.norm(norm, f"{ours}mlp_norm", f"{down}.LayerNorm", width)
+    return rows
