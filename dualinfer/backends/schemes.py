@@ -285,6 +285,8 @@ class BlockArithmetic:
                 how = f"plain {self._m.name}, made values within the product"
                 if kernels and packed(leaf) is not None:
                     how = kernels
+                    if rounds_input(leaf) and _knows_input(leaf.scheme.activation):
+                        how += ", or Triton in 8 bits"
                 elif _scales_rows(leaf):
                     how = f"plain {self._m.name}, codes multiplied, results scaled"
                 ways[f"matmul, {leaf.scheme.name}"] = how
@@ -348,7 +350,7 @@ def eight_bit(weight: Weight, count: int, itemsize: int) -> EightBit | None:
     if not isinstance(scheme, BlockScheme):
         return None
     how, known = scheme.activation, packed(weight)
-    if how is None or known is None or how.zeros or how.outer or how.powers or how.inverse:
+    if how is None or known is None or not _knows_input(how):
         return None
     block = how.block if how.dynamic else 0
     if not eight_bit.serves(known, how.codes, block):
@@ -356,6 +358,11 @@ def eight_bit(weight: Weight, count: int, itemsize: int) -> EightBit | None:
     if not eight_bit.pays(count, itemsize, known, block):
         return None
     return EightBit(known, block, None if how.dynamic else weight.beside["input"])
+
+
+def _knows_input(how: Any) -> bool:
+    """Whether the kernels in 8 bits quantize inputs so: an `Activation`."""
+    return not (how.zeros or how.outer or how.powers or how.inverse)
 
 
 def packed(weight: Weight) -> Any:

@@ -95,7 +95,6 @@ def _table(fields: ConfigFields, spec: ModelSpec) -> WeightTable:
             *feed,
         )
 
-    without = "|".join(str(mixture.count + i) for i in range(mixture.zeros))
     table = make.causal_table(
         spec,
         (),
@@ -104,6 +103,6 @@ def _table(fields: ConfigFields, spec: ModelSpec) -> WeightTable:
         tied=fields.flag("tie_word_embeddings", False),
         base="model.",
         # transformers keeps gates, which nobody reads, of experts without weights.
-        unused=[r"^model\.mtp", *([rf"\.experts\.({without})\."] if without else [])],
+        unused=[r"^model\.mtp", r"\.experts\.\d+\.(gate|up)_proj\."],
     )
     return replace(table, layers=tuple(rows_of(i) for i in range(len(spec.layers))))

@@ -84,9 +84,8 @@ class RoundedMatrix(StoredMatrix):
         """What values are times before they are rounded: 1 over their mean, in float32."""
         if self._mean is None:
             values = np.abs(self._from.read(self._name).astype(np.float32))
-            mean = values.mean(dtype=np.float64).astype(np.float32)
-            self._mean = np.maximum(mean, np.float32(_LEAST))
-        return np.float32(1) / np.float32(self._mean)
+            self._mean = np.float32(max(float(values.mean(dtype=np.float64)), _LEAST))
+        return np.float32(1) / self._mean
 
     def codes(self, rows: slice, columns: slice) -> np.ndarray:
         """See QuantizedMatrix."""

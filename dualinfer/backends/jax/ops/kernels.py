@@ -69,8 +69,7 @@ class KernelOps(KernelAttention):
     cache_kinds = frozenset({FullCache.kind, BlockCache.kind, CrossCache.kind, LatentCache.kind})
     kernels = "Triton"
     reads_codes = (
-        f"Triton, fused, up to {quantized.MOST_ROWS} rows; above XLA, with values by Triton, or "
-        "Triton in 8 bits where inputs are quantized"
+        f"Triton, fused, up to {quantized.MOST_ROWS} rows; above XLA, with values by Triton"
     )
     holds_scores = False
     modes = (CHANGED, FILTERED)  # without and with the launches that look for top-k and top-p

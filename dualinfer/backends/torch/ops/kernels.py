@@ -71,8 +71,7 @@ class KernelOps(KernelAttention):
     cache_kinds = frozenset({FullCache.kind, BlockCache.kind, CrossCache.kind, LatentCache.kind})
     kernels = "Triton"
     reads_codes = (
-        f"Triton, fused, up to {quantized.MOST_ROWS} rows; above cuBLAS, with values by Triton, or "
-        "Triton in 8 bits where inputs are quantized"
+        f"Triton, fused, up to {quantized.MOST_ROWS} rows; above cuBLAS, with values by Triton"
     )
     _IMPLEMENTATIONS: Mapping[str, str] = {
         **PlainOps.implementations,
