@@ -327,7 +327,8 @@ def _origin(model: Any, described: Described, watch: Watch | None = None) -> Ori
         if now is None:
             raise ModelError(
                 "The model that this engine was made of is gone, so that nothing can be read "
-                "again. Keep it as long as refresh() is to be called, or make a new engine."
+                "again. Keep it as long as refresh() or save_pretrained() is to be called, or make "
+                "a new engine."
             )
         return describe_fused(now, settings, [])[2:]
 

@@ -173,6 +173,14 @@ def to_jax(value: Any, device: Any) -> Any:
     return jax.device_put(value, device)
 
 
+def ids_to_jax(ids: np.ndarray, device: Any) -> Any:
+    """Integers of the host as an int32 array on a JAX device, whatever guard of transfers is on."""
+    import jax
+
+    with jax.transfer_guard("allow"):
+        return jax.device_put(ids.astype(np.int32), device)
+
+
 def _reaches(device: Any, tensor: Any) -> bool:
     """True if the JAX device's platform has the device on which a torch tensor lies."""
     import jax

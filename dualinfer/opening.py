@@ -20,7 +20,13 @@ from .errors import ConfigError, DualinferError, ModelError, UnservedError, warn
 from .model.deepspeed_moe import MoeLayer, describe_layers, with_layers
 from .model.families import describe_model
 from .model.hf_module import check_parts, check_values, check_wrapper, class_names, see_through
-from .model.load_plan import LoadPlan, TensorSource, make_load_plan, with_stored_turns
+from .model.load_plan import (
+    LoadPlan,
+    TensorSource,
+    make_load_plan,
+    with_stored_order,
+    with_stored_turns,
+)
 from .model.spec import ModelSpec
 from .model.weights import WeightTable
 from .quantization.formats import Opener
@@ -109,6 +115,7 @@ def describe(found: HFModel, settings: InferenceConfig, notes: list[str]) -> Des
     stored_as = source = fit(found.open_source(), wanted_by_table(table, config))
     notes.extend(source.notes)
     spec, table = with_stored_turns(spec, table, source)
+    table = with_stored_order(table, source)
     adapters = [*found.own_adapters(), *open_adapters(settings)]
     source, table, more = open_as_held(source, table, config, recipe, found.quantize, adapters)
     notes.extend(more)

@@ -10,6 +10,7 @@ _LENGTH = {"max_position_embeddings": None, "max_seq_len": 128}
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "biogpt": ("BioGpt", {"num_key_value_heads": None, "tie_word_embeddings": False}),
     "codegen": ("CodeGen", {**_OWN, "num_attention_heads": 12, "rotary_dim": 4, "n_inner": 99}),
+    "ctrl": ("CTRL", {**_OWN, "dff": 77, "layer_norm_epsilon": 0.1}),
     "falcon": ("Falcon", {**_OWN, "activation": "gelu_new", "bias": True}),
     "falcon in a row": ("Falcon", {**_OWN, "parallel_attn": False, "tie_word_embeddings": False}),
     "falcon with alibi": (

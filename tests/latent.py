@@ -42,6 +42,12 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         {**_SIZES, **_EXPERTS, "n_group": 1, "topk_group": 1, "rope_interleave": False},
     ),
     "axk1": ("AXK1", {**_SIZES, **_EXPERTS, "mlp_layer_types": ["dense", "sparse"]}),
+    "longcat_flash": (
+        "LongcatFlash",
+        {**_SIZES, **_EXPERTS, "n_shared_experts": None, "n_group": None, "topk_group": None}
+        | {"num_hidden_layers": 4, "num_layers": 2, "head_dim": 10, "zero_expert_num": 4}
+        | {"attention_bias": True, "routed_scaling_factor": 1.7, "rope_parameters": _YARN},
+    ),
     "minicpm3": ("MiniCPM3", {**_SIZES, "scale_emb": 3, "dim_model_base": 40, "mlp_bias": True}),
     "mistral4": (
         "Mistral4",

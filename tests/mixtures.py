@@ -124,6 +124,13 @@ CASES = {
         | {"mlp_layer_types": ["sparse"] * 2, "shared_expert_intermediate_size": 27}
         | {"rope_parameters": {"full_attention": YARN}},
     ),
+    "longcat_flash": (
+        "LongcatFlash",
+        {"num_layers": 2, "num_hidden_layers": 4, "n_routed_experts": 5, "zero_expert_num": 3}
+        | {"moe_topk": 4, "expert_ffn_hidden_size": 19, "routed_scaling_factor": 1.7}
+        | {"num_key_value_heads": 6, "qk_rope_head_dim": 10, "qk_nope_head_dim": 14}
+        | {"head_dim": 10, "v_head_dim": 18, "kv_lora_rank": 22, "q_lora_rank": 26},
+    ),
     "mimo_v2_flash": (
         "MiMoV2Flash",
         {**OF_LAYER, "n_routed_experts": 6, "num_experts_per_tok": 3, "n_group": 3, "topk_group": 2}

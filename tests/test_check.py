@@ -100,8 +100,8 @@ def test_a_folder_that_agrees_passes_and_one_that_does_not_fails(tmp_path, monke
 
 
 def test_what_is_not_served_or_not_there_is_said():
-    result = invoke("ctrl")
-    assert result.exit_code == 1 and "ctrl on torch" in result.output
+    result = invoke("cpmant")
+    assert result.exit_code == 1 and "cpmant on torch" in result.output
     assert "not supported in fused mode" in result.output
     result = invoke("no-such-family")
     assert result.exit_code == 1 and "no folder with a config.json" in result.output

@@ -278,6 +278,19 @@ def test_a_sharded_checkpoint_beside_another_is_refused(form, tmp_path):
         open_checkpoint(tmp_path)
 
 
+def test_weights_that_are_no_file_or_lack_their_index_are_told(tmp_path):
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    whole.mkdir()
+    (whole / "model.safetensors").symlink_to("../blobs/gone")
+    with pytest.raises(CheckpointError, match=r"a link to \.\./blobs/gone, where no file is"):
+        open_weights(whole)
+    parts.mkdir()
+    for i in (1, 2):
+        (parts / f"model-0000{i}-of-00002.safetensors").touch()
+    with pytest.raises(CheckpointError, match="parts whose index is missing"):
+        open_weights(parts)
+
+
 def test_weights_of_another_name_are_listed(tmp_path):
     (tmp_path / "model.fp16.safetensors").touch()
     with pytest.raises(FileNotFoundError, match=r"It holds model\.fp16\.safetensors: rename"):

@@ -427,6 +427,23 @@ def test_errors_are_folded_to_the_width(run, tmp_path):
     assert all(len(line) <= 80 for line in lines if "xxx" not in line)
 
 
+def test_output_that_cannot_be_written_is_one_message(monkeypatch, capfd):
+    monkeypatch.setattr("sys.argv", ["dualinfer", "--version"])
+    monkeypatch.setattr(warnings, "showwarning", warnings.showwarning)  # which main sets
+    full = Path("/dev/full").open("w")  # noqa: SIM115 (main closes it)
+    with monkeypatch.context() as patched:
+        patched.setattr("sys.stdout", full)
+        with pytest.raises(SystemExit) as ended:
+            cli.main()
+    said = "error: the output cannot be written: No space left on device.\n"
+    assert (ended.value.code, capfd.readouterr().err) == (1, said)
+
+
+def test_a_prompt_of_other_bytes_than_text_is_told(run, folder):
+    said = one_message(run("generate", folder, "caf\udce9", "--max-new-tokens", 1))
+    assert "was read from bytes that are no UTF-8" in said
+
+
 def test_version(run):
     assert run("--version").stdout == f"dualinfer {dualinfer.__version__}\n"
 

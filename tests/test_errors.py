@@ -661,11 +661,11 @@ def test_fields_of_older_configs_are_read(folder, hf_model, engine_of):
 
 
 def test_unknown_family_names_the_supported_ones(folder, backend, tmp_path):
-    sizes = {"vocab_size": 50, "n_positions": 16, "n_embd": 16, "dff": 16}
-    model = hf.CTRLLMHeadModel(hf.CTRLConfig(**sizes, n_layer=1, n_head=2))
-    model.save_pretrained(tmp_path / "ctrl")
-    for source in (model, tmp_path / "ctrl"):
-        with pytest.raises(ModelError, match=r"'ctrl'.*bert, .*bloom, .*gpt2, .*llama, .*qwen3"):
+    sizes = {"vocab_size": 50, "d_model": 16, "d_inner": 16}
+    model = hf.XLNetLMHeadModel(hf.XLNetConfig(**sizes, n_layer=1, n_head=2))
+    model.save_pretrained(tmp_path / "xlnet")
+    for source in (model, tmp_path / "xlnet"):
+        with pytest.raises(ModelError, match=r"'xlnet'.*bert, .*bloom, .*gpt2, .*llama, .*qwen3"):
             dualinfer.init_inference(source, backend=backend, kernel_inject=True)
     path = folder()
     for model_type in ("", 5, None, ["llama"], "llama\n"):

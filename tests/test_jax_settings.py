@@ -23,7 +23,7 @@ def results(model, inside):
     """Logits and text of an engine made within `inside`, where it computes as well."""
     with inside(), dualinfer.init_inference(model, **OPTIONS) as engine:
         logits = engine(random_ids(2, 9)).logits
-        text = engine.generate(random_ids(2, 9), **GREEDY)
+        text = engine.generate(random_ids(2, 9).tolist(), **GREEDY)
         streamed = list(engine.stream(random_ids(1, 5), **GREEDY))
     return np.asarray(logits), np.asarray(text), np.asarray(streamed)
 
@@ -52,7 +52,7 @@ def test_without_jit_an_engine_says_so_and_apply_works():
         np.testing.assert_array_equal(np.asarray(engine(ids).logits), expected)
 
 
-def test_apply_takes_tensors_wherever_the_engine_is():
+def test_apply_takes_tensors_wherever_the_engine_is_and_ids_come_back_there():
     if len(jax.devices()) < 2:
         pytest.skip("needs two devices")
     ids = random_ids(2, 7)
@@ -62,7 +62,9 @@ def test_apply_takes_tensors_wherever_the_engine_is():
     ):
         found = engine.apply(engine.params, torch.from_numpy(ids))["logits"]
         assert relative_rms(np.asarray(found), np.asarray(engine(ids).logits)) < 1e-5
-    assert found.devices() == {jax.devices()[1]}
+        assert found.devices() == {jax.devices()[1]}
+        with jax.default_device(jax.devices()[0]):
+            assert engine.generate(ids.tolist(), **GREEDY).devices() == {jax.devices()[1]}
 
 
 @pytest.mark.parametrize("make", [jax.random.key, jax.random.PRNGKey])

@@ -320,6 +320,7 @@ def test_inputs_that_do_not_fit_are_refused(engine_of, ids):
     refused(CAUSAL, r"attention_mask has shape \(3, 6\)", attention_mask=jnp.ones((3, 6)))
     refused(CAUSAL, r"position_ids has shape \(2, 7\)", position_ids=jnp.ones((2, 7), jnp.int32))
     refused(CAUSAL, "llama family has no token types", token_type_ids=jnp.zeros_like(ids))
+    refused(CAUSAL, "output_hidden_states .* static_argnames", output_hidden_states=True)
     refused("bloom", "bloom family takes no position_ids", position_ids=jnp.zeros_like(ids))
     refused("gpt2", "129 tokens, but the model has 128", jnp.ones((1, 129), jnp.int32), LengthError)
     engine = engine_of("gpt2", "jax")

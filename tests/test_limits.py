@@ -381,11 +381,12 @@ def test_messages_name_what_was_given_and_the_way_on(hf_model, tmp_path):
     for arguments, message in cases:
         with pytest.raises(dualinfer.ConfigError, match=message):
             dualinfer.init_inference(hf_model(CAUSAL), **arguments)
-    ctrl = hf.CTRLLMHeadModel(hf.CTRLConfig(vocab_size=9, n_embd=8, dff=8, n_layer=1, n_head=2))
+    config = hf.XLNetConfig(vocab_size=9, d_model=8, d_inner=8, n_layer=1, n_head=2)
+    xlnet = hf.XLNetLMHeadModel(config)
     with pytest.raises(dualinfer.ModelError, match="Leave replace_with_kernel_inject unset"):
-        dualinfer.init_inference(ctrl, kernel_inject=True)
+        dualinfer.init_inference(xlnet, kernel_inject=True)
     with pytest.raises(dualinfer.ModelError, match="backend='torch' any module"):
-        dualinfer.init_inference(ctrl, backend="jax")
+        dualinfer.init_inference(xlnet, backend="jax")
 
 
 def test_forward_set_on_an_instance_is_not_passed_over(hf_model):

@@ -157,6 +157,8 @@ SHARED = [
         ("gemma4", "jax", 3, False),
         ("laguna", "torch", 2, False),
         ("laguna", "jax", 2, False),
+        ("longcat_flash", "torch", 3, False),
+        ("longcat_flash", "jax", 2, False),
         ("mimo_v2_flash", "torch", 2, False),
         ("mimo_v2_flash", "jax", 2, False),
         ("mixtral", "torch", 3, False),

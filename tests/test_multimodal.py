@@ -19,13 +19,14 @@ from dualinfer.model.generation import GENERATION
 from . import latent
 from .models import PAD, random_ids, randomize, relative_rms
 from .test_relatives import ALPHA, SIZES, TURNS
+from .test_relatives import CASES as RELATIVES
 
 FUSED = {"replace_with_kernel_inject": True, "dtype": "fp32"}
 TEXT = {**SIZES, "head_dim": 14}
 MROPE = {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [3, 2, 2]}}
 HALF = {"rope_parameters": {**MROPE["rope_parameters"], "partial_rotary_factor": 0.5}}
 HALF["rope_parameters"]["mrope_section"] = [2, 1, 1]
-EXPERTS = {"num_experts": 6, "num_local_experts": 6, "num_experts_per_tok": 3}
+EXPERTS = {"num_experts": 6, "num_experts_per_tok": 3}
 MOE = {"moe_intermediate_size": 40}
 EXPERTS |= MOE
 FEW = {"hidden_size": 16, "intermediate_size": 20, "num_hidden_layers": 1, "num_attention_heads": 2}
@@ -40,13 +41,18 @@ WINDOWS = {**TEXT, "sliding_window": 5, "layer_types": TURNS}
 COHERE = {**WINDOWS, "logit_scale": 3.0}
 GLM = {**SIZES, "hidden_size": 96}
 XDROPE = {"rope_parameters": {**ALPHA, "mrope_section": [2, 2, 2, 1]}}
+PIXTRAL = {"model_type": "pixtral", **IMAGES, "head_dim": 8}
+COMPASS = RELATIVES["cohere_compass_text"][1]
 # By HF's name of a model: its text's fields, and the other parts of its config.
 CASES = {
     "aya_vision": ("AyaVision", {"model_type": "cohere2", **COHERE}, SEES["siglip"]),
     "cohere2_vision": ("Cohere2Vision", {"model_type": "cohere2", **COHERE}, SEES["siglip"]),
     "audioflamingo3": ("AudioFlamingo3", {"model_type": "qwen2", **SIZES}, FLAMINGO),
+    "cohere_compass": ("CohereCompass", {**TEXT, **COMPASS, "logit_scale": 0.3}, QWEN),
     "deepseek_vl": ("DeepseekVL", {"model_type": "llama", **TEXT}, IMAGES),
+    "deepseek_vl_hybrid": ("DeepseekVLHybrid", {"model_type": "llama", **TEXT}, IMAGES),
     "exaone4_5": ("Exaone4_5_", {"model_type": "exaone4", **WINDOWS}, QWEN),
+    "fast_vlm": ("FastVlm", {"model_type": "qwen2", **SIZES}, SEES["clip"]),
     "glm4v": ("Glm4v", {**GLM, **HALF}, QWEN),
     "glm46v": ("Glm46V", {"model_type": "glm4v_text", **GLM, **HALF}, QWEN),
     "glm4v_moe": (
@@ -57,6 +63,11 @@ CASES = {
     "glm_ocr": ("GlmOcr", {**GLM, "head_dim": 16, **HALF}, QWEN),
     "glmasr": ("GlmAsr", {"model_type": "llama", **TEXT}, HEARS),
     "got_ocr2": ("GotOcr2", {"model_type": "qwen2", **SIZES}, IMAGES),
+    "granite4_vision": (
+        "Granite4Vision",
+        {**TEXT, **RELATIVES["granite"][1]},
+        {**SEES["siglip"], "hidden_size": 64},
+    ),
     "granite_speech": (
         "GraniteSpeech",
         {"model_type": "granite", **TEXT, "logits_scaling": 2.5},
@@ -70,9 +81,20 @@ CASES = {
         FEW,
     ),
     "lighton_ocr": ("LightOnOcr", {"model_type": "qwen3", **TEXT}, IMAGES),
+    "mistral3": ("Mistral3", {"model_type": "ministral3", **RELATIVES["ministral3"][1]}, PIXTRAL),
+    "mistral3 of a mistral4": (
+        "Mistral3",
+        {"model_type": "mistral4", **RELATIVES["mistral4"][1]},
+        PIXTRAL,
+    ),
     "musicflamingo": ("MusicFlamingo", {"model_type": "qwen2", **SIZES}, FLAMINGO),
     "ovis2": ("Ovis2", {"model_type": "qwen2", **SIZES}, IMAGES),
     "paddleocr_vl": ("PaddleOCRVL", {**TEXT, **MROPE, "use_bias": True}, FEW),
+    "perception_lm": (
+        "PerceptionLM",
+        {"model_type": "llama", **TEXT},
+        {**SEES["siglip"], "model_args": {"embed_dim": 16}},  # in the place of timm's
+    ),
     "qianfan_ocr": ("QianfanOCR", {"model_type": "qwen3", **TEXT}, IMAGES),
     "vibevoice_asr": ("VibeVoiceAsr", {"model_type": "qwen2", **SIZES}, {}),
     "video_llama_3": ("VideoLlama3", {"model_type": "qwen2", **SIZES}, FEW),
@@ -83,9 +105,15 @@ CASES = {
     "llava_next": ("LlavaNext", {"model_type": "mistral", **TEXT}, SEES["clip"]),
     "llava_next_video": ("LlavaNextVideo", {"model_type": "llama", **TEXT}, SEES["clip"]),
     "llava_onevision": ("LlavaOnevision", {"model_type": "qwen2", **SIZES}, SEES["siglip"]),
+    "qwen2_5_omni_thinker": ("Qwen2_5OmniThinker", {**SIZES, **MROPE}, QWEN),
     "qwen2_5_vl": ("Qwen2_5_VL", {**SIZES, **MROPE}, {**QWEN, "out_hidden_size": 84}),
     "qwen2_audio": ("Qwen2Audio", {"model_type": "qwen2", **SIZES}, HEARS),
     "qwen2_vl": ("Qwen2VL", {**SIZES, **MROPE}, {**QWEN, "embed_dim": 16}),
+    "qwen3_omni_moe_thinker": (
+        "Qwen3OmniMoeThinker",
+        {**TEXT, **MROPE, **EXPERTS},
+        QWEN,
+    ),
     "qwen3_vl": ("Qwen3VL", {**TEXT, **MROPE}, QWEN),
     "qwen3_vl_moe": ("Qwen3VLMoe", {**TEXT, **MROPE, **EXPERTS}, QWEN),
     "smolvlm": ("SmolVLM", {"model_type": "llama", **TEXT}, IMAGES),
@@ -98,14 +126,57 @@ CASES = {
 def make(case, headless=False):
     """HF's model with random weights, which does not end its text."""
     name, text, media = CASES[case]
+    more = {"audio_config": HEARS, "vision_start_token_id": 998} if "omni" in case else {}
+    if "hybrid" in case:
+        more = {"high_res_vision_config": {**IMAGES, "output_channels": 8, "mlp_dim": 20}}
+    if case == "granite4_vision":
+        reader = {"model_type": "blip_2_qformer", **FEW, "hidden_size": 64}
+        more = {"deepstack_layer_map": [[0, 0]], "downsample_rate": "1/2"}
+        more |= {"qformer_config": {**reader, "encoder_hidden_size": 64}}
     part = "audio_config" if "num_mel_bins" in media else "vision_config"
-    config = getattr(hf, f"{name}Config")(text_config=text, **{part: media})
+    text = {**SIZES, **text}
+    config = getattr(hf, f"{name}Config")(text_config=text, **{part: media}, **more)
     torch.manual_seed(0)
     model = getattr(hf, f"{name}{'Model' if headless else 'ForConditionalGeneration'}")(config)
     randomize(model)
     if not headless:
         model.generation_config.update(eos_token_id=None, pad_token_id=PAD, bos_token_id=1)
     return model.eval()
+
+
+_SOFT = {"attn_logit_softcapping": 3.0, "final_logit_softcapping": 20.0}
+_GEMMA = {**WINDOWS, "query_pre_attn_scalar": 13}
+_MOE = {**TEXT, **EXPERTS}
+_MIXTRAL = {**TEXT, "num_local_experts": 6, "num_experts_per_tok": 3}
+# Decoders that others may be around, but for those of CASES.
+WITHIN = {
+    **{name: RELATIVES[name][1] for name in ("cohere", "exaone4", "gemma", "glm4", "granite")},
+    **{name: RELATIVES[name][1] for name in ("ministral3", "mistral4", "olmo2", "olmo3", "phi3")},
+    **{name: RELATIVES[name][1] for name in ("smollm3", "starcoder2", "deepseek_v3")},
+    "deepseek_v2": RELATIVES["deepseek_v2, dense"][1],
+    "gemma2": {**_GEMMA, **_SOFT},
+    "gemma3_text": _GEMMA,
+    **dict.fromkeys(("gpt_oss", "mixtral"), _MIXTRAL),
+    "qwen2_moe": {**EXPERTS, "shared_expert_intermediate_size": 60},
+    "qwen3_moe": {**_MOE, "norm_topk_prob": True},
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", WITHIN)
+@pytest.mark.parametrize("name", ["Llava", "Idefics3"])
+def test_a_decoder_within_another_model_gives_what_it_gives_there(family, name):
+    """Its own factor or cap of logits is left out, as in HF."""
+    given = {**SIZES, **WITHIN[family], "model_type": family}
+    config = getattr(hf, f"{name}Config")(text_config=given, vision_config=IMAGES)
+    torch.manual_seed(0)
+    model = getattr(hf, f"{name}ForConditionalGeneration")(config).eval()
+    randomize(model)
+    ids = random_ids(2, 11)
+    with torch.no_grad():
+        expected = model(input_ids=torch.from_numpy(ids)).logits
+    with dualinfer.init_inference(model, backend="torch", **FUSED) as engine:
+        assert relative_rms(np.asarray(engine(ids).logits), expected) < 1e-5
 
 
 # Of each kind of names one; the others show the same by other words.
@@ -143,11 +214,14 @@ def test_text_alone_is_what_hf_makes_of_ids_alone(case, backend, tmp_path):
     "case", [pytest.param(c, marks=[] if c == "llava" else [pytest.mark.slow]) for c in CASES]
 )
 def test_the_base_model_is_served_and_may_be_of_a_file_of_the_whole(case, tmp_path):
+    """Of positions that start anew, too, which separate sequences or do not, as in HF."""
     whole, base, ids = make(case), make(case, headless=True), random_ids(2, 9)
-    decoder = WRAPPERS[case].decoder
+    positions = {"position_ids": torch.tensor([[0, 1, 2, 3, 0, 1, 2, 3, 4]] * 2)}
+    decoder = WRAPPERS[case.partition(" ")[0]].decoder
     getattr(base, decoder).load_state_dict(getattr(whole.model, decoder).state_dict())
     with torch.no_grad():
         expected = base(input_ids=torch.from_numpy(ids)).last_hidden_state
+        anew = base(input_ids=torch.from_numpy(ids), **positions, use_cache=False)[0]
     base.save_pretrained(tmp_path / "base")
     whole.config.architectures = [type(base).__name__]
     whole.save_pretrained(tmp_path / "whole")
@@ -157,6 +231,9 @@ def test_the_base_model_is_served_and_may_be_of_a_file_of_the_whole(case, tmp_pa
     for source in (base, tmp_path / "base", tmp_path / "whole"):
         with dualinfer.init_inference(source, backend="torch", **FUSED) as engine:
             assert relative_rms(np.asarray(engine(ids).last_hidden_state), expected) < 1e-5
+            if source is base:
+                found = engine(torch.from_numpy(ids), **positions, use_cache=False)
+                assert relative_rms(found.last_hidden_state, anew) < 1e-5
 
 
 def write_as(folder, model, rename, turn=()):
@@ -177,7 +254,8 @@ def as_today(name):
 
 
 def flat(name):
-    return name.replace("model.language_model.", "model.").replace("model.visual", "visual")
+    name = name.replace("model.language_model.", "model.").replace("model.visual", "visual")
+    return name.replace("model.audio_tower", "audio_tower")
 
 
 def nested(name):
@@ -206,13 +284,37 @@ def test_files_of_older_and_newer_versions_give_the_same(case, rename, turned, t
         assert relative_rms(np.asarray(engine(ids).logits), expected) < 1e-5
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("case", ["qwen2_5_omni_thinker", "qwen3_omni_moe_thinker"])
+def test_what_thinks_is_served_of_a_folder_of_what_speaks_too(case, tmp_path):
+    """Names and config as the makers' folders have them, with a part of what speaks."""
+    model, ids = make(case), random_ids(1, 7)
+    write_as(tmp_path, model, lambda name: f"thinker.{flat(name)}")
+    tensors = safetensors.torch.load_file(tmp_path / "model.safetensors")
+    tensors |= {name: torch.zeros(3) for name in ("talker.model.norm.weight", "code2wav.x")}
+    safetensors.torch.save_file(tensors, tmp_path / "model.safetensors")
+    thinker = json.loads((tmp_path / "config.json").read_text("utf-8"))
+    whole = {"model_type": case.removesuffix("_thinker"), "thinker_config": thinker}
+    whole |= {
+        "architectures": ["Qwen2_5OmniModel"],
+        "talker_config": {},
+        "enable_audio_output": True,
+    }
+    (tmp_path / "config.json").write_text(json.dumps(whole))
+    with torch.no_grad():
+        expected = model(input_ids=torch.from_numpy(ids)).logits
+    with dualinfer.init_inference(tmp_path, backend="torch", **FUSED) as engine:
+        assert relative_rms(np.asarray(engine(ids).logits), expected) < 1e-5
+
+
 @pytest.mark.parametrize(
     "family",
     [pytest.param(f, marks=[] if f == "qwen2_vl_text" else [pytest.mark.slow]) for f in TEXTS],
 )
 def test_a_decoder_of_its_own_type_is_served_alone(family, tmp_path):
-    """HF's TextModel, of ids, and of positions that start anew, which separate nothing."""
+    """HF's TextModel, of ids, and of positions that start anew."""
     case = family.removesuffix("_text")
+    case += "_thinker" if "omni" in case else ""
     config = hf.CONFIG_MAPPING[family](**CASES[case][1])
     torch.manual_seed(0)
     model = getattr(hf, TEXTS[family].name)(config).eval()
@@ -251,9 +353,19 @@ def test_what_is_seen_or_heard_is_refused_by_name():
             engine.generate(ids, pixel_values=pixels, max_new_tokens=1)
         with pytest.raises(dualinfer.ArgumentError, match="position_ids has shape"):
             engine(ids, position_ids=np.zeros((3, 1, 5), np.int64))
+    assert {name.partition(" ")[0] for name in CASES} == set(WRAPPERS)
     config = {"model_type": "llava", "text_config": {"model_type": "phi"}}
     with pytest.raises(dualinfer.ModelError, match="model_type='phi'; the llava family honours"):
         describe_model(hf.LlavaConfig(**config).to_dict())
+
+
+def test_layers_of_a_text_without_end_are_refused_before_hf_counts_them(tmp_path):
+    text = {"model_type": "qwen2_vl_text", "num_hidden_layers": 10**9}
+    (tmp_path / "config.json").write_text(
+        json.dumps({"model_type": "qwen2_vl", "text_config": text})
+    )
+    with pytest.raises(dualinfer.ModelError, match="num_hidden_layers=1000000000"):
+        read_config(tmp_path)
 
 
 @pytest.mark.parametrize("case", ["qwen2_audio", pytest.param("llava", marks=pytest.mark.slow)])
@@ -275,7 +387,8 @@ def test_labels_that_the_mask_hides_count_where_they_do_in_hf(case):
 def test_quantized_on_load_split_and_saved_again(case, backend, tmp_path):
     """int8 of a folder, saved and opened again; on JAX over two devices, which give the same."""
     model, ids = make(case), random_ids(2, 9)
-    model.save_pretrained(tmp_path / "own")
+    turned = ("experts.gate_up_proj", "experts.down_proj") if "moe" in case else ()
+    write_as(tmp_path / "own", model, as_today, turned)
     how = {**FUSED, "backend": backend}
     with dualinfer.init_inference(tmp_path / "own", quant="int8", **how) as engine:
         wanted = np.asarray(engine(ids).logits)
@@ -311,6 +424,16 @@ WRITTEN = {
             "rope_scaling": {"rope_type": "default", "mrope_section": [2, 1, 1]},
         },
     },
+    "hunyuan_vl": {  # flat, as the makers' own
+        **{name: own for name, own in SMALL.items() if name != "rope_theta"},
+        **{"attention_head_dim": 16, "use_qk_norm": True, "use_cla": False, "norm_type": "rms"},
+        **{"anyres_pooling_size": 2, "vit_patch": 1, "num_media_embeds": 257, "pad_id": 3},
+        "rope_scaling": {
+            **{"alpha": 1000.0, "beta_fast": 32, "beta_slow": 1, "factor": 1.0, "mscale": 1.0},
+            **{"mscale_all_dim": 1.0, "type": "xdrope", "xdrope_section": [2, 2, 2, 2]},
+        },
+        "rope_theta": 1e4,
+    },
     "idefics3": {"text_config": {**LLAMA, **IDEFICS}, "scale_factor": 4, "vocab_size": 100},
     "internvl": {"text_config": {"model_type": "qwen2", **SMALL, "layer_types": None}},
     "llava": {"text_config": LLAMA, "ignore_index": -100, "vocab_size": 100},
@@ -319,6 +442,14 @@ WRITTEN = {
         "vocab_size": 100,
     },
     "qwen2_5_vl": FLAT,
+    "qwen2_5_vl of a later version": {
+        **{name: own for name, own in FLAT.items() if name != "rope_scaling"},
+        "rope_scaling": {"type": "default", "rope_type": "default", "mrope_section": [2, 3, 3]},
+        "text_config": {
+            **{name: own for name, own in FLAT.items() if name != "vision_config"},
+            **{"model_type": "qwen2_5_vl_text", "image_token_id": 97},
+        },
+    },
     "qwen2_audio": {
         "text_config": {"model_type": "qwen2", **SMALL, "use_mrope": False},
         **{"ignore_index": -100, "vocab_size": 100, "hidden_size": 64},
@@ -346,7 +477,11 @@ WRITTEN = {
 
 @pytest.mark.parametrize("case", WRITTEN)
 def test_configs_as_the_makers_wrote_them_are_read(case, tmp_path):
-    written = {"model_type": case, "transformers_version": "4.49.0", **WRITTEN[case]}
+    written = {
+        "model_type": case.partition(" ")[0],
+        "transformers_version": "4.49.0",
+        **WRITTEN[case],
+    }
     (tmp_path / "config.json").write_text(json.dumps(written))
     spec, _ = describe_model(read_config(tmp_path).to_dict())
     assert spec.vocab == 100 and len(spec.layers) == 2
@@ -367,8 +502,10 @@ def test_a_wrapper_reads_every_field_of_its_config(family, monkeypatch):
         rope = {"rope_type": "default", "rope_theta": 1e4}
         text = {"rope_parameters": {"full_attention": rope, "sliding_attention": rope}}
         config = hf.CohereCompassConfig(text_config=text)
-    elif family == "glm4v_moe":  # of which HF's default turns half of an odd number
-        config = hf.Glm4vMoeConfig(text_config={"head_dim": 128})
+    elif family == "granite4_vision":
+        config = make(family).config
+    elif family in ("glm4v_moe", "qwen3_omni_moe_thinker"):  # HF's default turns an odd number
+        config = hf.CONFIG_MAPPING[family](text_config={"head_dim": 128})
     elif family == "hunyuan_vl":
         config = hf.HunYuanVLConfig(text_config={**TEXT, **XDROPE})
     else:

@@ -2,6 +2,7 @@
 
 import functools
 import os
+import re
 import threading
 import time
 from math import prod
@@ -319,6 +320,10 @@ def inputs_that_differ(what):
                 engine.generate(ids, max_new_tokens=3, do_sample=True, seed=rank)
             elif what == "an error":
                 engine.generate(ids if rank else [[1, "x"]], max_new_tokens=3)
+            elif what == "a text":
+                engine.generate(ids if rank else "text", max_new_tokens=3)
+            elif what == "images":
+                engine(ids, pixel_values=None if rank else ids)
         except Exception as error:
             return f"{type(error).__name__}: {error}", engine(ids).logits.numpy()
     return None
@@ -341,10 +346,11 @@ def test_inputs_that_differ_are_refused_by_all(crew, engine_of, what, message):
         assert relative_rms(logits, one) < 1e-5  # and the engine works on
 
 
-def test_what_fails_in_one_rank_is_told_in_all(crew):
-    first, second = (error for error, _ in crew.run(inputs_that_differ, "an error"))
+@pytest.mark.parametrize("what", ["an error", "a text", "images"])
+def test_what_fails_in_one_rank_is_told_in_all(crew, what):
+    first, second = (error for error, _ in crew.run(inputs_that_differ, what))
     assert first.startswith("ArgumentError: ")
-    assert second.startswith("DistributedError: The arguments of generate() failed elsewhere. rank")
+    assert re.match(r"DistributedError: The arguments of \w+\(\) failed elsewhere. rank", second)
     assert "ArgumentError" in second
 
 

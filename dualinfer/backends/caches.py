@@ -133,7 +133,7 @@ def cache_specs(spec: ModelSpec, codes: str | None = None) -> tuple[CacheSpec, .
 def _sizes(a: Attention) -> tuple[int, int, int]:
     if a.latent is not None:
         return 1, a.latent.width, a.latent.rank
-    return a.kv_heads, a.head_dim, a.head_dim
+    return a.widened.kv_heads, a.head_dim, a.head_dim
 
 
 def check_kinds(specs: Sequence[CacheSpec], known: Collection[str], backend: str) -> None:

@@ -188,9 +188,11 @@ class LayerAttention(NamedTuple):
         latent_norm = kv = None
         if spec.latent is not None:
             latent_norm, kv = NormOf.named(spec.latent.norm, w, "latent_norm"), w["kv.weight"]
+            if spec.latent.scale != 1:
+                latent_norm = latent_norm._replace(weight=latent_norm.weight * spec.latent.scale)
         own = frequencies, slopes, whole, bias, sinks
         return cls(
-            spec.widened if spec.value_dim else spec,
+            spec.widened,
             q_norm,
             k_norm,
             *own,
@@ -364,9 +366,10 @@ class BlockOps(Protocol):
         share of F, or where devices share experts out some of X, whole or a share of F of each; the
         bias [X, E] is whole. A device computes what the chosen ones among its own give. `partial`
         [..., E], what a shared expert gives before the sum over devices, is added to each device's
-        part. Sums are made in float32 in routing's order, and no value of an
-        expert that a token did not choose reaches its result. Of the neighbours it knows norm,
-        residual and spend; the residual is added once, after the sum over devices.
+        part. An expert of a number that is not there gives nothing. Sums are made in float32 in
+        routing's order, and no value of an expert that a token did not choose reaches its result.
+        Of the neighbours it knows norm, residual and spend; the residual is added once, after the
+        sum over devices.
         """
         ...
 
@@ -412,6 +415,17 @@ class BlockOps(Protocol):
 
     def narrow_values(self, a: Attention, y: Array) -> Array:
         """What heads give [B, T, H D] without what values were widened by: [B, T, H value_dim]."""
+        ...
+
+    def double_heads(self, a: Attention, qkv: Array) -> Array:
+        """Packed qkv [B, T, 2 (H+2K) D] of `a.widened`, for each value that a head of `a` reads."""
+        ...
+
+    def subtract_heads(self, a: Attention, y: Array, vectors: Sequence[Array]) -> Array:
+        """What doubled heads give [B, T, 2 H D] as `spec.Attention` has their difference.
+
+        It is [B, T, H D]. The vectors [D] are those of `LAMBDAS`, in this order.
+        """
         ...
 
     def clip(self, x: Array, limit: float) -> Array:

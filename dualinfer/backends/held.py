@@ -50,13 +50,14 @@ def read_share(spec: ModelSpec, row: Row, tokens: int) -> float:
     """The part of a row that so many tokens are expected to read: of a mixture, the chosen experts.
 
     Each token takes as if by lot: X (1 - (1 - k / X)^tokens) of X experts are chosen, and one that
-    all tokens have is read besides. 1 for a row that all tokens read.
+    all tokens have is read besides, and none that has no weights. 1 for a row that all tokens read.
     """
     if row.layer is None or row.axes[:1] != ("experts",) or not row.is_weight:
         return 1.0
     mlp = spec.layers[row.layer].mlp
     assert isinstance(mlp, Experts)
-    read = mlp.choices * (1 - (1 - mlp.router.chosen / mlp.choices) ** tokens) + mlp.blended
+    read = (mlp.choices - mlp.zeros) * (1 - (1 - mlp.router.chosen / mlp.choices) ** tokens)
+    read += mlp.blended
     return read / mlp.count
 
 

@@ -278,10 +278,13 @@ def experts_of(
 
 
 def _knows_experts(mixture: Experts) -> bool:
-    """Whether the kernels know what these experts do; not where several weigh their inputs."""
+    """Whether the kernels know what these experts do.
+
+    They do not where several of a token weigh their inputs, or where some have no weights.
+    """
     from ..kernels.triton import activation
 
-    if mixture.weighs_input and mixture.router.chosen > 1:
+    if mixture.zeros or (mixture.weighs_input and mixture.router.chosen > 1):
         return False
     return mixture.activation in activation.KINDS
 
@@ -292,7 +295,7 @@ def shares_launches(mixture: Experts, w: Mapping[str, Any], tokens: int) -> bool
 
     names = [f"{of}.{part}.weight" for of in ("experts", "shared") for part in ("up", "down")]
     names += ["shared.gate.weight"] * mixture.shared_gated
-    others = mixture.weighs_input or mixture.apart or mixture.shared_scale != 1
+    others = mixture.weighs_input or mixture.apart or mixture.late or mixture.shared_scale != 1
     known = mixture.shared > 0 and not others and experts_choice.is_few(tokens)
     return known and _are_plain([w[name] for name in names])
 

@@ -94,7 +94,7 @@ class Counts:
             once=once,
             cross=tuple(cache for cache in caches if cache.kind == "cross"),
             mixtures=tuple(
-                Mixture(mlp.count, mlp.router.chosen, held_bytes(one, row, size))
+                Mixture(mlp.count + mlp.zeros, mlp.router.chosen, held_bytes(one, row, size))
                 for row in read.values()
                 if read_share(spec, row, 1) < 1
                 and row.layer is not None
@@ -161,7 +161,7 @@ class Counts:
 
 @dataclass(frozen=True)
 class Mixture:
-    """A matrix of all experts of a layer: `count` of them, `chosen` by a token, and its bytes."""
+    """A matrix of all experts of a layer: a token has `chosen` of `count`, and its bytes."""
 
     count: int
     chosen: int

@@ -37,6 +37,12 @@ _DTYPES = (
     *("float8_e4m3fn", "float8_e5m2"),
 )
 _SPECIAL = ("bos_token_id", "eos_token_id", "pad_token_id")
+# Models that think and speak, of which HF's class of what thinks reads a part of the config.
+_THINKERS = {
+    "qwen2_5_omni": ("qwen2_5_omni_thinker", "Qwen2_5OmniThinkerForConditionalGeneration"),
+    "qwen3_omni_moe": ("qwen3_omni_moe_thinker", "Qwen3OmniMoeThinkerForConditionalGeneration"),
+}
+_WHOLE = "quantization_config", "transformers_version"
 _SAME = {"kimi_k2": "deepseek_v3"}  # names of makers for a family that transformers has
 _LONGEST = 600  # letters of an error of transformers', which may repeat the whole file
 
@@ -54,6 +60,11 @@ def read_written(folder: Path) -> dict[str, Any]:
     model_type = written.get("model_type")
     if isinstance(model_type, str) and model_type in _SAME:
         written["model_type"] = _SAME[model_type]
+    thinker = written.get("thinker_config")
+    if isinstance(model_type, str) and model_type in _THINKERS and isinstance(thinker, dict):
+        own, name = _THINKERS[model_type]
+        kept = {k: written[k] for k in ("dtype", "torch_dtype", *_WHOLE) if k in written}
+        written = {**kept, **thinker, "model_type": own, "architectures": [name]}
     if nomic.is_makers(written):
         written = nomic.to_transformers(written)
     beside = folder / modelopt.FILE
@@ -190,8 +201,10 @@ def usable_fields(model_type: str, written: Mapping[str, Any]) -> dict[str, Any]
 
 def check_sizes(model_type: str, written: Mapping[str, Any]) -> None:
     """Raise ModelError for what HF's class would loop over beyond all measure, or not check."""
-    for name in _LAYERS:
-        check_layers(name, written.get(name))
+    inner = (own for name, own in written.items() if name.endswith("_config"))
+    for own in (written, *(own for own in inner if isinstance(own, Mapping))):
+        for name in _LAYERS:
+            check_layers(name, own.get(name))
     if model_type == "gpt_neo" and written.get("attention_types") is not None:
         check_types(written["attention_types"])
     apart = written.get("per_layer_config") or {}

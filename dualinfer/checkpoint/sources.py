@@ -1,6 +1,7 @@
 """Sources of named tensors: a HF folder (safetensors or .bin), a GGUF file or a live module."""
 
 import os
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import nullcontext, suppress
 from pathlib import Path
@@ -27,6 +28,7 @@ FORMS = (
     "pytorch_model.bin",
     "pytorch_model.bin.index.json",
 )
+_PART = re.compile(r"-\d+-of-\d+\.\w+$")
 
 
 class FilesSource:
@@ -282,9 +284,20 @@ def _adapter_error(folder: Path) -> CheckpointError:
 
 
 def _no_weights(folder: Path) -> CheckpointNotFoundError:
+    """The error of a folder without weights, which says what lies there in their place."""
+    for form in FORMS:
+        if os.path.lexists(folder / form):  # and is no file
+            what = "no file"
+            if os.path.islink(folder / form):
+                what = f"a link to {os.readlink(folder / form)}, where no file is"
+            return CheckpointNotFoundError(
+                f"{folder / form} is {what}. Put the weights there, or fetch the model again."
+            )
     kinds = (".safetensors", *TORCH_SUFFIXES)
     names = sorted(entry.name for entry in folder.iterdir() if entry.suffix in kinds)
     held = f" It holds {listing(names)}: rename what is the model." if names else ""
+    if names and all(_PART.search(name) for name in names):
+        held = f" It holds {listing(names)}, parts whose index is missing: fetch that again."
     return CheckpointNotFoundError(f"{folder} holds none of {', '.join(FORMS)}.{held}")
 
 

@@ -5,6 +5,7 @@ from itertools import accumulate
 from typing import Any, NamedTuple
 
 from ..model.load_plan import TensorSource
+from ..model.spec import Experts
 from ..model.weights import Row, Source, WeightTable
 
 
@@ -108,6 +109,11 @@ def show_matrices(source: TensorSource, table: WeightTable, experts: bool = True
 
 
 def has_rows_of_experts(table: WeightTable) -> bool:
-    """True of a family whose files have a tensor of which each expert has some rows."""
+    """True of a family whose files have a tensor of which each expert has some rows.
+
+    Or of which those of a mixture have the first, where there are more without a use (LongCat).
+    """
+    if any(isinstance(layer.mlp, Experts) and layer.mlp.zeros for layer in table.spec.all_layers):
+        return True
     templates = {id(rows): rows for rows in table.layers}.values()
     return any("#" in source.name for rows in templates for row in rows for source in row.sources)

@@ -1,12 +1,14 @@
 """The command line: generate, chat, demo, parity, check, bench, plan, quantize, launch, env."""
 
+import errno
 import importlib.metadata
 import os
 import shlex
+import sys
 import time
 import warnings
 from collections.abc import Iterator, Mapping
-from contextlib import closing, contextmanager
+from contextlib import closing, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
@@ -44,6 +46,9 @@ _PROMPT = 'def copy_file(source, target):\n    """'
 
 
 _EXTRA = {"allow_extra_args": True}  # which the command itself answers
+
+
+_UNWRITABLE = errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO  # what a full disk says
 
 
 class _Commands(TyperGroup):
@@ -241,8 +246,19 @@ def env() -> None:
 
 def main() -> None:
     """The `dualinfer` command."""
+    if sys.stdout is None:  # the caller has closed it
+        sys.stdout = open(os.devnull, "w")  # noqa: SIM115
     warnings.showwarning = _show_warning
-    app(obj=OWN_PROCESS)
+    try:
+        app(obj=OWN_PROCESS)
+    except OSError as error:
+        if error.errno not in _UNWRITABLE or error.filename is not None:
+            raise
+        with suppress(OSError):
+            sys.stdout.close()  # or Python would try again at its end
+        why = f"error: the output cannot be written: {error.strerror}."
+        print_folded(Console(stderr=True), why, head="bold red")
+        sys.exit(1)
 
 
 def _show_warning(message: Warning | str, *_: Any, **__: Any) -> None:

@@ -389,7 +389,7 @@ def _show(
     count = min(len(times), most)  # the end of a broken character is a piece of its own
     seconds = times[-1] - times[0] if times else 0.0
     rate = f", {(count - 1) / seconds:,.0f} tokens/s" if count > 1 and seconds > 0 else ""
-    say(f"{count} new tokens{rate}: {_described(engine)}")
+    say(f"{count} new token{'' if count == 1 else 's'}{rate}: {_described(engine)}")
     return said
 
 

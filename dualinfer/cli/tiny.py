@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ..model.families.kinds import KINDS
+from ..model.families.multimodal import TEXTS
 
 VOCAB = 131
 POSITIONS = 256
@@ -33,6 +34,7 @@ _EXPERTS = {
     **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts"), 6),
     **dict.fromkeys(("num_experts_per_tok", "moe_k", "moe_topk"), 3),
     **dict.fromkeys(("moe_intermediate_size", "shared_expert_intermediate_size"), 72),
+    **{"expert_ffn_hidden_size": 72, "zero_expert_num": 4},
     **{"moe_num_experts": 6, "n_shared_experts": 1, "shared_intermediate_size": 72},
 }
 _WITHIN = {
@@ -140,13 +142,18 @@ def tiny_config(config: Any) -> Any:
         values["word_embed_proj_dim"] = hidden if width == config.hidden_size else hidden // 2
     if isinstance(values.get("rope_parameters"), Mapping):
         turning = values.get("qk_rope_head_dim") or _HEAD_DIM
-        values["rope_parameters"] = _tiny_rope(values["rope_parameters"], turning)
+        rope = values["rope_parameters"]
+        if config.model_type in TEXTS:  # whose sections HF makes for heads of 128, unless told
+            rope = {"mrope_section": [1, 1, 1], **rope}
+        values["rope_parameters"] = _tiny_rope(rope, turning)
         if (
             values.get("qk_rope_head_dim")
             and (tiny := values["rope_parameters"]).get(_PART, 1) != 1
         ):
             tiny[_PART] = _LATENT["qk_rope_head_dim"] / _LATENT["qk_head_dim"]
     _cut_layers(values, names.get("num_hidden_layers", "num_hidden_layers"))
+    if config.model_type == "longcat_flash":  # whose num_hidden_layers counts attentions
+        values["num_layers"] = 2
     for name in ("decoder_layers", "num_decoder_layers"):
         if values.get(name) is not None:
             values[name] = 2

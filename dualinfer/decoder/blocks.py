@@ -1,6 +1,7 @@
 """The blocks of a layer: attention and feed-forward, with their norms and residuals."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import NamedTuple
 
 from ..backends.contract import (
@@ -14,6 +15,7 @@ from ..backends.contract import (
     Weights,
 )
 from ..model.spec import (
+    LAMBDAS,
     XIELU,
     Activation,
     Adapter,
@@ -62,13 +64,15 @@ def block(
     lent: dict[int, Array] | None = None,
     own: Array | None = None,
     seen: Seen = _ALL,
+    late: list[Array] | None = None,
 ) -> Array | Unnormed:
     """One layer's output; with `spend` its input may be overwritten.
 
     `across` attends to what an encoder gave, where the layer does. `lent` has the packed queries,
     keys and values of the layers whose keys and values others have; that of a lender is put there.
-    `own` is this layer's own embedding of each token, where it `reads` one. A norm over
-    the sum of a sub-layer and what it read is left to the product that comes next.
+    `own` is this layer's own embedding of each token, where it `reads` one. What a mixture gives
+    that `is_late` is put into `late`. A norm over the sum of a sub-layer and what it read is left
+    to the product that comes next.
     """
     if layer.placement == "post":
         if layer.adapter is not None:
@@ -87,7 +91,7 @@ def block(
         return _narrow_block(layer, layer.bottleneck, w, ops, normed(ops, x), index, attend)
     if layer.page is not None:
         return _paged_block(layer, layer.page, w, ops, normed(ops, x), index, attend)
-    x = _sublayers(layer, w, ops, normed(ops, x), index, attend, spend, across, lent, seen)
+    x = _sublayers(layer, w, ops, normed(ops, x), index, attend, spend, across, lent, seen, late)
     if layer.adapter is not None:
         x = ops.add(*_adapted(layer.adapter, layer.norm, w, ops, x))
     if layer.reads:
@@ -124,6 +128,7 @@ def _sublayers(
     across: Attend | None,
     lent: dict[int, Array] | None,
     seen: Seen,
+    late: list[Array] | None,
 ) -> Array:
     """`block` as far as most families have it: attention and feed-forward."""
 
@@ -146,9 +151,13 @@ def _sublayers(
             qkv = borrow(qkv, lent)
         if layer.attention.value_dim is not None:
             qkv = ops.widen_values(layer.attention, qkv)
+        if layer.attention.difference is not None:
+            qkv = ops.double_heads(layer.attention, qkv)
         y = attend(index, qkv)
         if layer.attention.value_dim is not None:
             y = ops.narrow_values(layer.attention, y)
+        if layer.attention.difference is not None:
+            y = ops.subtract_heads(layer.attention, y, [w[name] for name in LAMBDAS])
         if layer.attention.gated:
             y = ops.gate(y, x, w["attn_gate.weight"], norm, layer.attention.gate)
         if layer.sub_norms:
@@ -186,6 +195,15 @@ def _sublayers(
         if isinstance(layer.mlp, Experts):
             if layer.mlp.apart:
                 return _apart(layer.mlp, layer.norm, w, ops, x)
+            if layer.mlp.late:
+                assert late is not None and norm is not None
+                x = ops.norm(x, norm)
+                late.append(mixture(replace(layer.mlp, shared=0), w, ops, x, None, None))
+                by = Neighbours(activation=layer.mlp.activation, gated=layer.mlp.gated)
+                h = ops.linear(x, w["shared.up.weight"], by)
+                return ops.row_product(
+                    h, w["shared.down.weight"], Neighbours(residual=residual, spend=True)
+                )
             return mixture(layer.mlp, w, ops, x, norm, residual, seen)
         if layer.mlp.activation == "xielu":
             h = ops.linear(x, w["up.weight"], Neighbours(w.get("up.bias"), norm))
@@ -384,5 +402,10 @@ def mixture(
             partial = ops.gate(partial, x, w["shared.gate.weight"], norm)
         if experts.shared_scale != 1:
             partial = partial * experts.shared_scale
+    if experts.zeros:
+        x = ops.norm(x, norm) if norm else x
+        passed = (routing.weights * (routing.experts >= experts.count)).sum(-1)[..., None] * x
+        y = ops.experts(x, experts, w, routing, Neighbours(residual=residual, spend=True), partial)
+        return ops.add(y, ops.like(passed, y))
     by = Neighbours(norm=norm, residual=residual, spend=True)
     return ops.experts(x, experts, w, routing, by, partial)

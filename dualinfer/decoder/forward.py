@@ -71,14 +71,20 @@ def hidden_states(
         assert ids is not None
         own = ops.read_by_layers(spec, params.outer, ids, x)
     lent: dict[int, Array] | None = dict.fromkeys(spec.lenders) or None
+    late: list[Array] = []
     # One after another, not a scan over stacked weights: see docs/measured-and-left-out.md.
     for i in range(len(spec.layers)) if layers is None else layers:
         with ops.span(f"layer.{i}"):
             reads = None if own is None else own[i]
-            more = across, lent, reads, Seen(mask, segments)
+            more = across, lent, reads, Seen(mask, segments), late
             x = block(spec.layers[i], params.layers[i], ops, x, i, attend, not keep, *more)
+            if late and not spec.layers[i].is_late:
+                x = ops.add(x, late.pop())
             x = normed(ops, x) if keep else x
-        kept = [*kept, x] if keep else [x]
+        if not keep:
+            kept = [x]
+        elif not spec.layers[i].is_late:
+            kept = [*kept, x]
     return [*kept[:-1], normed(ops, kept[-1])]
 
 

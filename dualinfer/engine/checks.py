@@ -12,20 +12,21 @@ from ..model.spec import ModelSpec
 
 
 def by_name(inputs: Any) -> dict[str, Any] | None:
-    """What a HF tokenizer has made, its ids, mask and token types by name; None for other values.
+    """What a HF tokenizer has made: ids, mask and token types by name; None for other values."""
+    if not isinstance(inputs, Mapping) or "input_ids" not in inputs:
+        return None
+    names = ("input_ids", "attention_mask", "token_type_ids")
+    return {name: inputs.get(name) for name in names}
 
-    Raises ArgumentError for a str, since the way from a text is another.
-    """
+
+def refuse_text(inputs: Any) -> None:
+    """Raise ArgumentError for a str, since the way from a text is another."""
     if isinstance(inputs, str):
         raise ArgumentError(
             f"input_ids is a str ({shown(inputs)}); expected token ids. For text in and text out "
             "call engine.generate_text(...) or engine.stream_text(...), or tokenize it first: "
             'engine.generate(**tokenizer(text, return_tensors="np")).'
         )
-    if not isinstance(inputs, Mapping) or "input_ids" not in inputs:
-        return None
-    names = ("input_ids", "attention_mask", "token_type_ids")
-    return {name: inputs.get(name) for name in names}
 
 
 def read_array(value: Any, name: str, ragged: str) -> np.ndarray:
@@ -45,6 +46,7 @@ def read_array(value: Any, name: str, ragged: str) -> np.ndarray:
 def check_ids(ids: Any, name: str, vocab: int, what: str = "vocabulary") -> np.ndarray:
     """An integer array [B, T] (or [T], taken as one row) as int32, every value in [0, vocab)."""
     if kind_of(ids) is None:
+        refuse_text(ids)
         if by_name(ids) is not None:
             raise ArgumentError(
                 f"{name} is a {type(ids).__name__}, as a tokenizer gives it. Pass it as **inputs."

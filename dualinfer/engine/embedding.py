@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from ..arrays import kind_of, on_its_way, to_kind
+from ..arrays import kind_of, on_its_way, to_jax, to_kind
 from ..errors import (
     ArgumentError,
     CheckpointError,
@@ -193,8 +193,9 @@ class EmbeddingCalls(InferenceEngine):
         vectors = self.embed(inputs, normalize=True if normalize_embeddings else None, **options)
         if not convert_to_tensor:
             return vectors
-        array = to_kind(vectors, self.inference_config.backend)
-        return array.to(self.device) if hasattr(array, "to") else array
+        if self.inference_config.backend == "jax":
+            return to_jax(vectors, self.device)
+        return to_kind(vectors, "torch").to(self.device)
 
     def encode_query(self, inputs: Any, **arguments: Any) -> Any:
         """`encode` with the model's prompt "query", unless the caller passes or names one."""

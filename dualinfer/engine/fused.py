@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, Unpack
 
 import numpy as np
 
-from ..arrays import kind_of, to_kind
+from ..arrays import ids_to_jax, kind_of, to_kind
 from ..backends.base import Request, Runner
 from ..errors import ArgumentError, ClosedError, LengthError, UnsupportedError, warn_caller
 from ..model.outputs import make_generate_outputs, make_outputs
@@ -23,6 +23,7 @@ from .options import (
     GenerationArguments,
     GenerationOptions,
     config_dict,
+    count_of,
     make_options,
     over_limit,
     refuse_outputs,
@@ -173,8 +174,6 @@ class FusedEngine(EmbeddingCalls, TowerCalls):
         given = decoder_input_ids, decoder_attention_mask, input_features
         given = *given, encoder_states(encoder_outputs)
         beside: dict[str, Any] = dict(zip(NAMES, given, strict=True))
-        refuse_names(self._spec, beside)
-        refuse_images(self._spec, pixel_values, interpolate_pos_encoding)
         spans = {"start_positions": start_positions, "end_positions": end_positions}
         head = self._spec.head
         if head is not None and head.kind == "span":
@@ -191,6 +190,8 @@ class FusedEngine(EmbeddingCalls, TowerCalls):
             unsupported["bbox"] = bbox
         with self._call("forward()", arguments) as call:
             self._check_model(alone=False)
+            refuse_names(self._spec, beside)
+            refuse_images(self._spec, pixel_values, interpolate_pos_encoding)
             refuse_arguments("forward", unsupported)
             if use_cache:
                 raise ArgumentError(
@@ -522,8 +523,8 @@ class FusedEngine(EmbeddingCalls, TowerCalls):
             raise LengthError(over_limit(longest, new_tokens, "max_out_tokens", limit, way))
         own = "max_position_embeddings" if asked is None else "number of positions"
         raise LengthError(
-            f"A prompt of {longest} tokens and {new_tokens} new ones, of which the last takes no "
-            f"position, need {longest + new_tokens - 1}, over the model's {own} ({limit - 1}). "
+            f"A prompt of {count_of(longest)} and {new_tokens} new ones, of which the last takes "
+            f"no position, need {longest + new_tokens - 1}, over the model's {own} ({limit - 1}). "
             f"{shorter(way)}"
         )
 
@@ -532,7 +533,10 @@ class FusedEngine(EmbeddingCalls, TowerCalls):
         return to_kind(tokens, "torch" if self.inference_config.backend == "torch" else "numpy")
 
     def _result(self, ids: np.ndarray, prompts: Prompts) -> Any:
-        kind = self.inference_config.backend if prompts.kind == "list" else prompts.kind
+        backend = self.inference_config.backend
+        kind = backend if prompts.kind == "list" else prompts.kind
+        if kind == backend == "jax":
+            return ids_to_jax(ids, self.device)
         return to_kind(ids, kind, like=prompts.like)
 
     def report(self) -> Report:

@@ -12,7 +12,7 @@ from ..arrays import kind_of, to_kind, to_numpy
 from ..backends.base import ModuleRunner
 from ..errors import ArgumentError, LengthError, UnsupportedError
 from .base import About, InferenceEngine
-from .checks import by_name, check_ids, read_array
+from .checks import by_name, check_ids, read_array, refuse_text
 from .options import (
     DEFAULT_NEW_TOKENS,
     check_beams,
@@ -94,8 +94,7 @@ class ModuleEngine(InferenceEngine):
 
     def _generate(self, *args: Any, **kwargs: Any) -> Any:
         first = args[0] if args else kwargs.get("input_ids")
-        is_text = _takes_length(self.runner.module) or not isinstance(first, str)
-        if is_text and (named := by_name(first)) is not None:
+        if (named := by_name(first)) is not None:
             args, kwargs = args[1:], {k: v for k, v in named.items() if v is not None} | kwargs
             kwargs["input_ids"] = named["input_ids"]
         return self._run("generate", args, kwargs)
@@ -211,6 +210,8 @@ class ModuleEngine(InferenceEngine):
         named = {str(i): value for i, value in enumerate(args)} | kwargs
         wrong = None
         try:
+            if method == "generate" and _takes_length(self.runner.module):
+                refuse_text(named.get("0", named.get("input_ids")))
             named = self._with_arrays(method, named)
         except ArgumentError as error:
             wrong = error

@@ -3,7 +3,7 @@
 import difflib
 import inspect
 import operator
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypedDict, TypeVar, get_type_hints
 
@@ -334,6 +334,7 @@ def make_options(
         if _asks(name, values.get(name)) and not (greedy and name in _DRAWN)
     }
     _check_forced(processed)
+    _check_processed(processed, vocab)
     return GenerationOptions(
         asked_length=any(asked.get(k) is not None for k in ("max_length", "max_new_tokens")),
         do_sample=not greedy,
@@ -365,6 +366,38 @@ def _check_forced(processed: Mapping[str, Any]) -> None:
                 f"{name}={shown(given)} is among suppress_tokens, so that no token is left where "
                 "it is forced. Take it out of one of them; min_new_tokens keeps off an early end."
             )
+
+
+def _check_processed(processed: Mapping[str, Any], vocab: int) -> None:
+    """Raise ArgumentError for what HF's processors fail at in a step, or give as it is."""
+    allowed = processed.get("prefix_allowed_tokens_fn")
+    if allowed is not None and not callable(allowed):
+        raise ArgumentError(
+            f"prefix_allowed_tokens_fn={shown(allowed)}; expected a function of a prompt's number "
+            "and its ids."
+        )
+    bias = processed.get("sequence_bias")
+    if isinstance(bias, list | tuple):
+        bias = [pair[0] for pair in bias if isinstance(pair, list | tuple) and pair]
+    names = "forced_bos_token_id", "forced_eos_token_id", "bad_words_ids"
+    for name, given in (*((n, processed.get(n)) for n in names), ("sequence_bias", bias)):
+        for token in _tokens_in(given):
+            if not 0 <= token < vocab:
+                raise ArgumentError(
+                    f"{name} has the id {token}, outside the vocabulary of {vocab} (0 to "
+                    f"{vocab - 1})."
+                )
+
+
+def _tokens_in(value: Any) -> Iterator[int]:
+    """The ints in lists, tuples, arrays and the keys of a dict, of whatever depth."""
+    if isinstance(value, int):
+        yield value
+    elif isinstance(value, list | tuple | Mapping):
+        for item in value:
+            yield from _tokens_in(item)
+    elif hasattr(value, "tolist"):
+        yield from _tokens_in(value.tolist())
 
 
 def _returns(values: Mapping[str, Any], asked: Mapping[str, Any]) -> tuple[str, ...] | None:
@@ -456,13 +489,18 @@ def over_limit(prompt: int, new: int, name: str, limit: int, way: str = "") -> s
     """What to say of a prompt and new tokens over a limit; `new` 0 where none were asked for."""
     if new == 0:
         return (
-            f"A prompt of {prompt} tokens leaves no room for a new one within {name} ({limit}). "
+            f"A prompt of {count_of(prompt)} leaves no room for a new one within {name} ({limit}). "
             f"Shorten the prompt{', ' if way else ''}{way}."
         )
     return (
-        f"A prompt of {prompt} tokens and {new} new ones make {prompt + new}, over {name} "
+        f"A prompt of {count_of(prompt)} and {new} new ones make {prompt + new}, over {name} "
         f"({limit}). {shorter(way)}"
     )
+
+
+def count_of(tokens: int) -> str:
+    """A number of tokens, in words."""
+    return f"{tokens} token{'' if tokens == 1 else 's'}"
 
 
 def shorter(way: str) -> str:

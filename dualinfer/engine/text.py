@@ -307,9 +307,10 @@ def ids_of(tokenizer: Any, text: str, most: int | None = None, name: str = "prom
         cut = {} if most is None else {"truncation": True, "max_length": most}
         return list(tokenizer(text, **cut)["input_ids"])
     except Exception as error:  # tokenizers raises many kinds
-        raise ArgumentError(
-            f"The tokenizer does not take the {name} {shown(text)}: {error}"
-        ) from error
+        why = f"The tokenizer does not take the {name} {shown(text)}: {error}"
+        if any("\ud800" <= char <= "\udfff" for char in text):
+            why = f"The {name} {shown(text)} was read from bytes that are no UTF-8. Pass text."
+        raise ArgumentError(why) from error
 
 
 def encode_chat(

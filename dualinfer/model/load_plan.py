@@ -12,7 +12,7 @@ import numpy as np
 from ..arrays import same_tensor, to_numpy
 from ..errors import CheckpointError, counted
 from .spec import Layer, ModelSpec
-from .weights import Row, Source, WeightTable
+from .weights import Row, WeightTable
 
 
 class TensorSource(Protocol):
@@ -118,6 +118,36 @@ def with_stored_turns(
     return spec, replace(table, spec=spec)
 
 
+def with_stored_order(table: WeightTable, source: TensorSource) -> WeightTable:
+    """The table with the tensors of all experts as a checkpoint holds them: maybe turned.
+
+    HF's Qwen3-VL has rows before columns, files on the hub columns before rows; where both have the
+    same shape, HF takes them as it has them.
+    """
+    held: set[str] | None = None
+    found: dict[int, tuple[Row, ...]] = {}
+    for i, rows in enumerate(table.layers):
+        if id(rows) in found or not any(own.either for own in rows):
+            continue
+        held = set(source.names()) if held is None else held
+
+        def stored(own: Row, layer: int = i, held: set[str] = held) -> Row:
+            if not own.either:
+                return own
+            whole = own.of_layer(layer, layer).others[0]
+            name = next((n for n in table.candidates(whole.name) if n in held), None)
+            shape = table.shape(own.of_layer(layer, layer), whole.axes)
+            turned = shape[0], shape[2], shape[1]
+            if name is None or turned == shape or tuple(source.shape(name)) != turned:
+                return own
+            experts, out, inner = whole.axes
+            return replace(own, others=(replace(own.others[0], axes=(experts, inner, out)),))
+
+        found[id(rows)] = tuple(map(stored, rows))
+    layers = tuple(found.get(id(rows), rows) for rows in table.layers)
+    return replace(table, layers=layers) if found else table
+
+
 _MARKED = 4  # elements of a tensor's first and last row
 
 
@@ -201,15 +231,9 @@ def make_load_plan(table: WeightTable, source: TensorSource) -> LoadPlan:
     def find(name: str) -> str | None:
         return next((c for c in table.candidates(name) if c in stored), None)
 
-    def fits(r: Row, part: Source) -> bool:
-        name = find(part.name)
-        return name is not None and tuple(source.shape(name)) == table.shape(r, part.axes)
-
     def match(r: Row) -> None:
         stored_names = []
-        # Either may stand under one name, and then the shape tells.
-        both = {s.name for s in r.sources} == {s.name for s in r.others}
-        if r.others and all(fits(r, s) if both else find(s.name) for s in r.others):
+        if r.others and all(find(part.name) for part in r.others):
             r = replace(r, sources=r.others, others=())
         for part in r.sources:
             name = find(part.name)

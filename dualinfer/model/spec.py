@@ -15,6 +15,7 @@ import numpy as np
 Activation = Literal["silu", "gelu", "gelu_tanh", "quick_gelu", "relu", "relu2", "tanh"]
 Gate = Literal["sigmoid", "softplus"]
 Pooling = Literal["first", "real", "last", "final", "mean", "eos", "patches", "beside"]
+LAMBDAS = "lambda_q1", "lambda_k1", "lambda_q2", "lambda_k2"  # of a differential attention
 XIELU = ("alpha_p", "alpha_n", "beta", "eps")  # a layer's numbers of the activation xIELU
 
 
@@ -68,6 +69,7 @@ class Latent:
     of the latent vector, and the shared elements behind it; a head's value, of `value_dim`
     elements, is another projection. Queries have turning elements at their end likewise. They come
     from a normed projection to `query_rank` elements, or, where that is 0, from the input itself.
+    A normed latent vector is times `scale` (LongCat).
     """
 
     rank: int
@@ -75,6 +77,7 @@ class Latent:
     value_dim: int
     norm: Norm
     query_rank: int = 0
+    scale: float = 1.0
 
     @property
     def width(self) -> int:
@@ -161,24 +164,27 @@ class Attention:
     """Attention of one layer, to its own sequence or across to another one.
 
     `window` counts the visible tokens, the query's own included. With `chunk` n a token sees those
-    before it that are of the same n tokens, counted from the first one that is no padding.
-    Without `causal` it counts as many on either side, the query's own in both (ModernBERT).
-    `softcap` c makes a scaled score c * tanh(score / c). `alibi` has a slope for each query head:
-    the score of a key that lies n tokens before the query falls by n times that. `alibi_rounded`,
-    each of both positions, and then a slope times it, is rounded to bfloat16, and the difference
-    scaled as the product of query and key is (Falcon). Queries, keys and values lie within `clip`
-    before the norm of queries and keys or, with `clip_normed`, behind it.
-    `qk_norm` is over each `head` with weights that heads share, over each with its `own`, or over
-    `all` heads as one; before the rotation, or with `norm_turned` after it. With `growth` (b, n, a)
-    the query at position p is times 1 + b ln(1 + floor((p + a) / n)). `bias` is added to scaled
-    scores. `places` are vectors of distances that add to scores. With `latent` each head has a key
-    and a value of its own, made of latent vectors; `head_dim` is that of queries and keys. If
-    `gated`, what heads give is times a function of a product of their input, the logistic one
-    (Trinity) or softplus (Laguna), of one number for each element or for each head.
-    `value_norm` is over each head's value, without weights. A head's value may have fewer elements
-    than its key, `value_dim`; it is times `value_scale` (MiMo). A layer with a `lender` projects to
-    queries alone: its keys and values are those that the layer of this number has projected and
-    whose values it has normed.
+    before it that are of the same n tokens, counted from the first one that is no padding. Without
+    `causal` it counts as many on either side, the query's own in both (ModernBERT). `softcap` c
+    makes a scaled score c * tanh(score / c). `alibi` has a slope for each query head: the score of
+    a key that lies n tokens before the query falls by n times that. `alibi_rounded`, each of both
+    positions, and then a slope times it, is rounded to bfloat16, and the difference scaled as the
+    product of query and key is (Falcon). Queries, keys and values lie within `clip` before the norm
+    of queries and keys or, with `clip_normed`, behind it. `qk_norm` is over each `head` with
+    weights that heads share, over each with its `own`, or over `all` heads as one; before the
+    rotation, or with `norm_turned` after it. With `growth` (b, n, a) the query at position p is
+    times 1 + b ln(1 + floor((p + a) / n)). `bias` is added to scaled scores. `places` are vectors
+    of distances that add to scores. With `latent` each head has a key and a value of its own, made
+    of latent vectors; `head_dim` is that of queries and keys. If `gated`, what heads give is times
+    a function of a product of their input, the logistic one (Trinity) or softplus (Laguna), of one
+    number for each element or for each head. `value_norm` is over each head's value, without
+    weights. A head's value may have fewer elements than its key, `value_dim`; it is times
+    `value_scale` (MiMo). `difference` l is of differential attention (DiffLlama, arXiv:2410.05258):
+    query heads give means of two values each, those of the KV heads j and j + K/2 for j modulo K/2,
+    side by side; of these the second half of heads, times exp(q1 k1) - exp(q2 k2) + l of `LAMBDAS`,
+    is taken from the first, and what is left is RMS-normed by `difference_eps` and times 1 - l. A
+    layer with a `lender` projects to queries alone: its keys and values are those that the layer of
+    this number has projected and whose values it has normed.
     """
 
     heads: int
@@ -206,6 +212,8 @@ class Attention:
     value_norm: Norm | None = None
     value_dim: int | None = None
     value_scale: float = 1.0
+    difference: float | None = None
+    difference_eps: float = 0.0
     lender: int | None = None
 
     @property
@@ -227,8 +235,13 @@ class Attention:
 
     @property
     def widened(self) -> "Attention":
-        """This attention with values as wide as keys, as caches and ops have them."""
-        return replace(self, value_dim=None, value_scale=1.0)
+        """This attention as caches and ops have it: values as wide as keys, one for each head."""
+        if self.difference is not None:
+            both = {"heads": 2 * self.heads, "kv_heads": 2 * self.kv_heads}
+            return replace(self, difference=None, **both)
+        if self.value_dim is not None:
+            return replace(self, value_dim=None, value_scale=1.0)
+        return self
 
     @property
     def qkv_sizes(self) -> tuple[int, int, int]:
@@ -291,7 +304,10 @@ class Experts:
     expert that all tokens have, the others and the router each read through a norm of their own.
     Both results are normed before they are added, and the weight of a chosen expert is times a
     learned number. With a `capacity` an expert serves so many tokens of a sequence in one pass, the
-    first that choose it; others that do get nothing of it (Switch Transformers).
+    first that choose it; others that do get nothing of it (Switch Transformers). Behind the `count`
+    experts the router knows `zeros` more, without weights: such a one gives what it reads. Where
+    they are `late` (LongCat, arXiv:2509.01322), the expert that all tokens have is the layer's MLP,
+    and what the others give is added behind the next layer.
     """
 
     count: int
@@ -308,11 +324,13 @@ class Experts:
     blended: bool = False
     apart: bool = False
     capacity: int | None = None
+    zeros: int = 0
+    late: bool = False
 
     @property
     def choices(self) -> int:
         """Experts that a router tells apart."""
-        return self.count - self.blended
+        return self.count - self.blended + self.zeros
 
     @property
     def per_token(self) -> int:
@@ -485,6 +503,11 @@ class Layer:
         """How many experts a layer has; 0 of one without a mixture."""
         return self.mlp.count if isinstance(self.mlp, Experts) else 0
 
+    @property
+    def is_late(self) -> bool:
+        """True if a part of what it gives is added behind the next layer."""
+        return isinstance(self.mlp, Experts) and self.mlp.late
+
 
 @dataclass(frozen=True)
 class Head:
@@ -552,7 +575,8 @@ class ModelSpec:
     `blanks`, what a mask hides enters the first layer as zeros; if it `masks_labels`, the labels of
     that count in no loss (Qwen2-Audio). Where there are `boxes`, a token has a type and a box on a
     page, of left, upper, right and lower edges below that; rows for these, and for its height and
-    width, are added to it (LayoutLM).
+    width, are added to it (LayoutLM). A layer that `is_late` and the next one are one layer of
+    HF's, and have one hidden state.
     """
 
     family: str

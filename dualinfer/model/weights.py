@@ -155,7 +155,8 @@ class Row:
     those of the row's axes that its sources have. `blocks` are the rows and columns that have one
     scale. A row that is a piece of a fused weight has the axes of the `whole`. With `picks` the
     array has these elements of the last axis alone, in this order, as often as they are named.
-    `others` are the tensors that a source may have in the place of all of `sources`. A `wide` row
+    `others` are the tensors that a source may have in the place of all of `sources`; that of an
+    `either` row may lie with its last two axes exchanged, which its shape tells. A `wide` row
     is float32 whatever the model computes in, and a `dense` one is never quantized: what a
     checkpoint quantizes of it is read as what its codes mean.
     """
@@ -171,6 +172,7 @@ class Row:
     dense: bool = False
     picks: tuple[int, ...] = ()
     others: tuple[Source, ...] = ()
+    either: bool = False
     wide: bool = False
 
     @property

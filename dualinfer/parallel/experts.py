@@ -13,7 +13,7 @@ def parts_of_experts(moe: MoEConfig, spec: ModelSpec, size: int) -> int:
     """As `parts_of`, of the model that a spec describes."""
     mixtures = [layer.mlp for layer in spec.all_layers if isinstance(layer.mlp, Experts)]
     check_type(moe, [own.blended for own in mixtures], spec.architecture)
-    return parts_of(moe, [own.choices for own in mixtures], spec.architecture, size)
+    return parts_of(moe, [own.choices - own.zeros for own in mixtures], spec.architecture, size)
 
 
 def check_type(moe: MoEConfig, residual: Sequence[bool], architecture: str) -> None:
@@ -93,7 +93,7 @@ def describe_experts(plan: ShardingPlan) -> list[str]:
         return []
     first = mixtures[0]
     assert isinstance(first, Experts)
-    chosen, parts, size = first.router.chosen, plan.expert_parts, plan.size
+    chosen, parts, size = min(first.router.chosen, first.count), plan.expert_parts, plan.size
     dense = ", one of which is the dense MLP of all tokens" if first.blended else ""
     if parts == 1:
         return [

@@ -86,6 +86,11 @@ def make_plan(
     """
     if size == 1:
         return ShardingPlan(table, (whole(table),))
+    if any(layer.attention.difference is not None for layer in table.spec.all_layers):
+        raise ConfigError(
+            f"tensor_parallel.tp_size={size}: {table.spec.architecture} subtracts one half of the "
+            "heads from the other, and devices share heads in a row. Use tp_size=1."
+        )
     spec, devices = table.spec, size // expert_parts
     split = _equal if equal else split_evenly
     places = make_places(size, expert_parts) if places is None else places

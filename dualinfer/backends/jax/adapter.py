@@ -7,9 +7,10 @@ from collections.abc import Callable
 from typing import Any, Self
 
 import jax
+from jax.core import Tracer
 
 from ...config.dtypes import dtype_name
-from ...errors import UnsupportedError
+from ...errors import ArgumentError, UnsupportedError
 from ...model.outputs import make_outputs, on_outputs_type
 from .executables import TRACED, check_untraced
 from .functional import batch_by_rows, traced_inputs
@@ -166,6 +167,11 @@ class _FusedEngine(_Engine):
         tokens.
         """
         runner = self.runner
+        if isinstance(output_hidden_states, Tracer):
+            raise ArgumentError(
+                "output_hidden_states says what is computed, and is traced here. Make it static: "
+                'jax.jit(engine.apply, static_argnames="output_hidden_states").'
+            )
         if runner.spec.encoder:
             raise UnsupportedError(
                 f"apply() is a function of one sequence; {runner.spec.architecture} reads two. "

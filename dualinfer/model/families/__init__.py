@@ -13,6 +13,7 @@ from . import (
     bert,
     bloom,
     clip,
+    ctrl,
     dbrx,
     deberta,
     deepseek,
@@ -29,6 +30,7 @@ from . import (
     lilt,
     llama,
     llama4,
+    longcat,
     mobilebert,
     modernbert,
     mpt,
@@ -50,7 +52,7 @@ _FAMILIES: dict[str, ModuleType] = {
         *(llama, gemma, gemma4, gpt2, gpt_neo, gpt_neox, gptj, opt, bloom, bert, relatives),
         *(falcon, mpt, fairseq, modernbert, deberta, mobilebert, lilt, clip, vit),
         *(bart, t5, t5gemma, encoder_decoder, whisper, deepseek, llama4, multimodal, dbrx),
-        *(layered,),
+        *(layered, ctrl, longcat),
     )
     for model_type in family.CLASSES
 }

@@ -39,7 +39,7 @@ def describe(fields: ConfigFields, architecture: str) -> tuple[ModelSpec, Weight
     parameters = fields.take("rope_parameters")
     if family == "mistral4" and isinstance(parameters, Mapping):
         parameters = _of_all_heads(fields, parameters)
-    attention = _attention(fields, parameters, positions)
+    attention = latent_attention(fields, parameters, positions)
     norm = Norm("rms", fields.number("rms_norm_eps"))
     mlp = Mlp(fields.size("intermediate_size"), fields.activation("hidden_act"), gated=True)
     is_minicpm = family == "minicpm3"
@@ -72,7 +72,8 @@ def describe(fields: ConfigFields, architecture: str) -> tuple[ModelSpec, Weight
     return spec, _table(fields, spec)
 
 
-def _attention(fields: ConfigFields, parameters: Any, positions: int) -> Attention:
+def latent_attention(fields: ConfigFields, parameters: Any, positions: int) -> Attention:
+    """The attention of all layers, by HF's names of DeepSeek's fields."""
     heads = fields.heads("num_attention_heads")
     fields.require("num_key_value_heads", heads)
     turning = fields.size("qk_rope_head_dim")
@@ -144,7 +145,7 @@ def _table(fields: ConfigFields, spec: ModelSpec) -> WeightTable:
     layer = [
         *make.norm(norm, "attn_norm", f"{hf}input_layernorm"),
         *make.norm(norm, "mlp_norm", f"{hf}post_attention_layernorm"),
-        *_latent_rows(attention.latent, f"{hf}self_attn.", bias),
+        *latent_rows(attention.latent, f"{hf}self_attn.", bias),
         *make.linear("out", f"{hf}self_attn.o_proj", "embed v", bias),
     ]
     dense = [
@@ -176,7 +177,8 @@ def _table(fields: ConfigFields, spec: ModelSpec) -> WeightTable:
     return replace(table, layers=tuple(by_kind[own.mlp] for own in spec.layers))
 
 
-def _latent_rows(latent: Latent, hf: str, bias: bool) -> list[Row]:
+def latent_rows(latent: Latent, hf: str, bias: bool) -> list[Row]:
+    """The rows of latent attention, but for the product back, in a module by HF's name."""
     rows = make.linear("latent", f"{hf}kv_a_proj_with_mqa", "latent embed", bias)
     rows += make.norm(latent.norm, "latent_norm", f"{hf}kv_a_layernorm", "rank")
     if latent.query_rank:

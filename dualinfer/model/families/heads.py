@@ -128,7 +128,7 @@ def with_head(
     elif kind == "token":
         own = Classifier("classifier" if spec.family in _CLASSIFIERS else "score")
     else:
-        own = Classifier("score", bias=False)
+        own = Classifier("classifier" if spec.family == "ctrl" else "score", bias=False)
     width = "width" if spec.embed_width else "embed"
     head, rows = make_head(fields, kind, own, "last", width=width)
     pad = fields.take("pad_token_id")

@@ -186,6 +186,7 @@ KINDS = {
         ignored=_COHERE2,
     ),
     "cwm": Kind("Cwm", qkv_bias=False, out_bias=False),
+    "diffllama": Kind("DiffLlama", ignored=("lambda_std_dev",)),  # of training's start
     "dots1": Kind("Dots1", qk_norm=True, ignored=_WINDOWED),
     "ernie4_5": Kind(
         *("Ernie4_5",),

@@ -154,6 +154,9 @@ MIXTURES: Mapping[str, Mixture] = {
         count="num_local_experts",
         ffn="intermediate_size",
     ),
+    "longcat_flash": Mixture(
+        router="router.classifier", shared="mlps.0", choice_bias="router.e_score_correction_bias"
+    ),
     "mellum": Mixture(unused=(r"^mtp\.",)),
     "mimo_v2_flash": replace(
         _DEEPSEEK,

@@ -13,10 +13,11 @@ from typing import Any
 
 from ...errors import ModelError, UnservedError, shown
 from ..spec import Head, ModelSpec
-from ..weights import Row, WeightTable
+from ..weights import WeightTable
 from . import deepseek, gemma, llama, relatives
 from .fields import ConfigFields
 from .heads import under
+from .kinds import KINDS
 
 _MODULES: dict[str, ModuleType] = {
     family: module for module in (llama, gemma, relatives, deepseek) for family in module.CLASSES
@@ -30,7 +31,7 @@ _ANY = (
 )
 # Fields of configs that are about what is seen or heard: which ids stand for it, its sizes and how
 # its features become embeddings. HF reads none of them where a call gives input_ids alone.
-_MEDIA = tuple(
+_TOKENS = tuple(
     f"{what}_token_{kind}"
     for what in (
         *("image", "video", "audio", "vision", "vision_start", "vision_end", "image_start"),
@@ -38,16 +39,20 @@ _MEDIA = tuple(
         *("audio_eos",),
     )
     for kind in ("id", "index")
-) + tuple(
+)
+_MEDIA = tuple(
     """vision_config audio_config ignore_index image_seq_length video_seq_length
     projector_hidden_act multimodal_projector_bias vision_feature_layer
-    vision_feature_select_strategy vocab_size hidden_size""".split()
+    vision_feature_select_strategy""".split()
 )
+# Older versions wrote the fields of the text beside its config, too, these by other names there.
+_BESIDE = ("rope_theta", "rope_scaling", "rope_parameters", "vocab_size", "hidden_size")
 _NESTED = (  # names in files of transformers before 4.52
     ("model.language_model.", "language_model.model."),
     ("lm_head.", "language_model.lm_head."),
 )
 _FLAT = (("model.language_model.", "model."),)
+_SECTIONS = ("mrope_section", "mrope_interleaved", "interleaved")  # of the positions' parts
 
 
 @dataclass(frozen=True)
@@ -59,7 +64,8 @@ class Wrapper:
     names in files of older versions. `ignored` fields of the config are about what is seen or
     heard, beside `_MEDIA`, and `of_text` are such in its text_config. HF `ties` the head to the
     embedding where the config says so, or never does. Where it `scales`, logits have the decoder's
-    own factor or cap. Where it `masks_labels`, tokens that the mask hides count in no loss.
+    own factor or cap. Where it `masks_labels`, tokens that the mask hides count in no loss. If
+    it `counts`, positions are those of the tokens that the mask shows.
     """
 
     name: str
@@ -72,6 +78,7 @@ class Wrapper:
     ties: bool = True
     scales: bool = False
     masks_labels: bool = False
+    counts: bool = False
 
     @property
     def classes(self) -> tuple[str, str]:
@@ -86,8 +93,9 @@ class Text:
     Positions have several parts, which are equal in texts, so that it turns as its family does.
     `given` are fields that HF takes for granted, which a config may repeat, and `same` are fields
     of the family with HF's name of each. Heads that `share` the embedding have no size of their
-    own. Where experts are `turned`, a file may hold their columns before rows. Positions that start
-    anew separate no sequences in HF.
+    own. Where experts are `turned`, a file may hold their columns before rows. Where it `predicts`,
+    a file may hold a layer more, of a second token. Positions that start anew separate sequences
+    where it `packs`.
     """
 
     name: str
@@ -96,9 +104,13 @@ class Text:
     same: Mapping[str, str] = field(default_factory=dict)
     share: bool = False
     turned: bool = False
+    predicts: bool = False
+    packs: bool = False
 
 
 _LLAVA = ("vision_tower", "multi_modal_projector")
+# Of the makers' own code, which HF reads nowhere.
+_HUNYUAN = (*KINDS["hunyuan_v1_dense"].ignored, *KINDS["hunyuan_v1_dense"].always)
 _TILES = ("image_grid_pinpoints", "use_image_newline_parameter")
 _HEARS = ("audio_tower", "multi_modal_projector")
 _IDEFICS = {
@@ -110,6 +122,19 @@ _IDEFICS = {
         *("neftune_noise_alpha", "perceiver_config", "pixel_shuffle_factor", "use_resampler"),
         "transformers.js_config",
     ),
+}
+_OMNI: dict[str, Any] = {
+    # A file of the whole has what speaks beside what thinks.
+    "parts": ("visual", "audio_tower", "talker", "token2wav", "code2wav"),
+    "renames": (
+        *(("model.language_model.", "model."), ("model.", "thinker.model.")),
+        ("lm_head.", "thinker.lm_head."),
+    ),
+    "ignored": (
+        *("position_id_per_seconds", "seconds_per_chunk", "user_token_id"),
+        *("vision_start_token_id", "vision_end_token_id"),
+    ),
+    "counts": True,
 }
 WRAPPERS: dict[str, Wrapper] = {
     "audioflamingo3": Wrapper(
@@ -135,12 +160,24 @@ WRAPPERS: dict[str, Wrapper] = {
         ignored=("high_res_vision_config",),
     ),
     "exaone4_5": Wrapper("Exaone4_5_", ("exaone4",), ("visual", "mtp")),
+    "fast_vlm": Wrapper("FastVlm", _ANY, _LLAVA),
     "glm4v": Wrapper("Glm4v", ("glm4v_text",), ("visual",)),
     "glm46v": Wrapper("Glm46V", ("glm4v_text", "glm4v_moe_text"), ("visual",)),
     "glm4v_moe": Wrapper("Glm4vMoe", ("glm4v_moe_text",), ("visual",)),
     "glm_ocr": Wrapper("GlmOcr", ("glm_ocr_text",), ("visual",)),
     "glmasr": Wrapper("GlmAsr", _ANY, _HEARS, _NESTED),
     "got_ocr2": Wrapper("GotOcr2", _ANY, _LLAVA, _NESTED),
+    "granite4_vision": Wrapper(
+        "Granite4Vision",
+        ("granite4_vision_text",),
+        ("vision_tower", "layerwise_projectors", "spatial_projectors", "image_newline"),
+        ignored=(
+            *("image_grid_pinpoints", "downsample_rate", "deepstack_layer_map", "qformer_config"),
+            *("spatial_vision_layer", "spatial_target_layers", "projector_dropout"),
+            "use_image_newline_parameter",
+        ),
+        scales=True,
+    ),
     "granite_speech": Wrapper(
         *("GraniteSpeech", _ANY, ("encoder", "projector"), _NESTED),
         masks_labels=True,
@@ -151,7 +188,7 @@ WRAPPERS: dict[str, Wrapper] = {
     ),
     "hunyuan_vl": Wrapper(
         *("HunYuanVL", ("hunyuan_vl_text",), ("vision_tower", "vit"), _FLAT),
-        ignored=("im_start_id", "im_end_id", "im_newline_id"),
+        ignored=("im_start_id", "im_end_id", "im_newline_id", *_HUNYUAN),
     ),
     "idefics2": Wrapper("Idefics2", _ANY, **_IDEFICS),
     "idefics3": Wrapper("Idefics3", _ANY, **_IDEFICS),
@@ -167,8 +204,11 @@ WRAPPERS: dict[str, Wrapper] = {
     ),
     "kimi_k25": Wrapper(
         *("Kimi_K25", ("deepseek_v3",), ("vision_tower", "mm_projector")),
-        renames=(*_NESTED, (".layers.", ".blocks.")),  # HF's save_pretrained renames both towers'
-        ignored=("projection_hidden_size", "projection_layer_norm_eps"),
+        renames=(*_NESTED, (".layers.", ".blocks.")),  # as HF writes the decoder's layers, too
+        ignored=(
+            *("projection_hidden_size", "projection_layer_norm_eps", "video_placeholder"),
+            *("media_placeholder_token_id", "use_unified_vision_chunk"),
+        ),
     ),
     "lighton_ocr": Wrapper(
         *("LightOnOcr", _ANY, ("vision_encoder", "vision_projection")),
@@ -203,16 +243,26 @@ WRAPPERS: dict[str, Wrapper] = {
         ignored=("visual_indicator_token_ids",),
     ),
     "paddleocr_vl": Wrapper(
-        "PaddleOCRVL", ("paddleocr_vl_text",), ("visual", "projector", "mlp_AR"), _FLAT
+        *("PaddleOCRVL", ("paddleocr_vl_text",), ("visual", "projector", "mlp_AR"), _FLAT),
+        ignored=(  # of the makers' own code
+            *("compression_ratio", "ignored_index", "rope_is_neox_style", "use_3d_rope"),
+            "weight_share_add_bias",
+        ),
+    ),
+    "perception_lm": Wrapper(
+        *("PerceptionLM", _ANY, _LLAVA),
+        ignored=("vision_use_cls_token", "projector_pooling_ratio"),
     ),
     "qianfan_ocr": Wrapper(
         *("QianfanOCR", _ANY, (*_LLAVA, "vision_model", "mlp1")),
         renames=(*_NESTED, (".layers.", ".encoder.layers.")),  # as of kimi_k25
         ignored=("downsample_ratio",),
     ),
+    "qwen2_5_omni_thinker": Wrapper(*("Qwen2_5OmniThinker", ("qwen2_5_omni_text",)), **_OMNI),
     "qwen2_5_vl": Wrapper("Qwen2_5_VL", ("qwen2_5_vl_text",), ("visual",), _FLAT),
     "qwen2_audio": Wrapper(*("Qwen2Audio", _ANY, _HEARS, _NESTED), ties=False, masks_labels=True),
     "qwen2_vl": Wrapper("Qwen2VL", ("qwen2_vl_text",), ("visual",), _FLAT),
+    "qwen3_omni_moe_thinker": Wrapper(*("Qwen3OmniMoeThinker", ("qwen3_omni_moe_text",)), **_OMNI),
     "qwen3_vl": Wrapper("Qwen3VL", ("qwen3_vl_text",), ("visual",)),
     "qwen3_vl_moe": Wrapper("Qwen3VLMoe", ("qwen3_vl_moe_text",), ("visual",)),
     "smolvlm": Wrapper("SmolVLM", _ANY, **_IDEFICS),
@@ -239,18 +289,21 @@ TEXTS: dict[str, Text] = {
         "Glm4vMoeTextModel", "glm4_moe", {"use_qk_norm": False, "scoring_func": "sigmoid"}
     ),
     "glm4v_text": Text("Glm4vTextModel", "glm4", {"attention_bias": True}, share=True),
-    "glm_ocr_text": Text("GlmOcrTextModel", "glm4", {"attention_bias": False}),
+    "glm_ocr_text": Text("GlmOcrTextModel", "glm4", {"attention_bias": False}, predicts=True),
+    "granite4_vision_text": Text("Granite4VisionTextModel", "granite", packs=True),
     "hunyuan_vl_text": Text("HunYuanVLTextModel", "hunyuan_v1_dense"),
     "paddleocr_vl_text": Text(
         *("PaddleOCRTextModel", "llama"),
         same={"attention_bias": "use_bias", "mlp_bias": "use_bias"},
     ),
+    "qwen2_5_omni_text": Text("Qwen2_5OmniThinkerTextModel", "qwen2", share=True),
     "qwen2_5_vl_text": Text("Qwen2_5_VLTextModel", "qwen2", share=True),
     "qwen2_vl_text": Text("Qwen2VLTextModel", "qwen2", share=True),
+    "qwen3_omni_moe_text": Text("Qwen3OmniMoeThinkerTextModel", "qwen3_moe", packs=True),
     "qwen3_vl_moe_text": Text(
-        "Qwen3VLMoeTextModel", "qwen3_moe", {"norm_topk_prob": True}, turned=True
+        "Qwen3VLMoeTextModel", "qwen3_moe", {"norm_topk_prob": True}, turned=True, packs=True
     ),
-    "qwen3_vl_text": Text("Qwen3VLTextModel", "qwen3"),
+    "qwen3_vl_text": Text("Qwen3VLTextModel", "qwen3", packs=True),
 }
 CLASSES: dict[str, tuple[str, ...]] = {
     **{family: own.classes for family, own in WRAPPERS.items()},
@@ -278,15 +331,17 @@ def describe(fields: ConfigFields, architecture: str) -> tuple[ModelSpec, Weight
     inner = ConfigFields(family, {**text, "tie_word_embeddings": tied})
     has_head = "For" in architecture
     spec, table = _decoder(inner, has_head)
-    inner.ignore("quantization_config", *wrapper.of_text)  # the first of what holds the weights
+    inner.ignore("quantization_config", *_TOKENS, *wrapper.of_text)  # the first is of the weights
     inner.finish()
-    fields.ignore("tie_word_embeddings", *_MEDIA, *wrapper.ignored)
+    fields.ignore("tie_word_embeddings", *_TOKENS, *_MEDIA, *wrapper.ignored)
+    beside = {*text} - {"is_encoder_decoder"}
+    fields.ignore(*beside, *_BESIDE)  # HF reads them in the text_config
     table = under(table, f"model.{wrapper.decoder}.")
-    spec = replace(spec, masks_labels=wrapper.masks_labels)
+    spec = replace(spec, masks_labels=wrapper.masks_labels, positions_from_mask=wrapper.counts)
     if has_head and not wrapper.scales:
         spec = replace(spec, head=Head("causal"))
     parts = "|".join(map(re.escape, wrapper.parts))
-    unused = [*map(_anywhere, table.unused), rf"^(model\.)?({parts})(\.|$)"]
+    unused = [*map(_anywhere, table.unused), rf"^((model|thinker)\.)*({parts})(\.|$)"]
     unused += [] if has_head else [r"^language_model\.lm_head\."]
     names = (*table.renames, *wrapper.renames)
     table = replace(table, base="model.", renames=names, unused=tuple(unused))
@@ -309,11 +364,9 @@ def _decoder(fields: ConfigFields, has_head: bool) -> tuple[ModelSpec, WeightTab
     """Spec and weight table of the decoder, by the file of its family."""
     own, packs = TEXTS.get(fields.family), True
     if own is not None:
-        rope, packs = fields.take("rope_parameters"), False
+        rope, packs = fields.take("rope_parameters"), own.packs
         if isinstance(rope, Mapping):
-            rope = {
-                k: v for k, v in rope.items() if k not in ("mrope_section", "mrope_interleaved")
-            }
+            rope = {k: v for k, v in rope.items() if k not in _SECTIONS}
         for name, value in own.given.items():
             fields.require(name, value)
         same = {ours: fields.take(theirs) for ours, theirs in own.same.items()}
@@ -327,15 +380,12 @@ def _decoder(fields: ConfigFields, has_head: bool) -> tuple[ModelSpec, WeightTab
     head, base = _MODULES[fields.family].CLASSES[fields.family][:2]
     spec, table = _MODULES[fields.family].describe(fields, head if has_head else base)
     if own is not None and own.turned:
-        layers = {id(rows): tuple(map(_turned, rows)) for rows in table.layers}
+        layers = {
+            id(rows): tuple(replace(row, either=len(row.others) == 1) for row in rows)
+            for rows in table.layers
+        }
         table = replace(table, layers=tuple(layers[id(rows)] for rows in table.layers))
+    if own is not None and own.predicts:
+        more = rf"^(model\.)?layers\.{len(spec.layers)}\."
+        table = replace(table, unused=(*table.unused, more))
     return replace(spec, packs=packs and spec.packs), table
-
-
-def _turned(row: Row) -> Row:
-    """A row of experts that are one tensor, as in a module or with columns before rows."""
-    if not row.others:
-        return row
-    whole = row.others[0]
-    experts, out, inner = whole.axes
-    return replace(row, sources=(replace(whole, axes=(experts, inner, out)),))

@@ -3,12 +3,13 @@
 Each is a row of `kinds.KINDS`, and its model a pass over it.
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Literal
 
 from ...errors import ModelError, UnservedError, shown
-from ..spec import Activation, Attention, Experts, Head, Layer, Mlp, ModelSpec, Norm, Rope
+from ..spec import LAMBDAS, Activation, Attention, Experts, Head, Layer, Mlp, ModelSpec, Norm, Rope
 from ..weights import Row, WeightTable, row
 from . import mixtures
 from . import rows as make
@@ -108,6 +109,8 @@ def describe(fields: ConfigFields, architecture: str) -> tuple[ModelSpec, Weight
         final_norm=norm,
         head=_head(fields, architecture.endswith("ForCausalLM")),
     )
+    if fields.family == "diffllama":
+        spec = _with_differences(spec, eps)
     fields.require("use_bidirectional_attention", False)
     for name, value in kind.always.items():
         fields.require(name, *(value if isinstance(value, tuple) else (value,)))
@@ -120,6 +123,17 @@ def describe(fields: ConfigFields, architecture: str) -> tuple[ModelSpec, Weight
         fields.require("attn_type_list", [1] * len(attentions))
     fields.ignore("attention_dropout", *kind.ignored)
     return spec, _table(fields, kind, spec, tuple(map(says, _biases(kind))), parallel)
+
+
+def _with_differences(spec: ModelSpec, eps: float) -> ModelSpec:
+    """DiffLlama, whose layers have a number of their own each."""
+    a = spec.layers[0].attention
+    if a.kv_heads % 2 or a.heads % 2:
+        raise ModelError(f"config.json has {a.kv_heads} KV heads; diffllama needs two halves.")
+    starts = [0.8 - 0.6 * math.exp(-0.3 * i) for i in range(len(spec.layers))]
+    own = [replace(a, difference=start, difference_eps=eps) for start in starts]
+    layers = zip(spec.layers, own, strict=True)
+    return replace(spec, layers=tuple(replace(layer, attention=a) for layer, a in layers))
 
 
 def _activation(fields: ConfigFields) -> Activation | Literal["xielu"]:
@@ -307,6 +321,9 @@ def _table(
         ("out_norm", "down_norm"), ("q", "up"), kind.sub_norms or (), strict=False
     ):
         layer += make.norm(norm, ours, f"{hf}{theirs}", axis)
+    if fields.family == "diffllama":
+        for name in LAMBDAS:
+            layer.append(row(name, "head_dim", (f"{hf}self_attn.{name}", "head_dim")))
     if fields.family in _SINKS:
         sinks = row("sinks", "heads", (f"{hf}self_attn.sinks", "heads"))
         layer.append(replace(sinks, wide=True))

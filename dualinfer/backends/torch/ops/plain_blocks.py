@@ -319,6 +319,8 @@ class PlainBlocks:
         """See `contract.BlockOps.experts`."""
         rows = self.norm(x, by.norm) if by.norm else x
         own = None if self.split is None else self.split.own_experts(mixture.count)
+        if own is None and mixture.zeros:
+            own = 0, mixture.count
         y = mixtures.experts(rows, mixture, w, routing, self._share_input, own)
         if partial is not None:
             y = y + partial
@@ -373,6 +375,30 @@ class PlainBlocks:
     def narrow_values(self, a: Attention, y: torch.Tensor) -> torch.Tensor:
         """See `contract.BlockOps.narrow_values`."""
         return y.unflatten(-1, (a.heads, -1))[..., : a.value_dim].flatten(-2)
+
+    def double_heads(self, a: Attention, qkv: torch.Tensor) -> torch.Tensor:
+        """See `contract.BlockOps.double_heads`."""
+        heads = qkv.unflatten(-1, (-1, a.head_dim))
+        q, k, v = heads.split((a.heads, a.kv_heads, a.kv_heads), -2)
+        q = q.unflatten(-2, (a.kv_heads, 1, -1)).expand(*q.shape[:-2], a.kv_heads, 2, -1, -1)
+        k = k[..., None, :].expand(*k.shape[:-1], 2, -1)
+        v = v.unflatten(-2, (2, -1)).transpose(-2, -3)
+        parts = q.flatten(-4), k.flatten(-3), torch.cat((v, v), -3).flatten(-3)
+        return torch.cat(parts, -1)
+
+    def subtract_heads(
+        self, a: Attention, y: torch.Tensor, vectors: Sequence[torch.Tensor]
+    ) -> torch.Tensor:
+        """See `contract.BlockOps.subtract_heads`."""
+        assert a.difference is not None
+        q1, k1, q2, k2 = vectors
+        less, more = ((q * k).float().sum(-1).exp().to(y.dtype) for q, k in ((q2, k2), (q1, k1)))
+        y = y.unflatten(-1, (a.kv_heads, 2, -1, a.head_dim)).transpose(-2, -3)
+        first, second = y.flatten(-2).flatten(-3, -2).chunk(2, -2)
+        left = first - (more - less + a.difference) * second
+        ones = left.new_ones(2 * a.head_dim)
+        normed = primitives.rms_norm(left, ones, a.difference_eps)
+        return ((1 - a.difference) * normed).flatten(-2)
 
     def clip(self, x: torch.Tensor, limit: float) -> torch.Tensor:
         """See `contract.BlockOps.clip`."""

@@ -187,6 +187,14 @@ class _Recorder:
     def narrow_values(self, a: Attention, y: torch.Tensor) -> torch.Tensor:
         return y.new_empty((*y.shape[:-1], a.heads * a.head_widths[2]))
 
+    def double_heads(self, a: Attention, qkv: torch.Tensor) -> torch.Tensor:
+        return qkv.new_empty((*qkv.shape[:-1], sum(a.widened.qkv_sizes)))
+
+    def subtract_heads(
+        self, a: Attention, y: torch.Tensor, vectors: Sequence[torch.Tensor]
+    ) -> torch.Tensor:
+        return y.new_empty((*y.shape[:-1], a.heads * a.head_dim))
+
     def norm_shared(self, x: torch.Tensor, norm: NormOf, width: int) -> torch.Tensor:
         return x
 
@@ -354,7 +362,7 @@ def _steps(
         a = spec.layers[i].attention
         if isinstance(qkv, LatentQkv):
             return qkv.queries.new_zeros((rows, 1, a.qkv_sizes[2]))
-        return qkv[..., : a.qkv_sizes[0]].contiguous()
+        return qkv[..., : a.widened.qkv_sizes[0]].contiguous()
 
     if not whole and not any(layer.experts for layer in spec.layers):
         return []
