@@ -1227,6 +1227,27 @@ ROWS: list[Row] = [
         "The limit of a windowed model's step counts a token too many.",
         "tests/test_bench.py -k cached_bytes",
     ),
+    Row(
+        "backends/torch/ops/mixtures.py",
+        "before < capacity",
+        "before <= capacity",
+        "An expert of Switch Transformers serves one token more than in HF.",
+        "tests/kernels/test_mixtures.py -k full_gives",
+    ),
+    Row(
+        "decoder/blocks.py",
+        "how.activation, seen.segments)",
+        "how.activation, None)",
+        "Packed texts reach into each other through DeBERTa-v2-xlarge's convolution.",
+        "tests/test_encoders.py -k 'packed and xlarge and torch'",
+    ),
+    Row(
+        "backends/jax/padding.py",
+        "if segments is None and spec.trigrams and size != (batch, tokens):",
+        "if False:",
+        "MobileBERT on JAX reads what fills a bucket up as the token after the last.",
+        "tests/test_encoders.py -k 'gives_what and mobilebert-masked-jax'",
+    ),
 ]
 
 if __name__ == "__main__":
