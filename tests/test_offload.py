@@ -280,6 +280,7 @@ def test_what_cannot_be_meant_is_refused_by_name(fields, message):
         ),
         ({"resident_layers": 0}, "module", "resident_layers=0: layers are streamed in fused"),
         ({"zero": ZERO}, "module", "zero=.*layers are streamed in fused mode only"),
+        ({"zero": ZERO, "backend": "jax"}, "module", "only. A Flax module runs as it is"),
     ],
     ids=str,
 )

@@ -59,6 +59,9 @@ def _check_parallelism(config: InferenceConfig) -> None:
                 _refuse(f"moe.{name}", getattr(moe, name), reason)
 
 
+_OTHER_MODEL = "A Flax module runs as it is: leave this unset, or pass a HF model."
+
+
 def _check_later(config: InferenceConfig) -> None:
     """What the contract has and this version does not serve yet."""
     if str(config.checkpoint).endswith(".index.json"):
@@ -84,6 +87,8 @@ def _check_triton(config: InferenceConfig, mode: Mode, device: str) -> None:
         _refuse("triton_autotune", True, f"{reason}. Use backend='torch', or leave it unset.")
     if mode == "module" or not config.replace_with_kernel_inject:
         reason = "the kernels are those of replace_with_kernel_inject=True. Set it, too."
+        if mode == "module" and config.backend == "jax":
+            reason = f"the kernels are those of fused mode. {_OTHER_MODEL}"
         _refuse(name, True, reason)
     if device not in ("cuda", "gpu"):
         where = f"{config.backend} runs on {device} here"
@@ -121,12 +126,16 @@ def _check_module_mode(config: InferenceConfig) -> None:
             "layers are streamed in fused mode only. Set replace_with_kernel_inject=True; or leave "
             "it unset: with keep_module_on_host=True a module runs on the host."
         )
+        if config.backend == "jax":
+            reason = f"layers are streamed in fused mode only. {_OTHER_MODEL}"
         _refuse(name, value, reason)
     if config.kv_cache_dtype is not None:
         reason = (
             "in module mode the cache is the module's own. Set replace_with_kernel_inject=True, or "
             "leave it unset."
         )
+        if config.backend == "jax":
+            reason = f"in module mode the cache is the module's own. {_OTHER_MODEL}"
         _refuse("kv_cache_dtype", config.kv_cache_dtype, reason)
     if config.min_out_tokens > 1:
         reason = "in module mode the cache is the module's own, and dualinfer reserves none. Use 1."

@@ -239,7 +239,7 @@ class ModuleEngine(InferenceEngine):
         if odd:
             raise ArgumentError(
                 f"{self._architecture} does not take {', nor '.join(odd)}: "
-                f"{type(error).__name__}: {error}. Pass arrays of {backend}."
+                f"{type(error).__name__}: {str(error).rstrip('.')}. Pass arrays of {backend}."
             ) from error
 
     def _check(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:

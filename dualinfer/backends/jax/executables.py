@@ -348,7 +348,10 @@ def _keep_few_maps() -> None:
     """Drop a quarter of the process's executables where it has two thirds of the maps it may have.
 
     Those unused for longest go, whichever engine holds them; a call that runs one holds it itself.
+    Executables for GPUs have no such code, and processes that share one may not compile it alone.
     """
+    if jax.default_backend() != "cpu":
+        return
     with _EVERYONE_LOCK:
         everyone = list(_EVERYONE)
     if sum(len(held) for held in everyone) < _FEW:
