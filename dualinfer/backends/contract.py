@@ -10,7 +10,7 @@ it also adds, multiplies and sums elements, only by what every framework spells 
 of the model are `Weight`s, which may be quantized: ops alone know how they are held. Unless an
 op says otherwise, arrays have the model's dtype, results have x's dtype, sums are made in float32,
 and no argument is written. What an op may overwrite its caller reads no more; on a backend whose
-arrays are values nothing happens to it. Shapes by letter: see `spec.py`.
+arrays are values nothing happens to it. Shapes by letter: see `model/spec`.
 """
 
 from collections.abc import Mapping, Sequence

@@ -1,7 +1,7 @@
 """Ops for `dualinfer bench ops`: those of a step as the engine calls them, beside XLA's and cuDNN.
 
 A reference gets what it needs ready, so that it may do less than our op does, never more. Shapes by
-letter: see `spec.py`.
+letter: see `model/spec`.
 """
 
 from collections.abc import Callable, Iterator

@@ -1,7 +1,7 @@
 """Ops for `dualinfer bench ops`: the kernels as a step calls them, each beside torch's own.
 
 A reference gets what it needs ready and is launched as torch's user would, so that it may do less
-than our op does, never more. Shapes by letter: see `spec.py`.
+than our op does, never more. Shapes by letter: see `model/spec`.
 """
 
 from collections.abc import Iterator

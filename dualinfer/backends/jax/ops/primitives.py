@@ -1,6 +1,6 @@
 """The ops of the JAX decoder, in plain XLA; a kernel takes the place of one by its signature.
 
-Their meaning is `dualinfer/kernels/reference.py`. Shapes by letter: see `spec.py`. Profilers and
+Their meaning is `dualinfer/kernels/reference.py`. Shapes by letter: see `model/spec`. Profilers and
 the HLO see each by its name, below the layer's. What is done with quantized weights is
 in schemes.py.
 """

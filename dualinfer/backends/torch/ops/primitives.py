@@ -1,6 +1,6 @@
 """The ops of the torch decoder, in plain torch; a kernel takes the place of one by its signature.
 
-Their meaning is `dualinfer/kernels/reference.py`. Shapes by letter: see `spec.py`. What is done
+Their meaning is `dualinfer/kernels/reference.py`. Shapes by letter: see `model/spec`. What is done
 with quantized weights is in schemes.py.
 """
 

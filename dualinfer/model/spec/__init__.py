@@ -1,0 +1,48 @@
+"""One model architecture as frozen data: what the decoder and the ops read, and nothing else.
+
+A field is here only if it is a fact of the checkpoint that changes the result. Letters, here and
+everywhere: B sequences, T tokens, S cache length, L layers, E embed, H query heads, K KV heads,
+G = H/K, D head_dim, F ffn, V vocab, X experts.
+"""
+
+from .attention import LAMBDAS, Attention, Gate, Latent, Places, RelativeBias, Rope
+from .model import Head, Layer, ModelSpec, Patches, Pooled, Pooling, Probe
+from .parts import (
+    XIELU,
+    Activation,
+    Adapter,
+    Bottleneck,
+    Convolution,
+    Experts,
+    Mlp,
+    Norm,
+    Page,
+    Router,
+)
+
+__all__ = [
+    "LAMBDAS",
+    "XIELU",
+    "Activation",
+    "Adapter",
+    "Attention",
+    "Bottleneck",
+    "Convolution",
+    "Experts",
+    "Gate",
+    "Head",
+    "Latent",
+    "Layer",
+    "Mlp",
+    "ModelSpec",
+    "Norm",
+    "Page",
+    "Patches",
+    "Places",
+    "Pooled",
+    "Pooling",
+    "Probe",
+    "RelativeBias",
+    "Rope",
+    "Router",
+]

@@ -1,0 +1,230 @@
+"""Attention as data: heads, positions and what is done to queries, keys and scores."""
+
+import math
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import numpy as np
+
+from .parts import Norm
+
+Gate = Literal["sigmoid", "softplus"]
+LAMBDAS = "lambda_q1", "lambda_k1", "lambda_q2", "lambda_k2"  # of a differential attention
+
+
+@dataclass(frozen=True)
+class Rope:
+    """Rotary position embedding of the first R elements of a head; the rest passes unturned.
+
+    `inv_freq` holds R/2 angular frequencies (radians per position, float32 values); cos and sin
+    are multiplied by `scaling` (yarn's attention factor, else 1). Element i turns with i + R/2;
+    `interleaved`, 2i turns with 2i + 1 (GPT-J). A sequence of more than `original` tokens, if that
+    is not 0, turns by the frequencies `long` (longrope). With `stretch` s frequency i of one of
+    L > n = `original` tokens is times (s L / n - s + 1) ** (-2 i / (R - 2)) (dynamic NTK). All of a
+    prompt turns by its length, and each later token by the length then; what is cached stays as it
+    is, unless a model `rereads` a sequence that has grown past `original` (Phi-3).
+    """
+
+    kind: str
+    inv_freq: tuple[float, ...]
+    scaling: float = 1.0
+    interleaved: bool = False
+    long: tuple[float, ...] = ()
+    original: int = 0
+    stretch: float = 0.0
+    rereads: bool = False
+
+    @property
+    def tables(self) -> tuple[tuple[float, ...], ...] | tuple[float, ...]:
+        """`inv_freq`, and `long` behind it where there are two."""
+        return (self.inv_freq, self.long) if self.long else self.inv_freq
+
+
+@dataclass(frozen=True)
+class Latent:
+    """What latent attention (DeepSeek-V2, arXiv:2405.04434) makes keys and values of.
+
+    A token has one latent vector of `rank` elements, normed by `norm`, and `turning` elements of a
+    key that all heads share and that the rotary embedding turns. A head's key is its own projection
+    of the latent vector, and the shared elements behind it; a head's value, of `value_dim`
+    elements, is another projection. Queries have turning elements at their end likewise. They come
+    from a normed projection to `query_rank` elements, or, where that is 0, from the input itself.
+    A normed latent vector is times `scale` (LongCat).
+    """
+
+    rank: int
+    turning: int
+    value_dim: int
+    norm: Norm
+    query_rank: int = 0
+    scale: float = 1.0
+
+    @property
+    def width(self) -> int:
+        """What a token is kept in: the latent vector and the shared part of a key."""
+        return self.rank + self.turning
+
+
+@dataclass(frozen=True)
+class RelativeBias:
+    """A learned number for each head and bucket of distances, added to scaled scores (T5).
+
+    Distances of `most` tokens and more are alike. One bucket of `buckets` serves each of the first
+    distances, and those behind share the rest by their logarithm; with `both_ways` half of them are
+    for keys behind the query, else those have the bucket of distance 0.
+    """
+
+    buckets: int
+    most: int
+    both_ways: bool
+
+    @property
+    def by_distance(self) -> tuple[int, ...]:
+        """The bucket of each key that lies -most to most tokens behind the query.
+
+        HF's `_relative_position_bucket`, in the same float32 arithmetic.
+        """
+        buckets = self.buckets // 2 if self.both_ways else self.buckets
+        exact, found = buckets // 2, []
+        steps = np.float32(math.log(self.most / exact))
+        for behind in range(-self.most, self.most + 1):
+            away = abs(behind) if self.both_ways else max(-behind, 0)
+            bucket = away
+            if away >= exact:
+                part = np.log(np.float32(away) / np.float32(exact)) / steps
+                bucket = exact + int(part * np.float32(buckets - exact))
+            first = buckets if self.both_ways and behind > 0 else 0
+            found.append(first + min(bucket, buckets - 1))
+        return tuple(found)
+
+
+@dataclass(frozen=True)
+class Places:
+    """Vectors of distances that meet queries and keys (DeBERTa, arXiv:2006.03654).
+
+    All layers share 2 `span` vectors of the embedding's width, after a `norm` if there is one. A
+    layer's projection of the vector of a query's distance from a key to a key of its own meets the
+    query if `keys`, one to a query meets the key if `queries`; both are added to the product of the
+    two, before the scale. If `shared`, the projections are those of tokens. Distances have a vector
+    each, or, where `most` is not 0, the near half of `span`, and the others share the rest by their
+    logarithm up to `most`.
+    """
+
+    span: int
+    most: int
+    keys: bool
+    queries: bool
+    shared: bool
+    norm: Norm | None = None
+
+    @property
+    def farthest(self) -> int:
+        """The tokens from which on distances are alike."""
+        return self.most or self.span
+
+    @property
+    def by_distance(self) -> tuple[int, ...]:
+        """The vector of each key that lies -farthest to farthest tokens behind the query.
+
+        HF's `make_log_bucket_position`, in the same float32 arithmetic.
+        """
+        middle, far = self.span // 2, range(-self.farthest, self.farthest + 1)
+        found = np.array(far, np.int64)
+        if self.most:
+            away = np.maximum(np.abs(found), middle)
+            part = np.log(away.astype(np.float32) / np.float32(middle))
+            part /= np.log(np.float32((self.most - 1) / middle))
+            shared = np.ceil(part * np.float32(middle - 1)).astype(np.int64) + middle
+            found = np.where(away == middle, found, np.sign(found) * shared)
+        return tuple(np.clip(self.span - found, 0, 2 * self.span - 1).tolist())
+
+
+@dataclass(frozen=True)
+class Attention:
+    """Attention of one layer, to its own sequence or across to another one.
+
+    `window` counts the visible tokens, the query's own included. With `chunk` n a token sees those
+    before it that are of the same n tokens, counted from the first one that is no padding. Without
+    `causal` it counts as many on either side, the query's own in both (ModernBERT). `softcap` c
+    makes a scaled score c * tanh(score / c). `alibi` has a slope for each query head: the score of
+    a key that lies n tokens before the query falls by n times that. `alibi_rounded`, each of both
+    positions, and then a slope times it, is rounded to bfloat16, and the difference scaled as the
+    product of query and key is (Falcon). Queries, keys and values lie within `clip` before the norm
+    of queries and keys or, with `clip_normed`, behind it. `qk_norm` is over each `head` with
+    weights that heads share, over each with its `own`, or over `all` heads as one; before the
+    rotation, or with `norm_turned` after it. With `growth` (b, n, a) the query at position p is
+    times 1 + b ln(1 + floor((p + a) / n)). `bias` is added to scaled scores. `places` are vectors
+    of distances that add to scores. With `latent` each head has a key and a value of its own, made
+    of latent vectors; `head_dim` is that of queries and keys. If `gated`, what heads give is times
+    a function of a product of their input, the logistic one (Trinity) or softplus (Laguna), of one
+    number for each element or for each head. `value_norm` is over each head's value, without
+    weights. A head's value may have fewer elements than its key, `value_dim`; it is times
+    `value_scale` (MiMo). `difference` l is of differential attention (DiffLlama, arXiv:2410.05258):
+    query heads give means of two values each, those of the KV heads j and j + K/2 for j modulo K/2,
+    side by side; of these the second half of heads, times exp(q1 k1) - exp(q2 k2) + l of `LAMBDAS`,
+    is taken from the first, and what is left is RMS-normed by `difference_eps` and times 1 - l. A
+    layer with a `lender` projects to queries alone: its keys and values are those that the layer of
+    this number has projected and whose values it has normed.
+    """
+
+    heads: int
+    kv_heads: int
+    head_dim: int
+    scale: float
+    causal: bool = True
+    window: int | None = None
+    rope: Rope | None = None
+    qk_norm: Norm | None = None
+    qk_norm_over: Literal["head", "own", "all"] = "head"
+    norm_turned: bool = False
+    clip: float | None = None
+    clip_normed: bool = False
+    growth: tuple[float, float, int] | None = None
+    alibi: tuple[float, ...] | None = None
+    alibi_rounded: bool = False
+    softcap: float | None = None
+    bias: RelativeBias | None = None
+    places: Places | None = None
+    latent: Latent | None = None
+    chunk: int | None = None
+    gated: bool = False
+    gate: Gate = "sigmoid"
+    value_norm: Norm | None = None
+    value_dim: int | None = None
+    value_scale: float = 1.0
+    difference: float | None = None
+    difference_eps: float = 0.0
+    lender: int | None = None
+
+    @property
+    def reach(self) -> int | None:
+        """The most tokens that a causal query sees; None for all of the past."""
+        return self.chunk if self.window is None else self.window
+
+    @property
+    def rope_pairs(self) -> int:
+        """Pairs of elements of a head that turn."""
+        return len(self.rope.inv_freq) if self.rope else 0
+
+    @property
+    def head_widths(self) -> tuple[int, int, int]:
+        """Elements of one head in the projections to queries, keys and values, in that order."""
+        if self.latent is None:
+            return self.head_dim, self.head_dim, self.value_dim or self.head_dim
+        return self.head_dim, self.head_dim - self.latent.turning, self.latent.value_dim
+
+    @property
+    def widened(self) -> "Attention":
+        """This attention as caches and ops have it: values as wide as keys, one for each head."""
+        if self.difference is not None:
+            both = {"heads": 2 * self.heads, "kv_heads": 2 * self.kv_heads}
+            return replace(self, difference=None, **both)
+        if self.value_dim is not None:
+            return replace(self, value_dim=None, value_scale=1.0)
+        return self
+
+    @property
+    def qkv_sizes(self) -> tuple[int, int, int]:
+        """Widths of the query, key and value blocks in projections, in that order."""
+        q, k, v = self.head_widths
+        return self.heads * q, self.kv_heads * k, self.kv_heads * v

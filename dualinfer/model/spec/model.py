@@ -1,0 +1,447 @@
+"""Layers, heads and the whole model."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from .attention import Attention
+from .parts import Activation, Adapter, Bottleneck, Convolution, Experts, Mlp, Norm, Page
+
+Pooling = Literal["first", "real", "last", "final", "mean", "eos", "patches", "beside"]
+
+
+@dataclass(frozen=True)
+class Patches:
+    """What an encoder of images reads: a token of each patch, behind `learned` ones.
+
+    Images have `channels` and `grid` rows and columns of patches, each `size` pixels high and wide.
+    Of other images positions are interpolated, where a caller asks for it, or without being asked
+    in a model for `any_size` (DINOv2). The last `registers` of the learned tokens have no position;
+    where there are some, interpolation is antialiased.
+    """
+
+    channels: int
+    size: tuple[int, int]
+    grid: tuple[int, int]
+    learned: int = 1
+    any_size: bool = False
+    registers: int = 0
+
+    @property
+    def width(self) -> int:
+        """Numbers of one patch."""
+        return self.channels * self.size[0] * self.size[1]
+
+    @property
+    def image(self) -> tuple[int, int, int]:
+        """Channels, height and width of an image."""
+        high, wide = (n * size for n, size in zip(self.grid, self.size, strict=True))
+        return self.channels, high, wide
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of an image."""
+        return self.learned + self.grid[0] * self.grid[1]
+
+
+@dataclass(frozen=True)
+class Probe:
+    """A learned query that pools the tokens of an image (SigLIP): attention, then an MLP of `ffn`.
+
+    The MLP reads the attention's result by the model's `norm`, and adds to it.
+    """
+
+    attention: Attention
+    ffn: int
+    activation: Activation
+    norm: Norm
+
+
+@dataclass(frozen=True)
+class Pooled:
+    """What a model without a head makes of its last hidden state.
+
+    It is that of the `first` token, of the `final` one, padding too, or of the `end`: the first
+    with the id `end_id`, or with the largest id if that is None; or what a `probe` makes of all.
+    After a `norm` and a projection, where there are these, it is HF's pooler_output, or the output
+    `name`.
+    """
+
+    pooling: Literal["first", "final", "end", "all"]
+    norm: Norm | None = None
+    name: Literal["text_embeds", "image_embeds"] | None = None
+    end_id: int | None = None
+    probe: Probe | None = None
+
+
+@dataclass(frozen=True)
+class Layer:
+    """One block: where its norms stand, what its sub-layers read, and what else some models do.
+
+    - `placement`: norms before each sub-layer (`pre`), after each residual sum (`post`), or, within
+      the residual, behind each sub-layer (`behind`) or before and behind it (`around`).
+    - `parallel` (always `pre`): the MLP reads the block's input, not the attention's sum; with
+      `shared_norm` by one norm.
+    - `residual_scale`: a factor of what a sub-layer adds.
+    - `cross` (`pre`, `post` or `around`): a second attention stands between the two, whose keys and
+      values are of what an encoder gives.
+    - `scaled` (always `pre`): what a sub-layer adds is times a learned vector (DINOv2).
+    - `bare` (always `pre`): no norm stands before attention (ModernBERT's first block).
+    - `mlp_normed` (always `pre`): a norm stands behind the MLP, within the residual (A.X-K1).
+    - `reads`: a third sub-layer, normed behind: the MLP's activation of a projection to so many
+      elements, times what each token's embedding gives this layer alone, projected back (Gemma 4).
+    - `multiplied`: what the block gives is times a learned number (Gemma 4).
+    - `convolution` (always `post`) comes last (DeBERTa-v2).
+    - `sub_norms` (always `pre`): what heads give and the MLP's hidden values are normed before the
+      products back, each as one of so many elements, which devices share (BitNet).
+    - `adapter` (`pre` or `post`): two more projections, before the last norm of a `post` block.
+    - `bottleneck`: how a `narrow` block is built (MobileBERT).
+    - `page`: how a `paged` block is built (LiLT).
+    """
+
+    attention: Attention
+    mlp: Mlp | Experts
+    norm: Norm
+    placement: Literal["pre", "post", "around", "behind", "narrow", "paged"]
+    parallel: bool = False
+    shared_norm: bool = False
+    residual_scale: float = 1.0
+    cross: Attention | None = None
+    scaled: bool = False
+    bare: bool = False
+    mlp_normed: bool = False
+    reads: int = 0
+    multiplied: bool = False
+    convolution: Convolution | None = None
+    sub_norms: tuple[int, int] | None = None
+    adapter: Adapter | None = None
+    bottleneck: Bottleneck | None = None
+    page: Page | None = None
+
+    @property
+    def experts(self) -> int:
+        """How many experts a layer has; 0 of one without a mixture."""
+        return self.mlp.count if isinstance(self.mlp, Experts) else 0
+
+    @property
+    def is_late(self) -> bool:
+        """True if a part of what it gives is added behind the next layer."""
+        return isinstance(self.mlp, Experts) and self.mlp.late
+
+
+@dataclass(frozen=True)
+class Head:
+    """What makes scores of the last hidden state: for the vocabulary, or for `labels`.
+
+    `causal` and `masked` heads project to the vocabulary. One without a projection of its own among
+    its weights reads the input embedding as one. A logit is times `scale`; then `softcap` c makes
+    it c * tanh(logit / c). A head for labels scores a `sequence` as one, each `token`, a `choice`
+    among several sequences (by one label), or the `span` from where to where an answer goes (by
+    two); of `replaced` tokens it has one score each. A head with an `activation` has a projection
+    before its own, then the activation and the `norm` if any. `pooling` says which hidden state of
+    a sequence a head reads: of the `first` token, the first `real` one by the mask, the `last` one
+    that is no padding by its id, the `final` one, padding too, or the `mean` of the real ones,
+    after the activation if `late`, or of an image's `patches` without the learned tokens, or the
+    first and this mean of patches side by side (`beside`); of an encoder-decoder the decoder's at
+    the place of the last id `eos` that the encoder reads. `width`
+    is that of the projection before the vocabulary where it is neither the embedding's nor the
+    layers' (RemBERT).
+    """
+
+    kind: Literal["causal", "masked", "sequence", "token", "choice", "span", "replaced"]
+    activation: Activation | None = None
+    norm: Norm | None = None
+    softcap: float | None = None
+    scale: float = 1.0
+    labels: int = 0
+    pooling: Pooling | None = None
+    late: bool = False
+    eos: int | None = None
+    width: int = 0
+
+    @property
+    def of_vocab(self) -> bool:
+        """True if the scores are logits of the vocabulary."""
+        return self.kind in ("causal", "masked")
+
+
+@dataclass(frozen=True)
+class ModelSpec:
+    """A whole architecture. A layer that `is_late` and the next one are one layer of HF's.
+
+    Tokens and where they stand:
+
+    - `vocab` ids; with `patches` the model reads images in their place, with `mel` log-mel
+      spectrograms of so many bins, two frames for each position, by two convolutions.
+    - `learned_positions` and `token_types` are counts, 0 if none; the row of a position in its
+      table is `position_offset` further. With `token_types_from_vocab` the rows of types are the
+      embedding's. Where there are `boxes`, a token has a type and a box on a page, of left, upper,
+      right and lower edges below that; rows for these, its height and its width are added to it
+      (LayoutLM).
+    - `positions_from_mask`: the positions that forward takes by default count real tokens only;
+      with `pad` they count the ids that are not it, from `pad` + 1 on, and are `pad` elsewhere
+      (RoBERTa). If the model `packs`, positions that start anew separate sequences.
+    - `hides`: the id that HF hides where there is no mask. `dropped`: its embedding is zero, and
+      those of a sequence's other tokens are times 0.88 over the share that these have in it, as
+      dropout in training made them (ESM-2). If the model `blanks`, what a mask hides enters the
+      first layer as zeros; if it `masks_labels`, the labels of that count in no loss (Qwen2-Audio).
+
+    From embeddings to layers:
+
+    - `embed_scale` multiplies embedded tokens, rounded to their dtype; with `scales_embeds` also
+      embeddings that a caller gives in their place (HF's Granite, not its Gemma).
+    - `embed_width`: that of the embedding and of the head where a projection lies between them and
+      the layers (OPT-350m). In a `factored` model positions, token types and the norm of the
+      embedding have it as well, and the projection, perhaps with a bias, comes after them (ALBERT).
+      With `trigrams` those of the next token, the token's own and those of the one before are
+      projected to the layers' width (MobileBERT).
+    - `embed_norm` is `normed` over the `sum` with positions and types, over that once it is
+      `projected` (DeBERTa-v2), or over the `tokens` alone, before positions (BlenderbotSmall).
+
+    What comes out:
+
+    - `head` makes scores, `pooled` HF's pooler_output, `projected` elements wide where it projects.
+      `pad_id` is the id by which a head tells padding. HF's hidden states of a model with
+      `raw_states` end before the final norm.
+    - With an `encoder` this is a decoder that attends across to what that gives of another
+      sequence, and that begins with the id `start`, if the model names one; if it `repeats`, it
+      reads the encoder's ids, shifted, where it is given none. With `towers` the encoder is one
+      beside this one: neither attends to the other, and what they give says how near texts are to
+      images (CLIP).
+    """
+
+    family: str
+    architecture: str
+    vocab: int
+    embed: int
+    layers: tuple[Layer, ...]
+    max_positions: int
+    learned_positions: int = 0
+    position_offset: int = 0
+    positions_from_mask: bool = False
+    pad: int | None = None
+    hides: int | None = None
+    dropped: int | None = None
+    blanks: bool = False
+    packs: bool = True
+    masks_labels: bool = False
+    token_types: int = 0
+    token_types_from_vocab: bool = False
+    boxes: int = 0
+    embed_scale: float = 1.0
+    scales_embeds: bool = False
+    embed_width: int | None = None
+    factored: bool = False
+    normed: Literal["sum", "projected", "tokens"] = "sum"
+    trigrams: bool = False
+    pad_id: int | None = None
+    embed_norm: Norm | None = None
+    final_norm: Norm | None = None
+    head: Head | None = None
+    encoder: "ModelSpec | None" = None
+    start: int | None = None
+    repeats: bool = False
+    towers: bool = False
+    mel: int = 0
+    projected: int = 0
+    patches: Patches | None = None
+    pooled: Pooled | None = None
+    raw_states: bool = False
+
+    @property
+    def all_layers(self) -> tuple[Layer, ...]:
+        """The layers, then those of the encoder: numbers of layers in the weights are by these."""
+        return self.layers + (self.encoder.layers if self.encoder else ())
+
+    def number(self, part: "ModelSpec", index: int) -> int:
+        """The number in `all_layers` of a layer of `part`, this model or its encoder."""
+        return index + (len(self.layers) if self.encoder and not part.encoder else 0)
+
+    def with_layers(self, layers: Sequence[Layer]) -> "ModelSpec":
+        """The same model of other layers, given as `all_layers` has them."""
+        own, rest = tuple(layers[: len(self.layers)]), tuple(layers[len(self.layers) :])
+        encoder = replace(self.encoder, layers=rest) if self.encoder else None
+        return replace(self, layers=own, encoder=encoder)
+
+    def extent(self, axis: str, layer: int | None = None) -> int:
+        """Elements of an axis by its name; of a joined one, such as `q+k+v`, of all its parts.
+
+        Axes of heads and of the MLP are those of layer number `layer`. What stands behind a `/`
+        says how blocks are interleaved and adds nothing; behind `:` is a number of elements that
+        have one here, and behind `=` the extent itself.
+        """
+        axis, _, literal = axis.partition("=")
+        if literal:
+            return int(literal)
+        axis, _, block = axis.partition(":")
+        size = sum(self._extent(part, layer) for part in axis.partition("/")[0].split("+"))
+        return -(-size // int(block or 1))
+
+    def _extent(self, axis: str, layer: int | None) -> int:
+        if self.encoder and axis.startswith("source_"):
+            return self.encoder.extent(axis.removeprefix("source_"))
+        if self.encoder and layer is not None and layer >= len(self.layers):
+            return self.encoder.extent(axis, layer - len(self.layers))
+        outer = {
+            "vocab": self.vocab,
+            "embed": self.embed,
+            "embed_in": self.embed,  # tells the sides of a square matrix apart
+            "width": self.embed_width or self.embed,
+            "inner": (self.factored and self.embed_width) or self.embed,
+            "trigram": 3 * (self.embed_width or 0),
+            "rest": self.embed - (self.embed_width or 0),
+            "labels": self.head.labels if self.head else 0,
+            "scored": self.head.width if self.head else 0,
+            "projected": self.projected,
+            "positions": self.learned_positions + self.position_offset,
+            "types": self.token_types,
+            "boxes": self.boxes,
+            "pairs": self.layers[0].attention.rope_pairs,
+            **{"read": self.layers[0].reads, "reads": self.reads},
+            "one": 1,
+        }
+        if self.patches is not None:
+            outer |= dict(zip(("high", "wide"), self.patches.size, strict=True))
+            outer |= {"channels": self.patches.channels, "learned": self.patches.learned}
+            outer["registers"] = self.patches.registers
+        if self.pooled is not None and self.pooled.probe is not None:
+            probe = self.pooled.probe
+            outer |= {"probe_qkv": sum(probe.attention.qkv_sizes), "probe_ffn": probe.ffn}
+        if self.page is not None:
+            outer |= {"page": self.page.width, "page_ffn": self.page.ffn, "sixth": self.embed // 6}
+        if (places := self.layers[0].attention.places) is not None:
+            outer["places"] = 2 * places.span
+        if self.encoder:
+            outer |= {"mel": self.encoder.mel, "taps": 3}  # of a convolution
+        if (convolution := self.layers[0].convolution) is not None:
+            outer["taps"] = convolution.taps
+        if axis in outer:
+            return outer[axis]
+        assert layer is not None, f"{axis} is an axis of layers"
+        attention, mlp = self.layers[layer].attention, self.layers[layer].mlp
+        q, k, v = attention.qkv_sizes
+        inner = {
+            **{"heads": attention.heads, "kv_heads": attention.kv_heads},
+            **{"head_dim": attention.head_dim, "q": q, "k": k, "v": v},
+            "given": attention.heads * attention.head_widths[2],  # by heads, to a product
+            **dict.fromkeys(("ffn", "gate", "up"), mlp.ffn),
+            "buckets": attention.bias.buckets if attention.bias else 0,
+            "adapter": own.width if (own := self.layers[layer].adapter) else 0,
+            "narrow": own.width if (own := self.layers[layer].bottleneck) else 0,
+        }
+        if (page := self.layers[layer].page) is not None:
+            for name, dim in (
+                ("text", attention.head_dim - page.head_dim),
+                ("page", page.head_dim),
+            ):
+                inner |= {f"{name}_{x}": attention.heads * dim for x in "qkv"}
+        if (own := attention.latent) is not None:
+            inner |= {"latent": own.width, "rank": own.rank, "query_rank": own.query_rank}
+        if isinstance(mlp, Experts):
+            # What devices share out, what each of them knows of, and what a router tells apart.
+            inner |= {"experts": mlp.count, "mixed": mlp.count, "choices": mlp.choices, "sides": 2}
+            inner |= dict.fromkeys(("shared", "shared_gate", "shared_up"), mlp.shared)
+        return inner[axis]
+
+    @property
+    def reads(self) -> int:
+        """Elements that a token's embedding gives all layers for themselves; 0 for none."""
+        return sum(layer.reads for layer in self.layers)
+
+    @property
+    def lenders(self) -> frozenset[int]:
+        """The numbers of the layers whose keys and values others have, too."""
+        return frozenset(
+            a.lender for a in (own.attention for own in self.layers) if a.lender is not None
+        )
+
+    @property
+    def page(self) -> Page | None:
+        """What layers have beside the tokens' stream."""
+        return self.layers[0].page
+
+    @property
+    def cache_numbers(self) -> tuple[int, ...]:
+        """The number of the cache that each layer keeps its keys and values in: a lender's own."""
+        owners = [i for i, layer in enumerate(self.layers) if layer.attention.lender is None]
+        number = {index: n for n, index in enumerate(owners)}
+        lenders = (layer.attention.lender for layer in self.layers)
+        return tuple(number[i if own is None else own] for i, own in enumerate(lenders))
+
+    @property
+    def adds_tables(self) -> bool:
+        """True if an embedded token is a sum of rows: its own, of its type and of its position."""
+        return self.embed_width is None and self.normed != "tokens" and not self.boxes
+
+    @property
+    def projects(self) -> bool:
+        """True if a projection lies between tokens and layers, and another before the head."""
+        return self.embed_width is not None and not self.factored and not self.trigrams
+
+    @property
+    def crosses(self) -> bool:
+        """True if this is a decoder that attends across to what its encoder gives."""
+        return self.encoder is not None and not self.towers
+
+    @property
+    def frames(self) -> int:
+        """Frames of every spectrogram that the model reads; 0 where it reads ids."""
+        return 2 * self.learned_positions if self.mel else 0
+
+    @property
+    def causal(self) -> bool:
+        """True if every layer attends to the past only, so that a cache makes sense."""
+        return all(layer.attention.causal for layer in self.layers)
+
+    @property
+    def alibi(self) -> bool:
+        """True if attention measures positions itself, so that they are no input of the model."""
+        return any(layer.attention.alibi for layer in self.layers)
+
+    @property
+    def original(self) -> int | None:
+        """Tokens beyond which a sequence is read again, by other angles; None for never."""
+        ropes = [layer.attention.rope for layer in self.layers]
+        lengths = [rope.original for rope in ropes if rope and rope.rereads]
+        return min(lengths) if lengths else None
+
+    @property
+    def turns_by_length(self) -> bool:
+        """True if a rotary embedding asks for the length of the sequence that it turns."""
+        return any(layer.attention.rope and layer.attention.rope.original for layer in self.layers)
+
+    @property
+    def can_generate(self) -> bool:
+        """True for a causal model with a vocabulary head."""
+        return self.causal and self.head is not None and self.head.kind == "causal"
+
+    @property
+    def has_logits(self) -> bool:
+        """True if the model scores the vocabulary."""
+        return self.head is not None and self.head.of_vocab
+
+    @property
+    def tokens(self) -> int:
+        """The longest sequence that its table of positions has rows for; 0 without a table."""
+        return max(0, self.learned_positions - (0 if self.pad is None else self.pad + 1))
+
+    @property
+    def can_pack(self) -> bool:
+        """True if several sequences in one row give what each gives by itself."""
+        own = [layer.attention for layer in self.layers]
+        return not self.turns_by_length and not any(a.alibi_rounded or a.chunk for a in own)
+
+    def most_tokens(self, asked: int | None) -> int:
+        """Longest prompt with its new tokens: `asked`, else what fills the model's positions.
+
+        A table of positions always bounds it. The last new token is never fed back, so that it
+        takes no position.
+        """
+        most = asked or self.max_positions + 1
+        return min(most, self.learned_positions + 1) if self.learned_positions else most
+
+    def __repr__(self) -> str:
+        """A short form: nested layers would fill pages."""
+        return (
+            f"ModelSpec({self.architecture}, L={len(self.layers)}, E={self.embed}, V={self.vocab})"
+        )

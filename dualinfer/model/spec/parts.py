@@ -1,0 +1,160 @@
+"""What layers are made of beside attention: norms, MLPs, mixtures of experts, and rarer parts."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+Activation = Literal["silu", "gelu", "gelu_tanh", "quick_gelu", "relu", "relu2", "tanh"]
+XIELU = ("alpha_p", "alpha_n", "beta", "eps")  # a layer's numbers of the activation xIELU
+
+
+@dataclass(frozen=True)
+class Norm:
+    """RMSNorm (`rms`) or LayerNorm (`layer`), with a bias where there is one among the weights.
+
+    With `unit_offset` the factor is 1 + weight, in float32 (Gemma). An `affine` norm is weight and
+    bias alone, without any mean or root (MobileBERT).
+    """
+
+    kind: Literal["rms", "layer", "affine"]
+    eps: float
+    unit_offset: bool = False
+
+
+@dataclass(frozen=True)
+class Mlp:
+    """Feed-forward of one layer; `gated` multiplies activation(gate) with up."""
+
+    ffn: int
+    activation: Activation | Literal["xielu"]
+    gated: bool
+
+
+@dataclass(frozen=True)
+class Router:
+    """How a token chooses its experts and weighs them, by a product with the router's weights.
+
+    Logits are within `softcap` c as c * tanh(logit / c). Scores of them are their `softmax` or
+    their `sigmoid`; or the choice is among logits, and of the chosen ones alone it is the softmax
+    (`chosen`) or the sigmoid (`gates`), all in float32. A bias for the choice, if there is one
+    among the weights, is added for the choice alone. Of equal `groups` of experts those
+    `groups_chosen` are open whose best score (`max`), or sum of their `two` best, is the largest.
+    `renormalized` weights are over their sum plus `eps`; then they are times `scale`. Of equal
+    scores that of the lower number goes first.
+
+    A `sparse` choice (Phi-3.5-MoE, arXiv:2409.12136) is of two logits. The weight of each is its
+    softmax among itself m and those below it that are near: (m - logit) / max(abs(logit), m) is at
+    most 2 * `jitter`, or is no number. Router biases, groups and renormalization are not for it.
+    """
+
+    chosen: int
+    score: Literal["softmax", "sigmoid", "chosen", "gates", "sparse"] = "softmax"
+    groups: int = 1
+    groups_chosen: int = 1
+    group_score: Literal["max", "two"] = "max"
+    renormalized: bool = False
+    eps: float = 0.0
+    scale: float = 1.0
+    jitter: float = 0.0
+    softcap: float | None = None
+
+
+@dataclass(frozen=True)
+class Experts:
+    """A mixture in a feed-forward's place: each token's `router.chosen` of `count` experts of ffn.
+
+    An expert's hidden values are activation(gate) * (up + `offset`), or without gates
+    activation(up). With `limit` gates are at most that, and ups at most as far from 0 (GPT-OSS).
+    `shared` is the ffn of an expert that all tokens have, 0 for none; with `shared_gated` its
+    result is times the logistic function of a product of its own (Qwen2-MoE), and it is times
+    `shared_scale` (Cohere's mean of the two). Where a mixture
+    `weighs_input`, an expert reads its input times its weight, and results are summed as they are
+    (Llama 4). With `blended` the last expert is one that the router does not know and all tokens
+    have: its weight, and what those of the chosen ones are times, are the softmax of a product of
+    their own (DeepSpeed's residual layers, arXiv:2201.05596). Where they are `apart` (Gemma 4), the
+    expert that all tokens have, the others and the router each read through a norm of their own.
+    Both results are normed before they are added, and the weight of a chosen expert is times a
+    learned number. With a `capacity` an expert serves so many tokens of a sequence in one pass, the
+    first that choose it; others that do get nothing of it (Switch Transformers). Behind the `count`
+    experts the router knows `zeros` more, without weights: such a one gives what it reads. Where
+    they are `late` (LongCat, arXiv:2509.01322), the expert that all tokens have is the layer's MLP,
+    and what the others give is added behind the next layer.
+    """
+
+    count: int
+    ffn: int
+    activation: Activation
+    gated: bool
+    router: Router
+    shared: int = 0
+    shared_gated: bool = False
+    shared_scale: float = 1.0
+    limit: float | None = None
+    offset: float = 0.0
+    weighs_input: bool = False
+    blended: bool = False
+    apart: bool = False
+    capacity: int | None = None
+    zeros: int = 0
+    late: bool = False
+
+    @property
+    def choices(self) -> int:
+        """Experts that a router tells apart."""
+        return self.count - self.blended + self.zeros
+
+    @property
+    def per_token(self) -> int:
+        """Experts of a token, without the one of width `shared`."""
+        return self.router.chosen + self.blended
+
+
+@dataclass(frozen=True)
+class Convolution:
+    """What a layer's own input adds to its output, through a norm over the sum (DeBERTa-v2).
+
+    It is the `activation` of a convolution over `taps` tokens, the one in the middle the token
+    itself.
+    """
+
+    taps: int
+    activation: Activation
+
+
+@dataclass(frozen=True)
+class Adapter:
+    """Two projections behind a layer's MLP, to `width` elements and back, which add (X-MOD).
+
+    They read the sum so far, through a norm if there is one among the weights; if `normed`, what
+    this gives is what they add to, too.
+    """
+
+    width: int
+    activation: Activation
+    normed: bool
+
+
+@dataclass(frozen=True)
+class Bottleneck:
+    """A layer within `width` elements (MobileBERT, arXiv:2004.02984).
+
+    Its input is projected to so many, and norms are over the sums of sub-layers and what they read:
+    attention, whose queries and keys are of another such projection, and values of the input, and
+    `feeds` MLPs. What they give is projected back and added to the input, and normed.
+    """
+
+    width: int
+    feeds: int
+
+
+@dataclass(frozen=True)
+class Page:
+    """A second stream of each token, of where it lies on a page (LiLT, arXiv:2202.13669).
+
+    It has `width` elements behind the token's own, an MLP of `ffn`, and the last `head_dim`
+    elements of every query, key and value, so that both streams are attended to by the sum of their
+    scores. Norms are over the sums of sub-layers and what they read, of each stream for itself.
+    """
+
+    width: int
+    ffn: int
+    head_dim: int
