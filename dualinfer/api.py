@@ -41,6 +41,7 @@ from .errors import (
     ModelError,
     OutOfMemoryError,
     UnservedError,
+    a_type,
     shortened,
     shown,
     warn_caller,
@@ -218,7 +219,7 @@ def _kind_of_model(model: Any, backend: str) -> str:
             raise ModelError(f"A Flax module ({_class_name(model)}) needs backend='jax'.")
         return "flax"
     raise ModelError(
-        f"model is a {type(model).__name__}; expected the folder of a HF checkpoint, a hub id, an "
+        f"model is {a_type(model)}; expected the folder of a HF checkpoint, a hub id, an "
         "nn.Module or, with backend='jax', a Flax module."
     )
 

@@ -107,6 +107,12 @@ def shown(value: Any) -> str:
         return f"<{type(value).__name__}>"
 
 
+def a_type(value: Any) -> str:
+    """The name of a value's type with its article: "an int", "a dict"."""
+    name = type(value).__name__
+    return f"{'an' if name[0] in 'aeioAEIO' else 'a'} {name}"
+
+
 def shortened(text: object, most: int = 200) -> str:
     """The text for a message, its middle left out where it is long."""
     whole = str(text)

@@ -310,11 +310,11 @@ def more_parts(layer):
         (lambda: changed(more_parts), "stands where the model's config has no part"),
         (
             lambda: changed(lambda layer: None, expert=lambda width: Odd(width, 20)),
-            "an expert is a Odd, and no feed-forward that is known",
+            "an expert is an Odd, and no feed-forward that is known",
         ),
         (
             lambda: changed(lambda layer: None, expert=lambda width: Expert(width, 9, F.relu6)),
-            "an expert is a Expert, and no feed-forward that is known",
+            "an expert is an Expert, and no feed-forward that is known",
         ),
         (lambda: changed(lambda layer: None, wrap=Masked), "a trial of Masked failed.*'mask'"),
     ],

@@ -302,7 +302,7 @@ def test_encoder_outputs_that_do_not_fit_are_refused():
         ({"encoder_outputs": states[..., 1:]}, r"expected \[batch, tokens, 36\]"),
         ({"encoder_outputs": states[0]}, r"shape \(5, 36\)"),
         ({"encoder_outputs": states.astype(int)}, "expected floats"),
-        ({"encoder_outputs": object()}, "is a object; expected the encoder's"),
+        ({"encoder_outputs": object()}, "is an object; expected the encoder's"),
         ({"encoder_outputs": states, "input_ids": ids}, "Leave input_ids out"),
         ({"encoder_outputs": states, "attention_mask": ids[:, :4] > 0}, r"\(2, 5\)"),
         ({"encoder_outputs": states, **masks}, "hides every token of row 1"),

@@ -624,7 +624,7 @@ def test_result_that_is_no_pytree_is_refused():
     [
         ((inputs(3), Bare(1)), {}, "argument 1 is a Bare"),
         ((inputs(3),), {"how": {"deep": [1, Bare(1)]}}, r"how\['deep'\]\[1\] is a Bare"),
-        ((np.array(["a"]), ""), {}, "argument 0 is a ndarray"),
+        ((np.array(["a"]), ""), {}, "argument 0 is an ndarray"),
         ((inputs(3), {1}), {}, "argument 1 is a set"),
     ],
 )

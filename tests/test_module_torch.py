@@ -1059,10 +1059,10 @@ def test_the_order_of_keyword_arguments_does_not_matter():
     ("args", "kwargs", "text"),
     [
         ((1, torch.zeros(2, device="meta")), {}, r"args\[1\] lies on meta.*args\[1\]\.to\('cpu'\)"),
-        ((), {"mask": {"x": [None, np.zeros(2)]}}, r"mask\['x'\]\[1\] is a ndarray"),
+        ((), {"mask": {"x": [None, np.zeros(2)]}}, r"mask\['x'\]\[1\] is an ndarray"),
         ((), {"past_key_values": hf.DynamicCache()}, "past_key_values is a DynamicCache"),
         ((torch.zeros(2).to_sparse(),), {}, r"args\[0\] is a Tensor of layout torch\.sparse_coo"),
-        ((object(),), {}, r"args\[0\] is a object"),
+        ((object(),), {}, r"args\[0\] is an object"),
     ],
 )
 def test_arguments_that_a_graph_cannot_take_are_named(args, kwargs, text):

@@ -379,7 +379,7 @@ def test_hf_modules_take_ids_in_every_form_that_fused_mode_takes(make):
         ([[]], "empty|no token"),
         ({"input_ids": [[5]], "more": 1}, r"\*\*inputs"),
         ("text", "generate_text"),
-        (5, "input_ids is a int"),
+        (5, "input_ids is an int"),
     ],
     ids=str,
 )

@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from ..arrays import numpy_dtype, to_numpy
-from ..errors import BackendNotAvailableError, CheckpointError, listing, shortened, shown
+from ..errors import BackendNotAvailableError, CheckpointError, a_type, listing, shortened, shown
 from .files import Entry, StoredFile
 from .inert import Inert, Pickle, StoredTensor, put, read_pickle
 
@@ -337,7 +337,7 @@ def find_tensors(path: Path, state: Any, kind: type | None = None) -> dict[str, 
 
         kind = torch.Tensor
     if not isinstance(state, dict):
-        raise CheckpointError(f"{path} holds a {type(state).__name__}, expected a dict of tensors.")
+        raise CheckpointError(f"{path} holds {a_type(state)}, expected a dict of tensors.")
     wrapped = _wrappers(state)
     if len(wrapped) > 1:
         raise CheckpointError(
@@ -349,7 +349,7 @@ def find_tensors(path: Path, state: Any, kind: type | None = None) -> dict[str, 
     if not tensors and wrapped:
         tensors = _flat(path, inner, kind)
     if not tensors:
-        names = [key if isinstance(key, str) else f"a {type(key).__name__}" for key in inner]
+        names = [key if isinstance(key, str) else f"{a_type(key)}" for key in inner]
         held = ", ".join(map(shown, names[:8])) or "nothing"
         raise CheckpointError(
             f"{path} holds no tensors by name, but {held}. Save the state dict itself."

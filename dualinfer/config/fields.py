@@ -6,7 +6,7 @@ from typing import Annotated, Any, ClassVar, Literal, Self, cast
 
 from pydantic import BeforeValidator, Field, model_validator
 
-from ..errors import ConfigError
+from ..errors import ConfigError, a_type
 from .dtypes import INT8, asked_dtype, cache_codes
 from .installed import default_backend
 from .model import KeyPath
@@ -234,7 +234,7 @@ class InferenceConfig(StaleFields):
         if moe.ep_group is not None and self.backend == "torch":
             if not callable(size):
                 raise ConfigError(
-                    f"moe.ep_group is a {type(moe.ep_group).__name__}, which has no size(). Pass "
+                    f"moe.ep_group is {a_type(moe.ep_group)}, which has no size(). Pass "
                     "a process group of torch.distributed that this process belongs to."
                 )
             members = cast(int, size())

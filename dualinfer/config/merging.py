@@ -9,7 +9,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from ..errors import ConfigError, ConfigNotFoundError, shown
+from ..errors import ConfigError, ConfigNotFoundError, a_type, shown
 from .fields import InferenceConfig
 from .model import GATHERED, Gathering, Source
 
@@ -56,7 +56,7 @@ def _as_dict(config: Any) -> Mapping[Any, Any]:
         return fields
     if not isinstance(config, str | os.PathLike):
         raise ConfigError(
-            f"config is a {type(config).__name__}; expected a dict, an InferenceConfig or the path "
+            f"config is {a_type(config)}; expected a dict, an InferenceConfig or the path "
             "of a JSON file."
         )
     path = Path(config).expanduser()

@@ -7,7 +7,7 @@ import ml_dtypes
 import numpy as np
 
 from ..arrays import kind_of, to_numpy
-from ..errors import ArgumentError, shown
+from ..errors import ArgumentError, a_type, shown
 from ..model.spec import ModelSpec
 
 
@@ -49,11 +49,10 @@ def check_ids(ids: Any, name: str, vocab: int, what: str = "vocabulary") -> np.n
         refuse_text(ids)
         if by_name(ids) is not None:
             raise ArgumentError(
-                f"{name} is a {type(ids).__name__}, as a tokenizer gives it. Pass it as **inputs."
+                f"{name} is {a_type(ids)}, as a tokenizer gives it. Pass it as **inputs."
             )
         raise ArgumentError(
-            f"{name} is a {type(ids).__name__}; expected token ids as a torch, NumPy or JAX array "
-            "or a list."
+            f"{name} is {a_type(ids)}; expected token ids as a torch, NumPy or JAX array or a list."
         )
     array = read_array(ids, name, "rows differ in length; pad them and give a mask.")
     if array.dtype.kind not in "iu" and array.size:
@@ -79,7 +78,7 @@ def check_mask(mask: Any, shape: tuple[int, int]) -> np.ndarray | None:
     if mask is None:
         return None
     if kind_of(mask) is None:
-        raise ArgumentError(f"attention_mask is a {type(mask).__name__}; expected an array.")
+        raise ArgumentError(f"attention_mask is {a_type(mask)}; expected an array.")
     array = read_array(mask, "attention_mask", "rows differ in length.")
     if array.ndim == 1 and shape[0] == 1:
         array = array[None]
@@ -110,7 +109,7 @@ def check_embeds(embeds: Any, spec: ModelSpec) -> np.ndarray:
     width = spec.extent("width")
     if kind_of(embeds) is None:
         raise ArgumentError(
-            f"inputs_embeds is a {type(embeds).__name__}; expected a torch, NumPy or JAX array."
+            f"inputs_embeds is {a_type(embeds)}; expected a torch, NumPy or JAX array."
         )
     array = read_array(embeds, "inputs_embeds", "rows differ in length; pad them and give a mask.")
     if array.ndim == 2:

@@ -16,6 +16,7 @@ from ..errors import (
     CheckpointNotFoundError,
     LengthError,
     UnsupportedError,
+    a_type,
     shown,
 )
 from ..model.embedding import (
@@ -280,9 +281,7 @@ class EmbeddingCalls(InferenceEngine):
         if named is not None:
             given, mask = named["input_ids"], named["attention_mask"]
         if kind_of(given) is None:
-            raise ArgumentError(
-                f"inputs is a {type(given).__name__}; expected a str, texts or token ids."
-            )
+            raise ArgumentError(f"inputs is {a_type(given)}; expected a str, texts or token ids.")
         if kind_of(given) == "list" and mask is None:
             _check_depth(list(given[:1]))
             if given and not isinstance(given[0], list | tuple) and kind_of(given[0]) is None:
@@ -392,7 +391,7 @@ def _is_text(given: Any) -> bool:
 def _encode(tokenizer: Any, text: Any, prompt: str, most: int, lower: bool) -> np.ndarray:
     """int32 ids of a text behind its prompt, cut to `most` with what the tokenizer puts around."""
     if not isinstance(text, str):
-        raise ArgumentError(f"A text is a {type(text).__name__}; expected a str.")
+        raise ArgumentError(f"A text is {a_type(text)}; expected a str.")
     whole = prompt + text
     ids = ids_of(tokenizer, whole.lower() if lower else whole, most, "text")
     return np.asarray(ids, np.int32)

@@ -11,7 +11,7 @@ import numpy as np
 
 from ..arrays import ids_to_jax, kind_of, to_kind
 from ..backends.base import Request, Runner
-from ..errors import ArgumentError, ClosedError, LengthError, UnsupportedError, warn_caller
+from ..errors import ArgumentError, ClosedError, LengthError, UnsupportedError, a_type, warn_caller
 from ..model.outputs import make_generate_outputs, make_outputs
 from .base import CLOSED, About
 from .checks import by_name, is_zero
@@ -401,8 +401,7 @@ class FusedEngine(EmbeddingCalls, TowerCalls):
             self._check_model(alone=False)
             if streamer is not None and not (hasattr(streamer, "put") and hasattr(streamer, "end")):
                 raise ArgumentError(
-                    f"streamer is a {type(streamer).__name__}; expected put() and end(), as HF's "
-                    "have."
+                    f"streamer is {a_type(streamer)}; expected put() and end(), as HF's have."
                 )
             work = self._make_requests(call.inputs, config, tokenizer, seed, kwargs, default_length)
             requests, options, stop = work.requests, work.options, work.stop

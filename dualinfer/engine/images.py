@@ -9,7 +9,7 @@ import numpy as np
 
 from ..arrays import kind_of
 from ..backends.base import ForwardInputs
-from ..errors import ArgumentError, shown
+from ..errors import ArgumentError, a_type, shown
 from ..model.spec import ModelSpec, Patches
 from .checks import read_array
 from .inputs import make_forward_inputs, pooling_weights, text_alone
@@ -117,7 +117,7 @@ def make_image_inputs(
     channels, high, wide = patches.image
     expected = f"[batch, {channels}, {'height, width' if any_size else f'{high}, {wide}'}]"
     if pixels is None or kind_of(pixels) is None:
-        what = "missing" if pixels is None else f"a {type(pixels).__name__}"
+        what = "missing" if pixels is None else f"{a_type(pixels)}"
         raise ArgumentError(f"pixel_values is {what}; expected an array {expected}.")
     array = read_array(pixels, "pixel_values", "images differ in shape.")
     array = array[None] if array.ndim == 3 else array

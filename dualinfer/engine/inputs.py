@@ -8,7 +8,7 @@ import numpy as np
 
 from ..arrays import kind_of
 from ..backends.base import ForwardInputs
-from ..errors import ArgumentError, LengthError, shown
+from ..errors import ArgumentError, LengthError, a_type, shown
 from ..model.spec import ModelSpec
 from .checks import check_embeds, check_ids, check_mask, is_zero, read_array
 from .labels import NO_LABEL, check_ends, check_labels, check_loss_count, check_numbers, loss_kind
@@ -255,7 +255,7 @@ def _kept_tokens(spec: ModelSpec, keep: Any, length: int) -> np.ndarray | None:
             )
         return np.arange(max(0, length - int(keep)), length, dtype=np.int32)
     if kind_of(keep) is None:
-        raise ArgumentError(f"logits_to_keep is a {type(keep).__name__}; expected an int or array.")
+        raise ArgumentError(f"logits_to_keep is {a_type(keep)}; expected an int or array.")
     places = read_array(keep, "logits_to_keep", "it has no shape.")
     if places.ndim == 0 and places.dtype.kind in "iu":
         return _kept_tokens(spec, int(places), length)

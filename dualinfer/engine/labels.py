@@ -7,7 +7,7 @@ import numpy as np
 
 from ..arrays import kind_of
 from ..backends.base import NO_LABEL, LossKind
-from ..errors import ArgumentError, shown
+from ..errors import ArgumentError, a_type, shown
 from ..model.spec import ModelSpec
 from .checks import read_array
 
@@ -65,7 +65,7 @@ def check_labels(
     what = "an id of the vocabulary" if spec.has_logits else "a label"
     expected: tuple[int, ...] = shape[:1] if kind in ("sequence", "choice") else shape
     if kind_of(labels) is None:
-        raise ArgumentError(f"labels is a {type(labels).__name__}; expected an array.")
+        raise ArgumentError(f"labels is {a_type(labels)}; expected an array.")
     array = read_array(labels, "labels", "rows differ in length; fill them up with -100.")
     if len(expected) == 1:
         array = array.reshape(-1) if array.size == expected[0] else array
@@ -94,7 +94,7 @@ def check_numbers(spec: ModelSpec, labels: Any, batch: int) -> np.ndarray:
     """A regression's labels, or a yes or no for each, as float32 [B, labels]."""
     assert spec.head is not None
     if kind_of(labels) is None:
-        raise ArgumentError(f"labels is a {type(labels).__name__}; expected an array.")
+        raise ArgumentError(f"labels is {a_type(labels)}; expected an array.")
     array = read_array(labels, "labels", "rows differ in length.")
     shape = batch, spec.head.labels
     if shape[1] == 1 and array.size == batch:

@@ -10,7 +10,7 @@ import numpy as np
 
 from ..arrays import kind_of, to_kind, to_numpy
 from ..backends.base import ModuleRunner
-from ..errors import ArgumentError, LengthError, UnsupportedError
+from ..errors import ArgumentError, LengthError, UnsupportedError, a_type
 from .base import About, InferenceEngine
 from .checks import by_name, check_ids, read_array, refuse_text
 from .options import (
@@ -232,7 +232,7 @@ class ModuleEngine(InferenceEngine):
         """Raise ArgumentError if the module failed at what is no array of the backend's."""
         backend = self.inference_config.backend
         odd = [
-            f"{'argument ' if name.isdecimal() else ''}{name}, a {type(value).__name__}"
+            f"{'argument ' if name.isdecimal() else ''}{name}, {a_type(value)}"
             for name, value in given.items()
             if _is_foreign(name, value, backend)
         ]

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any, TypedDict, TypeVar, get_type_hints
 
 from ..backends.base import NO_TOKEN
-from ..errors import ArgumentError, UnsupportedError, shown, warn_caller
+from ..errors import ArgumentError, UnsupportedError, a_type, shown, warn_caller
 from .inputs import REASONS
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -459,7 +459,7 @@ def config_dict(generation_config: Any) -> dict[str, Any]:
     if hasattr(generation_config, "to_dict") and not isinstance(generation_config, type):
         return generation_config.to_dict()
     raise ArgumentError(
-        f"generation_config is a {type(generation_config).__name__}; expected HF's "
+        f"generation_config is {a_type(generation_config)}; expected HF's "
         "GenerationConfig or a dict."
     )
 

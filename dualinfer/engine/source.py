@@ -9,7 +9,7 @@ import numpy as np
 
 from ..arrays import kind_of, to_numpy
 from ..backends.base import NO_LABEL, ForwardInputs
-from ..errors import ArgumentError, LengthError, shown
+from ..errors import ArgumentError, LengthError, a_type, shown
 from ..model.spec import ModelSpec
 from .checks import check_ids, check_mask, read_array
 from .inputs import make_forward_inputs, text_alone
@@ -55,7 +55,7 @@ def check_states(spec: ModelSpec, states: Any) -> np.ndarray:
     expected = f"[batch, {most or 'tokens'}, {size}]"
     if kind_of(states) is None:
         raise ArgumentError(
-            f"encoder_outputs is a {type(states).__name__}; expected the encoder's last hidden "
+            f"encoder_outputs is {a_type(states)}; expected the encoder's last hidden "
             f"state {expected}: an array, a tuple that begins with it, or HF's BaseModelOutput."
         )
     array = read_array(states, "encoder_outputs", "rows differ in length; pad them.")

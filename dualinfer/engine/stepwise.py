@@ -9,7 +9,7 @@ import numpy as np
 
 from ..arrays import from_numpy, kind_of, to_jax, to_kind, to_numpy
 from ..backends.base import Request, Runner
-from ..errors import ArgumentError, ClosedError, UnsupportedError, shown
+from ..errors import ArgumentError, ClosedError, UnsupportedError, a_type, shown
 from ..parallel.spmd import Turns
 from .loop import Loop, StopStrings
 from .options import GenerationOptions
@@ -207,7 +207,7 @@ def _name(function: Any) -> str:
 def _described(value: Any) -> str:
     shape = getattr(value, "shape", None)
     if shape is None:
-        return f"a {type(value).__name__}"
+        return f"{a_type(value)}"
     return f"{value.dtype} of shape {tuple(shape)}"
 
 

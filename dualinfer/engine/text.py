@@ -4,7 +4,7 @@ from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import closing
 from typing import Any, NamedTuple, Unpack, overload
 
-from ..errors import ArgumentError, UnsupportedError, shown
+from ..errors import ArgumentError, UnsupportedError, a_type, shown
 from ..parallel.spmd import Call, Turns
 from .options import GenerationArguments, config_dict, with_arguments
 
@@ -294,7 +294,7 @@ class _Chats:
 def encode(tokenizer: Any, text: Any) -> list[int]:
     """Token ids of a prompt, with what the tokenizer puts around it; ArgumentError for none."""
     if not isinstance(text, str):
-        raise ArgumentError(f"A prompt is a {type(text).__name__}; expected a str.")
+        raise ArgumentError(f"A prompt is {a_type(text)}; expected a str.")
     ids = ids_of(tokenizer, text)
     if not ids:
         raise ArgumentError("The prompt is empty; there is nothing to continue.")
@@ -385,7 +385,7 @@ def _is_chat(messages: Any) -> bool:
 def _checked(tokenizer: Any) -> Any:
     if not (callable(tokenizer) and hasattr(tokenizer, "decode")):
         raise ArgumentError(
-            f"tokenizer is a {type(tokenizer).__name__}; expected a HF tokenizer, such as "
+            f"tokenizer is {a_type(tokenizer)}; expected a HF tokenizer, such as "
             "AutoTokenizer.from_pretrained(...) gives."
         )
     return tokenizer

@@ -15,7 +15,7 @@ from typing import Any, get_args
 
 import numpy as np
 
-from ..errors import ModelError, UnsupportedError
+from ..errors import ModelError, UnsupportedError, a_type
 from ..kernels import reference
 from .spec import Activation, Experts, Mlp, ModelSpec, Router
 from .weights import Row, Source, WeightTable, row
@@ -177,7 +177,7 @@ def _read(
     form = forms[key]
     if form is None:
         raise ModelError(
-            f"an expert is a {type(alike[0]).__name__}, and no feed-forward that is known: two "
+            f"an expert is {a_type(alike[0])}, and no feed-forward that is known: two "
             f"matrices, or three with a gate, with biases or none, and one of "
             f"{', '.join(get_args(Activation))}"
         )
@@ -355,7 +355,7 @@ def _try_place(place: Any, other: Any, dispatch: Any, residual: Any, width: int,
 
     taken = [*inspect.signature(type(other).forward).parameters][1:]
     if taken[1:] not in ([], ["residual"]):
-        raise ModelError(f"{path} is a {type(other).__name__} by the config, which takes {taken}")
+        raise ModelError(f"{path} is {a_type(other)} by the config, which takes {taken}")
     inputs = [_inputs((2, 4, width), 4 + i) for i in range(len(taken))]
     if path.rpartition(".")[2] in _LOOSE:  # in OPT tokens of all sequences lie in one row
         inputs = [own.flatten(0, 1) for own in inputs]
@@ -374,7 +374,7 @@ def _try_place(place: Any, other: Any, dispatch: Any, residual: Any, width: int,
     if not isinstance(found, torch.Tensor) or not _is_same(found, wanted):
         more = ", and the residual that it is given," if inputs[1:] else ""
         raise ModelError(
-            f"{path}, a {type(place).__name__}, gives something else than the output of the MoE "
+            f"{path}, {a_type(place)}, gives something else than the output of the MoE "
             f"layer{more} for its input"
         )
 

@@ -5,7 +5,7 @@ import re
 from collections.abc import Iterator
 from typing import Any
 
-from ..errors import CheckpointError, ModelError, listing, warn_caller
+from ..errors import CheckpointError, ModelError, a_type, listing, warn_caller
 from .deepspeed_moe import MoeLayer, find_layers
 
 _ACCELERATE = "accelerate.hooks"
@@ -41,7 +41,7 @@ def check_wrapper(module: Any, other_way: str) -> None:
     wraps = kind.__module__.startswith(("torch.nn.parallel.", "torch.distributed."))
     if wraps and hasattr(module, "module"):
         raise ModelError(
-            f"This {kind.__name__} wraps a {type(module.module).__name__}. Pass the module itself: "
+            f"This {kind.__name__} wraps {a_type(module.module)}. Pass the module itself: "
             "model.module."
         )
     _check_adapters(module, other_way)

@@ -15,7 +15,7 @@ from typing import Any, Self, TypeVar
 import numpy as np
 
 from ..arrays import from_numpy, kind_of, numpy_dtype, to_numpy
-from ..errors import ArgumentError, DistributedError
+from ..errors import ArgumentError, DistributedError, a_type
 
 _BEAT = 1.0  # seconds
 
@@ -265,7 +265,7 @@ def _plain(value: Any) -> Any:
         return value
     if kind is None:
         raise ArgumentError(
-            f"Other ranks take rank 0's inputs, and a {type(value).__name__} cannot be sent to "
+            f"Other ranks take rank 0's inputs, and {a_type(value)} cannot be sent to "
             "them. Pass arrays or lists of numbers."
         )
     array = to_numpy(value)

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jax.custom_batching import custom_vmap
 
 from ...arrays import kind_of, to_numpy
-from ...errors import ArgumentError, LengthError
+from ...errors import ArgumentError, LengthError, a_type
 from ...model.spec import ModelSpec
 
 Inputs = tuple[jax.Array | None, ...]
@@ -93,7 +93,7 @@ def _pooling_weights(
 
 def _array(value: Any, name: str) -> jax.Array:
     if kind_of(value) is None:
-        raise ArgumentError(f"{name} is a {type(value).__name__}; expected an array.")
+        raise ArgumentError(f"{name} is {a_type(value)}; expected an array.")
     if kind_of(value) == "jax":
         return value
     return jnp.asarray(to_numpy(value))  # on no device yet: it goes where the weights are

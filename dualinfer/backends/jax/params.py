@@ -10,7 +10,7 @@ from flax import nnx
 
 from ...arrays import kind_of, to_jax
 from ...checkpoint.reader import RowReader
-from ...errors import ArgumentError
+from ...errors import ArgumentError, a_type
 from ...model.load_plan import LoadPlan, TensorSource
 from ...model.spec import ModelSpec
 from ...model.weights import (
@@ -98,7 +98,7 @@ def read_tree(tree: Any, like: Params) -> Params:
     for name in leaves.keys() & expected.keys():
         data, array = expected[name], leaves[name]
         if kind_of(array) not in ("jax", "numpy"):
-            unfit.append(f"{name} is a {type(array).__name__}, no array")
+            unfit.append(f"{name} is {a_type(array)}, no array")
         elif (array.shape, array.dtype) != (data.shape, data.dtype):
             unfit.append(
                 f"{name} is {array.dtype}{list(array.shape)}, expected "

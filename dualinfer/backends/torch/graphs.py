@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils import _pytree as pytree
 
-from ...errors import ArgumentError, DualinferError, GraphError
+from ...errors import ArgumentError, DualinferError, GraphError, a_type
 from ...system.patience import told_if_slow
 
 # More than the sizes that short prompts come in (about 50), and than a server's steps: batches of 1
@@ -179,7 +179,7 @@ class CallGraphs:
             return torch.Tensor, tuple(leaf.shape), leaf.dtype
         if not isinstance(leaf, _VALUES):
             raise ArgumentError(
-                f"{names[index]} is a {type(leaf).__name__}. With enable_cuda_graph=True a call is "
+                f"{names[index]} is {a_type(leaf)}. With enable_cuda_graph=True a call is "
                 "replayed for arguments of the same kind, and whether two of these are cannot be "
                 "told. Pass tensors, plain values, or lists, tuples and dicts of them; or set "
                 "enable_cuda_graph=False."

@@ -13,7 +13,7 @@ from torch.distributed.distributed_c10d import PrefixStore
 from torch.distributed.rendezvous import rendezvous
 
 from ...config.nested import MoEConfig, TensorParallelConfig
-from ...errors import ConfigError, DistributedError
+from ...errors import ConfigError, DistributedError, a_type
 from ...parallel.sharding import Place, make_places
 from .device import number_of
 from .parallel import Ranks, job_store, let_all_go, one
@@ -44,7 +44,7 @@ def degree_of(settings: TensorParallelConfig) -> int:
 def _call(name: str, group: Any, method: str) -> Any:
     function = getattr(group, method, None)
     if not callable(function):
-        raise ConfigError(f"{name} is a {type(group).__name__}, which has no {method}().")
+        raise ConfigError(f"{name} is {a_type(group)}, which has no {method}().")
     return function()
 
 
@@ -284,7 +284,7 @@ def _members(name: str, given: Any, size: int, ranks: Ranks) -> list[int]:
         me = dist.get_rank() if ranks.size == 1 else ranks.members[ranks.rank]
     except Exception as error:
         raise ConfigError(
-            f"{name} is a {type(given).__name__}; expected a process group of torch.distributed "
+            f"{name} is {a_type(given)}; expected a process group of torch.distributed "
             "that this process belongs to."
         ) from error
     sharing = [me] if ranks.size == 1 else list(ranks.members)

@@ -13,7 +13,7 @@ from flax.core.scope import LazyRng
 from jax.sharding import PartitionSpec
 
 from ....arrays import kind_of, to_numpy
-from ....errors import ModelError
+from ....errors import ModelError, a_type
 from ..mesh import WHOLE, Place
 from .sharded import policy_notes, read_policy
 
@@ -63,7 +63,7 @@ def take_apart(module: Any, target: Target) -> Parts:
         inner, variables = module
         if not isinstance(variables, Mapping):
             raise ModelError(
-                f"variables of {type(inner).__name__} is a {type(variables).__name__}; expected a "
+                f"variables of {type(inner).__name__} is {a_type(variables)}; expected a "
                 'mapping of collections, as {"params": ...}.'
             )
         if inner.scope is not None:
@@ -78,7 +78,7 @@ def take_apart(module: Any, target: Target) -> Parts:
         scope = module.scope
         rngs = {name: LazyRng.create(rng).as_jax_rng() for name, rng in scope.rngs.items()}
         return _take_linen(*module.unbind(), rngs, scope.mutable, target)
-    raise ModelError(f"model is a {type(module).__name__}; expected {FORMS} for backend='jax'.")
+    raise ModelError(f"model is {a_type(module)}; expected {FORMS} for backend='jax'.")
 
 
 def _take_nnx(module: nnx.Module, target: Target) -> Parts:

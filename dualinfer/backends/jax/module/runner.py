@@ -12,7 +12,7 @@ from flax import errors as flax_errors
 from flax import nnx
 
 from ....arrays import kind_of, to_numpy
-from ....errors import ArgumentError, ModelError, UnsupportedError
+from ....errors import ArgumentError, ModelError, UnsupportedError, a_type
 from ...profiling import Profiler
 from ..executables import Clock, Executables, check_compile, check_untraced
 from ..mesh import ManyDevices, in_place
@@ -226,7 +226,7 @@ def _seal(leaf: Any) -> Any:
     if leaf is None or isinstance(leaf, (*_SCALARS, np.dtype, enum.Enum)):
         return _Constant(leaf)
     raise UnsupportedError(
-        f"The module returns a {type(leaf).__name__}, which JAX does not know as a container. "
+        f"The module returns {a_type(leaf)}, which JAX does not know as a container. "
         "Return a dict or a tuple, or make the class a flax.struct.dataclass."
     )
 
@@ -240,7 +240,7 @@ def _bad_argument(args: tuple[Any, ...], kwargs: dict[str, Any], index: int) -> 
     name = f"argument {path[1].idx}" if path[0].idx == 0 else str(path[1].key)
     name += jax.tree_util.keystr(path[2:])
     return ArgumentError(
-        f"{name} is a {type(leaf).__name__}; expected an array of JAX, NumPy or torch, or a flag: "
+        f"{name} is {a_type(leaf)}; expected an array of JAX, NumPy or torch, or a flag: "
         "a Python number, string, dtype, enum or function."
     )
 

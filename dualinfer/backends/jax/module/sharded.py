@@ -7,7 +7,7 @@ from typing import Any
 
 from jax.sharding import PartitionSpec
 
-from ....errors import ConfigError, listing
+from ....errors import ConfigError, a_type, listing
 from ..mesh import WHOLE, ManyDevices, Place
 
 _EXAMPLE = 'injection_policy={"*.up.kernel": (None, "tp"), "*.down.kernel": ("tp", None)}'
@@ -39,7 +39,7 @@ def read_policy(
     odd = next((pattern for pattern in policy if not isinstance(pattern, str)), None)
     if odd is not None:
         raise ConfigError(
-            f"injection_policy: the key {odd!r} is a {type(odd).__name__}; on JAX expected are "
+            f"injection_policy: the key {odd!r} is {a_type(odd)}; on JAX expected are "
             f"patterns of parameters' paths, as {_EXAMPLE}."
         )
     decided: dict[str, list[str]] = {pattern: [] for pattern in policy}

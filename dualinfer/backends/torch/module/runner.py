@@ -8,7 +8,7 @@ import torch
 from pydantic import TypeAdapter
 
 from ....config import InferenceConfig
-from ....errors import ConfigError, ModelError, UnsupportedError, counted
+from ....errors import ConfigError, ModelError, UnsupportedError, a_type, counted
 from ....model.load_plan import TensorSource
 from ....model.weights import count_leaves
 from ....quantization.recipe import make_recipe
@@ -406,7 +406,7 @@ class TorchModuleRunner:
 
 def _check_module(module: Any) -> None:
     if not isinstance(module, torch.nn.Module):
-        raise ModelError(f"model is a {type(module).__name__}; expected a torch.nn.Module.")
+        raise ModelError(f"model is {a_type(module)}; expected a torch.nn.Module.")
     kind = type(module).__name__
     if (
         getattr(module, "is_quantized", False)

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from .....errors import ConfigError, ModelError
+from .....errors import ConfigError, ModelError, a_type
 from .....parallel.sharding import split_evenly
 from ..fill import is_hf, on_meta
 from ..mixtures import MixtureLayer
@@ -283,7 +283,7 @@ def _own_lookup(part: nn.Embedding) -> str | None:
     """What an embedding does beside looking up; None for nothing, or for a known scale."""
     scaled = hasattr(part, "embed_scale")
     if type(part).forward is not nn.Embedding.forward and not scaled:
-        return f"a {type(part).__name__} has a forward of its own"
+        return f"{a_type(part)} has a forward of its own"
     if part.max_norm is not None or is_altered(part):
         return "it has max_norm, hooks or a forward of its own"
     return None

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from .....errors import ConfigError
+from .....errors import ConfigError, a_type
 from .....parallel.sharding import Place, make_places, split_evenly
 from ..mixtures import MixtureLayer, mixture_layers
 from .attention import attention_changes, find_attention, head_count
@@ -209,7 +209,7 @@ def _cut(
     ]
     linears = {name for name, layer in expert.named_modules() if is_linear(layer)}
     if len(found) != 1 or set(found[0].layers) != linears:
-        raise NotUnderstoodError(f"a {type(expert).__name__} is no MLP of known names")
+        raise NotUnderstoodError(f"{a_type(expert)} is no MLP of known names")
     problem = found[0].problem or altered_inside(expert, found[0])
     if problem:
         raise NotUnderstoodError(problem)
