@@ -207,7 +207,7 @@ def test_text_has_a_length_of_its_own(engine):
         (lambda e: e.generate_text(""), "The prompt is empty"),
         (lambda e: e.generate_text([]), "expected a str, or a list of several"),
         (lambda e: e.generate_text(5), "expected a str, or a list of several"),
-        (lambda e: e.generate_text([5]), "A prompt is a int"),
+        (lambda e: e.generate_text([5]), "A prompt is an int"),
         (lambda e: e.generate_text(), "The prompt is missing"),
         (lambda e: e.generate_text("x", tokenizer="gpt2"), "expected a HF tokenizer"),
         (lambda e: e.chat("hi"), "messages is 'hi'; expected dicts"),
