@@ -46,7 +46,6 @@ MIXTURES: dict[str, dict[str, Any]] = {
 # A gate on what heads give; a mean of experts and shared ones, which are not in one launch; a bias
 # of logits for the choice.
 MIXTURES |= dict.fromkeys(("afmoe", "cohere2_moe", "kolibri1"), MIXTURES["gpt_oss"])
-QUICK = ("gpt_oss",)
 ENCODER = {"hidden_size": 24, "num_attention_heads": 2, "num_hidden_layers": 1}
 NO_EOS = {"eos_token_id": None, "pad_token_id": 0}
 # The interpreter divides in NumPy, which warns of what IEEE 754 defines.
@@ -91,7 +90,7 @@ def assert_same_outputs(fast: Any, plain: Any, call: dict[str, np.ndarray], name
     assert relative_rms(found, wanted) < 3e-6
 
 
-@pytest.mark.parametrize("name", slow_but({*CASES, *QUICK}, CASES | MIXTURES))
+@pytest.mark.parametrize("name", slow_but(CASES, CASES | MIXTURES))
 def test_kernels_give_what_plain_torch_gives(name, engines, monkeypatch):
     fast, plain = engines(name, **(CASES | MIXTURES)[name])
     call = batch()
