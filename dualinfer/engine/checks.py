@@ -19,11 +19,11 @@ def by_name(inputs: Any) -> dict[str, Any] | None:
     return {name: inputs.get(name) for name in names}
 
 
-def refuse_text(inputs: Any) -> None:
+def refuse_text(inputs: Any, name: str = "input_ids") -> None:
     """Raise ArgumentError for a str, since the way from a text is another."""
     if isinstance(inputs, str):
         raise ArgumentError(
-            f"input_ids is a str ({shown(inputs)}); expected token ids. For text in and text out "
+            f"{name} is a str ({shown(inputs)}); expected token ids. For text in and text out "
             "call engine.generate_text(...) or engine.stream_text(...), or tokenize it first: "
             'engine.generate(**tokenizer(text, return_tensors="np")).'
         )
@@ -46,7 +46,7 @@ def read_array(value: Any, name: str, ragged: str) -> np.ndarray:
 def check_ids(ids: Any, name: str, vocab: int, what: str = "vocabulary") -> np.ndarray:
     """An integer array [B, T] (or [T], taken as one row) as int32, every value in [0, vocab)."""
     if kind_of(ids) is None:
-        refuse_text(ids)
+        refuse_text(ids, name)
         if by_name(ids) is not None:
             raise ArgumentError(
                 f"{name} is a {type(ids).__name__}, as a tokenizer gives it. Pass it as **inputs."

@@ -153,6 +153,7 @@ def _check_boxes(spec: ModelSpec, boxes: Any, shape: tuple[int, int]) -> np.ndar
             f"bbox has shape {array.shape} and dtype {array.dtype}; expected integers "
             f"{(*shape, 4)}, the left, upper, right and lower edge of each token's box."
         )
+    array = array.astype(np.int64)  # differences of unsigned numbers have no sign
     sides = array[..., 2:] - array[..., :2]
     if (array < 0).any() or (array >= spec.boxes).any() or (sides < 0).any():
         raise ArgumentError(

@@ -147,10 +147,11 @@ _INERT = frozenset(
 # Arguments of HF's that are known and not supported: they pass as None, False or empty.
 _OFF = frozenset(
     """assistant_early_exit assistant_ensemble_weight assistant_model assistant_tokenizer
-    constraints continuous_batching_config custom_generate dola_layers force_words_ids is_assistant
-    low_memory max_matching_ngram_size mm_token_type_ids negative_prompt_attention_mask
-    negative_prompt_ids output_attentions output_hidden_states past_key_values pixel_values
-    position_ids prompt_lookup_num_tokens speculation_type token_healing token_type_ids use_mtp
+    constraints continuous_batching_config custom_generate dola_layers feature_attention_mask
+    force_words_ids image_grid_thw image_sizes is_assistant low_memory max_matching_ngram_size
+    mm_token_type_ids negative_prompt_attention_mask negative_prompt_ids output_attentions
+    output_hidden_states past_key_values pixel_values pixel_values_videos position_ids
+    prompt_lookup_num_tokens speculation_type token_healing token_type_ids use_mtp video_grid_thw
     watermarking_config""".split()
 )
 # Values, beside None, False and empty ones, at which an unsupported argument does nothing.
