@@ -176,7 +176,6 @@ _BEAMS = ("diversity_penalty", "num_beam_groups")
 _OUTPUTS = ("output_attentions", "output_hidden_states")
 # Why fused mode does not serve some arguments, and what to do.
 _REASONS = {
-    **REASONS,
     "output_hidden_states": "Call engine(ids, output_hidden_states=True) for those of a text.",
     "assistant_model": "Speculation is not there yet; leave it out, the tokens are the same.",
     "prompt_lookup_num_tokens": (
@@ -526,9 +525,10 @@ def _refuse(values: Mapping[str, Any]) -> None:
     for name, value in values.items():
         if name in _SERVED or name in _INERT or not _asks(name, value):
             continue
-        raise ArgumentError(
-            f"generate() does not support {name}={shown(value)}. {_REASONS.get(name, _MODULE_MODE)}"
-        )
+        why = f". {_REASONS.get(name, _MODULE_MODE)}"
+        if name in REASONS:  # which go on with a sentence
+            why = f": {REASONS[name]}"
+        raise ArgumentError(f"generate() does not support {name}={shown(value)}{why}")
 
 
 def _asks(name: str, value: Any) -> bool:
