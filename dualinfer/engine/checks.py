@@ -10,13 +10,23 @@ from ..arrays import kind_of, to_numpy
 from ..errors import ArgumentError, shown
 from ..model.spec import ModelSpec
 
+# What processors of HF's make of images and sounds, beside ids.
+MEDIA = (
+    *("pixel_values", "pixel_values_videos", "image_grid_thw", "video_grid_thw", "image_sizes"),
+    *("input_features", "feature_attention_mask", "mm_token_type_ids"),
+)
+
 
 def by_name(inputs: Any) -> dict[str, Any] | None:
-    """What a HF tokenizer has made: ids, mask and token types by name; None for other values."""
+    """What a HF tokenizer has made: ids, mask and token types by name; None for other values.
+
+    Behind them is what a processor has made of images, sounds and pages, where it has.
+    """
     if not isinstance(inputs, Mapping) or "input_ids" not in inputs:
         return None
     names = ("input_ids", "attention_mask", "token_type_ids")
-    return {name: inputs.get(name) for name in names}
+    more = [name for name in (*MEDIA, "bbox") if inputs.get(name) is not None]
+    return {name: inputs.get(name) for name in (*names, *more)}
 
 
 def refuse_text(inputs: Any, name: str = "input_ids") -> None:

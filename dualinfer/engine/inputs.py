@@ -10,16 +10,12 @@ from ..arrays import kind_of
 from ..backends.base import ForwardInputs
 from ..errors import ArgumentError, LengthError, shown
 from ..model.spec import ModelSpec
-from .checks import check_embeds, check_ids, check_mask, is_zero, read_array
+from .checks import MEDIA, check_embeds, check_ids, check_mask, is_zero, read_array
 from .labels import NO_LABEL, check_ends, check_labels, check_loss_count, check_numbers, loss_kind
 
 TEXT_ALONE = (
     "of a model that sees or hears fused mode serves the text alone. Leave it out, or pass HF's "
     "module itself with backend='torch', which runs as it is."
-)
-_MEDIA = (
-    *("pixel_values", "pixel_values_videos", "image_grid_thw", "video_grid_thw", "image_sizes"),
-    *("input_features", "feature_attention_mask", "mm_token_type_ids"),
 )
 # Why fused mode does not serve some of HF's arguments, and what to do.
 REASONS = {
@@ -31,7 +27,7 @@ REASONS = {
         "attention is fused, so that its weights are never in memory. Pass False, or take them in "
         "module mode."
     ),
-    **dict.fromkeys(_MEDIA, TEXT_ALONE),
+    **dict.fromkeys(MEDIA, TEXT_ALONE),
 }
 
 
