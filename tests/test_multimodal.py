@@ -386,7 +386,8 @@ def test_labels_that_the_mask_hides_count_where_they_do_in_hf(case):
     with torch.no_grad():
         expected = model(**{name: torch.from_numpy(x) for name, x in arrays.items()}).loss
     with dualinfer.init_inference(model, backend="torch", **FUSED) as engine:
-        assert float(engine(**arrays).loss) == pytest.approx(float(expected), rel=1e-5)
+        for how in ({}, {"logits_to_keep": 8}):  # which are all
+            assert float(engine(**arrays, **how).loss) == pytest.approx(float(expected), rel=1e-5)
 
 
 @pytest.mark.slow

@@ -131,8 +131,9 @@ def make_forward_inputs(
     elif labels is not None:
         many = length if kept is None else len(kept)
         targets = check_labels(spec, labels, (batch // (choices or 1), many), choices)
-        if spec.masks_labels and visible is not None and kept is None:
-            targets[:, :-1][~visible[:, 1:]] = NO_LABEL
+        if spec.masks_labels and visible is not None:
+            shown = visible if kept is None else visible[:, kept]
+            targets[:, :-1][~shown[:, 1:]] = NO_LABEL
     if any(end is not None for end in ends):
         targets = check_ends(ends, shape)
     count = check_loss_count(spec, loss_count, labels is not None)
