@@ -76,6 +76,14 @@ def test_matrices_are_those_of_transformers(form, tmp_path):
     check_slices(matrix)
 
 
+def test_matrices_of_a_base_model_are_rounded_too(tmp_path):
+    write(tmp_path, "online")
+    tensors = load_file(tmp_path / "model.safetensors")
+    bare = {name.removeprefix("model."): tensor for name, tensor in tensors.items()}
+    save_file(bare, tmp_path / "model.safetensors")
+    assert open_folder(tmp_path)(UP.removeprefix("model.")) is not None
+
+
 @pytest.mark.parametrize(("form", "backend"), on_backends(FORMS, {*FORMS}))
 def test_logits_are_those_of_transformers(form, backend, tmp_path):
     """Inputs of linear layers are of 8 bits in both."""

@@ -27,6 +27,7 @@ from dualinfer.config import make_config
 from dualinfer.model.families import describe_model
 
 from .checkpoints import write_llama
+from .mixtures import CASES, config_of
 from .models import make_model
 from .ranks import ROOT
 
@@ -98,6 +99,18 @@ def test_collectives_are_two_a_layer_and_the_embeddings(name, sums, gathers):
     table = table_of(name, 2, "float16")
     assert (table.sums, table.gathers) == (sums, gathers)
     assert table.sum_size == 2 * make_model(name).config.hidden_size
+
+
+def test_collectives_of_layers_of_other_builds():
+    """LongCat's mixture is summed beside the MLP; MobileBERT has several MLPs a layer."""
+    longcat = config_of(*CASES["longcat_flash"])
+    bert = hf.MobileBertConfig(num_hidden_layers=3, num_feedforward_networks=4)
+    for config, name, sums in (
+        (longcat, "LongcatFlashForCausalLM", 1 + 5 * longcat.num_layers),
+        (bert, "MobileBertModel", 1 + 3 * 5),
+    ):
+        _, table = describe_model(config.to_dict(), [name])
+        assert make_plan_table(table, 2, "float32", grain=1).sums == sums
 
 
 def test_plan_prints_what_goes_where(run, tmp_path):

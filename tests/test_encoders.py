@@ -208,7 +208,7 @@ def test_boxes_on_a_page_are_read_as_by_hf(case, backend):
     with pytest.raises(ArgumentError, match=r"bbox has shape \(3, 13\).*\(3, 13, 4\)"):
         engine(ids, bbox=mask)
     with pytest.raises(ArgumentError, match="right and lower ones no less"):
-        engine(ids, bbox=boxes[..., ::-1])
+        engine(ids, bbox=boxes[..., ::-1].astype(np.uint8))
     if case == "lilt":
         how = {"replace_with_kernel_inject": True, "keep_module_on_host": True}
         with pytest.raises(ConfigError, match="two streams"):

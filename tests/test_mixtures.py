@@ -378,3 +378,18 @@ def test_plan_says_what_a_step_reads_of_a_mixture(tmp_path):
     assert re.search(
         r"active: a step reads [\d.]+ \w+ of [\d.]+ \w+ for one token, .* tokens", text
     )
+
+
+def test_mixtures_of_an_encoder_are_counted():
+    """Switch Transformers: the encoder's layers have the numbers behind the decoder's."""
+    from dualinfer.backends.held import read_share
+
+    config = hf.SwitchTransformersConfig(
+        **{"num_experts": 4, "num_layers": 2, "num_decoder_layers": 2, "vocab_size": 99},
+        **{"num_sparse_encoder_layers": 1, "num_sparse_decoder_layers": 1},
+    )
+    name = ["SwitchTransformersForConditionalGeneration"]
+    spec, table = describe_model(config.to_dict(), name)
+    rows = [row for row in table.rows if row.local_name == "experts.up.weight"]
+    assert {read_share(spec, row, 1) for row in rows} == {1 / 4}
+    assert max(row.layer for row in rows if row.layer is not None) == 3

@@ -351,6 +351,14 @@ def test_what_is_seen_or_heard_is_refused_by_name():
                 engine(ids, **{name: value})
         with pytest.raises(dualinfer.ArgumentError, match=r"pixel_values.*the text alone"):
             engine.generate(ids, pixel_values=pixels, max_new_tokens=1)
+        processed = {"input_ids": ids, "mm_token_type_ids": zeros}  # as one argument
+        engine.generate(processed, max_new_tokens=1)
+        engine.embed(processed, pooling="mean")
+        processed["image_grid_thw"] = np.array([[1, 2, 2]])
+        with pytest.raises(dualinfer.ArgumentError, match=r"image_grid_thw.*the text alone"):
+            engine.generate(processed, max_new_tokens=1)
+        with pytest.raises(dualinfer.ArgumentError, match=r"embed.* Leave image_grid_thw out"):
+            engine.embed(processed, pooling="mean")
         with pytest.raises(dualinfer.ArgumentError, match="position_ids has shape"):
             engine(ids, position_ids=np.zeros((3, 1, 5), np.int64))
     assert {name.partition(" ")[0] for name in CASES} == set(WRAPPERS)
@@ -378,7 +386,8 @@ def test_labels_that_the_mask_hides_count_where_they_do_in_hf(case):
     with torch.no_grad():
         expected = model(**{name: torch.from_numpy(x) for name, x in arrays.items()}).loss
     with dualinfer.init_inference(model, backend="torch", **FUSED) as engine:
-        assert float(engine(**arrays).loss) == pytest.approx(float(expected), rel=1e-5)
+        for how in ({}, {"logits_to_keep": 8}):  # which are all
+            assert float(engine(**arrays, **how).loss) == pytest.approx(float(expected), rel=1e-5)
 
 
 @pytest.mark.slow

@@ -721,3 +721,8 @@ def test_layers_that_share_keys_and_values_share_a_cache(backend):
         elements = 12 + 20  # of a head in a layer with a window and in one without
         needed = 64 * 2 * model.config.num_key_value_heads * elements * 4
         assert engine.runner.cache_bytes_for(1, 64) == needed
+        if backend == "jax":  # whose GPUs run layers that read no others' values in two parts
+            from dualinfer.backends.jax.steps import Steps
+
+            cut = Steps(engine.runner.spec, engine.runner.steps.ops, on_gpu=True)
+            assert cut.parts == [range(4)]

@@ -54,7 +54,7 @@ def read_share(spec: ModelSpec, row: Row, tokens: int) -> float:
     """
     if row.layer is None or row.axes[:1] != ("experts",) or not row.is_weight:
         return 1.0
-    mlp = spec.layers[row.layer].mlp
+    mlp = spec.all_layers[row.layer].mlp
     assert isinstance(mlp, Experts)
     read = (mlp.choices - mlp.zeros) * (1 - (1 - mlp.router.chosen / mlp.choices) ** tokens)
     read += mlp.blended

@@ -20,6 +20,7 @@ _LOOKED_UP = (
     "positions",
     "source_positions",
     "types",
+    "boxes",
 )  # first axes of tables that a token reads one row of
 
 
@@ -155,6 +156,7 @@ class Counts:
                 most = min(attention.window, tokens)
                 visible = most * (most + 1) + 2 * (tokens - most) * most - tokens
             query, _, value = attention.head_widths
+            value *= 1 if attention.difference is None else 2  # a head reads two
             attended += attention.heads * (query + value) * visible
         return batch * 2 * (dense + attended)
 

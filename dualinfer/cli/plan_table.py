@@ -10,7 +10,7 @@ from ..backends.caches import LAYOUTS, cache_specs, check_kinds, describe_caches
 from ..backends.held import describe_rows, held_bytes, read_share
 from ..backends.streaming import Streaming, choose_layers
 from ..config import InferenceConfig
-from ..model.spec import Experts, ModelSpec
+from ..model.spec import Experts, Layer, ModelSpec
 from ..model.weights import Row, WeightTable
 from ..parallel.experts import describe_experts
 from ..parallel.shard import Held, Shard, fit_row, whole
@@ -109,7 +109,7 @@ def make_plan_table(
     planned = {kind: _plan_row(row, plan, itemsize) for kind, row in firsts.items()}
     shown = [replace(planned[kind], name=row.name) for kind, row in zip(kinds, rows, strict=True)]
     counts = [(firsts[kind], count) for kind, count in Counter(kinds).items()]
-    products = sum(2 + (layer.cross is not None) for layer in layers)
+    products = sum(map(_sums, layers))
     from_vocab = 1 + (spec.token_types_from_vocab and spec.token_types > 0)
     from_vocab += spec.crosses and spec.encoder is not None and not spec.encoder.mel
     return PlanTable(
@@ -136,6 +136,15 @@ def make_plan_table(
         ),
         active=_active(table, rows, itemsize),
     )
+
+
+def _sums(layer: Layer) -> int:
+    """Sums over the devices of a layer, one of each product back; not those that norms share."""
+    if layer.bottleneck is not None:
+        return 1 + layer.bottleneck.feeds
+    mlp = layer.mlp
+    apart = isinstance(mlp, Experts) and (mlp.apart or mlp.late)
+    return 2 + (layer.cross is not None) + (layer.page is not None) + apart
 
 
 _TOKENS = (1, 8, 64)  # of a step: what one reads, and what sequences that run together do

@@ -10,20 +10,30 @@ from ..arrays import kind_of, to_numpy
 from ..errors import ArgumentError, a_type, shown
 from ..model.spec import ModelSpec
 
+# What processors of HF's make of images and sounds, beside ids.
+MEDIA = (
+    *("pixel_values", "pixel_values_videos", "image_grid_thw", "video_grid_thw", "image_sizes"),
+    *("input_features", "feature_attention_mask", "mm_token_type_ids"),
+)
+
 
 def by_name(inputs: Any) -> dict[str, Any] | None:
-    """What a HF tokenizer has made: ids, mask and token types by name; None for other values."""
+    """What a HF tokenizer has made: ids, mask and token types by name; None for other values.
+
+    Behind them is what a processor has made of images, sounds and pages, where it has.
+    """
     if not isinstance(inputs, Mapping) or "input_ids" not in inputs:
         return None
     names = ("input_ids", "attention_mask", "token_type_ids")
-    return {name: inputs.get(name) for name in names}
+    more = [name for name in (*MEDIA, "bbox") if inputs.get(name) is not None]
+    return {name: inputs.get(name) for name in (*names, *more)}
 
 
-def refuse_text(inputs: Any) -> None:
+def refuse_text(inputs: Any, name: str = "input_ids") -> None:
     """Raise ArgumentError for a str, since the way from a text is another."""
     if isinstance(inputs, str):
         raise ArgumentError(
-            f"input_ids is a str ({shown(inputs)}); expected token ids. For text in and text out "
+            f"{name} is a str ({shown(inputs)}); expected token ids. For text in and text out "
             "call engine.generate_text(...) or engine.stream_text(...), or tokenize it first: "
             'engine.generate(**tokenizer(text, return_tensors="np")).'
         )
@@ -46,7 +56,7 @@ def read_array(value: Any, name: str, ragged: str) -> np.ndarray:
 def check_ids(ids: Any, name: str, vocab: int, what: str = "vocabulary") -> np.ndarray:
     """An integer array [B, T] (or [T], taken as one row) as int32, every value in [0, vocab)."""
     if kind_of(ids) is None:
-        refuse_text(ids)
+        refuse_text(ids, name)
         if by_name(ids) is not None:
             raise ArgumentError(
                 f"{name} is {a_type(ids)}, as a tokenizer gives it. Pass it as **inputs."

@@ -28,7 +28,7 @@ from ..model.embedding import (
 )
 from ..model.spec import ModelSpec
 from .base import InferenceEngine
-from .checks import by_name, check_ids, check_mask
+from .checks import by_name, check_ids, check_mask, is_zero
 from .packing import Pass, make_inputs, make_passes
 from .text import ids_of
 
@@ -279,7 +279,10 @@ class EmbeddingCalls(InferenceEngine):
             )
         mask = None
         if named is not None:
-            given, mask = named["input_ids"], named["attention_mask"]
+            given, mask = named.pop("input_ids"), named.pop("attention_mask")
+            named.pop("token_type_ids")
+            if more := [name for name, value in named.items() if not is_zero(value)]:
+                raise ArgumentError(f"embed() reads ids alone. Leave {more[0]} out.")
         if kind_of(given) is None:
             raise ArgumentError(f"inputs is {a_type(given)}; expected a str, texts or token ids.")
         if kind_of(given) == "list" and mask is None:

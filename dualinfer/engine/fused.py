@@ -392,8 +392,8 @@ class FusedEngine(EmbeddingCalls, TowerCalls):
         """
         seed = kwargs.pop("seed", None)
         if (named := by_name(ids)) is not None:
-            ids, mask = named["input_ids"], named["attention_mask"] if mask is None else mask
-            kwargs.setdefault("token_type_ids", named["token_type_ids"])
+            ids, own = named.pop("input_ids"), named.pop("attention_mask")
+            mask, kwargs = own if mask is None else mask, named | kwargs
         inputs = {"input_ids": ids, "attention_mask": mask}
         inputs |= {name: kwargs.pop(name, None) for name in ("inputs", "inputs_embeds", *NAMES)}
         inputs["encoder_outputs"] = encoder_states(inputs["encoder_outputs"])

@@ -10,16 +10,12 @@ from ..arrays import kind_of
 from ..backends.base import ForwardInputs
 from ..errors import ArgumentError, LengthError, a_type, shown
 from ..model.spec import ModelSpec
-from .checks import check_embeds, check_ids, check_mask, is_zero, read_array
+from .checks import MEDIA, check_embeds, check_ids, check_mask, is_zero, read_array
 from .labels import NO_LABEL, check_ends, check_labels, check_loss_count, check_numbers, loss_kind
 
 TEXT_ALONE = (
     "of a model that sees or hears fused mode serves the text alone. Leave it out, or pass HF's "
     "module itself with backend='torch', which runs as it is."
-)
-_MEDIA = (
-    *("pixel_values", "pixel_values_videos", "image_grid_thw", "video_grid_thw", "image_sizes"),
-    *("input_features", "feature_attention_mask", "mm_token_type_ids"),
 )
 # Why fused mode does not serve some of HF's arguments, and what to do.
 REASONS = {
@@ -31,7 +27,7 @@ REASONS = {
         "attention is fused, so that its weights are never in memory. Pass False, or take them in "
         "module mode."
     ),
-    **dict.fromkeys(_MEDIA, TEXT_ALONE),
+    **dict.fromkeys(MEDIA, TEXT_ALONE),
 }
 
 
@@ -135,8 +131,9 @@ def make_forward_inputs(
     elif labels is not None:
         many = length if kept is None else len(kept)
         targets = check_labels(spec, labels, (batch // (choices or 1), many), choices)
-        if spec.masks_labels and visible is not None and kept is None:
-            targets[:, :-1][~visible[:, 1:]] = NO_LABEL
+        if spec.masks_labels and visible is not None:
+            shown = visible if kept is None else visible[:, kept]
+            targets[:, :-1][~shown[:, 1:]] = NO_LABEL
     if any(end is not None for end in ends):
         targets = check_ends(ends, shape)
     count = check_loss_count(spec, loss_count, labels is not None)
@@ -153,6 +150,7 @@ def _check_boxes(spec: ModelSpec, boxes: Any, shape: tuple[int, int]) -> np.ndar
             f"bbox has shape {array.shape} and dtype {array.dtype}; expected integers "
             f"{(*shape, 4)}, the left, upper, right and lower edge of each token's box."
         )
+    array = array.astype(np.int64)  # differences of unsigned numbers have no sign
     sides = array[..., 2:] - array[..., :2]
     if (array < 0).any() or (array >= spec.boxes).any() or (sides < 0).any():
         raise ArgumentError(

@@ -147,10 +147,11 @@ _INERT = frozenset(
 # Arguments of HF's that are known and not supported: they pass as None, False or empty.
 _OFF = frozenset(
     """assistant_early_exit assistant_ensemble_weight assistant_model assistant_tokenizer
-    constraints continuous_batching_config custom_generate dola_layers force_words_ids is_assistant
-    low_memory max_matching_ngram_size mm_token_type_ids negative_prompt_attention_mask
-    negative_prompt_ids output_attentions output_hidden_states past_key_values pixel_values
-    position_ids prompt_lookup_num_tokens speculation_type token_healing token_type_ids use_mtp
+    constraints continuous_batching_config custom_generate dola_layers feature_attention_mask
+    force_words_ids image_grid_thw image_sizes is_assistant low_memory max_matching_ngram_size
+    mm_token_type_ids negative_prompt_attention_mask negative_prompt_ids output_attentions
+    output_hidden_states past_key_values pixel_values pixel_values_videos position_ids
+    prompt_lookup_num_tokens speculation_type token_healing token_type_ids use_mtp video_grid_thw
     watermarking_config""".split()
 )
 # Values, beside None, False and empty ones, at which an unsupported argument does nothing.
@@ -175,7 +176,6 @@ _BEAMS = ("diversity_penalty", "num_beam_groups")
 _OUTPUTS = ("output_attentions", "output_hidden_states")
 # Why fused mode does not serve some arguments, and what to do.
 _REASONS = {
-    **REASONS,
     "output_hidden_states": "Call engine(ids, output_hidden_states=True) for those of a text.",
     "assistant_model": "Speculation is not there yet; leave it out, the tokens are the same.",
     "prompt_lookup_num_tokens": (
@@ -525,9 +525,10 @@ def _refuse(values: Mapping[str, Any]) -> None:
     for name, value in values.items():
         if name in _SERVED or name in _INERT or not _asks(name, value):
             continue
-        raise ArgumentError(
-            f"generate() does not support {name}={shown(value)}. {_REASONS.get(name, _MODULE_MODE)}"
-        )
+        why = f". {_REASONS.get(name, _MODULE_MODE)}"
+        if name in REASONS:  # which go on with a sentence
+            why = f": {REASONS[name]}"
+        raise ArgumentError(f"generate() does not support {name}={shown(value)}{why}")
 
 
 def _asks(name: str, value: Any) -> bool:

@@ -12,6 +12,7 @@ from ...arrays import kind_of, to_jax
 from ...checkpoint.reader import RowReader
 from ...errors import ArgumentError, a_type
 from ...model.load_plan import LoadPlan, TensorSource
+from ...model.spec import Layer as LayerSpec
 from ...model.spec import ModelSpec
 from ...model.weights import (
     Leaf,
@@ -207,12 +208,18 @@ class Layer(Part):
         return self._rows(2)
 
 
+def _qkv_sizes(layer: LayerSpec) -> tuple[int, int, int]:
+    """Rows of a layer's queries, keys and values, but for those of a second stream."""
+    q, k, v = layer.attention.qkv_sizes
+    of_page = 0 if layer.page is None else layer.attention.heads * layer.page.head_dim
+    return q - of_page, k - of_page, v - of_page
+
+
 class Model(Part):
     """A whole model to inspect, as `model.layers[0].qkv.weight`; shares the engine's buffers."""
 
     def __init__(self, spec: ModelSpec, devices: int):
-        sizes = [layer.attention.qkv_sizes for layer in spec.all_layers]
-        self.layers = nnx.List([Layer(size, devices) for size in sizes])
+        self.layers = nnx.List([Layer(_qkv_sizes(layer), devices) for layer in spec.all_layers])
 
     def show(self, row: Row, leaf: Leaf) -> None:
         """Hang a leaf in its place, in the place of what is there."""

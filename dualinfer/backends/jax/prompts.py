@@ -18,7 +18,7 @@ def most_tokens(spec: ModelSpec, itemsize: int, width: int, scores: bool, output
     """
     most = 1
     for layer in spec.all_layers:
-        a, mlp = layer.attention, layer.mlp
+        a, mlp = layer.attention.widened, layer.mlp
         up = mlp.ffn * (3 if mlp.gated else 2)
         if isinstance(mlp, Experts):  # hidden values and results of all pairs lie side by side
             up = mlp.per_token * (mlp.ffn + spec.embed) + 3 * mlp.shared

@@ -21,6 +21,11 @@ _BLOCK = 8
 _PARTS = 2
 
 
+def reads_others(spec: ModelSpec) -> bool:
+    """Whether layers read more of others than their output, so that all are one executable's."""
+    return bool(spec.reads or spec.lenders) or any(layer.is_late for layer in spec.layers)
+
+
 class Steps:
     """A model's forward pass, prefill and decode, to be traced.
 
@@ -35,9 +40,10 @@ class Steps:
         count = len(spec.layers)
         bounds = [count * i // _PARTS for i in range(_PARTS + 1)]
         is_cut = on_gpu and count >= 2 * _PARTS and spec.encoder is None
+        is_cut = is_cut and not reads_others(spec)
         self.parts = [range(*pair) for pair in pairwise(bounds)] if is_cut else [range(count)]
         self.reads_frames = spec.encoder is not None and spec.encoder.mel > 0
-        self._kv_heads = max(layer.attention.kv_heads for layer in spec.all_layers)
+        self._kv_heads = max(layer.attention.widened.kv_heads for layer in spec.all_layers)
 
     def _scratch(self, params: Params, slots: int) -> Any:
         return self.ops.make_scratch(slots * self._kv_heads, params.mailboxes)

@@ -17,7 +17,7 @@ from .params import Params
 from .pending import PendingSteps, PendingTokens
 from .runner import JaxRunner, Part, Step
 from .sampler import mode_of
-from .steps import BY_ROW
+from .steps import BY_ROW, reads_others
 from .streaming import LayerStream
 
 
@@ -33,7 +33,7 @@ class StreamingRunner(JaxRunner):
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
         layers, spec = self.params.layers, self.steps.spec
-        if spec.reads or spec.lenders or any(layer.is_late for layer in spec.layers):
+        if reads_others(spec):
             raise UnsupportedError(
                 f"keep_module_on_host=True: layers of {spec.architecture} read what others made, "
                 "and backend='jax' streams layers one by one. Leave it unset, or use "

@@ -30,7 +30,10 @@ HARMLESS = ["rms_norm_eps"]  # of a norm that is refused
 _EACH = 4  # weights of two bits in a byte
 _LEAST = 1e-5  # of the mean of a matrix' absolute values
 _HEAD = ("lm_head",)
-_LINEAR = re.compile(r"\.layers\.\d+\.(self_attn\.[qkvo]_proj|mlp\.(gate|up|down)_proj)\.weight$")
+_LAYER = re.compile(r"(^|\.)layers\.\d+\.")  # a base model's names begin with it
+_LINEAR = re.compile(
+    r"(^|\.)layers\.\d+\.(self_attn\.[qkvo]_proj|mlp\.(gate|up|down)_proj)\.weight$"
+)
 _SCHEME = BlockScheme("int4", rows=0, columns=0)
 _PLAIN = "Pass a model in which all linear layers of each block, and nothing else, are quantized."
 
@@ -128,7 +131,7 @@ def opener(config: Mapping[str, Any], source: Tensors) -> Opener:
 
     def open_matrix(name: str) -> TernaryMatrix | RoundedMatrix | None:
         module = name.removesuffix(".weight")
-        if name not in checkpoint.names or ".layers." not in name:
+        if name not in checkpoint.names or _LAYER.search(name) is None:
             return None
         if _LINEAR.search(name) is None or left_out(module, skipped):
             raise refuse(METHOD, "modules_to_not_convert", list(skipped), _PLAIN)
