@@ -286,3 +286,21 @@ def test_model_times_are_those_of_the_device(use_events):
     assert done > 4 * launched  # else the test would show nothing
     assert len(times) == 3
     assert all(0.5 * wall < t <= wall for t, wall in zip(times, walls, strict=True))
+
+
+def test_layers_that_read_what_others_made_run_whole():
+    """Gemma 4's layers share keys, values and a cache, and read embeddings of their own."""
+    import dualinfer
+
+    from .models import random_ids, relative_rms
+    from .test_relatives import make
+
+    model, ids = make("gemma4"), random_ids(2, 11)
+    with torch.no_grad():
+        expected = model(torch.from_numpy(ids)).logits.numpy()
+        text = model.generate(torch.from_numpy(ids), max_new_tokens=9, do_sample=False).numpy()
+    how = {"dtype": "fp32", "replace_with_kernel_inject": True}
+    with dualinfer.init_inference(model, backend="jax", **how) as engine:
+        assert relative_rms(np.asarray(engine(ids).logits), expected) < 1e-5
+        found = engine.generate(ids, max_new_tokens=9, do_sample=False)
+        np.testing.assert_array_equal(np.asarray(found), text)

@@ -177,7 +177,7 @@ class ModelSpec:
       table is `position_offset` further. With `token_types_from_vocab` the rows of types are the
       embedding's. Where there are `boxes`, a token has a type and a box on a page, of left, upper,
       right and lower edges below that; rows for these, its height and its width are added to it
-      (LayoutLM).
+      (LayoutLM) or make a second stream (LiLT).
     - `positions_from_mask`: the positions that forward takes by default count real tokens only;
       with `pad` they count the ids that are not it, from `pad` + 1 on, and are `pad` elsewhere
       (RoBERTa). If the model `packs`, positions that start anew separate sequences.
