@@ -381,7 +381,11 @@ def _check_processed(processed: Mapping[str, Any], vocab: int) -> None:
         bias = [pair[0] for pair in bias if isinstance(pair, list | tuple) and pair]
     names = "forced_bos_token_id", "forced_eos_token_id", "bad_words_ids"
     for name, given in (*((n, processed.get(n)) for n in names), ("sequence_bias", bias)):
-        for token in _tokens_in(given):
+        try:
+            tokens = list(_tokens_in(given))
+        except Exception as error:  # a tensor without memory, or one that is no plain array
+            raise ArgumentError(f"{name}={shown(given)}; expected token ids.") from error
+        for token in tokens:
             if not 0 <= token < vocab:
                 raise ArgumentError(
                     f"{name} has the id {token}, outside the vocabulary of {vocab} (0 to "
