@@ -373,7 +373,7 @@ def test_bench_measures_experts_in_parts(tmp_path, monkeypatch):
     make("qwen2_moe").save_pretrained(tmp_path / "model")
     monkeypatch.setenv("XLA_FLAGS", "--xla_force_host_platform_device_count=2")
     command = ["bench", "decode", str(tmp_path / "model"), "--tp", "2", "--ep", "2"]
-    command += ["--backend", "both", "--prompt", "5", "--new-tokens", "4", "--repeats", "1"]
+    command += ["--backend", "both", "--prompt", "5", "--new-tokens", "16", "--repeats", "2"]
     command += ["--dtype", "fp32", "--json", str(tmp_path / "rows.json")]
     result = testing.CliRunner(env={"COLUMNS": "200"}).invoke(app, command)
     assert result.exit_code == 0, result.output

@@ -388,7 +388,7 @@ def _check_processed(processed: Mapping[str, Any], vocab: int) -> None:
         for token in tokens:
             if not 0 <= token < vocab:
                 raise ArgumentError(
-                    f"{name} has the id {token}, outside the vocabulary of {vocab} (0 to "
+                    f"{name} has the id {shown(token)}, outside the vocabulary of {vocab} (0 to "
                     f"{vocab - 1})."
                 )
 
