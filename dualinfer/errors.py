@@ -108,9 +108,9 @@ def shown(value: Any) -> str:
 
 
 def a_type(value: Any) -> str:
-    """The name of a value's type with its article: "an int", "a dict"."""
+    """The name of a value's type with its article: "an int", "an ndarray", "a dict"."""
     name = type(value).__name__
-    return f"{'an' if name[0] in 'aeioAEIO' else 'a'} {name}"
+    return f"{'an' if name[0] in 'aeioAEIO' or name.startswith('nd') else 'a'} {name}"
 
 
 def shortened(text: object, most: int = 200) -> str:
