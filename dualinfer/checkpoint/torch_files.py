@@ -349,7 +349,7 @@ def find_tensors(path: Path, state: Any, kind: type | None = None) -> dict[str, 
     if not tensors and wrapped:
         tensors = _flat(path, inner, kind)
     if not tensors:
-        names = [key if isinstance(key, str) else f"{a_type(key)}" for key in inner]
+        names = [key if isinstance(key, str) else a_type(key) for key in inner]
         held = ", ".join(map(shown, names[:8])) or "nothing"
         raise CheckpointError(
             f"{path} holds no tensors by name, but {held}. Save the state dict itself."

@@ -117,7 +117,7 @@ def make_image_inputs(
     channels, high, wide = patches.image
     expected = f"[batch, {channels}, {'height, width' if any_size else f'{high}, {wide}'}]"
     if pixels is None or kind_of(pixels) is None:
-        what = "missing" if pixels is None else f"{a_type(pixels)}"
+        what = "missing" if pixels is None else a_type(pixels)
         raise ArgumentError(f"pixel_values is {what}; expected an array {expected}.")
     array = read_array(pixels, "pixel_values", "images differ in shape.")
     array = array[None] if array.ndim == 3 else array

@@ -207,7 +207,7 @@ def _name(function: Any) -> str:
 def _described(value: Any) -> str:
     shape = getattr(value, "shape", None)
     if shape is None:
-        return f"{a_type(value)}"
+        return a_type(value)
     return f"{value.dtype} of shape {tuple(shape)}"
 
 

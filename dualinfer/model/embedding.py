@@ -89,13 +89,14 @@ def pooling_weights(pooling: str, lengths: Sequence[int], skipped: int = 0) -> l
 
 
 def _weights(pooling: str, tokens: int, skipped: int) -> np.ndarray:
+    """Those of one text."""
     weights, first = np.zeros(tokens, np.float32), skipped if skipped < tokens else 0
     if pooling == "cls":
         weights[first] = 1
     elif pooling == "max":
         weights[first:] = 1
     elif skipped >= tokens:
-        pass
+        return weights
     elif pooling == "lasttoken":
         weights[-1] = 1
     elif pooling == "weightedmean":
