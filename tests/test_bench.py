@@ -351,9 +351,8 @@ def check_row(row: dict, kind: str) -> None:
     assert row["kind"] == kind
     assert row["device"] == "CPU"
     least = row["flops"] / row["matrix_rate"] if kind != "decode" else 0
-    if kind != "prefill":
-        read = row["weight_bytes"] + row.get("kv_bytes", 0)
-        least = max(least, read / row["read_bandwidth"])
+    read = row["weight_bytes"] + row.get("kv_bytes", 0)
+    least = max(least, read / row["read_bandwidth"])
     ms = row["ms_per_token"] if kind == "decode" else row["ms"]
     assert row["of_limit"] == pytest.approx(least / ms * 1e3)
     assert row["limit_ms"] == pytest.approx(least * 1e3)
@@ -1000,8 +999,6 @@ def test_a_process_that_dies_costs_the_row_it_was_at(monkeypatch, tmp_path):
 @pytest.mark.parametrize("kind", ["prefill", "forward"])
 @pytest.mark.parametrize(("flops", "nbytes", "seconds"), [(600, 10, 6.0), (1, 400, 4.0)])
 def test_devices_that_share_a_pass_have_the_limit_of_all(kind, flops, nbytes, seconds):
-    if kind == "prefill":  # whose limit is multiplying alone
-        seconds = flops / 100
     call = lambda *args: lambda: None  # noqa: E731
     system: Any = SimpleNamespace(prefill=call, forward=call, facts=dict)
     facts = {"weight_bytes": nbytes, "read_bytes": lambda tokens: nbytes, "once": None}
