@@ -181,19 +181,11 @@ class _Recorder:
     ) -> torch.Tensor:
         return x
 
-    def widen_values(self, a: Attention, qkv: torch.Tensor) -> torch.Tensor:
+    def widen_heads(self, a: Attention, qkv: torch.Tensor) -> torch.Tensor:
         return qkv.new_empty((*qkv.shape[:-1], sum(a.widened.qkv_sizes)))
 
-    def narrow_values(self, a: Attention, y: torch.Tensor) -> torch.Tensor:
+    def narrow_heads(self, a: Attention, y: torch.Tensor, w: Weights) -> torch.Tensor:
         return y.new_empty((*y.shape[:-1], a.heads * a.head_widths[2]))
-
-    def double_heads(self, a: Attention, qkv: torch.Tensor) -> torch.Tensor:
-        return qkv.new_empty((*qkv.shape[:-1], sum(a.widened.qkv_sizes)))
-
-    def subtract_heads(
-        self, a: Attention, y: torch.Tensor, vectors: Sequence[torch.Tensor]
-    ) -> torch.Tensor:
-        return y.new_empty((*y.shape[:-1], a.heads * a.head_dim))
 
     def norm_shared(self, x: torch.Tensor, norm: NormOf, width: int) -> torch.Tensor:
         return x
