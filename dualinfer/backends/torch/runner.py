@@ -417,8 +417,7 @@ class TorchRunner:
         model = self.spec, params, self.ops
         ids, positions = state.last[:, None], state.length[:, None]
         angles = self.ops.angles(self.spec, params, positions, state.length)
-
-        numbers = self.spec.cache_numbers
+        numbers, crossing = self.spec.cache_numbers, self.spec.cross_numbers
 
         def attend(i: int, qkv: torch.Tensor) -> torch.Tensor:
             layer, own = self.ops.layer_attention(self.spec, params, i), cache[numbers[i]]
@@ -427,7 +426,7 @@ class TorchRunner:
         def across(i: int, q: torch.Tensor) -> torch.Tensor:
             a = self.spec.layers[i].cross
             assert a is not None
-            return self.ops.attend_kept(a, q, cache[len(self.spec.layers) + i])
+            return self.ops.attend_kept(a, q, cache[crossing[i]])
 
         x = decoder.hidden_states(*model, ids, positions, None, attend, across=across)[-1]
         return state.shown(decoder.logits(*model, x[:, 0], wide=True))
