@@ -180,7 +180,7 @@ def test_plan_splits_by_the_grain(run, tmp_path):
 @pytest.mark.parametrize(
     ("change", "arguments", "message"),
     [
-        ({}, ("--tp", "200"), "vocab of 101, which is less than one for each device"),
+        ({}, ("--tp", "200"), "vocab of 101, which is less than one for each of the 200 devices"),
         ({}, ("--tp", "2", "--dtype", "int8", "--quant", "int4"), "--dtype int8 asks for"),
         ({}, ("--tp", "2", "--quant", "int3"), "--quant int3: input should be 'int8', 'int4'"),
         (
