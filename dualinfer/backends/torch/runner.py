@@ -549,7 +549,8 @@ class TorchRunner:
         inner = {f"{i}.{n}": w for i, g in enumerate(self.params.layers) for n, w in g.items()}
         ways = self.ops.implementations, PlainOps.implementations
         knows = self.ops.knows if self.ops.cache_kinds else None
-        ops = served(*ways, knows, self._cache.specs, self.ops.left_plain(self.spec))
+        left_plain = self.ops.left_plain(self.spec, self.params.layers)
+        ops = served(*ways, knows, self._cache.specs, left_plain)
         return {
             "device": str(self.device),
             "device_name": device_name(self.device),

@@ -34,8 +34,11 @@ class PlainBlocks:
         if split is not None:
             self.implementations = {**self.implementations, "sum over devices": "XLA"}
 
-    def left_plain(self, spec: ModelSpec) -> Mapping[str, str]:
-        """The ops that kernels serve in other models, and not in this one; see `served`."""
+    def left_plain(self, spec: ModelSpec, layers: Sequence[Weights]) -> Mapping[str, str]:
+        """The ops that kernels serve in others, not in this model; see `served`.
+
+        `layers` are the weights of its layers.
+        """
         return {}
 
     def knows(self, cache: CacheSpec | CacheView) -> bool:
