@@ -11,10 +11,10 @@ from ....kernels.triton import attention, attention_choice, decode_attention, la
 from ....kernels.triton.tuning import Config, Key
 from ....model.spec import ModelSpec
 from ....model.weights import count_leaves, parts_of, with_parts
-from ...contract import LatentQkv, LayerAttention, Routing
+from ...contract import LatentQkv, LayerAttention, Neighbours, Routing
 from ...kernels import has_wide_heads
 from ...slots import bucket
-from ..cache import FullCache, LatentCache
+from ..cache import FullCache, LatentCache, over
 from ..device import free_bytes
 from ..ops.kernels import KernelOps
 from ..ops.schemes import CACHE_CODES
@@ -31,6 +31,8 @@ _PROMPT_CALLS = 4
 _EXPERTS_CALLS = 8
 
 Run: TypeAlias = Callable[[Any], torch.Tensor]
+Prepare: TypeAlias = Callable[[], tuple[Run, int]]
+Call = TypeVar("Call")
 
 
 class TuningCase(NamedTuple):
@@ -41,7 +43,7 @@ class TuningCase(NamedTuple):
 
     key: Key
     candidates: Sequence[Config]
-    prepare: Callable[[], tuple[Run, int]]
+    prepare: Prepare
 
 
 _Weighed = TypeVar("_Weighed", ProductCall, RouterCall)
@@ -102,7 +104,7 @@ def _steps(
         if spec.head is not None and whole:
             decoder.logits(spec, params, recorder, x[:, 0], wide=spec.causal)
     total = count_leaves(params.leaves())["parameter_bytes"]
-    makers: dict[Key, Callable[[], tuple[Run, int]]] = {}
+    makers: dict[Key, Prepare] = {}
     for key, group in (recorder.products if whole else {}).items():
         makers[key] = _product_maker(ops, group, rows, total)
     for key, group in recorder.routers.items():
@@ -114,9 +116,7 @@ def _steps(
     ]
 
 
-def _product_maker(
-    ops: KernelOps, group: list[ProductCall], rows: int, total: int
-) -> Callable[[], tuple[Run, int]]:
+def _product_maker(ops: KernelOps, group: list[ProductCall], rows: int, total: int) -> Prepare:
     def prepare() -> tuple[Run, int]:
         products = _beyond(ops, group, total)
         features, width = group[0].weight.shape
@@ -124,19 +124,30 @@ def _product_maker(
         x = _random(like, rows, width)
         residual = _random(like, rows, features // (2 if group[0].by.gated else 1))
 
-        def run(config: Any) -> torch.Tensor:
-            y = None
-            for weight, by in products:
-                if by.residual is not None:
-                    by = by._replace(residual=residual)
-                output = ops.linear(x, weight, by, config)
-                y = output if y is None else y
-            assert y is not None
-            return y
+        def product(own: ProductCall, config: Any) -> torch.Tensor:
+            return ops.linear(x, own.weight, _adding(own.by, residual), config)
 
-        return run, len(products)
+        return _in_turn(products, product)
 
     return prepare
+
+
+def _adding(by: Neighbours, residual: torch.Tensor) -> Neighbours:
+    """The neighbours with another residual, where they have one."""
+    return by if by.residual is None else by._replace(residual=residual)
+
+
+def _in_turn(calls: Sequence[Call], call: Callable[[Call, Any], torch.Tensor]) -> tuple[Run, int]:
+    """What a `Prepare` gives, of calls one after another."""
+
+    def run(config: Any) -> torch.Tensor:
+        first, *others = calls
+        y = call(first, config)
+        for other in others:
+            call(other, config)
+        return y
+
+    return run, len(calls)
 
 
 def _beyond(ops: KernelOps, group: list[_Weighed], total: int) -> list[_Weighed]:
@@ -155,29 +166,21 @@ def _beyond(ops: KernelOps, group: list[_Weighed], total: int) -> list[_Weighed]
     return found
 
 
-def _router_maker(
-    ops: KernelOps, group: list[RouterCall], rows: int, total: int
-) -> Callable[[], tuple[Run, int]]:
+def _router_maker(ops: KernelOps, group: list[RouterCall], rows: int, total: int) -> Prepare:
     def prepare() -> tuple[Run, int]:
         routers = _beyond(ops, group, total)
         like = torch.empty(0, dtype=group[0].weight.dtype, device=ops.device)
         x = _random(like, rows, group[0].weight.shape[1])
 
-        def run(config: Any) -> torch.Tensor:
-            found = [
-                ops.route(x, weight, router, **beside, config=config)
-                for weight, router, beside in routers
-            ]
-            return found[0].weights
+        def route(own: RouterCall, config: Any) -> torch.Tensor:
+            return ops.route(x, own.weight, own.router, **own.beside, config=config).weights
 
-        return run, len(routers)
+        return _in_turn(routers, route)
 
     return prepare
 
 
-def _experts_maker(
-    ops: KernelOps, group: list[ExpertsCall], rows: int
-) -> Callable[[], tuple[Run, int]]:
+def _experts_maker(ops: KernelOps, group: list[ExpertsCall], rows: int) -> Prepare:
     """Calls of layers in turn, for other experts each time, so that weights come from memory."""
 
     def prepare() -> tuple[Run, int]:
@@ -199,16 +202,11 @@ def _experts_maker(
             weights = torch.rand(picks.shape, **how)
             routings.append(Routing(picks, weights / weights.sum(-1, keepdim=True)))
 
-        def run(config: Any) -> torch.Tensor:
-            y = None
-            for own, chosen_by in zip(calls, routings, strict=True):
-                by = own.by if own.by.residual is None else own.by._replace(residual=residual)
-                output = ops.own_part(x, own.held, chosen_by, by, config=config)
-                y = output if y is None else y
-            assert y is not None
-            return y
+        def mix(own: tuple[ExpertsCall, Routing], config: Any) -> torch.Tensor:
+            (held, _, by, _), routing = own
+            return ops.own_part(x, held, routing, _adding(by, residual), config=config)
 
-        return run, len(calls)
+        return _in_turn(list(zip(calls, routings, strict=True)), mix)
 
     return prepare
 
@@ -252,7 +250,7 @@ def _decode_maker(
     reach: int,
     layers: int,
     codes: str | None,
-) -> Callable[[], tuple[Run, int]]:
+) -> Prepare:
     def prepare() -> tuple[Run, int]:
         a = layer.spec
         qkv = _random(like, slots, 1, sum(a.qkv_sizes))
@@ -260,56 +258,46 @@ def _decode_maker(
         if codes is not None:
             keys, scale = CACHE_CODES.encode(keys, codes)
             scales = [scale, scale.flip(2).contiguous()]
-        size = 2 * keys.nbytes
-        count = min(max(layers, 8), max(1, _beyond_cache(ops.device) // size) + 1)
-        count = max(1, min(count, (free_bytes(ops.device) or 0) // 4 // size))
-        caches = [FullCache(keys.clone(), keys.flip(2).contiguous(), *scales) for _ in range(count)]
-        lengths = torch.full((slots,), reach * 3 // 4, dtype=torch.int64, device=ops.device)
-
-        def run(config: Any) -> torch.Tensor:
-            y = None
-            for cache in caches:
-                output, _ = ops.attend_token(layer, qkv, None, cache, lengths, config)
-                y = output if y is None else y
-            assert y is not None
-            return y
-
-        return run, count
+        cache = FullCache(keys, keys.flip(2).contiguous(), *scales)
+        return _token(layer, ops, qkv, cache, layers)
 
     return prepare
 
 
 def _latent_maker(
-    layer: LayerAttention,
-    ops: KernelOps,
-    like: torch.Tensor,
-    slots: int,
-    reach: int,
-    layers: int,
-) -> Callable[[], tuple[Run, int]]:
+    layer: LayerAttention, ops: KernelOps, like: torch.Tensor, slots: int, reach: int, layers: int
+) -> Prepare:
     def prepare() -> tuple[Run, int]:
         a = layer.spec
         assert a.latent is not None
         qkv = LatentQkv(
             _random(like, slots, 1, a.qkv_sizes[0]), _random(like, slots, 1, a.latent.width)
         )
-        held = _random(like, slots, reach, a.latent.width)
-        count = min(max(layers, 8), max(1, _beyond_cache(ops.device) // held.nbytes) + 1)
-        count = max(1, min(count, (free_bytes(ops.device) or 0) // 4 // held.nbytes))
-        caches = [LatentCache(held.clone()) for _ in range(count)]
-        lengths = torch.full((slots,), reach * 3 // 4, dtype=torch.int64, device=ops.device)
-
-        def run(config: Any) -> torch.Tensor:
-            y = None
-            for cache in caches:
-                output, _ = ops.attend_token(layer, qkv, None, cache, lengths, config)
-                y = output if y is None else y
-            assert y is not None
-            return y
-
-        return run, count
+        cache = LatentCache(_random(like, slots, reach, a.latent.width))
+        return _token(layer, ops, qkv, cache, layers)
 
     return prepare
+
+
+def _token(
+    layer: LayerAttention,
+    ops: KernelOps,
+    qkv: torch.Tensor | LatentQkv,
+    cache: FullCache | LatentCache,
+    layers: int,
+) -> tuple[Run, int]:
+    """A token of each slot, over copies of the cache, so that they come from memory."""
+    size = sum(x.nbytes for x in cache if x is not None)
+    count = min(max(layers, 8), max(1, _beyond_cache(ops.device) // size) + 1)
+    count = max(1, min(count, (free_bytes(ops.device) or 0) // 4 // size))
+    caches = [cache, *(over(cache, torch.clone) for _ in range(count - 1))]
+    slots, reach = len(cache[0]), cache.capacity
+    lengths = torch.full((slots,), reach * 3 // 4, dtype=torch.int64, device=ops.device)
+
+    def attend(own: FullCache | LatentCache, config: Any) -> torch.Tensor:
+        return ops.attend_token(layer, qkv, None, own, lengths, config)[0]
+
+    return _in_turn(caches, attend)
 
 
 def _prompts(
@@ -336,21 +324,17 @@ def _prompts(
 
 def _prompt_maker(
     layer: LayerAttention, ops: KernelOps, like: torch.Tensor, tokens: int, how: dict[str, Any]
-) -> Callable[[], tuple[Run, int]]:
+) -> Prepare:
     def prepare() -> tuple[Run, int]:
         a = layer.spec
         dim = max(a.head_dim, a.head_widths[2])
         q = _random(like, 1, tokens, a.heads, dim)
         k, v = (_random(like, 1, tokens, a.kv_heads, dim) for _ in range(2))
 
-        def run(config: Any) -> torch.Tensor:
-            outputs = [
-                attention.attention(q, k, v, config=config, pdl=ops.pdl, **how)
-                for _ in range(_PROMPT_CALLS)
-            ]
-            return outputs[0]
+        def attend(_: int, config: Any) -> torch.Tensor:
+            return attention.attention(q, k, v, config=config, pdl=ops.pdl, **how)
 
-        return run, _PROMPT_CALLS
+        return _in_turn(range(_PROMPT_CALLS), attend)
 
     return prepare
 
