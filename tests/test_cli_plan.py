@@ -113,7 +113,7 @@ def test_collectives_of_layers_of_other_builds():
         assert make_plan_table(table, 2, "float32", grain=1).sums == sums
 
 
-def test_plan_prints_what_goes_where(run, tmp_path):
+def test_plan_prints_what_goes_where(run, tmp_path, monkeypatch):
     folder = write_llama(tmp_path, 101)
     (folder / "model.safetensors").unlink()  # a config is enough
     result = run("plan", folder, "--tp", 4)
@@ -139,6 +139,11 @@ def test_plan_prints_what_goes_where(run, tmp_path):
     alone = run("plan", folder, "--tp", 1, "--dtype", "bf16").stdout
     assert "in bfloat16 on one device" in alone and "sums" not in alone
     assert "counted in" not in alone and " in a shape" not in alone
+    monkeypatch.setenv("COLUMNS", "37")
+    narrow = run("plan", folder, "--tp", 4).stdout
+    assert max(map(len, narrow.splitlines())) <= 37
+    letters, all_of_them = (sorted(re.sub(r"[\s─]", "", x)) for x in (narrow, result.stdout))
+    assert letters == all_of_them
 
 
 @pytest.mark.parametrize(
@@ -175,7 +180,7 @@ def test_plan_splits_by_the_grain(run, tmp_path):
 @pytest.mark.parametrize(
     ("change", "arguments", "message"),
     [
-        ({}, ("--tp", "200"), "vocab of 101, which is less than one for each device"),
+        ({}, ("--tp", "200"), "vocab of 101, which is less than one for each of the 200 devices"),
         ({}, ("--tp", "2", "--dtype", "int8", "--quant", "int4"), "--dtype int8 asks for"),
         ({}, ("--tp", "2", "--quant", "int3"), "--quant int3: input should be 'int8', 'int4'"),
         (

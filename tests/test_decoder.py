@@ -135,7 +135,7 @@ OPS = [
     *(("torch.ops.plain", "PlainOps"), ("torch.ops.kernels", "KernelOps")),
     *(("torch.ops.split", "SplitKernelOps"), ("jax.ops.plain", "PlainOps")),
     *(("jax.ops.kernels", "KernelOps"), ("jax.ops.split", "SplitKernelOps")),
-    ("torch.tuning.cases", "_Recorder"),  # of what the blocks call alone
+    ("torch.tuning.recorder", "Recorder"),  # of what the blocks call alone
 ]
 
 
@@ -143,7 +143,7 @@ OPS = [
 def test_ops_take_what_the_contract_says(module, name):
     pytest.importorskip("triton" if module.startswith("torch") else "jax")
     own = getattr(importlib.import_module(f"dualinfer.backends.{module}"), name)
-    contracts = contract.BlockOps if name == "_Recorder" else contract.Ops
+    contracts = contract.BlockOps if name == "Recorder" else contract.Ops
     for op in [op for op in dir(contracts) if not op.startswith("_")]:
         promised = getattr(contracts, op)
         if isinstance(promised, property):

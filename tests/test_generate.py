@@ -257,18 +257,18 @@ def test_layout_and_options_equal_hf(case, backend, engine, model):
 
 def test_defaults_are_hfs_own():
     """Of what is supported; and of what is not, the value that asks for nothing."""
-    from dualinfer.engine import options
+    from dualinfer.engine import arguments, options
 
     for name, value in hf.GenerationConfig()._get_default_generation_params().items():
         if name == "max_length":
             assert value == options.DEFAULT_NEW_TOKENS
-        elif name in options._DEFAULTS:
-            assert value == options._DEFAULTS[name], name
-        elif name in options._NEUTRAL:
-            assert value in options._NEUTRAL[name], name
+        elif name in arguments.DEFAULTS:
+            assert value == arguments.DEFAULTS[name], name
+        elif name in arguments.NEUTRAL:
+            assert value in arguments.NEUTRAL[name], name
         else:
-            assert name in options._INERT or not value, name
-    assert hf.GenerationConfig().to_dict().keys() <= options._KNOWN
+            assert name in arguments.INERT or not value, name
+    assert hf.GenerationConfig().to_dict().keys() <= arguments.KNOWN
 
 
 @pytest.mark.parametrize("penalty", [1.3, 0.8])

@@ -93,3 +93,16 @@ def test_ops_name_what_kernels_leave_to_plain_ones_where_a_model_has_it():
     for chosen, found in ((1, False), (2, True)):
         config = hf.Llama4TextConfig(num_experts_per_tok=chosen)
         assert (ops(config)["experts"] == plain) == found
+
+
+@pytest.mark.parametrize(("quant", "plain"), [("int8", False), ("int8_w8a8", True)])
+def test_experts_are_plain_where_kernels_do_not_read_how_they_are_held(quant, plain):
+    pytest.importorskip("triton")
+    from dualinfer.backends.kernels import left_plain
+
+    from .mixtures import make
+
+    how = {"backend": "torch", "replace_with_kernel_inject": True, "quant": quant}
+    engine = dualinfer.init_inference(make("qwen2_moe"), **how)
+    left = left_plain(engine.runner.spec, engine.runner.params.layers)
+    assert left == ({"experts": ""} if plain else {})

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 import dualinfer
+from dualinfer.config.nested import TensorParallelConfig
 from dualinfer.model.families import describe_model
 from dualinfer.model.weights import Row, WeightTable, join_axis, row
 from dualinfer.parallel.shard import Share, whole
@@ -84,6 +85,8 @@ def test_more_devices_than_the_mlp_is_wide_are_refused():
     table = described("llama-gqa", intermediate_size=3)
     with pytest.raises(dualinfer.ConfigError, match=r"tp_size=4: Llama.* has gate of 3"):
         make_plan(table, 4)
+    with pytest.raises(dualinfer.ConfigError, match=r"moe\.ep_size=4: Llama.* has gate of 3"):
+        make_plan(table, 4, asked_by=TensorParallelConfig().by_experts(4).asked_by)
     assert widths(make_plan(table, 4, equal=True), "up") == [1, 1, 1, 0]
 
 

@@ -270,10 +270,10 @@ def test_a_model_from_nowhere_asks_for_its_tokenizer(tokenizer):
 def test_generate_shows_what_it_takes():
     import inspect
 
-    from dualinfer.engine import options
+    from dualinfer.engine.arguments import DEFAULTS
     from dualinfer.engine.fused import FusedEngine
 
     for name in ("generate", "stream", "generate_text", "stream_text", "chat", "stream_chat"):
         shown = inspect.signature(getattr(FusedEngine, name)).parameters
-        assert {*options._DEFAULTS, "seed"} <= set(shown)
+        assert {*DEFAULTS, "seed"} <= set(shown)
         assert shown["temperature"].kind is inspect.Parameter.KEYWORD_ONLY

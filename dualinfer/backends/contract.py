@@ -406,25 +406,19 @@ class BlockOps(Protocol):
         """The first H D elements of q, and the keys and values of packed qkv behind them, anew."""
         ...
 
-    def widen_values(self, a: Attention, qkv: Array) -> Array:
-        """Packed qkv [B, T, (H+2K) D], of one whose values, before their scale, are narrower.
+    def widen_heads(self, a: Attention, qkv: Array) -> Array:
+        """Packed qkv [B, T, ...] of `a` as `a.widened` has it.
 
-        Zeros are behind each head's value.
+        Values that are narrower than keys are times their scale, with zeros behind each. Heads of a
+        difference are there twice, once for each value that they read.
         """
         ...
 
-    def narrow_values(self, a: Attention, y: Array) -> Array:
-        """What heads give [B, T, H D] without what values were widened by: [B, T, H value_dim]."""
-        ...
+    def narrow_heads(self, a: Attention, y: Array, w: Weights) -> Array:
+        """What heads of `a.widened` give, [B, T, ...], as those of `a`: [B, T, H value_dim].
 
-    def double_heads(self, a: Attention, qkv: Array) -> Array:
-        """Packed qkv [B, T, 2 (H+2K) D] of `a.widened`, for each value that a head of `a` reads."""
-        ...
-
-    def subtract_heads(self, a: Attention, y: Array, vectors: Sequence[Array]) -> Array:
-        """What doubled heads give [B, T, 2 H D] as `spec.Attention` has their difference.
-
-        It is [B, T, H D]. The vectors [D] are those of `LAMBDAS`, in this order.
+        What values were widened by is left out. Of heads of a difference it is made as
+        `spec.Attention` says, by the layer's vectors [D] of `LAMBDAS`: [B, T, H D].
         """
         ...
 

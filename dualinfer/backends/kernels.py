@@ -1,13 +1,13 @@
 """What both backends decide of ops by Triton's kernels: what is served, and how it is launched."""
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from math import prod
 from typing import Any, NamedTuple, Protocol
 
 from ..model.spec import Experts, ModelSpec, Router
 from ..model.weights import Weight
 from .caches import CacheSpec, CacheView
-from .contract import Array, LayerAttention, Neighbours, NormOf, Routing, Unnormed
+from .contract import Array, LayerAttention, Neighbours, NormOf, Routing, Unnormed, Weights
 from .schemes import eight_bit as in_eight_bits
 from .schemes import packed, rounds_input
 
@@ -60,8 +60,11 @@ def unserved(spec: ModelSpec) -> str | None:
     return None
 
 
-def left_plain(spec: ModelSpec) -> dict[str, str]:
-    """The ops that kernels leave to plain ones in this model: for what, for people; "" for all."""
+def left_plain(spec: ModelSpec, layers: Sequence[Weights] | None = None) -> dict[str, str]:
+    """The ops that kernels leave to plain ones in this model: for what, for people; "" for all.
+
+    `layers` are the weights of its layers; None where they are not known.
+    """
     from ..kernels.triton import attention, routing
 
     left = {}
@@ -70,7 +73,11 @@ def left_plain(spec: ModelSpec) -> dict[str, str]:
         left["attention"] = f"for heads of over {attention.LARGEST_HEAD} elements"
     if not routing.serves_all(spec):
         left["router"] = ""
-    known = [_knows_experts(own.mlp) for own in spec.all_layers if isinstance(own.mlp, Experts)]
+    known = [
+        _knows_experts(own.mlp) if layers is None else _takes_experts(own.mlp, layers[i])
+        for i, own in enumerate(spec.all_layers)
+        if isinstance(own.mlp, Experts)
+    ]
     if not all(known):
         left["experts"] = "for some layers" if any(known) else ""
     return left
@@ -251,14 +258,10 @@ def experts_of(
     """
     from ..kernels.triton import experts
 
-    weights = [w[f"experts.{name}.weight"] for name in ("up", "down")]
-    if not _knows_experts(mixture):
+    if not _takes_experts(mixture, w):
         return None
-    if any(weight.pieces for weight in weights) or weights[0].shape[0] > experts.MOST_EXPERTS:
-        return None
+    weights = _matrices(w)
     held = weights if _are_plain(weights) else [packed(weight) for weight in weights]
-    if any(part is None for part in held) or any(rounds_input(weight) for weight in weights):
-        return None
     of_all = None
     if shared:
         parts = [w[f"shared.{name}.weight"].data for name in ("up", "down")]
@@ -275,6 +278,22 @@ def experts_of(
         own=own,
         among=0 if own is None else mixture.count,
     )
+
+
+def _takes_experts(mixture: Experts, w: Weights) -> bool:
+    """Whether the kernels know what these experts do, and how their matrices are held."""
+    from ..kernels.triton import experts
+
+    weights = _matrices(w)
+    if not _knows_experts(mixture) or weights[0].shape[0] > experts.MOST_EXPERTS:
+        return False
+    if any(weight.pieces or rounds_input(weight) for weight in weights):
+        return False
+    return _are_plain(weights) or all(packed(weight) is not None for weight in weights)
+
+
+def _matrices(w: Weights) -> list[Weight]:
+    return [w[f"experts.{name}.weight"] for name in ("up", "down")]
 
 
 def _knows_experts(mixture: Experts) -> bool:

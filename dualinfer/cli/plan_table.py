@@ -90,9 +90,10 @@ def make_plan_table(
     streaming, and `free` are the bytes of a device that has the room for nothing else.
     """
     rows = table.rows if rows is None else rows
-    spec, plan = table.spec, make_plan(table, size, grain, equal, expert_parts)
-    itemsize = numpy_dtype(dtype).itemsize
-    codes = None if settings is None else settings.kv_cache_dtype
+    settings = InferenceConfig() if settings is None else settings
+    spec, asked_by = table.spec, settings.tensor_parallel.asked_by
+    plan = make_plan(table, size, grain, equal, expert_parts, asked_by=asked_by)
+    itemsize, codes = numpy_dtype(dtype).itemsize, settings.kv_cache_dtype
     own = [fit_row(row, plan.shards) for row in rows] if equal else rows
     layers = spec.all_layers
     # Rows of the same axes have the same shapes in layers that are one object.
@@ -131,8 +132,7 @@ def make_plan_table(
         streaming=tuple(
             found
             for shard in plan.shards
-            if settings is not None
-            and (found := choose_layers(settings, shard, own, itemsize, free)) is not None
+            if (found := choose_layers(settings, shard, own, itemsize, free)) is not None
         ),
         active=_active(table, rows, itemsize),
     )

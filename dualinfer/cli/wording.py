@@ -7,7 +7,7 @@ from typing import Any
 from rich.console import Console
 
 from ..config import InferenceConfig
-from ..engine.options import GenerationArguments
+from ..engine.arguments import GenerationArguments
 from ..errors import DualinferError
 from ..system.terminal import print_folded
 

@@ -15,7 +15,6 @@ from ..backends.contract import (
     Weights,
 )
 from ..model.spec import (
-    LAMBDAS,
     XIELU,
     Activation,
     Adapter,
@@ -149,15 +148,11 @@ def _sublayers(
             )
         if lent is not None and (index in lent or layer.attention.lender is not None):
             qkv = borrow(qkv, lent)
-        if layer.attention.value_dim is not None:
-            qkv = ops.widen_values(layer.attention, qkv)
-        if layer.attention.difference is not None:
-            qkv = ops.double_heads(layer.attention, qkv)
+        if widens := layer.attention.widened is not layer.attention:
+            qkv = ops.widen_heads(layer.attention, qkv)
         y = attend(index, qkv)
-        if layer.attention.value_dim is not None:
-            y = ops.narrow_values(layer.attention, y)
-        if layer.attention.difference is not None:
-            y = ops.subtract_heads(layer.attention, y, [w[name] for name in LAMBDAS])
+        if widens:
+            y = ops.narrow_heads(layer.attention, y, w)
         if layer.attention.gated:
             y = ops.gate(y, x, w["attn_gate.weight"], norm, layer.attention.gate)
         if layer.sub_norms:

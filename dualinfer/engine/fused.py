@@ -13,23 +13,14 @@ from ..arrays import ids_to_jax, kind_of, to_kind
 from ..backends.base import Request, Runner
 from ..errors import ArgumentError, ClosedError, LengthError, UnsupportedError, a_type, warn_caller
 from ..model.outputs import make_generate_outputs, make_outputs
+from .arguments import GenerationArguments, refuse_outputs, with_arguments
 from .base import CLOSED, About
 from .checks import by_name, is_zero
 from .embedding import EmbeddingCalls
 from .images import make_image_inputs, make_tower_inputs, refuse_images
 from .inputs import make_forward_inputs, refuse_arguments
 from .loop import Generation, Loop, StopStrings
-from .options import (
-    GenerationArguments,
-    GenerationOptions,
-    config_dict,
-    count_of,
-    make_options,
-    over_limit,
-    refuse_outputs,
-    shorter,
-    with_arguments,
-)
+from .options import GenerationOptions, config_dict, count_of, make_options, over_limit, shorter
 from .origin import Origin
 from .prompts import Prompts, make_embedded, make_prompts
 from .report import Report

@@ -11,16 +11,10 @@ import numpy as np
 from ..arrays import kind_of, to_kind, to_numpy
 from ..backends.base import ModuleRunner
 from ..errors import ArgumentError, LengthError, UnsupportedError, a_type
+from .arguments import check_beams, refuse_outputs
 from .base import About, InferenceEngine
 from .checks import by_name, check_ids, read_array, refuse_text
-from .options import (
-    DEFAULT_NEW_TOKENS,
-    check_beams,
-    check_values,
-    config_dict,
-    over_limit,
-    refuse_outputs,
-)
+from .options import DEFAULT_NEW_TOKENS, check_values, config_dict, over_limit
 from .prompts import make_prompts
 from .report import Report
 from .text import DEFAULT_TEXT_TOKENS, Sequences

@@ -1,193 +1,29 @@
-"""GenerationOptions: HF's generation arguments, resolved, and refused where not supported."""
+"""GenerationOptions: the values of generate's arguments, resolved and checked."""
 
-import difflib
-import inspect
 import operator
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, TypedDict, TypeVar, get_type_hints
+from typing import Any
 
 from ..backends.base import NO_TOKEN
-from ..errors import ArgumentError, UnsupportedError, a_type, shown, warn_caller
-from .inputs import REASONS
-
-F = TypeVar("F", bound=Callable[..., Any])
-
-
-class GenerationArguments(TypedDict, total=False):
-    """The keyword arguments of generate and stream, of which HF's keep their names and meanings.
-
-    HF's other names pass where they ask for nothing. `stop_strings` needs a tokenizer. `seed` is
-    an int below 2**64, or one for each prompt.
-    """
-
-    max_new_tokens: int | None
-    max_length: int | None
-    min_new_tokens: int | None
-    min_length: int | None
-    do_sample: bool | None
-    temperature: float | None
-    top_k: int | None
-    top_p: float | None
-    min_p: float | None
-    repetition_penalty: float | None
-    num_return_sequences: int | None
-    stop_strings: str | Sequence[str] | None
-    seed: int | Sequence[int] | None
-    bos_token_id: int | None
-    eos_token_id: int | Sequence[int] | None
-    pad_token_id: int | None
-    inputs: Any
-    inputs_embeds: Any
-    num_beams: int | None
-    logits_processor: Sequence[Callable[..., Any]] | None
-    stopping_criteria: Sequence[Callable[..., Any]] | None
-    prefix_allowed_tokens_fn: Callable[..., Any] | None
-    no_repeat_ngram_size: int | None
-    bad_words_ids: Sequence[Sequence[int]] | None
-    suppress_tokens: Sequence[int] | None
-    begin_suppress_tokens: Sequence[int] | None
-    sequence_bias: Any
-    forced_bos_token_id: int | None
-    forced_eos_token_id: int | Sequence[int] | None
-    exponential_decay_length_penalty: Any
-    remove_invalid_values: bool | None
-    renormalize_logits: bool | None
-    typical_p: float | None
-    epsilon_cutoff: float | None
-    eta_cutoff: float | None
-    top_h: float | None
-    max_time: float | None
-    return_dict_in_generate: bool | None
-    output_scores: bool | None
-    output_logits: bool | None
-    token_type_ids: Any
-    use_cache: bool | None
-    decoder_input_ids: Any
-    decoder_attention_mask: Any
-    decoder_start_token_id: int | Sequence[int] | None
-    input_features: Any
-    encoder_outputs: Any
-
-
-def with_arguments(function: F) -> F:
-    """`function` with the names of GenerationArguments in the signature that Python shows.
-
-    A type checker reads them from the annotation; help() and notebooks read the signature.
-    """
-    signature = inspect.signature(function)
-    *named, rest = signature.parameters.values()
-    names = {parameter.name for parameter in named}
-    added = [
-        inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=kind)
-        for name, kind in get_type_hints(GenerationArguments).items()
-        if name not in names
-    ]
-    rest = rest.replace(annotation=Any)  # HF's other names
-    shown: Any = function
-    shown.__signature__ = signature.replace(parameters=[*named, *added, rest])
-    return function
-
-
-# HF's own defaults for what neither the caller nor the model sets.
-_DEFAULTS: dict[str, Any] = {
-    "max_length": None,
-    "max_new_tokens": None,
-    "min_length": 0,
-    "min_new_tokens": None,
-    "do_sample": False,
-    "temperature": 1.0,
-    "top_k": 50,
-    "top_p": 1.0,
-    "min_p": None,
-    "repetition_penalty": 1.0,
-    "bos_token_id": None,
-    "eos_token_id": None,
-    "pad_token_id": None,
-    "stop_strings": None,
-    "num_return_sequences": 1,
-}
-# What the host does to the logits of each step, by HF's own classes; of these, what shapes
-# sampling alone.
-_DRAWN = ("epsilon_cutoff", "eta_cutoff", "top_h", "typical_p")
-_PROCESSED = (
-    *_DRAWN,
-    *("bad_words_ids", "begin_suppress_tokens", "exponential_decay_length_penalty"),
-    *("forced_bos_token_id", "forced_eos_token_id", "no_repeat_ngram_size"),
-    *("prefix_allowed_tokens_fn", "remove_invalid_values", "sequence_bias", "suppress_tokens"),
+from ..errors import ArgumentError, a_type, shown, warn_caller
+from .arguments import (
+    BEAMS,
+    DEFAULTS,
+    DRAWN,
+    KNOWN,
+    OUTPUTS,
+    PROCESSED,
+    asks,
+    check_beams,
+    is_same,
+    refuse_unknown,
+    refuse_unserved,
 )
-_CALLED = ("logits_processor", "stopping_criteria")
-_RETURNED = ("return_dict_in_generate", "output_scores", "output_logits")
-_SUPPORTED = ", ".join(
-    sorted(
-        [
-            *(*_DEFAULTS, *_PROCESSED, *_CALLED, *_RETURNED, "max_time", "renormalize_logits"),
-            *("inputs_embeds", "seed", "streamer", "tokenizer"),
-            *("decoder_attention_mask", "decoder_input_ids", "decoder_start_token_id"),
-            *("encoder_outputs", "input_features"),
-        ]
-    )
-)
+
 DEFAULT_NEW_TOKENS = 20
 _MOST_SEQUENCES = 1 << 16  # of one call; each takes some of the host's memory
 _MOST = 2**31 - 1  # the largest id of a result on JAX
-_MODULE_MODE = (
-    "Module mode serves what HF's generate does: pass the live HF model, with backend='torch' and "
-    "without replace_with_kernel_inject."
-)
-
-# Arguments that cannot change the tokens, or only together with one that is refused.
-_INERT = frozenset(
-    """_commit_hash _from_model_config _name_or_path architectures assistant_confidence_threshold
-    assistant_lookbehind cache_config cache_implementation compile_config
-    decoder_start_token_id disable_compile early_stopping length_penalty max_cache_len
-    num_assistant_tokens num_assistant_tokens_schedule prefill_chunk_size return_legacy_cache
-    synced_gpus target_lookbehind transformers_version use_cache""".split()
-)
-# Arguments of HF's that are known and not supported: they pass as None, False or empty.
-_OFF = frozenset(
-    """assistant_early_exit assistant_ensemble_weight assistant_model assistant_tokenizer
-    constraints continuous_batching_config custom_generate dola_layers feature_attention_mask
-    force_words_ids image_grid_thw image_sizes is_assistant low_memory max_matching_ngram_size
-    mm_token_type_ids negative_prompt_attention_mask negative_prompt_ids output_attentions
-    output_hidden_states past_key_values pixel_values pixel_values_videos position_ids
-    prompt_lookup_num_tokens speculation_type token_healing token_type_ids use_mtp video_grid_thw
-    watermarking_config""".split()
-)
-# Values, beside None, False and empty ones, at which an unsupported argument does nothing.
-_NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "diversity_penalty": (0.0,),
-    "encoder_no_repeat_ngram_size": (0,),
-    "encoder_repetition_penalty": (1.0,),
-    "epsilon_cutoff": (0.0,),
-    "eta_cutoff": (0.0,),
-    "guidance_scale": (1.0,),
-    "no_repeat_ngram_size": (0,),
-    "num_beam_groups": (1,),
-    "num_beams": (1,),
-    "penalty_alpha": (0.0,),
-    "typical_p": (1.0,),
-}
-_SERVED = {*_DEFAULTS, *_PROCESSED, *_CALLED, *_RETURNED, "max_time", "renormalize_logits"}
-_KNOWN = {*_SERVED, *_INERT, *_OFF, *_NEUTRAL}
-# What HF passes over in a model's own generation config: without beams, and where generate()
-# returns ids alone.
-_BEAMS = ("diversity_penalty", "num_beam_groups")
-_OUTPUTS = ("output_attentions", "output_hidden_states")
-# Why fused mode does not serve some arguments, and what to do.
-_REASONS = {
-    "output_hidden_states": "Call engine(ids, output_hidden_states=True) for those of a text.",
-    "assistant_model": "Speculation is not there yet; leave it out, the tokens are the same.",
-    "prompt_lookup_num_tokens": (
-        "Speculation is not there yet; leave it out, the tokens are the same."
-    ),
-    "encoder_repetition_penalty": "It is about an encoder's input; use repetition_penalty.",
-    "encoder_no_repeat_ngram_size": "It is about an encoder's input; use no_repeat_ngram_size.",
-    "guidance_scale": (
-        "It runs the model twice a step. A logits_processor of yours can call engine() itself."
-    ),
-    "position_ids": "Positions follow from attention_mask; leave them out.",
-}
 
 
 @dataclass(frozen=True)
@@ -299,39 +135,39 @@ def make_options(
     Raises UnsupportedError for beam search, and ArgumentError that names an argument which is
     unknown, not supported, or out of range.
     """
-    ignored = set(model_defaults) - _KNOWN  # HF keeps them and reads none
+    ignored = set(model_defaults) - KNOWN  # HF keeps them and reads none
     own = {k: v for k, v in model_defaults.items() if v is not None and k not in ignored}
     config = {
         k: v
         for k, v in config_dict(generation_config).items()
         # A copy of the model's own config asks for no more than that does.
-        if v is not None and k not in ignored and (k in _DEFAULTS or not _is_same(own.get(k), v))
+        if v is not None and k not in ignored and (k in DEFAULTS or not is_same(own.get(k), v))
     }
-    _refuse_unknown({k: v for k, v in kwargs.items() if v is not None or k not in ignored})
+    refuse_unknown({k: v for k, v in kwargs.items() if v is not None or k not in ignored})
     asked = {**config, **{k: v for k, v in kwargs.items() if k not in ignored}}
-    values = {**_DEFAULTS, **own, **asked}
+    values = {**DEFAULTS, **own, **asked}
     check_beams(values, "num_beams=1")
     greedy = not _boolean(values, "do_sample")
     count = _integer(values, "num_return_sequences", 1, 1)
-    idle = {*_BEAMS, "low_memory"}
+    idle = {*BEAMS, "low_memory"}
     returns = _returns(values, asked)
     if returns is None:
-        idle.update(_OUTPUTS)
-    _refuse({k: v for k, v in values.items() if k in asked or k not in idle})
+        idle.update(OUTPUTS)
+    refuse_unserved({k: v for k, v in values.items() if k in asked or k not in idle})
     if greedy and count != 1:
         raise ArgumentError(
             f"num_return_sequences={count} with do_sample=False would return the same text several "
             "times. Set do_sample=True, or num_return_sequences=1."
         )
-    for name in ("typical_p", "epsilon_cutoff", "eta_cutoff", "top_h"):  # HF passes over others
-        if not greedy and _asks(name, values.get(name)):
+    for name in DRAWN:  # HF passes over others
+        if not greedy and asks(name, values.get(name)):
             _number(values, name, 0.0, low=0.0, high=1.0)
-    if _asks("no_repeat_ngram_size", values.get("no_repeat_ngram_size")):
+    if asks("no_repeat_ngram_size", values.get("no_repeat_ngram_size")):
         _integer(values, "no_repeat_ngram_size", 1, None)
     processed = {
         name: values[name]
-        for name in _PROCESSED
-        if _asks(name, values.get(name)) and not (greedy and name in _DRAWN)
+        for name in PROCESSED
+        if asks(name, values.get(name)) and not (greedy and name in DRAWN)
     }
     _check_forced(processed)
     _check_processed(processed, vocab)
@@ -432,7 +268,7 @@ def _functions(values: Mapping[str, Any], name: str) -> tuple[Any, ...]:
 
 def check_values(values: Mapping[str, Any], greedy: bool) -> dict[str, Any]:
     """Lengths, what shapes sampling, and stop strings; ArgumentError for one out of range."""
-    values = {**_DEFAULTS, **values}
+    values = {**DEFAULTS, **values}
     return dict(
         max_new_tokens=_integer(values, "max_new_tokens", 1, None),
         max_length=_integer(values, "max_length", 1, None),
@@ -448,12 +284,6 @@ def check_values(values: Mapping[str, Any], greedy: bool) -> dict[str, Any]:
     )
 
 
-def refuse_outputs(name: str, arguments: Mapping[str, Any]) -> None:
-    """Raise ArgumentError where a call that gives no HF output is asked for one."""
-    if asked := [n for n in _RETURNED if arguments.get(n)]:
-        raise ArgumentError(f"{name} returns no HF output: {asked[0]} is generate()'s.")
-
-
 def config_dict(generation_config: Any) -> dict[str, Any]:
     """HF's GenerationConfig, a dict or None as a new dict."""
     if generation_config is None:
@@ -466,27 +296,6 @@ def config_dict(generation_config: Any) -> dict[str, Any]:
         f"generation_config is {a_type(generation_config)}; expected HF's "
         "GenerationConfig or a dict."
     )
-
-
-def _refuse_unknown(kwargs: Mapping[str, Any]) -> None:
-    """Refuse a keyword that HF does not know either, whatever its value: it is a slip."""
-    known = {*_KNOWN, "inputs_embeds", "seed", "streamer", "tokenizer"}
-    for name in kwargs:
-        if name not in known:
-            near = difflib.get_close_matches(name, known, 1, 0.6)
-            way = f"Did you mean {near[0]}?" if near else f"Supported: {_SUPPORTED}."
-            raise ArgumentError(f"generate() does not know {name[:80]}. {way}")
-
-
-def check_beams(values: Mapping[str, Any], way: str) -> None:
-    """Raise UnsupportedError if generation arguments ask for beams; `way` says how to go on."""
-    beams = values.get("num_beams")
-    if beams is not None and not (isinstance(beams, int | float) and beams == 1):
-        raise UnsupportedError(
-            f"num_beams={shown(beams)}: beam search is not supported. Use {way}. If the model's "
-            "own generation_config asks for beams, pass num_beams=1 to generate; in a HF pipeline, "
-            'generate_kwargs={"num_beams": 1}.'
-        )
 
 
 def over_limit(prompt: int, new: int, name: str, limit: int, way: str = "") -> str:
@@ -512,35 +321,6 @@ def shorter(way: str) -> str:
     if not way:
         return "Ask for fewer new tokens, or shorten the prompt."
     return f"Ask for fewer new tokens, shorten the prompt, {way}."
-
-
-def _is_same(a: Any, b: Any) -> bool:
-    try:
-        return type(a) is type(b) and bool(a == b)
-    except Exception:  # arrays and the like: they are not known as equal
-        return False
-
-
-def _refuse(values: Mapping[str, Any]) -> None:
-    if _is_same(values.get("cache_implementation"), "quantized"):
-        raise ArgumentError(
-            "cache_implementation='quantized' changes results and is not supported."
-        )
-    for name, value in values.items():
-        if name in _SERVED or name in _INERT or not _asks(name, value):
-            continue
-        why = f". {_REASONS.get(name, _MODULE_MODE)}"
-        if name in REASONS:  # which go on with a sentence
-            why = f": {REASONS[name]}"
-        raise ArgumentError(f"generate() does not support {name}={shown(value)}{why}")
-
-
-def _asks(name: str, value: Any) -> bool:
-    """True unless a value of an option that is off by default asks for nothing."""
-    if value is None or value is False:
-        return False
-    empty = isinstance(value, list | tuple | dict) and not value
-    return not empty and not (isinstance(value, int | float) and value in _NEUTRAL.get(name, ()))
 
 
 def _boolean(values: Mapping[str, Any], name: str) -> bool:
@@ -591,7 +371,7 @@ def _number(
 
 def _pad(values: Mapping[str, Any]) -> int | None:
     """The pad id; the first Llama checkpoints write -1 for none."""
-    none = _is_same(values["pad_token_id"], -1)
+    none = is_same(values["pad_token_id"], -1)
     return None if none else _integer(values, "pad_token_id", 0, None, _MOST)
 
 

@@ -6,7 +6,8 @@ from typing import Any, NamedTuple, Unpack, overload
 
 from ..errors import ArgumentError, UnsupportedError, a_type, shown
 from ..parallel.spmd import Call, Turns
-from .options import GenerationArguments, config_dict, with_arguments
+from .arguments import GenerationArguments, with_arguments
+from .options import config_dict
 
 DEFAULT_TEXT_TOKENS = 256  # as HF's pipelines, where nobody asks for a length
 _CONTEXT = 8  # tokens decoded before the new ones, since a tokenizer may join words by a blank

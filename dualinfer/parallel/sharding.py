@@ -74,6 +74,7 @@ def make_plan(
     equal: bool = False,
     expert_parts: int = 1,
     places: Sequence[Place] | None = None,
+    asked_by: str = "tensor_parallel.tp_size",
 ) -> ShardingPlan:
     """The plan of a model over `size` devices.
 
@@ -83,13 +84,14 @@ def make_plan(
     the same extents (JAX), else they are as even as that allows (torch). Devices beyond the heads
     hold one of zeros. Layers may differ: each is split for itself. Experts are shared out in
     `expert_parts`, which divides `size`: `places` says which device has what, unset `make_places`.
+    Raises ConfigError, in which `asked_by` is the field that says `size`, where that is too many.
     """
     if size == 1:
         return ShardingPlan(table, (whole(table),))
     if any(layer.attention.difference is not None for layer in table.spec.all_layers):
         raise ConfigError(
-            f"tensor_parallel.tp_size={size}: {table.spec.architecture} subtracts one half of the "
-            "heads from the other, and devices share heads in a row. Use tp_size=1."
+            f"{asked_by}={size}: {table.spec.architecture} subtracts one half of the heads from "
+            "the other, and devices share heads in a row. Use 1."
         )
     spec, devices = table.spec, size // expert_parts
     split = _equal if equal else split_evenly
@@ -99,8 +101,8 @@ def make_plan(
         shares = split(extent, parts, grain)
         if not all(share.extent for share in shares):
             raise ConfigError(
-                f"tensor_parallel.tp_size={size}: {spec.architecture} has {name} of {extent}, "
-                "which is less than one for each device. Use a smaller one."
+                f"{asked_by}={size}: {spec.architecture} has {name} of {extent}, which is less "
+                f"than one for each of the {parts} devices that share it. Use fewer."
             )
         return shares
 

@@ -8,10 +8,16 @@ from rich.table import Table as RichTable
 
 
 class Table(RichTable):
-    """rich's table without the blanks that it puts behind the last letter of a line."""
+    """rich's table, of which a narrow terminal loses nothing: what is too wide is folded.
+
+    It has no blanks behind the last letter of a line.
+    """
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         """The lines of the table."""
+        fits = self.__rich_measure__(console, options).minimum <= options.max_width
+        for column in self.columns:
+            column.overflow, column.no_wrap = "fold", column.no_wrap and fits
         drawn: Any = super().__rich_console__(console, options)
         for line in Segment.split_lines(drawn):
             while line and not line[-1].text.strip():

@@ -82,9 +82,9 @@ def create_runner(
     use_compilation_cache(place.device)
     if _wants_kernels(config) and runs_kernels(place.device):
         Thread(target=_prepare_kernels, args=(place.device,), name="dualinfer-triton").start()
-    grain = config.tensor_parallel.tp_grain_size
-    parts = parts_of_experts(config.moe, spec, place.size)
-    tp_plan = make_plan(plan.table, place.size, grain, equal=True, expert_parts=parts)
+    parts, tp = parts_of_experts(config.moe, spec, place.size), config.tensor_parallel
+    how: Any = {"equal": True, "expert_parts": parts, "asked_by": tp.asked_by}
+    tp_plan = make_plan(plan.table, place.size, tp.tp_grain_size, **how)
     streaming = _streaming(config, place, tp_plan, plan, dtype.itemsize, peers)
     with without_mesh():
         with keep_all():  # what joins pieces of a weight

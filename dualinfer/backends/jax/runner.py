@@ -605,7 +605,7 @@ class JaxRunner:
         inner = {f"{i}.{n}": w for i, g in enumerate(params.layers) for n, w in g.items()}
         ways = self.steps.ops.implementations, PlainOps.implementations
         knows = self.steps.ops.knows if self.steps.ops.cache_kinds else None
-        left_plain = self.steps.ops.left_plain(self.spec)
+        left_plain = self.steps.ops.left_plain(self.spec, params.layers)
         return {
             "device": self._place.name,
             "device_name": self.device.device_kind,

@@ -241,7 +241,7 @@ class Steps:
         is_encoded: bool,
     ) -> decoder.Attend:
         """Attention to what the encoder gives of `source`, which goes into the caches `filled`."""
-        model, own = (self.spec, params, ops), len(self.spec.layers)
+        model, numbers = (self.spec, params, ops), self.spec.cross_numbers
         halves = self.reads_frames and not is_encoded
         places = source.shape[1] // 2 if halves else source.shape[1]
         at = jnp.broadcast_to(jnp.arange(places), (len(source), places))
@@ -258,9 +258,9 @@ class Steps:
         def across(i: int, q: jax.Array) -> jax.Array:
             a = self.spec.layers[i].cross
             assert a is not None
-            kv = decoder.cross_keys(params.layers[i], ops, states)
-            how: Any = {"cache": filled[own + i], "slots": slots, "lengths": lengths}
-            y, filled[own + i] = ops.attend_across(a, q, kv, mask, **how)
+            kv, n = decoder.cross_keys(params.layers[i], ops, states), numbers[i]
+            how: Any = {"cache": filled[n], "slots": slots, "lengths": lengths}
+            y, filled[n] = ops.attend_across(a, q, kv, mask, **how)
             return y
 
         return across
@@ -401,7 +401,7 @@ class Steps:
         filled: list[Any] = list(cache.layers)
         ids, positions = state.last[:, None], state.length[:, None]
         angles = ops.angles(self.spec, params, positions, state.length)
-        numbers = self.spec.cache_numbers
+        numbers, crossing = self.spec.cache_numbers, self.spec.cross_numbers
 
         def attend(i: int, qkv: jax.Array) -> jax.Array:
             layer, n = ops.layer_attention(self.spec, params, i), numbers[i]
@@ -411,7 +411,7 @@ class Steps:
         def across(i: int, q: jax.Array) -> jax.Array:
             a = self.spec.layers[i].cross
             assert a is not None
-            return ops.attend_kept(a, q, filled[len(self.spec.layers) + i])
+            return ops.attend_kept(a, q, filled[crossing[i]])
 
         how: dict[str, Any] = {"layers": layers, "x": x, "across": across}
         y = decoder.hidden_states(*model, ids, positions, None, attend, **how)[-1]

@@ -91,10 +91,10 @@ def create_runner(
 ) -> TorchRunner:
     """A runner on the rank's device with its share of the plan's weights in the config's dtype."""
     device, dtype = peers.device, getattr(torch, config.dtype or default_dtype())
-    grain = config.tensor_parallel.tp_grain_size
-    parts = parts_of_experts(config.moe, spec, peers.size)
+    parts, tp = parts_of_experts(config.moe, spec, peers.size), config.tensor_parallel
     places = find_places(config.moe, parts, peers)
-    tp_plan = make_plan(plan.table, peers.size, grain, expert_parts=parts, places=places)
+    how: Any = {"expert_parts": parts, "places": places, "asked_by": tp.asked_by}
+    tp_plan = make_plan(plan.table, peers.size, tp.tp_grain_size, **how)
     shard = tp_plan.shards[peers.rank]
     ops = _make_ops(config, shard.spec, device, Split.of(peers, tp_plan))
     streaming = None

@@ -396,12 +396,8 @@ class Cache:
         return [layer.view(room.slots, room.of(spec)) for spec, layer in pairs]
 
     def number(self, number: int) -> Any:
-        """All the buffers of the cache with this number (`ModelSpec.cache_numbers`)."""
+        """All the buffers of the cache with this number, as `ModelSpec` has it."""
         return self._layers[number]
-
-    def cross(self, index: int) -> CrossCache:
-        """All of one layer's cross cache."""
-        return self._layers[len(self._layers) // 2 + index]
 
     @property
     def bytes(self) -> int:

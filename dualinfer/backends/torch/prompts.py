@@ -227,7 +227,7 @@ class Prompts:
         is_encoded: bool,
     ) -> decoder.Attend:
         """Attention to what the encoder gives of `source`, which the cache keeps in `slots`."""
-        model, mask = (self._spec, params, self._ops), None
+        model, mask, numbers = (self._spec, params, self._ops), None, self._spec.cross_numbers
         dtype, encoder = params.outer["embed.weight"].dtype, self._spec.encoder
         assert encoder is not None
         if is_encoded:
@@ -247,7 +247,8 @@ class Prompts:
             a = self._spec.layers[i].cross
             assert a is not None
             kv = decoder.cross_keys(params.layers[i], self._ops, states)
-            how: dict[str, Any] = {"cache": cache.cross(i), "slots": slots, "lengths": last + 1}
+            own = cache.number(numbers[i])
+            how: dict[str, Any] = {"cache": own, "slots": slots, "lengths": last + 1}
             return self._ops.attend_across(a, q, kv, mask, **how)[0]
 
         return across

@@ -417,8 +417,7 @@ class TorchRunner:
         model = self.spec, params, self.ops
         ids, positions = state.last[:, None], state.length[:, None]
         angles = self.ops.angles(self.spec, params, positions, state.length)
-
-        numbers = self.spec.cache_numbers
+        numbers, crossing = self.spec.cache_numbers, self.spec.cross_numbers
 
         def attend(i: int, qkv: torch.Tensor) -> torch.Tensor:
             layer, own = self.ops.layer_attention(self.spec, params, i), cache[numbers[i]]
@@ -427,7 +426,7 @@ class TorchRunner:
         def across(i: int, q: torch.Tensor) -> torch.Tensor:
             a = self.spec.layers[i].cross
             assert a is not None
-            return self.ops.attend_kept(a, q, cache[len(self.spec.layers) + i])
+            return self.ops.attend_kept(a, q, cache[crossing[i]])
 
         x = decoder.hidden_states(*model, ids, positions, None, attend, across=across)[-1]
         return state.shown(decoder.logits(*model, x[:, 0], wide=True))
@@ -550,7 +549,8 @@ class TorchRunner:
         inner = {f"{i}.{n}": w for i, g in enumerate(self.params.layers) for n, w in g.items()}
         ways = self.ops.implementations, PlainOps.implementations
         knows = self.ops.knows if self.ops.cache_kinds else None
-        ops = served(*ways, knows, self._cache.specs, self.ops.left_plain(self.spec))
+        left_plain = self.ops.left_plain(self.spec, self.params.layers)
+        ops = served(*ways, knows, self._cache.specs, left_plain)
         return {
             "device": str(self.device),
             "device_name": device_name(self.device),

@@ -369,6 +369,12 @@ class ModelSpec:
         return tuple(number[i if own is None else own] for i, own in enumerate(lenders))
 
     @property
+    def cross_numbers(self) -> dict[int, int]:
+        """The number of the cross cache of each layer that has one; they follow all others."""
+        crossing = (i for i, layer in enumerate(self.layers) if layer.cross)
+        return {index: n for n, index in enumerate(crossing, 1 + max(self.cache_numbers))}
+
+    @property
     def adds_tables(self) -> bool:
         """True if an embedded token is a sum of rows: its own, of its type and of its position."""
         return self.embed_width is None and self.normed != "tokens" and not self.boxes

@@ -8,7 +8,7 @@ twice as long, and are ours.
 
 import copy
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache
 from typing import Any
@@ -98,9 +98,9 @@ class KernelOps(KernelAttention):
         "sampling": "Triton, threefry2x32; XLA for a prompt's first token",
     }
 
-    def left_plain(self, spec: ModelSpec) -> Mapping[str, str]:
+    def left_plain(self, spec: ModelSpec, layers: Sequence[Weights]) -> Mapping[str, str]:
         """See `PlainOps.left_plain`."""
-        return left_plain(spec)
+        return left_plain(spec, layers)
 
     def embed(
         self,

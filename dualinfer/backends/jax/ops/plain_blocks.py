@@ -13,7 +13,7 @@ from ...caches import CacheSpec, CacheView
 from ...contract import ALONE, Neighbours, NormOf, Routing, Unnormed, Weights
 from ..exchange import Exchange
 from ..parallel import Split
-from . import mixtures, primitives
+from . import heads, mixtures, primitives
 from .schemes import SCHEMES
 
 
@@ -34,8 +34,11 @@ class PlainBlocks:
         if split is not None:
             self.implementations = {**self.implementations, "sum over devices": "XLA"}
 
-    def left_plain(self, spec: ModelSpec) -> Mapping[str, str]:
-        """The ops that kernels serve in other models, and not in this one; see `served`."""
+    def left_plain(self, spec: ModelSpec, layers: Sequence[Weights]) -> Mapping[str, str]:
+        """The ops that kernels serve in others, not in this model; see `served`.
+
+        `layers` are the weights of its layers.
+        """
         return {}
 
     def knows(self, cache: CacheSpec | CacheView) -> bool:
@@ -379,43 +382,13 @@ class PlainBlocks:
         queries = a.qkv_sizes[0]
         return jnp.concatenate((q[..., :queries], qkv[..., queries:]), axis=-1)
 
-    def widen_values(self, a: Attention, qkv: jax.Array) -> jax.Array:
-        """See `contract.BlockOps.widen_values`."""
-        others, values = jnp.split(qkv, (sum(a.qkv_sizes[:2]),), axis=-1)
-        heads = values.reshape(*values.shape[:-1], a.kv_heads, -1) * a.value_scale
-        beside = [(0, 0)] * (heads.ndim - 1) + [(0, a.head_dim - heads.shape[-1])]
-        heads = jnp.pad(heads, beside).reshape(*values.shape[:-1], -1)
-        return jnp.concatenate((others, heads), axis=-1)
+    def widen_heads(self, a: Attention, qkv: jax.Array) -> jax.Array:
+        """See `contract.BlockOps.widen_heads`."""
+        return heads.widen(a, qkv)
 
-    def narrow_values(self, a: Attention, y: jax.Array) -> jax.Array:
-        """See `contract.BlockOps.narrow_values`."""
-        heads = y.reshape(*y.shape[:-1], a.heads, -1)[..., : a.value_dim]
-        return heads.reshape(*y.shape[:-1], -1)
-
-    def double_heads(self, a: Attention, qkv: jax.Array) -> jax.Array:
-        """See `contract.BlockOps.double_heads`."""
-        lead = qkv.shape[:-1]
-        q, k, v = jnp.split(qkv, (a.qkv_sizes[0], sum(a.qkv_sizes[:2])), axis=-1)
-        q = jnp.repeat(q.reshape(*lead, a.kv_heads, 1, -1), 2, axis=-2)
-        k = jnp.repeat(k.reshape(*lead, a.kv_heads, 1, -1), 2, axis=-2)
-        v = v.reshape(*lead, 2, -1, a.head_dim).swapaxes(-2, -3)
-        parts = q, k, jnp.concatenate((v, v), axis=-3)
-        return jnp.concatenate([part.reshape(*lead, -1) for part in parts], axis=-1)
-
-    def subtract_heads(self, a: Attention, y: jax.Array, vectors: Sequence[jax.Array]) -> jax.Array:
-        """See `contract.BlockOps.subtract_heads`."""
-        assert a.difference is not None
-        q1, k1, q2, k2 = vectors
-        more, less = (
-            jnp.exp((q * k).astype(jnp.float32).sum(-1)).astype(y.dtype)
-            for q, k in ((q1, k1), (q2, k2))
-        )
-        lead = y.shape[:-1]
-        heads = y.reshape(*lead, a.kv_heads, 2, -1, a.head_dim).swapaxes(-2, -3)
-        first, second = jnp.split(heads.reshape(*lead, a.heads, -1), 2, axis=-2)
-        left = first - (more - less + a.difference) * second
-        normed = primitives.rms_norm(left, jnp.ones_like(left[..., :1]), a.difference_eps)
-        return ((1 - a.difference) * normed).reshape(*lead, -1)
+    def narrow_heads(self, a: Attention, y: jax.Array, w: Weights) -> jax.Array:
+        """See `contract.BlockOps.narrow_heads`."""
+        return heads.narrow(a, y, w)
 
     def clip(self, x: jax.Array, limit: float) -> jax.Array:
         """See `contract.BlockOps.clip`."""

@@ -108,9 +108,9 @@ class KernelOps(KernelAttention):
         """What serves each op, and where the kernels' configurations come from."""
         return {**self._IMPLEMENTATIONS, "configurations": str(self.configurations)}
 
-    def left_plain(self, spec: ModelSpec) -> Mapping[str, str]:
+    def left_plain(self, spec: ModelSpec, layers: Sequence[Weights]) -> Mapping[str, str]:
         """See `PlainOps.left_plain`."""
-        return left_plain(spec)
+        return left_plain(spec, layers)
 
     @named("embed")
     def embed(

@@ -13,7 +13,7 @@ from ...caches import CacheSpec, CacheView
 from ...contract import ALONE, Neighbours, NormOf, Routing, Unnormed, Weights
 from ..parallel import Split
 from ..profiling import span
-from . import mixtures, primitives
+from . import heads, mixtures, primitives
 from .schemes import SCHEMES
 
 if TYPE_CHECKING:
@@ -36,8 +36,11 @@ class PlainBlocks:
     def clear(self) -> None:
         """Let go of memory on the device."""
 
-    def left_plain(self, spec: ModelSpec) -> Mapping[str, str]:
-        """The ops that kernels serve in other models, and not in this one; see `served`."""
+    def left_plain(self, spec: ModelSpec, layers: Sequence[Weights]) -> Mapping[str, str]:
+        """The ops that kernels serve in others, not in this model; see `served`.
+
+        `layers` are the weights of its layers.
+        """
         return {}
 
     def knows(self, cache: CacheSpec | CacheView) -> bool:
@@ -365,40 +368,13 @@ class PlainBlocks:
         queries = a.qkv_sizes[0]
         return torch.cat((q[..., :queries], qkv[..., queries:]), -1)
 
-    def widen_values(self, a: Attention, qkv: torch.Tensor) -> torch.Tensor:
-        """See `contract.BlockOps.widen_values`."""
-        others, values = qkv.split((sum(a.qkv_sizes[:2]), a.qkv_sizes[2]), -1)
-        values = values.unflatten(-1, (a.kv_heads, -1)) * a.value_scale
-        values = F.pad(values, (0, a.head_dim - values.shape[-1]))
-        return torch.cat((others, values.flatten(-2)), -1)
+    def widen_heads(self, a: Attention, qkv: torch.Tensor) -> torch.Tensor:
+        """See `contract.BlockOps.widen_heads`."""
+        return heads.widen(a, qkv)
 
-    def narrow_values(self, a: Attention, y: torch.Tensor) -> torch.Tensor:
-        """See `contract.BlockOps.narrow_values`."""
-        return y.unflatten(-1, (a.heads, -1))[..., : a.value_dim].flatten(-2)
-
-    def double_heads(self, a: Attention, qkv: torch.Tensor) -> torch.Tensor:
-        """See `contract.BlockOps.double_heads`."""
-        heads = qkv.unflatten(-1, (-1, a.head_dim))
-        q, k, v = heads.split((a.heads, a.kv_heads, a.kv_heads), -2)
-        q = q.unflatten(-2, (a.kv_heads, 1, -1)).expand(*q.shape[:-2], a.kv_heads, 2, -1, -1)
-        k = k[..., None, :].expand(*k.shape[:-1], 2, -1)
-        v = v.unflatten(-2, (2, -1)).transpose(-2, -3)
-        parts = q.flatten(-4), k.flatten(-3), torch.cat((v, v), -3).flatten(-3)
-        return torch.cat(parts, -1)
-
-    def subtract_heads(
-        self, a: Attention, y: torch.Tensor, vectors: Sequence[torch.Tensor]
-    ) -> torch.Tensor:
-        """See `contract.BlockOps.subtract_heads`."""
-        assert a.difference is not None
-        q1, k1, q2, k2 = vectors
-        less, more = ((q * k).float().sum(-1).exp().to(y.dtype) for q, k in ((q2, k2), (q1, k1)))
-        y = y.unflatten(-1, (a.kv_heads, 2, -1, a.head_dim)).transpose(-2, -3)
-        first, second = y.flatten(-2).flatten(-3, -2).chunk(2, -2)
-        left = first - (more - less + a.difference) * second
-        ones = left.new_ones(2 * a.head_dim)
-        normed = primitives.rms_norm(left, ones, a.difference_eps)
-        return ((1 - a.difference) * normed).flatten(-2)
+    def narrow_heads(self, a: Attention, y: torch.Tensor, w: Weights) -> torch.Tensor:
+        """See `contract.BlockOps.narrow_heads`."""
+        return heads.narrow(a, y, w)
 
     def clip(self, x: torch.Tensor, limit: float) -> torch.Tensor:
         """See `contract.BlockOps.clip`."""

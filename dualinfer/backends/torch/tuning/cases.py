@@ -1,44 +1,25 @@
 """What a model's steps ask of the kernels, as cases to measure: its own weights, real shapes."""
 
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from itertools import cycle, islice
 from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 import torch
 
 from .... import decoder
-from ....kernels.triton import (
-    attention,
-    attention_choice,
-    decode_attention,
-    experts,
-    latent,
-    routing,
-    tuning,
-)
-from ....kernels.triton.experts import Mixture
+from ....kernels.triton import attention, attention_choice, decode_attention, latent, tuning
 from ....kernels.triton.tuning import Config, Key
-from ....model.spec import Activation, Attention, Experts, Gate, ModelSpec, Router
-from ....model.weights import Weight, count_leaves, parts_of, with_parts
-from ...contract import (
-    ALONE,
-    LatentQkv,
-    LayerAttention,
-    Neighbours,
-    NormOf,
-    Routing,
-    Unnormed,
-    Weights,
-)
-from ...kernels import has_wide_heads, linear_key, reads_unnormed, serves_product
-from ...schemes import eight_bit, rounds_input
+from ....model.spec import ModelSpec
+from ....model.weights import count_leaves, parts_of, with_parts
+from ...contract import LatentQkv, LayerAttention, Neighbours, Routing
+from ...kernels import has_wide_heads
 from ...slots import bucket
-from ..cache import FullCache, LatentCache
+from ..cache import FullCache, LatentCache, over
 from ..device import free_bytes
-from ..ops.kernels import KernelOps, takes_groups
+from ..ops.kernels import KernelOps
 from ..ops.schemes import CACHE_CODES
 from ..params import Params
+from .recorder import ExpertsCall, ProductCall, Recorder, RouterCall
 
 DECODE_ROWS = (1, 2, 4, 8, 16, 32)
 FORWARD_ROWS = (1, 16, 32, 64, 128)  # of models that only run whole sequences
@@ -50,6 +31,8 @@ _PROMPT_CALLS = 4
 _EXPERTS_CALLS = 8
 
 Run: TypeAlias = Callable[[Any], torch.Tensor]
+Prepare: TypeAlias = Callable[[], tuple[Run, int]]
+Call = TypeVar("Call")
 
 
 class TuningCase(NamedTuple):
@@ -60,34 +43,10 @@ class TuningCase(NamedTuple):
 
     key: Key
     candidates: Sequence[Config]
-    prepare: Callable[[], tuple[Run, int]]
+    prepare: Prepare
 
 
-class _Product(NamedTuple):
-    """A product with few rows, but for x and the values of the residual."""
-
-    weight: Weight
-    by: Neighbours
-
-
-class _Router(NamedTuple):
-    """A router, but for x."""
-
-    weight: Weight
-    router: Router
-    beside: dict[str, Any]
-
-
-_Weighed = TypeVar("_Weighed", _Product, _Router)
-
-
-class _Experts(NamedTuple):
-    """What a layer's experts make of x, but for the values of x, routing and residual."""
-
-    held: Mixture
-    chosen: int
-    by: Neighbours
-    x: torch.Tensor
+_Weighed = TypeVar("_Weighed", ProductCall, RouterCall)
 
 
 def tuning_cases(
@@ -121,233 +80,6 @@ def tuning_cases(
     return list(cases.values())
 
 
-class _Recorder:
-    """Ops of the contract that launch nothing: they note what a pass asks of tuned kernels.
-
-    Those are products with few rows, routers and experts. What they give is empty, of the right
-    shape; `ops` says which kernel would serve.
-    """
-
-    def __init__(self, ops: KernelOps):
-        self.ops = ops
-        self.products: dict[Key, list[_Product]] = {}
-        self.routers: dict[Key, list[_Router]] = {}
-        self.mixtures: dict[Key, list[_Experts]] = {}
-
-    def span(self, name: str) -> AbstractContextManager[Any]:
-        return nullcontext()
-
-    def embed(
-        self,
-        spec: ModelSpec,
-        w: Weights,
-        ids: torch.Tensor,
-        positions: torch.Tensor,
-        token_types: torch.Tensor | None,
-    ) -> torch.Tensor:
-        dtype = w["embed.weight"].dtype
-        return torch.empty((*ids.shape, spec.embed), dtype=dtype, device=ids.device)
-
-    def embed_given(
-        self,
-        spec: ModelSpec,
-        w: Weights,
-        embeds: torch.Tensor,
-        positions: torch.Tensor,
-        token_types: torch.Tensor | None,
-        blend: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        return self.embed(spec, w, positions, positions, token_types)
-
-    def embed_trigrams(
-        self,
-        spec: ModelSpec,
-        w: Weights,
-        x: torch.Tensor,
-        positions: torch.Tensor,
-        token_types: torch.Tensor | None,
-        segments: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        return self.embed(spec, w, positions, positions, token_types)
-
-    def read_by_layers(
-        self, spec: ModelSpec, w: Weights, ids: torch.Tensor, x: torch.Tensor
-    ) -> torch.Tensor:
-        self.linear(x, w["layers_project.weight"])
-        return x.new_empty((len(spec.layers), *ids.shape, spec.layers[0].reads))
-
-    def norm(
-        self, x: torch.Tensor, norm: NormOf, residual: torch.Tensor | None = None
-    ) -> torch.Tensor:
-        return x
-
-    def widen_values(self, a: Attention, qkv: torch.Tensor) -> torch.Tensor:
-        return qkv.new_empty((*qkv.shape[:-1], sum(a.widened.qkv_sizes)))
-
-    def narrow_values(self, a: Attention, y: torch.Tensor) -> torch.Tensor:
-        return y.new_empty((*y.shape[:-1], a.heads * a.head_widths[2]))
-
-    def double_heads(self, a: Attention, qkv: torch.Tensor) -> torch.Tensor:
-        return qkv.new_empty((*qkv.shape[:-1], sum(a.widened.qkv_sizes)))
-
-    def subtract_heads(
-        self, a: Attention, y: torch.Tensor, vectors: Sequence[torch.Tensor]
-    ) -> torch.Tensor:
-        return y.new_empty((*y.shape[:-1], a.heads * a.head_dim))
-
-    def norm_shared(self, x: torch.Tensor, norm: NormOf, width: int) -> torch.Tensor:
-        return x
-
-    def linear(self, x: torch.Tensor, weight: Weight, by: Neighbours = ALONE) -> torch.Tensor:
-        if x.numel() > x.shape[-1] or rounds_input(weight):
-            by = by._replace(norm=None)  # a launch of its own
-        count = x.numel() // x.shape[-1]
-        if serves_product(x, weight, by) or eight_bit(weight, count, x.element_size()):
-            product = _Product(weight, by)
-            self.products.setdefault(linear_key(x, weight, by), []).append(product)
-        return x.new_empty((*x.shape[:-1], weight.shape[0] // (2 if by.gated else 1)))
-
-    def read(
-        self, x: Unnormed, weight: Weight, by: Neighbours
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        by = by._replace(norm=x.norm) if reads_unnormed(x, weight) else by
-        return self.linear(x.y, weight, by), x.y
-
-    def row_product(self, x: torch.Tensor, weight: Weight, by: Neighbours = ALONE) -> torch.Tensor:
-        return self.linear(x, weight, by)
-
-    def partial_product(self, x: torch.Tensor, weight: Weight) -> torch.Tensor:
-        return self.linear(x, weight)
-
-    def route(
-        self,
-        x: torch.Tensor,
-        weight: Weight,
-        router: Router,
-        *,
-        bias: torch.Tensor | None = None,
-        choice_bias: torch.Tensor | None = None,
-        norm: NormOf | None = None,
-    ) -> Routing:
-        if weight.scheme is None and routing.serves(router, weight.shape[0]):
-            beside = {"bias": bias, "choice_bias": choice_bias, "norm": norm}
-            count, (total, width) = x.numel() // x.shape[-1], weight.shape
-            key = routing.tuning_key(count, total, width, weight.dtype.itemsize)
-            self.routers.setdefault(key, []).append(_Router(weight, router, beside))
-        shape = *x.shape[:-1], router.chosen
-        return Routing(x.new_zeros(shape, dtype=torch.int32), x.new_empty(shape))
-
-    def blend(self, routing: Routing, sides: Routing, expert: int) -> Routing:
-        return routing
-
-    def fill(
-        self,
-        routing: Routing,
-        count: int,
-        capacity: int,
-        mask: torch.Tensor | None = None,
-        segments: torch.Tensor | None = None,
-    ) -> Routing:
-        return routing
-
-    def experts(
-        self,
-        x: torch.Tensor,
-        mixture: Experts,
-        w: Weights,
-        routing: Routing,
-        by: Neighbours = ALONE,
-        partial: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        held, count = self.ops.held_experts(x, mixture, w), x.numel() // x.shape[-1]
-        chosen = mixture.per_token
-        if held is not None and not takes_groups(held, count * chosen, x):
-            by = by._replace(norm=None) if mixture.weighs_input else by
-            key = experts.tuning_key(count, chosen, held, x.element_size())
-            self.mixtures.setdefault(key, []).append(_Experts(held, chosen, by, x))
-        return x
-
-    def adds_shared(self, x: torch.Tensor, mixture: Experts, w: Weights) -> bool:
-        return self.ops.adds_shared(x, mixture, w)
-
-    def gate(
-        self,
-        y: torch.Tensor,
-        x: torch.Tensor,
-        weight: Weight,
-        norm: NormOf | None = None,
-        by: Gate = "sigmoid",
-    ) -> torch.Tensor:
-        self.linear(x, weight, Neighbours(norm=norm, wide=True))
-        return y
-
-    def add(self, x: torch.Tensor, y: torch.Tensor, norm: NormOf | None = None) -> torch.Tensor:
-        return x
-
-    def norm_values(self, a: Attention, qkv: torch.Tensor, norm: NormOf) -> torch.Tensor:
-        return qkv
-
-    def with_keys_of(self, a: Attention, q: torch.Tensor, qkv: torch.Tensor) -> torch.Tensor:
-        return qkv
-
-    def clip(self, x: torch.Tensor, limit: float) -> torch.Tensor:
-        return x
-
-    def pool(
-        self,
-        x: torch.Tensor,
-        weights: torch.Tensor,
-        segments: torch.Tensor | None = None,
-        count: int = 1,
-        largest: bool = False,
-    ) -> torch.Tensor:
-        return x[:, :count]
-
-    def embed_page(
-        self, spec: ModelSpec, w: Weights, positions: torch.Tensor, token_types: torch.Tensor
-    ) -> torch.Tensor:
-        weight = w["page_positions.weight"]
-        shape = *positions.shape, weight.shape[1]
-        return torch.empty(shape, dtype=weight.dtype, device=positions.device)
-
-    def weave(self, heads: int, first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
-        return torch.cat((first, second), -1)
-
-    def unweave(
-        self, heads: int, x: torch.Tensor, second: int
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        return x[..., : -heads * second], x[..., -heads * second :]
-
-    def parted(self, x: torch.Tensor, at: int) -> tuple[torch.Tensor, torch.Tensor]:
-        return x[..., :at], x[..., at:]
-
-    def join(self, *parts: torch.Tensor) -> torch.Tensor:
-        return torch.cat(parts, -1)
-
-    def like(self, x: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
-        return x
-
-    def xielu(self, x: torch.Tensor, numbers: Sequence[torch.Tensor]) -> torch.Tensor:
-        return x
-
-    def convolve(
-        self,
-        x: torch.Tensor,
-        kernel: torch.Tensor,
-        bias: torch.Tensor,
-        stride: int,
-        activation: Activation,
-        segments: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        return x.new_empty((x.shape[0], x.shape[1] // stride, kernel.shape[0]))
-
-    def softcap(self, logits: torch.Tensor, cap: float) -> torch.Tensor:
-        return logits
-
-    def gather_logits(self, logits: torch.Tensor) -> torch.Tensor:
-        return logits
-
-
 def _steps(
     spec: ModelSpec, params: Params, ops: KernelOps, rows: int, whole: bool = True
 ) -> list[TuningCase]:
@@ -355,7 +87,7 @@ def _steps(
 
     Those of a shape are together. Unless it is the `whole`, only routers and experts are there.
     """
-    recorder = _Recorder(ops)
+    recorder = Recorder(ops)
     ids = torch.zeros((rows, 1), dtype=torch.int64, device=ops.device)
 
     def attend(i: int, qkv: torch.Tensor | LatentQkv) -> torch.Tensor:
@@ -372,7 +104,7 @@ def _steps(
         if spec.head is not None and whole:
             decoder.logits(spec, params, recorder, x[:, 0], wide=spec.causal)
     total = count_leaves(params.leaves())["parameter_bytes"]
-    makers: dict[Key, Callable[[], tuple[Run, int]]] = {}
+    makers: dict[Key, Prepare] = {}
     for key, group in (recorder.products if whole else {}).items():
         makers[key] = _product_maker(ops, group, rows, total)
     for key, group in recorder.routers.items():
@@ -384,9 +116,7 @@ def _steps(
     ]
 
 
-def _product_maker(
-    ops: KernelOps, group: list[_Product], rows: int, total: int
-) -> Callable[[], tuple[Run, int]]:
+def _product_maker(ops: KernelOps, group: list[ProductCall], rows: int, total: int) -> Prepare:
     def prepare() -> tuple[Run, int]:
         products = _beyond(ops, group, total)
         features, width = group[0].weight.shape
@@ -394,19 +124,30 @@ def _product_maker(
         x = _random(like, rows, width)
         residual = _random(like, rows, features // (2 if group[0].by.gated else 1))
 
-        def run(config: Any) -> torch.Tensor:
-            y = None
-            for weight, by in products:
-                if by.residual is not None:
-                    by = by._replace(residual=residual)
-                output = ops.linear(x, weight, by, config)
-                y = output if y is None else y
-            assert y is not None
-            return y
+        def product(own: ProductCall, config: Any) -> torch.Tensor:
+            return ops.linear(x, own.weight, _adding(own.by, residual), config)
 
-        return run, len(products)
+        return _in_turn(products, product)
 
     return prepare
+
+
+def _adding(by: Neighbours, residual: torch.Tensor) -> Neighbours:
+    """The neighbours with another residual, where they have one."""
+    return by if by.residual is None else by._replace(residual=residual)
+
+
+def _in_turn(calls: Sequence[Call], call: Callable[[Call, Any], torch.Tensor]) -> tuple[Run, int]:
+    """What a `Prepare` gives, of calls one after another."""
+
+    def run(config: Any) -> torch.Tensor:
+        first, *others = calls
+        y = call(first, config)
+        for other in others:
+            call(other, config)
+        return y
+
+    return run, len(calls)
 
 
 def _beyond(ops: KernelOps, group: list[_Weighed], total: int) -> list[_Weighed]:
@@ -425,29 +166,21 @@ def _beyond(ops: KernelOps, group: list[_Weighed], total: int) -> list[_Weighed]
     return found
 
 
-def _router_maker(
-    ops: KernelOps, group: list[_Router], rows: int, total: int
-) -> Callable[[], tuple[Run, int]]:
+def _router_maker(ops: KernelOps, group: list[RouterCall], rows: int, total: int) -> Prepare:
     def prepare() -> tuple[Run, int]:
         routers = _beyond(ops, group, total)
         like = torch.empty(0, dtype=group[0].weight.dtype, device=ops.device)
         x = _random(like, rows, group[0].weight.shape[1])
 
-        def run(config: Any) -> torch.Tensor:
-            found = [
-                ops.route(x, weight, router, **beside, config=config)
-                for weight, router, beside in routers
-            ]
-            return found[0].weights
+        def route(own: RouterCall, config: Any) -> torch.Tensor:
+            return ops.route(x, own.weight, own.router, **own.beside, config=config).weights
 
-        return run, len(routers)
+        return _in_turn(routers, route)
 
     return prepare
 
 
-def _experts_maker(
-    ops: KernelOps, group: list[_Experts], rows: int
-) -> Callable[[], tuple[Run, int]]:
+def _experts_maker(ops: KernelOps, group: list[ExpertsCall], rows: int) -> Prepare:
     """Calls of layers in turn, for other experts each time, so that weights come from memory."""
 
     def prepare() -> tuple[Run, int]:
@@ -469,16 +202,11 @@ def _experts_maker(
             weights = torch.rand(picks.shape, **how)
             routings.append(Routing(picks, weights / weights.sum(-1, keepdim=True)))
 
-        def run(config: Any) -> torch.Tensor:
-            y = None
-            for own, chosen_by in zip(calls, routings, strict=True):
-                by = own.by if own.by.residual is None else own.by._replace(residual=residual)
-                output = ops.own_part(x, own.held, chosen_by, by, config=config)
-                y = output if y is None else y
-            assert y is not None
-            return y
+        def mix(own: tuple[ExpertsCall, Routing], config: Any) -> torch.Tensor:
+            (held, _, by, _), routing = own
+            return ops.own_part(x, held, routing, _adding(by, residual), config=config)
 
-        return run, len(calls)
+        return _in_turn(list(zip(calls, routings, strict=True)), mix)
 
     return prepare
 
@@ -522,7 +250,7 @@ def _decode_maker(
     reach: int,
     layers: int,
     codes: str | None,
-) -> Callable[[], tuple[Run, int]]:
+) -> Prepare:
     def prepare() -> tuple[Run, int]:
         a = layer.spec
         qkv = _random(like, slots, 1, sum(a.qkv_sizes))
@@ -530,56 +258,46 @@ def _decode_maker(
         if codes is not None:
             keys, scale = CACHE_CODES.encode(keys, codes)
             scales = [scale, scale.flip(2).contiguous()]
-        size = 2 * keys.nbytes
-        count = min(max(layers, 8), max(1, _beyond_cache(ops.device) // size) + 1)
-        count = max(1, min(count, (free_bytes(ops.device) or 0) // 4 // size))
-        caches = [FullCache(keys.clone(), keys.flip(2).contiguous(), *scales) for _ in range(count)]
-        lengths = torch.full((slots,), reach * 3 // 4, dtype=torch.int64, device=ops.device)
-
-        def run(config: Any) -> torch.Tensor:
-            y = None
-            for cache in caches:
-                output, _ = ops.attend_token(layer, qkv, None, cache, lengths, config)
-                y = output if y is None else y
-            assert y is not None
-            return y
-
-        return run, count
+        cache = FullCache(keys, keys.flip(2).contiguous(), *scales)
+        return _token(layer, ops, qkv, cache, layers)
 
     return prepare
 
 
 def _latent_maker(
-    layer: LayerAttention,
-    ops: KernelOps,
-    like: torch.Tensor,
-    slots: int,
-    reach: int,
-    layers: int,
-) -> Callable[[], tuple[Run, int]]:
+    layer: LayerAttention, ops: KernelOps, like: torch.Tensor, slots: int, reach: int, layers: int
+) -> Prepare:
     def prepare() -> tuple[Run, int]:
         a = layer.spec
         assert a.latent is not None
         qkv = LatentQkv(
             _random(like, slots, 1, a.qkv_sizes[0]), _random(like, slots, 1, a.latent.width)
         )
-        held = _random(like, slots, reach, a.latent.width)
-        count = min(max(layers, 8), max(1, _beyond_cache(ops.device) // held.nbytes) + 1)
-        count = max(1, min(count, (free_bytes(ops.device) or 0) // 4 // held.nbytes))
-        caches = [LatentCache(held.clone()) for _ in range(count)]
-        lengths = torch.full((slots,), reach * 3 // 4, dtype=torch.int64, device=ops.device)
-
-        def run(config: Any) -> torch.Tensor:
-            y = None
-            for cache in caches:
-                output, _ = ops.attend_token(layer, qkv, None, cache, lengths, config)
-                y = output if y is None else y
-            assert y is not None
-            return y
-
-        return run, count
+        cache = LatentCache(_random(like, slots, reach, a.latent.width))
+        return _token(layer, ops, qkv, cache, layers)
 
     return prepare
+
+
+def _token(
+    layer: LayerAttention,
+    ops: KernelOps,
+    qkv: torch.Tensor | LatentQkv,
+    cache: FullCache | LatentCache,
+    layers: int,
+) -> tuple[Run, int]:
+    """A token of each slot, over copies of the cache, so that they come from memory."""
+    size = sum(x.nbytes for x in cache if x is not None)
+    count = min(max(layers, 8), max(1, _beyond_cache(ops.device) // size) + 1)
+    count = max(1, min(count, (free_bytes(ops.device) or 0) // 4 // size))
+    caches = [cache, *(over(cache, torch.clone) for _ in range(count - 1))]
+    slots, reach = len(cache[0]), cache.capacity
+    lengths = torch.full((slots,), reach * 3 // 4, dtype=torch.int64, device=ops.device)
+
+    def attend(own: FullCache | LatentCache, config: Any) -> torch.Tensor:
+        return ops.attend_token(layer, qkv, None, own, lengths, config)[0]
+
+    return _in_turn(caches, attend)
 
 
 def _prompts(
@@ -606,21 +324,17 @@ def _prompts(
 
 def _prompt_maker(
     layer: LayerAttention, ops: KernelOps, like: torch.Tensor, tokens: int, how: dict[str, Any]
-) -> Callable[[], tuple[Run, int]]:
+) -> Prepare:
     def prepare() -> tuple[Run, int]:
         a = layer.spec
         dim = max(a.head_dim, a.head_widths[2])
         q = _random(like, 1, tokens, a.heads, dim)
         k, v = (_random(like, 1, tokens, a.kv_heads, dim) for _ in range(2))
 
-        def run(config: Any) -> torch.Tensor:
-            outputs = [
-                attention.attention(q, k, v, config=config, pdl=ops.pdl, **how)
-                for _ in range(_PROMPT_CALLS)
-            ]
-            return outputs[0]
+        def attend(_: int, config: Any) -> torch.Tensor:
+            return attention.attention(q, k, v, config=config, pdl=ops.pdl, **how)
 
-        return run, _PROMPT_CALLS
+        return _in_turn(range(_PROMPT_CALLS), attend)
 
     return prepare
 
