@@ -185,6 +185,8 @@ class ModelSpec:
       those of a sequence's other tokens are times 0.88 over the share that these have in it, as
       dropout in training made them (ESM-2). If the model `blanks`, what a mask hides enters the
       first layer as zeros; if it `masks_labels`, the labels of that count in no loss (Qwen2-Audio).
+    - `prefixes`: token types are none of the embedding's. In HF those of 0 mark a prefix whose
+      tokens see one another both ways, which is not served (PaliGemma).
 
     From embeddings to layers:
 
@@ -225,6 +227,7 @@ class ModelSpec:
     blanks: bool = False
     packs: bool = True
     masks_labels: bool = False
+    prefixes: bool = False
     token_types: int = 0
     token_types_from_vocab: bool = False
     boxes: int = 0
