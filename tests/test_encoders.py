@@ -41,7 +41,9 @@ SLOW = {
     *("deberta-xlarge", "deberta-xlarge-sequence", "xmod-masked", "xmod-sequence", "xmod-choice"),
     *("xmod-token", "xmod-span", "mobilebert", "mobilebert-sequence", "mobilebert-choice"),
     *("mobilebert-token", "mobilebert-span", "layoutlm-sequence", "layoutlm-token"),
-    *("layoutlm", "layoutlm-span", "lilt-sequence", "lilt-span"),
+    *("layoutlm", "layoutlm-span", "lilt-sequence", "lilt-span", "longformer-masked"),
+    *("longformer-token", "luke", "luke-masked", "luke-sequence", "luke-choice", "luke-span"),
+    "splinter",
     *("megatron-masked", "gte-masked", "rembert", "roformer", "roformer-masked", "ibert"),
     *("xlm-base", "xlm-masked", "flaubert-masked", "xlm-sequence", "xlm-token", "flaubert-span"),
     *("ibert-masked", "bert-generation", "esm", "esm-plain", "esm-sequence", "esm-token"),
@@ -53,7 +55,7 @@ SLOW = {
 
 FIRST = {
     *("modernbert-cls", "deberta-2-sequence", "deberta-2-choice", "xlm-sequence"),
-    "deberta-xlarge-sequence",
+    *("deberta-xlarge-sequence", "longformer"),
 }
 
 
@@ -93,7 +95,7 @@ def of_hf(model, ids, **given):
     with torch.no_grad():
         given = {n: torch.tensor(v) for n, v in given.items()}
         out = model(torch.tensor(ids), output_hidden_states=True, **given)
-    return {n: v for n, v in out.items() if n != "past_key_values"}
+    return {n: v for n, v in out.items() if n not in ("past_key_values", "entity_hidden_states")}
 
 
 def of_hf_alone(model, ids, mask):
