@@ -18,6 +18,7 @@ from dualinfer.model.generation import GENERATION
 
 from . import latent
 from .models import PAD, random_ids, randomize, relative_rms
+from .test_gptq_awq import FORMS, random_parts
 from .test_relatives import ALPHA, SIZES, TURNS
 from .test_relatives import CASES as RELATIVES
 
@@ -468,6 +469,59 @@ def test_quantized_on_load_split_and_saved_again(case, backend, tmp_path):
             expected = model(input_ids=torch.from_numpy(ids)).logits
         with dualinfer.init_inference(tmp_path / "own", **how) as engine:
             assert relative_rms(np.asarray(engine(ids).logits), expected) < 1e-5
+
+
+WIDE = {"hidden_size": 96, "intermediate_size": 104, "num_attention_heads": 4, "head_dim": 24}
+WIDE |= {"num_key_value_heads": 2}
+
+
+@pytest.mark.parametrize(
+    ("case", "form", "rename", "where", "backend"),
+    [
+        ("qwen2_5_vl", "awq", flat, None, "torch"),
+        pytest.param("qwen2_5_vl", "gptq", as_today, None, "jax", marks=pytest.mark.slow),
+        pytest.param("llava", "gptq", nested, "text_config", "torch", marks=pytest.mark.slow),
+        pytest.param("llava", "awq", as_today, None, "jax", marks=pytest.mark.slow),
+    ],
+)
+def test_folders_of_gptq_and_awq_hold_the_text_quantized(
+    case, form, rename, where, backend, tmp_path, monkeypatch
+):
+    """By names of today and of older versions; GPTQ's, of some layers of the tower as well."""
+    name, text, media = CASES[case]
+    text = {**text, **WIDE}
+    if case == "qwen2_5_vl":
+        media = {**media, "out_hidden_size": 96}
+        text["rope_parameters"] = {**MROPE["rope_parameters"], "mrope_section": [4, 4, 4]}
+    monkeypatch.setitem(CASES, case, (name, text, media))
+    model, random, ids = make(case), np.random.default_rng(0), random_ids(2, 9)
+    tower = ("visual.blocks",) if form == "gptq" else ()
+    tensors = {}
+    for own, tensor in model.state_dict().items():
+        of_text = "language_model.layers" in own and own.endswith("_proj.weight")
+        whole = tensor.ndim == 2 and not any(n % 8 for n in tensor.shape)
+        if of_text or (whole and any(part in own for part in tower) and "weight" in own):
+            parts, means = random_parts(tensor.shape, form, random)
+            with torch.no_grad():
+                tensor.copy_(means)
+            module = rename(own).removesuffix(".weight")
+            tensors |= {f"{module}.{part}": x for part, x in parts.items()}
+        elif not (own == "lm_head.weight" and model.config.tie_word_embeddings):
+            tensors[rename(own)] = tensor.contiguous()
+    model.config.save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text("utf-8"))
+    fields = {"quant_method": form, **FORMS[form], "modules_to_not_convert": ["visual", "lm_head"]}
+    if form == "gptq":
+        fields = {"quant_method": form, **FORMS[form], "lm_head": False}
+    config["architectures"] = [type(model).__name__]
+    (config[where] if where else config)["quantization_config"] = fields
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    safetensors.torch.save_file(tensors, tmp_path / "model.safetensors")
+    with torch.no_grad():
+        expected = model(input_ids=torch.from_numpy(ids)).logits
+    with dualinfer.init_inference(tmp_path, backend=backend, **FUSED) as engine:
+        assert relative_rms(np.asarray(engine(ids).logits), expected) < 1e-5
+        assert "int4" in str(engine.report().weights)
 
 
 # Some that the makers' files hold and HF does not read, beside those that all have.
