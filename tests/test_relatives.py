@@ -394,7 +394,6 @@ DEVICES = dict.fromkeys(CASES, 2) | {"olmo2": 4, "falcon, grouped, one norm": 4,
 SHARED = [
     pytest.param(case, backend, marks=[] if case in ("olmo2", "youtu") else [pytest.mark.slow])
     for case in CASES
-    if case != "diffllama"  # which is refused
     for backend in ("torch", "jax")
 ]
 
@@ -412,11 +411,6 @@ def test_several_devices_give_what_one_gives(case, backend, crew):
     for ours, own in found:
         assert relative_rms(ours, logits) < 1e-5
         np.testing.assert_array_equal(own, text)
-
-
-def test_heads_that_are_subtracted_are_not_shared():
-    with pytest.raises(dualinfer.ConfigError, match="subtracts one half of the heads"):
-        shared("diffllama", "jax", 2)
 
 
 # Of HF's classes that turn by length: a part of each head, pairs, one kind of layer alone, latents.

@@ -309,6 +309,11 @@ def _table(
     layer = [r for n, name in names.items() for r in _norm(kind, norm, n, f"{hf}{name}")]
     if kind.qkv:
         layer += make.linear("qkv", f"{hf}self_attn.{kind.qkv}", "q+k+v embed", qkv_bias)
+    elif fields.family == "diffllama":  # by halves, of which devices share the pairs
+        for part, rest in (("weight", " embed"), ("bias", ""))[: 1 + qkv_bias]:
+            parts = {f"{x}1+{x}2": f"{hf}self_attn.{name}.{part}" for x, name in make.QKV.items()}
+            sources = [(name, axes + rest) for axes, name in parts.items()]
+            layer.append(row(f"qkv.{part}", "+".join(parts) + rest, *sources))
     else:
         layer += make.joined("qkv", hf + "self_attn.{p}", make.QKV, qkv_bias)
     if kind.weighted:

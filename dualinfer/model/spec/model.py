@@ -326,6 +326,11 @@ class ModelSpec:
         inner = {
             **{"heads": attention.heads, "kv_heads": attention.kv_heads},
             **{"head_dim": attention.head_dim, "q": q, "k": k, "v": v},
+            **{
+                f"{x}{half}": n // 2
+                for x, n in zip("qkv", (q, k, v), strict=True)
+                for half in (1, 2)
+            },
             "given": attention.heads * attention.head_widths[2],  # by heads, to a product
             **dict.fromkeys(("ffn", "gate", "up"), mlp.ffn),
             "buckets": attention.bias.buckets if attention.bias else 0,
