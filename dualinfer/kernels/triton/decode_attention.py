@@ -44,24 +44,39 @@ class DecodeConfig(NamedTuple):
 
 
 @triton.jit
-def _head(
-    at, inside, d, turn, norm_ptr, eps, DIM: tl.constexpr, NORM_OFFSET: tl.constexpr,
-    NORM_TURNED: tl.constexpr,
-):  # fmt: skip
-    """Float32 heads [rows, BLOCK_D] at `at` [rows, 1], normed where there is a norm, and rotated.
+def _load_head(at, inside, d, partner):
+    """Heads [rows, BLOCK_D] at `at` [rows, 1], and each element's partner, float32."""
+    x = tl.load(at + d[None, :], mask=inside, other=0.0).to(tl.float32)
+    other = tl.load(at + partner[None, :], mask=inside, other=0.0).to(tl.float32)
+    return x, other
 
-    With NORM_TURNED the norm comes last. `turn` is each element's partner, cos and sin; `sin` has
-    the sign of the partner's part, and is 0 where nothing turns.
-    """
-    d, partner, cos, sin = d[None, :], turn[0][None, :], turn[1][None, :], turn[2][None, :]
-    x = tl.load(at + d, mask=inside, other=0.0).to(tl.float32)
-    other = tl.load(at + partner, mask=inside, other=0.0).to(tl.float32)
+
+@triton.jit
+def _gains(norm_ptr, d, partner, DIM: tl.constexpr, NORM_OFFSET: tl.constexpr):
+    """What a norm multiplies elements with, and their partners, float32; 0 where there is none."""
+    weight, other = 0.0, 0.0
     if norm_ptr is not None:
         weight = tl.load(norm_ptr + d, mask=d < DIM, other=0.0).to(tl.float32)
-        other_weight = tl.load(norm_ptr + partner, mask=d < DIM, other=0.0).to(tl.float32)
+        other = tl.load(norm_ptr + partner, mask=d < DIM, other=0.0).to(tl.float32)
         if NORM_OFFSET:
             weight += 1.0
-            other_weight += 1.0
+            other += 1.0
+    return weight, other
+
+
+@triton.jit
+def _head(
+    loaded, turn, norm_ptr, gains, eps, DIM: tl.constexpr, NORM_TURNED: tl.constexpr
+):  # fmt: skip
+    """Loaded heads, normed by `gains` where there is a norm, and rotated, float32.
+
+    With NORM_TURNED the norm comes last. `turn` is each element's cos and sin; `sin` has the sign
+    of the partner's part, and is 0 where nothing turns.
+    """
+    x, other = loaded
+    cos, sin = turn[0][None, :], turn[1][None, :]
+    if norm_ptr is not None:
+        weight, other_weight = gains
         if NORM_TURNED:
             x = x * cos + other * sin
             x *= weight / tl.sqrt(tl.sum(x * x, 1) / DIM + eps)[:, None]
@@ -208,18 +223,15 @@ def _decode_attention_kernel(
         is_early = (early < last)[:, None] & (d < DIM)[None, :]
         k_first = tl.load(k_ptr + early_at, mask=is_early, other=0.0)
         v_first = tl.load(v_ptr + early_at, mask=is_early, other=0.0)
-        k_scale_first, v_scale_first = 1.0, 1.0
-        if CODES is not None:
-            early_row = base // DIM + early.to(tl.int64) * token_stride // DIM
-            k_scale_first = tl.load(k_scale_ptr + early_row, mask=early < last, other=0.0)
-            v_scale_first = tl.load(v_scale_ptr + early_row, mask=early < last, other=0.0)
-        held_first = (k_first, v_first, k_scale_first, v_scale_first)
+        held_first = (k_first, v_first, 1.0, 1.0)
         if PDL:
             tokens = first + BLOCK_S + tl.arange(0, THREADS)
             tokens_at = base + tokens.to(tl.int64) * token_stride
             size = DIM * (k_ptr.dtype.element_ty.primitive_bitwidth // 8)
             fetch_ahead(k_ptr + tokens_at, tokens < last, size)
             fetch_ahead(v_ptr + tokens_at, tokens < last, size)
+    q_gains = _gains(q_norm_ptr, d, partner, DIM, NORM_OFFSET)
+    k_gains = _gains(k_norm_ptr, d, partner, DIM, NORM_OFFSET)
     wait_for_inputs(PDL)
 
     qkv_ptr += slot * qkv_stride
@@ -227,8 +239,15 @@ def _decode_attention_kernel(
     q_at = qkv_ptr + q_heads[:, None] * DIM
     real = g < heads
     inside = real[:, None] & (d < DIM)[None, :]
-    turn = (partner, cos, sin)
-    q = _head(q_at, inside, d, turn, q_norm_ptr, eps, DIM, NORM_OFFSET, NORM_TURNED).to(dtype)
+    turn = (cos, sin)
+    q_loaded = _load_head(q_at, inside, d, partner)
+    # The new token's beside them, of the program that has it.
+    k_at = qkv_ptr + (tl.full((1,), KV_HEADS * GROUP + kv_head, tl.int32) * DIM)[:, None]
+    NEW: tl.constexpr = -1 if CROSS else SPLITS - 1
+    new = (d[None, :] < DIM) & (split + tl.zeros((1, 1), tl.int32) == NEW)
+    k_loaded = _load_head(k_at, new, d, partner)
+    v_loaded = tl.load(k_at + KV_HEADS * DIM + d[None, :], mask=new, other=0.0)
+    q = _head(q_loaded, turn, q_norm_ptr, q_gains, eps, DIM, NORM_TURNED).to(dtype)
     slope = tl.zeros((BLOCK_G,), tl.float32)
     if slopes_ptr is not None:
         slope = tl.load(slopes_ptr + q_heads, mask=real, other=0.0)
@@ -238,13 +257,8 @@ def _decode_attention_kernel(
     total = tl.zeros((BLOCK_G,), tl.float32)
     acc = tl.zeros((BLOCK_G, BLOCK_D), tl.float32)
     if (split == SPLITS - 1) & (not CROSS):  # the new token
-        row = tl.full((1,), KV_HEADS * GROUP + kv_head, tl.int32)
-        new = d[None, :] < DIM
-        k_at = qkv_ptr + row[:, None] * DIM
-        k_new = _head(k_at, new, d, turn, k_norm_ptr, eps, DIM, NORM_OFFSET, NORM_TURNED)
-        k_new = k_new.to(dtype)
-        v_new = tl.load(qkv_ptr + (row + KV_HEADS)[:, None] * DIM + d[None, :], mask=new, other=0.0)
-        v_new = v_new.to(dtype)
+        k_new = _head(k_loaded, turn, k_norm_ptr, k_gains, eps, DIM, NORM_TURNED).to(dtype)
+        v_new = v_loaded.to(dtype)
         if CODES is not None:
             k_codes, k_scale, k_new = _encoded(k_new, CODES)
             v_codes, v_scale, v_new = _encoded(v_new, CODES)
@@ -466,7 +480,7 @@ def decode_attention(
         **{"SPLITS": config.splits, "SPLIT_BLOCK": next_power_of_2(config.splits)},
         **{"BLOCK_G": block_g, "BLOCK_S": config.block, "BLOCK_D": block_d},
         **{"SIZE": size, "CODES": codes, "CROSS": cross},
-        EARLY=_reads_early(keys, values, slots, table, pdl),
+        EARLY=codes is None and table is None and _reads_early(keys, values, slots, pdl),
         THREADS=32 * config.warps,
         num_warps=config.warps,
         pdl=pdl,
@@ -474,12 +488,12 @@ def decode_attention(
     return y
 
 
-def _reads_early(keys: Any, values: Any, slots: int, table: Any, pdl: bool) -> bool:
+def _reads_early(keys: Any, values: Any, slots: int, pdl: bool) -> bool:
     """Whether programs read their first block of the cache before the kernel in front has ended.
 
     Of many slots memory is busy anyway. Tokens are fetched 16 bytes at a time.
     """
-    if table is not None or slots > _MOST_EARLY or not (pdl or INTERPRETED):
+    if slots > _MOST_EARLY or not (pdl or INTERPRETED):
         return False
     sizes = keys.shape[-1], *keys.stride()[:3]
     whole = all(n * keys.element_size() % 16 == 0 for n in sizes)
