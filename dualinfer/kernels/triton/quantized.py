@@ -177,14 +177,16 @@ def linear(
         kept = _kept_turns(key, config.warps, config.tiles, config.chunks, config.programs)
         blocks = triton.cdiv(features, config.tiles * (8 if gated else 16))
         meant |= {"N": columns, "PARTS": groups, "SLOTS": slots, "TURNS": turns, "KEPT": kept}
-        how |= most_registers(config.warps, config.programs) if count == 1 else {}
+        # Measured where codes are of 4 bits; others run as they did.
+        two = count == 1 and weight.bits == 4
+        how |= most_registers(config.warps, config.programs) if two else {}
         launch(
             fragment_kernel,
             (min(blocks, sms * config.programs),),
             *(*arrays, *ends, *norm_arrays, y, count, features, *strides, eps),
             masks_of(weight, x, norm is not None),
             **{**meant, "B": config.warps, "M": config.tiles, "T": config.chunks},
-            **{"TWO": count == 1, "NORM": kind, **how},
+            **{"TWO": two, "NORM": kind, **how},
         )
         return y
     parts, at_once = 2 if gated else 1, config.quads
