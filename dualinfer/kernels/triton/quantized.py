@@ -177,9 +177,10 @@ def linear(
         kept = _kept_turns(key, config.warps, config.tiles, config.chunks, config.programs)
         blocks = triton.cdiv(features, config.tiles * (8 if gated else 16))
         meant |= {"N": columns, "PARTS": groups, "SLOTS": slots, "TURNS": turns, "KEPT": kept}
-        # Measured where codes are of 4 bits; others run as they did.
-        two = count == 1 and weight.bits == 4
-        how |= most_registers(config.warps, config.programs) if two else {}
+        # Codes of two turns are held where that was measured, and faster.
+        one = count == 1 and weight.bits == 4
+        two = one and (weight.columns != _HALF or turns > 2)
+        how |= most_registers(config.warps, config.programs) if one else {}
         launch(
             fragment_kernel,
             (min(blocks, sms * config.programs),),
