@@ -102,11 +102,6 @@ def describe(found: HFModel, settings: InferenceConfig, notes: list[str]) -> Des
             f"keep_module_on_host=True: the layers of {spec.architecture}, which has two stacks of "
             "them, are not streamed. Leave it unset, or use a quantized model."
         )
-    if settings.streams and spec.page:
-        raise ConfigError(
-            f"keep_module_on_host=True: the layers of {spec.architecture}, which give two streams "
-            "of a token, are not streamed. Leave it unset, or use a quantized model."
-        )
     notes.extend(_check_mixtures(found, settings))
     most, asked = spec.most_tokens(settings.max_out_tokens), settings.max_out_tokens
     if asked is not None and asked > most:

@@ -111,9 +111,37 @@ def folders(tmp_path_factory):
     return make
 
 
-def write(folder, form, random):
+def random_parts(shape, form, random, middle=False):
+    """What a file holds in the place of a matrix [N, K], by name, and the matrix that it means.
+
+    With `middle` its zero points are the codes' middle.
+    """
     fields = FORMS[form]
-    bits, awq, act_order = fields["bits"], form == "awq", fields.get("desc_act")
+    bits, (n, k) = fields["bits"], shape
+    size = fields["group_size"] if fields["group_size"] > 0 else k
+    groups = -(-k // size)
+    codes = random.integers(0, 1 << bits, (k, n))
+    zeros = random.integers(1, 1 << bits, (groups, n))
+    if middle:
+        zeros[:] = 1 << (bits - 1)
+    group = np.arange(k, dtype=np.int32) // size
+    parts = {"scales": random.uniform(0.5, 1.5, (groups, n)) * 0.3 / (1 << bits)}
+    parts["scales"] = parts["scales"].astype(np.float16)
+    if form == "awq":
+        order = np.arange(n).reshape(-1, 8)[:, [0, 2, 4, 6, 1, 3, 5, 7]].ravel()
+        parts |= {"qweight": pack(codes[:, order], 4), "qzeros": pack(zeros[:, order], 4)}
+    else:
+        stored = zeros - (fields["checkpoint_format"] == "gptq")
+        parts |= {"qweight": pack(codes.T, bits).T.copy(), "qzeros": pack(stored, bits)}
+        parts["g_idx"] = group = random.permutation(group) if fields.get("desc_act") else group
+    means = ((codes - zeros[group]) * parts["scales"].astype(np.float32)[group]).T
+    return {part: torch.from_numpy(a).contiguous() for part, a in parts.items()}, torch.from_numpy(
+        means
+    ).float()
+
+
+def write(folder, form, random):
+    fields, awq = FORMS[form], form == "awq"
     config = hf.LlamaConfig(
         vocab_size=VOCAB,
         hidden_size=96,
@@ -129,26 +157,9 @@ def write(folder, form, random):
             continue
         if name.endswith("0.self_attn.v_proj.weight"):
             continue  # plain, in a fused row of others
-        (n, k), module = tensors.pop(name).shape, name.removesuffix(".weight")
-        size = fields["group_size"] if fields["group_size"] > 0 else k
-        groups = -(-k // size)
-        codes = random.integers(0, 1 << bits, (k, n))
-        zeros = random.integers(1, 1 << bits, (groups, n))
-        if "k_proj" in name:
-            zeros[:] = 1 << (bits - 1)
-        group = np.arange(k, dtype=np.int32) // size
-        parts = {"scales": random.uniform(0.5, 1.5, (groups, n)) * 0.3 / (1 << bits)}
-        parts["scales"] = parts["scales"].astype(np.float16)
-        if awq:
-            order = np.arange(n).reshape(-1, 8)[:, [0, 2, 4, 6, 1, 3, 5, 7]].ravel()
-            parts |= {"qweight": pack(codes[:, order], 4), "qzeros": pack(zeros[:, order], 4)}
-        else:
-            stored = zeros - (fields["checkpoint_format"] == "gptq")
-            parts |= {"qweight": pack(codes.T, bits).T.copy(), "qzeros": pack(stored, bits)}
-            parts["g_idx"] = random.permutation(group) if act_order else group
-        tensors |= {
-            f"{module}.{part}": torch.from_numpy(a).contiguous() for part, a in parts.items()
-        }
+        shape, module = tensors.pop(name).shape, name.removesuffix(".weight")
+        parts, _ = random_parts(shape, form, random, "k_proj" in name)
+        tensors |= {f"{module}.{part}": tensor for part, tensor in parts.items()}
     config.quantization_config = {"quant_method": "awq" if awq else "gptq", **fields}
     config.architectures = ["LlamaForCausalLM"]
     config.save_pretrained(folder)

@@ -23,7 +23,7 @@ from dualinfer.backends.jax.ops.plain import PlainOps  # noqa: E402
 from dualinfer.backends.kernels import unserved  # noqa: E402
 from dualinfer.config import InferenceConfig  # noqa: E402
 from dualinfer.engine import loop  # noqa: E402
-from dualinfer.kernels.triton import linear, norm  # noqa: E402
+from dualinfer.kernels.triton import activation, linear, norm  # noqa: E402
 from dualinfer.kernels.triton.launch import INTERPRETED  # noqa: E402
 from dualinfer.kernels.xla import grouping, handler  # noqa: E402
 
@@ -114,6 +114,25 @@ def test_encoders_take_masks_and_token_types(name, engines, monkeypatch):
     output = "logits" if name == "bert-masked" else "last_hidden_state"
     fast, plain = engines(name, **ENCODER)
     assert_same_outputs(fast, plain, call, output)
+
+
+def test_many_rows_have_gelu_and_norms_of_sums_by_kernels(engines, monkeypatch):
+    """XLA takes twice as long for these; the products are its own."""
+    seen = []
+
+    def watched(name, function):
+        def run(*args: Any, **options: Any) -> Any:
+            seen.append(name)
+            return function(*args, **options)
+
+        return run
+
+    monkeypatch.setattr(linear, "MOST_ROWS", 4)
+    monkeypatch.setattr(activation, "activation", watched("gelu", activation.activation))
+    monkeypatch.setattr(norm, "layer_norm", watched("norm", norm.layer_norm))
+    fast, plain = engines("bert", **ENCODER)
+    assert_same_outputs(fast, plain, batch(), "last_hidden_state")
+    assert sorted(seen) == ["gelu", "norm", "norm"]
 
 
 def test_text_goes_on_where_one_call_of_decode_ends(engines, monkeypatch):

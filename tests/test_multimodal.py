@@ -18,6 +18,7 @@ from dualinfer.model.generation import GENERATION
 
 from . import latent
 from .models import PAD, random_ids, randomize, relative_rms
+from .test_gptq_awq import FORMS, random_parts
 from .test_relatives import ALPHA, SIZES, TURNS
 from .test_relatives import CASES as RELATIVES
 
@@ -43,16 +44,28 @@ GLM = {**SIZES, "hidden_size": 96}
 XDROPE = {"rope_parameters": {**ALPHA, "mrope_section": [2, 2, 2, 1]}}
 PIXTRAL = {"model_type": "pixtral", **IMAGES, "head_dim": 8}
 COMPASS = RELATIVES["cohere_compass_text"][1]
+ARIA = {"moe_num_experts": 6, "moe_topk": 3, "head_dim": 14}
+OCR = {"n_routed_experts": 6, "num_experts_per_tok": 3, "n_shared_experts": 1, **MOE}
+OCR |= {"mlp_layer_types": ["dense", "sparse"], "topk_method": "group_limited_greedy"}
+OCR |= {"n_group": 3, "topk_group": 2, "routed_scaling_factor": 1.7, "head_dim": 14}
 # By HF's name of a model: its text's fields, and the other parts of its config.
 CASES = {
+    "aria": ("Aria", ARIA, {"model_type": "idefics3_vision", **IMAGES}),
     "aya_vision": ("AyaVision", {"model_type": "cohere2", **COHERE}, SEES["siglip"]),
     "cohere2_vision": ("Cohere2Vision", {"model_type": "cohere2", **COHERE}, SEES["siglip"]),
     "audioflamingo3": ("AudioFlamingo3", {"model_type": "qwen2", **SIZES}, FLAMINGO),
     "cohere_compass": ("CohereCompass", {**TEXT, **COMPASS, "logit_scale": 0.3}, QWEN),
+    "deepseek_ocr2": (
+        "DeepseekOcr2",
+        OCR,
+        {"encoder_config": FEW, "sam_config": {**IMAGES, "output_channels": 8}},
+    ),
     "deepseek_vl": ("DeepseekVL", {"model_type": "llama", **TEXT}, IMAGES),
     "deepseek_vl_hybrid": ("DeepseekVLHybrid", {"model_type": "llama", **TEXT}, IMAGES),
     "exaone4_5": ("Exaone4_5_", {"model_type": "exaone4", **WINDOWS}, QWEN),
     "fast_vlm": ("FastVlm", {"model_type": "qwen2", **SIZES}, SEES["clip"]),
+    "fun_asr_nano": ("FunAsrNano", {"model_type": "qwen3", **TEXT}, HEARS),
+    "fuyu": ("Fuyu", {"num_attention_heads": 3, "qk_layernorm": True}, None),
     "glm4v": ("Glm4v", {**GLM, **HALF}, QWEN),
     "glm46v": ("Glm46V", {"model_type": "glm4v_text", **GLM, **HALF}, QWEN),
     "glm4v_moe": (
@@ -68,12 +81,27 @@ CASES = {
         {**TEXT, **RELATIVES["granite"][1]},
         {**SEES["siglip"], "hidden_size": 64},
     ),
+    "granite_docling": (
+        "GraniteDocling",
+        {**TEXT, **RELATIVES["granite"][1]},
+        {**IMAGES, "scale_factor": 2, "out_hidden_size": 84, "deepstack_visual_indexes": [0]},
+    ),
     "granite_speech": (
         "GraniteSpeech",
         {"model_type": "granite", **TEXT, "logits_scaling": 2.5},
         HEARS,
     ),
+    "granite_speech_plus": (
+        "GraniteSpeechPlus",
+        {"model_type": "granite", **TEXT, "logits_scaling": 2.5},
+        HEARS,
+    ),
     "hunyuan_vl": ("HunYuanVL", {**TEXT, **XDROPE}, FEW),
+    "hyperclovax_vision_v2": (
+        "HyperCLOVAXVisionV2",
+        {**TEXT, **RELATIVES["hyperclovax"][1]},
+        {**QWEN, "out_hidden_size": 84},
+    ),
     "janus": ("Janus", {"model_type": "llama", **TEXT}, IMAGES),
     "kimi_k25": (
         "Kimi_K25",
@@ -87,14 +115,33 @@ CASES = {
         {"model_type": "mistral4", **RELATIVES["mistral4"][1]},
         PIXTRAL,
     ),
+    "mllama": (
+        "Mllama",
+        {"num_hidden_layers": 4, "cross_attention_layers": [1, 3]},
+        {**FEW, "image_size": 28, "patch_size": 14, "attention_heads": 2, "num_global_layers": 1}
+        | {"intermediate_layers_indices": [0], "vision_output_dim": 32},
+    ),
+    "moss_transcribe_diarize": (
+        "MossTranscribeDiarize",
+        {"model_type": "qwen3", **TEXT},
+        HEARS,
+    ),
     "musicflamingo": ("MusicFlamingo", {"model_type": "qwen2", **SIZES}, FLAMINGO),
     "ovis2": ("Ovis2", {"model_type": "qwen2", **SIZES}, IMAGES),
     "paddleocr_vl": ("PaddleOCRVL", {**TEXT, **MROPE, "use_bias": True}, FEW),
+    "paligemma": ("PaliGemma", {"model_type": "gemma", **TEXT}, SEES["siglip"]),
+    "paligemma 2": (
+        "PaliGemma",
+        {"model_type": "gemma2", **WINDOWS, "query_pre_attn_scalar": 13}
+        | {"attn_logit_softcapping": 3.0, "final_logit_softcapping": 20.0},
+        SEES["siglip"],
+    ),
     "perception_lm": (
         "PerceptionLM",
         {"model_type": "llama", **TEXT},
         {**SEES["siglip"], "model_args": {"embed_dim": 16}},  # in the place of timm's
     ),
+    "pp_chart2table": ("PPChart2Table", {"model_type": "qwen2", **SIZES}, IMAGES),
     "qianfan_ocr": ("QianfanOCR", {"model_type": "qwen3", **TEXT}, IMAGES),
     "vibevoice_asr": ("VibeVoiceAsr", {"model_type": "qwen2", **SIZES}, {}),
     "video_llama_3": ("VideoLlama3", {"model_type": "qwen2", **SIZES}, FEW),
@@ -109,6 +156,7 @@ CASES = {
     "qwen2_5_vl": ("Qwen2_5_VL", {**SIZES, **MROPE}, {**QWEN, "out_hidden_size": 84}),
     "qwen2_audio": ("Qwen2Audio", {"model_type": "qwen2", **SIZES}, HEARS),
     "qwen2_vl": ("Qwen2VL", {**SIZES, **MROPE}, {**QWEN, "embed_dim": 16}),
+    "qwen3_asr": ("Qwen3ASR", {"model_type": "qwen3", **TEXT}, HEARS),
     "qwen3_omni_moe_thinker": (
         "Qwen3OmniMoeThinker",
         {**TEXT, **MROPE, **EXPERTS},
@@ -133,11 +181,16 @@ def make(case, headless=False):
         reader = {"model_type": "blip_2_qformer", **FEW, "hidden_size": 64}
         more = {"deepstack_layer_map": [[0, 0]], "downsample_rate": "1/2"}
         more |= {"qformer_config": {**reader, "encoder_hidden_size": 64}}
-    part = "audio_config" if "num_mel_bins" in media else "vision_config"
+    if case == "fun_asr_nano":
+        more = {"adaptor_config": {**FEW, "hidden_size": 84, "intermediate_size": 21}}
     text = {**SIZES, **text}
-    config = getattr(hf, f"{name}Config")(text_config=text, **{part: media}, **more)
+    if media is not None:
+        more["audio_config" if "num_mel_bins" in media else "vision_config"] = media
+    if name == "PaliGemma":  # whose sdpa looks both ways where HF leaves out a mask of ones
+        more["attn_implementation"] = "eager"
+    config = getattr(hf, f"{name}Config")(text_config=text, **more)
     torch.manual_seed(0)
-    model = getattr(hf, f"{name}{'Model' if headless else 'ForConditionalGeneration'}")(config)
+    model = getattr(hf, WRAPPERS[case.partition(" ")[0]].classes[headless])(config)
     randomize(model)
     if not headless:
         model.generation_config.update(eos_token_id=None, pad_token_id=PAD, bos_token_id=1)
@@ -362,6 +415,11 @@ def test_what_is_seen_or_heard_is_refused_by_name():
         with pytest.raises(dualinfer.ArgumentError, match="position_ids has shape"):
             engine(ids, position_ids=np.zeros((3, 1, 5), np.int64))
     assert {name.partition(" ")[0] for name in CASES} == set(WRAPPERS)
+    with dualinfer.init_inference(make("paligemma"), backend="torch", **FUSED) as engine:
+        given = {"input_ids": ids, "token_type_ids": zeros}  # 0 is a prefix there
+        for call in (engine, engine.generate, lambda **given: engine.embed(given)):
+            with pytest.raises(dualinfer.ArgumentError, match=r"token_type_ids: in the paligemma"):
+                call(**given)
     config = {"model_type": "llava", "text_config": {"model_type": "phi"}}
     with pytest.raises(dualinfer.ModelError, match="model_type='phi'; the llava family honours"):
         describe_model(hf.LlavaConfig(**config).to_dict())
@@ -411,6 +469,59 @@ def test_quantized_on_load_split_and_saved_again(case, backend, tmp_path):
             expected = model(input_ids=torch.from_numpy(ids)).logits
         with dualinfer.init_inference(tmp_path / "own", **how) as engine:
             assert relative_rms(np.asarray(engine(ids).logits), expected) < 1e-5
+
+
+WIDE = {"hidden_size": 96, "intermediate_size": 104, "num_attention_heads": 4, "head_dim": 24}
+WIDE |= {"num_key_value_heads": 2}
+
+
+@pytest.mark.parametrize(
+    ("case", "form", "rename", "where", "backend"),
+    [
+        ("qwen2_5_vl", "awq", flat, None, "torch"),
+        pytest.param("qwen2_5_vl", "gptq", as_today, None, "jax", marks=pytest.mark.slow),
+        pytest.param("llava", "gptq", nested, "text_config", "torch", marks=pytest.mark.slow),
+        pytest.param("llava", "awq", as_today, None, "jax", marks=pytest.mark.slow),
+    ],
+)
+def test_folders_of_gptq_and_awq_hold_the_text_quantized(
+    case, form, rename, where, backend, tmp_path, monkeypatch
+):
+    """By names of today and of older versions; GPTQ's, of some layers of the tower as well."""
+    name, text, media = CASES[case]
+    text = {**text, **WIDE}
+    if case == "qwen2_5_vl":
+        media = {**media, "out_hidden_size": 96}
+        text["rope_parameters"] = {**MROPE["rope_parameters"], "mrope_section": [4, 4, 4]}
+    monkeypatch.setitem(CASES, case, (name, text, media))
+    model, random, ids = make(case), np.random.default_rng(0), random_ids(2, 9)
+    tower = ("visual.blocks",) if form == "gptq" else ()
+    tensors = {}
+    for own, tensor in model.state_dict().items():
+        of_text = "language_model.layers" in own and own.endswith("_proj.weight")
+        whole = tensor.ndim == 2 and not any(n % 8 for n in tensor.shape)
+        if of_text or (whole and any(part in own for part in tower) and "weight" in own):
+            parts, means = random_parts(tensor.shape, form, random)
+            with torch.no_grad():
+                tensor.copy_(means)
+            module = rename(own).removesuffix(".weight")
+            tensors |= {f"{module}.{part}": x for part, x in parts.items()}
+        elif not (own == "lm_head.weight" and model.config.tie_word_embeddings):
+            tensors[rename(own)] = tensor.contiguous()
+    model.config.save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text("utf-8"))
+    fields = {"quant_method": form, **FORMS[form], "modules_to_not_convert": ["visual", "lm_head"]}
+    if form == "gptq":
+        fields = {"quant_method": form, **FORMS[form], "lm_head": False}
+    config["architectures"] = [type(model).__name__]
+    (config[where] if where else config)["quantization_config"] = fields
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    safetensors.torch.save_file(tensors, tmp_path / "model.safetensors")
+    with torch.no_grad():
+        expected = model(input_ids=torch.from_numpy(ids)).logits
+    with dualinfer.init_inference(tmp_path, backend=backend, **FUSED) as engine:
+        assert relative_rms(np.asarray(engine(ids).logits), expected) < 1e-5
+        assert "int4" in str(engine.report().weights)
 
 
 # Some that the makers' files hold and HF does not read, beside those that all have.
@@ -511,7 +622,7 @@ def test_a_wrapper_reads_every_field_of_its_config(family, monkeypatch):
         rope = {"rope_type": "default", "rope_theta": 1e4}
         text = {"rope_parameters": {"full_attention": rope, "sliding_attention": rope}}
         config = hf.CohereCompassConfig(text_config=text)
-    elif family == "granite4_vision":
+    elif family in ("deepseek_ocr2", "granite4_vision"):
         config = make(family).config
     elif family in ("glm4v_moe", "qwen3_omni_moe_thinker"):  # HF's default turns an odd number
         config = hf.CONFIG_MAPPING[family](text_config={"head_dim": 128})

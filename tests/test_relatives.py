@@ -44,6 +44,11 @@ MULTIPLIED = {
 LONG = {"rope_type": "longrope", "rope_theta": 1e4, "original_max_position_embeddings": 14}
 LONG |= {"short_factor": [1.0, 1.1, 1.3, 1.2, 1.5, 1.1, 2.0]}
 LONG |= {"long_factor": [1.5, 2.0, 4.0, 3.0, 7.0, 9.0, 16.0]}
+# What Phi-4-multimodal has beside its text.
+SEEN = {"hidden_size": 16, "intermediate_size": 20, "num_hidden_layers": 2}
+SEEN |= {"num_attention_heads": 2, "image_size": 28, "crop_size": 28}
+HEARD = {"hidden_size": 16, "intermediate_size": 20, "num_blocks": 1, "num_attention_heads": 2}
+HEARD |= {"ext_pw_out_channel": 16, "nemo_conv_channels": 16, "depthwise_separable_out_channel": 16}
 # Heads of two sizes, the last two layers with the keys of the first ones.
 GEMMA4 = {"num_hidden_layers": 4, "layer_types": TURNS * 2, "num_kv_shared_layers": 2}
 GEMMA4 |= {"head_dim": 12, "global_head_dim": 20, "sliding_window": 5, "use_double_wide_mlp": True}
@@ -139,6 +144,10 @@ CASES = {
         },
     ),
     "phi": ("Phi", {**PARTIAL, **FEW}),
+    "phi4_multimodal": (
+        "Phi4Multimodal",
+        {"num_attention_heads": 3, **PARTIAL, "vision_config": SEEN, "audio_config": HEARD},
+    ),
     "phi, normed": ("Phi", {"qk_layernorm": True, **FEW}),
     "phi3": ("Phi3", {"sliding_window": 5, "num_attention_heads": 3, **PARTIAL}),
     "phi3, long": (
@@ -385,7 +394,6 @@ DEVICES = dict.fromkeys(CASES, 2) | {"olmo2": 4, "falcon, grouped, one norm": 4,
 SHARED = [
     pytest.param(case, backend, marks=[] if case in ("olmo2", "youtu") else [pytest.mark.slow])
     for case in CASES
-    if case != "diffllama"  # which is refused
     for backend in ("torch", "jax")
 ]
 
@@ -403,11 +411,6 @@ def test_several_devices_give_what_one_gives(case, backend, crew):
     for ours, own in found:
         assert relative_rms(ours, logits) < 1e-5
         np.testing.assert_array_equal(own, text)
-
-
-def test_heads_that_are_subtracted_are_not_shared():
-    with pytest.raises(dualinfer.ConfigError, match="subtracts one half of the heads"):
-        shared("diffllama", "jax", 2)
 
 
 # Of HF's classes that turn by length: a part of each head, pairs, one kind of layer alone, latents.

@@ -148,7 +148,9 @@ def _prefill(
 ) -> dict[str, Any]:
     first, times = _times(lambda: system.prefill(ids), 2, task.repeats)
     flops = counts.flops(task.batch, task.tokens, head_tokens=1)
-    return _compute_row(task, flops, limits, times, 0) | {"first_call_ms": first * 1e3}
+    nbytes = counts.read_bytes(task.batch * task.tokens)
+    row = _compute_row(task, flops, limits, times, nbytes)
+    return row | {"first_call_ms": first * 1e3}
 
 
 def _forward(

@@ -3,6 +3,7 @@
 Codes need no weights that they stand for: they are drawn where an engine reads them.
 """
 
+import re
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -82,8 +83,8 @@ def checkpoint(model: Model, dtype: str) -> Iterator[Path]:
 
 
 def _write_weights(model: Model, dtype: str, path: Path) -> None:
-    source = RandomSource(model, dtype)
-    tensors = {name: (dtype, source.shape(name)) for name in source.names()}
+    source = _random_source(model, dtype)
+    tensors = {name: (source.dtype(name), source.shape(name)) for name in source.names()}
     write_tensors(path, tensors, map(source.read, tensors), to_disk=False)
 
 
@@ -102,6 +103,42 @@ class RandomSource(TableSource):
         if len(shape) == 1 and name.endswith(".weight"):  # a norm's
             return np.ones(shape, numpy_dtype(dtype))[index or ()]
         return _part(_normal_block(dtype), name, shape, index or (slice(None),) * len(shape))
+
+
+class MXFP4Source(RandomSource):
+    """As gpt-oss is published: the experts of a layer are blocks of 32 codes and their scales."""
+
+    _EXPERT = re.compile(r"(.+\.experts)\.(\d+)\.(gate_up_proj|down_proj)\.weight")
+    _PARTS = ("_blocks", "_scales")
+
+    def __init__(self, model: Model, dtype: str) -> None:
+        super().__init__(model, dtype)
+        parts: dict[str, tuple[int, ...]] = {}
+        for name, shape in list(self._shapes.items()):
+            if found := self._EXPERT.fullmatch(name):
+                del self._shapes[name]
+                outer = int(found[2]) + 1, shape[0], shape[1] // 32
+                parts[f"{found[1]}.{found[3]}_blocks"] = *outer, 16
+                parts[f"{found[1]}.{found[3]}_scales"] = outer
+        self._shapes |= parts
+
+    def dtype(self, name: str) -> str:
+        """The one of all but codes."""
+        return "uint8" if name.endswith(self._PARTS) else super().dtype(name)
+
+    def read(self, name: str, index: tuple[slice, ...] | None = None) -> np.ndarray:
+        """As RandomSource; scales are powers of two by which values have the size of its own."""
+        if not name.endswith(self._PARTS):
+            return super().read(name, index)
+        shape = self.shape(name)
+        index = index or (slice(None),) * len(shape)
+        if name.endswith("_scales"):
+            return np.broadcast_to(np.uint8(127 - 7), shape)[index].copy()
+        return _part(_byte_block(), name, shape, index)
+
+
+def _random_source(model: Model, dtype: str) -> RandomSource:
+    return (MXFP4Source if model.is_quantized else RandomSource)(model, dtype)
 
 
 class RandomMatrix:
@@ -161,16 +198,19 @@ def random_codes(recipe: Recipe, table: WeightTable, source: TensorSource) -> Op
 
 def random_model(model: Model, dtype: str) -> Opened:
     """The model for `init_inference`, which quantizes it to random codes."""
-    return Opened(model.config, [model.class_name], RandomSource(model, dtype), random_codes)
+    return Opened(model.config, [model.class_name], _random_source(model, dtype), random_codes)
 
 
 def plan_weights(model: Model, dtype: str, quant: str | None) -> LoadPlan:
     """What an engine in `dtype` loads of a model, quantized as the config's field `quant` says."""
     _, table = model.describe()
-    if model.folder is None:
-        source: TensorSource = TableSource(table, dtype, model.name)
-    else:
+    source: TensorSource
+    if model.folder is not None:
         source = open_checkpoint(model.folder)
+    elif model.is_quantized:
+        source = _random_source(model, dtype)
+    else:
+        source = TableSource(table, dtype, model.name)
     recipe = make_recipe(make_config({"quant": quant}, {}).quant)
     source, table, _ = open_as_held(source, table, model.config.to_dict(), recipe)
     return make_load_plan(table, source)
@@ -180,6 +220,11 @@ def plan_weights(model: Model, dtype: str, quant: str | None) -> LoadPlan:
 def _normal_block(dtype: str) -> np.ndarray:
     values = np.random.default_rng(0).standard_normal(_BLOCK, np.float32)
     return (_DEVIATION * values).astype(numpy_dtype(dtype))
+
+
+@cache
+def _byte_block() -> np.ndarray:
+    return np.random.default_rng(0).integers(0, 256, _BLOCK, np.uint8)
 
 
 @cache

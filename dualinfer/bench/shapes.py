@@ -13,6 +13,7 @@ from ..errors import ArgumentError, ModelError
 from ..model.families import describe_model
 from ..model.spec import ModelSpec
 from ..model.weights import WeightTable
+from ..quantization import quantization_of
 
 EMBEDDED = "embedded"
 _SPECIAL = {"bos_token_id": None, "eos_token_id": None, "pad_token_id": None}
@@ -98,6 +99,25 @@ def _gpt_neox(hidden: int, layers: int, heads: int) -> Shape:
 def _bloom(hidden: int, layers: int, heads: int) -> Shape:
     fields = {"vocab_size": 250880, "hidden_size": hidden, "n_layer": layers, "n_head": heads}
     return Shape("BloomForCausalLM", "bloom", "bfloat16", fields)
+
+
+def _gpt_oss(**more: Any) -> Shape:
+    fields = {
+        **{"vocab_size": 201088, "hidden_size": 2880, "intermediate_size": 2880},
+        **{"num_hidden_layers": 24, "num_attention_heads": 64, "num_key_value_heads": 8},
+        **{"head_dim": 64, "num_local_experts": 32, "num_experts_per_tok": 4},
+        **{"sliding_window": 128, "max_position_embeddings": 131072},
+        "rope_parameters": _rope(
+            150000.0,
+            rope_type="yarn",
+            factor=32.0,
+            original_max_position_embeddings=4096,
+            beta_fast=32.0,
+            beta_slow=1.0,
+            truncate=False,
+        ),
+    }
+    return Shape("GptOssForCausalLM", "gpt_oss", "bfloat16", fields | more)
 
 
 def _gemma2(hidden: int, ffn: int, layers: int, heads: int, kv: int) -> Shape:
@@ -213,24 +233,8 @@ SHAPES: dict[str, Shape] = {
     ),
     "gpt2": _gpt2(768, 12, 12),
     "gpt2-xl": _gpt2(1600, 48, 25),
-    "gpt-oss-20b": Shape(
-        *("GptOssForCausalLM", "gpt_oss", "bfloat16"),
-        {
-            **{"vocab_size": 201088, "hidden_size": 2880, "intermediate_size": 2880},
-            **{"num_hidden_layers": 24, "num_attention_heads": 64, "num_key_value_heads": 8},
-            **{"head_dim": 64, "num_local_experts": 32, "num_experts_per_tok": 4},
-            **{"sliding_window": 128, "max_position_embeddings": 131072},
-            "rope_parameters": _rope(
-                150000.0,
-                rope_type="yarn",
-                factor=32.0,
-                original_max_position_embeddings=4096,
-                beta_fast=32.0,
-                beta_slow=1.0,
-                truncate=False,
-            ),
-        },
-    ),
+    "gpt-oss-20b": _gpt_oss(),
+    "gpt-oss-20b-mxfp4": _gpt_oss(quantization_config={"quant_method": "mxfp4"}),  # as published
     "opt-125m": _opt(768, 12, 12),
     "opt-1.3b": _opt(2048, 24, 32),
     "opt-6.7b": _opt(4096, 32, 32),
@@ -431,6 +435,11 @@ class Model:
     def vocab(self) -> int:
         """Number of token ids."""
         return self.config.vocab_size
+
+    @property
+    def is_quantized(self) -> bool:
+        """Whether its config says that weights are codes."""
+        return quantization_of(self.config.to_dict()) is not None
 
     def describe(self) -> tuple[ModelSpec, WeightTable]:
         """Spec and weight table; ModelError where fused mode does not serve the model."""

@@ -113,7 +113,7 @@ class Engine:
             options["enable_cuda_graph"] = True
         self._backend = backend
         self._load_seconds = None
-        if model.folder is None and (quant is not None or resident is not None):
+        if model.folder is None and (quant or resident is not None or model.is_quantized):
             given = random_model(model, dtype)
             self._engine: Any = init_inference(given, backend=backend, **options)
         elif backend == "torch" and kernels and model.folder is None:

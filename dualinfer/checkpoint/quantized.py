@@ -216,7 +216,7 @@ def quantize_by(recipe: Recipe, table: WeightTable, source: TensorSource) -> Ope
     for row in (*table.rows, *(row for row, _ in table.tied)):
         for part in row.sources if row.is_weight and not row.dense else ():
             if row.layer is not None:
-                is_qkv = {*row.axes[0].split("+")} <= {"q", "k", "v"}
+                is_qkv = {axis.rstrip("12") for axis in row.axes[0].split("+")} <= {"q", "k", "v"}
                 scheme = recipe.scheme if recipe.qkv or not is_qkv else None
                 scheme = None if row.local_name in _PLAIN else scheme
             else:

@@ -58,7 +58,12 @@ def has_towers(config: Any) -> bool:
 def text_config(config: Any) -> Any:
     """The part of a HF config that describes a language model, or the whole of two encoders."""
     both = getattr(config, "is_encoder_decoder", False) or has_towers(config)
-    return config if both else config.get_text_config(decoder=True)
+    if both:
+        return config
+    own = config.get_text_config(decoder=True)
+    if config.model_type == "paligemma":  # of a text alone no token sees those behind it
+        own.use_bidirectional_attention = own.num_image_tokens = None
+    return own
 
 
 def tiny_config(config: Any) -> Any:
@@ -194,6 +199,8 @@ def _cut_layers(values: dict[str, Any], name: str) -> None:
         values.pop("attention_layers", None)
         values[name] = len(kinds)
         return
+    if values.get("mlp_layer_types", ()) is None:  # which HF's class needs (DeepSeek-OCR)
+        values["mlp_layer_types"] = ["dense", *["sparse"] * (count - 1)]
     mixed = values.pop("moe_layers", None)  # numbers of layers
     lists = {k: v for k, v in values.items() if isinstance(v, list) and len(v) == count > 0}
     if isinstance(mixed, list):

@@ -1,7 +1,7 @@
 """The caller's arrays, checked and brought into host memory: ids, masks, embeddings."""
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NoReturn
 
 import ml_dtypes
 import numpy as np
@@ -131,6 +131,16 @@ def check_embeds(embeds: Any, spec: ModelSpec) -> np.ndarray:
     if array.dtype != ml_dtypes.bfloat16 and array.dtype.kind not in "fiu":
         raise ArgumentError(f"inputs_embeds has dtype {array.dtype}; expected floats.")
     return array.astype(np.float32)
+
+
+def refuse_prefix(spec: ModelSpec) -> NoReturn:
+    """Raise ArgumentError for token types that say which tokens are a prefix."""
+    raise ArgumentError(
+        f"token_type_ids: in the {spec.family} family they say which tokens see one another both "
+        "ways, as those of an image and a prefix do; fused mode serves the text alone, in which "
+        "no token sees those behind it. Leave them out, or load the model with transformers and "
+        "pass the module, which runs as it is with backend='torch'."
+    )
 
 
 def is_zero(ids: Any) -> bool:

@@ -28,7 +28,7 @@ from ..model.embedding import (
 )
 from ..model.spec import ModelSpec
 from .base import InferenceEngine
-from .checks import by_name, check_ids, check_mask, is_zero
+from .checks import by_name, check_ids, check_mask, is_zero, refuse_prefix
 from .packing import Pass, make_inputs, make_passes
 from .text import ids_of
 
@@ -280,7 +280,8 @@ class EmbeddingCalls(InferenceEngine):
         mask = None
         if named is not None:
             given, mask = named.pop("input_ids"), named.pop("attention_mask")
-            named.pop("token_type_ids")
+            if named.pop("token_type_ids") is not None and spec.prefixes:
+                refuse_prefix(spec)
             if more := [name for name, value in named.items() if not is_zero(value)]:
                 raise ArgumentError(f"embed() reads ids alone. Leave {more[0]} out.")
         if kind_of(given) is None:

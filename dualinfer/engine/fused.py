@@ -15,7 +15,7 @@ from ..errors import ArgumentError, ClosedError, LengthError, UnsupportedError, 
 from ..model.outputs import make_generate_outputs, make_outputs
 from .arguments import GenerationArguments, refuse_outputs, with_arguments
 from .base import CLOSED, About
-from .checks import by_name, is_zero
+from .checks import by_name, is_zero, refuse_prefix
 from .embedding import EmbeddingCalls
 from .images import make_image_inputs, make_tower_inputs, refuse_images
 from .inputs import make_forward_inputs, refuse_arguments
@@ -430,6 +430,8 @@ class FusedEngine(EmbeddingCalls, TowerCalls):
             if ids is not None:
                 raise ArgumentError("Both inputs and input_ids were given; they are the same.")
             ids = inputs
+        if spec.prefixes and kwargs.get("token_type_ids") is not None:
+            refuse_prefix(spec)
         for name in ("token_type_ids",) * (not spec.token_types) + ("mm_token_type_ids",):
             if is_zero(kwargs.get(name)):
                 del kwargs[name]  # many tokenizers give them to models that have none

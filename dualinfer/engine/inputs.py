@@ -10,7 +10,15 @@ from ..arrays import kind_of
 from ..backends.base import ForwardInputs
 from ..errors import ArgumentError, LengthError, a_type, shown
 from ..model.spec import ModelSpec
-from .checks import MEDIA, check_embeds, check_ids, check_mask, is_zero, read_array
+from .checks import (
+    MEDIA,
+    check_embeds,
+    check_ids,
+    check_mask,
+    is_zero,
+    read_array,
+    refuse_prefix,
+)
 from .labels import NO_LABEL, check_ends, check_labels, check_loss_count, check_numbers, loss_kind
 
 TEXT_ALONE = (
@@ -112,6 +120,8 @@ def make_forward_inputs(
     if visible is not None and visible.all():
         visible = None
     if types is not None:
+        if spec.prefixes:
+            refuse_prefix(spec)
         if not spec.token_types and not is_zero(types):
             raise ArgumentError(
                 f"The {spec.family} family has no token types, but token_type_ids holds other "

@@ -133,7 +133,9 @@ class Source:
     the axis have one here, and with `=1` the axis has one element whatever its length is: so scales
     lie. `part` is the array of the weight that it belongs to, `dtypes` are those that it may have.
     `index` is its place along the row's first axis, where tensors without that axis are stacked; a
-    name with `#` and this behind is that of as many rows of a tensor that holds all (DBRX).
+    name with `#` and this behind is that of as many rows of a tensor that holds all (DBRX). Of the
+    `spare` rows that a file may hold behind those of the first axis none is read (Llama 3.2
+    Vision's embeddings of what stands for images).
     """
 
     name: str
@@ -141,6 +143,7 @@ class Source:
     part: str = "data"
     dtypes: tuple[str, ...] = FLOATS
     index: int | None = None
+    spare: int = 0
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ the experts, each of which as many devices as are left share by its width.
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from ..errors import ConfigError
 from ..model.spec import Experts, Layer
@@ -79,7 +79,8 @@ def make_plan(
     """The plan of a model over `size` devices.
 
     KV heads stay whole, with their query heads; where devices outnumber them, several devices hold
-    the same one and share its query heads. Widths of MLPs and of the vocabulary are multiples of
+    the same one and share its query heads; of halves of heads that are subtracted, both parts of a
+    pair. Widths of MLPs and of the vocabulary are multiples of
     `grain` but for a rest at the end, as long as every device has one. With `equal` all shards have
     the same extents (JAX), else they are as even as that allows (torch). Devices beyond the heads
     hold one of zeros. Layers may differ: each is split for itself. Experts are shared out in
@@ -88,11 +89,6 @@ def make_plan(
     """
     if size == 1:
         return ShardingPlan(table, (whole(table),))
-    if any(layer.attention.difference is not None for layer in table.spec.all_layers):
-        raise ConfigError(
-            f"{asked_by}={size}: {table.spec.architecture} subtracts one half of the heads from "
-            "the other, and devices share heads in a row. Use 1."
-        )
     spec, devices = table.spec, size // expert_parts
     split = _equal if equal else split_evenly
     places = make_places(size, expert_parts) if places is None else places
@@ -127,7 +123,8 @@ def make_plan(
         shared = mlp.shared if isinstance(mlp, Experts) else 0
         kind = a.heads, a.kv_heads, a.head_dim, mlp.ffn, shared, layer.experts
         if kind not in by_kind:
-            heads = split_heads(a.heads, a.kv_heads, size, equal)
+            halves = 1 if a.difference is None else 2
+            heads = split_heads(a.heads // halves, a.kv_heads // halves, size, equal)
             all_have = width("shared", shared) if shared else [Share(0, 0, 0)] * size
             experts: Sequence[Share | None] = [None] * size
             if isinstance(mlp, Experts) and expert_parts > 1:
@@ -150,7 +147,8 @@ class _Cut(NamedTuple):
     """One device's part of layers of one kind: its query heads, KV heads and MLP widths.
 
     The latter are those of the MLP or of every expert, and of an expert that all tokens share.
-    `experts` are those that it has, None for all.
+    `experts` are those that it has, None for all. Where one half of heads is subtracted from the
+    other, heads are pairs of both.
     """
 
     query: Share
@@ -168,13 +166,18 @@ class _Cut(NamedTuple):
             page = layer.page.head_dim
             for name, dim in (("text", layer.attention.head_dim - page), ("page", page)):
                 streams |= {f"{name}_{x}": self.query.times(dim) for x in "qkv"}
+        query, key = self.query, self.key
+        if layer.attention.difference is not None:
+            for name, share, dim in (("q", query, q), ("k", key, k), ("v", key, v)):
+                streams |= {f"{name}{half}": share.times(dim) for half in (1, 2)}
+            query, key = query.times(2), key.times(2)
         is_whole = self.experts and self.ffn == Share(0, layer.mlp.ffn, layer.mlp.ffn)
         return {
             **experts,
             **streams,
-            **{"heads": self.query, "kv_heads": self.key},
-            **{"q": self.query.times(q), "k": self.key.times(k), "v": self.key.times(v)},
-            "given": self.query.times(v),
+            **{"heads": query, "kv_heads": key},
+            **{"q": query.times(q), "k": key.times(k), "v": key.times(v)},
+            "given": query.times(v),
             **({} if is_whole else dict.fromkeys(("ffn", "gate", "up"), self.ffn)),
             **dict.fromkeys(("shared", "shared_gate", "shared_up"), self.shared),
         }
@@ -184,7 +187,9 @@ class _Cut(NamedTuple):
         query, slopes = self.query, layer.attention.alibi
         if slopes is not None:
             slopes = slopes[query.start : query.stop] + (0.0,) * (query.extent - query.real)
-        heads = {"heads": query.extent, "kv_heads": self.key.extent, "alibi": slopes}
+        halves = 1 if layer.attention.difference is None else 2
+        heads: dict[str, Any] = {"heads": halves * query.extent, "alibi": slopes}
+        heads["kv_heads"] = halves * self.key.extent
         attention = replace(layer.attention, **heads)
         cross = replace(layer.cross, **heads) if layer.cross else None
         mlp = replace(layer.mlp, ffn=self.ffn.extent)

@@ -223,6 +223,8 @@ def decoding(
     rows = 1 if dtypes == WHOLE and group == 1 else 16
     blocks = {"BLOCK_G": rows, "BLOCK_S": config.block, "STAGES": config.stages, "ROTARY": dim}
     arguments = {"num_warps": config.warps, "dtypes": dtypes} | arguments
+    arguments["EARLY"] = "CODES" not in arguments and "table_ptr" not in arguments
+    arguments["THREADS"] = 32 * config.warps
     return (
         "decode_attention",
         "_decode_attention_kernel",

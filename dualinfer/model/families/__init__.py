@@ -31,6 +31,7 @@ from . import (
     llama,
     llama4,
     longcat,
+    mllama,
     mobilebert,
     modernbert,
     mpt,
@@ -52,7 +53,7 @@ _FAMILIES: dict[str, ModuleType] = {
         *(llama, gemma, gemma4, gpt2, gpt_neo, gpt_neox, gptj, opt, bloom, bert, relatives),
         *(falcon, mpt, fairseq, modernbert, deberta, mobilebert, lilt, clip, vit),
         *(bart, t5, t5gemma, encoder_decoder, whisper, deepseek, llama4, multimodal, dbrx),
-        *(layered, ctrl, longcat),
+        *(layered, ctrl, longcat, mllama),
     )
     for model_type in family.CLASSES
 }

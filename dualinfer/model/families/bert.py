@@ -63,6 +63,9 @@ def describe(fields: ConfigFields, architecture: str) -> tuple[ModelSpec, Weight
     table_size = 0 if kind.rope else positions
     adapter, adapter_rows = _adapter(fields, kind, norm, embed, activation)
     layer = Layer(attention, mlp, norm, "pre" if kind.end else "post", adapter=adapter)
+    layers = [layer] * len(groups)
+    if kind.windowed:
+        layers = [_windowed(layer, n) for n in _windows(fields, kind.windowed, count)]
     head, head_rows, ties = _head(fields, kind, architecture, norm, activation, factored)
     is_normed = kind.embed_norm and (kind.norm_flag is None or fields.flag(kind.norm_flag, False))
     spec = ModelSpec(
@@ -70,7 +73,7 @@ def describe(fields: ConfigFields, architecture: str) -> tuple[ModelSpec, Weight
         architecture=architecture,
         vocab=vocab,
         embed=embed,
-        layers=(layer,) * len(groups),
+        layers=tuple(layers),
         max_positions=positions if pad is None else positions - pad - 1,
         learned_positions=table_size,
         pad=pad,
@@ -98,6 +101,23 @@ def describe(fields: ConfigFields, architecture: str) -> tuple[ModelSpec, Weight
         optional="pooler.",
     )
     return spec, table
+
+
+def _windows(fields: ConfigFields, name: str, count: int) -> list[int]:
+    """Of each layer the tokens in a window, an even number; one number is that of all."""
+    given = fields.take(name)
+    sizes = list(given) if isinstance(given, list | tuple) else [given] * count
+    if len(sizes) != count or any(type(n) is not int or n < 2 or n % 2 for n in sizes):
+        raise ModelError(
+            f"config.json has {name}={shown(given)}; expected an even number of tokens, or one "
+            f"for each of {count} layers."
+        )
+    return sizes
+
+
+def _windowed(layer: Layer, size: int) -> Layer:
+    """The layer where a token sees half of `size` on either side, and itself."""
+    return replace(layer, attention=replace(layer.attention, window=size // 2 + 1))
 
 
 def _activation(fields: ConfigFields, kind: Kind, name: str) -> Activation:

@@ -87,6 +87,7 @@ class Kind:
     summaries: Mapping[str, Mapping[str, tuple[Any, ...]]] = field(default_factory=dict)
     head_activations: Mapping[str, str] = field(default_factory=dict)
     poolings: Mapping[str, Pooling] = field(default_factory=dict)
+    windowed: str | None = None  # a field of the tokens that a layer sees, half on either side
     packed: str | None = None  # where files may have queries, keys and values as one
     packed_up: str | None = None  # where they may have up and gate as one, in this order
 
@@ -106,6 +107,8 @@ _DATA2VEC: dict[str, Any] = {**_ROBERTAS, "name": "Data2VecText", "base": "data2
 _XMOD: dict[str, Any] = {**_ROBERTAS, "name": "Xmod"}
 _BEFORE: dict[str, Any] = {**_ROBERTAS, "name": "RobertaPreLayerNorm"}
 _BEFORE |= {"base": "roberta_prelayernorm.", "end": "LayerNorm"}
+_LONG: dict[str, Any] = {**_ROBERTAS, "name": "Longformer", "base": "longformer."}
+_LUKE: dict[str, Any] = {**_ROBERTAS, "name": "Luke", "base": "luke."}
 _XL: dict[str, Any] = {**_ROBERTAS, "name": "XLMRobertaXL", "end": "encoder.LayerNorm"}
 _LATER: dict[str, Any] = {  # as transformers names parts since 5
     "layer": "layers.{i}.",
@@ -171,6 +174,33 @@ KINDS = {
     ),
     "xlm-roberta-xl": Kind(
         **_XL, norms=("attention.self_attn_layer_norm", "LayerNorm"), embed_norm=None
+    ),
+    # Without what sees all tokens: heads for a text as a whole make their first tokens such.
+    "longformer": Kind(
+        **{**_LONG, "heads": {}},
+        classes=_HEADS[1:2],
+        buffers=(r"\.self\.(query|key|value)_global\.",),
+        ignored=("sep_token_id",),
+        required={"onnx_export": False},
+        windowed="attention_window",
+    ),
+    # Without entities, of which HF takes none where a caller names none.
+    "luke": Kind(
+        **{**_LUKE, "heads": {}},
+        classes=(*_HEADS, _SPAN),
+        buffers=(
+            r"\.self\.(w2e|e2w|e2e)_query\.",
+            r"(^|\.)(entity_embeddings|entity_predictions)\.",
+        ),
+        ignored=(
+            *(
+                "classifier_dropout",
+                "entity_vocab_size",
+                "entity_emb_size",
+                "cls_entity_prediction",
+            ),
+            "use_entity_aware_attention",
+        ),
     ),
     "megatron-bert": Kind(
         *("MegatronBert", "bert.", _BERT_MASKED),
@@ -343,6 +373,13 @@ KINDS = {
             for i in "*0"
         ),
         buffers=(r"(^|\.)contact_head\.", r"\.self\.rotary_embeddings\.inv_freq$"),
+    ),
+    "splinter": Kind(
+        *("Splinter", "splinter.", None),
+        classes=(),
+        unread=("splinter_qss.",),
+        pooler=None,
+        ignored=("question_token_id", "initializer_range"),
     ),
     "xlm": Kind("XLM", **_XLM),
     "flaubert": Kind("Flaubert", **_XLM),

@@ -25,8 +25,9 @@ class Kind:
     families HF reads partial_rotary_factor. `always` are fields of the makers' own code with what
     HF takes for granted, a tuple of several; `twins` are such that say again what a field of HF's
     does; `ignored` ones change nothing at inference. `sub_norms` are HF's names of the norms before
-    the products back of attention and MLP. `base` is HF's class without a head where its
-    name is no other's with an end of its own.
+    the products back of attention and MLP. Tensors of `unused` patterns change no text. `base` is
+    HF's class without a head where its name is no other's with an end of its own; a kind that
+    `only` others are around has no other.
     """
 
     name: str
@@ -63,11 +64,15 @@ class Kind:
     always: Mapping[str, Any] = field(default_factory=dict)
     twins: Mapping[str, str] = field(default_factory=dict)
     ignored: tuple[str, ...] = ()
+    unused: tuple[str, ...] = ()
     base: str | None = None
+    only: bool = False
 
     @property
     def classes(self) -> tuple[str, ...]:
         """HF's classes, with a head and without."""
+        if self.only:
+            return (f"{self.name}Model",)
         return f"{self.name}ForCausalLM", self.base or f"{self.name}Model", *self.also
 
 
@@ -159,6 +164,7 @@ KINDS = {
         ignored=("hidden_dropout",),
     ),
     "arcee": Kind("Arcee", mlp=("up_proj", "down_proj"), gated=False, mlp_bias="mlp_bias"),
+    "aria_text": Kind("AriaText", **_LLAMA, always={"hidden_act": "silu"}),  # that of experts
     "bitnet": Kind("BitNet", sub_norms=("self_attn.attn_sub_norm", "mlp.ffn_sub_norm")),
     "cohere": Kind(
         *("Cohere",),
@@ -186,6 +192,7 @@ KINDS = {
         ignored=_COHERE2,
     ),
     "cwm": Kind("Cwm", qkv_bias=False, out_bias=False),
+    "deepseek_ocr2_text": Kind("DeepseekOcr2Text", **_LLAMA, only=True),
     "diffllama": Kind("DiffLlama", ignored=("lambda_std_dev",)),  # of training's start
     "dots1": Kind("Dots1", qk_norm=True, ignored=_WINDOWED),
     "ernie4_5": Kind(
@@ -368,6 +375,19 @@ KINDS = {
         # Of the makers' own code, where these ask for nothing else.
         always={"full_attn_mod": 1, "interpolate_factor": 1, "lm_head_bias": False},
         ignored=("embd_pdrop", "resid_pdrop", ORIGINAL),
+    ),
+    "phi4_multimodal": Kind(
+        *("Phi4Multimodal",),
+        partial=True,
+        **dict.fromkeys(("qkv_bias", "out_bias"), False),
+        qkv="qkv_proj",
+        mlp=("gate_up_proj", "down_proj"),
+        # What sees and hears, which HF does not ask where a call gives input_ids alone.
+        unused=(r"^(model\.)?embed_tokens_extend\.",),
+        ignored=(
+            *("embd_pdrop", "resid_pdrop", ORIGINAL, "vision_config", "audio_config"),
+            *("embd_layer", "img_processor", "audio_processor", "vision_lora", "speech_lora"),
+        ),
     ),
     "phimoe": Kind(
         *("Phimoe", ("PhiMoEForCausalLM",)),

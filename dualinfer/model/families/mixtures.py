@@ -74,17 +74,31 @@ _LATENT = ("axk1", "deepseek_v2", "deepseek_v3", "glm4_moe_lite", "mistral4")  #
 _DEEPSEEKS = ("dots1", "exaone_moe", "glm4_moe", "mimo_v2_flash", "solar_open", *_LATENT)
 # Those whose mlp_layer_types says which layers are mixtures.
 _LISTED = ("axk1", "cohere2_moe", "exaone_moe", "glm4_moe_lite", "hy_v3", "mellum")
-_LISTED += ("laguna", "mimo_v2_flash")
+_LISTED += ("deepseek_ocr2_text", "laguna", "mimo_v2_flash")
 _SEVERAL = Mixture(shared="mlp.shared_experts", shares="num_shared_experts")
 _TRAINED = ("aux_loss_alpha", "seq_aux")
 MIXTURES: Mapping[str, Mixture] = {
     "afmoe": replace(_SEVERAL, router="router.gate", choice_bias="expert_bias"),
+    "aria_text": Mixture(
+        router="router",
+        shared="mlp.shared_experts",
+        shares="moe_num_shared_experts",
+        turned=True,
+        count="moe_num_experts",
+        chosen="moe_topk",
+        ffn="intermediate_size",
+        renames=(
+            (".mlp.experts.gate_up_proj", ".mlp.experts.fc1.weight"),
+            (".mlp.experts.down_proj", ".mlp.experts.fc2.weight"),
+        ),
+    ),
     "axk1": replace(
         _DEEPSEEK,
         renames=((".mlp.post_mlp_layernorm.", ".post_mlp_layernorm."),),
         unused=(r"\.post_mlp_layernorm\.",),  # that of dense layers, which have none
     ),
     "cohere2_moe": replace(_SEVERAL, ffn="intermediate_size"),
+    "deepseek_ocr2_text": replace(_DEEPSEEK, choice_bias=None, ignored=_TRAINED),
     "deepseek_v2": replace(_DEEPSEEK, choice_bias=None, ignored=_TRAINED),
     "deepseek_v3": replace(_DEEPSEEK, ignored=_TRAINED),
     "dots1": _DEEPSEEK,
@@ -251,9 +265,9 @@ def _chosen(fields: ConfigFields, name: str, layer: int, layers: int) -> int:
 def _router(fields: ConfigFields) -> Router:
     """How a family's router chooses, but for how many."""
     family = fields.family
-    if family in ("gpt_oss", "granitemoe", "granitemoe_swa", "granitemoeshared"):
+    if family in ("aria_text", "gpt_oss", "granitemoe", "granitemoe_swa", "granitemoeshared"):
         return Router(0, "chosen")
-    if family == "deepseek_v2":
+    if family in ("deepseek_ocr2_text", "deepseek_v2"):
         fields.require("norm_topk_prob", False)  # HF's router does not read it
         fields.require("scoring_func", "softmax")
         fields.require("topk_method", "greedy", "group_limited_greedy")

@@ -14,13 +14,15 @@ from typing import Any
 from ...errors import ModelError, UnservedError, shown
 from ..spec import Head, ModelSpec
 from ..weights import WeightTable
-from . import deepseek, gemma, llama, relatives
+from . import deepseek, gemma, gpt_neox, llama, mllama, relatives
 from .fields import ConfigFields
 from .heads import under
 from .kinds import KINDS
 
 _MODULES: dict[str, ModuleType] = {
-    family: module for module in (llama, gemma, relatives, deepseek) for family in module.CLASSES
+    family: module
+    for module in (llama, gemma, relatives, deepseek, gpt_neox, mllama)
+    for family in module.CLASSES
 }
 _QWENS = ("qwen2", "qwen2_moe", "qwen3", "qwen3_moe")
 # Decoders that HF makes of any text_config; those of no row here have a head with biases.
@@ -65,7 +67,8 @@ class Wrapper:
     heard, beside `_MEDIA`, and `of_text` are such in its text_config. HF `ties` the head to the
     embedding where the config says so, or never does. Where it `scales`, logits have the decoder's
     own factor or cap. Where it `masks_labels`, tokens that the mask hides count in no loss. If
-    it `counts`, positions are those of the tokens that the mask shows.
+    it `counts`, positions are those of the tokens that the mask shows. `head` is the end of the
+    name of HF's class with a head. Where it `prefixes`, HF takes token types of 0 for a prefix.
     """
 
     name: str
@@ -79,11 +82,13 @@ class Wrapper:
     scales: bool = False
     masks_labels: bool = False
     counts: bool = False
+    head: str = "ForConditionalGeneration"
+    prefixes: bool = False
 
     @property
     def classes(self) -> tuple[str, str]:
         """HF's classes, with a head and without."""
-        return f"{self.name}ForConditionalGeneration", f"{self.name}Model"
+        return f"{self.name}{self.head}", f"{self.name}Model"
 
 
 @dataclass(frozen=True)
@@ -111,6 +116,7 @@ class Text:
 _LLAVA = ("vision_tower", "multi_modal_projector")
 # Of the makers' own code, which HF reads nowhere.
 _HUNYUAN = (*KINDS["hunyuan_v1_dense"].ignored, *KINDS["hunyuan_v1_dense"].always)
+_OCR_PARTS = ("sam_model", "qwen2_model", "projector", "view_seperator")  # of the makers' files
 _TILES = ("image_grid_pinpoints", "use_image_newline_parameter")
 _HEARS = ("audio_tower", "multi_modal_projector")
 _IDEFICS = {
@@ -136,7 +142,24 @@ _OMNI: dict[str, Any] = {
     ),
     "counts": True,
 }
+_GRANITE_SPEECH: dict[str, Any] = {
+    "texts": _ANY,
+    "parts": ("encoder", "projector"),
+    "renames": _NESTED,
+    "masks_labels": True,
+    "ignored": (
+        *("encoder_config", "projector_config", "has_lora_adapter", "downsample_rate"),
+        "window_size",
+    ),
+}
 WRAPPERS: dict[str, Wrapper] = {
+    "aria": Wrapper(
+        *("Aria", ("aria_text",), _LLAVA, _NESTED),
+        ignored=(
+            "projector_patch_to_query_dict",
+            "max_value_projector_patch_to_query_dict",
+        ),
+    ),
     "audioflamingo3": Wrapper(
         *("AudioFlamingo3", _ANY, _HEARS, _NESTED), ties=False, ignored=("projector_bias",)
     ),
@@ -149,6 +172,11 @@ WRAPPERS: dict[str, Wrapper] = {
         ignored=("downsample_factor", "alignment_intermediate_size"),
     ),
     "cohere_compass": Wrapper("CohereCompass", ("cohere_compass_text",), ("visual",), scales=True),
+    "deepseek_ocr2": Wrapper(
+        *("DeepseekOcr2", ("deepseek_ocr2_text",)),
+        (*_LLAVA, "view_separator", *_OCR_PARTS),
+        (*_FLAT, ("model.language_model.", "")),
+    ),
     "deepseek_vl": Wrapper("DeepseekVL", _ANY, ("vision_model", "aligner")),
     "deepseek_vl_hybrid": Wrapper(
         "DeepseekVLHybrid",
@@ -161,6 +189,12 @@ WRAPPERS: dict[str, Wrapper] = {
     ),
     "exaone4_5": Wrapper("Exaone4_5_", ("exaone4",), ("visual", "mtp")),
     "fast_vlm": Wrapper("FastVlm", _ANY, _LLAVA),
+    "fun_asr_nano": Wrapper("FunAsrNano", _ANY, _HEARS, ignored=("adaptor_config",)),
+    "fuyu": Wrapper(
+        *("Fuyu", ("persimmon",), ("vision_embed_tokens",), _NESTED),
+        ignored=("image_size", "patch_size", "num_channels"),
+        head="ForCausalLM",
+    ),
     "glm4v": Wrapper("Glm4v", ("glm4v_text",), ("visual",)),
     "glm46v": Wrapper("Glm46V", ("glm4v_text", "glm4v_moe_text"), ("visual",)),
     "glm4v_moe": Wrapper("Glm4vMoe", ("glm4v_moe_text",), ("visual",)),
@@ -178,17 +212,28 @@ WRAPPERS: dict[str, Wrapper] = {
         ),
         scales=True,
     ),
-    "granite_speech": Wrapper(
-        *("GraniteSpeech", _ANY, ("encoder", "projector"), _NESTED),
-        masks_labels=True,
-        ignored=(
-            *("encoder_config", "projector_config", "has_lora_adapter", "downsample_rate"),
-            "window_size",
-        ),
+    "granite_docling": Wrapper(
+        "GraniteDocling",
+        ("granite_docling_text",),
+        ("vision_model", "connector", "density_router"),
+        decoder="text_model",
+        ignored=tuple(f"density_router_{x}" for x in ("hidden_size", "threshold", "loss_weight")),
+        scales=True,
     ),
+    "granite_speech": Wrapper("GraniteSpeech", **_GRANITE_SPEECH),
+    "granite_speech_plus": Wrapper("GraniteSpeechPlus", **_GRANITE_SPEECH),
     "hunyuan_vl": Wrapper(
         *("HunYuanVL", ("hunyuan_vl_text",), ("vision_tower", "vit"), _FLAT),
         ignored=("im_start_id", "im_end_id", "im_newline_id", *_HUNYUAN),
+    ),
+    "hyperclovax_vision_v2": Wrapper(
+        *(
+            "HyperCLOVAXVisionV2",
+            ("hyperclovax",),
+            ("vision_model", "projector", "vision_projector"),
+        ),
+        renames=(("lm_head.", "model.language_model.lm_head."),),
+        scales=True,
     ),
     "idefics2": Wrapper("Idefics2", _ANY, **_IDEFICS),
     "idefics3": Wrapper("Idefics3", _ANY, **_IDEFICS),
@@ -230,6 +275,14 @@ WRAPPERS: dict[str, Wrapper] = {
         *("Mistral3", ("mistral", "ministral3", "mistral4"), _LLAVA, _NESTED),
         ignored=("spatial_merge_size",),
     ),
+    "mllama": Wrapper(
+        *("Mllama", ("mllama_text_model",), ("vision_model", "multi_modal_projector"), _NESTED),
+        ties=False,
+    ),
+    "moss_transcribe_diarize": Wrapper(
+        *("MossTranscribeDiarize", _ANY, _HEARS),
+        ignored=("audio_merge_size", "audio_chunk_size", "projector_bias"),
+    ),
     "musicflamingo": Wrapper(
         *("MusicFlamingo", _ANY, (*_HEARS, "pos_emb"), _NESTED),
         ties=False,
@@ -249,10 +302,19 @@ WRAPPERS: dict[str, Wrapper] = {
             "weight_share_add_bias",
         ),
     ),
+    "paligemma": Wrapper(
+        *("PaliGemma", ("gemma", "gemma2"), _LLAVA, _NESTED),
+        ignored=("projection_dim",),
+        # Images see both ways, and prefixes; HF's masks for a text alone are causal.
+        of_text=("num_image_tokens",),
+        scales=True,
+        prefixes=True,
+    ),
     "perception_lm": Wrapper(
         *("PerceptionLM", _ANY, _LLAVA),
         ignored=("vision_use_cls_token", "projector_pooling_ratio"),
     ),
+    "pp_chart2table": Wrapper(*("GotOcr2", _ANY, _LLAVA, _NESTED)),
     "qianfan_ocr": Wrapper(
         *("QianfanOCR", _ANY, (*_LLAVA, "vision_model", "mlp1")),
         renames=(*_NESTED, (".layers.", ".encoder.layers.")),  # as of kimi_k25
@@ -262,6 +324,10 @@ WRAPPERS: dict[str, Wrapper] = {
     "qwen2_5_vl": Wrapper("Qwen2_5_VL", ("qwen2_5_vl_text",), ("visual",), _FLAT),
     "qwen2_audio": Wrapper(*("Qwen2Audio", _ANY, _HEARS, _NESTED), ties=False, masks_labels=True),
     "qwen2_vl": Wrapper("Qwen2VL", ("qwen2_vl_text",), ("visual",), _FLAT),
+    "qwen3_asr": Wrapper(
+        *("Qwen3ASR", _ANY, _HEARS),
+        ignored=("timestamp_token_id", "token_classification_bias"),
+    ),
     "qwen3_omni_moe_thinker": Wrapper(*("Qwen3OmniMoeThinker", ("qwen3_omni_moe_text",)), **_OMNI),
     "qwen3_vl": Wrapper("Qwen3VL", ("qwen3_vl_text",), ("visual",)),
     "qwen3_vl_moe": Wrapper("Qwen3VLMoe", ("qwen3_vl_moe_text",), ("visual",)),
@@ -291,6 +357,7 @@ TEXTS: dict[str, Text] = {
     "glm4v_text": Text("Glm4vTextModel", "glm4", {"attention_bias": True}, share=True),
     "glm_ocr_text": Text("GlmOcrTextModel", "glm4", {"attention_bias": False}, predicts=True),
     "granite4_vision_text": Text("Granite4VisionTextModel", "granite", packs=True),
+    "granite_docling_text": Text("GraniteDoclingTextModel", "granite", packs=True),
     "hunyuan_vl_text": Text("HunYuanVLTextModel", "hunyuan_v1_dense"),
     "paddleocr_vl_text": Text(
         *("PaddleOCRTextModel", "llama"),
@@ -328,7 +395,8 @@ def describe(fields: ConfigFields, architecture: str) -> tuple[ModelSpec, Weight
         )
     # Whether the head repeats the embedding the outer config says.
     tied = wrapper.ties and fields.flag("tie_word_embeddings", False)
-    inner = ConfigFields(family, {**text, "tie_word_embeddings": tied})
+    off = {"use_bidirectional_attention": None} if wrapper.prefixes else {}
+    inner = ConfigFields(family, {**text, **off, "tie_word_embeddings": tied})
     has_head = "For" in architecture
     spec, table = _decoder(inner, has_head)
     inner.ignore("quantization_config", *_TOKENS, *wrapper.of_text)  # the first is of the weights
@@ -338,6 +406,7 @@ def describe(fields: ConfigFields, architecture: str) -> tuple[ModelSpec, Weight
     fields.ignore(*beside, *_BESIDE)  # HF reads them in the text_config
     table = under(table, f"model.{wrapper.decoder}.")
     spec = replace(spec, masks_labels=wrapper.masks_labels, positions_from_mask=wrapper.counts)
+    spec = replace(spec, prefixes=wrapper.prefixes)
     if has_head and not wrapper.scales:
         spec = replace(spec, head=Head("causal"))
     parts = "|".join(map(re.escape, wrapper.parts))
@@ -377,7 +446,8 @@ def _decoder(fields: ConfigFields, has_head: bool) -> tuple[ModelSpec, WeightTab
         if own.share:
             fields.require("head_dim", fields.split("hidden_size", "num_attention_heads")[2])
         fields = fields.of_family(own.family, changes)
-    head, base = _MODULES[fields.family].CLASSES[fields.family][:2]
+    *_, base = names = _MODULES[fields.family].CLASSES[fields.family][:2]
+    head = f"{base}ForCausalLM" if len(names) == 1 else names[0]
     spec, table = _MODULES[fields.family].describe(fields, head if has_head else base)
     if own is not None and own.turned:
         layers = {

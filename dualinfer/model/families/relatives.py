@@ -20,6 +20,7 @@ from .rope import make_rope, reach, ropes_by_kind, rotary_size
 _ROPES_BY_KIND = ("cohere_compass_text", "mellum", "olmo3")
 _SWAS = ("granite_swa", "granitemoe_swa")
 _SINKS = ("flint", "gpt_oss", *_SWAS)
+_PHIS = "phi3", "phi4_multimodal"
 _MSCALES = "short_mscale", "long_mscale"
 _GRANITES = ("granite", "granitemoe", "granitemoehybrid", "granitemoeshared", "hyperclovax")
 _GRANITES += _SWAS
@@ -53,7 +54,7 @@ def describe(fields: ConfigFields, architecture: str) -> tuple[ModelSpec, Weight
         size, turning = head_dim, own
         if kind.partial:
             size, turning = rotary_size(own, head_dim), {**own, "partial_rotary_factor": None}
-        rope = make_rope(turning, size, positions, kind.interleaved, fields.family == "phi3")
+        rope = make_rope(turning, size, positions, kind.interleaved, fields.family in _PHIS)
         if rope.rereads:  # HF's generate begins anew by one field, its model by the other
             fields.require(ORIGINAL, rope.original)
         if fields.family == "phimoe":
@@ -222,7 +223,7 @@ def _attentions(fields: ConfigFields) -> list[tuple[int | None, str | None]]:
     layer's theta.
     """
     count, family = fields.layers("num_hidden_layers"), fields.family
-    if family in ("starcoder2", "phi3", "phimoe", "ministral3", "mixtral", "qwen3_moe"):
+    if family in ("starcoder2", *_PHIS, "phimoe", "ministral3", "mixtral", "qwen3_moe"):
         window = fields.take("sliding_window")
         return [(None if window is None else fields.size("sliding_window"), "")] * count
     if family == "granitemoehybrid":
@@ -308,6 +309,11 @@ def _table(
     layer = [r for n, name in names.items() for r in _norm(kind, norm, n, f"{hf}{name}")]
     if kind.qkv:
         layer += make.linear("qkv", f"{hf}self_attn.{kind.qkv}", "q+k+v embed", qkv_bias)
+    elif fields.family == "diffllama":  # by halves, of which devices share the pairs
+        for part, rest in (("weight", " embed"), ("bias", ""))[: 1 + qkv_bias]:
+            parts = {f"{x}1+{x}2": f"{hf}self_attn.{name}.{part}" for x, name in make.QKV.items()}
+            sources = [(name, axes + rest) for axes, name in parts.items()]
+            layer.append(row(f"qkv.{part}", "+".join(parts) + rest, *sources))
     else:
         layer += make.joined("qkv", hf + "self_attn.{p}", make.QKV, qkv_bias)
     if kind.weighted:
@@ -334,7 +340,7 @@ def _table(
         outer += _norm(kind, norm, "embed_norm", "")
     if head_bias and spec.head:
         outer.append(row("head.bias", "vocab", ("lm_head.bias", "vocab")))
-    unused = [r"rotary_emb\.inv_freq$"]
+    unused = [r"rotary_emb\.inv_freq$", *kind.unused]
     if own:
         unused += [*own.unused, rf"^(model\.)?layers\.{len(spec.layers)}\."]
     table = make.causal_table(

@@ -185,6 +185,8 @@ class ModelSpec:
       those of a sequence's other tokens are times 0.88 over the share that these have in it, as
       dropout in training made them (ESM-2). If the model `blanks`, what a mask hides enters the
       first layer as zeros; if it `masks_labels`, the labels of that count in no loss (Qwen2-Audio).
+    - `prefixes`: token types are none of the embedding's. In HF those of 0 mark a prefix whose
+      tokens see one another both ways, which is not served (PaliGemma).
 
     From embeddings to layers:
 
@@ -225,6 +227,7 @@ class ModelSpec:
     blanks: bool = False
     packs: bool = True
     masks_labels: bool = False
+    prefixes: bool = False
     token_types: int = 0
     token_types_from_vocab: bool = False
     boxes: int = 0
@@ -323,6 +326,11 @@ class ModelSpec:
         inner = {
             **{"heads": attention.heads, "kv_heads": attention.kv_heads},
             **{"head_dim": attention.head_dim, "q": q, "k": k, "v": v},
+            **{
+                f"{x}{half}": n // 2
+                for x, n in zip("qkv", (q, k, v), strict=True)
+                for half in (1, 2)
+            },
             "given": attention.heads * attention.head_widths[2],  # by heads, to a product
             **dict.fromkeys(("ffn", "gate", "up"), mlp.ffn),
             "buckets": attention.bias.buckets if attention.bias else 0,

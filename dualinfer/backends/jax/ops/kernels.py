@@ -2,7 +2,8 @@
 
 Which kernel serves a call follows from its shapes alone: products with few rows read the weights
 once, with everything around them fused; those with many are XLA's, as are prompts' norms and
-activations, which XLA fuses as well.
+activations, which XLA fuses as well. GELU by the error function and LayerNorm of a sum take XLA
+twice as long, and are ours.
 """
 
 import copy
@@ -16,6 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from ....kernels.triton import activation as activations
 from ....kernels.triton import (
     eight_bit,
     embedding,
@@ -78,10 +80,12 @@ class KernelOps(KernelAttention):
         "matmul": f"Triton, fused, up to {linear.MOST_ROWS} rows; XLA above",
         "embed": "Triton",
         "rms_norm": "Triton, fused into the product of a single row; XLA for prompts",
-        "layer_norm": "Triton, fused into the product of a single row; XLA for prompts",
+        "layer_norm": (
+            "Triton, fused into the product of a single row; XLA for prompts, but for sums of them"
+        ),
         "qk_norm": "Triton, fused with rotary; LayerNorm, own weights and all heads as one apart",
         "rotary": "Triton, fused with the append to the cache",
-        "activation": "Triton, fused into products with few rows; XLA for prompts",
+        "activation": "Triton, fused into products with few rows; XLA for prompts, but for GELU",
         "router": "Triton, with norm and choice in one launch",
         "experts": (
             f"Triton, fused, up to {experts_choice.MOST_VECTORS} tokens; above by experts on the "
@@ -133,7 +137,8 @@ class KernelOps(KernelAttention):
     def norm(self, x: jax.Array, norm: NormOf, residual: jax.Array | None = None) -> jax.Array:
         """See `PlainOps.norm`."""
         rows = math.prod(x.shape[:-1])
-        if rows > linear.MOST_ROWS or norm.spec.kind == "affine":
+        fused = norm.spec.kind == "layer" and residual is not None
+        if norm.spec.kind == "affine" or (rows > linear.MOST_ROWS and not fused):
             return super().norm(x, norm, residual)
         return self._normed(x, norm, residual, rows)
 
@@ -293,9 +298,21 @@ class KernelOps(KernelAttention):
     def matmul(self, x: jax.Array, weight: Weight, bias: jax.Array | None) -> jax.Array:
         """See `PlainOps.matmul`; the pieces of a weight are multiplied one by one."""
         if not weight.pieces:
-            return super().matmul(x, weight, bias)
+            many = math.prod(x.shape[:-1]) > linear.MOST_ROWS
+            if bias is None or not (many and self._on_gpu):
+                return super().matmul(x, weight, bias)
+            # cuBLAS adds the bias before it rounds; XLA has it do so where no float32 is asked for.
+            return super().matmul(x, weight, None) + bias.astype(x.dtype)
         y = jnp.concatenate([self.linear(x, piece) for piece in weight.pieces], -1)
         return y if bias is None else y + bias
+
+    def activated(self, y: jax.Array, by: Neighbours) -> jax.Array:
+        """See `PlainOps.activated`."""
+        if by.gated or by.activation != "gelu":
+            return super().activated(y, by)
+        how: dict[str, Any] = {"pdl": self.starts_early(math.prod(y.shape[:-1]))}
+        with jax.named_scope("activation"):
+            return call(activations.activation, y, "gelu", **how, capability=self.capability)[0]
 
     def _with_values(self, x: jax.Array, weight: Weight) -> tuple[jax.Array, Weight]:
         """The operands of a plain product, without the codes that a kernel knows."""

@@ -253,13 +253,17 @@ class PlainBlocks:
     def linear(self, x: jax.Array, weight: Weight, by: Neighbours = ALONE) -> jax.Array:
         """See `contract.BlockOps.linear`."""
         y = self.matmul(PlainBlocks.norm(self, x, by.norm) if by.norm else x, weight, by.bias)
-        if by.activation is not None:
-            y = (primitives.gated_activation if by.gated else primitives.activation)(
-                y, by.activation
-            )
+        y = self.activated(y, by)
         if by.residual is not None:
             y = by.residual + y
         return y.astype(jnp.float32) if by.wide else y
+
+    def activated(self, y: jax.Array, by: Neighbours) -> jax.Array:
+        """What is behind a product, if anything: an activation, with the gate of [..., 2F]."""
+        if by.activation is None:
+            return y
+        act = primitives.gated_activation if by.gated else primitives.activation
+        return act(y, by.activation)
 
     def read(self, x: Unnormed, weight: Weight, by: Neighbours) -> tuple[jax.Array, jax.Array]:
         """See `contract.BlockOps.read`."""
