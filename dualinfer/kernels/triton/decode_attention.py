@@ -243,8 +243,8 @@ def _decode_attention_kernel(
     q_loaded = _load_head(q_at, inside, d, partner)
     # The new token's beside them, of the program that has it.
     k_at = qkv_ptr + (tl.full((1,), KV_HEADS * GROUP + kv_head, tl.int32) * DIM)[:, None]
-    NEW: tl.constexpr = -1 if CROSS else SPLITS - 1
-    new = (d[None, :] < DIM) & (split + tl.zeros((1, 1), tl.int32) == NEW)
+    has_it = split + tl.zeros((1, 1), tl.int32) == (-1 if CROSS else SPLITS - 1)
+    new = (d[None, :] < DIM) & has_it
     k_loaded = _load_head(k_at, new, d, partner)
     v_loaded = tl.load(k_at + KV_HEADS * DIM + d[None, :], mask=new, other=0.0)
     q = _head(q_loaded, turn, q_norm_ptr, q_gains, eps, DIM, NORM_TURNED).to(dtype)
