@@ -25,6 +25,7 @@ from .test_triton_quantized import make as make_matrix
 from dualinfer.kernels.triton import experts as module  # isort: skip
 from dualinfer.kernels.triton.experts import Mixture, experts  # isort: skip
 from dualinfer.kernels.triton.experts_choice import (  # isort: skip
+    ExpertsFragmentConfig,
     ExpertsTileConfig,
     ExpertsVectorConfig,
 )
@@ -35,6 +36,8 @@ from dualinfer.kernels.triton.routing import Routing  # isort: skip
 pytestmark = [needs_triton, pytest.mark.usefixtures(strict.__name__)]
 
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
+ONE = ExpertsFragmentConfig(1, 4, 2, 1, 1, 2)
+FRAGMENTS = "nvfp4", "int4", "int8", "int4 zeros", "fp8 blocks", "int8 zeros"
 FEW, MANY = ExpertsVectorConfig(16, 4, 32, 32, 4), ExpertsTileConfig(16, 16, 64, 4, 2, 32, 4)
 USED = ("mxfp4", "int8", "int4 zeros", "fp8 blocks")
 OTHERS = ("int4", "fp8", "nvfp4", "int8 zeros", "table")
@@ -103,6 +106,46 @@ def test_experts_in_16_bits_err_by_their_roundings(config):
     routing = make_routing(3, 5, 3)
     found = run(x, w, routing, config=config)
     assert_close(found, wanted_of(x, meant, routing), BFLOAT16, length=136, roundings=3)
+
+
+@pytest.mark.parametrize(
+    "form", ["mxfp4", *(pytest.param(f, marks=pytest.mark.slow) for f in FRAGMENTS)]
+)
+def test_one_token_goes_to_the_matrix_units_by_fragments(form):
+    """Its norm is fused, and rounds less than bfloat16 does."""
+    w, meant = layer(form, 64, 48, BFLOAT16)
+    x, g = normal(2, 1, 64, dtype=BFLOAT16), gain(BFLOAT16, 64)
+    residual, (chosen, weights) = normal(3, 1, 64, dtype=BFLOAT16), make_routing(1, 5, 3)
+    norm = NormArguments("rms", put(g), None, EPS)
+    own = put(np.array([0, 5], np.int32))
+    how = {"residual": residual, "norm": norm, "config": ONE, "sms": 1}
+    found = run(x, w | {"own": own}, (chosen, weights), **how, **GPT_OSS)
+    exact = reference.rms_norm(x.astype(FLOAT32), g.astype(FLOAT32), EPS)
+    wide = {name: part.astype(FLOAT32) for name, part in meant.items()}
+    expected = wanted_of(exact, wide, (chosen, weights), residual.astype(FLOAT32), **GPT_OSS)
+    error = found.astype(FLOAT32) - expected
+    assert np.sqrt((error**2).mean() / (expected**2).mean()) < 4e-3
+
+
+@pytest.mark.slow
+def test_devices_that_share_experts_out_add_up_by_fragments():
+    w, _ = layer("mxfp4", 64, 48, BFLOAT16)
+    x, routing = normal(2, 1, 64, dtype=BFLOAT16, scale=0.1), make_routing(1, 5, 3)
+    how = {"config": ONE, "dtype": "float32"}
+    whole = run(x, w, routing, **how)
+
+    def part(first: int, stop: int) -> np.ndarray:
+        def cut(weight: Any) -> Any:
+            if not isinstance(weight, Packed):
+                return weight[first:stop].contiguous()
+            arrays = (None if a is None else a[first:stop].contiguous() for a in weight[:4])
+            return Packed(*arrays, *weight[4:])
+
+        own = {name: cut(weight) for name, weight in w.items()}
+        own["own"] = put(np.array([first, stop], np.int32))
+        return run(x, own, routing, **how)
+
+    assert_close(part(0, 2) + part(2, 5), whole, FLOAT32, length=140)
 
 
 def test_a_norm_is_fused():

@@ -301,6 +301,7 @@ GROUPS = {"score": "sigmoid", "groups": 8, "groups_chosen": 4, "group_score": "t
 VECTOR = quantized.QuantizedVectorConfig(8, 32, 1)
 STREAM = quantized.QuantizedStreamConfig(4, 8, 2)
 FEW: Any = (("int4", 6144, 4096), {"normed": True})
+MXFP4_ROW = reading("fp4_e2m1", 28672, 4096, 32, scales="float8_e8m0fnu", gated=True, normed=True)
 INT4, INT8 = ("int4", 128, "bfloat16"), ("int8", 0, "float32")
 
 # Arguments: "*x" is a pointer to the variant's dtype, "*i64" one to that type, a type a scalar that
@@ -368,9 +369,9 @@ VARIANTS: list[Variant] = [
     product(128, 4096, 4096, **ADDED),
     reading("int4", 4096, 16384, config=VECTOR),
     reading("int4", 4096, 4096, config=STREAM),
-    reading("int4", 4096, 4096),
     reading("int8", 4096, 4096, 0, scales="float32"),
     reading(*FEW[0], **FEW[1]),
+    MXFP4_ROW,
     reading("uint4", 4096, 14336, zeros=True, scales="float16", dtypes=WHOLE),
     reading("int8", 4096, 16384, 0, config=VECTOR._replace(rows=4, quads=64), scales="float32"),
     reading("int8", 28672, 4096, 0, gated=True, normed=True, scales="float32"),
@@ -427,6 +428,7 @@ REPEATING: list[Variant] = [
     product(8, 4096, 14336, **ADDED),
     product(32, 14336, 4096, **SWIGLU),
     product(128, 4096, 1024, bias_ptr="*x", ACTIVATION="gelu"),
+    reading("int4", 4096, 4096),
     reading("fp4_e2m1", 4096, 14336, 32, scales="float8_e8m0fnu"),
     decoding(1, 32, 1, 80, ROTARY=32),
     decoding(1, 16, 1, 96, ROTARY=0, frequencies_ptr=None, slopes_ptr="*fp32"),
@@ -482,7 +484,7 @@ FLOATS = (
     *("sinks",),
 )
 TYPES |= {f"{name}_ptr": "*i64" for name in INTEGERS} | {f"{name}_ptr": "*fp32" for name in FLOATS}
-OPTIONS = ("num_warps", "num_stages", "enable_fp_fusion")
+OPTIONS = ("num_warps", "num_stages", "maxnreg", "enable_fp_fusion")
 SCALARS = ("i1", "i32", "i64", "fp32", "i32/16", "i64/16")
 
 
@@ -558,14 +560,18 @@ def facts(log: str, ptx: str) -> dict[str, int]:
         "spilled": int(found[1]) + int(found[2]),
         "registers": int(registers[1]),
         "wide": len(re.findall(wide, ptx)),
+        "fetched": ptx.partition("griddepcontrol.wait")[0].count("cp.async.bulk.prefetch.L2"),
         "wgmma": ptx.count("wgmma.mma_async"),
         "fed": len(re.findall(r"wgmma\.mma_async\S+\s*\{[^}]*\},\s*\{", ptx)),  # by registers
         "eight": len(re.findall(r"wgmma.mma_async\S+\.(?:f32\.e4m3\.e4m3|s32\.s8\.s8)", ptx)),
     }
 
 
-def loop(cubin: bytes) -> dict[str, int]:
-    """Of the longest loop: instructions, conversions of integers, moves of halves of words."""
+def loop(cubin: bytes) -> dict[str, Any]:
+    """Of the longest loop: instructions, conversions of integers, moves of halves of words.
+
+    And the order of products of the matrix units (H), codes' loads (L) and barriers (B).
+    """
     if not cubin:
         return {}
     from triton import knobs
@@ -582,9 +588,12 @@ def loop(cubin: bytes) -> dict[str, int]:
         if target and int(target[1], 16) < at:
             body = [own for place, own in lines if int(target[1], 16) <= place <= at]
             longest = max(longest, body, key=len)
+    marks = {"HMMA": "H", "LDG.E.EF": "L", "BAR.SYNC": "B"}
+    order = "".join(own for code in longest for mark, own in marks.items() if mark in code)
     conversions = sum("I2F" in code for code in longest)
     moves = sum(bool(re.search(r"STS\.U16|LDSM|SHFL\.IDX", code)) for code in longest)
-    return {"loop": len(longest), "conversions": conversions, "moves": moves}
+    counts = {"loop": len(longest), "conversions": conversions, "moves": moves}
+    return counts | {"order": re.sub(r"(.)\1+", r"\1", order)}
 
 
 def compiled(folder: Path, *dtypes: str) -> list[dict[str, Any]]:
@@ -632,9 +641,10 @@ VARIANTS += [
 MXFP4 = "fp4_e2m1", 32, "float8_e8m0fnu"
 VARIANTS += [
     *choosing_experts(1, 2880, 32, 4, 2880, biases=True, codes=MXFP4, **GPT_OSS)[1:],
-    *choosing_experts(1, 2048, 128, 8, 768, codes=INT4)[1:],
 ]
 REPEATING += [
+    *choosing_experts(1, 2048, 128, 8, 768, codes=INT4)[1:],
+    *choosing_experts(2, 2880, 32, 4, 2880, biases=True, codes=MXFP4, **GPT_OSS)[1:],
     *choosing_experts(64, 2880, 32, 4, 2880, biases=True, codes=MXFP4, **GPT_OSS)[3:6:2],
     *choosing_experts(512, 2880, 32, 4, 2880, biases=True, codes=MXFP4, **GPT_OSS)[3:4],
     *choosing_experts(1, 2048, 128, 8, 768, codes=INT8)[1:],
@@ -660,7 +670,9 @@ def report(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
 
 
 def test_no_kernel_spills(report):
-    assert not [line for line in report if line["spilled"]]
+    """But for a few words where a launch limits registers, so that programs run side by side."""
+    few = {True: 32, False: 0}
+    assert not [line for line in report if line["spilled"] > few["maxnreg" in line["variant"]]]
 
 
 @pytest.mark.slow
@@ -676,6 +688,12 @@ def test_kernels_load_16_bytes_at_a_time(report):
     narrow = ("order_pairs_kernel", "codes_tile_kernel")  # chunks of few columns share a scale
     rest = [line for line in report if line["kernel"] not in (*latency_bound, *narrow)]
     assert not [line for line in rest if not line["wide"]]
+
+
+def test_a_token_asks_for_keys_and_values_before_it_waits(report):
+    lines = [line for line in report if line["kernel"] == "_decode_attention_kernel"]
+    found = [line["fetched"] for line in lines]
+    assert 2 in found and found == [2 * ("'EARLY': True" in line["variant"]) for line in lines]
 
 
 def test_codes_become_values_by_few_instructions(report):
@@ -709,15 +727,26 @@ def test_tiles_of_codes_go_to_the_matrix_units_from_registers(report):
 def test_codes_are_the_matrix_units_operand_where_they_were_loaded(report):
     lines = {line["variant"]: line for line in report if line["kernel"] == "fragment_kernel"}
     # The results of a tile are written by other lanes than those that summed them.
-    assert lines and max(line["moves"] for line in lines.values()) <= 4
+    assert lines and max(line["moves"] for line in lines.values()) <= 8
     assert not [line for line in lines.values() if line["conversions"]]
 
     def each(case: Variant, weights: int) -> float:
         return lines[repr(case[2])]["loop"] / weights
 
-    # By the weights that a thread has of each turn; the loop has the end of a block in it.
-    assert each(reading(*FEW[0], **FEW[1]), 512) <= 1.6
-    assert each(reading("int4", 4096, 4096), 128) <= 3.2
+    # By the weights that a thread has of two turns; the loop has the ends of blocks in it.
+    assert each(reading(*FEW[0], **FEW[1]), 1024) <= 1.6
+    assert each(MXFP4_ROW, 512) <= 2.8
+
+
+def test_what_a_row_is_multiplied_with_next_is_asked_for_before_a_program_waits(report):
+    """Each of two turns asks for its codes anew behind its own products, not at the loop's end."""
+    lines = [
+        line for line in report if line["kernel"] in ("fragment_kernel", "up_fragments_kernel")
+    ]
+    two = [line for line in lines if "'TWO': False" not in line["variant"] and line["loop"]]
+    assert len(two) >= 3
+    for line in two:
+        assert re.search("L.*B.*H.*L.*B", line["order"]), line["variant"]
 
 
 def test_attention_of_prompts_runs_on_the_matrix_units(report):

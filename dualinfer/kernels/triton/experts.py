@@ -14,12 +14,15 @@ import triton
 from .activation import KINDS
 from .experts_choice import (
     ExpertsConfig,
+    ExpertsFragmentConfig,
     ExpertsTileConfig,
     ExpertsVectorConfig,
     default_config,
+    default_of_vectors,
     is_few,
 )
 from .experts_codes import codes_tile_kernel, down_codes_kernel, up_codes_kernel
+from .experts_fragments import down_fragments_kernel, up_fragments_kernel
 from .experts_kernels import down_vector_kernel, up_vector_kernel
 from .experts_tiles import (
     between_kernel,
@@ -36,8 +39,13 @@ from .quantized import (
     MASK,
     Packed,
     arrays_of,
+    columns_of_products,
     constants_of,
+    fragments_serve,
     in_order_of_nibbles,
+    masks_of,
+    most_registers,
+    raises_inputs,
     serves,
     values,
 )
@@ -162,15 +170,20 @@ def experts(
     if y.numel() == 0:
         return y
     chosen = routing.experts.shape[-1]
+    key = tuning_key(count, chosen, mixture, x.element_size())
     if config is None:
-        key = tuning_key(count, chosen, mixture, x.element_size())
         config = default_config(key, sms)
+    if isinstance(config, ExpertsFragmentConfig) and not _has_fragments(mixture):
+        config = default_of_vectors(key, sms)  # a key does not tell tables from other codes
     rows = x.reshape(count, width)
     residual = None if residual is None else residual.reshape(count, width)
     added = partial, residual
     if isinstance(config, ExpertsVectorConfig):
         few = _few_codes if isinstance(mixture.up, Packed) else _few
         few(rows, mixture, routing, norm, added, y, config, pdl)
+        return y
+    if isinstance(config, ExpertsFragmentConfig):
+        _few_fragments(rows, mixture, routing, norm, added, y, config, sms, pdl)
         return y
     if product is not None and mixture.own is not None:
         raise ValueError("A product by groups has no place for pairs of experts elsewhere.")
@@ -273,6 +286,69 @@ def _few_codes(
         num_warps=config.down_warps,
         pdl=pdl,
     )
+
+
+def _few_fragments(
+    x: Any,
+    mixture: Mixture,
+    routing: Routing,
+    norm: NormArguments | None,
+    added: tuple[Any, Any],
+    y: Any,
+    config: ExpertsFragmentConfig,
+    sms: int,
+    pdl: bool,
+) -> None:
+    """`_few_codes` on the matrix units, which take inputs of 16 bits."""
+    count, width = x.shape
+    if x.element_size() != 2 or config.warps * config.chunks * 512 < width * mixture.up.bits:
+        raise ValueError(f"{config} does not serve {x.dtype} of {width} columns.")
+    chosen, features = routing.experts.shape[-1], mixture.features
+    h = x.new_empty((count * chosen, features))
+    kind, *norm_arrays, eps = norm or (None, None, None, 0.0)
+    arrays, apart, meant = _codes(mixture.up)
+    blocks = chosen * triton.cdiv(features, 16 // mixture.parts)
+    launch(
+        up_fragments_kernel,
+        (min(blocks, sms * config.programs), count),
+        *(x, *arrays, mixture.up_bias, routing.experts, mixture.own, *norm_arrays, h, features),
+        *(apart, x.stride(0), eps, mixture.limit, masks_of(mixture.up, x, norm is not None)),
+        **{**meant, "CHOSEN": chosen, **_columns(mixture.up, config.chunks), "B": config.warps},
+        **{"T": config.chunks, "RAISE": raises_inputs(mixture.down, x), "NORM": kind},
+        **{**_ends(mixture), **most_registers(config.warps, config.programs)},
+        num_warps=config.warps,
+        pdl=pdl,
+    )
+    arrays, apart, meant = _codes(mixture.down)
+    blocks = triton.cdiv(width, 16 * config.down_tiles) * count
+    launch(
+        down_fragments_kernel,
+        (triton.cdiv(width, 16 * config.down_tiles), count),
+        *(h, *arrays, mixture.down_bias, *routing, mixture.own, *added, y, width, apart),
+        *(_stride(added[1]), masks_of(mixture.down, x)),
+        **{**meant, "CHOSEN": chosen, "ALL": next_power_of_2(chosen)},
+        **{**_columns(mixture.down, config.down_chunks), "B": config.down_warps},
+        **{"M": config.down_tiles, "T": config.down_chunks, "num_warps": config.down_warps},
+        **most_registers(config.down_warps, min(triton.cdiv(blocks, sms), 16 // config.down_warps)),
+        pdl=pdl,
+    )
+
+
+def _has_fragments(mixture: Mixture) -> bool:
+    """Whether the kernels of fragments know these experts' weights."""
+    weights = mixture.up, mixture.down
+    return mixture.shared is None and all(
+        isinstance(w, Packed)
+        and w.codes != "table"
+        and fragments_serve(w.bits, w.columns or w.width, w.width)
+        for w in weights
+    )
+
+
+def _columns(weight: Packed, chunks: int) -> dict[str, int]:
+    """The kernels' constants that say what the columns of a fragment's products are."""
+    columns, groups, slots = columns_of_products(1, weight.bits, weight.columns, chunks)
+    return {"N": columns, "PARTS": groups, "SLOTS": slots}
 
 
 def _stride(residual: Any) -> int:

@@ -5,6 +5,7 @@ from typing import NamedTuple, TypeAlias
 import triton
 
 from .launch import next_power_of_2
+from .quantized import chunks_of_warps, columns_of_products, fragments_serve
 from .tunable import SHARED_BYTES, Key, Kind, Tunable, powers
 
 MOST_VECTORS = 2  # tokens whose products are of matrices and vectors
@@ -18,6 +19,22 @@ class ExpertsVectorConfig(NamedTuple):
     down_rows: int
     down_columns: int
     down_warps: int
+
+
+class ExpertsFragmentConfig(NamedTuple):
+    """How the kernels run that take codes of few tokens to the matrix units in registers.
+
+    `programs` on each multiprocessor go through all tiles of gate and up; each of the `warps` of a
+    program sums `chunks` of 64 bytes of a row. A program of down has `down_tiles` of 16 results,
+    and its warps sum `down_chunks` at a time.
+    """
+
+    warps: int
+    chunks: int
+    programs: int
+    down_warps: int
+    down_tiles: int
+    down_chunks: int
 
 
 class ExpertsTileConfig(NamedTuple):
@@ -35,7 +52,7 @@ class ExpertsTileConfig(NamedTuple):
     down_warps: int
 
 
-ExpertsConfig: TypeAlias = ExpertsVectorConfig | ExpertsTileConfig
+ExpertsConfig: TypeAlias = ExpertsVectorConfig | ExpertsFragmentConfig | ExpertsTileConfig
 
 
 def is_few(tokens: int) -> bool:
@@ -70,20 +87,15 @@ def default_config(key: Key, sms: int) -> ExpertsConfig:
 
 def _default_of_codes(key: Key, load: float, sms: int) -> ExpertsConfig:
     """A configuration for quantized experts."""
-    _, tokens, chosen, _, features, width, itemsize, bits, columns, gated = key
+    _, tokens, _, _, _, _, itemsize, bits, columns, gated = key
     parts = 2 if gated else 1
     per = 128 // bits
     if is_few(tokens):
-        quads = next_power_of_2(triton.cdiv(width, per)) * parts
-        rows = max(1, min(4, 1024 // quads))
-        while rows > 1 and tokens * chosen * (features // rows) < 8 * sms:
-            rows //= 2
-        down_quads = min(next_power_of_2(triton.cdiv(features, per)), 64)
-        down = max(1, min(8, 512 // down_quads))
-        while down > 1 and width // down < 2 * sms:
-            down //= 2
-        warps = max(1, min(4, down * down_quads // 64))
-        return ExpertsVectorConfig(rows, 8, down, down_quads * per, warps)
+        if itemsize == 2 and tokens == 1:
+            fragments = _default_fragments(key)
+            if fragments is not None:
+                return fragments
+        return default_of_vectors(key, sms)
     m = 16 if load <= 24 else 32 if load <= 48 else 64  # 128 would spill registers
     if itemsize == 4:
         return ExpertsTileConfig(min(m, 32), 64 // parts, 4 * per, 4, 2, 64, 4)
@@ -92,9 +104,76 @@ def _default_of_codes(key: Key, load: float, sms: int) -> ExpertsConfig:
     return ExpertsTileConfig(m, n // parts, 4 * per, 4, 3, n, 4)
 
 
+def default_of_vectors(key: Key, sms: int) -> ExpertsVectorConfig:
+    """A configuration of few tokens for codes and inputs of every kind."""
+    _, tokens, chosen, _, features, width, _, bits, _, gated = key
+    parts = 2 if gated else 1
+    per = 128 // bits
+    quads = next_power_of_2(triton.cdiv(width, per)) * parts
+    rows = max(1, min(4, 1024 // quads))
+    while rows > 1 and tokens * chosen * (features // rows) < 8 * sms:
+        rows //= 2
+    down_quads = min(next_power_of_2(triton.cdiv(features, per)), 64)
+    down = max(1, min(8, 512 // down_quads))
+    while down > 1 and width // down < 2 * sms:
+        down //= 2
+    warps = max(1, min(4, down * down_quads // 64))
+    return ExpertsVectorConfig(rows, 8, down, down_quads * per, warps)
+
+
+def _default_fragments(key: Key) -> ExpertsFragmentConfig | None:
+    """Of one token; None where x of the whole width would not stay in registers.
+
+    Four warps a program are best, measured with codes of 4 bits, and eight for down.
+    """
+    _, _, chosen, _, features, width, _, bits, columns, _ = key
+    if not _has_fragments(key):
+        return None
+    wide, deep = (triton.cdiv(n * bits, 512) for n in (width, features))
+    _, _, slots = columns_of_products(1, bits, columns, 8)
+    warps = min(4, next_power_of_2(wide))
+    chunks = chunks_of_warps(wide, warps, slots)
+    while _registers(key, chunks) > 200 and warps < 16:
+        warps *= 2
+        chunks = chunks_of_warps(wide, warps, slots)
+    registers = _registers(key, chunks)
+    if registers * warps > 2048:
+        return None
+    programs = min(3 if registers <= 128 else 2, 2048 // (registers * warps))
+    even = deep + deep % 2
+    down_chunks = even if even <= 6 and chosen >= 8 else 2 if bits == 4 else 4
+    return ExpertsFragmentConfig(warps, chunks, programs, 8, 1, down_chunks)
+
+
+def _has_fragments(key: Key) -> bool:
+    """Whether products of both kinds go to the matrix units by fragments of codes."""
+    _, _, _, _, features, width, itemsize, bits, columns, _ = key
+    # Of one group a row the columns are those of x, and down has its own.
+    return (
+        itemsize == 2
+        and bits <= 8
+        and all(
+            fragments_serve(bits, n if columns >= width else columns, n) for n in (width, features)
+        )
+    )
+
+
+def _registers(key: Key, chunks: int) -> int:
+    """About how many a thread needs that keeps x and holds so many chunks twice."""
+    bits, columns = key[7], key[8]
+    products, _, slots = columns_of_products(1, bits, columns, chunks)
+    return 16 * chunks + chunks // slots * (512 // bits) * products // 64 + products // 2 + 30
+
+
 def _fits(key: Key, config: ExpertsConfig) -> bool:
     _, tokens, chosen, _, _, width, itemsize, bits, _, gated = key
     parts, few = 2 if gated else 1, is_few(tokens)
+    if isinstance(config, ExpertsFragmentConfig):
+        whole = config.warps * config.chunks * 512 >= width * bits
+        registers = _registers(key, config.chunks)
+        room = registers <= 255 and registers * config.warps * config.programs <= 2048
+        down = 16 * config.down_tiles * config.down_chunks * config.down_warps <= 768
+        return few and _has_fragments(key) and whole and room and down
     if isinstance(config, ExpertsVectorConfig):
         if not few:
             return False
@@ -124,6 +203,14 @@ def _candidates(key: Key, sms: int) -> list[ExpertsConfig]:
     """Those of gate and up, then those of down, which do not depend on one another."""
     _, _, chosen, _, _, width, itemsize, bits, _, gated = key
     default, parts = default_config(key, sms), 2 if gated else 1
+    if isinstance(default, ExpertsFragmentConfig):
+        ups = [(4, 6, 2), (8, 3, 1), (4, 4, 3), (4, 4, 2), (8, 8, 1), (8, 4, 1), (4, 8, 2)]
+        downs = [(8, 1, 2), (8, 1, 4), (4, 1, 6), (8, 1, 6), (4, 1, 4), (8, 2, 2)]
+        return [
+            default,
+            *(default._replace(warps=w, chunks=c, programs=p) for w, c, p in ups),
+            *(default._replace(down_warps=w, down_tiles=t, down_chunks=c) for w, t, c in downs),
+        ]
     if isinstance(default, ExpertsVectorConfig):
         if bits <= 8:
             per = 128 // bits
@@ -172,6 +259,15 @@ TUNABLE = Tunable(
             {
                 **{"rows": powers(1, 32), "warps": powers(1, 16), "down_rows": powers(1, 32)},
                 **{"down_columns": powers(16, 4096), "down_warps": powers(1, 16)},
+            },
+            bound_by_memory=True,
+        ),
+        "experts_fragment": Kind(
+            ExpertsFragmentConfig,
+            {
+                **{"warps": powers(1, 16), "chunks": range(1, 17), "programs": range(1, 9)},
+                **{"down_warps": powers(1, 16), "down_tiles": powers(1, 2)},
+                "down_chunks": range(1, 17),
             },
             bound_by_memory=True,
         ),

@@ -19,7 +19,7 @@ import triton.language as tl
 
 from .launch import dot, let_next_start, wait_for_inputs
 from .linear_kernels import _finish_tile
-from .quantized_kernels import _input, _of_rows, _rows_of, _scale, _statistics
+from .quantized_kernels import _input, _of_rows, _plane, _rows_of, _scale, _statistics
 
 # Before 3.8, Triton gives a lane four columns of an operand side by side, not two.
 _FOUR: tl.constexpr = tl.constexpr(
@@ -27,6 +27,18 @@ _FOUR: tl.constexpr = tl.constexpr(
 )
 # x is multiplied by it where values of floating codes are bfloat16s near the smallest there are.
 _RAISED: tl.constexpr = tl.constexpr(2.0**96)
+
+# A normed row is multiplied by it, so that what is far above the others is a float16 as well.
+_LESSENED: tl.constexpr = tl.constexpr(2.0**-4)
+
+
+@triton.constexpr_function
+def _is_half(dtype, norm):
+    """Whether values and x are float16s: those of x, and a row that is normed here.
+
+    A normed row is of moderate size, and a float16 rounds it by an eighth of what a bfloat16 does.
+    """
+    return norm is not None or dtype == tl.float16
 
 
 @triton.constexpr_function
@@ -86,12 +98,23 @@ def _codes(
     return tl.load(at, mask=mask, other=0, eviction_policy="evict_first")
 
 
+@triton.constexpr_function
+def _pairs(dtype, columns, width, chunk, products):
+    """Whether what both columns of a lane have lies side by side, at a multiple of its size."""
+    side_by_side = 0 < columns <= chunk and products > 1 and -(-width // columns) % 2 == 0
+    return side_by_side and dtype.primitive_bitwidth in (8, 16)
+
+
 @triton.jit
 def _lying(
     ptr, rows, inside, chunk, E: tl.constexpr, B: tl.constexpr, CHUNK: tl.constexpr,
     PARTS: tl.constexpr, SLOTS: tl.constexpr, K: tl.constexpr, BLOCK: tl.constexpr,
+    PAIRS: tl.constexpr = False,
 ):  # fmt: skip
-    """What blocks have [32 B], for columns 2 q + E of the products of SLOTS chunks."""
+    """What blocks have [32 B], for columns 2 q + E of the products of SLOTS chunks.
+
+    With PAIRS that of the next column is in the upper half of each.
+    """
     _, _, q = _lanes(B)
     n = (2 * q + E) % (PARTS * SLOTS)
     if BLOCK[1] == 0 or BLOCK[1] >= K:
@@ -104,7 +127,15 @@ def _lying(
         COUNT: tl.constexpr = (K + BLOCK[1] - 1) // BLOCK[1]
         group = (chunk + n) // (BLOCK[1] // CHUNK)
     first = rows.to(tl.int64) // BLOCK[0] * COUNT if BLOCK[0] else rows * 0
-    return tl.load(ptr + first + group, mask=inside & (group < COUNT), other=0)
+    mask = inside & (group < COUNT)
+    if PAIRS:
+        wide: tl.constexpr = (
+            tl.uint16 if ptr.dtype.element_ty.primitive_bitwidth == 8 else tl.uint32
+        )
+        ptr = ptr.to(tl.pointer_type(wide), bitcast=True)
+        return tl.load(ptr + (first // 2 + group // 2), mask=mask, other=0)
+    else:
+        return tl.load(ptr + first + group, mask=mask, other=0)
 
 
 @triton.jit
@@ -112,21 +143,60 @@ def _beside(
     ptr, lo, hi, lo_in, hi_in, chunk, B: tl.constexpr, CHUNK: tl.constexpr, PARTS: tl.constexpr,
     SLOTS: tl.constexpr, K: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """What blocks have, [32 B, 2, 2]: of both rows of a lane, and of both columns."""
-    lo0 = _lying(ptr, lo, lo_in, chunk, 0, B, CHUNK, PARTS, SLOTS, K, BLOCK)
-    hi0 = _lying(ptr, hi, hi_in, chunk, 0, B, CHUNK, PARTS, SLOTS, K, BLOCK)
+    """What blocks have, of both rows of a lane and of both columns, as `_both` takes it."""
+    PAIRS: tl.constexpr = _pairs(ptr.dtype.element_ty, BLOCK[1], K, CHUNK, PARTS * SLOTS)
+    lo0 = _lying(ptr, lo, lo_in, chunk, 0, B, CHUNK, PARTS, SLOTS, K, BLOCK, PAIRS)
+    hi0 = _lying(ptr, hi, hi_in, chunk, 0, B, CHUNK, PARTS, SLOTS, K, BLOCK, PAIRS)
     s = tl.join(lo0, hi0)
-    if PARTS * SLOTS > 1:
+    if PARTS * SLOTS > 1 and not PAIRS:
         lo1 = _lying(ptr, lo, lo_in, chunk, 1, B, CHUNK, PARTS, SLOTS, K, BLOCK)
         hi1 = _lying(ptr, hi, hi_in, chunk, 1, B, CHUNK, PARTS, SLOTS, K, BLOCK)
-        return tl.join(s, tl.join(lo1, hi1))
-    else:
+        s = tl.join(s, tl.join(lo1, hi1))
+    return s
+
+
+@triton.jit
+def _both(s, dtype: tl.constexpr):
+    """`_beside` by rows and columns [32 B, 2, 2], in the dtype that blocks have."""
+    if len(s.shape) == 3:
+        return s
+    elif s.dtype == dtype:
         return tl.join(s, s)
+    else:
+        narrow: tl.constexpr = tl.uint8 if dtype.primitive_bitwidth == 8 else tl.uint16
+        low = s.to(narrow)
+        high = (s >> dtype.primitive_bitwidth).to(narrow)
+        return tl.join(low, high).to(dtype, bitcast=True)
+
+
+@triton.jit
+def _scales(s, dtype: tl.constexpr, SCALES: tl.constexpr):
+    """Scales of `_beside` in float32, but for `_left_of`; of exponents of 8 bits 2**-127 is 0."""
+    if SCALES == "float8_e8m0fnu":
+        if len(s.shape) == 3:
+            return (s.to(tl.uint32) << 23).to(tl.float32, bitcast=True)
+        else:
+            low = (s.to(tl.uint32) << 23) & 0x7F800000
+            high = (s.to(tl.uint32) << 15) & 0x7F800000
+            return tl.join(low, high).to(tl.float32, bitcast=True)
+    elif SCALES == "float8_e4m3fn":
+        return _plane(_both(s, dtype).to(tl.uint32), 0, "fp8_e4m3", None)
+    else:
+        return _both(s, dtype).to(tl.float32)
+
+
+@triton.constexpr_function
+def _left_of(scales, columns):
+    """What `_scales` leave to the end."""
+    return 256.0 if scales == "float8_e4m3fn" and columns else 1.0
 
 
 @triton.jit
 def _as_products(s, B: tl.constexpr, N: tl.constexpr):
-    """`_beside` as the products [B, 16, N] lie: they repeat every 8 columns."""
+    """What both rows and both columns of lanes have as the products [B, 16, N] lie.
+
+    They repeat every 8 columns.
+    """
     s = tl.reshape(s, (B, 8, 4, 2, 2))  # row, q, second row, second column
     s = tl.reshape(tl.permute(s, (0, 3, 1, 2, 4)), (B, 16, 1, 8))
     return tl.reshape(tl.broadcast_to(s, (B, 16, N // 8, 8)), (B, 16, N))
@@ -181,11 +251,14 @@ def _fetch(
 
 @triton.jit
 def _x8(
-    x_ptr, norm, chunk, first, count, stride, EIGHT: tl.constexpr, B: tl.constexpr,
+    x_ptr, norm, chunk, first, count, stride, at, EIGHT: tl.constexpr, B: tl.constexpr,
     BITS: tl.constexpr, PARTS: tl.constexpr, SLOTS: tl.constexpr, K: tl.constexpr,
     NORM: tl.constexpr, RAISES: tl.constexpr,
 ):  # fmt: skip
-    """[32 B, 8] of x: eight values of each quad, for columns `first` + row of the products."""
+    """[32 B, 8] of x: eight values of each quad, for columns `first` + row of the products.
+
+    Rows of x are `stride` elements apart; lanes find the first one `at` elements behind x_ptr.
+    """
     _, row, q = _lanes(B)
     PER: tl.constexpr = 128 // BITS
     n = first + row
@@ -196,25 +269,26 @@ def _x8(
     if PARTS > 1:
         mask = mask & (e // (4 * PER // PARTS) == (n % PARTS)[:, None])
     if NORM is not None:  # of the one row
-        x = _input(x_ptr, k, norm, K, NORM)
+        x = _input(x_ptr, k, norm, K, NORM) * _LESSENED
         if NORM != "layer":
             x *= norm[3]
-        x = tl.where(mask, x, 0.0)
+        return tl.where(mask, x, 0.0).to(tl.float16)
     else:
-        x = tl.load(x_ptr + own.to(tl.int64)[:, None] * stride + k, mask=mask, other=0.0)
-    if RAISES:
-        x = x.to(tl.float32) * _RAISED
-    return x.to(x_ptr.dtype.element_ty)
+        row = own.to(tl.int64) * stride + at
+        x = tl.load(x_ptr + row[:, None] + k, mask=mask, other=0.0)
+        if RAISES:
+            x = x.to(tl.float32) * _RAISED
+        return x.to(x_ptr.dtype.element_ty)
 
 
 @triton.jit
 def _x_of_8(
-    x_ptr, norm, chunk, first, count, stride, B: tl.constexpr, BITS: tl.constexpr,
+    x_ptr, norm, chunk, first, count, stride, at, B: tl.constexpr, BITS: tl.constexpr,
     PARTS: tl.constexpr, SLOTS: tl.constexpr, K: tl.constexpr, NORM: tl.constexpr,
     RAISES: tl.constexpr,
 ):  # fmt: skip
     """[B, chunk, 8] of x, in the order of `_operand`."""
-    about = (x_ptr, norm, chunk, first, count, stride)
+    about = (x_ptr, norm, chunk, first, count, stride, at)
     x0 = _x8(*about, 0, *(B, BITS, PARTS, SLOTS, K, NORM, RAISES))
     x1 = _x8(*about, 1, *(B, BITS, PARTS, SLOTS, K, NORM, RAISES))
     if BITS == 8:
@@ -232,22 +306,22 @@ def _x_of_8(
 
 @triton.jit
 def _x(
-    x_ptr, norm, chunk, count, stride, N: tl.constexpr, B: tl.constexpr, BITS: tl.constexpr,
+    x_ptr, norm, chunk, count, stride, at, N: tl.constexpr, B: tl.constexpr, BITS: tl.constexpr,
     PARTS: tl.constexpr, SLOTS: tl.constexpr, K: tl.constexpr, NORM: tl.constexpr,
     RAISES: tl.constexpr,
 ):  # fmt: skip
     """[B, chunk, N] of x."""
-    x = _x_of_8(x_ptr, norm, chunk, 0, count, stride, *(B, BITS, PARTS, SLOTS, K, NORM, RAISES))
+    x = _x_of_8(x_ptr, norm, chunk, 0, count, stride, at, *(B, BITS, PARTS, SLOTS, K, NORM, RAISES))
     if N > 8:
         other = _x_of_8(
-            x_ptr, norm, chunk, 8, count, stride, *(B, BITS, PARTS, SLOTS, K, NORM, RAISES)
+            x_ptr, norm, chunk, 8, count, stride, at, *(B, BITS, PARTS, SLOTS, K, NORM, RAISES)
         )
         if N == 32:
             third = _x_of_8(
-                x_ptr, norm, chunk, 16, count, stride, *(B, BITS, PARTS, SLOTS, K, NORM, RAISES)
+                x_ptr, norm, chunk, 16, count, stride, at, *(B, BITS, PARTS, SLOTS, K, NORM, RAISES)
             )
             fourth = _x_of_8(
-                x_ptr, norm, chunk, 24, count, stride, *(B, BITS, PARTS, SLOTS, K, NORM, RAISES)
+                x_ptr, norm, chunk, 24, count, stride, at, *(B, BITS, PARTS, SLOTS, K, NORM, RAISES)
             )
             x = tl.permute(tl.join(tl.join(x, third), tl.join(other, fourth)), (0, 1, 3, 4, 2))
         else:
@@ -266,6 +340,12 @@ def _two(y, HALF: tl.constexpr):
 
 
 @triton.jit
+def _chosen(a, b, mask):
+    """Bits of a where those of a mask are, else of b."""
+    return (a & mask) | (b & ~mask)
+
+
+@triton.jit
 def _pair(w, J: tl.constexpr, mask, CODES: tl.constexpr, UPPER: tl.constexpr, HALF: tl.constexpr):
     """What part J of the halves of words means, but for `_added` and `_left`, two values.
 
@@ -274,14 +354,20 @@ def _pair(w, J: tl.constexpr, mask, CODES: tl.constexpr, UPPER: tl.constexpr, HA
     """
     if CODES == "int4" or CODES == "uint4":
         y = ((w >> (4 * J)) & mask) | (0x64006400 if HALF else 0x43004300)
+    elif CODES == "fp4_e2m1" and HALF:
+        y = ((w << (12 - 4 * J)) & 0x80008000) | ((w << (12 - 4 * J)) >> 3 & 0x0E000E00)
     elif CODES == "fp4_e2m1":
-        t = w << (12 - 4 * J)
-        if HALF:
-            y = (t & 0x80008000) | ((t >> 3) & 0x0E000E00)
-        elif J < 2:
-            y = (t & 0x80008000) | ((w << (6 - 4 * J)) & 0x01C001C0)
+        # `mask` is 0x01C001C0, where a value's bits go. The sign of another code, which stays
+        # beside that of the wanted one, goes there as well and is left out with them.
+        signs = w & (0x80808080 if J % 2 else 0x08080808)
+        if J == 0:
+            y = _chosen(w << 6, signs << 12, mask)
+        elif J == 1:
+            y = _chosen(w << 2, signs << 8, mask)
+        elif J == 2:
+            y = _chosen(w >> 2, signs << 4, mask)
         else:
-            y = (t & 0x80008000) | ((w >> (4 * J - 6)) & 0x01C001C0)
+            y = _chosen(w >> 6, signs, mask)
     elif CODES == "int8" or CODES == "uint8":
         # The sign of a signed code is turned, which adds 128.
         if HALF:
@@ -332,38 +418,139 @@ def _chunk(
 
 
 @triton.jit
+def _scaled_chunks(
+    held, m: tl.constexpr, f: tl.constexpr, x, total, zero, slot, mask, scale_ptr, zero_ptr,
+    M: tl.constexpr, T: tl.constexpr, B: tl.constexpr, N: tl.constexpr, CODES: tl.constexpr,
+    BITS: tl.constexpr, SCALES: tl.constexpr, BLOCK: tl.constexpr, SLOTS: tl.constexpr,
+    HALF: tl.constexpr,
+):  # fmt: skip
+    """Products [B, 16, N] of tile m and chunks number f of what `_fetch` found, by their scales."""
+    ADDED: tl.constexpr = _added(CODES, HALF)
+    EACH: tl.constexpr = (1 if BLOCK[1] else 0) + (1 if zero_ptr is not None else 0)
+    BESIDE: tl.constexpr = M * T + (m * (T // SLOTS) + f) * EACH
+    d = _chunk(held[m * T + f * SLOTS], x, zero, mask, B, CODES, BITS, HALF)
+    for s in tl.static_range(1, SLOTS):
+        w = held[m * T + f * SLOTS + s]
+        d = tl.where(slot == s, _chunk(w, x, zero, mask, B, CODES, BITS, HALF), d)
+    if zero_ptr is not None:
+        z = _both(held[BESIDE + EACH - 1], zero_ptr.dtype.element_ty)
+        d -= total * (_as_products(z.to(tl.float32), B, N) + ADDED)
+    elif ADDED:
+        d -= total * ADDED
+    if BLOCK[1]:
+        d *= _as_products(_scales(held[BESIDE], scale_ptr.dtype.element_ty, SCALES), B, N)
+    return d
+
+
+@triton.jit
+def _summed(
+    acc, held, xs, sums, zero, slot, mask, about, turn, scale_ptr, zero_ptr, ODD: tl.constexpr,
+    M: tl.constexpr, T: tl.constexpr, B: tl.constexpr, N: tl.constexpr, K: tl.constexpr,
+    CODES: tl.constexpr, BITS: tl.constexpr, SCALES: tl.constexpr, BLOCK: tl.constexpr,
+    PARTS: tl.constexpr, SLOTS: tl.constexpr, KEPT: tl.constexpr, NORM: tl.constexpr,
+):  # fmt: skip
+    """Sums of the tiles of a block and what one turn of it adds.
+
+    x of KEPT turns is in registers, of the second one where the turn is ODD.
+    """
+    x_ptr, norm, count, stride = about
+    HALF: tl.constexpr = _is_half(x_ptr.dtype.element_ty, NORM)
+    F: tl.constexpr = T // SLOTS
+    CHUNK: tl.constexpr = 512 // BITS
+    warp, _, _ = _lanes(B)
+    for f in tl.static_range(F):
+        if KEPT:
+            x = xs[(F if ODD and KEPT == 2 else 0) + f]
+            total = sums[(F if ODD and KEPT == 2 else 0) + f]
+        else:
+            x = _x(
+                *(x_ptr, norm, (turn * B + warp) * T + f * SLOTS, count, stride, 0),
+                *(N, B, BITS, PARTS, SLOTS, K, NORM, _raises(CODES, HALF)),
+            )
+            total = zero
+            if _added(CODES, HALF):
+                total = dot(tl.full((B, 16, CHUNK), 1.0, x_ptr.dtype.element_ty), x, zero)
+        added = ()
+        for m in tl.static_range(M):
+            d = _scaled_chunks(
+                *(held, m, f, x, total, zero, slot, mask, scale_ptr, zero_ptr),
+                *(M, T, B, N, CODES, BITS, SCALES, BLOCK, SLOTS, HALF),
+            )
+            added += (acc[m] + d,)
+        acc = added
+    return acc
+
+
+@triton.jit
+def _write(
+    acc, block, ends, scale_ptr, outer_ptr, factor, count, features,
+    M: tl.constexpr, N: tl.constexpr, CODES: tl.constexpr, SCALES: tl.constexpr,
+    BLOCK: tl.constexpr, PARTS: tl.constexpr, SLOTS: tl.constexpr, HALF: tl.constexpr,
+    ACTIVATION: tl.constexpr, GATED: tl.constexpr,
+):  # fmt: skip
+    """Write the results of a block whose sums are `acc`."""
+    TILE: tl.constexpr = 8 if GATED else 16
+    for m in tl.static_range(M):
+        y = tl.sum(acc[m], 0)
+        rows, inside = _rows_of(block * M + m, features, TILE, 2 if GATED else 1)
+        if PARTS * SLOTS > 1:
+            y = tl.sum(tl.reshape(y, (16, N // (PARTS * SLOTS), PARTS * SLOTS)), 2)
+        if BLOCK[1] == 0:
+            y *= _scale(_of_rows(scale_ptr, rows, inside, BLOCK), SCALES)[:, None]
+        y *= _left(CODES, HALF) * _left_of(SCALES, BLOCK[1]) * factor
+        if outer_ptr is not None:
+            y *= tl.load(outer_ptr + rows, mask=inside, other=0.0)[:, None]
+        i = tl.arange(0, N // (PARTS * SLOTS))
+        n = (block * M + m) * TILE + tl.arange(0, TILE)
+        if GATED:
+            y = tl.permute(tl.reshape(y, (2, 8, N // (PARTS * SLOTS))), (2, 1, 0))
+            gate, up = tl.split(y)
+            _finish_tile(gate, up, i, n, count, features, ends, ACTIVATION, GATED)
+        else:
+            y = tl.trans(y)
+            _finish_tile(y, y, i, n, count, features, ends, ACTIVATION, GATED)
+
+
+@triton.jit
 def fragment_kernel(
     x_ptr, weight_ptr, scale_ptr, zero_ptr, outer_ptr, bias_ptr, residual_ptr, norm_weight_ptr,
     norm_bias_ptr, y_ptr, count, features, x_stride, residual_stride, eps, mask,
     K: tl.constexpr, CODES: tl.constexpr, BITS: tl.constexpr, TABLE: tl.constexpr,
     SCALES: tl.constexpr, BLOCK: tl.constexpr, N: tl.constexpr, PARTS: tl.constexpr,
     SLOTS: tl.constexpr, B: tl.constexpr, M: tl.constexpr, T: tl.constexpr, TURNS: tl.constexpr,
-    NORM: tl.constexpr, ACTIVATION: tl.constexpr, GATED: tl.constexpr, PDL: tl.constexpr,
+    KEPT: tl.constexpr, TWO: tl.constexpr, NORM: tl.constexpr, ACTIVATION: tl.constexpr,
+    GATED: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """y [count, features] of x [count, K]; a program goes through blocks of M tiles of results.
 
-    Each of its B warps sums T chunks a turn, of all rows of a block, and fetches the next ones
-    while it does. N columns of products are those of the rows of x, of SLOTS chunks of each and
-    of PARTS groups of a chunk. Where TURNS is 1, x stays in registers. A norm is of one row.
+    Each of its B warps sums T chunks a turn, of all rows of a block. N columns of products are
+    those of the rows of x, of SLOTS chunks of each and of PARTS groups of a chunk. If KEPT is 1 or
+    2, it is all TURNS, and x stays in registers. A norm is of one row.
+
+    With TWO, what two turns read is held, and asked for again as soon as it is summed: the codes of
+    one turn are on their way while those of the other are summed. Else they are asked for at the
+    beginning of the turn before; but ptxas moves loads down, past all that does not wait for other
+    warps, so that few are on their way. That takes less registers.
     """
     let_next_start(PDL)
-    HALF: tl.constexpr = x_ptr.dtype.element_ty == tl.float16
+    HALF: tl.constexpr = _is_half(x_ptr.dtype.element_ty, NORM)
     CHUNK: tl.constexpr = 512 // BITS
     ROW: tl.constexpr = (K + 31) // 32 * 4 if BITS == 4 else K // 4
     MASKED: tl.constexpr = ROW % (B * T * TURNS * 16) != 0
     TILE: tl.constexpr = 8 if GATED else 16
-    F: tl.constexpr = T // SLOTS
-    ADDED: tl.constexpr = _added(CODES, HALF)
-    EACH: tl.constexpr = (1 if BLOCK[1] else 0) + (1 if zero_ptr is not None else 0)
-    RAISES: tl.constexpr = _raises(CODES, HALF)
-    arrays = (weight_ptr, scale_ptr, zero_ptr)
     first = tl.program_id(0)
     programs = tl.num_programs(0)
     mask = mask.to(tl.uint32)
     # Codes and scales are on their way before the kernel in front has ended.
     held = _fetch(
-        *arrays, first, 0, features, *(B, M, T, CHUNK, PARTS, SLOTS, K, BLOCK, ROW, MASKED, GATED)
+        *(weight_ptr, scale_ptr, zero_ptr, first, 0, features),
+        *(B, M, T, CHUNK, PARTS, SLOTS, K, BLOCK, ROW, MASKED, GATED),
     )
+    if TWO:
+        other = _fetch(
+            *(weight_ptr, scale_ptr, zero_ptr, first + 1 // TURNS * programs, 1 % TURNS, features),
+            *(B, M, T, CHUNK, PARTS, SLOTS, K, BLOCK, ROW, MASKED, GATED),
+        )
     wait_for_inputs(PDL)
     mean = 0.0
     factor = 1.0
@@ -372,94 +559,85 @@ def fragment_kernel(
     norm = (norm_weight_ptr, norm_bias_ptr, mean, factor)
     warp, _, _ = _lanes(B)
     zero = tl.zeros((B, 16, N), tl.float32)
-    ones = tl.full((B, 16, CHUNK), 1.0, x_ptr.dtype.element_ty)
+    ones = tl.full((B, 16, CHUNK), 1.0, tl.float16 if HALF else x_ptr.dtype.element_ty)
     slot = (tl.arange(0, N) // PARTS % SLOTS)[None, None, :]
     xs = ()
     sums = ()
-    if TURNS == 1:
-        for f in tl.static_range(F):
+    if KEPT:
+        for i in tl.static_range(KEPT * (T // SLOTS)):
+            chunk = (i // (T // SLOTS) * B + warp) * T + i % (T // SLOTS) * SLOTS
             x = _x(
-                x_ptr,
-                norm,
-                warp * T + f * SLOTS,
-                count,
-                x_stride,
-                *(N, B, BITS, PARTS, SLOTS, K, NORM, RAISES),
+                *(x_ptr, norm, chunk, count, x_stride, 0),
+                *(N, B, BITS, PARTS, SLOTS, K, NORM, _raises(CODES, HALF)),
             )
             xs += (x,)
             sums += (dot(ones, x, zero),)
-    acc = ()
+    factor = 1.0 if NORM is None else 1.0 / _LESSENED
+    none = ()
     for _ in tl.static_range(M):
-        acc += (zero,)
+        none += (zero,)
+    acc = none
+    ends = (bias_ptr, residual_ptr, residual_stride, y_ptr)
+    about = (x_ptr, norm, count, x_stride)
     blocks = tl.cdiv(features, M * TILE)
     items = (blocks - first + programs - 1) // programs * TURNS
-    for item in tl.range(0, items, num_stages=1):
-        block = first + item // TURNS * programs
-        turn = item % TURNS
-        then = first + (item + 1) // TURNS * programs
-        ahead = _fetch(
-            *arrays,
-            then,
-            (item + 1) % TURNS,
-            features,
-            *(B, M, T, CHUNK, PARTS, SLOTS, K, BLOCK, ROW, MASKED, GATED),
-        )
-        for f in tl.static_range(F):
-            if TURNS == 1:
-                x = xs[f]
-                total = sums[f]
-            else:
-                chunk = (turn * B + warp) * T + f * SLOTS
-                x = _x(
-                    x_ptr,
-                    norm,
-                    chunk,
-                    count,
-                    x_stride,
-                    *(N, B, BITS, PARTS, SLOTS, K, NORM, RAISES),
+    if TWO:
+        for item in tl.range(0, items, 2, num_stages=1):
+            acc = _summed(
+                *(acc, held, xs, sums, zero, slot, mask, about, item % TURNS, scale_ptr, zero_ptr),
+                *(False, M, T, B, N, K, CODES, BITS, SCALES, BLOCK, PARTS, SLOTS, KEPT, NORM),
+            )
+            then = item + 2
+            held = _fetch(
+                *(weight_ptr, scale_ptr, zero_ptr, first + then // TURNS * programs, then % TURNS),
+                *(features, B, M, T, CHUNK, PARTS, SLOTS, K, BLOCK, ROW, MASKED, GATED),
+            )
+            if TURNS > 1:
+                tl.debug_barrier()
+            if item % TURNS == TURNS - 1:
+                _write(
+                    *(acc, first + item // TURNS * programs, ends, scale_ptr, outer_ptr, factor),
+                    *(count, features, M, N, CODES, SCALES, BLOCK, PARTS, SLOTS, HALF),
+                    *(ACTIVATION, GATED),
                 )
-                total = dot(ones, x, zero) if ADDED else zero
-            added = ()
-            for m in tl.static_range(M):
-                d = _chunk(held[m * T + f * SLOTS], x, zero, mask, B, CODES, BITS, HALF)
-                for s in tl.static_range(1, SLOTS):
-                    w = held[m * T + f * SLOTS + s]
-                    d = tl.where(slot == s, _chunk(w, x, zero, mask, B, CODES, BITS, HALF), d)
-                if zero_ptr is not None:
-                    z = _as_products(
-                        held[M * T + (m * F + f) * EACH + EACH - 1].to(tl.float32), B, N
+                acc = none
+            if item + 1 < items:
+                acc = _summed(
+                    *(acc, other, xs, sums, zero, slot, mask, about, (item + 1) % TURNS, scale_ptr),
+                    *(zero_ptr, True, M, T, B, N, K, CODES, BITS, SCALES, BLOCK, PARTS, SLOTS),
+                    *(KEPT, NORM),
+                )
+                then = item + 3
+                block = first + then // TURNS * programs
+                other = _fetch(
+                    *(weight_ptr, scale_ptr, zero_ptr, block, then % TURNS, features, B, M, T),
+                    *(CHUNK, PARTS, SLOTS, K, BLOCK, ROW, MASKED, GATED),
+                )
+                if TURNS > 1:
+                    tl.debug_barrier()
+                if (item + 1) % TURNS == TURNS - 1:
+                    block = first + (item + 1) // TURNS * programs
+                    _write(
+                        *(acc, block, ends, scale_ptr, outer_ptr, factor, count, features, M, N),
+                        *(CODES, SCALES, BLOCK, PARTS, SLOTS, HALF, ACTIVATION, GATED),
                     )
-                    d -= total * (z + ADDED)
-                elif ADDED:
-                    d -= total * ADDED
-                if BLOCK[1]:
-                    d *= _as_products(_scale(held[M * T + (m * F + f) * EACH], SCALES), B, N)
-                added += (acc[m] + d,)
-            acc = added
-        last = turn == TURNS - 1
-        if last:
-            ends = (bias_ptr, residual_ptr, residual_stride, y_ptr)
-            for m in tl.static_range(M):
-                y = tl.sum(acc[m], 0)
-                rows, inside = _rows_of(block * M + m, features, TILE, 2 if GATED else 1)
-                if PARTS * SLOTS > 1:
-                    y = tl.sum(tl.reshape(y, (16, N // (PARTS * SLOTS), PARTS * SLOTS)), 2)
-                if BLOCK[1] == 0:
-                    y *= _scale(_of_rows(scale_ptr, rows, inside, BLOCK), SCALES)[:, None]
-                y *= _left(CODES, HALF)
-                if outer_ptr is not None:
-                    y *= tl.load(outer_ptr + rows, mask=inside, other=0.0)[:, None]
-                i = tl.arange(0, N // (PARTS * SLOTS))
-                n = (block * M + m) * TILE + tl.arange(0, TILE)
-                if GATED:
-                    y = tl.permute(tl.reshape(y, (2, 8, N // (PARTS * SLOTS))), (2, 1, 0))
-                    gate, up = tl.split(y)
-                    _finish_tile(gate, up, i, n, count, features, ends, ACTIVATION, GATED)
-                else:
-                    y = tl.trans(y)
-                    _finish_tile(y, y, i, n, count, features, ends, ACTIVATION, GATED)
-        added = ()
-        for m in tl.static_range(M):
-            added += (tl.where(last, 0.0, acc[m]) if TURNS > 1 else zero,)
-        acc = added
-        held = ahead
+                    acc = none
+    else:
+        for item in tl.range(0, items, num_stages=1):
+            then = item + 1
+            ahead = _fetch(
+                *(weight_ptr, scale_ptr, zero_ptr, first + then // TURNS * programs, then % TURNS),
+                *(features, B, M, T, CHUNK, PARTS, SLOTS, K, BLOCK, ROW, MASKED, GATED),
+            )
+            acc = _summed(
+                *(acc, held, xs, sums, zero, slot, mask, about, item % TURNS, scale_ptr, zero_ptr),
+                *(False, M, T, B, N, K, CODES, BITS, SCALES, BLOCK, PARTS, SLOTS, KEPT, NORM),
+            )
+            if item % TURNS == TURNS - 1:
+                _write(
+                    *(acc, first + item // TURNS * programs, ends, scale_ptr, outer_ptr, factor),
+                    *(count, features, M, N, CODES, SCALES, BLOCK, PARTS, SLOTS, HALF),
+                    *(ACTIVATION, GATED),
+                )
+                acc = none
+            held = ahead

@@ -23,6 +23,8 @@ MOST_ROWS = 128  # of x; more are multiplied with a matrix that `values` makes
 _HALF = 16  # columns of half a quad of 4-bit codes: the smallest groups, NVFP4's
 MASK = 0xF000  # of a nibble; see `quantized_kernels._nibble`
 _MASKS = 0x000F000F  # of two
+_VALUE_MASKS = 0x01C001C0  # of the bits of two bfloat16s that have those of a float of 4 bits
+_MANY_REGISTERS = 200  # of a thread; above, ptxas would put some into local memory
 _WIDEST_PRODUCTS = 32  # columns of products of one fragment of codes
 _WIDEST = 512  # quads of a row of x that the default keeps in registers
 CHUNKS = 4  # with scales of their own that a turn of the tile kernel has
@@ -168,15 +170,24 @@ def linear(
         key = tuning_key(count, features, weight, x.element_size(), gated, norm is not None)
         if not _fits(key, config):
             raise ValueError(f"{config} does not serve {x.dtype} and {key}.")
-        columns, groups, slots = _products(count, weight.bits, weight.columns, config.chunks)
+        columns, groups, slots = columns_of_products(
+            count, weight.bits, weight.columns, config.chunks
+        )
         turns = triton.cdiv(quads, 4 * config.warps * config.chunks)
+        kept = _kept_turns(key, config.warps, config.tiles, config.chunks, config.programs)
         blocks = triton.cdiv(features, config.tiles * (8 if gated else 16))
-        meant |= {"N": columns, "PARTS": groups, "SLOTS": slots, "TURNS": turns, "NORM": kind}
+        meant |= {"N": columns, "PARTS": groups, "SLOTS": slots, "TURNS": turns, "KEPT": kept}
+        # Codes of two turns are held where that was measured, and faster.
+        one = count == 1 and weight.bits == 4
+        two = one and (weight.columns != _HALF or turns > 2)
+        how |= most_registers(config.warps, config.programs) if one else {}
         launch(
             fragment_kernel,
             (min(blocks, sms * config.programs),),
-            *(*arrays, *ends, *norm_arrays, y, count, features, *strides, eps, _MASKS),
-            **{**meant, "B": config.warps, "M": config.tiles, "T": config.chunks, **how},
+            *(*arrays, *ends, *norm_arrays, y, count, features, *strides, eps),
+            masks_of(weight, x, norm is not None),
+            **{**meant, "B": config.warps, "M": config.tiles, "T": config.chunks},
+            **{"TWO": two, "NORM": kind, **how},
         )
         return y
     parts, at_once = 2 if gated else 1, config.quads
@@ -254,6 +265,17 @@ def arrays_of(weight: Packed) -> tuple[Any, ...]:
     return data, weight.scale, weight.zero, weight.outer
 
 
+def masks_of(weight: Packed, x: Any, normed: bool = False) -> int:
+    """What kernels of fragments keep in a register to make codes values: see their `_pair`."""
+    half = normed or dtype_name(x.dtype) == "float16"
+    return _VALUE_MASKS if weight.codes == "fp4_e2m1" and not half else _MASKS
+
+
+def raises_inputs(weight: Packed, x: Any) -> bool:
+    """Whether kernels of fragments want x times a power of two: see `fragment_kernel._raises`."""
+    return dtype_name(x.dtype) == "bfloat16" and weight.codes.startswith("fp")
+
+
 def constants_of(weight: Packed) -> dict[str, Any]:
     """The kernels' constants that say what the codes mean."""
     rows = weight.rows if weight.scale.shape[0] > 1 else 0
@@ -320,13 +342,14 @@ def _default_fragments(key: Key, sms: int) -> QuantizedFragmentConfig | None:
     bits = bits_of(_CODES[number - 1])
     all_chunks = triton.cdiv(width, 512 // bits)
     many = features * (2 if gated else 1) >= 32 * sms  # two tiles for every multiprocessor
-    if rows == 1 and normed:  # x is normed once, so that a turn has all of it
+    if rows == 1 and bits == 4 and all_chunks <= 32 and columns != _HALF:
+        return _default_of_a_row(key, all_chunks)
+    if rows == 1 and normed:  # x is normed once, so that a program keeps all of it
         if bits == 8 or columns == _HALF or all_chunks > 64:
             return None
-        warps = min(4, next_power_of_2(all_chunks)) if all_chunks <= 32 else 8
-        config = warps, 1, next_power_of_2(triton.cdiv(all_chunks, warps)), 2
+        config = 8, 1, next_power_of_2(triton.cdiv(all_chunks, 8)), 1
     elif rows == 1 and bits == 4:
-        config = 8, 1, 2, 3
+        config = 8, 1, 2, 2
     elif rows == 1:
         if width <= _WIDEST * 16:
             return None
@@ -343,27 +366,70 @@ def _default_fragments(key: Key, sms: int) -> QuantizedFragmentConfig | None:
     return QuantizedFragmentConfig(warps, tiles, chunks, programs) if programs else None
 
 
+def _default_of_a_row(key: Key, all_chunks: int) -> QuantizedFragmentConfig:
+    """Of one row of 4-bit codes that four warps can keep: by one turn, else by two."""
+    slots = columns_of_products(1, 4, key[5], 8)[2]
+    warps = min(4, next_power_of_2(all_chunks))
+    chunks = chunks_of_warps(all_chunks, warps, slots)
+    if _registers(key, warps, 1, chunks) > _MANY_REGISTERS and chunks % (2 * slots) == 0:
+        chunks //= 2
+    return QuantizedFragmentConfig(warps, 1, chunks, 2)
+
+
+def chunks_of_warps(count: int, warps: int, slots: int) -> int:
+    """Chunks of each warp that are all of them, so that the columns of products are in use."""
+    chunks = triton.cdiv(count, warps)
+    slots = min(slots, next_power_of_2(chunks))
+    return triton.cdiv(chunks, slots) * slots
+
+
+def most_registers(warps: int, programs: int) -> dict[str, int]:
+    """An option for Triton: what a thread may have where so many programs are to run beside."""
+    most = (1 << 16) // (32 * warps * programs) // 8 * 8
+    return {"maxnreg": most} if most < 255 else {}
+
+
+def _kept_turns(key: Key, warps: int, tiles: int, chunks: int, programs: int) -> int:
+    """Turns of which the kernel of fragments keeps x in registers: all, up to two, or none."""
+    turns = _turns(key, warps, chunks)
+    if turns == 1:
+        return 1
+    held = _registers(key, warps, tiles, chunks, kept=2)
+    room = held <= 224 and held * warps * programs <= 2048
+    return 2 if turns == 2 and key[1] == 1 and (room or key[8]) else 0
+
+
+def _turns(key: Key, warps: int, chunks: int) -> int:
+    bits = bits_of(_CODES[key[4] - 1])
+    return triton.cdiv(key[3] * bits, 512 * warps * chunks)
+
+
 def _serves_fragments(key: Key) -> bool:
     """Whether the kernel of fragments knows a product."""
     _, rows, _, width, number, columns, itemsize, _, normed = key
     codes, bits = _CODES[number - 1], bits_of(_CODES[number - 1])
-    chunk = 512 // bits
     return (
         itemsize == 2
         and codes != "table"
         and rows <= (1 if normed else 16)
-        and _products(rows, bits, columns, 1)[0] <= _WIDEST_PRODUCTS
-        and (columns >= width or columns % chunk == 0 or chunk % columns == 0)
-        and (bits == 4 or width % 16 == 0)
+        and columns_of_products(rows, bits, columns, 1)[0] <= _WIDEST_PRODUCTS
+        and fragments_serve(bits, columns, width)
     )
 
 
-def _registers(key: Key, warps: int, tiles: int, chunks: int) -> int:
-    """About how many a thread of the kernel of fragments needs."""
-    _, rows, _, width, number, columns, *_ = key
+def fragments_serve(bits: int, columns: int, width: int) -> bool:
+    """Whether kernels of fragments know rows of codes whose blocks have so many columns."""
+    chunk = 512 // bits
+    blocks = columns >= width or columns % chunk == 0 or chunk % columns == 0
+    return blocks and (bits == 4 or width % 16 == 0)
+
+
+def _registers(key: Key, warps: int, tiles: int, chunks: int, kept: int = 1) -> int:
+    """About how many a thread of the kernel of fragments needs, with x of `kept` turns."""
+    _, rows, _, _, number, columns, *_ = key
     bits = bits_of(_CODES[number - 1])
-    products, _, slots = _products(rows, bits, columns, chunks)
-    held = chunks // slots if warps * chunks * 512 >= width * bits else 1
+    products, _, slots = columns_of_products(rows, bits, columns, chunks)
+    held = chunks // slots * kept if _turns(key, warps, chunks) <= kept else 1
     of_x = held * (512 // bits) * products // 64
     return 16 * chunks * tiles + of_x + products * tiles // 2 + 30
 
@@ -391,10 +457,11 @@ def _fits(key: Key, config: QuantizedConfig) -> bool:
     bits = bits_of(_CODES[number - 1])
     if isinstance(config, QuantizedFragmentConfig):
         warps, tiles, chunks, programs = config
-        registers = _registers(key, warps, tiles, chunks)
-        whole = warps * chunks * 512 >= width * bits
+        turns = _turns(key, warps, chunks)
+        kept = 2 if normed and turns == 2 else 1
+        registers = _registers(key, warps, tiles, chunks, kept)
         room = registers <= 255 and registers * warps * programs <= 2048
-        return _serves_fragments(key) and (whole or not normed) and room
+        return _serves_fragments(key) and (turns <= 2 or not normed) and room
     if not isinstance(config, QuantizedTileConfig):
         stream = isinstance(config, QuantizedStreamConfig)
         quads = next_power_of_2(triton.cdiv(width, 128 // bits)) if stream else config.quads
@@ -413,8 +480,9 @@ def _candidates(key: Key, sms: int) -> list[QuantizedConfig]:
     fragments = [
         QuantizedFragmentConfig(*config)
         for config in (
-            (8, 1, 2, 3), (4, 1, 8, 2), (8, 1, 4, 2), (4, 1, 4, 3), (4, 2, 2, 3), (8, 2, 4, 1),
-            (8, 1, 8, 1), (4, 2, 4, 2), (4, 2, 1, 2), (4, 1, 2, 3), (8, 2, 1, 1),
+            (8, 1, 2, 2), (4, 1, 8, 2), (4, 1, 4, 2), (8, 1, 4, 1), (4, 1, 6, 2), (8, 1, 4, 2),
+            (4, 1, 4, 3), (4, 2, 2, 3), (8, 2, 4, 1), (8, 1, 8, 1), (4, 2, 1, 2), (4, 1, 2, 3),
+            (8, 2, 1, 1),
         )
     ]  # fmt: skip
     first = [default_config(key, sms), *(c for c in fragments if _fits(key, c))]
@@ -456,7 +524,7 @@ TUNABLE = Tunable(
         "quantized_fragment": Kind(
             QuantizedFragmentConfig,
             {
-                **{"warps": powers(1, 16), "tiles": powers(1, 4), "chunks": powers(1, 16)},
+                **{"warps": powers(1, 16), "tiles": powers(1, 4), "chunks": range(1, 17)},
                 "programs": range(1, 33),
             },
             bound_by_memory=True,
@@ -487,7 +555,7 @@ TUNABLE = Tunable(
 )
 
 
-def _products(count: int, bits: int, block: int, chunks: int) -> tuple[int, int, int]:
+def columns_of_products(count: int, bits: int, block: int, chunks: int) -> tuple[int, int, int]:
     """Columns of the products of a fragment, and the groups and the chunks that have their own."""
     chunk = 512 // bits
     groups = chunk // block if 0 < block < chunk else 1
