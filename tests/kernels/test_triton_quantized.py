@@ -152,15 +152,21 @@ def test_a_group_of_the_whole_row_may_end_within_a_chunk(codes):
 
 
 @pytest.mark.parametrize(
-    ("form", "kind"), [("int8", "layer"), ("uint4", "rms_offset"), ("nvfp4", "rms")]
+    ("form", "kind", "config"),
+    [
+        ("int8", "layer", FRAGMENT._replace(warps=4)),
+        ("uint4", "rms_offset", FRAGMENT._replace(warps=4)),
+        ("nvfp4", "rms", QuantizedFragmentConfig(1, 1, 1, 2)),  # in two turns
+        ("mxfp4", "rms", QuantizedFragmentConfig(1, 1, 1, 1)),
+    ],
 )
-def test_norms_are_fused_with_products_of_fragments(form, kind):
+def test_norms_are_fused_with_products_of_fragments(form, kind, config):
     weight, meant = make(form, 22, 160)
     x, norm = normal(2, 1, 160, dtype=BFLOAT16, scale=2), norm_of(kind, BFLOAT16, 160)
-    found = run(x, weight, norm=norm, dtype=torch.float32, config=FRAGMENT._replace(warps=4))
+    found = run(x, weight, norm=norm, dtype=torch.float32, config=config)
     expected = wanted(x, meant, norm=norm)
-    # The normed row is rounded, as it is where a norm has its own launch.
-    assert np.sqrt(((found - expected) ** 2).mean()) < 4e-3 * expected.std()
+    # The normed row is rounded to float16.
+    assert np.sqrt(((found - expected) ** 2).mean()) < 5e-4 * expected.std()
 
 
 @few_dtypes

@@ -174,12 +174,13 @@ def linear(
             count, weight.bits, weight.columns, config.chunks
         )
         turns = triton.cdiv(quads, 4 * config.warps * config.chunks)
-        kept = _kept_turns(key, config.warps, config.tiles, config.chunks, config.programs)
-        blocks = triton.cdiv(features, config.tiles * (8 if gated else 16))
-        meant |= {"N": columns, "PARTS": groups, "SLOTS": slots, "TURNS": turns, "KEPT": kept}
-        # Codes of two turns are held where that was measured, and faster.
+        # Codes of two turns are held where that was measured, and faster, and with x of two.
         one = count == 1 and weight.bits == 4
         two = one and (weight.columns != _HALF or turns > 2)
+        two = two or (norm is not None and turns == 2)
+        kept = _kept_turns(key, config) if two else int(turns == 1)
+        blocks = triton.cdiv(features, config.tiles * (8 if gated else 16))
+        meant |= {"N": columns, "PARTS": groups, "SLOTS": slots, "TURNS": turns, "KEPT": kept}
         how |= most_registers(config.warps, config.programs) if one else {}
         launch(
             fragment_kernel,
@@ -389,14 +390,13 @@ def most_registers(warps: int, programs: int) -> dict[str, int]:
     return {"maxnreg": most} if most < 255 else {}
 
 
-def _kept_turns(key: Key, warps: int, tiles: int, chunks: int, programs: int) -> int:
-    """Turns of which the kernel of fragments keeps x in registers: all, up to two, or none."""
+def _kept_turns(key: Key, config: QuantizedFragmentConfig) -> int:
+    """Turns of one row of which a program keeps x in registers: all, up to two, or none."""
+    warps, tiles, chunks, programs = config
     turns = _turns(key, warps, chunks)
-    if turns == 1:
-        return 1
     held = _registers(key, warps, tiles, chunks, kept=2)
     room = held <= 224 and held * warps * programs <= 2048
-    return 2 if turns == 2 and key[1] == 1 and (room or key[8]) else 0
+    return turns if turns == 1 or (turns == 2 and (room or key[8])) else 0
 
 
 def _turns(key: Key, warps: int, chunks: int) -> int:
