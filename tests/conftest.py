@@ -1,5 +1,6 @@
 """Fixtures that several test files share; frameworks are imported only by those that need them."""
 
+import atexit
 import gc
 import itertools
 import os
@@ -34,7 +35,6 @@ def pytest_configure(config):
 
 def pytest_unconfigure(config):
     """The cache lives as long as the run."""
-    gc.unfreeze()
     if hasattr(config, "jax_cache"):
         shutil.rmtree(config.jax_cache, ignore_errors=True)
 
@@ -77,6 +77,7 @@ def pytest_collection_finish():
     """What saves time in every test."""
     gc.collect()
     gc.freeze()  # a million objects of imports, which collections need not look through
+    atexit.register(gc.unfreeze)  # or what jaxlib holds counts as leaked
     _patch_once()
 
 

@@ -4,6 +4,7 @@ import importlib
 import importlib.metadata
 import platform
 from collections.abc import Iterator
+from types import ModuleType
 
 from .. import backends
 from ..errors import BackendNotAvailableError
@@ -32,7 +33,7 @@ def describe_backend(name: str) -> Iterator[tuple[str, str]]:
     versions = ", ".join(f"{m} {_version(m)}" for m in backends.requirements(name))
     yield f"{name} backend", f"usable: {versions}"
     try:
-        yield f"{name} devices", ", ".join(describe())
+        yield f"{name} devices", ", ".join(describe(backend))
         yield f"{name} kernels", backend.describe_kernels()
     except RuntimeError as error:
         yield f"{name} devices", f"none can be used: {error}"
@@ -45,7 +46,7 @@ def _version(package: str) -> str:
         return "not installed as a package"
 
 
-def _torch_devices() -> list[str]:
+def _torch_devices(_: ModuleType) -> list[str]:
     import torch
 
     gpus = [
@@ -59,10 +60,8 @@ def _torch_devices() -> list[str]:
     return [f"cpu ({torch.get_num_threads()} threads; built with {built})"]
 
 
-def _jax_devices() -> list[str]:
+def _jax_devices(backend: ModuleType) -> list[str]:
     import jax
 
-    from ..backends.jax import default_device
-
-    default_device()  # says why where there is none
+    backend.default_device()  # says why where there is none
     return [f"{d.platform}:{d.id} ({d.device_kind})" for d in jax.local_devices()]

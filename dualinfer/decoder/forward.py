@@ -67,7 +67,8 @@ def hidden_states(
                 page, NormOf.named(spec.embed_norm or spec.layers[0].norm, w, "page_norm")
             )
             x = ops.join(x, page)
-    kept, own = [x], None
+    kept: list[Array] = [x]
+    own = None
     if spec.reads:
         assert ids is not None
         known = ids if spec.layers_ids is None else ids * (ids < spec.layers_ids)

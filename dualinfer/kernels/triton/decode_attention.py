@@ -7,7 +7,7 @@ program has some of the queries: to join those of 71 one after another took long
 """
 
 # pyright: reportArgumentType=false, reportPossiblyUnboundVariable=false
-# pyright: reportGeneralTypeIssues=false, reportOperatorIssue=false
+# pyright: reportGeneralTypeIssues=false, reportOperatorIssue=false, reportAssignmentType=false
 from typing import Any, NamedTuple
 
 import triton
