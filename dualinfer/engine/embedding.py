@@ -395,9 +395,7 @@ def _is_uneven(rows: Any) -> bool:
     return is_nested and len({len(row) for row in rows}) > 1
 
 
-def _seen_rows(
-    rows: Sequence[Sequence[int]], masks: Sequence[Sequence[int]], vocab: int
-) -> list[np.ndarray]:
+def _seen_rows(rows: Any, masks: Any, vocab: int) -> list[np.ndarray]:
     """int32 ids of each row that its own mask lets through."""
     if len(masks) != len(rows):
         raise ArgumentError(f"attention_mask has {len(masks)} rows; expected {len(rows)}.")
