@@ -142,6 +142,16 @@ def test_codes_of_few_rows_go_to_the_matrix_units_in_registers(form, dtype):
     assert np.sqrt(((found - expected) ** 2).mean()) < 3e-4 * expected.std()
 
 
+def test_powers_of_two_for_blocks_wider_than_a_chunk_are_those_of_all_rows_of_x():
+    """As fp8 checkpoints with scales of 8 bits have them, with a column of products for each."""
+    scheme = BlockScheme("fp8_e4m3", rows=16, columns=128, scale_dtype="float8_e8m0fnu")
+    weight, meant = make(scheme, 22, 160)
+    x = normal(2, 5, 160, dtype=BFLOAT16)
+    found = run(x, weight, dtype=torch.float32, config=QuantizedFragmentConfig(1, 1, 1, 1))
+    expected = wanted(x, meant)
+    assert np.sqrt(((found - expected) ** 2).mean()) < 3e-4 * expected.std()
+
+
 @pytest.mark.parametrize("codes", ["int4", "uint8"])
 def test_a_group_of_the_whole_row_may_end_within_a_chunk(codes):
     weight, meant = make(BlockScheme(codes, columns=160, zeros=codes == "uint8"), 22, 160)
