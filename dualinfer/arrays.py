@@ -59,7 +59,7 @@ def on_its_way(value: Any) -> Callable[[], np.ndarray]:
     if kind == "torch" and value.is_cuda:
         import torch
 
-        host = torch.empty(value.shape, dtype=value.dtype, pin_memory=True)
+        host = torch.empty(value.shape, dtype=value.dtype, device="cpu", pin_memory=True)
         host.copy_(value.detach(), non_blocking=True)
         copied = torch.cuda.Event()
         copied.record(torch.cuda.current_stream(value.device))

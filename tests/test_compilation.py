@@ -128,7 +128,7 @@ def test_what_went_is_freed_and_compiled_again_when_it_comes():
     assert live_executables() - before == 3
     facts = {"compilations": 12, "executables": 3, "evictions": 9, "executable_bytes": 0}
     assert executables.facts == facts
-    assert executables.run(0, lambda x: x, x) == 1
+    assert int(executables.run(0, lambda x: x, x)) == 1  # no comparison compiled by JAX
     assert executables.facts == {**facts, "compilations": 13, "evictions": 10}
     executables.clear()
     assert live_executables() == before

@@ -298,6 +298,7 @@ def test_equality_is_of_values_not_of_what_was_given():
         ({"quant": {"activation": {"q_type": "x"}}}, "quant.activation.q_type='x'"),
         ({"quant": 4}, "quant=4.*a bool, a str, a dict or a QuantizationConfig"),
         ({"checkpoint": ["a"]}, r"checkpoint=\['a'\].*path or a dict"),
+        ({"adapter": ["a", Path("b"), "a"]}, "a is there twice; .*a factor of 2"),
         ({"base_dir": None}, "base_dir=None"),
         ({"config": "x.json"}, "config='x.json'"),
         ({"injection_policy": ("a",)}, "injection_policy"),

@@ -587,6 +587,24 @@ def test_callers_random_state_and_environment_stay(mode, hf_model, tmp_path):
     assert state() == before
 
 
+@pytest.mark.parametrize("family", ["gpt2", "gemma2"])
+def test_callers_default_device_is_not_the_engines(family, hf_model):
+    """As `torch.set_default_device("cuda")`, which scripts begin with, or a context of meta."""
+    ids = torch.tensor(random_ids(2, 5))
+
+    def results():
+        with init_inference(hf_model(family), replace_with_kernel_inject=True) as engine:
+            torch.manual_seed(1)
+            yield engine(ids).logits
+            for asked in ({}, {"do_sample": True, "top_k": 3}, {"no_repeat_ngram_size": 2}):
+                yield engine.generate(ids, max_new_tokens=4, pad_token_id=0, **asked)
+
+    expected = list(results())
+    with torch.device("meta"):
+        found = list(results())
+    torch.testing.assert_close(found, expected, rtol=0, atol=0)
+
+
 def test_compile_leaves_the_process_as_it_was(hf_model):
     engine = make_generating("module-torch", hf_model)
     ids = torch.tensor(random_ids(1, 4))

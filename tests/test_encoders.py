@@ -406,6 +406,10 @@ def test_what_embed_does_not_take_is_refused(folder):
     assert engine.embed([]).shape == (0, 36)
     padded = {"input_ids": [[3, 4, 2]], "attention_mask": [[1, 1, 0]]}
     assert (engine.embed(padded) == engine.embed([[3, 4]])).all()
+    uneven = {"input_ids": [[3, 4], [5, 2, 6]], "attention_mask": [[1, 1], [1, 0, 1]]}
+    assert (engine.embed(uneven) == engine.embed([[3, 4], [5, 6]])).all()
+    with pytest.raises(ArgumentError, match="attention_mask has 3 rows; expected 2"):
+        engine.embed(uneven | {"attention_mask": [[1, 1], [1], [1]]})
     module = dualinfer.init_inference(folder[1], dtype="fp32")
     with pytest.raises(UnsupportedError, match="module mode"):
         module.embed([[3, 4]])

@@ -72,11 +72,7 @@ def new_tokens(result, row, width=WIDTH):
 
 
 # A batch of one is another executable: on JAX few cases are worth their compile.
-ALONE_ON_JAX = slow_but(
-    ("llama-gqa", "qwen3-mixed"),
-    ("llama-gqa", "mistral-window", "qwen3-mixed", "gpt2-inverse"),
-    "jax",
-)
+ALONE_ON_JAX = ("llama-gqa", "mistral-window", "qwen3-mixed", "gpt2-inverse")
 # One case of each kind of positions, windows and caches; the others show the same again.
 QUICK = ("llama-gqa", "mistral-window", "qwen3-mixed", "gpt2-inverse", "bloom", "gemma2")
 # They differ from another case by weights or angles, which a forward pass shows on both backends:
@@ -108,9 +104,11 @@ def test_greedy_equals_hf_over_64_tokens(name, layout, backend, hf_model, engine
     check_greedy(hf_model(name), engine_of(name, backend), ids, mask)
 
 
+# Quick ones show that a batch gives HF's text, and that a prompt alone gives the batch's.
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "backend"),
-    [*slow_but(QUICK, GENERATING, "torch"), *ALONE_ON_JAX],
+    [*((n, "torch") for n in GENERATING), *((n, "jax") for n in ALONE_ON_JAX)],
     scope="session",
 )
 def test_greedy_of_a_single_prompt_equals_hf_over_64_tokens(name, backend, hf_model, engine_of):

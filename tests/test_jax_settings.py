@@ -7,6 +7,8 @@ jax = pytest.importorskip("jax")
 torch = pytest.importorskip("torch")
 
 import dualinfer  # noqa: E402
+from dualinfer.cli.environment import describe_backend  # noqa: E402
+from dualinfer.errors import UnsupportedError  # noqa: E402
 
 from .models import make_model, random_ids, relative_rms, slow_but  # noqa: E402
 
@@ -37,6 +39,20 @@ def test_an_engine_works_whatever_is_set_around_it(name, setting):
     expected = results(model, lambda: jax.default_device(None))
     for found, wanted in zip(results(model, SETTINGS[setting]), expected, strict=True):
         np.testing.assert_array_equal(found, wanted)
+
+
+@pytest.mark.parametrize("error", [RuntimeError("no backend 'foo'"), AssertionError()])
+def test_a_platform_that_is_not_there_is_told(error, monkeypatch):
+    """As JAX raises with JAX_PLATFORMS=foo, and with cuda where there is none."""
+
+    def local_devices(backend=None):
+        raise error
+
+    monkeypatch.setattr(jax, "local_devices", local_devices)
+    why = str(error) or "a platform that was asked for is not there"
+    with pytest.raises(UnsupportedError, match=f"JAX finds no device: {why}.*JAX_PLATFORMS"):
+        dualinfer.init_inference(dualinfer.embedded_model(), backend="jax")
+    assert dict(describe_backend("jax"))["jax devices"].startswith("none can be used: JAX finds no")
 
 
 def test_without_jit_an_engine_says_so_and_apply_works():

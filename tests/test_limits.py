@@ -375,7 +375,7 @@ def test_messages_name_what_was_given_and_the_way_on(hf_model, tmp_path):
         (dict(kernel_inject=True, checkpoint="model.safetensors.index.json"), "Pass its folder"),
         (
             dict(kernel_inject=True, checkpoint="x.bin", base_dir="/x"),
-            "DeepSpeed's checkpoint JSON",
+            "DeepSpeed's checkpoint JSON, and checkpoint names none",
         ),
     ]
     for arguments, message in cases:

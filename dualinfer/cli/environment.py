@@ -62,4 +62,7 @@ def _torch_devices() -> list[str]:
 def _jax_devices() -> list[str]:
     import jax
 
+    from ..backends.jax import default_device
+
+    default_device()  # says why where there is none
     return [f"{d.platform}:{d.id} ({d.device_kind})" for d in jax.local_devices()]

@@ -98,8 +98,8 @@ class InferenceConfig(StaleFields):
     use_triton: bool | None = None
     """Triton kernels: unset, where they can run; True, required; False, never.
 
-    They are those of fused mode on torch, unless `replace_with_kernel_inject` is False, and run on
-    CUDA devices from Ampere on. DeepSpeed's serve BERT only.
+    They are those of fused mode, unless `replace_with_kernel_inject` is False, and run on
+    data-centre GPUs from Ampere on. DeepSpeed's serve BERT only.
     """
 
     triton_autotune: bool = False

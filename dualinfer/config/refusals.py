@@ -70,8 +70,8 @@ def _check_later(config: InferenceConfig) -> None:
     is_listed = isinstance(config.checkpoint, dict) or str(config.checkpoint).endswith(".json")
     if config.base_dir and not is_listed:
         reason = (
-            "it completes the paths in DeepSpeed's checkpoint JSON, and checkpoint is none. Leave "
-            "it unset."
+            "it completes the paths in DeepSpeed's checkpoint JSON, and checkpoint names none. "
+            "Leave it unset."
         )
         _refuse("base_dir", config.base_dir, reason)
 

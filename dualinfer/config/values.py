@@ -59,7 +59,10 @@ def factors_by_path(value: Any) -> Any:
     if isinstance(value, str):
         return {value: 1.0} if value else None
     if isinstance(value, list | tuple):
-        value = {_path_text(path): 1.0 for path in value}
+        paths = [_path_text(path) for path in value]
+        if twice := [path for i, path in enumerate(paths) if path in paths[:i]]:
+            raise ValueError(f"{twice[0]} is there twice; to count it doubly give it a factor of 2")
+        value = dict.fromkeys(paths, 1.0)
     if value is not None and not isinstance(value, dict):
         raise ValueError("expected a path, a list of paths, or a dict of paths and factors")
     return {_path_text(path): factor for path, factor in (value or {}).items()} or None

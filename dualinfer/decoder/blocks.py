@@ -134,7 +134,7 @@ def _sublayers(
     def norm(name: str) -> NormOf:
         return NormOf.named(layer.norm, w, name)
 
-    def attention(norm: NormOf | None, residual: Array | None, spend: bool) -> Array:
+    def attention(x: Array, norm: NormOf | None, residual: Array | None) -> Array:
         """Attention of `x`, normed first where there is a norm, plus the residual if given."""
         if layer.attention.latent is not None:
             qkv = latent(x, norm)
@@ -157,7 +157,8 @@ def _sublayers(
             y = ops.gate(y, x, w["attn_gate.weight"], norm, layer.attention.gate)
         if layer.sub_norms:
             y = ops.norm_shared(y, NormOf.named(layer.norm, w, "out_norm"), layer.sub_norms[0])
-        by = Neighbours(w.get("out.bias"), residual=residual, spend=spend)
+        spends = spend and not layer.parallel  # whose MLP reads `x` again
+        by = Neighbours(w.get("out.bias"), residual=residual, spend=spends)
         return ops.row_product(y, w["out.weight"], by)
 
     def borrow(qkv: Array, lent: dict[int, Array]) -> Array:
@@ -178,8 +179,8 @@ def _sublayers(
             norm = NormOf.named(layer.attention.latent.norm, w, "query_norm")
         return LatentQkv(ops.linear(x, w["query.weight"], Neighbours(norm=norm)), shared)
 
-    def cross(x: Array, norm: NormOf, residual: Array | None) -> Array:
-        """Attention across; the residual may be overwritten."""
+    def cross(x: Array, norm: NormOf | None, residual: Array | None) -> Array:
+        """Attention across, likewise; the residual may be overwritten."""
         assert across is not None
         q = ops.linear(x, w["cross_q.weight"], Neighbours(w.get("cross_q.bias"), norm))
         by = Neighbours(w.get("cross_out.bias"), residual=residual, spend=True)
@@ -211,38 +212,36 @@ def _sublayers(
         by = Neighbours(w.get("down.bias"), residual=residual, spend=True)
         return ops.row_product(h, w["down.weight"], by)
 
-    def scaled(y: Array) -> Array:
-        return y if layer.residual_scale == 1 else y * layer.residual_scale
-
-    def added(x: Array, y: Array, norm: NormOf) -> Array:
+    def through(name: str, sublayer: Callable[..., Array], x: Array) -> Array:
+        """`x` plus what a sub-layer makes of it, between the norms of its placement."""
+        before, behind = _norms(layer, name)
+        first = norm(before) if before else None
+        factor = w[f"{name}_scale"] if layer.scaled else layer.residual_scale
+        if behind is None and not layer.scaled and layer.residual_scale == 1:
+            return sublayer(x, first, x)
+        y = sublayer(x, first, None)
+        if behind is None:
+            return ops.add(x, y * factor)
         if layer.residual_scale == 1:
-            return ops.add(x, y, norm)
-        return ops.add(x, scaled(ops.norm(y, norm)))
+            return ops.add(x, y, norm(behind))
+        return ops.add(x, ops.norm(y, norm(behind)) * factor)
 
     if layer.parallel:
-        total = attention(norm("attn_norm"), x, spend=False)
+        total = attention(x, norm("attn_norm"), x)
         return mlp(x, norm("attn_norm" if layer.shared_norm else "mlp_norm"), total)
-    if layer.scaled:
-        x = ops.add(x, attention(norm("attn_norm"), None, spend=False) * w["attn_scale"])
-        return ops.add(x, mlp(x, norm("mlp_norm"), None) * w["mlp_scale"])
-    if layer.residual_scale != 1 and layer.placement == "pre":
-        x = ops.add(x, scaled(attention(norm("attn_norm"), None, spend=False)))
-        return ops.add(x, scaled(mlp(x, norm("mlp_norm"), None)))
-    if layer.placement == "pre":
-        x = attention(None if layer.bare else norm("attn_norm"), x, spend)
-        if layer.cross:
-            x = cross(x, norm("cross_norm"), x)
-        if layer.mlp_normed:
-            return added(x, mlp(x, norm("mlp_norm"), None), norm("mlp_post_norm"))
-        return mlp(x, norm("mlp_norm"), x)
-    if layer.placement == "around":
-        x = added(x, attention(norm("attn_norm"), None, spend=False), norm("attn_post_norm"))
-        if layer.cross:
-            x = added(x, cross(x, norm("cross_norm"), None), norm("cross_post_norm"))
-        return added(x, mlp(x, norm("mlp_norm"), None), norm("mlp_post_norm"))
-    assert layer.residual_scale == 1
-    x = ops.add(x, attention(None, None, spend=False), norm("attn_norm"))
-    return ops.add(x, mlp(x, None, None), norm("mlp_norm"))
+    x = through("attn", attention, x)
+    if layer.cross:
+        x = through("cross", cross, x)
+    return through("mlp", mlp, x)
+
+
+def _norms(layer: Layer, name: str) -> tuple[str | None, str | None]:
+    """The norms before a sub-layer and behind it, within the residual."""
+    if layer.placement == "behind":
+        return None, f"{name}_norm"
+    is_bare = layer.bare and name == "attn"
+    is_normed = layer.placement == "around" or (layer.mlp_normed and name == "mlp")
+    return None if is_bare else f"{name}_norm", f"{name}_post_norm" if is_normed else None
 
 
 def _post_block(

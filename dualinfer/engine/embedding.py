@@ -286,7 +286,9 @@ class EmbeddingCalls(InferenceEngine):
                 raise ArgumentError(f"embed() reads ids alone. Leave {more[0]} out.")
         if kind_of(given) is None:
             raise ArgumentError(f"inputs is {a_type(given)}; expected a str, texts or token ids.")
-        if kind_of(given) == "list" and mask is None:
+        if mask is not None and _is_uneven(given) and _is_uneven(mask):
+            rows = _seen_rows(given, mask, spec.vocab)
+        elif kind_of(given) == "list" and mask is None:
             _check_depth(list(given[:1]))
             if given and not isinstance(given[0], list | tuple) and kind_of(given[0]) is None:
                 given = [given]
@@ -383,6 +385,23 @@ def _listed(given: Any) -> Any:
     if is_column and hasattr(given, "__len__") and hasattr(given, "__getitem__"):
         return list(given)
     return given
+
+
+def _is_uneven(rows: Any) -> bool:
+    """True for lists of several lengths, as a tokenizer gives them without padding."""
+    is_nested = isinstance(rows, list | tuple) and all(isinstance(x, list | tuple) for x in rows)
+    return is_nested and len({len(row) for row in rows}) > 1
+
+
+def _seen_rows(
+    rows: Sequence[Sequence[int]], masks: Sequence[Sequence[int]], vocab: int
+) -> list[np.ndarray]:
+    """int32 ids of each row that its own mask lets through."""
+    if len(masks) != len(rows):
+        raise ArgumentError(f"attention_mask has {len(masks)} rows; expected {len(rows)}.")
+    ids = [check_ids(row, f"input_ids[{i}]", vocab)[0] for i, row in enumerate(rows)]
+    seen = [check_mask([mask], (1, len(row))) for mask, row in zip(masks, ids, strict=True)]
+    return [row if keep is None else row[keep[0]] for row, keep in zip(ids, seen, strict=True)]
 
 
 def _is_text(given: Any) -> bool:

@@ -13,6 +13,13 @@ DEFAULT_TEXT_TOKENS = 256  # as HF's pipelines, where nobody asks for a length
 _CONTEXT = 8  # tokens decoded before the new ones, since a tokenizer may join words by a blank
 _ROLES = ("system", "developer", "user", "assistant", "tool")
 
+# Arguments of `generate` that calls of text do without, and why.
+_OF_IDS = "the prompt is a text here. Call generate() with token ids"
+_NOT_OF_TEXT = {
+    "streamer": "a call of text takes none. stream_text() and stream_chat() give it as it comes",
+    **dict.fromkeys(("input_ids", "inputs", "inputs_embeds", "attention_mask"), _OF_IDS),
+}
+
 Messages = Sequence[Mapping[str, Any]]
 
 
@@ -204,6 +211,9 @@ class TextCalls:
         whole: bool,
     ) -> tuple[Any, Sequences]:
         """The tokenizer, and the sequences that continue `prompts`; None takes rank 0's."""
+        for name, why in _NOT_OF_TEXT.items():
+            if arguments.get(name) is not None:
+                raise ArgumentError(f"{name}: {why}.")
         with self._turns.together("The prompts"):
             tokenizer = self.tokenizer if given is None else _checked(given)
             rows = None if prompts is None else encode_all(tokenizer, prompts)
@@ -271,7 +281,8 @@ def _texts(tokenizer: Any, prompts: Any) -> list[list[int]]:
     """The ids of one text or of several."""
     if isinstance(prompts, str):
         return [encode(tokenizer, prompts)]
-    if isinstance(prompts, Mapping) or not isinstance(prompts, Sequence) or not prompts:
+    is_several = isinstance(prompts, Sequence) and not isinstance(prompts, bytes | Mapping)
+    if not is_several or not prompts:
         raise ArgumentError(f"prompt is {shown(prompts)}; expected a str, or a list of several.")
     return [encode(tokenizer, text) for text in prompts]
 
@@ -280,6 +291,11 @@ class _Chats:
     """The ids of one chat or of several, by the chat template with these options."""
 
     def __init__(self, options: Mapping[str, Any] | None):
+        if options is not None and not isinstance(options, Mapping):
+            raise ArgumentError(
+                f"template_options is {a_type(options)}; expected a dict of what "
+                "apply_chat_template takes."
+            )
         self._options = options
 
     def __call__(self, tokenizer: Any, messages: Any) -> list[list[int]]:

@@ -250,7 +250,8 @@ def _copy(part: Any, stands_for: Mapping[Any, Any]) -> Any:
     for own in part.parameters():
         if id(own) not in left_out:
             scale = max(own.shape[-1:], default=1) ** -0.5 if own.ndim > 1 else 1.0
-            values = torch.randn(own.shape, generator=random, dtype=torch.float32) * scale
+            values = torch.randn(own.shape, generator=random, device="cpu", dtype=torch.float32)
+            values = values * scale
             memo[id(own)] = torch.nn.Parameter(values, requires_grad=False)
     for own in part.buffers():
         is_empty = own.is_meta
@@ -281,8 +282,8 @@ def _inputs(shape: tuple[int, ...], seed: int) -> Any:
     """Random inputs [..., 4, E], in rows of other sizes: some functions differ far from 0 alone."""
     import torch
 
-    x = torch.randn(shape, generator=torch.Generator().manual_seed(seed))
-    return x * torch.tensor([[0.25], [1.0], [4.0], [16.0]])
+    x = torch.randn(shape, generator=torch.Generator().manual_seed(seed), device="cpu")
+    return x * torch.tensor([[0.25], [1.0], [4.0], [16.0]], device="cpu")
 
 
 def _is_same(found: Any, wanted: Any) -> bool:
@@ -347,7 +348,8 @@ def _try_place(place: Any, other: Any, dispatch: Any, residual: Any, width: int,
         def __init__(self, seed: int) -> None:
             super().__init__()
             random = torch.Generator().manual_seed(seed)
-            self.register_buffer("matrix", torch.randn((width, width), generator=random))
+            matrix = torch.randn((width, width), generator=random, device="cpu")
+            self.register_buffer("matrix", matrix)
             self.l_aux, self.exp_counts = torch.zeros(()), torch.zeros(1)
 
         def forward(self, x: Any, *_: Any, **__: Any) -> Any:

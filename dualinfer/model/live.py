@@ -226,7 +226,7 @@ class _DeviceSamples:
             self._found = torch.empty_like(self._expected)
             self._unequal = torch.empty_like(self._expected, dtype=torch.bool)
             self._any = torch.empty(1, dtype=torch.bool, device=device)
-            self._host = torch.empty(1, dtype=torch.bool, pin_memory=True)
+            self._host = torch.empty(1, dtype=torch.bool, device="cpu", pin_memory=True)
             self._answer = self._host.numpy()
             self._event = torch.cuda.Event()
             self._graph = torch.cuda.CUDAGraph()

@@ -369,7 +369,6 @@ VARIANTS: list[Variant] = [
     product(128, 4096, 4096, **ADDED),
     reading("int4", 4096, 16384, config=VECTOR),
     reading("int4", 4096, 4096, config=STREAM),
-    reading("int4", 4096, 4096),
     reading("int8", 4096, 4096, 0, scales="float32"),
     reading(*FEW[0], **FEW[1]),
     MXFP4_ROW,
@@ -429,6 +428,7 @@ REPEATING: list[Variant] = [
     product(8, 4096, 14336, **ADDED),
     product(32, 14336, 4096, **SWIGLU),
     product(128, 4096, 1024, bias_ptr="*x", ACTIVATION="gelu"),
+    reading("int4", 4096, 4096),
     reading("fp4_e2m1", 4096, 14336, 32, scales="float8_e8m0fnu"),
     decoding(1, 32, 1, 80, ROTARY=32),
     decoding(1, 16, 1, 96, ROTARY=0, frequencies_ptr=None, slopes_ptr="*fp32"),
@@ -560,6 +560,7 @@ def facts(log: str, ptx: str) -> dict[str, int]:
         "spilled": int(found[1]) + int(found[2]),
         "registers": int(registers[1]),
         "wide": len(re.findall(wide, ptx)),
+        "fetched": ptx.partition("griddepcontrol.wait")[0].count("cp.async.bulk.prefetch.L2"),
         "wgmma": ptx.count("wgmma.mma_async"),
         "fed": len(re.findall(r"wgmma\.mma_async\S+\s*\{[^}]*\},\s*\{", ptx)),  # by registers
         "eight": len(re.findall(r"wgmma.mma_async\S+\.(?:f32\.e4m3\.e4m3|s32\.s8\.s8)", ptx)),
@@ -640,9 +641,10 @@ VARIANTS += [
 MXFP4 = "fp4_e2m1", 32, "float8_e8m0fnu"
 VARIANTS += [
     *choosing_experts(1, 2880, 32, 4, 2880, biases=True, codes=MXFP4, **GPT_OSS)[1:],
-    *choosing_experts(1, 2048, 128, 8, 768, codes=INT4)[1:],
 ]
 REPEATING += [
+    *choosing_experts(1, 2048, 128, 8, 768, codes=INT4)[1:],
+    *choosing_experts(2, 2880, 32, 4, 2880, biases=True, codes=MXFP4, **GPT_OSS)[1:],
     *choosing_experts(64, 2880, 32, 4, 2880, biases=True, codes=MXFP4, **GPT_OSS)[3:6:2],
     *choosing_experts(512, 2880, 32, 4, 2880, biases=True, codes=MXFP4, **GPT_OSS)[3:4],
     *choosing_experts(1, 2048, 128, 8, 768, codes=INT8)[1:],
@@ -668,7 +670,9 @@ def report(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
 
 
 def test_no_kernel_spills(report):
-    assert not [line for line in report if line["spilled"]]
+    """But for a few words where a launch limits registers, so that programs run side by side."""
+    few = {True: 32, False: 0}
+    assert not [line for line in report if line["spilled"] > few["maxnreg" in line["variant"]]]
 
 
 @pytest.mark.slow
@@ -684,6 +688,12 @@ def test_kernels_load_16_bytes_at_a_time(report):
     narrow = ("order_pairs_kernel", "codes_tile_kernel")  # chunks of few columns share a scale
     rest = [line for line in report if line["kernel"] not in (*latency_bound, *narrow)]
     assert not [line for line in rest if not line["wide"]]
+
+
+def test_a_token_asks_for_keys_and_values_before_it_waits(report):
+    lines = [line for line in report if line["kernel"] == "_decode_attention_kernel"]
+    found = [line["fetched"] for line in lines]
+    assert 2 in found and found == [2 * ("'EARLY': True" in line["variant"]) for line in lines]
 
 
 def test_codes_become_values_by_few_instructions(report):
@@ -725,7 +735,6 @@ def test_codes_are_the_matrix_units_operand_where_they_were_loaded(report):
 
     # By the weights that a thread has of two turns; the loop has the ends of blocks in it.
     assert each(reading(*FEW[0], **FEW[1]), 1024) <= 1.6
-    assert each(reading("int4", 4096, 4096), 1024) <= 1.6
     assert each(MXFP4_ROW, 512) <= 2.8
 
 
@@ -735,7 +744,7 @@ def test_what_a_row_is_multiplied_with_next_is_asked_for_before_a_program_waits(
         line for line in report if line["kernel"] in ("fragment_kernel", "up_fragments_kernel")
     ]
     two = [line for line in lines if "'TWO': False" not in line["variant"] and line["loop"]]
-    assert len(two) >= 4
+    assert len(two) >= 3
     for line in two:
         assert re.search("L.*B.*H.*L.*B", line["order"]), line["variant"]
 

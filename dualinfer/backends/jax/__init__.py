@@ -38,10 +38,20 @@ from .streaming_runner import StreamingRunner
 
 
 def default_device() -> jax.Device:
-    """JAX's default device, else the first one of this process."""
+    """JAX's default device, else the first one of this process; UnsupportedError without any."""
     check_process()
     chosen = jax.config.jax_default_device  # pyright: ignore[reportAttributeAccessIssue]
-    return chosen if isinstance(chosen, jax.Device) else jax.local_devices(backend=chosen)[0]
+    if isinstance(chosen, jax.Device):
+        return chosen
+    try:
+        return jax.local_devices(backend=chosen)[0]
+    except (RuntimeError, AssertionError) as error:  # the latter where CUDA is asked for in vain
+        platforms = jax.config.jax_platforms  # pyright: ignore[reportAttributeAccessIssue]
+        raise UnsupportedError(
+            f"JAX finds no device: {str(error) or 'a platform that was asked for is not there'}. "
+            f"JAX_PLATFORMS is {platforms!r}, and jax_default_device {chosen!r}: leave them unset, "
+            "or name a platform that is there, as cpu always is."
+        ) from error
 
 
 def default_dtype() -> str:

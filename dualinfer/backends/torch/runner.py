@@ -506,7 +506,7 @@ class TorchRunner:
 
     def draw_seeds(self, count: int) -> list[int]:
         """Seeds from torch's global generator, so that `torch.manual_seed` governs them."""
-        return torch.randint(0, 2**63 - 1, (count,)).tolist()
+        return torch.randint(0, 2**63 - 1, (count,), device="cpu").tolist()
 
     def stopwatch(self, use_cuda_events: bool) -> Stopwatch:
         """CUDA events where asked for on CUDA, else the clock around completed work."""

@@ -81,7 +81,7 @@ class SlotState:
         """Set columns of `slots` in place."""
         for name, column in rows.items():
             buffer = getattr(self, name)
-            value = torch.as_tensor(column).to(device=buffer.device, dtype=buffer.dtype)
+            value = torch.as_tensor(column, dtype=buffer.dtype, device=buffer.device)
             if name == "eos":
                 buffer[slots] = NO_TOKEN
                 buffer[slots, : value.shape[1]] = value

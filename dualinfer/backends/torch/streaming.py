@@ -28,7 +28,10 @@ def pack(group: Weights, device: torch.device) -> torch.Tensor:
     for _, _, array in arrays:
         starts.append(size)
         size += -(-array.nbytes // _ALIGNMENT) * _ALIGNMENT
-    block = _pinned(size, device) if device.type == "cuda" else torch.empty(size, dtype=torch.uint8)
+    if device.type == "cuda":
+        block = _pinned(size, device)
+    else:
+        block = torch.empty(size, dtype=torch.uint8, device="cpu")
     views: dict[str, dict[str, torch.Tensor]] = {}
     for (name, part, array), start in zip(arrays, starts, strict=True):
         views.setdefault(name, {})[part] = _view(block, start, array).copy_(array)

@@ -177,14 +177,17 @@ def linear(
         kept = _kept_turns(key, config.warps, config.tiles, config.chunks, config.programs)
         blocks = triton.cdiv(features, config.tiles * (8 if gated else 16))
         meant |= {"N": columns, "PARTS": groups, "SLOTS": slots, "TURNS": turns, "KEPT": kept}
-        how |= most_registers(config.warps, config.programs) if count == 1 else {}
+        # Codes of two turns are held where that was measured, and faster.
+        one = count == 1 and weight.bits == 4
+        two = one and (weight.columns != _HALF or turns > 2)
+        how |= most_registers(config.warps, config.programs) if one else {}
         launch(
             fragment_kernel,
             (min(blocks, sms * config.programs),),
             *(*arrays, *ends, *norm_arrays, y, count, features, *strides, eps),
             masks_of(weight, x, norm is not None),
             **{**meant, "B": config.warps, "M": config.tiles, "T": config.chunks},
-            **{"TWO": count == 1, "NORM": kind, **how},
+            **{"TWO": two, "NORM": kind, **how},
         )
         return y
     parts, at_once = 2 if gated else 1, config.quads

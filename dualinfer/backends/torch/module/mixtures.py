@@ -138,8 +138,8 @@ class MixtureLayer(nn.Module):
 
     def _capacity(self, tokens: int, k: int) -> int:
         """Tokens that an expert takes, rounded as in float32."""
-        factor = torch.tensor(float(getattr(self.gate, "eval_capacity_factor", 1.0)) * k)
-        share = torch.ceil((tokens / self.count) * factor)
+        factor = float(getattr(self.gate, "eval_capacity_factor", 1.0)) * k
+        share = torch.ceil((tokens / self.count) * torch.tensor(factor, device="cpu"))
         return max(int(share), int(getattr(self.gate, "min_capacity", 4)))
 
     def _add_chosen(self, x: torch.Tensor, routes: Routes, total: torch.Tensor) -> None:

@@ -127,6 +127,7 @@ class KernelOps(KernelAttention):
         table = w["embed.weight"].data
         types = "embed.weight" if spec.token_types_from_vocab else "token_types.weight"
         learned = spec.learned_positions > 0
+        scale = torch.tensor(spec.embed_scale, dtype=table.dtype, device="cpu").item()  # as in HF
         return embedding.embed(
             ids,
             table,
@@ -135,7 +136,7 @@ class KernelOps(KernelAttention):
             position_offset=spec.position_offset,
             token_types=token_types,
             type_weight=None if token_types is None else w[types].data,
-            scale=float(torch.tensor(spec.embed_scale, dtype=table.dtype)),  # as HF rounds it
+            scale=scale,
         )
 
     @named("norm")

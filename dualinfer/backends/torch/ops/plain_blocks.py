@@ -64,7 +64,7 @@ class PlainBlocks:
         """See `contract.BlockOps.embed`."""
         x = self._tokens(ids, w["embed.weight"])
         if spec.embed_scale != 1:
-            x = x * torch.tensor(spec.embed_scale, dtype=x.dtype)
+            x = x * torch.tensor(spec.embed_scale, dtype=x.dtype, device="cpu")
         return self._with_positions(spec, w, x, positions, token_types)
 
     def embed_given(
@@ -86,7 +86,7 @@ class PlainBlocks:
                 first = first.expand(len(embeds), learned, -1)
                 embeds = torch.cat((first, embeds[:, learned:]), dim=1)
         if spec.scales_embeds:
-            embeds = embeds * torch.tensor(spec.embed_scale, dtype=embeds.dtype)
+            embeds = embeds * torch.tensor(spec.embed_scale, dtype=embeds.dtype, device="cpu")
         return self._with_positions(spec, w, embeds, positions, token_types, blend)
 
     def embed_trigrams(
@@ -175,7 +175,7 @@ class PlainBlocks:
         """See `contract.BlockOps.read_by_layers`."""
         own = self._tokens(ids, w["layers_embed.weight"])
         each = spec.layers[0].reads
-        own = own * torch.tensor(each**0.5, dtype=own.dtype)
+        own = own * torch.tensor(each**0.5, dtype=own.dtype, device="cpu")
         y = self.linear(x, w["layers_project.weight"]) * spec.embed**-0.5
         y, own = (part.unflatten(-1, (-1, each)) for part in (y, own))
         y = self.norm(y, NormOf.named(spec.layers[0].norm, w, "layers_norm"))

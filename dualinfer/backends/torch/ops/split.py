@@ -68,7 +68,7 @@ class SplitKernelOps(KernelOps):
         if not reads_tables(spec, w):
             return super().embed(spec, w, ids, positions, token_types)
         table = w["embed.weight"].data
-        scale = float(torch.tensor(spec.embed_scale, dtype=table.dtype))  # as HF rounds it
+        scale = torch.tensor(spec.embed_scale, dtype=table.dtype, device="cpu").item()  # as in HF
         x = embedding.embed(ids, table, scale=scale, first=self.split.first)
         added = None
         if spec.learned_positions:
