@@ -491,6 +491,35 @@ class BlockOps(Protocol):
         """Arrays [B, T, ...] side by side along their last axis."""
         ...
 
+    def stack(self, *parts: Array) -> Array:
+        """Arrays [B, T, E] as streams [A, B, T, E]."""
+        ...
+
+    def mix_streams(self, coefficients: Array, x: Array) -> Array:
+        """Streams x [A, B, T, E], and to stream j added all i times coefficients [B, T, A j + i].
+
+        HF's `Gemma3nTextAltUp.predict`.
+        """
+        ...
+
+    def correct_streams(self, x: Array, coefficients: Array, change: Array) -> Array:
+        """Streams x [A, B, T, E], to each added `change` [B, T, E] times its coefficient [B, T, A].
+
+        HF's `Gemma3nTextAltUp.correct`.
+        """
+        ...
+
+    def add_to_rest(self, x: Array, y: Array) -> Array:
+        """Streams x [A, B, T, E], to all but the first y [B, T, E] added."""
+        ...
+
+    def gate_sparsely(self, h: Array, by: Activation, deviations: float, width: int) -> Array:
+        """Gates and ups h [..., 2 F] as hidden values [..., F], as `spec.Mlp.sparse` has them.
+
+        Devices have shares of the `width` gates. HF's `Gemma3nTextMLP`.
+        """
+        ...
+
     def like(self, x: Array, other: Array) -> Array:
         """x in the dtype of `other`."""
         ...

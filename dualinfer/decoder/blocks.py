@@ -25,6 +25,7 @@ from ..model.spec import (
     Norm,
     Page,
     Router,
+    Streams,
 )
 
 # Attention of a layer, by its number, over packed queries, keys and values, or over the pair that
@@ -90,6 +91,11 @@ def block(
         return _narrow_block(layer, layer.bottleneck, w, ops, normed(ops, x), index, attend)
     if layer.page is not None:
         return _paged_block(layer, layer.page, w, ops, normed(ops, x), index, attend)
+    if layer.streams is not None:
+        assert lent is None or own is not None
+        return _streamed_block(
+            layer, layer.streams, w, ops, normed(ops, x), index, attend, lent, own
+        )
     x = _sublayers(layer, w, ops, normed(ops, x), index, attend, spend, across, lent, seen, late)
     if layer.adapter is not None:
         x = ops.add(*_adapted(layer.adapter, layer.norm, w, ops, x))
@@ -147,7 +153,7 @@ def _sublayers(
                 layer.attention, qkv, NormOf.named(layer.attention.value_norm, w, "v_norm")
             )
         if lent is not None and (index in lent or layer.attention.lender is not None):
-            qkv = borrow(qkv, lent)
+            qkv = _borrowed(layer, ops, qkv, index, lent)
         if widens := layer.attention.widened is not layer.attention:
             qkv = ops.widen_heads(layer.attention, qkv)
         y = attend(index, qkv)
@@ -160,13 +166,6 @@ def _sublayers(
         spends = spend and not layer.parallel  # whose MLP reads `x` again
         by = Neighbours(w.get("out.bias"), residual=residual, spend=spends)
         return ops.row_product(y, w["out.weight"], by)
-
-    def borrow(qkv: Array, lent: dict[int, Array]) -> Array:
-        """`qkv` with a lender's keys and values; a lender's own is a copy, since ops change it."""
-        lender = layer.attention.lender
-        if lender is None:
-            lent[index] = qkv
-        return ops.with_keys_of(layer.attention, qkv, lent[index if lender is None else lender])
 
     def latent(x: Array, norm: NormOf | None) -> LatentQkv:
         """Queries of `x`, and what keys and values of all heads are made of."""
@@ -338,6 +337,64 @@ def _paged_block(
     z = product(product(place, "page_up", activation), "page_down")
     place = ops.norm(z, NormOf.named(layer.norm, w, "page_mlp_norm"), residual=place)
     return ops.join(text, place)
+
+
+def _borrowed(layer: Layer, ops: BlockOps, qkv: Array, index: int, lent: dict[int, Array]) -> Array:
+    """`qkv` with a lender's keys and values; a lender's own is a copy, since ops change it."""
+    lender = layer.attention.lender
+    if lender is None:
+        lent[index] = qkv
+    return ops.with_keys_of(layer.attention, qkv, lent[index if lender is None else lender])
+
+
+def _streamed_block(
+    layer: Layer,
+    streams: Streams,
+    w: Weights,
+    ops: BlockOps,
+    x: Array,
+    index: int,
+    attend: Attend,
+    lent: dict[int, Array] | None,
+    own: Array | None,
+) -> Array:
+    """As `block`, of several streams [A, B, T, E]."""
+    assert isinstance(layer.mlp, Mlp)
+    activation, a = _plain_activation(layer), layer.attention
+    # The learned scale, over the width as HF has it.
+    scaled = NormOf(layer.norm, w["told_norm.weight"] * x.shape[-1] ** -1, None)
+
+    def norm(name: str) -> NormOf:
+        return NormOf.named(layer.norm, w, name)
+
+    def told(y: Array, name: str) -> Array:
+        """Coefficients [B, T, C] of a stream."""
+        y = ops.linear(y, w["told.weight"], Neighbours(norm=scaled, activation="tanh"))
+        return ops.linear(y, w[f"{name}.weight"])
+
+    x = ops.mix_streams(told(x[0], "predict"), x)
+    first = x[0]
+    read = ops.norm(first, norm("attn_norm"))
+    learned = ops.linear(ops.linear(read, w["laurel_in.weight"]), w["laurel_out.weight"])
+    learned = ops.add(read, learned, norm("laurel_norm"))
+    qkv = ops.linear(read, w["qkv.weight"], Neighbours(w.get("qkv.bias")))
+    if a.value_norm is not None:
+        qkv = ops.norm_values(a, qkv, NormOf.named(a.value_norm, w, "v_norm"))
+    if lent is not None and (index in lent or a.lender is not None):
+        qkv = _borrowed(layer, ops, qkv, index, lent)
+    y = ops.row_product(attend(index, qkv), w["out.weight"], Neighbours(w.get("out.bias")))
+    y = (ops.add(first, y, norm("attn_post_norm")) + learned) * 2**-0.5
+    if layer.mlp.sparse is None:
+        h = ops.linear(y, w["up.weight"], Neighbours(None, norm("mlp_norm"), activation, True))
+    else:
+        h = ops.linear(y, w["up.weight"], Neighbours(None, norm("mlp_norm")))
+        h = ops.gate_sparsely(h, activation, *layer.mlp.sparse)
+    y = ops.add(y, ops.row_product(h, w["down.weight"]), norm("mlp_post_norm"))
+    x = ops.correct_streams(x, told(y, "correct") + 1, y - first)
+    y = x[0] * w["corrected_scale"] if streams.scaled else x[0]
+    h = ops.linear(y, w["read.weight"], Neighbours(activation=activation))
+    y = ops.linear(h * own, w["read_out.weight"])
+    return ops.add_to_rest(x, ops.norm(y, norm("read_norm")))
 
 
 def _apart(experts: Experts, norm: Norm, w: Weights, ops: BlockOps, x: Array) -> Array:

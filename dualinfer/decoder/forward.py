@@ -1,7 +1,7 @@
 """The pass through a model's layers."""
 
 from ..backends.contract import Array, BlockOps, Neighbours, NormOf, Params
-from ..model.spec import ModelSpec
+from ..model.spec import ModelSpec, Streams
 from .blocks import Attend, Seen, block, normed
 
 _KEPT = 1 - 0.15 * 0.8  # of tokens, in training
@@ -32,7 +32,8 @@ def hidden_states(
     bool `mask` [B, T] and `segments` [B, T], which number sequences, are for a model that drops
     tokens or blanks them, and for layers as in `Seen`.
 
-    With `keep`, all L+1: the embedding and each layer's output. `attend` takes a layer's number and
+    With `keep`, all L+1: the embedding and each layer's output; of several streams [B, T, A, E],
+    and what they make at last behind them. `attend` takes a layer's number and
     its packed queries, keys and values, `across` its queries alone. With `layers` the output of the
     last one of these, `x` being what the ones before them gave, None at the first.
     """
@@ -69,7 +70,10 @@ def hidden_states(
     kept, own = [x], None
     if spec.reads:
         assert ids is not None
-        own = ops.read_by_layers(spec, params.outer, ids, x)
+        known = ids if spec.layers_ids is None else ids * (ids < spec.layers_ids)
+        own = ops.read_by_layers(spec, params.outer, known, x)
+    if spec.streams is not None:
+        kept = [x := _spread(spec.streams, params, ops, x)]
     lent: dict[int, Array] | None = dict.fromkeys(spec.lenders) or None
     late: list[Array] = []
     # One after another, not a scan over stacked weights: see docs/measured-and-left-out.md.
@@ -85,7 +89,33 @@ def hidden_states(
             kept = [x]
         elif not spec.layers[i].is_late:
             kept = [*kept, x]
+    if spec.streams is not None:
+        last = _gathered(spec.streams, params, ops, kept[-1])
+        # Sequences first, as callers have them.
+        return [*(x.swapaxes(0, 1).swapaxes(1, 2) for x in kept if keep), last]
     return [*kept[:-1], normed(ops, kept[-1])]
+
+
+def _spread(streams: Streams, params: Params, ops: BlockOps, x: Array) -> Array:
+    """The streams [A, B, T, E] of embedded tokens [B, T, E]: itself, and projections as large."""
+    w = params.outer
+    others = [ops.linear(x, w[f"spread.{i}.weight"]) for i in range(streams.count - 1)]
+    return ops.stack(x, *(_as_large(y, x) for y in others))
+
+
+def _gathered(streams: Streams, params: Params, ops: BlockOps, x: Array) -> Array:
+    """The mean [B, T, E] of streams [A, B, T, E], others projected and as large as the first."""
+    w, first = params.outer, x[0]
+    total = first
+    for i in range(streams.count - 1):
+        total = total + _as_large(ops.linear(x[i + 1], w[f"gather.{i}.weight"]), first)
+    return total * (1 / streams.count)
+
+
+def _as_large(x: Array, other: Array) -> Array:
+    """x with the root of the mean square of `other`, over the last axis."""
+    size = (other * other).mean(-1)[..., None] ** 0.5
+    return x * size / (x * x).mean(-1)[..., None].clip(1e-5) ** 0.5
 
 
 def _without_dropped(

@@ -39,6 +39,8 @@ def outputs(
     if keep:
         name = "decoder_hidden_states" if spec.crosses else "hidden_states"
         result[name] = (*states[:-1], states[-1] if spec.raw_states else last)
+        if spec.streams is not None:
+            result[name] = tuple(states[:-1])
     return result
 
 

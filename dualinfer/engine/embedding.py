@@ -292,11 +292,13 @@ class EmbeddingCalls(InferenceEngine):
             _check_depth(list(given[:1]))
             if given and not isinstance(given[0], list | tuple) and kind_of(given[0]) is None:
                 given = [given]
-            rows = _flat_rows(given, spec.vocab)
+            rows = _flat_rows(given, spec.known_ids)
             if rows is None:
-                rows = [check_ids(x, f"inputs[{i}]", spec.vocab)[0] for i, x in enumerate(given)]
+                rows = [
+                    check_ids(x, f"inputs[{i}]", spec.known_ids)[0] for i, x in enumerate(given)
+                ]
         else:
-            padded = check_ids(given, "input_ids", spec.vocab)
+            padded = check_ids(given, "input_ids", spec.known_ids)
             visible = check_mask(mask, (padded.shape[0], padded.shape[1]))
             rows = (
                 list(padded)

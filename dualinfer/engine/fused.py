@@ -218,6 +218,9 @@ class FusedEngine(EmbeddingCalls, TowerCalls):
         given = (call.inputs[name] for name in names if call.inputs.get(name) is not None)
         kind = kind_of(next(given, None)) or "list"
         fields = as_fields(results, kind)
+        if self._spec.streams is not None and "hidden_states" in fields:  # streams first, as in HF
+            states = fields["hidden_states"]
+            fields["hidden_states"] = tuple(x.swapaxes(1, 2).swapaxes(0, 1) for x in states)
         if isinstance(encoder_outputs, Mapping):  # as in HF they come back
             names = "encoder_hidden_states", "hidden_states"
             kept = (encoder_outputs[name] for name in names if encoder_outputs.get(name))
@@ -472,7 +475,7 @@ class FusedEngine(EmbeddingCalls, TowerCalls):
         else:
             if ids is None and options.bos_token_id is not None:
                 ids, mask = [[options.bos_token_id]], None  # as in HF
-            prompts = make_prompts(ids, mask, spec.vocab, pad, options.eos_token_ids)
+            prompts = make_prompts(ids, mask, spec.known_ids, pad, options.eos_token_ids)
         count = options.num_return_sequences
         ends = options.stop_strings or options.criteria
         if pad is None and ends and len(prompts.rows) * count > 1:

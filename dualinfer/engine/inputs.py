@@ -84,7 +84,7 @@ def make_forward_inputs(
             | {"position_ids": positions, "token_type_ids": types},
         )
     if embeds is None:
-        tokens = check_ids(ids, name, spec.vocab)
+        tokens = check_ids(ids, name, spec.known_ids)
         shape = batch, length = tokens.shape[0], tokens.shape[1]
     else:
         vectors = check_embeds(embeds, spec)

@@ -135,7 +135,8 @@ class Source:
     `index` is its place along the row's first axis, where tensors without that axis are stacked; a
     name with `#` and this behind is that of as many rows of a tensor that holds all (DBRX). Of the
     `spare` rows that a file may hold behind those of the first axis none is read (Llama 3.2
-    Vision's embeddings of what stands for images).
+    Vision's embeddings of what stands for images). Where that is below 0 a file lacks so many rows,
+    which are zeros here, and no id reads them (Gemma 3n).
     """
 
     name: str

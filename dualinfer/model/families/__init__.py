@@ -21,6 +21,7 @@ from . import (
     fairseq,
     falcon,
     gemma,
+    gemma3n,
     gemma4,
     gpt2,
     gpt_neo,
@@ -50,7 +51,20 @@ from .heads import base_class, classes_of_decoder, with_head
 _FAMILIES: dict[str, ModuleType] = {
     model_type: family
     for family in (
-        *(llama, gemma, gemma4, gpt2, gpt_neo, gpt_neox, gptj, opt, bloom, bert, relatives),
+        *(
+            llama,
+            gemma,
+            gemma3n,
+            gemma4,
+            gpt2,
+            gpt_neo,
+            gpt_neox,
+            gptj,
+            opt,
+            bloom,
+            bert,
+            relatives,
+        ),
         *(falcon, mpt, fairseq, modernbert, deberta, mobilebert, lilt, clip, vit),
         *(bart, t5, t5gemma, encoder_decoder, whisper, deepseek, llama4, multimodal, dbrx),
         *(layered, ctrl, longcat, mllama),

@@ -111,7 +111,7 @@ def _attentions(
     heads, positions = fields.heads("num_attention_heads"), fields.size("max_position_embeddings")
     both_ways = fields.take("use_bidirectional_attention")
     fields.require("use_bidirectional_attention", "all", "vision")  # the latter sees images so
-    own, lenders, attentions = _sizes(fields, embed, len(kinds)), _lenders(fields, kinds), []
+    own, lenders, attentions = _sizes(fields, embed, len(kinds)), lenders_of(fields, kinds), []
     for i, (kind, window) in enumerate(zip(kinds, fields.windows(kinds), strict=True)):
         if both_ways == "all" and window is not None:  # so many in all, as HF's config counts them
             window = window // 2 + 1
@@ -170,7 +170,7 @@ def _sizes(fields: ConfigFields, embed: int, count: int) -> list[tuple[int, int]
     return sizes
 
 
-def _lenders(fields: ConfigFields, kinds: list[str]) -> list[int | None]:
+def lenders_of(fields: ConfigFields, kinds: list[str]) -> list[int | None]:
     """Of each layer the number of that whose keys and values it has, None for its own."""
     shared = fields.take("num_kv_shared_layers", 0)
     own = len(kinds) - fields.size("num_kv_shared_layers") if shared else len(kinds)

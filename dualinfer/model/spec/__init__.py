@@ -18,6 +18,7 @@ from .parts import (
     Norm,
     Page,
     Router,
+    Streams,
 )
 
 __all__ = [
@@ -45,4 +46,5 @@ __all__ = [
     "RelativeBias",
     "Rope",
     "Router",
+    "Streams",
 ]

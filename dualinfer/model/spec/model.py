@@ -5,7 +5,17 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from .attention import Attention
-from .parts import Activation, Adapter, Bottleneck, Convolution, Experts, Mlp, Norm, Page
+from .parts import (
+    Activation,
+    Adapter,
+    Bottleneck,
+    Convolution,
+    Experts,
+    Mlp,
+    Norm,
+    Page,
+    Streams,
+)
 
 Pooling = Literal["first", "real", "last", "final", "mean", "eos", "patches", "beside"]
 
@@ -97,12 +107,13 @@ class Layer:
     - `adapter` (`pre` or `post`): two more projections, before the last norm of a `post` block.
     - `bottleneck`: how a `narrow` block is built (MobileBERT).
     - `page`: how a `paged` block is built (LiLT).
+    - `streams`: how a block of `streams` is built (Gemma 3n).
     """
 
     attention: Attention
     mlp: Mlp | Experts
     norm: Norm
-    placement: Literal["pre", "post", "around", "behind", "narrow", "paged"]
+    placement: Literal["pre", "post", "around", "behind", "narrow", "paged", "streams"]
     parallel: bool = False
     shared_norm: bool = False
     residual_scale: float = 1.0
@@ -117,6 +128,7 @@ class Layer:
     adapter: Adapter | None = None
     bottleneck: Bottleneck | None = None
     page: Page | None = None
+    streams: Streams | None = None
 
     @property
     def experts(self) -> int:
@@ -185,6 +197,8 @@ class ModelSpec:
       those of a sequence's other tokens are times 0.88 over the share that these have in it, as
       dropout in training made them (ESM-2). If the model `blanks`, what a mask hides enters the
       first layer as zeros; if it `masks_labels`, the labels of that count in no loss (Qwen2-Audio).
+    - `text_ids`: the ids from which on HF embeds what stands for images and sounds; None for none.
+      Of ids from `layers_ids` on layers read what they read of id 0 (Gemma 3n).
     - `prefixes`: token types are none of the embedding's. In HF those of 0 mark a prefix whose
       tokens see one another both ways, which is not served (PaliGemma).
 
@@ -228,6 +242,8 @@ class ModelSpec:
     packs: bool = True
     masks_labels: bool = False
     prefixes: bool = False
+    text_ids: int | None = None
+    layers_ids: int | None = None
     token_types: int = 0
     token_types_from_vocab: bool = False
     boxes: int = 0
@@ -312,6 +328,9 @@ class ModelSpec:
             outer |= {"probe_qkv": sum(probe.attention.qkv_sizes), "probe_ffn": probe.ffn}
         if self.page is not None:
             outer |= {"page": self.page.width, "page_ffn": self.page.ffn, "sixth": self.embed // 6}
+        if (own := self.layers[0].streams) is not None:
+            outer |= {"streams": own.count, "streams_in": own.count, "laurel": own.rank}
+            outer["coefficients"] = own.count**2
         if (places := self.layers[0].attention.places) is not None:
             outer["places"] = 2 * places.span
         if self.encoder:
@@ -367,6 +386,16 @@ class ModelSpec:
     def page(self) -> Page | None:
         """What layers have beside the tokens' stream."""
         return self.layers[0].page
+
+    @property
+    def streams(self) -> Streams | None:
+        """The streams of a token, where there are several."""
+        return self.layers[0].streams
+
+    @property
+    def known_ids(self) -> int:
+        """How many ids a caller may give."""
+        return self.vocab if self.text_ids is None else self.text_ids
 
     @property
     def cache_numbers(self) -> tuple[int, ...]:

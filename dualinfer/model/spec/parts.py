@@ -22,11 +22,16 @@ class Norm:
 
 @dataclass(frozen=True)
 class Mlp:
-    """Feed-forward of one layer; `gated` multiplies activation(gate) with up."""
+    """Feed-forward of one layer; `gated` multiplies activation(gate) with up.
+
+    With `sparse` (s, n) what a gate is above the mean of a token's n gates by more than s standard
+    deviations of them stands in its place, and 0 where it is not (Gemma 3n).
+    """
 
     ffn: int
     activation: Activation | Literal["xielu"]
     gated: bool
+    sparse: tuple[float, int] | None = None
 
 
 @dataclass(frozen=True)
@@ -144,6 +149,22 @@ class Bottleneck:
 
     width: int
     feeds: int
+
+
+@dataclass(frozen=True)
+class Streams:
+    """`count` streams of a token, of which layers compute on the first one alone (Gemma 3n).
+
+    AltUp, arXiv:2301.13310: each stream is first predicted of all, by coefficients of the first,
+    and what the layer makes of that corrects all. Beside attention its input passes through `rank`
+    elements (LAuReL, arXiv:2411.07501), and is added. What the layer's own embedding of a token
+    gives is added to all streams but the first; it is computed of the first, times a learned vector
+    if `scaled`.
+    """
+
+    count: int
+    rank: int
+    scaled: bool
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from ...caches import CacheSpec, CacheView
 from ...contract import ALONE, Neighbours, NormOf, Routing, Unnormed, Weights
 from ..exchange import Exchange
 from ..parallel import Split
-from . import heads, mixtures, primitives
+from . import heads, mixtures, primitives, schemes
 from .schemes import SCHEMES
 
 
@@ -245,6 +245,36 @@ class PlainBlocks:
     def join(self, *parts: jax.Array) -> jax.Array:
         """See `contract.BlockOps.join`."""
         return jnp.concatenate(parts, -1)
+
+    def stack(self, *parts: jax.Array) -> jax.Array:
+        """See `contract.BlockOps.stack`."""
+        return jnp.stack(parts)
+
+    def mix_streams(self, coefficients: jax.Array, x: jax.Array) -> jax.Array:
+        """See `contract.BlockOps.mix_streams`."""
+        by = coefficients.reshape(*coefficients.shape[:-1], len(x), len(x))
+        return x + schemes.einsum("btji,ibte->jbte", by, x)
+
+    def correct_streams(
+        self, x: jax.Array, coefficients: jax.Array, change: jax.Array
+    ) -> jax.Array:
+        """See `contract.BlockOps.correct_streams`."""
+        return x + jnp.moveaxis(coefficients, -1, 0)[..., None] * change
+
+    def add_to_rest(self, x: jax.Array, y: jax.Array) -> jax.Array:
+        """See `contract.BlockOps.add_to_rest`."""
+        return jnp.concatenate((x[:1], x[1:] + y))
+
+    def gate_sparsely(
+        self, h: jax.Array, by: Activation, deviations: float, width: int
+    ) -> jax.Array:
+        """See `contract.BlockOps.gate_sparsely`."""
+        gates, ups = jnp.split(h.astype(jnp.float32), 2, -1)
+        sums = jnp.stack((gates.sum(-1), jnp.square(gates).sum(-1)))
+        mean, square = (sums if self.split is None else self.split.sum(sums)) / width
+        least = mean + deviations * jnp.sqrt(jnp.maximum(square - mean * mean, 0))
+        gates = jnp.maximum(gates - least[..., None], 0).astype(h.dtype)
+        return primitives.activation(gates, by) * ups.astype(h.dtype)
 
     def like(self, x: jax.Array, other: jax.Array) -> jax.Array:
         """See `contract.BlockOps.like`."""

@@ -236,6 +236,36 @@ class PlainBlocks:
         """See `contract.BlockOps.join`."""
         return torch.cat(parts, -1)
 
+    def stack(self, *parts: torch.Tensor) -> torch.Tensor:
+        """See `contract.BlockOps.stack`."""
+        return torch.stack(parts)
+
+    def mix_streams(self, coefficients: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        """See `contract.BlockOps.mix_streams`."""
+        by = coefficients.unflatten(-1, (len(x), len(x)))
+        return x + torch.einsum("btji,ibte->jbte", by, x)
+
+    def correct_streams(
+        self, x: torch.Tensor, coefficients: torch.Tensor, change: torch.Tensor
+    ) -> torch.Tensor:
+        """See `contract.BlockOps.correct_streams`."""
+        return x + coefficients.movedim(-1, 0)[..., None] * change
+
+    def add_to_rest(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        """See `contract.BlockOps.add_to_rest`."""
+        return torch.cat((x[:1], x[1:] + y))
+
+    def gate_sparsely(
+        self, h: torch.Tensor, by: Activation, deviations: float, width: int
+    ) -> torch.Tensor:
+        """See `contract.BlockOps.gate_sparsely`."""
+        gates, ups = h.float().chunk(2, -1)
+        sums = torch.stack((gates.sum(-1), gates.square().sum(-1)), -1)
+        mean, square = ((sums if self.split is None else self.split.sum(sums)) / width).unbind(-1)
+        least = mean + deviations * (square - mean * mean).clamp(min=0).sqrt()
+        gates = torch.relu(gates - least[..., None]).to(h.dtype)
+        return primitives.activation(gates, by) * ups.to(h.dtype)
+
     def like(self, x: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
         """See `contract.BlockOps.like`."""
         return x.to(other.dtype)

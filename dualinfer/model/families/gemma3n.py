@@ -1,0 +1,208 @@
+"""Gemma 3n's text: streams that layers take turns to update (AltUp), a low-rank path beside each.
+
+HF source: models/gemma3n. Keys that layers share and embeddings that each layer reads are Gemma
+4's; the first layers of the larger models let few gates through.
+"""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from statistics import NormalDist
+
+from ...errors import ModelError, shown
+from ..spec import Attention, Head, Layer, Mlp, ModelSpec, Norm, Streams
+from ..weights import Row, WeightTable, row
+from . import rows as make
+from .fields import ConfigFields
+from .gemma4 import lenders_of
+from .rope import make_rope, reach, ropes_by_kind
+
+CLASSES = {
+    "gemma3n": ("Gemma3nForConditionalGeneration", "Gemma3nModel"),
+    "gemma3n_text": ("Gemma3nForCausalLM", "Gemma3nTextModel"),
+}
+_TOKENS = (
+    *(f"{name}_token_id" for name in ("boi", "eoi", "image", "boa", "eoa", "audio")),
+    *("vision_soft_tokens_per_image", "audio_soft_tokens_per_image"),
+)
+_TOWERS = r"^(model\.)?(vision_tower|audio_tower|embed_vision|embed_audio)\."
+
+
+def describe(fields: ConfigFields, architecture: str) -> tuple[ModelSpec, WeightTable]:
+    """Spec and weight table of a Gemma 3n; of one that sees and hears the part for text alone."""
+    tied = fields.flag("tie_word_embeddings", True)
+    if fields.family == "gemma3n_text":
+        return _describe(fields, architecture, tied, "model.")
+    text, vision = fields.take("text_config"), fields.take("vision_config")
+    if not isinstance(text, Mapping) or not isinstance(vision, Mapping):
+        name, value = (
+            ("vision_config", vision) if isinstance(text, Mapping) else ("text_config", text)
+        )
+        raise ModelError(f"config.json has {name}={shown(value)}; expected an object.")
+    inner = ConfigFields("gemma3n_text", text)
+    spec, table = _describe(inner, architecture, tied, "model.language_model.")
+    inner.ignore("tie_word_embeddings")  # HF reads the outer one
+    inner.finish()
+    fields.ignore("audio_config", *_TOKENS)
+    # Of ids from here on HF embeds what stands for images and sounds.
+    texts = ConfigFields("gemma3n", vision).size("vocab_offset")
+    spec = replace(spec, family=fields.family, text_ids=min(texts, spec.vocab))
+    return spec, replace(table, spec=spec, unused=(*table.unused, _TOWERS))
+
+
+def _describe(
+    fields: ConfigFields, architecture: str, tied: bool, base: str
+) -> tuple[ModelSpec, WeightTable]:
+    embed, count = fields.size("hidden_size"), fields.layers("num_hidden_layers")
+    heads, kv_heads, head_dim = fields.grouped_heads(embed)
+    positions, vocab = fields.size("max_position_embeddings"), fields.size("vocab_size")
+    norm, kinds = Norm("rms", fields.number("rms_norm_eps")), fields.layer_types(count)
+    parameters = ropes_by_kind(fields.take("rope_parameters"), kinds)
+    ropes = {kind: make_rope(parameters[kind], head_dim, positions) for kind in {*kinds}}
+    fields.require("altup_active_idx", 0)
+    streams = Streams(
+        fields.size("altup_num_inputs"),
+        fields.size("laurel_rank"),
+        scaled=fields.flag("altup_correct_scale", True),
+    )
+    reads = fields.size("hidden_size_per_layer_input")
+    own_ids = fields.size("vocab_size_per_layer_input")
+    layers = [
+        Layer(
+            Attention(
+                *(heads, kv_heads, head_dim, 1.0),
+                window=window,
+                rope=ropes[kind],
+                qk_norm=norm,
+                value_norm=norm if lender is None else None,
+                lender=lender,
+            ),
+            mlp,
+            norm,
+            "streams",
+            reads=reads,
+            streams=streams,
+        )
+        for kind, window, lender, mlp in zip(
+            kinds,
+            fields.windows(kinds),
+            lenders_of(fields, kinds),
+            _mlps(fields, count),
+            strict=True,
+        )
+    ]
+    layers = [{layer: layer for layer in layers}[layer] for layer in layers]  # equal ones are one
+    fields.ignore("attention_dropout", "altup_coef_clip")  # the latter is of training
+    softcap = fields.optional_number("final_logit_softcapping")
+    spec = ModelSpec(
+        family=fields.family,
+        architecture=architecture,
+        vocab=vocab,
+        embed=embed,
+        layers=tuple(layers),
+        max_positions=max(reach(parameters[kind], positions) for kind in kinds),
+        embed_scale=embed**0.5,
+        final_norm=norm,
+        head=Head("causal", softcap=softcap) if "For" in architecture else None,
+        layers_ids=min(own_ids, vocab),
+    )
+    return spec, _table(fields, spec, tied, base, own_ids)
+
+
+def _mlps(fields: ConfigFields, count: int) -> list[Mlp]:
+    """The feed-forward of each layer, by lists with a width and a share of gates that are shut."""
+    activation = fields.activation("hidden_activation")
+    widths, shut = fields.take("intermediate_size"), fields.take("activation_sparsity_pattern", 0.0)
+    widths, shut = (x if isinstance(x, list | tuple) else [x] * count for x in (widths, shut))
+    fits = len(widths) == len(shut) == count
+    if not fits or not all(type(n) is int and n > 0 for n in widths):
+        raise ModelError(
+            f"config.json has intermediate_size={shown(widths)}; expected a positive int for each "
+            f"of {count} layers, and as many numbers in activation_sparsity_pattern."
+        )
+    if not all(isinstance(x, int | float) and 0 <= x < 1 for x in shut):
+        raise ModelError(
+            f"config.json has activation_sparsity_pattern={shown(shut)}; expected shares from 0 up "
+            "to 1."
+        )
+    return [
+        Mlp(ffn, activation, gated=True, sparse=(NormalDist().inv_cdf(x), ffn) if x else None)
+        for ffn, x in zip(widths, shut, strict=True)
+    ]
+
+
+def _table(
+    fields: ConfigFields, spec: ModelSpec, tied: bool, base: str, own_ids: int
+) -> WeightTable:
+    norm, bias = spec.layers[0].norm, fields.flag("attention_bias", False)
+    hf, streams = base + "layers.{i}.", spec.layers[0].streams
+    assert streams is not None
+    mixing = [
+        *make.linear("told", f"{hf}altup.modality_router", "streams embed", bias=False),
+        *make.linear("predict", f"{hf}altup.prediction_coefs", "coefficients streams", bias=False),
+        *make.linear("correct", f"{hf}altup.correction_coefs", "streams streams_in", bias=False),
+    ]
+    shared = [
+        *(replace(own, dense=True) for own in mixing),
+        *make.norm(norm, "told_norm", f"{hf}altup.router_norm"),
+        *make.linear("laurel_in", f"{hf}laurel.linear_left", "laurel embed", bias=False),
+        *make.linear("laurel_out", f"{hf}laurel.linear_right", "embed laurel", bias=False),
+        *make.norm(norm, "laurel_norm", f"{hf}laurel.post_laurel_norm"),
+        *make.norm(norm, "attn_norm", f"{hf}input_layernorm"),
+        *make.norm(norm, "attn_post_norm", f"{hf}post_attention_layernorm"),
+        *make.norm(norm, "mlp_norm", f"{hf}pre_feedforward_layernorm"),
+        *make.norm(norm, "mlp_post_norm", f"{hf}post_feedforward_layernorm"),
+        *make.linear("out", f"{hf}self_attn.o_proj", "embed q", bias),
+        *make.norm(norm, "q_norm", f"{hf}self_attn.q_norm", "head_dim"),
+        *make.joined("up", hf + "mlp.{p}", make.GATE_UP, bias=False),
+        *make.linear("down", f"{hf}mlp.down_proj", "embed up", bias=False),
+        *make.linear("read", f"{hf}per_layer_input_gate", "read embed", bias=False),
+        *make.linear("read_out", f"{hf}per_layer_projection", "embed read", bias=False),
+        *make.norm(norm, "read_norm", f"{hf}post_per_layer_input_norm"),
+    ]
+    stored = f"{hf}altup.correct_output_scale", "embed"
+    shared.append(row("corrected_scale", "embed", stored))
+    lenders = [layer.attention.lender for layer in spec.layers]
+
+    def rows_of(lender: int | None) -> tuple[Row, ...]:
+        if lender is not None:
+            own = f"{base}layers.{lender}.self_attn.k_norm"
+            rows = make.linear("qkv", f"{hf}self_attn.q_proj", "q embed", bias)
+            return (*shared, *rows, *make.norm(norm, "k_norm", own, "head_dim"))
+        return (
+            *shared,
+            *make.joined("qkv", hf + "self_attn.{p}", make.QKV, bias),
+            *make.norm(norm, "k_norm", f"{hf}self_attn.k_norm", "head_dim"),
+            *make.plain_norm(norm, "v_norm", "head_dim"),
+        )
+
+    name, read = f"{base}embed_tokens_per_layer.weight", "vocab reads"
+    table = row("layers_embed.weight", read, (name, read))
+    (source,) = table.sources
+    outer = [
+        *make.norm(norm, "final_norm", f"{base}norm"),
+        replace(table, sources=(replace(source, spare=own_ids - spec.vocab),)),
+        *make.linear(
+            "layers_project", f"{base}per_layer_model_projection", "reads embed", bias=False
+        ),
+        *make.norm(norm, "layers_norm", f"{base}per_layer_projection_norm", "read"),
+    ]
+    square = "embed embed_in"
+    for i in range(streams.count - 1):
+        outer += make.linear(f"spread.{i}", f"{base}altup_projections.{i}", square, bias=False)
+        theirs = f"{base}altup_unembed_projections.{i}"
+        outer += make.linear(f"gather.{i}", theirs, square, bias=False)
+    numbers = "|".join(str(i) for i, lender in enumerate(lenders) if lender is not None)
+    unused = (
+        [rf"layers\.({numbers})\.self_attn\.(k_proj|v_proj|k_norm|v_norm)\."] if numbers else []
+    )
+    whole = make.causal_table(
+        spec,
+        shared,
+        outer,
+        embedding=f"{base}embed_tokens",
+        tied=tied,
+        base="model.",
+        unused=[r"rotary_emb\.", *unused],
+    )
+    by_kind = {own: rows_of(own) for own in dict.fromkeys(lenders)}
+    return replace(whole, layers=tuple(by_kind[own] for own in lenders))
