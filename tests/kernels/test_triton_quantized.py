@@ -1,5 +1,6 @@
 """Triton's products with quantized weights, and the matrices that it makes of codes."""
 
+import itertools
 from dataclasses import replace
 from typing import Any
 
@@ -18,6 +19,7 @@ from .test_triton_linear import EPS, FLOAT32, few_dtypes, norm_of, wanted
 from dualinfer.kernels.triton.launch import INTERPRETED, has_pdl  # isort: skip
 from dualinfer.kernels.triton.linear import MOST_TILES, NormArguments  # isort: skip
 from dualinfer.kernels.triton.quantized import (  # isort: skip
+    TUNABLE,
     Packed,
     QuantizedFragmentConfig,
     QuantizedStreamConfig,
@@ -139,6 +141,34 @@ def test_codes_of_few_rows_go_to_the_matrix_units_in_registers(form, dtype):
     config = QuantizedFragmentConfig(1, tiles, 1, 2)
     found = run(x, weight, bias=bias, dtype=torch.float32, config=config, **how)
     expected = wanted(x, meant, bias, **how)
+    assert np.sqrt(((found - expected) ** 2).mean()) < 3e-4 * expected.std()
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_a_default_serves_the_product_that_it_is_for(bits):
+    codes = ("int4", "fp4_e2m1") if bits == 4 else ("uint8", "fp8_e4m3")
+    about = [
+        Packed(None, None, None, None, code, "float16", 1, columns, width)
+        for code in codes
+        for columns in (16, 32, 64, 128, 0)
+        for width in (48, 992, 1024, 2048, 2880, 4096, 14336)
+    ]
+    for rows, features, gated, normed in itertools.product(
+        (1, 3, 8, 16), (64, 2048, 16384), (False, True), (False, True)
+    ):
+        for weight in about:
+            key = tuning_key(rows, features, weight, 2, gated, normed and rows == 1)
+            config = default_config(key, 132)
+            assert not isinstance(config, QuantizedFragmentConfig) or TUNABLE.fits(key, config)
+
+
+def test_powers_of_two_for_blocks_wider_than_a_chunk_are_those_of_all_rows_of_x():
+    """As fp8 checkpoints with scales of 8 bits have them, with a column of products for each."""
+    scheme = BlockScheme("fp8_e4m3", rows=16, columns=128, scale_dtype="float8_e8m0fnu")
+    weight, meant = make(scheme, 22, 160)
+    x = normal(2, 5, 160, dtype=BFLOAT16)
+    found = run(x, weight, dtype=torch.float32, config=QuantizedFragmentConfig(1, 1, 1, 1))
+    expected = wanted(x, meant)
     assert np.sqrt(((found - expected) ** 2).mean()) < 3e-4 * expected.std()
 
 

@@ -173,8 +173,8 @@ def _both(s, dtype: tl.constexpr):
 def _scales(s, dtype: tl.constexpr, SCALES: tl.constexpr):
     """Scales of `_beside` in float32, but for `_left_of`; of exponents of 8 bits 2**-127 is 0."""
     if SCALES == "float8_e8m0fnu":
-        if len(s.shape) == 3:
-            return (s.to(tl.uint32) << 23).to(tl.float32, bitcast=True)
+        if len(s.shape) == 3 or s.dtype == dtype:
+            return (_both(s, dtype).to(tl.uint32) << 23).to(tl.float32, bitcast=True)
         else:
             low = (s.to(tl.uint32) << 23) & 0x7F800000
             high = (s.to(tl.uint32) << 15) & 0x7F800000

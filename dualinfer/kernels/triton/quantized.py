@@ -361,7 +361,8 @@ def _default_fragments(key: Key, sms: int) -> QuantizedFragmentConfig | None:
     else:
         config = (4, 2, 1, 2) if many else (4, 1, 2, 3)
     warps, tiles, chunks, programs = config
-    while rows > 1 and chunks > 1 and _registers(key, warps, tiles, chunks) * warps > 2048:
+    most = min(255, 2048 // warps)  # registers of a thread
+    while rows > 1 and chunks > 1 and _registers(key, warps, tiles, chunks) > most:
         chunks //= 2
     programs = min(programs, 2048 // (_registers(key, warps, tiles, chunks) * warps))
     return QuantizedFragmentConfig(warps, tiles, chunks, programs) if programs else None
