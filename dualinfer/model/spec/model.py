@@ -480,7 +480,7 @@ class ModelSpec:
         that it takes no position.
         """
         bounds = [n + 1 for n in (self.learned_positions, self.most) if n]
-        return min(asked or self.max_positions + 1, *bounds)
+        return min([asked or self.max_positions + 1, *bounds])
 
     def __repr__(self) -> str:
         """A short form: nested layers would fill pages."""
