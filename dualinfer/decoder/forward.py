@@ -67,7 +67,8 @@ def hidden_states(
                 page, NormOf.named(spec.embed_norm or spec.layers[0].norm, w, "page_norm")
             )
             x = ops.join(x, page)
-    kept, own = [x], None
+    kept: list[Array] = [x]
+    own = None
     if spec.reads:
         assert ids is not None
         known = ids if spec.layers_ids is None else ids * (ids < spec.layers_ids)
@@ -92,7 +93,7 @@ def hidden_states(
     if spec.streams is not None:
         last = _gathered(spec.streams, params, ops, kept[-1])
         # Sequences first, as callers have them.
-        return [*(x.swapaxes(0, 1).swapaxes(1, 2) for x in kept if keep), last]
+        return [*(y.swapaxes(0, 1).swapaxes(1, 2) for y in kept if keep), last]
     return [*kept[:-1], normed(ops, kept[-1])]
 
 
