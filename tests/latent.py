@@ -37,6 +37,16 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "deepseek_v3": ("DeepseekV3", {**_SIZES, **_EXPERTS, "first_k_dense_replace": 1}),
+    "deepseek_v32": (
+        "DeepseekV32",
+        {**_SIZES, **_EXPERTS, "mlp_layer_types": ["dense", "sparse"], "index_topk": 24}
+        | {"index_n_heads": 2, "index_head_dim": 32},
+    ),
+    "glm_moe_dsa": (
+        "GlmMoeDsa",
+        {**_SIZES, **_EXPERTS, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1}
+        | {"index_n_heads": 2, "index_head_dim": 32},
+    ),
     "glm4_moe_lite": (
         "Glm4MoeLite",
         {**_SIZES, **_EXPERTS, "n_group": 1, "topk_group": 1, "rope_interleave": False},

@@ -668,6 +668,19 @@ def test_text_of_a_gemma_4_that_sees_and_hears(unified, tmp_path):
             dualinfer.init_inference(tmp_path, **how)
 
 
+def test_sequences_of_which_layers_choose_tokens_are_refused():
+    """DeepSeek-V3.2 sees all of at most index_topk tokens, whatever length a caller asks for."""
+    how = {"backend": "torch", "dtype": "fp32", "replace_with_kernel_inject": True}
+    with dualinfer.init_inference(make("deepseek_v32"), **how, max_out_tokens=99) as engine:
+        engine.generate(random_ids(1, 20), max_new_tokens=5)
+        with pytest.raises(dualinfer.LengthError, match="index_topk"):
+            engine.generate(random_ids(1, 20), max_new_tokens=6)
+        with pytest.raises(dualinfer.LengthError, match=r"index_topk=24.*choose"):
+            engine(random_ids(1, 25))
+        with pytest.raises(dualinfer.LengthError, match=r"at most 24|24 positions"):
+            engine.embed(random_ids(1, 25), pooling="mean")
+
+
 @pytest.mark.slow
 def test_text_of_a_gemma_3n_that_sees_and_hears(tmp_path):
     """By a folder with parts of the towers, quantized and streamed as well; ids of images refused.

@@ -93,7 +93,7 @@ def hidden_states(
     if spec.streams is not None:
         last = _gathered(spec.streams, params, ops, kept[-1])
         # Sequences first, as callers have them.
-        return [*(x.swapaxes(0, 1).swapaxes(1, 2) for x in kept if keep), last]
+        return [*(y.swapaxes(0, 1).swapaxes(1, 2) for y in kept if keep), last]
     return [*kept[:-1], normed(ops, kept[-1])]
 
 

@@ -99,10 +99,14 @@ def make_forward_inputs(
     segments = None
     at = default_positions(spec, shape, tokens, visible)
     longest = length if spec.pad is None else int(at.max()) - spec.pad
-    if spec.learned_positions and longest > spec.tokens:
+    if spec.tokens and longest > spec.tokens:
         name = name if embeds is None else "inputs_embeds"
         raise LengthError(
             f"{name} has {longest} tokens, but the model has {spec.tokens} positions."
+            if not spec.most
+            else f"{name} has {longest} tokens; of more than index_topk={spec.most} the layers of "
+            f"{spec.architecture} choose those that they see, which is not served. Pass at most so "
+            "many."
         )
     if positions is not None:
         limit = spec.learned_positions or 2**31 - 1

@@ -28,7 +28,7 @@ def traced_inputs(spec: ModelSpec, tokens: Any, mask: Any, positions: Any, types
     if ids.ndim != 2 or not ids.size:
         raise ArgumentError(f"tokens has shape {ids.shape}; expected [batch, tokens].")
     shape = batch, length = ids.shape
-    if spec.learned_positions and length > spec.tokens:
+    if spec.tokens and length > spec.tokens:
         raise LengthError(f"tokens has {length} tokens, but the model has {spec.tokens} positions.")
     visible = None
     if mask is not None:

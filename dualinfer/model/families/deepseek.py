@@ -21,12 +21,15 @@ CLASSES = {
     "axk1": ("AXK1ForCausalLM", "AXK1Model"),
     "deepseek_v2": ("DeepseekV2ForCausalLM", "DeepseekV2Model"),
     "deepseek_v3": ("DeepseekV3ForCausalLM", "DeepseekV3Model"),
+    "deepseek_v32": ("DeepseekV32ForCausalLM", "DeepseekV32Model"),
+    "glm_moe_dsa": ("GlmMoeDsaForCausalLM", "GlmMoeDsaModel"),
     "glm4_moe_lite": ("Glm4MoeLiteForCausalLM", "Glm4MoeLiteModel"),
     "minicpm3": ("MiniCPM3ForCausalLM", "MiniCPM3Model"),
     "mistral4": ("Mistral4ForCausalLM", "Mistral4Model"),
     "youtu": ("YoutuForCausalLM", "YoutuModel"),
 }
 _LATENT_EPS = 1e-6  # of the norms of latent vectors, which no config names
+_CHOOSING = ("deepseek_v32", "glm_moe_dsa")  # of a long sequence the tokens that a layer sees
 _TIED = ("minicpm3", "youtu")
 _MLP_BIAS = ("deepseek_v2", "minicpm3")
 
@@ -66,7 +69,15 @@ def describe(fields: ConfigFields, architecture: str) -> tuple[ModelSpec, Weight
         embed_scale=fields.number("scale_emb") if is_minicpm else 1.0,
         final_norm=norm,
         head=head if architecture.endswith("ForCausalLM") else None,
+        most=fields.size("index_topk") if family in _CHOOSING else 0,
     )
+    if family in _CHOOSING:
+        fields.kinds("layer_types", count, ("indexed_attention",))
+        fields.require("mlp_bias", False)
+        fields.require("rope_interleave", True)
+        # Of what chooses, and what HF folds into lists of layers.
+        fields.ignore("index_head_dim", "index_n_heads", "indexer_types", "index_topk_pattern")
+        fields.ignore("index_topk_freq", "index_skip_topk_offset", "first_k_dense_replace")
     fields.ignore("attention_dropout", "embedding_initializer_range", "ep_size")
     fields.ignore("num_nextn_predict_layers", "num_mtp_layers")  # layers behind those of the model
     return spec, _table(fields, spec)
@@ -160,7 +171,11 @@ def _table(fields: ConfigFields, spec: ModelSpec) -> WeightTable:
         embedding="model.embed_tokens",
         tied=fields.flag("tie_word_embeddings", fields.family in _TIED),
         base="model.",
-        unused=[r"rotary_emb\.inv_freq$", *((behind, *mixture.unused) if mixture else ())],
+        unused=[
+            r"rotary_emb\.inv_freq$",
+            r"\.self_attn\.indexer\.",
+            *((behind, *mixture.unused) if mixture else ()),
+        ],
         renames=mixture.renames if mixture else (),
         optional="router.choice_bias" if fields.family == "axk1" else None,
     )

@@ -70,11 +70,19 @@ _GRANITE = Mixture(
         (".block_sparse_moe.router.weight", ".block_sparse_moe.router.layer.weight"),
     ),
 )
-_LATENT = ("axk1", "deepseek_v2", "deepseek_v3", "glm4_moe_lite", "mistral4")  # by their attention
+_LATENT = (
+    "deepseek_v32",
+    "glm_moe_dsa",
+    "axk1",
+    "deepseek_v2",
+    "deepseek_v3",
+    "glm4_moe_lite",
+    "mistral4",
+)  # by their attention
 _DEEPSEEKS = ("dots1", "exaone_moe", "glm4_moe", "mimo_v2_flash", "solar_open", *_LATENT)
 # Those whose mlp_layer_types says which layers are mixtures.
 _LISTED = ("axk1", "cohere2_moe", "exaone_moe", "glm4_moe_lite", "hy_v3", "mellum")
-_LISTED += ("deepseek_ocr2_text", "laguna", "mimo_v2_flash")
+_LISTED += ("deepseek_v32", "glm_moe_dsa", "deepseek_ocr2_text", "laguna", "mimo_v2_flash")
 _SEVERAL = Mixture(shared="mlp.shared_experts", shares="num_shared_experts")
 _TRAINED = ("aux_loss_alpha", "seq_aux")
 MIXTURES: Mapping[str, Mixture] = {
@@ -101,6 +109,7 @@ MIXTURES: Mapping[str, Mixture] = {
     "deepseek_ocr2_text": replace(_DEEPSEEK, choice_bias=None, ignored=_TRAINED),
     "deepseek_v2": replace(_DEEPSEEK, choice_bias=None, ignored=_TRAINED),
     "deepseek_v3": replace(_DEEPSEEK, ignored=_TRAINED),
+    "deepseek_v32": replace(_DEEPSEEK, ignored=_TRAINED),
     "dots1": _DEEPSEEK,
     "ernie4_5_moe": Mixture(
         shared="mlp.shared_experts",
@@ -122,6 +131,7 @@ MIXTURES: Mapping[str, Mixture] = {
     "flex_olmo": Mixture(ffn="intermediate_size"),
     "glm4_moe": _DEEPSEEK,
     "glm4_moe_lite": _DEEPSEEK,
+    "glm_moe_dsa": _DEEPSEEK,
     "gpt_oss": Mixture(
         router="router",
         count="num_local_experts",

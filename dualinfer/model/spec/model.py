@@ -197,6 +197,8 @@ class ModelSpec:
       those of a sequence's other tokens are times 0.88 over the share that these have in it, as
       dropout in training made them (ESM-2). If the model `blanks`, what a mask hides enters the
       first layer as zeros; if it `masks_labels`, the labels of that count in no loss (Qwen2-Audio).
+    - `most`: tokens of a sequence of which all are seen. HF's layers choose among more by another
+      product, which is not served; 0 for no such limit (DeepSeek-V3.2).
     - `text_ids`: the ids from which on HF embeds what stands for images and sounds; None for none.
       Of ids from `layers_ids` on layers read what they read of id 0 (Gemma 3n).
     - `prefixes`: token types are none of the embedding's. In HF those of 0 mark a prefix whose
@@ -244,6 +246,7 @@ class ModelSpec:
     prefixes: bool = False
     text_ids: int | None = None
     layers_ids: int | None = None
+    most: int = 0
     token_types: int = 0
     token_types_from_vocab: bool = False
     boxes: int = 0
@@ -465,8 +468,10 @@ class ModelSpec:
 
     @property
     def tokens(self) -> int:
-        """The longest sequence that its table of positions has rows for; 0 without a table."""
-        return max(0, self.learned_positions - (0 if self.pad is None else self.pad + 1))
+        """The longest sequence that its table of positions has rows for, or `most`; 0 without."""
+        return self.most or max(
+            0, self.learned_positions - (0 if self.pad is None else self.pad + 1)
+        )
 
     @property
     def can_pack(self) -> bool:
@@ -477,11 +482,11 @@ class ModelSpec:
     def most_tokens(self, asked: int | None) -> int:
         """Longest prompt with its new tokens: `asked`, else what fills the model's positions.
 
-        A table of positions always bounds it. The last new token is never fed back, so that it
-        takes no position.
+        A table of positions, or `most`, always bounds it. The last new token is never fed back, so
+        that it takes no position.
         """
-        most = asked or self.max_positions + 1
-        return min(most, self.learned_positions + 1) if self.learned_positions else most
+        bounds = [n + 1 for n in (self.learned_positions, self.most) if n]
+        return min([asked or self.max_positions + 1, *bounds])
 
     def __repr__(self) -> str:
         """A short form: nested layers would fill pages."""
