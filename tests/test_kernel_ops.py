@@ -10,8 +10,10 @@ torch = pytest.importorskip("torch")
 
 import dualinfer  # noqa: E402
 from dualinfer.backends import torch as backend  # noqa: E402
+from dualinfer.backends.contract import NormOf  # noqa: E402
 from dualinfer.backends.torch.ops.kernels import KernelOps  # noqa: E402
-from dualinfer.kernels.triton import linear  # noqa: E402
+from dualinfer.kernels.triton import linear, norm  # noqa: E402
+from dualinfer.model.spec import Norm  # noqa: E402
 
 from .mixtures import make as make_mixture  # noqa: E402
 from .models import make_model, relative_rms, slow_but  # noqa: E402
@@ -133,3 +135,31 @@ def test_sampled_text_is_that_of_the_plain_sampler(sampling, engines):
         for e in (fast, plain)
     )
     np.testing.assert_array_equal(made, expected)
+
+
+@pytest.mark.parametrize("made", [False, True])
+def test_a_norm_whose_weight_a_pass_computes_reads_nothing_early(made, monkeypatch):
+    """The kernel in front may be the one that writes the weight."""
+    ops, seen = KernelOps(torch.device("cpu")), []
+    monkeypatch.setattr(ops, "pdl", True)
+    monkeypatch.setattr(norm, "rms_norm", lambda *_, pdl, **__: seen.append(pdl))
+    ops.norm(torch.ones(2, 24), NormOf(Norm("rms", 1e-6), torch.ones(24), None, made))
+    assert seen == [not made]
+
+
+def test_weights_that_gemma_3n_computes_are_known_as_such(monkeypatch):
+    """Those of the norm of its coefficients: a learned scale over the width."""
+    from .test_relatives import make as make_relative
+
+    seen, fast = set(), KernelOps._normed
+
+    def watched(ops: Any, x: Any, own: NormOf, *more: Any, **options: Any) -> Any:
+        seen.add(own.made)
+        return fast(ops, x, own, *more, **options)
+
+    monkeypatch.setattr(KernelOps, "_normed", watched)
+    monkeypatch.setattr(backend, "_make_ops", lambda config, spec, device, _: KernelOps(device))
+    how = {"dtype": "fp32", "replace_with_kernel_inject": True}
+    with dualinfer.init_inference(make_relative("gemma3n"), **how) as engine:
+        engine(np.ones((1, 2), np.int64))
+    assert seen == {False, True}

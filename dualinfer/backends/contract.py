@@ -44,11 +44,15 @@ class Params(Protocol):
 
 
 class NormOf(NamedTuple):
-    """A norm with its weights."""
+    """A norm with its weights.
+
+    `made` says that a pass computes the weight, so that no kernel may read it before it waits.
+    """
 
     spec: Norm
     weight: Array
     bias: Array | None
+    made: bool = False
 
     @classmethod
     def named(cls, spec: Norm, w: Weights, name: str) -> "NormOf":

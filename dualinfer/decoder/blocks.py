@@ -362,7 +362,7 @@ def _streamed_block(
     assert isinstance(layer.mlp, Mlp)
     activation, a = _plain_activation(layer), layer.attention
     # The learned scale, over the width as HF has it.
-    scaled = NormOf(layer.norm, w["told_norm.weight"] * x.shape[-1] ** -1, None)
+    scaled = NormOf(layer.norm, w["told_norm.weight"] * x.shape[-1] ** -1, None, made=True)
 
     def norm(name: str) -> NormOf:
         return NormOf.named(layer.norm, w, name)
@@ -403,7 +403,7 @@ def _apart(experts: Experts, norm: Norm, w: Weights, ops: BlockOps, x: Array) ->
     y = ops.row_product(ops.linear(x, w["shared.up.weight"], by), w["shared.down.weight"])
     y = ops.norm(y, NormOf.named(norm, w, "shared_post_norm"))
     # The router's learned scale, over the root of the width as HF has it.
-    scaled = NormOf(norm, w["router_norm.weight"] * x.shape[-1] ** -0.5, None)
+    scaled = NormOf(norm, w["router_norm.weight"] * x.shape[-1] ** -0.5, None, made=True)
     experts_of, weights = ops.route(x, w["router.weight"], experts.router, norm=scaled)
     routing = Routing(experts_of, weights * w["router.scale"][experts_of])
     by = Neighbours(norm=NormOf.named(norm, w, "experts_norm"))

@@ -157,9 +157,9 @@ class KernelOps(KernelAttention):
         rows: int,
         after: bool = False,
     ) -> jax.Array:
-        spec, weight, bias = norm
+        spec, weight, bias, made = norm
         how: dict[str, Any] = {"residual": residual, "after": after}
-        how["pdl"] = self.starts_early(rows)
+        how["pdl"] = not made and self.starts_early(rows)
         how |= {"capability": self.capability}
         with jax.named_scope("norm"):
             how["unit_offset"] = spec.unit_offset

@@ -156,9 +156,9 @@ class KernelOps(KernelAttention):
     def _normed(
         self, x: torch.Tensor, norm: NormOf, residual: torch.Tensor | None, after: bool = False
     ) -> torch.Tensor:
-        spec, weight, bias = norm
+        spec, weight, bias, made = norm
         how: dict[str, Any] = {"residual": residual, "after": after}
-        how["pdl"] = self.starts_early(x.numel() // x.shape[-1])
+        how["pdl"] = not made and self.starts_early(x.numel() // x.shape[-1])
         how["unit_offset"] = spec.unit_offset
         if spec.kind == "rms":
             return norms.rms_norm(x, weight, spec.eps, **how)
