@@ -712,6 +712,9 @@ def test_text_of_a_gemma_3n_that_sees_and_hears(tmp_path):
             for call in (engine, engine.generate, engine.embed):
                 with pytest.raises(dualinfer.ArgumentError, match="985"):
                     call(np.full((1, 3), 985))
+            uneven = {"input_ids": [[985], [1, 2]], "attention_mask": [[1], [1, 1]]}
+            with pytest.raises(dualinfer.ArgumentError, match="985"):
+                engine.embed(uneven)
 
 
 # On JAX the others show what these do: other names, and facts that torch's text has shown.

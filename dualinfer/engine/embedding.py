@@ -287,7 +287,7 @@ class EmbeddingCalls(InferenceEngine):
         if kind_of(given) is None:
             raise ArgumentError(f"inputs is {a_type(given)}; expected a str, texts or token ids.")
         if mask is not None and _is_uneven(given) and _is_uneven(mask):
-            rows = _seen_rows(list(given), mask, spec.vocab)
+            rows = _seen_rows(list(given), mask, spec.known_ids)
         elif kind_of(given) == "list" and mask is None:
             _check_depth(list(given[:1]))
             if given and not isinstance(given[0], list | tuple) and kind_of(given[0]) is None:
