@@ -571,9 +571,9 @@ def test_a_format_that_is_not_read_is_refused_in_every_mode():
 
 @pytest.mark.parametrize("method", ["gptq", "hqq"])
 def test_a_quantized_text_model_within_another_is_not_taken_for_a_plain_one(method, tmp_path):
-    text = {"model_type": "llama", "quantization_config": {"quant_method": method, "bits": 4}}
-    config = {"model_type": "paligemma", "text_config": text}
-    config["architectures"] = ["PaliGemmaForConditionalGeneration"]
+    text = {"model_type": "opt", "quantization_config": {"quant_method": method, "bits": 4}}
+    config = {"model_type": "blip-2", "text_config": text}
+    config["architectures"] = ["Blip2ForConditionalGeneration"]
     (tmp_path / "config.json").write_text(json.dumps(config))
     with pytest.raises(dualinfer.UnsupportedError, match=rf"quantization_config \({method}\)"):
         dualinfer.init_inference(str(tmp_path), backend="torch")

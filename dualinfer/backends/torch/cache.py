@@ -298,6 +298,11 @@ def over(cache: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
     return type(cache)(*(x if x is None else change(x) for x in cache))
 
 
+def size_of(cache: Any) -> int:
+    """Bytes of the cache's arrays."""
+    return sum(x.nbytes for x in cache if x is not None)
+
+
 def parts(
     cache: FullCache | BlockCache, k: torch.Tensor, v: torch.Tensor
 ) -> list[tuple[torch.Tensor, torch.Tensor]]:
@@ -402,8 +407,7 @@ class Cache:
     @property
     def bytes(self) -> int:
         """Bytes allocated."""
-        layers: list[Any] = self._layers
-        return sum(x.nbytes for layer in layers for x in layer if x is not None)
+        return sum(map(size_of, self._layers))
 
     def clear(self) -> None:
         """Let go of the buffers."""

@@ -14,7 +14,7 @@ from ....model.weights import count_leaves, parts_of, with_parts
 from ...contract import LatentQkv, LayerAttention, Neighbours, Routing
 from ...kernels import has_wide_heads
 from ...slots import bucket
-from ..cache import FullCache, LatentCache, over
+from ..cache import FullCache, LatentCache, over, size_of
 from ..device import free_bytes
 from ..ops.kernels import KernelOps
 from ..ops.schemes import CACHE_CODES
@@ -287,7 +287,7 @@ def _token(
     layers: int,
 ) -> tuple[Run, int]:
     """A token of each slot, over copies of the cache, so that they come from memory."""
-    size = sum(x.nbytes for x in cache if x is not None)
+    size = size_of(cache)
     count = min(max(layers, 8), max(1, _beyond_cache(ops.device) // size) + 1)
     count = max(1, min(count, (free_bytes(ops.device) or 0) // 4 // size))
     caches = [cache, *(over(cache, torch.clone) for _ in range(count - 1))]
