@@ -80,7 +80,7 @@ def test_forward_takes_what_hf_takes(name, backend, hf_model, engine_of):
     real = mask.bool()
     embeds = theirs.get_input_embeddings()(ids).detach() * 1.3  # no token's own
     # Each layer of Gemma 4 reads an embedding of its own of every id, which HF asks for, too.
-    given = {"input_ids": ids} if name == "gemma4" else {"inputs_embeds": embeds}
+    given = {"input_ids": ids} if name in ("gemma4", "gemma3n") else {"inputs_embeds": embeds}
     inputs = {**given, "attention_mask": mask, "labels": labels}
     with torch.no_grad():
         expected = theirs(**{k: v.clone() for k, v in inputs.items()})  # HF's CTRL writes to them

@@ -133,7 +133,8 @@ def _default_fragments(key: Key) -> ExpertsFragmentConfig | None:
     _, _, slots = columns_of_products(1, bits, columns, 8)
     warps = min(4, next_power_of_2(wide))
     chunks = chunks_of_warps(wide, warps, slots)
-    while _registers(key, chunks) > 200 and warps < 16:
+    most = 200 if bits == 4 else 150  # else they spill: codes of 8 bits take more than counted
+    while _registers(key, chunks) > most and warps < 16:
         warps *= 2
         chunks = chunks_of_warps(wide, warps, slots)
     registers = _registers(key, chunks)
