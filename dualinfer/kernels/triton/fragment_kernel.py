@@ -469,7 +469,8 @@ def _summed(
             )
             total = zero
             if _added(CODES, HALF):
-                total = dot(tl.full((B, 16, CHUNK), 1.0, x_ptr.dtype.element_ty), x, zero)
+                ones = tl.full((B, 16, CHUNK), 1.0, tl.float16 if HALF else x_ptr.dtype.element_ty)
+                total = dot(ones, x, zero)
         added = ()
         for m in tl.static_range(M):
             d = _scaled_chunks(

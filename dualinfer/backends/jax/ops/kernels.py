@@ -81,7 +81,7 @@ class KernelOps(KernelAttention):
         "embed": "Triton",
         "rms_norm": "Triton, fused into the product of a single row; XLA for prompts",
         "layer_norm": (
-            "Triton, fused into the product of a single row; XLA for prompts, but for sums of them"
+            "Triton, fused into the product of a single row, or with a sum in front; XLA for others"
         ),
         "qk_norm": "Triton, fused with rotary; LayerNorm, own weights and all heads as one apart",
         "rotary": "Triton, fused with the append to the cache",
