@@ -6,20 +6,26 @@ GRAIN tokens it is one launch. A long one would need memory for all of its token
 
 from collections.abc import Hashable
 from functools import partial
+from math import prod
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
 from ... import decoder
-from ...model.spec import ModelSpec
+from ...model.spec import Experts, ModelSpec
 from .cache import Cache
 from .graphs import StepGraphs
 from .ops.plain import Chunk, PlainOps
 from .params import Params
 
 GRAIN = 64  # tokens
-_MOST_REPLAYED = 1024  # tokens of all prompts of a call
+# Tokens of all prompts of a call that are replayed from a graph: always, and where a token is
+# multiplied by few parameters. Parameters times tokens of 8e12 take an H100 about 25 ms, and the
+# launches of thirty layers from Python as long; many experts have many launches.
+_MOST_REPLAYED, _MOST_REPLAYED_OF_FEW = 1024, 4096
+_MOST_WORK = 1 << 43
+_MOST_PAIRS = 64  # of a token and an expert: plain ops launch products for each in a graph
 _MOST_FRAMES = 1 << 15  # of all spectrograms, which have one length: a graph serves every one
 _MOST_AT_ONCE = 32768
 
@@ -41,9 +47,12 @@ class _Buffers(NamedTuple):
 class Prompts:
     """The prompts' pass of one runner."""
 
-    def __init__(self, spec: ModelSpec, ops: PlainOps, graphs: StepGraphs | None):
+    def __init__(
+        self, spec: ModelSpec, params: Params, ops: PlainOps, graphs: StepGraphs | None
+    ) -> None:
         self._spec, self._ops, self.graphs = spec, ops, graphs
         self._buffers: dict[Hashable, _Buffers] = {}
+        self._most_replayed = _most_replayed(spec, params, ops)
 
     def run(
         self,
@@ -62,12 +71,12 @@ class Prompts:
         longest = max(map(len, tokens))
         width = min(-(-longest // GRAIN) * GRAIN, cache.tokens)
         read, most = 0, 0 if sources is None else max(map(len, sources))
-        count, replays = len(tokens), len(tokens) * width <= _MOST_REPLAYED
+        count, replays = len(tokens), len(tokens) * width <= self._most_replayed
         if sources is not None and self._spec.encoder is not None and self._spec.encoder.mel:
             read, replays = most, replays and count * most <= _MOST_FRAMES
         elif sources is not None:
             read = -(-most // GRAIN) * GRAIN
-            replays = count * (width + read) <= _MOST_REPLAYED
+            replays = count * (width + read) <= self._most_replayed
         if slots.is_cuda and replays:
             return self._replayed(params, cache, tokens, slots, width, sources, read, is_encoded)
         if sources is not None:
@@ -252,6 +261,21 @@ class Prompts:
             return self._ops.attend_across(a, q, kv, mask, **how)[0]
 
         return across
+
+
+def _most_replayed(spec: ModelSpec, params: Params, ops: PlainOps) -> int:
+    """Tokens of prompts whose launches take longer than their work; see above."""
+    layers = spec.layers
+    mixtures = {i: own.mlp for i, own in enumerate(layers) if isinstance(own.mlp, Experts)}
+    if mixtures and (not ops.kernels or "experts" in ops.left_plain(spec, params.layers)):
+        return _MOST_PAIRS // max(mixture.router.chosen for mixture in mixtures.values())
+    read = 0.0  # parameters by which a token is multiplied
+    for i, weights in enumerate(params.layers[: len(layers)]):
+        mixture = mixtures.get(i)
+        share = mixture.router.chosen / mixture.count if mixture else 1.0
+        for name, leaf in weights.items():
+            read += prod(leaf.shape) * (share if name.startswith("experts.") else 1.0)
+    return min(max(int(_MOST_WORK / max(read, 1)), _MOST_REPLAYED), _MOST_REPLAYED_OF_FEW)
 
 
 def _padded(tokens: list[np.ndarray], width: int) -> tuple[np.ndarray, np.ndarray]:

@@ -98,7 +98,7 @@ class TorchRunner:
         decode_graphs = decode_graphs and self._stream is None
         self._graphs = StepGraphs() if decode_graphs and device.type == "cuda" else None
         prompt_graphs = None if self._graphs is None else StepGraphs()
-        self._prompts = Prompts(spec, ops, prompt_graphs)
+        self._prompts = Prompts(spec, params, ops, prompt_graphs)
         self.last_work: tuple[torch.cuda.Stream, torch.cuda.Event] | None = None
         name = f"forward of {spec.architecture}"
         self._calls = CallGraphs(device, name, uploads=True) if forward_graphs else None
