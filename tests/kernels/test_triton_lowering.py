@@ -223,6 +223,8 @@ def decoding(
     rows = 1 if dtypes == WHOLE and group == 1 else 16
     blocks = {"BLOCK_G": rows, "BLOCK_S": config.block, "STAGES": config.stages, "ROTARY": dim}
     arguments = {"num_warps": config.warps, "dtypes": dtypes} | arguments
+    arguments["EARLY"] = "CODES" not in arguments and "table_ptr" not in arguments
+    arguments["THREADS"] = 32 * config.warps
     return (
         "decode_attention",
         "_decode_attention_kernel",
@@ -558,6 +560,7 @@ def facts(log: str, ptx: str) -> dict[str, int]:
         "spilled": int(found[1]) + int(found[2]),
         "registers": int(registers[1]),
         "wide": len(re.findall(wide, ptx)),
+        "fetched": ptx.partition("griddepcontrol.wait")[0].count("cp.async.bulk.prefetch.L2"),
         "wgmma": ptx.count("wgmma.mma_async"),
         "fed": len(re.findall(r"wgmma\.mma_async\S+\s*\{[^}]*\},\s*\{", ptx)),  # by registers
         "eight": len(re.findall(r"wgmma.mma_async\S+\.(?:f32\.e4m3\.e4m3|s32\.s8\.s8)", ptx)),
@@ -685,6 +688,12 @@ def test_kernels_load_16_bytes_at_a_time(report):
     narrow = ("order_pairs_kernel", "codes_tile_kernel")  # chunks of few columns share a scale
     rest = [line for line in report if line["kernel"] not in (*latency_bound, *narrow)]
     assert not [line for line in rest if not line["wide"]]
+
+
+def test_a_token_asks_for_keys_and_values_before_it_waits(report):
+    lines = [line for line in report if line["kernel"] == "_decode_attention_kernel"]
+    found = [line["fetched"] for line in lines]
+    assert 2 in found and found == [2 * ("'EARLY': True" in line["variant"]) for line in lines]
 
 
 def test_codes_become_values_by_few_instructions(report):

@@ -16,12 +16,21 @@ import triton.language as tl
 from .activation import activate
 from .blocks import places, slots_and_room, table_arguments
 from .codes import codes_by, scale_arguments, scale_of, sloped, values_of
-from .launch import dot, launch, let_next_start, next_power_of_2, wait_for_inputs
-from .operands import empty
+from .launch import (
+    INTERPRETED,
+    dot,
+    fetch_ahead,
+    launch,
+    let_next_start,
+    next_power_of_2,
+    wait_for_inputs,
+)
+from .operands import empty, is_aligned
 from .rotary import stretched
 from .tunable import SHARED_BYTES, Key, Kind, Tunable, powers
 
 _FEW_HEADS = 16  # queries that share a KV head, of which a program has all
+_MOST_EARLY = 4  # slots
 MOST_PARTS = 2048  # programs where it has not: fewer than multiprocessors times parts of a head
 
 
@@ -35,24 +44,39 @@ class DecodeConfig(NamedTuple):
 
 
 @triton.jit
-def _head(
-    at, inside, d, turn, norm_ptr, eps, DIM: tl.constexpr, NORM_OFFSET: tl.constexpr,
-    NORM_TURNED: tl.constexpr,
-):  # fmt: skip
-    """Float32 heads [rows, BLOCK_D] at `at` [rows, 1], normed where there is a norm, and rotated.
+def _load_head(at, inside, d, partner):
+    """Heads [rows, BLOCK_D] at `at` [rows, 1], and each element's partner, float32."""
+    x = tl.load(at + d[None, :], mask=inside, other=0.0).to(tl.float32)
+    other = tl.load(at + partner[None, :], mask=inside, other=0.0).to(tl.float32)
+    return x, other
 
-    With NORM_TURNED the norm comes last. `turn` is each element's partner, cos and sin; `sin` has
-    the sign of the partner's part, and is 0 where nothing turns.
-    """
-    d, partner, cos, sin = d[None, :], turn[0][None, :], turn[1][None, :], turn[2][None, :]
-    x = tl.load(at + d, mask=inside, other=0.0).to(tl.float32)
-    other = tl.load(at + partner, mask=inside, other=0.0).to(tl.float32)
+
+@triton.jit
+def _gains(norm_ptr, d, partner, DIM: tl.constexpr, NORM_OFFSET: tl.constexpr):
+    """What a norm multiplies elements with, and their partners, float32; 0 where there is none."""
+    weight, other = 0.0, 0.0
     if norm_ptr is not None:
         weight = tl.load(norm_ptr + d, mask=d < DIM, other=0.0).to(tl.float32)
-        other_weight = tl.load(norm_ptr + partner, mask=d < DIM, other=0.0).to(tl.float32)
+        other = tl.load(norm_ptr + partner, mask=d < DIM, other=0.0).to(tl.float32)
         if NORM_OFFSET:
             weight += 1.0
-            other_weight += 1.0
+            other += 1.0
+    return weight, other
+
+
+@triton.jit
+def _head(
+    loaded, turn, norm_ptr, gains, eps, DIM: tl.constexpr, NORM_TURNED: tl.constexpr
+):  # fmt: skip
+    """Loaded heads, normed by `gains` where there is a norm, and rotated, float32.
+
+    With NORM_TURNED the norm comes last. `turn` is each element's cos and sin; `sin` has the sign
+    of the partner's part, and is 0 where nothing turns.
+    """
+    x, other = loaded
+    cos, sin = turn[0][None, :], turn[1][None, :]
+    if norm_ptr is not None:
+        weight, other_weight = gains
         if NORM_TURNED:
             x = x * cos + other * sin
             x *= weight / tl.sqrt(tl.sum(x * x, 1) / DIM + eps)[:, None]
@@ -83,6 +107,53 @@ def _encoded(x, CODES: tl.constexpr):
 
 
 @triton.jit
+def _with_block(
+    q, held, s, real, seen, scoring, slope, alibi_scale, relative_ptr,
+    BLOCK_G: tl.constexpr, BLOCK_S: tl.constexpr, SOFTCAP: tl.constexpr, CODES: tl.constexpr,
+):  # fmt: skip
+    """Largest score, sum of weights and of weighted values, with those of the tokens `s`."""
+    k, v, k_scale, v_scale = held
+    top, total, acc = seen
+    last, length, scale, softcap, most = scoring
+    dtype = q.dtype
+    if CODES is not None:
+        k = values_of(k, dtype)
+    if BLOCK_G == 1:
+        score = tl.sum(q.to(tl.float32) * k.to(tl.float32), 1)[None, :]
+    else:
+        score = dot(q, k.T, tl.zeros((BLOCK_G, BLOCK_S), tl.float32))
+    if CODES is not None:
+        score *= k_scale[None, :]
+    score *= scale
+    if SOFTCAP:
+        score = softcap * activate(score / softcap, "tanh")
+    if alibi_scale is None:
+        score += slope[:, None] * (s - length).to(tl.float32)[None, :]
+    else:
+        ahead = sloped(slope[:, None], s[None, :]) - sloped(slope, length)[:, None]
+        score += ahead * alibi_scale
+    if relative_ptr is not None:
+        behind = tl.maximum(s - length, -most)[None, :]
+        bias = tl.load(relative_ptr + behind, mask=real[:, None], other=0.0)
+        score += bias.to(tl.float32)
+    score = tl.where((s < last)[None, :], score, -float("inf"))
+    higher = tl.maximum(top, tl.max(score, 1))
+    kept = tl.exp(top - higher)
+    weight = tl.exp(score - higher[:, None])
+    total = total * kept + tl.sum(weight, 1)
+    if CODES is not None:
+        weight *= v_scale[None, :] * _unit(CODES)
+        v = values_of(v, dtype)
+    if BLOCK_G == 1:
+        # The one row of weights stands across the tokens' axis.
+        column = tl.reshape(weight, (BLOCK_S, 1))
+        acc = acc * kept[:, None] + tl.sum(column * v.to(tl.float32), 0)[None, :]
+    else:
+        acc = dot(weight.to(dtype), v, acc * kept[:, None])
+    return higher, total, acc
+
+
+@triton.jit
 def _decode_attention_kernel(
     qkv_ptr, k_ptr, v_ptr, lengths_ptr, y_ptr, partial_ptr, counter_ptr,
     frequencies_ptr, q_norm_ptr, k_norm_ptr, slopes_ptr, sinks_ptr, relative_ptr, most, table_ptr,
@@ -94,7 +165,8 @@ def _decode_attention_kernel(
     NORM_TURNED: tl.constexpr, WINDOWED: tl.constexpr, CHUNKED: tl.constexpr,
     SOFTCAP: tl.constexpr, SPLITS: tl.constexpr, SPLIT_BLOCK: tl.constexpr, STAGES: tl.constexpr,
     BLOCK_G: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_D: tl.constexpr, SIZE: tl.constexpr,
-    CODES: tl.constexpr, CROSS: tl.constexpr, PDL: tl.constexpr,
+    CODES: tl.constexpr, CROSS: tl.constexpr, EARLY: tl.constexpr, THREADS: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     let_next_start(PDL)
     PARTS: tl.constexpr = (GROUP + EACH - 1) // EACH
@@ -108,7 +180,8 @@ def _decode_attention_kernel(
     d = tl.arange(0, BLOCK_D)
     g = tl.arange(0, BLOCK_G)
     dtype = qkv_ptr.dtype.element_ty
-    # Nothing in front of this kernel in a step writes lengths or the cache's older tokens.
+    # Nothing in front of this kernel in a step writes lengths or the cache's older tokens: a step
+    # begins with a kernel that waits for all before it.
     if CROSS:  # a slot that keeps nothing is nobody's, and gives what is finite
         length = tl.minimum(tl.maximum(tl.load(lengths_ptr + slot), 1), capacity).to(tl.int32)
     else:
@@ -144,6 +217,21 @@ def _decode_attention_kernel(
     else:
         base = kv_head.to(tl.int64) * head_stride
         table_ptr += slot * table_stride
+    if EARLY:  # this program's first block is on its way, and the L2 cache fetches the others
+        early = first + tl.arange(0, BLOCK_S)
+        early_at = base + early.to(tl.int64)[:, None] * token_stride + d[None, :]
+        is_early = (early < last)[:, None] & (d < DIM)[None, :]
+        k_first = tl.load(k_ptr + early_at, mask=is_early, other=0.0)
+        v_first = tl.load(v_ptr + early_at, mask=is_early, other=0.0)
+        held_first = (k_first, v_first, 1.0, 1.0)
+        if PDL:
+            tokens = first + BLOCK_S + tl.arange(0, THREADS)
+            tokens_at = base + tokens.to(tl.int64) * token_stride
+            size = DIM * (k_ptr.dtype.element_ty.primitive_bitwidth // 8)
+            fetch_ahead(k_ptr + tokens_at, tokens < last, size)
+            fetch_ahead(v_ptr + tokens_at, tokens < last, size)
+    q_gains = _gains(q_norm_ptr, d, partner, DIM, NORM_OFFSET)
+    k_gains = _gains(k_norm_ptr, d, partner, DIM, NORM_OFFSET)
     wait_for_inputs(PDL)
 
     qkv_ptr += slot * qkv_stride
@@ -151,8 +239,15 @@ def _decode_attention_kernel(
     q_at = qkv_ptr + q_heads[:, None] * DIM
     real = g < heads
     inside = real[:, None] & (d < DIM)[None, :]
-    turn = (partner, cos, sin)
-    q = _head(q_at, inside, d, turn, q_norm_ptr, eps, DIM, NORM_OFFSET, NORM_TURNED).to(dtype)
+    turn = (cos, sin)
+    q_loaded = _load_head(q_at, inside, d, partner)
+    # The new token's beside them, of the program that has it.
+    k_at = qkv_ptr + (tl.full((1,), KV_HEADS * GROUP + kv_head, tl.int32) * DIM)[:, None]
+    has_it = split + tl.zeros((1, 1), tl.int32) == (-1 if CROSS else SPLITS - 1)
+    new = (d[None, :] < DIM) & has_it
+    k_loaded = _load_head(k_at, new, d, partner)
+    v_loaded = tl.load(k_at + KV_HEADS * DIM + d[None, :], mask=new, other=0.0)
+    q = _head(q_loaded, turn, q_norm_ptr, q_gains, eps, DIM, NORM_TURNED).to(dtype)
     slope = tl.zeros((BLOCK_G,), tl.float32)
     if slopes_ptr is not None:
         slope = tl.load(slopes_ptr + q_heads, mask=real, other=0.0)
@@ -162,13 +257,8 @@ def _decode_attention_kernel(
     total = tl.zeros((BLOCK_G,), tl.float32)
     acc = tl.zeros((BLOCK_G, BLOCK_D), tl.float32)
     if (split == SPLITS - 1) & (not CROSS):  # the new token
-        row = tl.full((1,), KV_HEADS * GROUP + kv_head, tl.int32)
-        new = d[None, :] < DIM
-        k_at = qkv_ptr + row[:, None] * DIM
-        k_new = _head(k_at, new, d, turn, k_norm_ptr, eps, DIM, NORM_OFFSET, NORM_TURNED)
-        k_new = k_new.to(dtype)
-        v_new = tl.load(qkv_ptr + (row + KV_HEADS)[:, None] * DIM + d[None, :], mask=new, other=0.0)
-        v_new = v_new.to(dtype)
+        k_new = _head(k_loaded, turn, k_norm_ptr, k_gains, eps, DIM, NORM_TURNED).to(dtype)
+        v_new = v_loaded.to(dtype)
         if CODES is not None:
             k_codes, k_scale, k_new = _encoded(k_new, CODES)
             v_codes, v_scale, v_new = _encoded(v_new, CODES)
@@ -213,9 +303,19 @@ def _decode_attention_kernel(
             share_of_new = tl.exp(score - top)
             total = share_of_new + tl.exp(sink - top)
             acc *= share_of_new[:, None]
+    scoring = (last, length, scale, softcap, most)
+    start_of_rest = first
+    if EARLY:
+        start_of_rest += BLOCK_S
+        if first < last:
+            seen = (top, total, acc)
+            top, total, acc = _with_block(
+                q, held_first, first + tl.arange(0, BLOCK_S), real, seen, scoring, slope,
+                alibi_scale, relative_ptr, BLOCK_G, BLOCK_S, SOFTCAP, CODES,
+            )  # fmt: skip
     # A table's entries are fetched ahead of what they name, which takes twice the stages.
     for start in tl.range(
-        first, last, BLOCK_S, num_stages=STAGES if table_ptr is None else 2 * STAGES - 1
+        start_of_rest, last, BLOCK_S, num_stages=STAGES if table_ptr is None else 2 * STAGES - 1
     ):
         s = start + tl.arange(0, BLOCK_S)
         there = (s < last)[:, None] & (d < DIM)[None, :]
@@ -227,6 +327,7 @@ def _decode_attention_kernel(
             at = base + to[:, None] + d[None, :]
         k = tl.load(k_ptr + at, mask=there, other=0.0)
         v = tl.load(v_ptr + at, mask=there, other=0.0)
+        k_scale, v_scale = 1.0, 1.0
         if CODES is not None:
             if table_ptr is None:
                 known = s < last
@@ -234,40 +335,12 @@ def _decode_attention_kernel(
             row = base // DIM + to // DIM
             k_scale = tl.load(k_scale_ptr + row, mask=known, other=0.0)
             v_scale = tl.load(v_scale_ptr + row, mask=known, other=0.0)
-            k = values_of(k, dtype)
-        if BLOCK_G == 1:
-            score = tl.sum(q.to(tl.float32) * k.to(tl.float32), 1)[None, :]
-        else:
-            score = dot(q, k.T, tl.zeros((BLOCK_G, BLOCK_S), tl.float32))
-        if CODES is not None:
-            score *= k_scale[None, :]
-        score *= scale
-        if SOFTCAP:
-            score = softcap * activate(score / softcap, "tanh")
-        if alibi_scale is None:
-            score += slope[:, None] * (s - length).to(tl.float32)[None, :]
-        else:
-            ahead = sloped(slope[:, None], s[None, :]) - sloped(slope, length)[:, None]
-            score += ahead * alibi_scale
-        if relative_ptr is not None:
-            behind = tl.maximum(s - length, -most)[None, :]
-            bias = tl.load(relative_ptr + behind, mask=real[:, None], other=0.0)
-            score += bias.to(tl.float32)
-        score = tl.where((s < last)[None, :], score, -float("inf"))
-        higher = tl.maximum(top, tl.max(score, 1))
-        kept = tl.exp(top - higher)
-        weight = tl.exp(score - higher[:, None])
-        total = total * kept + tl.sum(weight, 1)
-        if CODES is not None:
-            weight *= v_scale[None, :] * _unit(CODES)
-            v = values_of(v, dtype)
-        if BLOCK_G == 1:
-            # The one row of weights stands across the tokens' axis.
-            column = tl.reshape(weight, (BLOCK_S, 1))
-            acc = acc * kept[:, None] + tl.sum(column * v.to(tl.float32), 0)[None, :]
-        else:
-            acc = dot(weight.to(dtype), v, acc * kept[:, None])
-        top = higher
+        held = (k, v, k_scale, v_scale)
+        seen = (top, total, acc)
+        top, total, acc = _with_block(
+            q, held, s, real, seen, scoring, slope, alibi_scale, relative_ptr,
+            BLOCK_G, BLOCK_S, SOFTCAP, CODES,
+        )  # fmt: skip
 
     if CODES is not None:
         acc *= 1 / _unit(CODES)
@@ -407,10 +480,24 @@ def decode_attention(
         **{"SPLITS": config.splits, "SPLIT_BLOCK": next_power_of_2(config.splits)},
         **{"BLOCK_G": block_g, "BLOCK_S": config.block, "BLOCK_D": block_d},
         **{"SIZE": size, "CODES": codes, "CROSS": cross},
+        EARLY=codes is None and table is None and _reads_early(keys, values, slots, pdl),
+        THREADS=32 * config.warps,
         num_warps=config.warps,
         pdl=pdl,
     )
     return y
+
+
+def _reads_early(keys: Any, values: Any, slots: int, pdl: bool) -> bool:
+    """Whether programs read their first block of the cache before the kernel in front has ended.
+
+    Of many slots memory is busy anyway. Tokens are fetched 16 bytes at a time.
+    """
+    if slots > _MOST_EARLY or not (pdl or INTERPRETED):
+        return False
+    sizes = keys.shape[-1], *keys.stride()[:3]
+    whole = all(n * keys.element_size() % 16 == 0 for n in sizes)
+    return INTERPRETED or (whole and is_aligned(keys, 16) and is_aligned(values, 16))
 
 
 def _heads_each(pairs: int, group: int, sms: int) -> int:

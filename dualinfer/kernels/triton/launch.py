@@ -35,6 +35,23 @@ def let_next_start(PDL: tl.constexpr):
         gdc_launch_dependents()
 
 
+_FETCH: tl.constexpr = tl.constexpr(
+    "{ .reg .pred p; setp.ne.b32 p, $2, 0; "
+    "@p cp.async.bulk.prefetch.L2.global [$1], $3; mov.b32 $0, $2; }"
+)
+
+
+@triton.jit
+def fetch_ahead(at, there, size):
+    """Have the L2 cache fetch `size` bytes, a multiple of 16, from each pointer that is `there`.
+
+    Only where there is PDL. Pointers are multiples of 16 bytes, and as many as threads, or some
+    would be fetched several times. Nothing depends on it but the time.
+    """
+    args = [at.to(tl.int64), there.to(tl.int32), size]
+    tl.inline_asm_elementwise(_FETCH, "=r,l,r,r", args, tl.int32, False, 1)
+
+
 @triton.jit
 def _exact(a):
     """In float32; of bfloat16s the interpreter would lose the smallest."""

@@ -10,6 +10,25 @@ from .launch import dot, let_next_start, wait_for_inputs
 
 
 @triton.jit
+def _norm_weights(norm, inside, columns, NORM: tl.constexpr):
+    """A LayerNorm's weight and bias, as they are held."""
+    weight, bias = 0.0, 0.0
+    if NORM == "layer":
+        weight = tl.load(norm[0] + columns, mask=inside, other=0.0)
+        bias = tl.load(norm[1] + columns, mask=inside, other=0.0)
+    return weight, bias
+
+
+@triton.jit
+def _layer_normed(x, inside, weights, eps, K: tl.constexpr):
+    """Float32 x of one row with mean 0 and variance 1, times weight, plus bias."""
+    weight, bias = weights
+    x = tl.where(inside, x - tl.sum(x, 0) / K, 0.0)
+    x *= 1.0 / tl.sqrt(tl.sum(x * x, 0) / K + eps) * weight.to(tl.float32)
+    return x + bias.to(tl.float32)
+
+
+@triton.jit
 def _normed(x, inside, norm, columns, K: tl.constexpr, NORM: tl.constexpr):
     """Float32 x of one row, normed over its K elements; what lies outside is 0. And a factor.
 
@@ -33,17 +52,25 @@ def _normed(x, inside, norm, columns, K: tl.constexpr, NORM: tl.constexpr):
 
 
 @triton.jit
-def _row(x_ptr, stream, inside, norm, columns, K: tl.constexpr, NORM: tl.constexpr):
+def _row(
+    x_ptr, stream, inside, norm, weights, columns, K: tl.constexpr, NORM: tl.constexpr,
+    LOADED: tl.constexpr,
+):  # fmt: skip
     """A row of x, summed with what is to be added before its norm, and normed: as `_normed`.
 
-    One program keeps the normed row for whoever adds it later.
+    With LOADED a LayerNorm's `weights` are there. One program keeps the normed row for whoever adds
+    it later.
     """
     before_ptr, normed_ptr = stream
     x = tl.load(x_ptr + columns, mask=inside, other=0.0).to(tl.float32)
     if before_ptr is not None:
         x += tl.load(before_ptr + columns, mask=inside, other=0.0).to(tl.float32)
         x = x.to(x_ptr.dtype.element_ty).to(tl.float32)
-    x, factor = _normed(x, inside, norm, columns, K, NORM)
+    if LOADED:
+        factor = 1.0
+        x = _layer_normed(x, inside, weights, norm[2], K)
+    else:
+        x, factor = _normed(x, inside, norm, columns, K, NORM)
     if normed_ptr is not None:  # noqa: SIM102 - a constant, then a value
         if tl.program_id(0) == 0:
             normed = (x * factor).to(normed_ptr.dtype.element_ty)
@@ -80,23 +107,37 @@ def matvec_kernel(
     up = w
     if GATED:
         up = tl.load(up_ptr + at, mask=mask, other=0.0, eviction_policy="evict_first")
+    # So are biases and, as registers allow, the weights of a norm.
+    biases = _biases(bias_ptr, rows, features, GATED)
+    LOADED: tl.constexpr = NORM == "layer" and BLOCK_K <= 2048
+    weights = 0.0, 0.0
+    if LOADED:
+        weights = _norm_weights(norm, inside, columns, NORM)
     wait_for_inputs(PDL)
     if PROGRAMS == 0:
         for i in tl.static_range(COUNT):
-            x, factor = _row(x_ptr + i * x_stride, stream, inside, norm, columns, K, NORM)
+            added = _added(residual_ptr, i * residual_stride, rows, features)
+            x_at = x_ptr + i * x_stride
+            x, factor = _row(x_at, stream, inside, norm, weights, columns, K, NORM, LOADED)
             y = tl.sum(w.to(tl.float32) * x[None, :], 1) * factor
             u = tl.sum(up.to(tl.float32) * x[None, :], 1) * factor if GATED else y
-            offsets = (i * residual_stride, tl.cast(features, tl.int64) * i)
-            _finish(y, u, rows, features, ends, offsets, ACTIVATION, GATED)
+            y_offset = tl.cast(features, tl.int64) * i
+            _end(y, u, rows, features, biases, added, ends, y_offset, ACTIVATION, GATED)
     else:
         tl.static_assert(COUNT == 1, "programs that go through several blocks keep one row of x")
-        x, factor = _row(x_ptr, stream, inside, norm, columns, K, NORM)
+        added = _added(residual_ptr, 0, rows, features)
+        x, factor = _row(x_ptr, stream, inside, norm, weights, columns, K, NORM, LOADED)
         for block in range(pid, tl.cdiv(features, ROWS), PROGRAMS):
             rows = block * ROWS + tl.arange(0, ROWS)
             following = rows + PROGRAMS * ROWS
             at = following.to(tl.int64)[:, None] * K + columns[None, :]
             mask = (following < features)[:, None] & inside[None, :]
             w_next = tl.load(weight_ptr + at, mask=mask, other=0.0, eviction_policy="evict_first")
+            own_biases, own_added = biases, added
+            if bias_ptr is not None:
+                biases = _biases(bias_ptr, following, features, GATED)
+            if residual_ptr is not None:
+                added = _added(residual_ptr, 0, following, features)
             y = tl.sum(w.to(tl.float32) * x[None, :], 1) * factor
             u = y
             if GATED:
@@ -104,27 +145,59 @@ def matvec_kernel(
                 u = tl.sum(up.to(tl.float32) * x[None, :], 1) * factor
                 up = up_next
             w = w_next
-            _finish(y, u, rows, features, ends, (0, 0), ACTIVATION, GATED)
+            _end(y, u, rows, features, own_biases, own_added, ends, 0, ACTIVATION, GATED)
+
+
+@triton.jit
+def _biases(bias_ptr, rows, features, GATED: tl.constexpr):
+    """Biases of `rows`, and of up's; 0 where there are none."""
+    bias, up = 0.0, 0.0
+    if bias_ptr is not None:
+        bias = tl.load(bias_ptr + rows, mask=rows < features, other=0.0)
+        if GATED:
+            up = tl.load(bias_ptr + features + rows, mask=rows < features, other=0.0)
+    return bias, up
+
+
+@triton.jit
+def _added(residual_ptr, offset, rows, features):
+    """What is added to `rows`; 0 where nothing is."""
+    added = 0.0
+    if residual_ptr is not None:
+        added = tl.load(residual_ptr + offset + rows, mask=rows < features, other=0.0)
+    return added
+
+
+@triton.jit
+def _end(
+    y, up, rows, features, biases, added, ends, offset, ACTIVATION: tl.constexpr,
+    GATED: tl.constexpr,
+):  # fmt: skip
+    """Bias, activation, gate and residual of one row's products `y`, written at `rows`."""
+    bias_ptr, residual_ptr, y_ptr = ends
+    bias, up_bias = biases
+    if bias_ptr is not None:
+        y += bias.to(tl.float32)
+    y = activate(y, ACTIVATION)
+    if GATED:
+        if bias_ptr is not None:
+            up += up_bias.to(tl.float32)
+        y *= up
+    if residual_ptr is not None:
+        y += added.to(tl.float32)
+    tl.store(y_ptr + offset + rows, y.to(y_ptr.dtype.element_ty), mask=rows < features)
 
 
 @triton.jit
 def _finish(
     y, up, rows, features, ends, offsets, ACTIVATION: tl.constexpr, GATED: tl.constexpr
 ):  # fmt: skip
-    """Bias, activation, gate and residual of one row's products `y`, written at `rows`."""
-    bias_ptr, residual_ptr, y_ptr = ends
-    residual_offset, y_offset = offsets
-    inside = rows < features
-    if bias_ptr is not None:
-        y += tl.load(bias_ptr + rows, mask=inside, other=0.0).to(tl.float32)
-    y = activate(y, ACTIVATION)
-    if GATED:
-        if bias_ptr is not None:
-            up += tl.load(bias_ptr + features + rows, mask=inside, other=0.0).to(tl.float32)
-        y *= up
-    if residual_ptr is not None:
-        y += tl.load(residual_ptr + residual_offset + rows, mask=inside, other=0.0).to(tl.float32)
-    tl.store(y_ptr + y_offset + rows, y.to(y_ptr.dtype.element_ty), mask=inside)
+    """As `_end`, with biases and the residual by pointers."""
+    bias_ptr, residual_ptr, _ = ends
+    residual_offset, offset = offsets
+    biases = _biases(bias_ptr, rows, features, GATED)
+    added = _added(residual_ptr, residual_offset, rows, features)
+    _end(y, up, rows, features, biases, added, ends, offset, ACTIVATION, GATED)
 
 
 @triton.jit

@@ -46,6 +46,11 @@ def as_bytes(x: Any) -> Any:
     return x.view(torch.uint8)
 
 
+def is_aligned(x: Any, size: int) -> bool:
+    """Whether a tensor begins at a multiple of `size` bytes, as buffers of operands do."""
+    return (x.pointer.offset if isinstance(x, Operand) else x.data_ptr()) % size == 0
+
+
 class Pointer(NamedTuple):
     """An argument of a launch: a place in a buffer, `offset` bytes from its start."""
 
