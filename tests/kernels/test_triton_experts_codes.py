@@ -26,6 +26,7 @@ from dualinfer.kernels.triton import experts as module  # isort: skip
 from dualinfer.kernels.triton.experts import Mixture, experts  # isort: skip
 from dualinfer.kernels.triton.experts_choice import (  # isort: skip
     ExpertsFragmentConfig,
+    ExpertsStreamConfig,
     ExpertsTileConfig,
     ExpertsVectorConfig,
 )
@@ -37,6 +38,7 @@ pytestmark = [needs_triton, pytest.mark.usefixtures(strict.__name__)]
 
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 ONE = ExpertsFragmentConfig(1, 4, 2, 1, 1, 2)
+STREAM = ExpertsStreamConfig(2, 1, 2, 1, 1, 2)
 FRAGMENTS = "nvfp4", "int4", "int8", "int4 zeros", "fp8 blocks", "int8 zeros"
 FEW, MANY = ExpertsVectorConfig(16, 4, 32, 32, 4), ExpertsTileConfig(16, 16, 64, 4, 2, 32, 4)
 USED = ("mxfp4", "int8", "int4 zeros", "fp8 blocks")
@@ -109,16 +111,22 @@ def test_experts_in_16_bits_err_by_their_roundings(config):
 
 
 @pytest.mark.parametrize(
-    "form", ["mxfp4", *(pytest.param(f, marks=pytest.mark.slow) for f in FRAGMENTS)]
+    ("form", "config"),
+    [
+        ("mxfp4", ONE),
+        *(pytest.param(form, ONE, marks=pytest.mark.slow) for form in FRAGMENTS),
+        ("int8", STREAM),
+        *(pytest.param(f, STREAM, marks=pytest.mark.slow) for f in ("fp8 blocks", "int8 zeros")),
+    ],
 )
-def test_one_token_goes_to_the_matrix_units_by_fragments(form):
+def test_one_token_goes_to_the_matrix_units_by_fragments(form, config):
     """Its norm is fused, and rounds less than bfloat16 does."""
     w, meant = layer(form, 64, 48, BFLOAT16)
     x, g = normal(2, 1, 64, dtype=BFLOAT16), gain(BFLOAT16, 64)
     residual, (chosen, weights) = normal(3, 1, 64, dtype=BFLOAT16), make_routing(1, 5, 3)
     norm = NormArguments("rms", put(g), None, EPS)
     own = put(np.array([0, 5], np.int32))
-    how = {"residual": residual, "norm": norm, "config": ONE, "sms": 1}
+    how = {"residual": residual, "norm": norm, "config": config, "sms": 1}
     found = run(x, w | {"own": own}, (chosen, weights), **how, **GPT_OSS)
     exact = reference.rms_norm(x.astype(FLOAT32), g.astype(FLOAT32), EPS)
     wide = {name: part.astype(FLOAT32) for name, part in meant.items()}
@@ -128,10 +136,11 @@ def test_one_token_goes_to_the_matrix_units_by_fragments(form):
 
 
 @pytest.mark.slow
-def test_devices_that_share_experts_out_add_up_by_fragments():
-    w, _ = layer("mxfp4", 64, 48, BFLOAT16)
+@pytest.mark.parametrize(("form", "config"), [("mxfp4", ONE), ("int8", STREAM)])
+def test_devices_that_share_experts_out_add_up_by_fragments(form, config):
+    w, _ = layer(form, 64, 48, BFLOAT16)
     x, routing = normal(2, 1, 64, dtype=BFLOAT16, scale=0.1), make_routing(1, 5, 3)
-    how = {"config": ONE, "dtype": "float32"}
+    how = {"config": config, "dtype": "float32"}
     whole = run(x, w, routing, **how)
 
     def part(first: int, stop: int) -> np.ndarray:

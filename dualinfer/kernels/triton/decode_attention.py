@@ -30,6 +30,7 @@ from .rotary import stretched
 from .tunable import SHARED_BYTES, Key, Kind, Tunable, powers
 
 _FEW_HEADS = 16  # queries that share a KV head, of which a program has all
+_SHORT = 512  # places in the cache: few queries have a program each
 _MOST_EARLY = 4  # slots
 MOST_PARTS = 2048  # programs where it has not: fewer than multiprocessors times parts of a head
 
@@ -432,13 +433,13 @@ def decode_attention(
         raise ValueError(f"chunk={chunk} and window={window} were given; expected one of them.")
     *held, codes = scale_arguments(cache, scales, qkv.dtype)
     group = heads // kv_heads
-    each = _heads_each(slots * kv_heads, group, sms)
+    kept = qkv.element_size() if qkv.element_size() == 4 else keys.element_size()
+    each = _heads_each(slots * kv_heads, group, capacity, kept, sms)
     programs = slots * kv_heads * triton.cdiv(group, each)
     two = original > 0 and not stretch
     _check(qkv, keys, values, slots, lengths, heads, counters, programs, inv_freq, two, cross)
     y = qkv.new_empty((slots, heads * dim))
     if config is None:
-        kept = qkv.element_size() if qkv.element_size() == 4 else keys.element_size()
         config = default_config(programs, capacity, dim, kept, sms)
     # The matrix units take 16 rows and more, and what they read is fetched ahead; float32, which
     # they do not take, would pay for the rows that are not there.
@@ -500,8 +501,22 @@ def _reads_early(keys: Any, values: Any, slots: int, pdl: bool) -> bool:
     return INTERPRETED or (whole and is_aligned(keys, 16) and is_aligned(values, 16))
 
 
-def _heads_each(pairs: int, group: int, sms: int) -> int:
-    """Queries of a KV head that a program has: all, or what the matrix units take at a time."""
+def _are_few(programs: int, itemsize: int, sms: int) -> bool:
+    """Whether so many programs leave most of the device without work; measured in 16 bits alone.
+
+    They read a block of the cache at once then, and the more of the cache these blocks hold, the
+    sooner they end; but the last of a head's programs sums what all of them found.
+    """
+    return itemsize == 2 and 2 * programs <= sms
+
+
+def _heads_each(pairs: int, group: int, capacity: int, itemsize: int, sms: int) -> int:
+    """Queries of a KV head that a program has: all, or what the matrix units take at a time.
+
+    One where they are few and the cache is short: it is read several times from the L2 cache.
+    """
+    if capacity <= _SHORT and _are_few(pairs * group, itemsize, sms):
+        return 1
     few = group <= _FEW_HEADS or pairs >= sms or pairs * triton.cdiv(group, _FEW_HEADS) > MOST_PARTS
     return group if few else _FEW_HEADS
 
@@ -517,15 +532,23 @@ def check_relative(relative: Any, heads: int) -> int:
 
 
 def default_config(pairs: int, capacity: int, dim: int, itemsize: int, sms: int) -> DecodeConfig:
-    """A configuration for `pairs` of slot and KV head that nobody measured: eight warps an SM.
+    """A configuration for `pairs` of slot and KV head, or query, that nobody measured.
 
+    Eight warps a multiprocessor, twice as many where few programs hold all of the cache so.
     `itemsize` is that of what the cache keeps, or of float32 heads. Codes, of which as many
     elements are half the bytes, want programs of two warps.
     """
     warps = 2 if itemsize == 1 else 4
-    wide = dim * max(itemsize, 2) > 256  # codes become floats
-    block = 16 if wide else 32 if capacity <= 512 else 64  # as registers allow
+    size = dim * max(itemsize, 2)  # codes become floats
+    block = 16 if size > 256 else 32 if capacity <= 512 else 64  # as registers allow
     splits = max(1, min(round(8 // warps * sms / pairs), triton.cdiv(capacity, block), 32))
+    if _are_few(pairs, itemsize, sms):
+        wide = 32 if size > 256 or capacity <= 256 else 64
+        parts = triton.cdiv(capacity, wide)
+        if capacity <= _SHORT:
+            block, splits = wide, min(parts, 8)
+        elif parts <= 64 and pairs * parts <= 4 * sms:
+            block, splits = wide, parts
     return DecodeConfig(block, warps, splits, 2 if splits > 1 and itemsize > 1 else 3)
 
 

@@ -15,6 +15,7 @@ from .activation import KINDS
 from .experts_choice import (
     ExpertsConfig,
     ExpertsFragmentConfig,
+    ExpertsStreamConfig,
     ExpertsTileConfig,
     ExpertsVectorConfig,
     default_config,
@@ -173,7 +174,8 @@ def experts(
     key = tuning_key(count, chosen, mixture, x.element_size())
     if config is None:
         config = default_config(key, sms)
-    if isinstance(config, ExpertsFragmentConfig) and not _has_fragments(mixture):
+    of_fragments = isinstance(config, ExpertsFragmentConfig | ExpertsStreamConfig)
+    if of_fragments and not _has_fragments(mixture):
         config = default_of_vectors(key, sms)  # a key does not tell tables from other codes
     rows = x.reshape(count, width)
     residual = None if residual is None else residual.reshape(count, width)
@@ -182,7 +184,7 @@ def experts(
         few = _few_codes if isinstance(mixture.up, Packed) else _few
         few(rows, mixture, routing, norm, added, y, config, pdl)
         return y
-    if isinstance(config, ExpertsFragmentConfig):
+    if isinstance(config, ExpertsFragmentConfig | ExpertsStreamConfig):
         _few_fragments(rows, mixture, routing, norm, added, y, config, sms, pdl)
         return y
     if product is not None and mixture.own is not None:
@@ -269,7 +271,7 @@ def _few_codes(
         *(x, *arrays, mixture.up_bias, routing.experts, mixture.own, *norm_arrays, h, features),
         *(apart, x.stride(0), eps, mixture.limit, MASK),
         **{**meant, "CHOSEN": chosen, "ROWS": config.rows, "NORM": kind, **_ends(mixture)},
-        QUADS=next_power_of_2(triton.cdiv(width, per)),
+        **{"QUADS": next_power_of_2(triton.cdiv(width, per)), "RAISE": False},
         num_warps=config.warps,
         pdl=pdl,
     )
@@ -295,27 +297,37 @@ def _few_fragments(
     norm: NormArguments | None,
     added: tuple[Any, Any],
     y: Any,
-    config: ExpertsFragmentConfig,
+    config: ExpertsFragmentConfig | ExpertsStreamConfig,
     sms: int,
     pdl: bool,
 ) -> None:
-    """`_few_codes` on the matrix units, which take inputs of 16 bits."""
+    """`_few_codes` on the matrix units, which take inputs of 16 bits; of a stream down alone."""
     count, width = x.shape
-    if x.element_size() != 2 or config.warps * config.chunks * 512 < width * mixture.up.bits:
+    whole = isinstance(config, ExpertsStreamConfig)
+    whole = whole or config.warps * config.chunks * 512 >= width * mixture.up.bits
+    if x.element_size() != 2 or not whole:
         raise ValueError(f"{config} does not serve {x.dtype} of {width} columns.")
     chosen, features = routing.experts.shape[-1], mixture.features
     h = x.new_empty((count * chosen, features))
     kind, *norm_arrays, eps = norm or (None, None, None, 0.0)
     arrays, apart, meant = _codes(mixture.up)
-    blocks = chosen * triton.cdiv(features, 16 // mixture.parts)
+    given = x, *arrays, mixture.up_bias, routing.experts, mixture.own, *norm_arrays, h, features
+    meant |= {"CHOSEN": chosen, "RAISE": raises_inputs(mixture.down, x), "NORM": kind}
+    if isinstance(config, ExpertsStreamConfig):
+        quads = next_power_of_2(triton.cdiv(width, 128 // mixture.up.bits))
+        kernel, rows, masks = up_codes_kernel, config.rows, MASK
+        meant |= {"ROWS": rows, "QUADS": quads}
+    else:
+        kernel, rows = up_fragments_kernel, 16 // mixture.parts
+        masks = masks_of(mixture.up, x, norm is not None)
+        meant |= {**_columns(mixture.up, config.chunks), "B": config.warps, "T": config.chunks}
+        meant |= most_registers(config.warps, config.programs)
+    blocks = chosen * triton.cdiv(features, rows)
     launch(
-        up_fragments_kernel,
+        kernel,
         (min(blocks, sms * config.programs), count),
-        *(x, *arrays, mixture.up_bias, routing.experts, mixture.own, *norm_arrays, h, features),
-        *(apart, x.stride(0), eps, mixture.limit, masks_of(mixture.up, x, norm is not None)),
-        **{**meant, "CHOSEN": chosen, **_columns(mixture.up, config.chunks), "B": config.warps},
-        **{"T": config.chunks, "RAISE": raises_inputs(mixture.down, x), "NORM": kind},
-        **{**_ends(mixture), **most_registers(config.warps, config.programs)},
+        *(*given, apart, x.stride(0), eps, mixture.limit, masks),
+        **{**meant, **_ends(mixture)},
         num_warps=config.warps,
         pdl=pdl,
     )

@@ -8,6 +8,7 @@ from .launch import next_power_of_2
 from .quantized import chunks_of_warps, columns_of_products, fragments_serve
 from .tunable import SHARED_BYTES, Key, Kind, Tunable, powers
 
+_WIDEST = 512  # quads of a row of x that stay in registers
 MOST_VECTORS = 2  # tokens whose products are of matrices and vectors
 
 
@@ -37,6 +38,20 @@ class ExpertsFragmentConfig(NamedTuple):
     down_chunks: int
 
 
+class ExpertsStreamConfig(NamedTuple):
+    """`ExpertsFragmentConfig` whose gate and up are summed as they come, codes of 8 bits.
+
+    `programs` on each multiprocessor go through blocks of `rows` hidden values.
+    """
+
+    rows: int
+    warps: int
+    programs: int
+    down_warps: int
+    down_tiles: int
+    down_chunks: int
+
+
 class ExpertsTileConfig(NamedTuple):
     """Tiles of `m` pairs of one expert by `n` hidden values, and by `down_n` results.
 
@@ -52,7 +67,9 @@ class ExpertsTileConfig(NamedTuple):
     down_warps: int
 
 
-ExpertsConfig: TypeAlias = ExpertsVectorConfig | ExpertsFragmentConfig | ExpertsTileConfig
+ExpertsConfig: TypeAlias = (
+    ExpertsVectorConfig | ExpertsFragmentConfig | ExpertsStreamConfig | ExpertsTileConfig
+)
 
 
 def is_few(tokens: int) -> bool:
@@ -92,7 +109,7 @@ def _default_of_codes(key: Key, load: float, sms: int) -> ExpertsConfig:
     per = 128 // bits
     if is_few(tokens):
         if itemsize == 2 and tokens == 1:
-            fragments = _default_fragments(key)
+            fragments = (_default_stream if bits == 8 else _default_fragments)(key)
             if fragments is not None:
                 return fragments
         return default_of_vectors(key, sms)
@@ -119,6 +136,18 @@ def default_of_vectors(key: Key, sms: int) -> ExpertsVectorConfig:
         down //= 2
     warps = max(1, min(4, down * down_quads // 64))
     return ExpertsVectorConfig(rows, 8, down, down_quads * per, warps)
+
+
+def _default_stream(key: Key) -> ExpertsStreamConfig | None:
+    """Of one token's codes of 8 bits; None where x would not stay in registers.
+
+    Words of codes, and warps, as for one row of a dense matrix; down as it was measured.
+    """
+    width, gated = key[5], key[-1]
+    quads = next_power_of_2(triton.cdiv(width, 16))
+    if not _has_fragments(key) or quads > _WIDEST:
+        return None
+    return ExpertsStreamConfig(max(1, 512 // (quads * (2 if gated else 1))), 4, 4, 8, 1, 4)
 
 
 def _default_fragments(key: Key) -> ExpertsFragmentConfig | None:
@@ -166,6 +195,10 @@ def _registers(key: Key, chunks: int) -> int:
     return 16 * chunks + chunks // slots * (512 // bits) * products // 64 + products // 2 + 30
 
 
+def _down_fits(config: ExpertsFragmentConfig | ExpertsStreamConfig) -> bool:
+    return 16 * config.down_tiles * config.down_chunks * config.down_warps <= 768
+
+
 def _fits(key: Key, config: ExpertsConfig) -> bool:
     _, tokens, chosen, _, _, width, itemsize, bits, _, gated = key
     parts, few = 2 if gated else 1, is_few(tokens)
@@ -173,8 +206,11 @@ def _fits(key: Key, config: ExpertsConfig) -> bool:
         whole = config.warps * config.chunks * 512 >= width * bits
         registers = _registers(key, config.chunks)
         room = registers <= 255 and registers * config.warps * config.programs <= 2048
-        down = 16 * config.down_tiles * config.down_chunks * config.down_warps <= 768
-        return few and _has_fragments(key) and whole and room and down
+        return few and _has_fragments(key) and whole and room and _down_fits(config)
+    if isinstance(config, ExpertsStreamConfig):
+        quads, most = next_power_of_2(triton.cdiv(width * bits, 128)), 32 * config.warps
+        room = quads * 4 * config.rows * parts <= 32 * most and quads * 16 <= 64 * most
+        return few and bits == 8 and _has_fragments(key) and room and _down_fits(config)
     if isinstance(config, ExpertsVectorConfig):
         if not few:
             return False
@@ -204,14 +240,19 @@ def _candidates(key: Key, sms: int) -> list[ExpertsConfig]:
     """Those of gate and up, then those of down, which do not depend on one another."""
     _, _, chosen, _, _, width, itemsize, bits, _, gated = key
     default, parts = default_config(key, sms), 2 if gated else 1
-    if isinstance(default, ExpertsFragmentConfig):
-        ups = [(4, 6, 2), (8, 3, 1), (4, 4, 3), (4, 4, 2), (8, 8, 1), (8, 4, 1), (4, 8, 2)]
+    if isinstance(default, ExpertsFragmentConfig | ExpertsStreamConfig):
         downs = [(8, 1, 2), (8, 1, 4), (4, 1, 6), (8, 1, 6), (4, 1, 4), (8, 2, 2)]
-        return [
-            default,
-            *(default._replace(warps=w, chunks=c, programs=p) for w, c, p in ups),
-            *(default._replace(down_warps=w, down_tiles=t, down_chunks=c) for w, t, c in downs),
-        ]
+        down = [default._replace(down_warps=w, down_tiles=t, down_chunks=c) for w, t, c in downs]
+        if isinstance(default, ExpertsStreamConfig):
+            # As many words of codes a thread, twice as many, and other warps.
+            rows, most = default.rows, max(1, default.rows // 2)
+            sizes = [(rows, 8, 2), (rows, 8, 3), (2 * rows, 8, 2), (2 * rows, 4, 4), (most, 4, 4)]
+            sizes += [(rows, 4, 3), (4 * rows, 16, 1), (most, 2, 8)]
+            ups = [default._replace(rows=r, warps=w, programs=p) for r, w, p in sizes]
+            return [default, *ups, *down]
+        sizes = [(4, 6, 2), (8, 3, 1), (4, 4, 3), (4, 4, 2), (8, 8, 1), (8, 4, 1), (4, 8, 2)]
+        ups = [default._replace(warps=w, chunks=c, programs=p) for w, c, p in sizes]
+        return [default, *ups, *down]
     if isinstance(default, ExpertsVectorConfig):
         if bits <= 8:
             per = 128 // bits
@@ -267,6 +308,15 @@ TUNABLE = Tunable(
             ExpertsFragmentConfig,
             {
                 **{"warps": powers(1, 16), "chunks": range(1, 17), "programs": range(1, 9)},
+                **{"down_warps": powers(1, 16), "down_tiles": powers(1, 2)},
+                "down_chunks": range(1, 17),
+            },
+            bound_by_memory=True,
+        ),
+        "experts_stream": Kind(
+            ExpertsStreamConfig,
+            {
+                **{"rows": powers(1, 32), "warps": powers(1, 16), "programs": range(1, 17)},
                 **{"down_warps": powers(1, 16), "down_tiles": powers(1, 2)},
                 "down_chunks": range(1, 17),
             },

@@ -11,7 +11,8 @@ follows the one before, and so do its scales.
 import triton
 import triton.language as tl
 
-from .experts_kernels import gated_value, number_here
+from .experts_kernels import gated_value, number_here, tile_of
+from .fragment_kernel import _RAISED
 from .launch import let_next_start, wait_for_inputs
 from .quantized_kernels import (
     _beside,
@@ -40,42 +41,69 @@ def _held(width, bits):
 
 
 @triton.jit
+def _tile(
+    weight_ptr, scale_ptr, zero_ptr, expert, block, features, scale_stride, q,
+    K: tl.constexpr, BITS: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr,
+    PARTS: tl.constexpr,
+):  # fmt: skip
+    """Codes of a block of an expert's rows, and what lies beside them."""
+    rows, inside = _rows_of(block, features, ROWS, PARTS)
+    w = _quads(
+        *(weight_ptr + expert * features * (PARTS * _held(K, BITS)), rows, inside, q, K, BITS)
+    )
+    scale_ptr += expert * scale_stride
+    if zero_ptr is not None:
+        zero_ptr += expert * scale_stride
+    return w, _beside(scale_ptr, zero_ptr, rows, inside, q, K, BITS, BLOCK)
+
+
+@triton.jit
+def _summed(
+    p, total, factor, scale_ptr, zero_ptr, outer_ptr, expert, rows, inside, features, scale_stride,
+    CODES: tl.constexpr, SCALES: tl.constexpr, BLOCK: tl.constexpr, PARTS: tl.constexpr,
+):  # fmt: skip
+    """Sums of an expert's rows, of their products `p`."""
+    scale_ptr += expert * scale_stride
+    if zero_ptr is not None:
+        zero_ptr += expert * scale_stride
+    if outer_ptr is not None:
+        outer_ptr += expert * features * PARTS
+    about = (scale_ptr, zero_ptr, outer_ptr)
+    return _of_whole_rows(tl.sum(p, 1), total, factor, *about, rows, inside, CODES, SCALES, BLOCK)
+
+
+@triton.jit
 def up_codes_kernel(
     x_ptr, weight_ptr, scale_ptr, zero_ptr, outer_ptr, bias_ptr, experts_ptr, own_ptr,
     norm_weight_ptr, norm_bias_ptr, h_ptr, features, scale_stride, x_stride, eps, limit, mask,
     K: tl.constexpr, CODES: tl.constexpr, BITS: tl.constexpr, TABLE: tl.constexpr,
     SCALES: tl.constexpr, BLOCK: tl.constexpr, CHOSEN: tl.constexpr, ROWS: tl.constexpr,
-    QUADS: tl.constexpr, NORM: tl.constexpr, ACTIVATION: tl.constexpr, GATED: tl.constexpr,
-    OFFSET: tl.constexpr, PDL: tl.constexpr,
+    QUADS: tl.constexpr, RAISE: tl.constexpr, NORM: tl.constexpr, ACTIVATION: tl.constexpr,
+    GATED: tl.constexpr, OFFSET: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Hidden values [T, CHOSEN, features] of x [T, K], which QUADS cover.
+    """Hidden values [T, CHOSEN, features] of x [T, K], which QUADS cover: it stays in registers.
 
-    Those of experts that are elsewhere are not written.
+    A program goes through blocks of ROWS of a token's experts, and fetches the next one's codes
+    while it sums. Where the product with down wants it so (RAISE), hidden values are written times
+    _RAISED. Those of experts that are elsewhere are not written.
     """
     let_next_start(PDL)
     PARTS: tl.constexpr = 2 if GATED else 1
     LATER: tl.constexpr = _offset_leaves_last(CODES, BLOCK[1], x_ptr.dtype.element_ty)
     blocks = tl.cdiv(features, ROWS)
     token = tl.program_id(1).to(tl.int64)
-    pair = token * CHOSEN + tl.program_id(0) // blocks
-    block = tl.program_id(0) % blocks
+    first = tl.program_id(0)
+    programs = tl.num_programs(0)
     q = tl.arange(0, QUADS)
-    rows, inside = _rows_of(block, features, ROWS, PARTS)
     wait_for_inputs(PDL)
-    expert = number_here(tl.load(experts_ptr + pair), own_ptr).to(tl.int64)
-    if own_ptr is not None:  # noqa: SIM102 - told before the kernel is compiled
-        if expert < 0:
-            return
-    scale_ptr += expert * scale_stride
-    if zero_ptr is not None:
-        zero_ptr += expert * scale_stride
-    if outer_ptr is not None:
-        outer_ptr += expert * features * PARTS
-    w = _quads(
-        *(weight_ptr + expert * features * (PARTS * _held(K, BITS)), rows, inside, q, K, BITS)
-    )
-    beside = _beside(scale_ptr, zero_ptr, rows, inside, q, K, BITS, BLOCK)
+    experts_ptr += token * CHOSEN
+    h_ptr += token * CHOSEN * features
     x_ptr += token * x_stride
+    expert, block = tile_of(experts_ptr, own_ptr, first, blocks, CHOSEN)
+    w, beside = _tile(
+        *(weight_ptr, scale_ptr, zero_ptr, expert, block, features, scale_stride, q),
+        *(K, BITS, BLOCK, ROWS, PARTS),
+    )
     mean = 0.0
     factor = 1.0
     if NORM is not None:
@@ -85,20 +113,37 @@ def up_codes_kernel(
     sums = _sums(x, BITS) if zero_ptr is not None else 0.0
     total = tl.sum(sums, 0) if zero_ptr is not None else 0.0
     offsets = _offsets(x, CODES) if LATER else 0.0
-    p = _products(
-        *(w, x, beside, sums, offsets, mask, zero_ptr), *(CODES, BITS, TABLE, SCALES, BLOCK, LATER)
-    )
-    about = (scale_ptr, zero_ptr, outer_ptr)
-    y = _of_whole_rows(tl.sum(p, 1), total, factor, *about, rows, inside, CODES, SCALES, BLOCK)
-    if bias_ptr is not None:
-        bias_ptr += expert * features * PARTS
-        y += tl.load(bias_ptr + rows, mask=inside, other=0.0).to(tl.float32)
-    up = y
-    if GATED:
-        y, up = tl.split(tl.permute(tl.reshape(y, (2, ROWS)), (1, 0)))
-    y = gated_value(y, up, limit, ACTIVATION, GATED, OFFSET)
-    own = block * ROWS + tl.arange(0, ROWS)
-    tl.store(h_ptr + pair * features + own, y.to(h_ptr.dtype.element_ty), mask=own < features)
+    for item in range(first, CHOSEN * blocks, programs):
+        expert_then, block_then = tile_of(experts_ptr, own_ptr, item + programs, blocks, CHOSEN)
+        w_next, beside_next = _tile(
+            *(weight_ptr, scale_ptr, zero_ptr, expert_then, block_then, features, scale_stride),
+            *(q, K, BITS, BLOCK, ROWS, PARTS),
+        )
+        p = _products(
+            *(w, x, beside, sums, offsets, mask, zero_ptr),
+            *(CODES, BITS, TABLE, SCALES, BLOCK, LATER),
+        )
+        rows, inside = _rows_of(block, features, ROWS, PARTS)
+        y = _summed(
+            *(p, total, factor, scale_ptr, zero_ptr, outer_ptr, expert, rows, inside, features),
+            *(scale_stride, CODES, SCALES, BLOCK, PARTS),
+        )
+        if bias_ptr is not None:
+            at = bias_ptr + expert * features * PARTS + rows
+            y += tl.load(at, mask=inside, other=0.0).to(tl.float32)
+        up = y
+        if GATED:
+            y, up = tl.split(tl.permute(tl.reshape(y, (2, ROWS)), (1, 0)))
+        y = gated_value(y, up, limit, ACTIVATION, GATED, OFFSET)
+        if RAISE:
+            y *= _RAISED
+        own = block * ROWS + tl.arange(0, ROWS)
+        h_at = h_ptr + (item // blocks).to(tl.int64) * features + own
+        tl.store(h_at, y.to(h_ptr.dtype.element_ty), mask=own < features)
+        w = w_next
+        beside = beside_next
+        expert = expert_then
+        block = block_then
 
 
 @triton.jit

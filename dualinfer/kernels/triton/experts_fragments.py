@@ -11,7 +11,7 @@ an expert follows the one before, and so do its scales.
 import triton
 import triton.language as tl
 
-from .experts_kernels import gated_value, number_here
+from .experts_kernels import gated_value, number_here, tile_of
 from .fragment_kernel import (
     _LESSENED,
     _RAISED,
@@ -37,17 +37,6 @@ from .quantized_kernels import _of_rows, _rows_of, _scale, _statistics
 def _row_words(width, bits):
     """Words of a row of codes."""
     return (width + 31) // 32 * 4 if bits == 4 else width // 4
-
-
-@triton.jit
-def _tile_of(experts_ptr, own_ptr, item, blocks, CHOSEN: tl.constexpr):
-    """The expert of tile number `item` of a token, int64, and which of its tiles that is.
-
-    Of an expert elsewhere, and beyond the last, it is one that there is not.
-    """
-    expert = number_here(tl.load(experts_ptr + tl.minimum(item // blocks, CHOSEN - 1)), own_ptr)
-    away = (expert < 0) | (item >= CHOSEN * blocks)
-    return tl.maximum(expert, 0).to(tl.int64), tl.where(away, blocks, item % blocks)
 
 
 @triton.jit
@@ -142,12 +131,12 @@ def up_fragments_kernel(
     experts_ptr += token * CHOSEN
     h_ptr += token * CHOSEN * features
     x_ptr += token * x_stride
-    expert, block = _tile_of(experts_ptr, own_ptr, first, blocks, CHOSEN)
+    expert, block = tile_of(experts_ptr, own_ptr, first, blocks, CHOSEN)
     held = _fetch_tile(
         *(weight_ptr, scale_ptr, zero_ptr, expert, block, features, scale_stride),
         *(B, T, PARTS, SLOTS, K, BITS, BLOCK, GATED),
     )
-    other_expert, other_block = _tile_of(experts_ptr, own_ptr, first + programs, blocks, CHOSEN)
+    other_expert, other_block = tile_of(experts_ptr, own_ptr, first + programs, blocks, CHOSEN)
     other = _fetch_tile(
         *(weight_ptr, scale_ptr, zero_ptr, other_expert, other_block, features, scale_stride),
         *(B, T, PARTS, SLOTS, K, BITS, BLOCK, GATED),
@@ -176,7 +165,7 @@ def up_fragments_kernel(
             *(T, B, N, CODES, BITS, SCALES, BLOCK, SLOTS, HALF),
         )
         then = item + 2 * programs
-        expert_then, block_then = _tile_of(experts_ptr, own_ptr, then, blocks, CHOSEN)
+        expert_then, block_then = tile_of(experts_ptr, own_ptr, then, blocks, CHOSEN)
         held = _fetch_tile(
             *(weight_ptr, scale_ptr, zero_ptr, expert_then, block_then, features, scale_stride),
             *(B, T, PARTS, SLOTS, K, BITS, BLOCK, GATED),
@@ -194,7 +183,7 @@ def up_fragments_kernel(
                 *(T, B, N, CODES, BITS, SCALES, BLOCK, SLOTS, HALF),
             )
             then += programs
-            expert_then, block_then = _tile_of(experts_ptr, own_ptr, then, blocks, CHOSEN)
+            expert_then, block_then = tile_of(experts_ptr, own_ptr, then, blocks, CHOSEN)
             other = _fetch_tile(
                 *(weight_ptr, scale_ptr, zero_ptr, expert_then, block_then, features),
                 *(scale_stride, B, T, PARTS, SLOTS, K, BITS, BLOCK, GATED),

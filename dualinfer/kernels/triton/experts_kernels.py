@@ -28,6 +28,17 @@ def number_here(expert, own_ptr):
 
 
 @triton.jit
+def tile_of(experts_ptr, own_ptr, item, blocks, CHOSEN: tl.constexpr):
+    """The expert of tile number `item` of a token, int64, and which of its tiles that is.
+
+    Of an expert elsewhere, and beyond the last, it is one that there is not.
+    """
+    expert = number_here(tl.load(experts_ptr + tl.minimum(item // blocks, CHOSEN - 1)), own_ptr)
+    away = (expert < 0) | (item >= CHOSEN * blocks)
+    return tl.maximum(expert, 0).to(tl.int64), tl.where(away, blocks, item % blocks)
+
+
+@triton.jit
 def gated_value(
     y, up, limit, ACTIVATION: tl.constexpr, GATED: tl.constexpr, OFFSET: tl.constexpr
 ):  # fmt: skip

@@ -17,7 +17,7 @@ and what a chunk gives in the columns of other slots is left out.
 import triton
 import triton.language as tl
 
-from .launch import dot, let_next_start, wait_for_inputs
+from .launch import dot, fetch_line, let_next_start, wait_for_inputs
 from .linear_kernels import _finish_tile
 from .quantized_kernels import _input, _of_rows, _plane, _rows_of, _scale, _statistics
 
@@ -552,6 +552,8 @@ def fragment_kernel(
             *(weight_ptr, scale_ptr, zero_ptr, first + 1 // TURNS * programs, 1 % TURNS, features),
             *(B, M, T, CHUNK, PARTS, SLOTS, K, BLOCK, ROW, MASKED, GATED),
         )
+    if NORM is not None:
+        fetch_line(norm_weight_ptr, K, first, PDL)
     wait_for_inputs(PDL)
     mean = 0.0
     factor = 1.0

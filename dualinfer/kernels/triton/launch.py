@@ -53,6 +53,22 @@ def fetch_ahead(at, there, size):
 
 
 @triton.jit
+def fetch_line(ptr, COUNT: tl.constexpr, program, PDL: tl.constexpr):
+    """Have the L2 cache fetch COUNT elements from `ptr` on; one program asks for all of them.
+
+    Only where there is PDL, before `wait_for_inputs`. Nothing depends on it but the time.
+    """
+    if PDL:  # noqa: SIM102 - told before the kernel is compiled
+        if program == 0:
+            PER: tl.constexpr = 1024 // ptr.dtype.element_ty.primitive_bitwidth
+            at = tl.minimum(tl.arange(0, triton.next_power_of_2(COUNT // PER + 1)) * PER, COUNT - 1)
+            tl.inline_asm_elementwise(
+                "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [(ptr + at).to(tl.int64)],
+                tl.int32, False, 1,
+            )  # fmt: skip
+
+
+@triton.jit
 def _exact(a):
     """In float32; of bfloat16s the interpreter would lose the smallest."""
     if a.dtype == tl.bfloat16:

@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 
 from .activation import activate
-from .launch import dot, let_next_start, wait_for_inputs
+from .launch import dot, fetch_line, let_next_start, wait_for_inputs
 
 
 @triton.jit
@@ -113,6 +113,8 @@ def matvec_kernel(
     weights = 0.0, 0.0
     if LOADED:
         weights = _norm_weights(norm, inside, columns, NORM)
+    elif NORM is not None:
+        fetch_line(norm_weight_ptr, K, pid, PDL)
     wait_for_inputs(PDL)
     if PROGRAMS == 0:
         for i in tl.static_range(COUNT):

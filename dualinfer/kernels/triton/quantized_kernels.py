@@ -12,7 +12,7 @@ whose rows do not begin at a multiple of 16 bytes are gathered into words byte b
 import triton
 import triton.language as tl
 
-from .launch import let_next_start, wait_for_inputs
+from .launch import fetch_line, let_next_start, wait_for_inputs
 from .linear_kernels import _finish
 
 
@@ -340,6 +340,8 @@ def stream_kernel(
     # Codes and scales are on their way before the kernel in front has ended.
     w = _quads(weight_ptr, rows, inside, q, K, BITS)
     beside = _beside(scale_ptr, zero_ptr, rows, inside, q, K, BITS, BLOCK)
+    if NORM is not None:
+        fetch_line(norm_weight_ptr, K, first, PDL)
     wait_for_inputs(PDL)
     mean = 0.0
     factor = 1.0
@@ -390,6 +392,8 @@ def matvec_kernel(
     # Codes and scales are on their way before the kernel in front has ended.
     w = _quads(weight_ptr, rows, inside, first, K, BITS)
     beside = _beside(scale_ptr, zero_ptr, rows, inside, first, K, BITS, BLOCK)
+    if NORM is not None:
+        fetch_line(norm_weight_ptr, K, pid, PDL)
     wait_for_inputs(PDL)
     mean = 0.0
     factor = 1.0

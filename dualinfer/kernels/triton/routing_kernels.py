@@ -5,7 +5,7 @@
 import triton
 import triton.language as tl
 
-from .launch import dot, let_next_start, wait_for_inputs
+from .launch import dot, fetch_line, let_next_start, wait_for_inputs
 from .linear_kernels import _normed
 
 
@@ -133,6 +133,8 @@ def route_vector_kernel(
     mask = there[:, None] & inside[None, :]
     # The weights are on their way before the kernel in front has ended.
     w = tl.load(weight_ptr + rows[:, None] * K + columns[None, :], mask=mask, other=0.0)
+    if NORM is not None:
+        fetch_line(norm_weight_ptr, K, tl.program_id(0), PDL)
     wait_for_inputs(PDL)
     x_ptr += token.to(tl.int64) * x_stride
     x = tl.load(x_ptr + columns, mask=inside, other=0.0).to(tl.float32)
