@@ -346,9 +346,12 @@ def _default_fragments(key: Key, sms: int) -> QuantizedFragmentConfig | None:
     if rows == 1 and bits == 4 and all_chunks <= 32 and columns != _HALF:
         return _default_of_a_row(key, all_chunks)
     if rows == 1 and normed:  # x is normed once, so that a program keeps all of it
-        if bits == 8 or columns == _HALF or all_chunks > 64:
+        if columns == _HALF or all_chunks > 64:
             return None
         config = 8, 1, next_power_of_2(triton.cdiv(all_chunks, 8)), 1
+        if bits == 8:  # two turns, of which a program holds both
+            slots = columns_of_products(1, 8, columns, 8)[2]
+            config = 4, 1, chunks_of_warps(triton.cdiv(all_chunks, 2), 4, slots), 2
     elif rows == 1 and bits == 4:
         config = 8, 1, 2, 2
     elif rows == 1:
