@@ -69,12 +69,14 @@ def test_transformers_reads_all_of_it(case, tmp_path):
         assert relative_rms(engine(ids)[0], expected) < 1e-5
 
 
-@pytest.mark.parametrize("family", ["Qwen3Moe", "DiffLlama"])
+@pytest.mark.parametrize("family", ["Qwen3Moe", "DiffLlama", "Ultrabert"])
 def test_heads_for_questions_whose_base_has_another_name(family, tmp_path):
     sizes = {"vocab_size": 61, "hidden_size": 48, "num_hidden_layers": 1, "num_attention_heads": 4}
     sizes |= {"num_key_value_heads": 2, "intermediate_size": 40}
     if family == "Qwen3Moe":
         sizes |= {"num_experts": 3, "num_experts_per_tok": 2, "moe_intermediate_size": 20}
+    if family == "Ultrabert":
+        sizes |= {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
     config = getattr(hf, f"{family}Config")(**sizes)
     model = getattr(hf, f"{family}ForQuestionAnswering")(config).eval()
     model.save_pretrained(tmp_path)
