@@ -356,6 +356,17 @@ def test_a_row_alone_a_list_and_a_stream_give_the_same_text(name, backend):
 
 
 @pytest.mark.parametrize("backend", slow_but(["torch"], BACKENDS))
+def test_logits_of_the_last_tokens_alone_where_hf_has_them(backend):
+    given = {**source_of("t5gemma"), "decoder_input_ids": torch.tensor([[3, 5, 6, 7]] * 2)}
+    with torch.no_grad():
+        wanted = model_of("t5gemma")(**given, logits_to_keep=2).logits
+    found = engine_of("t5gemma", backend)(**given, logits_to_keep=2).logits
+    assert relative_rms(found, wanted) < 1e-5
+    with pytest.raises(dualinfer.ArgumentError, match="logits_to_keep"):
+        engine_of("t5", backend)(**given, logits_to_keep=2)
+
+
+@pytest.mark.parametrize("backend", slow_but(["torch"], BACKENDS))
 def test_a_longer_source_beside_an_open_stream_changes_nothing_of_it(backend):
     engine, ids = engine_of("t5", backend), random_ids(2, 90, seed=5, vocab=VOCAB)
     short, long = ids[:1, :9], ids[1:]

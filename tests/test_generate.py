@@ -10,6 +10,7 @@ import torch
 import transformers as hf
 
 import dualinfer
+from dualinfer.backends.slots import SMALLEST_CACHE
 from dualinfer.kernels import reference
 
 from .models import BACKENDS, EOS, GENERATING, PAD, VOCAB, make_model, random_ids, slow_but
@@ -936,6 +937,16 @@ def test_interleaved_streams_and_calls_do_not_disturb_each_other(engine):
     assert found_a == expected_a
     assert found_b == expected_b
     assert not engine._loop._live
+
+
+def test_a_call_step_by_step_leaves_a_stream_that_fills_its_cache(engine):
+    prompt = random_ids(1, SMALLEST_CACHE - 1, seed=27).tolist()
+    expected = engine.generate(prompt, max_new_tokens=6)[0, SMALLEST_CACHE - 1 :].tolist()
+    stream = engine.stream(prompt, max_new_tokens=6)
+    first = next(stream)
+    asked = {"return_dict_in_generate": True, "output_logits": True}
+    engine.generate(random_ids(1, 5).tolist(), max_new_tokens=3, **asked)
+    assert [first, *stream] == expected
 
 
 def test_penalised_stream_remembers_its_tokens_when_more_slots_are_made(

@@ -55,6 +55,16 @@ class LiveSlots:
         """Cached tokens of the longest sequence once the steps asked for have run, at most."""
         return max(self._reach.values())
 
+    def reach_beside(self, slots: Sequence[int]) -> int:
+        """`reach` where these slots alone have stepped.
+
+        The step writes the newest token of every other sequence as well, in its next place, to no
+        effect: that place must be there, or the write would fall on the one before.
+        """
+        others = [slot for slot in self._requests if slot not in slots]
+        next_places = (min(self._reach[s] + 1, self._requests[s].cache_tokens) for s in others)
+        return max(self.reach, *next_places, 0)
+
     @property
     def encoded(self) -> int:
         """The most places that one of them needs for what an encoder gives."""

@@ -8,6 +8,7 @@ import copy
 import errno
 import json
 import os
+import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, replace
@@ -19,10 +20,18 @@ import numpy as np
 
 from ..arrays import numpy_dtype, to_numpy
 from ..config.nested import TensorParallelConfig
-from ..errors import CheckpointError, ConfigError, DualinferError, UnsupportedError
+from ..errors import (
+    CheckpointError,
+    ConfigError,
+    DualinferError,
+    UnsupportedError,
+    listing,
+    warn_caller,
+)
 from ..model.kept_config import made
 from ..model.load_plan import LoadPlan, MadeSource, TensorSource
 from ..model.spec import ModelSpec
+from ..model.weights import FLOATS
 from ..parallel.agreement import Peers
 from ..parallel.sharding import make_plan
 from ..quantization import QuantizedMatrix, quantization_of
@@ -33,6 +42,7 @@ from .compressed import Spec, Stored, arrays_of, describe, store
 from .files import write_tensors
 from .pieces import INDEX, Cut, cut_pieces, make_index
 from .quantized import QuantizedSource
+from .stacked import StackedSource
 from .tokenizer_files import tokenizer_files
 
 _LONGEST_NAME = 240  # bytes; a folder beside it has some more
@@ -105,7 +115,11 @@ def save_checkpoint(path: str, saved: Saved, tp: TensorParallelConfig, peers: Pe
             if peers.rank == 0:
                 save_folder(path, saved, option=_OPTION)
         return f"saved quantized, in 1 file of weights, to {target}"
-    tp_plan = make_plan(saved.plan.table, _degree(tp, peers), tp.tp_grain_size)
+    degree = _degree(tp, peers)
+    if degree == 1 and isinstance(saved.source, StackedSource):  # whose parts HF has no names for
+        save_folder(path, saved, option=_OPTION)
+        return f"saved in 1 file of weights to {_resolved(path)}"
+    tp_plan = make_plan(saved.plan.table, degree, tp.tp_grain_size)
     cuts = cut_pieces(tp_plan.shards, saved.plan, saved.source, saved.dtype)
     with ExitStack() as stack:
         with peers.together("The start of saving") as work, _told(path):
@@ -219,6 +233,8 @@ def _entries(saved: Saved) -> tuple[list[_Entry], dict[str, Any] | None, bool]:
     for row, names in saved.plan.rows:
         for part, found in zip(row.sources, names, strict=True):
             name, own = found.partition(":")[0], part.name.partition(":")[0]
+            if isinstance(source, StackedSource):  # plain: a tensor stays whole
+                name = source.whole(name)
             found_as[own] = name
             if name in entries:
                 continue
@@ -240,6 +256,9 @@ def _entries(saved: Saved) -> tuple[list[_Entry], dict[str, Any] | None, bool]:
             if name:
                 stored[name] = store(name, matrix)
                 entries[name] = _quantized_entry(name, matrix, stored[name])
+    kept = _kept(saved)
+    entries |= {name: _plain_entry(name, source, saved.dtype) for name in kept}
+    plain += [name for name in kept if name.endswith(".weight")]
     untied = any(name in stored for name in tied.values())
     for name, twin in tied.items() if untied else ():
         if twin not in entries and twin.endswith(".bias"):  # of such a head, which reads its own
@@ -248,6 +267,19 @@ def _entries(saved: Saved) -> tuple[list[_Entry], dict[str, Any] | None, bool]:
             written = entry.written._replace(name=twin)
             entries[twin] = entry._replace(written=written, spec={twin: spec})
     return [*entries.values()], describe(stored, plain) if stored else None, untied
+
+
+def _kept(saved: Saved) -> list[str]:
+    """Tensors that the engine leaves unread, and HF's class reads."""
+    patterns, source = saved.plan.table.kept, saved.source
+    names = [n for n in saved.plan.unused if any(re.search(p, n) for p in patterns)]
+    if names and quantization_of(saved.config.to_dict()) is not None:
+        warn_caller(
+            f"What is saved lacks {listing(names)}, which this engine does not read and "
+            "transformers does: of a quantized checkpoint they are not copied."
+        )
+        return []
+    return [name for name in names if source.dtype(name) in FLOATS]
 
 
 def _plain_entry(name: str, source: TensorSource, dtype: str) -> _Entry:

@@ -69,6 +69,11 @@ class StackedSource:
             start = starts.get(source.axes[0], 0)
             self.matrices[source.name] = _Part(name, start, tuple(shape), source.index, turned)
 
+    def whole(self, name: str) -> str:
+        """The stored tensor that holds the matrix or tensor, which may be read as well."""
+        part = self.matrices.get(name)
+        return name if part is None else part.name
+
     def names(self) -> Iterable[str]:
         """Names of each matrix, and of all that hold no several."""
         return [

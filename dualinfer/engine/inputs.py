@@ -254,7 +254,8 @@ def _kept_tokens(spec: ModelSpec, keep: Any, length: int) -> np.ndarray | None:
     """
     if keep is None or (isinstance(keep, int) and not isinstance(keep, bool) and keep == 0):
         return None
-    if spec.head is None or spec.head.kind != "causal" or spec.encoder:
+    is_pair = spec.encoder is not None and spec.family != "t5gemma"  # HF's one pair that has it
+    if spec.head is None or spec.head.kind != "causal" or is_pair:
         raise ArgumentError(
             f"logits_to_keep={shown(keep)}: {spec.architecture} has no such argument in HF, only "
             "causal models with a vocabulary head have. Leave it out."

@@ -224,9 +224,15 @@ def make_load_plan(table: WeightTable, source: TensorSource) -> LoadPlan:
 
     twins = [pair for pair in table.twins if pair[0].scheme == pair[1].scheme]
     other_names: dict[str, list[str]] = {}
+    stand_ins: dict[str, str] = {}  # the stored tensor that was read in the place of a name
+    row_names = {part.name: r.name for r in table.rows for part in r.sources}
     for pair in twins:
         for own, mirrored in zip(*(row.sources for row in pair), strict=True):
-            other_names.setdefault(mirrored.name, []).append(own.name)
+            names = other_names.setdefault(mirrored.name, [])
+            # The twin that is the same weight here comes first: BART's decoder has the embedding
+            # of the whole, and an encoder's may differ from it.
+            is_own = row_names.get(mirrored.name) == pair[0].name
+            names.insert(0 if is_own else len(names), own.name)
 
     def find(name: str) -> str | None:
         return next((c for c in table.candidates(name) if c in stored), None)
@@ -239,6 +245,8 @@ def make_load_plan(table: WeightTable, source: TensorSource) -> LoadPlan:
             name = find(part.name)
             if name is None:  # HF may have kept the other name of two tied tensors
                 name = next((n for n in map(find, other_names.get(part.name, ())) if n), None)
+                if name is not None:
+                    stand_ins[part.name] = name
             if name is None:
                 missing.append(part.name)
                 continue
@@ -262,7 +270,8 @@ def make_load_plan(table: WeightTable, source: TensorSource) -> LoadPlan:
         if not (absent and r in optional):
             match(r)
     for pair in table.twins:
-        own, other = ([find(source.name) for source in row.sources] for row in pair)
+        own = [find(source.name) for source in pair[0].sources]
+        other = [find(part.name) or stand_ins.get(part.name) for part in pair[1].sources]
         if own[0] is None or own[0] in used:
             continue
         both = zip(own, other, strict=True) if pair in twins else ()

@@ -434,7 +434,8 @@ class WeightTable:
     place: one and the same where layers are alike. Those of an encoder follow the others. `base` is
     HF's prefix of the headless model; files saved without a head lack it. `renames` are (ours,
     theirs) pieces of names that older files use. `unused` are patterns of tensors that belong to
-    the family and change no result here. `tied` are rows that HF ties to another tensor, with that
+    the family and change no result here; those of `kept` patterns HF reads for what is not served,
+    so that what is saved has them. `tied` are rows that HF ties to another tensor, with that
     tensor's name: a file may hold both, and where they differ HF unties them. `optional` is a part,
     by the start of our names without the layer's, that a checkpoint may lack as a whole. `matrices`
     are the quantized weights of a checkpoint.
@@ -446,6 +447,7 @@ class WeightTable:
     base: str = ""
     renames: tuple[tuple[str, str], ...] = ()
     unused: tuple[str, ...] = ()
+    kept: tuple[str, ...] = ()
     tied: tuple[tuple[Row, str], ...] = ()
     optional: str | None = None
     matrices: Matrices | None = None

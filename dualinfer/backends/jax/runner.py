@@ -299,7 +299,7 @@ class JaxRunner:
         if self._state is None or self._cache is None:
             raise StepError(_LOST)
         self._live.advance(1, slots)
-        self._make_room(self._cache)
+        self._make_room(self._cache, self._live.reach_beside(slots))
         chosen = np.full(self._state.active.shape, NO_TOKEN, np.int32)
         chosen[list(slots)] = tokens
         with jax.profiler.TraceAnnotation("dualinfer/decode"):
@@ -319,10 +319,10 @@ class JaxRunner:
         position = np.array([len(r.prompt) + step for r in requests], np.int32)
         return np.asarray(choose(to_jax(scores, self.device), columns, position))
 
-    def _make_room(self, cache: Cache) -> None:
+    def _make_room(self, cache: Cache, reach: int) -> None:
         """Grow the cache to what the live slots reach."""
-        if self._live.reach > cache.tokens:
-            self._grow(cache, self._room(self._live.reach))
+        if reach > cache.tokens:
+            self._grow(cache, self._room(reach))
 
     def _panels(self, lengths: Sequence[int]) -> list[list[int]]:
         """Numbers of the prompts that one step serves at a time."""
@@ -445,7 +445,7 @@ class JaxRunner:
         if self._state is None or self._cache is None:
             raise StepError(_LOST)
         self._live.advance(steps)
-        self._make_room(self._cache)
+        self._make_room(self._cache, self._live.reach)
         with jax.profiler.TraceAnnotation("dualinfer/decode"):
             tokens = self._take_steps(steps)
         if self._live.may_outgrow(self._cache.tokens):  # beside the steps of this size

@@ -378,7 +378,7 @@ class TorchRunner:
         """
         assert self._state is not None and self._live
         self._live.advance(steps, slots)
-        room = self._room(self._live.reach)
+        room = self._room(self._live.reach if slots is None else self._live.reach_beside(slots))
         if self._cache.smaller_than(room):
             self._forget_steps()
         self._cache.grow(room)

@@ -86,6 +86,8 @@ _WRITTEN = (
     ),
 )
 _EMBEDDING = "vocab embed"
+# Of LED's tokens that see all others.
+_GLOBAL = r"\.longformer_self_attn\.(query|key|value)_global\.(weight|bias)$"
 
 
 def describe(fields: ConfigFields, architecture: str) -> tuple[ModelSpec, WeightTable]:
@@ -183,7 +185,7 @@ def describe(fields: ConfigFields, architecture: str) -> tuple[ModelSpec, Weight
         fields.ignore("tie_word_embeddings")
         unused += [r"^lm_head\.", r"^final_logits_bias$"]
     if fields.family == "led":  # of global attention, for which a caller would have to ask
-        unused.append(r"\.longformer_self_attn\.(query|key|value)_global\.(weight|bias)$")
+        unused.append(_GLOBAL)
     decoder_rows = tuple(_layer(norm, base + "decoder.layers.{i}.", crosses=True))
     hf, parts = base + "encoder.layers.{i}.", (make.QKV, "out_proj")
     if fields.family == "led":
@@ -195,6 +197,7 @@ def describe(fields: ConfigFields, architecture: str) -> tuple[ModelSpec, Weight
         (decoder_rows,) * len(spec.layers) + (encoder_rows,) * len(encoder.layers),
         base=base,
         unused=tuple(unused),
+        kept=(_GLOBAL,),
         tied=tuple((own, f"{base}shared.weight") for own in tied),
         optional=optional,
     )

@@ -96,6 +96,7 @@ def describe(fields: ConfigFields, architecture: str) -> tuple[ModelSpec, Weight
         base=kind.base,
         renames=(*kind.renames, *OLD_NORMS),
         unused=(*_unused(kind, head, head_rows, ties), *_others(fields, kind)),
+        kept=kind.buffers,
         tied=ties,
         # HF builds a base model with add_pooling_layer=False too, and saves no pooler then.
         optional="pooler.",

@@ -30,6 +30,7 @@ CLASSES = {
 }
 _LATENT_EPS = 1e-6  # of the norms of latent vectors, which no config names
 _CHOOSING = ("deepseek_v32", "glm_moe_dsa")  # of a long sequence the tokens that a layer sees
+_INDEXER = r"\.self_attn\.indexer\."  # what chooses them, which is not read
 _TIED = ("minicpm3", "youtu")
 _MLP_BIAS = ("deepseek_v2", "minicpm3")
 
@@ -173,9 +174,10 @@ def _table(fields: ConfigFields, spec: ModelSpec) -> WeightTable:
         base="model.",
         unused=[
             r"rotary_emb\.inv_freq$",
-            r"\.self_attn\.indexer\.",
+            _INDEXER,
             *((behind, *mixture.unused) if mixture else ()),
         ],
+        kept=(_INDEXER,),
         renames=mixture.renames if mixture else (),
         optional="router.choice_bias" if fields.family == "axk1" else None,
     )

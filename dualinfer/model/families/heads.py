@@ -23,7 +23,9 @@ _SUFFIXES: dict[str, Kind] = {
 _OF_DECODERS = tuple(_SUFFIXES)[:3]
 # The base model's name in HF's classes for questions, where it is not the other classes' own.
 _QA_BASES: dict[str, str] = dict.fromkeys(
-    "arcee exaone4 llama ministral nemotron qwen2 qwen3 seed_oss smollm3".split(), "transformer."
+    "arcee diffllama exaone4 internlm3 iquestcoder llama ministral nemotron qwen2 qwen3 qwen3_moe "
+    "seed_oss smollm3".split(),
+    "transformer.",
 )
 _CLASSIFIERS = ("gpt2", "gpt_bigcode", "gpt_neo", "gpt_neox", "bloom", "falcon", "mpt", "biogpt")
 

@@ -16,6 +16,7 @@ from .mixtures import MIXTURES, make_rows
 from .rope import reach
 
 CLASSES = {"longcat_flash": ("LongcatFlashForCausalLM", "LongcatFlashModel")}
+_IDLE = r"\.experts\.\d+\.(gate|up)_proj\."  # of experts without weights, in files nevertheless
 
 
 def describe(fields: ConfigFields, architecture: str) -> tuple[ModelSpec, WeightTable]:
@@ -103,6 +104,7 @@ def _table(fields: ConfigFields, spec: ModelSpec) -> WeightTable:
         tied=fields.flag("tie_word_embeddings", False),
         base="model.",
         # transformers keeps gates, which nobody reads, of experts without weights.
-        unused=[r"^model\.mtp", r"\.experts\.\d+\.(gate|up)_proj\."],
+        unused=[r"^model\.mtp", _IDLE],
+        kept=(_IDLE,),
     )
     return replace(table, layers=tuple(rows_of(i) for i in range(len(spec.layers))))

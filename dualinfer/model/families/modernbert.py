@@ -216,4 +216,7 @@ def _euro(fields: ConfigFields, architecture: str) -> tuple[ModelSpec, WeightTab
         *head_rows,
     ]
     layers = (tuple(layer),) * len(spec.layers)
-    return spec, WeightTable(spec, tuple(outer), layers, base="model.", unused=unused, tied=ties)
+    # HF's classes with heads for labels call an UltraBERT by its name.
+    renames = (("model.", "ultrabert."),) if has_kinds and kind_of_head(architecture) else ()
+    table = WeightTable(spec, tuple(outer), layers, "model.", renames, unused, tied=ties)
+    return spec, table

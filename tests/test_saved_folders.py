@@ -1,0 +1,86 @@
+"""Folders that engines write hold what transformers reads, under its names."""
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch")
+hf = pytest.importorskip("transformers")
+
+import dualinfer  # noqa: E402
+
+from .models import relative_rms  # noqa: E402
+
+LATENT = {
+    **{"vocab_size": 61, "hidden_size": 48, "intermediate_size": 40, "num_hidden_layers": 2},
+    **{"num_attention_heads": 3, "num_key_value_heads": 3, "q_lora_rank": 20, "kv_lora_rank": 16},
+    **{"qk_nope_head_dim": 12, "qk_rope_head_dim": 8, "v_head_dim": 12, "n_routed_experts": 4},
+    **{"num_experts_per_tok": 2, "moe_intermediate_size": 20, "n_group": 1, "topk_group": 1},
+    **{"index_topk": 16, "index_head_dim": 16, "index_n_heads": 2, "first_k_dense_replace": 1},
+}
+# What is said of each: HF's class, the fields of its config, and whether a live model is saved.
+SAVED = {
+    "DBRX's experts, which lie in one tensor": (
+        *("DbrxModel", "DbrxConfig", False),
+        {"vocab_size": 61, "d_model": 48, "n_heads": 4, "n_layers": 1, "max_seq_len": 64}
+        | {"attn_config": {"kv_n_heads": 2, "clip_qkv": 8.0, "rope_theta": 1e4}}
+        | {"ffn_config": {"ffn_hidden_size": 20, "moe_num_experts": 4, "moe_top_k": 2}},
+    ),
+    "LongCat's experts without weights": (
+        *("LongcatFlashModel", "LongcatFlashConfig", True),
+        {"vocab_size": 61, "hidden_size": 48, "num_layers": 1, "num_attention_heads": 3}
+        | {"num_key_value_heads": 3, "q_lora_rank": 20, "kv_lora_rank": 16, "v_head_dim": 12}
+        | {"qk_nope_head_dim": 12, "qk_rope_head_dim": 8, "head_dim": 8, "ffn_hidden_size": 40}
+        | {"expert_ffn_hidden_size": 20, "moe_topk": 2, "n_routed_experts": 4}
+        | {"zero_expert_num": 2},
+    ),
+    "what chooses DeepSeek-V3.2's tokens": (
+        *("DeepseekV32Model", "DeepseekV32Config", False),
+        LATENT,
+    ),
+    "BART's two embeddings that differ": (
+        *("BartModel", "BartConfig", False),
+        {"vocab_size": 61, "d_model": 48, "encoder_layers": 1, "decoder_layers": 1}
+        | {"encoder_attention_heads": 4, "decoder_attention_heads": 4, "encoder_ffn_dim": 40}
+        | {"decoder_ffn_dim": 40, "max_position_embeddings": 64, "tie_word_embeddings": False},
+    ),
+}
+
+
+@pytest.mark.parametrize("case", SAVED)
+def test_transformers_reads_all_of_it(case, tmp_path):
+    class_name, config_name, is_live, fields = SAVED[case]
+    torch.manual_seed(3)
+    model = getattr(hf, class_name)(getattr(hf, config_name)(**fields)).eval()
+    with torch.no_grad():
+        for p in model.parameters():
+            p.normal_(0, 0.3)
+    ids = np.random.default_rng(0).integers(3, 60, (2, 7))
+    given = {"input_ids": torch.tensor(ids)}
+    expected = model(**given)[0].detach()
+    model.save_pretrained(tmp_path / "hf")
+    how = {"dtype": "float32", "replace_with_kernel_inject": True}
+    with dualinfer.init_inference(model if is_live else tmp_path / "hf", **how) as engine:
+        engine.save_pretrained(tmp_path / "ours")
+    read, told = type(model).from_pretrained(tmp_path / "ours", output_loading_info=True)
+    lacking = {name for name in told["missing_keys"] if name != "shared.weight"}  # read by nobody
+    assert not lacking and not told["unexpected_keys"]
+    assert relative_rms(read.eval()(**given)[0].detach(), expected) < 1e-5
+    with dualinfer.init_inference(tmp_path / "ours", **how) as engine:
+        assert relative_rms(engine(ids)[0], expected) < 1e-5
+
+
+@pytest.mark.parametrize("family", ["Qwen3Moe", "DiffLlama", "Ultrabert"])
+def test_heads_for_questions_whose_base_has_another_name(family, tmp_path):
+    sizes = {"vocab_size": 61, "hidden_size": 48, "num_hidden_layers": 1, "num_attention_heads": 4}
+    sizes |= {"num_key_value_heads": 2, "intermediate_size": 40}
+    if family == "Qwen3Moe":
+        sizes |= {"num_experts": 3, "num_experts_per_tok": 2, "moe_intermediate_size": 20}
+    if family == "Ultrabert":
+        sizes |= {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+    config = getattr(hf, f"{family}Config")(**sizes)
+    model = getattr(hf, f"{family}ForQuestionAnswering")(config).eval()
+    model.save_pretrained(tmp_path)
+    ids = np.random.default_rng(0).integers(3, 60, (2, 7))
+    expected = model(torch.tensor(ids)).start_logits.detach()
+    with dualinfer.init_inference(tmp_path, dtype="float32") as engine:
+        assert relative_rms(engine(ids).start_logits, expected) < 1e-5
