@@ -15,6 +15,7 @@ from dualinfer.model.families import describe_model
 
 from . import early, latent
 from .models import BACKENDS, EOS, PAD, VOCAB, on_backends, random_ids, randomize, relative_rms
+from .test_pipelines import make_tokenizer
 
 SIZES = {
     "hidden_size": 84,
@@ -677,8 +678,17 @@ def test_sequences_of_which_layers_choose_tokens_are_refused():
             engine.generate(random_ids(1, 20), max_new_tokens=6)
         with pytest.raises(dualinfer.LengthError, match=r"index_topk=24.*choose"):
             engine(random_ids(1, 25))
-        with pytest.raises(dualinfer.LengthError, match=r"at most 24|24 positions"):
+        with pytest.raises(dualinfer.LengthError, match=r"Text 0 has 25 .*index_topk=24"):
             engine.embed(random_ids(1, 25), pooling="mean")
+        # A text is cut where somebody has said how long it may be, and else is refused.
+        texts, words = [" ".join("the" for _ in range(n)) for n in (3, 25)], make_tokenizer()
+        words.model_max_length = 10**30
+        for asked, match in ((None, "Text 1 has 25 .*index_topk=24"), (25, "max_length=25")):
+            with pytest.raises(dualinfer.LengthError, match=match):
+                engine.embed(texts, pooling="mean", max_length=asked, tokenizer=words)
+        found = engine.embed(texts, pooling="mean", max_length=24, tokenizer=words)
+        whole = engine.embed([[5] * 3, [5] * 24], pooling="mean")
+        np.testing.assert_allclose(found, whole, atol=1e-5)
 
 
 @pytest.mark.slow

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ..model.families.kinds import KINDS
-from ..model.families.multimodal import TEXTS
+from ..model.families.multimodal import TEXTS, WRAPPERS
 
 VOCAB = 131
 POSITIONS = 256
@@ -61,8 +61,9 @@ def text_config(config: Any) -> Any:
     if both:
         return config
     own = config.get_text_config(decoder=True)
-    if config.model_type == "paligemma":  # of a text alone no token sees those behind it
-        own.use_bidirectional_attention = own.num_image_tokens = None
+    wrapper = WRAPPERS.get(config.model_type)
+    for name in wrapper.not_alone if wrapper else ():
+        setattr(own, name, None)
     return own
 
 

@@ -7,7 +7,7 @@ import ml_dtypes
 import numpy as np
 
 from ..arrays import kind_of, to_numpy
-from ..errors import ArgumentError, a_type, shown
+from ..errors import ArgumentError, LengthError, a_type, shown
 from ..model.spec import ModelSpec
 
 # What processors of HF's make of images and sounds, beside ids.
@@ -51,6 +51,22 @@ def read_array(value: Any, name: str, ragged: str) -> np.ndarray:
         raise ArgumentError(
             f"{name} cannot be read as an array: {type(error).__name__}: {str(error)[:200]}"
         ) from error
+
+
+def check_length(spec: ModelSpec, count: int, what: str, way: str) -> None:
+    """Raise LengthError where one sequence of `count` tokens is too long for the model.
+
+    `what` says who asks for so many, and `way` what to do.
+    """
+    if not spec.tokens or count <= spec.tokens:
+        return
+    limit = f"the model has {spec.tokens} positions"
+    if spec.most:
+        limit = (
+            f"of more than index_topk={spec.most} tokens the layers of {spec.architecture} choose "
+            "those that they see, which is not served"
+        )
+    raise LengthError(f"{what}, but {limit}. {way}")
 
 
 def check_ids(ids: Any, name: str, vocab: int, what: str = "vocabulary") -> np.ndarray:

@@ -69,6 +69,7 @@ class Wrapper:
     own factor or cap. Where it `masks_labels`, tokens that the mask hides count in no loss. If
     it `counts`, positions are those of the tokens that the mask shows. `head` is the end of the
     name of HF's class with a head. Where it `prefixes`, HF takes token types of 0 for a prefix.
+    Of a text by itself what the fields `not_alone` of its text_config say is not so.
     """
 
     name: str
@@ -84,6 +85,7 @@ class Wrapper:
     counts: bool = False
     head: str = "ForConditionalGeneration"
     prefixes: bool = False
+    not_alone: tuple[str, ...] = ()
 
     @property
     def classes(self) -> tuple[str, str]:
@@ -305,10 +307,10 @@ WRAPPERS: dict[str, Wrapper] = {
     "paligemma": Wrapper(
         *("PaliGemma", ("gemma", "gemma2"), _LLAVA, _NESTED),
         ignored=("projection_dim",),
-        # Images see both ways, and prefixes; HF's masks for a text alone are causal.
-        of_text=("num_image_tokens",),
         scales=True,
         prefixes=True,
+        # Images see both ways, and prefixes; HF's masks for a text alone are causal.
+        not_alone=("use_bidirectional_attention", "num_image_tokens"),
     ),
     "perception_lm": Wrapper(
         *("PerceptionLM", _ANY, _LLAVA),
@@ -395,8 +397,8 @@ def describe(fields: ConfigFields, architecture: str) -> tuple[ModelSpec, Weight
         )
     # Whether the head repeats the embedding the outer config says.
     tied = wrapper.ties and fields.flag("tie_word_embeddings", False)
-    off = {"use_bidirectional_attention": None} if wrapper.prefixes else {}
-    inner = ConfigFields(family, {**text, **off, "tie_word_embeddings": tied})
+    alone = {**text, **dict.fromkeys(wrapper.not_alone)}
+    inner = ConfigFields(family, {**alone, "tie_word_embeddings": tied})
     has_head = "For" in architecture
     spec, table = _decoder(inner, has_head)
     inner.ignore("quantization_config", *_TOKENS, *wrapper.of_text)  # the first is of the weights
