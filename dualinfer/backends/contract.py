@@ -246,6 +246,10 @@ class BlockOps(Protocol):
         """
         ...
 
+    def take_rows(self, table: Weight, ids: Array) -> Array:
+        """Rows [..., W] of a table [N, W], whole on every device, for int ids [...]."""
+        ...
+
     def embed_trigrams(
         self,
         spec: ModelSpec,

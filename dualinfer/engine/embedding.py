@@ -287,18 +287,16 @@ class EmbeddingCalls(InferenceEngine):
         if kind_of(given) is None:
             raise ArgumentError(f"inputs is {a_type(given)}; expected a str, texts or token ids.")
         if mask is not None and _is_uneven(given) and _is_uneven(mask):
-            rows = _seen_rows(list(given), mask, spec.known_ids)
+            rows = _seen_rows(list(given), mask, spec.vocab)
         elif kind_of(given) == "list" and mask is None:
             _check_depth(list(given[:1]))
             if given and not isinstance(given[0], list | tuple) and kind_of(given[0]) is None:
                 given = [given]
-            rows = _flat_rows(given, spec.known_ids)
+            rows = _flat_rows(given, spec.vocab)
             if rows is None:
-                rows = [
-                    check_ids(x, f"inputs[{i}]", spec.known_ids)[0] for i, x in enumerate(given)
-                ]
+                rows = [check_ids(x, f"inputs[{i}]", spec.vocab)[0] for i, x in enumerate(given)]
         else:
-            padded = check_ids(given, "input_ids", spec.known_ids)
+            padded = check_ids(given, "input_ids", spec.vocab)
             visible = check_mask(mask, (padded.shape[0], padded.shape[1]))
             rows = (
                 list(padded)

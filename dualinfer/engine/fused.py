@@ -475,7 +475,7 @@ class FusedEngine(EmbeddingCalls, TowerCalls):
         else:
             if ids is None and options.bos_token_id is not None:
                 ids, mask = [[options.bos_token_id]], None  # as in HF
-            prompts = make_prompts(ids, mask, spec.known_ids, pad, options.eos_token_ids)
+            prompts = make_prompts(ids, mask, spec.vocab, pad, options.eos_token_ids)
         count = options.num_return_sequences
         ends = options.stop_strings or options.criteria
         if pad is None and ends and len(prompts.rows) * count > 1:

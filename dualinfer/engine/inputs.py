@@ -85,7 +85,7 @@ def make_forward_inputs(
             | {"position_ids": positions, "token_type_ids": types},
         )
     if embeds is None:
-        tokens = check_ids(ids, name, spec.known_ids)
+        tokens = check_ids(ids, name, spec.vocab)
         shape = batch, length = tokens.shape[0], tokens.shape[1]
     else:
         vectors = check_embeds(embeds, spec)

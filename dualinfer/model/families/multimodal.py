@@ -401,7 +401,8 @@ def describe(fields: ConfigFields, architecture: str) -> tuple[ModelSpec, Weight
     inner = ConfigFields(family, {**alone, "tie_word_embeddings": tied})
     has_head = "For" in architecture
     spec, table = _decoder(inner, has_head)
-    inner.ignore("quantization_config", *_TOKENS, *wrapper.of_text)  # the first is of the weights
+    inner.ignore("quantization_config")  # of the weights
+    inner.ignore(*_TOKENS, *wrapper.of_text, *wrapper.not_alone)
     inner.finish()
     fields.ignore("tie_word_embeddings", *_TOKENS, *_MEDIA, *wrapper.ignored)
     beside = {*text} - {"is_encoder_decoder"}

@@ -10,6 +10,7 @@ from .parts import (
     Adapter,
     Bottleneck,
     Convolution,
+    Embedder,
     Experts,
     Mlp,
     Norm,
@@ -199,8 +200,8 @@ class ModelSpec:
       first layer as zeros; if it `masks_labels`, the labels of that count in no loss (Qwen2-Audio).
     - `most`: tokens of a sequence of which all are seen. HF's layers choose among more by another
       product, which is not served; 0 for no such limit (DeepSeek-V3.2).
-    - `text_ids`: the ids from which on HF embeds what stands for images and sounds; None for none.
-      Of ids from `layers_ids` on layers read what they read of id 0 (Gemma 3n).
+    - `embedders`: of some ids, whose embeddings are not the table's. Of ids from `layers_ids` on
+      layers read what they read of id 0 (Gemma 3n).
     - `prefixes`: token types are none of the embedding's. In HF those of 0 mark a prefix whose
       tokens see one another both ways, which is not served (PaliGemma).
 
@@ -244,7 +245,7 @@ class ModelSpec:
     packs: bool = True
     masks_labels: bool = False
     prefixes: bool = False
-    text_ids: int | None = None
+    embedders: tuple[Embedder, ...] = ()
     layers_ids: int | None = None
     most: int = 0
     token_types: int = 0
@@ -331,6 +332,8 @@ class ModelSpec:
             outer |= {"probe_qkv": sum(probe.attention.qkv_sizes), "probe_ffn": probe.ffn}
         if self.page is not None:
             outer |= {"page": self.page.width, "page_ffn": self.page.ffn, "sixth": self.embed // 6}
+        for i, embedder in enumerate(self.embedders):
+            outer |= {f"ids.{i}": embedder.count, f"width.{i}": embedder.width}
         if (own := self.layers[0].streams) is not None:
             outer |= {"streams": own.count, "streams_in": own.count, "laurel": own.rank}
             outer["coefficients"] = own.count**2
@@ -394,11 +397,6 @@ class ModelSpec:
     def streams(self) -> Streams | None:
         """The streams of a token, where there are several."""
         return self.layers[0].streams
-
-    @property
-    def known_ids(self) -> int:
-        """How many ids a caller may give."""
-        return self.vocab if self.text_ids is None else self.text_ids
 
     @property
     def cache_numbers(self) -> tuple[int, ...]:

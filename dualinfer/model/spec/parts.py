@@ -168,6 +168,20 @@ class Streams:
 
 
 @dataclass(frozen=True)
+class Embedder:
+    """The embeddings of `count` ids from `first` on, which have a table of their own (Gemma 3n).
+
+    Its rows, of `width` elements, are normed, projected to the model's width and normed again,
+    without a weight. They stand for images and sounds.
+    """
+
+    first: int
+    count: int
+    width: int
+    norm: Norm
+
+
+@dataclass(frozen=True)
 class Page:
     """A second stream of each token, of where it lies on a page (LiLT, arXiv:2202.13669).
 

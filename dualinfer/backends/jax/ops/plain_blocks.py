@@ -108,6 +108,10 @@ class PlainBlocks:
             embeds = embeds * jnp.asarray(spec.embed_scale, embeds.dtype)
         return self._with_positions(spec, w, embeds, positions, token_types, blend)
 
+    def take_rows(self, table: Weight, ids: jax.Array) -> jax.Array:
+        """See `contract.BlockOps.take_rows`."""
+        return primitives.embed(ids, table)
+
     def embed_trigrams(
         self,
         spec: ModelSpec,

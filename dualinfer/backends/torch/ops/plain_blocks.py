@@ -89,6 +89,10 @@ class PlainBlocks:
             embeds = embeds * torch.tensor(spec.embed_scale, dtype=embeds.dtype, device="cpu")
         return self._with_positions(spec, w, embeds, positions, token_types, blend)
 
+    def take_rows(self, table: Weight, ids: torch.Tensor) -> torch.Tensor:
+        """See `contract.BlockOps.take_rows`."""
+        return primitives.embed(ids, table)
+
     def embed_trigrams(
         self,
         spec: ModelSpec,

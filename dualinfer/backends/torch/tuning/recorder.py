@@ -234,6 +234,9 @@ class Recorder:
     ) -> torch.Tensor:
         return x[:, :count]
 
+    def take_rows(self, table: Weight, ids: torch.Tensor) -> torch.Tensor:
+        return torch.empty((*ids.shape, table.shape[1]), dtype=table.dtype, device=ids.device)
+
     def embed_page(
         self, spec: ModelSpec, w: Weights, positions: torch.Tensor, token_types: torch.Tensor
     ) -> torch.Tensor:
