@@ -528,6 +528,10 @@ class BlockOps(Protocol):
         """
         ...
 
+    def gate_within(self, h: Array, by: Activation, limit: float) -> Array:
+        """Gates and ups h [..., 2 F] as hidden values [..., F], as `spec.Mlp.limit` has them."""
+        ...
+
     def like(self, x: Array, other: Array) -> Array:
         """x in the dtype of `other`."""
         ...

@@ -204,8 +204,7 @@ def _sublayers(
             h = ops.linear(x, w["up.weight"], Neighbours(w.get("up.bias"), norm))
             h = ops.xielu(h, [w[f"xielu.{name}"] for name in XIELU])
         else:
-            by = Neighbours(w.get("up.bias"), norm, layer.mlp.activation, layer.mlp.gated)
-            h = ops.linear(x, w["up.weight"], by)
+            h = _hidden(layer.mlp, w, ops, "up", x, norm, layer.mlp.limit)
         if layer.sub_norms:
             h = ops.norm_shared(h, NormOf.named(layer.norm, w, "down_norm"), layer.sub_norms[1])
         by = Neighbours(w.get("down.bias"), residual=residual, spend=True)
@@ -416,6 +415,23 @@ def cross_keys(w: Weights, ops: BlockOps, states: Array) -> Array:
     return ops.linear(states, w["cross_kv.weight"], Neighbours(w.get("cross_kv.bias")))
 
 
+def _hidden(
+    mlp: Mlp | Experts,
+    w: Weights,
+    ops: BlockOps,
+    name: str,
+    x: Array,
+    norm: NormOf | None,
+    limit: float | None,
+) -> Array:
+    """The hidden values of a feed-forward by the projection `name`, within a limit if given."""
+    assert mlp.activation != "xielu"
+    weight, bias = w[f"{name}.weight"], w.get(f"{name}.bias")
+    if limit is None:
+        return ops.linear(x, weight, Neighbours(bias, norm, mlp.activation, mlp.gated))
+    return ops.gate_within(ops.linear(x, weight, Neighbours(bias, norm)), mlp.activation, limit)
+
+
 def mixture(
     experts: Experts,
     w: Weights,
@@ -445,10 +461,8 @@ def mixture(
         routing = ops.blend(routing, sides, experts.count - 1)
     partial = None
     if experts.shared and not ops.adds_shared(x, experts, w):
-        by = Neighbours(None, norm, experts.activation, experts.gated)
-        partial = ops.partial_product(
-            ops.linear(x, w["shared.up.weight"], by), w["shared.down.weight"]
-        )
+        h = _hidden(experts, w, ops, "shared.up", x, norm, experts.shared_limit)
+        partial = ops.partial_product(h, w["shared.down.weight"])
         if experts.shared_gated:
             partial = ops.gate(partial, x, w["shared.gate.weight"], norm)
         if experts.shared_scale != 1:

@@ -14,14 +14,14 @@ from typing import Any
 from ...errors import ModelError, UnservedError, shown
 from ..spec import Head, ModelSpec
 from ..weights import WeightTable
-from . import deepseek, gemma, gpt_neox, llama, mllama, relatives
+from . import deepseek, gemma, gpt_neox, layered, llama, mllama, relatives
 from .fields import ConfigFields
 from .heads import under
 from .kinds import KINDS
 
 _MODULES: dict[str, ModuleType] = {
     family: module
-    for module in (llama, gemma, relatives, deepseek, gpt_neox, mllama)
+    for module in (llama, gemma, relatives, deepseek, gpt_neox, mllama, layered)
     for family in module.CLASSES
 }
 _QWENS = ("qwen2", "qwen2_moe", "qwen3", "qwen3_moe")
@@ -334,6 +334,12 @@ WRAPPERS: dict[str, Wrapper] = {
     "qwen3_vl": Wrapper("Qwen3VL", ("qwen3_vl_text",), ("visual",)),
     "qwen3_vl_moe": Wrapper("Qwen3VLMoe", ("qwen3_vl_moe_text",), ("visual",)),
     "smolvlm": Wrapper("SmolVLM", _ANY, **_IDEFICS),
+    "step3p7": Wrapper(
+        *("Step3p7", ("step3p5",)),
+        ("vision_model", "multi_modal_projector", "vit_large_projector"),
+        _FLAT,
+        ignored=("projector_bias",),
+    ),
     "vibevoice_asr": Wrapper(
         "VibeVoiceAsr",
         _ANY,

@@ -25,13 +25,15 @@ class Mlp:
     """Feed-forward of one layer; `gated` multiplies activation(gate) with up.
 
     With `sparse` (s, n) what a gate is above the mean of a token's n gates by more than s standard
-    deviations of them stands in its place, and 0 where it is not (Gemma 3n).
+    deviations of them stands in its place, and 0 where it is not (Gemma 3n). With `limit`
+    activation(gate) is at most that, and ups at most as far from 0 (Step 3.7).
     """
 
     ffn: int
     activation: Activation | Literal["xielu"]
     gated: bool
     sparse: tuple[float, int] | None = None
+    limit: float | None = None
 
 
 @dataclass(frozen=True)
@@ -68,7 +70,9 @@ class Experts:
     """A mixture in a feed-forward's place: each token's `router.chosen` of `count` experts of ffn.
 
     An expert's hidden values are activation(gate) * (up + `offset`), or without gates
-    activation(up). With `limit` gates are at most that, and ups at most as far from 0 (GPT-OSS).
+    activation(up). With `limit` gates are at most that, and ups at most as far from 0 (GPT-OSS); if
+    `limits_given`, activation(gate) is that in a gate's place, and in the expert that all tokens
+    have with `shared_limit` (Step 3.7).
     `shared` is the ffn of an expert that all tokens have, 0 for none; with `shared_gated` its
     result is times the logistic function of a product of its own (Qwen2-MoE), and it is times
     `shared_scale` (Cohere's mean of the two). Where a mixture
@@ -94,6 +98,8 @@ class Experts:
     shared_gated: bool = False
     shared_scale: float = 1.0
     limit: float | None = None
+    limits_given: bool = False
+    shared_limit: float | None = None
     offset: float = 0.0
     weighs_input: bool = False
     blended: bool = False

@@ -195,6 +195,8 @@ def hidden(h: jax.Array, mixture: Experts) -> jax.Array:
     """An expert's hidden values, of its first product h [..., 2F] with gate, then up."""
     if not mixture.gated:
         return primitives.activation(h, mixture.activation)
+    if mixture.limits_given and mixture.limit is not None:
+        return primitives.gate_within(h, mixture.activation, mixture.limit)
     gate, up = jnp.split(h, 2, axis=-1)
     if mixture.limit is not None:
         gate, up = jnp.minimum(gate, mixture.limit), jnp.clip(up, -mixture.limit, mixture.limit)

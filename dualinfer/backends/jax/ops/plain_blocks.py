@@ -280,6 +280,10 @@ class PlainBlocks:
         gates = jnp.maximum(gates - least[..., None], 0).astype(h.dtype)
         return primitives.activation(gates, by) * ups.astype(h.dtype)
 
+    def gate_within(self, h: jax.Array, by: Activation, limit: float) -> jax.Array:
+        """See `contract.BlockOps.gate_within`."""
+        return primitives.gate_within(h, by, limit)
+
     def like(self, x: jax.Array, other: jax.Array) -> jax.Array:
         """See `contract.BlockOps.like`."""
         return x.astype(other.dtype)

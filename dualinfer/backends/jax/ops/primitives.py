@@ -256,6 +256,12 @@ def gated_activation(x: jax.Array, kind: Activation) -> jax.Array:
     return activation(gate, kind) * up
 
 
+def gate_within(x: jax.Array, kind: Activation, limit: float) -> jax.Array:
+    """As `gated_activation`, of activation(gate) up to `limit`, and up within it."""
+    gate, up = jnp.split(x, 2, axis=-1)
+    return jnp.minimum(activation(gate, kind), limit) * jnp.clip(up, -limit, limit)
+
+
 @jax.named_scope("patches")
 def patches(x: jax.Array, kernel: jax.Array, bias: jax.Array | None) -> jax.Array:
     """Patches [B, T, C h w] of images times kernel [E, C, h, w], plus bias [E]: [B, T, E]."""

@@ -194,6 +194,8 @@ def hidden(h: torch.Tensor, mixture: Experts) -> torch.Tensor:
     """An expert's hidden values, of its first product h [..., 2F] with gate, then up."""
     if not mixture.gated:
         return primitives.activation(h, mixture.activation)
+    if mixture.limits_given and mixture.limit is not None:
+        return primitives.gate_within(h, mixture.activation, mixture.limit)
     gate, up = h.chunk(2, dim=-1)
     if mixture.limit is not None:
         gate, up = gate.clamp(max=mixture.limit), up.clamp(-mixture.limit, mixture.limit)

@@ -270,6 +270,10 @@ class PlainBlocks:
         gates = torch.relu(gates - least[..., None]).to(h.dtype)
         return primitives.activation(gates, by) * ups.to(h.dtype)
 
+    def gate_within(self, h: torch.Tensor, by: Activation, limit: float) -> torch.Tensor:
+        """See `contract.BlockOps.gate_within`."""
+        return primitives.gate_within(h, by, limit)
+
     def like(self, x: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
         """See `contract.BlockOps.like`."""
         return x.to(other.dtype)

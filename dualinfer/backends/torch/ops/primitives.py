@@ -229,6 +229,12 @@ def gated_activation(x: torch.Tensor, kind: Activation) -> torch.Tensor:
     return activation(gate, kind) * up
 
 
+def gate_within(x: torch.Tensor, kind: Activation, limit: float) -> torch.Tensor:
+    """As `gated_activation`, of activation(gate) up to `limit`, and up within it."""
+    gate, up = x.chunk(2, dim=-1)
+    return activation(gate, kind).clamp(max=limit) * up.clamp(-limit, limit)
+
+
 @named("patches")
 def patches(x: torch.Tensor, kernel: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
     """Patches [B, T, C h w] of images times kernel [E, C, h, w], plus bias [E]: [B, T, E]."""

@@ -224,6 +224,9 @@ class Recorder:
     ) -> torch.Tensor:
         return h.new_empty((*h.shape[:-1], h.shape[-1] // 2))
 
+    def gate_within(self, h: torch.Tensor, by: Activation, limit: float) -> torch.Tensor:
+        return h.new_empty((*h.shape[:-1], h.shape[-1] // 2))
+
     def pool(
         self,
         x: torch.Tensor,
