@@ -53,7 +53,7 @@ _LATENT |= {"kv_lora_rank": 44, "q_lora_rank": 52, "head_dim": 20}
 
 def has_towers(config: Any) -> bool:
     """True of a model that compares texts with images, which has no part that stands for all."""
-    return config.model_type in ("clip", "metaclip_2", "siglip")
+    return config.model_type in ("clip", "metaclip_2", "siglip", "siglip2")
 
 
 def text_config(config: Any) -> Any:
@@ -79,7 +79,7 @@ def tiny_config(config: Any) -> Any:
             name: tiny_config(getattr(config, name)).to_dict()
             for name in ("text_config", "vision_config")
         }
-        if config.model_type != "siglip":
+        if not config.model_type.startswith("siglip"):
             towers["projection_dim"] = _HEAD_DIM
         return type(config)(**towers)
     if config.model_type in ("t5gemma", "encoder-decoder"):
@@ -128,6 +128,8 @@ def tiny_config(config: Any) -> Any:
             values[name] = hidden
     if "patch_size" in values and "image_size" in values:
         values |= {"patch_size": _PATCH, "image_size": 3 * _PATCH}
+    if "patch_size" in values and "num_patches" in values:
+        values |= {"patch_size": _PATCH, "num_patches": 9}
     if "head_dim" in values:
         values["head_dim"] = _HEAD_DIM
     if values.get("hidden_size_per_layer_input"):

@@ -27,7 +27,7 @@ def hidden_states(
     """The last layer's output [B, T, E] for ids and positions [B, T], before the final norm.
 
     With `embeds` [B, T, W] these are in the place of the embedded ids, which are not read; `blend`
-    [T, P] says then what a token's position is, as in `contract.BlockOps.embed_given`.
+    [B or 1, T, P] says then what a token's position is, as in `contract.BlockOps.embed_given`.
 
     bool `mask` [B, T] and `segments` [B, T], which number sequences, are for a model that drops
     tokens or blanks them, and for layers as in `Seen`.

@@ -55,7 +55,8 @@ def pad_inputs(spec: ModelSpec, inputs: ForwardInputs) -> Padded:
     kept = None if inputs.kept is None else np.resize(inputs.kept, places)
     blend = inputs.blend
     if blend is not None:
-        blend = np.pad(blend, ((0, size[1] - len(blend)), (0, 0)))
+        more = size[0] - len(blend) if len(blend) > 1 else 0
+        blend = np.pad(blend, ((0, more), (0, size[1] - blend.shape[1]), (0, 0)))
     width = 0 if read is None else bucket(read, SMALLEST_PROMPT)
     return Padded(size, places, read, width, [*padded, blend, kept, *sources])
 

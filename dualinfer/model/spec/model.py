@@ -28,7 +28,8 @@ class Patches:
     Images have `channels` and `grid` rows and columns of patches, each `size` pixels high and wide.
     Of other images positions are interpolated, where a caller asks for it, or without being asked
     in a model for `any_size` (DINOv2). The last `registers` of the learned tokens have no position;
-    where there are some, interpolation is antialiased.
+    where there are some, interpolation is antialiased. Of images `given` as patches each has a grid
+    and a mask of its own (SigLIP 2); their positions are interpolated bilinearly, antialiased.
     """
 
     channels: int
@@ -37,6 +38,7 @@ class Patches:
     learned: int = 1
     any_size: bool = False
     registers: int = 0
+    given: bool = False
 
     @property
     def width(self) -> int:
@@ -326,7 +328,7 @@ class ModelSpec:
         if self.patches is not None:
             outer |= dict(zip(("high", "wide"), self.patches.size, strict=True))
             outer |= {"channels": self.patches.channels, "learned": self.patches.learned}
-            outer["registers"] = self.patches.registers
+            outer |= {"registers": self.patches.registers, "patch": self.patches.width}
         if self.pooled is not None and self.pooled.probe is not None:
             probe = self.pooled.probe
             outer |= {"probe_qkv": sum(probe.attention.qkv_sizes), "probe_ffn": probe.ffn}
@@ -470,6 +472,12 @@ class ModelSpec:
         return self.most or max(
             0, self.learned_positions - (0 if self.pad is None else self.pad + 1)
         )
+
+    @property
+    def reads_patches(self) -> bool:
+        """True if images are given as patches, to the model or to its second tower."""
+        own = self.encoder.patches if self.towers and self.encoder else self.patches
+        return own is not None and own.given
 
     @property
     def can_pack(self) -> bool:

@@ -155,7 +155,7 @@ class PlainBlocks:
             else:
                 x = x + primitives.embed(token_types, w["token_types.weight"])
         if blend is not None:
-            return x + primitives.blend(blend, w["positions.weight"])[None].astype(x.dtype)
+            return x + primitives.blend(blend, w["positions.weight"]).astype(x.dtype)
         if spec.learned_positions:
             x = x + primitives.embed(positions + spec.position_offset, w["positions.weight"])
         return x

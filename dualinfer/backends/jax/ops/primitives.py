@@ -273,8 +273,8 @@ def patches(x: jax.Array, kernel: jax.Array, bias: jax.Array | None) -> jax.Arra
 
 @jax.named_scope("blend")
 def blend(by: jax.Array, weight: Weight) -> jax.Array:
-    """Float32 [T, E]: sums of the rows of weight [P, E], times `by` [T, P]."""
-    rows = embed(jnp.arange(by.shape[1]), weight).astype(jnp.float32)
+    """Float32 [..., E]: sums of the rows of weight [P, E], times `by` [..., P]."""
+    rows = embed(jnp.arange(by.shape[-1]), weight).astype(jnp.float32)
     return jnp.matmul(by, rows, precision=lax.Precision.HIGHEST)
 
 

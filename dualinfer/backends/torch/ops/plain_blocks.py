@@ -136,7 +136,7 @@ class PlainBlocks:
             else:
                 x = x + primitives.embed(token_types, w["token_types.weight"])
         if blend is not None:
-            return x + primitives.blend(blend, w["positions.weight"])[None].to(x.dtype)
+            return x + primitives.blend(blend, w["positions.weight"]).to(x.dtype)
         if spec.learned_positions:  # ended slots stay where they are, free ones at 0
             at = positions.clamp(max=spec.learned_positions - 1)
             x = x + primitives.embed(at + spec.position_offset, w["positions.weight"])

@@ -243,8 +243,8 @@ def patches(x: torch.Tensor, kernel: torch.Tensor, bias: torch.Tensor | None) ->
 
 @named("blend")
 def blend(by: torch.Tensor, weight: Weight) -> torch.Tensor:
-    """Float32 [T, E]: sums of the rows of weight [P, E], times `by` [T, P]."""
-    rows = embed(torch.arange(by.shape[1], device=by.device), weight)
+    """Float32 [..., E]: sums of the rows of weight [P, E], times `by` [..., P]."""
+    rows = embed(torch.arange(by.shape[-1], device=by.device), weight)
     return by @ rows.float()
 
 
