@@ -153,9 +153,9 @@ class FusedEngine(EmbeddingCalls, TowerCalls):
         reads both, and gives `logits_per_text` and `logits_per_image`, as HF's CLIPModel.
         `encoder_outputs` are what an encoder gave before, in the place of what it reads: its last
         hidden state [B, S, E], a tuple that begins with it, HF's BaseModelOutput or what `forward`
-        gave; `attention_mask` [B, S] then tells its padding. Returns HF's ModelOutput; with `return_dict=False` a plain tuple;
-        with `return_tuple=False` the first array alone. Raises ArgumentError and LengthError before
-        anything runs.
+        gave; `attention_mask` [B, S] then tells its padding. Returns HF's ModelOutput; with
+        `return_dict=False` a plain tuple; with `return_tuple=False` the first array alone. Raises
+        ArgumentError and LengthError before anything runs.
         """
         arguments = {
             "input_ids": input_ids,
