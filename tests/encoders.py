@@ -35,6 +35,10 @@ _DEBERTA_3 = {
     **{"share_att_key": True, "position_biased_input": False},
 }
 _XLARGE = {"conv_kernel_size": 5, "conv_act": "gelu", "embedding_size": 20}
+_YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "truncate": False}
+_YARN |= {"original_max_position_embeddings": 32, "beta_fast": 32.0, "beta_slow": 1.0}
+_FILTER = {**_ONE_HEAD, "head_dim": 12, "sliding_window": 3, "num_local_experts": 5}
+_FILTER |= {"num_experts_per_tok": 3, "swiglu_limit": 1.5, "rope_parameters": _YARN}
 # HF's class, and what makes its config odd.
 BASES = {
     "roberta": ("RobertaModel", {}),
@@ -108,6 +112,7 @@ BASES = {
     "xmod": ("XmodModel", _XMOD),
     "xmod-masked": ("XmodForMaskedLM", {**_XMOD, "pre_norm": True, "ln_before_adapter": False}),
     "bert-generation": ("BertGenerationEncoder", {}),
+    "privacy-filter": ("OpenAIPrivacyFilterModel", _FILTER),
 }
 HEADS = {
     "bert-sequence": ("BertForSequenceClassification", LABELS),
@@ -196,6 +201,7 @@ HEADS = {
     "xmod-token": ("XmodForTokenClassification", {**_XMOD, **LABELS}),
     "xmod-span": ("XmodForQuestionAnswering", {**_XMOD, "ln_before_adapter": False}),
     "xlm-sequence": ("XLMForSequenceClassification", {**_XLM, **LABELS}),
+    "privacy-filter-token": ("OpenAIPrivacyFilterForTokenClassification", {**_FILTER, **LABELS}),
     "xlm-token": ("XLMForTokenClassification", {**_XLM, **LABELS}),
     "flaubert-span": ("FlaubertForQuestionAnsweringSimple", _XLM),
     "nomic_bert-sequence": ("NomicBertForSequenceClassification", LABELS),

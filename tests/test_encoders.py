@@ -42,7 +42,7 @@ SLOW = {
     *("mobilebert-token", "mobilebert-span", "layoutlm-sequence", "layoutlm-token"),
     *("layoutlm", "layoutlm-span", "lilt-sequence", "lilt-span", "longformer-masked"),
     *("longformer-token", "luke", "luke-masked", "luke-sequence", "luke-choice", "luke-span"),
-    "splinter",
+    *("splinter", "privacy-filter"),
     *("megatron-masked", "gte-masked", "rembert", "roformer", "roformer-masked", "ibert"),
     *("xlm-base", "xlm-masked", "flaubert-masked", "xlm-sequence", "xlm-token", "flaubert-span"),
     *("ibert-masked", "bert-generation", "esm", "esm-plain", "esm-sequence", "esm-token"),
@@ -275,6 +275,7 @@ def hidden_of(model, ids):
                     "roformer",
                     "esm-plain",
                     "xlm-base",
+                    "privacy-filter",
                 ),
                 (),
             ),
@@ -619,6 +620,7 @@ SHARED = {
     "lilt-token": False,
     "layoutlm-masked": False,
     "mobilebert-masked": False,
+    "privacy-filter-token": False,
 }
 
 
@@ -653,6 +655,7 @@ def test_two_devices_give_what_one_gives(case, backend, crew):
         for case in (
             *("modernbert-sequence", "albert-masked", "electra-sequence", "nomic_bert"),
             *("mpnet", "deberta-3", "embedding-gemma", "mobilebert", "xmod", "layoutlm", "lilt"),
+            "privacy-filter-token",
         )
         for name in BACKENDS
     ],

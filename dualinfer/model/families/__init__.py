@@ -38,6 +38,7 @@ from . import (
     mpt,
     multimodal,
     opt,
+    privacy_filter,
     relatives,
     t5,
     t5gemma,
@@ -67,7 +68,7 @@ _FAMILIES: dict[str, ModuleType] = {
         ),
         *(falcon, mpt, fairseq, modernbert, deberta, mobilebert, lilt, clip, vit),
         *(bart, t5, t5gemma, encoder_decoder, whisper, deepseek, llama4, multimodal, dbrx),
-        *(layered, ctrl, longcat, mllama),
+        *(layered, ctrl, longcat, mllama, privacy_filter),
     )
     for model_type in family.CLASSES
 }
