@@ -34,6 +34,11 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         "GPTNeoXJapanese",
         {**_OWN, "hidden_size": 96, "intermediate_multiple_size": 2, "rotary_pct": 0.5},
     ),
+    "jetmoe": (
+        "JetMoe",
+        {"kv_channels": 14, "num_local_experts": 5, "num_experts_per_tok": 2}
+        | {"tie_word_embeddings": False},
+    ),
     "modernbert-decoder": (
         "ModernBertDecoder",
         {"num_key_value_heads": None, "local_attention": 10, "cls_token_id": 1, "sep_token_id": 2}

@@ -469,6 +469,7 @@ SMALL |= {"num_key_value_heads": 1, "vocab_size": 97}
         "gemma3n",
         "gemma4",
         "granite",
+        "jetmoe",
         "smollm3",
         "cohere, dynamic",
         "deepseek_v3, dynamic",

@@ -359,6 +359,24 @@ class BlockOps(Protocol):
         """
         ...
 
+    def chosen_queries(self, x: Array, weight: Weight, routing: Routing, head_dim: int) -> Array:
+        """Query heads [..., K k D] of x [..., E], k of each KV head one after another.
+
+        A head of its k is the product by a chosen one of weights [X, K D, E], in their order. Each
+        device has a share of K.
+        """
+        ...
+
+    def chosen_outputs(
+        self, y: Array, weight: Weight, routing: Routing, head_dim: int, by: Neighbours
+    ) -> Array:
+        """What chosen ones of weights [X, E, K D] make of heads y [..., K k D]: [..., E].
+
+        The sum over the chosen ones by the routing's weights, and over devices; the neighbours are
+        as of `row_product`. HF's `JetMoeMoA.reduce`.
+        """
+        ...
+
     def experts(
         self,
         x: Array,

@@ -24,6 +24,7 @@ from ..model.spec import (
     Mlp,
     Norm,
     Page,
+    Pairs,
     Router,
     Streams,
 )
@@ -142,6 +143,8 @@ def _sublayers(
 
     def attention(x: Array, norm: NormOf | None, residual: Array | None) -> Array:
         """Attention of `x`, normed first where there is a norm, plus the residual if given."""
+        if layer.attention.pairs is not None:
+            return chosen(layer.attention.pairs, x, norm, residual)
         if layer.attention.latent is not None:
             qkv = latent(x, norm)
         else:
@@ -166,6 +169,15 @@ def _sublayers(
         spends = spend and not layer.parallel  # whose MLP reads `x` again
         by = Neighbours(w.get("out.bias"), residual=residual, spend=spends)
         return ops.row_product(y, w["out.weight"], by)
+
+    def chosen(pairs: Pairs, x: Array, norm: NormOf | None, residual: Array | None) -> Array:
+        """As `attention`, by the pairs of projections that each token chooses."""
+        x, a = ops.norm(x, norm) if norm else x, layer.attention
+        routing, size = ops.route(x, w["pairs.router.weight"], pairs.router), a.head_dim
+        q = ops.chosen_queries(x, w["pairs.query.weight"], routing, size)
+        y = attend(index, ops.join(q, ops.linear(x, w["kv.weight"])))
+        by = Neighbours(w["pairs.bias"], residual=residual, spend=spend)
+        return ops.chosen_outputs(y, w["pairs.out.weight"], routing, size, by)
 
     def latent(x: Array, norm: NormOf | None) -> LatentQkv:
         """Queries of `x`, and what keys and values of all heads are made of."""
@@ -473,4 +485,5 @@ def mixture(
         y = ops.experts(x, experts, w, routing, Neighbours(residual=residual, spend=True), partial)
         return ops.add(y, ops.like(passed, y))
     by = Neighbours(norm=norm, residual=residual, spend=True)
-    return ops.experts(x, experts, w, routing, by, partial)
+    y = ops.experts(x, experts, w, routing, by, partial)
+    return y + w["experts.bias"] if "experts.bias" in w else y

@@ -27,6 +27,7 @@ from . import (
     gpt_neo,
     gpt_neox,
     gptj,
+    jetmoe,
     layered,
     lilt,
     llama,
@@ -68,7 +69,7 @@ _FAMILIES: dict[str, ModuleType] = {
         ),
         *(falcon, mpt, fairseq, modernbert, deberta, mobilebert, lilt, clip, vit),
         *(bart, t5, t5gemma, encoder_decoder, whisper, deepseek, llama4, multimodal, dbrx),
-        *(layered, ctrl, longcat, mllama, privacy_filter),
+        *(layered, ctrl, longcat, mllama, privacy_filter, jetmoe),
     )
     for model_type in family.CLASSES
 }

@@ -18,6 +18,7 @@ from .parts import (
     Mlp,
     Norm,
     Page,
+    Pairs,
     Router,
     Streams,
 )
@@ -40,6 +41,7 @@ __all__ = [
     "ModelSpec",
     "Norm",
     "Page",
+    "Pairs",
     "Patches",
     "Places",
     "Pooled",

@@ -6,7 +6,7 @@ from typing import Literal
 
 import numpy as np
 
-from .parts import Norm
+from .parts import Norm, Pairs
 
 Gate = Literal["sigmoid", "softplus"]
 LAMBDAS = "lambda_q1", "lambda_k1", "lambda_q2", "lambda_k2"  # of a differential attention
@@ -163,8 +163,9 @@ class Attention:
     query heads give means of two values each, those of the KV heads j and j + K/2 for j modulo K/2,
     side by side; of these the second half of heads, times exp(q1 k1) - exp(q2 k2) + l of `LAMBDAS`,
     is taken from the first, and what is left is RMS-normed by `difference_eps` and times 1 - l. A
-    layer with a `lender` projects to queries alone: its keys and values are those that the layer of
-    this number has projected and whose values it has normed.
+    layer with `pairs` has the query heads of those that a token chooses, one of each pair for each
+    KV head. A layer with a `lender` projects to queries alone: its keys and values are those that
+    the layer of this number has projected and whose values it has normed.
     """
 
     heads: int
@@ -195,6 +196,7 @@ class Attention:
     difference: float | None = None
     difference_eps: float = 0.0
     lender: int | None = None
+    pairs: Pairs | None = None
 
     @property
     def reach(self) -> int | None:

@@ -370,6 +370,8 @@ class ModelSpec:
                 ("page", page.head_dim),
             ):
                 inner |= {f"{name}_{x}": attention.heads * dim for x in "qkv"}
+        if attention.pairs is not None:
+            inner["paired"] = attention.pairs.count
         if (own := attention.latent) is not None:
             inner |= {"latent": own.width, "rank": own.rank, "query_rank": own.query_rank}
         if isinstance(mlp, Experts):

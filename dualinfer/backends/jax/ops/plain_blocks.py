@@ -332,6 +332,22 @@ class PlainBlocks:
             return x, weight
         return SCHEMES.share_input(x, weight, self.split.most)
 
+    def chosen_queries(
+        self, x: jax.Array, weight: Weight, routing: Routing, head_dim: int
+    ) -> jax.Array:
+        """See `contract.BlockOps.chosen_queries`."""
+        return mixtures.chosen_queries(x, weight.data, routing, head_dim)
+
+    def chosen_outputs(
+        self, y: jax.Array, weight: Weight, routing: Routing, head_dim: int, by: Neighbours
+    ) -> jax.Array:
+        """See `contract.BlockOps.chosen_outputs`."""
+        dtype, y = y.dtype, mixtures.chosen_outputs(y, weight.data, routing, head_dim)
+        if self.split is not None:
+            y = self.split.sum(y)
+        y = (y if by.bias is None else y + by.bias).astype(dtype)
+        return y if by.residual is None else by.residual + y
+
     def route(
         self,
         x: jax.Array,

@@ -320,6 +320,23 @@ class PlainBlocks:
             return x, weight
         return SCHEMES.share_input(x, weight, self.split.most)
 
+    def chosen_queries(
+        self, x: torch.Tensor, weight: Weight, routing: Routing, head_dim: int
+    ) -> torch.Tensor:
+        """See `contract.BlockOps.chosen_queries`."""
+        return mixtures.chosen_queries(x, weight.data, routing, head_dim)
+
+    def chosen_outputs(
+        self, y: torch.Tensor, weight: Weight, routing: Routing, head_dim: int, by: Neighbours
+    ) -> torch.Tensor:
+        """See `contract.BlockOps.chosen_outputs`."""
+        y = mixtures.chosen_outputs(y, weight.data, routing, head_dim)
+        if self.split is not None:
+            y = self.split.sum(y)
+        if by.bias is not None:
+            y = y + by.bias
+        return y if by.residual is None else by.residual + y
+
     def route(
         self,
         x: torch.Tensor,

@@ -131,6 +131,17 @@ class Recorder:
     def partial_product(self, x: torch.Tensor, weight: Weight) -> torch.Tensor:
         return self.linear(x, weight)
 
+    def chosen_queries(
+        self, x: torch.Tensor, weight: Weight, routing: Routing, head_dim: int
+    ) -> torch.Tensor:
+        heads = routing.experts.shape[-1] * weight.shape[1]
+        return x.new_empty((*x.shape[:-1], heads))
+
+    def chosen_outputs(
+        self, y: torch.Tensor, weight: Weight, routing: Routing, head_dim: int, by: Neighbours
+    ) -> torch.Tensor:
+        return y.new_empty((*y.shape[:-1], weight.shape[1]))
+
     def route(
         self,
         x: torch.Tensor,
