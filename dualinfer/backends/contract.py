@@ -421,6 +421,10 @@ class BlockOps(Protocol):
         """
         ...
 
+    def times_logistic(self, y: Array, gates: Array) -> Array:
+        """y times the logistic function of gates, both [..., N]."""
+        ...
+
     def add(self, x: Array, y: Array, norm: NormOf | None = None) -> Array:
         """x + y, of one shape; with a norm x + norm(y)."""
         ...

@@ -34,7 +34,7 @@ _EXPERTS = {
     **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts"), 6),
     **dict.fromkeys(("num_experts_per_tok", "moe_k", "moe_topk"), 3),
     **dict.fromkeys(("moe_intermediate_size", "shared_expert_intermediate_size"), 72),
-    "share_expert_dim": 72,
+    **{"share_expert_dim": 72, "gated_norm_rank": 12},
     **{"expert_ffn_hidden_size": 72, "zero_expert_num": 4},
     **{"moe_num_experts": 6, "n_shared_experts": 1, "shared_intermediate_size": 72},
 }

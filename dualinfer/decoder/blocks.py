@@ -145,8 +145,9 @@ def _sublayers(
         """Attention of `x`, normed first where there is a norm, plus the residual if given."""
         if layer.attention.pairs is not None:
             return chosen(layer.attention.pairs, x, norm, residual)
+        gates = None
         if layer.attention.latent is not None:
-            qkv = latent(x, norm)
+            qkv, gates = latent(x, norm)
         else:
             qkv = ops.linear(x, w["qkv.weight"], Neighbours(w.get("qkv.bias"), norm))
         if layer.attention.clip is not None and not layer.attention.clip_normed:
@@ -164,6 +165,8 @@ def _sublayers(
             y = ops.narrow_heads(layer.attention, y, w)
         if layer.attention.gated:
             y = ops.gate(y, x, w["attn_gate.weight"], norm, layer.attention.gate)
+        if gates is not None:
+            y = ops.times_logistic(y, gates)
         if layer.sub_norms:
             y = ops.norm_shared(y, NormOf.named(layer.norm, w, "out_norm"), layer.sub_norms[0])
         spends = spend and not layer.parallel  # whose MLP reads `x` again
@@ -179,16 +182,24 @@ def _sublayers(
         by = Neighbours(w["pairs.bias"], residual=residual, spend=spend)
         return ops.chosen_outputs(y, w["pairs.out.weight"], routing, size, by)
 
-    def latent(x: Array, norm: NormOf | None) -> LatentQkv:
-        """Queries of `x`, and what keys and values of all heads are made of."""
-        assert layer.attention.latent is not None
+    def latent(x: Array, norm: NormOf | None) -> tuple[LatentQkv, Array | None]:
+        """Queries of `x`, what keys and values of all heads are made of, and perhaps gates."""
+        own, gates = layer.attention.latent, None
+        assert own is not None
         shared = ops.linear(x, w["latent.weight"], Neighbours(w.get("latent.bias"), norm))
-        if layer.attention.latent.query_rank:
+        if own.query_rank:
             x = ops.linear(
                 x, w["query_latent.weight"], Neighbours(w.get("query_latent.bias"), norm)
             )
-            norm = NormOf.named(layer.attention.latent.norm, w, "query_norm")
-        return LatentQkv(ops.linear(x, w["query.weight"], Neighbours(norm=norm)), shared)
+            norm = NormOf.named(own.norm, w, "query_norm")
+        if own.gated:
+            assert norm is not None
+            both = ops.linear(ops.join(ops.norm(x, norm), x), w["query_gate.weight"])
+            size = layer.attention.head_dim
+            q, gates = ops.parted(both, both.shape[-1] * size // (size + own.value_dim))
+        else:
+            q = ops.linear(x, w["query.weight"], Neighbours(norm=norm))
+        return LatentQkv(q, shared), gates
 
     def cross(x: Array, norm: NormOf | None, residual: Array | None) -> Array:
         """Attention across, likewise; the residual may be overwritten."""
@@ -226,6 +237,12 @@ def _sublayers(
         """`x` plus what a sub-layer makes of it, between the norms of its placement."""
         before, behind = _norms(layer, name)
         first = norm(before) if before else None
+        if layer.gated_norms and f"{before}_up.weight" in w:
+            assert first is not None and behind is None
+            y = ops.norm(x, first)
+            by = Neighbours(activation="silu")
+            h = ops.linear(y, w[f"{before}_down.weight"], by)
+            return sublayer(ops.gate(y, h, w[f"{before}_up.weight"]), None, x)
         factor = w[f"{name}_scale"] if layer.scaled else layer.residual_scale
         if behind is None and not layer.scaled and layer.residual_scale == 1:
             return sublayer(x, first, x)

@@ -68,7 +68,9 @@ def _layer(norm: Norm, hf: str) -> list[Row]:
     return [
         *make.norm(norm, "attn_norm", f"{hf}input_layernorm"),
         *make.norm(norm, "mlp_norm", f"{hf}post_attention_layernorm"),
-        *make.linear("pairs.router", f"{attention}experts.router.layer", "paired embed", bias=False),
+        *make.linear(
+            "pairs.router", f"{attention}experts.router.layer", "paired embed", bias=False
+        ),
         *make.linear("kv", f"{attention}kv_proj", "k+v embed", bias=False),
         *make.linear("router", f"{mlp}router.layer", "choices embed", bias=False),
         *(replace(own, dense=own.name.startswith("pairs")) for own in stacked),

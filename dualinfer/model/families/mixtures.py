@@ -75,6 +75,7 @@ _LATENT = (
     "deepseek_v32",
     "glm_moe_dsa",
     "axk1",
+    "axk2",
     "deepseek_v2",
     "deepseek_v3",
     "glm4_moe_lite",
@@ -82,7 +83,7 @@ _LATENT = (
 )  # by their attention
 _DEEPSEEKS = ("dots1", "exaone_moe", "glm4_moe", "mimo_v2_flash", "solar_open", *_LATENT)
 # Those whose mlp_layer_types says which layers are mixtures.
-_LISTED = ("axk1", "cohere2_moe", "exaone_moe", "glm4_moe_lite", "hy_v3", "mellum")
+_LISTED = ("axk1", "axk2", "cohere2_moe", "exaone_moe", "glm4_moe_lite", "hy_v3", "mellum")
 _LISTED += ("deepseek_v32", "glm_moe_dsa", "deepseek_ocr2_text", "laguna", "mimo_v2_flash")
 _LISTED += ("step3p5",)
 _SEVERAL = Mixture(shared="mlp.shared_experts", shares="num_shared_experts")
@@ -106,6 +107,13 @@ MIXTURES: Mapping[str, Mixture] = {
         _DEEPSEEK,
         renames=((".mlp.post_mlp_layernorm.", ".post_mlp_layernorm."),),
         unused=(r"\.post_mlp_layernorm\.",),  # that of dense layers, which have none
+    ),
+    "axk2": replace(
+        _DEEPSEEK,
+        renames=(
+            *((".mlp.fc1.", ".W_down."), (".mlp.fc2.", ".W_up.")),
+            (".self_attn.q_gate_proj.", ".self_attn.q_b_proj."),
+        ),
     ),
     "cohere2_moe": replace(_SEVERAL, ffn="intermediate_size"),
     "deepseek_ocr2_text": replace(_DEEPSEEK, choice_bias=None, ignored=_TRAINED),
@@ -308,6 +316,8 @@ def _router(fields: ConfigFields) -> Router:
     if family in _DEEPSEEKS:
         fields.require("scoring_func", "sigmoid", *(("noaux_tc",) * (family == "dots1")))
         fields.require("topk_method", "noaux_tc")
+        if family == "axk2":  # whose closed groups HF gives scores of 0, which may be chosen
+            fields.require("n_group", 1)
         groups, chosen = fields.size("n_group", 1), fields.size("topk_group", 1)
         total = fields.size(MIXTURES[family].count)
         if total % groups or total // groups < 2 or chosen > groups:

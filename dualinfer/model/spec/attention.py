@@ -49,7 +49,9 @@ class Latent:
     of the latent vector, and the shared elements behind it; a head's value, of `value_dim`
     elements, is another projection. Queries have turning elements at their end likewise. They come
     from a normed projection to `query_rank` elements, or, where that is 0, from the input itself.
-    A normed latent vector is times `scale` (LongCat).
+    A normed latent vector is times `scale` (LongCat). If `gated`, the projection of that of queries
+    reads it normed and as it is, and gives gates as well: what heads give is times the logistic
+    function of these (A.X-K2).
     """
 
     rank: int
@@ -58,6 +60,7 @@ class Latent:
     norm: Norm
     query_rank: int = 0
     scale: float = 1.0
+    gated: bool = False
 
     @property
     def width(self) -> int:

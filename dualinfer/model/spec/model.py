@@ -100,6 +100,8 @@ class Layer:
       values are of what an encoder gives.
     - `scaled` (always `pre`): what a sub-layer adds is times a learned vector (DINOv2).
     - `bare` (always `pre`): no norm stands before attention (ModernBERT's first block).
+    - `gated_norms` (always `pre`): what a norm before a sub-layer gives is times the logistic
+      function of two products of it, by way of so many elements, if these are there (A.X-K2).
     - `mlp_normed` (always `pre`): a norm stands behind the MLP, within the residual (A.X-K1).
     - `reads`: a third sub-layer, normed behind: the MLP's activation of a projection to so many
       elements, times what each token's embedding gives this layer alone, projected back (Gemma 4).
@@ -123,6 +125,7 @@ class Layer:
     cross: Attention | None = None
     scaled: bool = False
     bare: bool = False
+    gated_norms: int = 0
     mlp_normed: bool = False
     reads: int = 0
     multiplied: bool = False
@@ -362,6 +365,7 @@ class ModelSpec:
             **dict.fromkeys(("ffn", "gate", "up"), mlp.ffn),
             "buckets": attention.bias.buckets if attention.bias else 0,
             "adapter": own.width if (own := self.layers[layer].adapter) else 0,
+            "gating": self.layers[layer].gated_norms,
             "narrow": own.width if (own := self.layers[layer].bottleneck) else 0,
         }
         if (page := self.layers[layer].page) is not None:
@@ -374,6 +378,7 @@ class ModelSpec:
             inner["paired"] = attention.pairs.count
         if (own := attention.latent) is not None:
             inner |= {"latent": own.width, "rank": own.rank, "query_rank": own.query_rank}
+            inner["query_ranks"] = 2 * own.query_rank
         if isinstance(mlp, Experts):
             # What devices share out, what each of them knows of, and what a router tells apart.
             inner |= {"experts": mlp.count, "mixed": mlp.count, "choices": mlp.choices, "sides": 2}

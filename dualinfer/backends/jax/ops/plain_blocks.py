@@ -420,6 +420,11 @@ class PlainBlocks:
             gate = jnp.repeat(gate, y.shape[-1] // gate.shape[-1], axis=-1)
         return (y.astype(jnp.float32) * gate).astype(y.dtype)
 
+    def times_logistic(self, y: jax.Array, gates: jax.Array) -> jax.Array:
+        """See `contract.BlockOps.times_logistic`."""
+        gates = jax.nn.sigmoid(gates.astype(jnp.float32))
+        return (y.astype(jnp.float32) * gates).astype(y.dtype)
+
     def add(self, x: jax.Array, y: jax.Array, norm: NormOf | None = None) -> jax.Array:
         """See `contract.BlockOps.add`."""
         return x + (y if norm is None else self.norm(y, norm))

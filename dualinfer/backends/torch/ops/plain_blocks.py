@@ -408,6 +408,10 @@ class PlainBlocks:
             gate = gate.repeat_interleave(y.shape[-1] // gate.shape[-1], -1)
         return (y * gate).to(y.dtype)
 
+    def times_logistic(self, y: torch.Tensor, gates: torch.Tensor) -> torch.Tensor:
+        """See `contract.BlockOps.times_logistic`."""
+        return (y * gates.float().sigmoid()).to(y.dtype)
+
     def add(self, x: torch.Tensor, y: torch.Tensor, norm: NormOf | None = None) -> torch.Tensor:
         """See `contract.BlockOps.add`."""
         return x + (y if norm is None else self.norm(y, norm))
