@@ -464,6 +464,7 @@ SMALL |= {"num_key_value_heads": 1, "vocab_size": 97}
         "arcee",
         "bitnet",
         "cohere2",
+        "doge",
         "exaone4",
         "falcon with alibi",
         "gemma3n",

@@ -184,7 +184,7 @@ class LayerAttention(NamedTuple):
     ) -> "LayerAttention":
         """The attention of the layer whose weights are `w`; `outer` are outside the layers."""
         q_norm, k_norm = (
-            NormOf.named(spec.qk_norm, w, name) if spec.qk_norm else None
+            NormOf.named(spec.qk_norm, w, name) if spec.widened.qk_norm and spec.qk_norm else None
             for name in ("q_norm", "k_norm")
         )
         bias = w["relative_bias"] if spec.bias else None
@@ -442,6 +442,15 @@ class BlockOps(Protocol):
 
         Values that are narrower than keys are times their scale, with zeros behind each. Heads of a
         difference are there twice, once for each value that they read.
+        """
+        ...
+
+    def bias_keys(self, a: Attention, qkv: Array, numbers: Array, w: Weights) -> Array:
+        """Packed qkv [B, T, ...] of `a` as `a.widened` has it, where keys are biased.
+
+        Queries and keys are normed. Behind the elements of a key is its bias, of `numbers` [B, T,
+        K] and the layer's factors [K], behind those of a query the inverse of the scale, and behind
+        those of a value 0. HF's `DogeAttention`.
         """
         ...
 

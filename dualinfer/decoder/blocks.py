@@ -145,9 +145,15 @@ def _sublayers(
         """Attention of `x`, normed first where there is a norm, plus the residual if given."""
         if layer.attention.pairs is not None:
             return chosen(layer.attention.pairs, x, norm, residual)
-        gates = None
+        gates = numbers = None
         if layer.attention.latent is not None:
             qkv, gates = latent(x, norm)
+        elif layer.attention.biased_keys:
+            x, norm = ops.norm(x, norm) if norm else x, None
+            qkv = ops.linear(x, w["qkv.weight"], Neighbours(w.get("qkv.bias")))
+            values = ops.linear(x, w["all_values.weight"], Neighbours(w.get("all_values.bias")))
+            by = Neighbours(w.get("key_bias.bias"))
+            numbers = ops.linear(values, w["key_bias.weight"], by)
         else:
             qkv = ops.linear(x, w["qkv.weight"], Neighbours(w.get("qkv.bias"), norm))
         if layer.attention.clip is not None and not layer.attention.clip_normed:
@@ -159,7 +165,10 @@ def _sublayers(
         if lent is not None and (index in lent or layer.attention.lender is not None):
             qkv = _borrowed(layer, ops, qkv, index, lent)
         if widens := layer.attention.widened is not layer.attention:
-            qkv = ops.widen_heads(layer.attention, qkv)
+            if numbers is None:
+                qkv = ops.widen_heads(layer.attention, qkv)
+            else:
+                qkv = ops.bias_keys(layer.attention, qkv, numbers, w)
         y = attend(index, qkv)
         if widens:
             y = ops.narrow_heads(layer.attention, y, w)
@@ -243,6 +252,8 @@ def _sublayers(
             by = Neighbours(activation="silu")
             h = ops.linear(y, w[f"{before}_down.weight"], by)
             return sublayer(ops.gate(y, h, w[f"{before}_up.weight"]), None, x)
+        if layer.keeps:
+            return ops.add(x * w[f"{name}_kept"], sublayer(x, first, None))
         factor = w[f"{name}_scale"] if layer.scaled else layer.residual_scale
         if behind is None and not layer.scaled and layer.residual_scale == 1:
             return sublayer(x, first, x)

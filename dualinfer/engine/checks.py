@@ -63,8 +63,8 @@ def check_length(spec: ModelSpec, count: int, what: str, way: str) -> None:
     limit = f"the model has {spec.tokens} positions"
     if spec.most:
         limit = (
-            f"of more than index_topk={spec.most} tokens the layers of {spec.architecture} choose "
-            "those that they see, which is not served"
+            f"of more than {spec.most_by}={spec.most} tokens the layers of {spec.architecture} "
+            "choose those that they see, which is not served"
         )
     raise LengthError(f"{what}, but {limit}. {way}")
 

@@ -526,7 +526,7 @@ class FusedEngine(EmbeddingCalls, TowerCalls):
             raise LengthError(over_limit(longest, new_tokens, "max_out_tokens", limit, way))
         own = "max_position_embeddings" if asked is None else "number of positions"
         if self._spec.most and limit == self._spec.most + 1:
-            own = "index_topk, beyond which its layers choose the tokens that they see"
+            own = f"{self._spec.most_by}, beyond which its layers choose the tokens that they see"
         raise LengthError(
             f"A prompt of {count_of(longest)} and {new_tokens} new ones, of which the last takes "
             f"no position, need {longest + new_tokens - 1}, over the model's {own} ({limit - 1}). "

@@ -17,6 +17,7 @@ from . import (
     dbrx,
     deberta,
     deepseek,
+    doge,
     encoder_decoder,
     fairseq,
     falcon,
@@ -69,7 +70,7 @@ _FAMILIES: dict[str, ModuleType] = {
         ),
         *(falcon, mpt, fairseq, modernbert, deberta, mobilebert, lilt, clip, vit),
         *(bart, t5, t5gemma, encoder_decoder, whisper, deepseek, llama4, multimodal, dbrx),
-        *(layered, ctrl, longcat, mllama, privacy_filter, jetmoe),
+        *(layered, ctrl, longcat, mllama, privacy_filter, jetmoe, doge),
     )
     for model_type in family.CLASSES
 }

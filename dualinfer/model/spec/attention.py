@@ -167,8 +167,10 @@ class Attention:
     side by side; of these the second half of heads, times exp(q1 k1) - exp(q2 k2) + l of `LAMBDAS`,
     is taken from the first, and what is left is RMS-normed by `difference_eps` and times 1 - l. A
     layer with `pairs` has the query heads of those that a token chooses, one of each pair for each
-    KV head. A layer with a `lender` projects to queries alone: its keys and values are those that
-    the layer of this number has projected and whose values it has normed.
+    KV head. With `biased_keys` the scaled scores of a key have e^(f softplus(b)) added, of numbers
+    f of the KV head and b of the token (Doge). A layer with a `lender` projects to queries alone:
+    its keys and values are those that the layer of this number has projected and whose values it
+    has normed.
     """
 
     heads: int
@@ -198,6 +200,7 @@ class Attention:
     value_scale: float = 1.0
     difference: float | None = None
     difference_eps: float = 0.0
+    biased_keys: bool = False
     lender: int | None = None
     pairs: Pairs | None = None
 
@@ -220,7 +223,12 @@ class Attention:
 
     @property
     def widened(self) -> "Attention":
-        """This attention as caches and ops have it: values as wide as keys, one for each head."""
+        """This attention as caches and ops have it: values as wide as keys, one for each head.
+
+        A key's bias is an element of it.
+        """
+        if self.biased_keys:
+            return replace(self, biased_keys=False, head_dim=self.head_dim + 1, qk_norm=None)
         if self.difference is not None:
             both = {"heads": 2 * self.heads, "kv_heads": 2 * self.kv_heads}
             return replace(self, difference=None, **both)

@@ -98,6 +98,7 @@ class Layer:
     - `residual_scale`: a factor of what a sub-layer adds.
     - `cross` (`pre`, `post` or `around`): a second attention stands between the two, whose keys and
       values are of what an encoder gives.
+    - `keeps` (always `pre`): what a sub-layer adds to is times a learned vector (Doge).
     - `scaled` (always `pre`): what a sub-layer adds is times a learned vector (DINOv2).
     - `bare` (always `pre`): no norm stands before attention (ModernBERT's first block).
     - `gated_norms` (always `pre`): what a norm before a sub-layer gives is times the logistic
@@ -125,6 +126,7 @@ class Layer:
     cross: Attention | None = None
     scaled: bool = False
     bare: bool = False
+    keeps: bool = False
     gated_norms: int = 0
     mlp_normed: bool = False
     reads: int = 0
@@ -204,7 +206,7 @@ class ModelSpec:
       dropout in training made them (ESM-2). If the model `blanks`, what a mask hides enters the
       first layer as zeros; if it `masks_labels`, the labels of that count in no loss (Qwen2-Audio).
     - `most`: tokens of a sequence of which all are seen. HF's layers choose among more by another
-      product, which is not served; 0 for no such limit (DeepSeek-V3.2).
+      product, or by biases, which is not served; 0 for no such limit (DeepSeek-V3.2, Doge).
     - `embedders`: of some ids, whose embeddings are not the table's. Of ids from `layers_ids` on
       layers read what they read of id 0 (Gemma 3n).
     - `prefixes`: token types are none of the embedding's. In HF those of 0 mark a prefix whose
@@ -355,7 +357,7 @@ class ModelSpec:
         q, k, v = attention.qkv_sizes
         inner = {
             **{"heads": attention.heads, "kv_heads": attention.kv_heads},
-            **{"head_dim": attention.head_dim, "q": q, "k": k, "v": v},
+            **{"head_dim": attention.head_dim, "q": q, "k": k, "v": v, "all_v": v},
             **{
                 f"{x}{half}": n // 2
                 for x, n in zip("qkv", (q, k, v), strict=True)
@@ -479,6 +481,12 @@ class ModelSpec:
         return self.most or max(
             0, self.learned_positions - (0 if self.pad is None else self.pad + 1)
         )
+
+    @property
+    def most_by(self) -> str:
+        """The config's field that `most` is."""
+        biased = self.layers[0].attention.biased_keys
+        return "keep_window_size" if biased else "index_topk"
 
     @property
     def reads_patches(self) -> bool:

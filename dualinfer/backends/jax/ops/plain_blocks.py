@@ -445,6 +445,10 @@ class PlainBlocks:
         """See `contract.BlockOps.widen_heads`."""
         return heads.widen(a, qkv)
 
+    def bias_keys(self, a: Attention, qkv: jax.Array, numbers: jax.Array, w: Weights) -> jax.Array:
+        """See `contract.BlockOps.bias_keys`."""
+        return heads.bias_keys(a, qkv, numbers, w)
+
     def narrow_heads(self, a: Attention, y: jax.Array, w: Weights) -> jax.Array:
         """See `contract.BlockOps.narrow_heads`."""
         return heads.narrow(a, y, w)

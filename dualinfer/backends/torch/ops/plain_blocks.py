@@ -431,6 +431,12 @@ class PlainBlocks:
         """See `contract.BlockOps.widen_heads`."""
         return heads.widen(a, qkv)
 
+    def bias_keys(
+        self, a: Attention, qkv: torch.Tensor, numbers: torch.Tensor, w: Weights
+    ) -> torch.Tensor:
+        """See `contract.BlockOps.bias_keys`."""
+        return heads.bias_keys(a, qkv, numbers, w)
+
     def narrow_heads(self, a: Attention, y: torch.Tensor, w: Weights) -> torch.Tensor:
         """See `contract.BlockOps.narrow_heads`."""
         return heads.narrow(a, y, w)

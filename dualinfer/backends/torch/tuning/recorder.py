@@ -104,6 +104,11 @@ class Recorder:
     def widen_heads(self, a: Attention, qkv: torch.Tensor) -> torch.Tensor:
         return qkv.new_empty((*qkv.shape[:-1], sum(a.widened.qkv_sizes)))
 
+    def bias_keys(
+        self, a: Attention, qkv: torch.Tensor, numbers: torch.Tensor, w: Weights
+    ) -> torch.Tensor:
+        return self.widen_heads(a, qkv)
+
     def narrow_heads(self, a: Attention, y: torch.Tensor, w: Weights) -> torch.Tensor:
         return y.new_empty((*y.shape[:-1], a.heads * a.head_widths[2]))
 
