@@ -37,6 +37,7 @@ _DEBERTA_3 = {
 _XLARGE = {"conv_kernel_size": 5, "conv_act": "gelu", "embedding_size": 20}
 _YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "truncate": False}
 _YARN |= {"original_max_position_embeddings": 32, "beta_fast": 32.0, "beta_slow": 1.0}
+_SPAN = {"conv_kernel_size": 5, "head_ratio": 2, "num_attention_heads": 6}
 _FILTER = {**_ONE_HEAD, "head_dim": 12, "sliding_window": 3, "num_local_experts": 5}
 _FILTER |= {"num_experts_per_tok": 3, "swiglu_limit": 1.5, "rope_parameters": _YARN}
 # HF's class, and what makes its config odd.
@@ -112,6 +113,8 @@ BASES = {
     "xmod": ("XmodModel", _XMOD),
     "xmod-masked": ("XmodForMaskedLM", {**_XMOD, "pre_norm": True, "ln_before_adapter": False}),
     "bert-generation": ("BertGenerationEncoder", {}),
+    "convbert": ("ConvBertModel", {**_SPAN, "head_ratio": 4, "num_attention_heads": 12}),
+    "convbert-masked": ("ConvBertForMaskedLM", {**_SPAN, **_NARROW}),
     "privacy-filter": ("OpenAIPrivacyFilterModel", _FILTER),
 }
 HEADS = {
@@ -201,6 +204,10 @@ HEADS = {
     "xmod-token": ("XmodForTokenClassification", {**_XMOD, **LABELS}),
     "xmod-span": ("XmodForQuestionAnswering", {**_XMOD, "ln_before_adapter": False}),
     "xlm-sequence": ("XLMForSequenceClassification", {**_XLM, **LABELS}),
+    "convbert-sequence": ("ConvBertForSequenceClassification", {**_SPAN, **LABELS}),
+    "convbert-choice": ("ConvBertForMultipleChoice", _SPAN),
+    "convbert-token": ("ConvBertForTokenClassification", {**_SPAN, **LABELS}),
+    "convbert-span": ("ConvBertForQuestionAnswering", _SPAN),
     "privacy-filter-token": ("OpenAIPrivacyFilterForTokenClassification", {**_FILTER, **LABELS}),
     "xlm-token": ("XLMForTokenClassification", {**_XLM, **LABELS}),
     "flaubert-span": ("FlaubertForQuestionAnsweringSimple", _XLM),

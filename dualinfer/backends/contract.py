@@ -487,6 +487,21 @@ class BlockOps(Protocol):
         """
         ...
 
+    def convolve_each(self, x: Array, kernel: Array, segments: Array | None = None) -> Array:
+        """Each element of x [B, T, E] over time by a kernel of its own, kernel [E, taps].
+
+        Taps are odd, and what lies around is as in `convolve`.
+        """
+        ...
+
+    def mix_spans(self, x: Array, scores: Array, taps: int, segments: Array | None = None) -> Array:
+        """Heads of x [B, T, H D] over time: sums of `taps` tokens by the softmax of scores.
+
+        These are [B, T, H taps]; what lies around is as in `convolve`. HF's class is
+        `ConvBertSelfAttention`.
+        """
+        ...
+
     def softcap(self, logits: Array, cap: float) -> Array:
         """cap * tanh(logits / cap), computed in float32."""
         ...

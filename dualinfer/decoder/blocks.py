@@ -26,6 +26,7 @@ from ..model.spec import (
     Page,
     Pairs,
     Router,
+    Spans,
     Streams,
 )
 
@@ -77,16 +78,16 @@ def block(
     """
     if layer.placement == "post":
         if layer.adapter is not None:
-            y, residual, norm = _post_block(layer, w, ops, x, index, attend, across)
+            y, residual, norm = _post_block(layer, w, ops, x, index, attend, across, seen)
             return Unnormed(
                 *_adapted(layer.adapter, layer.norm, w, ops, ops.add(residual, y)), norm
             )
         if layer.convolution is None:
-            return _post_block(layer, w, ops, x, index, attend, across)
+            return _post_block(layer, w, ops, x, index, attend, across, seen)
         x = normed(ops, x)
         kernel, how = (w["conv.kernel"], w["conv.bias"]), layer.convolution
         y = ops.convolve(x, *kernel, 1, how.activation, seen.segments)
-        x = normed(ops, _post_block(layer, w, ops, x, index, attend, across))
+        x = normed(ops, _post_block(layer, w, ops, x, index, attend, across, seen))
         return Unnormed(y, x, NormOf.named(layer.norm, w, "conv_norm"))
     if layer.bottleneck is not None:
         return _narrow_block(layer, layer.bottleneck, w, ops, normed(ops, x), index, attend)
@@ -290,6 +291,7 @@ def _post_block(
     index: int,
     attend: Attend,
     across: Attend | None,
+    seen: Seen,
 ) -> Unnormed:
     """As `block`, with each norm over the sum of a sub-layer and what it read."""
 
@@ -308,7 +310,10 @@ def _post_block(
         return Unnormed(y, x, NormOf.named(layer.norm, w, norm))
 
     qkv, x = read(x, "qkv")
-    x = written(attend(index, qkv), "out", x, "attn_norm")
+    y = attend(index, qkv)
+    if layer.spans is not None:
+        y = ops.join(y, _spanned(layer.spans, w, ops, x, seen))
+    x = written(y, "out", x, "attn_norm")
     if layer.cross:
         assert across is not None
         q, x = read(x, "cross_q")
@@ -319,6 +324,17 @@ def _post_block(
         return Unnormed(y, x, NormOf.named(layer.norm, w, "mlp_norm"))
     h, x = read(x, "up", _plain_activation(layer), layer.mlp.gated)
     return written(h, "down", x, "mlp_norm")
+
+
+def _spanned(spans: Spans, w: Weights, ops: BlockOps, x: Array, seen: Seen) -> Array:
+    """What the heads beside those of attention give of x [B, T, E]."""
+
+    def product(x: Array, name: str) -> Array:
+        return ops.linear(x, w[f"{name}.weight"], Neighbours(w[f"{name}.bias"]))
+
+    key = product(ops.convolve_each(x, w["span_depth"], seen.segments), "span_key")
+    scores = product(key * product(x, "span_query"), "span_mixture")
+    return ops.mix_spans(product(x, "span_value"), scores, spans.taps, seen.segments)
 
 
 def _narrow_block(

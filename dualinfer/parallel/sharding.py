@@ -172,6 +172,9 @@ class _Cut(NamedTuple):
             page = layer.page.head_dim
             for name, dim in (("text", layer.attention.head_dim - page), ("page", page)):
                 streams |= {f"{name}_{x}": self.query.times(dim) for x in "qkv"}
+        if layer.spans is not None:
+            streams["spans"] = self.query.times(q)
+            streams["mixtures"] = self.query.times(layer.spans.taps)
         query, key = self.query, self.key
         if layer.attention.difference is not None:
             for name, share, dim in (("q", query, q), ("k", key, k), ("v", key, v)):

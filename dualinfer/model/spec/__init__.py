@@ -20,6 +20,7 @@ from .parts import (
     Page,
     Pairs,
     Router,
+    Spans,
     Streams,
 )
 
@@ -50,5 +51,6 @@ __all__ = [
     "RelativeBias",
     "Rope",
     "Router",
+    "Spans",
     "Streams",
 ]

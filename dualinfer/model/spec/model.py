@@ -15,6 +15,7 @@ from .parts import (
     Mlp,
     Norm,
     Page,
+    Spans,
     Streams,
 )
 
@@ -108,6 +109,7 @@ class Layer:
       elements, times what each token's embedding gives this layer alone, projected back (Gemma 4).
     - `multiplied`: what the block gives is times a learned number (Gemma 4).
     - `convolution` (always `post`) comes last (DeBERTa-v2).
+    - `spans` (always `post`): heads beside those of attention (ConvBERT).
     - `sub_norms` (always `pre`): what heads give and the MLP's hidden values are normed before the
       products back, each as one of so many elements, which devices share (BitNet).
     - `adapter` (`pre` or `post`): two more projections, before the last norm of a `post` block.
@@ -132,6 +134,7 @@ class Layer:
     reads: int = 0
     multiplied: bool = False
     convolution: Convolution | None = None
+    spans: Spans | None = None
     sub_norms: tuple[int, int] | None = None
     adapter: Adapter | None = None
     bottleneck: Bottleneck | None = None
@@ -357,7 +360,7 @@ class ModelSpec:
         q, k, v = attention.qkv_sizes
         inner = {
             **{"heads": attention.heads, "kv_heads": attention.kv_heads},
-            **{"head_dim": attention.head_dim, "q": q, "k": k, "v": v, "all_v": v},
+            **{"head_dim": attention.head_dim, "q": q, "k": k, "v": v, "all_q": q, "all_v": v},
             **{
                 f"{x}{half}": n // 2
                 for x, n in zip("qkv", (q, k, v), strict=True)
@@ -376,6 +379,8 @@ class ModelSpec:
                 ("page", page.head_dim),
             ):
                 inner |= {f"{name}_{x}": attention.heads * dim for x in "qkv"}
+        if (spans := self.layers[layer].spans) is not None:
+            inner |= {"spans": q, "span_taps": spans.taps, "mixtures": attention.heads * spans.taps}
         if attention.pairs is not None:
             inner["paired"] = attention.pairs.count
         if (own := attention.latent) is not None:

@@ -144,6 +144,18 @@ class Convolution:
 
 
 @dataclass(frozen=True)
+class Spans:
+    """Heads beside those of attention that mix `taps` tokens each (ConvBERT, arXiv:2008.02496).
+
+    There are as many, of the same size, behind them. A head's mixture around a token, whose middle
+    is the token itself, is the softmax of a product of its query, of all heads, times what a
+    convolution over as many tokens makes of the layer's input.
+    """
+
+    taps: int
+
+
+@dataclass(frozen=True)
 class Adapter:
     """Two projections behind a layer's MLP, to `width` elements and back, which add (X-MOD).
 

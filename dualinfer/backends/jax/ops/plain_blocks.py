@@ -474,6 +474,18 @@ class PlainBlocks:
         y = primitives.convolution(x, kernel, bias, stride, segments)
         return primitives.activation(y, activation)
 
+    def convolve_each(
+        self, x: jax.Array, kernel: jax.Array, segments: jax.Array | None = None
+    ) -> jax.Array:
+        """See `contract.BlockOps.convolve_each`."""
+        return primitives.convolve_each(x, kernel, segments)
+
+    def mix_spans(
+        self, x: jax.Array, scores: jax.Array, taps: int, segments: jax.Array | None = None
+    ) -> jax.Array:
+        """See `contract.BlockOps.mix_spans`."""
+        return primitives.mix_spans(x, scores, taps, segments)
+
     def softcap(self, logits: jax.Array, cap: float) -> jax.Array:
         """See `contract.BlockOps.softcap`."""
         return (jnp.tanh(logits.astype(jnp.float32) / cap) * cap).astype(logits.dtype)

@@ -6,6 +6,7 @@ in schemes.py.
 """
 
 import math
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -260,6 +261,40 @@ def gate_within(x: jax.Array, kind: Activation, limit: float) -> jax.Array:
     """As `gated_activation`, of activation(gate) up to `limit`, and up within it."""
     gate, up = jnp.split(x, 2, axis=-1)
     return jnp.minimum(activation(gate, kind), limit) * jnp.clip(up, -limit, limit)
+
+
+def _near(x: jax.Array, taps: int, segments: jax.Array | None) -> Iterator[jax.Array]:
+    """x [B, T, E] moved by each of `taps` steps of time; zeros come in, and for other segments."""
+    aside, tokens = taps // 2, x.shape[1]
+    around = (0, 0), (aside, aside)
+    wide = jnp.pad(x, (*around, (0, 0)))
+    owners = None if segments is None else jnp.pad(segments, around, constant_values=-1)
+    for i in range(taps):
+        near = wide[:, i : i + tokens]
+        if owners is not None:
+            near = near * (owners[:, i : i + tokens] == segments)[..., None].astype(x.dtype)
+        yield near
+
+
+@jax.named_scope("convolve_each")
+def convolve_each(x: jax.Array, kernel: jax.Array, segments: jax.Array | None = None) -> jax.Array:
+    """See `BlockOps.convolve_each`."""
+    near = enumerate(_near(x.astype(jnp.float32), kernel.shape[1], segments))
+    return sum(own * kernel[:, i].astype(jnp.float32) for i, own in near).astype(x.dtype)
+
+
+@jax.named_scope("mix_spans")
+def mix_spans(
+    x: jax.Array, scores: jax.Array, taps: int, segments: jax.Array | None = None
+) -> jax.Array:
+    """See `BlockOps.mix_spans`."""
+    lead = x.shape[:-1]
+    weights = jax.nn.softmax(scores.reshape(*lead, -1, taps).astype(jnp.float32), -1)
+    total = sum(
+        near.reshape(*lead, weights.shape[-2], -1).astype(jnp.float32) * weights[..., i, None]
+        for i, near in enumerate(_near(x, taps, segments))
+    )
+    return total.astype(x.dtype).reshape(x.shape)
 
 
 @jax.named_scope("patches")

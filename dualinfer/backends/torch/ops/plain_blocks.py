@@ -462,6 +462,22 @@ class PlainBlocks:
         y = primitives.convolution(x, kernel, bias, stride, segments)
         return primitives.activation(y, activation)
 
+    def convolve_each(
+        self, x: torch.Tensor, kernel: torch.Tensor, segments: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """See `contract.BlockOps.convolve_each`."""
+        return primitives.convolve_each(x, kernel, segments)
+
+    def mix_spans(
+        self,
+        x: torch.Tensor,
+        scores: torch.Tensor,
+        taps: int,
+        segments: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """See `contract.BlockOps.mix_spans`."""
+        return primitives.mix_spans(x, scores, taps, segments)
+
     def softcap(self, logits: torch.Tensor, cap: float) -> torch.Tensor:
         """See `contract.BlockOps.softcap`."""
         return (torch.tanh(logits.float() / cap) * cap).to(logits.dtype)

@@ -286,6 +286,20 @@ class Recorder:
     def xielu(self, x: torch.Tensor, numbers: Sequence[torch.Tensor]) -> torch.Tensor:
         return x
 
+    def convolve_each(
+        self, x: torch.Tensor, kernel: torch.Tensor, segments: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        return x
+
+    def mix_spans(
+        self,
+        x: torch.Tensor,
+        scores: torch.Tensor,
+        taps: int,
+        segments: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        return x
+
     def convolve(
         self,
         x: torch.Tensor,
