@@ -113,7 +113,7 @@ BASES = {
     "xmod": ("XmodModel", _XMOD),
     "xmod-masked": ("XmodForMaskedLM", {**_XMOD, "pre_norm": True, "ln_before_adapter": False}),
     "bert-generation": ("BertGenerationEncoder", {}),
-    "convbert": ("ConvBertModel", {**_SPAN, "head_ratio": 4, "num_attention_heads": 12}),
+    "convbert": ("ConvBertModel", {**_SPAN, "head_ratio": 7}),
     "convbert-masked": ("ConvBertForMaskedLM", {**_SPAN, **_NARROW}),
     "privacy-filter": ("OpenAIPrivacyFilterModel", _FILTER),
 }
@@ -258,4 +258,7 @@ def make(case: str, **changes) -> hf.PreTrainedModel:
         if name.startswith("RoFormer"):  # whose angles are a parameter
             angles = model.base_model.encoder.embed_positions
             angles.weight.data.copy_(angles.create_weight())
+        if name.startswith("ConvBert"):  # whose scores of spans are products of products
+            for layer in model.base_model.encoder.layer:
+                layer.attention.self.conv_kernel_layer.weight.data.mul_(0.1)
     return model.eval()
