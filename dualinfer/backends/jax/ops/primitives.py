@@ -279,8 +279,10 @@ def _near(x: jax.Array, taps: int, segments: jax.Array | None) -> Iterator[jax.A
 @jax.named_scope("convolve_each")
 def convolve_each(x: jax.Array, kernel: jax.Array, segments: jax.Array | None = None) -> jax.Array:
     """See `BlockOps.convolve_each`."""
-    near = enumerate(_near(x.astype(jnp.float32), kernel.shape[1], segments))
-    return sum(own * kernel[:, i].astype(jnp.float32) for i, own in near).astype(x.dtype)
+    total, by = jnp.zeros(x.shape, jnp.float32), kernel.astype(jnp.float32)
+    for i, near in enumerate(_near(x, kernel.shape[1], segments)):
+        total = total + near.astype(jnp.float32) * by[:, i]
+    return total.astype(x.dtype)
 
 
 @jax.named_scope("mix_spans")
@@ -290,10 +292,9 @@ def mix_spans(
     """See `BlockOps.mix_spans`."""
     lead = x.shape[:-1]
     weights = jax.nn.softmax(scores.reshape(*lead, -1, taps).astype(jnp.float32), -1)
-    total = sum(
-        near.reshape(*lead, weights.shape[-2], -1).astype(jnp.float32) * weights[..., i, None]
-        for i, near in enumerate(_near(x, taps, segments))
-    )
+    total = jnp.zeros((*lead, weights.shape[-2], x.shape[-1] // weights.shape[-2]), jnp.float32)
+    for i, near in enumerate(_near(x, taps, segments)):
+        total = total + near.reshape(total.shape).astype(jnp.float32) * weights[..., i, None]
     return total.astype(x.dtype).reshape(x.shape)
 
 
