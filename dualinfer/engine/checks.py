@@ -60,13 +60,7 @@ def check_length(spec: ModelSpec, count: int, what: str, way: str) -> None:
     """
     if not spec.tokens or count <= spec.tokens:
         return
-    limit = f"the model has {spec.tokens} positions"
-    if spec.most:
-        limit = (
-            f"of more than {spec.most_by}={spec.most} tokens the layers of {spec.architecture} "
-            "choose those that they see, which is not served"
-        )
-    raise LengthError(f"{what}, but {limit}. {way}")
+    raise LengthError(f"{what}, but {spec.why_most}. {way}")
 
 
 def check_ids(ids: Any, name: str, vocab: int, what: str = "vocabulary") -> np.ndarray:

@@ -42,8 +42,7 @@ def pad_inputs(spec: ModelSpec, inputs: ForwardInputs) -> Padded:
     if types is not None and not spec.token_types_from_vocab and not types.any():
         types = None
     segments = inputs.segments
-    is_near = spec.trigrams or (spec.layers and spec.layers[0].spans is not None)
-    if segments is None and is_near and size != (batch, tokens):
+    if segments is None and spec.reads_near and size != (batch, tokens):
         segments = np.zeros((batch, tokens), np.int32)  # keeps the bucket's padding apart
     arrays = inputs.ids, positions, mask, types, segments, inputs.embeds, inputs.weights
     read, sources = None, [None] * 5

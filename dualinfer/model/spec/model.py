@@ -494,6 +494,21 @@ class ModelSpec:
         return "keep_window_size" if biased else "index_topk"
 
     @property
+    def why_most(self) -> str:
+        """For people: why one sequence has at most `tokens`."""
+        if not self.most:
+            return f"the model has {self.tokens} positions"
+        return (
+            f"of more than {self.most_by}={self.most} tokens the layers of {self.architecture} "
+            "choose those that they see, which is not served"
+        )
+
+    @property
+    def reads_near(self) -> bool:
+        """True if what a token becomes is made of the tokens beside it, real or not."""
+        return self.trigrams or any(layer.spans is not None for layer in self.layers)
+
+    @property
     def reads_patches(self) -> bool:
         """True if images are given as patches, to the model or to its second tower."""
         own = self.encoder.patches if self.towers and self.encoder else self.patches
