@@ -77,7 +77,7 @@ QUICK = {
         *("vit-labels", "clip", "clip-labels", "siglip", "siglip-image-bare", "dinov2-gated"),
         "siglip2",
     ),
-    "jax": ("vit-labels", "clip", "siglip", "siglip2-image"),
+    "jax": ("vit-labels", "clip", "siglip"),
 }
 HOW = {"dtype": "fp32", "replace_with_kernel_inject": True}
 
