@@ -283,7 +283,8 @@ def _make_fused_engine(
             engine_type = backends.engine_type(settings.backend, FusedEngine)
             load = _tokenizer_of(model, settings)
             about = About(settings, peers, config, own, source.description, notes, load)
-            about = replace(about, load_embedding=_embedding_of(model))
+            of_torch = settings.backend == "jax" and not isinstance(model, Path | Opened)
+            about = replace(about, load_embedding=_embedding_of(model), of_torch=of_torch)
             engine = stack.enter_context(engine_type(runner, about, origin))
         if saving:
             notes.append(save_checkpoint(saving, saved, settings.tensor_parallel, peers))

@@ -90,6 +90,13 @@ def numpy_dtype(name: str) -> np.dtype:
     return np.dtype(getattr(ml_dtypes, name, name))
 
 
+def to_torch_dtype(dtype: Any) -> Any:
+    """The torch.dtype of the same name as another framework's."""
+    import torch
+
+    return getattr(torch, str(dtype))
+
+
 def same_tensor(one: Any, other: Any) -> bool:
     """True if two tensors hold the same values; tells shared memory apart without reading it."""
     if kind_of(one) == kind_of(other) == "torch":

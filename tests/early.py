@@ -11,6 +11,11 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "biogpt": ("BioGpt", {"num_key_value_heads": None, "tie_word_embeddings": False}),
     "codegen": ("CodeGen", {**_OWN, "num_attention_heads": 12, "rotary_dim": 4, "n_inner": 99}),
     "ctrl": ("CTRL", {**_OWN, "dff": 77, "layer_norm_epsilon": 0.1}),
+    "doge": (
+        "Doge",
+        {"head_dim": 12, "attention_bias": True, "mlp_bias": True, "sliding_window": 5},
+    ),
+    "doge, few KV heads": ("Doge", {"num_key_value_heads": 2, "keep_window_size": 24}),
     "falcon": ("Falcon", {**_OWN, "activation": "gelu_new", "bias": True}),
     "falcon in a row": ("Falcon", {**_OWN, "parallel_attn": False, "tie_word_embeddings": False}),
     "falcon with alibi": (
@@ -33,6 +38,11 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt_neox_japanese": (
         "GPTNeoXJapanese",
         {**_OWN, "hidden_size": 96, "intermediate_multiple_size": 2, "rotary_pct": 0.5},
+    ),
+    "jetmoe": (
+        "JetMoe",
+        {"kv_channels": 14, "num_local_experts": 5, "num_experts_per_tok": 2}
+        | {"tie_word_embeddings": False},
     ),
     "modernbert-decoder": (
         "ModernBertDecoder",

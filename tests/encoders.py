@@ -35,6 +35,11 @@ _DEBERTA_3 = {
     **{"share_att_key": True, "position_biased_input": False},
 }
 _XLARGE = {"conv_kernel_size": 5, "conv_act": "gelu", "embedding_size": 20}
+_YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "truncate": False}
+_YARN |= {"original_max_position_embeddings": 32, "beta_fast": 32.0, "beta_slow": 1.0}
+_SPAN = {"conv_kernel_size": 5, "head_ratio": 2, "num_attention_heads": 6}
+_FILTER = {**_ONE_HEAD, "head_dim": 12, "sliding_window": 3, "num_local_experts": 5}
+_FILTER |= {"num_experts_per_tok": 3, "swiglu_limit": 1.5, "rope_parameters": _YARN}
 # HF's class, and what makes its config odd.
 BASES = {
     "roberta": ("RobertaModel", {}),
@@ -108,6 +113,9 @@ BASES = {
     "xmod": ("XmodModel", _XMOD),
     "xmod-masked": ("XmodForMaskedLM", {**_XMOD, "pre_norm": True, "ln_before_adapter": False}),
     "bert-generation": ("BertGenerationEncoder", {}),
+    "convbert": ("ConvBertModel", {**_SPAN, "head_ratio": 7}),
+    "convbert-masked": ("ConvBertForMaskedLM", {**_SPAN, **_NARROW}),
+    "privacy-filter": ("OpenAIPrivacyFilterModel", _FILTER),
 }
 HEADS = {
     "bert-sequence": ("BertForSequenceClassification", LABELS),
@@ -196,6 +204,11 @@ HEADS = {
     "xmod-token": ("XmodForTokenClassification", {**_XMOD, **LABELS}),
     "xmod-span": ("XmodForQuestionAnswering", {**_XMOD, "ln_before_adapter": False}),
     "xlm-sequence": ("XLMForSequenceClassification", {**_XLM, **LABELS}),
+    "convbert-sequence": ("ConvBertForSequenceClassification", {**_SPAN, **LABELS}),
+    "convbert-choice": ("ConvBertForMultipleChoice", _SPAN),
+    "convbert-token": ("ConvBertForTokenClassification", {**_SPAN, **LABELS}),
+    "convbert-span": ("ConvBertForQuestionAnswering", _SPAN),
+    "privacy-filter-token": ("OpenAIPrivacyFilterForTokenClassification", {**_FILTER, **LABELS}),
     "xlm-token": ("XLMForTokenClassification", {**_XLM, **LABELS}),
     "flaubert-span": ("FlaubertForQuestionAnsweringSimple", _XLM),
     "nomic_bert-sequence": ("NomicBertForSequenceClassification", LABELS),
@@ -245,4 +258,7 @@ def make(case: str, **changes) -> hf.PreTrainedModel:
         if name.startswith("RoFormer"):  # whose angles are a parameter
             angles = model.base_model.encoder.embed_positions
             angles.weight.data.copy_(angles.create_weight())
+        if name.startswith("ConvBert"):  # whose scores of spans are products of products
+            for layer in model.base_model.encoder.layer:
+                layer.attention.self.conv_kernel_layer.weight.data.mul_(0.1)
     return model.eval()

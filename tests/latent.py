@@ -52,6 +52,12 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
         {**_SIZES, **_EXPERTS, "n_group": 1, "topk_group": 1, "rope_interleave": False},
     ),
     "axk1": ("AXK1", {**_SIZES, **_EXPERTS, "mlp_layer_types": ["dense", "sparse"]}),
+    "axk2": (
+        "AXK2",
+        {**_SIZES, **_EXPERTS, "mlp_layer_types": ["dense", "sparse"], "index_topk": 24}
+        | {"index_n_heads": 2, "index_head_dim": 32, "gated_norm_rank": 6}
+        | {"n_group": None, "topk_group": None, "rope_parameters": _YARN},
+    ),
     "longcat_flash": (
         "LongcatFlash",
         {**_SIZES, **_EXPERTS, "n_shared_experts": None, "n_group": None, "topk_group": None}

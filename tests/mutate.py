@@ -532,8 +532,8 @@ ROWS: list[Row] = [
     ),
     Row(
         "backends/jax/functional.py",
-        "if spec.learned_positions and length > spec.tokens:",
-        "if spec.learned_positions and length >= spec.tokens:",
+        "if spec.tokens and length > spec.tokens:",
+        "if spec.tokens and length >= spec.tokens:",
         "apply refuses a sequence that fills a model's positions.",
         "tests/test_jax_users.py -k inputs_that_do_not_fit",
     ),
@@ -1243,7 +1243,7 @@ ROWS: list[Row] = [
     ),
     Row(
         "backends/jax/padding.py",
-        "if segments is None and spec.trigrams and size != (batch, tokens):",
+        "if segments is None and spec.reads_near and size != (batch, tokens):",
         "if False:",
         "MobileBERT on JAX reads what fills a bucket up as the token after the last.",
         "tests/test_encoders.py -k 'gives_what and mobilebert-masked-jax'",

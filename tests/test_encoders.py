@@ -42,7 +42,8 @@ SLOW = {
     *("mobilebert-token", "mobilebert-span", "layoutlm-sequence", "layoutlm-token"),
     *("layoutlm", "layoutlm-span", "lilt-sequence", "lilt-span", "longformer-masked"),
     *("longformer-token", "luke", "luke-masked", "luke-sequence", "luke-choice", "luke-span"),
-    "splinter",
+    *("splinter", "privacy-filter", "convbert-masked"),
+    *(f"convbert-{kind}" for kind in ("sequence", "choice", "token", "span")),
     *("megatron-masked", "gte-masked", "rembert", "roformer", "roformer-masked", "ibert"),
     *("xlm-base", "xlm-masked", "flaubert-masked", "xlm-sequence", "xlm-token", "flaubert-span"),
     *("ibert-masked", "bert-generation", "esm", "esm-plain", "esm-sequence", "esm-token"),
@@ -275,6 +276,8 @@ def hidden_of(model, ids):
                     "roformer",
                     "esm-plain",
                     "xlm-base",
+                    "privacy-filter",
+                    "convbert",
                 ),
                 (),
             ),
@@ -619,6 +622,8 @@ SHARED = {
     "lilt-token": False,
     "layoutlm-masked": False,
     "mobilebert-masked": False,
+    "privacy-filter-token": False,
+    "convbert-masked": False,
 }
 
 
@@ -653,6 +658,7 @@ def test_two_devices_give_what_one_gives(case, backend, crew):
         for case in (
             *("modernbert-sequence", "albert-masked", "electra-sequence", "nomic_bert"),
             *("mpnet", "deberta-3", "embedding-gemma", "mobilebert", "xmod", "layoutlm", "lilt"),
+            *("privacy-filter-token", "convbert-masked"),
         )
         for name in BACKENDS
     ],

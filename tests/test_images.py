@@ -29,6 +29,9 @@ _BOTH = {
 }
 _SIGLIP = {**_BOTH, "text_config": {**_TEXT, "projection_size": 24}}
 del _SIGLIP["projection_dim"]
+_PATCHES = {k: v for k, v in _EYE.items() if k not in ("image_size", "projection_dim")}
+_PATCHES["num_patches"] = 16
+_SIGLIP2 = {**_SIGLIP, "vision_config": {**_PATCHES, "hidden_size": 24, "num_hidden_layers": 3}}
 _META = {**_BOTH, "text_config": {**_TEXT, "eos_token_id": 2}}
 _DINO = {k: v for k, v in _EYE.items() if k not in ("intermediate_size", "projection_dim")}
 CASES = {
@@ -50,6 +53,10 @@ CASES = {
     "siglip-text": ("SiglipTextModel", {**_TEXT, "projection_size": 20}),
     "siglip-image": ("SiglipVisionModel", _EYE),
     "siglip-image-bare": ("SiglipVisionModel", {**_EYE, "vision_use_head": False}),
+    "siglip2": ("Siglip2Model", _SIGLIP2),
+    "siglip2-labels": ("Siglip2ForImageClassification", {**_SIGLIP2, "num_labels": 3}),
+    "siglip2-text": ("Siglip2TextModel", {**_TEXT, "projection_size": 20}),
+    "siglip2-image": ("Siglip2VisionModel", _PATCHES),
     "deit": ("DeiTModel", _VIT),
     "deit-labels": ("DeiTForImageClassification", {**_VIT, "num_labels": 3}),
     "dinov2": ("Dinov2Model", _DINO),
@@ -66,7 +73,10 @@ CASES = {
     "dinov2-gated": ("Dinov2Model", {**_DINO, "use_swiglu_ffn": True, "mlp_ratio": 3}),
 }
 QUICK = {
-    "torch": ("vit-labels", "clip", "clip-labels", "siglip", "siglip-image-bare", "dinov2-gated"),
+    "torch": (
+        *("vit-labels", "clip", "clip-labels", "siglip", "siglip-image-bare", "dinov2-gated"),
+        "siglip2",
+    ),
     "jax": ("vit-labels", "clip", "siglip"),
 }
 HOW = {"dtype": "fp32", "replace_with_kernel_inject": True}
@@ -87,12 +97,17 @@ def inputs_of(case):
     """Images, or texts padded on both sides with an end each; both for a model of both."""
     random, given = np.random.default_rng(4), {}
     fields = CASES[case][1]
-    if "text" not in case:
+    if "siglip2" in case and "text" not in case:  # patches, of which each image has its own
+        mask = np.arange(20) < np.array([[6], [20]])
+        given = {"pixel_values": random.standard_normal((2, 20, 75)).astype(np.float32)}
+        given |= {"pixel_attention_mask": mask.astype(int)}
+        given["spatial_shapes"] = np.array([[2, 3], [4, 5]])
+    elif "text" not in case:
         fields = fields.get("vision_config", fields)
         size = fields["image_size"]
         shape = 2, fields["num_channels"], *(size if isinstance(size, list) else (size, size))
         given = {"pixel_values": random.standard_normal(shape).astype(np.float32)}
-    if "text" not in case and case not in ("clip", "metaclip", "siglip"):
+    if "text" not in case and case not in ("clip", "metaclip", "siglip", "siglip2"):
         return given
     ids, mask = random.integers(8, 99, (3, 11)), np.ones((3, 11), int)
     for row, end in enumerate((5, 9, 10)):
@@ -249,6 +264,23 @@ def test_images_of_another_size_have_positions_as_hf_interpolates_them(case, bac
     compare(found, expected, given.get("attention_mask"))
 
 
+def test_patches_that_do_not_fit_are_refused():
+    given = inputs_of("siglip2-image")
+    with dualinfer.init_inference(make("siglip2-image"), **HOW) as engine:
+        for changes, match in (
+            ({"spatial_shapes": None}, "spatial_shapes is missing"),
+            ({"spatial_shapes": [[2, 3], [4, 6]]}, r"4, 6.*at most 20 patches"),
+            ({"pixel_values": given["pixel_values"][..., :-1]}, r"expected \[batch, patches, 75\]"),
+            ({"pixel_attention_mask": np.ones((2, 3))}, "pixel_attention_mask has shape"),
+            ({"interpolate_pos_encoding": True}, "given as patches"),
+        ):
+            with pytest.raises(ArgumentError, match=match):
+                engine(**{**given, **changes})
+    engine = dualinfer.init_inference(make("vit"), **HOW)
+    with pytest.raises(ArgumentError, match="spatial_shapes"):
+        engine(**inputs_of("vit"), spatial_shapes=[[2, 3]])
+
+
 def on_devices(case, backend, devices):
     how = {**HOW, "backend": backend, "tensor_parallel": {"tp_size": devices}}
     with dualinfer.init_inference(make(case), **how) as engine:
@@ -259,7 +291,11 @@ def on_devices(case, backend, devices):
 @pytest.mark.xdist_group("ranks")
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize(
-    "case", ["vit", "clip-image-projected", "clip-text-projected", "siglip", "registers-labels"]
+    "case",
+    [
+        *("vit", "clip-image-projected", "clip-text-projected", "siglip", "siglip2-labels"),
+        "registers-labels",
+    ],
 )
 def test_two_devices_give_what_one_gives(case, backend, crew):
     if backend == "torch":

@@ -17,9 +17,10 @@ from dualinfer.model.families.multimodal import TEXTS, WRAPPERS
 from dualinfer.model.generation import GENERATION
 
 from . import latent
+from .mixtures import PARTIAL_OF_14
 from .models import PAD, random_ids, randomize, relative_rms
 from .test_gptq_awq import FORMS, random_parts
-from .test_relatives import ALPHA, SIZES, TURNS
+from .test_relatives import ALPHA, DEFAULT, SIZES, TURNS
 from .test_relatives import CASES as RELATIVES
 
 FUSED = {"replace_with_kernel_inject": True, "dtype": "fp32"}
@@ -45,9 +46,15 @@ XDROPE = {"rope_parameters": {**ALPHA, "mrope_section": [2, 2, 2, 1]}}
 PIXTRAL = {"model_type": "pixtral", **IMAGES, "head_dim": 8}
 COMPASS = RELATIVES["cohere_compass_text"][1]
 ARIA = {"moe_num_experts": 6, "moe_topk": 3, "head_dim": 14}
+OF_STEP = {"n_routed_experts": 6, "num_experts_per_tok": 3, "share_expert_dim": 27, **MOE}
+OF_STEP |= {"mlp_layer_types": ["dense", "sparse"], "moe_router_scaling_factor": 1.7}
 OCR = {"n_routed_experts": 6, "num_experts_per_tok": 3, "n_shared_experts": 1, **MOE}
 OCR |= {"mlp_layer_types": ["dense", "sparse"], "topk_method": "group_limited_greedy"}
 OCR |= {"n_group": 3, "topk_group": 2, "routed_scaling_factor": 1.7, "head_dim": 14}
+STEP = {**OF_STEP, "layer_types": TURNS[::-1], "sliding_window": 5, "head_dim": 14}
+STEP |= {"num_attention_heads": 6, "num_sliding_attention_heads": 3, "query_pre_attn_scalar": 11}
+STEP |= {"swiglu_limits": [None, 0.02], "swiglu_limits_shared": [0.03, 0.05]}
+STEP |= {"rope_parameters": dict(zip(TURNS, (DEFAULT, PARTIAL_OF_14), strict=True))}
 # By HF's name of a model: its text's fields, and the other parts of its config.
 CASES = {
     "aria": ("Aria", ARIA, {"model_type": "idefics3_vision", **IMAGES}),
@@ -143,6 +150,7 @@ CASES = {
     ),
     "pp_chart2table": ("PPChart2Table", {"model_type": "qwen2", **SIZES}, IMAGES),
     "qianfan_ocr": ("QianfanOCR", {"model_type": "qwen3", **TEXT}, IMAGES),
+    "step3p7": ("Step3p7", STEP, {**FEW, "image_size": 28, "patch_size": 14}),
     "vibevoice_asr": ("VibeVoiceAsr", {"model_type": "qwen2", **SIZES}, {}),
     "video_llama_3": ("VideoLlama3", {"model_type": "qwen2", **SIZES}, FEW),
     "idefics2": ("Idefics2", {"model_type": "mistral", **TEXT}, IMAGES),

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 import transformers as hf
+from PIL import Image
 
 import dualinfer
 
@@ -90,6 +91,47 @@ def test_feature_extraction_pipeline(backend):
     assert isinstance(pipe("x y", return_tensors=True), torch.Tensor)
 
 
+SMALL = dict(hidden_size=32, num_hidden_layers=1, num_attention_heads=2, intermediate_size=64)
+SEES = dict(SMALL, image_size=24, patch_size=6)
+READS = dict(SMALL, vocab_size=len(VOCAB), max_position_embeddings=32, eos_token_id=2)
+IMAGES = {
+    "image-classification": (hf.ViTForImageClassification, hf.ViTConfig(**SEES, num_labels=4)),
+    "image-feature-extraction": (hf.ViTModel, hf.ViTConfig(**SEES)),
+    "zero-shot-image-classification": (
+        hf.CLIPModel,
+        hf.CLIPConfig(text_config=READS, vision_config=SEES, projection_dim=16),
+    ),
+}
+
+
+@pytest.mark.parametrize("task", IMAGES)
+def test_pipelines_of_images(task, backend):
+    """Which cast pixels to the dtype of the model: torch's, on JAX too."""
+    torch.manual_seed(0)
+    model, processor = IMAGES[task][0](IMAGES[task][1]).eval(), hf.ViTImageProcessor
+    parts = {"image_processor": processor(size={"height": 24, "width": 24})}
+    how = {}
+    if "zero-shot" in task:
+        parts["tokenizer"] = make_tokenizer()
+        how = dict(candidate_labels=["cat", "dog ran"], hypothesis_template="the {} </s>")
+    pixels = np.random.default_rng(0).integers(0, 255, (40, 36, 3), dtype=np.uint8)
+    images = [Image.fromarray(pixels), Image.fromarray(pixels[::-1])]
+    pipe = hf.pipeline(task, model=model, **parts)
+    before = pipe(images, **how)
+    for dtype, error in (("fp32", 1e-5), ("bf16", 0.05))[: 1 + (task == "image-classification")]:
+        pipe.model = dualinfer.init_inference(
+            model, backend=backend, dtype=dtype, replace_with_kernel_inject=True
+        )
+        assert pipe.model.dtype in (torch.float32, torch.bfloat16)
+        after = pipe(images, **how)
+        if "label" not in str(before):
+            np.testing.assert_allclose(after, before, atol=error)
+            continue
+        for one, other in zip(before, after, strict=True):
+            scores = [{x["label"]: x["score"] for x in own} for own in (one, other)]
+            assert scores[1] == pytest.approx(scores[0], abs=error)
+
+
 @pytest.mark.parametrize(
     ("task", "model"),
     [
@@ -124,11 +166,13 @@ def test_attributes_that_users_read_from_a_model(backend):
     assert engine.config is model.config
     assert engine.generation_config is model.generation_config
     assert engine.can_generate() is True
-    assert str(engine.dtype).removeprefix("torch.") == "float32"
+    assert engine.dtype == model.dtype == torch.float32
     if backend == "torch":
-        assert engine.device == model.device and engine.dtype == model.dtype
+        assert engine.device == model.device
     else:
         assert engine.device.platform == "cpu"
+    with dualinfer.init_inference(dualinfer.embedded_model(), backend=backend) as own:
+        assert own.dtype == (torch.float32 if backend == "torch" else np.float32)
     bert = dualinfer.init_inference(
         make_bert(hf.BertModel), backend=backend, replace_with_kernel_inject=True
     )

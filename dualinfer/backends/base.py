@@ -33,8 +33,8 @@ class ForwardInputs:
     mask of its encoder's sequences; spectrograms float32 [B, 2 S, mel] are its embeddings. Where
     the encoder has run before, the source has `states` float32 [B, S, E], and it is not run. Of a
     model of two towers they are texts, and `source` images, which are `of_encoder`: alone they have
-    the outputs of their own tower. float32 `blend` [T, P] says what positions are, as in
-    `contract.BlockOps.embed_given`. float32 `weights` [B, T] are those of the tokens that a head
+    the outputs of their own tower. float32 `blend` [B or 1, T, P] says what positions are, as
+    in `contract.BlockOps.embed_given`. float32 `weights` [B, T] are those of the tokens that a head
     pools. Of `choices` sequences in a row each, a head's scores are put side by side. With `texts`
     the result is their embeddings alone: so many of each row, as `segments` number them, the sum of
     tokens times `weights`, or the `largest` value of each element.

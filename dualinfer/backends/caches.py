@@ -133,7 +133,8 @@ def cache_specs(spec: ModelSpec, codes: str | None = None) -> tuple[CacheSpec, .
 def _sizes(a: Attention) -> tuple[int, int, int]:
     if a.latent is not None:
         return 1, a.latent.width, a.latent.rank
-    return a.widened.kv_heads, a.head_dim, a.head_dim
+    own = a.widened
+    return own.kv_heads, own.head_dim, own.head_dim
 
 
 def check_kinds(specs: Sequence[CacheSpec], known: Collection[str], backend: str) -> None:

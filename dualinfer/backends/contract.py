@@ -184,7 +184,7 @@ class LayerAttention(NamedTuple):
     ) -> "LayerAttention":
         """The attention of the layer whose weights are `w`; `outer` are outside the layers."""
         q_norm, k_norm = (
-            NormOf.named(spec.qk_norm, w, name) if spec.qk_norm else None
+            NormOf.named(spec.qk_norm, w, name) if spec.widened.qk_norm and spec.qk_norm else None
             for name in ("q_norm", "k_norm")
         )
         bias = w["relative_bias"] if spec.bias else None
@@ -241,9 +241,14 @@ class BlockOps(Protocol):
         """As `embed`, with a caller's embeddings [B, T, W] in the place of the tokens' own.
 
         W is the width of the embedding: `embed_width`, else E. Of images it is that of a patch;
-        what is given in the place of learned tokens is not read. With float32 `blend` [T, P] a
-        token's position is the sum of the table's P rows times these, in the place of `positions`.
+        what is given in the place of learned tokens is not read. With float32 `blend` [B or 1, T,
+        P] a token's position is the sum of the table's P rows times these, in the place of
+        `positions`.
         """
+        ...
+
+    def take_rows(self, table: Weight, ids: Array) -> Array:
+        """Rows [..., W] of a table [N, W], whole on every device, for int ids [...]."""
         ...
 
     def embed_trigrams(
@@ -354,6 +359,24 @@ class BlockOps(Protocol):
         """
         ...
 
+    def chosen_queries(self, x: Array, weight: Weight, routing: Routing, head_dim: int) -> Array:
+        """Query heads [..., K k D] of x [..., E], k of each KV head one after another.
+
+        A head of its k is the product by a chosen one of weights [X, K D, E], in their order. Each
+        device has a share of K.
+        """
+        ...
+
+    def chosen_outputs(
+        self, y: Array, weight: Weight, routing: Routing, head_dim: int, by: Neighbours
+    ) -> Array:
+        """What chosen ones of weights [X, E, K D] make of heads y [..., K k D]: [..., E].
+
+        The sum over the chosen ones by the routing's weights, and over devices; the neighbours are
+        as of `row_product`. HF's `JetMoeMoA.reduce`.
+        """
+        ...
+
     def experts(
         self,
         x: Array,
@@ -398,6 +421,10 @@ class BlockOps(Protocol):
         """
         ...
 
+    def times_logistic(self, y: Array, gates: Array) -> Array:
+        """y times the logistic function of gates, both [..., N]."""
+        ...
+
     def add(self, x: Array, y: Array, norm: NormOf | None = None) -> Array:
         """x + y, of one shape; with a norm x + norm(y)."""
         ...
@@ -415,6 +442,15 @@ class BlockOps(Protocol):
 
         Values that are narrower than keys are times their scale, with zeros behind each. Heads of a
         difference are there twice, once for each value that they read.
+        """
+        ...
+
+    def bias_keys(self, a: Attention, qkv: Array, numbers: Array, w: Weights) -> Array:
+        """Packed qkv [B, T, ...] of `a` as `a.widened` has it, where keys are biased.
+
+        Queries and keys are normed. Behind the elements of a key is its bias, of `numbers` [B, T,
+        K] and the layer's factors [K], behind those of a query the inverse of the scale, and behind
+        those of a value 0. HF's `DogeAttention`.
         """
         ...
 
@@ -448,6 +484,21 @@ class BlockOps(Protocol):
         kernel [out, in, taps], over each token and its taps // 2 neighbours on either side; taps
         are odd, and zeros lie around the sequence. With int `segments` [B, T], for a stride of 1,
         a token of another segment counts as zeros as well.
+        """
+        ...
+
+    def convolve_each(self, x: Array, kernel: Array, segments: Array | None = None) -> Array:
+        """Each element of x [B, T, E] over time by a kernel of its own, kernel [E, taps].
+
+        Taps are odd, and what lies around is as in `convolve`.
+        """
+        ...
+
+    def mix_spans(self, x: Array, scores: Array, taps: int, segments: Array | None = None) -> Array:
+        """Heads of x [B, T, H D] over time: sums of `taps` tokens by the softmax of scores.
+
+        These are [B, T, H taps]; what lies around is as in `convolve`. HF's class is
+        `ConvBertSelfAttention`.
         """
         ...
 
@@ -522,6 +573,10 @@ class BlockOps(Protocol):
 
         Devices have shares of the `width` gates. HF's `Gemma3nTextMLP`.
         """
+        ...
+
+    def gate_within(self, h: Array, by: Activation, limit: float) -> Array:
+        """Gates and ups h [..., 2 F] as hidden values [..., F], as `spec.Mlp.limit` has them."""
         ...
 
     def like(self, x: Array, other: Array) -> Array:

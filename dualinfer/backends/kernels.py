@@ -299,11 +299,14 @@ def _matrices(w: Weights) -> list[Weight]:
 def _knows_experts(mixture: Experts) -> bool:
     """Whether the kernels know what these experts do.
 
-    They do not where several of a token weigh their inputs, or where some have no weights.
+    They do not where several of a token weigh their inputs, where some have no weights, or where
+    what an activation gives has a limit.
     """
     from ..kernels.triton import activation
 
     if mixture.zeros or (mixture.weighs_input and mixture.router.chosen > 1):
+        return False
+    if mixture.limits_given and mixture.limit is not None:
         return False
     return mixture.activation in activation.KINDS
 
@@ -315,6 +318,7 @@ def shares_launches(mixture: Experts, w: Mapping[str, Any], tokens: int) -> bool
     names = [f"{of}.{part}.weight" for of in ("experts", "shared") for part in ("up", "down")]
     names += ["shared.gate.weight"] * mixture.shared_gated
     others = mixture.weighs_input or mixture.apart or mixture.late or mixture.shared_scale != 1
+    others |= mixture.shared_limit is not None
     known = mixture.shared > 0 and not others and experts_choice.is_few(tokens)
     return known and _are_plain([w[name] for name in names])
 

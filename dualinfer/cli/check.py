@@ -118,6 +118,15 @@ class _Given(NamedTuple):
             mask[-1, :-_SHORT] = 0
             whole = {"input_ids": ids, **images}
             return cls(whole, {**whole, "attention_mask": mask}, whole, slice(None))
+        if hasattr(config, "num_patches"):  # whose images are given as patches
+            shape = _ROWS, _TOKENS, config.num_channels * config.patch_size**2
+            mask[:, -1] = mask[0, 6:] = 0
+            images: dict[str, np.ndarray] = {
+                "pixel_values": random.standard_normal(shape).astype(np.float32),
+                "spatial_shapes": np.array([[2, 3], [4, 4]])[:_ROWS],
+                "pixel_attention_mask": mask,
+            }
+            return cls(images, images, images, slice(None))
         if getattr(config, "patch_size", None) is not None and not hasattr(config, "vocab_size"):
             shape = _ROWS, config.num_channels, config.image_size, config.image_size
             images = {"pixel_values": random.standard_normal(shape).astype(np.float32)}

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ..model.families.kinds import KINDS
-from ..model.families.multimodal import TEXTS
+from ..model.families.multimodal import TEXTS, WRAPPERS
 
 VOCAB = 131
 POSITIONS = 256
@@ -34,6 +34,7 @@ _EXPERTS = {
     **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts"), 6),
     **dict.fromkeys(("num_experts_per_tok", "moe_k", "moe_topk"), 3),
     **dict.fromkeys(("moe_intermediate_size", "shared_expert_intermediate_size"), 72),
+    **{"share_expert_dim": 72, "gated_norm_rank": 12},
     **{"expert_ffn_hidden_size": 72, "zero_expert_num": 4},
     **{"moe_num_experts": 6, "n_shared_experts": 1, "shared_intermediate_size": 72},
 }
@@ -52,7 +53,7 @@ _LATENT |= {"kv_lora_rank": 44, "q_lora_rank": 52, "head_dim": 20}
 
 def has_towers(config: Any) -> bool:
     """True of a model that compares texts with images, which has no part that stands for all."""
-    return config.model_type in ("clip", "metaclip_2", "siglip")
+    return config.model_type in ("clip", "metaclip_2", "siglip", "siglip2")
 
 
 def text_config(config: Any) -> Any:
@@ -61,8 +62,9 @@ def text_config(config: Any) -> Any:
     if both:
         return config
     own = config.get_text_config(decoder=True)
-    if config.model_type == "paligemma":  # of a text alone no token sees those behind it
-        own.use_bidirectional_attention = own.num_image_tokens = None
+    wrapper = WRAPPERS.get(config.model_type)
+    for name in wrapper.not_alone if wrapper else ():
+        setattr(own, name, None)
     return own
 
 
@@ -77,7 +79,7 @@ def tiny_config(config: Any) -> Any:
             name: tiny_config(getattr(config, name)).to_dict()
             for name in ("text_config", "vision_config")
         }
-        if config.model_type != "siglip":
+        if not config.model_type.startswith("siglip"):
             towers["projection_dim"] = _HEAD_DIM
         return type(config)(**towers)
     if config.model_type in ("t5gemma", "encoder-decoder"):
@@ -126,6 +128,8 @@ def tiny_config(config: Any) -> Any:
             values[name] = hidden
     if "patch_size" in values and "image_size" in values:
         values |= {"patch_size": _PATCH, "image_size": 3 * _PATCH}
+    if "patch_size" in values and "num_patches" in values:
+        values |= {"patch_size": _PATCH, "num_patches": 9}
     if "head_dim" in values:
         values["head_dim"] = _HEAD_DIM
     if values.get("hidden_size_per_layer_input"):

@@ -24,7 +24,9 @@ from ..model.spec import (
     Mlp,
     Norm,
     Page,
+    Pairs,
     Router,
+    Spans,
     Streams,
 )
 
@@ -76,16 +78,16 @@ def block(
     """
     if layer.placement == "post":
         if layer.adapter is not None:
-            y, residual, norm = _post_block(layer, w, ops, x, index, attend, across)
+            y, residual, norm = _post_block(layer, w, ops, x, index, attend, across, seen)
             return Unnormed(
                 *_adapted(layer.adapter, layer.norm, w, ops, ops.add(residual, y)), norm
             )
         if layer.convolution is None:
-            return _post_block(layer, w, ops, x, index, attend, across)
+            return _post_block(layer, w, ops, x, index, attend, across, seen)
         x = normed(ops, x)
         kernel, how = (w["conv.kernel"], w["conv.bias"]), layer.convolution
         y = ops.convolve(x, *kernel, 1, how.activation, seen.segments)
-        x = normed(ops, _post_block(layer, w, ops, x, index, attend, across))
+        x = normed(ops, _post_block(layer, w, ops, x, index, attend, across, seen))
         return Unnormed(y, x, NormOf.named(layer.norm, w, "conv_norm"))
     if layer.bottleneck is not None:
         return _narrow_block(layer, layer.bottleneck, w, ops, normed(ops, x), index, attend)
@@ -142,8 +144,17 @@ def _sublayers(
 
     def attention(x: Array, norm: NormOf | None, residual: Array | None) -> Array:
         """Attention of `x`, normed first where there is a norm, plus the residual if given."""
+        if layer.attention.pairs is not None:
+            return chosen(layer.attention.pairs, x, norm, residual)
+        gates = numbers = None
         if layer.attention.latent is not None:
-            qkv = latent(x, norm)
+            qkv, gates = latent(x, norm)
+        elif layer.attention.biased_keys:
+            x, norm = ops.norm(x, norm) if norm else x, None
+            qkv = ops.linear(x, w["qkv.weight"], Neighbours(w.get("qkv.bias")))
+            values = ops.linear(x, w["all_values.weight"], Neighbours(w.get("all_values.bias")))
+            by = Neighbours(w.get("key_bias.bias"))
+            numbers = ops.linear(values, w["key_bias.weight"], by)
         else:
             qkv = ops.linear(x, w["qkv.weight"], Neighbours(w.get("qkv.bias"), norm))
         if layer.attention.clip is not None and not layer.attention.clip_normed:
@@ -155,28 +166,50 @@ def _sublayers(
         if lent is not None and (index in lent or layer.attention.lender is not None):
             qkv = _borrowed(layer, ops, qkv, index, lent)
         if widens := layer.attention.widened is not layer.attention:
-            qkv = ops.widen_heads(layer.attention, qkv)
+            if numbers is None:
+                qkv = ops.widen_heads(layer.attention, qkv)
+            else:
+                qkv = ops.bias_keys(layer.attention, qkv, numbers, w)
         y = attend(index, qkv)
         if widens:
             y = ops.narrow_heads(layer.attention, y, w)
         if layer.attention.gated:
             y = ops.gate(y, x, w["attn_gate.weight"], norm, layer.attention.gate)
+        if gates is not None:
+            y = ops.times_logistic(y, gates)
         if layer.sub_norms:
             y = ops.norm_shared(y, NormOf.named(layer.norm, w, "out_norm"), layer.sub_norms[0])
         spends = spend and not layer.parallel  # whose MLP reads `x` again
         by = Neighbours(w.get("out.bias"), residual=residual, spend=spends)
         return ops.row_product(y, w["out.weight"], by)
 
-    def latent(x: Array, norm: NormOf | None) -> LatentQkv:
-        """Queries of `x`, and what keys and values of all heads are made of."""
-        assert layer.attention.latent is not None
+    def chosen(pairs: Pairs, x: Array, norm: NormOf | None, residual: Array | None) -> Array:
+        """As `attention`, by the pairs of projections that each token chooses."""
+        x, a = ops.norm(x, norm) if norm else x, layer.attention
+        routing, size = ops.route(x, w["pairs.router.weight"], pairs.router), a.head_dim
+        q = ops.chosen_queries(x, w["pairs.query.weight"], routing, size)
+        y = attend(index, ops.join(q, ops.linear(x, w["kv.weight"])))
+        by = Neighbours(w["pairs.bias"], residual=residual, spend=spend)
+        return ops.chosen_outputs(y, w["pairs.out.weight"], routing, size, by)
+
+    def latent(x: Array, norm: NormOf | None) -> tuple[LatentQkv, Array | None]:
+        """Queries of `x`, what keys and values of all heads are made of, and perhaps gates."""
+        own, gates = layer.attention.latent, None
+        assert own is not None
         shared = ops.linear(x, w["latent.weight"], Neighbours(w.get("latent.bias"), norm))
-        if layer.attention.latent.query_rank:
+        if own.query_rank:
             x = ops.linear(
                 x, w["query_latent.weight"], Neighbours(w.get("query_latent.bias"), norm)
             )
-            norm = NormOf.named(layer.attention.latent.norm, w, "query_norm")
-        return LatentQkv(ops.linear(x, w["query.weight"], Neighbours(norm=norm)), shared)
+            norm = NormOf.named(own.norm, w, "query_norm")
+        if own.gated:
+            assert norm is not None
+            both = ops.linear(ops.join(ops.norm(x, norm), x), w["query_gate.weight"])
+            size = layer.attention.head_dim
+            q, gates = ops.parted(both, both.shape[-1] * size // (size + own.value_dim))
+        else:
+            q = ops.linear(x, w["query.weight"], Neighbours(norm=norm))
+        return LatentQkv(q, shared), gates
 
     def cross(x: Array, norm: NormOf | None, residual: Array | None) -> Array:
         """Attention across, likewise; the residual may be overwritten."""
@@ -204,8 +237,7 @@ def _sublayers(
             h = ops.linear(x, w["up.weight"], Neighbours(w.get("up.bias"), norm))
             h = ops.xielu(h, [w[f"xielu.{name}"] for name in XIELU])
         else:
-            by = Neighbours(w.get("up.bias"), norm, layer.mlp.activation, layer.mlp.gated)
-            h = ops.linear(x, w["up.weight"], by)
+            h = _hidden(layer.mlp, w, ops, "up", x, norm, layer.mlp.limit)
         if layer.sub_norms:
             h = ops.norm_shared(h, NormOf.named(layer.norm, w, "down_norm"), layer.sub_norms[1])
         by = Neighbours(w.get("down.bias"), residual=residual, spend=True)
@@ -215,6 +247,14 @@ def _sublayers(
         """`x` plus what a sub-layer makes of it, between the norms of its placement."""
         before, behind = _norms(layer, name)
         first = norm(before) if before else None
+        if layer.gated_norms and f"{before}_up.weight" in w:
+            assert first is not None and behind is None
+            y = ops.norm(x, first)
+            by = Neighbours(activation="silu")
+            h = ops.linear(y, w[f"{before}_down.weight"], by)
+            return sublayer(ops.gate(y, h, w[f"{before}_up.weight"]), None, x)
+        if layer.keeps:
+            return ops.add(x * w[f"{name}_kept"], sublayer(x, first, None))
         factor = w[f"{name}_scale"] if layer.scaled else layer.residual_scale
         if behind is None and not layer.scaled and layer.residual_scale == 1:
             return sublayer(x, first, x)
@@ -251,6 +291,7 @@ def _post_block(
     index: int,
     attend: Attend,
     across: Attend | None,
+    seen: Seen,
 ) -> Unnormed:
     """As `block`, with each norm over the sum of a sub-layer and what it read."""
 
@@ -269,7 +310,10 @@ def _post_block(
         return Unnormed(y, x, NormOf.named(layer.norm, w, norm))
 
     qkv, x = read(x, "qkv")
-    x = written(attend(index, qkv), "out", x, "attn_norm")
+    y = attend(index, qkv)
+    if layer.spans is not None:
+        y = ops.join(y, _spanned(layer.spans, w, ops, x, seen))
+    x = written(y, "out", x, "attn_norm")
     if layer.cross:
         assert across is not None
         q, x = read(x, "cross_q")
@@ -280,6 +324,17 @@ def _post_block(
         return Unnormed(y, x, NormOf.named(layer.norm, w, "mlp_norm"))
     h, x = read(x, "up", _plain_activation(layer), layer.mlp.gated)
     return written(h, "down", x, "mlp_norm")
+
+
+def _spanned(spans: Spans, w: Weights, ops: BlockOps, x: Array, seen: Seen) -> Array:
+    """What the heads beside those of attention give of x [B, T, E]."""
+
+    def product(x: Array, name: str) -> Array:
+        return ops.linear(x, w[f"{name}.weight"], Neighbours(w[f"{name}.bias"]))
+
+    key = product(ops.convolve_each(x, w["span_depth"], seen.segments), "span_key")
+    scores = product(key * product(x, "span_query"), "span_mixture")
+    return ops.mix_spans(product(x, "span_value"), scores, spans.taps, seen.segments)
 
 
 def _narrow_block(
@@ -416,6 +471,23 @@ def cross_keys(w: Weights, ops: BlockOps, states: Array) -> Array:
     return ops.linear(states, w["cross_kv.weight"], Neighbours(w.get("cross_kv.bias")))
 
 
+def _hidden(
+    mlp: Mlp | Experts,
+    w: Weights,
+    ops: BlockOps,
+    name: str,
+    x: Array,
+    norm: NormOf | None,
+    limit: float | None,
+) -> Array:
+    """The hidden values of a feed-forward by the projection `name`, within a limit if given."""
+    assert mlp.activation != "xielu"
+    weight, bias = w[f"{name}.weight"], w.get(f"{name}.bias")
+    if limit is None:
+        return ops.linear(x, weight, Neighbours(bias, norm, mlp.activation, mlp.gated))
+    return ops.gate_within(ops.linear(x, weight, Neighbours(bias, norm)), mlp.activation, limit)
+
+
 def mixture(
     experts: Experts,
     w: Weights,
@@ -445,10 +517,8 @@ def mixture(
         routing = ops.blend(routing, sides, experts.count - 1)
     partial = None
     if experts.shared and not ops.adds_shared(x, experts, w):
-        by = Neighbours(None, norm, experts.activation, experts.gated)
-        partial = ops.partial_product(
-            ops.linear(x, w["shared.up.weight"], by), w["shared.down.weight"]
-        )
+        h = _hidden(experts, w, ops, "shared.up", x, norm, experts.shared_limit)
+        partial = ops.partial_product(h, w["shared.down.weight"])
         if experts.shared_gated:
             partial = ops.gate(partial, x, w["shared.gate.weight"], norm)
         if experts.shared_scale != 1:
@@ -459,4 +529,5 @@ def mixture(
         y = ops.experts(x, experts, w, routing, Neighbours(residual=residual, spend=True), partial)
         return ops.add(y, ops.like(passed, y))
     by = Neighbours(norm=norm, residual=residual, spend=True)
-    return ops.experts(x, experts, w, routing, by, partial)
+    y = ops.experts(x, experts, w, routing, by, partial)
+    return y + w["experts.bias"] if "experts.bias" in w else y

@@ -1,7 +1,7 @@
 """The pass through a model's layers."""
 
 from ..backends.contract import Array, BlockOps, Neighbours, NormOf, Params
-from ..model.spec import ModelSpec, Streams
+from ..model.spec import Embedder, ModelSpec, Streams
 from .blocks import Attend, Seen, block, normed
 
 _KEPT = 1 - 0.15 * 0.8  # of tokens, in training
@@ -27,7 +27,7 @@ def hidden_states(
     """The last layer's output [B, T, E] for ids and positions [B, T], before the final norm.
 
     With `embeds` [B, T, W] these are in the place of the embedded ids, which are not read; `blend`
-    [T, P] says then what a token's position is, as in `contract.BlockOps.embed_given`.
+    [B or 1, T, P] says then what a token's position is, as in `contract.BlockOps.embed_given`.
 
     bool `mask` [B, T] and `segments` [B, T], which number sequences, are for a model that drops
     tokens or blanks them, and for layers as in `Seen`.
@@ -46,6 +46,8 @@ def hidden_states(
             x = ops.embed_trigrams(spec, params.outer, read, *where, segments)
         elif embeds is None:
             x = ops.embed(spec, params.outer, ids, *where)
+            for i, embedder in enumerate(spec.embedders):
+                x = _embedded_by(embedder, f"embedders.{i}", params, ops, x, ids)
             if spec.dropped is not None:
                 x = _without_dropped(spec.dropped, ops, x, ids, mask, segments)
         else:
@@ -95,6 +97,20 @@ def hidden_states(
         # Sequences first, as callers have them.
         return [*(y.swapaxes(0, 1).swapaxes(1, 2) for y in kept if keep), last]
     return [*kept[:-1], normed(ops, kept[-1])]
+
+
+def _embedded_by(
+    own: Embedder, name: str, params: Params, ops: BlockOps, x: Array, ids: Array
+) -> Array:
+    """Embeddings x [B, T, E], with those that an embedder makes in the place of its ids' own."""
+    w, at = params.outer, ids - own.first
+    is_own = (at >= 0) * (at < own.count)
+    y = ops.take_rows(w[f"{name}.table.weight"], at * is_own)
+    by = Neighbours(norm=NormOf.named(own.norm, w, f"{name}.norm"))
+    y = ops.linear(y, w[f"{name}.project.weight"], by)
+    y = ops.norm(y, NormOf.named(own.norm, w, f"{name}.out_norm"))
+    share = ops.like(is_own[..., None] * 1.0, x)
+    return x * (1 - share) + y * share
 
 
 def _spread(streams: Streams, params: Params, ops: BlockOps, x: Array) -> Array:

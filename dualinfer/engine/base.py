@@ -4,6 +4,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Self
 
+from ..arrays import to_torch_dtype
 from ..backends.profiling import Profiler
 from ..config import InferenceConfig
 from ..errors import ArgumentError, ClosedError, UnsupportedError
@@ -26,7 +27,8 @@ class About:
     are from, and `notes` what was decided for the user. `load_tokenizer` gives the model's
     tokenizer, and `load_embedding` how its folder embeds texts; they are None where nothing tells
     where that lies. A module that was `made_here` is
-    nobody else's: it was made of a checkpoint.
+    nobody else's: it was made of a checkpoint. One `of_torch` is the caller's, of torch, in whose
+    place the engine stands.
     """
 
     inference_config: InferenceConfig
@@ -37,6 +39,7 @@ class About:
     notes: Sequence[str]
     load_tokenizer: Callable[[], Any] | None = None
     made_here: bool = False
+    of_torch: bool = False
     load_embedding: Callable[[], TextEmbedding] | None = None
 
 
@@ -106,8 +109,12 @@ class InferenceEngine(TextCalls):
 
     @property
     def dtype(self) -> Any:
-        """The framework's dtype of the weights."""
-        return self.runner.dtype
+        """The framework's dtype of the weights.
+
+        On JAX it is torch's where the engine was made of a torch module: pipelines of transformers
+        cast images and sounds to the dtype of the model, and take no other.
+        """
+        return to_torch_dtype(self.runner.dtype) if self._about.of_torch else self.runner.dtype
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The same as `forward`."""

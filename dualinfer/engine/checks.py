@@ -7,7 +7,7 @@ import ml_dtypes
 import numpy as np
 
 from ..arrays import kind_of, to_numpy
-from ..errors import ArgumentError, a_type, shown
+from ..errors import ArgumentError, LengthError, a_type, shown
 from ..model.spec import ModelSpec
 
 # What processors of HF's make of images and sounds, beside ids.
@@ -53,6 +53,16 @@ def read_array(value: Any, name: str, ragged: str) -> np.ndarray:
         ) from error
 
 
+def check_length(spec: ModelSpec, count: int, what: str, way: str) -> None:
+    """Raise LengthError where one sequence of `count` tokens is too long for the model.
+
+    `what` says who asks for so many, and `way` what to do.
+    """
+    if not spec.tokens or count <= spec.tokens:
+        return
+    raise LengthError(f"{what}, but {spec.why_most}. {way}")
+
+
 def check_ids(ids: Any, name: str, vocab: int, what: str = "vocabulary") -> np.ndarray:
     """An integer array [B, T] (or [T], taken as one row) as int32, every value in [0, vocab)."""
     if kind_of(ids) is None:
@@ -83,29 +93,31 @@ def check_ids(ids: Any, name: str, vocab: int, what: str = "vocabulary") -> np.n
     return array.astype(np.int32)
 
 
-def check_mask(mask: Any, shape: tuple[int, int]) -> np.ndarray | None:
-    """An attention mask of `shape` as bool; None where it is None."""
+def check_mask(
+    mask: Any, shape: tuple[int, int], name: str = "attention_mask"
+) -> np.ndarray | None:
+    """An attention mask of `shape` as bool, called `name` in errors; None where it is None."""
     if mask is None:
         return None
     if kind_of(mask) is None:
-        raise ArgumentError(f"attention_mask is {a_type(mask)}; expected an array.")
-    array = read_array(mask, "attention_mask", "rows differ in length.")
+        raise ArgumentError(f"{name} is {a_type(mask)}; expected an array.")
+    array = read_array(mask, name, "rows differ in length.")
     if array.ndim == 1 and shape[0] == 1:
         array = array[None]
     if array.ndim == 4:
         raise ArgumentError(
-            f"attention_mask has shape {array.shape}: a mask of its own for each query is not "
+            f"{name} has shape {array.shape}: a mask of its own for each query is not "
             f"supported, since attention is fused. Pass {shape}, 1 where a token is real; "
             "position_ids that start anew separate packed sequences. Module mode takes such a mask."
         )
     if array.shape != shape:
         raise ArgumentError(
-            f"attention_mask has shape {array.shape}; expected {shape}, that of the prompts."
+            f"{name} has shape {array.shape}; expected {shape}, that of the prompts."
         )
     if array.dtype == ml_dtypes.bfloat16:  # whose kind is not that of a number
         array = array.astype(np.float32)
     if array.dtype.kind not in "biuf" or ((array != 0) & (array != 1)).any():
-        raise ArgumentError("attention_mask holds other values than 0 and 1.")
+        raise ArgumentError(f"{name} holds other values than 0 and 1.")
     return array != 0
 
 

@@ -14,7 +14,6 @@ from ..errors import (
     ArgumentError,
     CheckpointError,
     CheckpointNotFoundError,
-    LengthError,
     UnsupportedError,
     a_type,
     shown,
@@ -28,11 +27,12 @@ from ..model.embedding import (
 )
 from ..model.spec import ModelSpec
 from .base import InferenceEngine
-from .checks import by_name, check_ids, check_mask, is_zero, refuse_prefix
+from .checks import by_name, check_ids, check_length, check_mask, is_zero, refuse_prefix
 from .packing import Pass, make_inputs, make_passes
 from .text import ids_of
 
 _TOKENS, _TOKENS_ON_HOST = 16384, 2048  # of one pass
+_CUT = "Cut it, or pass max_length with texts."
 _AHEAD = 2  # passes that are enqueued before the result of the first is waited for
 
 
@@ -134,6 +134,7 @@ class EmbeddingCalls(InferenceEngine):
                         raise ArgumentError(
                             f"Text {i} is empty: the tokenizer makes no token of it. Leave it out."
                         )
+                    check_length(self._spec, len(row), f"Text {i} has {len(row)} tokens", _CUT)
             else:
                 if not (prompt is prompt_name is max_length is None):
                     raise ArgumentError(
@@ -260,14 +261,13 @@ class EmbeddingCalls(InferenceEngine):
         """Tokens to which a text is cut."""
         limit = self._spec.tokens or self._spec.max_positions
         if asked is None:
+            if self._spec.most:  # longer ones are refused
+                limit = self._spec.max_positions
             own = getattr(tokenizer, "model_max_length", None)  # 1e30 where nobody says
             return min(self.text_embedding.max_length or own or limit, limit)
         if type(asked) is not int or asked < 1:
             raise ArgumentError(f"max_length={shown(asked)}; expected a positive int.")
-        if self._spec.tokens and asked > limit:
-            raise LengthError(
-                f"max_length={asked}, but the model has {limit} positions. Pass at most {limit}."
-            )
+        check_length(self._spec, asked, f"max_length={asked}", f"Pass at most {limit}.")
         return asked
 
     def _check_rows(self, given: Any) -> list[np.ndarray]:
@@ -287,18 +287,16 @@ class EmbeddingCalls(InferenceEngine):
         if kind_of(given) is None:
             raise ArgumentError(f"inputs is {a_type(given)}; expected a str, texts or token ids.")
         if mask is not None and _is_uneven(given) and _is_uneven(mask):
-            rows = _seen_rows(list(given), mask, spec.known_ids)
+            rows = _seen_rows(list(given), mask, spec.vocab)
         elif kind_of(given) == "list" and mask is None:
             _check_depth(list(given[:1]))
             if given and not isinstance(given[0], list | tuple) and kind_of(given[0]) is None:
                 given = [given]
-            rows = _flat_rows(given, spec.known_ids)
+            rows = _flat_rows(given, spec.vocab)
             if rows is None:
-                rows = [
-                    check_ids(x, f"inputs[{i}]", spec.known_ids)[0] for i, x in enumerate(given)
-                ]
+                rows = [check_ids(x, f"inputs[{i}]", spec.vocab)[0] for i, x in enumerate(given)]
         else:
-            padded = check_ids(given, "input_ids", spec.known_ids)
+            padded = check_ids(given, "input_ids", spec.vocab)
             visible = check_mask(mask, (padded.shape[0], padded.shape[1]))
             rows = (
                 list(padded)
@@ -308,11 +306,8 @@ class EmbeddingCalls(InferenceEngine):
         for i, row in enumerate(rows):
             if not len(row):
                 raise ArgumentError(f"Text {i} is empty: every token of it is masked.")
-            if spec.tokens and len(row) > spec.tokens:
-                raise LengthError(
-                    f"Text {i} has {len(row)} tokens, but the model has {spec.tokens} positions. "
-                    "Cut it, or pass texts, which are cut for you."
-                )
+            way = _CUT if spec.most else "Cut it, or pass texts, which are cut for you."
+            check_length(spec, len(row), f"Text {i} has {len(row)} tokens", way)
         return rows
 
     def _passes(

@@ -17,7 +17,7 @@ from .arguments import GenerationArguments, refuse_outputs, with_arguments
 from .base import CLOSED, About
 from .checks import by_name, is_zero, refuse_prefix
 from .embedding import EmbeddingCalls
-from .images import make_image_inputs, make_tower_inputs, refuse_images
+from .images import OF_PATCHES, make_image_inputs, make_tower_inputs, refuse_images
 from .inputs import make_forward_inputs, refuse_arguments
 from .loop import Generation, Loop, StopStrings
 from .options import GenerationOptions, config_dict, count_of, make_options, over_limit, shorter
@@ -117,6 +117,8 @@ class FusedEngine(EmbeddingCalls, TowerCalls):
         input_features: Any = None,
         encoder_outputs: Any = None,
         pixel_values: Any = None,
+        pixel_attention_mask: Any = None,
+        spatial_shapes: Any = None,
         bbox: Any = None,
         interpolate_pos_encoding: bool | None = False,
         labels: Any = None,
@@ -146,13 +148,14 @@ class FusedEngine(EmbeddingCalls, TowerCalls):
         encoder's, and `decoder_input_ids` [B, T] the decoder's, without which they are made of
         labels, which are not shifted then. Whisper's encoder reads `input_features` [B, mel,
         frames], LayoutLM `bbox` [B, T, 4], an encoder of images `pixel_values` [B, C, H, W], of any
-        size with `interpolate_pos_encoding`. A model of texts and images reads both, and gives
-        `logits_per_text` and `logits_per_image`, as HF's CLIPModel. `encoder_outputs` are what an
-        encoder gave before, in the place of what it reads: its last hidden state [B, S, E], a tuple
-        that begins with it, HF's BaseModelOutput or what `forward` gave; `attention_mask` [B, S]
-        then tells its padding. Returns HF's ModelOutput; with `return_dict=False` a plain tuple;
-        with `return_tuple=False` the first array alone. Raises ArgumentError and LengthError before
-        anything runs.
+        size with `interpolate_pos_encoding`; SigLIP 2's reads patches, `pixel_values` [B, T, W],
+        with `pixel_attention_mask` [B, T] and `spatial_shapes` [B, 2]. A model of texts and images
+        reads both, and gives `logits_per_text` and `logits_per_image`, as HF's CLIPModel.
+        `encoder_outputs` are what an encoder gave before, in the place of what it reads: its last
+        hidden state [B, S, E], a tuple that begins with it, HF's BaseModelOutput or what `forward`
+        gave; `attention_mask` [B, S] then tells its padding. Returns HF's ModelOutput; with
+        `return_dict=False` a plain tuple; with `return_tuple=False` the first array alone. Raises
+        ArgumentError and LengthError before anything runs.
         """
         arguments = {
             "input_ids": input_ids,
@@ -175,6 +178,11 @@ class FusedEngine(EmbeddingCalls, TowerCalls):
             arguments |= beside
         if self._spec.patches or self._spec.towers:
             arguments["pixel_values"] = pixel_values
+        of_patches = dict(zip(OF_PATCHES, (pixel_attention_mask, spatial_shapes), strict=True))
+        if self._spec.reads_patches:
+            arguments |= of_patches
+        else:
+            unsupported |= {name: x for name, x in of_patches.items() if x is not None}
         if self._spec.boxes:
             arguments["bbox"] = bbox
         elif bbox is not None:
@@ -475,7 +483,7 @@ class FusedEngine(EmbeddingCalls, TowerCalls):
         else:
             if ids is None and options.bos_token_id is not None:
                 ids, mask = [[options.bos_token_id]], None  # as in HF
-            prompts = make_prompts(ids, mask, spec.known_ids, pad, options.eos_token_ids)
+            prompts = make_prompts(ids, mask, spec.vocab, pad, options.eos_token_ids)
         count = options.num_return_sequences
         ends = options.stop_strings or options.criteria
         if pad is None and ends and len(prompts.rows) * count > 1:
@@ -518,7 +526,7 @@ class FusedEngine(EmbeddingCalls, TowerCalls):
             raise LengthError(over_limit(longest, new_tokens, "max_out_tokens", limit, way))
         own = "max_position_embeddings" if asked is None else "number of positions"
         if self._spec.most and limit == self._spec.most + 1:
-            own = "index_topk, beyond which its layers choose the tokens that they see"
+            own = f"{self._spec.most_by}, beyond which its layers choose the tokens that they see"
         raise LengthError(
             f"A prompt of {count_of(longest)} and {new_tokens} new ones, of which the last takes "
             f"no position, need {longest + new_tokens - 1}, over the model's {own} ({limit - 1}). "

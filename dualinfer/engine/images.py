@@ -11,9 +11,11 @@ from ..arrays import kind_of
 from ..backends.base import ForwardInputs
 from ..errors import ArgumentError, a_type, shown
 from ..model.spec import ModelSpec, Patches
-from .checks import read_array
+from .checks import check_mask, read_array
 from .inputs import make_forward_inputs, pooling_weights, text_alone
 from .labels import check_labels, check_numbers, loss_kind
+
+OF_PATCHES = "pixel_attention_mask", "spatial_shapes"
 
 
 def refuse_images(spec: ModelSpec, pixels: Any, interpolate: Any) -> None:
@@ -75,6 +77,7 @@ def make_image_tower_inputs(
     """The inputs of the tower of images alone."""
     assert spec.encoder is not None
     pixels = {"input_ids": None, "pixel_values": given.get("pixel_values")}
+    pixels |= {name: given.get(name) for name in OF_PATCHES}
     images = make_image_inputs(spec.encoder, pixels, interpolate=interpolate, **how)
     return replace(images, of_encoder=True)
 
@@ -113,35 +116,12 @@ def make_image_inputs(
         raise ArgumentError(
             f"interpolate_pos_encoding={shown(interpolate)}; expected True or False."
         )
-    any_size, size = interpolate or patches.any_size, patches.size
-    channels, high, wide = patches.image
-    expected = f"[batch, {channels}, {'height, width' if any_size else f'{high}, {wide}'}]"
-    if pixels is None or kind_of(pixels) is None:
-        what = "missing" if pixels is None else a_type(pixels)
-        raise ArgumentError(f"pixel_values is {what}; expected an array {expected}.")
-    array = read_array(pixels, "pixel_values", "images differ in shape.")
-    array = array[None] if array.ndim == 3 else array
-    fits = array.ndim == 4 and array.shape[1] == channels and array.size > 0
-    if not fits or not (any_size or array.shape[1:] == patches.image):
-        way = "" if any_size else " Pass interpolate_pos_encoding=True for images of another size."
-        raise ArgumentError(f"pixel_values has shape {array.shape}; expected {expected}.{way}")
-    if array.dtype != ml_dtypes.bfloat16 and array.dtype.kind != "f":
-        raise ArgumentError(
-            f"pixel_values has dtype {array.dtype}; expected floats, as HF's image processor gives."
-        )
-    rows, columns = array.shape[2] // size[0], array.shape[3] // size[1]
-    if not rows or not columns:
-        raise ArgumentError(
-            f"pixel_values has shape {array.shape}, less than one patch of {size[0]} by {size[1]}."
-        )
-    batch = len(array)
-    array = array[:, :, : rows * size[0], : columns * size[1]]  # as HF's convolution does
-    cut = array.astype(np.float32).reshape(batch, channels, rows, size[0], columns, size[1])
-    cut = cut.transpose(0, 2, 4, 1, 3, 5).reshape(batch, rows * columns, patches.width)
-    tokens = np.pad(cut, ((0, 0), (patches.learned, 0), (0, 0)))
-    shape = batch, tokens.shape[1]
-    is_own = (rows, columns) == patches.grid and not patches.registers
-    blend = None if is_own else _blend(spec, patches, (rows, columns))
+    visible = None
+    if patches.given:
+        tokens, blend, visible = _read_patches(patches, pixels, given, interpolate)
+    else:
+        tokens, blend = _cut_images(spec, pixels, bool(interpolate))
+    batch, *_ = shape = tokens.shape[:2]
     labels, targets = given.get("labels"), None
     loss = loss_kind(spec, labels, problem)
     if loss != "classes":
@@ -156,12 +136,104 @@ def make_image_inputs(
         labels=targets,
         loss=loss,
         blend=blend,
-        weights=pooling_weights(spec, shape, None, None),
+        mask=visible,
+        weights=pooling_weights(spec, shape, None, visible),
     )
 
 
+def _cut_images(
+    spec: ModelSpec, pixels: Any, interpolate: bool
+) -> tuple[np.ndarray, np.ndarray | None]:
+    """Images as float32 tokens [B, T, W], learned ones zeros, and what their positions are."""
+    patches = spec.patches
+    assert patches is not None
+    any_size, size = interpolate or patches.any_size, patches.size
+    channels, high, wide = patches.image
+    expected = f"[batch, {channels}, {'height, width' if any_size else f'{high}, {wide}'}]"
+    array = _read_floats(pixels, expected)
+    array = array[None] if array.ndim == 3 else array
+    fits = array.ndim == 4 and array.shape[1] == channels and array.size > 0
+    if not fits or not (any_size or array.shape[1:] == patches.image):
+        way = "" if any_size else " Pass interpolate_pos_encoding=True for images of another size."
+        raise ArgumentError(f"pixel_values has shape {array.shape}; expected {expected}.{way}")
+    rows, columns = array.shape[2] // size[0], array.shape[3] // size[1]
+    if not rows or not columns:
+        raise ArgumentError(
+            f"pixel_values has shape {array.shape}, less than one patch of {size[0]} by {size[1]}."
+        )
+    batch = len(array)
+    array = array[:, :, : rows * size[0], : columns * size[1]]  # as HF's convolution does
+    cut = array.astype(np.float32).reshape(batch, channels, rows, size[0], columns, size[1])
+    cut = cut.transpose(0, 2, 4, 1, 3, 5).reshape(batch, rows * columns, patches.width)
+    is_own = (rows, columns) == patches.grid and not patches.registers
+    blend = None if is_own else _blend(spec, patches, (rows, columns))
+    return np.pad(cut, ((0, 0), (patches.learned, 0), (0, 0))), blend
+
+
+def _read_floats(pixels: Any, expected: str) -> np.ndarray:
+    if pixels is None or kind_of(pixels) is None:
+        what = "missing" if pixels is None else a_type(pixels)
+        raise ArgumentError(f"pixel_values is {what}; expected an array {expected}.")
+    array = read_array(pixels, "pixel_values", "images differ in shape.")
+    if array.dtype != ml_dtypes.bfloat16 and array.dtype.kind != "f":
+        raise ArgumentError(
+            f"pixel_values has dtype {array.dtype}; expected floats, as HF's image processor gives."
+        )
+    return array
+
+
+def _read_patches(
+    patches: Patches, pixels: Any, given: Mapping[str, Any], interpolate: Any
+) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
+    """Float32 tokens [B, T, W] that a caller gives, what their positions are, and their mask."""
+    if interpolate:
+        raise ArgumentError(
+            "interpolate_pos_encoding: images are given as patches here, with spatial_shapes for "
+            "which positions are interpolated in any case. Leave it out."
+        )
+    array = _read_floats(pixels, f"[batch, patches, {patches.width}]")
+    if array.ndim != 3 or array.shape[2] != patches.width or not array.size:
+        raise ArgumentError(
+            f"pixel_values has shape {array.shape}; expected [batch, patches, {patches.width}], as "
+            "HF's image processor gives them."
+        )
+    batch, length = array.shape[:2]
+    visible = check_mask(given.get("pixel_attention_mask"), (batch, length), "pixel_attention_mask")
+    if given.get("spatial_shapes") is None:
+        raise ArgumentError(
+            "spatial_shapes is missing: of each image the rows and columns of its patches."
+        )
+    shapes = read_array(given["spatial_shapes"], "spatial_shapes", "it is no array [batch, 2].")
+    fits = shapes.shape == (batch, 2) and shapes.dtype.kind in "iu" and (shapes > 0).all()
+    if not fits or (shapes.astype(np.int64).prod(1) > length).any():
+        raise ArgumentError(
+            f"spatial_shapes is {shown(shapes.tolist())}; expected the rows and columns of patches "
+            f"of each of {batch} images, of at most {length} patches each."
+        )
+    grids = [(int(high), int(wide)) for high, wide in shapes]
+    grids = grids[:1] if len({*grids}) == 1 else grids
+    blend = np.stack([_resized(patches, grid, length) for grid in grids])
+    return array.astype(np.float32), blend, visible
+
+
+def _resized(patches: Patches, grid: tuple[int, int], length: int) -> np.ndarray:
+    """float32 [T, P]: the positions of an image's patches; those of padding are the first's."""
+    high, wide = (_smooth(new, old) for new, old in zip(grid, patches.grid, strict=True))
+    own = np.kron(high, wide)
+    return np.concatenate((own, np.repeat(own[:1], length - len(own), 0)))
+
+
+def _smooth(new: int, old: int) -> np.ndarray:
+    """float32 [new, old]: weights of bilinear interpolation along an axis, antialiased."""
+    scale = old / new
+    centers = scale * (np.arange(new)[:, None] + 0.5)
+    x = np.abs(np.arange(old) + 0.5 - centers) / max(scale, 1)
+    weights = np.maximum(1 - x, 0)
+    return (weights / weights.sum(1, keepdims=True)).astype(np.float32)
+
+
 def _blend(spec: ModelSpec, patches: Patches, grid: tuple[int, int]) -> np.ndarray:
-    """float32 [T, P]: how positions of a grid of patches are made of the model's own.
+    """float32 [1, T, P]: how positions of a grid of patches are made of the model's own.
 
     Learned tokens keep theirs, and registers have none. Patches have those that HF interpolates,
     which takes the model's grid to be square.
@@ -178,7 +250,7 @@ def _blend(spec: ModelSpec, patches: Patches, grid: tuple[int, int]) -> np.ndarr
     blend = np.zeros((first + grid[0] * grid[1], kept + high.shape[1] * wide.shape[1]), np.float32)
     blend[:kept, :kept] = np.eye(kept)
     blend[first:, kept:] = np.kron(high, wide)
-    return blend
+    return blend[None]
 
 
 def _smooth_bicubic(new: int, old: int) -> np.ndarray:

@@ -8,12 +8,13 @@ import numpy as np
 
 from ..arrays import kind_of
 from ..backends.base import ForwardInputs
-from ..errors import ArgumentError, LengthError, a_type, shown
+from ..errors import ArgumentError, a_type, shown
 from ..model.spec import ModelSpec
 from .checks import (
     MEDIA,
     check_embeds,
     check_ids,
+    check_length,
     check_mask,
     is_zero,
     read_array,
@@ -84,7 +85,7 @@ def make_forward_inputs(
             | {"position_ids": positions, "token_type_ids": types},
         )
     if embeds is None:
-        tokens = check_ids(ids, name, spec.known_ids)
+        tokens = check_ids(ids, name, spec.vocab)
         shape = batch, length = tokens.shape[0], tokens.shape[1]
     else:
         vectors = check_embeds(embeds, spec)
@@ -99,15 +100,8 @@ def make_forward_inputs(
     segments = None
     at = default_positions(spec, shape, tokens, visible)
     longest = length if spec.pad is None else int(at.max()) - spec.pad
-    if spec.tokens and longest > spec.tokens:
-        name = name if embeds is None else "inputs_embeds"
-        raise LengthError(
-            f"{name} has {longest} tokens, but the model has {spec.tokens} positions."
-            if not spec.most
-            else f"{name} has {longest} tokens; of more than index_topk={spec.most} the layers of "
-            f"{spec.architecture} choose those that they see, which is not served. Pass at most so "
-            "many."
-        )
+    given = name if embeds is None else "inputs_embeds"
+    check_length(spec, longest, f"{given} has {longest} tokens", "Pass at most so many.")
     if positions is not None:
         limit = spec.learned_positions or 2**31 - 1
         given = check_ids(positions, "position_ids", limit, "positions")

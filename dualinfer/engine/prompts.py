@@ -81,13 +81,13 @@ def make_embedded(embeds: Any, ids: Any, mask: Any, spec: ModelSpec) -> Prompts:
     like = embeds if kind == "torch" else None
     rows, block = (np.empty(0, np.int32),) * shape[0], np.empty((shape[0], 0), np.int64)
     if ids is not None:
-        tokens = check_ids(ids, "input_ids", spec.known_ids)
+        tokens = check_ids(ids, "input_ids", spec.vocab)
         if tokens.shape != shape:
             raise ArgumentError(
                 f"input_ids has shape {tokens.shape} and inputs_embeds {vectors.shape}: where both "
                 "are given, the ids must be those of the embeddings. Leave input_ids out."
             )
-        named = make_prompts(tokens, visible, spec.known_ids, None, ())
+        named = make_prompts(tokens, visible, spec.vocab, None, ())
         rows, block = named.rows, named.block
     parts = tuple(row[keep] for row, keep in zip(vectors, visible, strict=True))
     return Prompts(rows, block, kind, like, parts)

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ..arrays import kind_of, to_kind
-from ..errors import UnsupportedError
+from ..errors import ArgumentError, UnsupportedError
 from ..model.outputs import FIELDS, make_outputs
 from ..model.spec import ModelSpec
 from .base import InferenceEngine
@@ -54,6 +54,8 @@ class TowerCalls(InferenceEngine):
         self,
         pixel_values: Any,
         *,
+        pixel_attention_mask: Any = None,
+        spatial_shapes: Any = None,
         interpolate_pos_encoding: bool = False,
         output_hidden_states: bool = False,
     ) -> Any:
@@ -62,6 +64,13 @@ class TowerCalls(InferenceEngine):
         As in `get_text_features`. With `interpolate_pos_encoding` images may have any size.
         """
         given, how = {"pixel_values": pixel_values}, interpolate_pos_encoding
+        more = {"pixel_attention_mask": pixel_attention_mask, "spatial_shapes": spatial_shapes}
+        asked = [name for name, value in more.items() if value is not None]
+        if asked and not self._spec.reads_patches:
+            raise ArgumentError(
+                f"{asked[0]}: {self._spec.architecture} reads whole images. Leave it out."
+            )
+        given |= more if self._spec.reads_patches else {}
         return self._features("get_image_features", given, output_hidden_states, how)
 
     def _features(

@@ -122,6 +122,12 @@ def make_plan(
         mlp = layer.mlp
         shared = mlp.shared if isinstance(mlp, Experts) else 0
         kind = a.heads, a.kv_heads, a.head_dim, mlp.ffn, shared, layer.experts
+        if a.pairs is not None and size > a.kv_heads:
+            raise ConfigError(
+                f"{asked_by}={size}: {spec.architecture} has {a.kv_heads} KV heads, and tokens "
+                "choose query heads by pairs, which devices do not share within a KV head. Use "
+                f"at most {a.kv_heads}."
+            )
         if kind not in by_kind:
             halves = 1 if a.difference is None else 2
             heads = split_heads(a.heads // halves, a.kv_heads // halves, size, equal)
@@ -166,6 +172,9 @@ class _Cut(NamedTuple):
             page = layer.page.head_dim
             for name, dim in (("text", layer.attention.head_dim - page), ("page", page)):
                 streams |= {f"{name}_{x}": self.query.times(dim) for x in "qkv"}
+        if layer.spans is not None:
+            streams["spans"] = self.query.times(q)
+            streams["mixtures"] = self.query.times(layer.spans.taps)
         query, key = self.query, self.key
         if layer.attention.difference is not None:
             for name, share, dim in (("q", query, q), ("k", key, k), ("v", key, v)):

@@ -48,8 +48,8 @@ class _Inference:
         for wanted in (*args, device, dtype):
             if not (wanted is None or isinstance(wanted, bool) or self._has(wanted)):
                 raise UnsupportedError(
-                    f"This engine was made in {self.dtype} on {self.device} and stays so; asked "
-                    f"was {wanted}. Make another one with init_inference()."
+                    f"This engine was made in {dtype_name(self.dtype)} on {self.device} and stays "
+                    f"so; asked was {wanted}. Make another one with init_inference()."
                 )
         return self
 
@@ -61,7 +61,7 @@ class _Inference:
         match = _DEVICE.fullmatch(name)
         if match is None:
             try:
-                return dtype_name(wanted) == str(self.dtype)
+                return dtype_name(wanted) == dtype_name(self.dtype)
             except ValueError:
                 return False
         kind, index = match.groups()

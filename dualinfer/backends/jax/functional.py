@@ -29,7 +29,7 @@ def traced_inputs(spec: ModelSpec, tokens: Any, mask: Any, positions: Any, types
         raise ArgumentError(f"tokens has shape {ids.shape}; expected [batch, tokens].")
     shape = batch, length = ids.shape
     if spec.tokens and length > spec.tokens:
-        raise LengthError(f"tokens has {length} tokens, but the model has {spec.tokens} positions.")
+        raise LengthError(f"tokens has {length} tokens, but {spec.why_most}.")
     visible = None
     if mask is not None:
         visible = _array(mask, "attention_mask") != 0

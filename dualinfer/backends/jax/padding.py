@@ -42,7 +42,7 @@ def pad_inputs(spec: ModelSpec, inputs: ForwardInputs) -> Padded:
     if types is not None and not spec.token_types_from_vocab and not types.any():
         types = None
     segments = inputs.segments
-    if segments is None and spec.trigrams and size != (batch, tokens):
+    if segments is None and spec.reads_near and size != (batch, tokens):
         segments = np.zeros((batch, tokens), np.int32)  # keeps the bucket's padding apart
     arrays = inputs.ids, positions, mask, types, segments, inputs.embeds, inputs.weights
     read, sources = None, [None] * 5
@@ -55,7 +55,8 @@ def pad_inputs(spec: ModelSpec, inputs: ForwardInputs) -> Padded:
     kept = None if inputs.kept is None else np.resize(inputs.kept, places)
     blend = inputs.blend
     if blend is not None:
-        blend = np.pad(blend, ((0, size[1] - len(blend)), (0, 0)))
+        more = size[0] - len(blend) if len(blend) > 1 else 0
+        blend = np.pad(blend, ((0, more), (0, size[1] - blend.shape[1]), (0, 0)))
     width = 0 if read is None else bucket(read, SMALLEST_PROMPT)
     return Padded(size, places, read, width, [*padded, blend, kept, *sources])
 

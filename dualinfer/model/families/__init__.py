@@ -17,6 +17,7 @@ from . import (
     dbrx,
     deberta,
     deepseek,
+    doge,
     encoder_decoder,
     fairseq,
     falcon,
@@ -27,6 +28,7 @@ from . import (
     gpt_neo,
     gpt_neox,
     gptj,
+    jetmoe,
     layered,
     lilt,
     llama,
@@ -38,6 +40,7 @@ from . import (
     mpt,
     multimodal,
     opt,
+    privacy_filter,
     relatives,
     t5,
     t5gemma,
@@ -67,7 +70,7 @@ _FAMILIES: dict[str, ModuleType] = {
         ),
         *(falcon, mpt, fairseq, modernbert, deberta, mobilebert, lilt, clip, vit),
         *(bart, t5, t5gemma, encoder_decoder, whisper, deepseek, llama4, multimodal, dbrx),
-        *(layered, ctrl, longcat, mllama),
+        *(layered, ctrl, longcat, mllama, privacy_filter, jetmoe, doge),
     )
     for model_type in family.CLASSES
 }

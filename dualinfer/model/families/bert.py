@@ -7,7 +7,18 @@ import re
 from dataclasses import replace
 
 from ...errors import ModelError, shown
-from ..spec import Activation, Adapter, Attention, Head, Layer, Mlp, ModelSpec, Norm, RelativeBias
+from ..spec import (
+    Activation,
+    Adapter,
+    Attention,
+    Head,
+    Layer,
+    Mlp,
+    ModelSpec,
+    Norm,
+    RelativeBias,
+    Spans,
+)
 from ..weights import Row, Source, WeightTable, row
 from . import rows as make
 from .bert_kinds import KINDS, OLD_NORMS, Kind
@@ -34,6 +45,9 @@ def describe(fields: ConfigFields, architecture: str) -> tuple[ModelSpec, Weight
         return kind.fields.get(name, name)
 
     embed, heads, head_dim = fields.split(named("hidden_size"), named("num_attention_heads"))
+    spans = None
+    if kind.spans:
+        heads, head_dim, spans = _spans(fields, embed, heads)
     positions = fields.size("max_position_embeddings")
     norm = Norm("layer", kind.eps or fields.number("layer_norm_eps"))
     activation = _activation(fields, kind, named("hidden_act"))
@@ -62,7 +76,8 @@ def describe(fields: ConfigFields, architecture: str) -> tuple[ModelSpec, Weight
     pad = kind.pad or _pad(fields) if kind.counts else None
     table_size = 0 if kind.rope else positions
     adapter, adapter_rows = _adapter(fields, kind, norm, embed, activation)
-    layer = Layer(attention, mlp, norm, "pre" if kind.end else "post", adapter=adapter)
+    placement = "pre" if kind.end else "post"
+    layer = Layer(attention, mlp, norm, placement, adapter=adapter, spans=spans)
     layers = [layer] * len(groups)
     if kind.windowed:
         layers = [_windowed(layer, n) for n in _windows(fields, kind.windowed, count)]
@@ -102,6 +117,18 @@ def describe(fields: ConfigFields, architecture: str) -> tuple[ModelSpec, Weight
         optional="pooler.",
     )
     return spec, table
+
+
+def _spans(fields: ConfigFields, embed: int, heads: int) -> tuple[int, int, Spans]:
+    """ConvBERT's heads, half of which are attention's, the size of one, and what others mix."""
+    own, taps = max(1, heads // fields.size("head_ratio")), fields.size("conv_kernel_size")
+    if embed % (2 * own) or not taps % 2:
+        raise ModelError(
+            f"config.json has hidden_size={embed}, which {own} heads of attention and as many "
+            f"beside them share, and conv_kernel_size={taps}; expected a multiple, and an odd "
+            "number of tokens."
+        )
+    return own, embed // own // 2, Spans(taps)
 
 
 def _windows(fields: ConfigFields, name: str, count: int) -> list[int]:
@@ -233,7 +260,11 @@ def _layer(
     rows = make.joined("qkv", hf + "{p}", dict(zip("qkv", kind.qkv, strict=True)), kind.bias)
     if kind.packed:
         rows = _or_packed(rows, hf + kind.packed, "q+k+v")
-    rows += make.linear("out", hf + kind.out, "embed q", kind.bias)
+    rows += make.linear(
+        "out", hf + kind.out, "embed q+spans" if kind.spans else "embed q", kind.bias
+    )
+    if kind.spans:
+        rows += _span_rows(f"{hf}attention.self.")
     up_bias = kind.bias if kind.up_bias is None else kind.up_bias
     if len(first) > 1:
         parts: dict[str, str] = dict(zip(("gate", "up"), first, strict=True))
@@ -248,6 +279,20 @@ def _layer(
     if bias is not None:
         rows.append(make.relative_bias(bias, f"{kind.base}{kind.bias_table}"))
     return tuple(rows)
+
+
+def _span_rows(hf: str) -> list[Row]:
+    """The rows of heads that mix spans; a device makes the queries of all heads for its own."""
+    key = f"{hf}key_conv_attn_layer."
+    depth, point = f"{key}depthwise.weight", f"{key}pointwise.weight"
+    return [
+        row("span_depth", "embed span_taps", (depth, "embed one span_taps")),
+        row("span_key.weight", "all_q embed", (point, "all_q embed one")),
+        row("span_key.bias", "all_q", (f"{key}bias", "all_q one")),
+        *make.linear("span_query", f"{hf}query", "all_q embed"),
+        *make.linear("span_mixture", f"{hf}conv_kernel_layer", "mixtures all_q"),
+        *make.linear("span_value", f"{hf}conv_out_layer", "spans embed"),
+    ]
 
 
 def _or_packed(rows: list[Row], theirs: str, layout: str) -> list[Row]:

@@ -88,6 +88,7 @@ class Kind:
     head_activations: Mapping[str, str] = field(default_factory=dict)
     poolings: Mapping[str, Pooling] = field(default_factory=dict)
     windowed: str | None = None  # a field of the tokens that a layer sees, half on either side
+    spans: bool = False  # has heads that mix spans of tokens (ConvBERT)
     packed: str | None = None  # where files may have queries, keys and values as one
     packed_up: str | None = None  # where they may have up and gate as one, in this order
 
@@ -295,6 +296,29 @@ KINDS = {
         pooler=None,
         factored="embeddings_project",
         masked_activation="gelu",
+    ),
+    "convbert": Kind(
+        *("ConvBert", "convbert."),
+        (
+            *("generator_predictions.dense", "generator_predictions.LayerNorm"),
+            *("generator_lm_head", "generator_lm_head.bias"),
+        ),
+        heads={"sequence": _ELECTRA["sequence"], "choice": Classifier("classifier")},
+        summaries={
+            "choice": {"summary_type": ("last",), "summary_use_proj": (False,)} | _NO_ACTIVATION
+        },
+        head_activations={"sequence": "hidden_act"},
+        poolings={"choice": "final"},
+        unread=("discriminator_predictions.", "generator_"),
+        required={"num_groups": 1},
+        ignored=(
+            *("classifier_dropout", "summary_last_dropout", "summary_type", "summary_use_proj"),
+            "summary_activation",
+        ),
+        pooler=None,
+        factored="embeddings_project",
+        masked_activation="gelu",
+        spans=True,
     ),
     "albert": Kind(
         *("Albert", "albert."),

@@ -1,10 +1,11 @@
-"""CLIP, MetaCLIP 2 and SigLIP: encoders of texts and of images, each alone or both as one model.
+"""CLIP, MetaCLIP 2, SigLIP and SigLIP 2: encoders of texts and of images, alone or as one model.
 
-HF sources: models/clip, models/metaclip_2, models/siglip.
+HF sources: models/clip, models/metaclip_2, models/siglip, models/siglip2.
 """
 
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
+from math import isqrt
 from typing import Any
 
 from ...errors import ModelError, shown
@@ -24,6 +25,9 @@ CLASSES = {
     "siglip": ("SiglipModel", "SiglipForImageClassification"),
     "siglip_text_model": ("SiglipTextModel",),
     "siglip_vision_model": ("SiglipVisionModel",),
+    "siglip2": ("Siglip2Model", "Siglip2ForImageClassification"),
+    "siglip2_text_model": ("Siglip2TextModel",),
+    "siglip2_vision_model": ("Siglip2VisionModel",),
 }
 _TEXT, _VISION = "text_model.", "vision_model."
 _UNUSED = (r"embeddings\.position_ids$", r"^logit_(scale|bias)$")
@@ -166,7 +170,8 @@ def _vision(fields: ConfigFields, architecture: str) -> tuple[ModelSpec, list[Ro
     is_clip, hf = _is_clip(fields), _VISION
     spec, layer = _stack(fields, architecture, hf, causal=False)
     norm = spec.layers[0].norm
-    patches = make_patches(fields, learned=int(is_clip))
+    is_given = fields.family.startswith("siglip2")
+    patches = _given_patches(fields) if is_given else make_patches(fields, learned=int(is_clip))
     projects = architecture.endswith("WithProjection")
     width = fields.size("projection_dim") if projects else 0
     fields.ignore("projection_dim")
@@ -175,7 +180,7 @@ def _vision(fields: ConfigFields, architecture: str) -> tuple[ModelSpec, list[Ro
     at, table = f"{hf}embeddings.", "positions embed"
     rows = [
         row("positions.weight", table, (f"{at}position_embedding.weight", table)),
-        *kernel(f"{at}patch_embedding", bias=not is_clip),
+        *(_flat_kernel if is_given else kernel)(f"{at}patch_embedding", bias=not is_clip),
     ]
     if is_clip:
         rows.append(row("class_token", "embed", (f"{at}class_embedding", "embed")))
@@ -209,6 +214,21 @@ def _probe(norm: Norm, hf: str) -> list[Row]:
         *make.linear("probe.up", f"{hf}mlp.fc1", "probe_ffn embed"),
         *make.linear("probe.down", f"{hf}mlp.fc2", "embed probe_ffn"),
     ]
+
+
+def _given_patches(fields: ConfigFields) -> Patches:
+    """How images are cut that come as patches, of a square grid of positions."""
+    count, size = fields.size("num_patches"), fields.size("patch_size")
+    side = isqrt(count)
+    if side * side != count:
+        raise ModelError(f"config.json has num_patches={count}; expected the square of a number.")
+    return Patches(fields.size("num_channels"), (size, size), (side, side), 0, given=True)
+
+
+def _flat_kernel(hf: str, bias: bool) -> list[Row]:
+    """The projection that makes a token of each patch, whose numbers lie as callers give them."""
+    weight = row("patches.kernel", "embed patch", (f"{hf}.weight", "embed patch"))
+    return [weight, *kernel(hf, bias)[1:]]
 
 
 def make_patches(fields: ConfigFields, learned: int) -> Patches:

@@ -1,7 +1,7 @@
 """DeepSeek-V2 and V3 and the families that share their latent attention.
 
 HF sources: models/NAME/modeling_NAME.py of each. Those of GLM-4 MoE Lite, MiniCPM3 and Youtu are
-one of the two with other numbers.
+one of the two with other numbers; A.X K2 gates norms, and what heads give.
 """
 
 import math
@@ -19,6 +19,7 @@ from .rope import make_rope, reach, rotary_size
 
 CLASSES = {
     "axk1": ("AXK1ForCausalLM", "AXK1Model"),
+    "axk2": ("AXK2ForCausalLM", "AXK2Model"),
     "deepseek_v2": ("DeepseekV2ForCausalLM", "DeepseekV2Model"),
     "deepseek_v3": ("DeepseekV3ForCausalLM", "DeepseekV3Model"),
     "deepseek_v32": ("DeepseekV32ForCausalLM", "DeepseekV32Model"),
@@ -29,7 +30,7 @@ CLASSES = {
     "youtu": ("YoutuForCausalLM", "YoutuModel"),
 }
 _LATENT_EPS = 1e-6  # of the norms of latent vectors, which no config names
-_CHOOSING = ("deepseek_v32", "glm_moe_dsa")  # of a long sequence the tokens that a layer sees
+_CHOOSING = ("axk2", "deepseek_v32", "glm_moe_dsa")  # of a long sequence what a layer sees
 _INDEXER = r"\.self_attn\.indexer\."  # what chooses them, which is not read
 _TIED = ("minicpm3", "youtu")
 _MLP_BIAS = ("deepseek_v2", "minicpm3")
@@ -56,6 +57,7 @@ def describe(fields: ConfigFields, architecture: str) -> tuple[ModelSpec, Weight
             *(attention, own, norm, "pre"),
             residual_scale=scale,
             mlp_normed=family == "axk1" and isinstance(own, Experts),
+            gated_norms=fields.size("gated_norm_rank") if family == "axk2" else 0,
         )
         for own in mlps
     }
@@ -117,6 +119,7 @@ def latent_attention(fields: ConfigFields, parameters: Any, positions: int) -> A
             value_dim=fields.size("v_head_dim"),
             norm=Norm("rms", _LATENT_EPS),
             query_rank=rank,
+            gated=fields.family == "axk2",
         ),
     )
 
@@ -154,9 +157,10 @@ def _table(fields: ConfigFields, spec: ModelSpec) -> WeightTable:
     if mlp_bias and any(isinstance(layer.mlp, Experts) for layer in spec.layers):
         fields.require("mlp_bias", False)
     hf, mixture = "model.layers.{i}.", mixtures.MIXTURES.get(fields.family)
+    inner = ".norm" if spec.layers[0].gated_norms else ""
     layer = [
-        *make.norm(norm, "attn_norm", f"{hf}input_layernorm"),
-        *make.norm(norm, "mlp_norm", f"{hf}post_attention_layernorm"),
+        *make.norm(norm, "attn_norm", f"{hf}input_layernorm{inner}"),
+        *_gated("attn_norm", f"{hf}input_layernorm", spec),
         *latent_rows(attention.latent, f"{hf}self_attn.", bias),
         *make.linear("out", f"{hf}self_attn.o_proj", "embed v", bias),
     ]
@@ -184,14 +188,25 @@ def _table(fields: ConfigFields, spec: ModelSpec) -> WeightTable:
 
     def rows_of(mlp: Mlp | Experts) -> tuple[Row, ...]:
         if mixture is None or not isinstance(mlp, Experts):
-            return (*layer, *dense)
-        rows = mixtures.make_rows(mixture, mlp, hf)
+            return (*layer, *make.norm(norm, "mlp_norm", f"{hf}post_attention_layernorm"), *dense)
+        rows = make.norm(norm, "mlp_norm", f"{hf}post_attention_layernorm{inner}")
+        rows += mixtures.make_rows(mixture, mlp, hf)
         if fields.family == "axk1":
             rows += make.norm(norm, "mlp_post_norm", f"{hf}mlp.post_mlp_layernorm")
-        return (*layer, *rows)
+        return (*layer, *rows, *_gated("mlp_norm", f"{hf}post_attention_layernorm", spec))
 
     by_kind = {mlp: rows_of(mlp) for mlp in dict.fromkeys(own.mlp for own in spec.layers)}
     return replace(table, layers=tuple(by_kind[own.mlp] for own in spec.layers))
+
+
+def _gated(ours: str, theirs: str, spec: ModelSpec) -> list[Row]:
+    """The rows of a norm's gate, where norms have one."""
+    if not spec.layers[0].gated_norms:
+        return []
+    return [
+        *make.linear(f"{ours}_down", f"{theirs}.mlp.fc1", "gating embed", bias=False),
+        *make.linear(f"{ours}_up", f"{theirs}.mlp.fc2", "embed gating", bias=False),
+    ]
 
 
 def latent_rows(latent: Latent, hf: str, bias: bool) -> list[Row]:
@@ -201,6 +216,10 @@ def latent_rows(latent: Latent, hf: str, bias: bool) -> list[Row]:
     if latent.query_rank:
         rows += make.linear("query_latent", f"{hf}q_a_proj", "query_rank embed", bias)
         rows += make.norm(latent.norm, "query_norm", f"{hf}q_a_layernorm", "query_rank")
+    if latent.gated:
+        stored = f"{hf}q_gate_proj.weight", "q+given/heads query_ranks"
+        rows.append(row("query_gate.weight", "q+given query_ranks", stored))
+    elif latent.query_rank:
         rows += make.linear("query", f"{hf}q_b_proj", "q query_rank", False)
     else:
         rows += make.linear("query", f"{hf}q_proj", "q embed", False)

@@ -9,7 +9,7 @@ from dataclasses import replace
 from statistics import NormalDist
 
 from ...errors import ModelError, shown
-from ..spec import Attention, Head, Layer, Mlp, ModelSpec, Norm, Streams
+from ..spec import Attention, Embedder, Head, Layer, Mlp, ModelSpec, Norm, Streams
 from ..weights import Row, WeightTable, row
 from . import rows as make
 from .fields import ConfigFields
@@ -24,7 +24,8 @@ _TOKENS = (
     *(f"{name}_token_id" for name in ("boi", "eoi", "image", "boa", "eoa", "audio")),
     *("vision_soft_tokens_per_image", "audio_soft_tokens_per_image"),
 )
-_TOWERS = r"^(model\.)?(vision_tower|audio_tower|embed_vision|embed_audio)\."
+_EMBEDDERS = "model.embed_vision", "model.embed_audio"
+_TOWERS = r"^(model\.)?((vision_tower|audio_tower)\.|embed_(vision|audio)\.soft_embedding_norm\.)"
 
 
 def describe(fields: ConfigFields, architecture: str) -> tuple[ModelSpec, WeightTable]:
@@ -32,21 +33,48 @@ def describe(fields: ConfigFields, architecture: str) -> tuple[ModelSpec, Weight
     tied = fields.flag("tie_word_embeddings", True)
     if fields.family == "gemma3n_text":
         return _describe(fields, architecture, tied, "model.")
-    text, vision = fields.take("text_config"), fields.take("vision_config")
-    if not isinstance(text, Mapping) or not isinstance(vision, Mapping):
-        name, value = (
-            ("vision_config", vision) if isinstance(text, Mapping) else ("text_config", text)
-        )
-        raise ModelError(f"config.json has {name}={shown(value)}; expected an object.")
+    names = "text_config", "vision_config", "audio_config"
+    text, vision, audio = map(fields.take, names)
+    for name, value in zip(names, (text, vision, audio), strict=True):
+        if not isinstance(value, Mapping):
+            raise ModelError(f"config.json has {name}={shown(value)}; expected an object.")
     inner = ConfigFields("gemma3n_text", text)
     spec, table = _describe(inner, architecture, tied, "model.language_model.")
     inner.ignore("tie_word_embeddings")  # HF reads the outer one
     inner.finish()
-    fields.ignore("audio_config", *_TOKENS)
-    # Of ids from here on HF embeds what stands for images and sounds.
-    texts = ConfigFields("gemma3n", vision).size("vocab_offset")
-    spec = replace(spec, family=fields.family, text_ids=min(texts, spec.vocab))
-    return spec, replace(table, spec=spec, unused=(*table.unused, _TOWERS))
+    fields.ignore(*_TOKENS)
+    parts = [ConfigFields("gemma3n", part) for part in (vision, audio)]
+    # Ids that stand for images, and behind them those for sounds.
+    firsts = [part.size("vocab_offset") for part in parts]
+    embedders, rows = [], []
+    for i, end in enumerate((firsts[1], spec.vocab)):
+        embedder, own = _embedder(i, parts[i], firsts[i], end)
+        embedders.append(embedder)
+        rows += own
+    spec = replace(spec, family=fields.family, embedders=tuple(embedders))
+    table = replace(table, spec=spec, outer=(*table.outer, *rows))
+    return spec, replace(table, unused=(*table.unused, _TOWERS))
+
+
+def _embedder(i: int, part: ConfigFields, first: int, end: int) -> tuple[Embedder, list[Row]]:
+    """The embedder of the ids from `first` up to `end`, and its rows."""
+    count, known = end - first, part.size("vocab_size")
+    if not 0 < count <= known:
+        raise ModelError(
+            f"config.json has ids for images or sounds from vocab_offset={first} up to {end}, and "
+            f"vocab_size={known} embeddings for them; expected one for each, and at least one."
+        )
+    norm, width = Norm("rms", part.number("rms_norm_eps")), f"width.{i}"
+    ours, hf, axes = f"embedders.{i}", _EMBEDDERS[i], f"ids.{i} {width}"
+    table = row(f"{ours}.table.weight", axes, (f"{hf}.embedding.weight", axes))
+    (source,) = table.sources
+    project = f"{hf}.embedding_projection", f"embed {width}"
+    return Embedder(first, count, part.size("hidden_size"), norm), [
+        replace(table, sources=(replace(source, spare=known - count),)),
+        *make.norm(norm, f"{ours}.norm", f"{hf}.hard_embedding_norm", width),
+        *make.linear(f"{ours}.project", *project, bias=False),
+        *make.plain_norm(norm, f"{ours}.out_norm"),
+    ]
 
 
 def _describe(

@@ -153,21 +153,30 @@ def _rope(parameters: Mapping[str, Any], head_dim: int, positions: int) -> Rope:
 def _sizes(fields: ConfigFields, embed: int, count: int) -> list[tuple[int, int]]:
     """Of each layer the KV heads and the elements of a head, by HF's per_layer_config."""
     _, kv_heads, head_dim = fields.grouped_heads(embed)
+    sizes = []
+    for changes in changes_of(fields, count):
+        inner = ConfigFields(fields.family, changes)
+        sizes.append(
+            (inner.heads("num_key_value_heads", kv_heads), inner.size("head_dim", head_dim))
+        )
+        inner.finish()
+    return sizes
+
+
+def changes_of(fields: ConfigFields, count: int) -> list[Mapping[str, Any]]:
+    """Of each layer the fields that are its own, by HF's per_layer_config."""
     given = fields.take("per_layer_config", {})
     if not isinstance(given, Mapping) or not all(isinstance(v, Mapping) for v in given.values()):
         raise ModelError(f"config.json has per_layer_config={shown(given)}; expected objects.")
-    sizes = [(kv_heads, head_dim)] * count
+    found: list[Mapping[str, Any]] = [{}] * count
     for number, changes in given.items():
         if not str(number).isdecimal() or int(number) >= count:
             raise ModelError(
                 f"config.json has per_layer_config of layer {shown(number)}; expected a number "
                 f"below {count}."
             )
-        inner = ConfigFields(fields.family, changes)
-        size = inner.heads("num_key_value_heads", kv_heads), inner.size("head_dim", head_dim)
-        sizes[int(number)] = size
-        inner.finish()
-    return sizes
+        found[int(number)] = changes
+    return found
 
 
 def lenders_of(fields: ConfigFields, kinds: list[str]) -> list[int | None]:

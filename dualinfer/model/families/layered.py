@@ -1,8 +1,9 @@
-"""Decoders whose layers have heads by kind: MiMo-V2-Flash and Laguna, with windows in turns.
+"""Decoders whose layers have heads by kind: MiMo-V2-Flash, Laguna and Step 3.7, with windows.
 
 MiMo's values are narrower than its keys, and layers with a window have twice the KV heads and
-sinks; Laguna's layers have query heads by number, each gated.
-HF sources: models/mimo_v2_flash and models/laguna.
+sinks; Laguna's and Step's layers have query heads by number, each gated, and some of Step's have
+limits of their hidden values.
+HF sources: models/mimo_v2_flash, models/laguna and models/step3p7.
 """
 
 from collections.abc import Mapping
@@ -14,30 +15,38 @@ from ..spec import Attention, Experts, Head, Layer, Mlp, ModelSpec, Norm
 from ..weights import Row, WeightTable, row
 from . import mixtures
 from . import rows as make
-from .fields import ConfigFields
+from .fields import ConfigFields, is_positive
+from .gemma4 import changes_of
 from .rope import make_rope, reach, ropes_by_kind, rotary_size
 
 CLASSES = {
     "laguna": ("LagunaForCausalLM", "LagunaModel"),
     "mimo_v2_flash": ("MiMoV2FlashForCausalLM", "MiMoV2FlashModel"),
+    "step3p5": ("Step3p7TextModel",),
 }
 _SLIDING, _PART = "sliding_attention", "partial_rotary_factor"
+_MOST_PREDICTING = 9
 
 
 def describe(fields: ConfigFields, architecture: str) -> tuple[ModelSpec, WeightTable]:
-    """Spec and weight table of one of both."""
+    """Spec and weight table of one of them."""
     embed, count = fields.size("hidden_size"), fields.layers("num_hidden_layers")
-    norm, kinds = Norm("rms", fields.number("rms_norm_eps")), fields.layer_types(count)
+    is_step = fields.family == "step3p5"
+    norm = Norm("rms", fields.number("rms_norm_eps"), unit_offset=is_step)
+    kinds = fields.layer_types(count)
     positions = fields.size("max_position_embeddings")
     dense = Mlp(fields.size("intermediate_size"), fields.activation("hidden_act"), gated=True)
     mlps = mixtures.read_layers(fields, dense, count)
+    if is_step:
+        mlps = _limited(fields, mlps)
     parameters = ropes_by_kind(fields.take("rope_parameters"), kinds)
     sizes, more = _sizes(fields, embed, kinds), _more(fields, norm)
     own = list(zip(kinds, fields.windows(kinds), sizes, mlps, strict=True))
     ropes = {kind: _rope(fields, parameters[kind], sizes[0][2], positions) for kind in {*kinds}}
+    scalar = fields.number("query_pre_attn_scalar") if is_step else sizes[0][2]
     layers = {
         key: Layer(
-            Attention(*key[2], key[2][2] ** -0.5, window=key[1], rope=ropes[key[0]], **more),
+            Attention(*key[2], scalar**-0.5, window=key[1], rope=ropes[key[0]], **more),
             *(key[3], norm, "pre"),
         )
         for key in own
@@ -71,6 +80,12 @@ def _sizes(fields: ConfigFields, embed: int, kinds: list[str]) -> list[tuple[int
                 f"for each of {len(kinds)} layers."
             )
         by_layer = list(given)
+    if fields.family == "step3p5":
+        for i, changes in enumerate(changes_of(fields, len(kinds))):
+            inner = ConfigFields(fields.family, changes)
+            by_layer[i] = inner.heads("num_attention_heads", heads)
+            inner.finish()
+        fields.ignore("num_sliding_attention_heads")  # which HF folds into them
     twice = fields.family == "mimo_v2_flash"
     found = [
         (own, kv_heads * (2 if twice and kind == _SLIDING else 1), head_dim)
@@ -87,11 +102,34 @@ def _more(fields: ConfigFields, norm: Norm) -> dict[str, Any]:
     if fields.family == "laguna":
         fields.require("gating", True, "per-head", "per-element")
         return {"qk_norm": norm, "gated": True, "gate": "softplus"}
+    if fields.family == "step3p5":
+        return {"qk_norm": norm, "gated": True}
     value_dim, head_dim = fields.size("v_head_dim"), fields.size("head_dim")
     if value_dim > head_dim:
         raise ModelError(f"v_head_dim={value_dim} is more than head_dim={head_dim}.")
     scale = fields.optional_number("attention_value_scale") or 1.0
     return {"value_dim": value_dim, "value_scale": scale}
+
+
+def _limited(fields: ConfigFields, mlps: list[Mlp | Experts]) -> list[Mlp | Experts]:
+    """Feed-forwards within the limits of their layers, which are lists, or None; 0 is no limit."""
+    limits = []
+    for name in ("swiglu_limits", "swiglu_limits_shared"):
+        given = fields.take(name) or [None] * len(mlps)
+        fits = isinstance(given, list | tuple) and len(given) == len(mlps)
+        if not fits or not all(x is None or x == 0 or is_positive(x) for x in given):
+            raise ModelError(
+                f"config.json has {name}={shown(given)}; expected a number, or None, for each of "
+                f"{len(mlps)} layers."
+            )
+        limits.append([float(x) if x else None for x in given])
+    found: list[Mlp | Experts] = []
+    for mlp, own, shared in zip(mlps, *limits, strict=True):
+        if isinstance(mlp, Experts):
+            found.append(replace(mlp, limit=own, limits_given=True, shared_limit=shared))
+        else:
+            found.append(replace(mlp, limit=shared))
+    return found
 
 
 def _rope(fields: ConfigFields, parameters: Any, head_dim: int, positions: int) -> Any:
@@ -135,6 +173,14 @@ def _table(fields: ConfigFields, spec: ModelSpec, kinds: list[str]) -> WeightTab
     norm, mixture = spec.layers[0].norm, mixtures.MIXTURES[spec.family]
     bias, hf = fields.flag("attention_bias", False), "model.layers.{i}."
     is_mimo = fields.family == "mimo_v2_flash"
+    unused = [r"rotary_emb\.", *mixture.unused]
+    if fields.family == "step3p5":
+        fields.require("mlp_bias", False)
+        # Of layers behind these that predict further tokens.
+        fields.ignore("num_nextn_predict_layers", "num_mtp_layers")
+        fields.ignore("mtp_layer_types", "mtp_mlp_layer_types")
+        more = "|".join(str(len(spec.layers) + i) for i in range(_MOST_PREDICTING))
+        unused.append(rf"^(model\.)?layers\.({more})\.")
     shared = [
         *make.norm(norm, "attn_norm", f"{hf}input_layernorm"),
         *make.norm(norm, "mlp_norm", f"{hf}post_attention_layernorm"),
@@ -162,7 +208,7 @@ def _table(fields: ConfigFields, spec: ModelSpec, kinds: list[str]) -> WeightTab
         embedding="model.embed_tokens",
         tied=fields.flag("tie_word_embeddings", False),
         base="model.",
-        unused=[r"rotary_emb\.", *mixture.unused],
+        unused=unused,
         renames=mixture.renames,
     )
     own = list(zip(kinds, (layer.mlp for layer in spec.layers), strict=True))

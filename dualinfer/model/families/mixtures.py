@@ -23,8 +23,8 @@ class Mixture:
     is as wide as so many experts as the field `shares` says, and `shared_parts` are its own, two of
     them where gate and up are one. `choice_bias` is a tensor of
     `choice_axes`; with `router_bias` logits have one as well. A tensor of all experts may lie
-    `turned`, columns before rows. `ignored` fields change nothing at
-    inference.
+    `turned`, columns before rows. `stacked` files have a tensor of all experts for each part.
+    `ignored` fields change nothing at inference.
     """
 
     block: str = "mlp"
@@ -37,6 +37,7 @@ class Mixture:
     choice_axes: str = "choices"
     router_bias: bool = False
     turned: bool = False
+    stacked: bool = False
     count: str = "num_experts"
     chosen: str = "num_experts_per_tok"
     ffn: str = "moe_intermediate_size"
@@ -74,6 +75,7 @@ _LATENT = (
     "deepseek_v32",
     "glm_moe_dsa",
     "axk1",
+    "axk2",
     "deepseek_v2",
     "deepseek_v3",
     "glm4_moe_lite",
@@ -81,8 +83,9 @@ _LATENT = (
 )  # by their attention
 _DEEPSEEKS = ("dots1", "exaone_moe", "glm4_moe", "mimo_v2_flash", "solar_open", *_LATENT)
 # Those whose mlp_layer_types says which layers are mixtures.
-_LISTED = ("axk1", "cohere2_moe", "exaone_moe", "glm4_moe_lite", "hy_v3", "mellum")
+_LISTED = ("axk1", "axk2", "cohere2_moe", "exaone_moe", "glm4_moe_lite", "hy_v3", "mellum")
 _LISTED += ("deepseek_v32", "glm_moe_dsa", "deepseek_ocr2_text", "laguna", "mimo_v2_flash")
+_LISTED += ("step3p5",)
 _SEVERAL = Mixture(shared="mlp.shared_experts", shares="num_shared_experts")
 _TRAINED = ("aux_loss_alpha", "seq_aux")
 MIXTURES: Mapping[str, Mixture] = {
@@ -104,6 +107,13 @@ MIXTURES: Mapping[str, Mixture] = {
         _DEEPSEEK,
         renames=((".mlp.post_mlp_layernorm.", ".post_mlp_layernorm."),),
         unused=(r"\.post_mlp_layernorm\.",),  # that of dense layers, which have none
+    ),
+    "axk2": replace(
+        _DEEPSEEK,
+        renames=(
+            *((".mlp.fc1.", ".W_down."), (".mlp.fc2.", ".W_up.")),
+            (".self_attn.q_gate_proj.", ".self_attn.q_b_proj."),
+        ),
     ),
     "cohere2_moe": replace(_SEVERAL, ffn="intermediate_size"),
     "deepseek_ocr2_text": replace(_DEEPSEEK, choice_bias=None, ignored=_TRAINED),
@@ -201,6 +211,17 @@ MIXTURES: Mapping[str, Mixture] = {
     "qwen2_moe": Mixture(),
     "qwen3_moe": Mixture(),
     "solar_open": _DEEPSEEK,
+    "step3p5": replace(
+        _DEEPSEEK,
+        shares="",
+        stacked=True,
+        renames=(
+            (".mlp.experts.", ".moe."),
+            (".mlp.gate.e_score_correction_bias", ".moe.router_bias"),
+            (".mlp.gate.weight", ".moe.gate.weight"),
+            (".mlp.shared_experts.", ".share_expert."),
+        ),
+    ),
 }
 
 
@@ -295,6 +316,8 @@ def _router(fields: ConfigFields) -> Router:
     if family in _DEEPSEEKS:
         fields.require("scoring_func", "sigmoid", *(("noaux_tc",) * (family == "dots1")))
         fields.require("topk_method", "noaux_tc")
+        if family == "axk2":  # whose closed groups HF gives scores of 0, which may be chosen
+            fields.require("n_group", 1)
         groups, chosen = fields.size("n_group", 1), fields.size("topk_group", 1)
         total = fields.size(MIXTURES[family].count)
         if total % groups or total // groups < 2 or chosen > groups:
@@ -335,6 +358,9 @@ def _router(fields: ConfigFields) -> Router:
         return Router(2, "sparse", jitter=jitter)
     if family == "minimax_m2":
         return Router(0, "sigmoid", renormalized=True)
+    if family == "step3p5":
+        scale = fields.number("moe_router_scaling_factor")
+        return Router(0, "sigmoid", renormalized=True, scale=scale)
     if family == "ernie4_5_moe":
         # HF divides by the sum, but by moe_norm_min where that is more. Sums of probabilities are.
         fields.require("moe_norm_min", 1e-12)
@@ -349,6 +375,8 @@ def _shared(fields: ConfigFields) -> int:
     own = MIXTURES[fields.family]
     if own.shares:
         return fields.size(own.shares) * fields.size(own.ffn) if fields.take(own.shares) else 0
+    if fields.family == "step3p5":
+        return fields.size("share_expert_dim")
     if fields.family in ("flint", "kolibri1", "laguna", "qwen2_moe"):
         return fields.size("shared_expert_intermediate_size")
     if fields.family in ("granitemoe_swa", "granitemoeshared"):
@@ -459,9 +487,12 @@ def _gpt_oss_rows(experts: str) -> list[Row]:
 
 
 def _each(names: Mixture, experts: str, part: str) -> list[tuple[str, str]]:
-    """The tensors of one expert, with their axes."""
-    gate, up, down = (f"{experts}.{{x}}.{name}.weight" for name in names.expert)
-    return [(gate, "gate embed"), (up, "up embed")] if part == "up" else [(down, "embed up")]
+    """The tensors of one expert, or of all, with their axes."""
+    at, of = ("", "experts ") if names.stacked else (".{x}", "")
+    gate, up, down = (f"{experts}{at}.{name}.weight" for name in names.expert)
+    if part == "up":
+        return [(gate, f"{of}gate embed"), (up, f"{of}up embed")]
+    return [(down, f"{of}embed up")]
 
 
 def _stacked(names: Mixture, ours: str, axes: str, whole: str, experts: str) -> Row:

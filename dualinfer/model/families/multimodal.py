@@ -14,14 +14,14 @@ from typing import Any
 from ...errors import ModelError, UnservedError, shown
 from ..spec import Head, ModelSpec
 from ..weights import WeightTable
-from . import deepseek, gemma, gpt_neox, llama, mllama, relatives
+from . import deepseek, gemma, gpt_neox, layered, llama, mllama, relatives
 from .fields import ConfigFields
 from .heads import under
 from .kinds import KINDS
 
 _MODULES: dict[str, ModuleType] = {
     family: module
-    for module in (llama, gemma, relatives, deepseek, gpt_neox, mllama)
+    for module in (llama, gemma, relatives, deepseek, gpt_neox, mllama, layered)
     for family in module.CLASSES
 }
 _QWENS = ("qwen2", "qwen2_moe", "qwen3", "qwen3_moe")
@@ -69,6 +69,7 @@ class Wrapper:
     own factor or cap. Where it `masks_labels`, tokens that the mask hides count in no loss. If
     it `counts`, positions are those of the tokens that the mask shows. `head` is the end of the
     name of HF's class with a head. Where it `prefixes`, HF takes token types of 0 for a prefix.
+    Of a text by itself what the fields `not_alone` of its text_config say is not so.
     """
 
     name: str
@@ -84,6 +85,7 @@ class Wrapper:
     counts: bool = False
     head: str = "ForConditionalGeneration"
     prefixes: bool = False
+    not_alone: tuple[str, ...] = ()
 
     @property
     def classes(self) -> tuple[str, str]:
@@ -305,10 +307,10 @@ WRAPPERS: dict[str, Wrapper] = {
     "paligemma": Wrapper(
         *("PaliGemma", ("gemma", "gemma2"), _LLAVA, _NESTED),
         ignored=("projection_dim",),
-        # Images see both ways, and prefixes; HF's masks for a text alone are causal.
-        of_text=("num_image_tokens",),
         scales=True,
         prefixes=True,
+        # Images see both ways, and prefixes; HF's masks for a text alone are causal.
+        not_alone=("use_bidirectional_attention", "num_image_tokens"),
     ),
     "perception_lm": Wrapper(
         *("PerceptionLM", _ANY, _LLAVA),
@@ -332,6 +334,12 @@ WRAPPERS: dict[str, Wrapper] = {
     "qwen3_vl": Wrapper("Qwen3VL", ("qwen3_vl_text",), ("visual",)),
     "qwen3_vl_moe": Wrapper("Qwen3VLMoe", ("qwen3_vl_moe_text",), ("visual",)),
     "smolvlm": Wrapper("SmolVLM", _ANY, **_IDEFICS),
+    "step3p7": Wrapper(
+        *("Step3p7", ("step3p5",)),
+        ("vision_model", "multi_modal_projector", "vit_large_projector"),
+        _FLAT,
+        ignored=("projector_bias",),
+    ),
     "vibevoice_asr": Wrapper(
         "VibeVoiceAsr",
         _ANY,
@@ -395,11 +403,12 @@ def describe(fields: ConfigFields, architecture: str) -> tuple[ModelSpec, Weight
         )
     # Whether the head repeats the embedding the outer config says.
     tied = wrapper.ties and fields.flag("tie_word_embeddings", False)
-    off = {"use_bidirectional_attention": None} if wrapper.prefixes else {}
-    inner = ConfigFields(family, {**text, **off, "tie_word_embeddings": tied})
+    alone = {**text, **dict.fromkeys(wrapper.not_alone)}
+    inner = ConfigFields(family, {**alone, "tie_word_embeddings": tied})
     has_head = "For" in architecture
     spec, table = _decoder(inner, has_head)
-    inner.ignore("quantization_config", *_TOKENS, *wrapper.of_text)  # the first is of the weights
+    inner.ignore("quantization_config")  # of the weights
+    inner.ignore(*_TOKENS, *wrapper.of_text, *wrapper.not_alone)
     inner.finish()
     fields.ignore("tie_word_embeddings", *_TOKENS, *_MEDIA, *wrapper.ignored)
     beside = {*text} - {"is_encoder_decoder"}

@@ -13,11 +13,14 @@ from .parts import (
     Adapter,
     Bottleneck,
     Convolution,
+    Embedder,
     Experts,
     Mlp,
     Norm,
     Page,
+    Pairs,
     Router,
+    Spans,
     Streams,
 )
 
@@ -29,6 +32,7 @@ __all__ = [
     "Attention",
     "Bottleneck",
     "Convolution",
+    "Embedder",
     "Experts",
     "Gate",
     "Head",
@@ -38,6 +42,7 @@ __all__ = [
     "ModelSpec",
     "Norm",
     "Page",
+    "Pairs",
     "Patches",
     "Places",
     "Pooled",
@@ -46,5 +51,6 @@ __all__ = [
     "RelativeBias",
     "Rope",
     "Router",
+    "Spans",
     "Streams",
 ]

@@ -6,7 +6,7 @@ from typing import Literal
 
 import numpy as np
 
-from .parts import Norm
+from .parts import Norm, Pairs
 
 Gate = Literal["sigmoid", "softplus"]
 LAMBDAS = "lambda_q1", "lambda_k1", "lambda_q2", "lambda_k2"  # of a differential attention
@@ -49,7 +49,9 @@ class Latent:
     of the latent vector, and the shared elements behind it; a head's value, of `value_dim`
     elements, is another projection. Queries have turning elements at their end likewise. They come
     from a normed projection to `query_rank` elements, or, where that is 0, from the input itself.
-    A normed latent vector is times `scale` (LongCat).
+    A normed latent vector is times `scale` (LongCat). If `gated`, the projection of that of queries
+    reads it normed and as it is, and gives gates as well: what heads give is times the logistic
+    function of these (A.X-K2).
     """
 
     rank: int
@@ -58,6 +60,7 @@ class Latent:
     norm: Norm
     query_rank: int = 0
     scale: float = 1.0
+    gated: bool = False
 
     @property
     def width(self) -> int:
@@ -163,8 +166,11 @@ class Attention:
     query heads give means of two values each, those of the KV heads j and j + K/2 for j modulo K/2,
     side by side; of these the second half of heads, times exp(q1 k1) - exp(q2 k2) + l of `LAMBDAS`,
     is taken from the first, and what is left is RMS-normed by `difference_eps` and times 1 - l. A
-    layer with a `lender` projects to queries alone: its keys and values are those that the layer of
-    this number has projected and whose values it has normed.
+    layer with `pairs` has the query heads of those that a token chooses, one of each pair for each
+    KV head. With `biased_keys` the scaled scores of a key have e^(f softplus(b)) added, of numbers
+    f of the KV head and b of the token (Doge). A layer with a `lender` projects to queries alone:
+    its keys and values are those that the layer of this number has projected and whose values it
+    has normed.
     """
 
     heads: int
@@ -194,7 +200,9 @@ class Attention:
     value_scale: float = 1.0
     difference: float | None = None
     difference_eps: float = 0.0
+    biased_keys: bool = False
     lender: int | None = None
+    pairs: Pairs | None = None
 
     @property
     def reach(self) -> int | None:
@@ -215,7 +223,12 @@ class Attention:
 
     @property
     def widened(self) -> "Attention":
-        """This attention as caches and ops have it: values as wide as keys, one for each head."""
+        """This attention as caches and ops have it: values as wide as keys, one for each head.
+
+        A key's bias is an element of it.
+        """
+        if self.biased_keys:
+            return replace(self, biased_keys=False, head_dim=self.head_dim + 1, qk_norm=None)
         if self.difference is not None:
             both = {"heads": 2 * self.heads, "kv_heads": 2 * self.kv_heads}
             return replace(self, difference=None, **both)

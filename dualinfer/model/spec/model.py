@@ -10,10 +10,12 @@ from .parts import (
     Adapter,
     Bottleneck,
     Convolution,
+    Embedder,
     Experts,
     Mlp,
     Norm,
     Page,
+    Spans,
     Streams,
 )
 
@@ -27,7 +29,8 @@ class Patches:
     Images have `channels` and `grid` rows and columns of patches, each `size` pixels high and wide.
     Of other images positions are interpolated, where a caller asks for it, or without being asked
     in a model for `any_size` (DINOv2). The last `registers` of the learned tokens have no position;
-    where there are some, interpolation is antialiased.
+    where there are some, interpolation is antialiased. Of images `given` as patches each has a grid
+    and a mask of its own (SigLIP 2); their positions are interpolated bilinearly, antialiased.
     """
 
     channels: int
@@ -36,6 +39,7 @@ class Patches:
     learned: int = 1
     any_size: bool = False
     registers: int = 0
+    given: bool = False
 
     @property
     def width(self) -> int:
@@ -95,13 +99,17 @@ class Layer:
     - `residual_scale`: a factor of what a sub-layer adds.
     - `cross` (`pre`, `post` or `around`): a second attention stands between the two, whose keys and
       values are of what an encoder gives.
+    - `keeps` (always `pre`): what a sub-layer adds to is times a learned vector (Doge).
     - `scaled` (always `pre`): what a sub-layer adds is times a learned vector (DINOv2).
     - `bare` (always `pre`): no norm stands before attention (ModernBERT's first block).
+    - `gated_norms` (always `pre`): what a norm before a sub-layer gives is times the logistic
+      function of two products of it, by way of so many elements, if these are there (A.X-K2).
     - `mlp_normed` (always `pre`): a norm stands behind the MLP, within the residual (A.X-K1).
     - `reads`: a third sub-layer, normed behind: the MLP's activation of a projection to so many
       elements, times what each token's embedding gives this layer alone, projected back (Gemma 4).
     - `multiplied`: what the block gives is times a learned number (Gemma 4).
     - `convolution` (always `post`) comes last (DeBERTa-v2).
+    - `spans` (always `post`): heads beside those of attention (ConvBERT).
     - `sub_norms` (always `pre`): what heads give and the MLP's hidden values are normed before the
       products back, each as one of so many elements, which devices share (BitNet).
     - `adapter` (`pre` or `post`): two more projections, before the last norm of a `post` block.
@@ -120,10 +128,13 @@ class Layer:
     cross: Attention | None = None
     scaled: bool = False
     bare: bool = False
+    keeps: bool = False
+    gated_norms: int = 0
     mlp_normed: bool = False
     reads: int = 0
     multiplied: bool = False
     convolution: Convolution | None = None
+    spans: Spans | None = None
     sub_norms: tuple[int, int] | None = None
     adapter: Adapter | None = None
     bottleneck: Bottleneck | None = None
@@ -198,9 +209,9 @@ class ModelSpec:
       dropout in training made them (ESM-2). If the model `blanks`, what a mask hides enters the
       first layer as zeros; if it `masks_labels`, the labels of that count in no loss (Qwen2-Audio).
     - `most`: tokens of a sequence of which all are seen. HF's layers choose among more by another
-      product, which is not served; 0 for no such limit (DeepSeek-V3.2).
-    - `text_ids`: the ids from which on HF embeds what stands for images and sounds; None for none.
-      Of ids from `layers_ids` on layers read what they read of id 0 (Gemma 3n).
+      product, or by biases, which is not served; 0 for no such limit (DeepSeek-V3.2, Doge).
+    - `embedders`: of some ids, whose embeddings are not the table's. Of ids from `layers_ids` on
+      layers read what they read of id 0 (Gemma 3n).
     - `prefixes`: token types are none of the embedding's. In HF those of 0 mark a prefix whose
       tokens see one another both ways, which is not served (PaliGemma).
 
@@ -244,7 +255,7 @@ class ModelSpec:
     packs: bool = True
     masks_labels: bool = False
     prefixes: bool = False
-    text_ids: int | None = None
+    embedders: tuple[Embedder, ...] = ()
     layers_ids: int | None = None
     most: int = 0
     token_types: int = 0
@@ -325,12 +336,14 @@ class ModelSpec:
         if self.patches is not None:
             outer |= dict(zip(("high", "wide"), self.patches.size, strict=True))
             outer |= {"channels": self.patches.channels, "learned": self.patches.learned}
-            outer["registers"] = self.patches.registers
+            outer |= {"registers": self.patches.registers, "patch": self.patches.width}
         if self.pooled is not None and self.pooled.probe is not None:
             probe = self.pooled.probe
             outer |= {"probe_qkv": sum(probe.attention.qkv_sizes), "probe_ffn": probe.ffn}
         if self.page is not None:
             outer |= {"page": self.page.width, "page_ffn": self.page.ffn, "sixth": self.embed // 6}
+        for i, embedder in enumerate(self.embedders):
+            outer |= {f"ids.{i}": embedder.count, f"width.{i}": embedder.width}
         if (own := self.layers[0].streams) is not None:
             outer |= {"streams": own.count, "streams_in": own.count, "laurel": own.rank}
             outer["coefficients"] = own.count**2
@@ -347,7 +360,7 @@ class ModelSpec:
         q, k, v = attention.qkv_sizes
         inner = {
             **{"heads": attention.heads, "kv_heads": attention.kv_heads},
-            **{"head_dim": attention.head_dim, "q": q, "k": k, "v": v},
+            **{"head_dim": attention.head_dim, "q": q, "k": k, "v": v, "all_q": q, "all_v": v},
             **{
                 f"{x}{half}": n // 2
                 for x, n in zip("qkv", (q, k, v), strict=True)
@@ -357,6 +370,7 @@ class ModelSpec:
             **dict.fromkeys(("ffn", "gate", "up"), mlp.ffn),
             "buckets": attention.bias.buckets if attention.bias else 0,
             "adapter": own.width if (own := self.layers[layer].adapter) else 0,
+            "gating": self.layers[layer].gated_norms,
             "narrow": own.width if (own := self.layers[layer].bottleneck) else 0,
         }
         if (page := self.layers[layer].page) is not None:
@@ -365,8 +379,13 @@ class ModelSpec:
                 ("page", page.head_dim),
             ):
                 inner |= {f"{name}_{x}": attention.heads * dim for x in "qkv"}
+        if (spans := self.layers[layer].spans) is not None:
+            inner |= {"spans": q, "span_taps": spans.taps, "mixtures": attention.heads * spans.taps}
+        if attention.pairs is not None:
+            inner["paired"] = attention.pairs.count
         if (own := attention.latent) is not None:
             inner |= {"latent": own.width, "rank": own.rank, "query_rank": own.query_rank}
+            inner["query_ranks"] = 2 * own.query_rank
         if isinstance(mlp, Experts):
             # What devices share out, what each of them knows of, and what a router tells apart.
             inner |= {"experts": mlp.count, "mixed": mlp.count, "choices": mlp.choices, "sides": 2}
@@ -394,11 +413,6 @@ class ModelSpec:
     def streams(self) -> Streams | None:
         """The streams of a token, where there are several."""
         return self.layers[0].streams
-
-    @property
-    def known_ids(self) -> int:
-        """How many ids a caller may give."""
-        return self.vocab if self.text_ids is None else self.text_ids
 
     @property
     def cache_numbers(self) -> tuple[int, ...]:
@@ -472,6 +486,33 @@ class ModelSpec:
         return self.most or max(
             0, self.learned_positions - (0 if self.pad is None else self.pad + 1)
         )
+
+    @property
+    def most_by(self) -> str:
+        """The config's field that `most` is."""
+        biased = self.layers[0].attention.biased_keys
+        return "keep_window_size" if biased else "index_topk"
+
+    @property
+    def why_most(self) -> str:
+        """For people: why one sequence has at most `tokens`."""
+        if not self.most:
+            return f"the model has {self.tokens} positions"
+        return (
+            f"of more than {self.most_by}={self.most} tokens the layers of {self.architecture} "
+            "choose those that they see, which is not served"
+        )
+
+    @property
+    def reads_near(self) -> bool:
+        """True if what a token becomes is made of the tokens beside it, real or not."""
+        return self.trigrams or any(layer.spans is not None for layer in self.layers)
+
+    @property
+    def reads_patches(self) -> bool:
+        """True if images are given as patches, to the model or to its second tower."""
+        own = self.encoder.patches if self.towers and self.encoder else self.patches
+        return own is not None and own.given
 
     @property
     def can_pack(self) -> bool:

@@ -25,13 +25,15 @@ class Mlp:
     """Feed-forward of one layer; `gated` multiplies activation(gate) with up.
 
     With `sparse` (s, n) what a gate is above the mean of a token's n gates by more than s standard
-    deviations of them stands in its place, and 0 where it is not (Gemma 3n).
+    deviations of them stands in its place, and 0 where it is not (Gemma 3n). With `limit`
+    activation(gate) is at most that, and ups at most as far from 0 (Step 3.7).
     """
 
     ffn: int
     activation: Activation | Literal["xielu"]
     gated: bool
     sparse: tuple[float, int] | None = None
+    limit: float | None = None
 
 
 @dataclass(frozen=True)
@@ -64,11 +66,25 @@ class Router:
 
 
 @dataclass(frozen=True)
+class Pairs:
+    """Pairs of projections in attention, of which a token has those that it chooses (JetMoE).
+
+    Of `count` pairs `router` chooses: the first of each makes a query head for each KV head, the
+    second reads what these heads give, and the results are summed by the router's weights.
+    """
+
+    count: int
+    router: Router
+
+
+@dataclass(frozen=True)
 class Experts:
     """A mixture in a feed-forward's place: each token's `router.chosen` of `count` experts of ffn.
 
     An expert's hidden values are activation(gate) * (up + `offset`), or without gates
-    activation(up). With `limit` gates are at most that, and ups at most as far from 0 (GPT-OSS).
+    activation(up). With `limit` gates are at most that, and ups at most as far from 0 (GPT-OSS); if
+    `limits_given`, activation(gate) is that in a gate's place, and in the expert that all tokens
+    have with `shared_limit` (Step 3.7).
     `shared` is the ffn of an expert that all tokens have, 0 for none; with `shared_gated` its
     result is times the logistic function of a product of its own (Qwen2-MoE), and it is times
     `shared_scale` (Cohere's mean of the two). Where a mixture
@@ -94,6 +110,8 @@ class Experts:
     shared_gated: bool = False
     shared_scale: float = 1.0
     limit: float | None = None
+    limits_given: bool = False
+    shared_limit: float | None = None
     offset: float = 0.0
     weighs_input: bool = False
     blended: bool = False
@@ -123,6 +141,18 @@ class Convolution:
 
     taps: int
     activation: Activation
+
+
+@dataclass(frozen=True)
+class Spans:
+    """Heads beside those of attention that mix `taps` tokens each (ConvBERT, arXiv:2008.02496).
+
+    There are as many, of the same size, behind them. A head's mixture around a token, whose middle
+    is the token itself, is the softmax of a product of its query, of all heads, times what a
+    convolution over as many tokens makes of the layer's input.
+    """
+
+    taps: int
 
 
 @dataclass(frozen=True)
@@ -165,6 +195,20 @@ class Streams:
     count: int
     rank: int
     scaled: bool
+
+
+@dataclass(frozen=True)
+class Embedder:
+    """The embeddings of `count` ids from `first` on, which have a table of their own (Gemma 3n).
+
+    Its rows, of `width` elements, are normed, projected to the model's width and normed again,
+    without a weight. They stand for images and sounds.
+    """
+
+    first: int
+    count: int
+    width: int
+    norm: Norm
 
 
 @dataclass(frozen=True)

@@ -25,8 +25,24 @@ def narrow(a: Attention, y: jax.Array, w: Weights) -> jax.Array:
     """See `BlockOps.narrow_heads`."""
     if a.difference is not None:
         return _subtracted(a, y, w)
-    heads = y.reshape(*y.shape[:-1], a.heads, -1)[..., : a.value_dim]
+    heads = y.reshape(*y.shape[:-1], a.heads, -1)[..., : a.value_dim or a.head_dim]
     return heads.reshape(*y.shape[:-1], -1)
+
+
+@jax.named_scope("heads")
+def bias_keys(a: Attention, qkv: jax.Array, numbers: jax.Array, w: Weights) -> jax.Array:
+    """See `BlockOps.bias_keys`."""
+    assert a.qk_norm is not None
+    lead, ends = qkv.shape[:-1], (a.qkv_sizes[0], sum(a.qkv_sizes[:2]))
+    q, k, v = (x.reshape(*lead, -1, a.head_dim) for x in jnp.split(qkv, ends, axis=-1))
+    q = primitives.rms_norm(q, w["q_norm.weight"], a.qk_norm.eps)
+    k = primitives.rms_norm(k, w["k_norm.weight"], a.qk_norm.eps)
+    bias = jnp.exp(w["key_factor"] * jax.nn.softplus(numbers.astype(jnp.float32)))
+    one_more = [(0, 0)] * (q.ndim - 1) + [(0, 1)]
+    q = jnp.pad(q, one_more, constant_values=1 / a.scale)
+    k = jnp.concatenate((k, bias.astype(k.dtype)[..., None]), -1)
+    parts = q, k, jnp.pad(v, one_more)
+    return jnp.concatenate([part.reshape(*lead, -1) for part in parts], -1)
 
 
 def _doubled(a: Attention, qkv: jax.Array) -> jax.Array:

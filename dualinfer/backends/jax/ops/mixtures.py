@@ -195,6 +195,8 @@ def hidden(h: jax.Array, mixture: Experts) -> jax.Array:
     """An expert's hidden values, of its first product h [..., 2F] with gate, then up."""
     if not mixture.gated:
         return primitives.activation(h, mixture.activation)
+    if mixture.limits_given and mixture.limit is not None:
+        return primitives.gate_within(h, mixture.activation, mixture.limit)
     gate, up = jnp.split(h, 2, axis=-1)
     if mixture.limit is not None:
         gate, up = jnp.minimum(gate, mixture.limit), jnp.clip(up, -mixture.limit, mixture.limit)
@@ -212,3 +214,33 @@ def _weighted(parts: jax.Array, weights: jax.Array) -> jax.Array:
     for i in range(1, parts.shape[-2]):
         total = total + parts[..., i, :].astype(jnp.float32) * weights[..., i, None]
     return total
+
+
+@jax.named_scope("chosen_queries")
+def chosen_queries(x: jax.Array, weight: jax.Array, routing: Routing, head_dim: int) -> jax.Array:
+    """Of x [..., E] the products by chosen ones of weights [X, K D, E]: [..., K k D]."""
+    own, wide = routing.experts, {"preferred_element_type": jnp.float32}
+    if own.size <= len(weight):  # fewer are read than there are
+        y = einsum("...koi,...i->...ko", weight[own], x, **wide)
+    else:
+        every = einsum("...i,xoi->...xo", x, weight, **wide)
+        y = jnp.take_along_axis(every, own[..., None], -2)
+    y = y.astype(x.dtype).reshape(*y.shape[:-1], -1, head_dim)
+    return jnp.swapaxes(y, -3, -2).reshape(*x.shape[:-1], -1)
+
+
+@jax.named_scope("chosen_outputs")
+def chosen_outputs(y: jax.Array, weight: jax.Array, routing: Routing, head_dim: int) -> jax.Array:
+    """Of heads y [..., K k D] the sum by the routing's weights of products by the chosen ones.
+
+    It is float32.
+    """
+    own, wide = routing.experts, {"preferred_element_type": jnp.float32}
+    rows, count = y.shape[:-1], own.shape[-1]
+    y = jnp.swapaxes(y.reshape(*rows, -1, count, head_dim), -3, -2).reshape(*rows, count, -1)
+    if own.size <= len(weight):
+        parts = einsum("...koi,...ki->...ko", weight[own], y, **wide)
+        return (parts * routing.weights[..., None]).sum(-2)
+    share = (own[..., None] == jnp.arange(len(weight))) * routing.weights[..., None]
+    spread = einsum("...kx,...ki->...xi", share, y.astype(jnp.float32))
+    return einsum("...xi,xoi->...o", spread.astype(y.dtype), weight, **wide)

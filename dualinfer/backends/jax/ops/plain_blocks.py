@@ -108,6 +108,10 @@ class PlainBlocks:
             embeds = embeds * jnp.asarray(spec.embed_scale, embeds.dtype)
         return self._with_positions(spec, w, embeds, positions, token_types, blend)
 
+    def take_rows(self, table: Weight, ids: jax.Array) -> jax.Array:
+        """See `contract.BlockOps.take_rows`."""
+        return primitives.embed(ids, table)
+
     def embed_trigrams(
         self,
         spec: ModelSpec,
@@ -151,7 +155,7 @@ class PlainBlocks:
             else:
                 x = x + primitives.embed(token_types, w["token_types.weight"])
         if blend is not None:
-            return x + primitives.blend(blend, w["positions.weight"])[None].astype(x.dtype)
+            return x + primitives.blend(blend, w["positions.weight"]).astype(x.dtype)
         if spec.learned_positions:
             x = x + primitives.embed(positions + spec.position_offset, w["positions.weight"])
         return x
@@ -276,6 +280,10 @@ class PlainBlocks:
         gates = jnp.maximum(gates - least[..., None], 0).astype(h.dtype)
         return primitives.activation(gates, by) * ups.astype(h.dtype)
 
+    def gate_within(self, h: jax.Array, by: Activation, limit: float) -> jax.Array:
+        """See `contract.BlockOps.gate_within`."""
+        return primitives.gate_within(h, by, limit)
+
     def like(self, x: jax.Array, other: jax.Array) -> jax.Array:
         """See `contract.BlockOps.like`."""
         return x.astype(other.dtype)
@@ -323,6 +331,22 @@ class PlainBlocks:
         if self.split is None:
             return x, weight
         return SCHEMES.share_input(x, weight, self.split.most)
+
+    def chosen_queries(
+        self, x: jax.Array, weight: Weight, routing: Routing, head_dim: int
+    ) -> jax.Array:
+        """See `contract.BlockOps.chosen_queries`."""
+        return mixtures.chosen_queries(x, weight.data, routing, head_dim)
+
+    def chosen_outputs(
+        self, y: jax.Array, weight: Weight, routing: Routing, head_dim: int, by: Neighbours
+    ) -> jax.Array:
+        """See `contract.BlockOps.chosen_outputs`."""
+        dtype, y = y.dtype, mixtures.chosen_outputs(y, weight.data, routing, head_dim)
+        if self.split is not None:
+            y = self.split.sum(y)
+        y = (y if by.bias is None else y + by.bias).astype(dtype)
+        return y if by.residual is None else by.residual + y
 
     def route(
         self,
@@ -396,6 +420,11 @@ class PlainBlocks:
             gate = jnp.repeat(gate, y.shape[-1] // gate.shape[-1], axis=-1)
         return (y.astype(jnp.float32) * gate).astype(y.dtype)
 
+    def times_logistic(self, y: jax.Array, gates: jax.Array) -> jax.Array:
+        """See `contract.BlockOps.times_logistic`."""
+        gates = jax.nn.sigmoid(gates.astype(jnp.float32))
+        return (y.astype(jnp.float32) * gates).astype(y.dtype)
+
     def add(self, x: jax.Array, y: jax.Array, norm: NormOf | None = None) -> jax.Array:
         """See `contract.BlockOps.add`."""
         return x + (y if norm is None else self.norm(y, norm))
@@ -415,6 +444,10 @@ class PlainBlocks:
     def widen_heads(self, a: Attention, qkv: jax.Array) -> jax.Array:
         """See `contract.BlockOps.widen_heads`."""
         return heads.widen(a, qkv)
+
+    def bias_keys(self, a: Attention, qkv: jax.Array, numbers: jax.Array, w: Weights) -> jax.Array:
+        """See `contract.BlockOps.bias_keys`."""
+        return heads.bias_keys(a, qkv, numbers, w)
 
     def narrow_heads(self, a: Attention, y: jax.Array, w: Weights) -> jax.Array:
         """See `contract.BlockOps.narrow_heads`."""
@@ -440,6 +473,18 @@ class PlainBlocks:
         """See `contract.BlockOps.convolve`."""
         y = primitives.convolution(x, kernel, bias, stride, segments)
         return primitives.activation(y, activation)
+
+    def convolve_each(
+        self, x: jax.Array, kernel: jax.Array, segments: jax.Array | None = None
+    ) -> jax.Array:
+        """See `contract.BlockOps.convolve_each`."""
+        return primitives.convolve_each(x, kernel, segments)
+
+    def mix_spans(
+        self, x: jax.Array, scores: jax.Array, taps: int, segments: jax.Array | None = None
+    ) -> jax.Array:
+        """See `contract.BlockOps.mix_spans`."""
+        return primitives.mix_spans(x, scores, taps, segments)
 
     def softcap(self, logits: jax.Array, cap: float) -> jax.Array:
         """See `contract.BlockOps.softcap`."""

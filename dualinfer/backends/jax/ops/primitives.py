@@ -6,6 +6,7 @@ in schemes.py.
 """
 
 import math
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -256,6 +257,47 @@ def gated_activation(x: jax.Array, kind: Activation) -> jax.Array:
     return activation(gate, kind) * up
 
 
+def gate_within(x: jax.Array, kind: Activation, limit: float) -> jax.Array:
+    """As `gated_activation`, of activation(gate) up to `limit`, and up within it."""
+    gate, up = jnp.split(x, 2, axis=-1)
+    return jnp.minimum(activation(gate, kind), limit) * jnp.clip(up, -limit, limit)
+
+
+def _near(x: jax.Array, taps: int, segments: jax.Array | None) -> Iterator[jax.Array]:
+    """x [B, T, E] moved by each of `taps` steps of time; zeros come in, and for other segments."""
+    aside, tokens = taps // 2, x.shape[1]
+    around = (0, 0), (aside, aside)
+    wide = jnp.pad(x, (*around, (0, 0)))
+    owners = None if segments is None else jnp.pad(segments, around, constant_values=-1)
+    for i in range(taps):
+        near = wide[:, i : i + tokens]
+        if owners is not None:
+            near = near * (owners[:, i : i + tokens] == segments)[..., None].astype(x.dtype)
+        yield near
+
+
+@jax.named_scope("convolve_each")
+def convolve_each(x: jax.Array, kernel: jax.Array, segments: jax.Array | None = None) -> jax.Array:
+    """See `BlockOps.convolve_each`."""
+    total, by = jnp.zeros(x.shape, jnp.float32), kernel.astype(jnp.float32)
+    for i, near in enumerate(_near(x, kernel.shape[1], segments)):
+        total = total + near.astype(jnp.float32) * by[:, i]
+    return total.astype(x.dtype)
+
+
+@jax.named_scope("mix_spans")
+def mix_spans(
+    x: jax.Array, scores: jax.Array, taps: int, segments: jax.Array | None = None
+) -> jax.Array:
+    """See `BlockOps.mix_spans`."""
+    lead = x.shape[:-1]
+    weights = jax.nn.softmax(scores.reshape(*lead, -1, taps).astype(jnp.float32), -1)
+    total = jnp.zeros((*lead, weights.shape[-2], x.shape[-1] // weights.shape[-2]), jnp.float32)
+    for i, near in enumerate(_near(x, taps, segments)):
+        total = total + near.reshape(total.shape).astype(jnp.float32) * weights[..., i, None]
+    return total.astype(x.dtype).reshape(x.shape)
+
+
 @jax.named_scope("patches")
 def patches(x: jax.Array, kernel: jax.Array, bias: jax.Array | None) -> jax.Array:
     """Patches [B, T, C h w] of images times kernel [E, C, h, w], plus bias [E]: [B, T, E]."""
@@ -267,8 +309,8 @@ def patches(x: jax.Array, kernel: jax.Array, bias: jax.Array | None) -> jax.Arra
 
 @jax.named_scope("blend")
 def blend(by: jax.Array, weight: Weight) -> jax.Array:
-    """Float32 [T, E]: sums of the rows of weight [P, E], times `by` [T, P]."""
-    rows = embed(jnp.arange(by.shape[1]), weight).astype(jnp.float32)
+    """Float32 [..., E]: sums of the rows of weight [P, E], times `by` [..., P]."""
+    rows = embed(jnp.arange(by.shape[-1]), weight).astype(jnp.float32)
     return jnp.matmul(by, rows, precision=lax.Precision.HIGHEST)
 
 

@@ -25,7 +25,20 @@ def narrow(a: Attention, y: torch.Tensor, w: Weights) -> torch.Tensor:
     """See `BlockOps.narrow_heads`."""
     if a.difference is not None:
         return _subtracted(a, y, w)
-    return y.unflatten(-1, (a.heads, -1))[..., : a.value_dim].flatten(-2)
+    return y.unflatten(-1, (a.heads, -1))[..., : a.value_dim or a.head_dim].flatten(-2)
+
+
+@named("heads")
+def bias_keys(a: Attention, qkv: torch.Tensor, numbers: torch.Tensor, w: Weights) -> torch.Tensor:
+    """See `BlockOps.bias_keys`."""
+    assert a.qk_norm is not None
+    q, k, v = (part.unflatten(-1, (-1, a.head_dim)) for part in qkv.split(a.qkv_sizes, -1))
+    q = primitives.rms_norm(q, w["q_norm.weight"], a.qk_norm.eps)
+    k = primitives.rms_norm(k, w["k_norm.weight"], a.qk_norm.eps)
+    bias = torch.exp(w["key_factor"] * F.softplus(numbers.float())).to(qkv.dtype)
+    q, v = F.pad(q, (0, 1), value=1 / a.scale), F.pad(v, (0, 1))
+    k = torch.cat((k, bias[..., None]), -1)
+    return torch.cat([part.flatten(-2) for part in (q, k, v)], -1)
 
 
 def _doubled(a: Attention, qkv: torch.Tensor) -> torch.Tensor:

@@ -194,6 +194,8 @@ def hidden(h: torch.Tensor, mixture: Experts) -> torch.Tensor:
     """An expert's hidden values, of its first product h [..., 2F] with gate, then up."""
     if not mixture.gated:
         return primitives.activation(h, mixture.activation)
+    if mixture.limits_given and mixture.limit is not None:
+        return primitives.gate_within(h, mixture.activation, mixture.limit)
     gate, up = h.chunk(2, dim=-1)
     if mixture.limit is not None:
         gate, up = gate.clamp(max=mixture.limit), up.clamp(-mixture.limit, mixture.limit)
@@ -211,3 +213,33 @@ def _weighted(parts: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
     for i in range(1, parts.shape[-2]):
         total = torch.addcmul(total, parts[..., i, :].float(), weights[..., i, None])
     return total
+
+
+@named("chosen_queries")
+def chosen_queries(
+    x: torch.Tensor, weight: torch.Tensor, routing: Routing, head_dim: int
+) -> torch.Tensor:
+    """Of x [..., E] the products by chosen ones of weights [X, K D, E]: [..., K k D]."""
+    own = routing.experts
+    if own.numel() <= len(weight):  # fewer are read than there are
+        y = (weight[own] @ x[..., None, :, None])[..., 0]
+    else:
+        every = F.linear(x, weight.flatten(0, 1)).unflatten(-1, weight.shape[:2])
+        y = every.gather(-2, own[..., None].long().expand(*own.shape, weight.shape[1]))
+    return y.unflatten(-1, (-1, head_dim)).transpose(-3, -2).flatten(-3)
+
+
+@named("chosen_outputs")
+def chosen_outputs(
+    y: torch.Tensor, weight: torch.Tensor, routing: Routing, head_dim: int
+) -> torch.Tensor:
+    """Of heads y [..., K k D] the sum by the routing's weights of products by the chosen ones."""
+    own, count = routing.experts, routing.experts.shape[-1]
+    y = y.unflatten(-1, (-1, count, head_dim)).transpose(-3, -2).flatten(-2)
+    if own.numel() <= len(weight):
+        parts = (weight[own] @ y[..., None])[..., 0]
+        return (parts.float() * routing.weights[..., None]).sum(-2).to(y.dtype)
+    number = torch.arange(len(weight), device=y.device)
+    share = (own[..., None] == number) * routing.weights[..., None]
+    spread = (share.mT @ y.float()).to(y.dtype)  # of each expert's input its share
+    return F.linear(spread.flatten(-2), weight.transpose(0, 1).flatten(1))

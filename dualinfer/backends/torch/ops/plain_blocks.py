@@ -89,6 +89,10 @@ class PlainBlocks:
             embeds = embeds * torch.tensor(spec.embed_scale, dtype=embeds.dtype, device="cpu")
         return self._with_positions(spec, w, embeds, positions, token_types, blend)
 
+    def take_rows(self, table: Weight, ids: torch.Tensor) -> torch.Tensor:
+        """See `contract.BlockOps.take_rows`."""
+        return primitives.embed(ids, table)
+
     def embed_trigrams(
         self,
         spec: ModelSpec,
@@ -132,7 +136,7 @@ class PlainBlocks:
             else:
                 x = x + primitives.embed(token_types, w["token_types.weight"])
         if blend is not None:
-            return x + primitives.blend(blend, w["positions.weight"])[None].to(x.dtype)
+            return x + primitives.blend(blend, w["positions.weight"]).to(x.dtype)
         if spec.learned_positions:  # ended slots stay where they are, free ones at 0
             at = positions.clamp(max=spec.learned_positions - 1)
             x = x + primitives.embed(at + spec.position_offset, w["positions.weight"])
@@ -266,6 +270,10 @@ class PlainBlocks:
         gates = torch.relu(gates - least[..., None]).to(h.dtype)
         return primitives.activation(gates, by) * ups.to(h.dtype)
 
+    def gate_within(self, h: torch.Tensor, by: Activation, limit: float) -> torch.Tensor:
+        """See `contract.BlockOps.gate_within`."""
+        return primitives.gate_within(h, by, limit)
+
     def like(self, x: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
         """See `contract.BlockOps.like`."""
         return x.to(other.dtype)
@@ -311,6 +319,23 @@ class PlainBlocks:
         if self.split is None:
             return x, weight
         return SCHEMES.share_input(x, weight, self.split.most)
+
+    def chosen_queries(
+        self, x: torch.Tensor, weight: Weight, routing: Routing, head_dim: int
+    ) -> torch.Tensor:
+        """See `contract.BlockOps.chosen_queries`."""
+        return mixtures.chosen_queries(x, weight.data, routing, head_dim)
+
+    def chosen_outputs(
+        self, y: torch.Tensor, weight: Weight, routing: Routing, head_dim: int, by: Neighbours
+    ) -> torch.Tensor:
+        """See `contract.BlockOps.chosen_outputs`."""
+        y = mixtures.chosen_outputs(y, weight.data, routing, head_dim)
+        if self.split is not None:
+            y = self.split.sum(y)
+        if by.bias is not None:
+            y = y + by.bias
+        return y if by.residual is None else by.residual + y
 
     def route(
         self,
@@ -383,6 +408,10 @@ class PlainBlocks:
             gate = gate.repeat_interleave(y.shape[-1] // gate.shape[-1], -1)
         return (y * gate).to(y.dtype)
 
+    def times_logistic(self, y: torch.Tensor, gates: torch.Tensor) -> torch.Tensor:
+        """See `contract.BlockOps.times_logistic`."""
+        return (y * gates.float().sigmoid()).to(y.dtype)
+
     def add(self, x: torch.Tensor, y: torch.Tensor, norm: NormOf | None = None) -> torch.Tensor:
         """See `contract.BlockOps.add`."""
         return x + (y if norm is None else self.norm(y, norm))
@@ -401,6 +430,12 @@ class PlainBlocks:
     def widen_heads(self, a: Attention, qkv: torch.Tensor) -> torch.Tensor:
         """See `contract.BlockOps.widen_heads`."""
         return heads.widen(a, qkv)
+
+    def bias_keys(
+        self, a: Attention, qkv: torch.Tensor, numbers: torch.Tensor, w: Weights
+    ) -> torch.Tensor:
+        """See `contract.BlockOps.bias_keys`."""
+        return heads.bias_keys(a, qkv, numbers, w)
 
     def narrow_heads(self, a: Attention, y: torch.Tensor, w: Weights) -> torch.Tensor:
         """See `contract.BlockOps.narrow_heads`."""
@@ -426,6 +461,22 @@ class PlainBlocks:
         """See `contract.BlockOps.convolve`."""
         y = primitives.convolution(x, kernel, bias, stride, segments)
         return primitives.activation(y, activation)
+
+    def convolve_each(
+        self, x: torch.Tensor, kernel: torch.Tensor, segments: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """See `contract.BlockOps.convolve_each`."""
+        return primitives.convolve_each(x, kernel, segments)
+
+    def mix_spans(
+        self,
+        x: torch.Tensor,
+        scores: torch.Tensor,
+        taps: int,
+        segments: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """See `contract.BlockOps.mix_spans`."""
+        return primitives.mix_spans(x, scores, taps, segments)
 
     def softcap(self, logits: torch.Tensor, cap: float) -> torch.Tensor:
         """See `contract.BlockOps.softcap`."""

@@ -4,6 +4,8 @@ Their meaning is `dualinfer/kernels/reference.py`. Shapes by letter: see `model/
 with quantized weights is in schemes.py.
 """
 
+from collections.abc import Iterator
+
 import torch
 from torch.nn import functional as F
 
@@ -229,6 +231,47 @@ def gated_activation(x: torch.Tensor, kind: Activation) -> torch.Tensor:
     return activation(gate, kind) * up
 
 
+def gate_within(x: torch.Tensor, kind: Activation, limit: float) -> torch.Tensor:
+    """As `gated_activation`, of activation(gate) up to `limit`, and up within it."""
+    gate, up = x.chunk(2, dim=-1)
+    return activation(gate, kind).clamp(max=limit) * up.clamp(-limit, limit)
+
+
+def _near(x: torch.Tensor, taps: int, segments: torch.Tensor | None) -> Iterator[torch.Tensor]:
+    """x [B, T, E] moved by each of `taps` steps of time; zeros come in, and for other segments."""
+    aside, tokens = taps // 2, x.shape[1]
+    wide = F.pad(x, (0, 0, aside, aside))
+    owners = None if segments is None else F.pad(segments, (aside, aside), value=-1)
+    for i in range(taps):
+        near = wide[:, i : i + tokens]
+        if owners is not None:
+            near = near * (owners[:, i : i + tokens] == segments)[..., None]
+        yield near
+
+
+@named("convolve_each")
+def convolve_each(
+    x: torch.Tensor, kernel: torch.Tensor, segments: torch.Tensor | None = None
+) -> torch.Tensor:
+    """See `BlockOps.convolve_each`."""
+    total = torch.zeros_like(x)
+    for i, near in enumerate(_near(x, kernel.shape[1], segments)):
+        total = torch.addcmul(total, near, kernel[:, i])
+    return total
+
+
+@named("mix_spans")
+def mix_spans(
+    x: torch.Tensor, scores: torch.Tensor, taps: int, segments: torch.Tensor | None = None
+) -> torch.Tensor:
+    """See `BlockOps.mix_spans`."""
+    weights = scores.unflatten(-1, (-1, taps)).softmax(-1)
+    heads, total = weights.shape[-2], torch.zeros_like(x).unflatten(-1, (weights.shape[-2], -1))
+    for i, near in enumerate(_near(x, taps, segments)):
+        total = torch.addcmul(total, near.unflatten(-1, (heads, -1)), weights[..., i, None])
+    return total.flatten(-2)
+
+
 @named("patches")
 def patches(x: torch.Tensor, kernel: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
     """Patches [B, T, C h w] of images times kernel [E, C, h, w], plus bias [E]: [B, T, E]."""
@@ -237,8 +280,8 @@ def patches(x: torch.Tensor, kernel: torch.Tensor, bias: torch.Tensor | None) ->
 
 @named("blend")
 def blend(by: torch.Tensor, weight: Weight) -> torch.Tensor:
-    """Float32 [T, E]: sums of the rows of weight [P, E], times `by` [T, P]."""
-    rows = embed(torch.arange(by.shape[1], device=by.device), weight)
+    """Float32 [..., E]: sums of the rows of weight [P, E], times `by` [..., P]."""
+    rows = embed(torch.arange(by.shape[-1], device=by.device), weight)
     return by @ rows.float()
 
 

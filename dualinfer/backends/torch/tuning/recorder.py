@@ -104,6 +104,11 @@ class Recorder:
     def widen_heads(self, a: Attention, qkv: torch.Tensor) -> torch.Tensor:
         return qkv.new_empty((*qkv.shape[:-1], sum(a.widened.qkv_sizes)))
 
+    def bias_keys(
+        self, a: Attention, qkv: torch.Tensor, numbers: torch.Tensor, w: Weights
+    ) -> torch.Tensor:
+        return self.widen_heads(a, qkv)
+
     def narrow_heads(self, a: Attention, y: torch.Tensor, w: Weights) -> torch.Tensor:
         return y.new_empty((*y.shape[:-1], a.heads * a.head_widths[2]))
 
@@ -130,6 +135,17 @@ class Recorder:
 
     def partial_product(self, x: torch.Tensor, weight: Weight) -> torch.Tensor:
         return self.linear(x, weight)
+
+    def chosen_queries(
+        self, x: torch.Tensor, weight: Weight, routing: Routing, head_dim: int
+    ) -> torch.Tensor:
+        heads = routing.experts.shape[-1] * weight.shape[1]
+        return x.new_empty((*x.shape[:-1], heads))
+
+    def chosen_outputs(
+        self, y: torch.Tensor, weight: Weight, routing: Routing, head_dim: int, by: Neighbours
+    ) -> torch.Tensor:
+        return y.new_empty((*y.shape[:-1], weight.shape[1]))
 
     def route(
         self,
@@ -224,6 +240,12 @@ class Recorder:
     ) -> torch.Tensor:
         return h.new_empty((*h.shape[:-1], h.shape[-1] // 2))
 
+    def times_logistic(self, y: torch.Tensor, gates: torch.Tensor) -> torch.Tensor:
+        return y
+
+    def gate_within(self, h: torch.Tensor, by: Activation, limit: float) -> torch.Tensor:
+        return h.new_empty((*h.shape[:-1], h.shape[-1] // 2))
+
     def pool(
         self,
         x: torch.Tensor,
@@ -233,6 +255,9 @@ class Recorder:
         largest: bool = False,
     ) -> torch.Tensor:
         return x[:, :count]
+
+    def take_rows(self, table: Weight, ids: torch.Tensor) -> torch.Tensor:
+        return torch.empty((*ids.shape, table.shape[1]), dtype=table.dtype, device=ids.device)
 
     def embed_page(
         self, spec: ModelSpec, w: Weights, positions: torch.Tensor, token_types: torch.Tensor
@@ -259,6 +284,20 @@ class Recorder:
         return x
 
     def xielu(self, x: torch.Tensor, numbers: Sequence[torch.Tensor]) -> torch.Tensor:
+        return x
+
+    def convolve_each(
+        self, x: torch.Tensor, kernel: torch.Tensor, segments: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        return x
+
+    def mix_spans(
+        self,
+        x: torch.Tensor,
+        scores: torch.Tensor,
+        taps: int,
+        segments: torch.Tensor | None = None,
+    ) -> torch.Tensor:
         return x
 
     def convolve(
