@@ -195,9 +195,12 @@ def _of_transformers(model: Any, given: _Given) -> dict[str, Any]:
     import torch
     from transformers import GenerationMixin
 
+    options: dict[str, Any] = {"return_dict": True}
+    if getattr(model.config, "is_encoder_decoder", False):
+        options["use_cache"] = False  # with which HF's FSMT sees later tokens
     with torch.no_grad():
-        whole = model(**_tensors(given.whole), output_hidden_states=True, return_dict=True)
-        padded = model(**_tensors(given.padded), return_dict=True)
+        whole = model(**_tensors(given.whole), output_hidden_states=True, **options)
+        padded = model(**_tensors(given.padded), **options)
         wanted = _named(whole, padded)
         if model.can_generate():
             how: dict[str, Any] = {"do_sample": False, "max_new_tokens": _NEW}

@@ -117,7 +117,7 @@ def _states_source(spec: ModelSpec, given: Mapping[str, Any]) -> ForwardInputs:
     _refuse_beside(given, (*others, "inputs_embeds", "input_features", "token_type_ids"))
     ids = given["input_ids"]
     if ids is not None:
-        ids = check_ids(ids, "input_ids", spec.vocab)
+        ids = check_ids(ids, "input_ids", spec.encoder.vocab)
         if ids.shape != shape:
             raise ArgumentError(
                 f"input_ids has shape {ids.shape} and encoder_outputs {states.shape}; expected the "
@@ -173,13 +173,13 @@ def make_pair_inputs(
         )
     ids, labels = given["decoder_input_ids"], given["labels"]
     if ids is None:
-        to_shift = labels if spec.has_logits and labels is not None else None
+        to_shift = labels if spec.has_logits and spec.shifts else None
         if to_shift is None and spec.repeats:
             to_shift = source.ids
         if to_shift is None:
+            way = ", or labels, of which they are made" if spec.shifts else ""
             raise ArgumentError(
-                "decoder_input_ids is missing: pass the ids that the decoder reads, or labels, of "
-                "which they are made."
+                f"decoder_input_ids is missing: pass the ids that the decoder reads{way}."
             )
         ids = shifted(spec, to_shift, pad)
     mask = given["decoder_attention_mask"]
@@ -292,8 +292,8 @@ def make_source(spec: ModelSpec, ids: Any, mask: Any, pad: int | None) -> Prompt
     if ids is None:
         raise ArgumentError("input_ids is missing; generate needs what the encoder reads.")
     if kind_of(ids) not in (None, "list") and mask is None:
-        mask = check_ids(ids, "input_ids", spec.vocab) != (-1 if hides is None else hides)
-    source = make_prompts(ids, mask, spec.vocab, 0 if pad is None else pad, ())
+        mask = check_ids(ids, "input_ids", spec.encoder.vocab) != (-1 if hides is None else hides)
+    source = make_prompts(ids, mask, spec.encoder.vocab, 0 if pad is None else pad, ())
     most = spec.encoder.learned_positions
     longest = max(source.lengths)
     if most and longest > most:

@@ -20,6 +20,7 @@ from . import (
     encoder_decoder,
     fairseq,
     falcon,
+    fsmt,
     gemma,
     gemma3n,
     gemma4,
@@ -66,7 +67,7 @@ _FAMILIES: dict[str, ModuleType] = {
             relatives,
         ),
         *(falcon, mpt, fairseq, modernbert, deberta, mobilebert, lilt, clip, vit),
-        *(bart, t5, t5gemma, encoder_decoder, whisper, deepseek, llama4, multimodal, dbrx),
+        *(bart, fsmt, t5, t5gemma, encoder_decoder, whisper, deepseek, llama4, multimodal, dbrx),
         *(layered, ctrl, longcat, mllama),
     )
     for model_type in family.CLASSES

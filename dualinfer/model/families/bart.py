@@ -75,7 +75,7 @@ CLASSES = {
     "m2m_100": ("M2M100ForConditionalGeneration", "M2M100Model"),
 }
 # What old configs say beside, and no code reads any more.
-_WRITTEN = (
+WRITTEN = (
     *("add_bias_logits", "add_final_layer_norm", "classif_dropout", "extra_pos_embeddings"),
     *("force_bos_token_to_be_generated", "normalize_before", "normalize_embedding", "save_step"),
     *(
@@ -109,7 +109,7 @@ def describe(fields: ConfigFields, architecture: str) -> tuple[ModelSpec, Weight
     fields.ignore("prompt_length", "prompt_mid_dim")
     fields.ignore("dropout", "attention_dropout", "activation_dropout", "classifier_dropout")
     fields.ignore("encoder_layerdrop", "decoder_layerdrop", "init_std", "num_hidden_layers")
-    fields.ignore("is_decoder", "is_encoder_decoder", "add_cross_attention", *_WRITTEN)
+    fields.ignore("is_decoder", "is_encoder_decoder", "add_cross_attention", *WRITTEN)
     has_head = architecture.endswith(("ForConditionalGeneration", "MTModel"))
     is_small = fields.family == "blenderbot-small"  # whose decoder norms tokens alone
 
@@ -184,11 +184,11 @@ def describe(fields: ConfigFields, architecture: str) -> tuple[ModelSpec, Weight
         unused += [r"^lm_head\.", r"^final_logits_bias$"]
     if fields.family == "led":  # of global attention, for which a caller would have to ask
         unused.append(r"\.longformer_self_attn\.(query|key|value)_global\.(weight|bias)$")
-    decoder_rows = tuple(_layer(norm, base + "decoder.layers.{i}.", crosses=True))
+    decoder_rows = tuple(layer_rows(norm, base + "decoder.layers.{i}.", crosses=True))
     hf, parts = base + "encoder.layers.{i}.", (make.QKV, "out_proj")
     if fields.family == "led":
         parts = _LONG, "output"
-    encoder_rows = tuple(_layer(norm, hf, False, *parts))
+    encoder_rows = tuple(layer_rows(norm, hf, False, *parts))
     return spec, WeightTable(
         spec,
         tuple(outer),
@@ -225,13 +225,14 @@ def _windowed(layers: tuple[Layer, ...], given: Any) -> tuple[Layer, ...]:
     )
 
 
-def _layer(
+def layer_rows(
     norm: Norm,
     hf: str,
     crosses: bool,
     parts: Mapping[str, str] = make.QKV,
     out: str = "out_proj",
 ) -> Iterable[Row]:
+    """The rows of a layer, which `crosses` in a decoder; `parts` and `out` are HF's names."""
     yield from make.joined("qkv", hf + "self_attn.{p}", parts, bias=True)
     yield from make.linear("out", f"{hf}self_attn.{out}", "embed q")
     yield from make.norm(norm, "attn_norm", f"{hf}self_attn_layer_norm")

@@ -223,7 +223,9 @@ class ModelSpec:
       `raw_states` end before the final norm.
     - With an `encoder` this is a decoder that attends across to what that gives of another
       sequence, and that begins with the id `start`, if the model names one; if it `repeats`, it
-      reads the encoder's ids, shifted, where it is given none. With `towers` the encoder is one
+      reads the encoder's ids, shifted, where it is given none. Unless it `shifts` it makes no ids
+      of labels (FSMT). An encoder of an `own_vocab` has another one than the decoder, whole on
+      every device. With `towers` the encoder is one
       beside this one: neither attends to the other, and what they give says how near texts are to
       images (CLIP).
     """
@@ -263,6 +265,8 @@ class ModelSpec:
     encoder: "ModelSpec | None" = None
     start: int | None = None
     repeats: bool = False
+    shifts: bool = True
+    own_vocab: bool = False
     towers: bool = False
     mel: int = 0
     projected: int = 0

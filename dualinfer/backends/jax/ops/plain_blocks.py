@@ -80,7 +80,8 @@ class PlainBlocks:
         token_types: jax.Array | None,
     ) -> jax.Array:
         """See `contract.BlockOps.embed`."""
-        x = self._tokens(ids, w["embed.weight"])
+        table = w["embed.weight"]
+        x = primitives.embed(ids, table) if spec.own_vocab else self._tokens(ids, table)
         if spec.embed_scale != 1:
             x = x * jnp.asarray(spec.embed_scale, x.dtype)
         return self._with_positions(spec, w, x, positions, token_types)

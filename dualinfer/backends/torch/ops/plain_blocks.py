@@ -62,7 +62,8 @@ class PlainBlocks:
         token_types: torch.Tensor | None,
     ) -> torch.Tensor:
         """See `contract.BlockOps.embed`."""
-        x = self._tokens(ids, w["embed.weight"])
+        table = w["embed.weight"]
+        x = primitives.embed(ids, table) if spec.own_vocab else self._tokens(ids, table)
         if spec.embed_scale != 1:
             x = x * torch.tensor(spec.embed_scale, dtype=x.dtype, device="cpu")
         return self._with_positions(spec, w, x, positions, token_types)
