@@ -129,6 +129,8 @@ class _Given(NamedTuple):
         begins = {"decoder_input_ids": random.integers(3, VOCAB, (_ROWS, _SHORT))}
         mask[-1, _SHORT:] = 0
         source, padding = {"input_ids": ids}, {"attention_mask": mask}
+        if config.model_type == "vision-encoder-decoder":
+            source, padding = cls.of(config.encoder).whole, {}
         if hasattr(config, "num_mel_bins"):
             shape = _ROWS, config.num_mel_bins, 2 * config.max_source_positions
             source = {"input_features": random.standard_normal(shape).astype(np.float32)}

@@ -81,7 +81,7 @@ def tiny_config(config: Any) -> Any:
         if config.model_type != "siglip":
             towers["projection_dim"] = _HEAD_DIM
         return type(config)(**towers)
-    if config.model_type in ("t5gemma", "encoder-decoder"):
+    if config.model_type in ("t5gemma", "encoder-decoder", "vision-encoder-decoder"):
         stacks = {side: tiny_config(getattr(config, side)).to_dict() for side in _SIDES}
         return type(config)(**stacks)
     values = config.to_dict()

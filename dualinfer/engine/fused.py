@@ -31,6 +31,7 @@ from .source import (
     make_decoder_prompts,
     make_encoded,
     make_frames,
+    make_images,
     make_pair_inputs,
     make_source,
     refuse_names,
@@ -39,6 +40,7 @@ from .stepwise import Rules, Stepwise
 from .text import DEFAULT_TEXT_TOKENS, Sequences
 from .towers import TowerCalls, as_fields
 
+_INPUTS = "inputs", "inputs_embeds", "pixel_values"  # of generate, beside `source.NAMES`
 _STREAM_CHUNK, _STOP_CHUNK, _WHOLE_CHUNK = 1, 4, 32
 _log = logging.getLogger(__name__)
 
@@ -173,7 +175,7 @@ class FusedEngine(EmbeddingCalls, TowerCalls):
             unsupported |= {name: value for name, value in spans.items() if value is not None}
         if self._spec.crosses:
             arguments |= beside
-        if self._spec.patches or self._spec.towers:
+        if self._spec.sees:
             arguments["pixel_values"] = pixel_values
         if self._spec.boxes:
             arguments["bbox"] = bbox
@@ -389,7 +391,7 @@ class FusedEngine(EmbeddingCalls, TowerCalls):
             ids, own = named.pop("input_ids"), named.pop("attention_mask")
             mask, kwargs = own if mask is None else mask, named | kwargs
         inputs = {"input_ids": ids, "attention_mask": mask}
-        inputs |= {name: kwargs.pop(name, None) for name in ("inputs", "inputs_embeds", *NAMES)}
+        inputs |= {name: kwargs.pop(name, None) for name in (*_INPUTS, *NAMES)}
         inputs["encoder_outputs"] = encoder_states(inputs["encoder_outputs"])
         with self._call("generate()", inputs) as call:
             self._check_model(alone=False)
@@ -443,6 +445,7 @@ class FusedEngine(EmbeddingCalls, TowerCalls):
             own["max_new_tokens"] = default_length
         kwargs = kwargs | _longest(kwargs.get("stopping_criteria"))
         refuse_names(spec, given)
+        refuse_images(spec, given["pixel_values"], None)
         options = make_options(own, config, kwargs, spec.vocab)
         pad = options.fill_id
         if options.stop_strings and not hasattr(tokenizer, "decode"):
@@ -459,10 +462,12 @@ class FusedEngine(EmbeddingCalls, TowerCalls):
                 source = make_encoded(spec, given["encoder_outputs"], given)
             elif spec.encoder.mel:
                 source = make_frames(spec, given["input_features"], ids)
+            elif spec.encoder.patches is not None:
+                source = make_images(spec, given["pixel_values"], ids, mask)
             else:
                 source = make_source(spec, ids, mask, pad)
             limit, read = self.inference_config.max_out_tokens, max(source.lengths)
-            if limit is not None and not spec.encoder.mel and read > limit:
+            if limit is not None and not spec.encoder.one_length and read > limit:
                 raise LengthError(
                     f"The encoder's input has {read} tokens, over max_out_tokens ({limit}). "
                     "Shorten it, or set a larger max_out_tokens."

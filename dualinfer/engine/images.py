@@ -18,7 +18,12 @@ from .labels import check_labels, check_numbers, loss_kind
 
 def refuse_images(spec: ModelSpec, pixels: Any, interpolate: Any) -> None:
     """Raise ArgumentError where a model that reads ids is given images."""
-    if spec.patches is not None or spec.towers:
+    if spec.sees:
+        if interpolate and spec.crosses:
+            raise ArgumentError(
+                f"interpolate_pos_encoding: {spec.architecture} describes images of the model's "
+                "own size alone here. Leave it out."
+            )
         return
     if pixels is not None:
         raise ArgumentError(f"pixel_values: {spec.architecture} reads input_ids{text_alone(spec)}")
@@ -88,10 +93,12 @@ def make_image_inputs(
     loss_count: Any,
     problem: Any = None,
     interpolate: Any = False,
+    is_part: bool = False,
 ) -> ForwardInputs:
     """One forward pass of an encoder of images, of HF's arguments by name.
 
-    HF's first argument may be the images too. With `interpolate` they may have any size. Raises
+    HF's first argument may be the images too. With `interpolate` they may have any size, which
+    nobody may ask for where the encoder `is_part` of a model with a decoder. Raises
     ArgumentError for what does not fit.
     """
     patches = spec.patches
@@ -123,7 +130,8 @@ def make_image_inputs(
     array = array[None] if array.ndim == 3 else array
     fits = array.ndim == 4 and array.shape[1] == channels and array.size > 0
     if not fits or not (any_size or array.shape[1:] == patches.image):
-        way = "" if any_size else " Pass interpolate_pos_encoding=True for images of another size."
+        ask = " Pass interpolate_pos_encoding=True for images of another size."
+        way = "" if any_size or is_part else ask
         raise ArgumentError(f"pixel_values has shape {array.shape}; expected {expected}.{way}")
     if array.dtype != ml_dtypes.bfloat16 and array.dtype.kind != "f":
         raise ArgumentError(

@@ -12,11 +12,18 @@ from ..backends.base import NO_LABEL, ForwardInputs
 from ..errors import ArgumentError, LengthError, a_type, shown
 from ..model.spec import ModelSpec
 from .checks import check_ids, check_mask, read_array
+from .images import make_image_inputs
 from .inputs import make_forward_inputs, text_alone
 from .prompts import Prompts, make_prompts
 
 # Of these models alone.
 NAMES = ("decoder_input_ids", "decoder_attention_mask", "input_features", "encoder_outputs")
+# How an encoder's images are read: no scores come of them.
+_ALONE: dict[str, Any] = {
+    **{"output_hidden_states": False, "logits_to_keep": None, "loss_count": None},
+    "is_part": True,
+}
+_OTHERS = ("input_features", "pixel_values")  # what encoders read in the place of ids
 
 
 def refuse_names(spec: ModelSpec, given: Mapping[str, Any]) -> None:
@@ -51,7 +58,7 @@ def encoder_states(outputs: Any) -> Any:
 def check_states(spec: ModelSpec, states: Any) -> np.ndarray:
     """What the encoder gave, as float32 [B, S, E]; ArgumentError for what does not fit."""
     assert spec.encoder is not None
-    size, most = spec.encoder.embed, spec.encoder.learned_positions if spec.encoder.mel else 0
+    size, most = spec.encoder.embed, spec.encoder.one_length
     expected = f"[batch, {most or 'tokens'}, {size}]"
     if kind_of(states) is None:
         raise ArgumentError(
@@ -73,7 +80,7 @@ def make_encoded(spec: ModelSpec, states: Any, given: Mapping[str, Any]) -> Prom
     """As `make_source`, of what the encoder gave: rows are float32 [S, E], without padding."""
     assert spec.encoder is not None
     array = check_states(spec, states)
-    _refuse_beside(given, ("input_ids", "inputs", "inputs_embeds", "input_features"))
+    _refuse_beside(given, ("input_ids", "inputs", "inputs_embeds", *_OTHERS))
     visible = _shown_states(spec, given["attention_mask"], array)
     rows = list(array)
     if visible is not None:
@@ -86,10 +93,12 @@ def make_encoded(spec: ModelSpec, states: Any, given: Mapping[str, Any]) -> Prom
 def _shown_states(spec: ModelSpec, mask: Any, states: np.ndarray) -> np.ndarray | None:
     """Which places of states [B, S, E] layers see, bool [B, S]; None for all, as in HF.
 
-    Whisper's decoder sees all of them in any case.
+    Decoders of sounds and images see all of them in any case.
     """
     assert spec.encoder is not None
-    visible = None if spec.encoder.mel else check_mask(mask, (states.shape[0], states.shape[1]))
+    visible = (
+        None if spec.encoder.one_length else check_mask(mask, (states.shape[0], states.shape[1]))
+    )
     if visible is not None and not visible.any(1).all():
         row = int(np.argmin(visible.any(1)))
         raise ArgumentError(f"attention_mask hides every token of row {row}.")
@@ -114,7 +123,7 @@ def _states_source(spec: ModelSpec, given: Mapping[str, Any]) -> ForwardInputs:
     shape = states.shape[0], states.shape[1]
     reads_ids = spec.repeats or (spec.head is not None and spec.head.pooling == "eos")
     others = () if reads_ids else ("input_ids",)
-    _refuse_beside(given, (*others, "inputs_embeds", "input_features", "token_type_ids"))
+    _refuse_beside(given, (*others, "inputs_embeds", "token_type_ids", *_OTHERS))
     ids = given["input_ids"]
     if ids is not None:
         ids = check_ids(ids, "input_ids", spec.encoder.vocab)
@@ -160,6 +169,8 @@ def make_pair_inputs(
         places = np.arange(spec.encoder.learned_positions, dtype=np.int32)
         at = np.broadcast_to(places, (len(frames), len(places))).copy()
         source = ForwardInputs(None, at, embeds=frames)
+    elif spec.encoder.patches is not None:
+        source = make_image_inputs(spec.encoder, given | {"labels": None}, **_ALONE)
     else:
         source = make_forward_inputs(spec.encoder, *what, given["inputs_embeds"], **how)
     if source.token_types is not None and source.token_types.any():
@@ -279,6 +290,19 @@ def make_frames(spec: ModelSpec, features: Any, first: Any) -> Prompts:
     kind = kind_of(given) or "list"
     like = given if kind == "torch" else None
     return Prompts(tuple(frames), np.empty((len(frames), 0), np.int64), kind, like)
+
+
+def make_images(spec: ModelSpec, pixels: Any, first: Any, mask: Any) -> Prompts:
+    """As `make_source`, of images: rows are float32 [patches, pixels], learned tokens' too."""
+    assert spec.encoder is not None
+    own = {"input_ids": first, "pixel_values": pixels, "attention_mask": mask}
+    images = make_image_inputs(spec.encoder, own, **_ALONE)
+    given = first if pixels is None else pixels
+    kind = kind_of(given) or "list"
+    like = given if kind == "torch" else None
+    assert images.embeds is not None
+    rows = tuple(images.embeds)
+    return Prompts(rows, np.empty((len(rows), 0), np.int64), kind, like)
 
 
 def make_source(spec: ModelSpec, ids: Any, mask: Any, pad: int | None) -> Prompts:

@@ -63,7 +63,7 @@ class Prompts:
         width = min(-(-longest // GRAIN) * GRAIN, cache.tokens)
         read, most = 0, 0 if sources is None else max(map(len, sources))
         count, replays = len(tokens), len(tokens) * width <= _MOST_REPLAYED
-        if sources is not None and self._spec.encoder is not None and self._spec.encoder.mel:
+        if sources is not None and self._spec.encoder is not None and self._spec.encoder.one_length:
             read, replays = most, replays and count * most <= _MOST_FRAMES
         elif sources is not None:
             read = -(-most // GRAIN) * GRAIN
@@ -232,12 +232,13 @@ class Prompts:
         assert encoder is not None
         if is_encoded:
             states = source.to(dtype)
-            if not encoder.mel:
+            if not encoder.one_length:
                 mask = torch.arange(source.shape[1], device=source.device)[None] <= last[:, None]
-        elif encoder.mel:
-            at = torch.arange(source.shape[1] // 2, device=source.device).expand(len(source), -1)
+        elif encoder.one_length:
+            places = source.shape[1] // encoder.stride
+            at = torch.arange(places, device=source.device).expand(len(source), -1)
             states = decoder.encoded(*model, None, at, mask, source.to(dtype))[-1]
-            last = last // 2
+            last = last // encoder.stride
         else:
             at = torch.arange(source.shape[1], device=source.device)
             mask = at[None] <= last[:, None]

@@ -4,7 +4,6 @@ from dataclasses import replace
 
 from ..spec import Attention, Head, Layer, Mlp, ModelSpec, Norm
 from ..weights import Row, Source, WeightTable, row
-from . import rows as make
 from .bart import WRITTEN, layer_rows
 from .fairseq import Sinusoids
 from .fields import ConfigFields

@@ -434,6 +434,23 @@ class ModelSpec:
         return self.encoder is not None and not self.towers
 
     @property
+    def sees(self) -> bool:
+        """True if images are among what the model reads."""
+        return self.patches is not None or bool(self.encoder and self.encoder.patches)
+
+    @property
+    def one_length(self) -> int:
+        """Tokens of every sequence of an encoder of sounds or images; 0 where it reads ids."""
+        if self.patches is not None:
+            return self.patches.tokens
+        return self.learned_positions if self.mel else 0
+
+    @property
+    def stride(self) -> int:
+        """What an encoder reads for each token: frames of a spectrogram, else one of what it is."""
+        return 2 if self.mel else 1
+
+    @property
     def frames(self) -> int:
         """Frames of every spectrogram that the model reads; 0 where it reads ids."""
         return 2 * self.learned_positions if self.mel else 0
