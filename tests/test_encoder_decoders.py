@@ -11,6 +11,7 @@ import pytest
 import torch
 import transformers as hf
 from transformers.generation.utils import GenerationMixin
+from transformers.models.nllb_moe.modeling_nllb_moe import NllbMoeExperts
 
 import dualinfer
 from dualinfer.errors import ArgumentError, ConfigError, LengthError, UnsupportedError
@@ -60,6 +61,13 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "fsmt": (
         "FSMTForConditionalGeneration",
         {"src_vocab_size": 113, "tgt_vocab_size": VOCAB, "num_beams": 1},
+    ),
+    "nllb-moe": (
+        "NllbMoeForConditionalGeneration",
+        {
+            **{"num_experts": 3, "router_bias": True, "moe_token_dropout": 0.3},
+            **{"encoder_sparse_step": 2, "decoder_sparse_step": 1},
+        },
     ),
     "t5gemma-base": ("T5GemmaModel", {}),
     "t5-base": ("T5Model", {}),
@@ -113,6 +121,21 @@ NAMES = [
     if not n.endswith("base")
     for b in BACKENDS
 ]
+
+
+def _weighed(self, hidden_states, router_mask, router_probs):
+    """Each expert by its own weight, as in fairseq and transformers 4.
+
+    transformers 5 takes `router_mask` for numbers of experts, so that the first two serve all.
+    """
+    experts = [self[f"expert_{x}"] for x in range(self.num_experts)]
+    each = (p[:, None] * own(hidden_states) for p, own in zip(router_probs.T, experts, strict=True))
+    y = sum(each)
+    return (1 - self.moe_token_dropout) * y
+
+
+_weighed.__module__ = NllbMoeExperts.__module__
+NllbMoeExperts.forward = _weighed
 
 
 @functools.cache
@@ -185,7 +208,7 @@ def source_of(name: str, padded: bool = True) -> dict[str, torch.Tensor]:
     return {"input_ids": ids, "attention_mask": mask}
 
 
-SPLIT = ("switch-t5", "blenderbot-small", "fsmt", "trocr", "vit-gpt2")
+SPLIT = ("switch-t5", "blenderbot-small", "fsmt", "trocr", "vit-gpt2", "nllb-moe")
 SCORED = {
     "BartForSequenceClassification": BART,
     "T5ForSequenceClassification": T5,
