@@ -131,6 +131,10 @@ class _Given(NamedTuple):
         source, padding = {"input_ids": ids}, {"attention_mask": mask}
         if config.model_type == "vision-encoder-decoder":
             source, padding = cls.of(config.encoder).whole, {}
+        if config.model_type == "speech_to_text":
+            shape = _ROWS, 4 * _TOKENS, config.input_feat_per_channel
+            source = {"input_features": random.standard_normal(shape).astype(np.float32)}
+            padding = {"attention_mask": mask.repeat(4, 1)}
         if hasattr(config, "num_mel_bins"):
             shape = _ROWS, config.num_mel_bins, 2 * config.max_source_positions
             source = {"input_features": random.standard_normal(shape).astype(np.float32)}

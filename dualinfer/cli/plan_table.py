@@ -113,7 +113,7 @@ def make_plan_table(
     products = sum(map(_sums, layers))
     from_vocab = 1 + (spec.token_types_from_vocab and spec.token_types > 0)
     if spec.crosses and spec.encoder is not None:
-        from_vocab += not spec.encoder.one_length and not spec.encoder.own_vocab
+        from_vocab += spec.encoder.reads_ids and not spec.encoder.own_vocab
     return PlanTable(
         architecture=spec.architecture,
         dtype=dtype,

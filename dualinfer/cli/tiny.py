@@ -22,7 +22,7 @@ _OTHERS = {
     **{"rotary_dim": _HEAD_DIM // 2, "original_max_position_embeddings": _ORIGINAL},
     **{"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 2},
     **{"begin_suppress_tokens": [7], "decoder_vocab_size": VOCAB, "d_kv": _HEAD_DIM},
-    **{"src_vocab_size": VOCAB + 6},
+    **{"src_vocab_size": VOCAB + 6, "input_feat_per_channel": 9, "conv_channels": 52},
     **{"max_source_positions": 24, "max_target_positions": POSITIONS, "num_mel_bins": 9},
     **{"max_encoder_position_embeddings": POSITIONS, "max_decoder_position_embeddings": POSITIONS},
     **{"attention_window": 2 * _WINDOW, "local_radius": _WINDOW},

@@ -33,6 +33,7 @@ from .source import (
     make_frames,
     make_images,
     make_pair_inputs,
+    make_sounds,
     make_source,
     refuse_names,
 )
@@ -462,6 +463,8 @@ class FusedEngine(EmbeddingCalls, TowerCalls):
                 source = make_encoded(spec, given["encoder_outputs"], given)
             elif spec.encoder.mel:
                 source = make_frames(spec, given["input_features"], ids)
+            elif spec.encoder.sounds is not None:
+                source = make_sounds(spec, given["input_features"], ids, mask)
             elif spec.encoder.patches is not None:
                 source = make_images(spec, given["pixel_values"], ids, mask)
             else:

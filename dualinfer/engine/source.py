@@ -15,6 +15,7 @@ from .checks import check_ids, check_mask, read_array
 from .images import make_image_inputs
 from .inputs import make_forward_inputs, text_alone
 from .prompts import Prompts, make_prompts
+from .sounds import check_sounds, visible_of_frames
 
 # Of these models alone.
 NAMES = ("decoder_input_ids", "decoder_attention_mask", "input_features", "encoder_outputs")
@@ -36,7 +37,7 @@ def refuse_names(spec: ModelSpec, given: Mapping[str, Any]) -> None:
             f"{asked[0]}: {spec.architecture} has no encoder, so that input_ids are all it reads. "
             "Leave it out."
         )
-    if given.get(NAMES[2]) is not None and spec.crosses and spec.encoder and not spec.encoder.mel:
+    if given.get(NAMES[2]) is not None and spec.crosses and spec.encoder and not spec.encoder.hears:
         raise ArgumentError(
             f"input_features: the encoder of {spec.architecture} reads ids. Pass input_ids."
         )
@@ -93,12 +94,14 @@ def make_encoded(spec: ModelSpec, states: Any, given: Mapping[str, Any]) -> Prom
 def _shown_states(spec: ModelSpec, mask: Any, states: np.ndarray) -> np.ndarray | None:
     """Which places of states [B, S, E] layers see, bool [B, S]; None for all, as in HF.
 
-    Decoders of sounds and images see all of them in any case.
+    Decoders of sounds and images of one length see all of them in any case. Of other sounds the
+    mask is that of the frames.
     """
     assert spec.encoder is not None
-    visible = (
-        None if spec.encoder.one_length else check_mask(mask, (states.shape[0], states.shape[1]))
-    )
+    shape = states.shape[0], states.shape[1]
+    if spec.encoder.sounds is not None:
+        return None if mask is None else visible_of_frames(spec.encoder.sounds, mask, shape)
+    visible = None if spec.encoder.one_length else check_mask(mask, shape)
     if visible is not None and not visible.any(1).all():
         row = int(np.argmin(visible.any(1)))
         raise ArgumentError(f"attention_mask hides every token of row {row}.")
@@ -169,6 +172,12 @@ def make_pair_inputs(
         places = np.arange(spec.encoder.learned_positions, dtype=np.int32)
         at = np.broadcast_to(places, (len(frames), len(places))).copy()
         source = ForwardInputs(None, at, embeds=frames)
+    elif spec.encoder.sounds is not None:
+        what = given["input_features"], given["input_ids"], given["attention_mask"]
+        tokens, real = check_sounds(spec, *what)
+        places = np.arange(tokens.shape[1], dtype=np.int32)
+        at = np.broadcast_to(places, tokens.shape[:2]).copy()
+        source = ForwardInputs(None, at, real, embeds=tokens)
     elif spec.encoder.patches is not None:
         source = make_image_inputs(spec.encoder, given | {"labels": None}, **_ALONE)
     else:
@@ -290,6 +299,18 @@ def make_frames(spec: ModelSpec, features: Any, first: Any) -> Prompts:
     kind = kind_of(given) or "list"
     like = given if kind == "torch" else None
     return Prompts(tuple(frames), np.empty((len(frames), 0), np.int64), kind, like)
+
+
+def make_sounds(spec: ModelSpec, features: Any, first: Any, mask: Any) -> Prompts:
+    """As `make_source`, of sounds of any length: rows are float32 [S, W]."""
+    given = first if features is None else features
+    tokens, real = check_sounds(spec, features, first, mask)
+    rows = list(tokens)
+    if real is not None:
+        rows = [row[keep] for row, keep in zip(tokens, real, strict=True)]
+    kind = kind_of(given) or "list"
+    like = given if kind == "torch" else None
+    return Prompts(tuple(rows), np.empty((len(rows), 0), np.int64), kind, like)
 
 
 def make_images(spec: ModelSpec, pixels: Any, first: Any, mask: Any) -> Prompts:

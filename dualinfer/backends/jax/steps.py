@@ -250,10 +250,9 @@ class Steps:
             mask = at < lengths[:, None]
         if is_encoded:
             states = source.astype(dtype)
-        elif self.of_one_length:
-            states = decoder.encoded(*model, None, at, None, source.astype(dtype))[-1]
         else:
-            states = decoder.encoded(*model, source, at, mask)[-1]
+            ids, embeds = (source, None) if source.ndim == 2 else (None, source.astype(dtype))
+            states = decoder.encoded(*model, ids, at, mask, embeds)[-1]
 
         def across(i: int, q: jax.Array) -> jax.Array:
             a = self.spec.layers[i].cross

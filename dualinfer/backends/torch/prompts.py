@@ -234,15 +234,14 @@ class Prompts:
             states = source.to(dtype)
             if not encoder.one_length:
                 mask = torch.arange(source.shape[1], device=source.device)[None] <= last[:, None]
-        elif encoder.one_length:
-            places = source.shape[1] // encoder.stride
-            at = torch.arange(places, device=source.device).expand(len(source), -1)
-            states = decoder.encoded(*model, None, at, mask, source.to(dtype))[-1]
-            last = last // encoder.stride
         else:
-            at = torch.arange(source.shape[1], device=source.device)
-            mask = at[None] <= last[:, None]
-            states = decoder.encoded(*model, source, at.expand(source.shape), mask)[-1]
+            ids, embeds = (source, None) if source.ndim == 2 else (None, source.to(dtype))
+            places = torch.arange(source.shape[1] // encoder.stride, device=source.device)
+            last = last // encoder.stride
+            if not encoder.one_length:
+                mask = places[None] <= last[:, None]
+            at = places.expand(len(source), -1)
+            states = decoder.encoded(*model, ids, at, mask, embeds)[-1]
 
         def across(i: int, q: torch.Tensor) -> torch.Tensor:
             a = self._spec.layers[i].cross

@@ -40,6 +40,7 @@ from . import (
     multimodal,
     opt,
     relatives,
+    speech_to_text,
     t5,
     t5gemma,
     vit,
@@ -68,7 +69,7 @@ _FAMILIES: dict[str, ModuleType] = {
         ),
         *(falcon, mpt, fairseq, modernbert, deberta, mobilebert, lilt, clip, vit),
         *(bart, fsmt, t5, t5gemma, encoder_decoder, whisper, deepseek, llama4, multimodal, dbrx),
-        *(layered, ctrl, longcat, mllama),
+        *(layered, ctrl, longcat, mllama, speech_to_text),
     )
     for model_type in family.CLASSES
 }

@@ -6,7 +6,7 @@ G = H/K, D head_dim, F ffn, V vocab, X experts.
 """
 
 from .attention import LAMBDAS, Attention, Gate, Latent, Places, RelativeBias, Rope
-from .model import Head, Layer, ModelSpec, Patches, Pooled, Pooling, Probe
+from .model import Head, Layer, ModelSpec, Patches, Pooled, Pooling, Probe, Sounds
 from .parts import (
     XIELU,
     Activation,
@@ -46,5 +46,6 @@ __all__ = [
     "RelativeBias",
     "Rope",
     "Router",
+    "Sounds",
     "Streams",
 ]

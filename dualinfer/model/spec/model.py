@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Any, Literal
 
 from .attention import Attention
 from .parts import (
@@ -52,6 +52,35 @@ class Patches:
     def tokens(self) -> int:
         """Tokens of an image."""
         return self.learned + self.grid[0] * self.grid[1]
+
+
+@dataclass(frozen=True)
+class Sounds:
+    """What an encoder of sounds of any length reads: a token of every four frames (Speech2Text).
+
+    Frames of `bins` numbers pass through two convolutions over `taps` each, odd and of stride 2,
+    with zeros around the sequence; what one gives has twice the channels, of which the logistic
+    function of the second half gates the first: `between` are then left, and at last the
+    embedding's. A token is given as all that makes it: for each tap of the second convolution those
+    of the first, bin by bin, and a 1, or a 0 where no frame is.
+    """
+
+    bins: int
+    between: int
+    taps: tuple[int, int]
+
+    @property
+    def width(self) -> int:
+        """Numbers of one token as it is given."""
+        return self.taps[1] * (self.taps[0] * self.bins + 1)
+
+    def halved(self, count: Any) -> Any:
+        """What one convolution leaves of so many places."""
+        return (count - 1) // 2 + 1
+
+    def tokens(self, frames: Any) -> Any:
+        """Tokens of so many frames, an int or an array."""
+        return self.halved(self.halved(frames))
 
 
 @dataclass(frozen=True)
@@ -184,7 +213,8 @@ class ModelSpec:
     Tokens and where they stand:
 
     - `vocab` ids; with `patches` the model reads images in their place, with `mel` log-mel
-      spectrograms of so many bins, two frames for each position, by two convolutions.
+      spectrograms of so many bins, two frames for each position, by two convolutions, and with
+      `sounds` frames of them, as many as there are.
     - `learned_positions` and `token_types` are counts, 0 if none; the row of a position in its
       table is `position_offset` further. With `token_types_from_vocab` the rows of types are the
       embedding's. Where there are `boxes`, a token has a type and a box on a page, of left, upper,
@@ -269,6 +299,7 @@ class ModelSpec:
     own_vocab: bool = False
     towers: bool = False
     mel: int = 0
+    sounds: Sounds | None = None
     projected: int = 0
     patches: Patches | None = None
     pooled: Pooled | None = None
@@ -330,6 +361,10 @@ class ModelSpec:
             outer |= dict(zip(("high", "wide"), self.patches.size, strict=True))
             outer |= {"channels": self.patches.channels, "learned": self.patches.learned}
             outer["registers"] = self.patches.registers
+        if self.sounds is not None:
+            outer |= {"heard": self.sounds.bins, "between": self.sounds.between}
+            outer |= {"convolved": 2 * self.sounds.between, "embed2": 2 * self.embed}
+            outer |= dict(zip(("taps1", "taps2"), self.sounds.taps, strict=True))
         if self.pooled is not None and self.pooled.probe is not None:
             probe = self.pooled.probe
             outer |= {"probe_qkv": sum(probe.attention.qkv_sizes), "probe_ffn": probe.ffn}
@@ -439,8 +474,18 @@ class ModelSpec:
         return self.patches is not None or bool(self.encoder and self.encoder.patches)
 
     @property
+    def reads_ids(self) -> bool:
+        """True of an encoder of text."""
+        return not self.hears and self.patches is None
+
+    @property
+    def hears(self) -> bool:
+        """True of an encoder of sounds."""
+        return self.mel > 0 or self.sounds is not None
+
+    @property
     def one_length(self) -> int:
-        """Tokens of every sequence of an encoder of sounds or images; 0 where it reads ids."""
+        """Tokens of every sequence of an encoder of sounds or images; 0 where lengths differ."""
         if self.patches is not None:
             return self.patches.tokens
         return self.learned_positions if self.mel else 0

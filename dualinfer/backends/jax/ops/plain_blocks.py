@@ -105,6 +105,9 @@ class PlainBlocks:
                     first = jnp.concatenate((first[None], w["registers"]))
                 first = jnp.broadcast_to(first, shape)
                 embeds = jnp.concatenate((first, embeds[:, learned:]), axis=1)
+        if spec.sounds is not None:
+            kernels = ((w[f"conv{i}.kernel"], w[f"conv{i}.bias"]) for i in (1, 2))
+            embeds = primitives.hear(embeds, *kernels)
         if spec.scales_embeds:
             embeds = embeds * jnp.asarray(spec.embed_scale, embeds.dtype)
         return self._with_positions(spec, w, embeds, positions, token_types, blend)

@@ -265,6 +265,25 @@ def patches(x: jax.Array, kernel: jax.Array, bias: jax.Array | None) -> jax.Arra
     return y.astype(x.dtype)
 
 
+@jax.named_scope("hear")
+def hear(
+    x: jax.Array, first: tuple[jax.Array, jax.Array], second: tuple[jax.Array, jax.Array]
+) -> jax.Array:
+    """What two gated convolutions make of tokens [B, T, W] as `spec.Sounds` has them: [B, T, E].
+
+    Each is a kernel [out, in, taps] and a bias [out].
+    """
+
+    def gated(x: jax.Array, kernel: jax.Array, bias: jax.Array) -> jax.Array:
+        flat = kernel.reshape(len(kernel), -1)
+        y = einsum("...c,ec->...e", x, flat, preferred_element_type=jnp.float32)
+        return jax.nn.glu((y + bias.astype(jnp.float32)).astype(x.dtype))
+
+    x = x.reshape(*x.shape[:2], second[0].shape[2], -1)
+    h = gated(x[..., :-1], *first) * x[..., -1:]
+    return gated(h.swapaxes(-1, -2).reshape(*h.shape[:2], -1), *second)
+
+
 @jax.named_scope("blend")
 def blend(by: jax.Array, weight: Weight) -> jax.Array:
     """Float32 [T, E]: sums of the rows of weight [P, E], times `by` [T, P]."""

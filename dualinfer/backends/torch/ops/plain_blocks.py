@@ -86,6 +86,9 @@ class PlainBlocks:
                     first = torch.cat((first[None], w["registers"]))
                 first = first.expand(len(embeds), learned, -1)
                 embeds = torch.cat((first, embeds[:, learned:]), dim=1)
+        if spec.sounds is not None:
+            kernels = ((w[f"conv{i}.kernel"], w[f"conv{i}.bias"]) for i in (1, 2))
+            embeds = primitives.hear(embeds, *kernels)
         if spec.scales_embeds:
             embeds = embeds * torch.tensor(spec.embed_scale, dtype=embeds.dtype, device="cpu")
         return self._with_positions(spec, w, embeds, positions, token_types, blend)

@@ -235,6 +235,21 @@ def patches(x: torch.Tensor, kernel: torch.Tensor, bias: torch.Tensor | None) ->
     return F.linear(x, kernel.flatten(1), bias)
 
 
+@named("hear")
+def hear(
+    x: torch.Tensor,
+    first: tuple[torch.Tensor, torch.Tensor],
+    second: tuple[torch.Tensor, torch.Tensor],
+) -> torch.Tensor:
+    """What two gated convolutions make of tokens [B, T, W] as `spec.Sounds` has them: [B, T, E].
+
+    Each is a kernel [out, in, taps] and a bias [out].
+    """
+    x = x.unflatten(-1, (second[0].shape[2], -1))
+    h = F.glu(F.linear(x[..., :-1], first[0].flatten(1), first[1])) * x[..., -1:]
+    return F.glu(F.linear(h.mT.flatten(-2), second[0].flatten(1), second[1]))
+
+
 @named("blend")
 def blend(by: torch.Tensor, weight: Weight) -> torch.Tensor:
     """Float32 [T, E]: sums of the rows of weight [P, E], times `by` [T, P]."""
