@@ -135,6 +135,12 @@ class _Given(NamedTuple):
             shape = _ROWS, 4 * _TOKENS, config.input_feat_per_channel
             source = {"input_features": random.standard_normal(shape).astype(np.float32)}
             padding = {"attention_mask": mask.repeat(4, 1)}
+        if config.model_type == "moonshine":  # samples of as many tokens
+            shape = _ROWS, 384 * _TOKENS + 600
+            source = {"input_values": random.standard_normal(shape).astype(np.float32)}
+            mask = np.ones(shape, np.int64)
+            mask[-1, 384 * _SHORT :] = 0
+            padding = {"attention_mask": mask}
         if hasattr(config, "num_mel_bins"):
             shape = _ROWS, config.num_mel_bins, 2 * config.max_source_positions
             source = {"input_features": random.standard_normal(shape).astype(np.float32)}

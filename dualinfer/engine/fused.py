@@ -119,6 +119,7 @@ class FusedEngine(EmbeddingCalls, TowerCalls):
         decoder_attention_mask: Any = None,
         input_features: Any = None,
         encoder_outputs: Any = None,
+        input_values: Any = None,
         pixel_values: Any = None,
         bbox: Any = None,
         interpolate_pos_encoding: bool | None = False,
@@ -148,8 +149,9 @@ class FusedEngine(EmbeddingCalls, TowerCalls):
         and labels are theirs. Of an encoder-decoder these ids, mask and embeddings are the
         encoder's, and `decoder_input_ids` [B, T] the decoder's, without which they are made of
         labels, which are not shifted then. Whisper's encoder reads `input_features` [B, mel,
-        frames], LayoutLM `bbox` [B, T, 4], an encoder of images `pixel_values` [B, C, H, W], of any
-        size with `interpolate_pos_encoding`. A model of texts and images reads both, and gives
+        frames], Speech2Text's [B, frames, mel], Moonshine's `input_values` [B, samples], LayoutLM
+        `bbox` [B, T, 4], an encoder of images `pixel_values` [B, C, H, W], of any size with
+        `interpolate_pos_encoding`. A model of texts and images reads both, and gives
         `logits_per_text` and `logits_per_image`, as HF's CLIPModel. `encoder_outputs` are what an
         encoder gave before, in the place of what it reads: its last hidden state [B, S, E], a tuple
         that begins with it, HF's BaseModelOutput or what `forward` gave; `attention_mask` [B, S]
@@ -166,7 +168,7 @@ class FusedEngine(EmbeddingCalls, TowerCalls):
             "labels": labels,
         }
         given = decoder_input_ids, decoder_attention_mask, input_features
-        given = *given, encoder_states(encoder_outputs)
+        given = *given, encoder_states(encoder_outputs), input_values
         beside: dict[str, Any] = dict(zip(NAMES, given, strict=True))
         spans = {"start_positions": start_positions, "end_positions": end_positions}
         head = self._spec.head
@@ -217,7 +219,7 @@ class FusedEngine(EmbeddingCalls, TowerCalls):
             call.meet(lambda: inputs)
             results = self._profiler.run(self.runner.forward, inputs)
             self._check_model(alone=True)
-        names = "input_ids", "inputs_embeds", "input_features", "encoder_outputs", "pixel_values"
+        names = "input_ids", "inputs_embeds", "pixel_values", *NAMES[2:]
         given = (call.inputs[name] for name in names if call.inputs.get(name) is not None)
         kind = kind_of(next(given, None)) or "list"
         fields = as_fields(results, kind)
@@ -464,7 +466,7 @@ class FusedEngine(EmbeddingCalls, TowerCalls):
             elif spec.encoder.mel:
                 source = make_frames(spec, given["input_features"], ids)
             elif spec.encoder.sounds is not None:
-                source = make_sounds(spec, given["input_features"], ids, mask)
+                source = make_sounds(spec, given[spec.encoder.sounds.name], ids, mask)
             elif spec.encoder.patches is not None:
                 source = make_images(spec, given["pixel_values"], ids, mask)
             else:

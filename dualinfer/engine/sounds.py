@@ -7,81 +7,110 @@ import numpy as np
 
 from ..arrays import kind_of
 from ..errors import ArgumentError, LengthError, a_type
-from ..model.spec import ModelSpec, Sounds
+from ..model.spec import ModelSpec, Sounds, Waves
 from .checks import check_mask, read_array
 
 
 def check_sounds(
-    spec: ModelSpec, features: Any, first: Any, mask: Any
+    spec: ModelSpec, given: Any, first: Any, mask: Any
 ) -> tuple[np.ndarray, np.ndarray | None]:
-    """Tokens float32 [B, S, W] of HF's frames [B, F, bins], and which are real, bool [B, S].
+    """Tokens float32 [B, S, W] of HF's frames [B, F, bins], or samples [B, F], and their mask.
 
-    The latter is None where all are. HF's first argument may be the frames too, and `mask` [B, F]
-    tells how many of a row are no padding, which lies behind them. What a token reads of padding
-    HF's reads as well. Raises ArgumentError for what does not fit, and LengthError for more tokens
-    than the encoder has positions.
+    That is bool [B, S], None where all are real. HF's first argument may be the sounds too; `mask`
+    [B, F] tells how many of a row are no padding, which lies behind them. What a token reads of
+    padding HF's reads as well. Raises ArgumentError for what does not fit, and LengthError for more
+    tokens than the encoder has positions.
     """
     assert spec.encoder is not None and spec.encoder.sounds is not None
     sounds = spec.encoder.sounds
-    if features is not None and first is not None:
+    name, bins = sounds.name, sounds.bins if isinstance(sounds, Sounds) else 0
+    if given is not None and first is not None:
         raise ArgumentError(
-            f"input_ids: the encoder of {spec.architecture} reads input_features alone; the "
-            "decoder's ids are decoder_input_ids."
+            f"input_ids: the encoder of {spec.architecture} reads {name} alone; the decoder's ids "
+            "are decoder_input_ids."
         )
-    features = first if features is None else features
-    expected = f"[batch, frames, {sounds.bins}]"
-    if features is None or kind_of(features) is None:
-        what = "missing" if features is None else a_type(features)
+    given = first if given is None else given
+    expected = f"[batch, frames, {bins}]" if bins else "[batch, samples]"
+    if given is None or kind_of(given) is None:
+        what = "missing" if given is None else a_type(given)
         raise ArgumentError(
-            f"input_features is {what}; expected an array {expected}, as HF's processor gives it."
+            f"{name} is {what}; expected an array {expected}, as HF's processor gives it."
         )
-    array = read_array(features, "input_features", "rows differ in length; pad them.")
-    array = array[None] if array.ndim == 2 else array
-    fits = array.ndim == 3 and array.shape[2] == sounds.bins and array.size
+    array = read_array(given, name, "rows differ in length; pad them.")
+    array = array[None] if array.ndim == 1 + (bins > 0) else array
+    fits = array.ndim == 2 + (bins > 0) and array.shape[2:] == (bins,) * (bins > 0) and array.size
     if not fits or (array.dtype != ml_dtypes.bfloat16 and array.dtype.kind != "f"):
         raise ArgumentError(
-            f"input_features has shape {array.shape} and dtype {array.dtype}; expected floats "
-            f"{expected}."
+            f"{name} has shape {array.shape} and dtype {array.dtype}; expected floats {expected}."
         )
-    tokens = _cut(sounds, array.astype(np.float32))
+    count = sounds.tokens(array.shape[1])
+    if not count:
+        raise ArgumentError(
+            f"{name} has shape {array.shape}, too short for a token of {spec.architecture}."
+        )
     most = spec.encoder.learned_positions
-    if tokens.shape[1] > most:
+    if most and count > most:
         raise LengthError(
-            f"input_features has {array.shape[1]} frames, which make {tokens.shape[1]} tokens, but "
-            f"the encoder has {most} positions. Shorten it."
+            f"{name} has {array.shape[1]} frames, which make {count} tokens, but the encoder has "
+            f"{most} positions. Shorten it."
         )
-    shape = tokens.shape[0], tokens.shape[1]
-    return tokens, None if mask is None else visible_of_frames(sounds, mask, shape)
+    array = array.astype(np.float32)
+    if isinstance(sounds, Waves):
+        cut = _cut_waves(sounds, array, count)
+    else:
+        cut = _cut(sounds, array, count)
+    shown = None if mask is None else visible_of_frames(sounds, mask, (len(array), count))
+    marks = np.ones((len(array), count, 1), np.float32)
+    if shown is not None:
+        marks[..., 0] = shown
+    return np.concatenate((cut.reshape(*cut.shape[:2], -1), marks), -1), shown
 
 
-def visible_of_frames(sounds: Sounds, mask: Any, shape: tuple[int, int]) -> np.ndarray | None:
+def visible_of_frames(
+    sounds: Sounds | Waves, mask: Any, shape: tuple[int, int]
+) -> np.ndarray | None:
     """Which tokens [B, S] are real, bool of `shape`, by the mask of frames [B, F]; None for all."""
     array = read_array(mask, "attention_mask", "rows differ in length; pad them.")
     frames = array.shape[1] if array.ndim == 2 else 0
     if sounds.tokens(frames) != shape[1]:
         raise ArgumentError(
-            f"attention_mask has shape {array.shape}; expected that of the frames [batch, frames], "
-            f"which make {shape[1]} tokens."
+            f"attention_mask has shape {array.shape}; expected that of {sounds.name} [batch, "
+            f"length], which makes {shape[1]} tokens."
         )
-    visible = check_mask(mask, (shape[0], frames))
-    if visible is None or visible.all():
+    known = check_mask(mask, (shape[0], frames))
+    if known is None or known.all():
         return None
-    counts = sounds.tokens(visible.sum(1))
-    if not counts.all():
-        raise ArgumentError(f"attention_mask hides every token of row {int(np.argmin(counts))}.")
-    return np.arange(shape[1]) < counts[:, None]
+    visible = sounds.visible(known)
+    if not visible[:, 0].all() or (visible[:, 1:] > visible[:, :-1]).any():
+        row = int(np.argmax(~visible[:, 0] | (visible[:, 1:] > visible[:, :-1]).any(1)))
+        raise ArgumentError(
+            f"attention_mask hides tokens of row {row} before others, or all of them; expected "
+            "padding behind a sound alone."
+        )
+    return None if visible.all() else visible
 
 
-def _cut(sounds: Sounds, frames: np.ndarray) -> np.ndarray:
-    """Tokens [B, S, W] of frames [B, F, bins], see `Sounds`."""
+def _cut(sounds: Sounds, frames: np.ndarray, tokens: int) -> np.ndarray:
+    """Tokens [B, S, ...] of frames [B, F, bins], see `Sounds`."""
     near, far = sounds.taps
     count = frames.shape[1]
-    between = 2 * np.arange(sounds.tokens(count))[:, None] - far // 2 + np.arange(far)
+    between = 2 * np.arange(tokens)[:, None] - far // 2 + np.arange(far)
     at = 2 * between[..., None] - near // 2 + np.arange(near)
     there = (at >= 0) & (at < count)
     cut = frames[:, at.clip(0, count - 1)] * there[..., None]
     cut = cut.swapaxes(-1, -2).reshape(*cut.shape[:3], -1)
     real = (between >= 0) & (between < sounds.halved(count))
     marks = np.broadcast_to(real[None, ..., None], (*cut.shape[:3], 1))
-    cut = np.concatenate((cut, marks), -1, dtype=np.float32)
-    return cut.reshape(*cut.shape[:2], sounds.width)
+    return np.concatenate((cut, marks), -1, dtype=np.float32)
+
+
+def _cut_waves(waves: Waves, samples: np.ndarray, tokens: int) -> np.ndarray:
+    """Tokens [B, S, ...] of samples [B, F], see `Waves`."""
+    count, (taps, stride) = samples.shape[1], (waves.taps[0], waves.strides[0])
+    windows = np.arange(waves.windows)
+    places = waves.own * np.arange(tokens)[:, None] + windows
+    at = (stride * places[..., None] + np.arange(taps)).clip(0, count - 1)
+    counted = (windows < waves.own) | (np.arange(tokens)[:, None] == tokens - 1)
+    counted = counted & (places <= (count - taps) // stride)
+    marks = np.broadcast_to(counted[None, ..., None], (len(samples), *places.shape, 1))
+    return np.concatenate((samples[:, at], marks), -1, dtype=np.float32)

@@ -19,36 +19,54 @@ from .sounds import check_sounds, visible_of_frames
 
 # Of these models alone.
 NAMES = ("decoder_input_ids", "decoder_attention_mask", "input_features", "encoder_outputs")
+NAMES += ("input_values",)
+_HEARD = ("input_features", "input_values")
 # How an encoder's images are read: no scores come of them.
 _ALONE: dict[str, Any] = {
     **{"output_hidden_states": False, "logits_to_keep": None, "loss_count": None},
     "is_part": True,
 }
-_OTHERS = ("input_features", "pixel_values")  # what encoders read in the place of ids
+_OTHERS = (*_HEARD, "pixel_values")  # what encoders read in the place of ids
 
 
 def refuse_names(spec: ModelSpec, given: Mapping[str, Any]) -> None:
     """Raise ArgumentError where a model is given what only one with an encoder, or ears, reads."""
     asked = [name for name in NAMES if given.get(name) is not None]
-    if asked and not spec.crosses and asked[0] == NAMES[2]:
+    if asked and not spec.crosses and asked[0] in _HEARD:
         raise ArgumentError(f"{asked[0]}: {spec.architecture} reads input_ids{text_alone(spec)}")
     if asked and not spec.crosses:
         raise ArgumentError(
             f"{asked[0]}: {spec.architecture} has no encoder, so that input_ids are all it reads. "
             "Leave it out."
         )
-    if given.get(NAMES[2]) is not None and spec.crosses and spec.encoder and not spec.encoder.hears:
-        raise ArgumentError(
-            f"input_features: the encoder of {spec.architecture} reads ids. Pass input_ids."
-        )
+    for name in _HEARD:
+        if given.get(name) is None or not spec.crosses or spec.encoder is None:
+            continue
+        own = spec.encoder.sounds.name if spec.encoder.sounds else _HEARD[0]
+        if spec.encoder.hears and own != name:
+            raise ArgumentError(
+                f"{name}: the encoder of {spec.architecture} reads {own}. Pass these."
+            )
+        if not spec.encoder.hears:
+            own, what = ("pixel_values", "images") if spec.sees else ("input_ids", "ids")
+            raise ArgumentError(
+                f"{name}: the encoder of {spec.architecture} reads {what}. Pass {own}."
+            )
 
 
 def encoder_states(outputs: Any) -> Any:
     """The array in what a caller gives as `encoder_outputs`: HF's output, a tuple, or the array.
 
     Of an output of a whole pass it is the encoder's. What is none of these comes back as it is.
+    Raises ArgumentError for one with a mask of its own that hides tokens (HF's Moonshine).
     """
     if isinstance(outputs, Mapping):
+        mask = outputs.get("attention_mask")
+        if kind_of(mask) is not None and not np.asarray(to_numpy(mask)).all():
+            raise ArgumentError(
+                "encoder_outputs has an attention_mask of its own, which hides tokens. Pass "
+                "encoder_outputs.last_hidden_state, and the attention_mask that the encoder had."
+            )
         names = "encoder_last_hidden_state", "last_hidden_state"
         return next((outputs[name] for name in names if outputs.get(name) is not None), outputs)
     if isinstance(outputs, tuple | list) and outputs:
@@ -173,7 +191,8 @@ def make_pair_inputs(
         at = np.broadcast_to(places, (len(frames), len(places))).copy()
         source = ForwardInputs(None, at, embeds=frames)
     elif spec.encoder.sounds is not None:
-        what = given["input_features"], given["input_ids"], given["attention_mask"]
+        heard = given[spec.encoder.sounds.name]
+        what = heard, given["input_ids"], given["attention_mask"]
         tokens, real = check_sounds(spec, *what)
         places = np.arange(tokens.shape[1], dtype=np.int32)
         at = np.broadcast_to(places, tokens.shape[:2]).copy()
@@ -302,15 +321,12 @@ def make_frames(spec: ModelSpec, features: Any, first: Any) -> Prompts:
 
 
 def make_sounds(spec: ModelSpec, features: Any, first: Any, mask: Any) -> Prompts:
-    """As `make_source`, of sounds of any length: rows are float32 [S, W]."""
+    """As `make_source`, of sounds of any length: rows are float32 [S, W], padding too."""
     given = first if features is None else features
-    tokens, real = check_sounds(spec, features, first, mask)
-    rows = list(tokens)
-    if real is not None:
-        rows = [row[keep] for row, keep in zip(tokens, real, strict=True)]
+    tokens, _ = check_sounds(spec, features, first, mask)
     kind = kind_of(given) or "list"
     like = given if kind == "torch" else None
-    return Prompts(tuple(rows), np.empty((len(rows), 0), np.int64), kind, like)
+    return Prompts(tuple(tokens), np.empty((len(tokens), 0), np.int64), kind, like)
 
 
 def make_images(spec: ModelSpec, pixels: Any, first: Any, mask: Any) -> Prompts:

@@ -238,7 +238,10 @@ class Prompts:
             ids, embeds = (source, None) if source.ndim == 2 else (None, source.to(dtype))
             places = torch.arange(source.shape[1] // encoder.stride, device=source.device)
             last = last // encoder.stride
-            if not encoder.one_length:
+            if embeds is not None and encoder.sounds is not None:  # whose tokens tell it
+                mask = source[..., -1] > 0
+                last = mask.sum(1) - 1
+            elif not encoder.one_length:
                 mask = places[None] <= last[:, None]
             at = places.expand(len(source), -1)
             states = decoder.encoded(*model, ids, at, mask, embeds)[-1]

@@ -36,6 +36,7 @@ from . import (
     mllama,
     mobilebert,
     modernbert,
+    moonshine,
     mpt,
     multimodal,
     opt,
@@ -69,7 +70,7 @@ _FAMILIES: dict[str, ModuleType] = {
         ),
         *(falcon, mpt, fairseq, modernbert, deberta, mobilebert, lilt, clip, vit),
         *(bart, fsmt, t5, t5gemma, encoder_decoder, whisper, deepseek, llama4, multimodal, dbrx),
-        *(layered, ctrl, longcat, mllama, speech_to_text),
+        *(layered, ctrl, longcat, mllama, moonshine, speech_to_text),
     )
     for model_type in family.CLASSES
 }

@@ -6,7 +6,7 @@ G = H/K, D head_dim, F ffn, V vocab, X experts.
 """
 
 from .attention import LAMBDAS, Attention, Gate, Latent, Places, RelativeBias, Rope
-from .model import Head, Layer, ModelSpec, Patches, Pooled, Pooling, Probe, Sounds
+from .model import Head, Layer, ModelSpec, Patches, Pooled, Pooling, Probe, Sounds, Waves
 from .parts import (
     XIELU,
     Activation,
@@ -48,4 +48,5 @@ __all__ = [
     "Router",
     "Sounds",
     "Streams",
+    "Waves",
 ]

@@ -2,7 +2,9 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
+
+import numpy as np
 
 from .attention import Attention
 from .parts import (
@@ -62,25 +64,79 @@ class Sounds:
     with zeros around the sequence; what one gives has twice the channels, of which the logistic
     function of the second half gates the first: `between` are then left, and at last the
     embedding's. A token is given as all that makes it: for each tap of the second convolution those
-    of the first, bin by bin, and a 1, or a 0 where no frame is.
+    of the first, bin by bin, and a 1, or a 0 where no frame is. Behind them is a 1 where layers see
+    the token, or a 0.
     """
 
     bins: int
     between: int
     taps: tuple[int, int]
+    name: ClassVar[str] = "input_features"
 
     @property
     def width(self) -> int:
         """Numbers of one token as it is given."""
-        return self.taps[1] * (self.taps[0] * self.bins + 1)
+        return self.taps[1] * (self.taps[0] * self.bins + 1) + 1
 
     def halved(self, count: Any) -> Any:
         """What one convolution leaves of so many places."""
         return (count - 1) // 2 + 1
 
-    def tokens(self, frames: Any) -> Any:
-        """Tokens of so many frames, an int or an array."""
+    def tokens(self, frames: int) -> int:
+        """Tokens of so many frames."""
         return self.halved(self.halved(frames))
+
+    def visible(self, mask: np.ndarray) -> np.ndarray:
+        """Which tokens [B, S] are real, where frames [B, F] are: as many as theirs would make."""
+        counts = self.halved(self.halved(mask.sum(1)))
+        return np.arange(self.tokens(mask.shape[1])) < counts[:, None]
+
+
+@dataclass(frozen=True)
+class Waves:
+    """As `Sounds`, of samples: a token of every 384 (Moonshine).
+
+    They pass through convolutions over `taps`, by `strides`, without anything around the sequence.
+    The first one has the embedding's channels and no bias, and its tanh is normed by the mean and
+    the variance of all of a row, padding too, and a factor and a bias for each channel; the second
+    one has twice the channels, and the gelu of both is taken. A token is given as the samples of
+    `windows` places of the first convolution, each with a 1 behind where it counts in the mean.
+    """
+
+    taps: tuple[int, int, int] = (127, 7, 3)
+    strides: tuple[int, int, int] = (64, 3, 2)
+    eps: float = 1e-5
+    name: ClassVar[str] = "input_values"
+
+    @property
+    def own(self) -> int:
+        """Places of the first convolution that a token has for itself."""
+        return self.strides[1] * self.strides[2]
+
+    @property
+    def seen(self) -> int:
+        """Places of the first convolution of which a token is made."""
+        return self.strides[1] * (self.taps[2] - 1) + self.taps[1]
+
+    @property
+    def windows(self) -> int:
+        """Places that a token has or sees, and at most so many behind the last token's."""
+        return self.seen + self.own - 1
+
+    @property
+    def width(self) -> int:
+        """Numbers of one token as it is given."""
+        return self.windows * (self.taps[0] + 1) + 1
+
+    def tokens(self, samples: int) -> int:
+        """Tokens of so many samples."""
+        for taps, stride in zip(self.taps, self.strides, strict=True):
+            samples = max(0, (samples - taps) // stride + 1)
+        return samples
+
+    def visible(self, mask: np.ndarray) -> np.ndarray:
+        """Which tokens [B, S] are real: by the first sample of each, of [B, F], as HF has it."""
+        return mask[:, :: self.own * self.strides[0]][:, : self.tokens(mask.shape[1])]
 
 
 @dataclass(frozen=True)
@@ -214,7 +270,7 @@ class ModelSpec:
 
     - `vocab` ids; with `patches` the model reads images in their place, with `mel` log-mel
       spectrograms of so many bins, two frames for each position, by two convolutions, and with
-      `sounds` frames of them, as many as there are.
+      `sounds` frames of them, or samples, as many as there are.
     - `learned_positions` and `token_types` are counts, 0 if none; the row of a position in its
       table is `position_offset` further. With `token_types_from_vocab` the rows of types are the
       embedding's. Where there are `boxes`, a token has a type and a box on a page, of left, upper,
@@ -299,7 +355,7 @@ class ModelSpec:
     own_vocab: bool = False
     towers: bool = False
     mel: int = 0
-    sounds: Sounds | None = None
+    sounds: Sounds | Waves | None = None
     projected: int = 0
     patches: Patches | None = None
     pooled: Pooled | None = None
@@ -362,9 +418,11 @@ class ModelSpec:
             outer |= {"channels": self.patches.channels, "learned": self.patches.learned}
             outer["registers"] = self.patches.registers
         if self.sounds is not None:
+            outer |= {f"taps{i + 1}": n for i, n in enumerate(self.sounds.taps)}
+            outer["embed2"] = 2 * self.embed
+        if isinstance(self.sounds, Sounds):
             outer |= {"heard": self.sounds.bins, "between": self.sounds.between}
-            outer |= {"convolved": 2 * self.sounds.between, "embed2": 2 * self.embed}
-            outer |= dict(zip(("taps1", "taps2"), self.sounds.taps, strict=True))
+            outer["convolved"] = 2 * self.sounds.between
         if self.pooled is not None and self.pooled.probe is not None:
             probe = self.pooled.probe
             outer |= {"probe_qkv": sum(probe.attention.qkv_sizes), "probe_ffn": probe.ffn}

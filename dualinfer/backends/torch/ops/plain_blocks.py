@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.nn import functional as F
 
-from ....model.spec import Activation, Attention, Experts, Gate, ModelSpec, Router
+from ....model.spec import Activation, Attention, Experts, Gate, ModelSpec, Router, Waves
 from ....model.weights import Weight
 from ...caches import CacheSpec, CacheView
 from ...contract import ALONE, Neighbours, NormOf, Routing, Unnormed, Weights
@@ -87,8 +87,15 @@ class PlainBlocks:
                 first = first.expand(len(embeds), learned, -1)
                 embeds = torch.cat((first, embeds[:, learned:]), dim=1)
         if spec.sounds is not None:
-            kernels = ((w[f"conv{i}.kernel"], w[f"conv{i}.bias"]) for i in (1, 2))
-            embeds = primitives.hear(embeds, *kernels)
+            kernels = (
+                (w[f"conv{i + 1}.kernel"], w.get(f"conv{i + 1}.bias"))
+                for i in range(len(spec.sounds.taps))
+            )
+            if isinstance(spec.sounds, Waves):
+                norm = w["sound_norm.weight"], w["sound_norm.bias"]
+                embeds = primitives.hear_waves(spec.sounds, embeds, *kernels, norm)
+            else:
+                embeds = primitives.hear(embeds, *kernels)
         if spec.scales_embeds:
             embeds = embeds * torch.tensor(spec.embed_scale, dtype=embeds.dtype, device="cpu")
         return self._with_positions(spec, w, embeds, positions, token_types, blend)
