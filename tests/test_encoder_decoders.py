@@ -14,7 +14,8 @@ from transformers.generation.utils import GenerationMixin
 from transformers.models.nllb_moe.modeling_nllb_moe import NllbMoeExperts
 
 import dualinfer
-from dualinfer.errors import ArgumentError, ConfigError, LengthError, UnsupportedError
+from dualinfer.errors import ArgumentError, ConfigError, LengthError, ModelError, UnsupportedError
+from dualinfer.model.families import describe_model
 from dualinfer.model.spec import RelativeBias
 
 from .models import random_ids, relative_rms, slow_but
@@ -131,6 +132,7 @@ QUICK = ("t5", "bart", "whisper")
 OPTIONS: dict[str, Any] = {"dtype": "fp32", "replace_with_kernel_inject": True}
 GREEDY: dict[str, Any] = {"do_sample": False, "max_new_tokens": 9}
 BACKENDS = ("torch", "jax")
+ALSO = (("fsmt", "torch"), ("trocr", "torch"), ("s2t", "torch"), ("moonshine", "torch"))
 NAMES = [
     pytest.param(n, b, marks=[] if n in QUICK else pytest.mark.slow)
     for n in CASES
@@ -309,9 +311,13 @@ def text_of(model: Any, **arguments: Any) -> list[list[int]]:
     return GenerationMixin.generate(model, **arguments).tolist()
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize(
-    "name", [n if n in QUICK else pytest.param(n, marks=pytest.mark.slow) for n in CASES]
+    ("name", "backend"),
+    [
+        pytest.param(n, b, marks=[] if n in QUICK or (n, b) in ALSO else pytest.mark.slow)
+        for n in CASES
+        for b in BACKENDS
+    ],
 )
 def test_outputs_are_those_of_transformers(name, backend):
     model, engine = model_of(name), engine_of(name, backend)
@@ -586,6 +592,8 @@ def test_what_does_not_fit_is_refused_by_name(hf_model):
         ),
         (lambda: engine.generate(ids, decoder_start_token_id=VOCAB), ArgumentError, "0 to 100"),
         (lambda: llama.generate(ids, decoder_input_ids=ids), ArgumentError, "has no encoder"),
+        (lambda: engine.generate(pixel_values=ids), ArgumentError, "reads input_ids"),
+        (lambda: audio.generate(input_values=ids), ArgumentError, "reads input_features"),
         (lambda: audio.generate(ids), ArgumentError, r"expected floats \[batch, 7, 46\]"),
         (lambda: audio.generate(), ArgumentError, "input_features is missing"),
         (
@@ -709,7 +717,8 @@ def test_two_devices_give_what_one_gives(name, crew):
     text = text_of(model_of(name), **source_of(name), **GREEDY)
     for rank, (logits, found, held) in enumerate(crew.run(split_text, name, world=2)):
         assert relative_rms(logits, wanted) < 1e-5 and found == text
-        heads = {"t5": (3, 2), "switch-t5": (3, 2), "t5gemma": (1, 1)}.get(name, (2, 1))[rank]
+        heads = {"t5": (3, 2), "switch-t5": (3, 2), "t5gemma": (1, 1), "moonshine": (2, 2)}
+        heads = heads.get(name, (2, 1))[rank]
         assert {shape[1] for shape in held} == {heads} and len(held) == 4
     options = OPTIONS | {"tensor_parallel": {"tp_size": 2}}
     with dualinfer.init_inference(model_of(name), backend="jax", **options) as engine:
@@ -741,3 +750,59 @@ def test_a_head_of_its_own_leaves_the_embedding_plain(tmp_path):
         with dualinfer.init_inference(where, backend="torch", quant="int8", **OPTIONS) as engine:
             outer = engine.runner.params.outer
             assert outer["embed.weight"].scheme is None and outer["head.weight"].scheme is not None
+
+
+def test_sounds_and_images_that_do_not_fit_are_refused():
+    heard, wave, seen = (engine_of(name, "torch") for name in ("s2t", "moonshine", "trocr"))
+    frames, samples = np.zeros((2, 43, 5), np.float32), np.zeros((2, 4000), np.float32)
+    mask = np.ones((2, 4000), np.int64)
+    mask[0, :900] = 0
+    for call, error, said in (
+        (lambda: heard.generate(frames[..., :4]), ArgumentError, r"\[batch, frames, 5\]"),
+        (lambda: heard.generate(), ArgumentError, "input_features is missing"),
+        (lambda: heard.generate(np.zeros((1, 200, 5), "f4")), LengthError, "make 50 tokens"),
+        (lambda: wave.generate(input_features=frames), ArgumentError, "reads input_values"),
+        (lambda: wave.generate(samples[:, :600]), ArgumentError, "too short for a token"),
+        (lambda: wave.generate(samples, attention_mask=mask), ArgumentError, "hides .* of row 0"),
+        (lambda: wave.generate(samples, attention_mask=mask[:, :9]), ArgumentError, "that of"),
+        (
+            lambda: wave.generate(
+                encoder_outputs={"last_hidden_state": frames, "attention_mask": mask[:, :9]}
+            ),
+            ArgumentError,
+            "an attention_mask of its own",
+        ),
+        (lambda: seen.generate(input_features=frames), ArgumentError, "reads images"),
+        (lambda: seen.generate(samples), ArgumentError, r"expected \[batch, 3, 18, 18\]\.$"),
+        (
+            lambda: seen(
+                pixel_values=np.zeros((1, 3, 18, 18), "f4"), interpolate_pos_encoding=True
+            ),
+            ArgumentError,
+            "own size alone",
+        ),
+    ):
+        with pytest.raises(error, match=said):
+            call()
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "said"),
+    [
+        ("nllb-moe", {"second_expert_policy": "sampling"}, "second_expert_policy='sampling'"),
+        ("nllb-moe", {"moe_eval_capacity_token_fraction": 0.5}, "moe_eval_capacity_token_fraction"),
+        ("nllb-moe", {"moe_token_dropout": 1.0}, "moe_token_dropout=1.0"),
+        ("fsmt", {"tie_word_embeddings": True}, "tie_word_embeddings=True"),
+        ("s2t", {"num_conv_layers": 3}, "num_conv_layers=3"),
+        ("s2t", {"conv_kernel_sizes": [5, 4]}, r"conv_kernel_sizes=\[5, 4\]"),
+        ("moonshine", {"decoder_num_key_value_heads": 2}, "the numbers of one for the other"),
+        ("trocr", {"decoder": {"cross_attention_hidden_size": 35}}, "hidden_size=35"),
+        ("trocr", {"encoder": {"model_type": "swin"}}, "serves vit and deit there"),
+    ],
+)
+def test_configs_that_are_not_honoured_are_refused(name, changes, said):
+    config = model_of(name).config.to_dict()
+    for field, value in changes.items():
+        config[field] = config[field] | value if isinstance(value, dict) else value
+    with pytest.raises(ModelError, match=said):
+        describe_model(config)

@@ -106,7 +106,8 @@ def make_image_inputs(
     pixels = given["pixel_values"] if given["input_ids"] is None else given["input_ids"]
     others = "attention_mask", "position_ids", "token_type_ids", "inputs_embeds"
     asked = [name for name in others if given.get(name) is not None]
-    if asked or None not in (given["input_ids"], given["pixel_values"]):
+    both = all(given[name] is not None for name in ("input_ids", "pixel_values"))
+    if asked or both:
         raise ArgumentError(
             f"{spec.architecture} reads pixel_values alone; {(*asked, 'input_ids')[0]} was given "
             "as well. Leave it out."

@@ -140,6 +140,7 @@ def _states_source(spec: ModelSpec, given: Mapping[str, Any]) -> ForwardInputs:
 
     Its ids are given where the decoder reads them, or where they tell what is scored.
     """
+    assert spec.encoder is not None
     states = check_states(spec, given["encoder_outputs"])
     shape = states.shape[0], states.shape[1]
     reads_ids = spec.repeats or (spec.head is not None and spec.head.pooling == "eos")
@@ -198,7 +199,7 @@ def make_pair_inputs(
         at = np.broadcast_to(places, tokens.shape[:2]).copy()
         source = ForwardInputs(None, at, real, embeds=tokens)
     elif spec.encoder.patches is not None:
-        source = make_image_inputs(spec.encoder, given | {"labels": None}, **_ALONE)
+        source = make_image_inputs(spec.encoder, {**given, "labels": None}, **_ALONE)
     else:
         source = make_forward_inputs(spec.encoder, *what, given["inputs_embeds"], **how)
     if source.token_types is not None and source.token_types.any():

@@ -98,7 +98,7 @@ def _part(fields: ConfigFields, name: str, served: Mapping[str, Collection[str]]
     if not isinstance(values, Mapping):
         raise ModelError(f"config.json has {name}={shown(values)}; expected an object.")
     decodes, family = name == "decoder", values.get("model_type")
-    if family not in served[fields.family]:
+    if not isinstance(family, str) or family not in served[fields.family]:
         raise UnservedError(
             f"config.json has {name} with model_type={shown(family)}; of {fields.family} fused "
             f"mode serves {' and '.join(served[fields.family])} there."

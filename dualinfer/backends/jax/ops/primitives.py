@@ -282,10 +282,10 @@ def hear(
 def hear_waves(
     own: Waves,
     x: jax.Array,
+    norm: tuple[jax.Array, jax.Array],
     first: tuple[jax.Array, None],
     second: tuple[jax.Array, jax.Array],
     third: tuple[jax.Array, jax.Array],
-    norm: tuple[jax.Array, jax.Array],
 ) -> jax.Array:
     """As `hear`, of tokens as `spec.Waves` has them; `norm` is a weight and a bias [E]."""
     x = x[..., :-1].reshape(*x.shape[:2], own.windows, -1)

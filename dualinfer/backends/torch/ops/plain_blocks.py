@@ -87,13 +87,11 @@ class PlainBlocks:
                 first = first.expand(len(embeds), learned, -1)
                 embeds = torch.cat((first, embeds[:, learned:]), dim=1)
         if spec.sounds is not None:
-            kernels = (
-                (w[f"conv{i + 1}.kernel"], w.get(f"conv{i + 1}.bias"))
-                for i in range(len(spec.sounds.taps))
-            )
+            names = [f"conv{i + 1}" for i in range(len(spec.sounds.taps))]
+            kernels: Any = [(w[f"{name}.kernel"], w.get(f"{name}.bias")) for name in names]
             if isinstance(spec.sounds, Waves):
                 norm = w["sound_norm.weight"], w["sound_norm.bias"]
-                embeds = primitives.hear_waves(spec.sounds, embeds, *kernels, norm)
+                embeds = primitives.hear_waves(spec.sounds, embeds, norm, *kernels)
             else:
                 embeds = primitives.hear(embeds, *kernels)
         if spec.scales_embeds:

@@ -256,10 +256,10 @@ def hear(
 def hear_waves(
     own: Waves,
     x: torch.Tensor,
+    norm: tuple[torch.Tensor, torch.Tensor],
     first: tuple[torch.Tensor, None],
     second: tuple[torch.Tensor, torch.Tensor],
     third: tuple[torch.Tensor, torch.Tensor],
-    norm: tuple[torch.Tensor, torch.Tensor],
 ) -> torch.Tensor:
     """As `hear`, of tokens as `spec.Waves` has them; `norm` is a weight and a bias [E]."""
     x = x[..., :-1].unflatten(-1, (own.windows, -1))
