@@ -11,6 +11,7 @@ from .fields import ConfigFields
 from .rope import make_rope, reach, rotary_size
 
 CLASSES = {"moonshine": ("MoonshineForConditionalGeneration", "MoonshineModel")}
+_SIDES = ("encoder", "decoder")
 
 
 def describe(fields: ConfigFields, architecture: str) -> tuple[ModelSpec, WeightTable]:
@@ -84,9 +85,6 @@ def describe(fields: ConfigFields, architecture: str) -> tuple[ModelSpec, Weight
         unused=(r"rotary_emb\.inv_freq$", *(() if has_head else (r"^proj_out\.",))),
         tied=((head, embedding),) if tied else (),
     )
-
-
-_SIDES = ("encoder", "decoder")
 
 
 def _layer(norm: Norm, hf: str, bias: bool, crosses: bool) -> Iterable[Row]:
