@@ -241,9 +241,9 @@ class BlockOps(Protocol):
         """As `embed`, with a caller's embeddings [B, T, W] in the place of the tokens' own.
 
         W is the width of the embedding: `embed_width`, else E. Of images it is that of a patch;
-        what is given in the place of learned tokens is not read. With float32 `blend` [B or 1, T,
-        P] a token's position is the sum of the table's P rows times these, in the place of
-        `positions`.
+        what is given in the place of learned tokens is not read. Of `sounds` it is as they say, and
+        what convolutions make of them is embedded. With float32 `blend` [B or 1, T, P] a token's
+        position is the sum of the table's P rows times these, in the place of `positions`.
         """
         ...
 

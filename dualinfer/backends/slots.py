@@ -106,11 +106,11 @@ class LiveSlots:
 def encoded_bucket(spec: ModelSpec, tokens: int) -> int:
     """Places of a cross cache for encoders' outputs of so many `tokens`; 0 without an encoder.
 
-    Spectrograms have one length.
+    Spectrograms and images have one length.
     """
     if spec.encoder is None:
         return 0
-    return spec.encoder.learned_positions if spec.encoder.mel else bucket(tokens, SMALLEST_CACHE)
+    return spec.encoder.one_length or bucket(tokens, SMALLEST_CACHE)
 
 
 def sampling_rows(requests: Sequence[Request], eos_width: int) -> dict[str, np.ndarray]:

@@ -138,6 +138,18 @@ class _Given(NamedTuple):
         begins = {"decoder_input_ids": random.integers(3, VOCAB, (_ROWS, _SHORT))}
         mask[-1, _SHORT:] = 0
         source, padding = {"input_ids": ids}, {"attention_mask": mask}
+        if config.model_type == "vision-encoder-decoder":
+            source, padding = cls.of(config.encoder).whole, {}
+        if config.model_type == "speech_to_text":
+            shape = _ROWS, 4 * _TOKENS, config.input_feat_per_channel
+            source = {"input_features": random.standard_normal(shape).astype(np.float32)}
+            padding = {"attention_mask": mask.repeat(4, 1)}
+        if config.model_type == "moonshine":  # samples of as many tokens
+            shape = _ROWS, 384 * _TOKENS + 600
+            source = {"input_values": random.standard_normal(shape).astype(np.float32)}
+            mask = np.ones(shape, np.int64)
+            mask[-1, 384 * _SHORT :] = 0
+            padding = {"attention_mask": mask}
         if hasattr(config, "num_mel_bins"):
             shape = _ROWS, config.num_mel_bins, 2 * config.max_source_positions
             source = {"input_features": random.standard_normal(shape).astype(np.float32)}
@@ -204,9 +216,12 @@ def _of_transformers(model: Any, given: _Given) -> dict[str, Any]:
     import torch
     from transformers import GenerationMixin
 
+    options: dict[str, Any] = {"return_dict": True}
+    if getattr(model.config, "is_encoder_decoder", False):
+        options["use_cache"] = False  # with which HF's FSMT sees later tokens
     with torch.no_grad():
-        whole = model(**_tensors(given.whole), output_hidden_states=True, return_dict=True)
-        padded = model(**_tensors(given.padded), return_dict=True)
+        whole = model(**_tensors(given.whole), output_hidden_states=True, **options)
+        padded = model(**_tensors(given.padded), **options)
         wanted = _named(whole, padded)
         if model.can_generate():
             how: dict[str, Any] = {"do_sample": False, "max_new_tokens": _NEW}

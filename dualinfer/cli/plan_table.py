@@ -112,7 +112,8 @@ def make_plan_table(
     counts = [(firsts[kind], count) for kind, count in Counter(kinds).items()]
     products = sum(map(_sums, layers))
     from_vocab = 1 + (spec.token_types_from_vocab and spec.token_types > 0)
-    from_vocab += spec.crosses and spec.encoder is not None and not spec.encoder.mel
+    if spec.crosses and spec.encoder is not None:
+        from_vocab += spec.encoder.reads_ids and not spec.encoder.own_vocab
     return PlanTable(
         architecture=spec.architecture,
         dtype=dtype,

@@ -22,6 +22,9 @@ _OTHERS = {
     **{"rotary_dim": _HEAD_DIM // 2, "original_max_position_embeddings": _ORIGINAL},
     **{"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "decoder_start_token_id": 2},
     **{"begin_suppress_tokens": [7], "decoder_vocab_size": VOCAB, "d_kv": _HEAD_DIM},
+    **{"src_vocab_size": VOCAB + 6, "input_feat_per_channel": 9, "conv_channels": 52},
+    **{f"encoder_num_{x}": _HEADS for x in ("attention_heads", "key_value_heads")},
+    **{"decoder_num_key_value_heads": _HEADS, "encoder_num_hidden_layers": 2},
     **{"max_source_positions": 24, "max_target_positions": POSITIONS, "num_mel_bins": 9},
     **{"max_encoder_position_embeddings": POSITIONS, "max_decoder_position_embeddings": POSITIONS},
     **{"attention_window": 2 * _WINDOW, "local_radius": _WINDOW},
@@ -82,7 +85,7 @@ def tiny_config(config: Any) -> Any:
         if not config.model_type.startswith("siglip"):
             towers["projection_dim"] = _HEAD_DIM
         return type(config)(**towers)
-    if config.model_type in ("t5gemma", "encoder-decoder"):
+    if config.model_type in ("t5gemma", "encoder-decoder", "vision-encoder-decoder"):
         stacks = {side: tiny_config(getattr(config, side)).to_dict() for side in _SIDES}
         return type(config)(**stacks)
     values = config.to_dict()

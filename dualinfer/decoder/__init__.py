@@ -6,7 +6,7 @@ the cache, one token from the cache) is the `attend` function that the runner pa
 """
 
 from .blocks import Attend, cross_keys
-from .encoder import across_whole, encoded
+from .encoder import across_whole, encoded, encoder_states
 from .forward import hidden_states
 from .head import embeddings, joined_towers, last_hidden_state, logits, outputs, pooled
 
@@ -16,6 +16,7 @@ __all__ = [
     "cross_keys",
     "embeddings",
     "encoded",
+    "encoder_states",
     "hidden_states",
     "joined_towers",
     "last_hidden_state",

@@ -20,7 +20,8 @@ def encoded(
     """The encoder's states [B, S, E] of ids and positions [B, S], the last one after its norm.
 
     bool `mask` [B, S] is True where a token is real. With `keep` all L+1 are given, else the last;
-    `embeds` as in `hidden_states`, or spectrograms [B, 2 S, mel].
+    where HF's `raw_states` end before that norm, one more. `embeds` as in `hidden_states`, or
+    spectrograms [B, 2 S, mel].
     """
     encoder, own = spec.encoder, params.of_encoder(len(spec.layers))
     assert encoder is not None
@@ -37,7 +38,15 @@ def encoded(
         *states, last = hidden_states(
             encoder, own, ops, ids, positions, None, attend, keep, embeds=embeds, mask=mask
         )
+        if keep and encoder.raw_states:
+            states.append(last)
         return [*states, last_hidden_state(encoder, own, ops, last)]
+
+
+def encoder_states(spec: ModelSpec, states: list[Array]) -> tuple[Array, ...]:
+    """HF's L+1 hidden states of an encoder, of all that `encoded` gave."""
+    assert spec.encoder is not None
+    return tuple(states[: len(spec.encoder.layers) + 1])
 
 
 def across_whole(

@@ -64,6 +64,8 @@ class GenerationArguments(TypedDict, total=False):
     decoder_attention_mask: Any
     decoder_start_token_id: int | Sequence[int] | None
     input_features: Any
+    input_values: Any
+    pixel_values: Any
     encoder_outputs: Any
 
 
@@ -118,7 +120,7 @@ _RETURNED = ("return_dict_in_generate", "output_scores", "output_logits")
 _SERVED = {*DEFAULTS, *PROCESSED, *_CALLED, *_RETURNED, "max_time", "renormalize_logits"}
 _BESIDE = ("inputs_embeds", "seed", "streamer", "tokenizer")  # of generate itself, or ours
 _ENCODED = ("decoder_attention_mask", "decoder_input_ids", "decoder_start_token_id")
-_ENCODED += ("encoder_outputs", "input_features")
+_ENCODED += ("encoder_outputs", "input_features", "input_values", "pixel_values")
 _MODULE_MODE = (
     "Module mode serves what HF's generate does: pass the live HF model, with backend='torch' and "
     "without replace_with_kernel_inject."

@@ -31,7 +31,9 @@ from .source import (
     make_decoder_prompts,
     make_encoded,
     make_frames,
+    make_images,
     make_pair_inputs,
+    make_sounds,
     make_source,
     refuse_names,
 )
@@ -39,6 +41,7 @@ from .stepwise import Rules, Stepwise
 from .text import DEFAULT_TEXT_TOKENS, Sequences
 from .towers import TowerCalls, as_fields
 
+_INPUTS = "inputs", "inputs_embeds", "pixel_values"  # of generate, beside `source.NAMES`
 _STREAM_CHUNK, _STOP_CHUNK, _WHOLE_CHUNK = 1, 4, 32
 _log = logging.getLogger(__name__)
 
@@ -116,6 +119,7 @@ class FusedEngine(EmbeddingCalls, TowerCalls):
         decoder_attention_mask: Any = None,
         input_features: Any = None,
         encoder_outputs: Any = None,
+        input_values: Any = None,
         pixel_values: Any = None,
         pixel_attention_mask: Any = None,
         spatial_shapes: Any = None,
@@ -147,9 +151,10 @@ class FusedEngine(EmbeddingCalls, TowerCalls):
         and labels are theirs. Of an encoder-decoder these ids, mask and embeddings are the
         encoder's, and `decoder_input_ids` [B, T] the decoder's, without which they are made of
         labels, which are not shifted then. Whisper's encoder reads `input_features` [B, mel,
-        frames], LayoutLM `bbox` [B, T, 4], an encoder of images `pixel_values` [B, C, H, W], of any
-        size with `interpolate_pos_encoding`; SigLIP 2's reads patches, `pixel_values` [B, T, W],
-        with `pixel_attention_mask` [B, T] and `spatial_shapes` [B, 2]. A model of texts and images
+        frames], Speech2Text's [B, frames, mel], Moonshine's `input_values` [B, samples], LayoutLM
+        `bbox` [B, T, 4], an encoder of images `pixel_values` [B, C, H, W], of any size with
+        `interpolate_pos_encoding`; SigLIP 2's reads patches, `pixel_values` [B, T, W], with
+        `pixel_attention_mask` [B, T] and `spatial_shapes` [B, 2]. A model of texts and images
         reads both, and gives `logits_per_text` and `logits_per_image`, as HF's CLIPModel.
         `encoder_outputs` are what an encoder gave before, in the place of what it reads: its last
         hidden state [B, S, E], a tuple that begins with it, HF's BaseModelOutput or what `forward`
@@ -166,7 +171,7 @@ class FusedEngine(EmbeddingCalls, TowerCalls):
             "labels": labels,
         }
         given = decoder_input_ids, decoder_attention_mask, input_features
-        given = *given, encoder_states(encoder_outputs)
+        given = *given, encoder_states(encoder_outputs), input_values
         beside: dict[str, Any] = dict(zip(NAMES, given, strict=True))
         spans = {"start_positions": start_positions, "end_positions": end_positions}
         head = self._spec.head
@@ -176,7 +181,7 @@ class FusedEngine(EmbeddingCalls, TowerCalls):
             unsupported |= {name: value for name, value in spans.items() if value is not None}
         if self._spec.crosses:
             arguments |= beside
-        if self._spec.patches or self._spec.towers:
+        if self._spec.sees:
             arguments["pixel_values"] = pixel_values
         of_patches = dict(zip(OF_PATCHES, (pixel_attention_mask, spatial_shapes), strict=True))
         if self._spec.reads_patches:
@@ -222,7 +227,7 @@ class FusedEngine(EmbeddingCalls, TowerCalls):
             call.meet(lambda: inputs)
             results = self._profiler.run(self.runner.forward, inputs)
             self._check_model(alone=True)
-        names = "input_ids", "inputs_embeds", "input_features", "encoder_outputs", "pixel_values"
+        names = "input_ids", "inputs_embeds", "pixel_values", *NAMES[2:]
         given = (call.inputs[name] for name in names if call.inputs.get(name) is not None)
         kind = kind_of(next(given, None)) or "list"
         fields = as_fields(results, kind)
@@ -397,7 +402,7 @@ class FusedEngine(EmbeddingCalls, TowerCalls):
             ids, own = named.pop("input_ids"), named.pop("attention_mask")
             mask, kwargs = own if mask is None else mask, named | kwargs
         inputs = {"input_ids": ids, "attention_mask": mask}
-        inputs |= {name: kwargs.pop(name, None) for name in ("inputs", "inputs_embeds", *NAMES)}
+        inputs |= {name: kwargs.pop(name, None) for name in (*_INPUTS, *NAMES)}
         inputs["encoder_outputs"] = encoder_states(inputs["encoder_outputs"])
         with self._call("generate()", inputs) as call:
             self._check_model(alone=False)
@@ -451,6 +456,7 @@ class FusedEngine(EmbeddingCalls, TowerCalls):
             own["max_new_tokens"] = default_length
         kwargs = kwargs | _longest(kwargs.get("stopping_criteria"))
         refuse_names(spec, given)
+        refuse_images(spec, given["pixel_values"], None)
         options = make_options(own, config, kwargs, spec.vocab)
         pad = options.fill_id
         if options.stop_strings and not hasattr(tokenizer, "decode"):
@@ -467,10 +473,14 @@ class FusedEngine(EmbeddingCalls, TowerCalls):
                 source = make_encoded(spec, given["encoder_outputs"], given)
             elif spec.encoder.mel:
                 source = make_frames(spec, given["input_features"], ids)
+            elif spec.encoder.sounds is not None:
+                source = make_sounds(spec, given[spec.encoder.sounds.name], ids, mask)
+            elif spec.encoder.patches is not None:
+                source = make_images(spec, given["pixel_values"], ids, mask)
             else:
                 source = make_source(spec, ids, mask, pad)
             limit, read = self.inference_config.max_out_tokens, max(source.lengths)
-            if limit is not None and not spec.encoder.mel and read > limit:
+            if limit is not None and not spec.encoder.one_length and read > limit:
                 raise LengthError(
                     f"The encoder's input has {read} tokens, over max_out_tokens ({limit}). "
                     "Shorten it, or set a larger max_out_tokens."

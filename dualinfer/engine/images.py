@@ -20,7 +20,12 @@ OF_PATCHES = "pixel_attention_mask", "spatial_shapes"
 
 def refuse_images(spec: ModelSpec, pixels: Any, interpolate: Any) -> None:
     """Raise ArgumentError where a model that reads ids is given images."""
-    if spec.patches is not None or spec.towers:
+    if spec.sees:
+        if interpolate and spec.crosses:
+            raise ArgumentError(
+                f"interpolate_pos_encoding: {spec.architecture} describes images of the model's "
+                "own size alone here. Leave it out."
+            )
         return
     if pixels is not None:
         raise ArgumentError(f"pixel_values: {spec.architecture} reads input_ids{text_alone(spec)}")
@@ -91,10 +96,12 @@ def make_image_inputs(
     loss_count: Any,
     problem: Any = None,
     interpolate: Any = False,
+    is_part: bool = False,
 ) -> ForwardInputs:
     """One forward pass of an encoder of images, of HF's arguments by name.
 
-    HF's first argument may be the images too. With `interpolate` they may have any size. Raises
+    HF's first argument may be the images too. With `interpolate` they may have any size, which
+    nobody may ask for where the encoder `is_part` of a model with a decoder. Raises
     ArgumentError for what does not fit.
     """
     patches = spec.patches
@@ -102,7 +109,8 @@ def make_image_inputs(
     pixels = given["pixel_values"] if given["input_ids"] is None else given["input_ids"]
     others = "attention_mask", "position_ids", "token_type_ids", "inputs_embeds"
     asked = [name for name in others if given.get(name) is not None]
-    if asked or None not in (given["input_ids"], given["pixel_values"]):
+    both = all(given[name] is not None for name in ("input_ids", "pixel_values"))
+    if asked or both:
         raise ArgumentError(
             f"{spec.architecture} reads pixel_values alone; {(*asked, 'input_ids')[0]} was given "
             "as well. Leave it out."
@@ -120,7 +128,7 @@ def make_image_inputs(
     if patches.given:
         tokens, blend, visible = _read_patches(patches, pixels, given, interpolate)
     else:
-        tokens, blend = _cut_images(spec, pixels, bool(interpolate))
+        tokens, blend = _cut_images(spec, pixels, bool(interpolate), is_part)
     batch, *_ = shape = tokens.shape[:2]
     labels, targets = given.get("labels"), None
     loss = loss_kind(spec, labels, problem)
@@ -142,7 +150,7 @@ def make_image_inputs(
 
 
 def _cut_images(
-    spec: ModelSpec, pixels: Any, interpolate: bool
+    spec: ModelSpec, pixels: Any, interpolate: bool, is_part: bool
 ) -> tuple[np.ndarray, np.ndarray | None]:
     """Images as float32 tokens [B, T, W], learned ones zeros, and what their positions are."""
     patches = spec.patches
@@ -154,7 +162,8 @@ def _cut_images(
     array = array[None] if array.ndim == 3 else array
     fits = array.ndim == 4 and array.shape[1] == channels and array.size > 0
     if not fits or not (any_size or array.shape[1:] == patches.image):
-        way = "" if any_size else " Pass interpolate_pos_encoding=True for images of another size."
+        ask = " Pass interpolate_pos_encoding=True for images of another size."
+        way = "" if any_size or is_part else ask
         raise ArgumentError(f"pixel_values has shape {array.shape}; expected {expected}.{way}")
     rows, columns = array.shape[2] // size[0], array.shape[3] // size[1]
     if not rows or not columns:

@@ -93,9 +93,10 @@ def make_forward_inputs(
     visible = check_mask(mask, shape)
     hidden = None if visible is not None else spec.hides
     if hidden is not None and tokens is not None and (tokens == hidden).any():
+        shown_by = "decoder_attention_mask" if spec.crosses else "attention_mask"
         raise ArgumentError(
             f"{name} holds the id {hidden} of padding, which HF's {spec.architecture} hides "
-            "from parts of the model where there is no attention_mask. Pass attention_mask."
+            f"from parts of the model where there is no {shown_by}. Pass {shown_by}."
         )
     segments = None
     at = default_positions(spec, shape, tokens, visible)

@@ -51,7 +51,7 @@ def make_requests(
             embeds=vectors,
             source=read,
             is_encoded=is_encoded,
-            encoded=_encoded(read, is_encoded),
+            encoded=_encoded(spec, read, is_encoded),
             **fields,
         )
         for row, vectors, read, row_seed in zip(
@@ -105,8 +105,8 @@ def make_seeds(seed: Any, prompts: int) -> list[int]:
     return [value.__index__() for value in seeds]
 
 
-def _encoded(source: np.ndarray | None, is_encoded: bool) -> int:
-    """Places of what an encoder gives, of ids, or of a spectrogram with two rows for each."""
-    if source is None:
+def _encoded(spec: ModelSpec, source: np.ndarray | None, is_encoded: bool) -> int:
+    """Places of what an encoder gives of `source`, or gave before."""
+    if source is None or spec.encoder is None:
         return 0
-    return len(source) // (2 if source.ndim > 1 and not is_encoded else 1)
+    return len(source) // (1 if is_encoded else spec.encoder.stride)

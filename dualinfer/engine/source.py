@@ -12,35 +12,61 @@ from ..backends.base import NO_LABEL, ForwardInputs
 from ..errors import ArgumentError, LengthError, a_type, shown
 from ..model.spec import ModelSpec
 from .checks import check_ids, check_mask, read_array
+from .images import make_image_inputs
 from .inputs import make_forward_inputs, text_alone
 from .prompts import Prompts, make_prompts
+from .sounds import check_sounds, visible_of_frames
 
 # Of these models alone.
 NAMES = ("decoder_input_ids", "decoder_attention_mask", "input_features", "encoder_outputs")
+NAMES += ("input_values",)
+_HEARD = ("input_features", "input_values")
+# How an encoder's images are read: no scores come of them.
+_ALONE: dict[str, Any] = {
+    **{"output_hidden_states": False, "logits_to_keep": None, "loss_count": None},
+    "is_part": True,
+}
+_OTHERS = (*_HEARD, "pixel_values")  # what encoders read in the place of ids
 
 
 def refuse_names(spec: ModelSpec, given: Mapping[str, Any]) -> None:
     """Raise ArgumentError where a model is given what only one with an encoder, or ears, reads."""
     asked = [name for name in NAMES if given.get(name) is not None]
-    if asked and not spec.crosses and asked[0] == NAMES[2]:
+    if asked and not spec.crosses and asked[0] in _HEARD:
         raise ArgumentError(f"{asked[0]}: {spec.architecture} reads input_ids{text_alone(spec)}")
     if asked and not spec.crosses:
         raise ArgumentError(
             f"{asked[0]}: {spec.architecture} has no encoder, so that input_ids are all it reads. "
             "Leave it out."
         )
-    if given.get(NAMES[2]) is not None and spec.crosses and spec.encoder and not spec.encoder.mel:
-        raise ArgumentError(
-            f"input_features: the encoder of {spec.architecture} reads ids. Pass input_ids."
-        )
+    for name in _HEARD:
+        if given.get(name) is None or not spec.crosses or spec.encoder is None:
+            continue
+        own = spec.encoder.sounds.name if spec.encoder.sounds else _HEARD[0]
+        if spec.encoder.hears and own != name:
+            raise ArgumentError(
+                f"{name}: the encoder of {spec.architecture} reads {own}. Pass these."
+            )
+        if not spec.encoder.hears:
+            own, what = ("pixel_values", "images") if spec.sees else ("input_ids", "ids")
+            raise ArgumentError(
+                f"{name}: the encoder of {spec.architecture} reads {what}. Pass {own}."
+            )
 
 
 def encoder_states(outputs: Any) -> Any:
     """The array in what a caller gives as `encoder_outputs`: HF's output, a tuple, or the array.
 
     Of an output of a whole pass it is the encoder's. What is none of these comes back as it is.
+    Raises ArgumentError for one with a mask of its own that hides tokens (HF's Moonshine).
     """
     if isinstance(outputs, Mapping):
+        mask = outputs.get("attention_mask")
+        if kind_of(mask) is not None and not np.asarray(to_numpy(mask)).all():
+            raise ArgumentError(
+                "encoder_outputs has an attention_mask of its own, which hides tokens. Pass "
+                "encoder_outputs.last_hidden_state, and the attention_mask that the encoder had."
+            )
         names = "encoder_last_hidden_state", "last_hidden_state"
         return next((outputs[name] for name in names if outputs.get(name) is not None), outputs)
     if isinstance(outputs, tuple | list) and outputs:
@@ -51,7 +77,7 @@ def encoder_states(outputs: Any) -> Any:
 def check_states(spec: ModelSpec, states: Any) -> np.ndarray:
     """What the encoder gave, as float32 [B, S, E]; ArgumentError for what does not fit."""
     assert spec.encoder is not None
-    size, most = spec.encoder.embed, spec.encoder.learned_positions if spec.encoder.mel else 0
+    size, most = spec.encoder.embed, spec.encoder.one_length
     expected = f"[batch, {most or 'tokens'}, {size}]"
     if kind_of(states) is None:
         raise ArgumentError(
@@ -73,7 +99,7 @@ def make_encoded(spec: ModelSpec, states: Any, given: Mapping[str, Any]) -> Prom
     """As `make_source`, of what the encoder gave: rows are float32 [S, E], without padding."""
     assert spec.encoder is not None
     array = check_states(spec, states)
-    _refuse_beside(given, ("input_ids", "inputs", "inputs_embeds", "input_features"))
+    _refuse_beside(given, ("input_ids", "inputs", "inputs_embeds", *_OTHERS))
     visible = _shown_states(spec, given["attention_mask"], array)
     rows = list(array)
     if visible is not None:
@@ -86,10 +112,14 @@ def make_encoded(spec: ModelSpec, states: Any, given: Mapping[str, Any]) -> Prom
 def _shown_states(spec: ModelSpec, mask: Any, states: np.ndarray) -> np.ndarray | None:
     """Which places of states [B, S, E] layers see, bool [B, S]; None for all, as in HF.
 
-    Whisper's decoder sees all of them in any case.
+    Decoders of sounds and images of one length see all of them in any case. Of other sounds the
+    mask is that of the frames.
     """
     assert spec.encoder is not None
-    visible = None if spec.encoder.mel else check_mask(mask, (states.shape[0], states.shape[1]))
+    shape = states.shape[0], states.shape[1]
+    if spec.encoder.sounds is not None:
+        return None if mask is None else visible_of_frames(spec.encoder.sounds, mask, shape)
+    visible = None if spec.encoder.one_length else check_mask(mask, shape)
     if visible is not None and not visible.any(1).all():
         row = int(np.argmin(visible.any(1)))
         raise ArgumentError(f"attention_mask hides every token of row {row}.")
@@ -110,14 +140,15 @@ def _states_source(spec: ModelSpec, given: Mapping[str, Any]) -> ForwardInputs:
 
     Its ids are given where the decoder reads them, or where they tell what is scored.
     """
+    assert spec.encoder is not None
     states = check_states(spec, given["encoder_outputs"])
     shape = states.shape[0], states.shape[1]
     reads_ids = spec.repeats or (spec.head is not None and spec.head.pooling == "eos")
     others = () if reads_ids else ("input_ids",)
-    _refuse_beside(given, (*others, "inputs_embeds", "input_features", "token_type_ids"))
+    _refuse_beside(given, (*others, "inputs_embeds", "token_type_ids", *_OTHERS))
     ids = given["input_ids"]
     if ids is not None:
-        ids = check_ids(ids, "input_ids", spec.vocab)
+        ids = check_ids(ids, "input_ids", spec.encoder.vocab)
         if ids.shape != shape:
             raise ArgumentError(
                 f"input_ids has shape {ids.shape} and encoder_outputs {states.shape}; expected the "
@@ -160,6 +191,15 @@ def make_pair_inputs(
         places = np.arange(spec.encoder.learned_positions, dtype=np.int32)
         at = np.broadcast_to(places, (len(frames), len(places))).copy()
         source = ForwardInputs(None, at, embeds=frames)
+    elif spec.encoder.sounds is not None:
+        heard = given[spec.encoder.sounds.name]
+        what = heard, given["input_ids"], given["attention_mask"]
+        tokens, real = check_sounds(spec, *what)
+        places = np.arange(tokens.shape[1], dtype=np.int32)
+        at = np.broadcast_to(places, tokens.shape[:2]).copy()
+        source = ForwardInputs(None, at, real, embeds=tokens)
+    elif spec.encoder.patches is not None:
+        source = make_image_inputs(spec.encoder, {**given, "labels": None}, **_ALONE)
     else:
         source = make_forward_inputs(spec.encoder, *what, given["inputs_embeds"], **how)
     if source.token_types is not None and source.token_types.any():
@@ -173,13 +213,13 @@ def make_pair_inputs(
         )
     ids, labels = given["decoder_input_ids"], given["labels"]
     if ids is None:
-        to_shift = labels if spec.has_logits and labels is not None else None
+        to_shift = labels if spec.has_logits and spec.shifts else None
         if to_shift is None and spec.repeats:
             to_shift = source.ids
         if to_shift is None:
+            way = ", or labels, of which they are made" if spec.shifts else ""
             raise ArgumentError(
-                "decoder_input_ids is missing: pass the ids that the decoder reads, or labels, of "
-                "which they are made."
+                f"decoder_input_ids is missing: pass the ids that the decoder reads{way}."
             )
         ids = shifted(spec, to_shift, pad)
     mask = given["decoder_attention_mask"]
@@ -281,6 +321,28 @@ def make_frames(spec: ModelSpec, features: Any, first: Any) -> Prompts:
     return Prompts(tuple(frames), np.empty((len(frames), 0), np.int64), kind, like)
 
 
+def make_sounds(spec: ModelSpec, features: Any, first: Any, mask: Any) -> Prompts:
+    """As `make_source`, of sounds of any length: rows are float32 [S, W], padding too."""
+    given = first if features is None else features
+    tokens, _ = check_sounds(spec, features, first, mask)
+    kind = kind_of(given) or "list"
+    like = given if kind == "torch" else None
+    return Prompts(tuple(tokens), np.empty((len(tokens), 0), np.int64), kind, like)
+
+
+def make_images(spec: ModelSpec, pixels: Any, first: Any, mask: Any) -> Prompts:
+    """As `make_source`, of images: rows are float32 [patches, pixels], learned tokens' too."""
+    assert spec.encoder is not None
+    own = {"input_ids": first, "pixel_values": pixels, "attention_mask": mask}
+    images = make_image_inputs(spec.encoder, own, **_ALONE)
+    given = first if pixels is None else pixels
+    kind = kind_of(given) or "list"
+    like = given if kind == "torch" else None
+    assert images.embeds is not None
+    rows = tuple(images.embeds)
+    return Prompts(rows, np.empty((len(rows), 0), np.int64), kind, like)
+
+
 def make_source(spec: ModelSpec, ids: Any, mask: Any, pad: int | None) -> Prompts:
     """What the encoder reads for each sequence, without padding, which the mask alone tells.
 
@@ -292,8 +354,8 @@ def make_source(spec: ModelSpec, ids: Any, mask: Any, pad: int | None) -> Prompt
     if ids is None:
         raise ArgumentError("input_ids is missing; generate needs what the encoder reads.")
     if kind_of(ids) not in (None, "list") and mask is None:
-        mask = check_ids(ids, "input_ids", spec.vocab) != (-1 if hides is None else hides)
-    source = make_prompts(ids, mask, spec.vocab, 0 if pad is None else pad, ())
+        mask = check_ids(ids, "input_ids", spec.encoder.vocab) != (-1 if hides is None else hides)
+    source = make_prompts(ids, mask, spec.encoder.vocab, 0 if pad is None else pad, ())
     most = spec.encoder.learned_positions
     longest = max(source.lengths)
     if most and longest > most:

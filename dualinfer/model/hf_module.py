@@ -328,6 +328,8 @@ def _settings(part: Any) -> dict[str, Any]:
     left_out = {"training", "gradient_checkpointing", "padding_idx", "vocab_size", "layer_idx"}
     if getattr(part, "scale_attn_by_inverse_layer_idx", False):  # GPT-2 computes with it
         left_out.remove("layer_idx")
+    if hasattr(part, "moe_eval_capacity_token_fraction"):  # NLLB-MoE's, which notes its last batch
+        left_out.add("expert_capacity")
     kinds: Any = float
     if type(part).__module__.startswith("transformers."):
         kinds = (bool, int, float, str, type(None))

@@ -81,7 +81,7 @@ def _pad_source(spec: ModelSpec, source: ForwardInputs, rows: int) -> list[Array
     """
     batch, tokens = source.shape
     size, mask = (rows, bucket(tokens, SMALLEST_PROMPT)), source.mask
-    if source.states is None and spec.encoder and spec.encoder.mel:
+    if source.states is None and spec.encoder and spec.encoder.one_length:
         assert source.embeds is not None
         return [None, None, None, fill_up(source.embeds, (rows, source.embeds.shape[1])), None]
     if mask is None and (batch, tokens) != size:

@@ -359,7 +359,7 @@ class JaxRunner:
         if state.hidden is not None:
             hidden, first = hidden_rows(requests, len(ids), self.spec.vocab)
             rows = *rows[:2], rows[2]._replace(hidden=hidden)
-        source = source_rows(requests, len(ids), self.steps.reads_frames)
+        source = source_rows(requests, len(ids), self.steps.of_one_length)
         arrays = *rows, np.array(mode, "i4"), source, first
 
         embeds, is_encoded = prompt_embeds(requests, ids.shape), requests[0].is_encoded

@@ -42,7 +42,8 @@ class Steps:
         is_cut = on_gpu and count >= 2 * _PARTS and spec.encoder is None
         is_cut = is_cut and not reads_others(spec)
         self.parts = [range(*pair) for pair in pairwise(bounds)] if is_cut else [range(count)]
-        self.reads_frames = spec.encoder is not None and spec.encoder.mel > 0
+        self.of_one_length = spec.encoder is not None and spec.encoder.one_length > 0
+        self._stride = 1 if spec.encoder is None else spec.encoder.stride
         self._kv_heads = max(layer.attention.widened.kv_heads for layer in spec.all_layers)
 
     def _scratch(self, params: Params, slots: int) -> Any:
@@ -117,7 +118,7 @@ class Steps:
             more = {"encoder_last_hidden_state": states}
         elif read is not None:
             if source_positions is None:
-                places = read.shape[1] // 2 if self.reads_frames else read.shape[1]
+                places = read.shape[1] // self._stride
                 source_positions = jnp.broadcast_to(jnp.arange(places), (batch, places))
             if source_embeds is not None:
                 source_embeds = source_embeds.astype(params.outer["embed.weight"].dtype)
@@ -126,7 +127,7 @@ class Steps:
             across = decoder.across_whole(*model, encoded[-1], source_mask)
             more = {"encoder_last_hidden_state": encoded[-1]}
             if keep:
-                more["encoder_hidden_states"] = tuple(encoded)
+                more["encoder_hidden_states"] = decoder.encoder_states(spec, encoded)
         args = *model, ids, positions, token_types, attend
         where = blend, mask, segments
         states = decoder.hidden_states(*args, keep, layers, x, embeds, across, *where)
@@ -242,18 +243,20 @@ class Steps:
     ) -> decoder.Attend:
         """Attention to what the encoder gives of `source`, which goes into the caches `filled`."""
         model, numbers = (self.spec, params, ops), self.spec.cross_numbers
-        halves = self.reads_frames and not is_encoded
-        places = source.shape[1] // 2 if halves else source.shape[1]
+        places = source.shape[1] // (1 if is_encoded else self._stride)
         at = jnp.broadcast_to(jnp.arange(places), (len(source), places))
         mask, dtype = None, params.outer["embed.weight"].dtype
-        if not self.reads_frames:
+        if not self.of_one_length:
             mask = at < lengths[:, None]
         if is_encoded:
             states = source.astype(dtype)
-        elif self.reads_frames:
-            states = decoder.encoded(*model, None, at, None, source.astype(dtype))[-1]
         else:
-            states = decoder.encoded(*model, source, at, mask)[-1]
+            ids, embeds = (source, None) if source.ndim == 2 else (None, source.astype(dtype))
+            assert self.spec.encoder is not None
+            if embeds is not None and self.spec.encoder.sounds is not None:  # whose tokens tell it
+                mask = source[..., -1] > 0
+                lengths = mask.sum(1, dtype=jnp.int32)
+            states = decoder.encoded(*model, ids, at, mask, embeds)[-1]
 
         def across(i: int, q: jax.Array) -> jax.Array:
             a = self.spec.layers[i].cross

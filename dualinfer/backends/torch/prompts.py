@@ -72,7 +72,7 @@ class Prompts:
         width = min(-(-longest // GRAIN) * GRAIN, cache.tokens)
         read, most = 0, 0 if sources is None else max(map(len, sources))
         count, replays = len(tokens), len(tokens) * width <= self._most_replayed
-        if sources is not None and self._spec.encoder is not None and self._spec.encoder.mel:
+        if sources is not None and self._spec.encoder is not None and self._spec.encoder.one_length:
             read, replays = most, replays and count * most <= _MOST_FRAMES
         elif sources is not None:
             read = -(-most // GRAIN) * GRAIN
@@ -241,16 +241,19 @@ class Prompts:
         assert encoder is not None
         if is_encoded:
             states = source.to(dtype)
-            if not encoder.mel:
+            if not encoder.one_length:
                 mask = torch.arange(source.shape[1], device=source.device)[None] <= last[:, None]
-        elif encoder.mel:
-            at = torch.arange(source.shape[1] // 2, device=source.device).expand(len(source), -1)
-            states = decoder.encoded(*model, None, at, mask, source.to(dtype))[-1]
-            last = last // 2
         else:
-            at = torch.arange(source.shape[1], device=source.device)
-            mask = at[None] <= last[:, None]
-            states = decoder.encoded(*model, source, at.expand(source.shape), mask)[-1]
+            ids, embeds = (source, None) if source.ndim == 2 else (None, source.to(dtype))
+            places = torch.arange(source.shape[1] // encoder.stride, device=source.device)
+            last = last // encoder.stride
+            if embeds is not None and encoder.sounds is not None:  # whose tokens tell it
+                mask = source[..., -1] > 0
+                last = mask.sum(1) - 1
+            elif not encoder.one_length:
+                mask = places[None] <= last[:, None]
+            at = places.expand(len(source), -1)
+            states = decoder.encoded(*model, ids, at, mask, embeds)[-1]
 
         def across(i: int, q: torch.Tensor) -> torch.Tensor:
             a = self._spec.layers[i].cross

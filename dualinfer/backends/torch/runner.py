@@ -231,7 +231,7 @@ class TorchRunner:
             given["across"] = decoder.across_whole(*model, encoded[-1], source_mask)
             more = {"encoder_last_hidden_state": encoded[-1]}
             if keep and source_states is None:
-                more["encoder_hidden_states"] = tuple(encoded)
+                more["encoder_hidden_states"] = decoder.encoder_states(spec, encoded)
         states = decoder.hidden_states(*model, ids, positions, token_types, attend, **given)
         if texts:
             assert weights is not None and segments is not None

@@ -21,6 +21,7 @@ from . import (
     encoder_decoder,
     fairseq,
     falcon,
+    fsmt,
     gemma,
     gemma3n,
     gemma4,
@@ -37,11 +38,13 @@ from . import (
     mllama,
     mobilebert,
     modernbert,
+    moonshine,
     mpt,
     multimodal,
     opt,
     privacy_filter,
     relatives,
+    speech_to_text,
     t5,
     t5gemma,
     vit,
@@ -69,8 +72,8 @@ _FAMILIES: dict[str, ModuleType] = {
             relatives,
         ),
         *(falcon, mpt, fairseq, modernbert, deberta, mobilebert, lilt, clip, vit),
-        *(bart, t5, t5gemma, encoder_decoder, whisper, deepseek, llama4, multimodal, dbrx),
-        *(layered, ctrl, longcat, mllama, privacy_filter, jetmoe, doge),
+        *(bart, fsmt, t5, t5gemma, encoder_decoder, whisper, deepseek, llama4, multimodal, dbrx),
+        *(layered, ctrl, longcat, mllama, privacy_filter, jetmoe, doge, moonshine, speech_to_text),
     )
     for model_type in family.CLASSES
 }

@@ -1,7 +1,7 @@
 """BART and its relatives: encoder-decoders that come from fairseq and Marian.
 
 HF sources: models/bart, mbart, plbart, mvp, led, blenderbot, blenderbot_small, marian, pegasus,
-m2m_100.
+m2m_100, nllb_moe.
 """
 
 from collections.abc import Iterable, Mapping
@@ -11,7 +11,7 @@ from typing import Any, Literal
 import numpy as np
 
 from ...errors import ModelError, shown
-from ..spec import Attention, Head, Layer, Mlp, ModelSpec, Norm
+from ..spec import Attention, Experts, Head, Layer, Mlp, ModelSpec, Norm, Router
 from ..weights import Row, WeightTable, row
 from . import rows as make
 from .fairseq import Sinusoids
@@ -50,6 +50,7 @@ _KINDS = {
     "marian": _Kind("post", False, "marian"),
     "pegasus": _Kind("pre", False, "marian"),
     "m2m_100": _Kind("pre", False, "fairseq"),
+    "nllb-moe": _Kind("pre", False, "fairseq"),
 }
 CLASSES = {
     "bart": (
@@ -73,9 +74,10 @@ CLASSES = {
     "marian": ("MarianMTModel", "MarianModel"),
     "pegasus": ("PegasusForConditionalGeneration", "PegasusModel"),
     "m2m_100": ("M2M100ForConditionalGeneration", "M2M100Model"),
+    "nllb-moe": ("NllbMoeForConditionalGeneration", "NllbMoeModel"),
 }
 # What old configs say beside, and no code reads any more.
-_WRITTEN = (
+WRITTEN = (
     *("add_bias_logits", "add_final_layer_norm", "classif_dropout", "extra_pos_embeddings"),
     *("force_bos_token_to_be_generated", "normalize_before", "normalize_embedding", "save_step"),
     *(
@@ -99,7 +101,7 @@ def describe(fields: ConfigFields, architecture: str) -> tuple[ModelSpec, Weight
     names = names if fields.family == "led" else ("max_position_embeddings",) * 2
     positions: dict[str, int] = {"encoder": fields.size(names[0]), "decoder": fields.size(names[1])}
     activation = fields.activation("activation_function")
-    scale = embed**0.5 if fields.flag("scale_embedding", fields.family == "m2m_100") else 1.0
+    scale = embed**0.5 if fields.flag("scale_embedding", kind.positions == "fairseq") else 1.0
     pad, start = fields.take("pad_token_id"), fields.take("decoder_start_token_id")
     offset = kind.offset
     if kind.positions == "fairseq":  # that of the padding is the row before position 0
@@ -111,7 +113,7 @@ def describe(fields: ConfigFields, architecture: str) -> tuple[ModelSpec, Weight
     fields.ignore("prompt_length", "prompt_mid_dim")
     fields.ignore("dropout", "attention_dropout", "activation_dropout", "classifier_dropout")
     fields.ignore("encoder_layerdrop", "decoder_layerdrop", "init_std", "num_hidden_layers")
-    fields.ignore("is_decoder", "is_encoder_decoder", "add_cross_attention", *_WRITTEN)
+    fields.ignore("is_decoder", "is_encoder_decoder", "add_cross_attention", *WRITTEN)
     has_head = architecture.endswith(("ForConditionalGeneration", "MTModel"))
     is_small = fields.family == "blenderbot-small"  # whose decoder norms tokens alone
 
@@ -123,6 +125,8 @@ def describe(fields: ConfigFields, architecture: str) -> tuple[ModelSpec, Weight
         cross = replace(attention, causal=False) if decodes else None
         layer = Layer(attention, mlp, norm, kind.placement, cross=cross)
         layers = (layer,) * fields.layers(f"{side}_layers")
+        if fields.family == "nllb-moe":
+            layers = _with_experts(fields, layers, fields.take(f"{side}_sparse_step"))
         if fields.family == "led" and not decodes:
             layers = _windowed(layers, fields.take("attention_window"))
         return ModelSpec(
@@ -178,7 +182,7 @@ def describe(fields: ConfigFields, architecture: str) -> tuple[ModelSpec, Weight
     if has_head:
         fields.flag("tie_word_embeddings", True)
         tied.append(row("head.weight", _EMBEDDING, ("lm_head.weight", _EMBEDDING)))
-        if fields.family != "m2m_100":
+        if kind.positions != "fairseq":
             outer.append(row("head.bias", "vocab", ("final_logits_bias", "one vocab")))
             optional = "head.bias"
     else:
@@ -186,15 +190,23 @@ def describe(fields: ConfigFields, architecture: str) -> tuple[ModelSpec, Weight
         unused += [r"^lm_head\.", r"^final_logits_bias$"]
     if fields.family == "led":  # of global attention, for which a caller would have to ask
         unused.append(_GLOBAL)
-    decoder_rows = tuple(_layer(norm, base + "decoder.layers.{i}.", crosses=True))
+    decoder_rows = tuple(layer_rows(norm, base + "decoder.layers.{i}.", crosses=True))
     hf, parts = base + "encoder.layers.{i}.", (make.QKV, "out_proj")
     if fields.family == "led":
         parts = _LONG, "output"
-    encoder_rows = tuple(_layer(norm, hf, False, *parts))
+    encoder_rows = tuple(layer_rows(norm, hf, False, *parts))
+    layers = (decoder_rows,) * len(spec.layers) + (encoder_rows,) * len(encoder.layers)
+    if fields.family == "nllb-moe":
+        biased = fields.flag("router_bias", False)
+        names = [base + "decoder.layers.{i}."] * len(spec.layers) + [hf] * len(encoder.layers)
+        layers = tuple(
+            tuple(_sparse_rows(layer, hf, biased))
+            for layer, hf in zip(spec.all_layers, names, strict=True)
+        )
     return spec, WeightTable(
         spec,
         tuple(outer),
-        (decoder_rows,) * len(spec.layers) + (encoder_rows,) * len(encoder.layers),
+        layers,
         base=base,
         unused=tuple(unused),
         kept=(_GLOBAL,),
@@ -228,13 +240,14 @@ def _windowed(layers: tuple[Layer, ...], given: Any) -> tuple[Layer, ...]:
     )
 
 
-def _layer(
+def layer_rows(
     norm: Norm,
     hf: str,
     crosses: bool,
     parts: Mapping[str, str] = make.QKV,
     out: str = "out_proj",
 ) -> Iterable[Row]:
+    """The rows of a layer, which `crosses` in a decoder; `parts` and `out` are HF's names."""
     yield from make.joined("qkv", hf + "self_attn.{p}", parts, bias=True)
     yield from make.linear("out", f"{hf}self_attn.{out}", "embed q")
     yield from make.norm(norm, "attn_norm", f"{hf}self_attn_layer_norm")
@@ -244,6 +257,58 @@ def _layer(
     yield from make.linear("up", f"{hf}fc1", "ffn embed")
     yield from make.linear("down", f"{hf}fc2", "embed ffn")
     yield from make.norm(norm, "mlp_norm", f"{hf}final_layer_norm")
+
+
+def _with_experts(fields: ConfigFields, layers: tuple[Layer, ...], step: Any) -> tuple[Layer, ...]:
+    """NLLB-MoE's layers: the last of every `step` ones has a mixture; none if that is 0.
+
+    An expert has room for `moe_eval_capacity_token_fraction` of a batch: for all, if that is 1.
+    """
+    fields.require("router_dtype", "float32")
+    fields.require("second_expert_policy", "all")  # others draw in evaluation, too
+    fields.require("moe_eval_capacity_token_fraction", 1.0)
+    # What they say of tokens without room is of none.
+    fields.ignore("expert_capacity", "batch_prioritized_routing", "router_ignore_padding_tokens")
+    fields.ignore("normalize_router_prob_before_dropping", "output_router_logits")
+    fields.ignore("router_z_loss_coef", "router_aux_loss_coef")
+    count, dropped = fields.size("num_experts"), fields.take("moe_token_dropout", 0)
+    if isinstance(dropped, bool) or not isinstance(dropped, int | float) or not 0 <= dropped < 1:
+        raise ModelError(
+            f"config.json has moe_token_dropout={shown(dropped)}; expected a number from 0 to 1."
+        )
+    if type(step) is not int or step < 0 or count < 2:
+        raise ModelError(
+            f"config.json has a sparse_step of {shown(step)} and num_experts={count}; expected an "
+            "int of 0 and more, and 2 experts or more."
+        )
+    own = layers[0].mlp
+    assert own.activation != "xielu"
+    router = Router(2, renormalized=True, scale=1 - dropped)
+    sparse = replace(layers[0], mlp=Experts(count, own.ffn, own.activation, False, router))
+    return tuple(sparse if step and not (i + 1) % step else x for i, x in enumerate(layers))
+
+
+def _sparse_rows(layer: Layer, hf: str, biased: bool) -> Iterable[Row]:
+    """The rows of a layer of NLLB-MoE."""
+    norm = layer.norm
+    yield from make.joined("qkv", hf + "self_attn.{p}", make.QKV, bias=True)
+    yield from make.linear("out", f"{hf}self_attn.out_proj", "embed q")
+    yield from make.norm(norm, "attn_norm", f"{hf}self_attn_layer_norm")
+    if layer.cross:
+        yield from make.cross(hf + "cross_attention.{p}", make.QKV, "out_proj", bias=True)
+        yield from make.norm(norm, "cross_norm", f"{hf}cross_attention_layer_norm")
+    yield from make.norm(norm, "mlp_norm", f"{hf}ff_layer_norm")
+    hf = f"{hf}ffn."
+    if not layer.experts:
+        yield from make.linear("up", f"{hf}fc1", "ffn embed")
+        yield from make.linear("down", f"{hf}fc2", "embed ffn")
+        return
+    yield from make.linear("router", f"{hf}router.classifier", "choices embed", biased)
+    one = f"{hf}experts.expert_{{x}}."
+    for ours, theirs, axes in (("up", "fc1", "ffn embed"), ("down", "fc2", "embed ffn")):
+        yield row(f"experts.{ours}.weight", f"experts {axes}", (f"{one}{theirs}.weight", axes))
+    yield row("experts.up.bias", "experts ffn", (f"{one}fc1.bias", "ffn"))
+    yield row("experts.down.bias", "choices embed", (f"{one}fc2.bias", "embed"))
 
 
 @dataclass(frozen=True)

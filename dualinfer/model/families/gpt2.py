@@ -4,6 +4,8 @@ GPT-BigCode (StarCoder) has one KV head for all queries or one for each, and GPT
 norms behind the sums.
 """
 
+from collections.abc import Iterable
+
 from ...errors import UnservedError, shown
 from ..spec import Activation, Attention, Head, Layer, Mlp, ModelSpec, Norm
 from ..weights import Row, WeightTable, row
@@ -100,6 +102,16 @@ def describe(fields: ConfigFields, architecture: str) -> tuple[ModelSpec, Weight
         # Causal masks and positions that older versions stored as buffers.
         unused=[r"\.attn\.(masked_)?bias$", r"^(transformer\.)?(bias|position_ids)$"],
     )
+
+
+def cross_rows(spec: ModelSpec) -> Iterable[Row]:
+    """What a layer of GPT-2's has beside, where it attends to what an encoder gives."""
+    hf = "transformer.h.{i}.crossattention."
+    yield from make.linear("cross_q", f"{hf}q_attn", "q embed", stored="embed q")
+    kv = "k+v source_embed", "source_embed k+v"
+    yield from make.linear("cross_kv", f"{hf}c_attn", kv[0], stored=kv[1])
+    yield from make.linear("cross_out", f"{hf}c_proj", "embed q", stored="q embed")
+    yield from make.norm(spec.layers[0].norm, "cross_norm", "transformer.h.{i}.ln_cross_attn")
 
 
 def _first_activation(fields: ConfigFields) -> Activation:

@@ -6,7 +6,7 @@ G = H/K, D head_dim, F ffn, V vocab, X experts.
 """
 
 from .attention import LAMBDAS, Attention, Gate, Latent, Places, RelativeBias, Rope
-from .model import Head, Layer, ModelSpec, Patches, Pooled, Pooling, Probe
+from .model import Head, Layer, ModelSpec, Patches, Pooled, Pooling, Probe, Sounds, Waves
 from .parts import (
     XIELU,
     Activation,
@@ -51,6 +51,8 @@ __all__ = [
     "RelativeBias",
     "Rope",
     "Router",
+    "Sounds",
     "Spans",
     "Streams",
+    "Waves",
 ]

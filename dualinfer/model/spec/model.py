@@ -2,7 +2,9 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Any, ClassVar, Literal
+
+import numpy as np
 
 from .attention import Attention
 from .parts import (
@@ -56,6 +58,89 @@ class Patches:
     def tokens(self) -> int:
         """Tokens of an image."""
         return self.learned + self.grid[0] * self.grid[1]
+
+
+@dataclass(frozen=True)
+class Sounds:
+    """What an encoder of sounds of any length reads: a token of every four frames (Speech2Text).
+
+    Frames of `bins` numbers pass through two convolutions over `taps` each, odd and of stride 2,
+    with zeros around the sequence; what one gives has twice the channels, of which the logistic
+    function of the second half gates the first: `between` are then left, and at last the
+    embedding's. A token is given as all that makes it: for each tap of the second convolution those
+    of the first, bin by bin, and a 1, or a 0 where no frame is. Behind them is a 1 where layers see
+    the token, or a 0.
+    """
+
+    bins: int
+    between: int
+    taps: tuple[int, int]
+    name: ClassVar[str] = "input_features"
+
+    @property
+    def width(self) -> int:
+        """Numbers of one token as it is given."""
+        return self.taps[1] * (self.taps[0] * self.bins + 1) + 1
+
+    def halved(self, count: Any) -> Any:
+        """What one convolution leaves of so many places."""
+        return (count - 1) // 2 + 1
+
+    def tokens(self, frames: int) -> int:
+        """Tokens of so many frames."""
+        return self.halved(self.halved(frames))
+
+    def visible(self, mask: np.ndarray) -> np.ndarray:
+        """Which tokens [B, S] are real, where frames [B, F] are: as many as theirs would make."""
+        counts = self.halved(self.halved(mask.sum(1)))
+        return np.arange(self.tokens(mask.shape[1])) < counts[:, None]
+
+
+@dataclass(frozen=True)
+class Waves:
+    """As `Sounds`, of samples: a token of every 384 (Moonshine).
+
+    They pass through convolutions over `taps`, by `strides`, without anything around the sequence.
+    The first one has the embedding's channels and no bias, and its tanh is normed by the mean and
+    the variance of all of a row, padding too, and a factor and a bias for each channel; the second
+    one has twice the channels, and the gelu of both is taken. A token is given as the samples of
+    `windows` places of the first convolution, each with a 1 behind where it counts in the mean.
+    """
+
+    taps: tuple[int, int, int] = (127, 7, 3)
+    strides: tuple[int, int, int] = (64, 3, 2)
+    eps: float = 1e-5
+    name: ClassVar[str] = "input_values"
+
+    @property
+    def own(self) -> int:
+        """Places of the first convolution that a token has for itself."""
+        return self.strides[1] * self.strides[2]
+
+    @property
+    def seen(self) -> int:
+        """Places of the first convolution of which a token is made."""
+        return self.strides[1] * (self.taps[2] - 1) + self.taps[1]
+
+    @property
+    def windows(self) -> int:
+        """Places that a token has or sees, and at most so many behind the last token's."""
+        return self.seen + self.own - 1
+
+    @property
+    def width(self) -> int:
+        """Numbers of one token as it is given."""
+        return self.windows * (self.taps[0] + 1) + 1
+
+    def tokens(self, samples: int) -> int:
+        """Tokens of so many samples."""
+        for taps, stride in zip(self.taps, self.strides, strict=True):
+            samples = max(0, (samples - taps) // stride + 1)
+        return samples
+
+    def visible(self, mask: np.ndarray) -> np.ndarray:
+        """Which tokens [B, S] are real: by the first sample of each, of [B, F], as HF has it."""
+        return mask[:, :: self.own * self.strides[0]][:, : self.tokens(mask.shape[1])]
 
 
 @dataclass(frozen=True)
@@ -195,7 +280,8 @@ class ModelSpec:
     Tokens and where they stand:
 
     - `vocab` ids; with `patches` the model reads images in their place, with `mel` log-mel
-      spectrograms of so many bins, two frames for each position, by two convolutions.
+      spectrograms of so many bins, two frames for each position, by two convolutions, and with
+      `sounds` frames of them, or samples, as many as there are.
     - `learned_positions` and `token_types` are counts, 0 if none; the row of a position in its
       table is `position_offset` further. With `token_types_from_vocab` the rows of types are the
       embedding's. Where there are `boxes`, a token has a type and a box on a page, of left, upper,
@@ -234,7 +320,9 @@ class ModelSpec:
       `raw_states` end before the final norm.
     - With an `encoder` this is a decoder that attends across to what that gives of another
       sequence, and that begins with the id `start`, if the model names one; if it `repeats`, it
-      reads the encoder's ids, shifted, where it is given none. With `towers` the encoder is one
+      reads the encoder's ids, shifted, where it is given none. Unless it `shifts` it makes no ids
+      of labels (FSMT). An encoder of an `own_vocab` has another one than the decoder, whole on
+      every device. With `towers` the encoder is one
       beside this one: neither attends to the other, and what they give says how near texts are to
       images (CLIP).
     """
@@ -274,8 +362,11 @@ class ModelSpec:
     encoder: "ModelSpec | None" = None
     start: int | None = None
     repeats: bool = False
+    shifts: bool = True
+    own_vocab: bool = False
     towers: bool = False
     mel: int = 0
+    sounds: Sounds | Waves | None = None
     projected: int = 0
     patches: Patches | None = None
     pooled: Pooled | None = None
@@ -337,6 +428,12 @@ class ModelSpec:
             outer |= dict(zip(("high", "wide"), self.patches.size, strict=True))
             outer |= {"channels": self.patches.channels, "learned": self.patches.learned}
             outer |= {"registers": self.patches.registers, "patch": self.patches.width}
+        if self.sounds is not None:
+            outer |= {f"taps{i + 1}": n for i, n in enumerate(self.sounds.taps)}
+            outer["embed2"] = 2 * self.embed
+        if isinstance(self.sounds, Sounds):
+            outer |= {"heard": self.sounds.bins, "between": self.sounds.between}
+            outer["convolved"] = 2 * self.sounds.between
         if self.pooled is not None and self.pooled.probe is not None:
             probe = self.pooled.probe
             outer |= {"probe_qkv": sum(probe.attention.qkv_sizes), "probe_ffn": probe.ffn}
@@ -442,6 +539,33 @@ class ModelSpec:
     def crosses(self) -> bool:
         """True if this is a decoder that attends across to what its encoder gives."""
         return self.encoder is not None and not self.towers
+
+    @property
+    def sees(self) -> bool:
+        """True if images are among what the model reads."""
+        return self.patches is not None or bool(self.encoder and self.encoder.patches)
+
+    @property
+    def reads_ids(self) -> bool:
+        """True of an encoder of text."""
+        return not self.hears and self.patches is None
+
+    @property
+    def hears(self) -> bool:
+        """True of an encoder of sounds."""
+        return self.mel > 0 or self.sounds is not None
+
+    @property
+    def one_length(self) -> int:
+        """Tokens of every sequence of an encoder of sounds or images; 0 where lengths differ."""
+        if self.patches is not None:
+            return self.patches.tokens
+        return self.learned_positions if self.mel else 0
+
+    @property
+    def stride(self) -> int:
+        """What an encoder reads for each token: frames of a spectrogram, else one of what it is."""
+        return 2 if self.mel else 1
 
     @property
     def frames(self) -> int:

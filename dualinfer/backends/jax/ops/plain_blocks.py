@@ -7,7 +7,7 @@ from typing import Any, Self
 import jax
 import jax.numpy as jnp
 
-from ....model.spec import Activation, Attention, Experts, Gate, ModelSpec, Router
+from ....model.spec import Activation, Attention, Experts, Gate, ModelSpec, Router, Waves
 from ....model.weights import Weight
 from ...caches import CacheSpec, CacheView
 from ...contract import ALONE, Neighbours, NormOf, Routing, Unnormed, Weights
@@ -80,7 +80,8 @@ class PlainBlocks:
         token_types: jax.Array | None,
     ) -> jax.Array:
         """See `contract.BlockOps.embed`."""
-        x = self._tokens(ids, w["embed.weight"])
+        table = w["embed.weight"]
+        x = primitives.embed(ids, table) if spec.own_vocab else self._tokens(ids, table)
         if spec.embed_scale != 1:
             x = x * jnp.asarray(spec.embed_scale, x.dtype)
         return self._with_positions(spec, w, x, positions, token_types)
@@ -104,6 +105,14 @@ class PlainBlocks:
                     first = jnp.concatenate((first[None], w["registers"]))
                 first = jnp.broadcast_to(first, shape)
                 embeds = jnp.concatenate((first, embeds[:, learned:]), axis=1)
+        if spec.sounds is not None:
+            names = [f"conv{i + 1}" for i in range(len(spec.sounds.taps))]
+            kernels: Any = [(w[f"{name}.kernel"], w.get(f"{name}.bias")) for name in names]
+            if isinstance(spec.sounds, Waves):
+                norm = w["sound_norm.weight"], w["sound_norm.bias"]
+                embeds = primitives.hear_waves(spec.sounds, embeds, norm, *kernels)
+            else:
+                embeds = primitives.hear(embeds, *kernels)
         if spec.scales_embeds:
             embeds = embeds * jnp.asarray(spec.embed_scale, embeds.dtype)
         return self._with_positions(spec, w, embeds, positions, token_types, blend)

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from ....model.spec import Activation, Rope
+from ....model.spec import Activation, Rope, Waves
 from ....model.weights import Weight
 from ...caches import CacheView
 from .schemes import SCHEMES, einsum
@@ -305,6 +305,52 @@ def patches(x: jax.Array, kernel: jax.Array, bias: jax.Array | None) -> jax.Arra
     y = einsum("btc,ec->bte", x, flat, preferred_element_type=jnp.float32)
     y = y if bias is None else y + bias.astype(jnp.float32)
     return y.astype(x.dtype)
+
+
+@jax.named_scope("hear")
+def hear(
+    x: jax.Array, first: tuple[jax.Array, jax.Array], second: tuple[jax.Array, jax.Array]
+) -> jax.Array:
+    """What two gated convolutions make of tokens [B, T, W] as `spec.Sounds` has them: [B, T, E].
+
+    Each is a kernel [out, in, taps] and a bias [out].
+    """
+    x = x[..., :-1].reshape(*x.shape[:2], second[0].shape[2], -1)
+    h = jax.nn.glu(_heard(x[..., :-1], *first)) * x[..., -1:]
+    return jax.nn.glu(_heard(h.swapaxes(-1, -2).reshape(*h.shape[:2], -1), *second))
+
+
+@jax.named_scope("hear")
+def hear_waves(
+    own: Waves,
+    x: jax.Array,
+    norm: tuple[jax.Array, jax.Array],
+    first: tuple[jax.Array, None],
+    second: tuple[jax.Array, jax.Array],
+    third: tuple[jax.Array, jax.Array],
+) -> jax.Array:
+    """As `hear`, of tokens as `spec.Waves` has them; `norm` is a weight and a bias [E]."""
+    x = x[..., :-1].reshape(*x.shape[:2], own.windows, -1)
+    counts = x[..., -1:].astype(jnp.float32)
+    h = jnp.tanh(_heard(x[..., :-1], *first)).astype(jnp.float32)
+    over: Any = {"axis": (1, 2, 3), "keepdims": True}
+    count = jnp.maximum(counts.sum(**over) * h.shape[-1], 1)
+    mean = (h * counts).sum(**over) / count
+    variance = (jnp.square(h - mean) * counts).sum(**over) / count
+    h = (h[:, :, : own.seen] - mean) * lax.rsqrt(variance + own.eps)
+    h = (h * norm[0].astype(jnp.float32) + norm[1].astype(jnp.float32)).astype(x.dtype)
+    # Over places that a token sees, the taps of the second convolution for each of the third.
+    starts = [own.strides[1] * i for i in range(own.taps[2])]
+    h = jnp.stack([h[:, :, i : i + own.taps[1]] for i in starts], 2).swapaxes(-1, -2)
+    h = activation(_heard(h.reshape(*h.shape[:3], -1), *second), "gelu").swapaxes(-1, -2)
+    return activation(_heard(h.reshape(*h.shape[:2], -1), *third), "gelu")
+
+
+def _heard(x: jax.Array, kernel: jax.Array, bias: jax.Array | None) -> jax.Array:
+    """x [..., in taps] times a kernel [out, in, taps], plus bias [out]."""
+    flat = kernel.reshape(len(kernel), -1)
+    y = einsum("...c,ec->...e", x, flat, preferred_element_type=jnp.float32)
+    return (y if bias is None else y + bias.astype(jnp.float32)).astype(x.dtype)
 
 
 @jax.named_scope("blend")

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.nn import functional as F
 
-from ....model.spec import Activation, Attention, Experts, Gate, ModelSpec, Router
+from ....model.spec import Activation, Attention, Experts, Gate, ModelSpec, Router, Waves
 from ....model.weights import Weight
 from ...caches import CacheSpec, CacheView
 from ...contract import ALONE, Neighbours, NormOf, Routing, Unnormed, Weights
@@ -62,7 +62,8 @@ class PlainBlocks:
         token_types: torch.Tensor | None,
     ) -> torch.Tensor:
         """See `contract.BlockOps.embed`."""
-        x = self._tokens(ids, w["embed.weight"])
+        table = w["embed.weight"]
+        x = primitives.embed(ids, table) if spec.own_vocab else self._tokens(ids, table)
         if spec.embed_scale != 1:
             x = x * torch.tensor(spec.embed_scale, dtype=x.dtype, device="cpu")
         return self._with_positions(spec, w, x, positions, token_types)
@@ -85,6 +86,14 @@ class PlainBlocks:
                     first = torch.cat((first[None], w["registers"]))
                 first = first.expand(len(embeds), learned, -1)
                 embeds = torch.cat((first, embeds[:, learned:]), dim=1)
+        if spec.sounds is not None:
+            names = [f"conv{i + 1}" for i in range(len(spec.sounds.taps))]
+            kernels: Any = [(w[f"{name}.kernel"], w.get(f"{name}.bias")) for name in names]
+            if isinstance(spec.sounds, Waves):
+                norm = w["sound_norm.weight"], w["sound_norm.bias"]
+                embeds = primitives.hear_waves(spec.sounds, embeds, norm, *kernels)
+            else:
+                embeds = primitives.hear(embeds, *kernels)
         if spec.scales_embeds:
             embeds = embeds * torch.tensor(spec.embed_scale, dtype=embeds.dtype, device="cpu")
         return self._with_positions(spec, w, embeds, positions, token_types, blend)

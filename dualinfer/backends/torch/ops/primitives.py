@@ -5,11 +5,12 @@ with quantized weights is in schemes.py.
 """
 
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch.nn import functional as F
 
-from ....model.spec import Activation, Rope
+from ....model.spec import Activation, Rope, Waves
 from ....model.weights import Weight
 from ...caches import CacheView
 from ..profiling import named
@@ -276,6 +277,46 @@ def mix_spans(
 def patches(x: torch.Tensor, kernel: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
     """Patches [B, T, C h w] of images times kernel [E, C, h, w], plus bias [E]: [B, T, E]."""
     return F.linear(x, kernel.flatten(1), bias)
+
+
+@named("hear")
+def hear(
+    x: torch.Tensor,
+    first: tuple[torch.Tensor, torch.Tensor],
+    second: tuple[torch.Tensor, torch.Tensor],
+) -> torch.Tensor:
+    """What two gated convolutions make of tokens [B, T, W] as `spec.Sounds` has them: [B, T, E].
+
+    Each is a kernel [out, in, taps] and a bias [out].
+    """
+    x = x[..., :-1].unflatten(-1, (second[0].shape[2], -1))
+    h = F.glu(F.linear(x[..., :-1], first[0].flatten(1), first[1])) * x[..., -1:]
+    return F.glu(F.linear(h.mT.flatten(-2), second[0].flatten(1), second[1]))
+
+
+@named("hear")
+def hear_waves(
+    own: Waves,
+    x: torch.Tensor,
+    norm: tuple[torch.Tensor, torch.Tensor],
+    first: tuple[torch.Tensor, None],
+    second: tuple[torch.Tensor, torch.Tensor],
+    third: tuple[torch.Tensor, torch.Tensor],
+) -> torch.Tensor:
+    """As `hear`, of tokens as `spec.Waves` has them; `norm` is a weight and a bias [E]."""
+    x = x[..., :-1].unflatten(-1, (own.windows, -1))
+    counts = x[..., -1:].float()
+    h = torch.tanh(F.linear(x[..., :-1], first[0].flatten(1))).float()
+    over: Any = {"dim": (1, 2, 3), "keepdim": True}
+    count = (counts.sum(**over) * h.shape[-1]).clamp(min=1)
+    mean = (h * counts).sum(**over) / count
+    variance = ((h - mean).square() * counts).sum(**over) / count
+    h = (h[:, :, : own.seen] - mean) * torch.rsqrt(variance + own.eps)
+    h = (h * norm[0].float() + norm[1].float()).to(x.dtype)
+    # Over places that a token sees, the taps of the second convolution for each of the third.
+    h = h.unfold(2, own.taps[1], own.strides[1]).flatten(-2)
+    h = F.gelu(F.linear(h, second[0].flatten(1), second[1]))
+    return F.gelu(F.linear(h.mT.flatten(-2), third[0].flatten(1), third[1]))
 
 
 @named("blend")

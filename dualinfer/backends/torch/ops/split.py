@@ -65,7 +65,7 @@ class SplitKernelOps(KernelOps):
         token_types: torch.Tensor | None,
     ) -> torch.Tensor:
         """See `PlainOps.embed`; what is not split is added once, after the sum."""
-        if not reads_tables(spec, w):
+        if spec.own_vocab or not reads_tables(spec, w):
             return super().embed(spec, w, ids, positions, token_types)
         table = w["embed.weight"].data
         scale = torch.tensor(spec.embed_scale, dtype=table.dtype, device="cpu").item()  # as in HF

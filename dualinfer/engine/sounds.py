@@ -1,0 +1,116 @@
+"""What encoders of sounds of any length read: of each token all frames that convolutions see."""
+
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+from ..arrays import kind_of
+from ..errors import ArgumentError, LengthError, a_type
+from ..model.spec import ModelSpec, Sounds, Waves
+from .checks import check_mask, read_array
+
+
+def check_sounds(
+    spec: ModelSpec, given: Any, first: Any, mask: Any
+) -> tuple[np.ndarray, np.ndarray | None]:
+    """Tokens float32 [B, S, W] of HF's frames [B, F, bins], or samples [B, F], and their mask.
+
+    That is bool [B, S], None where all are real. HF's first argument may be the sounds too; `mask`
+    [B, F] tells how many of a row are no padding, which lies behind them. What a token reads of
+    padding HF's reads as well. Raises ArgumentError for what does not fit, and LengthError for more
+    tokens than the encoder has positions.
+    """
+    assert spec.encoder is not None and spec.encoder.sounds is not None
+    sounds = spec.encoder.sounds
+    name, bins = sounds.name, sounds.bins if isinstance(sounds, Sounds) else 0
+    if given is not None and first is not None:
+        raise ArgumentError(
+            f"input_ids: the encoder of {spec.architecture} reads {name} alone; the decoder's ids "
+            "are decoder_input_ids."
+        )
+    given = first if given is None else given
+    expected = f"[batch, frames, {bins}]" if bins else "[batch, samples]"
+    if given is None or kind_of(given) is None:
+        what = "missing" if given is None else a_type(given)
+        raise ArgumentError(
+            f"{name} is {what}; expected an array {expected}, as HF's processor gives it."
+        )
+    array = read_array(given, name, "rows differ in length; pad them.")
+    array = array[None] if array.ndim == 1 + (bins > 0) else array
+    fits = array.ndim == 2 + (bins > 0) and array.shape[2:] == (bins,) * (bins > 0) and array.size
+    if not fits or (array.dtype != ml_dtypes.bfloat16 and array.dtype.kind != "f"):
+        raise ArgumentError(
+            f"{name} has shape {array.shape} and dtype {array.dtype}; expected floats {expected}."
+        )
+    count = sounds.tokens(array.shape[1])
+    if not count:
+        raise ArgumentError(
+            f"{name} has shape {array.shape}, too short for a token of {spec.architecture}."
+        )
+    most = spec.encoder.learned_positions
+    if most and count > most:
+        raise LengthError(
+            f"{name} has {array.shape[1]} frames, which make {count} tokens, but the encoder has "
+            f"{most} positions. Shorten it."
+        )
+    array = array.astype(np.float32)
+    if isinstance(sounds, Waves):
+        cut = _cut_waves(sounds, array, count)
+    else:
+        cut = _cut(sounds, array, count)
+    shown = None if mask is None else visible_of_frames(sounds, mask, (len(array), count))
+    marks = np.ones((len(array), count, 1), np.float32)
+    if shown is not None:
+        marks[..., 0] = shown
+    return np.concatenate((cut.reshape(*cut.shape[:2], -1), marks), -1), shown
+
+
+def visible_of_frames(
+    sounds: Sounds | Waves, mask: Any, shape: tuple[int, int]
+) -> np.ndarray | None:
+    """Which tokens [B, S] are real, bool of `shape`, by the mask of frames [B, F]; None for all."""
+    array = read_array(mask, "attention_mask", "rows differ in length; pad them.")
+    frames = array.shape[1] if array.ndim == 2 else 0
+    if sounds.tokens(frames) != shape[1]:
+        raise ArgumentError(
+            f"attention_mask has shape {array.shape}; expected that of {sounds.name} [batch, "
+            f"length], which makes {shape[1]} tokens."
+        )
+    known = check_mask(mask, (shape[0], frames))
+    if known is None or known.all():
+        return None
+    visible = sounds.visible(known)
+    if not visible[:, 0].all() or (visible[:, 1:] > visible[:, :-1]).any():
+        row = int(np.argmax(~visible[:, 0] | (visible[:, 1:] > visible[:, :-1]).any(1)))
+        raise ArgumentError(
+            f"attention_mask hides tokens of row {row} before others, or all of them; expected "
+            "padding behind a sound alone."
+        )
+    return None if visible.all() else visible
+
+
+def _cut(sounds: Sounds, frames: np.ndarray, tokens: int) -> np.ndarray:
+    """Tokens [B, S, ...] of frames [B, F, bins], see `Sounds`."""
+    near, far = sounds.taps
+    count = frames.shape[1]
+    between = 2 * np.arange(tokens)[:, None] - far // 2 + np.arange(far)
+    at = 2 * between[..., None] - near // 2 + np.arange(near)
+    there = (at >= 0) & (at < count)
+    cut = frames[:, at.clip(0, count - 1)] * there[..., None]
+    cut = cut.swapaxes(-1, -2).reshape(*cut.shape[:3], -1)
+    real = (between >= 0) & (between < sounds.halved(count))
+    marks = np.broadcast_to(real[None, ..., None], (*cut.shape[:3], 1))
+    return np.concatenate((cut, marks), -1, dtype=np.float32)
+
+
+def _cut_waves(waves: Waves, samples: np.ndarray, tokens: int) -> np.ndarray:
+    """Tokens [B, S, ...] of samples [B, F], see `Waves`."""
+    count, (taps, stride) = samples.shape[1], (waves.taps[0], waves.strides[0])
+    windows = np.arange(waves.windows)
+    places = waves.own * np.arange(tokens)[:, None] + windows
+    at = (stride * places[..., None] + np.arange(taps)).clip(0, count - 1)
+    counted = (windows < waves.own) | (np.arange(tokens)[:, None] == tokens - 1)
+    counted = counted & (places <= (count - taps) // stride)
+    marks = np.broadcast_to(counted[None, ..., None], (len(samples), *places.shape, 1))
+    return np.concatenate((samples[:, at], marks), -1, dtype=np.float32)
