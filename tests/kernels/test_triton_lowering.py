@@ -670,9 +670,13 @@ def report(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
 
 
 def test_no_kernel_spills(report):
-    """But for a few words where a launch limits registers, so that programs run side by side."""
-    few = {True: 64, False: 0}
-    assert not [line for line in report if line["spilled"] > few["maxnreg" in line["variant"]]]
+    """But for a few words where a launch limits registers, so that programs run side by side.
+
+    And where a thread has all that there are.
+    """
+    for line in report:
+        has_all = line["registers"] == 255 or "maxnreg" in line["variant"]
+        assert line["spilled"] <= (64 if has_all else 0), line
 
 
 @pytest.mark.slow
