@@ -39,7 +39,7 @@ KEYS = [
     *(
         ("experts", tokens, *shape, itemsize, bits, columns or shape[-1], True)
         for tokens in (1, 8, 64, 2048)
-        for shape in ((8, 128, 768, 2048), (2, 8, 14336, 4096), (4, 32, 2880, 2880))
+        for shape in ((8, 128, 768, 2048), (2, 8, 14336, 4096), (4, 32, 2880, 2880), (2, 5, 48, 64))
         for itemsize, bits, columns in ((2, 16, 0), (4, 32, 0), (2, 4, 32), (2, 8, 0))
     ),
     *(

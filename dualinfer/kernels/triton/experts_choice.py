@@ -9,6 +9,7 @@ from .quantized import chunks_of_warps, columns_of_products, fragments_serve
 from .tunable import SHARED_BYTES, Key, Kind, Tunable, powers
 
 _WIDEST = 512  # quads of a row of x that stay in registers
+_MOST_ROWS = 32  # hidden values at a time, as a file of configurations may have them
 MOST_VECTORS = 2  # tokens whose products are of matrices and vectors
 
 
@@ -147,7 +148,8 @@ def _default_stream(key: Key) -> ExpertsStreamConfig | None:
     quads = next_power_of_2(triton.cdiv(width, 16))
     if not _has_fragments(key) or quads > _WIDEST:
         return None
-    return ExpertsStreamConfig(max(1, 512 // (quads * (2 if gated else 1))), 4, 4, 8, 1, 4)
+    rows = min(max(1, 512 // (quads * (2 if gated else 1))), _MOST_ROWS)
+    return ExpertsStreamConfig(rows, 4, 4, 8, 1, 4)
 
 
 def _default_fragments(key: Key) -> ExpertsFragmentConfig | None:
@@ -210,6 +212,7 @@ def _fits(key: Key, config: ExpertsConfig) -> bool:
     if isinstance(config, ExpertsStreamConfig):
         quads, most = next_power_of_2(triton.cdiv(width * bits, 128)), 32 * config.warps
         room = quads * 4 * config.rows * parts <= 32 * most and quads * 16 <= 64 * most
+        room = room and config.rows <= _MOST_ROWS
         return few and bits == 8 and _has_fragments(key) and room and _down_fits(config)
     if isinstance(config, ExpertsVectorConfig):
         if not few:
@@ -316,7 +319,8 @@ TUNABLE = Tunable(
         "experts_stream": Kind(
             ExpertsStreamConfig,
             {
-                **{"rows": powers(1, 32), "warps": powers(1, 16), "programs": range(1, 17)},
+                **{"rows": powers(1, _MOST_ROWS), "warps": powers(1, 16)},
+                "programs": range(1, 17),
                 **{"down_warps": powers(1, 16), "down_tiles": powers(1, 2)},
                 "down_chunks": range(1, 17),
             },
