@@ -1,8 +1,10 @@
 """Layers in host memory that are streamed to the device: the same answers, in two buffers."""
 
 import functools
+import importlib
 import types
 from contextlib import nullcontext
+from typing import Any
 
 import jax
 import numpy as np
@@ -346,3 +348,24 @@ def test_many_rows_go_in_panels_on_jax(model, monkeypatch):
     with streamed(model, "jax") as engine:
         for found, other in zip(answers(engine, random_ids(5, 20)), wanted, strict=True):
             np.testing.assert_allclose(found, other, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("backend", ["torch", "jax"])
+def test_weights_that_find_no_room_are_an_error_that_says_how_much_they_need(backend, monkeypatch):
+    """No CPU runs out of memory for a test: the frameworks' own errors stand in for that."""
+    module = importlib.import_module(f"dualinfer.backends.{backend}")
+    if backend == "torch":
+        error = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+        ways = "Free what other work"
+    else:
+        error = jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory while trying")
+        ways = "XLA_PYTHON_CLIENT_MEM_FRACTION=.95"
+
+    def load(*_: Any, **__: Any) -> Any:
+        raise error
+
+    monkeypatch.setattr(module, "load_params", load)
+    model = make_model("gpt2", vocab_size=101)
+    size = 4 * sum(p.numel() for p in model.parameters())
+    with pytest.raises(OutOfMemoryError, match=rf"holds {size:,} bytes.*{ways}.*quant="):
+        make(model, backend)

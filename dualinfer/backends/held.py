@@ -46,6 +46,16 @@ def held_bytes(shard: Shard, row: Row, itemsize: int) -> int:
     return size
 
 
+def no_room(shard: Shard, rows: Sequence[Row], itemsize: int, free: int | None, way: str) -> str:
+    """What to say where a device's share of `rows` found no room; `way` is one out of it."""
+    needed = sum(held_bytes(shard, row, itemsize) for row in rows)
+    there = "" if free is None else f", and {free:,} were free"
+    return (
+        f"A device has no room for the weights: it holds {needed:,} bytes of them{there}. {way} "
+        'Else use more devices, a smaller dtype, quant="int8" or keep_module_on_host=True.'
+    )
+
+
 def read_share(spec: ModelSpec, row: Row, tokens: int) -> float:
     """The part of a row that so many tokens are expected to read: of a mixture, the chosen experts.
 

@@ -121,10 +121,15 @@ def _rows_of(command: Sequence[str], waiting: deque[Task]) -> Iterator[Row]:
 
 
 def worker_environment() -> dict[str, str]:
-    """Environment of a process that measures: finds this dualinfer; JAX takes memory as needed."""
+    """Environment of a process that measures: finds this dualinfer; JAX takes memory as needed.
+
+    And nearly all of it, where the caller's environment does not say otherwise.
+    """
     root = str(Path(__file__).parents[2])
     path = os.pathsep.join(p for p in (root, os.environ.get("PYTHONPATH")) if p)
-    return os.environ | {"PYTHONPATH": path, "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
+    room = {"XLA_PYTHON_CLIENT_MEM_FRACTION": ".95"}
+    own = {"PYTHONPATH": path, "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
+    return room | os.environ | own
 
 
 def document(kind: str, rows: Sequence[Row], command: Sequence[str]) -> dict[str, Any]:

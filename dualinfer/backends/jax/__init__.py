@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from ...config import InferenceConfig
-from ...errors import ConfigError, UnsupportedError
+from ...errors import ConfigError, OutOfMemoryError, UnsupportedError
 from ...model.load_plan import LoadPlan, TensorSource
 from ...model.spec import ModelSpec
 from ...parallel.agreement import Peers
@@ -17,6 +17,7 @@ from ...parallel.shard import fit_blocks
 from ...parallel.sharding import ShardingPlan, make_plan
 from ...system.memory import host_free_bytes
 from ..base import NO_KERNELS
+from ..held import no_room
 from ..streaming import Streaming, check_host, choose_layers
 from .adapter import engine_type as engine_type
 from .adapter import register_outputs
@@ -35,6 +36,11 @@ from .params import load_params
 from .processes import join as join_processes
 from .runner import JaxRunner
 from .streaming_runner import StreamingRunner
+
+_MORE_ROOM = (
+    "JAX takes three quarters of a GPU; XLA_PYTHON_CLIENT_MEM_FRACTION=.95, set before JAX is "
+    "imported, lets it take more."
+)
 
 
 def default_device() -> jax.Device:
@@ -97,8 +103,16 @@ def create_runner(
     tp_plan = make_plan(plan.table, place.size, tp.tp_grain_size, **how)
     streaming = _streaming(config, place, tp_plan, plan, dtype.itemsize, peers)
     with without_mesh():
-        with keep_all():  # what joins pieces of a weight
-            params, model, notes = load_params(place, tp_plan, plan, source, dtype, streaming)
+        free = least_free_bytes(place)
+        try:
+            with keep_all():  # what joins pieces of a weight
+                params, model, notes = load_params(place, tp_plan, plan, source, dtype, streaming)
+        except jax.errors.JaxRuntimeError as error:
+            if "RESOURCE_EXHAUSTED" not in str(error):
+                raise
+            rows = [row for row, _ in plan.rows]
+            message = no_room(tp_plan.shards[0], rows, dtype.itemsize, free, _MORE_ROOM)
+            raise OutOfMemoryError(message) from error
         ops = _make_ops(config, spec, place.device, Split.of(place, tp_plan), place)
         options = compiler_options(config.enable_cuda_graph, place.device, bool(ops.kernels))
         most = spec.most_tokens(config.max_out_tokens)

@@ -6,13 +6,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from ...config import InferenceConfig
-from ...errors import ConfigError, ModelError, warn_caller
+from ...errors import ConfigError, ModelError, OutOfMemoryError, warn_caller
 from ...model.load_plan import LoadPlan, TensorSource
 from ...model.spec import ModelSpec
 from ...parallel.experts import describe_experts, parts_of_experts
 from ...parallel.sharding import make_plan
 from ...system.memory import host_free_bytes
 from ..base import NO_KERNELS
+from ..held import no_room
 from ..streaming import check_host, choose_layers
 from .adapter import engine_type as engine_type
 from .device import (
@@ -97,14 +98,19 @@ def create_runner(
     tp_plan = make_plan(plan.table, peers.size, tp.tp_grain_size, **how)
     shard = tp_plan.shards[peers.rank]
     ops = _make_ops(config, shard.spec, device, Split.of(peers, tp_plan))
-    streaming = None
+    streaming, free = None, free_bytes(device)
     if config.streams:
-        free, on_cpu = free_bytes(device), device.type == "cpu"
+        on_cpu = device.type == "cpu"
         rows = [row for row, _ in plan.rows]
         streaming = choose_layers(config, shard, rows, dtype.itemsize, free, on_cpu)
         shares = number_of("LOCAL_WORLD_SIZE") if "LOCAL_WORLD_SIZE" in os.environ else 1
         check_host(streaming, host_free_bytes(), min(shares, peers.size))
-    params = load_params(shard, plan, source, dtype, device, streaming)
+    try:
+        params = load_params(shard, plan, source, dtype, device, streaming)
+    except torch.OutOfMemoryError as error:
+        rows = [row for row, _ in plan.rows]
+        message = no_room(shard, rows, dtype.itemsize, free, "Free what other work on it takes.")
+        raise OutOfMemoryError(message) from error
     if config.triton_autotune:
         from .tuning.search import autotune
 

@@ -303,8 +303,9 @@ def _few_fragments(
 ) -> None:
     """`_few_codes` on the matrix units, which take inputs of 16 bits; of a stream down alone."""
     count, width = x.shape
-    whole = isinstance(config, ExpertsStreamConfig)
-    whole = whole or config.warps * config.chunks * 512 >= width * mixture.up.bits
+    whole = True
+    if isinstance(config, ExpertsFragmentConfig):
+        whole = config.warps * config.chunks * 512 >= width * mixture.up.bits
     if x.element_size() != 2 or not whole:
         raise ValueError(f"{config} does not serve {x.dtype} of {width} columns.")
     chosen, features = routing.experts.shape[-1], mixture.features
