@@ -52,9 +52,9 @@ def passes(monkeypatch):
     made: list[tuple[int, int, int]] = []
     one = prompts.Prompts._pass
 
-    def noted(self, params, cache, ids, slots, last, chunk=None, whole=None):
+    def noted(self, params, cache, ids, slots, last, chunk=None, whole=None, **how):
         made.append((*ids.shape, chunk.start if chunk else 0))
-        return one(self, params, cache, ids, slots, last, chunk, whole)
+        return one(self, params, cache, ids, slots, last, chunk, whole, **how)
 
     monkeypatch.setattr(prompts.Prompts, "_pass", noted)
     return made
@@ -213,3 +213,34 @@ def test_forward_in_panels_on_jax_gives_what_it_gives_as_one(jax_engine, monkeyp
     np.testing.assert_allclose(found.logits, expected.logits, rtol=1e-5, atol=1e-5)
     for mine, its in zip(found.hidden_states, expected.hidden_states, strict=True):
         np.testing.assert_allclose(mine, its, rtol=1e-5, atol=1e-5)
+
+
+def test_the_size_that_was_used_longest_ago_goes_with_its_graph(engine_of, passes, monkeypatch):
+    """It is new again then: it has to come twice before it is captured."""
+
+    class Graphs(dict):
+        def capture(self, key, work):
+            self[key] = work
+
+        def replay(self, key):
+            self[key]()
+
+        def drop(self, key):
+            self.pop(key, None)
+
+    monkeypatch.setattr(prompts, "MOST_STEPS", 2)
+    engine = engine_of("llama-gqa")
+    runner, graphs = engine.runner, Graphs()
+    monkeypatch.setattr(runner._prompts, "graphs", graphs)
+    cache = Cache(cache_specs(runner.spec), torch.float32, runner.device, Peers())
+    cache.grow(Room(2, PLACES))
+    args = runner.params, cache, rows_of(5), torch.tensor([0])
+    found = []
+    with torch.inference_mode():
+        for width in (16, 16, 16, 32, 48, 16, 16):
+            y = runner._prompts._replayed(*args, width, None, 0, False)
+            found.append((len(graphs), y.clone()))
+    assert [count for count, _ in found] == [0, 1, 1, 1, 0, 0, 1]
+    assert [width for _, width, _ in passes] == [16, 16, 16, 32, 48, 16, 16]
+    assert all(relative_rms(y, found[0][1]) < 1e-5 for _, y in found)
+    assert len(runner._prompts._buffers) == 2

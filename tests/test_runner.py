@@ -71,6 +71,9 @@ def test_graphs_of_steps_are_bounded_and_the_least_used_goes_first(monkeypatch):
         "evictions": 2,
         "executable_bytes": 0,
     }
+    steps.drop(5)
+    steps.drop(2)
+    assert 2 not in steps and len(alive) == len(steps) == 2 and len(waits) == 3
 
 
 def test_buckets_are_the_next_powers_of_two():

@@ -14,8 +14,9 @@ from torch.utils import _pytree as pytree
 from ...errors import ArgumentError, DualinferError, GraphError, a_type
 from ...system.patience import told_if_slow
 
-# More than the sizes that short prompts come in (about 50), and than a server's steps: batches of 1
-# to 16, caches of 64 to 2048, greedy and sampled, are 5 * 6 * 2 = 60. They share one memory.
+# More than the sizes that prompts of 1,024 tokens in all come in (about 50), and than a server's
+# steps: batches of 1 to 16, caches of 64 to 2048, greedy and sampled, are 5 * 6 * 2 = 60. They
+# share one memory.
 MOST_STEPS = 64
 _WARM_UPS = 3
 _VALUES = (
@@ -67,6 +68,16 @@ class StepGraphs:
         """Run the key's step once."""
         self._graphs.move_to_end(key)
         self._graphs[key].replay()
+
+    def drop(self, key: Hashable) -> None:
+        """Let go of the key's graph, if there is one: the buffers that it writes are going."""
+        if key not in self._graphs:
+            return
+        torch.cuda.synchronize()  # it may be running
+        del self._graphs[key]
+        self.evictions += 1
+        if not self._graphs:
+            self._pool = None  # as in clear
 
     def clear(self) -> None:
         """Let go of every graph: the buffers that they write are about to be freed."""

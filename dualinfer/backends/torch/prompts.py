@@ -4,6 +4,7 @@ A short prompt takes the device less time than its launches take Python; padded 
 GRAIN tokens it is one launch. A long one would need memory for all of its tokens' activations.
 """
 
+from collections import OrderedDict
 from collections.abc import Hashable
 from functools import partial
 from math import prod
@@ -15,7 +16,7 @@ import torch
 from ... import decoder
 from ...model.spec import Experts, ModelSpec
 from .cache import Cache
-from .graphs import StepGraphs
+from .graphs import MOST_STEPS, StepGraphs
 from .ops.plain import Chunk, PlainOps
 from .params import Params
 
@@ -51,7 +52,7 @@ class Prompts:
         self, spec: ModelSpec, params: Params, ops: PlainOps, graphs: StepGraphs | None
     ) -> None:
         self._spec, self._ops, self.graphs = spec, ops, graphs
-        self._buffers: dict[Hashable, _Buffers] = {}
+        self._buffers: OrderedDict[Hashable, _Buffers] = OrderedDict()
         self._most_replayed = _most_replayed(spec, params, ops)
 
     def run(
@@ -123,13 +124,23 @@ class Prompts:
         read: int,
         is_encoded: bool,
     ) -> torch.Tensor:
-        """Padded to `width`: without graphs too, so that these change no bit."""
+        """Padded to `width`: without graphs too, so that these change no bit.
+
+        A size whose buffers went, as others came since, is new again: where prompts come in more
+        sizes than there are graphs, none of them is captured over and over.
+        """
         graphs = self.graphs
         given = tokens[0].shape[1:]
         key = "prompts", len(tokens), width, given, read, is_encoded
         b = self._buffers.get(key)
         is_new = b is None
-        if b is None:
+        if b is not None:
+            self._buffers.move_to_end(key)
+        else:
+            if len(self._buffers) >= MOST_STEPS:
+                oldest, _ = self._buffers.popitem(last=False)
+                if graphs is not None:
+                    graphs.drop(oldest)
             count = len(tokens)
             integers = partial(torch.empty, dtype=torch.int64, device=slots.device)
             dtype = params.outer["embed.weight"].dtype
