@@ -244,3 +244,9 @@ def test_the_size_that_was_used_longest_ago_goes_with_its_graph(engine_of, passe
     assert [width for _, width, _ in passes] == [16, 16, 16, 32, 48, 16, 16]
     assert all(relative_rms(y, found[0][1]) < 1e-5 for _, y in found)
     assert len(runner._prompts._buffers) == 2
+
+
+def test_more_tokens_are_replayed_where_kernels_hold_no_scores(engine_of):
+    by_kernels, plain = (engine_of("llama-gqa", kernels) for kernels in (True, False))
+    assert by_kernels.runner._prompts._most_replayed == prompts._MOST_REPLAYED_OF_FEW
+    assert plain.runner._prompts._most_replayed == prompts._MOST_REPLAYED

@@ -281,8 +281,11 @@ def _most_replayed(spec: ModelSpec, params: Params, ops: PlainOps) -> int:
     """Tokens of prompts whose launches take longer than their work; see above."""
     layers = spec.layers
     mixtures = {i: own.mlp for i, own in enumerate(layers) if isinstance(own.mlp, Experts)}
-    if mixtures and (not ops.kernels or "experts" in ops.left_plain(spec, params.layers)):
+    left = ops.left_plain(spec, params.layers)
+    if mixtures and (not ops.kernels or "experts" in left):
         return _MOST_PAIRS // max(mixture.router.chosen for mixture in mixtures.values())
+    if not ops.kernels or "attention" in left:  # graphs would keep a score of each pair of tokens
+        return _MOST_REPLAYED
     read = 0.0  # parameters by which a token is multiplied
     for i, weights in enumerate(params.layers[: len(layers)]):
         mixture = mixtures.get(i)
