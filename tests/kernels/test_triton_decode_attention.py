@@ -81,7 +81,7 @@ class Step:
 
 def run(step: Step, config: DecodeConfig | None, **how: Any) -> tuple[np.ndarray, list[np.ndarray]]:
     """The result and the cache left behind; nothing outside the views given is touched."""
-    how = {n: put(x) if isinstance(x, np.ndarray) else x for n, x in how.items()}
+    how = {"sms": 5} | {n: put(x) if isinstance(x, np.ndarray) else x for n, x in how.items()}
     count, tokens = len(step.lengths), step.cache[0].shape[2]
     results = []
     for pdl in (False, True):
@@ -100,7 +100,6 @@ def run(step: Step, config: DecodeConfig | None, **how: Any) -> tuple[np.ndarray
             counters=counters,
             config=config,
             norm_eps=EPS,
-            sms=5,
             pdl=pdl,
             **how,
         )
@@ -265,6 +264,12 @@ def test_a_full_slot_harms_no_other(config):
 def test_default_configurations_are_the_reference(tokens, dim):
     assert default_config(2, tokens, dim, 4, 5).splits > 1
     check(Step(FLOAT32, 2, 1, dim, tokens, [tokens - 1, 0]), None, scale=dim**-0.5)
+
+
+def test_queries_of_a_short_cache_have_programs_of_their_own_where_they_are_few():
+    step = Step(np.dtype(np.float16), 6, 2, 40, 70, [69, 0, 40, 33])
+    check(step, None, sms=132)
+    check(step, None, sms=132, window=7, alibi=numbers(3, 6, 0.1, 0.5))
 
 
 @pytest.mark.parametrize("config", [ONE, SPLIT, DecodeConfig(16, 4, 9, 2)], ids=str)
