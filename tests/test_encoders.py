@@ -712,3 +712,14 @@ def test_forward_as_a_pure_function_pools_by_ids_and_mask(case):
     found = engine.apply(engine.params, ids, attention_mask=mask)
     expected = of_hf(model, ids, attention_mask=mask)["logits"]
     assert relative_rms(np.asarray(found.logits), expected) < LIMIT
+
+
+@pytest.mark.slow
+def test_heads_and_spans_of_two_devices_are_joined_as_they_are_not_quantized():
+    """Words of 4-bit codes would hold columns of both, and of padding."""
+    model = make("convbert-masked")
+    ids = batch("convbert-masked")[0]
+    how = {"backend": "jax", "replace_with_kernel_inject": True, "dtype": "fp32", "quant": "int4"}
+    one = dualinfer.init_inference(model, **how)
+    two = dualinfer.init_inference(model, **how, tensor_parallel={"tp_size": 2})
+    assert relative_rms(np.asarray(two(ids)[0]), np.asarray(one(ids)[0])) < 1e-5

@@ -274,6 +274,14 @@ def test_a_kind_without_scales_refuses_codes():
     check_kinds([CacheSpec("by_token", 1, 4, 4)], {"by_token"}, "torch")
 
 
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_keys_that_hold_a_bias_are_not_kept_in_floats_of_8_bits(backend):
+    sizes = {"hidden_size": 24, "intermediate_size": 32, "num_hidden_layers": 1, "vocab_size": 99}
+    model = hf.DogeForCausalLM(hf.DogeConfig(**sizes, num_attention_heads=2))
+    with pytest.raises(UnsupportedError, match=r"bias of its scores.*Use 'int8'"):
+        dualinfer.init_inference(model, backend=backend, kv_cache_dtype="fp8", **OPTIONS)
+
+
 def test_the_plan_and_the_bench_count_codes_and_scales(hf_model):
     config = hf_model("llama-mha").config.to_dict()
     spec, table = describe_model(config, ["LlamaForCausalLM"])

@@ -123,8 +123,15 @@ def cache_specs(spec: ModelSpec, codes: str | None = None) -> tuple[CacheSpec, .
 
     Layers that share keys and values share a cache: `ModelSpec.cache_numbers` says who has which.
     Then the cross cache of each, in the model's dtype, where layers attend to an encoder's output.
+    UnsupportedError where codes would change what the model answers.
     """
     owners = [layer for layer in spec.layers if layer.attention.lender is None]
+    if codes == "fp8_e4m3" and any(layer.attention.biased_keys for layer in owners):
+        raise UnsupportedError(
+            f"kv_cache_dtype={codes!r}: an element of a key of {spec.architecture} is the bias of "
+            "its scores, which three bits of a fraction round too coarsely. Use 'int8', or leave "
+            "it unset."
+        )
     own = [CacheSpec(kind_of(layer), *_sizes(layer.attention), codes) for layer in owners]
     cross = [CacheSpec("cross", *_sizes(layer.cross)) for layer in spec.layers if layer.cross]
     return *own, *cross

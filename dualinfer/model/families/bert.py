@@ -260,9 +260,9 @@ def _layer(
     rows = make.joined("qkv", hf + "{p}", dict(zip("qkv", kind.qkv, strict=True)), kind.bias)
     if kind.packed:
         rows = _or_packed(rows, hf + kind.packed, "q+k+v")
-    rows += make.linear(
-        "out", hf + kind.out, "embed q+spans" if kind.spans else "embed q", kind.bias
-    )
+    out = make.linear("out", hf + kind.out, "embed q+spans" if kind.spans else "embed q", kind.bias)
+    # Words of 4-bit codes have 32 columns, which a device's part of heads or of spans may cut.
+    rows += [replace(own, dense=bool(kind.spans)) for own in out]
     if kind.spans:
         rows += _span_rows(f"{hf}attention.self.")
     up_bias = kind.bias if kind.up_bias is None else kind.up_bias
