@@ -5,10 +5,9 @@ from typing import NamedTuple, TypeAlias
 import triton
 
 from .launch import next_power_of_2
-from .quantized import chunks_of_warps, columns_of_products, fragments_serve
+from .quantized import MOST_QUADS, chunks_of_warps, columns_of_products, fragments_serve
 from .tunable import SHARED_BYTES, Key, Kind, Tunable, powers
 
-_WIDEST = 512  # quads of a row of x that stay in registers
 _MOST_ROWS = 32  # hidden values at a time, as a file of configurations may have them
 MOST_VECTORS = 2  # tokens whose products are of matrices and vectors
 
@@ -146,16 +145,16 @@ def _default_stream(key: Key) -> ExpertsStreamConfig | None:
     """
     width, gated = key[5], key[-1]
     quads = next_power_of_2(triton.cdiv(width, 16))
-    if not _has_fragments(key) or quads > _WIDEST:
+    if not _has_fragments(key) or quads > MOST_QUADS:
         return None
     rows = min(max(1, 512 // (quads * (2 if gated else 1))), _MOST_ROWS)
     return ExpertsStreamConfig(rows, 4, 4, 8, 1, 4)
 
 
 def _default_fragments(key: Key) -> ExpertsFragmentConfig | None:
-    """Of one token; None where x of the whole width would not stay in registers.
+    """Of one token's codes of 4 bits; None where x would not stay in registers.
 
-    Four warps a program are best, measured with codes of 4 bits, and eight for down.
+    Four warps a program were best, and eight for down.
     """
     _, _, chosen, _, features, width, _, bits, columns, _ = key
     if not _has_fragments(key):
@@ -164,8 +163,7 @@ def _default_fragments(key: Key) -> ExpertsFragmentConfig | None:
     _, _, slots = columns_of_products(1, bits, columns, 8)
     warps = min(4, next_power_of_2(wide))
     chunks = chunks_of_warps(wide, warps, slots)
-    most = 200 if bits == 4 else 150  # else they spill: codes of 8 bits take more than counted
-    while _registers(key, chunks) > most and warps < 16:
+    while _registers(key, chunks) > 200 and warps < 16:  # else they spill
         warps *= 2
         chunks = chunks_of_warps(wide, warps, slots)
     registers = _registers(key, chunks)
@@ -173,7 +171,7 @@ def _default_fragments(key: Key) -> ExpertsFragmentConfig | None:
         return None
     programs = min(3 if registers <= 128 else 2, 2048 // (registers * warps))
     even = deep + deep % 2
-    down_chunks = even if even <= 6 and chosen >= 8 else 2 if bits == 4 else 4
+    down_chunks = even if even <= 6 and chosen >= 8 else 2
     return ExpertsFragmentConfig(warps, chunks, programs, 8, 1, down_chunks)
 
 

@@ -26,7 +26,7 @@ _MASKS = 0x000F000F  # of two
 _VALUE_MASKS = 0x01C001C0  # of the bits of two bfloat16s that have those of a float of 4 bits
 _MANY_REGISTERS = 200  # of a thread; above, ptxas would put some into local memory
 _WIDEST_PRODUCTS = 32  # columns of products of one fragment of codes
-_WIDEST = 512  # quads of a row of x that the default keeps in registers
+MOST_QUADS = 512  # quads of a row of x that the default keeps in registers
 CHUNKS = 4  # with scales of their own that a turn of the tile kernel has
 _ORDERED = 64  # quads of a row of x that a program puts in order
 _VALUES = 4096  # codes that a program of `values` reads
@@ -301,7 +301,7 @@ def default_config(key: Key, sms: int) -> QuantizedConfig:
         return fragments
     quads = next_power_of_2(triton.cdiv(width, 128 // bits))
     if rows == 1:
-        if quads > _WIDEST:
+        if quads > MOST_QUADS:
             results, quads, warps = (8, 64, 4) if bits == 4 else (2, 128, 2)
             return QuantizedVectorConfig(results // parts, quads, warps)
         # Words of codes a thread, and warps a program, of which 16 fill a multiprocessor.
@@ -355,7 +355,7 @@ def _default_fragments(key: Key, sms: int) -> QuantizedFragmentConfig | None:
     elif rows == 1 and bits == 4:
         config = 8, 1, 2, 2
     elif rows == 1:
-        if width <= _WIDEST * 16:
+        if width <= MOST_QUADS * 16:
             return None
         config = 8, 1, 4, 2
     elif rows <= 8:

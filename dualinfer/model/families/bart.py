@@ -11,7 +11,7 @@ from typing import Any, Literal
 import numpy as np
 
 from ...errors import ModelError, shown
-from ..spec import Attention, Experts, Head, Layer, Mlp, ModelSpec, Norm, Router
+from ..spec import Activation, Attention, Experts, Head, Layer, Mlp, ModelSpec, Norm, Router
 from ..weights import Row, WeightTable, row
 from . import rows as make
 from .fairseq import Sinusoids
@@ -118,13 +118,8 @@ def describe(fields: ConfigFields, architecture: str) -> tuple[ModelSpec, Weight
     is_small = fields.family == "blenderbot-small"  # whose decoder norms tokens alone
 
     def stack(side: str) -> ModelSpec:
-        _, heads, head_dim = fields.split("d_model", f"{side}_attention_heads")
         decodes = side == "decoder"
-        attention = Attention(heads, heads, head_dim, head_dim**-0.5, causal=decodes)
-        mlp = Mlp(fields.size(f"{side}_ffn_dim"), activation, gated=False)
-        cross = replace(attention, causal=False) if decodes else None
-        layer = Layer(attention, mlp, norm, kind.placement, cross=cross)
-        layers = (layer,) * fields.layers(f"{side}_layers")
+        layers = side_layers(fields, side, activation, norm, kind.placement)
         if fields.family == "nllb-moe":
             layers = _with_experts(fields, layers, fields.take(f"{side}_sparse_step"))
         if fields.family == "led" and not decodes:
@@ -238,6 +233,23 @@ def _windowed(layers: tuple[Layer, ...], given: Any) -> tuple[Layer, ...]:
         replace(x, attention=replace(x.attention, window=n // 2 + 1))
         for x, n in zip(layers, each, strict=True)
     )
+
+
+def side_layers(
+    fields: ConfigFields,
+    side: str,
+    activation: Activation,
+    norm: Norm,
+    placement: Literal["pre", "post"],
+) -> tuple[Layer, ...]:
+    """The layers of the "encoder" or the "decoder", by fairseq's names of fields."""
+    _, heads, head_dim = fields.split("d_model", f"{side}_attention_heads")
+    decodes = side == "decoder"
+    attention = Attention(heads, heads, head_dim, head_dim**-0.5, causal=decodes)
+    mlp = Mlp(fields.size(f"{side}_ffn_dim"), activation, gated=False)
+    cross = replace(attention, causal=False) if decodes else None
+    layer = Layer(attention, mlp, norm, placement, cross=cross)
+    return (layer,) * fields.layers(f"{side}_layers")
 
 
 def layer_rows(

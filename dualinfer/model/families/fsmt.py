@@ -2,9 +2,9 @@
 
 from dataclasses import replace
 
-from ..spec import Attention, Head, Layer, Mlp, ModelSpec, Norm
+from ..spec import Head, ModelSpec, Norm
 from ..weights import Row, Source, WeightTable, row
-from .bart import WRITTEN, layer_rows
+from .bart import WRITTEN, layer_rows, side_layers
 from .fairseq import Sinusoids
 from .fields import ConfigFields
 
@@ -27,18 +27,13 @@ def describe(fields: ConfigFields, architecture: str) -> tuple[ModelSpec, Weight
     fields.ignore("is_encoder_decoder", "decoder", *WRITTEN)
 
     def stack(side: str, vocab: str) -> ModelSpec:
-        _, heads, head_dim = fields.split("d_model", f"{side}_attention_heads")
         decodes = side == "decoder"
-        attention = Attention(heads, heads, head_dim, head_dim**-0.5, causal=decodes)
-        mlp = Mlp(fields.size(f"{side}_ffn_dim"), activation, gated=False)
-        cross = replace(attention, causal=False) if decodes else None
         return ModelSpec(
             family="fsmt",
             architecture=architecture,
             vocab=fields.size(vocab),
             embed=embed,
-            layers=(Layer(attention, mlp, norm, "post", cross=cross),)
-            * fields.layers(f"{side}_layers"),
+            layers=side_layers(fields, side, activation, norm, "post"),
             max_positions=positions,
             learned_positions=positions,
             position_offset=pad + 1,

@@ -3,10 +3,10 @@
 from dataclasses import replace
 
 from ...errors import ModelError, shown
-from ..spec import Attention, Head, Layer, Mlp, ModelSpec, Norm, Sounds
+from ..spec import Head, ModelSpec, Norm, Sounds
 from ..weights import Row, WeightTable, row
 from . import rows as make
-from .bart import layer_rows
+from .bart import layer_rows, side_layers
 from .fairseq import Sinusoids
 from .fields import ConfigFields
 
@@ -27,18 +27,13 @@ def describe(fields: ConfigFields, architecture: str) -> tuple[ModelSpec, Weight
     sounds = _sounds(fields)
 
     def stack(side: str, count: int) -> ModelSpec:
-        _, heads, head_dim = fields.split("d_model", f"{side}_attention_heads")
         decodes = side == "decoder"
-        attention = Attention(heads, heads, head_dim, head_dim**-0.5, causal=decodes)
-        mlp = Mlp(fields.size(f"{side}_ffn_dim"), activation, gated=False)
-        cross = replace(attention, causal=False) if decodes else None
         return ModelSpec(
             family=fields.family,
             architecture=architecture,
             vocab=fields.size("vocab_size") if decodes else 0,
             embed=embed,
-            layers=(Layer(attention, mlp, norm, "pre", cross=cross),)
-            * fields.layers(f"{side}_layers"),
+            layers=side_layers(fields, side, activation, norm, "pre"),
             max_positions=count,
             learned_positions=count,
             position_offset=pad + 1,  # that of the padding is the row before position 0

@@ -3,9 +3,10 @@
 from collections.abc import Iterable
 from dataclasses import replace
 
-from ..spec import Attention, Head, Layer, Mlp, ModelSpec, Norm
+from ..spec import Head, ModelSpec, Norm
 from ..weights import Row, WeightTable, row
 from . import rows as make
+from .bart import side_layers
 from .fields import ConfigFields
 
 CLASSES = {"whisper": ("WhisperForConditionalGeneration", "WhisperModel")}
@@ -29,18 +30,13 @@ def describe(fields: ConfigFields, architecture: str) -> tuple[ModelSpec, Weight
     has_head = architecture == "WhisperForConditionalGeneration"
 
     def stack(side: str, count: int) -> ModelSpec:
-        _, heads, head_dim = fields.split("d_model", f"{side}_attention_heads")
         decodes = side == "decoder"
-        attention = Attention(heads, heads, head_dim, head_dim**-0.5, causal=decodes)
-        mlp = Mlp(fields.size(f"{side}_ffn_dim"), activation, gated=False)
-        cross = replace(attention, causal=False) if decodes else None
         return ModelSpec(
             family="whisper",
             architecture=architecture,
             vocab=vocab,
             embed=embed,
-            layers=(Layer(attention, mlp, norm, "pre", cross=cross),)
-            * fields.layers(f"{side}_layers"),
+            layers=side_layers(fields, side, activation, norm, "pre"),
             max_positions=count,
             learned_positions=count,
             packs=False,
