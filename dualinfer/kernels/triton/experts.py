@@ -36,7 +36,6 @@ from .launch import launch, next_power_of_2
 from .linear import NormArguments, check_neighbours
 from .operands import dtype_name, empty
 from .quantized import (
-    CHUNKS,
     MASK,
     Packed,
     arrays_of,
@@ -432,11 +431,9 @@ def _tiles(
             launch(tile_kernel, grid, x, matrix, *about, *numbers, **how)
         return y
     (_, *beside), apart, meant = _codes(weight)
-    if weight.bits == 4:
-        x = in_order_of_nibbles(x, pdl)
     quads = max(1, config.k * weight.bits // 128)
-    if weight.columns:
-        quads = min(quads, max(1, weight.columns * weight.bits // 128) * CHUNKS)
+    if weight.bits == 4:
+        x = in_order_of_nibbles(x, weight, quads, pdl)
     numbers = order.most, features, apart, x.stride(0), limit
     how |= {**meant, "QUADS": quads}
     launch(codes_tile_kernel, grid, x, weight.data, *beside, *about, *numbers, **how)

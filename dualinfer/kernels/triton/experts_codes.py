@@ -29,7 +29,7 @@ from .quantized_kernels import (
     _sums,
     _unit,
 )
-from .quantized_tiles import _beginning, _blocks, _row_of_codes, _sum_tile
+from .quantized_tiles import _blocks, _row_of_codes, _sum_tile
 
 
 @triton.constexpr_function
@@ -293,9 +293,8 @@ def codes_tile_kernel(
     if outer_ptr is not None:
         outer_ptr += expert * features * PARTS
     lying = (rows // BLOCK[0] if BLOCK[0] else rows * 0) * _blocks(K, BLOCK[1])
-    begun = _beginning(scale_ptr, zero_ptr, lying, 0, K, BITS, BLOCK, QUADS)
     acc = _sum_tile(
-        *(x_row, weight_ptr, scale_ptr, zero_ptr, outer_ptr, rows, lying, 0, begun),
+        *(x_row, weight_ptr, scale_ptr, zero_ptr, outer_ptr, rows, lying, 0),
         *(x_ptr.dtype.element_ty, K, CODES, BITS, TABLE, SCALES, BLOCK, QUADS, TURNS, STAGES),
     )
     if bias_ptr is not None:

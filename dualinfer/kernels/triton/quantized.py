@@ -16,7 +16,7 @@ from .launch import launch, next_power_of_2
 from .linear import MOST_TILES, NormArguments
 from .operands import as_words, dtype_name, empty
 from .quantized_kernels import matvec_kernel, stream_kernel, values_kernel
-from .quantized_tiles import order_kernel, tile_kernel
+from .quantized_tiles import order_kernel, tile_kernel, unit_bytes
 from .tunable import Key, Kind, Tunable, powers
 
 MOST_ROWS = 128  # of x; more are multiplied with a matrix that `values` makes
@@ -27,8 +27,8 @@ _VALUE_MASKS = 0x01C001C0  # of the bits of two bfloat16s that have those of a f
 _MANY_REGISTERS = 200  # of a thread; above, ptxas would put some into local memory
 _WIDEST_PRODUCTS = 32  # columns of products of one fragment of codes
 MOST_QUADS = 512  # quads of a row of x that the default keeps in registers
-CHUNKS = 4  # with scales of their own that a turn of the tile kernel has
-_ORDERED = 64  # quads of a row of x that a program puts in order
+_ORDERED = 2048  # columns of a row of x that a program puts in order
+_WIDE = 8192  # columns of a row that make tiles of twice as many results worth it
 _VALUES = 4096  # codes that a program of `values` reads
 
 
@@ -175,7 +175,7 @@ def linear(
         )
         turns = triton.cdiv(quads, 4 * config.warps * config.chunks)
         # Codes of two turns are held where that was measured, and faster, and with x of two.
-        one = count == 1 and weight.bits == 4
+        one = count == 1 and (weight.bits == 4 or (norm is None and turns > 2))
         two = one and (weight.columns != _HALF or turns > 2)
         two = two or (norm is not None and turns == 2)
         kept = _kept_turns(key, config) if two else int(turns == 1)
@@ -192,8 +192,6 @@ def linear(
         )
         return y
     parts, at_once = 2 if gated else 1, config.quads
-    if isinstance(config, QuantizedTileConfig) and weight.columns:
-        at_once = min(at_once, max(1, weight.columns * weight.bits // 128) * CHUNKS)
     turns = triton.cdiv(quads, at_once)
     if isinstance(config, QuantizedVectorConfig):
         tiles, area = (triton.cdiv(features, config.rows),), config.rows * parts
@@ -216,7 +214,7 @@ def linear(
     if norm is not None:
         raise ValueError(f"{config} has no place for a norm; those of one row have.")
     if weight.bits == 4:
-        rows = in_order_of_nibbles(rows, pdl)
+        rows = in_order_of_nibbles(rows, weight, at_once, pdl)
         strides = rows.stride(0), strides[1]
     launch(
         tile_kernel,
@@ -247,14 +245,16 @@ def values(weight: Packed, like: Any, dtype: Any = None, pdl: bool = False, out:
     return y
 
 
-def in_order_of_nibbles(x: Any, pdl: bool) -> Any:
-    """Rows of x [rows, K] as the tiles of codes of 4 bits want them."""
+def in_order_of_nibbles(x: Any, weight: Packed, quads: int, pdl: bool) -> Any:
+    """Rows of x [rows, K] as tiles that read so many quads of 4-bit codes at once want them."""
     count, width = x.shape
-    quads = triton.cdiv(width, 32)
-    y = x.new_empty((count, quads * 32))
-    each = min(next_power_of_2(quads), _ORDERED)
-    grid = count, triton.cdiv(quads, each)
-    launch(order_kernel, grid, x, y, x.stride(0), K=width, QUADS=each, num_warps=4, pdl=pdl)
+    wide, each = unit_bytes(4, weight.columns), 32 * quads
+    blocks = triton.cdiv(width, each)
+    y = x.new_empty((count, blocks * each))
+    at_once = max(1, min(next_power_of_2(blocks), _ORDERED // each))
+    grid = count, triton.cdiv(blocks, at_once)
+    meant = {"K": width, "WIDE": wide, "UNITS": 16 * quads // wide, "BLOCKS": at_once}
+    launch(order_kernel, grid, x, y, x.stride(0), **{**meant, "num_warps": 4, "pdl": pdl})
     return y
 
 
@@ -318,21 +318,27 @@ def _default_tile(
 ) -> QuantizedTileConfig:
     """As the fastest of a search at the 8B shape on an H100 were; `waves` of programs fill it."""
     m = 16 if rows <= 16 else 32 if rows <= 32 else 64 if rows <= 64 else 128
-    n, quads, warps, stages, waves = 128, 4, 8, 3, 1.0
+    n, quads, warps, stages, waves, least = 128, 4, 8, 3, 1.0, 2
     if itemsize == 4:
         m, n, warps, stages = min(m, 32), 64, 4, 2
     elif m <= 32:
-        waves = 2.5 if bits == 8 else 1.5
-    elif bits == 8 and parts == 1:
-        n, quads, warps, waves = 64, 8 if m == 64 else 4, 4, 2.5
-    elif bits == 4 and parts == 2 and m == 64:
-        warps = 4
+        n, quads, warps, stages, waves = 64, 8, 4, 2 if bits == 4 else 3, 4.0
+    elif parts == 2:
+        if bits == 8 and m == 128:
+            n, warps = 64, 4
+        if bits == 8 or m == 64:
+            quads, stages = 8, 2 if bits == 4 else 3
+    elif bits == 4 and m == 64:
+        waves, least = 2.0, 8
+    else:
+        quads, stages = 8, 2 if bits == 4 else 3
+        if width <= _WIDE:
+            n, warps = 64, 4
     n //= parts
     tiles = triton.cdiv(rows, m) * triton.cdiv(features, n)
     turns = triton.cdiv(width * bits, 128 * quads)
-    return QuantizedTileConfig(
-        m, n, quads, warps, stages, max(1, min(round(waves * sms / tiles), turns // 4, 8))
-    )
+    splits = max(1, min(round(waves * sms / tiles), turns // least, 8))
+    return QuantizedTileConfig(m, n, quads, warps, stages, splits)
 
 
 def _default_fragments(key: Key, sms: int) -> QuantizedFragmentConfig | None:
@@ -510,11 +516,12 @@ def _candidates(key: Key, sms: int) -> list[QuantizedConfig]:
     m = next(size for size in (16, 32, 64, 128) if size >= min(rows, 128))
     tiles = []
     for n, quads, warps, stages in (
-        (64, 4, 4, 3), (64, 8, 4, 3), (128, 4, 4, 3), (128, 4, 8, 3), (128, 8, 8, 2),
+        (64, 4, 4, 3), (64, 8, 4, 2 if bits == 4 else 3), (128, 4, 4, 3), (128, 4, 8, 3),
+        (128, 8, 8, 2 if bits == 4 else 3),
     ):  # fmt: skip
         n = n // 2 if gated else n
         programs = triton.cdiv(rows, m) * triton.cdiv(features, n)
-        for wave in (0, 1, 2.5):
+        for wave in (0, 1, 2, 4):
             splits = max(1, min(round(wave * sms / programs), 8))
             tiles.append(QuantizedTileConfig(m, n, quads, warps, stages, splits))
     return [*first, *tiles]

@@ -104,7 +104,7 @@ def _scale(s, SCALES: tl.constexpr):
     """Scales in float32; those of 8 bits are bytes."""
     if SCALES == "float8_e8m0fnu":
         bits = s.to(tl.uint32)
-        y = tl.where(bits == 0, 0x00400000, bits << 23).to(tl.float32, bitcast=True)
+        y = tl.maximum(bits << 23, 0x00400000).to(tl.float32, bitcast=True)
     elif SCALES == "float8_e4m3fn":
         y = _plane(s.to(tl.uint32), 0, "fp8_e4m3", None) * 256.0
     else:

@@ -20,66 +20,98 @@ _INTERPRETED: tl.constexpr = tl.constexpr(INTERPRETED)
 
 
 @triton.constexpr_function
-def _chunk(bits, columns, quads):
-    """Bytes of a row of codes that share a scale, of quads that are read at a time.
+def _shares(bits, columns, quads):
+    """Parts of so many quads that have scales of their own; 0 if these are smaller than a quad."""
+    whole, block = 16 * quads, columns * bits // 8
+    return whole // min(block & -block, whole) if block >= 16 else 0
 
-    Sixteen are the least that the matrix units take; smaller groups have scales of their own.
-    """
-    whole = 16 * quads
-    block = columns * bits // 8
-    return min(block & -block, whole) if block >= 16 else whole
+
+@triton.constexpr_function
+def unit_bytes(bits, columns):
+    """What is loaded as one: two bytes of codes of 4 bits where they share a scale, else one."""
+    return 2 if bits == 4 and columns % 32 == 0 else 1
 
 
 @triton.jit
-def _of_bytes(b, HALF: tl.constexpr, CODES: tl.constexpr, table, dtype: tl.constexpr):
-    """What bytes of 8-bit codes mean, or nibble HALF of each, exactly, in `dtype`."""
+def _of_units(w, PART: tl.constexpr, CODES: tl.constexpr, table, dtype: tl.constexpr):
+    """What 8-bit codes mean, or nibble PART of units of four, exactly, in `dtype`."""
     PLAIN: tl.constexpr = _INTERPRETED or dtype == tl.float32
     if CODES == "table":
-        y = _entry(b.to(tl.uint32), HALF, table).to(dtype)
+        y = _entry(w.to(tl.uint32), PART, table).to(dtype)
     elif PLAIN:  # as words of which one part is asked for
-        y = (_plane(b.to(tl.uint32), HALF, CODES, None) * _unit(CODES)).to(dtype)
-    elif CODES == "int8":
-        y = b.to(tl.int8, bitcast=True).to(dtype)
+        y = (_plane(w.to(tl.uint32), PART, CODES, None) * _unit(CODES)).to(dtype)
     elif CODES == "uint8":
-        y = b.to(dtype)
+        y = w.to(dtype)
     else:
-        y = as_floats(b, HALF, CODES, dtype)
+        y = as_floats(w, PART, CODES, dtype)
+    return y
+
+
+@triton.constexpr_function
+def _is_exact(scales, dtype):
+    """Whether a float of 16 bits has all bits of a scale."""
+    return scales.startswith("float8") or scales == ("float16" if dtype == tl.float16 else "bfloat16")
+
+
+@triton.constexpr_function
+def _product(scales, dtype):
+    """PTX for two values of 16 bits times a scale, whose second part is what the first lacks."""
+    kind = "f16x2" if dtype == tl.float16 else "bf16x2"
+    if _is_exact(scales, dtype):
+        return f"mul.rn.{kind} $0, $1, $2;"
+    return f"{{ .reg .b32 t; mul.rn.{kind} t, $1, $4; fma.rn.{kind} $0, $1, $2, t; }}"
+
+
+@triton.jit
+def _times(v, s, rest, SCALES: tl.constexpr, dtype: tl.constexpr):
+    """v [R, C] times s, rounded once: in float32, or `_words` of it for what has 16 bits."""
+    if _INTERPRETED or dtype == tl.float32:
+        y = (v.to(tl.float32) * s).to(dtype)
+    else:
+        CODE: tl.constexpr = _product(SCALES, dtype)
+        how: tl.constexpr = "=r,r,r,r,r,r"
+        if dtype == tl.float16:
+            y = tl.inline_asm_elementwise(CODE, how, [v, s, rest], tl.float16, True, 2)
+        else:
+            y = tl.inline_asm_elementwise(CODE, how, [v, s, rest], tl.bfloat16, True, 2)
     return y
 
 
 @triton.jit
-def _of_chunk(
-    ptr, lying, chunk, COLUMNS: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr
+def _of_share(
+    ptr, lying, share, COLUMNS: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr
 ):  # fmt: skip
-    """What rows have for a chunk, [R]; the last one's beyond the last."""
-    return tl.load(ptr + lying + tl.minimum(chunk * COLUMNS // BLOCK, BLOCKS - 1))
+    """What rows have for a share of COLUMNS columns, [R, 1]; the last one's beyond the last."""
+    return tl.load(ptr + lying + tl.minimum(share * COLUMNS // BLOCK, BLOCKS - 1))[:, None]
 
 
 @triton.jit
-def _of_chunks(
-    ptr, lying, first, COUNT: tl.constexpr, COLUMNS: tl.constexpr, BLOCK: tl.constexpr,
-    BLOCKS: tl.constexpr,
-):  # fmt: skip
-    """`_of_chunk` for COUNT chunks, up to four, from number `first` on."""
-    a = _of_chunk(ptr, lying, first, COLUMNS, BLOCK, BLOCKS)
-    if COUNT == 1:
-        return (a,)
-    else:
-        b = _of_chunk(ptr, lying, first + 1, COLUMNS, BLOCK, BLOCKS)
-        if COUNT == 2:
-            return a, b
-        else:
-            c = _of_chunk(ptr, lying, first + 2, COLUMNS, BLOCK, BLOCKS)
-            d = _of_chunk(ptr, lying, first + 3, COLUMNS, BLOCK, BLOCKS)
-            return a, b, c, d
+def _from_unit(ptr, never, FIRST: tl.constexpr, UNITS: tl.constexpr):
+    """All bits set for units from number FIRST on, [1, UNITS] int32; `never` is at most 0.
+
+    An operand in registers goes back to loads alone, so that it is a load that never happens.
+    """
+    i = tl.arange(0, UNITS)
+    at = ptr.to(tl.pointer_type(tl.int32), bitcast=True) + i
+    return tl.load(at, mask=i < never, other=-(i // FIRST > 0).to(tl.int32))[None, :]
 
 
 @triton.jit
-def _bytes(weight_ptr, rows, b, HELD: tl.constexpr):
-    """Bytes number b of rows of codes [R, bytes]."""
-    at = weight_ptr + rows[:, None] * HELD + b[None, :]
-    w = tl.load(at, mask=(b < HELD)[None, :], other=0, eviction_policy="evict_first")
-    return w.to(tl.uint8, bitcast=True)
+def _words(s, dtype: tl.constexpr):
+    """Each s in float32 as two equal floats of 16 bits, and what they lack of it likewise."""
+    high = s.to(dtype)
+    low = (s - high.to(tl.float32)).to(dtype)
+    both = high.to(tl.uint16, bitcast=True).to(tl.int32) * 0x10001
+    return both, low.to(tl.uint16, bitcast=True).to(tl.int32) * 0x10001
+
+
+@triton.jit
+def _units(weight_ptr, rows, u, HELD: tl.constexpr, WIDE: tl.constexpr):
+    """Units number u of rows of codes [R, units], of WIDE bytes each."""
+    COUNT: tl.constexpr = HELD // WIDE
+    kind: tl.constexpr = tl.uint16 if WIDE == 2 else tl.uint8
+    at = weight_ptr.to(tl.pointer_type(kind), bitcast=True) + rows[:, None] * COUNT + u[None, :]
+    return tl.load(at, mask=(u < COUNT)[None, :], other=0, eviction_policy="evict_first")
 
 
 @triton.constexpr_function
@@ -95,78 +127,81 @@ def _blocks(width, columns):
 
 
 @triton.jit
-def _beginning(
-    scale_ptr, zero_ptr, lying, chunk, K: tl.constexpr, BITS: tl.constexpr, BLOCK: tl.constexpr,
-    QUADS: tl.constexpr,
-):  # fmt: skip
-    """The first scales that `_sum_tile` takes, of chunk number `chunk` on, and zeros of rows."""
-    BYTES: tl.constexpr = _chunk(BITS, BLOCK[1], QUADS)
-    COLUMNS: tl.constexpr = BYTES * 8 // BITS
-    zero_of_row = 0.0
-    if zero_ptr is not None and BLOCK[1] == 0:
-        zero_of_row = tl.load(zero_ptr + lying).to(tl.float32)
-    scales = (0.0,)
-    if BLOCK[1] >= COLUMNS:
-        CHUNKS: tl.constexpr = QUADS * 16 // BYTES
-        of_row: tl.constexpr = _blocks(K, BLOCK[1])
-        scales = _of_chunks(scale_ptr, lying, chunk, CHUNKS, COLUMNS, BLOCK[1], of_row)
-    return scales, zero_of_row
-
-
-@triton.jit
 def _sum_tile(
-    x_row, weight_ptr, scale_ptr, zero_ptr, outer_ptr, rows, lying, first, begun,
+    x_row, weight_ptr, scale_ptr, zero_ptr, outer_ptr, rows, lying, first,
     dtype: tl.constexpr, K: tl.constexpr, CODES: tl.constexpr, BITS: tl.constexpr,
     TABLE: tl.constexpr, SCALES: tl.constexpr, BLOCK: tl.constexpr, QUADS: tl.constexpr,
     TURNS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Products [R, M] of R rows of codes and M rows of x, summed over TURNS times QUADS quads.
 
-    They are summed chunk by chunk of one scale a row, from number `first` on, so that codes become
-    values in the registers that the matrix units read. `lying` is where rows' scales begin, and
-    `begun` what `_beginning` gave: scales are fetched a turn ahead, as no copy to shared memory
-    carries them. Zeros are not, since the layout of an operand in registers goes back to loads
-    alone.
+    Codes become values in the registers that the matrix units read, times the scales of groups.
+    `first` is the number of the first turn, and `lying` is where rows' scales begin. The layout of
+    an operand in registers goes back to loads alone, so that scales are not fetched a turn ahead.
+    Codes of 4 bits want x in blocks of QUADS quads, as `order_kernel` gives it.
     """
-    BYTES: tl.constexpr = _chunk(BITS, BLOCK[1], QUADS)
-    CHUNKS: tl.constexpr = QUADS * 16 // BYTES
-    COLUMNS: tl.constexpr = BYTES * 8 // BITS
-    SMALL: tl.constexpr = BLOCK[1] > 0 and BLOCK[1] < COLUMNS
-    EACH: tl.constexpr = BLOCK[1] >= COLUMNS  # chunks have scales of their own
+    COLUMNS: tl.constexpr = QUADS * 128 // BITS
+    SHARES: tl.constexpr = _shares(BITS, BLOCK[1], QUADS)
+    WIDE: tl.constexpr = unit_bytes(BITS, BLOCK[1])
+    UNITS: tl.constexpr = QUADS * 16 // WIDE
     HELD: tl.constexpr = _row_of_codes(K, BITS)
     BLOCKS: tl.constexpr = _blocks(K, BLOCK[1])
+    PLAIN: tl.constexpr = _INTERPRETED or dtype == tl.float32
     R: tl.constexpr = rows.shape[0]
     M: tl.constexpr = x_row.shape[0]
-    scales, zero_of_row = begun
+    zero_of_row = 0.0
+    if zero_ptr is not None and BLOCK[1] == 0:
+        zero_of_row = tl.load(zero_ptr + lying)[:, None]
     acc = tl.zeros((R, M), tl.float32)
     for turn in tl.range(0, TURNS, num_stages=STAGES):
-        chunk = first + turn * CHUNKS
-        next_scales = scales
-        if EACH:
-            at = chunk + CHUNKS
-            next_scales = _of_chunks(scale_ptr, lying, at, CHUNKS, COLUMNS, BLOCK[1], BLOCKS)
-        for part in tl.static_range(CHUNKS):
-            b = (chunk + part) * BYTES + tl.arange(0, BYTES)
-            w = _bytes(weight_ptr, rows, b, HELD)
-            if SMALL:
-                of_byte = (b // 16 * 32 + b % 4 * 8) // BLOCK[1]
-                at = lying[:, None] + tl.minimum(of_byte, BLOCKS - 1)[None, :]
-                s = _scale(tl.load(scale_ptr + at), SCALES)
-            p = tl.zeros((R, M), tl.float32) if EACH else acc
-            for half in tl.static_range(8 // BITS):
-                v = _of_bytes(w, half, CODES, TABLE, dtype)
+        u = (first + turn) * UNITS + tl.arange(0, UNITS)
+        w = _units(weight_ptr, rows, u, HELD, WIDE)
+        z, s, rest = zero_of_row, 0.0, 0.0
+        if BLOCK[1] > 0 and SHARES == 0:
+            of_unit = (u // 16 * 32 + u % 4 * 8 if BITS == 4 else u) // BLOCK[1]
+            at = lying[:, None] + tl.minimum(of_unit, BLOCKS - 1)[None, :]
+            s = _scale(tl.load(scale_ptr + at), SCALES)
+            if not PLAIN:
+                s, rest = _words(s, dtype)
+        elif BLOCK[1] > 0:
+            for part in tl.static_range(SHARES):
+                share = (first + turn) * SHARES + part
+                own = _of_share(scale_ptr, lying, share, COLUMNS // SHARES, BLOCK[1], BLOCKS)
+                own = _scale(own, SCALES).to(tl.int32, bitcast=True)
+                if not PLAIN:
+                    own, more = _words(own.to(tl.float32, bitcast=True), dtype)
                 if zero_ptr is not None:
-                    z = zero_of_row
-                    if EACH:
-                        z = _of_chunk(zero_ptr, lying, chunk + part, COLUMNS, BLOCK[1], BLOCKS)
-                    v = (v.to(tl.float32) - z.to(tl.float32)[:, None]).to(dtype)
-                if SMALL:
-                    v = (v.to(tl.float32) * s).to(dtype)
-                k = b // 16 * 32 + half * 16 + b % 16 if BITS == 4 else b
-                x = tl.load(x_row[None, :] + k[:, None], mask=(b < HELD)[:, None], other=0.0)
-                p = dot(v, x, p)
-            acc = acc + p * _scale(scales[part], SCALES)[:, None] if EACH else p
-        scales = next_scales
+                    zero = _of_share(zero_ptr, lying, share, COLUMNS // SHARES, BLOCK[1], BLOCKS)
+                    zero = zero.to(tl.float32)
+                if part == 0:
+                    s = own
+                    if not PLAIN:
+                        rest = more
+                    if zero_ptr is not None:
+                        z = zero
+                else:
+                    here = _from_unit(scale_ptr, -first, part * (UNITS // SHARES), UNITS)
+                    s = s ^ ((s ^ own) & here)
+                    if not PLAIN:
+                        rest = rest ^ ((rest ^ more) & here)
+                    if zero_ptr is not None:
+                        z = tl.where(here != 0, zero, z)
+            if PLAIN:
+                s = s.to(tl.float32, bitcast=True)
+        if _is_exact(SCALES, dtype):
+            rest = s
+        for nibble in tl.static_range(WIDE * 8 // BITS):
+            v = _of_units(w, nibble, CODES, TABLE, dtype)
+            if zero_ptr is not None:
+                v = (v.to(tl.float32) - z.to(tl.float32)).to(dtype)
+            if BLOCK[1] > 0:
+                v = _times(v, s, rest, SCALES, dtype)
+            k = u
+            if BITS == 4:
+                k = (first + turn) * COLUMNS + nibble * UNITS + tl.arange(0, UNITS)
+            mask = (u < HELD // WIDE)[:, None]
+            x = tl.load(x_row[None, :] + k[:, None], mask=mask, other=0.0)
+            acc = dot(v, x, acc)
     if BLOCK[1] == 0:
         acc *= _scale(tl.load(scale_ptr + lying), SCALES)[:, None]
     if outer_ptr is not None:
@@ -176,23 +211,28 @@ def _sum_tile(
 
 @triton.jit
 def order_kernel(
-    x_ptr, y_ptr, x_stride, K: tl.constexpr, QUADS: tl.constexpr, PDL: tl.constexpr
+    x_ptr, y_ptr, x_stride, K: tl.constexpr, WIDE: tl.constexpr, UNITS: tl.constexpr,
+    BLOCKS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """Rows of x [rows, K] in y [rows, quads * 32], in the order of nibbles; zeros follow K.
+    """Rows of x [rows, K] in y [rows, blocks * UNITS * 2 * WIDE], in the order of nibbles.
 
-    Byte 4 c + i of a quad holds its columns 8 i + c and 8 i + 4 + c: of each quad the 16 columns of
-    lower nibbles come first, then those of upper ones, both in the order of bytes.
+    Of each block of UNITS units of WIDE bytes the columns of the lowest nibbles come first. Byte
+    4 c + i of a quad holds its columns 8 i + c and 8 i + 4 + c. Zeros follow K.
     """
     let_next_start(PDL)
+    COLUMNS: tl.constexpr = UNITS * 2 * WIDE
     row = tl.program_id(0).to(tl.int64)
-    q = tl.program_id(1) * QUADS + tl.arange(0, QUADS)
-    i = tl.arange(0, 32)
-    k = q[:, None] * 32 + (i % 4 * 8 + i // 16 * 4 + i % 16 // 4)[None, :]
+    block = tl.program_id(1) * BLOCKS + tl.arange(0, BLOCKS)
+    i = tl.arange(0, COLUMNS)
+    nibble = i // UNITS
+    byte = i % UNITS * WIDE + nibble // 2
+    k = byte // 16 * 32 + byte % 4 * 8 + nibble % 2 * 4 + byte % 16 // 4
+    k = block[:, None] * COLUMNS + k[None, :]
     wait_for_inputs(PDL)
     x = tl.load(x_ptr + row * x_stride + k, mask=k < K, other=0.0)
-    COUNT: tl.constexpr = (K + 31) // 32
-    y_at = y_ptr + row * (COUNT * 32) + q[:, None] * 32 + i[None, :]
-    tl.store(y_at, x, mask=(q < COUNT)[:, None])
+    COUNT: tl.constexpr = (K + COLUMNS - 1) // COLUMNS
+    y_at = y_ptr + row * (COUNT * COLUMNS) + block[:, None] * COLUMNS + i[None, :]
+    tl.store(y_at, x, mask=(block < COUNT)[:, None])
 
 
 @triton.jit
@@ -219,11 +259,10 @@ def tile_kernel(
     rows = tl.minimum(own, features - 1).to(tl.int64) + (r // BLOCK_N) * features
     x_row = x_ptr + tl.minimum(m, count - 1).to(tl.int64) * x_stride
     lying = (rows // BLOCK[0] if BLOCK[0] else rows * 0) * _blocks(K, BLOCK[1])
-    first = split * TURNS * (QUADS * 16 // _chunk(BITS, BLOCK[1], QUADS))
-    begun = _beginning(scale_ptr, zero_ptr, lying, first, K, BITS, BLOCK, QUADS)
+    first = split * TURNS
     wait_for_inputs(PDL)
     acc = _sum_tile(
-        *(x_row, weight_ptr, scale_ptr, zero_ptr, outer_ptr, rows, lying, first, begun),
+        *(x_row, weight_ptr, scale_ptr, zero_ptr, outer_ptr, rows, lying, first),
         *(x_ptr.dtype.element_ty, K, CODES, BITS, TABLE, SCALES, BLOCK, QUADS, TURNS, STAGES),
     )
     ended = 0
