@@ -27,7 +27,7 @@ def _code(codes, part, float16, wide):
     elif codes == "int8":
         chosen, shift = lower, "mov.b32 w, $i; "
         if float16:
-            steps = "lop3.b32 $o, $o, 0x00800080, 0x64006400, 0x5E; mov.b32 u, 0xE480E480; "
+            steps = "lop3.b32 $o, $o, 0x00800080, 0x64006400, 0xBE; mov.b32 u, 0xE480E480; "
         else:  # seven bits in 128's mantissa; less 128, or 256 where the sign is set
             steps = "lop3.b32 u, $o, 0x00800080, 0xC300C300, 0xEA; "
             steps += "lop3.b32 $o, $o, 0x007F007F, 0x43004300, 0xEA; "

@@ -103,16 +103,24 @@ def _capability(index: int) -> tuple[int, int]:
     return _capabilities[index]
 
 
-def launch(kernel: Any, grid: tuple[int, ...], *args: Any, pdl: bool = False, **meta: Any) -> None:
+def launch(
+    kernel: Any,
+    grid: tuple[int, ...],
+    *args: Any,
+    pdl: bool = False,
+    early: bool = True,
+    **meta: Any,
+) -> None:
     """Launch `kernel`; with `pdl` it may start before the kernel in front of it has ended.
 
-    Its constexpr parameter PDL is set from `pdl`. Over operands it is written down instead.
+    Its constexpr parameter PDL is set from `pdl`. Without `early` only the kernel behind it may
+    start before its end. Over operands it is written down instead.
     """
     recording = recording_of(args)
     if recording is not None:
-        recording.add(kernel, grid, args, pdl, PDL=pdl, **meta)
+        recording.add(kernel, grid, args, pdl and early, PDL=pdl, **meta)
         return
-    if pdl:
+    if pdl and early:
         meta["launch_pdl"] = True
     kernel[grid](*args, PDL=pdl, **meta)
 

@@ -221,6 +221,8 @@ def linear(
         (*tiles, splits),
         *(rows, weight.data, *arrays[2:], *ends, y, partial, counters, count, features, *strides),
         **{**meant, "BLOCK_M": config.m, "BLOCK_N": config.n, "STAGES": config.stages, **how},
+        # Small programs that start early gather, two by two, where the kernel in front has ended.
+        early=config.warps > 4 or math.prod(tiles) * splits >= 2 * sms,
     )
     return y
 
@@ -318,7 +320,7 @@ def _default_tile(
 ) -> QuantizedTileConfig:
     """As the fastest of a search at the 8B shape on an H100 were; `waves` of programs fill it."""
     m = 16 if rows <= 16 else 32 if rows <= 32 else 64 if rows <= 64 else 128
-    n, quads, warps, stages, waves, least = 128, 4, 8, 3, 1.0, 2
+    n, quads, warps, stages, waves = 128, 4, 8, 3, 1.0
     if itemsize == 4:
         m, n, warps, stages = min(m, 32), 64, 4, 2
     elif m <= 32:
@@ -328,16 +330,17 @@ def _default_tile(
             n, warps = 64, 4
         if bits == 8 or m == 64:
             quads, stages = 8, 2 if bits == 4 else 3
-    elif bits == 4 and m == 64:
-        waves, least = 2.0, 8
-    else:
+    elif width <= _WIDE and (bits == 8 or features < 128 * sms):
+        n, quads, warps, stages = 64, 8, 4, 2 if bits == 4 else 3
+        waves = 2.0 if m == 64 else 1.0
+    elif bits == 8 or m == 128 and features < 128 * sms:
         quads, stages = 8, 2 if bits == 4 else 3
-        if width <= _WIDE:
-            n, warps = 64, 4
+    elif m == 64:
+        waves = 2.0
     n //= parts
     tiles = triton.cdiv(rows, m) * triton.cdiv(features, n)
     turns = triton.cdiv(width * bits, 128 * quads)
-    splits = max(1, min(round(waves * sms / tiles), turns // least, 8))
+    splits = max(1, min(round(waves * sms / tiles), turns // 2, 8))
     return QuantizedTileConfig(m, n, quads, warps, stages, splits)
 
 
