@@ -50,7 +50,9 @@ def _of_units(w, PART: tl.constexpr, CODES: tl.constexpr, table, dtype: tl.const
 @triton.constexpr_function
 def _is_exact(scales, dtype):
     """Whether a float of 16 bits has all bits of a scale."""
-    return scales.startswith("float8") or scales == ("float16" if dtype == tl.float16 else "bfloat16")
+    return scales.startswith("float8") or scales == (
+        "float16" if dtype == tl.float16 else "bfloat16"
+    )
 
 
 @triton.constexpr_function
