@@ -108,7 +108,7 @@ def launch(
     grid: tuple[int, ...],
     *args: Any,
     pdl: bool = False,
-    early: bool = True,
+    early: bool | int = True,
     **meta: Any,
 ) -> None:
     """Launch `kernel`; with `pdl` it may start before the kernel in front of it has ended.

@@ -333,7 +333,7 @@ def _default_tile(
     elif width <= _WIDE and (bits == 8 or features < 128 * sms):
         n, quads, warps, stages = 64, 8, 4, 2 if bits == 4 else 3
         waves = 2.0 if m == 64 else 1.0
-    elif bits == 8 or m == 128 and features < 128 * sms:
+    elif bits == 8 or (m == 128 and features < 128 * sms):
         quads, stages = 8, 2 if bits == 4 else 3
     elif m == 64:
         waves = 2.0
