@@ -225,7 +225,7 @@ def experts_launch(
     partial: Array | None,
     config: Any = None,
 ) -> Launch:
-    """The launch of this device's experts, `kernels.triton.experts.Mixture`.
+    """The launch of this device's experts, `kernels.triton.mixture.Mixture`.
 
     With all that is added; in float32 if `by.wide`. `config` None is the one for these shapes.
     """
@@ -251,12 +251,12 @@ def experts_launch(
 def experts_of(
     mixture: Experts, w: Mapping[str, Any], shared: bool = False, own: Any = None
 ) -> Any:
-    """A layer's experts as the kernels take them, a `experts.Mixture`; None if they know no such.
+    """A layer's experts as the kernels take them, a `mixture.Mixture`; None if they know no such.
 
     `shared` says that the expert of all tokens is one of them, and `own`, int32 [2], from which to
     before which number they are here.
     """
-    from ..kernels.triton import experts
+    from ..kernels.triton.mixture import Mixture, Shared
 
     if not _takes_experts(mixture, w):
         return None
@@ -266,8 +266,8 @@ def experts_of(
     if shared:
         parts = [w[f"shared.{name}.weight"].data for name in ("up", "down")]
         gate = w["shared.gate.weight"].data.reshape(-1) if mixture.shared_gated else None
-        of_all = experts.Shared(parts[0], parts[1], gate)
-    return experts.Mixture(
+        of_all = Shared(parts[0], parts[1], gate)
+    return Mixture(
         *(part.data if isinstance(part, Weight) else part for part in held),
         *(w.get(f"experts.{name}.bias") for name in ("up", "down")),
         activation=mixture.activation,
@@ -282,10 +282,10 @@ def experts_of(
 
 def _takes_experts(mixture: Experts, w: Weights) -> bool:
     """Whether the kernels know what these experts do, and how their matrices are held."""
-    from ..kernels.triton import experts
+    from ..kernels.triton.mixture import MOST_EXPERTS
 
     weights = _matrices(w)
-    if not _knows_experts(mixture) or weights[0].shape[0] > experts.MOST_EXPERTS:
+    if not _knows_experts(mixture) or weights[0].shape[0] > MOST_EXPERTS:
         return False
     if any(weight.pieces or rounds_input(weight) for weight in weights):
         return False

@@ -12,12 +12,8 @@ from .cases import DTYPES, assert_close, normal
 from .tensors import get, needs_triton, put, strict, torch
 from .test_norms import gain
 
-from dualinfer.kernels.triton.experts import (  # isort: skip
-    Mixture,
-    Shared,
-    experts,
-    make_order,
-)
+from dualinfer.kernels.triton.experts import experts, make_order  # isort: skip
+from dualinfer.kernels.triton.mixture import Mixture, Shared  # isort: skip
 from dualinfer.kernels.triton.experts_choice import (  # isort: skip
     ExpertsTileConfig,
     ExpertsVectorConfig,

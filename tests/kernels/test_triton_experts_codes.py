@@ -23,7 +23,8 @@ from .test_triton_experts import (
 from .test_triton_quantized import make as make_matrix
 
 from dualinfer.kernels.triton import experts as module  # isort: skip
-from dualinfer.kernels.triton.experts import Mixture, experts  # isort: skip
+from dualinfer.kernels.triton.experts import experts  # isort: skip
+from dualinfer.kernels.triton.mixture import Mixture  # isort: skip
 from dualinfer.kernels.triton.experts_choice import (  # isort: skip
     ExpertsFragmentConfig,
     ExpertsStreamConfig,

@@ -34,6 +34,7 @@ from dualinfer.kernels.triton import (
     routing,
 )
 from dualinfer.kernels.triton import latent as latents
+from dualinfer.kernels.triton import mixture as mixtures
 from dualinfer.kernels.triton.launch import next_power_of_2
 
 pytestmark = pytest.mark.xdist_group("lowering")  # one process compiles for all tests
@@ -165,12 +166,12 @@ def choosing_experts(
         scale = new(total, rows, -(-columns // group) if group else 1, dtype=held)
         return quantized.Packed(data, scale, None, None, name, scales, 1, group, columns)
 
-    mixture = experts.Mixture(
+    mixture = mixtures.Mixture(
         weight(2 * features, width),
         weight(width, features),
         new(total, 2 * features) if biases else None,
         new(total, width) if biases else None,
-        shared=experts.Shared(new(2 * shared, width), new(width, shared), new(width))
+        shared=mixtures.Shared(new(2 * shared, width), new(width, shared), new(width))
         if shared
         else None,
         **how,

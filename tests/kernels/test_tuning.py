@@ -9,8 +9,9 @@ pytest.importorskip("triton")
 
 from dualinfer.kernels.triton import attention_choice, decode_attention, linear, routing, tuning
 from dualinfer.kernels.triton.decode_attention import DecodeConfig
-from dualinfer.kernels.triton.experts import Mixture, tuning_key
+from dualinfer.kernels.triton.experts import tuning_key
 from dualinfer.kernels.triton.linear import MOST_VECTORS, TileConfig, VectorConfig
+from dualinfer.kernels.triton.mixture import Mixture
 from dualinfer.kernels.triton.tuning import Configurations, Measured
 
 SMS = 132

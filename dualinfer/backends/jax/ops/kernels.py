@@ -29,8 +29,8 @@ from ....kernels.triton import (
     thresholds,
 )
 from ....kernels.triton import norm as norms
-from ....kernels.triton.experts import Mixture
 from ....kernels.triton.linear import NormArguments
+from ....kernels.triton.mixture import Mixture
 from ....kernels.triton.operands import empty
 from ....kernels.xla.launches import call
 from ....model.spec import Experts, ModelSpec, Router

@@ -7,7 +7,7 @@ from typing import Any, Self
 import jax
 import jax.numpy as jnp
 
-from ....kernels.triton.experts import Mixture
+from ....kernels.triton.mixture import Mixture
 from ....model.weights import Weight
 from ...contract import ALONE, Neighbours, Routing
 from ..exchange import Exchange

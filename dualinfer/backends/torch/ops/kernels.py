@@ -21,9 +21,9 @@ from ....kernels.triton import (
 )
 from ....kernels.triton import norm as norms
 from ....kernels.triton.eight_bit import EightBitConfig
-from ....kernels.triton.experts import Mixture
 from ....kernels.triton.experts_choice import ExpertsConfig
 from ....kernels.triton.linear import LinearConfig, NormArguments
+from ....kernels.triton.mixture import Mixture
 from ....kernels.triton.quantized import QuantizedConfig
 from ....kernels.triton.routing import RouteConfig
 from ....kernels.triton.tuning import Configurations

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 import torch
 
 from ....kernels.triton import embedding
-from ....kernels.triton.experts import Mixture
+from ....kernels.triton.mixture import Mixture
 from ....kernels.triton.tuning import Configurations
 from ....model.spec import ModelSpec
 from ....model.weights import Weight

@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ....kernels.triton import experts, routing
-from ....kernels.triton.experts import Mixture
+from ....kernels.triton.mixture import Mixture
 from ....kernels.triton.tuning import Key
 from ....model.spec import Activation, Attention, Experts, Gate, ModelSpec, Router
 from ....model.weights import Weight
