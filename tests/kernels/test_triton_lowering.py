@@ -116,7 +116,7 @@ def reading(
         new(features, dtype="float32") if scales == "float8_e4m3fn" else None,
         *(codes, scales, 1, columns, width, tuple(i / 8 for i in range(16))),
     )
-    x = new(count, width, dtype="float32" if dtypes == WHOLE else "bfloat16")
+    x = new(count, width, dtype={WHOLE: "float32", HALF: "float16"}.get(dtypes, "bfloat16"))
     if options.pop("normed", False):
         options["norm"] = linear.NormArguments("rms", new(width, dtype=x.dtype), None, 1e-5)
     if options.get("gated"):

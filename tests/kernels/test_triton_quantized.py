@@ -213,6 +213,18 @@ def test_more_rows_go_to_the_matrix_units(form, dtype):
     assert_close(found, expected, dtype, length=weight.width, roundings=2)
 
 
+@pytest.mark.parametrize("dtype", [FLOAT32] if INTERPRETED else DTYPES, ids=str)
+@pytest.mark.parametrize("width", [97, 98, 100])
+def test_tiles_take_rows_of_codes_that_begin_anywhere(width, dtype):
+    """Threads have columns of such rows in another order, where a program has 64 results."""
+    scheme = BlockScheme("int8", columns=16, scale_dtype="float16")
+    weight, meant = make(scheme, 70, width)
+    x = normal(2, 5, width, dtype=dtype)
+    found = run(x, weight, config=QuantizedTileConfig(16, 64, 4, 4, 2))
+    rounded = get(put(meant).to(put(x).dtype)).astype(np.float32)
+    assert_close(found, wanted(x, rounded), dtype, length=width, roundings=2)
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @forms
 def test_values_are_rounded_once(form, dtype):

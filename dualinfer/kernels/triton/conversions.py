@@ -10,7 +10,7 @@ import triton.language as tl
 
 @triton.constexpr_function
 def _code(codes, part, float16, wide):
-    """PTX for four bytes of codes of 8 bits, or of nibble `part` of four bytes, or of two `wide`.
+    """PTX that makes floats of four bytes, or of nibble `part` of each; of two uint16s if `wide`.
 
     An integer is laid into the mantissa of 1024 (float16) or of 128 (bfloat16), which then is taken
     off. A float's bits move to their places, and the bias of its exponent is multiplied away.
