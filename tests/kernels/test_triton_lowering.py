@@ -575,7 +575,8 @@ def facts(log: str, ptx: str) -> dict[str, int]:
 def loop(cubin: bytes) -> dict[str, Any]:
     """Of the longest loop: instructions, conversions of integers, moves of halves of words.
 
-    Stores to shared memory, too, and the order of products of the matrix units (H), codes' loads (L) and barriers (B).
+    Stores to shared memory, too, and the order of products of the matrix units (H), codes' loads
+    (L) and barriers (B).
     """
     if not cubin:
         return {}

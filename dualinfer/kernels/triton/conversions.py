@@ -56,7 +56,7 @@ def _code(codes, part, float16, wide):
 
 @triton.jit
 def as_floats(w, PART: tl.constexpr, CODES: tl.constexpr, dtype: tl.constexpr):
-    """What bytes of 8 bits mean, or nibble PART of bytes or of uint16s, exactly, in a 16-bit `dtype`.
+    """What bytes mean, or nibble PART of bytes or of uint16s, exactly, in a 16-bit `dtype`.
 
     CODES are "int8", "fp8_e4m3", "fp8_e5m2", "fp4_e2m1", "int4" (as code + 8) and "uint4".
     """
