@@ -136,7 +136,8 @@ def linear(
 ) -> Any:
     """`linear.linear` of the matrix that `weight` stands for; its rows may be up to MOST_ROWS.
 
-    Values are exact in float32 where x is; else each product errs by less than x's own rounding.
+    Values are exact in float32 where x is. Else each product errs by less than x's own rounding,
+    or, where tiles go to the matrix units, by that of values times scales of groups to x's dtype.
     """
     width = x.shape[-1]
     count = x.numel() // width
