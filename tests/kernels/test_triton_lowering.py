@@ -117,7 +117,7 @@ def reading(
         new(features, dtype="float32") if scales == "float8_e4m3fn" else None,
         *(codes, scales, 1, columns, width, tuple(i / 8 for i in range(16))),
     )
-    x = new(count, width, dtype="float32" if dtypes == WHOLE else "bfloat16")
+    x = new(count, width, dtype={WHOLE: "float32", HALF: "float16"}.get(dtypes, "bfloat16"))
     if options.pop("normed", False):
         options["norm"] = linear.NormArguments("rms", new(width, dtype=x.dtype), None, 1e-5)
     if options.get("gated"):
@@ -383,7 +383,8 @@ VARIANTS: list[Variant] = [
     reading("int8", 4096, 14336, 0, count=64, scales="float32"),
     reading("fp8_e4m3", 28672, 4096, 0, count=128, gated=True, scales="float32"),
     reading("uint4", 6144, 4096, count=64, zeros=True),
-    reading("fp4_e2m1", 4096, 4096, 32, count=32, scales="float8_e8m0fnu"),
+    reading("int4", 4096, 4096, 64, count=128),
+    reading("fp4_e2m1", 4096, 4096, 32, count=128, dtypes=HALF, scales="float8_e8m0fnu"),
     reading("fp4_e2m1", 4096, 14336, 16, count=8, scales="float8_e4m3fn"),
     decoding(1, 8, 4, 128),
     decoding(1, 32, 1, 64, ROTARY=0, frequencies_ptr=None, **ROUNDED),
@@ -430,6 +431,10 @@ REPEATING: list[Variant] = [
     product(32, 14336, 4096, **SWIGLU),
     product(128, 4096, 1024, bias_ptr="*x", ACTIVATION="gelu"),
     reading("int4", 4096, 4096),
+    reading("int4", 4096, 4096, 64, count=128, dtypes=HALF),
+    reading("int4", 4096, 4096, 32, count=128),
+    reading("fp4_e2m1", 4096, 4096, 32, count=128, scales="float8_e8m0fnu"),
+    reading("fp4_e2m1", 4096, 4096, 32, count=32, scales="float8_e8m0fnu"),
     reading("fp4_e2m1", 4096, 14336, 32, scales="float8_e8m0fnu"),
     decoding(1, 32, 1, 80, ROTARY=32),
     decoding(1, 16, 1, 96, ROTARY=0, frequencies_ptr=None, slopes_ptr="*fp32"),
@@ -571,7 +576,8 @@ def facts(log: str, ptx: str) -> dict[str, int]:
 def loop(cubin: bytes) -> dict[str, Any]:
     """Of the longest loop: instructions, conversions of integers, moves of halves of words.
 
-    And the order of products of the matrix units (H), codes' loads (L) and barriers (B).
+    Stores to shared memory, too, and the order of products of the matrix units (H), codes' loads
+    (L) and barriers (B).
     """
     if not cubin:
         return {}
@@ -593,7 +599,8 @@ def loop(cubin: bytes) -> dict[str, Any]:
     order = "".join(own for code in longest for mark, own in marks.items() if mark in code)
     conversions = sum("I2F" in code for code in longest)
     moves = sum(bool(re.search(r"STS\.U16|LDSM|SHFL\.IDX", code)) for code in longest)
-    counts = {"loop": len(longest), "conversions": conversions, "moves": moves}
+    stored = sum(bool(re.search(r"\bSTS\b", code)) for code in longest)
+    counts = {"loop": len(longest), "conversions": conversions, "moves": moves, "stored": stored}
     return counts | {"order": re.sub(r"(.)\1+", r"\1", order)}
 
 
@@ -686,6 +693,7 @@ def test_kernels_of_every_size_and_dtype_do_not_spill_and_load_16_bytes(tmp_path
     report = compiled(tmp_path, "bf16", "fp16", "fp32")
     test_no_kernel_spills(report)
     test_kernels_load_16_bytes_at_a_time(report)
+    test_tiles_of_codes_go_to_the_matrix_units_from_registers(report)
 
 
 def test_kernels_load_16_bytes_at_a_time(report):
@@ -727,6 +735,7 @@ def test_tiles_of_codes_go_to_the_matrix_units_from_registers(report):
     halves = [line for line in tiles if "'BLOCK': (1, 16)" not in line["variant"]]
     assert len(halves) >= 5
     assert not [line for line in halves if not 0 < line["fed"] == line["wgmma"]]
+    assert not [line for line in halves if line["stored"]]
 
 
 def test_codes_are_the_matrix_units_operand_where_they_were_loaded(report):

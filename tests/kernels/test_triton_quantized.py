@@ -18,6 +18,7 @@ from .test_triton_linear import EPS, FLOAT32, few_dtypes, norm_of, wanted
 
 from dualinfer.kernels.triton.launch import INTERPRETED, has_pdl  # isort: skip
 from dualinfer.kernels.triton.linear import MOST_TILES, NormArguments  # isort: skip
+from dualinfer.kernels.triton.operands import Recording  # isort: skip
 from dualinfer.kernels.triton.quantized import (  # isort: skip
     TUNABLE,
     Packed,
@@ -213,6 +214,18 @@ def test_more_rows_go_to_the_matrix_units(form, dtype):
     assert_close(found, expected, dtype, length=weight.width, roundings=2)
 
 
+@pytest.mark.parametrize("dtype", [FLOAT32] if INTERPRETED else DTYPES, ids=str)
+@pytest.mark.parametrize("width", [97, 98, 100])
+def test_tiles_take_rows_of_codes_that_begin_anywhere(width, dtype):
+    """Threads have columns of such rows in another order, where a program has 64 results."""
+    scheme = BlockScheme("int8", columns=16, scale_dtype="float16")
+    weight, meant = make(scheme, 70, width)
+    x = normal(2, 5, width, dtype=dtype)
+    found = run(x, weight, config=QuantizedTileConfig(16, 64, 4, 4, 2))
+    rounded = get(put(meant).to(put(x).dtype)).astype(np.float32)
+    assert_close(found, wanted(x, rounded), dtype, length=width, roundings=2)
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @forms
 def test_values_are_rounded_once(form, dtype):
@@ -232,6 +245,22 @@ def test_defaults_serve_any_shape(form, count, dtype):
     assert isinstance(config, QuantizedFragmentConfig) == fragments
     found = run(x, weight, config=config)
     assert_close(found, wanted(x, meant), dtype, length=144, roundings=2)
+
+
+@pytest.mark.parametrize(
+    ("features", "warps", "early"), [(512, 4, False), (512, 8, True), (4096, 4, True)]
+)
+def test_tiles_start_early_where_their_programs_fill_the_device(features, warps, early):
+    """With 16 multiprocessors. What orders x always starts early."""
+    recording = Recording()
+    data = recording.operand((features, 64), "uint8")
+    scale = recording.operand((features, 1), "float16")
+    x = recording.operand((32, 128), "bfloat16")
+    weight = Packed(data, scale, None, None, "int4", "float16", 1, 128, 128)
+    config = QuantizedTileConfig(32, 64, 4, warps, 2)
+    linear(x, weight, config=config, sms=16, pdl=True)
+    assert [launch.early for launch in recording.launches] == [True, early]
+    assert all(dict(launch.arguments)["PDL"] for launch in recording.launches)
 
 
 def test_codes_at_their_limits():

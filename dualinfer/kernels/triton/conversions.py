@@ -10,7 +10,7 @@ import triton.language as tl
 
 @triton.constexpr_function
 def _code(codes, part, float16, wide):
-    """PTX for four bytes of codes of 8 bits, or of nibble `part` of four bytes, or of two `wide`.
+    """PTX that makes floats of four bytes, or of nibble `part` of each; of two uint16s if `wide`.
 
     An integer is laid into the mantissa of 1024 (float16) or of 128 (bfloat16), which then is taken
     off. A float's bits move to their places, and the bias of its exponent is multiplied away.
@@ -56,7 +56,7 @@ def _code(codes, part, float16, wide):
 
 @triton.jit
 def as_floats(w, PART: tl.constexpr, CODES: tl.constexpr, dtype: tl.constexpr):
-    """What codes of 8 bits mean, or nibble PART of uint8s or uint16s, exactly, in a 16-bit `dtype`.
+    """What bytes mean, or nibble PART of bytes or of uint16s, exactly, in a 16-bit `dtype`.
 
     CODES are "int8", "fp8_e4m3", "fp8_e5m2", "fp4_e2m1", "int4" (as code + 8) and "uint4".
     """

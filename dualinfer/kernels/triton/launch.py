@@ -113,8 +113,9 @@ def launch(
 ) -> None:
     """Launch `kernel`; with `pdl` it may start before the kernel in front of it has ended.
 
-    Its constexpr parameter PDL is set from `pdl`. Without `early` only the kernel behind it may
-    start before its end. Over operands it is written down instead.
+    Its constexpr parameter PDL is set from `pdl`. Without `early` it starts when that one has
+    ended, and still lets the one behind it start before its own end. Over operands it is written
+    down instead.
     """
     recording = recording_of(args)
     if recording is not None:

@@ -136,7 +136,8 @@ def linear(
 ) -> Any:
     """`linear.linear` of the matrix that `weight` stands for; its rows may be up to MOST_ROWS.
 
-    Values are exact in float32 where x is; else each product errs by less than x's own rounding.
+    Values are exact in float32 where x is. Else each product errs by less than x's own rounding,
+    or, where tiles go to the matrix units, by that of values times scales of groups to x's dtype.
     """
     width = x.shape[-1]
     count = x.numel() // width
@@ -321,20 +322,21 @@ def _default_tile(
     """As the fastest of a search at the 8B shape on an H100 were; `waves` of programs fill it."""
     m = 16 if rows <= 16 else 32 if rows <= 32 else 64 if rows <= 64 else 128
     n, quads, warps, stages, waves = 128, 4, 8, 3, 1.0
+    ahead = 2 if bits == 4 else 3  # stages of 8 quads: of 4 bits they have twice as much of x
     if itemsize == 4:
         m, n, warps, stages = min(m, 32), 64, 4, 2
     elif m <= 32:
-        n, quads, warps, stages, waves = 64, 8, 4, 2 if bits == 4 else 3, 4.0
+        n, quads, warps, stages, waves = 64, 8, 4, ahead, 4.0
     elif parts == 2:
         if bits == 8 and m == 128:
             n, warps = 64, 4
         if bits == 8 or m == 64:
-            quads, stages = 8, 2 if bits == 4 else 3
+            quads, stages = 8, ahead
     elif width <= _WIDE and (bits == 8 or features < 128 * sms):
-        n, quads, warps, stages = 64, 8, 4, 2 if bits == 4 else 3
+        n, quads, warps, stages = 64, 8, 4, ahead
         waves = 2.0 if m == 64 else 1.0
     elif bits == 8 or (m == 128 and features < 128 * sms):
-        quads, stages = 8, 2 if bits == 4 else 3
+        quads, stages = 8, ahead
     elif m == 64:
         waves = 2.0
     n //= parts
@@ -517,10 +519,9 @@ def _candidates(key: Key, sms: int) -> list[QuantizedConfig]:
         ]  # fmt: skip
         return [*first, *streams, *vectors]
     m = next(size for size in (16, 32, 64, 128) if size >= min(rows, 128))
-    tiles = []
+    tiles, ahead = [], 2 if bits == 4 else 3
     for n, quads, warps, stages in (
-        (64, 4, 4, 3), (64, 8, 4, 2 if bits == 4 else 3), (128, 4, 4, 3), (128, 4, 8, 3),
-        (128, 8, 8, 2 if bits == 4 else 3),
+        (64, 4, 4, 3), (64, 8, 4, ahead), (128, 4, 4, 3), (128, 4, 8, 3), (128, 8, 8, ahead),
     ):  # fmt: skip
         n = n // 2 if gated else n
         programs = triton.cdiv(rows, m) * triton.cdiv(features, n)

@@ -1,8 +1,9 @@
 """Device side of quantized.py for many rows: tiles of results, whose codes registers hand on.
 
 The matrix units read the weights from registers and x from shared memory. How codes lie is told in
-`quantized_kernels`; here they are bytes. Triton keeps an operand in registers as far as its values
-come from loads by operations on single elements.
+`quantized_kernels`; here they are read as units of one or two bytes, a turn of some quads at a
+time, which has one or more shares with scales of their own. Triton keeps an operand in registers as
+far as its values come from loads by operations on single elements.
 """
 
 # pyright: reportArgumentType=false, reportPossiblyUnboundVariable=false
@@ -21,7 +22,7 @@ _INTERPRETED: tl.constexpr = tl.constexpr(INTERPRETED)
 
 @triton.constexpr_function
 def _shares(bits, columns, quads):
-    """Parts of so many quads that have scales of their own; 0 if these are smaller than a quad."""
+    """Shares of a turn of so many quads; 0 if groups are smaller than a quad."""
     whole, block = 16 * quads, columns * bits // 8
     return whole // min(block & -block, whole) if block >= 16 else 0
 
@@ -34,7 +35,7 @@ def unit_bytes(bits, columns):
 
 @triton.jit
 def _of_units(w, PART: tl.constexpr, CODES: tl.constexpr, table, dtype: tl.constexpr):
-    """What 8-bit codes mean, or nibble PART of units of four, exactly, in `dtype`."""
+    """What units mean, exactly, in `dtype`: as 8-bit codes, or their nibble PART as 4-bit ones."""
     PLAIN: tl.constexpr = _INTERPRETED or dtype == tl.float32
     if CODES == "table":
         y = _entry(w.to(tl.uint32), PART, table).to(dtype)
@@ -49,10 +50,16 @@ def _of_units(w, PART: tl.constexpr, CODES: tl.constexpr, table, dtype: tl.const
 
 @triton.constexpr_function
 def _is_exact(scales, dtype):
-    """Whether a float of 16 bits has all bits of a scale."""
+    """Whether a float of 16 bits has all bits of a scale; those that float16 cuts off are tiny."""
     return scales.startswith("float8") or scales == (
         "float16" if dtype == tl.float16 else "bfloat16"
     )
+
+
+@triton.constexpr_function
+def _raised(scales, dtype):
+    """What scales are multiplied by, and values divided: float16 has few bits of small numbers."""
+    return 128.0 if dtype == tl.float16 and not _is_exact(scales, dtype) else 1.0
 
 
 @triton.constexpr_function
@@ -61,13 +68,20 @@ def _product(scales, dtype):
     kind = "f16x2" if dtype == tl.float16 else "bf16x2"
     if _is_exact(scales, dtype):
         return f"mul.rn.{kind} $0, $1, $2;"
-    return f"{{ .reg .b32 t; mul.rn.{kind} t, $1, $4; fma.rn.{kind} $0, $1, $2, t; }}"
+    divided = "mov.b32 v, $1; "
+    if dtype == tl.float16:
+        divided = "mov.b32 v, 0x20002000; mul.rn.f16x2 v, $1, v; "  # 1 / 128
+    sums = f"mul.rn.{kind} t, v, $4; fma.rn.{kind} $0, v, $2, t; "
+    return "{ .reg .b32 t, v; " + divided + sums + "}"
 
 
 @triton.jit
-def _times(v, s, rest, SCALES: tl.constexpr, dtype: tl.constexpr):
-    """v [R, C] times s, rounded once: in float32, or `_words` of it for what has 16 bits."""
-    if _INTERPRETED or dtype == tl.float32:
+def _times(v, s, rest, PLAIN: tl.constexpr, SCALES: tl.constexpr, dtype: tl.constexpr):
+    """v [R, C] times s, rounded once: s in float32 if PLAIN, else s and `rest` of `_words`.
+
+    Two values that a thread has one after the other must share a scale, if not PLAIN.
+    """
+    if PLAIN:
         y = (v.to(tl.float32) * s).to(dtype)
     else:
         CODE: tl.constexpr = _product(SCALES, dtype)
@@ -83,7 +97,7 @@ def _times(v, s, rest, SCALES: tl.constexpr, dtype: tl.constexpr):
 def _of_share(
     ptr, lying, share, COLUMNS: tl.constexpr, BLOCK: tl.constexpr, BLOCKS: tl.constexpr
 ):  # fmt: skip
-    """What rows have for a share of COLUMNS columns, [R, 1]; the last one's beyond the last."""
+    """What rows have for share number `share`, of COLUMNS columns, [R, 1]; the last's beyond it."""
     return tl.load(ptr + lying + tl.minimum(share * COLUMNS // BLOCK, BLOCKS - 1))[:, None]
 
 
@@ -99,8 +113,9 @@ def _from_unit(ptr, never, FIRST: tl.constexpr, UNITS: tl.constexpr):
 
 
 @triton.jit
-def _words(s, dtype: tl.constexpr):
-    """Each s in float32 as two equal floats of 16 bits, and what they lack of it likewise."""
+def _words(s, SCALES: tl.constexpr, dtype: tl.constexpr):
+    """Each s in float32 as a word of two equal floats of 16 bits, and what they lack likewise."""
+    s *= _raised(SCALES, dtype)
     high = s.to(dtype)
     low = (s - high.to(tl.float32)).to(dtype)
     both = high.to(tl.uint16, bitcast=True).to(tl.int32) * 0x10001
@@ -137,10 +152,11 @@ def _sum_tile(
 ):  # fmt: skip
     """Products [R, M] of R rows of codes and M rows of x, summed over TURNS times QUADS quads.
 
-    Codes become values in the registers that the matrix units read, times the scales of groups.
-    `first` is the number of the first turn, and `lying` is where rows' scales begin. The layout of
-    an operand in registers goes back to loads alone, so that scales are not fetched a turn ahead.
-    Codes of 4 bits want x in blocks of QUADS quads, as `order_kernel` gives it.
+    Codes become values in the registers that the matrix units read, times the scales of groups;
+    those of rows, and `outer`, are left to the sums. `first` is the number of the first turn, and
+    `lying` is where rows' scales begin. The layout of an operand in registers goes back to loads
+    alone, so that scales are not fetched a turn ahead. Codes of 4 bits want x in blocks of QUADS
+    quads, as `order_kernel` gives it.
     """
     COLUMNS: tl.constexpr = QUADS * 128 // BITS
     SHARES: tl.constexpr = _shares(BITS, BLOCK[1], QUADS)
@@ -148,7 +164,8 @@ def _sum_tile(
     UNITS: tl.constexpr = QUADS * 16 // WIDE
     HELD: tl.constexpr = _row_of_codes(K, BITS)
     BLOCKS: tl.constexpr = _blocks(K, BLOCK[1])
-    PLAIN: tl.constexpr = _INTERPRETED or dtype == tl.float32
+    # Of rows that begin anywhere threads have columns in an order that `_times` does not know.
+    PLAIN: tl.constexpr = _INTERPRETED or dtype == tl.float32 or HELD % 4 != 0
     R: tl.constexpr = rows.shape[0]
     M: tl.constexpr = x_row.shape[0]
     zero_of_row = 0.0
@@ -164,17 +181,18 @@ def _sum_tile(
             at = lying[:, None] + tl.minimum(of_unit, BLOCKS - 1)[None, :]
             s = _scale(tl.load(scale_ptr + at), SCALES)
             if not PLAIN:
-                s, rest = _words(s, dtype)
+                s, rest = _words(s, SCALES, dtype)
         elif BLOCK[1] > 0:
             for part in tl.static_range(SHARES):
                 share = (first + turn) * SHARES + part
                 own = _of_share(scale_ptr, lying, share, COLUMNS // SHARES, BLOCK[1], BLOCKS)
                 own = _scale(own, SCALES).to(tl.int32, bitcast=True)
                 if not PLAIN:
-                    own, more = _words(own.to(tl.float32, bitcast=True), dtype)
+                    own, more = _words(own.to(tl.float32, bitcast=True), SCALES, dtype)
                 if zero_ptr is not None:
                     zero = _of_share(zero_ptr, lying, share, COLUMNS // SHARES, BLOCK[1], BLOCKS)
                     zero = zero.to(tl.float32)
+                # Each unit gets the scale of its share by operations on the scale's bits.
                 if part == 0:
                     s = own
                     if not PLAIN:
@@ -197,7 +215,7 @@ def _sum_tile(
             if zero_ptr is not None:
                 v = (v.to(tl.float32) - z.to(tl.float32)).to(dtype)
             if BLOCK[1] > 0:
-                v = _times(v, s, rest, SCALES, dtype)
+                v = _times(v, s, rest, PLAIN, SCALES, dtype)
             k = u
             if BITS == 4:
                 k = (first + turn) * COLUMNS + nibble * UNITS + tl.arange(0, UNITS)
