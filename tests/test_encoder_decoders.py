@@ -738,6 +738,25 @@ def test_two_devices_give_what_one_gives(name, crew):
         assert engine.generate(**source_of(name), **GREEDY).tolist() == text
 
 
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize(
+    "name", slow_but(["marian"], ["marian", "pegasus", "m2m_100", "fsmt", "t5gemma"])
+)
+def test_embeddings_in_half_precision_are_those_of_transformers(name, backend, tmp_path):
+    """Bit for bit: tables of sines are rounded, the scale of tokens only where HF rounds it."""
+    model_of(name).save_pretrained(tmp_path)
+    model = type(model_of(name)).from_pretrained(tmp_path, dtype=torch.bfloat16).eval()
+    ids, begins = (torch.tensor(random_ids(2, n, seed=3, vocab=VOCAB)).long() for n in (19, 6))
+    given = {"input_ids": ids.clamp(min=3), "decoder_input_ids": begins.clamp(min=3)}
+    with torch.no_grad():
+        wanted = model(**given, output_hidden_states=True, use_cache=False)
+    fields = OPTIONS | {"dtype": "bf16", "backend": backend}
+    with dualinfer.init_inference(tmp_path, **fields) as engine:
+        found = engine(**given, output_hidden_states=True)
+    for name in ("encoder_hidden_states", "decoder_hidden_states"):
+        assert torch.equal(torch.as_tensor(found[name][0]), wanted[name][0])
+
+
 def rounded_inputs(backend: str, quant: str, tp: int) -> Any:
     """Logits of a mixture whose products' inputs are quantized, for eight sequences."""
     options = OPTIONS | {"tensor_parallel": {"tp_size": tp}, "quant": quant, "backend": backend}
