@@ -143,6 +143,21 @@ def test_files_of_two_devices_hold_what_the_engine_does_not_read(in_fp8, tmp_pat
     assert relative_rms(read.eval()(**given)[0].detach(), model(**given)[0].detach()) < 1e-5
 
 
+@pytest.mark.slow
+def test_files_of_two_devices_hold_experts_without_a_use(tmp_path):
+    """Those of a live LongCat, which has one tensor of all experts."""
+    _, _, _, fields = SAVED["LongCat's experts without weights"]
+    torch.manual_seed(3)
+    model = hf.LongcatFlashModel(hf.LongcatFlashConfig(**fields)).eval()
+    save_in_two(model, tmp_path / "two", "jax")
+    with dualinfer.init_inference(tmp_path / "two", dtype="float32") as engine:
+        engine.save_pretrained(tmp_path / "one")
+    read, told = type(model).from_pretrained(tmp_path / "one", output_loading_info=True)
+    assert not told["missing_keys"] and not told["unexpected_keys"]
+    for name, tensor in model.state_dict().items():
+        torch.testing.assert_close(read.state_dict()[name], tensor, rtol=0, atol=0)
+
+
 @pytest.mark.parametrize("family", ["Qwen3Moe", "DiffLlama", "Ultrabert"])
 def test_heads_for_questions_whose_base_has_another_name(family, tmp_path):
     sizes = {"vocab_size": 61, "hidden_size": 48, "num_hidden_layers": 1, "num_attention_heads": 4}

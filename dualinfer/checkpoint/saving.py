@@ -257,6 +257,8 @@ def _entries(saved: Saved) -> tuple[list[_Entry], dict[str, Any] | None, bool]:
                 stored[name] = store(name, matrix)
                 entries[name] = _quantized_entry(name, matrix, stored[name])
     kept = _kept_plain(saved)
+    if isinstance(source, StackedSource):  # those of a tensor that is written as it is
+        kept = [name for name in kept if source.whole(name) not in entries]
     entries |= {name: _plain_entry(name, source, saved.dtype) for name in kept}
     plain += [name for name in kept if name.endswith(".weight")]
     untied = any(name in stored for name in tied.values())
