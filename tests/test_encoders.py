@@ -3,6 +3,7 @@
 import importlib
 import json
 
+import jax
 import numpy as np
 import pytest
 import torch
@@ -12,6 +13,10 @@ from typer.testing import CliRunner
 
 import dualinfer
 from dualinfer.arrays import kind_of
+from dualinfer.backends.contract import LayerAttention
+from dualinfer.backends.jax.ops.plain import PlainOps as JaxOps
+from dualinfer.backends.kernels import turn_arguments
+from dualinfer.backends.torch.ops.plain import PlainOps as TorchOps
 from dualinfer.cli.main import app
 from dualinfer.errors import (
     ArgumentError,
@@ -723,3 +728,39 @@ def test_heads_and_spans_of_two_devices_are_joined_as_they_are_not_quantized():
     one = dualinfer.init_inference(model, **how)
     two = dualinfer.init_inference(model, **how, tensor_parallel={"tp_size": 2})
     assert relative_rms(np.asarray(two(ids)[0]), np.asarray(one(ids)[0])) < 1e-5
+
+
+@pytest.mark.parametrize("by", ["torch", "jax", "triton"])
+def test_roformer_turns_by_a_table_of_the_models_precision(by):
+    """HF reads cosines and sines that were rounded to float16; sums are rounded once."""
+    theirs = importlib.import_module("transformers.models.roformer.modeling_roformer")
+    config = hf.RoFormerConfig(**SIZES, architectures=["RoFormerModel"])
+    layer = LayerAttention(describe_model(config.to_dict())[0].layers[0].attention)
+    a, tokens = layer.spec, 70
+    assert a.rope is not None
+    torch.manual_seed(2)
+    qkv = torch.randn(1, tokens, 3 * a.heads * a.head_dim).half()
+    table = theirs.RoFormerSinusoidalPositionalEmbedding(tokens, a.head_dim).create_weight()
+    parts = qkv.unflatten(-1, (3, a.heads, a.head_dim)).unbind(2)
+    q, k, v = (part.transpose(1, 2).float() for part in parts)
+    turn = theirs.RoFormerSelfAttention.apply_rotary_position_embeddings
+    q, k = turn(table.half().float()[None, None], q, k)
+    wanted = torch.stack([q, k, v]).transpose(2, 3).half()
+
+    frequencies = torch.tensor(a.rope.inv_freq)
+    radians = torch.arange(tokens)[None, :, None].float() * frequencies
+    angles = radians.cos(), radians.sin()
+    if by == "torch":
+        found = torch.stack(TorchOps()._heads(layer, qkv, {a.rope: angles}))
+    elif by == "jax":
+        given, *angles = (jax.numpy.asarray(x.float().numpy()) for x in (qkv, *angles))
+        heads = JaxOps()._heads(layer, given.astype("float16"), {a.rope: angles})
+        found = torch.tensor(np.stack([x.astype("float32") for x in heads]))
+    else:
+        rotary = pytest.importorskip("dualinfer.kernels.triton.rotary")
+        sizes = {"heads": a.heads, "kv_heads": a.heads, "head_dim": a.head_dim}
+        how = sizes | turn_arguments(layer, frequencies)
+        found = torch.stack(
+            rotary.rotary_append(qkv, torch.arange(tokens)[None], apart=True, **how)
+        )
+    assert (found.float() != wanted.float()).float().mean() < 5e-3

@@ -114,6 +114,12 @@ def head_arguments(layer: LayerAttention, frequencies: Array | None) -> dict[str
     }
 
 
+def turn_arguments(layer: LayerAttention, frequencies: Array | None) -> dict[str, Any]:
+    """`head_arguments`, and what is known of a turn where no token is decoded."""
+    rope = layer.spec.rope
+    return head_arguments(layer, frequencies) | {"rounded": rope.rounded if rope else False}
+
+
 def linear_key(x: Array, weight: Weight, by: Neighbours) -> tuple[Any, ...]:
     """The tuning key of a product by a kernel, which norms x itself if there is a norm."""
     from ..kernels.triton import eight_bit, linear, quantized

@@ -138,21 +138,28 @@ class Cut(NamedTuple):
 
 
 def cut_pieces(
-    shards: Sequence[Shard], plan: LoadPlan, source: TensorSource, dtype: str
+    shards: Sequence[Shard],
+    plan: LoadPlan,
+    source: TensorSource,
+    dtype: str,
+    kept: Sequence[str] = (),
 ) -> list[list[Cut]]:
     """What the file of each shard holds: what it reads, and no shard before it.
 
-    All is in `dtype`, but the tensors of quantized weights, which stay as they are stored: each
-    file has as many rows of them.
+    All is in `dtype`, but the tensors of a quantized checkpoint's weights and those that are `kept`
+    of it, by their stored names: they stay as they are stored. Of these and of what is kept of
+    others each file has as many rows.
     """
     table, seen, cuts = plan.table, set(), []
-    taken, plain = [], source
+    whole = [(name, source.shape(name), dtype) for name in kept]
+    made: set[str] = set()
     if isinstance(source, MadeSource):
-        taken, plain = source.taken(), source.plain()
+        plain, taken = source.plain(), source.taken()
+        whole = [(name, plain.shape(name), plain.dtype(name)) for name in (*taken, *kept)]
+        made = set(source.names()).difference(plain.names()).union(taken)
     for shard in shards:
         file, own = shard_name(shard.rank, len(shards)), []
-        for name in taken:
-            shape, kind = plain.shape(name), plain.dtype(name)
+        for name, shape, kind in whole:
             ends = (
                 [shape[0] * i // len(shards) for i in (shard.rank, shard.rank + 1)] if shape else []
             )
@@ -166,6 +173,8 @@ def cut_pieces(
             if row.scheme is not None:
                 continue
             for part, stored in zip(row.sources, names, strict=True):
+                if stored in made:  # a quantized matrix that the engine takes by its values
+                    continue
                 shape = table.shape(row, part.axes)
                 for read in shard.reads(row, part):
                     box = Box.of(read.index, shape)

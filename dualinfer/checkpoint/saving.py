@@ -120,7 +120,7 @@ def save_checkpoint(path: str, saved: Saved, tp: TensorParallelConfig, peers: Pe
         save_folder(path, saved, option=_OPTION)
         return f"saved in 1 file of weights to {_resolved(path)}"
     tp_plan = make_plan(saved.plan.table, degree, tp.tp_grain_size)
-    cuts = cut_pieces(tp_plan.shards, saved.plan, saved.source, saved.dtype)
+    cuts = cut_pieces(tp_plan.shards, saved.plan, saved.source, saved.dtype, _kept(saved))
     with ExitStack() as stack:
         with peers.together("The start of saving") as work, _told(path):
             new = stack.enter_context(closing(NewFolder(target))) if peers.rank == 0 else None
@@ -256,7 +256,9 @@ def _entries(saved: Saved) -> tuple[list[_Entry], dict[str, Any] | None, bool]:
             if name:
                 stored[name] = store(name, matrix)
                 entries[name] = _quantized_entry(name, matrix, stored[name])
-    kept = _kept(saved)
+    kept = _kept_plain(saved)
+    if isinstance(source, StackedSource):  # those of a tensor that is written as it is
+        kept = [name for name in kept if source.whole(name) not in entries]
     entries |= {name: _plain_entry(name, source, saved.dtype) for name in kept}
     plain += [name for name in kept if name.endswith(".weight")]
     untied = any(name in stored for name in tied.values())
@@ -270,16 +272,26 @@ def _entries(saved: Saved) -> tuple[list[_Entry], dict[str, Any] | None, bool]:
 
 
 def _kept(saved: Saved) -> list[str]:
-    """Tensors that the engine leaves unread, and HF's class reads."""
+    """Tensors that the engine leaves unread, and HF's class reads.
+
+    Of a quantized checkpoint all that it stores of them, of a plain one those of floats.
+    """
     patterns, source = saved.plan.table.kept, saved.source
     names = [n for n in saved.plan.unused if any(re.search(p, n) for p in patterns)]
+    is_made = isinstance(source, MadeSource)
+    return [name for name in names if is_made or source.dtype(name) in FLOATS]
+
+
+def _kept_plain(saved: Saved) -> list[str]:
+    """Those that `save_folder` writes, which holds no codes of other formats."""
+    names = _kept(saved)
     if names and quantization_of(saved.config.to_dict()) is not None:
         warn_caller(
             f"What is saved lacks {listing(names)}, which this engine does not read and "
             "transformers does: of a quantized checkpoint they are not copied."
         )
         return []
-    return [name for name in names if source.dtype(name) in FLOATS]
+    return [name for name in names if saved.source.dtype(name) in FLOATS]
 
 
 def _plain_entry(name: str, source: TensorSource, dtype: str) -> _Entry:

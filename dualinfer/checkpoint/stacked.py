@@ -67,7 +67,18 @@ class StackedSource:
             sizes = [table.spec.extent(axis, row.layer) for axis in names]
             starts = dict(zip(names, accumulate(sizes[:-1], initial=0), strict=True))
             start = starts.get(source.axes[0], 0)
-            self.matrices[source.name] = _Part(name, start, tuple(shape), source.index, turned)
+            own = _Part(name, start, tuple(shape), source.index, turned)
+            self.matrices[source.name] = own
+            if source.index == 0 and row.layer is not None:
+                for x in self._idle(name, table.spec.all_layers[row.layer].mlp):
+                    idle = source.name.replace(".experts.0.", f".experts.{x}.")
+                    self.matrices[idle] = own._replace(expert=x)
+
+    def _idle(self, name: str, mixture: Any) -> range:
+        """Experts of a tensor behind those that have a use (LongCat)."""
+        if not isinstance(mixture, Experts) or not mixture.zeros:
+            return range(0)
+        return range(mixture.count, self._source.shape(name)[0])
 
     def whole(self, name: str) -> str:
         """The stored tensor that holds the matrix or tensor, which may be read as well."""

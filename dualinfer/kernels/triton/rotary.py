@@ -99,7 +99,8 @@ def _rotary_append_kernel(
     PAIRS: tl.constexpr, D: tl.constexpr, H: tl.constexpr, K: tl.constexpr, FIRST: tl.constexpr,
     LAST: tl.constexpr, INTERLEAVED: tl.constexpr, UNIT_OFFSET: tl.constexpr,
     NORM_TURNED: tl.constexpr, HEADS: tl.constexpr, HALF: tl.constexpr, REST: tl.constexpr,
-    SIZE: tl.constexpr, CODES: tl.constexpr, STRETCH: tl.constexpr, PDL: tl.constexpr,
+    SIZE: tl.constexpr, CODES: tl.constexpr, STRETCH: tl.constexpr, ROUNDED: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """One program: one token's heads, HEADS of those from FIRST to LAST of q, k and v.
 
@@ -153,6 +154,8 @@ def _rotary_append_kernel(
         # Gathered, lest each thread computes the angles of all its columns of the tile.
         cos = tl.gather(tl.cos(angle) * scaling, i, 0)[None, :]
         sin = tl.gather(tl.sin(angle) * scaling, i, 0)[None, :]
+        if ROUNDED:
+            cos, sin = _rounded(cos, at.dtype.element_ty), _rounded(sin, at.dtype.element_ty)
         turned, other = x * cos - y * sin, y * cos + x * sin
         x, y = tl.where(is_v, x, turned), tl.where(is_v, y, other)
         changed = head < H + K
@@ -271,6 +274,7 @@ def rotary_append(
     ends: Any = None,
     original: int = 0,
     stretch: float = 0.0,
+    rounded: bool = False,
     apart: bool = False,
     pdl: bool = False,
 ) -> tuple[Any, Any, Any] | None:
@@ -280,7 +284,8 @@ def rotary_append(
 
     RMSNorm over each head with the weights q_norm and k_norm [D] (1 + weight with
     `norm_unit_offset`), then, or with `norm_turned` before it, a turn by positions[b, t] * inv_freq
-    (float32 [R/2], R <= D), cos and sin times `scaling`. `cache` is a pair (k, v) of views [N, K,
+    (float32 [R/2], R <= D), cos and sin times `scaling`, and if `rounded` with the precision of
+    qkv. `cache` is a pair (k, v) of views [N, K,
     S, D]: token t of sequence b goes to place starts[b] + t (default t) of slot slots[b] (default
     b), or nowhere from place S or slot N on; no other place is written. With `table` int32 [N,
     blocks] the cache is of blocks (blocks.py). With `scales`, a pair float32 of the cache's axes
@@ -355,7 +360,7 @@ def rotary_append(
         **{"H": heads, "K": kv_heads, "FIRST": first, "LAST": last},
         INTERLEAVED=interleaved and pairs > 0,
         **{"UNIT_OFFSET": norm_unit_offset, "NORM_TURNED": norm_turned},
-        **{"SIZE": size, "CODES": held[2], "STRETCH": stretch},
+        **{"SIZE": size, "CODES": held[2], "STRETCH": stretch, "ROUNDED": rounded},
         pdl=pdl,
         **meta,
     )

@@ -56,6 +56,7 @@ def describe(fields: ConfigFields, architecture: str) -> tuple[ModelSpec, Weight
     if kind.rope == "interleaved":
         fields.require("rotary_value", False)
         rope = make_rope({"rope_theta": 1e4}, head_dim, positions, interleaved=True)
+        rope = replace(rope, rounded=True)
     elif kind.rope == "stored":
         rope = make_rope({"rope_theta": fields.number("rope_theta")}, head_dim, positions)
     elif kind.rope:

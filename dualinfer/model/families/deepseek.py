@@ -70,6 +70,7 @@ def describe(fields: ConfigFields, architecture: str) -> tuple[ModelSpec, Weight
         layers=tuple(layers[own] for own in mlps),
         max_positions=reach(parameters, positions),
         embed_scale=fields.number("scale_emb") if is_minicpm else 1.0,
+        rounds_scale=is_minicpm,
         final_norm=norm,
         head=head if architecture.endswith("ForCausalLM") else None,
         most=fields.size("index_topk") if family in _CHOOSING else 0,

@@ -107,6 +107,7 @@ def describe_text(
         layers=tuple(blocks[kind] for kind in kinds),
         max_positions=max(reach(parameters[kind], positions) for kind in ropes),
         embed_scale=embed**0.5,
+        rounds_scale=True,
         final_norm=norm,
         head=Head("causal", softcap=logit_softcap) if "For" in architecture else None,
     )

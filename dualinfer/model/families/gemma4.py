@@ -94,6 +94,7 @@ def _describe(
         layers=tuple(layers[a] for a in attentions),
         max_positions=max(reach(parameters[kind], positions) for kind in kinds),
         embed_scale=embed**0.5,
+        rounds_scale=True,
         final_norm=norm,
         head=Head("causal", softcap=softcap) if "For" in architecture else None,
     )

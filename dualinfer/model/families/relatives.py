@@ -105,6 +105,7 @@ def describe(fields: ConfigFields, architecture: str) -> tuple[ModelSpec, Weight
             (reach(own, positions) for own in parameters.values()), default=positions
         ),
         embed_scale=_embed_scale(fields, embed),
+        rounds_scale=fields.family == "gemma",
         scales_embeds=is_granite or fields.family == "afmoe",
         embed_norm=norm if fields.family == "nanochat" else None,
         final_norm=norm,

@@ -22,7 +22,9 @@ class Rope:
     is not 0, turns by the frequencies `long` (longrope). With `stretch` s frequency i of one of
     L > n = `original` tokens is times (s L / n - s + 1) ** (-2 i / (R - 2)) (dynamic NTK). All of a
     prompt turns by its length, and each later token by the length then; what is cached stays as it
-    is, unless a model `rereads` a sequence that has grown past `original` (Phi-3).
+    is, unless a model `rereads` a sequence that has grown past `original` (Phi-3). Cos and sin are
+    float32, or if they are `rounded` have the precision of queries and keys, as in the table that
+    HF's RoFormer reads; only where nothing is cached.
     """
 
     kind: str
@@ -33,6 +35,7 @@ class Rope:
     original: int = 0
     stretch: float = 0.0
     rereads: bool = False
+    rounded: bool = False
 
     @property
     def tables(self) -> tuple[tuple[float, ...], ...] | tuple[float, ...]:

@@ -303,8 +303,9 @@ class ModelSpec:
 
     From embeddings to layers:
 
-    - `embed_scale` multiplies embedded tokens, rounded to their dtype; with `scales_embeds` also
-      embeddings that a caller gives in their place (HF's Granite, not its Gemma).
+    - `embed_scale` multiplies embedded tokens, and is itself rounded to their dtype if HF
+      `rounds_scale` (Gemma); with `scales_embeds` also embeddings that a caller gives in their
+      place (HF's Granite, not its Gemma).
     - `embed_width`: that of the embedding and of the head where a projection lies between them and
       the layers (OPT-350m). In a `factored` model positions, token types and the norm of the
       embedding have it as well, and the projection, perhaps with a bias, comes after them (ALBERT).
@@ -350,6 +351,7 @@ class ModelSpec:
     token_types_from_vocab: bool = False
     boxes: int = 0
     embed_scale: float = 1.0
+    rounds_scale: bool = False
     scales_embeds: bool = False
     embed_width: int | None = None
     factored: bool = False

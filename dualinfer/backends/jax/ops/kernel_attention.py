@@ -20,7 +20,7 @@ from ....kernels.xla.launches import call
 from ....model.spec import Attention, ModelSpec, Rope
 from ...caches import CacheView, CrossView
 from ...contract import LatentQkv, LayerAttention
-from ...kernels import has_wide_heads, head_arguments
+from ...kernels import has_wide_heads, head_arguments, turn_arguments
 from ..cache import BlockCache, CrossCache, FullCache, LatentCache
 from . import primitives
 from .cudnn import cudnn_serves
@@ -178,7 +178,8 @@ class KernelAttention(KernelBase):
         turn: dict[str, Any] = {"heads": a.heads, "kv_heads": a.kv_heads, "head_dim": a.head_dim}
         turn |= {"ends": last, "cache": pools, "slots": None if known is None else slots}
         turn |= {"table": _table_of(known), "scales": tuple(held[2:]) or None}
-        turn |= {"pdl": self.starts_early(batch * tokens)} | _head_arguments(layer)
+        frequencies = _frequencies(a.rope) if a.rope else None
+        turn |= {"pdl": self.starts_early(batch * tokens)} | turn_arguments(layer, frequencies)
         pairs = batch * a.heads
         shape = qkv.dtype.itemsize, a.head_dim, tokens, pairs, a.causal
         how: dict[str, Any] = {"causal": a.causal, "mask": mask, "segments": segments}

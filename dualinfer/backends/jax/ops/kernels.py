@@ -120,6 +120,9 @@ class KernelOps(KernelAttention):
         table = w["embed.weight"].data
         types = "embed.weight" if spec.token_types_from_vocab else "token_types.weight"
         learned = spec.learned_positions > 0
+        scale = spec.embed_scale
+        if spec.rounds_scale:
+            scale = float(np.asarray(scale, table.dtype))
         with jax.named_scope("embed"):
             return call(
                 embedding.embed,
@@ -130,7 +133,7 @@ class KernelOps(KernelAttention):
                 position_offset=spec.position_offset,
                 token_types=token_types,
                 type_weight=None if token_types is None else w[types].data,
-                scale=float(np.asarray(spec.embed_scale, table.dtype)),  # as HF rounds it
+                scale=scale,
                 capability=self.capability,
             )[0]
 

@@ -4,6 +4,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from ....model.spec import Attention, ModelSpec, Rope
 from ....model.weights import Weight
@@ -72,6 +73,9 @@ class PlainOps(PlainBlocks):
             q, k, v = (PlainBlocks.clip(self, part, a.clip) for part in (q, k, v))
         if a.rope:
             cos, sin = angles[a.rope]
+            if a.rope.rounded:
+                kind = jnp.finfo(q.dtype)
+                cos, sin = (lax.reduce_precision(x, kind.nexp, kind.nmant) for x in (cos, sin))
             q, k = (primitives.rotary(part, cos, sin, a.rope.interleaved) for part in (q, k))
         if a.norm_turned:
             q, k = self._norm_heads(layer, q, k)

@@ -83,7 +83,7 @@ class PlainBlocks:
         table = w["embed.weight"]
         x = primitives.embed(ids, table) if spec.own_vocab else self._tokens(ids, table)
         if spec.embed_scale != 1:
-            x = x * jnp.asarray(spec.embed_scale, x.dtype)
+            x = _scaled(x, spec)
         return self._with_positions(spec, w, x, positions, token_types)
 
     def embed_given(
@@ -114,7 +114,7 @@ class PlainBlocks:
             else:
                 embeds = primitives.hear(embeds, *kernels)
         if spec.scales_embeds:
-            embeds = embeds * jnp.asarray(spec.embed_scale, embeds.dtype)
+            embeds = _scaled(embeds, spec)
         return self._with_positions(spec, w, embeds, positions, token_types, blend)
 
     def take_rows(self, table: Weight, ids: jax.Array) -> jax.Array:
@@ -502,3 +502,9 @@ class PlainBlocks:
     def gather_logits(self, logits: jax.Array) -> jax.Array:
         """See `contract.BlockOps.gather_logits`."""
         return logits if self.split is None else self.split.gather_logits(logits)
+
+
+def _scaled(x: jax.Array, spec: ModelSpec) -> jax.Array:
+    """Embeddings times the spec's scale, rounded once, or with the scale as well."""
+    scale = jnp.asarray(spec.embed_scale, x.dtype if spec.rounds_scale else jnp.float32)
+    return (x * scale).astype(x.dtype)

@@ -17,7 +17,7 @@ from ....kernels.triton import (
 from ....model.spec import Attention, ModelSpec
 from ...caches import CacheView, CrossView
 from ...contract import LatentQkv, LayerAttention
-from ...kernels import has_wide_heads, head_arguments
+from ...kernels import has_wide_heads, head_arguments, turn_arguments
 from ..cache import BlockCache, CrossCache, FullCache, LatentCache
 from ..params import Params
 from ..profiling import named
@@ -68,7 +68,7 @@ class KernelAttention(KernelBase):
             slots=slots,
             starts=torch.full_like(slots, start) if start and slots is not None else None,
             pdl=self.pdl,
-            **head_arguments(layer, layer.frequencies),
+            **turn_arguments(layer, layer.frequencies),
         )
         return [part.unflatten(-1, (-1, a.head_dim)) for part in qkv.split(a.qkv_sizes, dim=-1)]
 

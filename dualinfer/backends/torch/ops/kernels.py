@@ -127,7 +127,9 @@ class KernelOps(KernelAttention):
         table = w["embed.weight"].data
         types = "embed.weight" if spec.token_types_from_vocab else "token_types.weight"
         learned = spec.learned_positions > 0
-        scale = torch.tensor(spec.embed_scale, dtype=table.dtype, device="cpu").item()  # as in HF
+        scale = spec.embed_scale
+        if spec.rounds_scale:
+            scale = torch.tensor(scale, dtype=table.dtype, device="cpu").item()
         return embedding.embed(
             ids,
             table,

@@ -67,6 +67,8 @@ class PlainOps(PlainBlocks):
             q, k, v = (PlainBlocks.clip(self, part, a.clip) for part in (q, k, v))
         if a.rope:
             cos, sin = angles[a.rope]
+            if a.rope.rounded:
+                cos, sin = (part.to(q.dtype).float() for part in (cos, sin))
             q, k = (primitives.rotary(x, cos, sin, a.rope.interleaved) for x in (q, k))
         if a.norm_turned:
             q, k = self._norm_heads(layer, q, k)

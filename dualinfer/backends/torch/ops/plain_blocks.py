@@ -65,7 +65,7 @@ class PlainBlocks:
         table = w["embed.weight"]
         x = primitives.embed(ids, table) if spec.own_vocab else self._tokens(ids, table)
         if spec.embed_scale != 1:
-            x = x * torch.tensor(spec.embed_scale, dtype=x.dtype, device="cpu")
+            x = _scaled(x, spec)
         return self._with_positions(spec, w, x, positions, token_types)
 
     def embed_given(
@@ -95,7 +95,7 @@ class PlainBlocks:
             else:
                 embeds = primitives.hear(embeds, *kernels)
         if spec.scales_embeds:
-            embeds = embeds * torch.tensor(spec.embed_scale, dtype=embeds.dtype, device="cpu")
+            embeds = _scaled(embeds, spec)
         return self._with_positions(spec, w, embeds, positions, token_types, blend)
 
     def take_rows(self, table: Weight, ids: torch.Tensor) -> torch.Tensor:
@@ -494,3 +494,10 @@ class PlainBlocks:
     def gather_logits(self, logits: torch.Tensor) -> torch.Tensor:
         """See `contract.BlockOps.gather_logits`."""
         return logits if self.split is None else self.split.gather_logits(logits)
+
+
+def _scaled(x: torch.Tensor, spec: ModelSpec) -> torch.Tensor:
+    """Embeddings times the spec's scale, rounded once, or with the scale as well."""
+    if spec.rounds_scale:
+        return x * torch.tensor(spec.embed_scale, dtype=x.dtype, device="cpu")
+    return x * spec.embed_scale

@@ -68,7 +68,9 @@ class SplitKernelOps(KernelOps):
         if spec.own_vocab or not reads_tables(spec, w):
             return super().embed(spec, w, ids, positions, token_types)
         table = w["embed.weight"].data
-        scale = torch.tensor(spec.embed_scale, dtype=table.dtype, device="cpu").item()  # as in HF
+        scale = spec.embed_scale
+        if spec.rounds_scale:
+            scale = torch.tensor(scale, dtype=table.dtype, device="cpu").item()
         x = embedding.embed(ids, table, scale=scale, first=self.split.first)
         added = None
         if spec.learned_positions:
