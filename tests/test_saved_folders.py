@@ -112,7 +112,10 @@ def contents(folder):
     return {n: (source.dtype(n), np.asarray(source.read(n), "f4")) for n in source.names()}
 
 
-@pytest.mark.parametrize("in_fp8", [False, True], ids=["plain", "fp8"])
+@pytest.mark.parametrize(
+    "in_fp8",
+    [pytest.param(False, id="plain"), pytest.param(True, id="fp8", marks=pytest.mark.slow)],
+)
 def test_files_of_two_devices_hold_what_the_engine_does_not_read(in_fp8, tmp_path, crew):
     """V3.2's indexer: of a checkpoint in fp8 its codes and scales, too, as they are stored.
 
