@@ -205,6 +205,7 @@ OTHER_DATA = {
     "backends.torch.streaming": "an address of a NumPy array",
     "checkpoint.files": "a NumPy array's memory",
     "kernels.triton.experts": "the codes of a Packed",
+    "kernels.triton.mixture": "the codes of a Packed",
     "kernels.triton.quantized": "the codes of a Packed",
     "kernels.triton.eight_bit": "the codes of a Packed, and of an input",
 }

@@ -44,7 +44,7 @@ NORM = {"CENTER": False, "UNIT_OFFSET": False, "EARLY": True, "AXES": 1, "ROWS":
 NORM |= {"AFTER": False}
 TILE = {"PAIRS": 64, "D": 128, "HEADS": 16, "HALF": 64, "REST": 0, "INTERLEAVED": False}
 PREFILL = TILE | {"H": 32, "K": 8, "FIRST": 0, "LAST": 48, "UNIT_OFFSET": False}
-PREFILL |= {"NORM_TURNED": False, "ends_ptr": None, "STRETCH": 0.0}
+PREFILL |= {"NORM_TURNED": False, "ends_ptr": None, "STRETCH": 0.0, "ROUNDED": False}
 HEADS = {"QUERIES": 1, "KEYS": 1, "Q_WIDTH": 4096, "K_WIDTH": 1024, "OWN": False, "CENTER": False}
 HEADS |= {"UNIT_OFFSET": False, "UNITS": 1, "BLOCK": 4096, "num_warps": 8, "positions_ptr": None}
 HEADS |= {"q_bias_ptr": None, "k_bias_ptr": None}
@@ -341,7 +341,7 @@ VARIANTS: list[Variant] = [
     ("exchange", "_gather_kernel", EXCHANGE | ROW | {"SIZE": 8, "RANKS": 8, "dtypes": WHOLE}),
     ("rotary", "_rotary_append_kernel", PREFILL | NO_NORM),
     ("rotary", "_rotary_append_kernel", PREFILL | {"starts_ptr": None}),
-    ("rotary", "_rotary_append_kernel", PREFILL | {"NORM_TURNED": True}),
+    ("rotary", "_rotary_append_kernel", PREFILL | {"NORM_TURNED": True, "ROUNDED": True}),
     ("rotary", "_rotary_append_kernel", PREFILL | {"ends_ptr": "*i64"}),
     ("rotary", "_rotary_append_kernel", PREFILL | {"ends_ptr": "*i64", "STRETCH": 3.0}),
     ("head_norm", "_head_norm_kernel", HEADS),
