@@ -115,7 +115,7 @@ def head_arguments(layer: LayerAttention, frequencies: Array | None) -> dict[str
 
 
 def turn_arguments(layer: LayerAttention, frequencies: Array | None) -> dict[str, Any]:
-    """`head_arguments`, and what is known of a turn where no token is decoded."""
+    """`head_arguments`, and what only `rotary_append` takes: whether cos and sin are rounded."""
     rope = layer.spec.rope
     return head_arguments(layer, frequencies) | {"rounded": rope.rounded if rope else False}
 

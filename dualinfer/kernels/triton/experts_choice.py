@@ -113,10 +113,10 @@ def _default_of_codes(key: Key, load: float, sms: int) -> ExpertsConfig:
             if fragments is not None:
                 return fragments
         return default_of_vectors(key, sms)
-    m = 16 if load <= 24 else 32 if load <= 48 else 64  # 128 would spill registers
+    # Found when groups had sums of their own, which took registers; not searched since.
+    m = 16 if load <= 24 else 32 if load <= 48 else 64
     if itemsize == 4:
         return ExpertsTileConfig(min(m, 32), 64 // parts, 4 * per, 4, 2, 64, 4)
-    # Where few columns share a scale, their sums take as many registers again.
     n = 64 if columns <= 32 else 128
     return ExpertsTileConfig(m, n // parts, 4 * per, 4, 3, n, 4)
 

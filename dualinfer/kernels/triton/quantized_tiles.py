@@ -186,9 +186,11 @@ def _sum_tile(
             for part in tl.static_range(SHARES):
                 share = (first + turn) * SHARES + part
                 own = _of_share(scale_ptr, lying, share, COLUMNS // SHARES, BLOCK[1], BLOCKS)
-                own = _scale(own, SCALES).to(tl.int32, bitcast=True)
-                if not PLAIN:
-                    own, more = _words(own.to(tl.float32, bitcast=True), SCALES, dtype)
+                own = _scale(own, SCALES)
+                if PLAIN:
+                    own = own.to(tl.int32, bitcast=True)
+                else:
+                    own, more = _words(own, SCALES, dtype)
                 if zero_ptr is not None:
                     zero = _of_share(zero_ptr, lying, share, COLUMNS // SHARES, BLOCK[1], BLOCKS)
                     zero = zero.to(tl.float32)

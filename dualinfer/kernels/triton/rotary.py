@@ -285,16 +285,15 @@ def rotary_append(
     RMSNorm over each head with the weights q_norm and k_norm [D] (1 + weight with
     `norm_unit_offset`), then, or with `norm_turned` before it, a turn by positions[b, t] * inv_freq
     (float32 [R/2], R <= D), cos and sin times `scaling`, and if `rounded` with the precision of
-    qkv. `cache` is a pair (k, v) of views [N, K,
-    S, D]: token t of sequence b goes to place starts[b] + t (default t) of slot slots[b] (default
-    b), or nowhere from place S or slot N on; no other place is written. With `table` int32 [N,
-    blocks] the cache is of blocks (blocks.py). With `scales`, a pair float32 of the cache's axes
-    before D, the cache is of codes (codes.py), and k and v become what these mean. Positions, slots
-    [B] and starts [B] are int32 or int64. With `original` frequencies are [2, R/2], and sequences
-    whose last token's position, int `ends` [B], is that or more turn by the second row; with
-    `stretch` as well they are [R/2], and stretched as `spec.Rope` has it. What is
-    None falls away. Everything is computed in float32 and rounded once. `pdl` as in `launch`: norms
-    and frequencies are read before the kernel in front has ended.
+    qkv. `cache` is a pair (k, v) of views [N, K, S, D]: token t of sequence b goes to place
+    starts[b] + t (default t) of slot slots[b] (default b), or nowhere from place S or slot N on; no
+    other place is written. With `table` int32 [N, blocks] the cache is of blocks (blocks.py). With
+    `scales`, a pair float32 of the cache's axes before D, the cache is of codes (codes.py), and k
+    and v become what these mean. Positions, slots [B] and starts [B] are int32 or int64. With
+    `original` frequencies are [2, R/2], and sequences whose last token's position, int `ends` [B],
+    is that or more turn by the second row; with `stretch` as well they are [R/2], and stretched as
+    `spec.Rope` has it. What is None falls away. Everything is computed in float32 and rounded once.
+    `pdl` as in `launch`: norms and frequencies are read before the kernel in front has ended.
     """
     check_last_axis("qkv", qkv)
     width = (heads + 2 * kv_heads) * head_dim

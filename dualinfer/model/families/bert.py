@@ -55,8 +55,8 @@ def describe(fields: ConfigFields, architecture: str) -> tuple[ModelSpec, Weight
     rope = None
     if kind.rope == "interleaved":
         fields.require("rotary_value", False)
-        rope = make_rope({"rope_theta": 1e4}, head_dim, positions, interleaved=True)
-        rope = replace(rope, rounded=True)
+        turned = make_rope({"rope_theta": 1e4}, head_dim, positions, interleaved=True)
+        rope = replace(turned, rounded=True)  # HF reads a table in the model's dtype
     elif kind.rope == "stored":
         rope = make_rope({"rope_theta": fields.number("rope_theta")}, head_dim, positions)
     elif kind.rope:

@@ -59,6 +59,7 @@ from ..sampler import SlotState
 from . import primitives
 from .kernel_attention import KernelAttention
 from .plain import PlainOps
+from .plain_blocks import embed_scale
 from .schemes import SCHEMES
 
 # Of an expert on average, and its ffn: from there torch's products are faster on an H100.
@@ -127,9 +128,7 @@ class KernelOps(KernelAttention):
         table = w["embed.weight"].data
         types = "embed.weight" if spec.token_types_from_vocab else "token_types.weight"
         learned = spec.learned_positions > 0
-        scale = spec.embed_scale
-        if spec.rounds_scale:
-            scale = torch.tensor(scale, dtype=table.dtype, device="cpu").item()
+        scale = embed_scale(spec, table.dtype)
         return embedding.embed(
             ids,
             table,

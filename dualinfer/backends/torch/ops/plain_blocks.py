@@ -65,7 +65,7 @@ class PlainBlocks:
         table = w["embed.weight"]
         x = primitives.embed(ids, table) if spec.own_vocab else self._tokens(ids, table)
         if spec.embed_scale != 1:
-            x = _scaled(x, spec)
+            x = x * embed_scale(spec, x.dtype)
         return self._with_positions(spec, w, x, positions, token_types)
 
     def embed_given(
@@ -95,7 +95,7 @@ class PlainBlocks:
             else:
                 embeds = primitives.hear(embeds, *kernels)
         if spec.scales_embeds:
-            embeds = _scaled(embeds, spec)
+            embeds = embeds * embed_scale(spec, embeds.dtype)
         return self._with_positions(spec, w, embeds, positions, token_types, blend)
 
     def take_rows(self, table: Weight, ids: torch.Tensor) -> torch.Tensor:
@@ -496,8 +496,8 @@ class PlainBlocks:
         return logits if self.split is None else self.split.gather_logits(logits)
 
 
-def _scaled(x: torch.Tensor, spec: ModelSpec) -> torch.Tensor:
-    """Embeddings times the spec's scale, rounded once, or with the scale as well."""
-    if spec.rounds_scale:
-        return x * torch.tensor(spec.embed_scale, dtype=x.dtype, device="cpu")
-    return x * spec.embed_scale
+def embed_scale(spec: ModelSpec, dtype: torch.dtype) -> float:
+    """What multiplies embedded tokens, rounded to their `dtype` where HF rounds it."""
+    if not spec.rounds_scale:
+        return spec.embed_scale
+    return torch.tensor(spec.embed_scale, dtype=dtype, device="cpu").item()

@@ -16,6 +16,7 @@ from ..parallel import Split
 from ..profiling import named
 from . import mixtures
 from .kernels import KernelOps, reads_tables
+from .plain_blocks import embed_scale
 from .schemes import SCHEMES
 
 
@@ -68,9 +69,7 @@ class SplitKernelOps(KernelOps):
         if spec.own_vocab or not reads_tables(spec, w):
             return super().embed(spec, w, ids, positions, token_types)
         table = w["embed.weight"].data
-        scale = spec.embed_scale
-        if spec.rounds_scale:
-            scale = torch.tensor(scale, dtype=table.dtype, device="cpu").item()
+        scale = embed_scale(spec, table.dtype)
         x = embedding.embed(ids, table, scale=scale, first=self.split.first)
         added = None
         if spec.learned_positions:
