@@ -22,6 +22,8 @@ if os.environ.get("JAX_PLATFORMS") == "cpu":  # likewise: devices to share a mod
         flags.append("--xla_cpu_use_fusion_emitters=false")
         flags.append("--xla_cpu_parallel_codegen_split_count=1")  # fewer maps, see `_few_maps`
     os.environ.setdefault("XLA_FLAGS", " ".join(flags))
+# On a GPU torch, JAX and every worker share the card, of which JAX would take three quarters.
+os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 
 
 def pytest_configure(config):

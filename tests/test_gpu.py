@@ -1,12 +1,9 @@
 """What must hold on a GPU; run there with `pytest -m gpu`."""
 
 import copy
-import os
 
 import numpy as np
 import pytest
-
-os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # torch and JAX share the card
 
 torch = pytest.importorskip("torch")
 pytestmark = [

@@ -1,14 +1,11 @@
 """What the JAX backend's runners must do on a GPU; run there with `pytest -m gpu`."""
 
 import gc
-import os
 import subprocess
 import sys
 
 import numpy as np
 import pytest
-
-os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # torch and JAX share the card
 
 torch = pytest.importorskip("torch")
 jax = pytest.importorskip("jax")

@@ -1,7 +1,6 @@
 """What JAX users expect of an engine: parameters, a pure function, and memory shared with torch."""
 
 import gc
-import os
 import re
 from pathlib import Path
 
@@ -23,7 +22,6 @@ from dualinfer.model.outputs import Outputs
 
 from .models import make_model, random_ids, relative_rms, slow_but
 
-os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # torch and JAX share the card
 CAUSAL = "llama-gqa"
 CLOSE = 3e-6  # another padding, another order of sums
 DOCS = Path(__file__).parents[1] / "docs"
