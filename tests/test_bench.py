@@ -754,7 +754,8 @@ def test_every_op_on_the_gpu_agrees_with_its_references():
 
     for (name, _), group in by_op(bench_cases("bfloat16")).items():
         if name not in ("sample", "router"):  # whose noise, or whose product's dtype, differs
-            check_agree(group, 0.02)
+            # Plain weights beside codes are other weights: they are there for their time.
+            check_agree([c for c in group if "plain weights" not in c.reference], 0.02)
 
 
 @pytest.fixture
@@ -888,7 +889,7 @@ def test_every_jax_op_on_the_gpu_agrees_with_what_stands_beside_it():
 
     assert jax.devices()[0].platform == "gpu", "JAX runs on the CPU; install jax[cuda13]."
     for group in by_op(bench_cases("bfloat16")).values():
-        check_agree(group, 0.02)
+        check_agree([c for c in group if "plain weights" not in c.reference], 0.02)
 
 
 def test_chained_calls_all_run_and_their_states_go_on():

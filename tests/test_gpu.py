@@ -184,6 +184,7 @@ def test_a_seed_gives_the_same_text_on_both_backends_and_in_any_batch():
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
 def test_graphs_give_what_the_same_launches_give_uncaptured(family):
     import dualinfer
+    from dualinfer.backends.caches import Room
 
     model = make_model(family)
     settings = dict(dtype="bf16", replace_with_kernel_inject=True)
@@ -200,9 +201,8 @@ def test_graphs_give_what_the_same_launches_give_uncaptured(family):
         engine.texts = [engine.generate(pad_token_id=0, **call).tolist() for call in calls]
     assert plain.texts == graphs.texts
     # State of the last call, down to the bit.
-    for mine, other in zip(
-        graphs.runner._cache.view(1, 64), plain.runner._cache.view(1, 64), strict=True
-    ):
+    views = (engine.runner._cache.view(Room(1, 64)) for engine in (graphs, plain))
+    for mine, other in zip(*views, strict=True):
         assert torch.equal(mine.k, other.k) and torch.equal(mine.v, other.v)
     assert plain.report().compilations == 0
     before = graphs.report().compilations

@@ -11,6 +11,7 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("triton")
 
 import dualinfer  # noqa: E402
+from dualinfer.backends.caches import Room  # noqa: E402
 from dualinfer.backends.torch.ops.kernels import KernelOps  # noqa: E402
 
 from .models import randomize, relative_rms  # noqa: E402
@@ -59,8 +60,8 @@ def padded_batch(tokens: int = 150) -> tuple[torch.Tensor, torch.Tensor]:
 
 def cached(engine: Any, slots: int, tokens: int) -> list[torch.Tensor]:
     """Copies of every layer's keys and values."""
-    layers = engine.runner._cache.view(slots, tokens)
-    return [part.clone() for layer in layers for part in layer]
+    layers = engine.runner._cache.view(Room(slots, tokens))
+    return [part.clone() for layer in layers for part in layer if part is not None]
 
 
 @pytest.fixture
