@@ -60,23 +60,27 @@ _CAPTURED = "FUSION,CUBLAS,CUBLASLT,CUDNN,CUSTOM_CALL,CONDITIONAL,DYNAMIC_SLICE_
 
 
 def compiler_options(
-    enable_cuda_graph: bool | None, device: jax.Device, loops: bool = False
-) -> dict[str, str] | None:
+    enable_cuda_graph: bool | None, device: jax.Device, kernels: bool = False
+) -> dict[str, str | bool] | None:
     """Options for the compiler; None is XLA's own choice, which captures CUDA graphs on a GPU.
 
-    That choice captures the bodies of while loops and not the loops themselves. With `loops` it
-    captures these as well, which is best where a step is a few calls of our kernels: the host then
-    has no part between two tokens. The figures are in docs/measured-and-left-out.md.
+    That choice captures the bodies of while loops and not the loops themselves. With `kernels`,
+    which are ours, loops are captured as well, which is best where a step is a few calls of them:
+    the host then has no part between two tokens. XLA's products are cuBLAS' then, which adds a bias
+    before it rounds; Triton's products of XLA round it twice wherever they are taken as faster,
+    and to find that out takes most of a compilation. The figures are in
+    docs/measured-and-left-out.md and benchmarks/README.md.
     """
     if device.platform != "gpu":
         return None
+    options: dict[str, str | bool] = {"xla_gpu_enable_triton_gemm": False} if kernels else {}
     if enable_cuda_graph is False:
-        return {"xla_gpu_enable_command_buffer": ""}  # the empty list of commands to capture
-    if not loops:
-        return None
-    # One call is worth a graph of its own: it is the kernels of many layers.
-    graphs = {"xla_gpu_graph_min_graph_size": "1"}
-    return graphs | {"xla_gpu_enable_command_buffer": f"{_CAPTURED},WHILE"}
+        options["xla_gpu_enable_command_buffer"] = ""  # the empty list of commands to capture
+    elif kernels:
+        # One call is worth a graph of its own: it is the kernels of many layers.
+        options["xla_gpu_graph_min_graph_size"] = "1"
+        options["xla_gpu_enable_command_buffer"] = f"{_CAPTURED},WHILE"
+    return options or None
 
 
 class Job(NamedTuple):
@@ -108,7 +112,7 @@ class Executables:
 
     def __init__(
         self,
-        options: Mapping[str, str] | None = None,
+        options: Mapping[str, str | bool] | None = None,
         most: int = _MOST,
         most_bytes: int = _MOST_BYTES,
         launching: Sequence[jax.Device] = (),

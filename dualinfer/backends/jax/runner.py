@@ -93,7 +93,7 @@ class JaxRunner:
         ops: PlainOps,
         peers: Peers,
         most_tokens: int,
-        options: Mapping[str, str] | None = None,
+        options: Mapping[str, str | bool] | None = None,
         streaming: Streaming | None = None,
         cache_codes: str | None = None,
     ) -> None:

@@ -51,7 +51,7 @@ class JaxModuleRunner:
         self,
         module: Any,
         target: Target,
-        options: Mapping[str, str] | None = None,
+        options: Mapping[str, str | bool] | None = None,
     ) -> None:
         self.dtype, self._place = target.dtype, target.place
         self.device = self._place.device

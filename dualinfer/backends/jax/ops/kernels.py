@@ -304,6 +304,10 @@ class KernelOps(KernelAttention):
             many = math.prod(x.shape[:-1]) > linear.MOST_ROWS
             if bias is None or not (many and self._on_gpu):
                 return super().matmul(x, weight, bias)
+            if (
+                x.shape[-1] % _PADDED or bias.shape[-1] % _PADDED
+            ):  # XLA adds the bias behind a slice
+                return super().matmul(x, weight, bias)
             # cuBLAS adds the bias before it rounds; XLA has it do so where no float32 is asked for.
             return super().matmul(x, weight, None) + bias.astype(x.dtype)
         y = jnp.concatenate([self.linear(x, piece) for piece in weight.pieces], -1)
@@ -370,6 +374,7 @@ class KernelOps(KernelAttention):
         return state
 
 
+_PADDED = 8  # columns of 16 bits: XLA pads what cuBLAS multiplies to a multiple of them
 _BINS = thresholds.COPIES.value, thresholds.BINS.value, 2  # of 8 bytes, as two words
 
 

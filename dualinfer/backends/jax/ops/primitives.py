@@ -19,6 +19,7 @@ from ...caches import CacheView
 from .schemes import SCHEMES, einsum
 
 _MANY = 64  # rows of a product
+_POOLED = 1024  # tokens that are pooled as one
 _WHOLE = 1024  # queries whose scores are held at once
 
 IMPLEMENTATIONS = {
@@ -550,7 +551,14 @@ def pool(
         out = out.at[jnp.arange(len(x))[:, None], nobody].max(x, mode="drop")
         return jnp.where(jnp.isneginf(out), 0.0, out)
     owner = jnp.arange(count)[None, :, None] == segments[:, None, :]
-    return einsum("bmt,bte->bme", jnp.where(owner, weights[:, None, :], 0.0), x)
+    shares = jnp.where(owner, weights[:, None, :], 0.0)
+    if count == 1:
+        return (shares[:, 0, :, None] * x).sum(1, keepdims=True)
+    # A product of many tokens and few results leaves a GPU idle: parts of them run side by side.
+    parts = x.shape[1] // _POOLED if x.shape[1] % _POOLED == 0 else 1
+    shares = shares.reshape(*shares.shape[:2], parts, -1)
+    x = x.reshape(x.shape[0], parts, -1, x.shape[2])
+    return einsum("bmnt,bnte->bnme", shares, x).sum(1)
 
 
 def visible_keys(
