@@ -146,6 +146,25 @@ def test_files_of_two_devices_hold_what_the_engine_does_not_read(in_fp8, tmp_pat
     assert relative_rms(read.eval()(**given)[0].detach(), model(**given)[0].detach()) < 1e-5
 
 
+@pytest.mark.parametrize("by", ["save_pretrained", "save_mp_checkpoint_path"])
+def test_rows_of_experts_from_files_of_two_devices_are_one_tensor_again(by, tmp_path):
+    """DBRX's, which files of several devices hold expert by expert."""
+    fields = SAVED["DBRX's experts, which lie in one tensor"][-1]
+    torch.manual_seed(3)
+    model = hf.DbrxForCausalLM(hf.DbrxConfig(**fields)).eval()
+    model.save_pretrained(tmp_path / "hf")
+    save_in_two(tmp_path / "hf", tmp_path / "two", "jax")
+    given = {"save_mp_checkpoint_path": str(tmp_path / "one")} if "mp" in by else {}
+    with dualinfer.init_inference(tmp_path / "two", dtype="float32", **given) as engine:
+        if not given:
+            engine.save_pretrained(tmp_path / "one")
+    held, found = (contents(tmp_path / folder) for folder in ("hf", "one"))
+    assert found.keys() == held.keys()
+    for name, (dtype, values) in held.items():
+        assert found[name][0] == dtype
+        np.testing.assert_array_equal(found[name][1], values)
+
+
 @pytest.mark.slow
 def test_files_of_two_devices_hold_experts_without_a_use(tmp_path):
     """Those of a live LongCat, which has one tensor of all experts."""

@@ -116,7 +116,9 @@ def save_checkpoint(path: str, saved: Saved, tp: TensorParallelConfig, peers: Pe
                 save_folder(path, saved, option=_OPTION)
         return f"saved quantized, in 1 file of weights, to {target}"
     degree = _degree(tp, peers)
-    if degree == 1 and isinstance(saved.source, StackedSource):  # whose parts HF has no names for
+    names = (name for _, names in saved.plan.rows for name in names)
+    if degree == 1 and (isinstance(saved.source, StackedSource) or any("#" in n for n in names)):
+        # HF has no names for the parts of a tensor.
         save_folder(path, saved, option=_OPTION)
         return f"saved in 1 file of weights to {_resolved(path)}"
     tp_plan = make_plan(saved.plan.table, degree, tp.tp_grain_size)
@@ -239,6 +241,12 @@ def _entries(saved: Saved) -> tuple[list[_Entry], dict[str, Any] | None, bool]:
             if name in entries:
                 continue
             matrix = source.matrix(name) if isinstance(source, QuantizedSource) else None
+            if matrix is None and "#" in name:  # of files for several devices: one of some rows
+                whole = name.partition("#")[0]
+                if whole not in entries:
+                    own = [n for n in names if n.startswith(f"{whole}#")]
+                    entries[whole] = _joined_entry(whole, own, source, saved.dtype)
+                continue
             if matrix is None:
                 entries[name] = _plain_entry(name, source, saved.dtype)
                 plain += [name] if row.is_weight else []
@@ -303,6 +311,20 @@ def _plain_entry(name: str, source: TensorSource, dtype: str) -> _Entry:
             yield to_numpy(source.read(name)).astype(numpy_dtype(dtype), copy=False)
 
     return _Entry(Written(name, None, shape, size), {name: (dtype, shape)}, arrays)
+
+
+def _joined_entry(whole: str, names: list[str], source: TensorSource, dtype: str) -> _Entry:
+    """A tensor whose rows are those of others, in their order."""
+    names = sorted(names, key=lambda name: int(name.partition("#")[2]))
+    parts = [_plain_entry(name, source, dtype) for name in names]
+    high = sum(part.written.shape[0] for part in parts)
+    shape = (high, *parts[0].written.shape[1:])
+
+    def arrays() -> Iterator[np.ndarray]:
+        yield np.concatenate([array for part in parts for array in part.arrays()])
+
+    size = sum(part.written.nbytes for part in parts)
+    return _Entry(Written(whole, None, shape, size), {whole: (dtype, shape)}, arrays)
 
 
 def _dense_entry(name: str, matrix: QuantizedMatrix, dtype: str) -> _Entry:
