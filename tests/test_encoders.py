@@ -646,7 +646,7 @@ def test_two_devices_give_what_one_gives(case, backend, crew):
         found = crew.run(on_devices, case, backend, 2, world=2)
     else:
         found = [on_devices(case, backend, 2)]
-    expected = on_devices(case, backend, 1)
+    expected = on_devices(case, "torch", 1)  # which gives what JAX gives, and compiles nothing
     for own in found:
         for ours, theirs in zip(own, expected, strict=True):
             assert relative_rms(ours, theirs) < LIMIT
