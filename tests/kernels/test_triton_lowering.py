@@ -2,7 +2,7 @@
 
 Each line of VARIANTS is a kernel as some launch would specialise it. To add one, write the
 module and the kernel, the arguments by name, num_warps (num_stages) where they are not 4 (3), and
-`dtypes` where it does not run in all of them.
+`dtypes` where it does not run in all of them. ONLY_KERNELS=norm compiles that module's alone.
 """
 
 import contextlib
@@ -523,7 +523,8 @@ def cases(rest: bool) -> list[tuple[Variant, str]]:
     ]
     if rest:
         found += [(v, dtype) for v in REPEATING for dtype in v[2].get("dtypes", DTYPES)]
-    return found
+    only = os.environ.get("ONLY_KERNELS")
+    return [case for case in found if only in (None, case[0][0])]
 
 
 def compile_all(rest: bool) -> None:
