@@ -64,6 +64,8 @@ def test_a_mixture_is_that_of_transformers(case, backend, monkeypatch, tmp_path)
         for ours, theirs in zip(mine, chosen, strict=True):
             np.testing.assert_array_equal(ours, theirs)
         np.testing.assert_array_equal(engine.generate(ids, **GREEDY), text)
+    if backend == "jax" and case not in QUICK:
+        return  # the plan by which torch has read it is JAX's, too
     model.save_pretrained(tmp_path)
     with dualinfer.init_inference(str(tmp_path), backend=backend, **FUSED) as engine:
         assert relative_rms(engine(ids).logits, logits) < 1e-5
