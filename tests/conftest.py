@@ -24,6 +24,7 @@ if os.environ.get("JAX_PLATFORMS") == "cpu":  # likewise: devices to share a mod
     os.environ.setdefault("XLA_FLAGS", " ".join(flags))
 # On a GPU torch, JAX and every worker share the card, of which JAX would take three quarters.
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+gc.disable()  # until the tests are collected: imports make a million objects and leave no garbage
 
 
 def pytest_configure(config):
@@ -78,7 +79,8 @@ def _count_maps():
 def pytest_collection_finish():
     """What saves time in every test."""
     gc.collect()
-    gc.freeze()  # a million objects of imports, which collections need not look through
+    gc.freeze()  # what imports have made, which collections need not look through
+    gc.enable()
     atexit.register(gc.unfreeze)  # or what jaxlib holds counts as leaked
     _patch_once()
 

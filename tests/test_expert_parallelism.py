@@ -99,11 +99,12 @@ def test_experts_in_parts_give_what_one_device_gives(case, backend, devices, par
         found = crew.run(shared, case, backend, devices, parts, quant, world=devices)
     else:
         found = [shared(case, backend, devices, parts, quant)]
-    logits, text = shared(case, backend, 1, 1, quant)
+    # One device gives the same on both backends, and on torch nothing is compiled.
+    logits, text = shared(case, "torch" if quant is None else backend, 1, 1, quant)
     for ours, own in found:
         # Codes of inputs lie between two where sums differ by their roundings.
         assert relative_rms(ours, logits) < (1e-5 if quant != "int8_w8a8" else 2e-3)
-        if text is not None and quant != "int8_w8a8":
+        if backend == "torch" and quant != "int8_w8a8":
             np.testing.assert_array_equal(own, text)
 
 

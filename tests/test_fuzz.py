@@ -135,7 +135,7 @@ def whole(tmp_path_factory):
     return path, load_file(path / "model.safetensors")
 
 
-@pytest.mark.parametrize("steps", [300, pytest.param(3000, marks=MANY)])
+@pytest.mark.parametrize("steps", [300, pytest.param(1500, marks=MANY)])
 def test_config_json(steps, checkpoints, tmp_path):
     draw, fine = random.Random(16), 0
     for step in range(steps):
@@ -154,7 +154,7 @@ def test_config_json(steps, checkpoints, tmp_path):
     assert fine > steps / 20  # the changes are not all refused for one reason
 
 
-@pytest.mark.parametrize("steps", [150, pytest.param(3000, marks=MANY)])
+@pytest.mark.parametrize("steps", [150, pytest.param(1500, marks=MANY)])
 def test_generation_config_json(steps, tmp_path):
     draw, fine = random.Random(17), 0
     names = (*GENERATION, "eos_token_id", "pad_token_id", "bos_token_id", "chat_format", "self")
@@ -171,7 +171,7 @@ def test_generation_config_json(steps, tmp_path):
     assert fine > steps / 20
 
 
-@pytest.mark.parametrize("steps", [400, pytest.param(5000, marks=MANY)])
+@pytest.mark.parametrize("steps", [400, pytest.param(2500, marks=MANY)])
 def test_options_of_requests(steps):
     draw = random.Random(18)
     odd = [*VALUES, 10**400, 10**5000, -(10**5000), np.int64(3), np.array([1, 2]), object(), b"x"]
@@ -214,7 +214,7 @@ def _some_ids(draw: random.Random) -> Any:
     return draw.choice((ids, ids, ids, ids, draw.choice(VALUES)))
 
 
-@pytest.mark.parametrize("steps", [500, pytest.param(5000, marks=MANY)])
+@pytest.mark.parametrize("steps", [500, pytest.param(2500, marks=MANY)])
 def test_ids_and_masks_of_requests(steps):
     draw, fine = random.Random(19), 0
     for step in range(steps):
@@ -299,7 +299,7 @@ def _changed_state(draw: random.Random, state: dict[str, Any]) -> Any:
     return result
 
 
-@pytest.mark.parametrize("steps", [90, pytest.param(1500, marks=MANY)])
+@pytest.mark.parametrize("steps", [90, pytest.param(750, marks=MANY)])
 def test_files_of_weights(steps, whole, tmp_path):
     path, tensors = whole
     content = (path / "model.safetensors").read_bytes()
@@ -339,7 +339,7 @@ def test_files_of_weights(steps, whole, tmp_path):
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("steps", [8, pytest.param(120, marks=MANY)])
+@pytest.mark.parametrize("steps", [8, pytest.param(60, marks=MANY)])
 def test_folders_as_engines(steps, backend, checkpoints, tmp_path):
     """What the descriptions let through is loaded, and in many steps serves a request as well."""
     path, written, _ = checkpoints[0]

@@ -302,5 +302,5 @@ def test_two_devices_give_what_one_gives(case, backend, crew):
         found = crew.run(on_devices, case, backend, 2, world=2)
     else:
         found = [on_devices(case, backend, 2)]
-    expected = on_devices(case, backend, 1)
+    expected = on_devices(case, "torch", 1)  # which gives what JAX gives, and compiles nothing
     assert all(relative_rms(own, expected) < LIMIT for own in found)

@@ -116,9 +116,19 @@ def answers(engines):
     return get
 
 
-@pytest.mark.parametrize("devices", [2, *(pytest.param(n, marks=pytest.mark.slow) for n in (3, 4))])
+SHARED = [(name, 2) for name in ("llama-gqa", "bert-masked", "gemma2")]
+# Each number of devices, and each model; each with each shows nothing else.
+SHARED += [
+    pytest.param(*case, marks=pytest.mark.slow)
+    for case in (
+        *(("llama-gqa", 3), ("llama-gqa", 4), ("bert-masked", 3), ("gemma2", 4), ("gpt2", 2)),
+        *(("gpt2", 4), ("bloom", 3), ("bloom", 4), ("gptj", 2), ("gptj", 3)),
+    )
+]
+
+
 # How the others' weights are cut is torch's plan as well, over all models.
-@pytest.mark.parametrize("name", slow_but(("llama-gqa", "bert-masked", "gemma2"), MAIN))
+@pytest.mark.parametrize(("name", "devices"), SHARED)
 def test_answers_are_those_of_one_device(name, devices, answers):
     logits, text = answers(name, devices)
     expected, expected_text = answers(name, 1)
