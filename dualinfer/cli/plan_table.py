@@ -6,11 +6,18 @@ from dataclasses import dataclass, field, replace
 from itertools import groupby
 
 from ..arrays import numpy_dtype
-from ..backends.caches import LAYOUTS, cache_specs, check_kinds, describe_caches, token_bytes
+from ..backends.caches import (
+    LAYOUTS,
+    cache_specs,
+    check_kinds,
+    describe_caches,
+    state_bytes,
+    token_bytes,
+)
 from ..backends.held import describe_rows, held_bytes, read_share
 from ..backends.streaming import Streaming, choose_layers
 from ..config import InferenceConfig
-from ..model.spec import Experts, Layer, ModelSpec
+from ..model.spec import Experts, Layer
 from ..model.weights import Row, WeightTable
 from ..parallel.experts import describe_experts
 from ..parallel.shard import Held, Shard, fit_row, whole
@@ -126,7 +133,7 @@ def make_plan_table(
         notes=(
             *_notes(plan, rows),
             *describe_experts(plan),
-            *_cache_notes(spec, codes, size),
+            *_cache_notes(plan, codes, itemsize),
         ),
         weights=describe_rows(rows, whole(table), dtype),
         is_quantized=any(row.scheme is not None for row in rows),
@@ -221,10 +228,14 @@ def _part(
     return DevicePart(weights, cache, tuple(shares))
 
 
-def _cache_notes(spec: ModelSpec, codes: str | None, size: int) -> Iterator[str]:
-    """What the cache keeps where that is codes, or what all heads share."""
+def _cache_notes(plan: ShardingPlan, codes: str | None, itemsize: int) -> Iterator[str]:
+    """What the cache keeps where that is codes, states, or what all heads share."""
+    spec, size = plan.table.spec, plan.size
     if not spec.causal:
         return
+    if states := state_bytes(cache_specs(plan.shards[0].spec, codes), itemsize):
+        on_each = " on each device" if size > 1 else ""
+        yield f"cache: {states:,} bytes of states as well for each sequence of any length{on_each}"
     specs = cache_specs(spec, codes)
     check_kinds(specs, LAYOUTS, "torch")
     if size > 1 and any(own.kind == "latent" for own in specs):

@@ -33,6 +33,7 @@ from ..model.spec import (
 # Attention of a layer, by its number, over packed queries, keys and values, or over the pair that
 # latent attention takes; across, over queries.
 Attend = Callable[[int, Array], Array]
+Recur = Callable[[int, Array], Array]  # a layer's recurrence, likewise, over what it has projected
 _SIDES = Router(2)  # the softmax of two numbers
 
 
@@ -67,14 +68,15 @@ def block(
     own: Array | None = None,
     seen: Seen = _ALL,
     late: list[Array] | None = None,
+    recur: Recur | None = None,
 ) -> Array | Unnormed:
     """One layer's output; with `spend` its input may be overwritten.
 
     `across` attends to what an encoder gave, where the layer does. `lent` has the packed queries,
     keys and values of the layers whose keys and values others have; that of a lender is put there.
     `own` is this layer's own embedding of each token, where it `reads` one. What a mixture gives
-    that `is_late` is put into `late`. A norm over the sum of a sub-layer and what it read is left
-    to the product that comes next.
+    that `is_late` is put into `late`. `recur` is that of a layer with a recurrence. A norm over the
+    sum of a sub-layer and what it read is left to the product that comes next.
     """
     if layer.placement == "post":
         if layer.adapter is not None:
@@ -98,7 +100,8 @@ def block(
         return _streamed_block(
             layer, layer.streams, w, ops, normed(ops, x), index, attend, lent, own
         )
-    x = _sublayers(layer, w, ops, normed(ops, x), index, attend, spend, across, lent, seen, late)
+    more = across, lent, seen, late, recur
+    x = _sublayers(layer, w, ops, normed(ops, x), index, attend, spend, *more)
     if layer.adapter is not None:
         x = ops.add(*_adapted(layer.adapter, layer.norm, w, ops, x))
     if layer.reads:
@@ -136,6 +139,7 @@ def _sublayers(
     lent: dict[int, Array] | None,
     seen: Seen,
     late: list[Array] | None,
+    recur: Recur | None,
 ) -> Array:
     """`block` as far as most families have it: attention and feed-forward."""
 
@@ -218,6 +222,13 @@ def _sublayers(
         by = Neighbours(w.get("cross_out.bias"), residual=residual, spend=True)
         return ops.row_product(across(index, q), w["cross_out.weight"], by)
 
+    def recurrence(x: Array, norm: NormOf | None, residual: Array | None) -> Array:
+        """The recurrence of `x`, likewise; the residual may be overwritten."""
+        assert recur is not None
+        h = ops.linear(x, w["recurrence_in.weight"], Neighbours(w.get("recurrence_in.bias"), norm))
+        by = Neighbours(w.get("recurrence_out.bias"), residual=residual, spend=spend)
+        return ops.row_product(recur(index, h), w["recurrence_out.weight"], by)
+
     def mlp(x: Array, norm: NormOf | None, residual: Array | None) -> Array:
         """Feed-forward of `x`, likewise; the residual may be overwritten."""
         if isinstance(layer.mlp, Experts):
@@ -268,7 +279,7 @@ def _sublayers(
     if layer.parallel:
         total = attention(x, norm("attn_norm"), x)
         return mlp(x, norm("attn_norm" if layer.shared_norm else "mlp_norm"), total)
-    x = through("attn", attention, x)
+    x = through("attn", attention if layer.attends else recurrence, x)
     if layer.cross:
         x = through("cross", cross, x)
     return through("mlp", mlp, x)

@@ -115,13 +115,13 @@ def make_plan(
 
     none = Share(0, 0, 0)  # of a model that reads no ids
     vocab = width("vocab", spec.vocab) if spec.vocab else [none] * size
-    by_kind: dict[tuple[int, ...], list[_Cut]] = {}
+    by_kind: dict[Any, list[_Cut]] = {}
     cuts = {}  # of each layer; most models repeat one object
     for key, layer in {id(layer): layer for layer in spec.all_layers}.items():
         a = layer.attention
         mlp = layer.mlp
         shared = mlp.shared if isinstance(mlp, Experts) else 0
-        kind = a.heads, a.kv_heads, a.head_dim, mlp.ffn, shared, layer.experts
+        kind = a.heads, a.kv_heads, a.head_dim, mlp.ffn, shared, layer.experts, layer.recurrence
         if a.pairs is not None and size > a.kv_heads:
             raise ConfigError(
                 f"{asked_by}={size}: {spec.architecture} has {a.kv_heads} KV heads, and tokens "
@@ -137,7 +137,11 @@ def make_plan(
                 experts, ffn = zip(*of_experts(mlp), strict=True)
             else:
                 ffn = width("gate" if mlp.gated else "ffn", mlp.ffn)
-            by_kind[kind] = [_Cut(*own) for own in zip(*heads, ffn, all_have, experts, strict=True)]
+            recurrent = [Share(0, 0, 0)] * size
+            if layer.recurrence is not None:
+                recurrent = width("conv", layer.recurrence.width)
+            own = *heads, ffn, all_have, experts, recurrent
+            by_kind[kind] = [_Cut(*parts) for parts in zip(*own, strict=True)]
         cuts[key] = layer, by_kind[kind]
     shards = []
     for rank in range(size):
@@ -154,7 +158,7 @@ class _Cut(NamedTuple):
 
     The latter are those of the MLP or of every expert, and of an expert that all tokens share.
     `experts` are those that it has, None for all. Where one half of heads is subtracted from the
-    other, heads are pairs of both.
+    other, heads are pairs of both. `recurrent` is its part of a recurrence.
     """
 
     query: Share
@@ -162,6 +166,7 @@ class _Cut(NamedTuple):
     ffn: Share
     shared: Share
     experts: Share | None
+    recurrent: Share
 
     def shares(self, layer: Layer) -> dict[str, Share]:
         """By the names of axes."""
@@ -175,6 +180,8 @@ class _Cut(NamedTuple):
         if layer.spans is not None:
             streams["spans"] = self.query.times(q)
             streams["mixtures"] = self.query.times(layer.spans.taps)
+        if layer.recurrence is not None:
+            streams |= dict.fromkeys(layer.recurrence.axes, self.recurrent)
         query, key = self.query, self.key
         if layer.attention.difference is not None:
             for name, share, dim in (("q", query, q), ("k", key, k), ("v", key, v)):
@@ -204,7 +211,11 @@ class _Cut(NamedTuple):
         mlp = replace(layer.mlp, ffn=self.ffn.extent)
         if isinstance(mlp, Experts):
             mlp = replace(mlp, shared=self.shared.extent)
-        return replace(layer, attention=attention, mlp=mlp, cross=cross)
+        recurrence = layer.recurrence
+        if recurrence is not None:
+            recurrence = replace(recurrence, width=self.recurrent.extent)
+        parts: dict[str, Any] = {"attention": attention, "mlp": mlp, "cross": cross}
+        return replace(layer, recurrence=recurrence, **parts)
 
 
 def split_heads(

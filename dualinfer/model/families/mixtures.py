@@ -87,6 +87,7 @@ _LISTED = ("axk1", "axk2", "cohere2_moe", "exaone_moe", "glm4_moe_lite", "hy_v3"
 _LISTED += ("deepseek_v32", "glm_moe_dsa", "deepseek_ocr2_text", "laguna", "mimo_v2_flash")
 _LISTED += ("step3p5",)
 _SEVERAL = Mixture(shared="mlp.shared_experts", shares="num_shared_experts")
+_FACTOR = "routed_scaling_factor"
 _TRAINED = ("aux_loss_alpha", "seq_aux")
 MIXTURES: Mapping[str, Mixture] = {
     "afmoe": replace(_SEVERAL, router="router.gate", choice_bias="expert_bias"),
@@ -137,6 +138,7 @@ MIXTURES: Mapping[str, Mixture] = {
         renames=((".mlp.gate.e_score_", ".mlp.e_score_"),),
         unused=(r"(^|\.)mtp\.",),
     ),
+    "lfm2_moe": Mixture(block="feed_forward", expert=("w1", "w3", "w2"), choice_bias="expert_bias"),
     "flint": Mixture(renames=((".self_attn.sinks", ".self_attn.softmax_offset"),)),
     "flex_olmo": Mixture(ffn="intermediate_size"),
     "glm4_moe": _DEEPSEEK,
@@ -329,6 +331,9 @@ def _router(fields: ConfigFields) -> Router:
         scale = fields.number("routed_scaling_factor")
         score = "softmax" if family == "mistral4" else "sigmoid"
         return Router(0, score, groups, chosen, "two", renormalized, 1e-20, scale)
+    if family == "lfm2_moe":
+        renormalized, scale = fields.flag("norm_topk_prob", True), fields.number(_FACTOR)
+        return Router(0, "sigmoid", renormalized=renormalized, eps=1e-6, scale=scale)
     if family == "afmoe":
         scale = fields.number("route_scale")
         return Router(0, "sigmoid", renormalized=True, eps=1e-20, scale=scale)
@@ -403,7 +408,7 @@ def _which(fields: ConfigFields, layers: int) -> list[bool]:
         if family == "glm4_moe_lite":
             fields.require("first_k_dense_replace", kinds.count("dense"))  # HF does not read it
         return [kind == "sparse" for kind in kinds]
-    if family == "afmoe":
+    if family in ("afmoe", "lfm2_moe"):
         dense = fields.size("num_dense_layers") if fields.take("num_dense_layers") else 0
         return [i >= dense for i in range(layers)]
     if family == "solar_open":

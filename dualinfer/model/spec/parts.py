@@ -1,7 +1,8 @@
 """What layers are made of beside attention: norms, MLPs, mixtures of experts, and rarer parts."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import ClassVar, Literal, TypeAlias
 
 Activation = Literal["silu", "gelu", "gelu_tanh", "quick_gelu", "relu", "relu2", "tanh"]
 XIELU = ("alpha_p", "alpha_n", "beta", "eps")  # a layer's numbers of the activation xIELU
@@ -141,6 +142,34 @@ class Convolution:
 
     taps: int
     activation: Activation
+
+
+@dataclass(frozen=True)
+class ShortConvolution:
+    """A gated convolution over the past, in attention's place (LFM2, HF's `Lfm2ShortConv`).
+
+    Three projections of a token have `width` elements each. The product of the first and the third
+    is convolved over the token and the `taps` - 1 before it, each element by a kernel of its own,
+    and the second times what that gives is projected back.
+    """
+
+    width: int
+    taps: int
+    axes: ClassVar[tuple[str, ...]] = ("conv", "conv_in", "conv_out", "conv_x")
+    held: ClassVar[Mapping[str, str]] = {"convolved channels": "conv"}  # an axis as people know it
+
+    @property
+    def channels(self) -> int:
+        """Elements of a token that are convolved."""
+        return self.width
+
+    @property
+    def multiplied(self) -> int:
+        """Products of a token beside those with matrices."""
+        return (self.taps + 2) * self.width
+
+
+Recurrence: TypeAlias = ShortConvolution  # what a layer may have in attention's place, or beside it
 
 
 @dataclass(frozen=True)
