@@ -588,6 +588,10 @@ class BlockOps(Protocol):
         """Gates and ups h [..., 2 F] as hidden values [..., F], as `spec.Mlp.limit` has them."""
         ...
 
+    def gate_scaled(self, h: Array, by: Activation, scale: float) -> Array:
+        """activation(scale * gate) * up of gates and ups h [..., 2 F]: [..., F]."""
+        ...
+
     def like(self, x: Array, other: Array) -> Array:
         """x in the dtype of `other`."""
         ...

@@ -152,7 +152,8 @@ def _sums(layer: Layer) -> int:
         return 1 + layer.bottleneck.feeds
     mlp = layer.mlp
     apart = isinstance(mlp, Experts) and (mlp.apart or mlp.late)
-    return 2 + (layer.cross is not None) + (layer.page is not None) + apart
+    mixed = layer.attends + (layer.recurrence is not None)
+    return mixed + layer.feeds + (layer.cross is not None) + (layer.page is not None) + apart
 
 
 _TOKENS = (1, 8, 64)  # of a step: what one reads, and what sequences that run together do
@@ -256,11 +257,14 @@ def _notes(plan: ShardingPlan, rows: Sequence[Row]) -> Iterator[str]:
         yield f"{table.optional}* may be missing in the checkpoint as a whole"
     if plan.size == 1:
         return
-    idle = [str(s.rank) for s in plan.shards if not s.share("q", 0).real]
-    if idle:
-        yield f"without a head, so that one of zeros is held: device {', '.join(idle)}"
-    if sum(shard.share("k", 0).real for shard in plan.shards) > table.spec.extent("k", 0):
-        yield "KV heads are fewer than devices, so that several hold the same one"
+    attending = next((i for i, own in enumerate(table.spec.all_layers) if own.attends), None)
+    if attending is not None:
+        idle = [str(s.rank) for s in plan.shards if not s.share("q", attending).real]
+        if idle:
+            yield f"without a head, so that one of zeros is held: device {', '.join(idle)}"
+        held = sum(shard.share("k", attending).real for shard in plan.shards)
+        if held > table.spec.extent("k", attending):
+            yield "KV heads are fewer than devices, so that several hold the same one"
     padding = {}
     for own in (own for shard in plan.shards for own in shard.held()):
         padding[own.name] = padding.get(own.name, 0) + own.extent - own.real

@@ -229,6 +229,16 @@ def _sublayers(
         by = Neighbours(w.get("recurrence_out.bias"), residual=residual, spend=spend)
         return ops.row_product(recur(index, h), w["recurrence_out.weight"], by)
 
+    def mixing(x: Array, norm: NormOf | None, residual: Array | None) -> Array:
+        """What mixes tokens of `x`, likewise: attention, a recurrence or both."""
+        if layer.recurrence is None:
+            return attention(x, norm, residual)
+        if not layer.attends:
+            return recurrence(x, norm, residual)
+        y = attention(x, norm, None) * layer.attention_scale
+        y = ops.add(y, recurrence(x, norm, None))
+        return y if residual is None else ops.add(residual, y)
+
     def mlp(x: Array, norm: NormOf | None, residual: Array | None) -> Array:
         """Feed-forward of `x`, likewise; the residual may be overwritten."""
         if isinstance(layer.mlp, Experts):
@@ -244,6 +254,12 @@ def _sublayers(
                     h, w["shared.down.weight"], Neighbours(residual=residual, spend=True)
                 )
             return mixture(layer.mlp, w, ops, x, norm, residual, seen)
+        if layer.mlp.scales is not None:
+            gate, out = layer.mlp.scales
+            h = ops.linear(x, w["up.weight"], Neighbours(w.get("up.bias"), norm))
+            h = ops.gate_scaled(h, _plain_activation(layer), gate)
+            y = ops.row_product(h, w["down.weight"], Neighbours(w.get("down.bias"))) * out
+            return y if residual is None else ops.add(residual, y)
         if layer.mlp.activation == "xielu":
             h = ops.linear(x, w["up.weight"], Neighbours(w.get("up.bias"), norm))
             h = ops.xielu(h, [w[f"xielu.{name}"] for name in XIELU])
@@ -279,10 +295,11 @@ def _sublayers(
     if layer.parallel:
         total = attention(x, norm("attn_norm"), x)
         return mlp(x, norm("attn_norm" if layer.shared_norm else "mlp_norm"), total)
-    x = through("attn", attention if layer.attends else recurrence, x)
+    if layer.attends or layer.recurrence is not None:
+        x = through("attn", mixing, x)
     if layer.cross:
         x = through("cross", cross, x)
-    return through("mlp", mlp, x)
+    return through("mlp", mlp, x) if layer.feeds else x
 
 
 def _norms(layer: Layer, name: str) -> tuple[str | None, str | None]:

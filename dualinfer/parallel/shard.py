@@ -110,7 +110,7 @@ class Shard:
         axes = {
             **(heads if own.attends else {}),
             **(own.recurrence.held if own.recurrence else {}),
-            "MLP width": "ffn",
+            **({"MLP width": "ffn"} if own.feeds else {}),
             **({"experts": "experts"} if self._split("experts", layer) else {}),
             "vocabulary": "vocab",
         }

@@ -14,7 +14,7 @@ from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
 
 from ..errors import ConfigError
-from ..model.spec import Experts, Layer
+from ..model.spec import Experts, Layer, Recurrence, ShortConvolution, StateSpace
 from ..model.weights import WeightTable
 from .shard import Shard, Share, whole
 
@@ -122,6 +122,7 @@ def make_plan(
         mlp = layer.mlp
         shared = mlp.shared if isinstance(mlp, Experts) else 0
         kind = a.heads, a.kv_heads, a.head_dim, mlp.ffn, shared, layer.experts, layer.recurrence
+        kind += (layer.feeds,)
         if a.pairs is not None and size > a.kv_heads:
             raise ConfigError(
                 f"{asked_by}={size}: {spec.architecture} has {a.kv_heads} KV heads, and tokens "
@@ -133,13 +134,18 @@ def make_plan(
             heads = split_heads(a.heads // halves, a.kv_heads // halves, size, equal)
             all_have = width("shared", shared) if shared else [Share(0, 0, 0)] * size
             experts: Sequence[Share | None] = [None] * size
-            if isinstance(mlp, Experts) and expert_parts > 1:
+            if not layer.feeds:
+                ffn = [none] * size
+            elif isinstance(mlp, Experts) and expert_parts > 1:
                 experts, ffn = zip(*of_experts(mlp), strict=True)
             else:
                 ffn = width("gate" if mlp.gated else "ffn", mlp.ffn)
-            recurrent = [Share(0, 0, 0)] * size
-            if layer.recurrence is not None:
-                recurrent = width("conv", layer.recurrence.width)
+            recurrent: Sequence[_Part | None] = [None] * size
+            if isinstance(layer.recurrence, ShortConvolution):
+                shares = width("conv", layer.recurrence.width)
+                recurrent = [_of_convolution(layer.recurrence, share) for share in shares]
+            elif layer.recurrence is not None:
+                recurrent = _of_states(layer.recurrence, size, equal, asked_by)
             own = *heads, ffn, all_have, experts, recurrent
             by_kind[kind] = [_Cut(*parts) for parts in zip(*own, strict=True)]
         cuts[key] = layer, by_kind[kind]
@@ -151,6 +157,33 @@ def make_plan(
         by_layer = tuple(shares[id(layer)] for layer in spec.all_layers)
         shards.append(Shard(rank, size, own, table, {"vocab": vocab[rank]}, by_layer))
     return ShardingPlan(table, tuple(shards), expert_parts)
+
+
+class _Part(NamedTuple):
+    """One device's part of a recurrence: its shares by the names of axes, and what it computes."""
+
+    shares: dict[str, Share]
+    recurrence: Recurrence
+
+
+def _of_convolution(own: ShortConvolution, share: Share) -> _Part:
+    return _Part(dict.fromkeys(own.extents, share), replace(own, width=share.extent))
+
+
+def _of_states(own: StateSpace, size: int, equal: bool, asked_by: str) -> list[_Part]:
+    """Heads are shared out by whole groups, or where all are of one group, which each has."""
+    if size > own.groups > 1:
+        raise ConfigError(
+            f"{asked_by}={size}: the states of this model have {own.groups} groups of heads, and "
+            f"devices share whole ones. Use at most {own.groups}."
+        )
+    parts = []
+    for heads, groups in zip(*split_heads(own.heads, own.groups, size, equal), strict=True):
+        wide, shared = heads.times(own.head_dim), groups.times(own.state)
+        shares = {**dict.fromkeys(("state_z", "state_x"), wide), "states": heads}
+        shares |= dict.fromkeys(("state_b", "state_c"), shared)
+        parts.append(_Part(shares, replace(own, heads=heads.extent, groups=groups.extent)))
+    return parts
 
 
 class _Cut(NamedTuple):
@@ -166,7 +199,7 @@ class _Cut(NamedTuple):
     ffn: Share
     shared: Share
     experts: Share | None
-    recurrent: Share
+    recurrent: _Part | None
 
     def shares(self, layer: Layer) -> dict[str, Share]:
         """By the names of axes."""
@@ -180,8 +213,8 @@ class _Cut(NamedTuple):
         if layer.spans is not None:
             streams["spans"] = self.query.times(q)
             streams["mixtures"] = self.query.times(layer.spans.taps)
-        if layer.recurrence is not None:
-            streams |= dict.fromkeys(layer.recurrence.axes, self.recurrent)
+        if self.recurrent is not None:
+            streams |= self.recurrent.shares
         query, key = self.query, self.key
         if layer.attention.difference is not None:
             for name, share, dim in (("q", query, q), ("k", key, k), ("v", key, v)):
@@ -211,9 +244,7 @@ class _Cut(NamedTuple):
         mlp = replace(layer.mlp, ffn=self.ffn.extent)
         if isinstance(mlp, Experts):
             mlp = replace(mlp, shared=self.shared.extent)
-        recurrence = layer.recurrence
-        if recurrence is not None:
-            recurrence = replace(recurrence, width=self.recurrent.extent)
+        recurrence = None if self.recurrent is None else self.recurrent.recurrence
         parts: dict[str, Any] = {"attention": attention, "mlp": mlp, "cross": cross}
         return replace(layer, recurrence=recurrence, **parts)
 

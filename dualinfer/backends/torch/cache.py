@@ -281,15 +281,19 @@ class LatentCache(NamedTuple):
 
 
 class StateCache(NamedTuple):
-    """What a recurrence keeps: the last tokens that it convolves, [N, taps - 1, C]."""
+    """What a recurrence keeps: the last tokens that it convolves, [N, taps - 1, C].
+
+    And, if it is a state space, its state, float32 [N, heads, head_dim, state].
+    """
 
     past: torch.Tensor
+    state: torch.Tensor | None = None
     kind, codes = "state", None
 
     @property
     def arrays(self) -> tuple[torch.Tensor, ...]:
         """See `StateView.arrays`."""
-        return tuple(self)
+        return (self.past,) if self.state is None else (self.past, self.state)
 
     @classmethod
     def make(

@@ -71,6 +71,7 @@ _GRANITE = Mixture(
         (".block_sparse_moe.router.weight", ".block_sparse_moe.router.layer.weight"),
     ),
 )
+_GRANITES = ("granitemoe", "granitemoe_swa", "granitemoehybrid", "granitemoeshared")
 _LATENT = (
     "deepseek_v32",
     "glm_moe_dsa",
@@ -152,6 +153,7 @@ MIXTURES: Mapping[str, Mixture] = {
     ),
     "granitemoe": _GRANITE,
     "granitemoe_swa": replace(_GRANITE, renames=()),
+    "granitemoehybrid": _GRANITE,
     "granitemoeshared": _GRANITE,
     "hy_v3": replace(
         _SEVERAL,
@@ -298,7 +300,7 @@ def _chosen(fields: ConfigFields, name: str, layer: int, layers: int) -> int:
 def _router(fields: ConfigFields) -> Router:
     """How a family's router chooses, but for how many."""
     family = fields.family
-    if family in ("aria_text", "gpt_oss", "granitemoe", "granitemoe_swa", "granitemoeshared"):
+    if family in ("aria_text", "gpt_oss", *_GRANITES):
         return Router(0, "chosen")
     if family in ("deepseek_ocr2_text", "deepseek_v2"):
         fields.require("norm_topk_prob", False)  # HF's router does not read it
@@ -384,7 +386,7 @@ def _shared(fields: ConfigFields) -> int:
         return fields.size("share_expert_dim")
     if fields.family in ("flint", "kolibri1", "laguna", "qwen2_moe"):
         return fields.size("shared_expert_intermediate_size")
-    if fields.family in ("granitemoe_swa", "granitemoeshared"):
+    if fields.family in _GRANITES[1:]:
         width = "shared_intermediate_size"
         return fields.size(width) if fields.take(width, 0) else 0
     if fields.family in ("hunyuan_v1_moe", "llama4_text"):

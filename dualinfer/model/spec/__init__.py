@@ -23,6 +23,7 @@ from .parts import (
     Router,
     ShortConvolution,
     Spans,
+    StateSpace,
     Streams,
 )
 
@@ -57,6 +58,7 @@ __all__ = [
     "ShortConvolution",
     "Sounds",
     "Spans",
+    "StateSpace",
     "Streams",
     "Waves",
 ]

@@ -203,8 +203,10 @@ class Layer:
     - `page`: how a `paged` block is built (LiLT).
     - `streams`: how a block of `streams` is built (Gemma 3n).
     - `recurrence` (always `pre`): a sub-layer that keeps a state of fixed size instead of keys and
-      values. It stands in attention's place where the layer does not attend (LFM2); what its
-      `attention` says is then read by nobody.
+      values. It stands in attention's place where the layer does not attend (LFM2), else beside
+      it: both read by one norm, and both are added, attention times `attention_scale` (Falcon-H1).
+    - `attends` and `feeds` (`pre` where one is false): it has attention, and an MLP. What is said
+      of one that it has not is read by nobody.
     """
 
     attention: Attention
@@ -231,6 +233,8 @@ class Layer:
     streams: Streams | None = None
     recurrence: Recurrence | None = None
     attends: bool = True
+    feeds: bool = True
+    attention_scale: float = 1.0
 
     @property
     def experts(self) -> int:
@@ -489,7 +493,7 @@ class ModelSpec:
         if attention.pairs is not None:
             inner["paired"] = attention.pairs.count
         if (recurrence := self.layers[layer].recurrence) is not None:
-            inner |= dict.fromkeys(recurrence.axes, recurrence.width)
+            inner |= recurrence.extents
             inner["recurrence_taps"] = recurrence.taps
         if (own := attention.latent) is not None:
             inner |= {"latent": own.width, "rank": own.rank, "query_rank": own.query_rank}

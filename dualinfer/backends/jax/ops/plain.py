@@ -314,13 +314,13 @@ class PlainOps(PlainBlocks):
     ) -> tuple[jax.Array, StateView | None]:
         """See `contract.Ops.recur`."""
         where = cache, slots, lengths, goes_on
-        return recurrences.recur(own, w, x, mask, segments, *where)
+        return recurrences.recur(own, w, x, self.split, mask, segments, *where)
 
     def recur_token(
         self, own: Recurrence, w: Weights, x: jax.Array, cache: StateView, moves: jax.Array
     ) -> tuple[jax.Array, StateView]:
         """See `contract.Ops.recur_token`."""
-        return recurrences.recur_token(own, w, x, cache, moves)
+        return recurrences.recur_token(own, w, x, self.split, cache, moves)
 
     def sample(
         self,

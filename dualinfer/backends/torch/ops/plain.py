@@ -324,13 +324,13 @@ class PlainOps(PlainBlocks):
     ) -> tuple[torch.Tensor, StateView | None]:
         """See `contract.Ops.recur`."""
         where = cache, slots, lengths, goes_on
-        return recurrences.recur(own, w, x, mask, segments, *where)
+        return recurrences.recur(own, w, x, self.split, mask, segments, *where)
 
     def recur_token(
         self, own: Recurrence, w: Weights, x: torch.Tensor, cache: StateView, moves: torch.Tensor
     ) -> tuple[torch.Tensor, StateView]:
         """See `contract.Ops.recur_token`."""
-        return recurrences.recur_token(own, w, x, cache, moves)
+        return recurrences.recur_token(own, w, x, self.split, cache, moves)
 
     def sample(
         self,
