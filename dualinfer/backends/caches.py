@@ -14,7 +14,7 @@ import numpy as np
 
 from ..arrays import numpy_dtype
 from ..errors import OutOfMemoryError, UnsupportedError
-from ..model.spec import Attention, Layer, ModelSpec
+from ..model.spec import Attention, Layer, ModelSpec, Recurrence, ShortConvolution
 from ..parallel.agreement import Peers
 
 BLOCK = 64  # tokens of a block
@@ -28,7 +28,8 @@ class CacheSpec:
 
     Those of a latent one are of the one head that all query heads read: its value is the first
     `value_dim` elements of its key, and not kept twice.
-    `codes` are "fp8_e4m3" or "int8" where it keeps codes (see `CacheCodes`), else None.
+    `codes` are "fp8_e4m3" or "int8" where it keeps codes (see `CacheCodes`), else None. A state is
+    of a `recurrence`, and has no keys and values.
     """
 
     kind: str
@@ -36,6 +37,7 @@ class CacheSpec:
     key_dim: int
     value_dim: int
     codes: str | None = None
+    recurrence: Recurrence | None = None
 
     @property
     def label(self) -> str:
@@ -92,12 +94,26 @@ def cross_layout(spec: CacheSpec, slots: int, tokens: int) -> tuple[Buffer, ...]
     return *values, Buffer((slots,), None, "int32")
 
 
+def state_layout(spec: CacheSpec, slots: int, tokens: int) -> tuple[Buffer, ...]:
+    """What a recurrence keeps of all tokens so far: the last ones convolved, [N, taps - 1, C].
+
+    Of a state space its state as well, float32 [N, heads, head_dim, state].
+    """
+    own = spec.recurrence
+    assert own is not None
+    past = Buffer((slots, own.taps - 1, own.channels), heads=2)
+    if isinstance(own, ShortConvolution):
+        return (past,)
+    return past, Buffer((slots, own.heads, own.head_dim, own.state), dtype="float32")
+
+
 # The arrays of each kind, for so many slots with room for so many tokens each.
 LAYOUTS: dict[str, Layout] = {
     "full": full_layout,
     "blocks": blocks_layout,
     "cross": cross_layout,
     "latent": latent_layout,
+    "state": state_layout,
 }
 WITH_SCALES = frozenset({"full", "blocks"})  # kinds that keep codes, too
 
@@ -121,18 +137,24 @@ def kind_of(layer: Layer) -> str:
 def cache_specs(spec: ModelSpec, codes: str | None = None) -> tuple[CacheSpec, ...]:
     """The caches of a causal model's layers; `codes` as the config's `kv_cache_dtype`.
 
-    Layers that share keys and values share a cache: `ModelSpec.cache_numbers` says who has which.
-    Then the cross cache of each, in the model's dtype, where layers attend to an encoder's output.
+    They are numbered as `ModelSpec.caches` has them: layers that share keys and values share one,
+    and one with a recurrence has a state, which is never codes. Then the cross cache of each, in
+    the model's dtype, where layers attend to an encoder's output.
     UnsupportedError where codes would change what the model answers.
     """
-    owners = [layer for layer in spec.layers if layer.attention.lender is None]
-    if codes == "fp8_e4m3" and any(layer.attention.biased_keys for layer in owners):
+    owners = [(spec.layers[i], part) for i, part in spec.caches]
+    if codes == "fp8_e4m3" and any(layer.attention.biased_keys for layer, _ in owners):
         raise UnsupportedError(
             f"kv_cache_dtype={codes!r}: an element of a key of {spec.architecture} is the bias of "
             "its scores, which three bits of a fraction round too coarsely. Use 'int8', or leave "
             "it unset."
         )
-    own = [CacheSpec(kind_of(layer), *_sizes(layer.attention), codes) for layer in owners]
+    own = [
+        CacheSpec(kind_of(layer), *_sizes(layer.attention), codes)
+        if part == "attention"
+        else CacheSpec("state", 0, 0, 0, recurrence=layer.recurrence)
+        for layer, part in owners
+    ]
     cross = [CacheSpec("cross", *_sizes(layer.cross)) for layer in spec.layers if layer.cross]
     return *own, *cross
 
@@ -197,7 +219,12 @@ def cache_bytes(specs: Sequence[CacheSpec], room: Room, itemsize: int) -> int:
 
 def token_bytes(specs: Sequence[CacheSpec], itemsize: int) -> int:
     """Bytes that one token of a long sequence takes in the caches of all layers."""
-    return cache_bytes(specs, Room(1, _MANY), itemsize) // _MANY
+    return (cache_bytes(specs, Room(1, _MANY), itemsize) - state_bytes(specs, itemsize)) // _MANY
+
+
+def state_bytes(specs: Sequence[CacheSpec], itemsize: int) -> int:
+    """Bytes of the states of one sequence, which do not grow with its tokens, in all layers."""
+    return cache_bytes([own for own in specs if own.kind == "state"], Room(1), itemsize)
 
 
 def no_room(room: Room, needed: int, free: int | None, where: str) -> OutOfMemoryError:
@@ -305,6 +332,31 @@ class CrossView(Protocol):
         ...
 
 
+class StateView(Protocol):
+    """The states that one layer's recurrence keeps of N slots, as ops take them."""
+
+    @property
+    def kind(self) -> str:
+        """The name in the tables of kinds."""
+        ...
+
+    @property
+    def arrays(self) -> tuple[Any, ...]:
+        """The arrays of `state_layout`, a row a slot."""
+        ...
+
+    def keep(self, slots: Any, *arrays: Any) -> Self:
+        """The states with those of sequences, [B, ...] each, in int `slots` [B]."""
+        ...
+
+    def move(self, moves: Any, *arrays: Any) -> Self:
+        """The states with new ones, [N, ...] each, of the slots that bool `moves` [N] says.
+
+        Another slot keeps its own: a step that is not its sequence's passes it over.
+        """
+        ...
+
+
 def describe_caches(specs: Sequence[CacheSpec]) -> str:
     """The kinds of the layers' caches, for people; "" without any."""
     return ", ".join(dict.fromkeys(spec.label for spec in specs))
@@ -326,6 +378,10 @@ def served(
     for op, of_what in (left_plain or {}).items():
         plain = by_plain[op]
         by_kernels[op] = f"{by_kernels[op]}; {plain} {of_what}" if of_what else plain
+    attended = [spec for spec in specs if spec.kind != "state"]
+    if len(attended) == len(specs):
+        by_kernels = {op: how for op, how in by_kernels.items() if op != "recurrence"}
+    specs = attended
     by_kernels, by_plain = _with_latents(by_kernels, specs), _with_latents(by_plain, specs)
     if not any(spec.kind == "cross" for spec in specs):
         by_kernels = {op: how for op, how in by_kernels.items() if op != "cross_attention"}

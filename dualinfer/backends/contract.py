@@ -17,9 +17,18 @@ from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple, Protocol, TypeAlias
 
-from ..model.spec import Activation, Attention, Experts, Gate, ModelSpec, Norm, Router
+from ..model.spec import (
+    Activation,
+    Attention,
+    Experts,
+    Gate,
+    ModelSpec,
+    Norm,
+    Recurrence,
+    Router,
+)
 from ..model.weights import Leaf, Weight
-from .caches import CacheView, CrossView
+from .caches import CacheView, CrossView, StateView
 
 Array: TypeAlias = Any
 Weights: TypeAlias = Mapping[str, Leaf]
@@ -579,6 +588,10 @@ class BlockOps(Protocol):
         """Gates and ups h [..., 2 F] as hidden values [..., F], as `spec.Mlp.limit` has them."""
         ...
 
+    def gate_scaled(self, h: Array, by: Activation, scale: float) -> Array:
+        """activation(scale * gate) * up of gates and ups h [..., 2 F]: [..., F]."""
+        ...
+
     def like(self, x: Array, other: Array) -> Array:
         """x in the dtype of `other`."""
         ...
@@ -651,6 +664,38 @@ class Ops(BlockOps, Protocol):
         For latent attention `qkv` is a pair, and the result [N, 1, H value_dim].
 
         Its key and value are in the result at position lengths[n] of int `lengths` [N].
+        """
+        ...
+
+    def recur(
+        self,
+        own: Recurrence,
+        w: Weights,
+        x: Array,
+        *,
+        mask: Array | None = None,
+        segments: Array | None = None,
+        cache: StateView | None = None,
+        slots: Array | None = None,
+        lengths: Array | None = None,
+        goes_on: bool = False,
+    ) -> tuple[Array, StateView | None]:
+        """What a layer's recurrence makes of whole sequences that it has projected, and the cache.
+
+        x is [B, T, ...], and the result [B, T, width], before the projection back: see
+        `spec.Recurrence`. Tokens that bool `mask` [B, T] hides change no state, and int `segments`
+        [B, T] number packed sequences, which do not meet. With a cache the states after the first
+        `lengths` [B] tokens are in the result's int `slots` [B]; if a sequence `goes_on`, it begins
+        from the state that its slot has.
+        """
+        ...
+
+    def recur_token(
+        self, own: Recurrence, w: Weights, x: Array, cache: StateView, moves: Array
+    ) -> tuple[Array, StateView]:
+        """As `recur`, of one new token a slot, x [N, 1, ...], from the cache's states.
+
+        Those of slots that bool `moves` [N] leaves out stay as they are.
         """
         ...
 

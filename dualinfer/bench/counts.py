@@ -7,7 +7,14 @@ from math import prod
 from typing import Any
 
 from ..arrays import numpy_dtype
-from ..backends.caches import CacheSpec, Room, cache_bytes, cache_specs, token_bytes
+from ..backends.caches import (
+    CacheSpec,
+    Room,
+    cache_bytes,
+    cache_specs,
+    state_bytes,
+    token_bytes,
+)
 from ..backends.held import describe_rows, held_bytes, read_share
 from ..model.load_plan import LoadPlan
 from ..model.spec import Attention, Experts
@@ -34,7 +41,8 @@ class Counts:
     values of its output, are no step's: `once` counts what is computed once for each sequence that
     it reads, and `cross` are the caches of that. `held_bytes` are those of all that there are.
     `body` are the elements of matrices that a token is multiplied with, `head` those of the head,
-    `pooler` of what runs once a sequence.
+    `pooler` of what runs once a sequence. `states` are the caches of recurrences, and `recurred`
+    what a token is multiplied with in these.
     """
 
     weight_bytes: int
@@ -47,6 +55,8 @@ class Counts:
     once: "Counts | None" = None
     cross: tuple[CacheSpec, ...] = ()
     mixtures: tuple["Mixture", ...] = ()
+    states: tuple[CacheSpec, ...] = ()
+    recurred: int = 0
 
     @classmethod
     def of(cls, plan: LoadPlan, dtype: str, cache_codes: str | None = None) -> "Counts":
@@ -89,11 +99,13 @@ class Counts:
             body=total(matrices - head - pooler),
             head=total(head),
             pooler=total(pooler),
-            attention=tuple(layer.attention for layer in spec.layers),
-            caches=tuple(caches[n] for n in spec.cache_numbers) if caches else (),
+            attention=tuple(layer.attention for layer in spec.layers if layer.attends),
+            caches=tuple(caches[n] for n in spec.cache_numbers.values()) if caches else (),
             held_bytes=size_of(held.values()),
             once=once,
             cross=tuple(cache for cache in caches if cache.kind == "cross"),
+            states=tuple(cache for cache in caches if cache.kind == "state"),
+            recurred=sum(own.recurrence.multiplied for own in spec.layers if own.recurrence),
             mixtures=tuple(
                 Mixture(mlp.count + mlp.zeros, mlp.router.chosen, held_bytes(one, row, size))
                 for row in read.values()
@@ -112,11 +124,12 @@ class Counts:
         return round(self.weight_bytes - unread)
 
     def kv_bytes(self, dtype: str, batch: int, prompt: int, new_tokens: int) -> float:
-        """Bytes of cached keys and values that a decode step reads, the mean over all steps.
+        """Bytes of caches that a decode step reads, the mean over all steps.
 
         The first new token is the prefill's. Step k of the others, from 1, reads what the prompt
         and k - 1 tokens left behind; a window hides what is older. An encoder's prompt leaves the
-        same to every step, and the decoder begins with one token.
+        same to every step, and the decoder begins with one token. A state, which a step reads and
+        writes, counts twice.
         """
         steps = new_tokens - 1
         itemsize, total = numpy_dtype(dtype).itemsize, 0
@@ -127,7 +140,7 @@ class Counts:
             wide = token_bytes([cache], itemsize)
             most = prompt + steps if attention.reach is None else attention.reach - 1
             total += wide * sum(min(prompt + k, most) for k in range(steps))
-        return batch * total / steps
+        return batch * (total / steps + 2 * state_bytes(self.states, itemsize))
 
     def flops(self, batch: int, tokens: int, head_tokens: int) -> int:
         """Multiplications and additions over `batch` sequences of `tokens` tokens.
@@ -142,7 +155,7 @@ class Counts:
             across = 4 * batch * heads * tokens * head_tokens
             decoded = replace(self, once=None).flops(batch, head_tokens, head_tokens)
             return self.once.flops(batch, tokens, 0) + decoded + across
-        dense = tokens * self.body + head_tokens * self.head + self.pooler
+        dense = tokens * (self.body + self.recurred) + head_tokens * self.head + self.pooler
         attended = 0
         for attention in self.attention:
             visible = tokens * tokens

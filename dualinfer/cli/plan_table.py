@@ -6,11 +6,18 @@ from dataclasses import dataclass, field, replace
 from itertools import groupby
 
 from ..arrays import numpy_dtype
-from ..backends.caches import LAYOUTS, cache_specs, check_kinds, describe_caches, token_bytes
+from ..backends.caches import (
+    LAYOUTS,
+    cache_specs,
+    check_kinds,
+    describe_caches,
+    state_bytes,
+    token_bytes,
+)
 from ..backends.held import describe_rows, held_bytes, read_share
 from ..backends.streaming import Streaming, choose_layers
 from ..config import InferenceConfig
-from ..model.spec import Experts, Layer, ModelSpec
+from ..model.spec import Experts, Layer
 from ..model.weights import Row, WeightTable
 from ..parallel.experts import describe_experts
 from ..parallel.shard import Held, Shard, fit_row, whole
@@ -126,7 +133,7 @@ def make_plan_table(
         notes=(
             *_notes(plan, rows),
             *describe_experts(plan),
-            *_cache_notes(spec, codes, size),
+            *_cache_notes(plan, codes, itemsize),
         ),
         weights=describe_rows(rows, whole(table), dtype),
         is_quantized=any(row.scheme is not None for row in rows),
@@ -145,7 +152,8 @@ def _sums(layer: Layer) -> int:
         return 1 + layer.bottleneck.feeds
     mlp = layer.mlp
     apart = isinstance(mlp, Experts) and (mlp.apart or mlp.late)
-    return 2 + (layer.cross is not None) + (layer.page is not None) + apart
+    mixed = layer.attends + (layer.recurrence is not None)
+    return mixed + layer.feeds + (layer.cross is not None) + (layer.page is not None) + apart
 
 
 _TOKENS = (1, 8, 64)  # of a step: what one reads, and what sequences that run together do
@@ -221,10 +229,14 @@ def _part(
     return DevicePart(weights, cache, tuple(shares))
 
 
-def _cache_notes(spec: ModelSpec, codes: str | None, size: int) -> Iterator[str]:
-    """What the cache keeps where that is codes, or what all heads share."""
+def _cache_notes(plan: ShardingPlan, codes: str | None, itemsize: int) -> Iterator[str]:
+    """What the cache keeps where that is codes, states, or what all heads share."""
+    spec, size = plan.table.spec, plan.size
     if not spec.causal:
         return
+    if states := state_bytes(cache_specs(plan.shards[0].spec, codes), itemsize):
+        on_each = " on each device" if size > 1 else ""
+        yield f"cache: {states:,} bytes of states as well for each sequence of any length{on_each}"
     specs = cache_specs(spec, codes)
     check_kinds(specs, LAYOUTS, "torch")
     if size > 1 and any(own.kind == "latent" for own in specs):
@@ -245,11 +257,14 @@ def _notes(plan: ShardingPlan, rows: Sequence[Row]) -> Iterator[str]:
         yield f"{table.optional}* may be missing in the checkpoint as a whole"
     if plan.size == 1:
         return
-    idle = [str(s.rank) for s in plan.shards if not s.share("q", 0).real]
-    if idle:
-        yield f"without a head, so that one of zeros is held: device {', '.join(idle)}"
-    if sum(shard.share("k", 0).real for shard in plan.shards) > table.spec.extent("k", 0):
-        yield "KV heads are fewer than devices, so that several hold the same one"
+    attending = next((i for i, own in enumerate(table.spec.all_layers) if own.attends), None)
+    if attending is not None:
+        idle = [str(s.rank) for s in plan.shards if not s.share("q", attending).real]
+        if idle:
+            yield f"without a head, so that one of zeros is held: device {', '.join(idle)}"
+        held = sum(shard.share("k", attending).real for shard in plan.shards)
+        if held > table.spec.extent("k", attending):
+            yield "KV heads are fewer than devices, so that several hold the same one"
     padding = {}
     for own in (own for shard in plan.shards for own in shard.held()):
         padding[own.name] = padding.get(own.name, 0) + own.extent - own.real

@@ -206,6 +206,10 @@ def _cut_layers(values: dict[str, Any], name: str) -> None:
         values.pop("attention_layers", None)
         values[name] = len(kinds)
         return
+    if "conv_L_cache" in values:
+        values.pop("full_attn_idxs", None)  # which HF folds into the list
+        if "conv" not in (values["layer_types"] or ()):  # of a config that HF's class made up
+            values["layer_types"] = ["conv" if i % 2 else "full_attention" for i in range(count)]
     if values.get("mlp_layer_types", ()) is None:  # which HF's class needs (DeepSeek-OCR)
         values["mlp_layer_types"] = ["dense", *["sparse"] * (count - 1)]
     mixed = values.pop("moe_layers", None)  # numbers of layers

@@ -33,6 +33,7 @@ from ..model.spec import (
 # Attention of a layer, by its number, over packed queries, keys and values, or over the pair that
 # latent attention takes; across, over queries.
 Attend = Callable[[int, Array], Array]
+Recur = Callable[[int, Array], Array]  # a layer's recurrence, likewise, over what it has projected
 _SIDES = Router(2)  # the softmax of two numbers
 
 
@@ -67,14 +68,15 @@ def block(
     own: Array | None = None,
     seen: Seen = _ALL,
     late: list[Array] | None = None,
+    recur: Recur | None = None,
 ) -> Array | Unnormed:
     """One layer's output; with `spend` its input may be overwritten.
 
     `across` attends to what an encoder gave, where the layer does. `lent` has the packed queries,
     keys and values of the layers whose keys and values others have; that of a lender is put there.
     `own` is this layer's own embedding of each token, where it `reads` one. What a mixture gives
-    that `is_late` is put into `late`. A norm over the sum of a sub-layer and what it read is left
-    to the product that comes next.
+    that `is_late` is put into `late`. `recur` is that of a layer with a recurrence. A norm over the
+    sum of a sub-layer and what it read is left to the product that comes next.
     """
     if layer.placement == "post":
         if layer.adapter is not None:
@@ -98,7 +100,8 @@ def block(
         return _streamed_block(
             layer, layer.streams, w, ops, normed(ops, x), index, attend, lent, own
         )
-    x = _sublayers(layer, w, ops, normed(ops, x), index, attend, spend, across, lent, seen, late)
+    more = across, lent, seen, late, recur
+    x = _sublayers(layer, w, ops, normed(ops, x), index, attend, spend, *more)
     if layer.adapter is not None:
         x = ops.add(*_adapted(layer.adapter, layer.norm, w, ops, x))
     if layer.reads:
@@ -136,6 +139,7 @@ def _sublayers(
     lent: dict[int, Array] | None,
     seen: Seen,
     late: list[Array] | None,
+    recur: Recur | None,
 ) -> Array:
     """`block` as far as most families have it: attention and feed-forward."""
 
@@ -218,6 +222,23 @@ def _sublayers(
         by = Neighbours(w.get("cross_out.bias"), residual=residual, spend=True)
         return ops.row_product(across(index, q), w["cross_out.weight"], by)
 
+    def recurrence(x: Array, norm: NormOf | None, residual: Array | None) -> Array:
+        """The recurrence of `x`, likewise; the residual may be overwritten."""
+        assert recur is not None
+        h = ops.linear(x, w["recurrence_in.weight"], Neighbours(w.get("recurrence_in.bias"), norm))
+        by = Neighbours(w.get("recurrence_out.bias"), residual=residual, spend=spend)
+        return ops.row_product(recur(index, h), w["recurrence_out.weight"], by)
+
+    def mixing(x: Array, norm: NormOf | None, residual: Array | None) -> Array:
+        """What mixes tokens of `x`, likewise: attention, a recurrence or both."""
+        if layer.recurrence is None:
+            return attention(x, norm, residual)
+        if not layer.attends:
+            return recurrence(x, norm, residual)
+        y = attention(x, norm, None) * layer.attention_scale
+        y = ops.add(y, recurrence(x, norm, None))
+        return y if residual is None else ops.add(residual, y)
+
     def mlp(x: Array, norm: NormOf | None, residual: Array | None) -> Array:
         """Feed-forward of `x`, likewise; the residual may be overwritten."""
         if isinstance(layer.mlp, Experts):
@@ -233,6 +254,12 @@ def _sublayers(
                     h, w["shared.down.weight"], Neighbours(residual=residual, spend=True)
                 )
             return mixture(layer.mlp, w, ops, x, norm, residual, seen)
+        if layer.mlp.scales is not None:
+            gate, out = layer.mlp.scales
+            h = ops.linear(x, w["up.weight"], Neighbours(w.get("up.bias"), norm))
+            h = ops.gate_scaled(h, _plain_activation(layer), gate)
+            y = ops.row_product(h, w["down.weight"], Neighbours(w.get("down.bias"))) * out
+            return y if residual is None else ops.add(residual, y)
         if layer.mlp.activation == "xielu":
             h = ops.linear(x, w["up.weight"], Neighbours(w.get("up.bias"), norm))
             h = ops.xielu(h, [w[f"xielu.{name}"] for name in XIELU])
@@ -268,10 +295,11 @@ def _sublayers(
     if layer.parallel:
         total = attention(x, norm("attn_norm"), x)
         return mlp(x, norm("attn_norm" if layer.shared_norm else "mlp_norm"), total)
-    x = through("attn", attention, x)
+    if layer.attends or layer.recurrence is not None:
+        x = through("attn", mixing, x)
     if layer.cross:
         x = through("cross", cross, x)
-    return through("mlp", mlp, x)
+    return through("mlp", mlp, x) if layer.feeds else x
 
 
 def _norms(layer: Layer, name: str) -> tuple[str | None, str | None]:

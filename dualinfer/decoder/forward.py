@@ -2,7 +2,7 @@
 
 from ..backends.contract import Array, BlockOps, Neighbours, NormOf, Params
 from ..model.spec import Embedder, ModelSpec, Streams
-from .blocks import Attend, Seen, block, normed
+from .blocks import Attend, Recur, Seen, block, normed
 
 _KEPT = 1 - 0.15 * 0.8  # of tokens, in training
 
@@ -23,6 +23,7 @@ def hidden_states(
     blend: Array | None = None,
     mask: Array | None = None,
     segments: Array | None = None,
+    recur: Recur | None = None,
 ) -> list[Array]:
     """The last layer's output [B, T, E] for ids and positions [B, T], before the final norm.
 
@@ -34,7 +35,8 @@ def hidden_states(
 
     With `keep`, all L+1: the embedding and each layer's output; of several streams [B, T, A, E],
     and what they make at last behind them. `attend` takes a layer's number and
-    its packed queries, keys and values, `across` its queries alone. With `layers` the output of the
+    its packed queries, keys and values, `across` its queries alone, `recur` what its recurrence
+    reads. With `layers` the output of the
     last one of these, `x` being what the ones before them gave, None at the first.
     """
     if x is None:
@@ -83,7 +85,7 @@ def hidden_states(
     for i in range(len(spec.layers)) if layers is None else layers:
         with ops.span(f"layer.{i}"):
             reads = None if own is None else own[i]
-            more = across, lent, reads, Seen(mask, segments), late
+            more = across, lent, reads, Seen(mask, segments), late, recur
             x = block(spec.layers[i], params.layers[i], ops, x, i, attend, not keep, *more)
             if late and not spec.layers[i].is_late:
                 x = ops.add(x, late.pop())

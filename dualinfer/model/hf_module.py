@@ -349,7 +349,7 @@ def turns_by_length(part: Any) -> bool:
     return any(word in str(getattr(part, "rope_type", "")) for word in ("dynamic", "longrope"))
 
 
-_LEARNED = ("e_score_correction_bias", "layer_scalar")
+_LEARNED = ("e_score_correction_bias", "expert_bias", "layer_scalar")
 
 
 def _changed_buffer(part: Any, other: Any) -> str | None:

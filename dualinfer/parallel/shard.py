@@ -104,11 +104,13 @@ class Shard:
         """
         if self.size == 1:
             return []
-        is_latent = self.spec.all_layers[layer].attention.latent is not None
+        own = self.spec.all_layers[layer]
+        is_latent, heads = own.attention.latent is not None, {"query heads": "heads"}
+        heads |= {"latent width": "latent"} if is_latent else {"KV heads": "kv_heads"}
         axes = {
-            "query heads": "heads",
-            **({"latent width": "latent"} if is_latent else {"KV heads": "kv_heads"}),
-            "MLP width": "ffn",
+            **(heads if own.attends else {}),
+            **(own.recurrence.held if own.recurrence else {}),
+            **({"MLP width": "ffn"} if own.feeds else {}),
             **({"experts": "experts"} if self._split("experts", layer) else {}),
             "vocabulary": "vocab",
         }

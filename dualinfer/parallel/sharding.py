@@ -14,7 +14,7 @@ from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
 
 from ..errors import ConfigError
-from ..model.spec import Experts, Layer
+from ..model.spec import Experts, Layer, Recurrence, ShortConvolution, StateSpace
 from ..model.weights import WeightTable
 from .shard import Shard, Share, whole
 
@@ -115,13 +115,14 @@ def make_plan(
 
     none = Share(0, 0, 0)  # of a model that reads no ids
     vocab = width("vocab", spec.vocab) if spec.vocab else [none] * size
-    by_kind: dict[tuple[int, ...], list[_Cut]] = {}
+    by_kind: dict[Any, list[_Cut]] = {}
     cuts = {}  # of each layer; most models repeat one object
     for key, layer in {id(layer): layer for layer in spec.all_layers}.items():
         a = layer.attention
         mlp = layer.mlp
         shared = mlp.shared if isinstance(mlp, Experts) else 0
-        kind = a.heads, a.kv_heads, a.head_dim, mlp.ffn, shared, layer.experts
+        kind = a.heads, a.kv_heads, a.head_dim, mlp.ffn, shared, layer.experts, layer.recurrence
+        kind += (layer.feeds,)
         if a.pairs is not None and size > a.kv_heads:
             raise ConfigError(
                 f"{asked_by}={size}: {spec.architecture} has {a.kv_heads} KV heads, and tokens "
@@ -133,11 +134,20 @@ def make_plan(
             heads = split_heads(a.heads // halves, a.kv_heads // halves, size, equal)
             all_have = width("shared", shared) if shared else [Share(0, 0, 0)] * size
             experts: Sequence[Share | None] = [None] * size
-            if isinstance(mlp, Experts) and expert_parts > 1:
+            if not layer.feeds:
+                ffn = [none] * size
+            elif isinstance(mlp, Experts) and expert_parts > 1:
                 experts, ffn = zip(*of_experts(mlp), strict=True)
             else:
                 ffn = width("gate" if mlp.gated else "ffn", mlp.ffn)
-            by_kind[kind] = [_Cut(*own) for own in zip(*heads, ffn, all_have, experts, strict=True)]
+            recurrent: Sequence[_Part | None] = [None] * size
+            if isinstance(layer.recurrence, ShortConvolution):
+                shares = width("conv", layer.recurrence.width)
+                recurrent = [_of_convolution(layer.recurrence, share) for share in shares]
+            elif layer.recurrence is not None:
+                recurrent = _of_states(layer.recurrence, size, equal, asked_by)
+            own = *heads, ffn, all_have, experts, recurrent
+            by_kind[kind] = [_Cut(*parts) for parts in zip(*own, strict=True)]
         cuts[key] = layer, by_kind[kind]
     shards = []
     for rank in range(size):
@@ -149,12 +159,39 @@ def make_plan(
     return ShardingPlan(table, tuple(shards), expert_parts)
 
 
+class _Part(NamedTuple):
+    """One device's part of a recurrence: its shares by the names of axes, and what it computes."""
+
+    shares: dict[str, Share]
+    recurrence: Recurrence
+
+
+def _of_convolution(own: ShortConvolution, share: Share) -> _Part:
+    return _Part(dict.fromkeys(own.extents, share), replace(own, width=share.extent))
+
+
+def _of_states(own: StateSpace, size: int, equal: bool, asked_by: str) -> list[_Part]:
+    """Heads are shared out by whole groups, or where all are of one group, which each has."""
+    if size > own.groups > 1:
+        raise ConfigError(
+            f"{asked_by}={size}: the states of this model have {own.groups} groups of heads, and "
+            f"devices share whole ones. Use at most {own.groups}."
+        )
+    parts = []
+    for heads, groups in zip(*split_heads(own.heads, own.groups, size, equal), strict=True):
+        wide, shared = heads.times(own.head_dim), groups.times(own.state)
+        shares = {**dict.fromkeys(("state_z", "state_x"), wide), "states": heads}
+        shares |= dict.fromkeys(("state_b", "state_c"), shared)
+        parts.append(_Part(shares, replace(own, heads=heads.extent, groups=groups.extent)))
+    return parts
+
+
 class _Cut(NamedTuple):
     """One device's part of layers of one kind: its query heads, KV heads and MLP widths.
 
     The latter are those of the MLP or of every expert, and of an expert that all tokens share.
     `experts` are those that it has, None for all. Where one half of heads is subtracted from the
-    other, heads are pairs of both.
+    other, heads are pairs of both. `recurrent` is its part of a recurrence.
     """
 
     query: Share
@@ -162,6 +199,7 @@ class _Cut(NamedTuple):
     ffn: Share
     shared: Share
     experts: Share | None
+    recurrent: _Part | None
 
     def shares(self, layer: Layer) -> dict[str, Share]:
         """By the names of axes."""
@@ -175,6 +213,8 @@ class _Cut(NamedTuple):
         if layer.spans is not None:
             streams["spans"] = self.query.times(q)
             streams["mixtures"] = self.query.times(layer.spans.taps)
+        if self.recurrent is not None:
+            streams |= self.recurrent.shares
         query, key = self.query, self.key
         if layer.attention.difference is not None:
             for name, share, dim in (("q", query, q), ("k", key, k), ("v", key, v)):
@@ -204,7 +244,9 @@ class _Cut(NamedTuple):
         mlp = replace(layer.mlp, ffn=self.ffn.extent)
         if isinstance(mlp, Experts):
             mlp = replace(mlp, shared=self.shared.extent)
-        return replace(layer, attention=attention, mlp=mlp, cross=cross)
+        recurrence = None if self.recurrent is None else self.recurrent.recurrence
+        parts: dict[str, Any] = {"attention": attention, "mlp": mlp, "cross": cross}
+        return replace(layer, recurrence=recurrence, **parts)
 
 
 def split_heads(

@@ -247,12 +247,53 @@ class LatentCache(NamedTuple):
         return keys, keys
 
 
+class StateCache(NamedTuple):
+    """What a recurrence keeps: the last tokens that it convolves, [N, taps - 1, C].
+
+    And, if it is a state space, its state, float32 [N, heads, head_dim, state].
+    """
+
+    past: jax.Array
+    state: jax.Array | None = None
+    kind, codes = "state", None
+
+    @property
+    def arrays(self) -> tuple[jax.Array, ...]:
+        """See `StateView.arrays`."""
+        return (self.past,) if self.state is None else (self.past, self.state)
+
+    @classmethod
+    def make(cls, spec: CacheSpec, slots: int, tokens: int, zero: jax.Array) -> Self:
+        """See `LayerCache.make`."""
+        return cls(*zeros(spec, slots, tokens, zero))
+
+    def grown(self, slots: int, tokens: int) -> Self:
+        """See `LayerCache.grown`."""
+        return type(self)(*(padded(x, (slots - len(x),)) for x in self.arrays))
+
+    def keep(self, slots: jax.Array, *arrays: jax.Array) -> Self:
+        """See `StateView.keep`. Slots beyond the cache are dropped."""
+        pairs = zip(self.arrays, arrays, strict=True)
+        return type(self)(*(held.at[slots].set(new, mode="drop") for held, new in pairs))
+
+    def move(self, moves: jax.Array, *arrays: jax.Array) -> Self:
+        """See `StateView.move`."""
+        pairs = zip(self.arrays, arrays, strict=True)
+        return type(self)(*(jnp.where(_over(moves, new), new, held) for held, new in pairs))
+
+
 KINDS: dict[str, type[Any]] = {  # each a LayerCache, or like one
     "full": FullCache,
     "blocks": BlockCache,
     "cross": CrossCache,
     "latent": LatentCache,
+    "state": StateCache,
 }
+
+
+def _over(moves: jax.Array, x: jax.Array) -> jax.Array:
+    """`moves` [N], of as many axes as x [N, ...] has."""
+    return moves.reshape(-1, *[1] * (x.ndim - 1))
 
 
 def codes_of(k: jax.Array) -> str | None:

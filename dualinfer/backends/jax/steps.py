@@ -110,6 +110,11 @@ class Steps:
             how: dict[str, Any] = {"mask": mask, "segments": segments, "positions": counted}
             return ops.attend(layer, qkv, angles, **how)[0]
 
+        def recur(i: int, x: jax.Array) -> jax.Array:
+            own = spec.layers[i].recurrence
+            assert own is not None
+            return ops.recur(own, params.layers[i], x, mask=mask, segments=segments)[0]
+
         across, more = None, {}
         read = source if source_embeds is None else source_embeds
         if source_states is not None:
@@ -129,7 +134,7 @@ class Steps:
             if keep:
                 more["encoder_hidden_states"] = decoder.encoder_states(spec, encoded)
         args = *model, ids, positions, token_types, attend
-        where = blend, mask, segments
+        where = blend, mask, segments, recur
         states = decoder.hidden_states(*args, keep, layers, x, embeds, across, *where)
         if self._goes_on(layers):
             given = states if x is None else states[1:]
@@ -200,12 +205,22 @@ class Steps:
             y, filled[n] = ops.attend(layer, qkv, angles, cache=filled[n], slots=slots)
             return y
 
+        states = self.spec.state_numbers
+
+        def recur(i: int, x: jax.Array) -> jax.Array:
+            own, n = self.spec.layers[i].recurrence, states[i]
+            assert own is not None
+            where: dict[str, Any] = {"cache": filled[n], "slots": slots, "lengths": rows.length}
+            y, filled[n] = ops.recur(own, params.layers[i], x, **where)
+            return y
+
         if embeds is not None:
             embeds = embeds.astype(params.outer["embed.weight"].dtype)
         across = None
         if source:
             across = self._across(params, ops, filled, slots, *source, is_encoded)
         how: dict[str, Any] = {"layers": layers, "x": x, "embeds": embeds, "across": across}
+        how["recur"] = recur
         y = decoder.hidden_states(*model, ids, positions, None, attend, **how)[-1]
         if self._goes_on(layers):
             return replace(cache, layers=filled), None, y, ops.given_up()
@@ -360,7 +375,7 @@ class Steps:
         is_chosen = chosen != NO_TOKEN
         state = state._replace(last=jnp.where(is_chosen, chosen, state.last))
         ops = self.ops.using(self._scratch(params, chosen.shape[0]))
-        cache, x = self._token(params, ops, cache, state, x, layers)
+        cache, x = self._token(params, ops, cache, state, x, layers, is_chosen)
         if self._goes_on(layers):
             return cache, None, x, ops.given_up()
         scores = decoder.logits(self.spec, params, ops, x[:, 0], wide=True)
@@ -398,8 +413,12 @@ class Steps:
         state: SlotState,
         x: jax.Array | None,
         layers: range | None,
+        moves: jax.Array | None = None,
     ) -> tuple[Cache, jax.Array]:
-        """The cache with each slot's last token, and what the last of `layers` gives [N, 1, E]."""
+        """The cache with each slot's last token, and what the last of `layers` gives [N, 1, E].
+
+        States of recurrences change in the slots that bool `moves` [N] says, None for active ones.
+        """
         model = self.spec, params, ops
         filled: list[Any] = list(cache.layers)
         ids, positions = state.last[:, None], state.length[:, None]
@@ -416,7 +435,15 @@ class Steps:
             assert a is not None
             return ops.attend_kept(a, q, filled[crossing[i]])
 
-        how: dict[str, Any] = {"layers": layers, "x": x, "across": across}
+        states, moves = self.spec.state_numbers, state.active if moves is None else moves
+
+        def recur(i: int, x: jax.Array) -> jax.Array:
+            own, n = self.spec.layers[i].recurrence, states[i]
+            assert own is not None
+            y, filled[n] = ops.recur_token(own, params.layers[i], x, filled[n], moves)
+            return y
+
+        how: dict[str, Any] = {"layers": layers, "x": x, "across": across, "recur": recur}
         y = decoder.hidden_states(*model, ids, positions, None, attend, **how)[-1]
         return replace(cache, layers=filled), y
 

@@ -39,6 +39,12 @@ class StreamingRunner(JaxRunner):
                 "and backend='jax' streams layers one by one. Leave it unset, or use "
                 "backend='torch'."
             )
+        if [i for i, _ in spec.caches] not in ([], list(range(len(spec.layers)))):
+            raise UnsupportedError(
+                f"keep_module_on_host=True: layers of {spec.architecture} have two caches each, or "
+                "none, and backend='jax' streams layers with one. Leave it unset, or use "
+                "backend='torch'."
+            )
         self._stream = LayerStream(layers)
         kinds = [self._kind(i) for i in range(len(layers))]
         last = len(layers) - 1

@@ -280,11 +280,55 @@ class LatentCache(NamedTuple):
         return keys, keys
 
 
+class StateCache(NamedTuple):
+    """What a recurrence keeps: the last tokens that it convolves, [N, taps - 1, C].
+
+    And, if it is a state space, its state, float32 [N, heads, head_dim, state].
+    """
+
+    past: torch.Tensor
+    state: torch.Tensor | None = None
+    kind, codes = "state", None
+
+    @property
+    def arrays(self) -> tuple[torch.Tensor, ...]:
+        """See `StateView.arrays`."""
+        return (self.past,) if self.state is None else (self.past, self.state)
+
+    @classmethod
+    def make(
+        cls, spec: CacheSpec, slots: int, tokens: int, dtype: torch.dtype, device: torch.device
+    ) -> Self:
+        """See `LayerCache.make`."""
+        return cls(*zeros(spec, slots, tokens, dtype, device))
+
+    def grown(self, slots: int, tokens: int) -> Self:
+        """See `LayerCache.grown`."""
+        return over(self, lambda x: padded(x, (slots - len(x),)))
+
+    def view(self, slots: int, tokens: int) -> Self:
+        """See `LayerCache.view`."""
+        return over(self, lambda x: x[:slots])
+
+    def keep(self, slots: torch.Tensor, *arrays: torch.Tensor) -> Self:
+        """See `StateView.keep`; in place."""
+        for held, new in zip(self.arrays, arrays, strict=True):
+            held[slots] = new
+        return self
+
+    def move(self, moves: torch.Tensor, *arrays: torch.Tensor) -> Self:
+        """See `StateView.move`; in place."""
+        for held, new in zip(self.arrays, arrays, strict=True):
+            held.copy_(torch.where(moves.view(-1, *[1] * (held.ndim - 1)), new, held))
+        return self
+
+
 KINDS: dict[str, type[Any]] = {  # each a LayerCache, or like one
     "full": FullCache,
     "blocks": BlockCache,
     "cross": CrossCache,
     "latent": LatentCache,
+    "state": StateCache,
 }
 
 

@@ -93,7 +93,7 @@ class Prompts:
                 how["is_encoded"] = is_encoded
                 parts.append(self._pass(params, cache, ids, slots[group], last, **how))
             return parts[0] if len(parts) == 1 else torch.cat(parts)
-        takes_chunks = all(map(self._ops.knows, cache.specs))
+        takes_chunks = all(own.kind == "state" or self._ops.knows(own) for own in cache.specs)
         at_once = max(1, _MOST_AT_ONCE // longest) if takes_chunks else len(tokens)
         parts = []
         for first in range(0, len(tokens), at_once):
@@ -229,11 +229,19 @@ class Prompts:
             how: dict[str, Any] = {"cache": own, "slots": slots, "chunk": chunk}
             return self._ops.attend(layer, qkv, angles, **how)[0]
 
+        states, lengths = self._spec.state_numbers, last + 1
+
+        def recur(i: int, x: torch.Tensor) -> torch.Tensor:
+            layer, own = self._spec.layers[i].recurrence, cache.number(states[i])
+            assert layer is not None
+            how: dict[str, Any] = {"cache": own, "slots": slots, "lengths": lengths}
+            return self._ops.recur(layer, params.layers[i], x, goes_on=start > 0, **how)[0]
+
         model = self._spec, params, self._ops
         across = None
         if source is not None and source_last is not None:
             across = self._across(params, cache, source, slots, source_last, is_encoded)
-        how: dict[str, Any] = {"embeds": embeds, "across": across}
+        how: dict[str, Any] = {"embeds": embeds, "across": across, "recur": recur}
         x = decoder.hidden_states(*model, ids, positions, None, attend, **how)[-1]
         return x[torch.arange(len(ids), device=ids.device), last]
 

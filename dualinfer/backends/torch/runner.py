@@ -94,6 +94,7 @@ class TorchRunner:
         self._state: SlotState | None = None
         self._tokens = self._row = torch.empty(0)  # of the steps of a call, by step and slot
         self._scores = torch.empty(0)  # of the last step, where the host chooses tokens
+        self._chosen = torch.empty(0)  # bool: the slots of that step
         self._live = LiveSlots()
         decode_graphs = decode_graphs and self._stream is None
         self._graphs = StepGraphs() if decode_graphs and device.type == "cuda" else None
@@ -217,9 +218,15 @@ class TorchRunner:
             how: dict[str, Any] = {"mask": mask, "segments": segments, "positions": counted}
             return self.ops.attend(layer, qkv, angles, **how)[0]
 
+        def recur(i: int, x: torch.Tensor) -> torch.Tensor:
+            own = spec.layers[i].recurrence
+            assert own is not None
+            how: dict[str, Any] = {"mask": mask, "segments": segments}
+            return self.ops.recur(own, params.layers[i], x, **how)[0]
+
         embeds = None if embeds is None else embeds.to(self.dtype)
         given: dict[str, Any] = {"keep": keep, "embeds": embeds, "blend": blend}
-        given |= {"mask": mask, "segments": segments}
+        given |= {"mask": mask, "segments": segments, "recur": recur}
         more: dict[str, Any] = {}
         if source_positions is not None:
             if source_states is not None:
@@ -317,10 +324,13 @@ class TorchRunner:
             self._forget_steps()
             assert self._state is not None
             self._scores = torch.empty(self._state.active.shape[0], size, device=self.device)
-        out = self._scores[:count]
+            self._chosen = torch.empty_like(self._state.active)
+        out, chosen = self._scores[:count], self._chosen[:count]
+        chosen.zero_()
+        chosen[rows] = True
 
         def run() -> None:
-            out.copy_(self._next_scores(state, cache))
+            out.copy_(self._next_scores(state, cache, chosen))
 
         with self._own_settings(count):
             self._replay((count, room, "scores"), run)
@@ -409,15 +419,20 @@ class TorchRunner:
         step: torch.Tensor,
     ) -> None:
         """One token for each active slot, all in place: ready for capture."""
-        self.ops.advance(self._next_scores(state, cache), state, features, out, step)
+        scores = self._next_scores(state, cache, state.active)
+        self.ops.advance(scores, state, features, out, step)
 
-    def _next_scores(self, state: SlotState, cache: list[Any]) -> torch.Tensor:
-        """Logits float32 [N, V] after each slot's last token, which goes into the cache."""
+    def _next_scores(self, state: SlotState, cache: list[Any], moves: torch.Tensor) -> torch.Tensor:
+        """Logits float32 [N, V] after each slot's last token, which goes into the cache.
+
+        States of recurrences change in the slots that bool `moves` [N] says.
+        """
         params = self._passed
         model = self.spec, params, self.ops
         ids, positions = state.last[:, None], state.length[:, None]
         angles = self.ops.angles(self.spec, params, positions, state.length)
         numbers, crossing = self.spec.cache_numbers, self.spec.cross_numbers
+        states = self.spec.state_numbers
 
         def attend(i: int, qkv: torch.Tensor) -> torch.Tensor:
             layer, own = self.ops.layer_attention(self.spec, params, i), cache[numbers[i]]
@@ -428,7 +443,13 @@ class TorchRunner:
             assert a is not None
             return self.ops.attend_kept(a, q, cache[crossing[i]])
 
-        x = decoder.hidden_states(*model, ids, positions, None, attend, across=across)[-1]
+        def recur(i: int, x: torch.Tensor) -> torch.Tensor:
+            own = self.spec.layers[i].recurrence
+            assert own is not None
+            return self.ops.recur_token(own, params.layers[i], x, cache[states[i]], moves)[0]
+
+        how: dict[str, Any] = {"across": across, "recur": recur}
+        x = decoder.hidden_states(*model, ids, positions, None, attend, **how)[-1]
         return state.shown(decoder.logits(*model, x[:, 0], wide=True))
 
     def forget_graphs(self) -> None:
@@ -581,7 +602,7 @@ class TorchRunner:
         self.ops.clear()
         self._cache.clear()
         self._state = None
-        self._tokens = self._row = self._scores = torch.empty(0)
+        self._tokens = self._row = self._scores = self._chosen = torch.empty(0)
         self.last_work = None
         self._live = LiveSlots()
         self.params = Params({}, [], {}, {})

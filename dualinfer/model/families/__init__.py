@@ -31,10 +31,12 @@ from . import (
     gptj,
     jetmoe,
     layered,
+    lfm2,
     lilt,
     llama,
     llama4,
     longcat,
+    mamba,
     mllama,
     mobilebert,
     modernbert,
@@ -74,6 +76,7 @@ _FAMILIES: dict[str, ModuleType] = {
         *(falcon, mpt, fairseq, modernbert, deberta, mobilebert, lilt, clip, vit),
         *(bart, fsmt, t5, t5gemma, encoder_decoder, whisper, deepseek, llama4, multimodal, dbrx),
         *(layered, ctrl, longcat, mllama, privacy_filter, jetmoe, doge, moonshine, speech_to_text),
+        *(lfm2, mamba),
     )
     for model_type in family.CLASSES
 }

@@ -251,21 +251,13 @@ KINDS = {
     "granite_swa": Kind("GraniteSWA", mlp_bias="mlp_bias"),
     "granitemoe": Kind("GraniteMoe"),
     "granitemoe_swa": Kind("GraniteMoeSWA"),
-    "granitemoehybrid": Kind(  # where no layer is Mamba's, and none has experts
+    "granitemoehybrid": Kind(
         *("GraniteMoeHybrid",),
         ffn="shared_intermediate_size",
         mlp_module="shared_mlp",
         mlp=("input_linear", "output_linear"),
-        always={
-            **{"num_local_experts": 0, "output_router_logits": False},
-            "normalization_function": "rmsnorm",
-        },
-        ignored=(
-            *("mamba_n_heads", "mamba_n_groups", "mamba_d_state", "mamba_d_head", "mamba_d_conv"),
-            *("mamba_expand", "mamba_chunk_size", "mamba_conv_bias", "mamba_proj_bias"),
-            *("time_step_limit", "intermediate_size", "num_experts_per_tok", "init_method"),
-            *("router_aux_loss_coef", "logits_to_keep"),
-        ),
+        always={"normalization_function": "rmsnorm"},
+        ignored=("init_method", "layers_block_type", "logits_to_keep"),
     ),
     "granitemoeshared": Kind("GraniteMoeShared"),
     "helium": Kind("Helium", interleaved=True, out_bias=False, mlp_bias="mlp_bias"),

@@ -71,6 +71,7 @@ _GRANITE = Mixture(
         (".block_sparse_moe.router.weight", ".block_sparse_moe.router.layer.weight"),
     ),
 )
+_GRANITES = ("granitemoe", "granitemoe_swa", "granitemoehybrid", "granitemoeshared")
 _LATENT = (
     "deepseek_v32",
     "glm_moe_dsa",
@@ -87,6 +88,7 @@ _LISTED = ("axk1", "axk2", "cohere2_moe", "exaone_moe", "glm4_moe_lite", "hy_v3"
 _LISTED += ("deepseek_v32", "glm_moe_dsa", "deepseek_ocr2_text", "laguna", "mimo_v2_flash")
 _LISTED += ("step3p5",)
 _SEVERAL = Mixture(shared="mlp.shared_experts", shares="num_shared_experts")
+_FACTOR = "routed_scaling_factor"
 _TRAINED = ("aux_loss_alpha", "seq_aux")
 MIXTURES: Mapping[str, Mixture] = {
     "afmoe": replace(_SEVERAL, router="router.gate", choice_bias="expert_bias"),
@@ -137,6 +139,7 @@ MIXTURES: Mapping[str, Mixture] = {
         renames=((".mlp.gate.e_score_", ".mlp.e_score_"),),
         unused=(r"(^|\.)mtp\.",),
     ),
+    "lfm2_moe": Mixture(block="feed_forward", expert=("w1", "w3", "w2"), choice_bias="expert_bias"),
     "flint": Mixture(renames=((".self_attn.sinks", ".self_attn.softmax_offset"),)),
     "flex_olmo": Mixture(ffn="intermediate_size"),
     "glm4_moe": _DEEPSEEK,
@@ -150,6 +153,7 @@ MIXTURES: Mapping[str, Mixture] = {
     ),
     "granitemoe": _GRANITE,
     "granitemoe_swa": replace(_GRANITE, renames=()),
+    "granitemoehybrid": _GRANITE,
     "granitemoeshared": _GRANITE,
     "hy_v3": replace(
         _SEVERAL,
@@ -296,7 +300,7 @@ def _chosen(fields: ConfigFields, name: str, layer: int, layers: int) -> int:
 def _router(fields: ConfigFields) -> Router:
     """How a family's router chooses, but for how many."""
     family = fields.family
-    if family in ("aria_text", "gpt_oss", "granitemoe", "granitemoe_swa", "granitemoeshared"):
+    if family in ("aria_text", "gpt_oss", *_GRANITES):
         return Router(0, "chosen")
     if family in ("deepseek_ocr2_text", "deepseek_v2"):
         fields.require("norm_topk_prob", False)  # HF's router does not read it
@@ -329,6 +333,9 @@ def _router(fields: ConfigFields) -> Router:
         scale = fields.number("routed_scaling_factor")
         score = "softmax" if family == "mistral4" else "sigmoid"
         return Router(0, score, groups, chosen, "two", renormalized, 1e-20, scale)
+    if family == "lfm2_moe":
+        renormalized, scale = fields.flag("norm_topk_prob", True), fields.number(_FACTOR)
+        return Router(0, "sigmoid", renormalized=renormalized, eps=1e-6, scale=scale)
     if family == "afmoe":
         scale = fields.number("route_scale")
         return Router(0, "sigmoid", renormalized=True, eps=1e-20, scale=scale)
@@ -379,7 +386,7 @@ def _shared(fields: ConfigFields) -> int:
         return fields.size("share_expert_dim")
     if fields.family in ("flint", "kolibri1", "laguna", "qwen2_moe"):
         return fields.size("shared_expert_intermediate_size")
-    if fields.family in ("granitemoe_swa", "granitemoeshared"):
+    if fields.family in _GRANITES[1:]:
         width = "shared_intermediate_size"
         return fields.size(width) if fields.take(width, 0) else 0
     if fields.family in ("hunyuan_v1_moe", "llama4_text"):
@@ -403,7 +410,7 @@ def _which(fields: ConfigFields, layers: int) -> list[bool]:
         if family == "glm4_moe_lite":
             fields.require("first_k_dense_replace", kinds.count("dense"))  # HF does not read it
         return [kind == "sparse" for kind in kinds]
-    if family == "afmoe":
+    if family in ("afmoe", "lfm2_moe"):
         dense = fields.size("num_dense_layers") if fields.take("num_dense_layers") else 0
         return [i >= dense for i in range(layers)]
     if family == "solar_open":

@@ -9,9 +9,22 @@ from dataclasses import replace
 from typing import Any, Literal
 
 from ...errors import ModelError, UnservedError, shown
-from ..spec import LAMBDAS, Activation, Attention, Experts, Head, Layer, Mlp, ModelSpec, Norm, Rope
+from ..spec import (
+    LAMBDAS,
+    Activation,
+    Attention,
+    Experts,
+    Head,
+    Layer,
+    Mlp,
+    ModelSpec,
+    Norm,
+    Recurrence,
+    Rope,
+    StateSpace,
+)
 from ..weights import Row, WeightTable, row
-from . import mixtures
+from . import mixtures, states
 from . import rows as make
 from .fields import ConfigFields, is_positive, query_growth
 from .kinds import KINDS, ORIGINAL, Bias, Kind
@@ -24,6 +37,7 @@ _PHIS = "phi3", "phi4_multimodal"
 _MSCALES = "short_mscale", "long_mscale"
 _GRANITES = ("granite", "granitemoe", "granitemoehybrid", "granitemoeshared", "hyperclovax")
 _GRANITES += _SWAS
+_STATES = "mamba", "linear_attention"
 CLASSES = {family: kind.classes for family, kind in KINDS.items()}
 
 
@@ -81,7 +95,11 @@ def describe(fields: ConfigFields, architecture: str) -> tuple[ModelSpec, Weight
     if kind.sub_norms:
         placement["sub_norms"] = heads * head_dim, mlp.ffn
     mlps: list[Mlp | Experts] = [mlp] * len(attentions)
-    if fields.family in mixtures.MIXTURES:
+    is_hybrid = fields.family == "granitemoehybrid"
+    if is_hybrid and not fields.take("num_local_experts", 0):
+        fields.ignore("intermediate_size", "num_experts_per_tok", "router_aux_loss_coef")
+        fields.require("output_router_logits", False)
+    elif fields.family in mixtures.MIXTURES:
         mlps = mixtures.read_layers(fields, mlp, len(attentions))
     kinds = [(*own, mlp) for own, mlp in zip(attentions, mlps, strict=True)]
     blocks = {
@@ -113,6 +131,8 @@ def describe(fields: ConfigFields, architecture: str) -> tuple[ModelSpec, Weight
     )
     if fields.family == "diffllama":
         spec = _with_differences(spec, eps)
+    if is_hybrid:
+        spec = _with_states(fields, spec)
     fields.require("use_bidirectional_attention", False)
     for name, value in kind.always.items():
         fields.require(name, *(value if isinstance(value, tuple) else (value,)))
@@ -136,6 +156,23 @@ def _with_differences(spec: ModelSpec, eps: float) -> ModelSpec:
     own = [replace(a, difference=start, difference_eps=eps) for start in starts]
     layers = zip(spec.layers, own, strict=True)
     return replace(spec, layers=tuple(replace(layer, attention=a) for layer, a in layers))
+
+
+def _with_states(fields: ConfigFields, spec: ModelSpec) -> ModelSpec:
+    """Granite 4.0, which has Mamba-2 in most layers in attention's place."""
+    kinds = fields.take("layer_types")
+    if not {*kinds} & {*_STATES}:
+        fields.ignore(*states.FIELDS)
+        return spec
+    own = states.read(fields, spec.final_norm, int(spec.embed * fields.number("mamba_expand")))
+    recurs = {
+        layer: replace(layer, recurrence=own, attends=False) for layer in dict.fromkeys(spec.layers)
+    }
+    layers = (
+        recurs[layer] if kind in _STATES else layer
+        for kind, layer in zip(kinds, spec.layers, strict=True)
+    )
+    return replace(spec, layers=tuple(layers))
 
 
 def _activation(fields: ConfigFields) -> Activation | Literal["xielu"]:
@@ -228,7 +265,7 @@ def _attentions(fields: ConfigFields) -> list[tuple[int | None, str | None]]:
         window = fields.take("sliding_window")
         return [(None if window is None else fields.size("sliding_window"), "")] * count
     if family == "granitemoehybrid":
-        fields.kinds("layer_types", count, ("attention", "full_attention"))
+        fields.kinds("layer_types", count, ("attention", "full_attention", *_STATES))
         fields.require("position_embedding_type", "rope", "nope")
         turns = fields.take("position_embedding_type") == "rope"
         return [(None, "" if turns else None)] * count
@@ -308,6 +345,7 @@ def _table(
     if spec.layers[0].placement == "pre":
         names = {n: name for n, name in names.items() if "post" not in n}
     layer = [r for n, name in names.items() for r in _norm(kind, norm, n, f"{hf}{name}")]
+    norms = tuple(layer)
     if kind.qkv:
         layer += make.linear("qkv", f"{hf}self_attn.{kind.qkv}", "q+k+v embed", qkv_bias)
     elif fields.family == "diffllama":  # by halves, of which devices share the pairs
@@ -355,13 +393,21 @@ def _table(
         renames=own.renames if own else (),
     )
 
-    def rows_of(mlp: Mlp | Experts) -> tuple[Row, ...]:
-        if own is None or not isinstance(mlp, Experts):
-            return (*layer, *dense)
-        return (*layer, *mixtures.make_rows(own, mlp, hf))
+    biased = False, False
+    if any(layer.recurrence for layer in spec.layers):
+        biased = fields.flag("mamba_proj_bias", False), fields.flag("mamba_conv_bias", True)
 
-    by_kind = {mlp: rows_of(mlp) for mlp in dict.fromkeys(layer.mlp for layer in spec.layers)}
-    return replace(table, layers=tuple(by_kind[layer.mlp] for layer in spec.layers))
+    def rows_of(mlp: Mlp | Experts, recurs: Recurrence | None) -> tuple[Row, ...]:
+        mixing = tuple(layer)
+        if isinstance(recurs, StateSpace):
+            mixing = (*norms, *states.rows(recurs, f"{hf}mamba", *biased))
+        if own is None or not isinstance(mlp, Experts):
+            return (*mixing, *dense)
+        return (*mixing, *mixtures.make_rows(own, mlp, hf))
+
+    kinds = [(own.mlp, own.recurrence) for own in spec.layers]
+    by_kind = {key: rows_of(*key) for key in dict.fromkeys(kinds)}
+    return replace(table, layers=tuple(by_kind[key] for key in kinds))
 
 
 def _dense_rows(kind: Kind, hf: str, bias: bool, is_xielu: bool) -> list[Row]:

@@ -85,6 +85,34 @@ def by_head(ours: str, theirs: str, bias: bool) -> list[Row]:
     return packed(ours, theirs, "q+k+v/heads", bias)
 
 
+def recurrence(
+    theirs: str,
+    reads: str,
+    gives: str,
+    bias: bool,
+    *,
+    kernel: str = "conv",
+    convolved: str = "",
+    kernel_bias: bool | None = None,
+    out_bias: bool | None = None,
+) -> list[Row]:
+    """The products before and behind a recurrence, and its kernel of one weight for each tap.
+
+    `reads` is the axis that the first product makes, `gives` the one that the second reads, and
+    `convolved` what the kernel is over, `gives` if that is not said. All have a bias or none,
+    unless `kernel_bias` and `out_bias` say of the kernel and of the second product.
+    """
+    axis = convolved or gives
+    source = (f"{theirs}.{kernel}.weight", f"{axis} one recurrence_taps")
+    rows = linear("recurrence_in", f"{theirs}.in_proj", f"{reads} embed", bias)
+    last = bias if out_bias is None else out_bias
+    rows += linear("recurrence_out", f"{theirs}.out_proj", f"embed {gives}", last)
+    rows.append(row("recurrence_kernel", f"{axis} recurrence_taps", source))
+    if bias if kernel_bias is None else kernel_bias:
+        rows.append(row("recurrence_kernel_bias", axis, (f"{theirs}.{kernel}.bias", axis)))
+    return rows
+
+
 def relative_bias(bias: RelativeBias, theirs: str) -> Row:
     """What a layer adds to scores by distance, of a table by buckets that HF stores as `theirs`."""
     table = row("relative_bias", "heads buckets", (theirs, "buckets heads"))

@@ -19,8 +19,11 @@ from .parts import (
     Norm,
     Page,
     Pairs,
+    Recurrence,
     Router,
+    ShortConvolution,
     Spans,
+    StateSpace,
     Streams,
 )
 
@@ -48,11 +51,14 @@ __all__ = [
     "Pooled",
     "Pooling",
     "Probe",
+    "Recurrence",
     "RelativeBias",
     "Rope",
     "Router",
+    "ShortConvolution",
     "Sounds",
     "Spans",
+    "StateSpace",
     "Streams",
     "Waves",
 ]

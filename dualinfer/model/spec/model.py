@@ -17,6 +17,7 @@ from .parts import (
     Mlp,
     Norm,
     Page,
+    Recurrence,
     Spans,
     Streams,
 )
@@ -201,6 +202,11 @@ class Layer:
     - `bottleneck`: how a `narrow` block is built (MobileBERT).
     - `page`: how a `paged` block is built (LiLT).
     - `streams`: how a block of `streams` is built (Gemma 3n).
+    - `recurrence` (always `pre`): a sub-layer that keeps a state of fixed size instead of keys and
+      values. It stands in attention's place where the layer does not attend (LFM2), else beside
+      it: both read by one norm, and both are added, attention times `attention_scale` (Falcon-H1).
+    - `attends` and `feeds` (`pre` where one is false): it has attention, and an MLP. What is said
+      of one that it has not is read by nobody.
     """
 
     attention: Attention
@@ -225,6 +231,10 @@ class Layer:
     bottleneck: Bottleneck | None = None
     page: Page | None = None
     streams: Streams | None = None
+    recurrence: Recurrence | None = None
+    attends: bool = True
+    feeds: bool = True
+    attention_scale: float = 1.0
 
     @property
     def experts(self) -> int:
@@ -482,6 +492,9 @@ class ModelSpec:
             inner |= {"spans": q, "span_taps": spans.taps, "mixtures": attention.heads * spans.taps}
         if attention.pairs is not None:
             inner["paired"] = attention.pairs.count
+        if (recurrence := self.layers[layer].recurrence) is not None:
+            inner |= recurrence.extents
+            inner["recurrence_taps"] = recurrence.taps
         if (own := attention.latent) is not None:
             inner |= {"latent": own.width, "rank": own.rank, "query_rank": own.query_rank}
             inner["query_ranks"] = 2 * own.query_rank
@@ -514,18 +527,38 @@ class ModelSpec:
         return self.layers[0].streams
 
     @property
-    def cache_numbers(self) -> tuple[int, ...]:
-        """The number of the cache that each layer keeps its keys and values in: a lender's own."""
-        owners = [i for i, layer in enumerate(self.layers) if layer.attention.lender is None]
-        number = {index: n for n, index in enumerate(owners)}
-        lenders = (layer.attention.lender for layer in self.layers)
-        return tuple(number[i if own is None else own] for i, own in enumerate(lenders))
+    def caches(self) -> tuple[tuple[int, Literal["attention", "recurrence"]], ...]:
+        """The layer of each cache but the cross ones, by number, and what of the layer keeps it."""
+        return tuple(
+            (i, part)
+            for i, layer in enumerate(self.layers)
+            for part, has in (
+                ("attention", layer.attends and layer.attention.lender is None),
+                ("recurrence", layer.recurrence is not None),
+            )
+            if has
+        )
+
+    @property
+    def cache_numbers(self) -> dict[int, int]:
+        """The number of the cache that a layer keeps its keys and values in: a lender's own.
+
+        Layers that do not attend have none.
+        """
+        number = {i: n for n, (i, part) in enumerate(self.caches) if part == "attention"}
+        lenders = {i: own.attention.lender for i, own in enumerate(self.layers) if own.attends}
+        return {i: number[i if own is None else own] for i, own in lenders.items()}
+
+    @property
+    def state_numbers(self) -> dict[int, int]:
+        """The number of the cache of each layer with a recurrence."""
+        return {i: n for n, (i, part) in enumerate(self.caches) if part == "recurrence"}
 
     @property
     def cross_numbers(self) -> dict[int, int]:
         """The number of the cross cache of each layer that has one; they follow all others."""
         crossing = (i for i, layer in enumerate(self.layers) if layer.cross)
-        return {index: n for n, index in enumerate(crossing, 1 + max(self.cache_numbers))}
+        return {index: n for n, index in enumerate(crossing, len(self.caches))}
 
     @property
     def adds_tables(self) -> bool:

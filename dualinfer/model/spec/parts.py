@@ -1,7 +1,9 @@
 """What layers are made of beside attention: norms, MLPs, mixtures of experts, and rarer parts."""
 
+import math
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Literal
+from typing import ClassVar, Literal, TypeAlias
 
 Activation = Literal["silu", "gelu", "gelu_tanh", "quick_gelu", "relu", "relu2", "tanh"]
 XIELU = ("alpha_p", "alpha_n", "beta", "eps")  # a layer's numbers of the activation xIELU
@@ -26,7 +28,8 @@ class Mlp:
 
     With `sparse` (s, n) what a gate is above the mean of a token's n gates by more than s standard
     deviations of them stands in its place, and 0 where it is not (Gemma 3n). With `limit`
-    activation(gate) is at most that, and ups at most as far from 0 (Step 3.7).
+    activation(gate) is at most that, and ups at most as far from 0 (Step 3.7). Of `scales` the
+    first is what a gate is times before the activation, and the second what comes out (Falcon-H1).
     """
 
     ffn: int
@@ -34,6 +37,7 @@ class Mlp:
     gated: bool
     sparse: tuple[float, int] | None = None
     limit: float | None = None
+    scales: tuple[float, float] | None = None
 
 
 @dataclass(frozen=True)
@@ -141,6 +145,95 @@ class Convolution:
 
     taps: int
     activation: Activation
+
+
+@dataclass(frozen=True)
+class ShortConvolution:
+    """A gated convolution over the past, in attention's place (LFM2, HF's `Lfm2ShortConv`).
+
+    Three projections of a token have `width` elements each. The product of the first and the third
+    is convolved over the token and the `taps` - 1 before it, each element by a kernel of its own,
+    and the second times what that gives is projected back.
+    """
+
+    width: int
+    taps: int
+    held: ClassVar[Mapping[str, str]] = {"convolved channels": "conv"}  # an axis as people know it
+
+    @property
+    def extents(self) -> dict[str, int]:
+        """Elements of its axes by their names."""
+        return dict.fromkeys(("conv", "conv_in", "conv_out", "conv_x"), self.width)
+
+    @property
+    def channels(self) -> int:
+        """Elements of a token that are convolved."""
+        return self.width
+
+    @property
+    def multiplied(self) -> int:
+        """Products of a token beside those with matrices."""
+        return (self.taps + 2) * self.width
+
+
+@dataclass(frozen=True)
+class StateSpace:
+    """Mamba-2 in attention's place, or beside it (arXiv:2405.21060, HF's `Mamba2Mixer`).
+
+    A token's projection holds a gate, an input x of `heads` of `head_dim` elements, B and C of
+    `groups` of `state` elements, and a number of each head. x, B and C are convolved over the token
+    and the `taps` - 1 before it, and the `activation` taken. A head's step d is the softplus of its
+    number and a bias, within `limits`. Its state, of head_dim times state elements, is times
+    exp(d A), and d x B^T is added; the state times C, and D x, is what it gives. A group's B and C
+    are those of as many heads in a row. That is times silu of the gate, and then normed, or the
+    gate comes behind the norm if it is `gated_last`. A norm is over `normed` elements; there may be
+    none. Numbers of `scales` are what gate, x, B, C and the heads' numbers are times, before all
+    that, and `out_scale` what comes out is times (Falcon-H1).
+    """
+
+    heads: int
+    head_dim: int
+    groups: int
+    state: int
+    taps: int
+    activation: Activation
+    norm: Norm | None
+    normed: int
+    gated_last: bool = False
+    limits: tuple[float, float] = (0.0, math.inf)
+    scales: tuple[float, float, float, float, float] | None = None
+    out_scale: float = 1.0
+    held: ClassVar[Mapping[str, str]] = {"state heads": "states"}
+
+    @property
+    def width(self) -> int:
+        """Elements of x, and of what it gives."""
+        return self.heads * self.head_dim
+
+    @property
+    def shared(self) -> int:
+        """Elements of B, and of C."""
+        return self.groups * self.state
+
+    @property
+    def channels(self) -> int:
+        """Elements of a token that are convolved."""
+        return self.width + 2 * self.shared
+
+    @property
+    def extents(self) -> dict[str, int]:
+        """Elements of its axes by their names."""
+        shared = dict.fromkeys(("state_b", "state_c"), self.shared)
+        return {**dict.fromkeys(("state_z", "state_x"), self.width), **shared, "states": self.heads}
+
+    @property
+    def multiplied(self) -> int:
+        """Products of a token beside those with matrices."""
+        return self.taps * self.channels + 3 * self.width * self.state
+
+
+# What a layer may have in attention's place, or beside it.
+Recurrence: TypeAlias = ShortConvolution | StateSpace
 
 
 @dataclass(frozen=True)

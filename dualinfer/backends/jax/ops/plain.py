@@ -6,14 +6,14 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from ....model.spec import Attention, ModelSpec, Rope
+from ....model.spec import Attention, ModelSpec, Recurrence, Rope
 from ....model.weights import Weight
-from ...caches import CacheView, CrossView
-from ...contract import LatentQkv, LayerAttention, Neighbours
+from ...caches import CacheView, CrossView, StateView
+from ...contract import LatentQkv, LayerAttention, Neighbours, Weights
 from .. import sampler
 from ..params import Params
 from ..sampler import SlotState
-from . import primitives
+from . import primitives, recurrences
 from .plain_blocks import PlainBlocks
 
 
@@ -298,6 +298,29 @@ class PlainOps(PlainBlocks):
         how = {"scale": a.scale, "softcap": a.softcap}
         y = primitives.cross_attention(heads, *cache.read(), visible, **how)
         return y.reshape(q.shape)
+
+    def recur(
+        self,
+        own: Recurrence,
+        w: Weights,
+        x: jax.Array,
+        *,
+        mask: jax.Array | None = None,
+        segments: jax.Array | None = None,
+        cache: StateView | None = None,
+        slots: jax.Array | None = None,
+        lengths: jax.Array | None = None,
+        goes_on: bool = False,
+    ) -> tuple[jax.Array, StateView | None]:
+        """See `contract.Ops.recur`."""
+        where = cache, slots, lengths, goes_on
+        return recurrences.recur(own, w, x, self.split, mask, segments, *where)
+
+    def recur_token(
+        self, own: Recurrence, w: Weights, x: jax.Array, cache: StateView, moves: jax.Array
+    ) -> tuple[jax.Array, StateView]:
+        """See `contract.Ops.recur_token`."""
+        return recurrences.recur_token(own, w, x, self.split, cache, moves)
 
     def sample(
         self,

@@ -293,6 +293,11 @@ class PlainBlocks:
         """See `contract.BlockOps.gate_within`."""
         return primitives.gate_within(h, by, limit)
 
+    def gate_scaled(self, h: jax.Array, by: Activation, scale: float) -> jax.Array:
+        """See `contract.BlockOps.gate_scaled`."""
+        gate, up = jnp.split(h, 2, axis=-1)
+        return primitives.activation(gate * scale, by) * up
+
     def like(self, x: jax.Array, other: jax.Array) -> jax.Array:
         """See `contract.BlockOps.like`."""
         return x.astype(other.dtype)

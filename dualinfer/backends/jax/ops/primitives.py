@@ -36,6 +36,7 @@ IMPLEMENTATIONS = {
     "decode_attention": "XLA, dense softmax",
     "cross_attention": "XLA, dense softmax",
     "latent_attention": "XLA over latent vectors, a head's matrices before and behind it",
+    "recurrence": "XLA",
     "sampling": "XLA, threefry2x32",
 }
 

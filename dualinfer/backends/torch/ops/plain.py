@@ -5,15 +5,15 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ....model.spec import Attention, ModelSpec
+from ....model.spec import Attention, ModelSpec, Recurrence
 from ....model.weights import Weight
 from ...base import SamplingFeatures
-from ...caches import CacheView, CrossView
-from ...contract import LatentQkv, LayerAttention, Neighbours
+from ...caches import CacheView, CrossView, StateView
+from ...contract import LatentQkv, LayerAttention, Neighbours, Weights
 from .. import sampler
 from ..params import Params
 from ..sampler import SlotState
-from . import primitives
+from . import primitives, recurrences
 from .plain_blocks import PlainBlocks
 
 
@@ -308,6 +308,29 @@ class PlainOps(PlainBlocks):
         q = q.unflatten(-1, (-1, a.head_dim))
         how = {"scale": a.scale, "softcap": a.softcap}
         return primitives.cross_attention(q, *cache.read(), visible, **how).flatten(-2)
+
+    def recur(
+        self,
+        own: Recurrence,
+        w: Weights,
+        x: torch.Tensor,
+        *,
+        mask: torch.Tensor | None = None,
+        segments: torch.Tensor | None = None,
+        cache: StateView | None = None,
+        slots: torch.Tensor | None = None,
+        lengths: torch.Tensor | None = None,
+        goes_on: bool = False,
+    ) -> tuple[torch.Tensor, StateView | None]:
+        """See `contract.Ops.recur`."""
+        where = cache, slots, lengths, goes_on
+        return recurrences.recur(own, w, x, self.split, mask, segments, *where)
+
+    def recur_token(
+        self, own: Recurrence, w: Weights, x: torch.Tensor, cache: StateView, moves: torch.Tensor
+    ) -> tuple[torch.Tensor, StateView]:
+        """See `contract.Ops.recur_token`."""
+        return recurrences.recur_token(own, w, x, self.split, cache, moves)
 
     def sample(
         self,

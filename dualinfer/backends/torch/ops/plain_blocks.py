@@ -283,6 +283,11 @@ class PlainBlocks:
         """See `contract.BlockOps.gate_within`."""
         return primitives.gate_within(h, by, limit)
 
+    def gate_scaled(self, h: torch.Tensor, by: Activation, scale: float) -> torch.Tensor:
+        """See `contract.BlockOps.gate_scaled`."""
+        gate, up = h.chunk(2, -1)
+        return primitives.activation(gate * scale, by) * up
+
     def like(self, x: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
         """See `contract.BlockOps.like`."""
         return x.to(other.dtype)

@@ -31,6 +31,7 @@ IMPLEMENTATIONS = {
     "decode_attention": f"{SDPA}; plain torch with ALiBi, a soft cap or sinks",
     "cross_attention": SDPA,
     "latent_attention": f"{SDPA} over latent vectors, a head's matrices before and behind it",
+    "recurrence": "plain torch",
     "sampling": "plain torch, threefry2x32",
 }
 

@@ -96,10 +96,15 @@ def _steps(
             return qkv.queries.new_zeros((rows, 1, a.qkv_sizes[2]))
         return qkv[..., : a.widened.qkv_sizes[0]].contiguous()
 
+    def recur(i: int, x: torch.Tensor) -> torch.Tensor:
+        own = spec.layers[i].recurrence
+        assert own is not None
+        return x[..., : own.width].contiguous()
+
     if not whole and not any(layer.experts for layer in spec.layers):
         return []
     with torch.inference_mode():
-        how: dict[str, Any] = {"across": lambda i, q: q}
+        how: dict[str, Any] = {"across": lambda i, q: q, "recur": recur}
         x = decoder.hidden_states(spec, params, recorder, ids, ids, None, attend, **how)[-1]
         if spec.head is not None and whole:
             decoder.logits(spec, params, recorder, x[:, 0], wide=spec.causal)

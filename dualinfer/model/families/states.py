@@ -1,0 +1,94 @@
+"""Mamba-2's part of a config, and its rows: what hybrids have beside attention, or in its place."""
+
+import math
+from dataclasses import replace
+
+from ...errors import ModelError, shown
+from ..spec import Norm, StateSpace
+from ..weights import Row, row
+from . import rows as make
+from .fields import ConfigFields
+
+_PROJECTED = "state_z+state_x+state_b+state_c+states"
+_CONVOLVED = "state_x+state_b+state_c"
+# HF's fields of heads, elements of a head, groups, elements of B and C, taps, and the activation.
+_NAMES = {
+    "mamba2": ("num_heads", "head_dim", "n_groups", "state_size", "conv_kernel", "hidden_act"),
+    "nemotron_h": (
+        *("mamba_num_heads", "mamba_head_dim", "n_groups", "ssm_state_size", "conv_kernel"),
+        "mamba_hidden_act",
+    ),
+}
+_HYBRIDS = (
+    *("mamba_n_heads", "mamba_d_head", "mamba_n_groups", "mamba_d_state", "mamba_d_conv"),
+    "hidden_act",
+)
+
+FIELDS = (  # of hybrids, that say nothing where no layer has a state
+    *_HYBRIDS[:5],
+    *("mamba_expand", "mamba_chunk_size", "mamba_conv_bias", "mamba_proj_bias"),
+    "time_step_limit",
+)
+
+
+def read(fields: ConfigFields, norm: Norm | None, width: int | None) -> StateSpace:
+    """The state space of a config's layers, whose heads have `width` elements, None for any.
+
+    HF's step by step ignores `time_step_limit`, which its whole prompts are within; here both are.
+    """
+    names = _NAMES.get(fields.family, _HYBRIDS)
+    heads, activation = fields.heads(names[0]), fields.activation(names[5])
+    head_dim, groups, state, taps = (fields.size(name) for name in names[1:5])
+    if heads % groups:
+        raise ModelError(f"config.json has {names[0]}={heads}, no multiple of {groups} groups.")
+    if width is not None and heads * head_dim != width:
+        raise ModelError(
+            f"config.json has {heads} heads of {head_dim} elements, which are not the {width} that "
+            f"its layers have ({names[0]}, {names[1]})."
+        )
+    fields.ignore("chunk_size", "mamba_chunk_size")  # how HF cuts a sum, which is the same
+    own = StateSpace(
+        *(heads, head_dim, groups, state, taps, activation, norm, heads * head_dim // groups)
+    )
+    return replace(own, limits=_limits(fields))
+
+
+def _limits(fields: ConfigFields) -> tuple[float, float]:
+    """Between which a step lies; HF's Nemotron-H has the lower end in a field of its own."""
+    if fields.family == "nemotron_h":
+        least = fields.take("time_step_min", 0.0)
+        fields.ignore("time_step_limit")
+        given = [least, math.inf]
+    else:
+        given = fields.take("time_step_limit", [0.0, math.inf])
+    fits = isinstance(given, list | tuple) and len(given) == 2
+    if not fits or not all(isinstance(x, int | float) and x >= 0 for x in given):
+        raise ModelError(
+            f"config.json has time_step_limit={shown(given)}; expected two numbers, from 0 on."
+        )
+    return float(given[0]), float(given[1])
+
+
+def rows(
+    own: StateSpace, theirs: str, bias: bool, kernel_bias: bool, out_bias: bool | None = None
+) -> list[Row]:
+    """The rows of a state space that HF calls `theirs`; `bias` is that of both products.
+
+    `out_bias` is that of the second where it has its own.
+    """
+    found = make.recurrence(
+        *(theirs, _PROJECTED, "state_x", bias),
+        kernel="conv1d",
+        convolved=_CONVOLVED,
+        kernel_bias=kernel_bias,
+        out_bias=out_bias,
+    )
+    for name, source in {
+        "state_step_bias": "dt_bias",
+        "state_decay": "A_log",
+        "state_skip": "D",
+    }.items():
+        found.append(replace(row(name, "states", (f"{theirs}.{source}", "states")), wide=True))
+    if own.norm is not None:
+        found += make.norm(own.norm, "state_norm", f"{theirs}.norm", "state_x")
+    return found

@@ -1,0 +1,322 @@
+"""Decoders with recurrences, whose caches are states: against HF's classes, row by row.
+
+HF multiplies padding by 0 before projections that may have biases, so that its own padded batches
+differ from single rows: these are the oracle.
+"""
+
+import importlib
+
+import numpy as np
+import pytest
+import torch
+import transformers as hf
+
+import dualinfer
+from dualinfer.backends.base import Request
+from dualinfer.model.families import describe_model
+
+from .models import BACKENDS, EOS, PAD, VOCAB, randomize, relative_rms
+
+SIZES = {
+    "hidden_size": 96,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 3,
+    "max_position_embeddings": 128,
+    "vocab_size": VOCAB,
+    "pad_token_id": PAD,
+    "bos_token_id": 1,
+    "eos_token_id": EOS,
+}
+MIXED = ["linear_attention", "full_attention", "linear_attention", "linear_attention"]
+TURNS = {"layer_types": ["conv", "full_attention", "conv", "conv"]}
+LFM2 = {**TURNS, "intermediate_size": 150, "block_multiple_of": 9}
+EXPERTS = {"num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 40}
+# HF's class, and what makes it odd.
+CASES = {
+    "lfm2": ("Lfm2", {**LFM2, "block_ffn_dim_multiplier": 1.1}),
+    "lfm2 with biases": ("Lfm2", {**LFM2, "conv_bias": True, "conv_L_cache": 4}),
+    "lfm2_moe": (
+        "Lfm2Moe",
+        {**TURNS, **EXPERTS, "intermediate_size": 77, "num_dense_layers": 1}
+        | {"routed_scaling_factor": 1.7, "conv_L_cache": 2},
+    ),
+}
+STATES = {"mamba_n_heads": 8, "mamba_d_head": 24, "mamba_n_groups": 2, "mamba_d_state": 10}
+HYBRID = {**STATES, "intermediate_size": 150}
+GRANITE = {"attention_multiplier": 0.3, "residual_multiplier": 0.4, "embedding_multiplier": 3.0}
+GRANITE |= {"logits_scaling": 1.7, "mamba_n_groups": 1, "layer_types": MIXED}
+_NO = ("max_position_embeddings", "num_attention_heads", "num_key_value_heads")
+MAMBA2 = {**dict.fromkeys(_NO), "num_heads": 8, "head_dim": 24, "state_size": 10, "chunk_size": 8}
+NEMOTRON = {"layers_block_type": ["linear_attention", "mlp", "full_attention", "linear_attention"]}
+NEMOTRON |= {"mamba_num_heads": 8, "mamba_head_dim": 10, "n_groups": 4, "ssm_state_size": 6}
+NEMOTRON |= {"head_dim": 14, "intermediate_size": 99, "moe_shared_expert_intermediate_size": 56}
+FALCON = {"mamba_d_ssm": 192, "lm_head_multiplier": 0.3, "embedding_multiplier": 5.0}
+FALCON |= {"mlp_multipliers": [0.7, 0.4], "ssm_multipliers": [0.5, 1.3, 0.6, 1.7, 0.8]}
+FALCON |= {"ssm_in_multiplier": 1.4, "ssm_out_multiplier": 0.6, "key_multiplier": 0.5}
+FALCON |= {"attention_in_multiplier": 1.2, "attention_out_multiplier": 0.7}
+CASES |= {
+    "mamba2": ("Mamba2", {**MAMBA2, "n_groups": 2, "use_bias": True}),
+    "mamba2 of one group": ("Mamba2", {**MAMBA2, "n_groups": 1, "use_conv_bias": False}),
+    "bamba": ("Bamba", {**HYBRID, "attn_layer_indices": [1], "mlp_bias": True}),
+    "falcon_h1": ("FalconH1", {**HYBRID, **FALCON}),
+    "falcon_h1, normed": (
+        "FalconH1",
+        {**HYBRID, **FALCON, "mamba_rms_norm": True, "mamba_norm_before_gate": False}
+        | {"mamba_n_groups": 1},
+    ),
+    "falcon_h1, normed first": ("FalconH1", {**HYBRID, "mamba_d_ssm": 192, "mamba_rms_norm": True}),
+    "granitemoehybrid": (
+        "GraniteMoeHybrid",
+        {**HYBRID, **GRANITE, "num_local_experts": 0, "shared_intermediate_size": 90}
+        | {"position_embedding_type": "rope"},
+    ),
+    "granitemoehybrid with experts": (
+        "GraniteMoeHybrid",
+        {**HYBRID, **GRANITE, "num_local_experts": 5, "shared_intermediate_size": 90}
+        | {"intermediate_size": 40},
+    ),
+    "nemotron_h": ("NemotronH", {**NEMOTRON, "use_bias": True}),
+    "nemotron_h with experts": (
+        "NemotronH",
+        {**NEMOTRON, "layers_block_type": ["linear_attention", "moe", "full_attention", "moe"]}
+        | {"moe_intermediate_size": 40, "n_group": 2, "n_routed_experts": 6}
+        | {"routed_scaling_factor": 1.3},
+    ),
+}
+QUICK = ("lfm2 with biases", "mamba2")
+LENGTHS = (11, 2, 17, 1)  # shorter than a kernel, too
+NEW = 9
+INJECTED = {"replace_with_kernel_inject": True}
+
+
+def make_config(case):
+    name, fields = CASES[case]
+    fields = {name: value for name, value in {**SIZES, **fields}.items() if value is not None}
+    return getattr(hf, f"{name}Config")(**fields)
+
+
+def make(case):
+    torch.manual_seed(0)
+    model = getattr(hf, f"{CASES[case][0]}ForCausalLM")(make_config(case))
+    randomize(model)
+    for name, tensor in model.named_parameters():  # decays and steps as those of real models
+        if name.endswith(("A_log", "dt_bias")):
+            tensor.data.uniform_(-1.5, 1.5)
+    for name, tensor in model.named_buffers():
+        if name.endswith(("expert_bias", "correction_bias")):
+            tensor.uniform_(-0.3, 0.3)
+    return model.eval()
+
+
+def rows(lengths=LENGTHS):
+    return [np.random.default_rng(n).integers(3, VOCAB, n) for n in lengths]
+
+
+def padded(texts, left):
+    """Ids and mask [B, T] of texts padded on one side."""
+    width = max(map(len, texts))
+    ids, mask = np.full((len(texts), width), PAD), np.zeros((len(texts), width), np.int64)
+    for i, text in enumerate(texts):
+        at = slice(width - len(text), width) if left else slice(0, len(text))
+        ids[i, at], mask[i, at] = text, 1
+    return ids, mask
+
+
+def alone(model, texts, new=NEW):
+    """HF's logits of each text by itself, and its greedy text."""
+    with torch.no_grad():
+        given = [torch.from_numpy(text[None]) for text in texts]
+        logits = [model(ids).logits[0].numpy() for ids in given]
+        how = {"max_new_tokens": new, "do_sample": False}
+        return logits, [model.generate(ids, **how)[0, ids.shape[1] :].numpy() for ids in given]
+
+
+def check_text(found, width, expected):
+    for own, text in zip(np.asarray(found), expected, strict=True):
+        np.testing.assert_array_equal(own[width : width + len(text)], text)
+
+
+ON_BACKENDS = [
+    pytest.param(case, backend, marks=[] if case in QUICK else [pytest.mark.slow])
+    for case in CASES
+    for backend in BACKENDS
+]
+
+
+@pytest.mark.parametrize(("case", "backend"), ON_BACKENDS)
+def test_a_padded_batch_is_its_rows_alone(case, backend, monkeypatch):
+    """Logits, and greedy text through the state; padding on either side enters neither."""
+    ops = importlib.import_module(f"dualinfer.backends.{backend}.ops.recurrences")
+    monkeypatch.setattr(ops, "_CHUNK", 7)  # so that prompts have several
+    model, texts = make(case), rows()
+    logits, expected = alone(model, texts)
+    with dualinfer.init_inference(model, **INJECTED, dtype="fp32", backend=backend) as engine:
+        for left in (False, True):
+            ids, mask = padded(texts, left)
+            found = np.asarray(engine(ids, attention_mask=mask).logits)
+            for own, real, whole in zip(found, mask > 0, logits, strict=True):
+                assert relative_rms(own[real], whole) < 1e-5
+            text = engine.generate(ids, attention_mask=mask, max_new_tokens=NEW, do_sample=False)
+            check_text(text, ids.shape[1], expected)
+        assert "state" in engine.report().cache
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_steps_of_other_sequences_pass_a_state_over(backend):
+    """A slot whose tokens the host chooses, beside one that decodes by itself, in turns."""
+    model, texts = make(QUICK[0]), rows((11, 5))
+    _, expected = alone(model, texts)
+    with dualinfer.init_inference(model, **INJECTED, dtype="fp32", backend=backend) as engine:
+        runner = engine.runner
+        requests = [Request(text.astype(np.int32), NEW) for text in texts]
+        scores = np.asarray(runner.prefill_scores(requests[:1], [0]))
+        chosen = [int(scores[0].argmax())]
+        by_itself = [runner.prefill(requests[1:], [1]).fetch()[:, 0]]
+        while len(chosen) < NEW:
+            by_itself.append(runner.decode(2).fetch()[:, 1])
+            scores = np.asarray(runner.decode_scores([0], chosen[-1:]))
+            chosen.append(int(scores[0].argmax()))
+        by_itself = np.concatenate(by_itself)
+        np.testing.assert_array_equal(chosen, expected[0])
+        np.testing.assert_array_equal(by_itself[by_itself >= 0][:NEW], expected[1])
+
+
+@pytest.mark.parametrize("backend", [BACKENDS[0], pytest.param("jax", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("case", QUICK)
+def test_sequences_in_one_row_do_not_meet(case, backend):
+    """By positions that start anew, as texts are packed for embeddings, too."""
+    model, texts = make(case), rows((5, 1, 9))
+    logits, _ = alone(model, texts)
+    places = np.concatenate([np.arange(len(text)) for text in texts])[None]
+    with dualinfer.init_inference(model, **INJECTED, dtype="fp32", backend=backend) as engine:
+        how = {"position_ids": places, "use_cache": False}
+        found = engine(np.concatenate(texts)[None], **how).logits
+    assert relative_rms(np.asarray(found)[0], np.concatenate(logits)) < 1e-5
+
+
+def shared(case, backend, devices):
+    """Logits and text of a model that so many devices share."""
+    model, (ids, mask) = make(case), padded(rows((11, 4)), left=True)
+    how = {**INJECTED, "dtype": "fp32", "backend": backend}
+    with dualinfer.init_inference(model, **how, tensor_parallel={"tp_size": devices}) as engine:
+        logits = np.asarray(engine(ids, attention_mask=mask).logits)
+        text = engine.generate(ids, attention_mask=mask, max_new_tokens=4, do_sample=False)
+        return logits[mask > 0], np.asarray(text)
+
+
+@pytest.mark.slow
+@pytest.mark.xdist_group("ranks")
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("case", CASES)
+def test_several_devices_give_what_one_gives(case, backend, crew):
+    """Devices share the channels of convolutions, and the heads of states."""
+    if backend == "torch":
+        found = crew.run(shared, case, backend, 2, world=2)
+    else:
+        found = [shared(case, backend, 2)]
+    logits, text = shared(case, backend, 1)
+    for ours, own in found:
+        assert relative_rms(ours, logits) < 1e-5
+        np.testing.assert_array_equal(own, text)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", CASES)
+def test_what_is_saved_is_the_model(case, tmp_path):
+    """HF's folder is read, and what is saved HF reads; sizes of caches are those of the report."""
+    model, texts = make(case), rows()
+    ids, mask = padded(texts, left=True)
+    model.save_pretrained(tmp_path / "theirs")
+    with dualinfer.init_inference(str(tmp_path / "theirs"), dtype="fp32") as engine:
+        logits = np.asarray(engine(ids, attention_mask=mask).logits)
+        engine.save_pretrained(tmp_path / "ours")
+    again = type(model).from_pretrained(tmp_path / "ours")
+    for own, real, text in zip(logits, mask > 0, texts, strict=True):
+        with torch.no_grad():
+            expected = again(torch.from_numpy(text[None])).logits[0].numpy()
+        assert relative_rms(own[real], expected) < 1e-5
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("case", CASES)
+def test_half_precision_is_as_exact_as_hf(case, backend):
+    """Whole prompts, and steps through the state, beside HF's own error in bfloat16."""
+    model, texts = make(case), rows((40, 33))
+    logits, _ = alone(model, texts)
+    half, begun = make(case).bfloat16(), 20
+    theirs, ours, stepped = [], [], []
+    with dualinfer.init_inference(half, **INJECTED, dtype="bf16", backend=backend) as engine:
+        for text, whole in zip(texts, logits, strict=True):
+            with torch.no_grad():
+                found = half(torch.from_numpy(text[None])).logits[0].float()
+            theirs.append(relative_rms(found, whole))
+            found = np.asarray(engine(text[None]).logits[0], np.float32)
+            ours.append(relative_rms(found, whole))
+            request = Request(text[:begun].astype(np.int32), len(text))
+            scores = [engine.runner.prefill_scores([request], [0])]
+            for token in text[begun:]:
+                scores.append(engine.runner.decode_scores([0], [int(token)]))
+            engine.runner.release([0])
+            found = np.concatenate([np.asarray(x, np.float32) for x in scores])
+            stepped.append(relative_rms(found, whole[begun - 1 :]))
+    assert np.mean(ours) < 1.1 * np.mean(theirs)
+    assert np.mean(stepped) < 1.2 * np.mean(theirs)  # fewer tokens, by chance
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("case", CASES)
+def test_products_of_recurrences_are_quantized(case, backend):
+    """8-bit codes of every product; the state, convolutions and norms stay as they are."""
+    model, texts = make(case), rows((11,))
+    logits, _ = alone(model, texts)
+    how = {**INJECTED, "dtype": "fp32", "backend": backend}
+    with dualinfer.init_inference(model, **how, quant="int8", kv_cache_dtype="int8") as engine:
+        found = np.asarray(engine(texts[0][None]).logits[0])
+        most = 0.5 if "moe" in case or "experts" in case else 0.1  # routers may choose others
+        assert 1e-4 < relative_rms(found, logits[0]) < most
+        text = engine.generate(texts[0][None], max_new_tokens=3, do_sample=False)
+        assert np.asarray(text).shape[1] == len(texts[0]) + 3
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:.*encountered in .*:RuntimeWarning")  # of the interpreter
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("case", QUICK)
+def test_kernels_serve_all_but_the_recurrence(case, backend, monkeypatch):
+    """And on torch a long prompt is read in pieces, the last shorter than a kernel."""
+    model, texts = make(case), rows((11, 9))
+    logits, expected = alone(model, texts, new=3)
+    own = importlib.import_module(f"dualinfer.backends.{backend}")
+    if backend == "torch":
+        ops = importlib.import_module("dualinfer.backends.torch.ops.kernels").KernelOps
+        monkeypatch.setattr(own, "_make_ops", lambda config, spec, device, _: ops(device))
+        prompts = importlib.import_module("dualinfer.backends.torch.prompts")
+        monkeypatch.setattr(prompts, "_MOST_AT_ONCE", 8)
+    else:
+        ops = importlib.import_module("tests.kernels.jax_ops").interpreted_ops
+        monkeypatch.setattr(own, "_make_ops", lambda *args: ops())
+    with dualinfer.init_inference(model, **INJECTED, dtype="fp32", backend=backend) as engine:
+        served = engine.report().ops
+        assert "Triton" in served["matmul"] and "Triton" not in served["recurrence"]
+        ids, mask = padded(texts, left=True)
+        found = np.asarray(engine(ids, attention_mask=mask).logits)
+        for row, real, whole in zip(found, mask > 0, logits, strict=True):
+            assert relative_rms(row[real], whole) < 1e-5
+        text = engine.generate(ids, attention_mask=mask, max_new_tokens=3, do_sample=False)
+        check_text(text, ids.shape[1], expected)
+
+
+@pytest.mark.parametrize(
+    ("case", "fields", "message"),
+    [
+        ("lfm2", {"layer_types": ["conv", "mamba"] * 2}, "layer_types=.*conv and full_attention"),
+        ("lfm2", {"unheard_of": 3}, "unheard_of=3"),
+        ("lfm2_moe", {"num_experts_per_tok": 9}, "cannot choose more"),
+    ],
+)
+def test_what_is_not_honoured_is_refused(case, fields, message):
+    with pytest.raises(dualinfer.ModelError, match=message):
+        describe_model({**make_config(case).to_dict(), **fields})
