@@ -678,6 +678,8 @@ def test_two_devices_give_what_one_gives(case, backend, crew):
             *("privacy-filter-token", "convbert-masked"),
         )
         for name in BACKENDS
+        # On JAX these launch what ALBERT launches there.
+        if name == "torch" or case not in ("electra-sequence", "xmod", "layoutlm")
     ],
 )
 def test_kernels_give_what_plain_ops_give(case, backend, monkeypatch):
