@@ -22,7 +22,7 @@ from dualinfer.engine import fused
 from dualinfer.errors import ArgumentError, UnsupportedError
 
 from . import test_relatives
-from .models import BACKENDS, GENERATING, VOCAB, make_model, random_ids, relative_rms
+from .models import BACKENDS, GENERATING, VARIED, VOCAB, make_model, random_ids, relative_rms
 
 INJECT: dict[str, Any] = {"dtype": "fp32", "replace_with_kernel_inject": True}
 NAME, NEW = "gpt2", 7
@@ -88,8 +88,8 @@ def test_forward_takes_what_hf_takes(name, backend, hf_model, engine_of):
         assert list(found) == ["loss", "logits"]
         assert relative_rms(found.logits[real], expected.logits[real]) < 1e-5
         assert float(found.loss) == pytest.approx(float(expected.loss), rel=1e-5)
-        if "bert" in name:
-            return
+        if "bert" in name or (backend == "jax" and name not in QUICK):
+            return  # which logits are kept is nothing of a family's: on JAX it costs a compile
         places = torch.tensor([0, -3, 1])
         some = {"attention_mask": mask, "labels": labels[:, places], "num_items_in_batch": 5}
         expected = theirs(ids, logits_to_keep=places, **some)
@@ -167,10 +167,12 @@ def test_a_first_token_is_forced_behind_one_embedding(engine, model):
 
 @pytest.mark.filterwarnings("ignore:Passing `repetition_penalty`")
 @pytest.mark.parametrize(
-    "name",
+    ("name", "backend"),
     [
-        pytest.param(name, marks=[] if name == NAME else [pytest.mark.slow])
+        pytest.param(name, back, marks=[] if name == NAME else [pytest.mark.slow])
         for name in dict.fromkeys((NAME, *GENERATING, "granite"))
+        for back in BACKENDS
+        if back == "torch" or name not in VARIED  # of those forward takes embeddings on JAX, above
     ],
 )
 def test_embeddings_generate_as_in_hf(name, backend, hf_model, engine_of):

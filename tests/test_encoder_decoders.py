@@ -432,6 +432,9 @@ def test_text_is_that_of_transformers(name, backend):
     found = engine.generate(**source, **GREEDY)
     assert found.tolist() == whole and isinstance(found, torch.Tensor)
     assert len(set(map(tuple, whole))) == 2, "rows must differ"
+    assert not any("one step at a time" in note for note in engine.report().notes)
+    if backend == "jax" and name not in QUICK:
+        return  # options are nothing of a family's, and each costs executables
     begins = torch.tensor(random_ids(2, 3, seed=4, vocab=VOCAB)).long()
     for more in (
         {"decoder_input_ids": begins},
@@ -444,8 +447,10 @@ def test_text_is_that_of_transformers(name, backend):
     assert not any("one step at a time" in note for note in engine.report().notes)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("name", slow_but(["t5"], ["t5", "bart", "longt5", "t5gemma"]))
+@pytest.mark.parametrize(
+    ("name", "backend"),
+    [("t5", "jax"), *slow_but(["t5"], ["t5", "bart", "longt5", "t5gemma"], "torch")],
+)
 def test_a_row_alone_a_list_and_a_stream_give_the_same_text(name, backend):
     engine, source = engine_of(name, backend), source_of(name)
     both = engine.generate(**source, **GREEDY).tolist()
@@ -689,7 +694,8 @@ def test_kernels_give_what_plain_ops_give(name, backend, monkeypatch):
     if name in IMAGES or name in ("s2t", "moonshine"):
         source = {n: x[:rows] for n, x in source_of(name).items()}
     how = GREEDY | {"max_new_tokens": 4, "eos_token_id": None}
-    with dualinfer.init_inference(model, **options) as plain:
+    # Torch's plain ops give what JAX's give, and compile nothing.
+    with dualinfer.init_inference(model, **OPTIONS, backend="torch") as plain:
         wanted = plain.generate(**source, **how).tolist()
         logits = plain(**source, decoder_input_ids=ids[:, :5]).logits
         assert "Triton" not in plain.report().ops["cross_attention"]

@@ -258,15 +258,22 @@ def test_text_alone_is_what_hf_makes_of_ids_alone(case, backend, tmp_path):
     mask[1, :4] = 0
     given = {"input_ids": torch.from_numpy(ids), "attention_mask": torch.from_numpy(mask)}
     new = {"max_new_tokens": 7, "do_sample": False}
+    kinds = {name: fields.get("model_type", name) for name, (_, fields, _) in CASES.items()}
+    first = next(name for name, kind in kinds.items() if kind == kinds[case])
+    speaks = backend == "torch" or case == first  # on JAX one of those with the same decoder
     with torch.no_grad():
         expected = model(**given).logits.numpy()
-        text = hf.GenerationMixin.generate(model, **given, **new).numpy()
-    model.save_pretrained(tmp_path)
+        if speaks:
+            text = hf.GenerationMixin.generate(model, **given, **new).numpy()
+    if backend == "torch":
+        model.save_pretrained(tmp_path)
     real = mask == 1
     for source in (model, tmp_path) if backend == "torch" else (model,):
         with dualinfer.init_inference(source, backend=backend, **FUSED) as engine:
             found = np.asarray(engine(ids, attention_mask=mask).logits)
             assert relative_rms(found[real], expected[real]) < 1e-5
+            if not speaks:
+                continue
             found = engine.generate(ids, attention_mask=mask, pad_token_id=PAD, **new)
             np.testing.assert_array_equal(np.asarray(found), text)
 
