@@ -44,7 +44,7 @@ def recur(
             real = torch.arange(x.shape[1], device=x.device) < lengths[:, None]
             mask = real if mask is None else mask & real
         if mask is not None:  # other tokens leave a state as it is
-            steps, decays = (torch.where(mask[..., None], a, 0.0) for a in (steps, decays))
+            steps, decays = (a.masked_fill(~mask[..., None], 0.0) for a in (steps, decays))
         if segments is not None:
             anew = F.pad(segments[:, 1:] != segments[:, :-1], (1, 0))[..., None]
             decays = decays.masked_fill(anew, -torch.inf)
@@ -76,7 +76,7 @@ def recur_token(
     steps, decays = _steps(own, w, steps[:, 0])
     value, b, c = _heads(own, primitives.activation(y[:, 0], own.activation))
     each = own.heads // own.groups
-    b, c = (part.repeat_interleave(each, 1) for part in (b, c))
+    b, c = (part[:, :, None].expand(-1, -1, each, -1).flatten(1, 2) for part in (b, c))
     old = cache.arrays[1] * decays.exp()[..., None, None]
     state = torch.addcmul(old, (value * steps[..., None])[..., None], b[:, :, None])
     y = _out(own, w, (state * c[:, :, None]).sum(-1), value, gate[:, 0], split)
