@@ -529,8 +529,11 @@ class ModelSpec:
         return self.layers[0].streams
 
     @property
-    def caches(self) -> tuple[tuple[int, Literal["attention", "recurrence"]], ...]:
-        """The layer of each cache but the cross ones, by number, and what of the layer keeps it."""
+    def caches(self) -> tuple[tuple[int, str], ...]:
+        """The layer of each cache but the cross ones, by number, and what of the layer keeps it.
+
+        That is its "attention" or its "recurrence".
+        """
         return tuple(
             (i, part)
             for i, layer in enumerate(self.layers)
