@@ -420,3 +420,32 @@ def test_a_long_prompt_goes_on_from_its_own_state(monkeypatch):
         for text, whole in zip(texts, expected, strict=True):
             found = engine.generate(text[None], max_new_tokens=NEW, do_sample=False)
             check_text(found, len(text), [whole])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("case", "backend"),
+    [("lfm2", "torch"), ("lfm2", "jax"), ("mamba2", "jax"), ("nemotron_h", "torch")],
+)
+def test_layers_in_host_memory_answer_as_others(case, backend):
+    """And hidden states are HF's, which of Mamba-2 begin behind the first layer."""
+    model, texts = make(case), rows((11,))
+    with torch.no_grad():
+        states = model(torch.from_numpy(texts[0][None]), output_hidden_states=True).hidden_states
+    _, expected = alone(model, texts)
+    how = {**INJECTED, "dtype": "fp32", "backend": backend, "resident_layers": 0}
+    with dualinfer.init_inference(model, **how, keep_module_on_host=True) as engine:
+        assert engine.report().streamed_bytes > 0
+        found = engine(texts[0][None], output_hidden_states=True).hidden_states
+        for own, whole in zip(found, states, strict=True):
+            assert relative_rms(own, whole) < 1e-5
+        text = engine.generate(texts[0][None], max_new_tokens=NEW, do_sample=False)
+        check_text(text, len(texts[0]), expected)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", ["falcon_h1", "nemotron_h"])
+def test_jax_streams_layers_with_one_cache_each(case):
+    how = {**INJECTED, "dtype": "fp32", "backend": "jax", "resident_layers": 0}
+    with pytest.raises(dualinfer.UnsupportedError, match="two caches each, or none"):
+        dualinfer.init_inference(make(case), **how, keep_module_on_host=True)
