@@ -449,3 +449,29 @@ def test_jax_streams_layers_with_one_cache_each(case):
     how = {**INJECTED, "dtype": "fp32", "backend": "jax", "resident_layers": 0}
     with pytest.raises(dualinfer.UnsupportedError, match="two caches each, or none"):
         dualinfer.init_inference(make(case), **how, keep_module_on_host=True)
+
+
+def on_host(x):
+    return np.asarray(x.cpu() if isinstance(x, torch.Tensor) else x)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("case", CASES)
+def test_steps_on_a_gpu_are_those_of_hf(case, backend):
+    """By kernels around the recurrence; on torch prompts and steps are replayed from graphs."""
+    model, texts = make(case), rows()
+    logits, expected = alone(model, texts)
+    with dualinfer.init_inference(model, **INJECTED, dtype="fp32", backend=backend) as engine:
+        ids, mask = padded(texts, left=True)
+        found = on_host(engine(ids, attention_mask=mask).logits)
+        for own, real, whole in zip(found, mask > 0, logits, strict=True):
+            assert relative_rms(own[real], whole) < 1e-4
+        how = {"max_new_tokens": NEW, "do_sample": False}
+        for _ in range(3):  # the second time a prompt's pass is captured, the third it is replayed
+            text = engine.generate(ids, attention_mask=mask, **how)
+            check_text(on_host(text), ids.shape[1], expected)
+        for text, whole in zip(texts, expected, strict=True):  # by the host's choice, from graphs
+            found = engine.generate(text[None], **how, no_repeat_ngram_size=30)
+            check_text(on_host(found), len(text), [whole])
