@@ -5,6 +5,7 @@ differ from single rows: these are the oracle.
 """
 
 import importlib
+import json
 
 import numpy as np
 import pytest
@@ -13,7 +14,11 @@ import transformers as hf
 
 import dualinfer
 from dualinfer.backends.base import Request
+from dualinfer.backends.caches import Room, cache_bytes, cache_specs, state_bytes, token_bytes
+from dualinfer.checkpoint.hf_config import read_config
+from dualinfer.errors import ConfigError
 from dualinfer.model.families import describe_model
+from dualinfer.parallel.sharding import make_plan
 
 from .models import BACKENDS, EOS, PAD, VOCAB, randomize, relative_rms
 
@@ -44,8 +49,9 @@ CASES = {
 }
 STATES = {"mamba_n_heads": 8, "mamba_d_head": 24, "mamba_n_groups": 2, "mamba_d_state": 10}
 HYBRID = {**STATES, "intermediate_size": 150}
-GRANITE = {"attention_multiplier": 0.3, "residual_multiplier": 0.4, "embedding_multiplier": 3.0}
-GRANITE |= {"logits_scaling": 1.7, "mamba_n_groups": 1, "layer_types": MIXED}
+MULTIPLIED = {"attention_multiplier": 0.3, "residual_multiplier": 0.4}
+MULTIPLIED |= {"embedding_multiplier": 3.0, "logits_scaling": 1.7}
+GRANITE = {**MULTIPLIED, "mamba_n_groups": 1, "layer_types": MIXED}
 _NO = ("max_position_embeddings", "num_attention_heads", "num_key_value_heads")
 MAMBA2 = {**dict.fromkeys(_NO), "num_heads": 8, "head_dim": 24, "state_size": 10, "chunk_size": 8}
 NEMOTRON = {"layers_block_type": ["linear_attention", "mlp", "full_attention", "linear_attention"]}
@@ -309,14 +315,163 @@ def test_kernels_serve_all_but_the_recurrence(case, backend, monkeypatch):
         check_text(text, ids.shape[1], expected)
 
 
+_OF_ALL = {
+    **{"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0, "initializer_range": 0.02},
+    **{"hidden_size": 64, "num_hidden_layers": 2, "torch_dtype": "bfloat16", "use_cache": True},
+    **{"transformers_version": "4.55.0", "vocab_size": 100},
+}
+_HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 4096}
+_MAMBA = {"mamba_chunk_size": 256, "mamba_conv_bias": True, "mamba_d_conv": 4, "mamba_d_head": 16}
+_MAMBA |= {"mamba_d_state": 8, "mamba_expand": 2, "mamba_n_groups": 1, "mamba_n_heads": 8}
+_MAMBA |= {"mamba_proj_bias": False, "rms_norm_eps": 1e-5, "attention_dropout": 0.0}
+_MAMBA |= {"hidden_act": "silu", "attention_bias": False, "intermediate_size": 96}
+_STEPS = {"time_step_floor": 1e-4, "time_step_max": 0.1, "time_step_min": 0.001}
+_STEPS |= {"time_step_rank": 256, "rescale_prenorm_residual": True}
+# Fields of config.json as the makers wrote them, beside those that all have.
+WRITTEN = {
+    "bamba": {**_HEADS, **_MAMBA, "attn_layer_indices": [1], "attn_rotary_emb": 8}
+    | {"mlp_bias": False, "num_logits_to_keep": 1, "rope_theta": 1e4, "rope_scaling": None},
+    "falcon_h1": {**_HEADS, **_MAMBA, "attn_layer_indices": None, "mamba_use_mlp": True}
+    | {"mlp_expansion_factor": 8, "mamba_d_ssm": 128, "mamba_norm_before_gate": False}
+    | {"mamba_rms_norm": False, "projectors_bias": False, "rope_theta": 1e11, "head_dim": 16}
+    | {"mlp_multipliers": [0.9, 0.1], "ssm_multipliers": [0.4, 0.3, 0.2, 0.5, 0.4]}
+    | {"key_multiplier": 0.4, "lm_head_multiplier": 0.04, "embedding_multiplier": 5.6},
+    "granitemoehybrid": {**_HEADS, **_MAMBA, **MULTIPLIED, "layer_types": ["mamba", "attention"]}
+    | {"num_experts_per_tok": 2, "num_local_experts": 4, "shared_intermediate_size": 96}
+    | {"init_method": "mup", "normalization_function": "rmsnorm", "rope_theta": 1e4}
+    | {"position_embedding_type": "nope", "output_router_logits": False},
+    "lfm2": {**_HEADS, "block_auto_adjust_ff_dim": True, "block_dim": 64, "block_ff_dim": 96}
+    | {"block_ffn_dim_multiplier": 1.0, "block_mlp_init_scale": 1.0, "block_multiple_of": 16}
+    | {"block_norm_eps": 1e-5, "block_out_init_scale": 1.0, "block_use_swiglu": True}
+    | {"block_use_xavier_init": True, "conv_L_cache": 3, "conv_bias": False, "conv_dim": 64}
+    | {"conv_dim_out": 64, "conv_use_xavier_init": True, "full_attn_idxs": [1], "num_heads": 4}
+    | {"norm_eps": 1e-5, "rope_theta": 1e6, "theta": 1e6, "tie_embedding": True}
+    | {"use_pos_enc": True},
+    "mamba2": {**_STEPS, "chunk_size": 256, "conv_kernel": 4, "expand": 2, "head_dim": 16}
+    | {"hidden_act": "silu", "intermediate_size": 128, "layer_norm_epsilon": 1e-5, "n_groups": 2}
+    | {"norm_before_gate": True, "num_heads": 8, "residual_in_fp32": True, "rms_norm": True}
+    | {"state_size": 8, "tie_word_embeddings": False, "use_bias": False, "use_conv_bias": True},
+    "nemotron_h": {**_HEADS, **_STEPS, "attention_head_dim": 16, "head_dim": 16, "chunk_size": 128}
+    | {"conv_kernel": 4, "hybrid_override_pattern": "M-", "hidden_dropout": 0.0, "n_groups": 2}
+    | {"intermediate_size": 96, "layer_norm_epsilon": 1e-5, "mamba_head_dim": 16}
+    | {"mamba_hidden_act": "silu", "mamba_num_heads": 8, "mamba_proj_bias": False}
+    | {"mlp_hidden_act": "relu2", "rms_norm_eps": 1e-5, "sliding_window": None}
+    | {"ssm_state_size": 8, "residual_in_fp32": False, "use_mamba_kernels": True},
+}
+
+
+@pytest.mark.parametrize("family", WRITTEN)
+def test_a_config_as_its_makers_wrote_it_is_taken(family, tmp_path):
+    written = {**_OF_ALL, **WRITTEN[family], "model_type": family}
+    (tmp_path / "config.json").write_text(json.dumps(written))
+    spec, table = describe_model(read_config(tmp_path).to_dict())
+    assert len(spec.layers) == 2 and spec.family == family and len(table.rows) > 10
+    assert spec.state_numbers and len(cache_specs(spec)) == len(spec.caches)
+
+
 @pytest.mark.parametrize(
     ("case", "fields", "message"),
     [
         ("lfm2", {"layer_types": ["conv", "mamba"] * 2}, "layer_types=.*conv and full_attention"),
         ("lfm2", {"unheard_of": 3}, "unheard_of=3"),
         ("lfm2_moe", {"num_experts_per_tok": 9}, "cannot choose more"),
+        ("mamba2", {"num_heads": 7}, "num_heads=7, no multiple of 2 groups"),
+        ("mamba2", {"head_dim": 10}, "8 heads of 10 elements, which are not the 192"),
+        ("mamba2", {"time_step_limit": [0.1]}, "time_step_limit=.*two numbers"),
+        ("falcon_h1", {"mamba_proj_bias": True}, "ssm_in_multiplier=1.4"),
+        ("falcon_h1", {"ssm_multipliers": [1.0, 2.0]}, "5 positive numbers"),
+        ("nemotron_h with experts", {"moe_latent_size": 8}, "moe_latent_size=8"),
+        ("nemotron_h with experts", {"n_group": 4}, "groups of one size"),
     ],
 )
 def test_what_is_not_honoured_is_refused(case, fields, message):
     with pytest.raises(dualinfer.ModelError, match=message):
         describe_model({**make_config(case).to_dict(), **fields})
+
+
+def test_a_state_is_counted_once_for_a_sequence():
+    """Of 96 channels by 3 taps before the last, and of 8 heads of 24 by 10 elements in float32."""
+    short, _ = describe_model(make_config("lfm2 with biases").to_dict())
+    assert state_bytes(cache_specs(short), 2) == 3 * 3 * 96 * 2
+    assert token_bytes(cache_specs(short), 2) == 2 * 3 * 16 * 2
+    spec, _ = describe_model(make_config("mamba2").to_dict())
+    each = 4 * (3 * (192 + 2 * 2 * 10) * 2 + 4 * 8 * 24 * 10)
+    assert state_bytes(cache_specs(spec), 2) == each and token_bytes(cache_specs(spec), 2) == 0
+    assert cache_bytes(cache_specs(spec), Room(5, 999), 2) == 5 * each
+
+
+def test_devices_share_whole_groups_of_states():
+    _, table = describe_model(make_config("mamba2").to_dict())
+    assert [own.share("states", 0).real for own in make_plan(table, 2).shards] == [4, 4]
+    with pytest.raises(ConfigError, match=r"tp_size=3.*2 groups of heads.*at most 2"):
+        make_plan(table, 3)
+    _, table = describe_model(make_config("mamba2 of one group").to_dict())
+    assert [own.share("states", 0).real for own in make_plan(table, 3).shards] == [3, 3, 2]
+
+
+@pytest.mark.slow
+def test_a_long_prompt_goes_on_from_its_own_state(monkeypatch):
+    """In pieces, by plain operations, as no layer attends; the slot has had another's state."""
+    model, texts = make("mamba2"), rows((17, 12))
+    _, expected = alone(model, texts)
+    prompts = importlib.import_module("dualinfer.backends.torch.prompts")
+    monkeypatch.setattr(prompts, "_MOST_AT_ONCE", 8)
+    with dualinfer.init_inference(model, **INJECTED, dtype="fp32", backend="torch") as engine:
+        for text, whole in zip(texts, expected, strict=True):
+            found = engine.generate(text[None], max_new_tokens=NEW, do_sample=False)
+            check_text(found, len(text), [whole])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("case", "backend"),
+    [("lfm2", "torch"), ("lfm2", "jax"), ("mamba2", "jax"), ("nemotron_h", "torch")],
+)
+def test_layers_in_host_memory_answer_as_others(case, backend):
+    """And hidden states are HF's, which of Mamba-2 begin behind the first layer."""
+    model, texts = make(case), rows((11,))
+    with torch.no_grad():
+        states = model(torch.from_numpy(texts[0][None]), output_hidden_states=True).hidden_states
+    _, expected = alone(model, texts)
+    how = {**INJECTED, "dtype": "fp32", "backend": backend, "resident_layers": 0}
+    with dualinfer.init_inference(model, **how, keep_module_on_host=True) as engine:
+        assert engine.report().streamed_bytes > 0
+        found = engine(texts[0][None], output_hidden_states=True).hidden_states
+        for own, whole in zip(found, states, strict=True):
+            assert relative_rms(own, whole) < 1e-5
+        text = engine.generate(texts[0][None], max_new_tokens=NEW, do_sample=False)
+        check_text(text, len(texts[0]), expected)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", ["falcon_h1", "nemotron_h"])
+def test_jax_streams_layers_with_one_cache_each(case):
+    how = {**INJECTED, "dtype": "fp32", "backend": "jax", "resident_layers": 0}
+    with pytest.raises(dualinfer.UnsupportedError, match="two caches each, or none"):
+        dualinfer.init_inference(make(case), **how, keep_module_on_host=True)
+
+
+def on_host(x):
+    return np.asarray(x.cpu() if isinstance(x, torch.Tensor) else x)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("case", CASES)
+def test_steps_on_a_gpu_are_those_of_hf(case, backend):
+    """By kernels around the recurrence; on torch prompts and steps are replayed from graphs."""
+    model, texts = make(case), rows()
+    logits, expected = alone(model, texts)
+    with dualinfer.init_inference(model, **INJECTED, dtype="fp32", backend=backend) as engine:
+        ids, mask = padded(texts, left=True)
+        found = on_host(engine(ids, attention_mask=mask).logits)
+        for own, real, whole in zip(found, mask > 0, logits, strict=True):
+            assert relative_rms(own[real], whole) < 1e-4
+        how = {"max_new_tokens": NEW, "do_sample": False}
+        for _ in range(3):  # the second time a prompt's pass is captured, the third it is replayed
+            text = engine.generate(ids, attention_mask=mask, **how)
+            check_text(on_host(text), ids.shape[1], expected)
+        for text, whole in zip(texts, expected, strict=True):  # by the host's choice, from graphs
+            found = engine.generate(text[None], **how, no_repeat_ngram_size=30)
+            check_text(on_host(found), len(text), [whole])

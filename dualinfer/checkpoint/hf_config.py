@@ -167,6 +167,10 @@ def check_counts(fields: Mapping[str, Any]) -> None:
                 )
 
 
+# What HF's class folds into a list of layers, and shows as a property (Nemotron-H).
+_FOLDED = ("hybrid_override_pattern", "mtp_hybrid_override_pattern")
+
+
 def usable_fields(model_type: str, written: Mapping[str, Any]) -> dict[str, Any]:
     """The fields of config.json that HF's class of `model_type` may be made from.
 
@@ -189,6 +193,7 @@ def usable_fields(model_type: str, written: Mapping[str, Any]) -> dict[str, Any]
             continue
         own = inspect.getattr_static(config_class, name, None)
         settable = own is None or (isinstance(own, property) and own.fset is not None)
+        settable |= name in _FOLDED and isinstance(own, property) and isinstance(value, str)
         if name in declared or settable or (name == "tie_word_embeddings" and own is True):
             fields[name] = value
         elif name not in INERT:

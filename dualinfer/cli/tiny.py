@@ -10,6 +10,7 @@ VOCAB = 131
 POSITIONS = 256
 _HEADS, _KV_HEADS, _HEAD_DIM = 6, 3, 40  # a head of which common shares turn even numbers
 _HEADS_OF = {"codegen": 8}  # whose fused projection has four parts
+_STATE = 16
 _WINDOW, _ORIGINAL, _PATCH = 5, 64, 6
 _FFN = (
     *("intermediate_size", "ffn_dim", "n_inner", "ffn_hidden_size", "d_ff"),
@@ -141,6 +142,13 @@ def tiny_config(config: Any) -> Any:
         own |= {k: 2 * _HEAD_DIM if k == "head_dim" else _KV_HEADS for k in own}
     if "mamba_n_heads" in values:
         values |= {"mamba_n_heads": new_heads, "mamba_d_head": 2 * _HEAD_DIM, "mamba_expand": 2}
+        values |= {"mamba_n_groups": min(values["mamba_n_groups"], 2), "mamba_d_state": _STATE}
+    if values.get("mamba_d_ssm") is not None:
+        values["mamba_d_ssm"] = 2 * hidden
+    if "mamba_num_heads" in values:
+        values |= {"mamba_num_heads": new_heads, "ssm_state_size": _STATE, "n_groups": 2}
+    if config.model_type == "mamba2":
+        values |= {"num_heads": 2 * new_heads, "state_size": _STATE, "expand": 2, "n_groups": 2}
     if config.model_type in KINDS:  # what says it again
         values = {k: v for k, v in values.items() if k not in KINDS[config.model_type].twins}
     if values.get("kv_lora_rank") is not None:  # what turns has a width of its own
@@ -210,6 +218,12 @@ def _cut_layers(values: dict[str, Any], name: str) -> None:
         values.pop("full_attn_idxs", None)  # which HF folds into the list
         if "conv" not in (values["layer_types"] or ()):  # of a config that HF's class made up
             values["layer_types"] = ["conv" if i % 2 else "full_attention" for i in range(count)]
+    if "attn_layer_indices" in values:
+        values["attn_layer_indices"] = [1]
+    states = "mamba", "linear_attention"
+    if "mamba_n_heads" in values and {*values.get("layer_types", "*")} <= {*states}:
+        # HF's generate wants a layer that attends, which its default has not.
+        values["layer_types"] = [states[1] if i % 2 else "full_attention" for i in range(count)]
     if values.get("mlp_layer_types", ()) is None:  # which HF's class needs (DeepSeek-OCR)
         values["mlp_layer_types"] = ["dense", *["sparse"] * (count - 1)]
     mixed = values.pop("moe_layers", None)  # numbers of layers

@@ -38,7 +38,8 @@ def outputs(
         result |= _scores(spec.head, params, ops, last, weights)
     if keep:
         name = "decoder_hidden_states" if spec.crosses else "hidden_states"
-        result[name] = (*states[:-1], states[-1] if spec.raw_states else last)
+        shown = states[1:] if spec.late_states else states[:-1]
+        result[name] = (*shown, states[-1] if spec.raw_states else last)
         if spec.streams is not None:
             result[name] = tuple(states[:-1])
     return result

@@ -3,6 +3,7 @@
 HF sources: models/lfm2 and models/lfm2_moe.
 """
 
+from collections.abc import Mapping
 from dataclasses import replace
 
 from ..spec import Attention, Experts, Head, Layer, Mlp, ModelSpec, Norm, ShortConvolution
@@ -52,6 +53,16 @@ def describe(fields: ConfigFields, architecture: str) -> tuple[ModelSpec, Weight
         head=Head("causal") if architecture.endswith("ForCausalLM") else None,
     )
     fields.ignore("full_attn_idxs")  # which HF folds into layer_types
+    # Of the makers' own code: what says again what other fields do, or how training began.
+    theta = parameters.get("rope_theta") if isinstance(parameters, Mapping) else None
+    for name, value in {
+        **dict.fromkeys(("block_dim", "conv_dim", "conv_dim_out"), embed),
+        **{"block_norm_eps": norm.eps, "num_heads": heads, "theta": theta, "rope_theta": theta},
+        **dict.fromkeys(("block_use_swiglu", "use_pos_enc"), True),
+    }.items():
+        fields.require(name, value)
+    fields.ignore("block_mlp_init_scale", "block_out_init_scale")
+    fields.ignore("block_use_xavier_init", "conv_use_xavier_init")
     return spec, _table(fields, spec)
 
 

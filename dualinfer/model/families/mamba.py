@@ -12,7 +12,7 @@ from ..spec import Attention, Experts, Head, Layer, Mlp, ModelSpec, Norm, Router
 from ..weights import Row, Source, WeightTable, row
 from . import rows as make
 from . import states
-from .fields import ConfigFields, is_positive
+from .fields import ConfigFields, check_layers, is_positive
 from .rope import make_rope, reach, rotary_size
 
 CLASSES = {
@@ -51,6 +51,7 @@ def describe(fields: ConfigFields, architecture: str) -> tuple[ModelSpec, Weight
         max_positions=positions,
         embed_scale=fields.number("embedding_multiplier") if is_scaled else 1.0,
         final_norm=norm,
+        late_states=fields.family == "mamba2",
         head=Head("causal", scale=scale) if architecture.endswith("ForCausalLM") else None,
     )
     fields.ignore("num_logits_to_keep", "logits_to_keep")
@@ -59,7 +60,9 @@ def describe(fields: ConfigFields, architecture: str) -> tuple[ModelSpec, Weight
 
 def _mamba2(fields: ConfigFields, embed: int, norm: Norm) -> tuple[list[Layer], int]:
     own = states.read(fields, norm, int(embed * fields.number("expand")))
-    fields.ignore(*_TRAINED)
+    fields.ignore(*_TRAINED, "norm_before_gate")  # HF's class gates first
+    fields.require("rms_norm", True)
+    fields.require("intermediate_size", own.width)
     layer = Layer(_NONE, _IDLE, norm, "pre", recurrence=own, attends=False, feeds=False)
     return [layer] * fields.layers("num_hidden_layers"), _MOST
 
@@ -72,6 +75,7 @@ def _bamba(fields: ConfigFields, embed: int, norm: Norm) -> tuple[list[Layer], i
         )
     own = states.read(fields, norm, int(embed * fields.number("mamba_expand")))
     attention, positions = _attention(fields, embed)
+    fields.require("attn_rotary_emb", 2 * attention.rope_pairs)
     mlp = Mlp(fields.size("intermediate_size"), fields.activation("hidden_act"), gated=True)
     attends = Layer(attention, mlp, norm, "pre")
     recurs = replace(attends, recurrence=own, attends=False)
@@ -111,7 +115,10 @@ def _falcon(fields: ConfigFields, embed: int, norm: Norm) -> tuple[list[Layer], 
         recurrence=own,
         attention_scale=before * fields.number("attention_out_multiplier"),
     )
+    fields.require("mamba_use_mlp", True)
+    fields.require("attn_layer_indices", [])
     fields.ignore("mamba_expand", "layers_block_type", "layer_types", "attention_dropout")
+    fields.ignore("mlp_expansion_factor")
     return [layer] * fields.layers("num_hidden_layers"), positions
 
 
@@ -132,6 +139,7 @@ def _nemotron(fields: ConfigFields, embed: int, norm: Norm) -> tuple[list[Layer]
     given = fields.take("layers_block_type")
     known = ("linear_attention", "full_attention", "mlp", "moe")
     count = len(given) if isinstance(given, list | tuple) else 0
+    check_layers("len(layers_block_type)", count)
     kinds = fields.kinds("layers_block_type", count, known, given)
     own = states.read(fields, norm, None)
     heads, kv_heads, head_dim = fields.grouped_heads(embed)
@@ -149,6 +157,10 @@ def _nemotron(fields: ConfigFields, embed: int, norm: Norm) -> tuple[list[Layer]
         fields.require("mlp_bias", False)
         layers["moe"] = Layer(_NONE, _experts(fields, activation), norm, "pre", attends=False)
     fields.require("output_router_logits", False)
+    for name in ("rms_norm_eps", "norm_eps"):
+        fields.require(name, norm.eps)
+    fields.require("attention_head_dim", head_dim)
+    fields.ignore("rope_theta", "rope_parameters", _PART)  # its attention knows no positions
     fields.ignore(*_TRAINED, "num_hidden_layers", "attention_dropout", "hidden_dropout", "expand")
     fields.ignore("sliding_window", "mamba_proj_bias", "mamba_ssm_cache_dtype")  # not read by HF
     fields.ignore("use_mamba_kernels", "moe_shared_expert_overlap", "n_shared_experts")

@@ -328,7 +328,8 @@ class ModelSpec:
 
     - `head` makes scores, `pooled` HF's pooler_output, `projected` elements wide where it projects.
       `pad_id` is the id by which a head tells padding. HF's hidden states of a model with
-      `raw_states` end before the final norm.
+      `raw_states` end before the final norm; those with `late_states` begin behind the first layer,
+      and end with the last layer's before that norm and behind it (Mamba-2).
     - With an `encoder` this is a decoder that attends across to what that gives of another
       sequence, and that begins with the id `start`, if the model names one; if it `repeats`, it
       reads the encoder's ids, shifted, where it is given none. Unless it `shifts` it makes no ids
@@ -383,6 +384,7 @@ class ModelSpec:
     patches: Patches | None = None
     pooled: Pooled | None = None
     raw_states: bool = False
+    late_states: bool = False
 
     @property
     def all_layers(self) -> tuple[Layer, ...]:
@@ -527,8 +529,11 @@ class ModelSpec:
         return self.layers[0].streams
 
     @property
-    def caches(self) -> tuple[tuple[int, Literal["attention", "recurrence"]], ...]:
-        """The layer of each cache but the cross ones, by number, and what of the layer keeps it."""
+    def caches(self) -> tuple[tuple[int, str], ...]:
+        """The layer of each cache but the cross ones, by number, and what of the layer keeps it.
+
+        That is its "attention" or its "recurrence".
+        """
         return tuple(
             (i, part)
             for i, layer in enumerate(self.layers)

@@ -44,7 +44,7 @@ def recur(
             real = torch.arange(x.shape[1], device=x.device) < lengths[:, None]
             mask = real if mask is None else mask & real
         if mask is not None:  # other tokens leave a state as it is
-            steps, decays = (torch.where(mask[..., None], a, 0.0) for a in (steps, decays))
+            steps, decays = (a.masked_fill(~mask[..., None], 0.0) for a in (steps, decays))
         if segments is not None:
             anew = F.pad(segments[:, 1:] != segments[:, :-1], (1, 0))[..., None]
             decays = decays.masked_fill(anew, -torch.inf)
@@ -76,7 +76,7 @@ def recur_token(
     steps, decays = _steps(own, w, steps[:, 0])
     value, b, c = _heads(own, primitives.activation(y[:, 0], own.activation))
     each = own.heads // own.groups
-    b, c = (part.repeat_interleave(each, 1) for part in (b, c))
+    b, c = (part[:, :, None].expand(-1, -1, each, -1).flatten(1, 2) for part in (b, c))
     old = cache.arrays[1] * decays.exp()[..., None, None]
     state = torch.addcmul(old, (value * steps[..., None])[..., None], b[:, :, None])
     y = _out(own, w, (state * c[:, :, None]).sum(-1), value, gate[:, 0], split)
@@ -160,8 +160,8 @@ def scan(
     """
     if state is None:
         state = x.new_zeros(len(x), own.heads, own.head_dim, own.state)
-    by_group = (own.groups, own.heads // own.groups)
-    state, found = state.unflatten(1, by_group), []
+    by_group, found = (own.groups, own.heads // own.groups), []
+    last = state.unflatten(1, by_group)
     x = x * steps[..., None]
     pieces = (part.split(_CHUNK, 1) for part in (x, b, c, decays))
     for value, b, c, decay in zip(*pieces, strict=True):
@@ -175,11 +175,10 @@ def scan(
         scores = torch.einsum("blgs,bmgs->bglm", c, b)[:, :, None] * spans
         y = torch.einsum("bgrlm,bmgrp->blgrp", scores, value)
         since = decay.cumsum(1).exp().unflatten(2, by_group)
-        found.append(y + torch.einsum("blgs,bgrps->blgrp", c, state) * since[..., None])
+        found.append(y + torch.einsum("blgs,bgrps->blgrp", c, last) * since[..., None])
         left = value * spans[..., -1, :].permute(0, 3, 1, 2)[..., None]
-        state = state * since[:, -1, ..., None, None]
-        state = state + torch.einsum("bmgrp,bmgs->bgrps", left, b)
-    return torch.cat(found, 1).flatten(2, 3), state.flatten(1, 2)
+        last = last * since[:, -1, ..., None, None] + torch.einsum("bmgrp,bmgs->bgrps", left, b)
+    return torch.cat(found, 1).flatten(2, 3), last.flatten(1, 2)
 
 
 def _out(

@@ -246,6 +246,9 @@ class Recorder:
     def gate_within(self, h: torch.Tensor, by: Activation, limit: float) -> torch.Tensor:
         return h.new_empty((*h.shape[:-1], h.shape[-1] // 2))
 
+    def gate_scaled(self, h: torch.Tensor, by: Activation, scale: float) -> torch.Tensor:
+        return h.new_empty((*h.shape[:-1], h.shape[-1] // 2))
+
     def pool(
         self,
         x: torch.Tensor,
