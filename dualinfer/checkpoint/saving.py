@@ -116,8 +116,8 @@ def save_checkpoint(path: str, saved: Saved, tp: TensorParallelConfig, peers: Pe
                 save_folder(path, saved, option=_OPTION)
         return f"saved quantized, in 1 file of weights, to {target}"
     degree = _degree(tp, peers)
-    names = (name for _, names in saved.plan.rows for name in names)
-    if degree == 1 and (isinstance(saved.source, StackedSource) or any("#" in n for n in names)):
+    found = (name for _, names in saved.plan.rows for name in names)
+    if degree == 1 and (isinstance(saved.source, StackedSource) or any("#" in n for n in found)):
         # HF has no names for the parts of a tensor.
         save_folder(path, saved, option=_OPTION)
         return f"saved in 1 file of weights to {_resolved(path)}"
@@ -241,11 +241,11 @@ def _entries(saved: Saved) -> tuple[list[_Entry], dict[str, Any] | None, bool]:
             if name in entries:
                 continue
             matrix = source.matrix(name) if isinstance(source, QuantizedSource) else None
-            if matrix is None and "#" in name:  # of files for several devices: one of some rows
+            if matrix is None and "#" in name:  # files for several devices hold experts apart
                 whole = name.partition("#")[0]
                 if whole not in entries:
-                    own = [n for n in names if n.startswith(f"{whole}#")]
-                    entries[whole] = _joined_entry(whole, own, source, saved.dtype)
+                    parts = [n for n in names if n.startswith(f"{whole}#")]
+                    entries[whole] = _joined_entry(whole, parts, source, saved.dtype)
                 continue
             if matrix is None:
                 entries[name] = _plain_entry(name, source, saved.dtype)

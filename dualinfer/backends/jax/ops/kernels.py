@@ -302,11 +302,7 @@ class KernelOps(KernelAttention):
         """See `PlainOps.matmul`; the pieces of a weight are multiplied one by one."""
         if not weight.pieces:
             many = math.prod(x.shape[:-1]) > linear.MOST_ROWS
-            if bias is None or not (many and self._on_gpu):
-                return super().matmul(x, weight, bias)
-            if (
-                x.shape[-1] % _PADDED or bias.shape[-1] % _PADDED
-            ):  # XLA adds the bias behind a slice
+            if bias is None or not (many and self._on_gpu) or _is_padded(x, bias):
                 return super().matmul(x, weight, bias)
             # cuBLAS adds the bias before it rounds; XLA has it do so where no float32 is asked for.
             return super().matmul(x, weight, None) + bias.astype(x.dtype)
@@ -374,8 +370,12 @@ class KernelOps(KernelAttention):
         return state
 
 
-_PADDED = 8  # columns of 16 bits: XLA pads what cuBLAS multiplies to a multiple of them
 _BINS = thresholds.COPIES.value, thresholds.BINS.value, 2  # of 8 bytes, as two words
+
+
+def _is_padded(x: jax.Array, bias: jax.Array) -> bool:
+    """Whether XLA pads what cuBLAS multiplies; a bias then comes behind a slice, rounded twice."""
+    return bool(x.shape[-1] % 8 or bias.shape[-1] % 8)
 
 
 @lru_cache(maxsize=1)
