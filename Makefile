@@ -4,7 +4,7 @@ PYTHON ?= $(shell command -v python3.11 || command -v python3)
 VENV := .venv
 INSTALLED := $(VENV)/.installed
 
-.PHONY: demo test test-slow lint format package clean
+.PHONY: demo test test-slow test-gpu test-multi-gpu lint format package clean
 
 demo: $(INSTALLED)
 	$(VENV)/bin/dualinfer demo
@@ -21,6 +21,22 @@ test: $(INSTALLED)
 # What takes longer than half a minute: fuzzers and the like.
 test-slow: $(INSTALLED)
 	$(PYTEST) -m "slow and not gpu and not multi_gpu" $(ARGS)
+
+# The GPU suites: of one device, and of several of one host. They run in the Python that is active,
+# since the user chooses a CUDA build of torch; `make test-gpu GPU_PYTHON=.venv/bin/python` names another.
+# Tests that measure the whole card, its memory or its time, run alone, after the others.
+GPU_PYTHON ?= python3
+GPU_FILES = $(shell grep -rlE 'mark\.gpu\b' tests --include=test_*.py)
+MULTI_GPU_FILES = $(shell grep -rlE 'mark\.multi_gpu\b' tests --include=test_*.py)
+GPU_PYTEST = OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(GPU_PYTHON) -m pytest -q -p tests.gpu_suite
+WORKERS ?= 16
+
+test-gpu:
+	$(GPU_PYTEST) -n $(WORKERS) --dist loadgroup -m "gpu and not multi_gpu and not alone" $(ARGS) $(GPU_FILES)
+	$(GPU_PYTEST) -m "gpu and not multi_gpu and alone" $(ARGS) $(GPU_FILES)
+
+test-multi-gpu:
+	$(GPU_PYTEST) -m multi_gpu $(ARGS) $(MULTI_GPU_FILES)
 
 lint: $(INSTALLED)
 	$(VENV)/bin/ruff format --check

@@ -192,6 +192,7 @@ def test_warm_buckets_compile_nothing_again(model):
         assert engine.report().compilations == before > 0
 
 
+@pytest.mark.alone
 def test_free_bytes_follow_what_is_allocated():
     from dualinfer.backends.jax.cache import free_bytes
 
@@ -207,6 +208,7 @@ def test_free_bytes_follow_what_is_allocated():
     assert abs(free_bytes(device) - before) < 2**20
 
 
+@pytest.mark.alone
 def test_cache_without_room_is_refused_and_the_next_smaller_call_works(model):
     import dualinfer
 
@@ -251,6 +253,7 @@ def test_close_frees_the_card(model):
     assert bytes_in_use() - before < 2**16
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize("use_events", [True, False])
 def test_model_times_are_those_of_the_device(use_events):
     """JAX returns at once; the time must be that of the work, not of its launch."""

@@ -1,6 +1,7 @@
 """The torch decoder by Triton's kernels on a GPU, by family; run there with `pytest -m gpu`."""
 
 import copy
+import functools
 import importlib
 from typing import Any
 
@@ -26,8 +27,12 @@ GREEDY = {"do_sample": False, "pad_token_id": 0}
 families = pytest.mark.parametrize("family", FAMILIES)
 
 
+@functools.cache
 def strong(family: str, positions: int = 1024) -> Any:
-    """A random model whose every weight shows in its logits, and which never ends a text."""
+    """A random model whose every weight shows in its logits, and which never ends a text.
+
+    It is made once in a process and not to be changed.
+    """
     model = make_model(family, positions)
     torch.manual_seed(1)
     randomize(model)
@@ -89,28 +94,38 @@ def note_launches(monkeypatch: pytest.MonkeyPatch, name: str, names: list[str]) 
 # Against HF
 
 
+def answers_of_hf(model: Any) -> tuple[Any, Any, list[list[list[int]]]]:
+    """HF's answers to `padded_batch`, on the CPU.
+
+    Logits in float64 without its mask [B, T, V], those in float32 of its real tokens, and the
+    texts of 40 tokens after the padded batch and after its first row.
+    """
+    ids, mask = padded_batch()
+    with torch.no_grad():
+        # With padding, HF's eager attention in float64 is NaN.
+        expected = copy.deepcopy(model).double()(ids).logits
+        masked = model(ids, attention_mask=mask).logits[mask.bool()]
+        texts = [
+            model.generate(ids, attention_mask=mask, max_new_tokens=40, **GREEDY).tolist(),
+            model.generate(ids[:1], max_new_tokens=40, **GREEDY).tolist(),
+        ]
+    return expected, masked, texts
+
+
 @families
 def test_float32_is_hf_in_float64_and_writes_its_text(family):
     model = strong(family)
     ids, mask = padded_batch()
-    keep = mask.bool()
-    with torch.no_grad():
-        # With padding, HF's eager attention in float64 is NaN.
-        expected = copy.deepcopy(model).double()(ids).logits
-        masked = model(ids, attention_mask=mask).logits[keep]
-        texts = [
-            model.generate(ids, attention_mask=mask, max_new_tokens=40, **GREEDY),
-            model.generate(ids[:1], max_new_tokens=40, **GREEDY),
-        ]
+    expected, masked, texts = answers_of_hf(model)
     engine = engine_of(model)
     logits = engine(ids).logits
     assert logits.is_cuda and relative_rms(logits.cpu(), expected) < 1e-5
     logits = engine(ids, attention_mask=mask).logits
-    assert relative_rms(logits.cpu()[keep], masked) < 2e-5
+    assert relative_rms(logits.cpu()[mask.bool()], masked) < 2e-5
     for _ in range(3):  # prompts: as they are, captured, replayed
         whole = engine.generate(ids, attention_mask=mask, max_new_tokens=40, **GREEDY)
-        assert whole.tolist() == texts[0].tolist()
-        assert engine.generate(ids[:1], max_new_tokens=40, **GREEDY).tolist() == texts[1].tolist()
+        assert whole.tolist() == texts[0]
+        assert engine.generate(ids[:1], max_new_tokens=40, **GREEDY).tolist() == texts[1]
 
 
 def rounded(model: Any, dtype: torch.dtype) -> tuple[Any, Any]:

@@ -18,6 +18,7 @@ from .test_gpu import make_model  # noqa: E402
 from .test_gpu_kernels import (  # noqa: E402
     FAMILIES,
     GREEDY,
+    answers_of_hf,
     padded_batch,
     random_ids,
     rounded,
@@ -91,20 +92,12 @@ def bits(engine: Any) -> list[bytes]:
 def test_float32_is_hf_in_float64_and_writes_its_text(family):
     model = strong(family)
     ids, mask = padded_batch()
-    keep = mask.bool()
-    with torch.no_grad():
-        # With padding, HF's eager attention in float64 is NaN.
-        expected = copy.deepcopy(model).double()(ids).logits
-        masked = model(ids, attention_mask=mask).logits[keep]
-        texts = [
-            model.generate(ids, attention_mask=mask, max_new_tokens=40, **GREEDY).tolist(),
-            model.generate(ids[:1], max_new_tokens=40, **GREEDY).tolist(),
-        ]
+    expected, masked, texts = answers_of_hf(model)
     with engine_of(model) as engine:
         assert "Triton" in engine.report().ops["decode_attention"]
         assert relative_rms(engine(ids).logits.cpu(), expected) < 1e-5
         logits = engine(ids, attention_mask=mask).logits
-        assert relative_rms(logits.cpu()[keep], masked) < 2e-5
+        assert relative_rms(logits.cpu()[mask.bool()], masked) < 2e-5
         assert text_of(engine, ids, attention_mask=mask, max_new_tokens=40) == texts[0]
         assert text_of(engine, ids[:1], max_new_tokens=40) == texts[1]
 

@@ -277,6 +277,7 @@ def test_float32_is_float32_in_convolutions_too():
 # Times and profiles
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize("mode", ["fused", "module"])
 @pytest.mark.parametrize("graphs", [None, True])
 @pytest.mark.parametrize("use_events", [True, False])
@@ -364,6 +365,7 @@ def test_close_frees_graphs_and_weights(mode):
     assert after[0] == after[1] == after[2]
 
 
+@pytest.mark.alone
 def test_a_cache_larger_than_the_card_is_refused_with_its_size():
     engine = dualinfer.init_inference(make_model("llama"), **FUSED)
     runner = engine.runner

@@ -88,6 +88,7 @@ def test_every_candidate_runs_and_gives_what_the_default_gives(family, dtype):
             assert search._agree(y, expected), (case.key, config)
 
 
+@pytest.mark.alone
 def test_clock_measures_what_a_graph_takes():
     device = torch.device("cuda", torch.cuda.current_device())
     x = torch.zeros(1 << 28, dtype=torch.uint8, device=device)
