@@ -28,7 +28,7 @@ test-slow: $(INSTALLED)
 GPU_PYTHON ?= python3
 GPU_FILES = $(shell grep -rlE 'mark\.gpu\b' tests --include=test_*.py)
 MULTI_GPU_FILES = $(shell grep -rlE 'mark\.multi_gpu\b' tests --include=test_*.py)
-GPU_PYTEST = OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(GPU_PYTHON) -m pytest -q -p tests.gpu_suite
+GPU_PYTEST = OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 $(GPU_PYTHON) -m pytest -q -p no:benchmark -p tests.gpu_suite
 WORKERS ?= 16
 
 test-gpu:
