@@ -50,6 +50,12 @@ def engine_of(model: Any, dtype: str = "fp32", **options: Any) -> Any:
     return dualinfer.init_inference(model, dtype=dtype, replace_with_kernel_inject=True, **options)
 
 
+@functools.cache
+def float32_engine(family: str, use_triton: bool | None = None) -> Any:
+    """An engine of `strong(family)`, made once in a process."""
+    return engine_of(strong(family), use_triton=use_triton)
+
+
 def random_ids(rows: int, tokens: int, seed: int = 1) -> torch.Tensor:
     generator = torch.Generator().manual_seed(seed)
     return torch.randint(3, 4000, (rows, tokens), generator=generator)
@@ -95,16 +101,17 @@ def note_launches(monkeypatch: pytest.MonkeyPatch, name: str, names: list[str]) 
 
 
 def answers_of_hf(model: Any) -> tuple[Any, Any, list[list[list[int]]]]:
-    """HF's answers to `padded_batch`, on the CPU.
+    """HF's answers to `padded_batch`, by the GPU, without TF32.
 
     Logits in float64 without its mask [B, T, V], those in float32 of its real tokens, and the
     texts of 40 tokens after the padded batch and after its first row.
     """
-    ids, mask = padded_batch()
+    ids, mask = (x.cuda() for x in padded_batch())
+    model = copy.deepcopy(model).cuda()
     with torch.no_grad():
         # With padding, HF's eager attention in float64 is NaN.
-        expected = copy.deepcopy(model).double()(ids).logits
-        masked = model(ids, attention_mask=mask).logits[mask.bool()]
+        expected = copy.deepcopy(model).double()(ids).logits.cpu()
+        masked = model(ids, attention_mask=mask).logits[mask.bool()].cpu()
         texts = [
             model.generate(ids, attention_mask=mask, max_new_tokens=40, **GREEDY).tolist(),
             model.generate(ids[:1], max_new_tokens=40, **GREEDY).tolist(),
@@ -117,7 +124,7 @@ def test_float32_is_hf_in_float64_and_writes_its_text(family):
     model = strong(family)
     ids, mask = padded_batch()
     expected, masked, texts = answers_of_hf(model)
-    engine = engine_of(model)
+    engine = float32_engine(family)
     logits = engine(ids).logits
     assert logits.is_cuda and relative_rms(logits.cpu(), expected) < 1e-5
     logits = engine(ids, attention_mask=mask).logits
@@ -190,7 +197,7 @@ def test_decoded_logits_are_as_near_to_float32_as_hf(family, rows, monkeypatch):
 
 @families
 def test_rows_of_a_ragged_batch_are_those_alone(family):
-    engine = engine_of(strong(family))
+    engine = float32_engine(family)
     prompts = [random_ids(1, n, n)[0].tolist() for n in (1, 63, 130, 7, 64)]
     whole = engine.generate(prompts, max_new_tokens=30, **GREEDY).tolist()
     for row, prompt in zip(whole, prompts, strict=True):
@@ -304,11 +311,10 @@ def test_triton_is_used_unless_refused(launched):
     ids=str,
 )
 def test_a_seed_gives_the_same_text_by_kernels_and_by_plain_torch(family, sampling):
-    model = strong(family)
     prompts = [random_ids(1, n, n)[0].tolist() for n in (3, 40, 90)]
     texts = []
     for choice in (None, False):
-        engine = engine_of(model, use_triton=choice)
+        engine = float32_engine(family, choice)
         made = engine.generate(
             prompts, max_new_tokens=40, do_sample=True, seed=7, pad_token_id=0, **sampling
         )

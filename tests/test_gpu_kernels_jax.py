@@ -1,6 +1,7 @@
 """The JAX decoder by Triton's kernels on a GPU, by family; run there with `pytest -m gpu`."""
 
 import copy
+import functools
 import re
 from typing import Any
 
@@ -44,6 +45,12 @@ def jax_sees_the_card():
 def engine_of(model: Any, dtype: str = "fp32", **options: Any) -> Any:
     options = {"backend": "jax", "replace_with_kernel_inject": True, **options}
     return dualinfer.init_inference(model, dtype=dtype, **options)
+
+
+@functools.cache
+def float32_engine(family: str, use_triton: bool | None = None) -> Any:
+    """An engine of `strong(family)`, made once in a process: what it compiled serves all."""
+    return engine_of(strong(family), use_triton=use_triton)
 
 
 def text_of(engine: Any, ids: Any, **options: Any) -> list[list[int]]:
@@ -93,13 +100,13 @@ def test_float32_is_hf_in_float64_and_writes_its_text(family):
     model = strong(family)
     ids, mask = padded_batch()
     expected, masked, texts = answers_of_hf(model)
-    with engine_of(model) as engine:
-        assert "Triton" in engine.report().ops["decode_attention"]
-        assert relative_rms(engine(ids).logits.cpu(), expected) < 1e-5
-        logits = engine(ids, attention_mask=mask).logits
-        assert relative_rms(logits.cpu()[mask.bool()], masked) < 2e-5
-        assert text_of(engine, ids, attention_mask=mask, max_new_tokens=40) == texts[0]
-        assert text_of(engine, ids[:1], max_new_tokens=40) == texts[1]
+    engine = float32_engine(family)
+    assert "Triton" in engine.report().ops["decode_attention"]
+    assert relative_rms(engine(ids).logits.cpu(), expected) < 1e-5
+    logits = engine(ids, attention_mask=mask).logits
+    assert relative_rms(logits.cpu()[mask.bool()], masked) < 2e-5
+    assert text_of(engine, ids, attention_mask=mask, max_new_tokens=40) == texts[0]
+    assert text_of(engine, ids[:1], max_new_tokens=40) == texts[1]
 
 
 @pytest.mark.parametrize(("family", "dtype"), HALF)
@@ -195,11 +202,11 @@ def test_bert_in_half_precision_is_as_near_to_float32_as_hf(bert, dtype):
 @pytest.mark.parametrize("family", ODD)
 def test_rows_of_a_ragged_batch_are_those_alone(family):
     prompts = [random_ids(1, n, n)[0].tolist() for n in (1, 63, 130, 7, 64)]
-    with engine_of(strong(family)) as engine:
-        whole = text_of(engine, prompts, max_new_tokens=30)
-        for row, prompt in zip(whole, prompts, strict=True):
-            (alone,) = text_of(engine, [prompt], max_new_tokens=30)
-            assert row[-len(alone) :] == alone
+    engine = float32_engine(family)
+    whole = text_of(engine, prompts, max_new_tokens=30)
+    for row, prompt in zip(whole, prompts, strict=True):
+        (alone,) = text_of(engine, [prompt], max_new_tokens=30)
+        assert row[-len(alone) :] == alone
 
 
 @pytest.mark.parametrize("family", ODD)
@@ -226,16 +233,14 @@ def test_two_runs_leave_the_same_bits(family):
     ids=str,
 )
 def test_kernels_write_the_text_of_plain_xla(family, sampling):
-    model = strong(family)
     prompts = [random_ids(1, n, n)[0].tolist() for n in (3, 40, 90)]
     texts = []
     for choice in (None, False):
-        with engine_of(model, use_triton=choice) as engine:
-            by = engine.report().ops["matmul"]
-            assert ("Triton" in by) == (choice is None)
-            texts.append(
-                [text_of(engine, x, max_new_tokens=40, **sampling) for x in (prompts, prompts[:1])]
-            )
+        engine = float32_engine(family, choice)
+        assert ("Triton" in engine.report().ops["matmul"]) == (choice is None)
+        texts.append(
+            [text_of(engine, x, max_new_tokens=40, **sampling) for x in (prompts, prompts[:1])]
+        )
     assert texts[0] == texts[1]
 
 

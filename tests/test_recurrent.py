@@ -113,7 +113,23 @@ def make(case):
     for name, tensor in model.named_buffers():
         if name.endswith(("expert_bias", "correction_bias")):
             tensor.uniform_(-0.3, 0.3)
+    for mixer in model.modules():
+        norm = getattr(mixer, "norm", None)
+        old = type(norm).__name__ in ("MambaRMSNormGated", "BambaRMSNormGated")
+        if old and not hasattr(norm, "group_size"):
+            norm.groups, type(norm).forward = mixer.n_groups, grouped_norm
     return model.eval()
+
+
+def grouped_norm(norm, x, gate):
+    """The norm of each group by itself, as transformers 5.23 computes it.
+
+    5.17 takes one sum over all groups, which is not what the checkpoints were trained with.
+    """
+    x = x.float() * torch.nn.functional.silu(gate.float())
+    parts = x.unflatten(-1, (norm.groups, -1))
+    parts = parts * torch.rsqrt(parts.square().mean(-1, keepdim=True) + norm.variance_epsilon)
+    return norm.weight * parts.flatten(-2)
 
 
 def rows(lengths=LENGTHS):
