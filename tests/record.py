@@ -1,0 +1,288 @@
+"""A record of what passes compute, by which a change of the plain ops is proven to change nothing.
+
+It is a plugin of pytest. Tests run as they are, and each pass of an engine that they make in their
+own process is noted: digests of what it gave, on torch the launches of its ops by name, and on JAX
+the equations of each step that was traced. Two records are compared by
+
+    pytest -p tests.record --record old.json TESTS     # before the change
+    pytest -p tests.record --record new.json TESTS     # after it
+    python -m tests.record old.json new.json
+
+With `--record-dtype bf16` engines that tests make in float32 are in bfloat16: their asserts may
+fail, and the record is what counts. With `--record-arrays FOLDER` what passes gave is kept there,
+so that two records that differ can be compared by numbers.
+"""
+
+import hashlib
+import json
+import re
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from functools import wraps
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+PASSES = ("forward", "prefill", "decode", "prefill_scores", "decode_scores", "choose")
+CALLS = {"pjit", "jit", "closed_call", "core_call", "custom_jvp_call", "custom_vjp_call"}
+CALLS |= {"shard_map", "custom_vmap_call"}  # inlined: which function holds an op does not matter
+
+
+class Record:
+    """What the tests' passes gave, by test; `arrays` is the folder for numbers, if any."""
+
+    def __init__(self, arrays: Path | None = None):
+        self.tests: dict[str, list[dict[str, Any]]] = {}
+        self.arrays = arrays
+        self._test = ""
+        self._within = False
+
+    def begin(self, test: str) -> None:
+        """What comes now is of this test."""
+        self._test = test
+
+    def add(self, **noted: Any) -> None:
+        """One entry of the test under way."""
+        self.tests.setdefault(self._test, []).append(noted)
+
+    def digest(self, result: Any) -> dict[str, str]:
+        """A digest of each array within `result`, by its path; -0 is 0."""
+        return {path: self._digest(path, array) for path, array in arrays_of(result)}
+
+    def _digest(self, path: str, array: np.ndarray) -> str:
+        if self.arrays is not None:
+            name = re.sub(r"[^\w.-]+", "_", f"{self._test}.{len(self.tests.get(self._test, ()))}")
+            self.arrays.mkdir(parents=True, exist_ok=True)
+            np.save(self.arrays / f"{name}.{path}.npy", array)
+        found = hashlib.sha256(f"{array.dtype} {array.shape}".encode())
+        found.update(np.ascontiguousarray(array + array.dtype.type(0)).tobytes())
+        return found.hexdigest()[:16]
+
+    @contextmanager
+    def outermost(self) -> Iterator[bool]:
+        """True within a pass that is no part of another."""
+        was, self._within = self._within, True
+        try:
+            yield not was
+        finally:
+            self._within = was
+
+
+def arrays_of(result: Any, path: str = "") -> Iterator[tuple[str, np.ndarray]]:
+    """The arrays within a pass's result, in NumPy; bfloat16 as float32."""
+    if isinstance(result, dict):
+        result = list(result.items())
+    elif isinstance(result, list | tuple):
+        result = [(str(i), x) for i, x in enumerate(result)]
+    elif hasattr(result, "fetch"):
+        result = result.fetch()
+    if isinstance(result, list):
+        for name, inner in result:
+            yield from arrays_of(inner, f"{path}.{name}" if path else name)
+    elif result is not None:
+        from dualinfer.arrays import to_numpy
+
+        array = result if isinstance(result, np.ndarray) else to_numpy(result)
+        wide = array.dtype.kind not in "fiub" or array.dtype.itemsize < 4
+        yield path, np.asarray(array, np.float32) if wide and array.dtype.kind != "b" else array
+
+
+def watch(record: Record, runner: Any, around: Callable[[], Any]) -> None:
+    """Have the passes of a class of runners noted; `around()` is a context that counts."""
+    for name in PASSES:
+        plain = getattr(runner, name)
+
+        def noted(self: Any, *args: Any, _name: str = name, _plain: Any = plain, **kw: Any) -> Any:
+            with record.outermost() as is_outermost:
+                if not is_outermost:
+                    return _plain(self, *args, **kw)
+                with around() as counted:
+                    result = _plain(self, *args, **kw)
+            record.add(**{"pass": _name}, **counted(), gave=record.digest(result))
+            return result
+
+        setattr(runner, name, wraps(plain)(noted))
+
+
+def torch_launches() -> Any:
+    """A context that counts torch's ops by name, but for those that give views."""
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    class Launches(TorchDispatchMode):
+        def __init__(self) -> None:
+            super().__init__()
+            self.counts: Counter[str] = Counter()
+
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None):
+            result = func(*args, **(kwargs or {}))
+            if not _is_view(func, result, args):
+                self.counts[str(func.overloadpacket).removeprefix("aten.")] += 1
+            return result
+
+    @contextmanager
+    def counting() -> Iterator[Callable[[], dict[str, Any]]]:
+        launches = Launches()
+        with launches:
+            yield lambda: {"launches": dict(sorted(launches.counts.items()))}
+
+    return counting()
+
+
+def _is_view(func: Any, result: Any, args: Any) -> bool:
+    import torch
+
+    if func._schema.is_mutable:
+        return False
+    results = result if isinstance(result, list | tuple) else [result]
+    own = [x for x in results if isinstance(x, torch.Tensor)]
+    given = list(_tensors(args))
+    held = {x.untyped_storage().data_ptr() for x in given if x.device.type != "meta"}
+    return all(x.device.type != "meta" and x.untyped_storage().data_ptr() in held for x in own)
+
+
+def _tensors(values: Iterable[Any]) -> Iterator[Any]:
+    import torch
+
+    for value in values:
+        if isinstance(value, torch.Tensor):
+            yield value
+        elif isinstance(value, list | tuple):
+            yield from _tensors(value)
+
+
+def equations(jaxpr: Any) -> Counter[str]:
+    """The equations of a jaxpr by primitive, with those of the functions that it calls."""
+    found: Counter[str] = Counter()
+    for equation in jaxpr.eqns:
+        name = equation.primitive.name
+        if name not in CALLS:
+            found[name] += 1
+        for inner in _inner(equation.params.values()):
+            found += equations(inner)
+    return found
+
+
+def _inner(values: Iterable[Any]) -> Iterator[Any]:
+    for value in values:
+        if hasattr(value, "eqns"):
+            yield value
+        elif hasattr(value, "jaxpr"):
+            yield value.jaxpr
+        elif isinstance(value, list | tuple):
+            yield from _inner(value)
+
+
+def watch_steps(record: Record) -> None:
+    """Have the steps that JAX engines trace noted."""
+    import jax
+
+    from dualinfer.backends.jax import executables
+
+    def lower(self: Any, job: Any) -> Any:
+        function = executables.grouped(job.function) if self._launches else job.function
+        jitted = jax.jit(function, donate_argnums=job.donate, out_shardings=job.results)
+        with executables._LOWERING:
+            traced = jitted.trace(*job.args)
+            counts = dict(sorted(equations(traced.jaxpr.jaxpr).items()))
+            record.add(**{"pass": f"step {job.key}"[:60]}, equations=counts)
+            return traced.lower()
+
+    executables.Executables.lower = lower
+
+
+def in_dtype(dtype: str) -> None:
+    """Have engines that ask for float32 be of another dtype."""
+    import dualinfer
+
+    plain = dualinfer.init_inference
+
+    @wraps(plain)
+    def init_inference(*args: Any, **options: Any) -> Any:
+        if options.get("dtype") in ("fp32", "float32"):
+            options["dtype"] = dtype
+        return plain(*args, **options)
+
+    dualinfer.init_inference = init_inference
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """See the module."""
+    parser.addoption("--record", help="the file to write")
+    parser.addoption("--record-dtype", help="the dtype of engines in the place of float32")
+    parser.addoption("--record-arrays", type=Path, help="the folder for what passes gave")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Watch the runners of both backends."""
+    if not config.getoption("--record"):
+        return
+    record = Record(config.getoption("--record-arrays"))
+    config.pluginmanager.register(Noting(record, config.getoption("--record")))
+    if find_spec("torch"):
+        from dualinfer.backends.torch.runner import TorchRunner
+
+        watch(record, TorchRunner, torch_launches)
+    if find_spec("jax"):
+        from dualinfer.backends.jax.runner import JaxRunner
+
+        @contextmanager
+        def nothing() -> Iterator[Callable[[], dict[str, Any]]]:
+            yield dict
+
+        watch(record, JaxRunner, nothing)
+        watch_steps(record)
+    if config.getoption("--record-dtype"):
+        in_dtype(config.getoption("--record-dtype"))
+
+
+class Noting:
+    """Says which test runs, and writes the record at the end."""
+
+    def __init__(self, record: Record, file: str):
+        self.record, self.file = record, file
+
+    def pytest_runtest_logstart(self, nodeid: str) -> None:
+        """A test begins, with its fixtures."""
+        self.record.begin(nodeid)
+
+    def pytest_sessionfinish(self) -> None:
+        """All tests have run."""
+        Path(self.file).write_text(json.dumps(self.record.tests, indent=0), encoding="utf-8")
+
+
+def compare(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
+    """What differs between two records, in a line each."""
+    lines = [f"{test}: only in one record" for test in sorted(old.keys() ^ new.keys())]
+    for test in sorted(old.keys() & new.keys()):
+        if len(old[test]) != len(new[test]):
+            lines.append(f"{test}: {len(old[test])} passes, then {len(new[test])}")
+        for i, (a, b) in enumerate(zip(old[test], new[test], strict=False)):
+            where = f"{test} #{i} {a['pass']}"
+            if a.get("gave") != b.get("gave"):
+                keys = [k for k in a["gave"] if a["gave"][k] != b.get("gave", {}).get(k)]
+                lines.append(f"{where}: gave other {', '.join(keys) or 'arrays'}")
+            for kind in ("launches", "equations"):
+                was, now = Counter(a.get(kind, {})), Counter(b.get(kind, {}))
+                if was != now:
+                    fewer, more = was - now, now - was
+                    total = f"{was.total()} to {now.total()}"
+                    lines.append(f"{where}: {kind} {total}: -{dict(fewer)} +{dict(more)}")
+    return lines
+
+
+def main(old: str, new: str) -> int:
+    """Print what differs; 1 if anything does."""
+    records = [json.loads(Path(name).read_text(encoding="utf-8")) for name in (old, new)]
+    lines = compare(*records)
+    passes = sum(map(len, records[1].values()))
+    print(*lines, f"{passes} entries of {len(records[1])} tests: {len(lines)} differ", sep="\n")
+    return bool(lines)
+
+
+if __name__ == "__main__":
+    sys.exit(main(*sys.argv[1:]))
