@@ -178,7 +178,7 @@ def _cases(engine: Any, rows: int) -> Iterator[tuple[str, list[Any], Any]]:
     """Name, weights with their neighbours, and x of each product."""
     import torch
 
-    from dualinfer.backends.contract import Neighbours, NormOf
+    from dualinfer.ops.contract import Neighbours, NormOf
 
     spec, params = engine.runner.spec, engine.runner.params
 

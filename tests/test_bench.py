@@ -25,7 +25,6 @@ from typer.testing import CliRunner
 
 import dualinfer
 from dualinfer.arrays import to_numpy
-from dualinfer.backends.caches import CacheSpec
 from dualinfer.bench import cli as bench_cli
 from dualinfer.bench import limits, peers, runs, worker
 from dualinfer.bench import measure as measuring
@@ -49,6 +48,7 @@ from dualinfer.errors import ArgumentError, ConfigError, UnsupportedError
 from dualinfer.model.load_plan import TableSource, make_load_plan
 from dualinfer.model.spec import Attention
 from dualinfer.model.weights import named_arrays
+from dualinfer.ops.caches import CacheSpec
 from dualinfer.quantization.codes import dequantize
 
 from .checkpoints import EMBED, FFN, HEAD_DIM, HEADS, KV_HEADS, LAYERS, write_llama

@@ -15,7 +15,7 @@ torch = pytest.importorskip("torch")
 jax = pytest.importorskip("jax")
 
 import dualinfer  # noqa: E402
-from dualinfer.backends import caches, slots  # noqa: E402
+from dualinfer.backends import slots  # noqa: E402
 from dualinfer.backends.jax import cache as jax_cache  # noqa: E402
 from dualinfer.backends.torch import cache as torch_cache  # noqa: E402
 from dualinfer.bench.counts import Counts  # noqa: E402
@@ -23,6 +23,7 @@ from dualinfer.cli.plan_table import make_plan_table  # noqa: E402
 from dualinfer.errors import OutOfMemoryError, UnsupportedError  # noqa: E402
 from dualinfer.model.families import describe_model  # noqa: E402
 from dualinfer.model.load_plan import TableSource, make_load_plan  # noqa: E402
+from dualinfer.ops import caches  # noqa: E402
 
 from .models import (  # noqa: E402
     BACKENDS,

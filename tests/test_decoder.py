@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 
 from dualinfer import decoder
-from dualinfer.backends import contract
-from dualinfer.backends.contract import ALONE, LayerAttention
 from dualinfer.kernels import reference
 from dualinfer.model.weights import parts_of
+from dualinfer.ops import contract
+from dualinfer.ops.contract import ALONE, LayerAttention
 
 from .models import relative_rms
 

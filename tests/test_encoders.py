@@ -13,7 +13,6 @@ from typer.testing import CliRunner
 
 import dualinfer
 from dualinfer.arrays import kind_of
-from dualinfer.backends.contract import LayerAttention
 from dualinfer.backends.jax.ops.plain import PlainOps as JaxOps
 from dualinfer.backends.kernels import turn_arguments
 from dualinfer.backends.torch.ops.plain import PlainOps as TorchOps
@@ -26,6 +25,7 @@ from dualinfer.errors import (
     UnsupportedError,
 )
 from dualinfer.model.families import describe_model
+from dualinfer.ops.contract import LayerAttention
 
 from .checkpoints import write_byte_tokenizer
 from .encoders import CASES, PAD, SIZES, VOCAB, make

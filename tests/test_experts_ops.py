@@ -10,7 +10,6 @@ pytest.importorskip("triton")
 torch = pytest.importorskip("torch")
 jax = pytest.importorskip("jax")
 
-from dualinfer.backends.contract import NormOf  # noqa: E402
 from dualinfer.backends.jax.ops.plain import PlainOps as JaxPlainOps  # noqa: E402
 from dualinfer.backends.torch.ops.kernels import KernelOps  # noqa: E402
 from dualinfer.backends.torch.ops.plain import PlainOps  # noqa: E402
@@ -20,6 +19,7 @@ from dualinfer.kernels.triton.launch import INTERPRETED  # noqa: E402
 from dualinfer.kernels.triton.tuning import Configurations  # noqa: E402
 from dualinfer.model.spec import Experts, Norm, Router  # noqa: E402
 from dualinfer.model.weights import Weight  # noqa: E402
+from dualinfer.ops.contract import NormOf  # noqa: E402
 
 from .kernels.jax_ops import interpreted_ops  # noqa: E402
 from .models import relative_rms, slow_but  # noqa: E402

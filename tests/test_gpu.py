@@ -184,7 +184,7 @@ def test_a_seed_gives_the_same_text_on_both_backends_and_in_any_batch():
 @pytest.mark.parametrize("family", ["llama", "gpt2"])
 def test_graphs_give_what_the_same_launches_give_uncaptured(family):
     import dualinfer
-    from dualinfer.backends.caches import Room
+    from dualinfer.ops.caches import Room
 
     model = make_model(family)
     settings = dict(dtype="bf16", replace_with_kernel_inject=True)

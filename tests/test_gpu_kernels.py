@@ -12,8 +12,8 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("triton")
 
 import dualinfer  # noqa: E402
-from dualinfer.backends.caches import Room  # noqa: E402
 from dualinfer.backends.torch.ops.kernels import KernelOps  # noqa: E402
+from dualinfer.ops.caches import Room  # noqa: E402
 
 from .models import randomize, relative_rms  # noqa: E402
 from .test_gpu import DECODERS, make_model  # noqa: E402

@@ -11,8 +11,8 @@ import transformers as hf
 torch = pytest.importorskip("torch")
 
 import dualinfer  # noqa: E402
-from dualinfer.backends.caches import Room  # noqa: E402
 from dualinfer.errors import ArgumentError, ConfigError, GraphError, OutOfMemoryError  # noqa: E402
+from dualinfer.ops.caches import Room  # noqa: E402
 
 from .test_gpu import make_model  # noqa: E402
 

@@ -10,10 +10,10 @@ torch = pytest.importorskip("torch")
 
 import dualinfer  # noqa: E402
 from dualinfer.backends import torch as backend  # noqa: E402
-from dualinfer.backends.contract import NormOf  # noqa: E402
 from dualinfer.backends.torch.ops.kernels import KernelOps  # noqa: E402
 from dualinfer.kernels.triton import linear, norm  # noqa: E402
 from dualinfer.model.spec import Norm  # noqa: E402
+from dualinfer.ops.contract import NormOf  # noqa: E402
 
 from .mixtures import make as make_mixture  # noqa: E402
 from .models import make_model, relative_rms, slow_but  # noqa: E402

@@ -16,7 +16,6 @@ torch = pytest.importorskip("torch")
 
 import dualinfer  # noqa: E402
 from dualinfer.backends import jax as backend  # noqa: E402
-from dualinfer.backends.caches import Room  # noqa: E402
 from dualinfer.backends.jax import ahead, steps  # noqa: E402
 from dualinfer.backends.jax.ops.kernels import KernelOps  # noqa: E402
 from dualinfer.backends.jax.ops.plain import PlainOps  # noqa: E402
@@ -26,6 +25,7 @@ from dualinfer.engine import loop  # noqa: E402
 from dualinfer.kernels.triton import activation, linear, norm  # noqa: E402
 from dualinfer.kernels.triton.launch import INTERPRETED  # noqa: E402
 from dualinfer.kernels.xla import grouping, handler  # noqa: E402
+from dualinfer.ops.caches import Room  # noqa: E402
 
 from .kernels.jax_ops import calls_for_cuda, gpu, interpreted_ops, watch_logits  # noqa: E402
 from .kernels.tensors import strict  # noqa: E402

@@ -13,8 +13,6 @@ hf = pytest.importorskip("transformers")
 
 import dualinfer  # noqa: E402
 from dualinfer import embedded  # noqa: E402
-from dualinfer.backends import caches  # noqa: E402
-from dualinfer.backends.caches import CacheSpec, check_kinds  # noqa: E402
 from dualinfer.bench.counts import Counts  # noqa: E402
 from dualinfer.cli.main import app  # noqa: E402
 from dualinfer.cli.plan_table import make_plan_table  # noqa: E402
@@ -23,6 +21,8 @@ from dualinfer.errors import ConfigError, UnsupportedError  # noqa: E402
 from dualinfer.kernels import reference  # noqa: E402
 from dualinfer.model.families import describe_model  # noqa: E402
 from dualinfer.model.load_plan import TableSource, make_load_plan  # noqa: E402
+from dualinfer.ops import caches  # noqa: E402
+from dualinfer.ops.caches import CacheSpec, check_kinds  # noqa: E402
 
 from .models import (  # noqa: E402
     BACKENDS,

@@ -8,7 +8,6 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import dualinfer
-from dualinfer.backends.caches import CacheSpec, Room, cache_bytes, cache_specs
 from dualinfer.bench.counts import Counts
 from dualinfer.bench.random_weights import plan_weights
 from dualinfer.bench.shapes import open_model
@@ -16,6 +15,7 @@ from dualinfer.checkpoint.hf_config import read_config
 from dualinfer.cli.plan_table import make_plan_table
 from dualinfer.errors import UnsupportedError
 from dualinfer.model.families import describe_model
+from dualinfer.ops.caches import CacheSpec, Room, cache_bytes, cache_specs
 
 from .formats import check_logits
 from .latent import WRITTEN

@@ -22,21 +22,23 @@ FLOORS: dict[str, str] = {
     "model": "kernels.reference quantization",
     "parallel": "model config",
     "checkpoint": "system config quantization model parallel",
-    "backends": "kernels.triton config quantization model parallel",
-    "decoder": "model backends",
+    "ops": "kernels.triton quantization model parallel",
+    "decoder": "model ops",
+    "backends": "kernels.triton config quantization model parallel ops",
     "backends.torch": "system kernels.triton config quantization model "
-    "parallel checkpoint backends decoder",
+    "parallel checkpoint ops backends decoder",
     "backends.jax": "system kernels.triton kernels.xla config quantization model "
-    "parallel checkpoint backends decoder",
+    "parallel checkpoint ops backends decoder",
     "engine": "config model parallel backends",
     "opening": "config quantization model checkpoint backends",
     "api": "config quantization model parallel checkpoint backends engine opening",
     "": "config embedded engine api",
-    "bench": "embedded system config quantization model parallel checkpoint backends opening api",
-    "bench.torch": "kernels.triton model backends backends.torch bench",
-    "bench.jax": "kernels.triton kernels.xla model backends backends.jax bench",
-    "cli": "embedded system config quantization model parallel checkpoint backends engine opening "
-    "api bench",
+    "bench": "embedded system config quantization model parallel checkpoint ops backends opening "
+    "api",
+    "bench.torch": "kernels.triton model ops backends backends.torch bench",
+    "bench.jax": "kernels.triton kernels.xla model ops backends backends.jax bench",
+    "cli": "embedded system config quantization model parallel checkpoint ops backends engine "
+    "opening api bench",
     "__main__": "cli",
 }
 OPEN_TO_ALL = {"errors", "arrays"}
@@ -55,6 +57,7 @@ FORBIDDEN: dict[str, tuple[set[str], set[str]]] = {
     "kernels.triton": ({"torch"} | JAX_SIDE, JAX_SIDE),  # so that JAX can launch them
     "kernels.xla": (TORCH_SIDE | {"flax"}, {"triton", "flax"}),  # torch: to interpret
     "kernels": (NEUTRAL, TORCH_SIDE | JAX_SIDE),  # the NumPy reference
+    "ops": (NEUTRAL, FRAMEWORKS),
     "decoder": (NEUTRAL, FRAMEWORKS),
     "": (NEUTRAL, set()),
 }
@@ -193,7 +196,7 @@ def test_imports_finds_relative_absolute_and_nested_ones():
 
 # Who may read what a Weight holds: its ops, and what loads it.
 READS_WEIGHTS = (
-    *("backends.torch.ops", "backends.jax.ops", "backends.schemes", "backends.kernels"),
+    *("backends.torch.ops", "backends.jax.ops", "ops.schemes", "backends.kernels"),
     "model.weights",
 )
 # Attributes of that name of other things.

@@ -15,7 +15,6 @@ torch = pytest.importorskip("torch")
 from torch import nn  # noqa: E402
 
 import dualinfer  # noqa: E402
-from dualinfer.backends.caches import Room, cache_bytes, cache_specs  # noqa: E402
 from dualinfer.backends.profiling import Profiler  # noqa: E402
 from dualinfer.backends.torch import create_module_runner, join  # noqa: E402
 from dualinfer.backends.torch.cache import Cache  # noqa: E402
@@ -32,6 +31,7 @@ from dualinfer.errors import (  # noqa: E402
     OutOfMemoryError,
     UnsupportedError,
 )
+from dualinfer.ops.caches import Room, cache_bytes, cache_specs  # noqa: E402
 from dualinfer.parallel.agreement import Peers  # noqa: E402
 from dualinfer.system.memory import host_free_bytes  # noqa: E402
 

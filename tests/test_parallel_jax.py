@@ -20,7 +20,6 @@ import dualinfer  # noqa: E402
 from dualinfer import opening  # noqa: E402
 from dualinfer.backends import jax as backend  # noqa: E402
 from dualinfer.backends.base import Request, Sampling  # noqa: E402
-from dualinfer.backends.caches import Room, check_room  # noqa: E402
 from dualinfer.backends.jax import ahead, cache  # noqa: E402
 from dualinfer.backends.jax.mesh import ManyDevices, OneDevice  # noqa: E402
 from dualinfer.backends.jax.ops.kernels import KernelOps  # noqa: E402
@@ -33,6 +32,7 @@ from dualinfer.errors import (  # noqa: E402
     UnsupportedError,
 )
 from dualinfer.kernels.triton import linear  # noqa: E402
+from dualinfer.ops.caches import Room, check_room  # noqa: E402
 from dualinfer.parallel.agreement import Peers  # noqa: E402
 
 from .checkpoints import EMBED, HEAD_DIM, HEADS, KV_HEADS, write_llama  # noqa: E402

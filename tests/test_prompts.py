@@ -13,10 +13,10 @@ torch = pytest.importorskip("torch")
 
 import dualinfer  # noqa: E402
 from dualinfer.backends import torch as backend  # noqa: E402
-from dualinfer.backends.caches import Room, cache_specs  # noqa: E402
 from dualinfer.backends.torch import prompts  # noqa: E402
 from dualinfer.backends.torch.cache import Cache  # noqa: E402
 from dualinfer.backends.torch.ops.kernels import KernelOps  # noqa: E402
+from dualinfer.ops.caches import Room, cache_specs  # noqa: E402
 from dualinfer.parallel.agreement import Peers  # noqa: E402
 
 from .models import make_model, random_ids, relative_rms  # noqa: E402

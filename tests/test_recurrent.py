@@ -14,10 +14,10 @@ import transformers as hf
 
 import dualinfer
 from dualinfer.backends.base import Request
-from dualinfer.backends.caches import Room, cache_bytes, cache_specs, state_bytes, token_bytes
 from dualinfer.checkpoint.hf_config import read_config
 from dualinfer.errors import ConfigError
 from dualinfer.model.families import describe_model
+from dualinfer.ops.caches import Room, cache_bytes, cache_specs, state_bytes, token_bytes
 from dualinfer.parallel.sharding import make_plan
 
 from .models import BACKENDS, EOS, PAD, VOCAB, randomize, relative_rms

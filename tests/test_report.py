@@ -77,11 +77,11 @@ def test_ops_name_what_kernels_leave_to_plain_ones_where_a_model_has_it():
     pytest.importorskip("triton")
     import transformers as hf
 
-    from dualinfer.backends.caches import served
     from dualinfer.backends.jax.ops.kernels import KernelOps
     from dualinfer.backends.jax.ops.plain import PlainOps
     from dualinfer.backends.kernels import left_plain
     from dualinfer.model.families import describe_model
+    from dualinfer.ops.caches import served
 
     def ops(config):
         left = left_plain(describe_model(config.to_dict())[0])

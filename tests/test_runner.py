@@ -15,9 +15,9 @@ from dualinfer.backends.base import (
     Sampling,
     SamplingFeatures,
 )
-from dualinfer.backends.caches import Room, cache_bytes, cache_specs
 from dualinfer.backends.slots import LiveSlots, bucket, sampling_rows
 from dualinfer.model.families import describe_model
+from dualinfer.ops.caches import Room, cache_bytes, cache_specs
 
 from .models import BACKENDS, make_model, random_ids, relative_rms, slow_but
 

@@ -6,10 +6,10 @@ from typing import Any, NamedTuple, Protocol
 
 from ..model.spec import Experts, ModelSpec, Router
 from ..model.weights import Weight
-from .caches import CacheSpec, CacheView
-from .contract import Array, LayerAttention, Neighbours, NormOf, Routing, Unnormed, Weights
-from .schemes import eight_bit as in_eight_bits
-from .schemes import packed, rounds_input
+from ..ops.caches import CacheSpec, CacheView
+from ..ops.contract import Array, LayerAttention, Neighbours, NormOf, Routing, Unnormed, Weights
+from ..ops.schemes import eight_bit as in_eight_bits
+from ..ops.schemes import packed, rounds_input
 
 
 class Launch(NamedTuple):

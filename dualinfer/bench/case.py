@@ -8,10 +8,10 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ..arrays import numpy_dtype
-from ..backends.contract import NormOf
 from ..config import make_config
 from ..model.spec import Attention, Norm
 from ..model.weights import Weight
+from ..ops.contract import NormOf
 from ..quantization import Blocks, BlockScheme
 from ..quantization.packing import held_width
 from ..quantization.recipe import HEAD, Recipe, make_recipe

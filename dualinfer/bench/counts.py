@@ -7,7 +7,11 @@ from math import prod
 from typing import Any
 
 from ..arrays import numpy_dtype
-from ..backends.caches import (
+from ..backends.held import describe_rows, held_bytes, read_share
+from ..model.load_plan import LoadPlan
+from ..model.spec import Attention, Experts
+from ..model.weights import Row
+from ..ops.caches import (
     CacheSpec,
     Room,
     cache_bytes,
@@ -15,10 +19,6 @@ from ..backends.caches import (
     state_bytes,
     token_bytes,
 )
-from ..backends.held import describe_rows, held_bytes, read_share
-from ..model.load_plan import LoadPlan
-from ..model.spec import Attention, Experts
-from ..model.weights import Row
 from ..parallel.shard import whole
 from ..quantization import BlockScheme
 

@@ -7,8 +7,8 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
-from ..backends.contract import Neighbours, Routing
 from ..model.spec import Experts, Router
+from ..ops.contract import Neighbours, Routing
 from ..quantization import BlockScheme
 from .case import (
     Filling,

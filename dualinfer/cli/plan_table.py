@@ -6,7 +6,12 @@ from dataclasses import dataclass, field, replace
 from itertools import groupby
 
 from ..arrays import numpy_dtype
-from ..backends.caches import (
+from ..backends.held import describe_rows, held_bytes, read_share
+from ..backends.streaming import Streaming, choose_layers
+from ..config import InferenceConfig
+from ..model.spec import Experts, Layer
+from ..model.weights import Row, WeightTable
+from ..ops.caches import (
     LAYOUTS,
     cache_specs,
     check_kinds,
@@ -14,11 +19,6 @@ from ..backends.caches import (
     state_bytes,
     token_bytes,
 )
-from ..backends.held import describe_rows, held_bytes, read_share
-from ..backends.streaming import Streaming, choose_layers
-from ..config import InferenceConfig
-from ..model.spec import Experts, Layer
-from ..model.weights import Row, WeightTable
 from ..parallel.experts import describe_experts
 from ..parallel.shard import Held, Shard, fit_row, whole
 from ..parallel.sharding import ShardingPlan, make_plan

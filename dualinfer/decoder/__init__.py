@@ -1,6 +1,6 @@
 """The decoder: every family's forward pass, read off its ModelSpec, once for all backends.
 
-It computes by a backend's ops (`backends/contract.py`) alone: whether kernels or plain ops serve,
+It computes by a backend's ops (`ops/contract.py`) alone: whether kernels or plain ops serve,
 on one device or a share of several, is theirs. How a layer attends (a whole sequence, a prompt into
 the cache, one token from the cache) is the `attend` function that the runner passes in.
 """

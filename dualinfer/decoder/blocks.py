@@ -4,16 +4,6 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import NamedTuple
 
-from ..backends.contract import (
-    Array,
-    BlockOps,
-    LatentQkv,
-    Neighbours,
-    NormOf,
-    Routing,
-    Unnormed,
-    Weights,
-)
 from ..model.spec import (
     XIELU,
     Activation,
@@ -28,6 +18,16 @@ from ..model.spec import (
     Router,
     Spans,
     Streams,
+)
+from ..ops.contract import (
+    Array,
+    BlockOps,
+    LatentQkv,
+    Neighbours,
+    NormOf,
+    Routing,
+    Unnormed,
+    Weights,
 )
 
 # Attention of a layer, by its number, over packed queries, keys and values, or over the pair that

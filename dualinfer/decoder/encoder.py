@@ -1,7 +1,7 @@
 """What an encoder gives of a sequence, and how the layers of a decoder attend to it."""
 
-from ..backends.contract import Array, Ops, Params
 from ..model.spec import ModelSpec
+from ..ops.contract import Array, Ops, Params
 from .blocks import Attend, cross_keys
 from .forward import hidden_states
 from .head import last_hidden_state

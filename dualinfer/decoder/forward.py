@@ -1,7 +1,7 @@
 """The pass through a model's layers."""
 
-from ..backends.contract import Array, BlockOps, Neighbours, NormOf, Params
 from ..model.spec import Embedder, ModelSpec, Streams
+from ..ops.contract import Array, BlockOps, Neighbours, NormOf, Params
 from .blocks import Attend, Recur, Seen, block, normed
 
 _KEPT = 1 - 0.15 * 0.8  # of tokens, in training

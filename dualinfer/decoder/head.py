@@ -2,8 +2,8 @@
 
 from typing import Any
 
-from ..backends.contract import Array, BlockOps, Neighbours, NormOf, Ops, Params
 from ..model.spec import Head, ModelSpec, Pooled, Probe
+from ..ops.contract import Array, BlockOps, Neighbours, NormOf, Ops, Params
 
 
 def outputs(

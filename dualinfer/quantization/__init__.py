@@ -1,7 +1,7 @@
 """Quantized weights: what codes and scales mean, and which of a checkpoint's weights have which.
 
 A format is read into one of few schemes; how a backend computes with those stands in
-`backends/schemes.py`.
+`ops/schemes.py`.
 """
 
 from collections.abc import Callable, Mapping

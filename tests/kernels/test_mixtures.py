@@ -7,10 +7,10 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from dualinfer.backends.contract import Routing
 from dualinfer.kernels import reference
 from dualinfer.model.spec import Experts, Router
 from dualinfer.model.weights import Weight
+from dualinfer.ops.contract import Routing
 
 from ..models import BACKENDS, relative_rms
 

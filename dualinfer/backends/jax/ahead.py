@@ -9,8 +9,8 @@ import jax
 import numpy as np
 
 from ...errors import ArgumentError, LengthError, UnsupportedError
+from ...ops.caches import Room
 from ..base import Request
-from ..caches import Room
 from ..slots import RESERVED, SMALLEST_CACHE, bucket
 from .cache import Cache
 from .executables import Job

@@ -8,8 +8,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from ...ops.caches import CacheSpec, CacheView, Room, block_table, buffers, check_kinds
 from ...system.memory import host_free_bytes
-from ..caches import CacheSpec, CacheView, Room, block_table, buffers, check_kinds
 from .executables import jit_few
 from .mesh import WHOLE, Place
 from .ops.schemes import CACHE_CODES

@@ -19,10 +19,10 @@ from ...errors import StepError, UnsupportedError
 from ...model.load_plan import LoadPlan, TensorSource
 from ...model.spec import ModelSpec
 from ...model.weights import count_leaves
+from ...ops.caches import Room, cache_bytes, cache_specs, check_room, describe_caches, served
 from ...parallel.agreement import Peers
 from ...parallel.sharding import ShardingPlan
 from ..base import MAX_STEPS, NO_TOKEN, ForwardInputs, Request, SamplingFeatures
-from ..caches import Room, cache_bytes, cache_specs, check_room, describe_caches, served
 from ..held import describe_weights
 from ..slots import SMALLEST_CACHE, LiveSlots, bucket, encoded_bucket, sampling_rows
 from ..streaming import Streaming

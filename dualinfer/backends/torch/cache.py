@@ -6,8 +6,7 @@ from typing import Any, NamedTuple, Protocol, Self
 import torch
 from torch.nn import functional as F
 
-from ...parallel.agreement import Peers
-from ..caches import (
+from ...ops.caches import (
     CacheSpec,
     CacheView,
     Room,
@@ -18,6 +17,7 @@ from ..caches import (
     check_room,
     no_room,
 )
+from ...parallel.agreement import Peers
 from .device import free_bytes
 from .ops.schemes import CACHE_CODES
 

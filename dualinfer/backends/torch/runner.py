@@ -15,11 +15,11 @@ from ...arrays import on_its_way
 from ...errors import UnsupportedError
 from ...model.load_plan import LoadPlan, TensorSource
 from ...model.weights import count_leaves
+from ...ops.caches import Room, cache_specs, describe_caches, served
 from ...parallel.agreement import Peers
 from ...parallel.shard import Shard
 from ...system.patience import told_if_slow
 from ..base import MAX_STEPS, NO_LABEL, NO_TOKEN, ForwardInputs, Request, SamplingFeatures
-from ..caches import Room, cache_specs, describe_caches, served
 from ..held import describe_weights
 from ..profiling import Stopwatch
 from ..slots import SMALLEST_CACHE, LiveSlots, bucket, encoded_bucket, sampling_rows

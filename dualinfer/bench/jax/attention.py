@@ -6,12 +6,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from ...backends.contract import LayerAttention
 from ...backends.jax.cache import FullCache
 from ...backends.jax.ops import primitives
 from ...backends.jax.ops.cudnn import cudnn_serves
 from ...backends.jax.ops.plain import PlainOps, turns
 from ...model.spec import Attention, Rope
+from ...ops.contract import LayerAttention
 from ..case import OpCase, Shape, heads_of, prompts_work
 from .inputs import Bench, Op
 

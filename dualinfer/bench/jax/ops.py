@@ -12,10 +12,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from ...backends.contract import Neighbours
 from ...backends.jax.device import has_triton, runs_kernels
 from ...backends.jax.ops.plain import PlainOps
 from ...model.spec import Attention
+from ...ops.contract import Neighbours
 from ..case import (
     EPS,
     QUANTIZED_ROWS,

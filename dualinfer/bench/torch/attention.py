@@ -8,10 +8,10 @@ import torch
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from ...backends.contract import LayerAttention
 from ...backends.torch.cache import FullCache
 from ...backends.torch.ops import primitives
 from ...model.spec import Attention
+from ...ops.contract import LayerAttention
 from ..case import OpCase, Shape, heads_of, prompts_work, rows_of
 from .inputs import Bench, Op
 

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch.nn import functional as F
 
-from ...backends.contract import Routing
 from ...backends.torch.ops import mixtures
+from ...ops.contract import Routing
 from ..case import EPS, OpCase
 from ..mixtures import ExpertsOp, RouterOp
 from .inputs import Bench, Op

@@ -12,13 +12,13 @@ import torch
 from torch.nn import functional as F
 
 from ...backends.base import SamplingFeatures
-from ...backends.contract import Neighbours
 from ...backends.torch import sampler
 from ...backends.torch.device import default_device, device_name, has_triton, runs_kernels
 from ...backends.torch.sampler import SlotState
 from ...errors import UnsupportedError
 from ...model.spec import Attention, ModelSpec
 from ...model.weights import Weight
+from ...ops.contract import Neighbours
 from ..case import (
     EPS,
     QUANTIZED_ROWS,

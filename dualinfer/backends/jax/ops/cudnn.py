@@ -4,7 +4,7 @@ from typing import Any
 
 import jax
 
-from ...contract import LayerAttention
+from ....ops.contract import LayerAttention
 
 _FROM = 512  # tokens: below, our kernel measured quicker
 _HEAD = 128  # on Hopper it takes 256 from cuDNN 9.5 on

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 
 from ....model.spec import LAMBDAS, Attention
-from ...contract import Weights
+from ....ops.contract import Weights
 from . import primitives
 
 

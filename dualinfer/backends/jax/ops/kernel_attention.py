@@ -18,8 +18,8 @@ from ....kernels.triton import (
 )
 from ....kernels.xla.launches import call
 from ....model.spec import Attention, ModelSpec, Rope
-from ...caches import CacheView, CrossView
-from ...contract import LatentQkv, LayerAttention
+from ....ops.caches import CacheView, CrossView
+from ....ops.contract import LatentQkv, LayerAttention
 from ...kernels import has_wide_heads, head_arguments, turn_arguments
 from ..cache import BlockCache, CrossCache, FullCache, LatentCache
 from . import primitives

@@ -11,7 +11,7 @@ from ....kernels.triton.codes import served_codes
 from ....kernels.triton.launch import INTERPRETED
 from ....kernels.triton.tuning import Configurations, device_kinds, shipped
 from ....kernels.xla.launches import call, capability_of
-from ...caches import CacheSpec, CacheView
+from ....ops.caches import CacheSpec, CacheView
 from ...kernels import Launch, is_wide
 from ..parallel import Split
 from .plain import PlainOps

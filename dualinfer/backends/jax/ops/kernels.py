@@ -35,8 +35,7 @@ from ....kernels.triton.operands import empty
 from ....kernels.xla.launches import call
 from ....model.spec import Experts, ModelSpec, Router
 from ....model.weights import Weight
-from ...base import SamplingFeatures
-from ...contract import (
+from ....ops.contract import (
     ALONE,
     Neighbours,
     NormOf,
@@ -44,6 +43,9 @@ from ...contract import (
     Unnormed,
     Weights,
 )
+from ....ops.schemes import EightBit, packed, rounds_input
+from ....ops.schemes import eight_bit as in_eight_bits
+from ...base import SamplingFeatures
 from ...kernels import (
     experts_launch,
     experts_of,
@@ -55,8 +57,6 @@ from ...kernels import (
     serves_product,
     shares_launches,
 )
-from ...schemes import EightBit, packed, rounds_input
-from ...schemes import eight_bit as in_eight_bits
 from ..cache import BlockCache, CrossCache, FullCache, LatentCache
 from ..sampler import CHANGED, FILTERED, SlotState
 from . import mixtures

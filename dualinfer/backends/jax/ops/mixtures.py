@@ -10,8 +10,8 @@ from jax import lax
 
 from ....model.spec import Experts, Router
 from ....model.weights import Weight
-from ...contract import Routing, Weights
-from ...schemes import of_each, rounds_input
+from ....ops.contract import Routing, Weights
+from ....ops.schemes import of_each, rounds_input
 from . import primitives
 from .schemes import SCHEMES, einsum
 

@@ -8,8 +8,8 @@ from jax import lax
 
 from ....model.spec import Attention, ModelSpec, Recurrence, Rope
 from ....model.weights import Weight
-from ...caches import CacheView, CrossView, StateView
-from ...contract import LatentQkv, LayerAttention, Neighbours, Weights
+from ....ops.caches import CacheView, CrossView, StateView
+from ....ops.contract import LatentQkv, LayerAttention, Neighbours, Weights
 from .. import sampler
 from ..params import Params
 from ..sampler import SlotState

@@ -9,8 +9,8 @@ import jax.numpy as jnp
 
 from ....model.spec import Activation, Attention, Experts, Gate, ModelSpec, Router, Waves
 from ....model.weights import Weight
-from ...caches import CacheSpec, CacheView
-from ...contract import ALONE, Neighbours, NormOf, Routing, Unnormed, Weights
+from ....ops.caches import CacheSpec, CacheView
+from ....ops.contract import ALONE, Neighbours, NormOf, Routing, Unnormed, Weights
 from ..exchange import Exchange
 from ..parallel import Split
 from . import heads, mixtures, primitives, schemes

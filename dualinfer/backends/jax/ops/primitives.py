@@ -15,7 +15,7 @@ from jax import lax
 
 from ....model.spec import Activation, Rope, Waves
 from ....model.weights import Weight
-from ...caches import CacheView
+from ....ops.caches import CacheView
 from .schemes import SCHEMES, einsum
 
 _MANY = 64  # rows of a product

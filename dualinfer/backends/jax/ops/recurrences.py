@@ -8,8 +8,8 @@ import jax.numpy as jnp
 from jax import lax
 
 from ....model.spec import Recurrence, ShortConvolution, StateSpace
-from ...caches import StateView
-from ...contract import Weights
+from ....ops.caches import StateView
+from ....ops.contract import Weights
 from ..parallel import Split
 from . import primitives
 

@@ -6,8 +6,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from ...cache_codes import CacheCodes
-from ...schemes import BlockArithmetic
+from ....ops.cache_codes import CacheCodes
+from ....ops.schemes import BlockArithmetic
 
 
 def einsum(equation: str, *operands: jax.Array, **kwargs) -> jax.Array:

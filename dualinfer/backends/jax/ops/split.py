@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 from ....kernels.triton.mixture import Mixture
 from ....model.weights import Weight
-from ...contract import ALONE, Neighbours, Routing
+from ....ops.contract import ALONE, Neighbours, Routing
 from ..exchange import Exchange
 from ..parallel import Split
 from . import mixtures, primitives

@@ -4,7 +4,7 @@ import torch
 from torch.nn import functional as F
 
 from ....model.spec import LAMBDAS, Attention
-from ...contract import Weights
+from ....ops.contract import Weights
 from ..profiling import named
 from . import primitives
 

@@ -15,8 +15,8 @@ from ....kernels.triton import (
     rotary,
 )
 from ....model.spec import Attention, ModelSpec
-from ...caches import CacheView, CrossView
-from ...contract import LatentQkv, LayerAttention
+from ....ops.caches import CacheView, CrossView
+from ....ops.contract import LatentQkv, LayerAttention
 from ...kernels import has_wide_heads, head_arguments, turn_arguments
 from ..cache import BlockCache, CrossCache, FullCache, LatentCache
 from ..params import Params

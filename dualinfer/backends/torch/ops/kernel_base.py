@@ -8,7 +8,7 @@ from ....kernels.triton import linear
 from ....kernels.triton.codes import served_codes
 from ....kernels.triton.launch import has_pdl
 from ....kernels.triton.tuning import Configurations
-from ...caches import CacheSpec, CacheView
+from ....ops.caches import CacheSpec, CacheView
 from ...kernels import Launch, is_wide
 from ..parallel import Split
 from .plain import PlainOps

@@ -29,8 +29,7 @@ from ....kernels.triton.routing import RouteConfig
 from ....kernels.triton.tuning import Configurations
 from ....model.spec import Experts, ModelSpec, Router
 from ....model.weights import Weight
-from ...base import SamplingFeatures
-from ...contract import (
+from ....ops.contract import (
     ALONE,
     Neighbours,
     NormOf,
@@ -38,6 +37,9 @@ from ...contract import (
     Unnormed,
     Weights,
 )
+from ....ops.schemes import EightBit, packed, rounds_input
+from ....ops.schemes import eight_bit as in_eight_bits
+from ...base import SamplingFeatures
 from ...kernels import (
     experts_launch,
     experts_of,
@@ -49,8 +51,6 @@ from ...kernels import (
     serves_product,
     shares_launches,
 )
-from ...schemes import EightBit, packed, rounds_input
-from ...schemes import eight_bit as in_eight_bits
 from ...slots import bucket
 from ..cache import BlockCache, CrossCache, FullCache, LatentCache
 from ..parallel import Split

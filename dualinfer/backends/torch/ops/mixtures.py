@@ -9,8 +9,8 @@ from torch.nn import functional as F
 
 from ....model.spec import Experts, Router
 from ....model.weights import Weight
-from ...contract import Routing, Weights
-from ...schemes import of_each, rounds_input
+from ....ops.contract import Routing, Weights
+from ....ops.schemes import of_each, rounds_input
 from ..profiling import named
 from . import primitives
 from .schemes import SCHEMES

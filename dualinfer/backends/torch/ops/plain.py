@@ -7,9 +7,9 @@ import torch
 
 from ....model.spec import Attention, ModelSpec, Recurrence
 from ....model.weights import Weight
+from ....ops.caches import CacheView, CrossView, StateView
+from ....ops.contract import LatentQkv, LayerAttention, Neighbours, Weights
 from ...base import SamplingFeatures
-from ...caches import CacheView, CrossView, StateView
-from ...contract import LatentQkv, LayerAttention, Neighbours, Weights
 from .. import sampler
 from ..params import Params
 from ..sampler import SlotState

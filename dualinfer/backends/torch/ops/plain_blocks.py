@@ -9,8 +9,8 @@ from torch.nn import functional as F
 
 from ....model.spec import Activation, Attention, Experts, Gate, ModelSpec, Router, Waves
 from ....model.weights import Weight
-from ...caches import CacheSpec, CacheView
-from ...contract import ALONE, Neighbours, NormOf, Routing, Unnormed, Weights
+from ....ops.caches import CacheSpec, CacheView
+from ....ops.contract import ALONE, Neighbours, NormOf, Routing, Unnormed, Weights
 from ..parallel import Split
 from ..profiling import span
 from . import heads, mixtures, primitives

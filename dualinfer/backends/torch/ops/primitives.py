@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 from ....model.spec import Activation, Rope, Waves
 from ....model.weights import Weight
-from ...caches import CacheView
+from ....ops.caches import CacheView
 from ..profiling import named
 from .schemes import SCHEMES
 

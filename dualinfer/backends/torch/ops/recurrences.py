@@ -4,8 +4,8 @@ import torch
 from torch.nn import functional as F
 
 from ....model.spec import Recurrence, ShortConvolution, StateSpace
-from ...caches import StateView
-from ...contract import Weights
+from ....ops.caches import StateView
+from ....ops.contract import Weights
 from ..parallel import Split
 from ..profiling import named
 from . import primitives

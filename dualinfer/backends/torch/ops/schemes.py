@@ -6,8 +6,8 @@ from typing import Any
 import torch
 from torch.nn import functional as F
 
-from ...cache_codes import CacheCodes
-from ...schemes import BlockArithmetic
+from ....ops.cache_codes import CacheCodes
+from ....ops.schemes import BlockArithmetic
 
 
 class TorchMaths:

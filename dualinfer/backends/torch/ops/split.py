@@ -9,7 +9,7 @@ from ....kernels.triton.mixture import Mixture
 from ....kernels.triton.tuning import Configurations
 from ....model.spec import ModelSpec
 from ....model.weights import Weight
-from ...contract import ALONE, Neighbours, Routing, Weights
+from ....ops.contract import ALONE, Neighbours, Routing, Weights
 from ...kernels import serves_product
 from ..exchange import Exchange
 from ..parallel import Split

@@ -11,7 +11,7 @@ from ....kernels.triton import attention, attention_choice, decode_attention, la
 from ....kernels.triton.tuning import Config, Key
 from ....model.spec import ModelSpec
 from ....model.weights import count_leaves, parts_of, with_parts
-from ...contract import LatentQkv, LayerAttention, Neighbours, Routing
+from ....ops.contract import LatentQkv, LayerAttention, Neighbours, Routing
 from ...kernels import has_wide_heads
 from ...slots import bucket
 from ..cache import FullCache, LatentCache, over, size_of

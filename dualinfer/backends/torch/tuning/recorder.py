@@ -11,9 +11,9 @@ from ....kernels.triton.mixture import Mixture
 from ....kernels.triton.tuning import Key
 from ....model.spec import Activation, Attention, Experts, Gate, ModelSpec, Router
 from ....model.weights import Weight
-from ...contract import ALONE, Neighbours, NormOf, Routing, Unnormed, Weights
+from ....ops.contract import ALONE, Neighbours, NormOf, Routing, Unnormed, Weights
+from ....ops.schemes import eight_bit, rounds_input
 from ...kernels import linear_key, reads_unnormed, serves_product
-from ...schemes import eight_bit, rounds_input
 from ..ops.kernels import KernelOps, takes_groups
 
 

@@ -1,0 +1,1 @@
+"""What the decoder computes with: the contract of ops, and what they mean, over any framework."""
