@@ -388,7 +388,7 @@ def test_a_bin_file_is_read_without_running_anything(folders, changed, backend):
     torch.save(state, folder / "adapter_model.bin")
     assert relative(logits(base, adapter=folder, backend=backend)[0], expected) < 1e-5
     torch.save({**state, "code": print}, folder / "adapter_model.bin")
-    with pytest.raises(CheckpointError, match="weights_only=True"):
+    with pytest.raises(CheckpointError, match="beside tensors"):
         dualinfer.init_inference(base, adapter=folder, backend=backend)
 
 

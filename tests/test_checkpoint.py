@@ -464,7 +464,7 @@ def test_a_bin_file_that_was_zipped_anew_without_compression_is_read_rightly(tmp
 ODD_TENSORS = {
     "expanded": ({"x": torch.zeros(1).expand(20_000_000, 16)}, "x .*320,000,000 elements, and 1 "),
     "a row of its own, expanded": ({"x": torch.zeros(1, 9).expand(9, 9)}, "81 elements, and 9 are"),
-    "sparse": ({"x": torch.eye(3).to_sparse()}, "x is a sparse_coo tensor"),
+    "sparse": ({"x": torch.eye(3).to_sparse()}, "x is a sparse tensor"),
     "meta": ({"x": torch.empty(3, device="meta")}, "x was saved on the meta device"),
     "conjugated": ({"x": torch.ones(3, dtype=torch.complex64).conj()}, "x is a lazily conjugated"),
     "number": ({"a": torch.zeros(1), 3: torch.zeros(1)}, "1 tensors under keys of type int"),

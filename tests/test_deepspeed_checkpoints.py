@@ -729,7 +729,7 @@ def test_nothing_in_a_file_runs(place, legacy, tmp_path, monkeypatch, model_of):
     path = tmp_path / "x.pt"
     torch.save(content, path, _use_new_zipfile_serialization=not legacy)
     if place == "alone":
-        with pytest.raises(CheckpointError, match="weights_only=True"):
+        with pytest.raises(CheckpointError, match="beside tensors"):
             open_weights(path)
     else:
         check_tensors(model, path)
@@ -768,10 +768,10 @@ def stored(count, *, offset=b"K\x00", shape=None, strides=b"K\x01\x85", storage=
     ("fields", "message"),
     [
         ({"count": 5}, "of 16 bytes, expected 20"),
-        ({"count": -1}, "no state dict"),
+        ({"count": -1}, "damaged .*: no storage"),
         ({"count": 4, "offset": b"K\x03"}, "it was expanded"),
         ({"count": 4, "shape": b"J\xff\xff\xff\x7f\x85", "strides": b"K\x00\x85"}, "was expanded"),
-        ({"count": 4, "strides": b")"}, "no state dict"),
+        ({"count": 4, "strides": b")"}, "strides of another shape"),
         ({"count": 4, "storage": "OddStorage"}, "without a record"),
     ],
     ids=str,

@@ -966,7 +966,7 @@ def test_bin_file_with_code_does_not_run_it(form, folder, tmp_path, backend):
         file.write_bytes(pickle.dumps(Bomb(target)))
     else:
         torch.save(content, file, _use_new_zipfile_serialization=form == "torch")
-    with pytest.raises(CheckpointError, match="weights_only"):
+    with pytest.raises(CheckpointError, match=r"no file of torch|beside tensors"):
         dualinfer.init_inference(path, backend=backend)
     assert not target.exists()
 

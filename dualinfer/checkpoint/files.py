@@ -37,7 +37,7 @@ _DTYPES = {
     "BOOL": "bool",
 }
 _STORED = {name: stored for stored, name in _DTYPES.items()}
-_READ = {*_STORED, "complex128"}
+READ = {*_STORED, "complex128"}
 _BLOCK = 4 << 20  # bytes read at a time
 _FORMAT = {"format": "pt"}  # transformers asks for it
 _LONGEST_HEADER = 100_000_000  # as in safetensors
@@ -195,7 +195,7 @@ class StoredFile:
         It is written to `out` where that is given, of the part's shape and dtype.
         """
         entry = self._entries[name]
-        if entry.dtype not in _READ:
+        if entry.dtype not in READ:
             raise CheckpointError(f"{self.path}: {name} is {entry.dtype}, which is not read here.")
         dtype = numpy_dtype(entry.dtype)
         slices = index or (slice(None),) * len(entry.shape)
@@ -306,7 +306,7 @@ class TensorFile(StoredFile):
             if any(type(n) is not int or not 0 <= n < 2**63 for n in (*shape, start, stop)):
                 raise ValueError(f"{name} has a shape or place that is no number")
             dtype = _DTYPES.get(stored, str(stored))
-            if dtype in _READ and stop - start != prod(shape) * numpy_dtype(dtype).itemsize:
+            if dtype in READ and stop - start != prod(shape) * numpy_dtype(dtype).itemsize:
                 raise ValueError(f"{name}, {stored} {shape}, lies in {stop - start} bytes")
             spans.append((start, stop))
             entries[name] = Entry(dtype, shape, 8 + length + start, _packed(shape, 1))

@@ -2,7 +2,10 @@
 
 DeepSpeed and Megatron pickle their arguments beside the weights, as objects of classes that may not
 even be installed. Here each of them becomes a stand-in without content, and a tensor the place of
-its elements. Work and memory are bounded by the bytes that are read.
+its elements. Work and memory are linear in the bytes that are read: an opcode touches what its own
+bytes or those of opcodes before it have put on the stack, and no container is walked or copied for
+being named again. torch's own reader promises less: it makes a bytearray of any size, hashes tuples
+in one another, and copies a list as often as it is named.
 """
 
 import pickletools
@@ -13,10 +16,13 @@ from typing import Any, NamedTuple
 _MOST_BYTES = 64 << 20
 _MOST_STEPS = 10_000_000
 _MOST = 2**62  # of a size, so that products fit Python's and NumPy's ints alike
-_REBUILD = ("_rebuild_tensor", "_rebuild_tensor_v2", "_rebuild_tensor_v3")
+_MOST_AXES = 64  # as in torch
+_LONGEST_NAME = 1000  # letters of a module or of what is in it
+_MOST_ARGUMENTS = 16
+# How many arguments each takes before those that change what the elements mean.
+_REBUILD = {"_rebuild_tensor": 4, "_rebuild_tensor_v2": 6, "_rebuild_tensor_v3": 7}
 _PARAMETERS = ("_rebuild_parameter", "_rebuild_parameter_with_state")
-# What torch.load(weights_only=True) would call with numbers of the file's own, or fill by them.
-_RISKY = ("builtins", "__builtin__", "copyreg", "copy_reg", "_codecs")
+_TENSORS = ("torch.Tensor", "torch.nn.parameter.Parameter", "torch._tensor.Tensor")
 
 
 class Global(NamedTuple):
@@ -32,10 +38,17 @@ class Global(NamedTuple):
 
 
 class Inert:
-    """What stands in for an object of a class that is not made; `kind` is its name."""
+    """What stands in for an object of a class that is not made; `made_by` is what would make it."""
 
-    def __init__(self, kind: str):
-        self.kind = kind
+    __slots__ = ("made_by",)
+
+    def __init__(self, made_by: Global | None = None):
+        self.made_by = made_by
+
+    @property
+    def kind(self) -> str:
+        """The name of what would make it."""
+        return "an object" if self.made_by is None else self.made_by.path
 
 
 class Storage(NamedTuple):
@@ -47,42 +60,41 @@ class Storage(NamedTuple):
 
 
 class StoredTensor(NamedTuple):
-    """Where a tensor lies: offset and strides in elements of the storage."""
+    """Where a tensor lies: offset and strides in its own elements.
+
+    `dtype` is torch's name of it where it is not that of the storage.
+    """
 
     storage: Storage
     offset: int
     shape: tuple[int, ...]
     strides: tuple[int, ...]
+    dtype: str | None = None
 
 
 @dataclass
 class Pickle:
-    """What a pickle holds, how many bytes it has, and the storages that it names, by their keys.
-
-    `is_risky`: torch's own reader would call some of them with arguments that fill the memory, or
-    overflow the stack.
-    """
+    """What a pickle holds, how many bytes it has, and the storages that it names, by their keys."""
 
     value: Any = None
     size: int = 0
     storages: dict[str, Storage] = field(default_factory=dict)
-    is_risky: bool = False
 
 
 def read_pickle(data: bytes) -> Pickle:
     """The first pickle in `data`. Raises ValueError for one that is damaged or too long."""
-    machine = _Machine(Pickle())
+    machine = _Machine(Pickle(), len(data))
     try:
         for step, (opcode, argument, position) in enumerate(pickletools.genops(data)):
             if step > _MOST_STEPS or (position or 0) > _MOST_BYTES:
-                raise ValueError("it describes more than a checkpoint does")
+                raise ValueError("its pickle describes more than a checkpoint does")
             if opcode.name == "STOP":
                 machine.found.size = (position or 0) + 1
                 machine.found.value = machine.pop()
                 return machine.found
             machine.run(opcode.name, argument)
     except _DAMAGE as error:
-        raise ValueError(f"its pickle is damaged ({type(error).__name__})") from error
+        raise ValueError(f"its pickle is damaged ({type(error).__name__}: {error})") from error
     raise ValueError("its pickle has no end")
 
 
@@ -105,10 +117,11 @@ _EMPTY: dict[str, Callable[[], Any]] = {
 class _Machine:
     """The stack on which a pickle's opcodes work, and what they have remembered."""
 
-    def __init__(self, found: Pickle):
+    def __init__(self, found: Pickle, most_pairs: int):
         self.found = found
         self._stack: list[Any] = []
         self._memo: dict[int, Any] = {}
+        self._most_pairs = most_pairs  # that are still to be walked through
 
     def pop(self) -> Any:
         value = self._stack.pop()
@@ -212,14 +225,7 @@ class _Machine:
             raise IndexError("a key without a value")
         if isinstance(target, dict):
             for key, value in zip(values[::2], values[1::2], strict=True):
-                self._put(target, key, value)
-
-    def _put(self, target: dict[Any, Any], key: Any, value: Any) -> None:
-        """Set an item. Keys that lie deep in one another would end the process when hashed."""
-        if not _is_plain(key):
-            is_shallow = isinstance(key, tuple) and all(map(_is_plain, key))
-            self.found.is_risky |= not is_shallow
-        put(target, key, value)
+                put(target, key, value)
 
     def _global(self, argument: str) -> None:
         module, _, name = argument.partition(" ")
@@ -232,6 +238,8 @@ class _Machine:
         self._look_up(module, name)
 
     def _look_up(self, module: str, name: str) -> None:
+        if max(len(module), len(name)) > _LONGEST_NAME:
+            raise ValueError("its pickle has a name that is longer than any is")
         self._stack.append(Global(module, name))
 
     def _inst(self, argument: str) -> None:
@@ -255,21 +263,20 @@ class _Machine:
         self._top()
 
     def _made(self, what: Any) -> Inert:
-        """The stand-in of a new object."""
-        if not isinstance(what, Global):
-            return Inert("an object")
-        is_storage = what.module in ("torch", "torch.storage") and what.name.endswith("Storage")
-        if what.module in _RISKY or is_storage:
-            self.found.is_risky = True
-        return Inert(what.path)
+        """The stand-in of a new object, by what made that of what makes it."""
+        if isinstance(what, Inert):
+            return Inert(what.made_by)
+        return Inert(what if isinstance(what, Global) else None)
 
     def _persid(self, argument: str) -> None:
         raise ValueError("its pickle names storages as text, as torch.save never does")
 
     def _binpersid(self) -> None:
         said = self.pop()
-        kind, key, count = said[1], said[2], said[4]
-        if said[0] != "storage" or not isinstance(kind, Global):
+        if type(said) is not tuple or not 5 <= len(said) <= 6 or any(said[5:]):
+            raise TypeError("no storage, or a part of another one")
+        mark, kind, key, _, count = said[:5]
+        if mark != "storage" or not isinstance(kind, Global):
             raise TypeError("no storage")
         if not isinstance(key, str) or type(count) is not int or not 0 <= count < _MOST:
             raise TypeError("no storage")
@@ -284,46 +291,70 @@ class _Machine:
 
     def _called(self, what: Any, arguments: Any) -> Any:
         """What a call would give."""
-        if not isinstance(what, Global) or not isinstance(arguments, tuple):
+        if not isinstance(what, Global) or not _is_few(arguments):
             return self._made(what)
         if what == ("collections", "OrderedDict") and len(arguments) < 2:
             made: dict[Any, Any] = {}
-            for pair in arguments[0] if arguments else ():
+            pairs = arguments[0] if arguments else ()
+            self._most_pairs -= len(pairs)
+            if self._most_pairs < 0:  # a list is named again and again
+                raise ValueError("its pickle describes more than it holds")
+            for pair in pairs:
                 key, value = pair
-                self._put(made, key, value)
+                put(made, key, value)
             return made
         if what == ("torch", "Size") and len(arguments) == 1 and _is_shape(arguments[0]):
             return arguments[0]
+        if what == ("torch._tensor", "_rebuild_from_type_v2"):  # a tensor with attributes
+            function, kind, inner = arguments[:3]
+            is_plain = isinstance(kind, Global) and kind.path in _TENSORS
+            if is_plain and isinstance(function, Global) and _is_few(inner):
+                what, arguments = function, inner
         if what.module == "torch._utils" and what.name in _REBUILD:
-            return self._tensor(arguments)
-        if what.module == "torch._utils" and what.name in _PARAMETERS:
+            return _tensor(what, arguments)
+        is_parameter = what.module == "torch._utils" and what.name in _PARAMETERS
+        if is_parameter and isinstance(arguments[0], StoredTensor | Inert):
             return arguments[0]
         return self._made(what)
 
-    def _tensor(self, arguments: tuple[Any, ...]) -> StoredTensor | Inert:
-        storage, offset, shape, strides = arguments[:4]
-        if not isinstance(storage, Storage):
-            return Inert("a tensor without a storage")
-        is_offset = type(offset) is int and 0 <= offset < _MOST
-        if not (is_offset and _is_shape(shape) and _is_shape(strides)):
-            raise TypeError("a tensor without a shape")
-        if len(shape) != len(strides):
-            raise TypeError("a tensor with strides of another shape")
-        return StoredTensor(storage, offset, shape, strides)
+
+def _tensor(what: Global, arguments: tuple[Any, ...]) -> StoredTensor | Inert:
+    storage, offset, shape, strides, *_ = arguments
+    count = _REBUILD[what.name]
+    if not isinstance(storage, Storage) or any(arguments[count:]):  # conjugated or negated
+        return Inert(what)
+    is_offset = type(offset) is int and 0 <= offset < _MOST
+    if not (is_offset and _is_shape(shape) and _is_shape(strides)):
+        raise TypeError("a tensor without a shape")
+    if len(shape) != len(strides):
+        raise TypeError("a tensor with strides of another shape")
+    dtype = arguments[6] if what.name == "_rebuild_tensor_v3" else None
+    if dtype is not None and not isinstance(dtype, Global):
+        raise TypeError("a tensor of no dtype")
+    return StoredTensor(storage, offset, shape, strides, None if dtype is None else dtype.name)
+
+
+def _is_few(arguments: Any) -> bool:
+    return type(arguments) is tuple and len(arguments) <= _MOST_ARGUMENTS
 
 
 def _is_shape(value: Any) -> bool:
-    return isinstance(value, tuple) and all(type(n) is int and 0 <= n < _MOST for n in value)
-
-
-def _is_plain(key: Any) -> bool:
-    return isinstance(key, str | int | float | bytes | None)
+    return (
+        type(value) is tuple
+        and len(value) <= _MOST_AXES
+        and all(type(n) is int and 0 <= n < _MOST for n in value)
+    )
 
 
 def put(target: dict[Any, Any], key: Any, value: Any) -> None:
-    """Set an item; ValueError for a name that is there already. Keys are never compared deeply."""
-    if not _is_plain(key):
-        key = Inert("a key")
+    """Set an item; ValueError for a name that is there already.
+
+    A key that is no text or small number becomes a stand-in: no hash of others is kept, and tuples
+    may lie deep in one another.
+    """
+    is_small = not isinstance(key, int) or key.bit_length() < 64
+    if not (isinstance(key, str | int | float | bytes | None) and is_small):
+        key = Inert()
     if isinstance(key, str) and key in target:
         raise ValueError(f"it names {key[:80]!r} twice")
     target[key] = value

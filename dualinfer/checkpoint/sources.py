@@ -197,8 +197,8 @@ def open_checkpoint(folder: Path) -> TensorSource:
     """The weights of a GGUF file, or of a HF folder those that transformers takes of several.
 
     These are safetensors, then `.bin`, and of both a single file before an index. A folder that
-    `save_mp_checkpoint_path` wrote is one as well, if it holds no other. `.bin` files need torch
-    and are read with `weights_only=True`. An adapter beside them is not looked at.
+    `save_mp_checkpoint_path` wrote is one as well, if it holds no other. Of `.bin` files nothing is
+    run, and torch is not needed. An adapter beside them is not looked at.
     """
     if is_gguf(folder):
         return GgufSource(folder)
@@ -237,8 +237,7 @@ def open_weights(
 
     DeepSpeed's checkpoint JSON, as a file or a dict, and the folders of its training serve as well,
     and Meta's; `fit` makes them, and names with a wrapper's prefix, those of a model. A torch file
-    may hold its state dict under "module", "model" or "state_dict". It needs torch and is read with
-    `weights_only=True`.
+    may hold its state dict under "module", "model" or "state_dict"; nothing in it is run.
     """
     if isinstance(path, Mapping):
         return open_dict(path, base_dir)
