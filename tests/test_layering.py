@@ -18,7 +18,7 @@ FLOORS: dict[str, str] = {
     "system": "",
     "kernels": "",
     "config": "",
-    "quantization": "",
+    "quantization": "system",
     "model": "kernels.reference quantization",
     "parallel": "model config",
     "checkpoint": "system config quantization model parallel",

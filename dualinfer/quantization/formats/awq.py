@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from .gptq import HARMLESS, PackedWords, group_size_of
-from .stored import Checkpoint, Opener, Tensors, check_fields, left_out, name_list, refuse
+from .stored import Checkpoint, LeftOut, Opener, Tensors, check_fields, name_list, refuse
 
 METHOD = "awq"
 KNOWN = (
@@ -24,14 +24,14 @@ def opener(config: Mapping[str, Any], source: Tensors) -> Opener:
     if bits != 4:
         raise refuse(METHOD, "bits", bits, "AWQ's version gemm has 4 bits; use GPTQ for 8.")
     size = group_size_of(config.get("group_size", config.get("q_group_size", 128)), METHOD)
-    skipped = name_list(config, METHOD, "modules_to_not_convert")
+    skipped = LeftOut(name_list(config, METHOD, "modules_to_not_convert"), METHOD)
     checkpoint = Checkpoint(source, METHOD)
 
     def open_matrix(name: str) -> PackedWords | None:
         module = name.removesuffix(".weight")
         if f"{module}.qweight" not in checkpoint.names:
             return None
-        if left_out(module, skipped):
+        if module in skipped:
             raise checkpoint.error(
                 f"{module}.qweight is there, but modules_to_not_convert says that {module} is not "
                 "quantized."

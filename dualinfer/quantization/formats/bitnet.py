@@ -15,11 +15,11 @@ from ..scheme import Activation, BlockScheme
 from .stored import (
     FLOATS,
     Checkpoint,
+    LeftOut,
     Opener,
     StoredMatrix,
     Tensors,
     check_fields,
-    left_out,
     name_list,
     refuse,
 )
@@ -120,10 +120,11 @@ def opener(config: Mapping[str, Any], source: Tensors) -> Opener:
         instead = "Its linear layers norm their inputs by weights of their own: pass one without."
         raise refuse(METHOD, "use_rms_norm", config["use_rms_norm"], instead)
     is_auto = kind == "autobitlinear"
-    skipped = name_list(config, METHOD, "modules_to_not_convert")
-    skipped = _HEAD if config.get("modules_to_not_convert") is None else skipped
-    if not left_out("lm_head", skipped):
-        raise refuse(METHOD, "modules_to_not_convert", list(skipped), _PLAIN)
+    names = name_list(config, METHOD, "modules_to_not_convert")
+    names = _HEAD if config.get("modules_to_not_convert") is None else names
+    skipped = LeftOut(names, METHOD)
+    if "lm_head" not in skipped:
+        raise refuse(METHOD, "modules_to_not_convert", list(names), _PLAIN)
     checkpoint = Checkpoint(source, METHOD)
     # BitLinear, which is never online, computes in the dtype of its input.
     how = Activation("int8", inverse="wide" if is_auto else "rounded")
@@ -133,8 +134,8 @@ def opener(config: Mapping[str, Any], source: Tensors) -> Opener:
         module = name.removesuffix(".weight")
         if name not in checkpoint.names or _LAYER.search(name) is None:
             return None
-        if _LINEAR.search(name) is None or left_out(module, skipped):
-            raise refuse(METHOD, "modules_to_not_convert", list(skipped), _PLAIN)
+        if _LINEAR.search(name) is None or module in skipped:
+            raise refuse(METHOD, "modules_to_not_convert", list(names), _PLAIN)
         if is_auto and mode == "online":
             return RoundedMatrix(checkpoint, name, scheme)
         if is_auto and f"{module}.bias" in checkpoint.names:

@@ -14,12 +14,12 @@ import numpy as np
 from ..scheme import BlockScheme
 from .stored import (
     Checkpoint,
+    LeftOut,
     Opener,
     StoredMatrix,
     Tensors,
     blocks,
     check_fields,
-    left_out,
     name_list,
     refuse,
 )
@@ -187,7 +187,7 @@ def opener(config: Mapping[str, Any], source: Tensors) -> Opener:
     if four == eight:
         instead = "Exactly one of load_in_4bit and load_in_8bit says what is stored."
         raise refuse(METHOD, "load_in_4bit", four, instead)
-    skipped = name_list(config, METHOD, "llm_int8_skip_modules")
+    skipped = LeftOut(name_list(config, METHOD, "llm_int8_skip_modules"), METHOD)
     checkpoint = Checkpoint(source, METHOD)
     states = {name.partition(STATE)[0]: name for name in checkpoint.names if STATE in name}
 
@@ -198,7 +198,7 @@ def opener(config: Mapping[str, Any], source: Tensors) -> Opener:
         packed = checkpoint.source.dtype(name) in ("uint8", "int8")
         if state is None and not packed:
             return None
-        if left_out(name.removesuffix(".weight"), skipped):
+        if name.removesuffix(".weight") in skipped:
             raise checkpoint.error(
                 f"{name} is in codes, but llm_int8_skip_modules says that it is not quantized."
             )

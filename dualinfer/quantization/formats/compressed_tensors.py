@@ -13,6 +13,7 @@ from typing import Any, Literal
 import numpy as np
 
 from ...errors import shortened
+from ...system.patterns import Patterns
 from ..scheme import Activation, BlockScheme, Codes
 from .modelopt import KEPT_CACHE, cache_scales
 from .row_major import E4M3, E8M0, FP8, POWERS, Factor, RowMajor, matrix_shape
@@ -203,8 +204,7 @@ def opener(config: Mapping[str, Any], source: Tensors) -> Opener:
     targets: dict[str, Group] = {}
     for name, fields in groups.items():
         targets |= _read_group(str(name), fields, form)
-    ignore = name_list(config, METHOD, "ignore")
-    _check_patterns([*targets, *ignore])
+    groups_of, ignored = _Targets(targets), _Targets(name_list(config, METHOD, "ignore"))
     checkpoint = Checkpoint(source, METHOD)
     cache = config.get("kv_cache_scheme")
 
@@ -217,17 +217,17 @@ def opener(config: Mapping[str, Any], source: Tensors) -> Opener:
         plain = name in checkpoint.names and source.dtype(name) not in ("int8", "uint8", *FP8)
         if plain and not found:
             return None
-        group = _group_of(module, targets)
+        target = groups_of.find(module)
         if plain:
             raise checkpoint.error(
                 f"{name} is {source.dtype(name)}, but has {found[0]}: it was calibrated and never "
                 "compressed."
             )
-        if group is None or any(_is_match(module, target) for target in ignore):
+        if target is None or ignored.find(module) is not None:
             raise checkpoint.error(
                 f"{name} is in codes, but quantization_config says that it is not quantized."
             )
-        return _matrix(checkpoint, module, group)
+        return _matrix(checkpoint, module, targets[target])
 
     notes = (KEPT_CACHE,) if cache else ()
     return Opener(open_matrix, notes, cache_scales(checkpoint))
@@ -339,7 +339,7 @@ class _Args:
         block = self.given.get("block_structure")
         if self.strategy == "block":
             if isinstance(block, str):
-                block = [int(b) for b in re.findall(r"\d+", block)]
+                block = [int(b) for b in re.findall(r"\d{1,9}", block)]
             if not isinstance(block, list | tuple) or len(block) != 2:
                 raise self.refuse("block_structure", "Expected two numbers.")
             if not all(type(b) is int and b > 0 for b in block):
@@ -412,36 +412,31 @@ def _activation(label: str, fields: Mapping[str, Any]) -> Activation | None:
     return Activation(codes, block=args.size, zeros=zeros, powers=powers)
 
 
-def _check_patterns(targets: Iterable[str]) -> None:
-    """Raise UnsupportedError for a target that is no regular expression though it says so."""
-    for target in targets:
-        try:
-            re.compile(target.removeprefix("re:") if target.startswith("re:") else "")
-        except re.error as error:
-            instead = f"It is no regular expression: {error}."
-            raise refuse(METHOD, "target", target, instead) from error
+class _Targets:
+    """Names, patterns and classes of modules, which `find` tries in this order."""
+
+    def __init__(self, targets: Iterable[str]):
+        targets = sorted(targets, key=lambda target: ("re:" in target, target))
+        patterns = [target for target in targets if target.startswith("re:")]
+        texts = [pattern.removeprefix("re:") for pattern in patterns]
+        where = f"config.json's quantization_config ({METHOD})"
+        self._patterns, self._tried = patterns, Patterns(texts, where)
+        self._names = {target for target in targets if not target.startswith("re:")}
+        self._linear = next((t for t in targets if t.endswith(("Linear", "LinearBase"))), None)
+
+    def find(self, module: str) -> str | None:
+        """The target that a module with a matrix in codes is of; None where it is of none."""
+        if module in self._names:
+            return module
+        found = self._tried.find(module)
+        if found:
+            return self._patterns[found[0]]
+        if _is_embedding(module):
+            return "Embedding" if "Embedding" in self._names else None
+        return self._linear
 
 
-def _group_of(module: str, targets: Mapping[str, Group]) -> Group | None:
-    """The group of a module: by its name before a pattern, and that before its class."""
-    order = sorted(targets, key=lambda target: ("re:" in target, target))
-    named = [target for target in order if _is_named(module, target)]
-    classes = [target for target in order if _is_class(module, target)]
-    return next((targets[target] for target in (*named, *classes)), None)
-
-
-def _is_match(module: str, target: str) -> bool:
-    return _is_named(module, target) or _is_class(module, target)
-
-
-def _is_named(module: str, target: str) -> bool:
-    if target.startswith("re:"):
-        return re.match(target.removeprefix("re:"), module) is not None
-    return target == module
-
-
-def _is_class(module: str, target: str) -> bool:
-    """True if a module with a matrix in codes is of the class, by what it is called."""
+def _is_embedding(module: str) -> bool:
+    """True if a module with a matrix in codes is an Embedding, by what it is called."""
     own = module.rpartition(".")[2]
-    embedding = "embed" in own.lower() or own in ("wte", "wpe")
-    return target == "Embedding" if embedding else target.endswith(("Linear", "LinearBase"))
+    return "embed" in own.lower() or own in ("wte", "wpe")

@@ -9,7 +9,7 @@ from typing import Any
 
 from ..scheme import Activation, BlockScheme
 from .row_major import E8M0, FP8, Factor, RowMajor, matrix_shape
-from .stored import FLOATS, Checkpoint, Opener, Tensors, check_fields, left_out, name_list, refuse
+from .stored import FLOATS, Checkpoint, LeftOut, Opener, Tensors, check_fields, name_list, refuse
 
 METHOD = "fp8"
 KNOWN = """
@@ -45,8 +45,8 @@ def opener(config: Mapping[str, Any], source: Tensors) -> Opener:
         and all(type(b) is int and b > 0 for b in block)
     ):
         raise refuse(METHOD, "weight_block_size", block, "Expected two numbers, or null.")
-    skipped = name_list(config, METHOD, "modules_to_not_convert")
-    skipped = skipped or name_list(config, METHOD, "ignored_layers")
+    names = name_list(config, METHOD, "modules_to_not_convert")
+    skipped = LeftOut(names or name_list(config, METHOD, "ignored_layers"), METHOD)
     checkpoint = Checkpoint(source, METHOD)
 
     def open_matrix(name: str) -> RowMajor | None:
@@ -59,7 +59,7 @@ def opener(config: Mapping[str, Any], source: Tensors) -> Opener:
             if scale in checkpoint.names:
                 raise checkpoint.error(f"{name} is {source.dtype(name)}, but has {scale}.")
             return None
-        if left_out(module, skipped):
+        if module in skipped:
             raise checkpoint.error(
                 f"{name} is in 8 bits, but quantization_config says that it is not quantized."
             )

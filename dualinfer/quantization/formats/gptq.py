@@ -1,12 +1,11 @@
 """GPTQ: codes of 4 or 8 bits in words along the inputs, groups of inputs, act-order."""
 
-import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
 import numpy as np
 
-from ...errors import shortened
+from ...system.patterns import Patterns
 from ..scheme import BlockScheme
 from .stored import FLOATS, Checkpoint, Opener, StoredMatrix, Tensors, blocks, check_fields, refuse
 
@@ -173,7 +172,7 @@ def opener(config: Mapping[str, Any], source: Tensors) -> Opener:
         raise refuse(METHOD, "is_marlin_format", True, "Save it in the format gptq or gptq_v2.")
     if config.get("pack_dtype") not in (None, "int32"):
         raise refuse(METHOD, "pack_dtype", config["pack_dtype"], "Save it with pack_dtype=int32.")
-    rules = _rules(config.get("dynamic"))
+    rule_of = _rules(config.get("dynamic"))
     defaults = {"bits": config.get("bits"), "group_size": config.get("group_size", 128)}
     _numbers(defaults)
     checkpoint = Checkpoint(source, METHOD)
@@ -182,7 +181,7 @@ def opener(config: Mapping[str, Any], source: Tensors) -> Opener:
         module = name.removesuffix(".weight")
         if f"{module}.qweight" not in checkpoint.names:
             return None
-        found = next((rule for pattern, rule in rules if pattern.match(module)), {})
+        found = rule_of(module)
         if found is None or (
             module.endswith("lm_head") and not config.get("lm_head") and not found
         ):
@@ -205,25 +204,30 @@ def _numbers(config: Mapping[str, Any]) -> tuple[int, int]:
     return bits, group_size_of(config["group_size"], METHOD)
 
 
-def _rules(dynamic: Any) -> list[tuple[re.Pattern[str], dict[str, Any] | None]]:
-    """What `dynamic` says, first come first served: changed fields, or None for left out."""
+_Rule = dict[str, Any] | None  # changed fields, or None for left out
+
+
+def _rules(dynamic: Any) -> Callable[[str], _Rule]:
+    """What `dynamic` says of a module: the first rule whose pattern its name begins with."""
     if dynamic is None or dynamic is False:
-        return []
+        dynamic = {}
     if not isinstance(dynamic, Mapping):
         raise refuse(METHOD, "dynamic", dynamic, "Expected rules by pattern.")
-    rules = []
+    texts, rules = [], list[_Rule]()
     for text, fields in dynamic.items():
         sign, pattern = (text[0], text[2:]) if text[:2] in ("-:", "+:") else ("+", text)
-        try:
-            compiled = re.compile(pattern)
-        except re.error as error:
-            instead = f"{shortened(pattern)} is no regular expression: {error}."
-            raise refuse(METHOD, "dynamic", text, instead) from error
+        texts.append(pattern)
         if sign == "-":
-            rules.append((compiled, None))
+            rules.append(None)
             continue
         if not isinstance(fields, Mapping):
             raise refuse(METHOD, "dynamic", dynamic, "Expected fields for each pattern.")
         check_fields(fields, f"{METHOD}, dynamic", ("bits", "group_size", *HARMLESS))
-        rules.append((compiled, dict(fields)))
-    return rules
+        rules.append(dict(fields))
+    patterns = Patterns(texts, f"config.json's quantization_config ({METHOD}), dynamic,")
+
+    def rule_of(module: str) -> _Rule:
+        found = patterns.find(module)
+        return rules[found[0]] if found else {}
+
+    return rule_of

@@ -6,7 +6,7 @@ from typing import Any
 
 from ..scheme import BlockScheme
 from .row_major import POWERS, RowMajor
-from .stored import Checkpoint, Opener, Tensors, check_fields, left_out, name_list
+from .stored import Checkpoint, LeftOut, Opener, Tensors, check_fields, name_list
 
 METHOD = "mxfp4"
 GROUP = 32
@@ -35,7 +35,7 @@ def expert_matrix(checkpoint: Checkpoint, name: str, expert: int) -> RowMajor:
 def opener(config: Mapping[str, Any], source: Tensors) -> Opener:
     """Opens experts' matrices, by names such as `model.layers.0.mlp.experts.3.down_proj.weight`."""
     check_fields(config, METHOD, ("modules_to_not_convert", "dequantize"))
-    skipped = name_list(config, METHOD, "modules_to_not_convert")
+    skipped = LeftOut(name_list(config, METHOD, "modules_to_not_convert"), METHOD)
     checkpoint = Checkpoint(source, METHOD)
 
     def open_matrix(name: str) -> RowMajor | None:
@@ -46,7 +46,7 @@ def opener(config: Mapping[str, Any], source: Tensors) -> Opener:
         parts = {f"{whole}_blocks", f"{whole}_scales"}
         if whole in checkpoint.names or checkpoint.names.isdisjoint(parts):
             return None
-        if left_out(found[1], skipped):
+        if found[1] in skipped:
             raise checkpoint.error(
                 f"{whole} is in 4 bits, but modules_to_not_convert says that it is not quantized."
             )

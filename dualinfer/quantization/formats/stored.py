@@ -1,6 +1,5 @@
 """What the formats of quantized checkpoints share: reading their tensors, and their configs."""
 
-import re
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import ceil
@@ -9,6 +8,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from ...errors import CheckpointError, UnsupportedError, counted, shown
+from ...system.patterns import Patterns
 from ..scheme import BlockScheme, QuantizedMatrix
 
 FLOATS = ("float32", "float16", "bfloat16")
@@ -153,20 +153,22 @@ def refuse(method: str, field: str, value: Any, instead: str) -> UnsupportedErro
     )
 
 
-def left_out(module: str, patterns: Iterable[str]) -> bool:
-    """True for a module that HF does not convert: one of `patterns` names it or one around it.
+class LeftOut:
+    """The modules that HF does not convert: `in` is true where a pattern names one, or one around.
 
     As transformers' should_convert_module, a pattern is a start of the name up to a dot, or a
     regular expression for one, or its end.
     """
-    for pattern in patterns:
-        try:
-            found = re.match(rf"(?:{pattern})(?:(?<=\.)|(?=\.|$))", module)
-        except re.error:
-            found = None  # it can still be the end of a name
-        if found or module.endswith(pattern):
-            return True
-    return False
+
+    def __init__(self, patterns: Sequence[str], method: str):
+        self.patterns = tuple(patterns)
+        starts = [rf"(?:{pattern})(?:(?<=\.)|(?=\.|$))" for pattern in self.patterns]
+        where = f"config.json's quantization_config ({method})"
+        self._starts = Patterns(starts, where, or_none=True)
+
+    def __contains__(self, module: str) -> bool:
+        """See the class."""
+        return module.endswith(self.patterns) or bool(self._starts.find(module))
 
 
 def name_list(config: Mapping[str, Any], method: str, field: str) -> tuple[str, ...]:

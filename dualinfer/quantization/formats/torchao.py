@@ -11,12 +11,12 @@ from ..scheme import Activation, BlockScheme, Codes
 from .stored import (
     FLOATS,
     Checkpoint,
+    LeftOut,
     Opener,
     StoredMatrix,
     Tensors,
     blocks,
     check_fields,
-    left_out,
     name_list,
     refuse,
 )
@@ -228,7 +228,7 @@ _ZEROS = {"SYMMETRIC": False, "ASYMMETRIC": True}
 def opener(config: Mapping[str, Any], source: Tensors) -> Opener:
     """Opens the matrices of a torchao checkpoint."""
     check_fields(config, METHOD, (*KNOWN, *HARMLESS))
-    skipped = name_list(config, METHOD, "modules_to_not_convert")
+    skipped = LeftOut(name_list(config, METHOD, "modules_to_not_convert"), METHOD)
     checkpoint = Checkpoint(source, METHOD)
     metadata: Mapping[str, str] = getattr(source, "metadata", {})
     if "tensor_names" not in metadata:
@@ -245,7 +245,7 @@ def opener(config: Mapping[str, Any], source: Tensors) -> Opener:
         if kind not in CLASSES:
             raise refuse(METHOD, name, kind, PLAIN)
         check_fields(fields, f"{METHOD}, {name}", ("block_size", *CLASSES[kind]))
-        if left_out(name, skipped):
+        if name in skipped:
             raise checkpoint.error(
                 f"{name} is in codes, but modules_to_not_convert says that it is not quantized."
             )
