@@ -37,7 +37,8 @@ class ForwardInputs:
     in `contract.BlockOps.embed_given`. float32 `weights` [B, T] are those of the tokens that a head
     pools. Of `choices` sequences in a row each, a head's scores are put side by side. With `texts`
     the result is their embeddings alone: so many of each row, as `segments` number them, the sum of
-    tokens times `weights`, or the `largest` value of each element.
+    tokens times `weights`, or the `largest` value of each element. How the heads that are
+    `watched`, pairs of a layer and its head, attend to a source is an output too.
     """
 
     ids: np.ndarray | None
@@ -59,6 +60,7 @@ class ForwardInputs:
     blend: np.ndarray | None = None
     texts: int = 0
     largest: bool = False
+    watched: tuple[tuple[int, int], ...] = ()
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -174,7 +176,8 @@ class Runner(Protocol):
         `loss` as well, float32 []. An encoder-decoder has `encoder_last_hidden_state` [B, S, E],
         and its hidden states as `decoder_hidden_states` and `encoder_hidden_states`. A model of two
         towers has `logits_per_text` [N, M] of texts and images, `logits_per_image`, their vectors,
-        and each tower's outputs, `text_model_output` and `vision_model_output`.
+        and each tower's outputs, `text_model_output` and `vision_model_output`. Of A heads that are
+        watched there are `cross_weights`, float32 [B, T, A, S].
         """
         ...
 
@@ -206,6 +209,22 @@ class Runner(Protocol):
         `scores` may be torch's on any backend. The noise is that of each request's new token number
         `step`, so that a seed draws what it draws in `decode`.
         """
+        ...
+
+    def hide(self, scores: Any, hidden: np.ndarray, outweigh: int | None = None) -> Any:
+        """Scores [B, V] on the device with -inf where bool `hidden` [B, V] says.
+
+        The ids from `outweigh` on are one candidate: where the sum of their probabilities is above
+        that of each id before, those before are hidden too.
+        """
+        ...
+
+    def warm(self, scores: Any, requests: Sequence[Request]) -> Any:
+        """Scores [B, V] by the requests' temperature, top-k, top-p and min-p, -inf for the rest."""
+        ...
+
+    def log_probs(self, scores: Any, tokens: np.ndarray, temperature: float) -> Any:
+        """Logs float32 [B] of the probabilities of `tokens` [B], by scores times `temperature`."""
         ...
 
     def release(self, slots: Sequence[int]) -> None:

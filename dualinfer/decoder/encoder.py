@@ -1,5 +1,7 @@
 """What an encoder gives of a sequence, and how the layers of a decoder attend to it."""
 
+from collections.abc import Sequence
+
 from ..model.spec import ModelSpec
 from ..ops.contract import Array, Ops, Params
 from .blocks import Attend, cross_keys
@@ -50,13 +52,27 @@ def encoder_states(spec: ModelSpec, states: list[Array]) -> tuple[Array, ...]:
 
 
 def across_whole(
-    spec: ModelSpec, params: Params, ops: Ops, states: Array, mask: Array | None
+    spec: ModelSpec,
+    params: Params,
+    ops: Ops,
+    states: Array,
+    mask: Array | None,
+    watched: Sequence[tuple[int, int]] = (),
+    seen: dict[tuple[int, int], Array] | None = None,
 ) -> Attend:
-    """Attention of whole sequences to an encoder's states [B, S, E]; `mask` [B, S] shows them."""
+    """Attention of whole sequences to an encoder's states [B, S, E]; `mask` [B, S] shows them.
+
+    How `watched` heads attend, pairs of a layer and its head, is put into `seen`, [B, T, S] each.
+    """
 
     def across(i: int, q: Array) -> Array:
         a = spec.layers[i].cross
         assert a is not None
-        return ops.attend_across(a, q, cross_keys(params.layers[i], ops, states), mask)[0]
+        kv = cross_keys(params.layers[i], ops, states)
+        if heads := [head for layer, head in watched if layer == i]:
+            assert seen is not None
+            found = ops.weigh_across(a, q, kv, heads, mask)
+            seen.update(((i, head), one) for head, one in zip(heads, found, strict=True))
+        return ops.attend_across(a, q, kv, mask)[0]
 
     return across

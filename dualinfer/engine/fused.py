@@ -9,8 +9,8 @@ from typing import Any, NamedTuple, Unpack
 
 import numpy as np
 
-from ..arrays import ids_to_jax, kind_of, to_kind
-from ..backends.base import Request, Runner
+from ..arrays import ids_to_jax, kind_of, to_kind, to_numpy
+from ..backends.base import ForwardInputs, Request, Runner
 from ..errors import ArgumentError, ClosedError, LengthError, UnsupportedError, a_type, warn_caller
 from ..model.outputs import make_generate_outputs, make_outputs
 from .arguments import GenerationArguments, refuse_outputs, with_arguments
@@ -37,9 +37,10 @@ from .source import (
     make_source,
     refuse_names,
 )
-from .stepwise import Rules, Stepwise
+from .stepwise import Rule, Rules, Stepwise
 from .text import DEFAULT_TEXT_TOKENS, Sequences
 from .towers import TowerCalls, as_fields
+from .whisper import SpeechCalls
 
 _INPUTS = "inputs", "inputs_embeds", "pixel_values"  # of generate, beside `source.NAMES`
 _STREAM_CHUNK, _STOP_CHUNK, _WHOLE_CHUNK = 1, 4, 32
@@ -57,7 +58,7 @@ class _Work(NamedTuple):
     chunk: int = 1
 
 
-class FusedEngine(EmbeddingCalls, TowerCalls):
+class FusedEngine(EmbeddingCalls, TowerCalls, SpeechCalls):
     """dualinfer's own decoder in the place of the model's forward."""
 
     _mode = "fused"
@@ -274,10 +275,22 @@ class FusedEngine(EmbeddingCalls, TowerCalls):
         supported is refused by name.
         """
         chunk = _WHOLE_CHUNK if streamer is None else _STREAM_CHUNK
-        work = self._prepare(
-            *(input_ids, generation_config, attention_mask, tokenizer, dict(arguments), chunk),
-            streamer=streamer,
-        )
+        given = input_ids, generation_config, attention_mask
+        if self._spec.transcribes:
+            return self._transcribe(*given, streamer, tokenizer, dict(arguments), chunk)
+        work = self._prepare(*given, tokenizer, dict(arguments), chunk, streamer=streamer)
+        ids, generation = self._generated(work, streamer)
+        prompts, options = work.prompts, work.options
+        ids = self._result(ids, prompts)
+        if options.returns is None:
+            return ids
+        kind = self.inference_config.backend if prompts.kind == "list" else prompts.kind
+        kept = {name: getattr(generation, name) for name in options.returns}
+        kept = {name: tuple(to_kind(one, kind) for one in steps) for name, steps in kept.items()}
+        return make_generate_outputs({"sequences": ids, **kept})
+
+    def _generated(self, work: "_Work", streamer: Any) -> tuple[np.ndarray, Generation | Stepwise]:
+        """The ids [B, width + new] of a call, prompts first, and what made them."""
         prompts, options = work.prompts, work.options
         pad = options.fill_id
         block = np.repeat(prompts.block, options.num_return_sequences, axis=0)
@@ -298,13 +311,21 @@ class FusedEngine(EmbeddingCalls, TowerCalls):
         self._origin.check_late()
         if streamer is not None:
             streamer.end()
-        ids = self._result(np.column_stack((block, *columns)), prompts)
-        if options.returns is None:
-            return ids
-        kind = self.inference_config.backend if prompts.kind == "list" else prompts.kind
-        kept = {name: getattr(generation, name) for name in options.returns}
-        kept = {name: tuple(to_kind(one, kind) for one in steps) for name, steps in kept.items()}
-        return make_generate_outputs({"sequences": ids, **kept})
+        return np.column_stack((block, *columns)), generation
+
+    def _scores_after(self, work: "_Work") -> Any:
+        """The logits float32 [B, V] behind the prompts of a call, which end with it."""
+        self._check_model(alone=True)
+        lives, scores = self._loop.start_scores(work.requests)
+        self._loop.finish(lives)
+        return scores
+
+    def _watched(self, inputs: ForwardInputs) -> np.ndarray:
+        """How the heads that `inputs` watch attend to their source, float32 [B, T, A, S]."""
+        with self._turns:
+            self._check_model(alone=True)
+            outputs = self._profiler.run(self.runner.forward, inputs)
+        return to_numpy(outputs["cross_weights"])
 
     @with_arguments
     def stream(
@@ -323,10 +344,11 @@ class FusedEngine(EmbeddingCalls, TowerCalls):
         `close()` on the iterator, frees what it holds.
         """
         refuse_outputs("stream", arguments)
-        work = self._prepare(
-            *(input_ids, generation_config, attention_mask, tokenizer, dict(arguments)),
-            _STREAM_CHUNK,
-        )
+        given = input_ids, generation_config, attention_mask, tokenizer, dict(arguments)
+        if self._spec.transcribes:
+            work = self._first_window(*given, _STREAM_CHUNK)
+        else:
+            work = self._prepare(*given, _STREAM_CHUNK)
         self._check_model(alone=True)
         return self._stream(work)
 
@@ -391,11 +413,13 @@ class FusedEngine(EmbeddingCalls, TowerCalls):
         chunk: int,
         streamer: Any = None,
         default_length: int | None = None,
+        rule: Rule | None = None,
     ) -> "_Work":
         """Everything that generate and stream check and derive before anything runs.
 
         `chunk` is how many steps this process wants at a time; the result's, how many all take.
-        `default_length` stands for HF's 20 new tokens, where nobody names a length.
+        `default_length` stands for HF's 20 new tokens, where nobody names a length. `rule` is what
+        the model's own generate does to logits.
         """
         seed = kwargs.pop("seed", None)
         if (named := by_name(ids)) is not None:
@@ -410,7 +434,8 @@ class FusedEngine(EmbeddingCalls, TowerCalls):
                 raise ArgumentError(
                     f"streamer is {a_type(streamer)}; expected put() and end(), as HF's have."
                 )
-            work = self._make_requests(call.inputs, config, tokenizer, seed, kwargs, default_length)
+            how = config, tokenizer, seed, kwargs, default_length, rule
+            work = self._make_requests(call.inputs, *how)
             requests, options, stop = work.requests, work.options, work.stop
             draws = seed is None and options.do_sample
             same = requests, options, seed is None, stop is None, self._profiler.enabled
@@ -432,6 +457,7 @@ class FusedEngine(EmbeddingCalls, TowerCalls):
         seed: Any,
         kwargs: dict[str, Any],
         default_length: int | None,
+        rule: Rule | None = None,
     ) -> "_Work":
         """What `_prepare` derives in one process, before the others are asked."""
         spec = self.runner.spec
@@ -457,7 +483,7 @@ class FusedEngine(EmbeddingCalls, TowerCalls):
         kwargs = kwargs | _longest(kwargs.get("stopping_criteria"))
         refuse_names(spec, given)
         refuse_images(spec, given["pixel_values"], None)
-        options = make_options(own, config, kwargs, spec.vocab)
+        options = replace(make_options(own, config, kwargs, spec.vocab), rule=rule)
         pad = options.fill_id
         if options.stop_strings and not hasattr(tokenizer, "decode"):
             raise ArgumentError("stop_strings needs the tokenizer; pass tokenizer=... as well.")
@@ -522,7 +548,7 @@ class FusedEngine(EmbeddingCalls, TowerCalls):
         rules = None
         if names:
             backend = self.inference_config.backend
-            rules = Rules(options, prompts, new_tokens, backend, self.device)
+            rules = Rules(options, prompts, new_tokens, backend, self.runner, self._turns)
         return _Work(prompts, requests, options, stop, rules)
 
     def _check_length(self, prompts: Prompts, new_tokens: int) -> None:

@@ -35,7 +35,8 @@ class GenerationOptions:
     set one, not the model's defaults. `processed` are options that the host applies to each step's
     logits, by name, and `processors` and `criteria` the caller's own functions. `returns` says what
     is asked for beside the ids: of `scores` and `logits`, where HF's output is; None where it is
-    not. `decoder_start` is the id, or are those, that an encoder-decoder begins with.
+    not. `decoder_start` is the id, or are those, that an encoder-decoder begins with. `rule` is a
+    `stepwise.Rule` of the model's own.
     """
 
     max_new_tokens: int | None
@@ -61,6 +62,7 @@ class GenerationOptions:
     renormalize: bool = False
     returns: tuple[str, ...] | None = None
     decoder_start: Any = None
+    rule: Any = None
 
     def forced(self, name: str) -> int:
         """The one id that an option forces, NO_TOKEN where it is a list of several."""
@@ -81,6 +83,8 @@ class GenerationOptions:
         asked = {"logits_processor": self.processors, "stopping_criteria": self.criteria}
         asked |= {"max_time": self.max_time is not None}
         asked |= {f"output_{name}": True for name in self.returns or ()}
+        if self.rule is not None:
+            asked |= dict.fromkeys(self.rule.names, True)
         return sorted([*self.processed, *(name for name, value in asked.items() if value)])
 
     @property

@@ -262,10 +262,13 @@ def _at_last_eos(spec: ModelSpec, source: ForwardInputs, tokens: int) -> np.ndar
     return (np.arange(tokens) == at[:, None]).astype(np.float32)
 
 
-def check_features(spec: ModelSpec, features: Any, first: Any) -> np.ndarray:
+def check_features(
+    spec: ModelSpec, features: Any, first: Any, any_length: bool = False
+) -> np.ndarray:
     """Log-mel spectrograms as float32 [B, frames, mel], of HF's [B, mel, frames].
 
-    HF's first argument may be them too. Raises ArgumentError for what does not fit.
+    HF's first argument may be them too. Unless of `any_length` they have those frames that the
+    encoder reads at once. Raises ArgumentError for what does not fit.
     """
     assert spec.encoder is not None
     if features is None:
@@ -275,7 +278,7 @@ def check_features(spec: ModelSpec, features: Any, first: Any) -> np.ndarray:
             f"input_ids: the encoder of {spec.architecture} reads input_features alone; the "
             "decoder's ids are decoder_input_ids."
         )
-    expected = spec.encoder.mel, spec.encoder.frames
+    expected: tuple[Any, Any] = spec.encoder.mel, "frames" if any_length else spec.encoder.frames
     if features is None or kind_of(features) is None:
         raise ArgumentError(
             f"input_features is {'missing' if features is None else type(features).__name__}; "
@@ -283,11 +286,12 @@ def check_features(spec: ModelSpec, features: Any, first: Any) -> np.ndarray:
         )
     array = read_array(features, "input_features", "rows differ in shape.")
     array = array[None] if array.ndim == 2 else array
-    fits = array.ndim == 3 and array.shape[1:] == expected and array.size
+    fits = array.ndim == 3 and array.size and array.shape[1] == expected[0]
+    fits = fits and (any_length or array.shape[2] == expected[1])
     if not fits or (array.dtype != ml_dtypes.bfloat16 and array.dtype.kind != "f"):
         raise ArgumentError(
             f"input_features has shape {array.shape} and dtype {array.dtype}; expected floats "
-            f"[batch, {expected[0]}, {expected[1]}]: HF's processor pads or cuts to that length."
+            f"[batch, {expected[0]}, {expected[1]}], as HF's processor gives them."
         )
     return np.ascontiguousarray(array.astype(np.float32).swapaxes(1, 2))
 

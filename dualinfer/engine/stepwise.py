@@ -3,7 +3,7 @@
 import time
 from collections.abc import Generator, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -16,27 +16,61 @@ from .options import GenerationOptions
 from .prompts import Prompts
 
 
+class Rule(Protocol):
+    """What a model's own generate does to logits, before the caller's processors.
+
+    `names` are the arguments that ask for it, for people. Ids from `outweigh` on are one candidate,
+    see `Runner.hide`. With `log_probs` those of the tokens that are chosen are kept.
+    """
+
+    names: tuple[str, ...]
+    outweigh: int | None
+    log_probs: bool
+
+    def hidden(self, ids: np.ndarray) -> np.ndarray:
+        """The ids that may not come next, bool [B, V], after the new tokens `ids` [B, T]."""
+        ...
+
+
 class Rules:
     """What the host does with the logits of a call's steps.
 
     `processors` change logits, in HF's order; `criteria` end sequences. Functions get what HF's
     get: ids int [B, T] of the padded prompts and all new tokens, and float32 logits [B, V]; on
     torch as tensors on the engine's device, on JAX as JAX arrays, but HF's own classes get torch
-    tensors in host memory there.
+    tensors in host memory there. A `rule` and what shapes sampling are the runner's to apply.
     """
 
     def __init__(
-        self, options: GenerationOptions, prompts: Prompts, count: int, backend: str, device: Any
+        self,
+        options: GenerationOptions,
+        prompts: Prompts,
+        count: int,
+        backend: str,
+        runner: Runner,
+        turns: Turns,
     ) -> None:
-        self._backend, self._device = backend, device
+        self._backend, self._device = backend, runner.device
+        self._runner, self._turns = runner, turns
         self._options, self._criteria = options, options.criteria
         self._start = time.monotonic()
         block = np.repeat(prompts.block, options.num_return_sequences, axis=0)
         self.block = block
         self._processors: Sequence[Any] = options.processors
+        if options.rule is not None:
+            self._processors = (self._ruled, *options.processors)
+        self._warms = _is_shaped(options)
         if _needs_hf(options, self._least(prompts)):
+            self._warms = False  # the same, in their place among HF's
             with _torch_there():
                 self._processors = self._made(prompts, count)
+
+    def _ruled(self, ids: np.ndarray, logits: Any) -> Any:
+        """The logits by the model's own rule."""
+        rule: Rule = self._options.rule
+        hidden = rule.hidden(ids[:, self.block.shape[1] :])
+        with self._turns:
+            return self._runner.hide(logits, hidden, rule.outweigh)
 
     def _least(self, prompts: Prompts) -> int:
         """New tokens before which no EOS is chosen."""
@@ -81,7 +115,7 @@ class Rules:
                 config,
                 input_ids_seq_length=width,
                 prefix_allowed_tokens_fn=allowed,
-                logits_processor=LogitsProcessorList(options.processors),
+                logits_processor=LogitsProcessorList(self._processors),
                 device=device,
                 model_kwargs={"attention_mask": mask},
             )
@@ -89,10 +123,13 @@ class Rules:
             given = ", ".join(f"{name}={shown(value)}" for name, value in options.processed.items())
             raise ArgumentError(f"HF's processors do not take {given}: {error}") from error
 
-    def scores(self, ids: np.ndarray, logits: Any) -> Any:
+    def scores(self, ids: np.ndarray, logits: Any, requests: Sequence[Request]) -> Any:
         """The logits [B, V], processed; arrays of the backend, or torch's."""
         given = _Ids(ids, self._backend, self._device)
         for processor in self._processors:
+            if getattr(processor, "__self__", None) is self:
+                logits = self._ruled(ids, logits)
+                continue
             kind = self._kind(processor)
             with self._own_transfers():
                 logits, tokens = self._to(kind, logits), given.of(kind)
@@ -106,7 +143,10 @@ class Rules:
         if kind_of(logits) not in ("torch", self._backend):  # NumPy's, by a function of the caller
             with self._own_transfers():
                 logits = self._to(self._backend, logits)
-        return logits
+        if not self._warms:
+            return logits
+        with self._turns:
+            return self._runner.warm(logits, requests)
 
     def ended(self, ids: np.ndarray, scores: tuple[Any, ...] | None) -> np.ndarray:
         """Which sequences the criteria end, bool [B]; `scores` are those of all steps, if kept."""
@@ -190,14 +230,18 @@ def _torch_there() -> Iterator[None]:
         ) from error
 
 
-def _needs_hf(options: GenerationOptions, least: int) -> bool:
-    """Whether any of HF's processors has something to do."""
-    shaped = options.do_sample and (
+def _is_shaped(options: GenerationOptions) -> bool:
+    """Whether sampling is from other probabilities than those of the logits."""
+    return options.do_sample and (
         options.temperature != 1 or options.top_k > 0 or options.top_p < 1 or options.min_p > 0
     )
+
+
+def _needs_hf(options: GenerationOptions, least: int) -> bool:
+    """Whether any of HF's processors has something to do that the runner has not."""
     held = least > 0 and options.eos_token_ids
     penalty = options.repetition_penalty != 1
-    return bool(options.processed or shaped or held or penalty or options.renormalize)
+    return bool(options.processed or held or penalty or options.renormalize)
 
 
 def _name(function: Any) -> str:
@@ -215,7 +259,8 @@ class Stepwise:
     """The sequences of one call, step by step. Close it, or exhaust it, to free its slots.
 
     A sequence that has ended goes on with the pad id until all have, as in HF, whose scores these
-    are. `scores` and `logits`, where they are kept, have an array [B, V] for each step.
+    are. `scores` and `logits`, where they are kept, have an array [B, V] for each step, and
+    `log_probs` one [B] of the tokens that were chosen, as a rule asks for it.
     """
 
     def __init__(
@@ -234,6 +279,9 @@ class Stepwise:
         returns = options.returns or ()
         self.scores: list[Any] | None = [] if "scores" in returns else None
         self.logits: list[Any] | None = [] if "logits" in returns else None
+        keeps = options.rule is not None and options.rule.log_probs
+        self.log_probs: list[Any] | None = [] if keeps else None
+        self._temperature = options.temperature if options.do_sample else 1.0
         self._lives, self._first = loop.start_scores(requests)
 
     def __iter__(self) -> Generator[list[int | None], None, None]:
@@ -267,11 +315,14 @@ class Stepwise:
         """The tokens [B] of a step, and which sequences have ended with them."""
         if self.logits is not None:
             self.logits.append(_own(logits))
-        scores = self._rules.scores(ids, _own(logits))
+        scores = self._rules.scores(ids, _own(logits), self._requests)
         if self.scores is not None:
             self.scores.append(scores)
         with self._turns:
             tokens = self._runner.choose(scores, self._requests, step).astype(np.int64)
+            if self.log_probs is not None:
+                kept = self._runner.log_probs(scores, tokens, self._temperature)
+                self.log_probs.append(kept)
         if ended.any():
             tokens = np.where(ended, self._fill, tokens)
         ids = np.column_stack((ids, tokens))

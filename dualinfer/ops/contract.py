@@ -722,6 +722,15 @@ class Ops(BlockOps, Protocol):
         """
         ...
 
+    def weigh_across(
+        self, a: Attention, q: Array, kv: Array, heads: Sequence[int], mask: Array | None = None
+    ) -> list[Array]:
+        """How some heads attend, float32 [B, T, S] each, where `attend_across` is given the same.
+
+        On one device, which has all heads.
+        """
+        ...
+
     def attend_kept(self, a: Attention, q: Array, cache: CrossView) -> Array:
         """Attention of one token a slot, q [N, 1, H D] to [N, 1, H D], to all that its slot keeps.
 

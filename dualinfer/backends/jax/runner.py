@@ -26,7 +26,7 @@ from ..base import MAX_STEPS, NO_TOKEN, ForwardInputs, Request, SamplingFeatures
 from ..held import describe_weights
 from ..slots import SMALLEST_CACHE, LiveSlots, bucket, encoded_bucket, sampling_rows
 from ..streaming import Streaming
-from . import ahead
+from . import ahead, sampler
 from .cache import Cache, grow, least_free_bytes, make_cache, split
 from .executables import Clock, Executables, Job
 from .mesh import WHOLE, Place, in_place, without_mesh
@@ -167,6 +167,8 @@ class JaxRunner:
             how = {"texts": inputs.texts, "largest": inputs.largest}
         elif inputs.of_encoder:
             how = {"of_encoder": True}
+        elif inputs.watched:
+            how = {"watched": inputs.watched}
         with jax.profiler.TraceAnnotation("dualinfer/forward"):
             values = spec.embed
             if spec.has_logits and not inputs.texts:
@@ -318,6 +320,24 @@ class JaxRunner:
         }
         position = np.array([len(r.prompt) + step for r in requests], np.int32)
         return np.asarray(choose(to_jax(scores, self.device), columns, position))
+
+    @in_place
+    def hide(self, scores: Any, hidden: np.ndarray, outweigh: int | None = None) -> jax.Array:
+        """See `base.Runner`."""
+        return sampler.hide(to_jax(scores, self.device), hidden, outweigh)
+
+    @in_place
+    def warm(self, scores: Any, requests: Sequence[Request]) -> jax.Array:
+        """See `base.Runner`."""
+        columns = sampling_rows(requests, max(len(r.eos_ids) for r in requests))
+        how = {name: columns[name] for name in ("temperature", "top_k", "top_p", "min_p")}
+        return sampler.warm(to_jax(scores, self.device), how)
+
+    @in_place
+    def log_probs(self, scores: Any, tokens: np.ndarray, temperature: float) -> jax.Array:
+        """See `base.Runner`."""
+        ids = tokens.astype(np.int32)
+        return sampler.log_probs(to_jax(scores, self.device), ids, np.float32(temperature))
 
     def _make_room(self, cache: Cache, reach: int) -> None:
         """Grow the cache to what the live slots reach."""

@@ -237,6 +237,38 @@ def choose(scores: jax.Array, columns: Mapping[str, Any], position: jax.Array) -
     return jnp.argmax(drawn, axis=-1).astype(jnp.int32)
 
 
+@jax.jit
+def warm(scores: jax.Array, columns: Mapping[str, Any]) -> jax.Array:
+    """Scores [N, V] over the temperature of each row, -inf outside of its filters.
+
+    `columns` as in SlotState.
+    """
+    temperature = columns["temperature"][:, None]
+    below = (scores - scores.max(-1, keepdims=True)) / temperature
+    kept = filter_logits(below, *(columns[name] for name in ("top_k", "top_p", "min_p")))
+    return jnp.where(kept == -jnp.inf, -jnp.inf, scores / temperature)
+
+
+@partial(jax.jit, static_argnums=2)
+def hide(scores: jax.Array, hidden: jax.Array, outweigh: int | None) -> jax.Array:
+    """See `base.Runner.hide`."""
+    scores = jnp.where(hidden, -jnp.inf, scores)
+    if outweigh is None:
+        return scores
+    logs = jax.nn.log_softmax(scores, axis=-1)
+    least = jax.nn.logsumexp(logs[:, outweigh:], axis=-1, keepdims=True)
+    outweighed = least > logs[:, :outweigh].max(-1, keepdims=True)
+    before = jnp.arange(scores.shape[-1])[None] < outweigh
+    return jnp.where(outweighed & before, -jnp.inf, scores)
+
+
+@jax.jit
+def log_probs(scores: jax.Array, tokens: jax.Array, temperature: jax.Array) -> jax.Array:
+    """See `base.Runner.log_probs`."""
+    logs = jax.nn.log_softmax(scores * temperature, axis=-1)
+    return jnp.take_along_axis(logs, tokens[:, None], axis=-1)[:, 0]
+
+
 def filter_logits(
     logits: jax.Array, top_k: jax.Array, top_p: jax.Array, min_p: jax.Array
 ) -> jax.Array:

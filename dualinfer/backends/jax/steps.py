@@ -73,6 +73,7 @@ class Steps:
         texts: int = 0,
         largest: bool = False,
         of_encoder: bool = False,
+        watched: tuple[tuple[int, int], ...] = (),
         layers: range | None = None,
     ) -> tuple[Any, jax.Array | None]:
         """Outputs of whole sequences; `positions` None is 0 to T-1, `keep` adds hidden states.
@@ -116,10 +117,11 @@ class Steps:
             return ops.recur(own, params.layers[i], x, mask=mask, segments=segments)[0]
 
         across, more = None, {}
+        seen: dict[tuple[int, int], jax.Array] = {}
         read = source if source_embeds is None else source_embeds
         if source_states is not None:
             states = source_states.astype(params.outer["embed.weight"].dtype)
-            across = decoder.across_whole(*model, states, source_mask)
+            across = decoder.across_whole(*model, states, source_mask, watched, seen)
             more = {"encoder_last_hidden_state": states}
         elif read is not None:
             if source_positions is None:
@@ -129,7 +131,7 @@ class Steps:
                 source_embeds = source_embeds.astype(params.outer["embed.weight"].dtype)
             what = source, source_positions, source_mask, source_embeds
             encoded = decoder.encoded(*model, *what, keep)
-            across = decoder.across_whole(*model, encoded[-1], source_mask)
+            across = decoder.across_whole(*model, encoded[-1], source_mask, watched, seen)
             more = {"encoder_last_hidden_state": encoded[-1]}
             if keep:
                 more["encoder_hidden_states"] = decoder.encoder_states(spec, encoded)
@@ -144,6 +146,8 @@ class Steps:
             how = texts, largest
             result = decoder.embeddings(*model, states[-1], weights, segments, how)
             return result, ops.given_up()
+        if watched:
+            more["cross_weights"] = jnp.stack([seen[head] for head in watched], 2)
         result = {**decoder.outputs(*model, states, keep, kept, weights), **more}
         if keep and x is not None and not spec.late_states:
             result["hidden_states"] = result["hidden_states"][1:]

@@ -144,6 +144,7 @@ class TorchRunner:
         ]
         outputs: Callable[..., dict[str, Any]] = self._compiled or self._outputs
         how = inputs.output_hidden_states, inputs.texts, inputs.largest, inputs.of_encoder
+        how = *how, inputs.watched
         with self._own_settings(inputs.positions.size), span("forward"):
             graphs = self._calls
             if inputs.texts and self._parameters * inputs.positions.size <= _MOST_TEXT_WORK:
@@ -201,6 +202,7 @@ class TorchRunner:
         texts: int,
         largest: bool,
         of_encoder: bool,
+        watched: tuple[tuple[int, int], ...],
     ) -> dict[str, Any]:
         """Outputs of whole sequences on the device: ready for capture and for torch.compile."""
         spec, params = self.spec, self._passed
@@ -228,6 +230,7 @@ class TorchRunner:
         given: dict[str, Any] = {"keep": keep, "embeds": embeds, "blend": blend}
         given |= {"mask": mask, "segments": segments, "recur": recur}
         more: dict[str, Any] = {}
+        seen: dict[tuple[int, int], torch.Tensor] = {}
         if source_positions is not None:
             if source_states is not None:
                 encoded = [source_states.to(self.dtype)]
@@ -235,7 +238,8 @@ class TorchRunner:
                 vectors = None if source_embeds is None else source_embeds.to(self.dtype)
                 read = source, source_positions, source_mask, vectors
                 encoded = decoder.encoded(*model, *read, keep)
-            given["across"] = decoder.across_whole(*model, encoded[-1], source_mask)
+            watches = encoded[-1], source_mask, watched, seen
+            given["across"] = decoder.across_whole(*model, *watches)
             more = {"encoder_last_hidden_state": encoded[-1]}
             if keep and source_states is None:
                 more["encoder_hidden_states"] = decoder.encoder_states(spec, encoded)
@@ -243,6 +247,8 @@ class TorchRunner:
         if texts:
             assert weights is not None and segments is not None
             return decoder.embeddings(*model, states[-1], weights, segments, (texts, largest))
+        if watched:
+            more["cross_weights"] = torch.stack([seen[head] for head in watched], 2)
         return {**decoder.outputs(*model, states, keep, kept, weights), **more}
 
     def _loss(self, logits: torch.Tensor, labels: np.ndarray, count: float | None) -> torch.Tensor:
@@ -352,6 +358,26 @@ class TorchRunner:
             noise = sampler.gumbel(low, high, index, position, scores.shape[-1])
             scores = torch.where(drawn[:, None], scores + noise, scores)
         return scores.argmax(-1).cpu().numpy()
+
+    @in_order
+    def hide(self, scores: Any, hidden: np.ndarray, outweigh: int | None = None) -> torch.Tensor:
+        """See `base.Runner`."""
+        mask = torch.from_numpy(hidden).to(self.device)
+        return sampler.hide(scores.to(self.device, torch.float32), mask, outweigh)
+
+    @in_order
+    def warm(self, scores: Any, requests: Sequence[Request]) -> torch.Tensor:
+        """See `base.Runner`."""
+        columns = sampling_rows(requests, max(len(r.eos_ids) for r in requests))
+        names = "temperature", "top_k", "top_p", "min_p"
+        how = (torch.as_tensor(columns[name], device=self.device) for name in names)
+        return sampler.warm(scores.to(self.device, torch.float32), *how)
+
+    @in_order
+    def log_probs(self, scores: Any, tokens: np.ndarray, temperature: float) -> torch.Tensor:
+        """See `base.Runner`."""
+        ids = torch.from_numpy(tokens.astype(np.int64)).to(self.device)
+        return sampler.log_probs(scores.to(self.device, torch.float32), ids, temperature)
 
     def _check_exchange(self) -> None:
         """Raise DistributedError if an exchange was given up; waits for the device."""

@@ -181,6 +181,36 @@ def filter_logits(
     return logits.masked_fill(logits < floor, -torch.inf)
 
 
+def warm(
+    scores: torch.Tensor,
+    temperature: torch.Tensor,
+    top_k: torch.Tensor,
+    top_p: torch.Tensor,
+    min_p: torch.Tensor,
+) -> torch.Tensor:
+    """Scores [N, V] over the temperature of each row, -inf outside of its filters."""
+    below = (scores - scores.amax(-1, keepdim=True)) / temperature[:, None]
+    kept = filter_logits(below, top_k, top_p, min_p)
+    return (scores / temperature[:, None]).masked_fill(kept == -torch.inf, -torch.inf)
+
+
+def hide(scores: torch.Tensor, hidden: torch.Tensor, outweigh: int | None) -> torch.Tensor:
+    """See `base.Runner.hide`."""
+    scores = scores.masked_fill(hidden, -torch.inf)
+    if outweigh is None:
+        return scores
+    logs = scores.log_softmax(-1)
+    least = logs[:, outweigh:].logsumexp(-1, keepdim=True)
+    outweighed = least > logs[:, :outweigh].amax(-1, keepdim=True)
+    before = torch.arange(scores.shape[-1], device=scores.device) < outweigh
+    return scores.masked_fill(outweighed & before, -torch.inf)
+
+
+def log_probs(scores: torch.Tensor, tokens: torch.Tensor, temperature: float) -> torch.Tensor:
+    """See `base.Runner.log_probs`."""
+    return (scores * temperature).log_softmax(-1).gather(-1, tokens[:, None])[:, 0]
+
+
 def gumbel(
     seed_low: torch.Tensor,
     seed_high: torch.Tensor,

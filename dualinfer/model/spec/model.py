@@ -581,6 +581,11 @@ class ModelSpec:
         return self.encoder is not None and not self.towers
 
     @property
+    def transcribes(self) -> bool:
+        """True if HF's class has a generate of its own, which goes through sounds by windows."""
+        return self.crosses and bool(self.encoder and self.encoder.mel)
+
+    @property
     def sees(self) -> bool:
         """True if images are among what the model reads."""
         return self.patches is not None or bool(self.encoder and self.encoder.patches)

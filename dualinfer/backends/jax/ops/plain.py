@@ -1,5 +1,6 @@
 """Attention and sampling, composed of XLA's primitives; kernels.py has the same by Triton."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -290,6 +291,27 @@ class PlainOps(PlainBlocks):
         heads = q.reshape(*q.shape[:2], -1, a.head_dim)
         y = primitives.cross_attention(heads, k, v, mask, scale=a.scale, softcap=a.softcap)
         return y.reshape(q.shape), cache
+
+    def weigh_across(
+        self,
+        a: Attention,
+        q: jax.Array,
+        kv: jax.Array,
+        heads: Sequence[int],
+        mask: jax.Array | None = None,
+    ) -> list[jax.Array]:
+        """See `contract.Ops.weigh_across`."""
+        k, _ = across_heads(a, kv)
+        queries = q.reshape(*q.shape[:2], -1, a.head_dim)
+        found = []
+        for head in heads:
+            key = k[:, :, head * k.shape[2] // queries.shape[2]].astype(jnp.float32)
+            query = (queries[:, :, head] * a.scale).astype(jnp.float32)
+            scores = jnp.einsum("btd,bsd->bts", query, key, precision=jax.lax.Precision.HIGHEST)
+            if mask is not None:
+                scores = jnp.where(mask[:, None], scores, -jnp.inf)
+            found.append(jax.nn.softmax(scores, axis=-1))
+        return found
 
     def attend_kept(self, a: Attention, q: jax.Array, cache: CrossView) -> jax.Array:
         """See `contract.Ops.attend_kept`."""

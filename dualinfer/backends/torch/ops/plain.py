@@ -1,6 +1,6 @@
 """Attention and sampling, composed of torch primitives; kernels.py has the same by Triton."""
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -300,6 +300,26 @@ class PlainOps(PlainBlocks):
         q = q.unflatten(-1, (-1, a.head_dim))
         y = primitives.cross_attention(q, k, v, mask, scale=a.scale, softcap=a.softcap)
         return y.flatten(-2), cache
+
+    def weigh_across(
+        self,
+        a: Attention,
+        q: torch.Tensor,
+        kv: torch.Tensor,
+        heads: Sequence[int],
+        mask: torch.Tensor | None = None,
+    ) -> list[torch.Tensor]:
+        """See `contract.Ops.weigh_across`."""
+        k, _ = across_heads(a, kv)
+        queries = q.unflatten(-1, (-1, a.head_dim))
+        found = []
+        for head in heads:
+            key = k[:, :, head * k.shape[2] // queries.shape[2]]
+            scores = (queries[:, :, head] * a.scale).float() @ key.float().transpose(1, 2)
+            if mask is not None:
+                scores = scores.masked_fill(~mask[:, None], -torch.inf)
+            found.append(scores.softmax(-1))
+        return found
 
     def attend_kept(self, a: Attention, q: torch.Tensor, cache: CrossView) -> torch.Tensor:
         """See `contract.Ops.attend_kept`."""
