@@ -33,11 +33,11 @@ def make_tokenizer() -> Any:
     )
     own.train_from_iterator([WORDS] * 9, trainer)
     model = json.loads(own.to_str())["model"]
-    names = {f"{side}_token": SPECIAL[0] for side in ("unk", "bos", "eos")}
+    names = {f"{side}_token": SPECIAL[0] for side in ("unk", "bos", "eos", "pad")}
     merges = [tuple(pair) for pair in model["merges"]]
     tokenizer = hf.WhisperTokenizer(vocab=model["vocab"], merges=merges, **names)
     times = [f"<|{i * 0.02:.2f}|>" for i in range(PLACES + 1)]
-    tokenizer.add_tokens([AddedToken(name, special=True) for name in SPECIAL])
+    tokenizer.add_special_tokens({"additional_special_tokens": list(SPECIAL)})
     tokenizer.add_tokens([AddedToken(name, special=False) for name in times])
     return tokenizer
 
@@ -92,6 +92,7 @@ def make_whisper(seed: int = 0, *, ends: float = 0.0, stamps: float = 0.0, **fie
         model.model.decoder.embed_positions.weight *= 4
         model.tie_weights()
     own: dict[str, Any] = {
+        "_from_model_config": False,  # else HF reads no field of Whisper's own from a folder
         "lang_to_id": {f"<|{name}|>": id_of(f"<|{name}|>") for name in LANGUAGES},
         "task_to_id": {name: id_of(f"<|{name}|>") for name in ("translate", "transcribe")},
         "no_timestamps_token_id": begin - 1,

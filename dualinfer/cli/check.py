@@ -214,7 +214,6 @@ def _make_model(target: str) -> Any:
 def _of_transformers(model: Any, given: _Given) -> dict[str, Any]:
     """What HF's model gives: hidden states by name, logits, those of the padded batch, text."""
     import torch
-    from transformers import GenerationMixin
 
     options: dict[str, Any] = {"return_dict": True}
     if getattr(model.config, "is_encoder_decoder", False):
@@ -225,8 +224,7 @@ def _of_transformers(model: Any, given: _Given) -> dict[str, Any]:
         wanted = _named(whole, padded)
         if model.can_generate():
             how: dict[str, Any] = {"do_sample": False, "max_new_tokens": _NEW}
-            mixin: Any = GenerationMixin  # Whisper's own generate asks for a language
-            ids = mixin.generate(model, **_tensors(given.prompts), **how)
+            ids = model.generate(**_tensors(given.prompts), **how)
             wanted["text"] = to_numpy(ids)
     return wanted
 

@@ -15,7 +15,8 @@ class GenerationArguments(TypedDict, total=False):
     """The keyword arguments of generate and stream, of which HF's keep their names and meanings.
 
     HF's other names pass where they ask for nothing. `stop_strings` needs a tokenizer. `seed` is
-    an int below 2**64, or one for each prompt.
+    an int below 2**64, or one for each prompt. Those from `language` on are Whisper's, of which
+    `temperature` may also be several, to fall back on.
     """
 
     max_new_tokens: int | None
@@ -23,7 +24,7 @@ class GenerationArguments(TypedDict, total=False):
     min_new_tokens: int | None
     min_length: int | None
     do_sample: bool | None
-    temperature: float | None
+    temperature: float | Sequence[float] | None
     top_k: int | None
     top_p: float | None
     min_p: float | None
@@ -67,6 +68,24 @@ class GenerationArguments(TypedDict, total=False):
     input_values: Any
     pixel_values: Any
     encoder_outputs: Any
+    language: str | Sequence[str] | None
+    task: str | None
+    is_multilingual: bool | None
+    return_timestamps: bool | None
+    return_token_timestamps: bool | None
+    return_segments: bool | None
+    prompt_ids: Any
+    prompt_condition_type: str | None
+    condition_on_prev_tokens: bool | None
+    compression_ratio_threshold: float | None
+    logprob_threshold: float | None
+    no_speech_threshold: float | None
+    forced_decoder_ids: Sequence[Sequence[int | None]] | None
+    force_unique_generate_call: bool | None
+    monitor_progress: Callable[[Any], None] | None
+    num_segment_frames: int | None
+    time_precision: float | None
+    time_precision_features: float | None
 
 
 def with_arguments(function: F) -> F:
@@ -121,6 +140,14 @@ _SERVED = {*DEFAULTS, *PROCESSED, *_CALLED, *_RETURNED, "max_time", "renormalize
 _BESIDE = ("inputs_embeds", "seed", "streamer", "tokenizer")  # of generate itself, or ours
 _ENCODED = ("decoder_attention_mask", "decoder_input_ids", "decoder_start_token_id")
 _ENCODED += ("encoder_outputs", "input_features", "input_values", "pixel_values")
+# Of the generate that HF's Whisper has for itself.
+TRANSCRIBING = (
+    *("return_timestamps", "task", "language", "is_multilingual", "prompt_ids"),
+    *("prompt_condition_type", "condition_on_prev_tokens", "compression_ratio_threshold"),
+    *("logprob_threshold", "no_speech_threshold", "num_segment_frames", "time_precision"),
+    *("time_precision_features", "return_token_timestamps", "return_segments"),
+    *("force_unique_generate_call", "monitor_progress"),
+)
 _MODULE_MODE = (
     "Module mode serves what HF's generate does: pass the live HF model, with backend='torch' and "
     "without replace_with_kernel_inject."
@@ -181,8 +208,13 @@ _REASONS = {
 
 def refuse_unknown(kwargs: Mapping[str, Any]) -> None:
     """Refuse a keyword that HF does not know either, whatever its value: it is a slip."""
-    known = {*KNOWN, *_BESIDE}
-    for name in kwargs:
+    known = {*KNOWN, *_BESIDE, *TRANSCRIBING}
+    for name, value in kwargs.items():
+        if name in TRANSCRIBING and asks(name, value):
+            raise ArgumentError(
+                f"generate() does not support {name}={shown(value)} of this model: it is for those "
+                "that transcribe sounds window by window (Whisper). Leave it out."
+            )
         if name not in known:
             near = difflib.get_close_matches(name, known, 1, 0.6)
             supported = ", ".join(sorted({*_SERVED, *_BESIDE, *_ENCODED}))

@@ -2,7 +2,7 @@
 
 import logging
 import os
-from collections.abc import Generator, Iterator, Mapping
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import closing, suppress
 from dataclasses import replace
 from typing import Any, NamedTuple, Unpack
@@ -313,10 +313,10 @@ class FusedEngine(EmbeddingCalls, TowerCalls, SpeechCalls):
             streamer.end()
         return np.column_stack((block, *columns)), generation
 
-    def _scores_after(self, work: "_Work") -> Any:
-        """The logits float32 [B, V] behind the prompts of a call, which end with it."""
+    def _scores_after(self, requests: Sequence[Request]) -> Any:
+        """The logits float32 [B, V] behind the prompts of requests, which end with it."""
         self._check_model(alone=True)
-        lives, scores = self._loop.start_scores(work.requests)
+        lives, scores = self._loop.start_scores(requests)
         self._loop.finish(lives)
         return scores
 

@@ -7,16 +7,16 @@ from typing import Any
 import numpy as np
 
 from ...arrays import ids_to_jax, kind_of, to_kind, to_numpy
-from ...backends.base import ForwardInputs
+from ...backends.base import ForwardInputs, Request
 from ...errors import ArgumentError, UnsupportedError, shown
 from ...model.outputs import make_generate_outputs
 from ...model.spec import ModelSpec
+from ..arguments import TRANSCRIBING
 from ..base import InferenceEngine
 from ..checks import check_ids, check_mask
-from ..images import refuse_images
 from ..options import GenerationOptions, config_dict, make_options
 from ..prompts import Prompts
-from ..requests import make_seeds
+from ..requests import make_requests, make_seeds
 from ..source import (
     check_features,
     encoder_states,
@@ -27,7 +27,7 @@ from ..source import (
 from .alignment import token_times
 from .rules import TokenRule
 from .segments import STRIDE, Segment, joined, padded
-from .settings import ARGUMENTS, FIELDS, Settings, first_tokens, make_settings, merged
+from .settings import FIELDS, Settings, first_tokens, make_settings, merged
 from .windows import Begin, Read, Result, Sounds, Transcript, Windows
 
 _GIVEN = ("input_ids", "inputs", "attention_mask", "input_features", "encoder_outputs")
@@ -70,7 +70,7 @@ class SpeechCalls(InferenceEngine):
     def _generated(self, work: Any, streamer: Any) -> tuple[np.ndarray, Any]:
         raise NotImplementedError
 
-    def _scores_after(self, work: Any) -> Any:
+    def _scores_after(self, requests: Sequence[Request]) -> Any:
         raise NotImplementedError
 
     def _watched(self, inputs: ForwardInputs) -> np.ndarray:
@@ -182,16 +182,16 @@ class SpeechCalls(InferenceEngine):
                 "head."
             )
         refuse_names(spec, given)
-        refuse_images(spec, given["pixel_values"], None)
-        if given["inputs_embeds"] is not None:
-            raise ArgumentError(f"inputs_embeds: {spec.architecture} reads input_features.")
+        for name in ("inputs_embeds", "pixel_values"):
+            if given[name] is not None:
+                raise ArgumentError(f"{name}: {spec.architecture} reads input_features alone.")
         own, rest = config_dict(self._generation_config), config_dict(config)
-        names = {*ARGUMENTS, *FIELDS, "temperature"}
+        names = {*TRANSCRIBING, *FIELDS, "temperature"}
         asked = {name: kwargs.pop(name) for name in names if name in kwargs}
         asked["prompt_ids"] = given["prompt_ids"]
         if asked.get("return_timestamps") is None:
             asked.pop("return_timestamps", None)
-        fields = merged(own, rest, {n: v for n, v in asked.items() if n not in ARGUMENTS})
+        fields = merged(own, rest, {n: v for n, v in asked.items() if n not in TRANSCRIBING})
         count = _sequences(kwargs, rest, own)
         rest = {n: v for n, v in rest.items() if n not in FIELDS}
         # Whether tokens are drawn is said by temperature alone, as in HF.
@@ -217,6 +217,8 @@ class SpeechCalls(InferenceEngine):
                 "return_token_timestamps reads attention, of which each of several devices has "
                 "some heads. Leave tensor_parallel out; return_timestamps=True works over devices."
             )
+        if (monitor := settings.monitor) is not None:
+            settings = replace(settings, monitor=lambda seek: monitor(self._back(seek, source)))
         begin = _given_begin(given, spec, len(source.rows), count)
         make_seeds(seed, len(source.rows))
         return _Call(settings, options, sounds, source, begin, count, rest, kwargs, None, 1)
@@ -297,7 +299,8 @@ class SpeechCalls(InferenceEngine):
         rows = range(0, len(call.source.rows) * call.sequences, call.sequences)
         windows = call.sounds.window(rows, np.zeros(rows.stop, np.int64))
         prompts = [np.array([call.settings.start], np.int64)] * len(rows)
-        scores, ids = _Reader(self, call).scores(windows, prompts), sorted({*known.values()})
+        new = call.options.max_new_tokens or call.options.max_length or _DEFAULT_LENGTH
+        scores, ids = _Reader(self, call).scores(windows, prompts, new), sorted({*known.values()})
         return [ids[best] for best in scores[:, ids].argmax(1)]
 
     def _output(self, call: _Call, done: Transcript) -> Any:
@@ -430,6 +433,8 @@ class _Reader:
         how |= {"decoder_input_ids": begin.ids, "decoder_attention_mask": begin.mask}
         if self._rule is not None:
             how |= {"suppress_tokens": None, "begin_suppress_tokens": None}
+        elif "forced_bos_token_id" in call.options.processed and begin.ids.shape[1] == 1:
+            how["begin_suppress_tokens"] = None  # they are for the token that is forced
         kwargs = call.rest | self._source(windows) | how
         args = None, call.config, None, call.tokenizer, kwargs, call.chunk
         return self._engine._prepare(*args, streamer=call.streamer, rule=self._rule)
@@ -444,16 +449,17 @@ class _Reader:
             kept["log_probs"] = np.stack([to_numpy(one) for one in generation.log_probs])
         return Read(ids, **kept)
 
-    def scores(self, windows: np.ndarray, prompts: Sequence[np.ndarray]) -> np.ndarray:
+    def scores(self, windows: np.ndarray, prompts: Sequence[np.ndarray], new: int) -> np.ndarray:
         """See `windows.Reader`."""
-        rows = [prompt.tolist() for prompt in prompts]
-        kwargs = self._source(windows) | {"decoder_input_ids": rows, "max_new_tokens": 1}
-        kwargs |= {"num_beams": 1, "do_sample": False, "num_return_sequences": 1, "min_length": 0}
-        nothing = "max_length", "min_new_tokens", "suppress_tokens", "begin_suppress_tokens"
-        nothing += "forced_bos_token_id", "forced_eos_token_id"
-        kwargs |= dict.fromkeys(nothing)
-        work = self._engine._prepare(None, None, None, None, kwargs, 1)
-        return to_numpy(self._engine._scores_after(work)).astype(np.float32)
+        spec, count = self._engine._spec, len(prompts)
+        block = np.empty((count, 0), np.int64)
+        rows = (tuple(own.astype(np.int32) for own in prompts), tuple(windows))
+        begin, source = (Prompts(own, block, "numpy", None) for own in rows)
+        plain = {"processed": {}, "processors": (), "criteria": (), "max_time": None}
+        options = replace(self._call.options, **plain, returns=None, repetition_penalty=1.0)
+        how = self._call.sounds.frames is None, options, new, 0, [0] * count
+        requests, _ = make_requests(spec, begin, source, *how)
+        return to_numpy(self._engine._scores_after(requests)).astype(np.float32)
 
     def times(
         self, windows: np.ndarray, begin: Begin, ids: np.ndarray, frames: Sequence[int | None]

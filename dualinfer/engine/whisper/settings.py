@@ -8,16 +8,10 @@ import numpy as np
 
 from ...arrays import kind_of
 from ...errors import ArgumentError, shown
+from ..arguments import TRANSCRIBING
 from ..checks import check_ids, read_array
 
-# HF's arguments of Whisper's generate alone. What a config may hold in their place follows.
-ARGUMENTS = (
-    *("return_timestamps", "task", "language", "is_multilingual", "prompt_ids"),
-    *("prompt_condition_type", "condition_on_prev_tokens", "compression_ratio_threshold"),
-    *("logprob_threshold", "no_speech_threshold", "num_segment_frames", "time_precision"),
-    *("time_precision_features", "return_token_timestamps", "return_segments"),
-    *("force_unique_generate_call", "monitor_progress"),
-)
+# What a generation config may hold, for some arguments in their place.
 FIELDS = (
     *("return_timestamps", "task", "language", "is_multilingual", "condition_on_prev_tokens"),
     *("compression_ratio_threshold", "logprob_threshold", "no_speech_threshold"),
@@ -97,7 +91,7 @@ def make_settings(
         _check_language(name, given.get(name), fields)
         if given.get(name) is not None:
             fields[name] = given[name]
-    both = {name: _of(name, given, fields) for name in ARGUMENTS}
+    both = {name: _of(name, given, fields) for name in TRANSCRIBING}
     no_stamps = _id(fields, "no_timestamps_token_id", vocab)
     fields["no_timestamps_token_id"] = no_stamps
     for name in ("lang_to_id", "task_to_id"):

@@ -65,8 +65,11 @@ class Reader(Protocol):
         """The text of each window, at most `new` tokens; drawn at a `temperature` above 0."""
         ...
 
-    def scores(self, windows: Any, prompts: Sequence[np.ndarray]) -> np.ndarray:
-        """The logits float32 [B, V] after each prompt."""
+    def scores(self, windows: Any, prompts: Sequence[np.ndarray], new: int) -> np.ndarray:
+        """The logits float32 [B, V] after each prompt, with room for `new` tokens behind it.
+
+        So much takes the text that is to follow, for which the same memory serves.
+        """
         ...
 
     def times(
@@ -240,7 +243,7 @@ class Windows:
         """What the windows of these rows gave at last, and which are passed over."""
         settings, windows = self.settings, self.sounds.window(rows, seek)
         new, width = self._most_new(begin), begin.ids.shape[1]
-        silent = self._silence(windows, begin)
+        silent = self._silence(windows, begin, new)
         results: list[Any] = [None] * len(rows)
         skipped = [False] * len(rows)
         at, drawn = list(range(len(rows))), 0
@@ -282,7 +285,7 @@ class Windows:
             return own
         return int(np.random.SeedSequence((own, *where)).generate_state(1, np.uint64)[0])
 
-    def _silence(self, windows: Any, begin: Begin) -> Sequence[float]:
+    def _silence(self, windows: Any, begin: Begin, new: int) -> Sequence[float]:
         """How likely each window has no speech, by what follows the start of its transcript."""
         if self.settings.no_speech is None:
             return [0.0] * len(windows)
@@ -290,7 +293,7 @@ class Windows:
         for i in range(len(windows)):
             tokens = begin.tokens(i)
             prompts.append(tokens[: max(1, len(tokens) - rest)])
-        scores = self.reader.scores(windows, prompts)
+        scores = self.reader.scores(windows, prompts, new)
         likely = np.exp(scores - scores.max(1, keepdims=True))
         assert self.settings.no_timestamps is not None
         return (likely[:, self.settings.no_timestamps - 1] / likely.sum(1)).tolist()

@@ -1,0 +1,448 @@
+"""Whisper as people use it: transformers' own generate and speech pipeline are the oracle."""
+
+import copy
+import functools
+import sys
+import warnings
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import transformers as hf
+
+import dualinfer
+from dualinfer.engine.whisper import windows
+from dualinfer.engine.whisper.alignment import token_times
+from dualinfer.errors import ArgumentError, LengthError, StepError, UnsupportedError
+
+from .models import BACKENDS, slow_but
+from .speech import POSITIONS, features_of, id_of, make_extractor, make_sound, make_tokenizer
+from .speech import make_whisper as make_model
+
+OPTIONS: dict[str, Any] = {"dtype": "fp32", "replace_with_kernel_inject": True}
+NEW: dict[str, Any] = {"max_new_tokens": 20}
+STAMPED = NEW | {"return_timestamps": True, "return_segments": True}
+# Of outputs, what HF's alone hold.
+LEFT_OUT = ("past_key_values", "cross_attentions", "encoder_attentions", "decoder_attentions")
+
+
+@functools.cache
+def model_of(seed: int = 0) -> Any:
+    """Models that end, repeat and time their texts in different ways."""
+    return make_model(seed, ends=3 if seed == 3 else 2, stamps=0 if seed == 3 else -1)
+
+
+@functools.cache
+def engine_of(backend: str, seed: int = 0) -> Any:
+    return dualinfer.init_inference(model_of(seed), backend=backend, **OPTIONS)
+
+
+@functools.cache
+def sounds(name: str) -> dict[str, torch.Tensor]:
+    """Features: of two sounds of one window, of one and of three long ones."""
+    if name == "short":
+        return features_of(make_sound(2, 1), make_sound(1.3, 2))
+    if name == "long":
+        return features_of(make_sound(4.6, 3), long=True)
+    return features_of(make_sound(5, 1), make_sound(3.6, 2), make_sound(2.3, 4), long=True)
+
+
+def plain(value: Any, left: tuple[str, ...] = LEFT_OUT) -> Any:
+    """Outputs as dicts, lists and numbers."""
+    if hasattr(value, "keys"):
+        return {name: plain(value[name], left) for name in value if name not in left}
+    if isinstance(value, list | tuple):
+        return [plain(one, left) for one in value]
+    return np.asarray(value).tolist()
+
+
+def check_same(found: Any, wanted: Any, where: str = "") -> None:
+    """Ids are equal, and numbers but for rounding."""
+    if isinstance(wanted, dict):
+        assert set(found) == set(wanted), where
+        for name in wanted:
+            check_same(found[name], wanted[name], f"{where}.{name}")
+    elif isinstance(wanted, list):
+        assert len(found) == len(wanted), where
+        for i, (one, other) in enumerate(zip(found, wanted, strict=True)):
+            check_same(one, other, f"{where}[{i}]")
+    elif isinstance(wanted, float):
+        assert found == pytest.approx(wanted, rel=1e-4, abs=1e-4), where
+    else:
+        assert found == wanted, where
+
+
+def check(backend: str, name: str, seed: int = 0, **how: Any) -> Any:
+    """The engine's generate gives what HF's gives; what that is."""
+    if forced := how.pop("forced", None):
+        how["generation_config"] = copy.deepcopy(model_of(seed).generation_config)
+        how["generation_config"].forced_decoder_ids = forced
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # of HF's own np.repeat of a tensor
+        wanted = copy.deepcopy(model_of(seed)).generate(**sounds(name), **how)
+    found = engine_of(backend, seed).generate(**sounds(name), **how)
+    scored = {"logprob_threshold", "return_token_timestamps"} & how.keys()
+    left = (*LEFT_OUT, *("scores",) * bool(scored))  # which HF keeps without being asked
+    check_same(plain(found, left), plain(wanted, left))
+    return plain(wanted, left)
+
+
+PROMPT = torch.tensor([id_of("<|startofprev|>"), 17, 33, 12])
+CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    "a language that is heard": ("short", NEW),
+    "no length": ("long", {}),
+    "a language": ("short", NEW | {"language": "de"}),
+    "languages and a task": (
+        "short",
+        NEW | {"language": ["<|fr|>", "english"], "task": "translate"},
+    ),
+    "a task": ("short", NEW | {"task": "translate"}),
+    "forced ids": ("short", NEW | {"forced": [[1, 293], [2, 295], [3, 300]]}),
+    "ids": ("short", NEW | {"decoder_input_ids": torch.tensor([[291, 292], [291, 294]])}),
+    "timestamps": ("short", STAMPED),
+    "timestamps, no length": ("short", {"return_timestamps": True, "language": "en"}),
+    "windows": ("long", NEW),
+    "windows of several": ("several", STAMPED),
+    "windows that follow": ("several", STAMPED | {"condition_on_prev_tokens": True}),
+    "a prompt": ("short", NEW | {"prompt_ids": PROMPT}),
+    "a prompt first": (
+        "several",
+        STAMPED | {"prompt_ids": PROMPT, "condition_on_prev_tokens": True},
+    ),
+    "a prompt of all": (
+        "several",
+        STAMPED
+        | {"prompt_ids": PROMPT, "condition_on_prev_tokens": True}
+        | {"prompt_condition_type": "all-segments"},
+    ),
+    "tokens' times": ("short", STAMPED | {"return_token_timestamps": True}),
+    "tokens' times alone": ("short", NEW | {"return_token_timestamps": True}),
+    "tokens' times of windows": (
+        "several",
+        STAMPED | {"return_token_timestamps": True, "condition_on_prev_tokens": True},
+    ),
+    "an output": ("short", NEW | {"return_dict_in_generate": True, "output_scores": True}),
+    "outputs": ("short", STAMPED | {"return_dict_in_generate": True, "output_logits": True}),
+    "one pass": ("short", NEW | {"force_unique_generate_call": True, "return_timestamps": True}),
+    "likely enough": ("several", NEW | {"logprob_threshold": -1.0, "temperature": 0.0}),
+    "silence": (
+        "several",
+        STAMPED | {"logprob_threshold": -0.5, "no_speech_threshold": 1e-3, "temperature": 0.0},
+    ),
+    "processors": ("short", STAMPED | {"repetition_penalty": 1.5, "no_repeat_ngram_size": 2}),
+    "an early end held back": ("short", NEW | {"min_new_tokens": 9}),
+    "other seconds": (
+        "several",
+        STAMPED | {"time_precision": 0.04, "time_precision_features": 0.02},
+    ),
+}
+QUICK = (
+    *("a language that is heard", "languages and a task", "forced ids", "one pass", "silence"),
+    *("timestamps, no length", "windows that follow", "a prompt first", "an output", "processors"),
+    "tokens' times of windows",
+)
+ON_JAX = ("a language that is heard", "tokens' times alone")
+
+
+@pytest.mark.parametrize(
+    ("name", "seed"), [*slow_but(QUICK, CASES, 0), *slow_but([], CASES, 2), *slow_but([], CASES, 3)]
+)
+def test_generate_gives_what_transformers_gives(name, seed):
+    check("torch", CASES[name][0], seed, **CASES[name][1])
+
+
+@pytest.mark.parametrize("name", slow_but(ON_JAX, CASES))
+def test_generate_gives_what_transformers_gives_on_jax(name):
+    check("jax", CASES[name][0], **CASES[name][1])
+
+
+def make_pipe(model: Any) -> Any:
+    how = {"tokenizer": make_tokenizer(), "feature_extractor": make_extractor()}
+    return hf.pipeline("automatic-speech-recognition", model=model, **how)
+
+
+KWARGS = {"generate_kwargs": {"num_beams": 1, **NEW}}
+SHORT, LONG = (1.5, 2), (4.7,)
+PIPES: dict[str, tuple[tuple[float, ...], dict[str, Any]]] = {
+    "text": (SHORT[:1], {}),
+    "timestamps": (SHORT, {"batch_size": 2, "return_timestamps": True}),
+    "words": (SHORT, {"return_timestamps": "word"}),
+    "a language that is told": (SHORT, {"return_timestamps": True, "return_language": True}),
+    "windows": (LONG, {"return_timestamps": True}),
+    "words of windows": (LONG, {"return_timestamps": "word"}),
+    "chunks": (LONG, {"chunk_length_s": 2, "batch_size": 2}),
+    "timestamps of chunks": (
+        LONG,
+        {"chunk_length_s": 2, "stride_length_s": (0.4, 0.2), "return_timestamps": True},
+    ),
+    "words of chunks": (LONG, {"chunk_length_s": 2, "return_timestamps": "word"}),
+    "a task": (
+        SHORT[:1],
+        {"generate_kwargs": {**KWARGS["generate_kwargs"], "language": "de", "task": "translate"}},
+    ),
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "backend"),
+    [
+        *slow_but(["text", "timestamps", "words of windows", "words of chunks"], PIPES, "torch"),
+        *slow_but(["timestamps"], PIPES, "jax"),
+    ],
+)
+def test_pipelines_give_what_they_give_around_transformers(name, backend):
+    lengths, how = PIPES[name]
+    waves, how = [make_sound(length, i) for i, length in enumerate(lengths)], KWARGS | how
+
+    def run(pipe: Any) -> Any:
+        return pipe([wave.copy() for wave in waves], **copy.deepcopy(how))
+
+    wanted = run(make_pipe(copy.deepcopy(model_of())))
+    assert run(make_pipe(engine_of(backend))) == wanted
+    assert all(one["text"] for one in wanted)
+
+
+@pytest.mark.parametrize("conditions", slow_but([True], [True, False]))
+@pytest.mark.parametrize(
+    ("rule", "again"),
+    [({"compression_ratio_threshold": 0.9}, (0.4,)), ({"logprob_threshold": -0.3}, ())],
+)
+def test_windows_are_read_again_where_transformers_reads_them_again(rule, again, conditions):
+    """With one candidate what is drawn is the best token, so that HF's text is comparable.
+
+    With a single candidate every text is likely, but as repetitive as before.
+    """
+    how = STAMPED | rule | {"top_k": 1, "condition_on_prev_tokens": conditions}
+    once = check("torch", "long", **STAMPED, condition_on_prev_tokens=conditions)
+    often = check("torch", "long", **how, temperature=(0.0, *again, 0.9))
+    follows = once["sequences"] == often["sequences"]
+    assert follows == (not conditions), "no window follows what a high temperature gave"
+
+
+def test_a_fallback_draws_by_the_seed():
+    how = STAMPED | {"logprob_threshold": 0.0, "temperature": (0.0, 0.5, 1.5)}  # which none reaches
+    how["max_new_tokens"] = 8
+    engine, given = engine_of("torch"), sounds("long")
+    texts = [engine.generate(**given, **how, seed=n)["sequences"].tolist() for n in (1, 1, 2)]
+    assert texts[0] == texts[1] != texts[2]
+    both = {n: torch.cat([x, x]) for n, x in given.items()}
+    rows = engine.generate(**both, **how, seed=[1, 2])["sequences"].tolist()
+    for row, alone in zip(rows, (texts[0][0], texts[2][0]), strict=True):
+        assert row[: len(alone)] == alone, "a sound's text does not depend on others'"
+    several = NEW | {"temperature": 1.0, "num_return_sequences": 2, "seed": 5}
+    drawn = engine.generate(**sounds("short"), **several).tolist()
+    assert drawn[0] != drawn[1] and drawn == engine.generate(**sounds("short"), **several).tolist()
+    alone = engine.generate(**sounds("short"), **NEW, temperature=1.0, seed=5).tolist()
+    assert alone == drawn[::2]
+
+
+def test_jax_without_torch_draws_what_torch_draws(monkeypatch):
+    features = sounds("long")["input_features"]
+    how = STAMPED | {"logprob_threshold": -0.3, "temperature": (0.0, 0.6), "seed": 3}
+    wanted = engine_of("torch").generate(input_features=features, **how)
+    engine, features = engine_of("jax"), features.numpy()
+    monkeypatch.setitem(sys.modules, "torch", None)
+    found = engine.generate(input_features=features, **how)
+    assert isinstance(found["sequences"], np.ndarray)
+    assert found["sequences"].tolist() == wanted["sequences"].tolist()
+    times = [(s["start"], s["end"]) for s in found["segments"][0]]
+    assert times == [(float(s["start"]), float(s["end"])) for s in wanted["segments"][0]]
+
+
+def test_a_transcript_without_timestamps_is_the_devices():
+    engine = dualinfer.init_inference(model_of(), backend="torch", **OPTIONS)
+    engine.generate(**sounds("short"), **NEW, language="de", compression_ratio_threshold=9.0)
+    assert not any("one step at a time" in note for note in engine.report().notes)
+    engine.generate(**sounds("short"), **STAMPED)
+    assert "what the host does: return_timestamps" in engine.report().notes[-1]
+
+
+def test_forms_of_a_call():
+    model, engine, given = model_of(), engine_of("torch"), sounds("short")
+    features = given["input_features"]
+    wanted = model.generate(**given, **NEW).tolist()
+    for form in (features.numpy(), features.tolist(), hf.BatchFeature(given)):
+        found = engine.generate(form, **NEW)
+        assert np.asarray(found).tolist() == wanted
+        assert isinstance(found, np.ndarray if isinstance(form, np.ndarray) else torch.Tensor)
+    assert engine.generate(inputs=features, **NEW).tolist() == wanted
+    languages = model.detect_language(features).tolist()
+    assert engine.detect_language(features).tolist() == languages
+    assert engine.detect_language(sounds("several")["input_features"]).tolist()[1:] != []
+    encoded = model.get_encoder()(features)
+    assert engine.generate(encoder_outputs=encoded, **NEW).tolist() == wanted
+    assert engine.detect_language(encoder_outputs=encoded).tolist() == languages
+    rows = [list(row) for row in zip(*engine.stream(features, **NEW), strict=True)]
+    for row, text in zip(rows, wanted, strict=True):
+        tokens = [token for token in row if token is not None]
+        assert [token for token in tokens if token != model.config.eos_token_id] == [
+            token for token in text if token != model.config.pad_token_id
+        ]
+    short = features[..., :150]  # which is filled up with silence
+    how = NEW | {"language": "en"}
+    assert engine.generate(short, **how).tolist() == model.generate(short, **how).tolist()
+    seen, theirs = ([], [])
+    how = STAMPED | {"return_segments": False}
+    engine.generate(**sounds("several"), **how, monitor_progress=lambda x: seen.append(x.tolist()))
+    model.generate(**sounds("several"), **how, monitor_progress=lambda x: theirs.append(x.tolist()))
+    assert seen == theirs and len(seen) > 2
+
+
+class Streamed:
+    """A streamer that keeps what it gets."""
+
+    def __init__(self) -> None:
+        self.got: list[Any] = []
+
+    def put(self, value: Any) -> None:
+        self.got.append(value.tolist())
+
+    def end(self) -> None:
+        self.got.append("end")
+
+
+def test_a_streamer_gets_each_window():
+    streams = Streamed(), Streamed()
+    for model, streamer in zip((model_of(), engine_of("torch")), streams, strict=True):
+        model.generate(**sounds("long"), return_timestamps=True, streamer=streamer, **NEW)
+    assert streams[0].got == streams[1].got and streams[0].got.count("end") > 2
+
+
+def test_the_rules_of_timestamps_are_those_of_transformers():
+    """Of random texts, and of texts that obey them, on both backends."""
+    from transformers.generation.logits_process import WhisperTimeStampLogitsProcessor
+
+    from dualinfer.engine.whisper.rules import TokenRule
+    from dualinfer.engine.whisper.settings import make_settings
+
+    config = model_of().generation_config
+    fields = config.to_dict() | {"max_initial_timestamp_index": 7}
+    vocab, random = len(make_tokenizer()), np.random.default_rng(0)
+    given = {"return_timestamps": True}
+    settings = make_settings(fields, given, start=1, vocab=vocab, is_long=False)
+    rule = TokenRule(settings, (), (), config.eos_token_id)
+    config = copy.deepcopy(config)
+    config.max_initial_timestamp_index = 7
+    theirs = WhisperTimeStampLogitsProcessor(config, begin_index=0)
+    for count in (0, 1, 2, 3, 9):
+        ids = random.integers(0, vocab, (40, count))
+        ids[::2] = random.integers(vocab - 101, vocab, ids[::2].shape)  # mostly timestamps
+        ids[::4] = np.sort(ids[::4], axis=1)
+        scores = random.standard_normal((40, vocab)).astype(np.float32) * 3
+        wanted = theirs(torch.tensor(ids), torch.tensor(scores)).numpy()
+        for backend in BACKENDS:
+            runner = engine_of(backend).runner
+            own = torch.tensor(scores) if backend == "torch" else scores
+            found = np.asarray(runner.hide(own, rule.hidden(ids), rule.outweigh))
+            np.testing.assert_array_equal(found, wanted)
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"language": "klingon"}, "none that Whisper knows"),
+        ({"language": "ja"}, r"no <\|ja\|> in lang_to_id"),
+        ({"language": ["de"]}, "1 names for 2 sounds"),
+        ({"language": [1, 2]}, "expected a str"),
+        ({"task": "sing"}, "translate, transcribe"),
+        ({"return_timestamps": "word"}, "return_token_timestamps=True"),
+        ({"langauge": "de"}, "Did you mean language"),
+        ({"is_multilingual": False, "task": "translate"}, "of English alone"),
+        ({"temperature": (0.0, -1.0)}, "a number from 0"),
+        ({"temperature": []}, "temperature is empty"),
+        ({"logprob_threshold": "high"}, "expected a number"),
+        ({"no_speech_threshold": 0.6}, "logprob_threshold"),
+        ({"prompt_ids": [[1, 2], [3, 4]]}, "expected one row"),
+        ({"prompt_ids": [9999]}, "outside the vocabulary"),
+        ({"prompt_condition_type": "all-segments"}, "needs condition_on_prev_tokens=True"),
+        ({"prompt_condition_type": "none"}, "first-segment or all-segments"),
+        ({"forced_decoder_ids": [[1, 293], [3, 300]]}, "leave a place out"),
+        ({"forced_decoder_ids": 7}, "pairs of a place"),
+        ({"max_new_tokens": 100}, "Shorten|shorten"),
+        ({"prompt_ids": [7] * POSITIONS}, "stand in front"),
+        ({"num_return_sequences": 2}, "same text several times|text several times"),
+        ({"alignment_heads": [[9, 9]], "return_token_timestamps": True}, "pairs of a layer"),
+        ({"suppress_tokens": "all", "return_timestamps": True}, "a list of ids"),
+        ({"monitor_progress": 3}, "expected a function"),
+        ({"time_precision": 0}, "above 0"),
+        ({"inputs_embeds": [[1.0]]}, "reads input_features alone"),
+        ({"assistant_model": object()}, "Speculation is not there"),
+        ({"num_beams": 5}, "num_beams=1"),
+        ({"input_features": np.zeros((2, 3, 200), np.float32)}, r"\[batch, 20, frames\]"),
+        ({"decoder_input_ids": [[291]]}, "they are pairs"),
+        ({"lang_to_id": {"<|en|>": "first"}}, "a dict of names to ids"),
+        ({"no_timestamps_token_id": 9999}, "an id of the vocabulary"),
+    ],
+)
+def test_what_is_wrong_or_not_served_is_told(given, said):
+    with pytest.raises((ArgumentError, UnsupportedError, LengthError), match=said):
+        engine_of("torch").generate(**sounds("short") | given)
+
+
+def test_what_a_model_or_a_call_has_not_is_told(hf_model):
+    engine = engine_of("torch")
+    with pytest.raises(ArgumentError, match="attention_mask is missing"):
+        engine.generate(sounds("several")["input_features"])
+    with pytest.raises(ArgumentError, match="longer than one window"):
+        engine.generate(**sounds("long"), return_timestamps=False)
+    with pytest.raises(UnsupportedError, match=r"generate\(streamer=...\)"):
+        engine.stream(**sounds("short"), return_timestamps=True)
+    bare = copy.deepcopy(model_of())
+    for name in ("lang_to_id", "task_to_id", "no_timestamps_token_id", "alignment_heads"):
+        delattr(bare.generation_config, name)
+    bare = dualinfer.init_inference(bare, backend="torch", **OPTIONS)
+    bare.generate(**sounds("short"), **NEW)
+    for given, said in (
+        ({"language": "de"}, "no lang_to_id"),
+        ({"task": "translate"}, "no task_to_id"),
+        ({"return_timestamps": True}, "needs no_timestamps_token_id"),
+        ({"return_token_timestamps": True}, "needs alignment_heads"),
+    ):
+        with pytest.raises(ArgumentError, match=said):
+            bare.generate(**sounds("short"), **given)
+    with pytest.raises(ArgumentError, match="no lang_to_id"):
+        bare.detect_language(sounds("short")["input_features"])
+    llama = dualinfer.init_inference(hf_model("llama-gqa"), backend="torch", **OPTIONS)
+    with pytest.raises(ArgumentError, match=r"language='de' .* \(Whisper\)"):
+        llama.generate([[1, 2]], language="de")
+    llama.generate([[1, 2]], max_new_tokens=1, language=None, return_timestamps=False)
+    with pytest.raises(UnsupportedError, match="does not transcribe"):
+        llama.detect_language()
+
+
+def test_a_window_that_ends_where_it_begins_is_told():
+    """In HF it is read again without end."""
+    first = id_of("<|0.00|>")
+    engine = engine_of("torch")
+
+    def twice(ids: Any, scores: Any) -> Any:
+        scores[:, first] += 1e4
+        return scores
+
+    with pytest.raises(StepError, match="return_timestamps=True"):
+        engine.generate(**sounds("short"), **NEW, logits_processor=[twice])
+
+
+def test_times_of_tokens_are_those_of_transformers():
+    """The cheapest path, of ties and of numbers that are none too."""
+    from transformers.models.whisper.generation_whisper import _dynamic_time_warping
+
+    from dualinfer.engine.whisper.alignment import _path
+
+    random = np.random.default_rng(0)
+    for rows, columns in ((1, 1), (1, 9), (5, 3), (20, 30)):
+        whole = random.standard_normal((rows, columns))
+        for matrix in (whole, np.round(whole), np.full_like(whole, np.nan)):
+            for one, other in zip(_dynamic_time_warping(matrix), _path(matrix), strict=True):
+                np.testing.assert_array_equal(one, other)
+    nothing = token_times(np.zeros((0, 2, 9), np.float32), None, 3, 0.02, 7)
+    assert nothing.tolist() == [0.0] * 4
+
+
+def test_how_a_text_repeats_itself_is_told_by_zlib():
+    again, random = np.full(60, 7), np.random.default_rng(0).integers(0, 400, 60)
+    wanted = hf.WhisperForConditionalGeneration._retrieve_compression_ratio
+    for tokens in (again, random):
+        found = windows.compression_ratio(tokens, 402)
+        assert found == wanted(torch.tensor(tokens), 402)
