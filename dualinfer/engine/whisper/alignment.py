@@ -28,7 +28,8 @@ def token_times(
     with np.errstate(invalid="ignore", divide="ignore"):  # of a single token, as in HF
         normed = (weights - weights.mean(0)) / weights.std(0)
     smooth = [_medians(normed[:, i], width) for i in range(normed.shape[1])]
-    tokens, places = _path(-np.mean(smooth, axis=0, dtype=np.float32).astype(np.float64))
+    matrix = np.mean(np.stack(smooth), axis=0, dtype=np.float32)
+    tokens, places = _path(-np.asarray(matrix, np.float64))
     first = np.diff(tokens, prepend=tokens[0] - 1) > 0
     times[in_front:-1] = places[first] * precision
     times[-1] = times[-2]

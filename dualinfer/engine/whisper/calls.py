@@ -59,7 +59,11 @@ class SpeechCalls(InferenceEngine):
     """Whisper's own calls, by HF's names."""
 
     _spec: ModelSpec
-    max_tokens: int
+
+    @property
+    def max_tokens(self) -> int:
+        """As in FusedEngine."""
+        raise NotImplementedError
 
     def _check_model(self, alone: bool) -> None:
         raise NotImplementedError
@@ -256,9 +260,11 @@ class SpeechCalls(InferenceEngine):
             heard = real.sum(1).astype(np.int64)
             if total > size and count > 1:
                 ends = heard
-        many = (None if x is None else np.repeat(x, sequences, 0) for x in (frames, states))
-        heard = None if heard is None else np.repeat(heard, sequences)
-        return source, Sounds(*many, np.repeat(ends, sequences), heard, size)
+        frames, states, ends, heard = (
+            None if x is None else np.repeat(x, sequences, 0) for x in (frames, states, ends, heard)
+        )
+        assert ends is not None
+        return source, Sounds(frames, states, ends, heard, size)
 
     def _windows(self, call: _Call) -> Windows:
         """The way through the sounds of a call."""
@@ -439,10 +445,13 @@ class _Reader:
         args = None, call.config, None, call.tokenizer, kwargs, call.chunk
         return self._engine._prepare(*args, streamer=call.streamer, rule=self._rule)
 
-    def generate(self, *how: Any) -> Read:
+    def generate(
+        self, windows: np.ndarray, begin: Begin, new: int, temperature: float, seeds: Sequence[int]
+    ) -> Read:
         """See `windows.Reader`."""
-        ids, generation = self._engine._generated(self.work(*how), self._call.streamer)
-        kept = {}
+        work = self.work(windows, begin, new, temperature, seeds)
+        ids, generation = self._engine._generated(work, self._call.streamer)
+        kept: dict[str, Any] = {}
         if self._call.options.returns is not None:
             kept = {name: tuple(getattr(generation, name)) for name in self._call.options.returns}
         if self._rule is not None and self._rule.log_probs:

@@ -56,8 +56,9 @@ def cut(
     for last in ends:
         part = tokens[first:last]
         closing = -1 if last != ends[-1] or alone else -2
-        times = (offset + (int(part[i]) - begin) * precision for i in (0, closing))
-        found.append(Segment(part, *times, (width + first, width + last), result, offset))
+        start, end = (offset + (int(part[i]) - begin) * precision for i in (0, closing))
+        places = width + first, width + last
+        found.append(Segment(part, start, end, places, result, offset))
         first = last
     return found, frames if alone else (int(tokens[first - 2]) - begin) * STRIDE
 

@@ -51,7 +51,7 @@ class Settings:
     time_precision: float
     time_precision_features: float
     heads: tuple[tuple[int, int], ...]
-    monitor: Callable[[Any], None] | None = field(default=None, compare=False)
+    monitor: Callable[[Any], Any] | None = field(default=None, compare=False)
 
     @property
     def no_timestamps(self) -> int | None:
@@ -213,7 +213,7 @@ def _add_task(row: list[int | None], task: Any, language: Any, fields: Mapping[s
 def _forced(forced: Any) -> list[int | None]:
     """The ids that old configs force behind the start, None where the language is to be heard."""
     given = () if forced is None else forced if isinstance(forced, list | tuple) else (forced,)
-    pairs = [tuple(pair) if isinstance(pair, list | tuple) else () for pair in given]
+    pairs: list[Any] = [list(pair) if isinstance(pair, list | tuple) else [] for pair in given]
     known = all(len(pair) == 2 and type(pair[0]) is int for pair in pairs)
     if not known or not all(pair[1] is None or type(pair[1]) is int for pair in pairs):
         raise ArgumentError(
@@ -404,7 +404,7 @@ def _heads(value: Any, counts: Sequence[int]) -> tuple[tuple[int, int], ...]:
     return tuple(pairs)
 
 
-def _function(value: Any) -> Callable[[Any], None] | None:
+def _function(value: Any) -> Callable[[Any], Any] | None:
     if value is not None and not callable(value):
         raise ArgumentError(
             f"monitor_progress={shown(value)}; expected a function of an array [sounds, 2]."
