@@ -460,3 +460,31 @@ def test_how_a_text_repeats_itself_is_told_by_zlib():
     for tokens in (again, random):
         found = windows.compression_ratio(tokens, 402)
         assert found == wanted(torch.tensor(tokens), 402)
+
+
+SPLIT: dict[str, Any] = STAMPED | {
+    **{"condition_on_prev_tokens": True, "logprob_threshold": -2.5, "temperature": (0.0, 0.6)},
+    "seed": 3,
+}
+
+
+def split_text() -> Any:
+    """On a rank of several: a transcript of which some is drawn, and seeds that nobody names."""
+    options = OPTIONS | {"tensor_parallel": {"tp_size": 2}}
+    with dualinfer.init_inference(model_of(), backend="torch", **options) as engine:
+        text = engine.generate(**sounds("several"), **SPLIT)["sequences"].tolist()
+        drawn = engine.generate(**sounds("short"), **NEW, temperature=1.0).tolist()
+        with pytest.raises(UnsupportedError, match="of which each of several devices"):
+            engine.generate(**sounds("short"), return_token_timestamps=True)
+        return text, drawn
+
+
+@pytest.mark.slow
+def test_two_devices_give_what_one_gives(crew):
+    wanted = engine_of("torch").generate(**sounds("several"), **SPLIT)["sequences"].tolist()
+    one, other = crew.run(split_text, world=2)
+    assert one == other and one[0] == wanted
+    options = OPTIONS | {"tensor_parallel": {"tp_size": 2}}
+    with dualinfer.init_inference(model_of(), backend="jax", **options) as engine:
+        found = engine.generate(**sounds("several"), **SPLIT)["sequences"].tolist()
+        assert found == wanted

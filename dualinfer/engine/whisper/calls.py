@@ -195,6 +195,14 @@ class SpeechCalls(InferenceEngine):
         asked["prompt_ids"] = given["prompt_ids"]
         if asked.get("return_timestamps") is None:
             asked.pop("return_timestamps", None)
+        if (
+            asked.get("return_token_timestamps")
+            and self.inference_config.tensor_parallel.tp_size > 1
+        ):
+            raise UnsupportedError(
+                "return_token_timestamps reads attention, of which each of several devices has "
+                "some heads. Leave tensor_parallel out; return_timestamps=True works over devices."
+            )
         fields = merged(own, rest, {n: v for n, v in asked.items() if n not in TRANSCRIBING})
         count = _sequences(kwargs, rest, own)
         rest = {n: v for n, v in rest.items() if n not in FIELDS}
@@ -215,11 +223,6 @@ class SpeechCalls(InferenceEngine):
             raise ArgumentError(
                 f"num_return_sequences={count} without a temperature above 0 would return the same "
                 "text several times. Set temperature, or num_return_sequences=1."
-            )
-        if settings.token_timestamps and self.inference_config.tensor_parallel.tp_size > 1:
-            raise UnsupportedError(
-                "return_token_timestamps reads attention, of which each of several devices has "
-                "some heads. Leave tensor_parallel out; return_timestamps=True works over devices."
             )
         if (monitor := settings.monitor) is not None:
             settings = replace(settings, monitor=lambda seek: monitor(self._back(seek, source)))
