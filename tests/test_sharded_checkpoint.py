@@ -18,6 +18,8 @@ import transformers as hf
 
 import dualinfer
 from dualinfer import CheckpointError, ConfigError
+from dualinfer.api import quantize_checkpoint
+from dualinfer.checkpoint import saving
 from dualinfer.checkpoint.files import TensorFile, write_tensors
 from dualinfer.checkpoint.pieces import INDEX, Box, Piece, ShardedSource, Tensor
 from dualinfer.checkpoint.sources import open_checkpoint
@@ -345,25 +347,54 @@ time.sleep(60)
 """
 
 
-def test_the_next_save_removes_what_killed_ones_left_and_no_others(tmp_path, hf_model):
+def test_one_of_several_processes_saves_and_killed_ones_leave_nothing(tmp_path, hf_model):
+    """Who comes second is told at once, before the work; who is overtaken is told at the end."""
+
     def hold(name):
         command = [sys.executable, "-c", HOLD, new_folder.__file__, str(tmp_path / name)]
         process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
         return process, process.stdout.readline().strip()
 
-    (killed, gone), (running, kept), (other, beside) = hold("out"), hold("out"), hold("else")
+    (killed, gone), (other, beside) = hold("out"), hold("else")
+    killed.kill()
+    killed.wait()
     (tmp_path / ".out-12345678").mkdir()  # the user's own
+    running, kept = hold("out")
     try:
-        for process in (killed, other):
-            process.kill()
-            process.wait()
-        assert {gone, kept, beside} <= set(os.listdir(tmp_path))
+        other.kill()
+        other.wait()
+        others = {".out-12345678", kept, beside}
+        assert set(os.listdir(tmp_path)) == others and gone not in others
+        for write in (save, quantize):
+            with pytest.raises(CheckpointError, match=r"is writing it at this moment\. Wait until"):
+                write(hf_model("llama-mqa"), tmp_path / "out")
+            assert set(os.listdir(tmp_path)) == others
+        running.kill()
+        running.wait()
         save(hf_model("llama-mqa"), tmp_path / "out")
-        assert set(os.listdir(tmp_path)) == {"out", ".out-12345678", kept, beside}
+        assert set(os.listdir(tmp_path)) == {"out", ".out-12345678", beside}
     finally:
         for process in (killed, running, other):
             process.kill()
             process.communicate()
+
+
+def quantize(model, path):
+    model.save_pretrained(path.parent.parent / "plain")
+    quantize_checkpoint(path.parent.parent / "plain", str(path), "int8", None, lambda _: None)
+
+
+def test_what_another_process_has_written_meanwhile_stays(tmp_path, hf_model, monkeypatch):
+    def meanwhile(folder, *arguments, **more):
+        (tmp_path / "out").mkdir()
+        (tmp_path / "out" / "theirs").write_text("x")
+        return write(folder, *arguments, **more)
+
+    write = saving.write_tensors
+    monkeypatch.setattr(saving, "write_tensors", meanwhile)
+    with pytest.raises(CheckpointError, match=r"has written there meanwhile.*Use that, or pass an"):
+        save(hf_model("llama-mqa"), tmp_path / "out")
+    assert os.listdir(tmp_path) == ["out"] and os.listdir(tmp_path / "out") == ["theirs"]
 
 
 def test_what_appears_is_on_the_disk_before_and_its_name_after(tmp_path, monkeypatch):

@@ -15,7 +15,14 @@ from .. import backends
 from ..config import make_config
 from ..config.dtypes import dtype_name
 from ..errors import ArgumentError, BackendNotAvailableError
-from ..system.command_options import KvCacheOption, QuantOption, ResidentOption, with_options
+from ..parallel.launching import check_places
+from ..system.command_options import (
+    KvCacheOption,
+    OversubscribeOption,
+    QuantOption,
+    ResidentOption,
+    with_options,
+)
 from ..system.terminal import Command, print_folded
 from .measure import Task
 from .runs import Row, document, run_tasks, write_json
@@ -120,6 +127,7 @@ class _Measured:
     quant: QuantOption = None
     kernels: KernelsOption = True
     tp: TpOption = None
+    oversubscribe: OversubscribeOption = False
     ep: EpOption = None
     json: JsonOption = None
     plot: PlotOption = None
@@ -257,6 +265,8 @@ def _tasks(
     dtype = _dtype(asked.dtype)
     run = new_tokens, repeats, asked.kernels
     degrees, parts = dict.fromkeys(asked.tp or [1]), dict.fromkeys(asked.ep or [1])
+    if max(degrees) > 1 and "torch" in systems:  # which has a process for each device
+        check_places(max(degrees), asked.oversubscribe)
     for ep in parts:
         if all(tp % ep for tp in degrees):
             raise ArgumentError(

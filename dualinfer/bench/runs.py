@@ -8,7 +8,7 @@ import subprocess
 import sys
 import tempfile
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from datetime import UTC, datetime
 from itertools import groupby
@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from ..config.dtypes import dtype_name
+from ..parallel.launching import guarded
 from .measure import Task
 from .random_weights import checkpoint
 from .shapes import open_model
@@ -85,12 +86,19 @@ def _run_process(waiting: deque[Task]) -> Iterator[Row]:
 
 def _rows_of(command: Sequence[str], waiting: deque[Task]) -> Iterator[Row]:
     """What the command says; see `_run_process`."""
+    with guarded() as marks:
+        yield from _rows_of_process(command, waiting, worker_environment() | marks)
+
+
+def _rows_of_process(
+    command: Sequence[str], waiting: deque[Task], environment: Mapping[str, str]
+) -> Iterator[Row]:
     process = subprocess.Popen(
         command,
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         text=True,
-        env=worker_environment(),
+        env=environment,
     )
     assert process.stdout is not None
     done = 0

@@ -36,7 +36,7 @@ from ..parallel.agreement import Peers
 from ..parallel.sharding import make_plan
 from ..quantization import QuantizedMatrix, quantization_of
 from ..quantization.codes import dequantize
-from ..system.new_folder import NewFolder, write_synced
+from ..system.new_folder import NewFolder, TakenError, write_synced
 from ..system.progress import track_bytes
 from .compressed import Spec, Stored, arrays_of, describe, store
 from .files import write_tensors
@@ -369,6 +369,10 @@ def _told(path: str, option: str = _OPTION) -> Iterator[None]:
         yield
     except DualinferError:  # of the weights that are read; one of these is an OSError, too
         raise
+    except TakenError as error:
+        raise CheckpointError(
+            f"{option}={path!r}: {error}. Nothing of this checkpoint is left."
+        ) from error
     except OSError as error:
         raise CheckpointError(
             f"{option}={path!r}: the checkpoint was not written, and nothing of it "

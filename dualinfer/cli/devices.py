@@ -39,10 +39,15 @@ from ..model.families import check_model_type, describe_model
 from ..model.load_plan import TableSource, TensorSource, make_load_plan
 from ..model.weights import WeightTable
 from ..parallel.experts import parts_of_experts
-from ..parallel.launching import run_processes
+from ..parallel.launching import check_places, run_processes
 from ..quantization import read_quantization
 from ..quantization.recipe import make_recipe
-from ..system.command_options import KvCacheOption, QuantOption, ResidentOption
+from ..system.command_options import (
+    KvCacheOption,
+    OversubscribeOption,
+    QuantOption,
+    ResidentOption,
+)
 from ..system.tables import Table
 from ..system.terminal import print_folded
 from .options import One, RevisionOption
@@ -471,26 +476,16 @@ def launch(
         list[str] | None,
         typer.Argument(metavar="[ARGUMENT]...", help="What the script gets, options too."),
     ] = None,
+    oversubscribe: OversubscribeOption = False,
 ) -> None:
     """Run a script in processes on this machine that share a model.
 
-    They talk over the loopback alone. Where one fails the others are stopped.
+    They talk over the loopback alone. Where one fails the others are stopped, and all of them end
+    with this command, however it ends.
     """
     check_backend("torch")
     if not script.is_file():
         raise ConfigError(f"{str(script)!r} is no file. Pass the Python script to run.")
-    _check_devices(tp)
+    check_places(tp, oversubscribe)
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // tp)))
     raise typer.Exit(run_processes([str(script), *(arguments or [])], tp))
-
-
-def _check_devices(count: int) -> None:
-    import torch
-
-    there = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    if there and count > there:
-        raise ConfigError(
-            f"--tp {count}, but this machine has {there} GPU{'s' if there > 1 else ''}, and each "
-            f"process needs one of its own. Use --tp {there}, or set CUDA_VISIBLE_DEVICES= to run "
-            "on the CPU."
-        )

@@ -2,6 +2,7 @@
 
 What torchrun is for, on one host. Nothing here listens beyond the loopback, and nothing is pickled:
 the store by which the processes find each other is this process's, and theirs are clients of it.
+Where this process is killed, a guard that it has started ends them.
 """
 
 import os
@@ -12,11 +13,14 @@ import subprocess
 import sys
 import threading
 import time
+import uuid
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from pathlib import Path
 from typing import Any
 
-from ..errors import DistributedError
+from ..errors import ConfigError, DistributedError
+from . import guard
 
 _HOST = "127.0.0.1"
 _LOOPBACK = ("lo", "lo0")
@@ -31,21 +35,74 @@ def run_processes(command: Sequence[str], count: int) -> int:
     """Run Python with the arguments `command` in `count` processes; the exit code of the job.
 
     It is 0 once all have ended well. Where one fails, those that are left are stopped, and the
-    code is the failed one's. A signal goes to all of them; a second one kills them.
+    code is the failed one's. A signal goes to all of them; a second one kills them. None of them
+    outlives this process, however it ends.
     """
     events: queue.SimpleQueue[_Event] = queue.SimpleQueue()
     children: list[subprocess.Popen[bytes]] = []
     store, port = open_store()
-    with _signals_to(events):
+    with guarded() as marks, _signals_to(events):
         try:
             for rank in range(count):
-                children.append(_start(command, rank, count, port))
+                children.append(_start(command, rank, count, port, marks))
                 watch = threading.Thread(target=_watch, args=(children, rank, events), daemon=True)
                 watch.start()
             return _wait(children, events)
         finally:
             _end(children, events, signal.SIGTERM)
             del store  # it serves them to their end
+
+
+def check_places(count: int, oversubscribe: bool = False) -> None:
+    """Raise ConfigError for more processes than GPUs, or, where there is none, than cores.
+
+    The latter may be had by asking to `oversubscribe`; a GPU serves one process.
+    """
+    import torch
+
+    there = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if there and count > there:
+        raise ConfigError(
+            f"--tp {count}, but this machine has {there} GPU{'s' if there > 1 else ''}, and each "
+            f"process needs one of its own. Use --tp {there}, or set CUDA_VISIBLE_DEVICES= to run "
+            "on the CPU."
+        )
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    if not there and not oversubscribe and count > (cores or 1):
+        raise ConfigError(
+            f"--tp {count}, but this process may use {cores} core{'s' if cores != 1 else ''}, and "
+            "more processes than cores wait for each other and take the memory of as many models' "
+            f"parts. Use --tp {cores}, or pass --oversubscribe to start them all the same."
+        )
+
+
+@contextmanager
+def guarded() -> Iterator[dict[str, str]]:
+    """Variables for processes that shall not outlive this one, even where it is killed.
+
+    What they start inherits them, and ends with them.
+    """
+    if not os.path.isdir("/proc/self"):  # where nothing tells which processes these are
+        yield {}
+        return
+    mark = uuid.uuid4().hex
+    # Isolated, so that it starts at once, and in a session of its own: no signal reaches it.
+    command = [sys.executable, "-I", "-S", str(Path(guard.__file__)), mark]
+    own = subprocess.Popen(
+        command,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,
+    )
+    assert own.stdin is not None
+    try:
+        yield {guard.VARIABLE: ":".join(filter(None, (os.environ.get(guard.VARIABLE), mark)))}
+        own.stdin.write(b".")
+    finally:
+        with suppress(BrokenPipeError):  # it was killed
+            own.stdin.close()
+        own.wait()
 
 
 def open_store() -> tuple[Any, int]:
@@ -63,12 +120,14 @@ def open_store() -> tuple[Any, int]:
     return store, port
 
 
-def _start(command: Sequence[str], rank: int, count: int, port: int) -> subprocess.Popen[bytes]:
+def _start(
+    command: Sequence[str], rank: int, count: int, port: int, marks: dict[str, str]
+) -> subprocess.Popen[bytes]:
     try:
         # In a session of its own: a terminal's Ctrl-C reaches it through this process alone.
         return subprocess.Popen(
             [sys.executable, "-u", *command],
-            env=_environment(rank, count, port),
+            env=_environment(rank, count, port) | marks,
             start_new_session=True,
         )
     except OSError as error:

@@ -35,6 +35,13 @@ ResidentOption = Annotated[
     ),
 ]
 
+OversubscribeOption = Annotated[
+    bool,
+    typer.Option(
+        "--oversubscribe", help="On a CPU, start more processes than there are cores for them."
+    ),
+]
+
 _Function = Callable[..., None]
 
 

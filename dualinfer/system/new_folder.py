@@ -15,13 +15,19 @@ except ImportError:  # Windows: nothing tells there whether an owner lives
     fcntl = None
 
 _OWNER = "owner"
+_THERE = (errno.EEXIST, errno.ENOTEMPTY, errno.ENOTDIR)
 _UNSYNCED = (errno.EINVAL, errno.ENOTSUP, errno.EBADF)  # file systems without fsync of folders
+
+
+class TakenError(OSError):
+    """Another process is filling the folder, or has filled it meanwhile; says what to do."""
 
 
 class NewFolder:
     """A private folder beside `target`, to be filled in `content`; for as long as it is open.
 
-    Making one removes those of the same target whose processes were killed. Raises OSError.
+    Making one removes those of the same target whose processes were killed. Raises OSError, and
+    TakenError where a process that began before this one is still at it.
     """
 
     def __init__(self, target: Path) -> None:
@@ -34,14 +40,30 @@ class NewFolder:
         try:
             self._owner = _mark(self.path)
             self.content.mkdir()
+            if _is_behind(self.path, target):
+                raise TakenError(
+                    "another process is writing it at this moment. Wait until that has ended, or "
+                    "pass another path"
+                )
         except BaseException:
             self.close()
             raise
 
     def publish(self) -> None:
-        """Let what is whole appear; on a disk that loses power, whole or not at all."""
+        """Let what is whole appear; on a disk that loses power, whole or not at all.
+
+        Raises TakenError where something else has appeared there meanwhile, which stays.
+        """
         _sync(self.content)
-        os.rename(self.content, self._target)
+        try:
+            os.rename(self.content, self._target)
+        except OSError as error:
+            if error.errno not in _THERE:
+                raise
+            raise TakenError(
+                "another process has written there meanwhile, and what it wrote stays. Use that, "
+                "or pass another path"
+            ) from error
         try:
             _sync(self._target.parent)
         except OSError:
@@ -108,11 +130,36 @@ def _host() -> bytes:
     return socket.gethostname().encode()
 
 
-def _remove_leftovers(target: Path) -> None:
+def _folders_of(target: Path) -> list[Path]:
+    """The private folders of all processes that fill it, or were killed while they did."""
     ours = re.compile(re.escape(f".{target.name}-") + "[a-z0-9_]{8}")
-    for path in target.parent.iterdir():
-        if ours.fullmatch(path.name) and _is_left(path):
+    return [path for path in target.parent.iterdir() if ours.fullmatch(path.name)]
+
+
+def _remove_leftovers(target: Path) -> None:
+    for path in _folders_of(target):
+        if _is_left(path):
             shutil.rmtree(path, ignore_errors=True)
+
+
+def _is_behind(own: Path, target: Path) -> bool:
+    """True where another process of this host began before and is still at it."""
+    begun = _begun(own)
+    return any(
+        (other := _begun(path)) is not None and begun is not None and other < begun
+        for path in _folders_of(target)
+        if path != own and not _is_left(path)
+    )
+
+
+def _begun(folder: Path) -> tuple[int, str] | None:
+    """When its process began, and the name, so that one of two is first; None where not known."""
+    try:
+        place = folder / _OWNER
+        ours = place.read_bytes() == _host()
+        return (place.stat().st_mtime_ns, folder.name) if ours else None
+    except OSError:
+        return None
 
 
 def _is_left(folder: Path) -> bool:
