@@ -1,6 +1,5 @@
 """The neutral generation loop: prefill, decode in chunks, hand out; stop strings; streaming."""
 
-import os
 from collections import deque
 from collections.abc import Callable, Generator, Sequence
 from contextlib import suppress
@@ -13,31 +12,39 @@ from ..backends.base import MAX_STEPS, NO_TOKEN, PendingTokens, Request, Runner
 from ..backends.profiling import Profiler
 from ..errors import ClosedError, StepError, UnsupportedError
 from ..parallel.spmd import Turns
+from .text_stream import Detokenizer, TextStream
 
 
 class StopStrings:
-    """Tells whether the newest token of a sequence completes a stop string.
+    """Tells for each sequence whether its newest token completes a stop string.
 
-    As in HF, the string may begin in the prompt, and must end within the newest token. Every token
-    is decoded with those before it, since a token alone may be half a character.
+    As in HF, the string may begin in the prompt, and must end within the newest token. Special
+    tokens count as text, and nothing is cleaned up.
     """
 
     def __init__(self, strings: Sequence[str], tokenizer: Any):
         self._strings = strings
-        self._tokenizer = tokenizer
-        self._window = 4 * max(len(s) for s in strings) + 8  # a token may be a quarter character
+        self._detokenizer = Detokenizer(tokenizer, skip_special_tokens=False, eager=True)
 
-    def _text(self, tokens: Sequence[int]) -> str:
-        return self._tokenizer.decode(
-            list(tokens), skip_special_tokens=False, clean_up_tokenization_spaces=False
-        )
+    def watch(self, prompt: Sequence[int]) -> "StopWatch":
+        """What looks at the sequence that continues `prompt`."""
+        return StopWatch(self._strings, self._detokenizer.stream(prompt))
 
-    def completed(self, tokens: Sequence[int], prompt: Sequence[int] = ()) -> bool:
-        """True if a stop string ends within the last of `tokens`, which follow `prompt`."""
-        tail = [*prompt[-self._window :], *tokens[-self._window :]][-self._window :]
-        text = self._text(tail)
-        old = len(os.path.commonprefix((text, self._text(tail[:-1]))))
-        return any(text.find(s, max(0, old - len(s) + 1)) >= 0 for s in self._strings)
+
+class StopWatch:
+    """One sequence's text, as much of it as a stop string may begin in."""
+
+    def __init__(self, strings: Sequence[str], stream: TextStream):
+        self._strings, self._stream, self._text = strings, stream, stream.before
+        self._longest = max(map(len, strings))
+
+    def is_completed(self, token: int) -> bool:
+        """True if a stop string ends within `token`, the next one of the sequence."""
+        old = len(self._text)
+        self._text += self._stream.push(token)
+        found = any(self._text.find(s, max(0, old - len(s) + 1)) >= 0 for s in self._strings)
+        self._text = self._text[-self._longest :]
+        return found
 
 
 @dataclass(eq=False)
@@ -282,7 +289,7 @@ class Generation:
     ):
         self._loop = loop
         self._chunk = chunk
-        self._stop = stop
+        self._watches = [stop.watch(r.tokens.tolist()) for r in requests] if stop else []
         self._lives = loop.start(requests)
 
     def __iter__(self) -> Generator[list[int | None], None, None]:
@@ -309,11 +316,8 @@ class Generation:
         Here and not where tokens are booked: that may happen on behalf of another call, which a
         tokenizer's error does not concern.
         """
-        if self._stop is None:
-            return
-        for live in self._lives:
-            head = live.tokens[:count]
-            if len(head) == count and self._stop.completed(head, live.request.tokens.tolist()):
+        for live, watch in zip(self._lives, self._watches, strict=False):
+            if len(live.tokens) >= count and watch.is_completed(live.tokens[count - 1]):
                 del live.tokens[count:]
                 self._loop.finish([live])
 

@@ -274,7 +274,8 @@ class Stepwise:
         stop: StopStrings | None,
     ) -> None:
         self._loop, self._turns, self._runner = loop, turns, runner
-        self._requests, self._rules, self._stop = requests, rules, stop
+        self._requests, self._rules = requests, rules
+        self._watches = [stop.watch(r.tokens.tolist()) for r in requests] if stop else []
         self._fill = 0 if options.fill_id is None else options.fill_id
         returns = options.returns or ()
         self.scores: list[Any] | None = [] if "scores" in returns else None
@@ -332,8 +333,8 @@ class Stepwise:
         for i, request in enumerate(self._requests):
             new = ids[i, width:].tolist()
             done[i] |= new[-1] in request.eos_ids
-            if self._stop is not None and not done[i]:
-                done[i] = self._stop.completed(new, request.tokens.tolist())
+            if self._watches and not done[i]:
+                done[i] = self._watches[i].is_completed(new[-1])
         return tokens, done
 
     def close(self) -> None:
