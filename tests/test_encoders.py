@@ -435,6 +435,23 @@ def test_what_embed_does_not_take_is_refused(folder):
         module.embed([[3, 4]])
 
 
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_negative_ids_and_labels_are_refused(backend):
+    """In whatever they come: an array's index may be negative, an id's place in a table not."""
+    how = {"backend": backend, "dtype": "fp32", "replace_with_kernel_inject": True}
+    engine = dualinfer.init_inference(make("bert-sequence"), **how)
+    rows = [[3, 4], [5, -1]]
+    for given in (rows, [3, -1], np.array(rows), torch.tensor(rows), {"input_ids": rows}):
+        with pytest.raises(ArgumentError, match=r"is -1, outside the vocabulary"):
+            engine.embed(given)
+    uneven = {"input_ids": [[3], [5, -1]], "attention_mask": [[1], [1, 1]]}
+    with pytest.raises(ArgumentError, match=r"is -1, outside the vocabulary"):
+        engine.embed(uneven)
+    for labels in ([0, -1, 1], np.array([0, -5, 1]), torch.tensor([-99, 0, 0])):
+        with pytest.raises(ArgumentError, match=r"labels\[\d\] is -\d+; expected a label"):
+            engine(batch("bert-sequence")[0], labels=labels)
+
+
 def test_losses_are_those_of_hf_and_others_are_refused():
     labels = {"bert-sequence": [0, 2, 1], "bert-choice": [1, 0, 1], "qwen2-token": None}
     for case, given in labels.items():

@@ -8,7 +8,6 @@ import torch
 import dualinfer
 from dualinfer import ArgumentError, CheckpointError, UnsupportedError
 from dualinfer.checkpoint.tokenizer import load_tokenizer
-from dualinfer.engine.text import TextStream, encode_chat
 
 from .checkpoints import write_byte_tokenizer, write_llama
 
@@ -19,45 +18,6 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory):
     write_byte_tokenizer(folder)
     (folder / "config.json").write_text('{"model_type": "llama"}')
     return load_tokenizer(folder)
-
-
-@pytest.mark.parametrize("prompt", ["", "a", "Straße ", "🙂" * 5])
-@pytest.mark.parametrize("text", ["plain", "größer → 日本語 🙂🙂 end", "\n\n  é", "🙂"])
-def test_text_stream_gives_whole_characters_only(tokenizer, prompt, text):
-    stream = TextStream(tokenizer, tokenizer(prompt)["input_ids"])
-    pieces = [stream.push(token) for token in tokenizer(text)["input_ids"]]
-    assert len(pieces) == len(text.encode())
-    assert "".join(pieces) == text
-    assert all("\ufffd" not in piece for piece in pieces)
-    assert stream.finish() == ""
-
-
-def test_text_stream_marks_a_character_that_never_ends(tokenizer):
-    stream = TextStream(tokenizer, tokenizer("a")["input_ids"])
-    half = tokenizer("🙂")["input_ids"][:2]
-    assert [stream.push(token) for token in half] == ["", ""]
-    assert set(stream.finish()) == {"\ufffd"}
-
-
-def test_text_stream_goes_on_after_bytes_that_are_no_text(tokenizer):
-    stream = TextStream(tokenizer, tokenizer("a")["input_ids"])
-    broken, letters = tokenizer("é")["input_ids"][:1], tokenizer("xyz")["input_ids"]
-    pieces = [stream.push(token) for token in (*broken, *letters)]
-    assert pieces == ["", "\ufffdx", "y", "z"]
-
-
-def test_text_stream_keeps_the_blanks_between_words():
-    """A token of Llama's begins with its word's blank, which a text's first token does not show."""
-    import tokenizers
-    from transformers import PreTrainedTokenizerFast
-
-    words = {"\u2581one": 0, "\u2581two": 1, "\u2581three": 2}
-    inner = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="\u2581one"))
-    inner.decoder = tokenizers.decoders.Metaspace()
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=inner)
-    assert tokenizer.decode([0, 1, 2]) == "one two three"
-    stream = TextStream(tokenizer, [0])
-    assert [stream.push(token) for token in (1, 2, 1)] == [" two", " three", " two"]
 
 
 def test_a_vocabulary_of_berts_is_a_tokenizer(tmp_path):
@@ -113,7 +73,6 @@ def test_a_plain_tokenizer_is_what_auto_tokenizer_gives(tmp_path):
 TEMPLATE = "{% for m in messages %}{{ m.role }}: {{ m.content }}|{% endfor %}{{ more }}"
 TEXTS = ["one", "a longer one"]
 HI = {"role": "user", "content": "hi"}
-PARTS = [{"type": "text", "text": "hi"}]
 
 
 @pytest.fixture(scope="module")
@@ -178,6 +137,97 @@ def test_a_chat_goes_by_its_template(engine):
     assert len(pieces) in (new.index(new[2]) + 1, new.index(new[2]) + 2)  # what is left of a letter
 
 
+def saying(prompt_ids: list[int], ids: list[int]) -> dict:
+    """Arguments by which a model says these ids, whatever its weights."""
+    begun, last = len(prompt_ids), ids[-1]
+
+    def allowed(row: int, seen) -> list[int]:
+        step = len(seen) - begun
+        return [ids[step] if step < len(ids) else last]
+
+    return {"max_new_tokens": len(ids), "do_sample": False, "prefix_allowed_tokens_fn": allowed}
+
+
+def test_special_tokens_are_left_out_unless_they_are_asked_for(engine):
+    """In the midst of an answer: of texts, streams and chats."""
+    tokenizer = engine.tokenizer
+    special, é = tokenizer.pad_token_id, tokenizer("é")["input_ids"]
+    ids = [*é, special, special, *é, special, *tokenizer("b")["input_ids"]]
+    pad = tokenizer.pad_token
+    for keeps, expected in ((False, "ééb"), (True, f"é{pad}{pad}é{pad}b")):
+        kept = {"skip_special_tokens": False} if keeps else {}
+        how = saying(tokenizer("one")["input_ids"], ids) | kept
+        assert engine.generate_text("one", **how) == expected
+        assert "".join(engine.stream_text("one", **how)) == expected
+        how = saying(tokenizer("user: hi|")["input_ids"], ids) | kept
+        assert engine.chat([HI], **how) == expected
+        assert "".join(engine.stream_chat([HI], **how)) == expected
+
+
+def test_a_chat_ends_at_the_models_end_and_at_the_tokenizers(engine):
+    """Whichever comes first; at neither where the caller names another."""
+    tokenizer, own = engine.tokenizer, engine.generation_config.eos_token_id
+    ids = tokenizer("abcd")["input_ids"]
+    how = saying(tokenizer("user: hi|")["input_ids"], ids)
+    before = tokenizer.eos_token_id
+    try:
+        for model_end, turn_end, expected in (
+            (1, 2, "ab"),
+            (2, 1, "ab"),
+            (1, 1, "ab"),
+            (3, 2, "abc"),
+        ):
+            engine.generation_config.eos_token_id = ids[model_end]
+            tokenizer.eos_token_id = ids[turn_end]
+            assert engine.chat([HI], **how) == expected
+            assert "".join(engine.stream_chat([HI], **how)) == expected
+        assert engine.chat([HI], **how, eos_token_id=ids[3]) == "abcd"
+        engine.generation_config.eos_token_id = [ids[1], ids[3]]
+        assert engine.chat([HI], **how) == "ab"
+        engine.generation_config.eos_token_id = None
+        assert engine.chat([HI], **how) == "abc"
+    finally:
+        tokenizer.eos_token_id, engine.generation_config.eos_token_id = before, own
+
+
+def test_a_question_is_the_same_as_a_str_and_as_parts(engine):
+    """By a template that reads parts alone, and by one that would print them as Python."""
+    parts = [{"type": "text", "text": "hi"}]
+    reads_parts = TEMPLATE.replace(
+        "{{ m.content }}", "{% for part in m.content %}{{ part.text }}{% endfor %}"
+    )
+    for template in (reads_parts, TEMPLATE):
+        options = {
+            "template_options": {"chat_template": template},
+            "max_new_tokens": 5,
+            "do_sample": False,
+        }
+        expected = continued(engine, "user: hi|", 5)
+        for content in ("hi", parts):
+            assert engine.chat([{"role": "user", "content": content}], **options) == expected
+
+
+def test_a_processor_may_be_the_engines_tokenizer(engine, folder):
+    class Processor:
+        tokenizer, chat_template = load_tokenizer(folder), "{{ messages[0].content }}!"
+
+        def __call__(self, images=None, text=None, **more):
+            raise AssertionError("an image's address")
+
+        def decode(self, *args, **kwargs):
+            return self.tokenizer.decode(*args, **kwargs)
+
+    before = engine.tokenizer
+    expected = engine.generate_text("hi!", max_new_tokens=5, do_sample=False)
+    try:
+        engine.tokenizer = Processor()
+        how = {"max_new_tokens": 5, "do_sample": False, "stop_strings": ["never in it"]}
+        assert engine.generate_text("hi!", **how) == engine.chat([HI], **how) == expected
+        assert "".join(engine.stream_text("hi!", tokenizer=Processor(), **how)) == expected
+    finally:
+        engine.tokenizer = before
+
+
 def test_stop_strings_need_no_tokenizer_here(engine):
     whole = engine.generate_text("one", max_new_tokens=20, do_sample=False)
     stop = next(c for c in whole if c.isascii() and c.isprintable())
@@ -222,10 +272,10 @@ def test_text_has_a_length_of_its_own(engine):
         (lambda e: e.chat([]), r"messages is \[\]; expected dicts"),
         (lambda e: e.chat([HI, {"role": "user"}]), r"messages\[1\], the user's, has no content"),
         (lambda e: e.stream_chat([{"role": "user", "content": None}]), "has no content"),
-        (lambda e: e.chat([{"role": "usr", "content": "x"}]), "has the role 'usr', which the chat"),
         (lambda e: e.chat([{"role": None, "content": "x"}]), "has the role None"),
         (lambda e: e.chat([{"role": "user", "content": 5}]), "content that is no text: 5"),
-        (lambda e: e.chat([{"role": "user", "content": PARTS}]), "content that is no text: "),
+        (lambda e: e.chat([HI], template_options={"mor": 1}), "Did you mean more"),
+        (lambda e: e.stream_chat([HI], skip_special_tokens=None), "expected True or False"),
         (lambda e: e.chat([{"role": "user", "content": "\ud800"}]), "content that is no text"),
         (lambda e: e.generate("import os"), r"engine\.generate_text"),
         (lambda e: e.generate_text("x", max_new_tokens=0), "max_new_tokens=0; expected an int"),
@@ -246,20 +296,6 @@ def test_a_template_that_fails_or_is_not_there_is_told(engine, folder):
     plain.chat_template = None
     with pytest.raises(ArgumentError, match="no chat template"):
         engine.chat(messages, tokenizer=plain)
-
-
-def test_a_template_says_what_else_messages_may_be(tokenizer):
-    template = "{% for m in messages %}{% if m.role == 'critic' %}{{ m.content[0].text }}"
-    template += "{% elif m.content is mapping %}{{ m.content.x }}{% endif %}{% endfor %}"
-    more = "{# content is mapping, part.type #}"
-    calls = {"role": "assistant", "tool_calls": [{"name": "f"}]}
-    answers = {"role": "tool", "content": {"x": "ho"}}
-    messages = [{"role": "critic", "content": PARTS}, calls, answers]
-    ids = encode_chat(tokenizer, messages, {"chat_template": template + more})
-    assert tokenizer.decode(ids) == "hiho"
-    for wrong in (messages[0], answers):
-        with pytest.raises(ArgumentError, match="content that is no text"):
-            encode_chat(tokenizer, [wrong], {"chat_template": "{# 'critic' #}"})
 
 
 def test_a_model_from_nowhere_asks_for_its_tokenizer(tokenizer):

@@ -32,13 +32,10 @@ def load_tokenizer(path: str | os.PathLike[str]) -> Any:
             "tokenizer there (tokenizer.save_pretrained), or pass token ids to engine.generate()."
         )
     try:
-        if is_plain(folder):
-            from transformers import PreTrainedTokenizerFast
-
-            return PreTrainedTokenizerFast.from_pretrained(folder, local_files_only=True)
-        from transformers import AutoTokenizer
-
-        return AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+        made = _load(folder)
+        if getattr(made, "chat_template", None) is None:
+            made.chat_template = _processors_template(folder)
+        return made
     except Exception as error:  # transformers and tokenizers raise many kinds
         if "trust_remote_code" in str(error):
             raise CheckpointError(
@@ -48,6 +45,26 @@ def load_tokenizer(path: str | os.PathLike[str]) -> Any:
                 "tokenizer=, or pass token ids."
             ) from error
         raise CheckpointError(f"The tokenizer in {folder} cannot be read: {error}") from error
+
+
+def _load(folder: Path) -> Any:
+    if is_plain(folder):
+        from transformers import PreTrainedTokenizerFast
+
+        return PreTrainedTokenizerFast.from_pretrained(folder, local_files_only=True)
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+
+
+def _processors_template(folder: Path) -> str | None:
+    """The chat template that a processor was saved with, in files that tokenizers do not read."""
+    for name in ("chat_template.json", "processor_config.json"):
+        if (folder / name).is_file():
+            template = read_json(folder / name).get("chat_template")
+            if isinstance(template, str):
+                return template
+    return None
 
 
 # Of the arguments of transformers' conversion, and of the class that it is for.

@@ -26,7 +26,8 @@ from ..api import init_inference
 from ..bench.cli import app as bench
 from ..checkpoint.tokenizer import has_tokenizer, load_tokenizer, tokenizer_folder
 from ..engine.fused import FusedEngine
-from ..engine.text import TextStream, encode
+from ..engine.text_stream import Detokenizer
+from ..engine.tokenizing import encode
 from ..errors import BackendNotAvailableError, DualinferError
 from ..system.command_options import QuantOption
 from ..system.tables import Table
@@ -311,7 +312,7 @@ def _engines(
 
 def _pieces(tokenizer: Any, ids: Any, tokens: Iterator[int]) -> Iterator[str]:
     """Text of the new tokens, in whole characters; closes `tokens`."""
-    text = TextStream(tokenizer, ids[0].tolist())
+    text = Detokenizer(tokenizer).stream(ids[0].tolist())
     with closing(tokens):  # type: ignore[type-var]
         for token in tokens:
             yield text.push(token)

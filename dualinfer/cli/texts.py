@@ -19,7 +19,8 @@ from ..backends.base import NO_KERNELS
 from ..checkpoint.hub import Found, find_model
 from ..checkpoint.sources import is_checkpoint
 from ..checkpoint.tokenizer import load_tokenizer, tokenizer_folder
-from ..engine.text import encode, encode_chat
+from ..engine.chat import encode_chat
+from ..engine.tokenizing import encode
 from ..errors import (
     ArgumentError,
     CheckpointNotFoundError,

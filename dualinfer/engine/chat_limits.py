@@ -14,7 +14,7 @@ _SOURCE = 1 << 17  # characters of a template
 _TURNS, _SECONDS = 200_000, 5.0
 _CHARS, _MADE = 1 << 24, 1 << 28  # of one text, and of all that are made on the way
 _BITS = 10_000  # of an integer
-_PARTS = 500_000  # of a value that is looked at
+_PARTS = 100_000  # of a value that is looked at
 _SIZED = ("center", "indent", "wordwrap", "batch", "slice", "tojson")  # filters, by an int
 _TEXTUAL = ("tojson", "string", "pprint", "join", "format", "xmlattr", "urlencode", "replace")
 _METHODS = (str, bytes, int)
@@ -85,15 +85,19 @@ def _extent(value: Any, most: int) -> int:
     return count
 
 
+def check_source(source: str) -> None:
+    """Raise ArgumentError for a template that is too long to be one."""
+    if len(source) > _SOURCE:
+        raise ArgumentError(
+            f"The chat template has {len(source):,} characters; at most {_SOURCE:,} are read."
+        )
+
+
 def render(source: str, messages: Any, variables: Mapping[str, Any]) -> str:
     """The text that a template makes, as transformers renders it; jinja's errors are raised.
 
     Raises ArgumentError for a template that does not end, or makes more text than any chat needs.
     """
-    if len(source) > _SOURCE:
-        raise ArgumentError(
-            f"The chat template has {len(source):,} characters; at most {_SOURCE:,} are read."
-        )
     with _within(messages):
         try:
             return _compiled(source).render(messages=messages, **variables)
@@ -250,7 +254,7 @@ def _make_kind() -> type:
         return nodes.Call(nodes.EnvironmentAttribute(name), list(args), [], None, None)
 
     def bounded(tree: nodes.Template) -> nodes.Template:
-        """The template with a count in each loop and macro, and texts joined by our own function."""
+        """The template with a count in each loop and macro, and our own way to join texts."""
         for node in tree.find_all((nodes.For, nodes.Macro, nodes.CallBlock)):
             node.body.insert(0, nodes.ExprStmt(own("turn")))
             if isinstance(node, nodes.For) and node.test is not None:
@@ -287,7 +291,7 @@ def _make_kind() -> type:
         def concatenated(*parts: Any) -> str:
             return _joined([str(_shown(part)) for part in parts])
 
-        def call(__self, __context: Any, __obj: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: B902
+        def call(__self, __context: Any, __obj: Any, *args: Any, **kwargs: Any) -> Any:
             _budget.get().turn()
             _check_call(__obj, args, kwargs)
             return super().call(__context, __obj, *args, **kwargs)

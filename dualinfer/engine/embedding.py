@@ -29,7 +29,7 @@ from ..model.spec import ModelSpec
 from .base import InferenceEngine
 from .checks import by_name, check_ids, check_length, check_mask, is_zero, refuse_prefix
 from .packing import Pass, make_inputs, make_passes
-from .text import ids_of
+from .tokenizing import ids_of, tokenizer_of
 
 _TOKENS, _TOKENS_ON_HOST = 16384, 2048  # of one pass
 _CUT = "Cut it, or pass max_length with texts."
@@ -123,7 +123,7 @@ class EmbeddingCalls(InferenceEngine):
             of_text = _is_text(given)
             if of_text:
                 before = how.prompt(prompt, prompt_name)
-                tokenizer = self.tokenizer if tokenizer is None else tokenizer
+                tokenizer = tokenizer_of(self.tokenizer if tokenizer is None else tokenizer)
                 limit = self._most_tokens(max_length, tokenizer)
                 skip = 0 if how.include_prompt else _length_of_prompt(tokenizer, before)
                 single = isinstance(given, str)

@@ -18,6 +18,7 @@ from .options import DEFAULT_NEW_TOKENS, check_values, config_dict, over_limit
 from .prompts import make_prompts
 from .report import Report
 from .text import DEFAULT_TEXT_TOKENS, Sequences
+from .tokenizing import held_tokenizer
 
 _OF_TOKENS = (
     *("attention_mask", "position_ids", "token_type_ids", "labels"),
@@ -91,6 +92,8 @@ class ModuleEngine(InferenceEngine):
         if (named := by_name(first)) is not None:
             args, kwargs = args[1:], {k: v for k, v in named.items() if v is not None} | kwargs
             kwargs["input_ids"] = named["input_ids"]
+        if kwargs.get("tokenizer") is not None:
+            kwargs = kwargs | {"tokenizer": held_tokenizer(kwargs["tokenizer"])}
         return self._run("generate", args, kwargs)
 
     def _begin(

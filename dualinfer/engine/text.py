@@ -7,11 +7,12 @@ from typing import Any, NamedTuple, Unpack, overload
 from ..errors import ArgumentError, UnsupportedError, a_type, shown
 from ..parallel.spmd import Call, Turns
 from .arguments import GenerationArguments, with_arguments
+from .chat import Messages, encode_chat
 from .options import config_dict
+from .text_stream import Detokenizer
+from .tokenizing import encode, tokenizer_of
 
 DEFAULT_TEXT_TOKENS = 256  # as HF's pipelines, where nobody asks for a length
-_CONTEXT = 8  # tokens decoded before the new ones, since a tokenizer may join words by a blank
-_ROLES = ("system", "developer", "user", "assistant", "tool")
 
 # Arguments of `generate` that calls of text do without, and why.
 _OF_IDS = "the prompt is a text here. Call generate() with token ids"
@@ -19,41 +20,6 @@ _NOT_OF_TEXT = {
     "streamer": "a call of text takes none. stream_text() and stream_chat() give it as it comes",
     **dict.fromkeys(("input_ids", "inputs", "inputs_embeds", "attention_mask"), _OF_IDS),
 }
-
-Messages = Sequence[Mapping[str, Any]]
-
-
-class TextStream:
-    """Text of a growing sequence, handed out in whole characters: a token may be part of one."""
-
-    def __init__(self, tokenizer: Any, prompt: Sequence[int]):
-        self._tokenizer = tokenizer
-        self._ids = list(prompt)
-        self._read = len(self._ids)
-        self._start = max(0, self._read - _CONTEXT)
-
-    def push(self, *tokens: int) -> str:
-        """The text that `tokens` complete; empty while a character is unfinished."""
-        self._ids += map(int, tokens)
-        return self._take(finished=False)
-
-    def finish(self) -> str:
-        """What is left, with U+FFFD in place of a character that never ended."""
-        return self._take(finished=True)
-
-    def _take(self, finished: bool) -> str:
-        old = self._decode(self._ids[self._start : self._read])
-        new = self._decode(self._ids[self._start :])
-        if new.endswith("\ufffd") and not finished:
-            return ""
-        self._read = len(self._ids)
-        self._start = max(0, self._read - _CONTEXT)
-        return new[len(old) :]
-
-    def _decode(self, ids: list[int]) -> str:
-        return self._tokenizer.decode(
-            ids, skip_special_tokens=True, clean_up_tokenization_spaces=False
-        )
 
 
 class Sequences(NamedTuple):
@@ -81,6 +47,7 @@ class TextCalls:
     def tokenizer(self) -> Any:
         """The model's HF tokenizer, loaded when it is first asked for; it may be set.
 
+        A processor may be set in its place: its tokenizer and its chat template are taken.
         It is looked for in the checkpoint's folder, and for a live module in the folder that it was
         loaded from. Raises CheckpointError or UnsupportedError where there is none.
         """
@@ -96,7 +63,9 @@ class TextCalls:
 
     @tokenizer.setter
     def tokenizer(self, value: Any) -> None:
-        self._tokenizer = None if value is None else _checked(value)
+        if value is not None:
+            tokenizer_of(value)  # raises for what is none
+        self._tokenizer = value
 
     def _begin(
         self,
@@ -120,6 +89,7 @@ class TextCalls:
         generation_config: Any = ...,
         *,
         tokenizer: Any = ...,
+        skip_special_tokens: bool = ...,
         **arguments: Unpack[GenerationArguments],
     ) -> str: ...
 
@@ -130,6 +100,7 @@ class TextCalls:
         generation_config: Any = ...,
         *,
         tokenizer: Any = ...,
+        skip_special_tokens: bool = ...,
         **arguments: Unpack[GenerationArguments],
     ) -> Any: ...
 
@@ -140,16 +111,19 @@ class TextCalls:
         generation_config: Any = None,
         *,
         tokenizer: Any = None,
+        skip_special_tokens: bool = True,
         **arguments: Unpack[GenerationArguments],
     ) -> Any:
         """The text that continues `prompt`, without the prompt; a list of texts gives a list.
 
         Arguments are those of `generate`. Where none of them, nor the model, gives a length, at
-        most 256 new tokens. `tokenizer` is the engine's own where None. With
+        most 256 new tokens. `tokenizer` is the engine's own where None; it may be a processor.
+        Special tokens are left out of the text unless `skip_special_tokens` is False. With
         `num_return_sequences` above 1 a list, each prompt's texts next to one another. Where
         several processes share the model, those that pass None take rank 0's prompt.
         """
-        return self._whole(prompt, _texts, generation_config, tokenizer, dict(arguments))
+        how = _How(_texts, generation_config, tokenizer, skip_special_tokens)
+        return self._whole(prompt, how, dict(arguments))
 
     @with_arguments
     def stream_text(
@@ -158,15 +132,18 @@ class TextCalls:
         generation_config: Any = None,
         *,
         tokenizer: Any = None,
+        skip_special_tokens: bool = True,
         **arguments: Unpack[GenerationArguments],
     ) -> Iterator[Any]:
         """An iterator of the text of `generate_text` as it comes, a piece for each token.
 
-        A piece is empty while a character is unfinished; several sequences give lists of pieces.
-        Arguments are checked at once, the work starts with the first `next`, and leaving the loop
-        or `close()` on the iterator frees what it holds.
+        Joined, the pieces are that text. A piece is empty while the next tokens may still change
+        what it would say, as where a character is unfinished; several sequences give lists of
+        pieces. Arguments are checked at once, the work starts with the first `next`, and leaving
+        the loop or `close()` on the iterator frees what it holds.
         """
-        return self._pieces(prompt, _texts, generation_config, tokenizer, dict(arguments))
+        how = _How(_texts, generation_config, tokenizer, skip_special_tokens)
+        return self._pieces(prompt, how, dict(arguments))
 
     @with_arguments
     def chat(
@@ -176,16 +153,20 @@ class TextCalls:
         *,
         tokenizer: Any = None,
         template_options: Mapping[str, Any] | None = None,
+        skip_special_tokens: bool = True,
         **arguments: Unpack[GenerationArguments],
     ) -> Any:
         """The answer to a chat, by the tokenizer's chat template; a list of chats gives a list.
 
-        `messages` are dicts with `role` and `content`, as in HF; `template_options` go to
-        `apply_chat_template`: tools, enable_thinking and the like. The rest as in `generate_text`;
-        an answer ends at the tokenizer's EOS, too.
+        `messages` are dicts with `role` and `content`, as in HF, a str or a list of parts that are
+        texts; what the template would lose of them is refused. `template_options` go to
+        `apply_chat_template`: tools, enable_thinking and the like, and `chat_template`, which may
+        be the path of a file; those that the template does not read are refused. The rest as in
+        `generate_text`; an answer ends at the tokenizer's EOS, too.
         """
-        how = _Chats(template_options)
-        return self._whole(messages, how, generation_config, tokenizer, dict(arguments))
+        chats = _Chats(template_options)
+        how = _How(chats, generation_config, tokenizer, skip_special_tokens)
+        return self._whole(messages, how, dict(arguments))
 
     @with_arguments
     def stream_chat(
@@ -195,35 +176,35 @@ class TextCalls:
         *,
         tokenizer: Any = None,
         template_options: Mapping[str, Any] | None = None,
+        skip_special_tokens: bool = True,
         **arguments: Unpack[GenerationArguments],
     ) -> Iterator[Any]:
         """The answer of `chat` as it comes, piece by piece, as `stream_text` gives it."""
-        how = _Chats(template_options)
-        return self._pieces(messages, how, generation_config, tokenizer, dict(arguments))
+        chats = _Chats(template_options)
+        how = _How(chats, generation_config, tokenizer, skip_special_tokens)
+        return self._pieces(messages, how, dict(arguments))
 
     def _started(
-        self,
-        prompts: Any,
-        encode_all: Callable[[Any, Any], list[list[int]]],
-        config: Any,
-        given: Any,
-        arguments: dict[str, Any],
-        whole: bool,
-    ) -> tuple[Any, Sequences]:
-        """The tokenizer, and the sequences that continue `prompts`; None takes rank 0's."""
+        self, prompts: Any, how: "_How", arguments: dict[str, Any], whole: bool
+    ) -> tuple[Detokenizer, Sequences]:
+        """What makes text of tokens, and the sequences that continue `prompts`; None: rank 0's."""
         for name, why in _NOT_OF_TEXT.items():
             if arguments.get(name) is not None:
                 raise ArgumentError(f"{name}: {why}.")
+        if not isinstance(how.skips, bool):
+            raise ArgumentError(f"skip_special_tokens={shown(how.skips)}; expected True or False.")
         with self._turns.together("The prompts"):
-            tokenizer = self.tokenizer if given is None else _checked(given)
-            rows = None if prompts is None else encode_all(tokenizer, prompts)
+            given = self.tokenizer if how.tokenizer is None else how.tokenizer
+            tokenizer = tokenizer_of(given)
+            rows = None if prompts is None else how.encode(given, prompts)
         with self._call("generate_text()", {"prompts": rows}) as call:
             rows = call.inputs["prompts"]
         if rows is None:
             raise ArgumentError("The prompt is missing; pass a text, or the messages of a chat.")
-        if isinstance(encode_all, _Chats):
-            arguments = self._ending(config, tokenizer, arguments)
-        return tokenizer, self._begin(rows, config, tokenizer, arguments, whole)
+        if isinstance(how.encode, _Chats):
+            arguments = self._ending(how.config, tokenizer, arguments)
+        begun = self._begin(rows, how.config, tokenizer, arguments, whole)
+        return Detokenizer(tokenizer, how.skips), begun
 
     def _ending(self, config: Any, tokenizer: Any, arguments: dict[str, Any]) -> dict[str, Any]:
         """The arguments with the tokenizer's EOS beside the model's, unless the caller names one.
@@ -238,10 +219,8 @@ class TextCalls:
         known = own if isinstance(own, list | tuple) else [] if own is None else [own]
         return {**arguments, "eos_token_id": list(dict.fromkeys([*known, turn]))}
 
-    def _whole(
-        self, prompts: Any, encode_all: Any, config: Any, given: Any, arguments: dict[str, Any]
-    ) -> Any:
-        tokenizer, begun = self._started(prompts, encode_all, config, given, arguments, whole=True)
+    def _whole(self, prompts: Any, how: "_How", arguments: dict[str, Any]) -> Any:
+        detokenizer, begun = self._started(prompts, how, arguments, whole=True)
         tokens: list[list[int]] = [[] for _ in begun.prompts]
         with closing(begun.steps) as steps:
             for step in steps:
@@ -250,22 +229,29 @@ class TextCalls:
                         row.append(token)
         texts = []
         for prompt, row in zip(begun.prompts, tokens, strict=True):
-            stream = TextStream(tokenizer, prompt)
+            stream = detokenizer.stream(prompt)
             texts.append(stream.push(*row) + stream.finish())
         several = isinstance(prompts, Sequence) and not isinstance(prompts, str)
-        if several and isinstance(encode_all, _Chats):
+        if several and isinstance(how.encode, _Chats):
             several = not _is_chat(prompts)
         return texts if several or len(texts) > 1 else texts[0]
 
-    def _pieces(
-        self, prompts: Any, encode_all: Any, config: Any, given: Any, arguments: dict[str, Any]
-    ) -> Iterator[Any]:
-        tokenizer, begun = self._started(prompts, encode_all, config, given, arguments, whole=False)
-        return _as_they_come(tokenizer, begun)
+    def _pieces(self, prompts: Any, how: "_How", arguments: dict[str, Any]) -> Iterator[Any]:
+        detokenizer, begun = self._started(prompts, how, arguments, whole=False)
+        return _as_they_come(detokenizer, begun)
 
 
-def _as_they_come(tokenizer: Any, begun: Sequences) -> Iterator[Any]:
-    streams = [TextStream(tokenizer, prompt) for prompt in begun.prompts]
+class _How(NamedTuple):
+    """How a call goes from prompts to text: what makes ids of them, and what text of ids."""
+
+    encode: Callable[[Any, Any], list[list[int]]]
+    config: Any
+    tokenizer: Any
+    skips: Any
+
+
+def _as_they_come(detokenizer: Detokenizer, begun: Sequences) -> Iterator[Any]:
+    streams = [detokenizer.stream(prompt) for prompt in begun.prompts]
     one = len(streams) == 1
     with closing(begun.steps) as steps:
         for step in steps:
@@ -308,101 +294,7 @@ class _Chats:
         return [encode_chat(tokenizer, chat, self._options) for chat in chats]
 
 
-def encode(tokenizer: Any, text: Any) -> list[int]:
-    """Token ids of a prompt, with what the tokenizer puts around it; ArgumentError for none."""
-    if not isinstance(text, str):
-        raise ArgumentError(f"A prompt is {a_type(text)}; expected a str.")
-    ids = ids_of(tokenizer, text)
-    if not ids:
-        raise ArgumentError("The prompt is empty; there is nothing to continue.")
-    return ids
-
-
-def ids_of(tokenizer: Any, text: str, most: int | None = None, name: str = "prompt") -> list[int]:
-    """Token ids of a text, at most so many, with what the tokenizer puts around it; maybe none."""
-    try:
-        cut = {} if most is None else {"truncation": True, "max_length": most}
-        return list(tokenizer(text, **cut)["input_ids"])
-    except Exception as error:  # tokenizers raises many kinds
-        why = f"The tokenizer does not take the {name} {shown(text)}: {error}"
-        if any("\ud800" <= char <= "\udfff" for char in text):
-            why = f"The {name} {shown(text)} was read from bytes that are no UTF-8. Pass text."
-        raise ArgumentError(why) from error
-
-
-def encode_chat(
-    tokenizer: Any, messages: Messages, options: Mapping[str, Any] | None = None
-) -> list[int]:
-    """Token ids of a chat up to where the answer begins.
-
-    Raises ArgumentError without a chat template, and for messages that are none.
-    """
-    template = (options or {}).get("chat_template") or getattr(tokenizer, "chat_template", None)
-    if not template:
-        raise ArgumentError(
-            "The tokenizer has no chat template, as those of base models have none. Continue a "
-            "text with generate_text() instead, or set tokenizer.chat_template."
-        )
-    for index, message in enumerate(messages):
-        _check_message(message, f"messages[{index}]", str(template))
-    settings: dict[str, Any] = {"add_generation_prompt": True, **(options or {})}
-    try:
-        text = tokenizer.apply_chat_template(list(messages), **(settings | {"tokenize": False}))
-        ids = list(tokenizer(text, add_special_tokens=False)["input_ids"])
-    except Exception as error:  # jinja and the template itself raise many kinds
-        raise ArgumentError(f"The chat template does not take these messages: {error}") from error
-    if not ids:
-        raise ArgumentError("The chat template makes no text of these messages.")
-    return ids
-
-
-def _check_message(message: Mapping[str, Any], name: str, template: str) -> None:
-    """Raise ArgumentError for what a template would pass over or print as Python shows it.
-
-    A role or a form of content that is not usual must be one that the template reads.
-    """
-    role, content = message["role"], message.get("content")
-    known = isinstance(role, str) and (
-        role in _ROLES or f"'{role}'" in template or f'"{role}"' in template
-    )
-    if not known:
-        raise ArgumentError(
-            f"{name} has the role {shown(role)}, which the chat template does not read. Usual are "
-            f"{', '.join(_ROLES)}."
-        )
-    if content is None and message.get("tool_calls"):
-        return
-    if isinstance(content, Mapping) and "content is mapping" in template:  # what a tool gave
-        return
-    if content is None:
-        raise ArgumentError(f"{name}, the {role}'s, has no content. Give it a text as content.")
-    parts = content if isinstance(content, list | tuple) and "type" in template else [content]
-    texts = [part.get("text") if isinstance(part, Mapping) else part for part in parts]
-    if isinstance(content, Mapping) or not all(map(_is_text, texts)):
-        raise ArgumentError(
-            f"{name}, the {role}'s, has content that is no text: {shown(content)}. A str is "
-            "expected."
-        )
-
-
-def _is_text(value: Any) -> bool:
-    """True for a str that is Unicode throughout; half a surrogate pair is none."""
-    try:
-        return isinstance(value, str) and value.encode() is not None
-    except UnicodeEncodeError:
-        return False
-
-
 def _is_chat(messages: Any) -> bool:
     """True for one chat: dicts with a role."""
     is_list = isinstance(messages, Sequence) and not isinstance(messages, str) and len(messages) > 0
     return is_list and all(isinstance(m, Mapping) and "role" in m for m in messages)
-
-
-def _checked(tokenizer: Any) -> Any:
-    if not (callable(tokenizer) and hasattr(tokenizer, "decode")):
-        raise ArgumentError(
-            f"tokenizer is {a_type(tokenizer)}; expected a HF tokenizer, such as "
-            "AutoTokenizer.from_pretrained(...) gives."
-        )
-    return tokenizer

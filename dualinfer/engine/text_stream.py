@@ -9,6 +9,8 @@ from contextlib import suppress
 from copy import copy
 from typing import Any, Protocol
 
+from .tokenizing import held_tokenizer
+
 _CONTEXT = 1024  # tokens of a prompt that are decoded before the new ones
 _WINDOW, _LONGEST_WINDOW = 16, 512  # tokens that a tokenizer with a way of its own is asked about
 _PROBES = 12
@@ -37,6 +39,7 @@ class Detokenizer:
     """
 
     def __init__(self, tokenizer: Any, skip_special_tokens: bool = True, eager: bool = False):
+        tokenizer = held_tokenizer(tokenizer)
         self._cleans = not eager and _cleans(tokenizer)
         self._source = _make_chain(tokenizer, skip_special_tokens, eager) or _Asked(
             tokenizer, skip_special_tokens, self._cleans or eager
