@@ -227,38 +227,11 @@ def describe_tokens(writer):
     writer.add_float32("general.sampling.temp", 0.5)
 
 
-def describe_pieces(writer):
-    """A sentencepiece vocabulary without merges, as of the first Llamas."""
-    pieces = ["<unk>", "<s>", "</s>", *(f"<0x{i:02X}>" for i in range(256))]
-    words = ["\u2581", "h", "e", "l", "o", "he", "ll", "hell", "hello", "\u2581hello"]
-    writer.add_tokenizer_model("llama")
-    writer.add_token_list(pieces + words)
-    writer.add_token_scores([0.0] * len(pieces) + [-20.0 + i for i in range(len(words))])
-    writer.add_token_types([2, 3, 3, *[6] * 256, *[1] * len(words)])
-    writer.add_bos_token_id(1)
-    writer.add_eos_token_id(2)
-    writer.add_unk_token_id(0)
-
-
 @pytest.fixture(scope="module")
 def speaking(tmp_path_factory):
     """A file with a tokenizer, the only one in its folder."""
     path = tmp_path_factory.mktemp("speaking") / "model.gguf"
     return write_gguf(path, tiny("llama-mqa", **WIDE), lambda _: Type.F16, describe_tokens)
-
-
-@pytest.mark.parametrize("describe", [describe_tokens, describe_pieces])
-def test_the_tokenizer_is_the_one_that_transformers_makes(describe, tmp_path):
-    path = write_gguf(tmp_path / "m.gguf", tiny("llama-mqa"), describe=describe)
-    own, theirs = (
-        load_tokenizer(path),
-        hf.AutoTokenizer.from_pretrained(tmp_path, gguf_file="m.gguf"),
-    )
-    for text in (TEXT, "hello hell"):
-        assert own(text).input_ids == theirs(text).input_ids
-        assert own.decode(own(text).input_ids) == theirs.decode(theirs(text).input_ids)
-    assert own.special_tokens_map == theirs.special_tokens_map
-    assert own.chat_template == theirs.chat_template
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

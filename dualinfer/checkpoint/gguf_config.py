@@ -19,6 +19,8 @@ from .gguf_model import GgufModel
 WAY = "Pass the HF checkpoint that it was made from."
 ROPE_FACTORS = "rope_freqs.weight"
 _BETAS = {"beta_fast": 32.0, "beta_slow": 1.0}
+# Ends of turns. Phi-3's <|end|> ends a part of an answer elsewhere, and is told by its files.
+_TURNS = ("<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<end_of_turn>", "<end_of_utterance>")
 _IDS = {"bos_token_id": "bos", "eos_token_id": "eos", "pad_token_id": "padding"}
 _SAMPLING = {
     "temp": "temperature",
@@ -418,6 +420,7 @@ def _make_generation(model: GgufModel) -> dict[str, Any]:
     fields = _ids(model)
     ends = [fields["eos_token_id"]]
     ends += [model.token_id(name) for name in ("eot", "eom")]
+    ends += _ends_of_turns(model) if model.token_id("eot") is None else []
     ends = [*dict.fromkeys(end for end in ends if end is not None)]
     fields["eos_token_id"] = ends if len(ends) > 1 else next(iter(ends), None)
     found = {t: model.fields.get(f"general.sampling.{own}") for own, t in _SAMPLING.items()}
@@ -425,6 +428,17 @@ def _make_generation(model: GgufModel) -> dict[str, Any]:
     if sampling.get("temperature") != 0 and sampling:
         fields |= {"do_sample": True, **sampling}
     return {name: value for name, value in fields.items() if value is not None}
+
+
+def _ends_of_turns(model: GgufModel) -> list[int]:
+    """The tokens by which an answer ends where the file does not say so, by what llama.cpp knows.
+
+    Files of before eot_token_id was written name the end of a text alone, at which no chat ends.
+    """
+    template = model.fields.get("tokenizer.chat_template")
+    names = [name for name in _TURNS if isinstance(template, str) and name in template]
+    tokens = model.tokens() if names else []
+    return [number for number, token in enumerate(tokens) if token in names]
 
 
 def _ids(model: GgufModel) -> dict[str, Any]:

@@ -111,6 +111,11 @@ class GgufModel:
         """The tokenizer's id of that name, None where it is absent."""
         return self.fields.get(f"tokenizer.ggml.{name}_token_id")
 
+    def tokens(self) -> list[str]:
+        """The tokenizer's vocabulary, empty where there is none."""
+        name, file = "tokenizer.ggml.tokens", self.files[0]
+        return file.strings(name) if isinstance(file.fields.get(name), Strings) else []
+
     def tokenizer(self) -> dict[str, Any]:
         """The fields of the tokenizer, without `tokenizer.`, arrays as lists."""
         file = self.files[0]

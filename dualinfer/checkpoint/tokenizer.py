@@ -5,11 +5,12 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from ..errors import CheckpointError, shortened, shown
+from ..errors import CheckpointError
 from ..model.families import check_model_type
 from .files import read_json
 from .gguf_config import read_gguf_tokenizer
 from .gguf_model import is_gguf
+from .gguf_tokenizer import load_gguf_tokenizer
 from .sources import ADAPTER, check_folder
 
 # Classes that are tokenizer.json and nothing else. AutoTokenizer takes them too, after the import
@@ -25,7 +26,7 @@ def load_tokenizer(path: str | os.PathLike[str]) -> Any:
     """
     folder = Path(path) if _is_adapter(path) else check_folder(path)
     if is_gguf(folder):
-        return _load_gguf_tokenizer(folder)
+        return load_gguf_tokenizer(folder)
     if not has_tokenizer(folder):
         raise CheckpointError(
             f"{folder} holds no tokenizer.json, tokenizer.model or vocabulary. Save the model's "
@@ -65,46 +66,6 @@ def _processors_template(folder: Path) -> str | None:
             if isinstance(template, str):
                 return template
     return None
-
-
-# Of the arguments of transformers' conversion, and of the class that it is for.
-_GGUF_TOKENS = {"bos": "bos", "eos": "eos", "unknown": "unk", "padding": "pad"}
-_GGUF_FIELDS = {
-    "model": "tokenizer_type",
-    "pre": "pre_tokenizer_type",
-    "add_space_prefix": "add_prefix_space",
-}
-_GGUF_ALIKE = ("tokens", "scores", "token_type", "merges", "precompiled_charsmap")
-
-
-def _load_gguf_tokenizer(path: Path) -> Any:
-    """The tokenizer that transformers makes of a GGUF file's fields."""
-    architecture, fields = read_gguf_tokenizer(path)
-    kind, tokens = fields.get("ggml.model"), fields.get("ggml.tokens")
-    if not isinstance(tokens, list):
-        raise CheckpointError(
-            f"{path} holds no tokenizer. Pass one as tokenizer=, or pass token ids."
-        )
-    names = {name: name for name in _GGUF_ALIKE} | _GGUF_FIELDS
-    given = {t: fields[f"ggml.{own}"] for own, t in names.items() if f"ggml.{own}" in fields}
-    settings = {"chat_template": fields.get("chat_template")}
-    for name, default in (("add_bos_token", kind == "llama"), ("add_eos_token", False)):
-        settings[name] = bool(fields.get(f"ggml.{name}", default))
-    try:
-        for own, theirs in _GGUF_TOKENS.items():
-            number = fields.get(f"ggml.{own}_token_id")
-            settings[f"{theirs}_token"] = None if number is None else tokens[number]
-            given[f"{theirs}_token_id"] = number
-        from transformers import PreTrainedTokenizerFast
-        from transformers.integrations.gguf.gguf_tokenizer_mapping import convert_gguf_tokenizer
-
-        made, more = convert_gguf_tokenizer(architecture, given)
-        return PreTrainedTokenizerFast(tokenizer_object=made, **settings, **more)
-    except Exception as error:  # transformers and tokenizers raise many kinds
-        raise CheckpointError(
-            f"transformers makes no tokenizer of what {path} holds ({shown(kind)}): "
-            f"{shortened(error)}. Pass the model's own as tokenizer=, or pass token ids."
-        ) from error
 
 
 def tokenizer_folder(folder: Path, adapters: Iterable[str] | None) -> Path:
