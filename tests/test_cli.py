@@ -261,6 +261,10 @@ def test_generate_applies_the_chat_template(run, talking, folder):
     assert result.stdout == named(answers(talking, "user: hello|")[0]) + "\n"
     message = one_message(run("generate", folder, "hello", "--chat"))
     assert "no chat template" in message
+    template = ("--chat-template", talking / "chat_template.jinja", "--max-new-tokens", 6)
+    assert run("generate", folder, "hello", "--chat", *template).stdout == result.stdout
+    refused = run("generate", folder, "hello", *template)
+    assert refused.exit_code == 2 and "pass --chat as well" in refused.stderr
 
 
 def test_chat_keeps_the_history_and_obeys(run, talking):

@@ -65,6 +65,14 @@ class TextOptions:
         list[str] | None,
         typer.Option(metavar="TEXT", help="End after this text; may be given several times."),
     ] = None
+    chat_template: Annotated[
+        str | None,
+        typer.Option(
+            metavar="FILE",
+            help="A chat template in place of the model's: a file (Jinja or JSON), or the name of "
+            "one of its several.",
+        ),
+    ] = None
     dtype: Annotated[
         str | None,
         typer.Option(
@@ -92,6 +100,11 @@ class TextOptions:
         """True if an option shapes sampling, and so asks for it."""
         shapes = (self.temperature, self.top_k, self.top_p, self.seed)
         return any(value is not None for value in shapes)
+
+    @property
+    def template_options(self) -> dict[str, Any]:
+        """What the options ask of the chat template."""
+        return {"chat_template": self.chat_template} if self.chat_template else {}
 
     def arguments(self) -> dict[str, Any]:
         """What the options ask of generate."""

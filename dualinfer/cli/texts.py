@@ -109,7 +109,10 @@ def generate(
     prompt = _read(arguments[-1])
     tokenizer = load_tokenizer(tokenizer_folder(*found))
     messages = [{"role": "user", "content": prompt}] if chat else None
-    ids = encode_chat(tokenizer, messages) if messages else encode(tokenizer, prompt)
+    template = options.template_options
+    if template and not chat:
+        raise typer.BadParameter("--chat-template is for chats: pass --chat as well.")
+    ids = encode_chat(tokenizer, messages, template) if messages else encode(tokenizer, prompt)
     texts: list[list[str]] = []
     for name in names:
         if len(names) > 1:
@@ -119,8 +122,10 @@ def generate(
             room = max(1, min(NEW_TOKENS, most - len(ids))) if most else NEW_TOKENS
             length = room if max_new_tokens is None else max_new_tokens
             kwargs = {"do_sample": False, **_arguments(engine, options), "max_new_tokens": length}
-            stream = engine.stream_chat if messages else engine.stream_text
-            pieces = stream(messages or prompt, **kwargs)  # pyright: ignore[reportArgumentType]
+            if messages:
+                pieces = engine.stream_chat(messages, template_options=template, **kwargs)
+            else:
+                pieces = engine.stream_text(prompt, **kwargs)
             is_continued = not (chat or getattr(engine.config, "is_encoder_decoder", False))
             texts.append(_show(engine, pieces, length, prompt if is_continued else ""))
     if drawn:
@@ -171,7 +176,8 @@ def chat(
     if ctx.obj == OWN_PROCESS:
         start_sooner(found.folder)
     tokenizer = load_tokenizer(tokenizer_folder(*found))
-    encode_chat(tokenizer, [*_opening(system), {"role": "user", "content": "Hello"}])
+    hello = {"role": "user", "content": "Hello"}
+    encode_chat(tokenizer, [*_opening(system), hello], options.template_options)
     with _engine(found, name, tokenizer, options) as engine:
         if not _Talk(engine, system, max_new_tokens, options, ctx.command).run():
             raise typer.Exit(1)
@@ -254,7 +260,8 @@ class _Talk:
         try:
             length = self._length()
             kwargs = {**_arguments(self._engine, self._options), "max_new_tokens": length}
-            pieces = self._engine.stream_chat(self._messages, **kwargs)
+            template = self._options.template_options
+            pieces = self._engine.stream_chat(self._messages, template_options=template, **kwargs)
             _show(self._engine, pieces, length, "", answer)
         except KeyboardInterrupt:
             typer.echo(" [stopped]")
@@ -289,7 +296,8 @@ class _Talk:
         raise LengthError(f"{what}. To go on, {' or '.join(ways)}.")
 
     def _count(self, messages: list[dict[str, str]]) -> int:
-        return len(encode_chat(self._engine.tokenizer, messages))
+        template = self._options.template_options
+        return len(encode_chat(self._engine.tokenizer, messages, template))
 
     def _system(self) -> list[dict[str, str]]:
         return [message for message in self._messages[:1] if message["role"] == "system"]

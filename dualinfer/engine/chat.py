@@ -51,7 +51,7 @@ def find_template(given: Any, options: Mapping[str, Any]) -> str | None:
     """
     asked = options.get("chat_template")
     own = [getattr(one, "chat_template", None) for one in (given, tokenizer_of(given))]
-    template = next((one for one in own if one), None)
+    template: Any = next((one for one in own if one), None)
     names: Mapping[str, Any] = template if isinstance(template, Mapping) else {}
     if asked is None and names:
         asked = "tool_use" if options.get("tools") and "tool_use" in names else "default"
@@ -61,7 +61,7 @@ def find_template(given: Any, options: Mapping[str, Any]) -> str | None:
                 "the default. Name one: template_options={'chat_template': ...}."
             )
     if asked is None:
-        return template
+        return template if isinstance(template, str) else None
     if isinstance(asked, str) and asked in names:
         return names[asked]
     if not isinstance(asked, str | os.PathLike):
@@ -187,7 +187,7 @@ def _schema(tool: Any) -> Any:
         return dict(tool)
     if not callable(tool):
         raise ArgumentError(f"A tool is {a_type(tool)}; expected a function or a JSON schema.")
-    from transformers.utils import get_json_schema
+    from transformers.utils.chat_template_utils import get_json_schema
 
     try:
         return get_json_schema(tool)
@@ -260,7 +260,7 @@ def _is_text(value: Any) -> bool:
 class _Loss(NamedTuple):
     """Something of a message that would not be in the prompt."""
 
-    index: int
+    message: int
     why: str
     turns: bool = False  # its content may be there in the other form
 
@@ -284,7 +284,7 @@ def _readable(messages: list[dict[str, Any]], prompt: _Prompt) -> list[dict[str,
         if not losses:
             return made
         first = first or losses
-        turns = {loss.index for loss in losses if loss.turns}
+        turns = {loss.message for loss in losses if loss.turns}
         if turns:
             waiting.append([_turned(m) if i in turns else m for i, m in enumerate(made)])
     if not first and failure is not None:

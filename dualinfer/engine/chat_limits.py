@@ -2,7 +2,7 @@
 
 import re
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import lru_cache, wraps
@@ -55,7 +55,7 @@ _budget: ContextVar[_Budget] = ContextVar("dualinfer_template")
 
 
 @contextmanager
-def _within(messages: Any) -> Iterable[None]:
+def _within(messages: Any) -> Iterator[None]:
     token = _budget.set(_Budget(messages))
     try:
         yield
