@@ -6,13 +6,16 @@ codes mean, in float32.
 
 import json
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 
 import ml_dtypes
 import numpy as np
 import safetensors.numpy
+import torch
 
-from dualinfer.checkpoint.sources import open_module
+from dualinfer.checkpoint.quantized import open_quantized
+from dualinfer.checkpoint.sources import TorchSource, open_module
 from dualinfer.errors import CheckpointError
 from dualinfer.model.families import describe_model
 from dualinfer.model.load_plan import make_load_plan
@@ -148,6 +151,44 @@ class StoredMatrix:
         return self._part("input")
 
 
+class HeldMatrix:
+    """A `QuantizedMatrix` of canonical arrays in memory, which stands for a tensor of its name."""
+
+    inputs_first = False
+
+    def __init__(self, name, scheme, arrays):
+        self.scheme, self.stored, self._arrays = scheme, (name,), arrays
+        self.shape = arrays["codes"].shape
+        self.scale, self.zero, self.group, self.outer, self.input_scale = (
+            partial(arrays.get, part) for part in ("scale", "zero", "group", "outer", "input")
+        )
+
+    def codes(self, rows, columns):
+        return self._arrays["codes"][rows, columns]
+
+
+def random_shares(table, choose):
+    """Sources of random tensors that `table` asks for, with its rows: quantized, and what it means.
+
+    `choose` gives the scheme of a row's source, or None.
+    """
+    rng, dense, matrices = np.random.default_rng(0), {}, {}
+    for row in table.rows:
+        for part in row.sources:
+            shape = table.shape(row, part.axes)
+            array = rng.standard_normal(shape, np.float32)
+            scheme = choose(row, part) if row.is_weight and not row.dense else None
+            if scheme is not None:
+                order = row.permutation(part)
+                arrays = quantize(scheme, array.transpose(order))
+                array = dequantize(scheme, arrays).transpose(np.argsort(order))
+                matrices[part.name] = HeldMatrix(part.name, scheme, arrays)
+            dense[part.name] = torch.from_numpy(np.ascontiguousarray(array))
+    source = TorchSource(dense, "a test")
+    codes, own = open_quantized(source, table, Opener(matrices.get))
+    return (codes, make_load_plan(own, codes)), (source, make_load_plan(table, source))
+
+
 def open_matrices(config, source):
     """The opener of `quant_method` "arrays"."""
     schemes = {}
@@ -209,6 +250,15 @@ TENSOR = BlockScheme("fp8_e4m3", rows=0)
 SIGNED = BlockScheme("int4", columns=32, zeros=True)
 DYNAMIC = replace(INT8, activation=Activation("int8"))
 STATIC = replace(TENSOR, activation=Activation("fp8_e4m3", dynamic=False))
+ROWS = BlockScheme("uint4", scale_dtype="float16", zeros=True)
+OF_TABLE = BlockScheme("table", rows=0, table=NF)
+INVERSE = replace(INT8, activation=Activation("int8", inverse="wide"))
+# In which a code of zero bits is no zero by itself: by rows, for all, in blocks, in other orders.
+UNEVEN = (
+    *(ROWS, OF_TABLE, TABLE, ORDER, BlockScheme("uint8", rows=0, zeros=True)),
+    *(BlockScheme("table", groups=3, table=NF), BlockScheme("table", table=NF)),
+    BlockScheme("uint8", rows=24, columns=32, zeros=True),
+)
 SCHEMES = {
     **{"int8": INT8, "uint4 zeros": ZEROS, "int4": INT4, "fp8 blocks": BLOCKS, "act-order": ORDER},
     **{"nvfp4": NVFP4, "mxfp4": MXFP4, "table": TABLE, "fp8 tensor": TENSOR, "int4 zeros": SIGNED},

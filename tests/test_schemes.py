@@ -15,6 +15,7 @@ import safetensors.numpy
 jax = pytest.importorskip("jax")
 torch = pytest.importorskip("torch")
 
+import transformers  # noqa: E402
 from typer.testing import CliRunner  # noqa: E402
 
 import dualinfer  # noqa: E402
@@ -24,13 +25,38 @@ from dualinfer.backends import jax as jax_backend  # noqa: E402
 from dualinfer.backends import torch as torch_backend  # noqa: E402
 from dualinfer.backends.jax.ops import primitives as jax_ops  # noqa: E402
 from dualinfer.backends.torch.ops import primitives as torch_ops  # noqa: E402
+from dualinfer.backends.torch.params import load_params  # noqa: E402
 from dualinfer.cli.main import app  # noqa: E402
+from dualinfer.model.families import describe_model  # noqa: E402
 from dualinfer.model.weights import Weight, leaves_of, named_arrays, parts_of  # noqa: E402
+from dualinfer.parallel.shard import fit_blocks  # noqa: E402
+from dualinfer.parallel.sharding import make_plan  # noqa: E402
 from dualinfer.quantization import Activation, BlockScheme  # noqa: E402
 from dualinfer.quantization.packing import pack, packed_width, unpack  # noqa: E402
 
-from .models import BACKENDS, GENERATING, make_model, on_backends, random_ids, relative_rms  # noqa: E402
-from .quantized import INT8, SCHEMES, mixed, open_matrices, write  # noqa: E402
+from . import latent, mixtures  # noqa: E402
+from .models import (  # noqa: E402
+    BACKENDS,
+    GENERATING,
+    VOCAB,
+    make_model,
+    on_backends,
+    random_ids,
+    randomize,
+    relative_rms,
+)
+from .quantized import (  # noqa: E402
+    INT8,
+    INVERSE,
+    ORDER,
+    ROWS,
+    SCHEMES,
+    UNEVEN,
+    mixed,
+    open_matrices,
+    random_shares,
+    write,
+)
 
 # One of each family, and a scheme; what is odd among them: fused, by head, transposed, tied, types.
 FAMILIES = {
@@ -49,7 +75,8 @@ REPEATING = ("mistral-window", "qwen2", "opt-post", "gptj", "gpt-neo", "gemma3")
 SPLIT = (
     *(("llama-gqa", "mixed", 2), ("gpt2", "fp8 blocks", 3)),
     pytest.param("bloom", "fp8 blocks", 2, marks=pytest.mark.slow),
-    *(("bert-masked", "int8", 2), ("llama-gqa", "act-order", 2)),
+    ("bert-masked", "int8", 2),
+    pytest.param("llama-gqa", "act-order", 2, marks=pytest.mark.slow),
 )
 LIMIT = 1e-5
 GREEDY = {"max_new_tokens": 6, "do_sample": False}
@@ -200,6 +227,76 @@ def test_shares_give_what_one_device_gives_and_save_it(
     for backend in BACKENDS:  # what either wrote in several files
         with engine(tmp_path / backend) as made:
             assert_same(answers_of(made, name), expected)
+
+
+# HF's class, devices, and in how many parts experts are shared. Heads beside real KV heads are
+# padding, or whole devices have none, as on torch where devices outnumber heads.
+GROUPED = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 14}
+FALCON = {"num_attention_heads": 6, "num_kv_heads": 2, "new_decoder_architecture": True}
+FALCON |= {"num_key_value_heads": None, "intermediate_size": None}
+PADDED = {
+    "llama": ("Llama", GROUPED, 3, 1),
+    "llama on torch": ("Llama", GROUPED, 7, 1),
+    "falcon": ("Falcon", FALCON, 4, 1),
+    "gpt2": ("GPT2", {"n_head": 5, "intermediate_size": None, "num_key_value_heads": None}, 4, 1),
+    "qwen2_moe": ("Qwen2Moe", mixtures.CASES["qwen2_moe"][1], 4, 2),
+    "deepseek_v3": ("DeepseekV3", latent.CASES["deepseek_v3"][1], 3, 1),
+}
+
+
+@pytest.mark.parametrize(("name", "joint"), [("llama", True), *((n, False) for n in PADDED)])
+def test_padding_means_zero_by_any_scheme(name, joint):
+    """A layer has each; its parts that lie in one array are quantized alike, or each otherwise."""
+    kind, fields, size, parts = PADDED[name]
+    schemes, equal = [*UNEVEN, *(SCHEMES.values() if kind == "Llama" else ())], "torch" not in name
+    fields = {**mixtures.SIZES, "num_hidden_layers": len(schemes), **fields}
+    config = getattr(transformers, f"{kind}Config")(**fields)
+    head = "LMHeadModel" if kind == "GPT2" else "ForCausalLM"
+    _, table = describe_model(config.to_dict(), [kind + head])
+
+    def choose(row, part):
+        other = 0 if joint or part.index is not None else 5 * row.sources.index(part)
+        return schemes[((row.layer or 0) + other) % len(schemes)]
+
+    (codes, own), (dense, plain) = random_shares(table, choose)
+    plan = make_plan(table, size, 16, equal, parts)
+    for shard in plan.shards:
+        if all(held.real == held.extent for layer in range(2) for held in shard.held(layer)):
+            continue
+        fitted = fit_blocks(own, plan.shards if equal else [shard])
+        found, wanted = (
+            load_params(shard, read, source, torch.float32, torch.device("cpu"))
+            for read, source in ((fitted, codes), (plain, dense))
+        )
+        for leaf, meant in zip(found.leaves(), wanted.leaves(), strict=True):
+            if isinstance(leaf, Weight):
+                array = torch_ops.SCHEMES.dequantize(leaf)
+                np.testing.assert_allclose(array, meant.data, rtol=1e-5, atol=0)
+
+
+def by_layer(name):
+    """Outputs by activation order, by rows, and of inputs whose largest element gives the scale."""
+    layer = int(name.split(".")[2]) if ".o_proj" in name else None
+    return None if layer is None else (ORDER, ROWS, INVERSE)[layer]
+
+
+@pytest.mark.parametrize("kind", ["Llama", "BitNet"])
+def test_heads_of_padding_change_no_answer(kind, tmp_path):
+    """JAX: query heads of padding read a real KV head; BitNet norms what all heads give as one."""
+    sizes = {"num_hidden_layers": 3 if kind == "Llama" else 1, "vocab_size": VOCAB}
+    sizes |= {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
+    config = getattr(transformers, f"{kind}Config")(**mixtures.SIZES | sizes)
+    model = getattr(transformers, f"{kind}ForCausalLM")(config).eval()
+    randomize(model)
+    if kind == "Llama":
+        write(tmp_path, model, by_layer)
+        model = tmp_path / "quantized"
+    with engine(model, "jax") as one, engine(model, "jax", tp=4) as four:
+        if kind == "Llama":
+            assert_same(answers_of(four, "llama-gqa"), answers_of(one, "llama-gqa"))
+        else:
+            ids = random_ids(2, 9)
+            assert relative_rms(four(ids).logits, one(ids).logits) < LIMIT
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

@@ -61,6 +61,11 @@ FORMS = {
         "int4",
         None,
     ),
+    "int8-unpacked-asymmetric": (
+        ao.IntxWeightOnlyConfig(torch.int8, ao.PerAxis(0), mapping_type=ao.MappingType.ASYMMETRIC),
+        "uint8",
+        None,
+    ),
     "int8-unpacked-dynamic": (
         ao.Int8DynamicActivationIntxWeightConfig(torch.int8, ao.PerAxis(0)),
         "int8",
@@ -110,7 +115,10 @@ def test_matrices_are_what_torchao_dequantizes(form, folders):
 
 @pytest.mark.parametrize(
     ("form", "backend"),
-    on_backends(["int8-groups", "fp8", "int4-unpacked-asymmetric"], ["int8-groups", "fp8"]),
+    on_backends(
+        ["int8-groups", "fp8", "int4-unpacked-asymmetric", "int8-unpacked-asymmetric"],
+        ["int8-groups", "fp8", "int4-unpacked-asymmetric"],
+    ),
 )
 def test_logits_are_those_of_the_dequantized_weights(form, backend, folders):
     check_logits(folders(form), backend)

@@ -297,6 +297,16 @@ class Row:
         ]
         return replace(self, sources=tuple(sources), blocks=blocks)
 
+    def with_groups(self, count: int) -> "Row":
+        """The row with scales of so many groups by activation order; what files lack is zero."""
+        sources = [
+            s
+            if s.part not in ("scale", "zero")
+            else replace(s, axes=(s.axes[0], f"{s.axes[1].partition('=')[0]}={count}"))
+            for s in self.sources
+        ]
+        return replace(self, sources=tuple(sources))
+
 
 def _is_equal(one: np.ndarray | None, other: np.ndarray | None) -> bool:
     if one is None or other is None:

@@ -359,6 +359,8 @@ def fit_row(row: Row, shards: Sequence[Shard]) -> Row:
     rows = _uncut(row, row.axes[-2], rows, shards, per_row, not scheme.zero_code)
     if not scheme.groups:
         columns = _uncut(row, row.axes[-1], columns, shards, False, not scheme.zero_code)
+    elif not scheme.zero_code and _pads(row, row.axes[-1], shards):
+        row = row.with_groups(scheme.groups + 1)  # whose scale is zero, for columns of padding
     activation = scheme.activation
     if activation is not None and activation.block:
         width = activation.block
@@ -369,7 +371,26 @@ def fit_row(row: Row, shards: Sequence[Shard]) -> Row:
                 f"groups of {width}, and a device's share would end within one. Use a smaller "
                 f"degree, or a tp_grain_size that {width} divides."
             )
+    is_dynamic = activation is not None and activation.dynamic
+    if is_dynamic and row.local_name == "cross_out.weight" and pads_heads(shards, row.layer):
+        raise ConfigError(
+            f"tensor_parallel.tp_size={shards[0].size}: inputs of {row.name} are quantized by the "
+            "largest of them, and a device would have some that are of no head. Use at most "
+            f"{shards[0].table.spec.extent('kv_heads', row.layer)}, or backend='torch'."
+        )
     return row.with_blocks((rows, columns))
+
+
+def pads_heads(shards: Sequence[Shard], layer: int | None) -> bool:
+    """True if a device has query heads of padding, which read a KV head that is real."""
+    held = ((own.share("heads", layer), own.share("kv_heads", layer)) for own in shards)
+    return any(keys.real and heads.real < heads.extent for heads, keys in held)
+
+
+def _pads(row: Row, axis: str, shards: Sequence[Shard]) -> bool:
+    """True if a device has padding behind its share of an axis."""
+    shares = (shard.share(name, row.layer) for shard in shards for name in _parts(axis))
+    return any(share.real < share.extent for share in shares)
 
 
 def _uncut(
@@ -377,10 +398,11 @@ def _uncut(
 ) -> int:
     """The largest block along an axis that divides `block` and that no share or joint cuts.
 
-    `exact`: nor where padding begins, as codes of zero bits are not zero there.
+    `exact`: nor where padding begins, as codes of zero bits are not zero there but by their scale.
     """
     names = _parts(axis)
-    if block == 1 or (block == 0 and len(names) == 1):
+    exact = exact and _pads(row, axis, shards)
+    if block == 1 or (block == 0 and len(names) == 1 and not exact):
         return block
     if block == 0 and per_row:
         return 1
@@ -399,7 +421,7 @@ def _uncut(
             if len(names) > 1 or (shard._split(name, row.layer) and len(shards) > 1):
                 edges.append(share.extent)
             if exact and share.real < share.extent:
-                edges.append(share.real)
+                edges.append(share.real or share.extent)
             whole = spec.extent(name, row.layer)
             edges += [whole // _count(spec, g, row.layer) for g in groups]
             edges += [whole] if len(names) > 1 else []

@@ -59,9 +59,12 @@ def padding(
 ) -> Callable[[Any, tuple[int, ...]], Any]:
     """Adds to a part of a weight, as it is held, codes of zero or else zeros, up to a shape.
 
-    The shape counts elements. `pad` adds a value up to the shape of an array.
+    The shape counts elements. `pad` adds a value up to the shape of an array. A column of padding
+    has a group of its own, by activation order, where a code of zero bits needs a scale of zero.
     """
     raise_by = raised(scheme) if scheme is not None and part in ("data", "zero") else 0
+    if scheme is not None and part == "group" and not scheme.zero_code:
+        raise_by = scheme.groups
 
     def padded(block: Any, shape: tuple[int, ...]) -> Any:
         if scheme is None or part != "data" or scheme.bits == 8:

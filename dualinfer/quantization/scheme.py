@@ -61,6 +61,10 @@ class BlockScheme:
     table: tuple[float, ...] = ()
     activation: Activation | None = None
 
+    def __post_init__(self) -> None:
+        """Zeros of 8 bits are held without a sign, as codes beside them are."""
+        assert not (self.zeros and self.codes == "int8")
+
     @property
     def bits(self) -> int:
         """Bits of a code."""

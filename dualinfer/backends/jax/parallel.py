@@ -8,8 +8,11 @@ import numpy as np
 from jax import lax
 
 from ...model.spec import ModelSpec
+from ...parallel.shard import pads_heads
 from ...parallel.sharding import ShardingPlan
 from .mesh import ManyDevices, Place
+
+_ALL = 1e30  # as a logit it takes the whole softmax, and none of it where it is negative
 
 
 class Split(NamedTuple):
@@ -74,6 +77,25 @@ class Split(NamedTuple):
             return None
         parts = np.array(self.plan.key_parts(layer), np.float32)
         return *a.qkv_sizes[:2], jnp.asarray(parts)[self._rank]
+
+    def sinks(self, spec: ModelSpec, index: int, given: jax.Array | None) -> jax.Array | None:
+        """The logits `given` [H] that join a layer's softmax, such that heads of padding give 0.
+
+        They share a KV head with real ones: without a sink that takes all they would give the mean
+        of its values. None where there are neither; as in `whole`.
+        """
+        layer = self.plan.table.spec.number(spec, index)
+        if not pads_heads(self.plan.shards, layer):
+            return given
+        a = self.plan.shards[0].spec.all_layers[layer].attention
+        pairs = 1 if a.difference is None else 2  # whose halves follow one another
+        counts = [own.share("heads", layer).real // pairs for own in self.plan.shards]
+        real = jnp.asarray(counts)[self._rank]
+        padding = jnp.arange(a.heads) % (a.heads // pairs) >= real
+        if pairs == 2:  # each head is there for both its values, after those of its KV head
+            twice = (a.kv_heads, 2, a.heads // a.kv_heads)
+            padding = jnp.broadcast_to(padding.reshape(twice[0], 1, twice[2]), twice).reshape(-1)
+        return jnp.where(padding, _ALL, -_ALL if given is None else given)
 
     def slopes(self, spec: ModelSpec, index: int) -> jax.Array | None:
         """This device's ALiBi slopes, float32 [H], of a layer; as in `whole`."""

@@ -87,6 +87,8 @@ class PlainMatrix(StoredMatrix):
         codes: Codes = _FP8[checkpoint.source.dtype(self._data)] if floats8 else "int8"
         if self._four:
             codes = "int4"
+        elif self._zero is not None:  # zero points of 8 bits have no sign, nor have their codes
+            codes, self._zero = "uint8", (self._zero.astype(np.int16) + 128).astype(np.uint8)
         activation = self._activation(fields)
         self._static = static if static in checkpoint.names else ""
         if self._static:
@@ -197,6 +199,8 @@ class PlainMatrix(StoredMatrix):
         """See QuantizedMatrix."""
         if not self._packed:
             codes = self._from.read(self._data, rows, columns)
+            if self.scheme.codes == "uint8":
+                return codes.view(np.uint8) + np.uint8(128)
             return codes if self._kind != "Float8Tensor" else codes.view(np.uint8)
         k0, k1, _ = columns.indices(self.shape[1])
         octets = self._from.read(self._data, rows, slice(k0 // 2, blocks(k1, 2))).view(np.int8)

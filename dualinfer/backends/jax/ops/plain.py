@@ -8,9 +8,10 @@ import jax.numpy as jnp
 from jax import lax
 
 from ....model.spec import Attention, ModelSpec, Recurrence, Rope
-from ....model.weights import Weight
+from ....model.weights import Weight, leaves_of
 from ....ops.caches import CacheView, CrossView, StateView
 from ....ops.contract import LatentQkv, LayerAttention, Neighbours, Weights
+from ....ops.schemes import rounds_input
 from .. import sampler
 from ..params import Params
 from ..sampler import SlotState
@@ -40,9 +41,15 @@ class PlainOps(PlainBlocks):
         if slopes is None and a.alibi is not None:
             slopes = jnp.array(a.alibi, jnp.float32)
         whole = self.split.whole(spec, index) if self.split else None
-        return LayerAttention.named(
-            a, params.layers[index], params.outer, slopes=slopes, whole=whole
-        )
+        w = params.layers[index]
+        layer = LayerAttention.named(a, w, params.outer, slopes=slopes, whole=whole)
+        if self.split is None:
+            return layer
+        # Else what heads of padding give meets zeros alone.
+        weights = [own for leaf in w.values() for own in leaves_of(leaf) if isinstance(own, Weight)]
+        if spec.layers[index].sub_norms or any(map(rounds_input, weights)):
+            layer = layer._replace(sinks=self.split.sinks(spec, index, layer.sinks))
+        return layer
 
     def angles(
         self,
