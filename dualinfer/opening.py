@@ -12,11 +12,11 @@ from typing import Any, NamedTuple
 from . import backends
 from .checkpoint.adapters import Adapter, open_adapter, open_adapters_of
 from .checkpoint.fitting import fit, wanted_by_table
-from .checkpoint.hf_config import check_sizes, read_config, read_generation_config
+from .checkpoint.hf_config import check_sizes, notes_on, read_config, read_generation_config
 from .checkpoint.quantized import open_as_held, quantize_by
 from .checkpoint.sources import check_folder, open_checkpoint, open_module, open_weights
 from .config import InferenceConfig, serving_dtype
-from .errors import ConfigError, DualinferError, ModelError, UnservedError, warn_caller
+from .errors import ConfigError, DualinferError, ModelError, UnservedError, counted, warn_caller
 from .model.deepspeed_moe import MoeLayer, describe_layers, with_layers
 from .model.families import describe_model
 from .model.hf_module import check_parts, check_values, check_wrapper, class_names, see_through
@@ -29,6 +29,7 @@ from .model.load_plan import (
 )
 from .model.spec import ModelSpec
 from .model.weights import WeightTable
+from .quantization import KEPT_CACHE, is_of_cache
 from .quantization.formats import Opener
 from .quantization.recipe import Recipe, make_recipe
 
@@ -70,6 +71,7 @@ def describe_fused(model: Any, settings: InferenceConfig, notes: list[str]) -> D
     other_way = _other_way(model, settings)
     if isinstance(model, Path):
         hf_model = _from_folder(model, other_way)
+        notes.extend(notes_on(model))
     elif isinstance(model, Opened):
         given = model.config, model.class_names, None, lambda: model.source, other_way
         hf_model = HFModel(*given, is_checkpoint=True, quantize=model.quantize)
@@ -118,7 +120,9 @@ def describe(found: HFModel, settings: InferenceConfig, notes: list[str]) -> Des
     if not found.class_names:
         notes.append(f"config.json names no architecture; taken as {spec.architecture}")
     if plan.unused:
-        notes.append(f"weights without use here: {', '.join(plan.unused)}")
+        notes.append(f"weights without use here, {counted(plan.unused)}")
+        if KEPT_CACHE not in notes and any(map(is_of_cache, plan.unused)):
+            notes.append(KEPT_CACHE)
     plain = [name for row, names in plan.rows if row.scheme is None for name in names]
     held = set(stored_as.names())  # adapters give others, and in float32
     stored = count_elements(stored_as, [name for name in plain if name in held])

@@ -22,7 +22,7 @@ from dualinfer.quantization.scheme import Activation
 
 from .compressed import write
 from .formats import check_logits, check_slices, dense_model, edit, open_folder, values
-from .models import BACKENDS, on_backends, random_ids, relative_rms
+from .models import BACKENDS, make_model, on_backends, random_ids, relative_rms
 
 Q = "model.layers.0.self_attn.q_proj"
 
@@ -266,11 +266,62 @@ def test_a_module_in_codes_that_the_config_leaves_out_is_an_error(folders):
         open_folder(folders("W4A16"), ignore=["re:.*q_proj"])(f"{Q}.weight")
 
 
-def test_scales_of_a_cache_are_left_unused_and_said(folders):
-    name = "model.layers.0.self_attn.k_scale"
-    folder = edit(folders("W4A16"), lambda tensors: tensors.update({name: torch.ones(1)}))
-    opener = open_folder(folder, kv_cache_scheme={"num_bits": 8, "type": "float"})
-    assert opener.unused == (name,) and "cache keeps its dtype" in opener.notes[0]
+# As compressed-tensors, older and newer, ModelOpt, AutoFP8 and Quark call them.
+CACHES = (
+    *("self_attn.k_scale", "self_attn.v_zero_point", "self_attn.kv_scale"),
+    *("self_attn.k_proj.output_scale", "self_attn.v_proj.v_scale", "self_attn.prob_output_scale"),
+)
+FP8_CACHE = {"num_bits": 8, "type": "float", "strategy": "tensor", "symmetric": True}
+
+
+def with_scales_of_a_cache(tensors):
+    tensors |= {f"model.layers.0.{name}": torch.ones(1) for name in CACHES}
+
+
+def test_what_changes_nothing_is_noted(folders):
+    """Scales of a cache, by any format's names, and a block that says that nothing is sparse."""
+    folder = edit(folders("W4A16"), with_scales_of_a_cache)
+    config = json.loads((folder / "config.json").read_text())
+    dense = {"format": "dense", "global_sparsity": 0.15, "ignore": ["lm_head"], "targets": [Q]}
+    more = {"kv_cache_scheme": FP8_CACHE, "sparsity_config": dense}
+    config["quantization_config"] |= more
+    config["quantization_config"]["config_groups"]["kv_cache"] = {
+        "targets": ["re:.*k_proj", "re:.*v_proj"],
+        "output_activations": FP8_CACHE,
+    }
+    (folder / "config.json").write_text(json.dumps(config))
+    notes = check_logits(folder, "torch").notes
+    assert any("cache keeps its dtype" in note for note in notes)
+    assert any("weights without use here, 6: " in note for note in notes)
+    with pytest.raises(UnsupportedError, match="sparsity_config"):
+        open_folder(folder, sparsity_config=dense | {"format": "sparse-24-bitmask"})
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"quant_method": "compressed-tensors", "format": "dense", "config_groups": {}},
+        {"quant_method": "compressed-tensors", "config_groups": {"group_0": {"targets": []}}},
+        {"quant_method": "modelopt", "quant_algo": None},
+    ],
+    ids=["no groups", "an empty group", "modelopt"],
+)
+def test_weights_beside_a_quantized_cache_are_plain(fields, tmp_path):
+    """They can be quantized here, and what is saved says nothing of the cache."""
+    model = make_model("llama-gqa", num_hidden_layers=1)
+    model.save_pretrained(tmp_path / "kv")
+    folder = edit(tmp_path / "kv", with_scales_of_a_cache)
+    config = json.loads((folder / "config.json").read_text())
+    config["quantization_config"] = fields | {"kv_cache_scheme": FP8_CACHE}
+    (folder / "config.json").write_text(json.dumps(config))
+    ids, out = random_ids(2, 7), str(tmp_path / "out")
+    how = {"backend": "torch", "dtype": "fp32"}
+    with dualinfer.init_inference(str(folder), save_mp_checkpoint_path=out, **how) as engine:
+        assert relative_rms(engine(ids).logits, model(torch.tensor(ids)).logits.detach()) < 1e-5
+        assert any("cache keeps its dtype" in note for note in engine.report().notes)
+    assert "quantization_config" not in json.loads((tmp_path / "out/config.json").read_text())
+    with dualinfer.init_inference(str(folder), quant="int8", **how) as engine:
+        assert engine.report().weights["head"] == "int8, rows"
 
 
 def logits_of_hf(folder, ids, *, dequantize, model_class=hf.AutoModelForCausalLM):

@@ -9,12 +9,13 @@ import torch
 import transformers as hf
 from safetensors.torch import save_file
 
+import dualinfer
 from dualinfer import CheckpointError, UnsupportedError
 from dualinfer.checkpoint.files import TensorFile
 from dualinfer.checkpoint.sources import FilesSource
 from dualinfer.quantization.formats import METHODS, find_method
 
-from .formats import check_logits, check_slices, values
+from .formats import check_logits, check_slices, dense_model, edit, values
 from .models import VOCAB, on_backends
 
 GOLDEN = {path.stem: path for path in (Path(__file__).parent / "data" / "gptq").glob("*.safeten*")}
@@ -169,6 +170,47 @@ def write(folder, form, random):
 @pytest.mark.parametrize(("form", "backend"), on_backends(FORMS, ["8-bits", "gptq"]))
 def test_logits_are_those_of_the_dequantized_weights(form, backend, folders):
     check_logits(folders(form), backend)
+
+
+Q = "model.layers.0.self_attn.q_proj"
+# The file beside config.json, what it holds of a form's own fields, and the file of weights.
+BESIDE = {
+    "gptq": (
+        "quantize_config.json",
+        {"bits": 4, "group_size": 32, "damp_percent": 0.01, "lm_head": True, "sym": False}
+        | {"true_sequential": True, "model_name_or_path": None, "model_file_base_name": "model"},
+        "gptq_model-4bit-32g.safetensors",
+    ),
+    "awq": (
+        "quant_config.json",
+        {"zero_point": True, "q_group_size": 32, "w_bit": 4, "version": "GEMM"},
+        "model.safetensors",
+    ),
+}
+
+
+@pytest.mark.parametrize("form", BESIDE)
+def test_a_file_beside_the_config_says_how_weights_are_quantized(form, folders, tmp_path):
+    """As AutoGPTQ and AutoAWQ wrote it before transformers knew them; biases of zeros as well."""
+    name, fields, weights = BESIDE[form]
+    zeros = {f"{Q}.bias": torch.zeros(96, dtype=torch.float16)}
+    folder = edit(folders(form), lambda tensors: tensors.update(zeros)).rename(tmp_path / form)
+    (folder / "model.safetensors").rename(folder / weights)
+    config = json.loads((folder / "config.json").read_text())
+    del config["quantization_config"]
+    (folder / "config.json").write_text(json.dumps(config))
+    (folder / name).write_text(json.dumps(fields))
+    notes = check_logits(folder, "torch", dense_model(folders(form))).notes
+    assert f"config.json says nothing of quantization, and {name} was read for it" in notes
+    assert f"weights without use here, 1: {Q}.bias" in notes
+    assert any(weights in note for note in notes) == (weights != "model.safetensors")
+
+
+def test_a_bias_that_is_not_zero_is_left_over(folders):
+    ones = {f"{Q}.bias": torch.ones(96, dtype=torch.float16)}
+    folder = edit(folders("gptq"), lambda tensors: tensors.update(ones))
+    with pytest.raises(CheckpointError, match=rf"left over 1: {Q}\.bias"):
+        dualinfer.init_inference(str(folder), backend="torch")
 
 
 @pytest.mark.parametrize("form", ["act-order", "awq"])

@@ -14,8 +14,8 @@ from ..model.families.fields import INERT, check_layers
 from ..model.families.gpt_neo import check_types
 from ..model.generation import GENERATION
 from ..model.generation import check_types as check_generation_types
-from ..quantization import find_method, quantization_of, read_quantization
-from ..quantization.formats import modelopt
+from ..quantization import find_method, quantization_of, read_quantization, without_caches
+from ..quantization.formats import BESIDE, read_beside
 from . import nomic
 from .files import read_json
 from .gguf_config import read_gguf_config, read_gguf_generation
@@ -48,7 +48,7 @@ _LONGEST = 600  # letters of an error of transformers', which may repeat the who
 
 
 def read_written(folder: Path) -> dict[str, Any]:
-    """config.json as it is, with what hf_quant_config.json beside it says where it says nothing.
+    """config.json as it is, with what a file beside it says of quantization where it says nothing.
 
     Of a GGUF file it is what its fields say, and of Meta's files what params.json does.
     """
@@ -67,10 +67,26 @@ def read_written(folder: Path) -> dict[str, Any]:
         written = {**kept, **thinker, "model_type": own, "architectures": [name]}
     if nomic.is_makers(written):
         written = nomic.to_transformers(written)
-    beside = folder / modelopt.FILE
-    if not written.get("quantization_config") and os.path.isfile(beside):
-        written["quantization_config"] = modelopt.from_file(read_json(beside))
-    return written
+    beside = _quantization_file(folder, written)
+    if beside is not None:
+        written["quantization_config"] = read_beside(beside.name, read_json(beside))
+    return without_caches(written)
+
+
+def _quantization_file(folder: Path, written: Mapping[str, Any]) -> Path | None:
+    """What says how weights are quantized where config.json, as `written`, does not."""
+    if quantization_of(written) is not None:
+        return None
+    return next((folder / name for name in BESIDE if os.path.isfile(folder / name)), None)
+
+
+def notes_on(folder: Path) -> list[str]:
+    """What people should know of where a folder's config was read."""
+    path = folder / "config.json"
+    beside = _quantization_file(folder, read_json(path)) if os.path.isfile(path) else None
+    if beside is None:
+        return []
+    return [f"config.json says nothing of quantization, and {beside.name} was read for it"]
 
 
 def read_config(folder: Path) -> Any:

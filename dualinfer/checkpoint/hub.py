@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 from ..errors import CheckpointError, CheckpointNotFoundError, UnsupportedError, shortened
 from ..model.embedding import TextEmbedding
+from ..quantization.formats import BESIDE
 from .adapters import FILES as ADAPTER_FILES
 from .adapters import base_of
 from .pieces import INDEX, piece_files
@@ -24,6 +25,7 @@ from .sources import (
     FORMS,
     TORCH_SUFFIXES,
     check_folder,
+    forms_of,
     holds_weights,
     in_other_case,
     read_index,
@@ -34,7 +36,7 @@ _CONFIG = "config.json"
 # A cached snapshot is as good as the hub's once it is known of these whether there are any.
 _TELLING = ("generation_config.json", "tokenizer_config.json")
 _OF_A_MODEL = (
-    *(_CONFIG, *_TELLING, *TOKENIZER_NAMES, ADAPTER),
+    *(_CONFIG, *_TELLING, *TOKENIZER_NAMES, ADAPTER, *BESIDE),
     *(MODULES, *SETTINGS),
     *("?_Pooling/config.json", "?_Dense/config.json", "?_Dense/*model.safetensors"),
     "?_Dense/pytorch_model.bin",
@@ -281,7 +283,7 @@ class _Repository:
             raise self._no_model(listed)
         wanted = [n for n in listed if any(fnmatch.fnmatchcase(n, p) for p in _OF_A_MODEL)]
         wanted += [name for name in ADAPTER_FILES if name in listed][:1]
-        if ADAPTER not in listed or any(form in listed for form in (*FORMS, INDEX)):
+        if ADAPTER not in listed or forms_of(listed) or INDEX in listed:
             wanted += self._weights(listed)
         patterns = [glob.escape(name) for name in wanted]
         folder = Path(
@@ -305,7 +307,7 @@ class _Repository:
         """The files of weights that `open_checkpoint` will read, and no other form of them."""
         from huggingface_hub import hf_hub_download
 
-        forms = [form for form in (*FORMS, INDEX) if form in listed]
+        forms = forms_of(listed) or [name for name in listed if name == INDEX]
         if not forms:
             raise self._no_model(listed)
         if not forms[0].endswith(".json"):
@@ -394,7 +396,7 @@ def _has_weights(folder: Path) -> bool:
         os.path.isfile(folder / file) for file in ADAPTER_FILES
     ):
         return False
-    for form in (*FORMS, INDEX):
+    for form in (*forms_of(os.listdir(folder)), INDEX):
         if os.path.isfile(folder / form):
             if not form.endswith(".json"):
                 return True

@@ -70,9 +70,7 @@ _OPTION = "save_mp_checkpoint_path"  # how messages call the path
 
 def _quantizes(saved: Saved) -> bool:
     """True if the weights are quantized here, and no checkpoint holds them so."""
-    if not isinstance(saved.source, QuantizedSource):
-        return False
-    return quantization_of(saved.config.to_dict()) is None
+    return isinstance(saved.source, QuantizedSource) and saved.source.is_made_here
 
 
 def check_content(saved: Saved) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 from ..errors import CheckpointError, CheckpointNotFoundError, counted, listing, shortened
 from ..model.hf_module import adapters_in_use, plain_tensors
 from ..model.load_plan import TensorSource
+from ..quantization.formats import gptq
 from .deepspeed import open_dict, open_folder, open_json
 from .files import StoredFile, TensorFile, check_inside, read_json
 from .gguf import GgufSource
@@ -29,6 +30,25 @@ FORMS = (
     "pytorch_model.bin.index.json",
 )
 _PART = re.compile(r"-\d+-of-\d+\.\w+$")
+
+
+def forms_of(names: Iterable[str]) -> list[str]:
+    """The files of a folder's `names` that are its weights, or indices of them, in HF's order.
+
+    Where there are none of HF's names it is the only file of AutoGPTQ's or AutoAWQ's, which they
+    named by its bits and groups.
+    """
+    held = set(names)
+    forms = [form for form in FORMS if form in held]
+    if forms or held.isdisjoint(gptq.FILES):
+        return forms
+    others = [name for name in held if name.endswith(".safetensors") and "/" not in name]
+    return others if len(others) == 1 and not _PART.search(others[0]) else []
+
+
+def _forms_in(folder: Path) -> list[str]:
+    """`forms_of` the files of a folder."""
+    return forms_of(name for name in os.listdir(folder) if os.path.isfile(folder / name))
 
 
 class FilesSource:
@@ -166,7 +186,7 @@ def check_folder(path: str | os.PathLike[str]) -> Path:
             f"{SUFFIX} file, or a model of the hub such as 'Qwen/Qwen3-0.6B'."
         )
     described = os.path.isfile(folder / "config.json") or is_meta_folder(folder)
-    if not any(os.path.isfile(folder / form) for form in (*FORMS, INDEX)):
+    if not (_forms_in(folder) or os.path.isfile(folder / INDEX)):
         with suppress(CheckpointNotFoundError) if described else nullcontext():
             packed = find_gguf(folder)
             if packed is not None:
@@ -182,9 +202,9 @@ def check_folder(path: str | os.PathLike[str]) -> Path:
 
 def holds_weights(folder: Path) -> bool:
     """True for a folder that holds a model's weights, of whatever form; adapters are none."""
-    return any(os.path.isfile(folder / form) for form in (*FORMS, INDEX)) or any(
-        is_gguf(folder / name) for name in os.listdir(folder)
-    )
+    if _forms_in(folder) or os.path.isfile(folder / INDEX):
+        return True
+    return any(is_gguf(folder / name) for name in os.listdir(folder))
 
 
 def is_checkpoint(path: str | os.PathLike[str]) -> bool:
@@ -204,7 +224,7 @@ def open_checkpoint(folder: Path) -> TensorSource:
         return GgufSource(folder)
     if os.path.isfile(folder / ADAPTER) and not holds_weights(folder):
         raise _adapter_error(folder)
-    forms = [form for form in FORMS if os.path.isfile(folder / form)]
+    forms = _forms_in(folder)
     if os.path.isfile(folder / INDEX):
         if forms:
             raise CheckpointError(
@@ -222,6 +242,8 @@ def open_checkpoint(folder: Path) -> TensorSource:
         raise _no_weights(folder)
     form, *others = forms
     notes = [f"{form} was read, as transformers does, not {', '.join(others)}"] if others else []
+    if form not in FORMS:
+        notes = [f"{form} was read, which has none of transformers' names and is the only one"]
     opener = TensorFile if "safetensors" in form else open_torch_file
     if not form.endswith(".json"):
         return FilesSource({form: opener(folder / form)}, str(folder), notes=notes)

@@ -11,6 +11,7 @@ import numpy as np
 
 from ..arrays import same_tensor, to_numpy
 from ..errors import CheckpointError, counted
+from ..quantization import is_of_cache
 from .spec import Layer, ModelSpec
 from .weights import Row, WeightTable
 
@@ -209,6 +210,18 @@ def prefix_hint(missing: Iterable[str], stored: Collection[str]) -> str:
     return ""
 
 
+def _is_idle(name: str, source: TensorSource, used: Collection[str]) -> bool:
+    """True for a stored tensor that no row has and that changes nothing.
+
+    It is a cache's scale, or a bias of zeros: old tools wrote one for every quantized layer.
+    """
+    if is_of_cache(name):
+        return True
+    if not name.endswith(".bias") or name.removesuffix("bias") + "weight" not in used:
+        return False
+    return not np.asarray(to_numpy(source.read(name))).astype(np.float32).any()
+
+
 def make_load_plan(table: WeightTable, source: TensorSource) -> LoadPlan:
     """Match every row to stored tensors.
 
@@ -281,7 +294,11 @@ def make_load_plan(table: WeightTable, source: TensorSource) -> LoadPlan:
             match(pair[0])
     # What joined matrices have in common is read of the first one.
     left_over = sorted(n for n in stored - used if n.partition(":")[0] not in used)
-    unused = [n for n in left_over if any(re.search(p, n) for p in table.unused)]
+    unused = [
+        name
+        for name in left_over
+        if any(re.search(p, name) for p in table.unused) or _is_idle(name, source, used)
+    ]
     extra = sorted(set(left_over) - set(unused))
     problems = [
         f"{what} {counted(names)}"

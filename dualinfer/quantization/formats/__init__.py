@@ -17,7 +17,7 @@ from . import (
 )
 from .stored import Opener, Tensors
 
-__all__ = ["METHODS", "Opener", "Tensors", "find_method"]
+__all__ = ["BESIDE", "METHODS", "Opener", "Tensors", "find_method", "read_beside"]
 
 # By `quant_method`: what reads a quantization_config, or refuses it, and opens matrices by name.
 METHODS: dict[str, Callable[[Mapping[str, Any], Tensors], Opener]] = {
@@ -31,6 +31,18 @@ METHODS: dict[str, Callable[[Mapping[str, Any], Tensors], Opener]] = {
     "mxfp4": mxfp4.opener,
     "torchao": torchao.opener,
 }
+
+# Files that say what config.json does not, in the order in which they are looked for.
+BESIDE = (modelopt.FILE, *gptq.FILES)
+
+
+def read_beside(name: str, fields: Mapping[str, Any]) -> dict[str, Any]:
+    """The quantization_config that the fields of one of BESIDE stand for."""
+    if name == modelopt.FILE:
+        return modelopt.from_file(fields)
+    method = awq.METHOD if awq.is_own(fields) else gptq.METHOD
+    return {"quant_method": method, **{k: v for k, v in fields.items() if v is not None}}
+
 
 _GPTQ = "Export it in GPTQ's format (auto-round: format='auto_gptq'), which is read."
 _PLAIN = (

@@ -13,6 +13,13 @@ KNOWN = (
 FUSED = "do_fuse fuse_max_seq_len modules_to_fuse lm_head".split()
 
 
+def is_own(fields: Mapping[str, Any]) -> bool:
+    """True if the fields of a file beside config.json are AutoAWQ's, and not AutoGPTQ's."""
+    return str(fields.get("version")).lower().startswith("gem") or not fields.keys().isdisjoint(
+        ("w_bit", "q_group_size")
+    )
+
+
 def opener(config: Mapping[str, Any], source: Tensors) -> Opener:
     """Opens the matrices of an AWQ checkpoint."""
     check_fields(config, METHOD, (*KNOWN, *FUSED, *HARMLESS))

@@ -15,13 +15,12 @@ import numpy as np
 from ...errors import shortened
 from ...system.patterns import Patterns
 from ..scheme import Activation, BlockScheme, Codes
-from .modelopt import KEPT_CACHE, cache_scales
 from .row_major import E4M3, E8M0, FP8, POWERS, Factor, RowMajor, matrix_shape
 from .stored import FLOATS, Checkpoint, Opener, Tensors, blocks, check_fields, name_list, refuse
 
 METHOD = "compressed-tensors"
 KNOWN = """
-    config_groups ignore format kv_cache_scheme transform_config sparsity_config moe_sparsity_config
+    config_groups ignore format transform_config sparsity_config moe_sparsity_config
 """.split()
 HARMLESS = """
     global_compression_ratio quantization_status run_compressed version dequantize
@@ -194,19 +193,19 @@ def opener(config: Mapping[str, Any], source: Tensors) -> Opener:
     check_fields(config, METHOD, (*KNOWN, *HARMLESS))
     for field in ("transform_config", "sparsity_config", "moe_sparsity_config"):
         value = config.get(field)
+        # A dense one was measured, and nothing is stored otherwise because of it.
         dense = isinstance(value, Mapping) and value.get("format") in ("dense", None)
-        if value and not (field == "sparsity_config" and dense and not value.get("targets")):
+        if value and not (field == "sparsity_config" and dense):
             raise refuse(METHOD, field, value, AGAIN)
     form = _known_form(METHOD, config.get("format") or "pack-quantized")
-    groups = config.get("config_groups")
+    groups, cache = config.get("config_groups"), config.get("kv_cache_scheme")
     if not isinstance(groups, Mapping) or not groups:
         raise refuse(METHOD, "config_groups", groups, "Expected groups by name.")
     targets: dict[str, Group] = {}
     for name, fields in groups.items():
-        targets |= _read_group(str(name), fields, form)
+        targets |= _read_group(str(name), fields, form, cache)
     groups_of, ignored = _Targets(targets), _Targets(name_list(config, METHOD, "ignore"))
     checkpoint = Checkpoint(source, METHOD)
-    cache = config.get("kv_cache_scheme")
 
     def open_matrix(name: str) -> RowMajor | None:
         module = name.removesuffix(".weight")
@@ -229,8 +228,7 @@ def opener(config: Mapping[str, Any], source: Tensors) -> Opener:
             )
         return _matrix(checkpoint, module, targets[target])
 
-    notes = (KEPT_CACHE,) if cache else ()
-    return Opener(open_matrix, notes, cache_scales(checkpoint))
+    return Opener(open_matrix)
 
 
 def _matrix(checkpoint: Checkpoint, module: str, group: Group) -> RowMajor:
@@ -259,8 +257,8 @@ def _known_form(label: str, form: Any) -> str:
     return form
 
 
-def _read_group(name: str, fields: Any, form: str) -> dict[str, Group]:
-    """The group of each target of a config group, checked."""
+def _read_group(name: str, fields: Any, form: str, cache: Any) -> dict[str, Group]:
+    """The group of each target of a config group, checked; none of that of a `cache`."""
     label = f"{METHOD}, {shortened(name)}"
     if not isinstance(fields, Mapping):
         instead = "Expected its fields; write out what the name of a preset stands for."
@@ -268,7 +266,7 @@ def _read_group(name: str, fields: Any, form: str) -> dict[str, Group]:
     check_fields(fields, label, GROUP_FIELDS)
     targets = name_list(fields, label, "targets")
     weights = fields.get("weights")
-    if fields.get("output_activations"):
+    if fields.get("output_activations") not in (None, {}, cache):
         raise refuse(label, "output_activations", fields["output_activations"], AGAIN)
     if not weights:
         if fields.get("input_activations"):

@@ -10,6 +10,8 @@ from ..scheme import BlockScheme
 from .stored import FLOATS, Checkpoint, Opener, StoredMatrix, Tensors, blocks, check_fields, refuse
 
 METHOD = "gptq"
+# Where AutoGPTQ and AutoAWQ say it, of which older ones say nothing in config.json.
+FILES = ("quantize_config.json", "quant_config.json")
 AGAIN = "Quantize the plain model again with 4 or 8 bits, or pass it as it is."
 # What says how the weights were made or are run, and not what they mean. `sym`, `desc_act` and
 # `true_sequential` are among them: the zeros and the groups of the columns are stored.

@@ -14,8 +14,7 @@ from .stored import FLOATS, Checkpoint, Opener, Tensors, check_fields, name_list
 METHOD = "modelopt"
 FILE = "hf_quant_config.json"
 KNOWN = """
-    quant_algo kv_cache_quant_algo kv_cache_scheme group_size exclude_modules ignore has_zero_point
-    pre_quant_scale quantized_layers
+    quant_algo group_size exclude_modules ignore has_zero_point pre_quant_scale quantized_layers
 """.split()
 # `config_groups` says again what `quant_algo` does.
 HARMLESS = "config_groups producer".split()
@@ -59,7 +58,6 @@ def opener(config: Mapping[str, Any], source: Tensors) -> Opener:
         raise refuse(METHOD, "group_size", size, "NVFP4 has groups of 16.")
     patterns = name_list(config, METHOD, "exclude_modules") + name_list(config, METHOD, "ignore")
     checkpoint = Checkpoint(source, METHOD)
-    cache = config.get("kv_cache_quant_algo") or config.get("kv_cache_scheme")
 
     def open_matrix(name: str) -> RowMajor | None:
         module = name.removesuffix(".weight")
@@ -92,22 +90,9 @@ def opener(config: Mapping[str, Any], source: Tensors) -> Opener:
             unused=() if fixed or given not in checkpoint.names else (given,),
         )
 
-    return Opener(open_matrix, (KEPT_CACHE,) if cache else (), cache_scales(checkpoint))
+    return Opener(open_matrix)
 
 
 def _excludes(pattern: str, module: str) -> bool:
     """True if the pattern, with * for anything, names a module or one around it."""
     return fnmatchcase(module, pattern) or fnmatchcase(module, f"{pattern}.*")
-
-
-KEPT_CACHE = (
-    "the checkpoint has scales for a key-value cache in fewer bits; they are not used: the cache "
-    "keeps its dtype, or with kv_cache_dtype each token has scales of its own"
-)
-
-
-def cache_scales(checkpoint: Checkpoint) -> tuple[str, ...]:
-    """Tensors that are of no weight: what a cache in fewer bits would be scaled by."""
-    ends = tuple(f".{x}_{part}" for x in "qkv" for part in ("scale", "zero_point"))
-    more = (".kv_scale", ".k_bmm_quantizer._amax", ".v_bmm_quantizer._amax")
-    return tuple(sorted(name for name in checkpoint.names if name.endswith((*ends, *more))))

@@ -41,13 +41,11 @@ class Tensors(Protocol):
 class Opener:
     """From HF's name of a weight to its matrix; None where it is stored as it is.
 
-    `notes` say, for people, where what runs is not all that the checkpoint's own library does;
-    `unused` are the stored tensors that no weight takes.
+    `notes` say, for people, where what runs is not all that the checkpoint's own library does.
     """
 
     open: Callable[[str], QuantizedMatrix | None]
     notes: tuple[str, ...] = ()
-    unused: tuple[str, ...] = ()
 
     def __call__(self, name: str) -> QuantizedMatrix | None:
         """See the class."""
@@ -134,9 +132,34 @@ def blocks(size: int, block: int) -> int:
     return ceil(size / block) if block else 1
 
 
+# Fields that say what a key-value cache in fewer bits is quantized by.
+CACHE = ("kv_cache_scheme", "kv_cache_quant_algo")
+KEPT_CACHE = (
+    "the checkpoint has scales for a key-value cache in fewer bits; they are not used: the cache "
+    "keeps its dtype, or with kv_cache_dtype each token has scales of its own"
+)
+
+
+# As compressed-tensors, ModelOpt, AutoFP8, Quark and TensorRT-LLM call the scales.
+_OF_CACHE = re.compile(
+    r"\.((q|k|v|kv)_(scale|zero_point)|(q|k|v|qkv)_proj\.output_(scale|zero_point)"
+    r"|prob(_output)?_scale|kv_cache_scaling_factor|[qkv]_bmm_quantizer\._(amax|scale))$"
+)
+
+
+def is_of_cache(name: str) -> bool:
+    """True for a tensor by which a cache in fewer bits is scaled, or attention in 8 bits."""
+    return _OF_CACHE.search(name) is not None
+
+
+def quantizes_cache(config: Mapping[str, Any]) -> bool:
+    """True if a quantization_config says how a key-value cache is quantized."""
+    return any(config.get(field) for field in CACHE)
+
+
 def check_fields(config: Mapping[str, Any], method: str, known: Iterable[str]) -> None:
     """Raise UnsupportedError for fields of a quantization_config that are not known."""
-    unknown = sorted(config.keys() - {"quant_method", *known})
+    unknown = sorted(config.keys() - {"quant_method", *CACHE, *known})
     if unknown:
         raise UnsupportedError(
             f"config.json has a quantization_config ({method}) with fields that are not known "
