@@ -108,17 +108,23 @@ class GgufFile(StoredFile):
             if shape[-1] % kind.elements:
                 raise ValueError(f"{name} has rows of {shape[-1]} elements in {kind.name}")
             nbytes = prod(shape) // kind.elements * kind.nbytes
-            if start % step or data + start < end:
-                raise ValueError(f"{name} begins at byte {start}, within another tensor or off")
-            end = data + start + nbytes
-            if end > self.size:
-                raise ValueError(f"{name} ends at byte {end:,}")
+            if data + start != end:  # as llama.cpp has it: each one is padded, and no more
+                raise ValueError(
+                    f"{name} begins at byte {data + start:,}, and what lies before it ends at "
+                    f"byte {end:,}, or is of another type"
+                )
+            stop = end + nbytes
+            if stop > self.size:
+                raise ValueError(f"{name} ends at byte {stop:,}")
+            end = data + -(-(stop - data) // step) * step
             held, dtype = shape, kind.dtype
             if not kind.is_plain:
                 held, dtype = (*shape[:-1], shape[-1] // kind.elements, kind.nbytes), "uint8"
             strides = tuple(prod(held[i + 1 :]) for i in range(len(held)))
             self._entries[name] = Entry(dtype, held, data + start, strides)
             self.types[name], self._shapes[name] = kind, shape
+        if self.size > max(end, header.at):
+            raise ValueError(f"its tensors end at byte {end:,}, or the last is of another type")
 
 
 class _Header:
