@@ -23,6 +23,7 @@ from dualinfer.checkpoint.files import StoredFile
 from dualinfer.checkpoint.fitting import Wanted, fit, wanted_by_table
 from dualinfer.checkpoint.inert import Inert, read_pickle
 from dualinfer.checkpoint.sources import open_weights
+from dualinfer.checkpoint.torch_files import open_torch_file
 from dualinfer.errors import CheckpointError, ConfigError, UnsupportedError
 from dualinfer.model.families import describe_model
 
@@ -645,6 +646,27 @@ def test_what_save_mp_checkpoint_path_wrote_fills_a_model(model_of, tmp_path):
     assert relative_rms(logits, expected) < 1e-5
 
 
+COPIED = {
+    "injected": ("bloom", lambda model, folder: save_injected(model, folder, 2, partitions=1)),
+    "split": ("gpt2", FORMS["split"]),
+    "ranks": ("llama-mha", FORMS["ranks"]),
+    "megatron": ("gpt2", lambda model, folder: save_megatron(model, folder, 2, 2.0)),
+}
+
+
+@pytest.mark.parametrize("form", COPIED)
+def test_a_ranks_file_that_is_a_copy_of_anothers_is_told(form, model_of, tmp_path):
+    name, save = COPIED[form]
+    model, _ = model_of(name)
+    saved = save(model, tmp_path)
+    kinds = (".pt", ".bin", ".pth")
+    files = sorted(path for path in tmp_path.rglob("*") if path.suffix in kinds)
+    ranks = [path for path in files if "non" not in path.name]
+    ranks[1].write_bytes(ranks[0].read_bytes())
+    with pytest.raises(CheckpointError, match=r"holds the same weights as .*another rank"):
+        source_of(model, saved)
+
+
 # --- hostile files -------------------------------------------------------------------------------
 
 
@@ -656,6 +678,52 @@ def write_archive(path, pickled, records=()):
         for name, content in records:
             archive.writestr(f"archive/data/{name}", content)
     return path
+
+
+def test_no_byte_beside_the_records_changes_what_is_read(tmp_path):
+    """A bit of each byte of the headers of tensors and of the pickle, and of the archive's end."""
+    state = {"a": torch.arange(6.0), "b": -torch.arange(6.0)}
+    path = tmp_path / "whole.bin"
+    torch.save(state, path)
+    raw, expected = path.read_bytes(), {name: t.numpy() for name, t in state.items()}
+    with zipfile.ZipFile(path) as archive:
+        end, infos = archive.start_dir, archive.infolist()
+    places = [*range(end, len(raw))]
+    for info in infos:
+        if "data" in info.filename:
+            places += range(info.header_offset, info.header_offset + 30 + len(info.filename))
+    bad, told = tmp_path / "bad.bin", 0
+    for at in places:
+        bad.write_bytes(raw[:at] + bytes([raw[at] ^ 1 << at % 8]) + raw[at + 1 :])
+        try:
+            file = open_torch_file(bad)
+            for name, array in expected.items():
+                np.testing.assert_array_equal(file.read(name), array)
+        except CheckpointError:
+            told += 1
+    assert told > len(places) // 3
+
+
+def test_records_that_lie_over_one_another_are_told(tmp_path):
+    """A record with a header of its own within another's bytes, which is whole by itself."""
+    state = {"a": torch.zeros(64), "b": torch.ones(4)}
+    path = tmp_path / "whole.bin"
+    torch.save(state, path)
+    raw = bytearray(path.read_bytes())
+    with zipfile.ZipFile(path) as archive:
+        outer, inner = (
+            next(i for i in archive.infolist() if f"data/{n}" in i.filename) for n in "01"
+        )
+    skipped = int.from_bytes(raw[outer.header_offset + 28 : outer.header_offset + 30], "little")
+    data = outer.header_offset + 30 + len(outer.filename) + skipped
+    header = bytearray(raw[inner.header_offset : inner.header_offset + 30 + len(inner.filename)])
+    header[28:30] = bytes(2)  # nothing but the name before its bytes
+    raw[data : data + len(header)] = header
+    entry = raw.rindex(inner.filename.encode()) - 46
+    raw[entry + 42 : entry + 46] = data.to_bytes(4, "little")
+    path.write_bytes(raw)
+    with pytest.raises(CheckpointError, match="lie over one another"):
+        open_torch_file(path)
 
 
 def text(value):

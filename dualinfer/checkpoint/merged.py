@@ -196,11 +196,15 @@ def swap(count: int, axes: Sequence[int], order: Sequence[int]) -> np.ndarray:
 
 
 class MergedSource:
-    """Tensors by HF's names, each made when it is read, of the parts that the read touches."""
+    """Tensors by HF's names, each made when it is read, of the parts that the read touches.
+
+    Raises CheckpointError where the file of one rank is a copy of another's.
+    """
 
     def __init__(
         self, tensors: Mapping[str, Merge], description: str, notes: Sequence[str] = ()
     ) -> None:
+        _check_copies(tensors, description)
         self._tensors = dict(tensors)
         self.description, self.notes = description, tuple(notes)
 
@@ -251,18 +255,39 @@ def check_alike(shards: Sequence[Shard], label: str) -> None:
     A tensor that every rank holds whole is taken once.
     """
     first = shards[0]
-    ends = [
-        tuple(slice(0, min(n, 4)) for n in first.shape),
-        tuple(slice(max(0, n - 4), n) for n in first.shape),
-    ]
-    for part in ends:
-        own = _bytes_of(first, part)
-        if any(_bytes_of(shard, part) != own for shard in shards[1:]):
+    if any(_ends(shard) != _ends(first) for shard in shards[1:]):
+        raise CheckpointError(
+            f"{label}: {first.name} {first.shape} is whole in each rank's file, and not the "
+            "same in all. Were the files written by one run? Write them again."
+        )
+
+
+def _check_copies(tensors: Mapping[str, Merge], label: str) -> None:
+    """Raise CheckpointError where two ranks have the same part of every tensor that they share.
+
+    What is the same number everywhere, as biases of zeros are, tells nothing.
+    """
+    parts: dict[int, dict[str, tuple[bytes, ...]]] = {}
+    files: dict[int, Held] = {}
+    for merge in tensors.values():
+        shards = {id(patch.shard.file): patch.shard for patch in merge.patches}
+        for key, shard in shards.items() if len(shards) > 1 else ():
+            files[key] = shard.file
+            parts.setdefault(key, {})[shard.name] = _ends(shard)
+    seen: dict[Any, int] = {}
+    for key, own in parts.items():
+        telling = {n: ends for n, ends in own.items() if any(len({*end}) > 1 for end in ends)}
+        first = seen.setdefault(tuple(telling.items()), key) if telling else key
+        if first != key:
+            names = [str(getattr(files[k], "path", "a file")) for k in (first, key)]
             raise CheckpointError(
-                f"{label}: {first.name} {first.shape} is whole in each rank's file, and not the "
-                "same in all. Were the files written by one run? Write them again."
+                f"{label}: {names[1]} holds the same weights as {names[0]}, which is the file of "
+                "another rank. Copy or fetch that rank's own file again."
             )
 
 
-def _bytes_of(shard: Shard, part: tuple[slice, ...]) -> bytes:
-    return to_numpy(shard.file.read(shard.name, part)).tobytes()
+def _ends(shard: Shard) -> tuple[bytes, ...]:
+    """The first few and the last few elements along each axis of a shard."""
+    parts = [[slice(0, min(n, 4)) for n in shard.shape]]
+    parts.append([slice(max(0, n - 4), n) for n in shard.shape])
+    return tuple(to_numpy(shard.file.read(shard.name, tuple(p))).tobytes() for p in parts)

@@ -21,8 +21,10 @@ from .files import READ, Entry, StoredFile
 from .inert import Global, Inert, Pickle, StoredTensor, put, read_pickle
 
 _WRAPPERS = ("module", "model", "state_dict")
-_LOCAL_HEADER = struct.Struct("<4s22xHH")  # its mark, and the lengths of a name and of what follows
-_ENCRYPTED = 0x1
+# Its mark, flags, method, sizes as stored and as read, lengths of a name and of what follows.
+_LOCAL_HEADER = struct.Struct("<4s2xHH8xLLHH")
+_ENCRYPTED, _BEHIND, _UTF8 = 0x1, 0x8, 0x800  # flags: of sizes that lie behind a record
+_WIDE = 0xFFFFFFFF  # as a size: it stands elsewhere, in 64 bits
 _OLD_PICKLES, _MOST_PICKLED = 4, 64 << 20  # magic, version, system and state; bytes of them
 _OLD_MAGIC = 0x1950A86A20F9469CFC6C  # of torch.serialization
 _DEEPEST, _LETTERS = 8, 16  # dicts in one another, as in Megatron; letters of names for a byte
@@ -68,27 +70,48 @@ class TorchFile(StoredFile):
         """Where each record starts and how long it is, without the archive's name before it."""
         records: dict[str, tuple[int, int]] = {}
         with os.fdopen(os.dup(self._fd), "rb") as file, zipfile.ZipFile(file) as archive:
-            for info in archive.infolist():
-                if info.is_dir():
-                    continue
-                name = info.filename.partition("/")[2]
-                mark, *lengths = _LOCAL_HEADER.unpack(
-                    self.bytes_at(info.header_offset, _LOCAL_HEADER.size)
-                )
-                start = info.header_offset + _LOCAL_HEADER.size + sum(lengths)
-                stored = info.compress_type == zipfile.ZIP_STORED and mark == b"PK\3\4"
-                if not stored or info.flag_bits & _ENCRYPTED or info.file_size > self.size - start:
-                    raise CheckpointError(
-                        f"{self.path}: {shortened(info.filename)} is compressed or damaged, as "
-                        "torch writes none: was the file zipped anew? Load it with "
-                        "torch.load(path, mmap=False, weights_only=True) and torch.save it again."
-                    )
-                if name in records:
-                    raise CheckpointError(
-                        f"{self.path} holds {shortened(name)} twice. Fetch it again."
-                    )
-                records[name] = start, info.file_size
+            end = archive.start_dir
+            infos = sorted(archive.infolist(), key=lambda info: info.header_offset)
+        for info, following in zip(infos, [*infos[1:], None], strict=True):
+            stop = end if following is None else following.header_offset
+            start, size = self._find_record(info, stop), info.file_size
+            name = info.filename.partition("/")[2]
+            if name in records:
+                raise CheckpointError(f"{self.path} holds {shortened(name)} twice. Fetch it again.")
+            if not info.is_dir():
+                records[name] = start, size
         return records
+
+    def _find_record(self, info: zipfile.ZipInfo, stop: int) -> int:
+        """Where the bytes of a record start, which end at `stop`.
+
+        Its own header says of them what the archive's end does.
+        """
+        at, size = info.header_offset, info.file_size
+        header = self.bytes_at(at, _LOCAL_HEADER.size)
+        mark, flags, method, held, read, name_length, more = _LOCAL_HEADER.unpack(header)
+        name = self.bytes_at(at + _LOCAL_HEADER.size, name_length)
+        start = at + _LOCAL_HEADER.size + name_length + more
+        is_own = name.decode("utf-8" if flags & _UTF8 else "cp437") == info.orig_filename
+        sizes = {size, held, read} - {_WIDE, *((0,) if flags & _BEHIND else ())}
+        is_stored = mark == b"PK\3\4" and method == info.compress_type == zipfile.ZIP_STORED
+        is_stored = is_stored and not (flags | info.flag_bits) & _ENCRYPTED
+        if not (is_stored and is_own and sizes <= {size} and info.compress_size == size):
+            raise CheckpointError(
+                f"{self.path}: {shortened(info.filename)} is compressed or damaged, as torch "
+                "writes none: was the file zipped anew? Load it with torch.load(path, mmap=False, "
+                "weights_only=True) and torch.save it again."
+            )
+        left = stop - start - size  # of sizes behind it, of 32 or 64 bits
+        is_whole = left == 0
+        if flags & _BEHIND:
+            is_whole = left in (16, 24) and self.bytes_at(start + size, 4) == b"PK\7\x08"
+        if not is_whole:
+            raise CheckpointError(
+                f"{self.path}: {shortened(info.filename)} and what follows it lie over one another "
+                "or apart, as torch writes none. The file is damaged; fetch it again."
+            )
+        return start
 
     def _check_order(self, records: Mapping[str, tuple[int, int]]) -> None:
         """Raise CheckpointError for elements in the byte order of another machine."""
