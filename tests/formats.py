@@ -108,3 +108,62 @@ def edit(folder: Path, change, described=()) -> Path:
     change(tensors)
     save_file(tensors, path, metadata)
     return copy
+
+
+class Reshaped:
+    """A source one of whose tensors is another array."""
+
+    def __init__(self, source, name, array):
+        self._source, self._name, self._array = source, name, array
+        self.description, self.metadata = "reshaped", getattr(source, "metadata", {})
+
+    def names(self):
+        return self._source.names()
+
+    def dtype(self, name):
+        return self._source.dtype(name)
+
+    def shape(self, name):
+        return self._array.shape if name == self._name else self._source.shape(name)
+
+    def read(self, name, index=None):
+        if name != self._name:
+            return self._source.read(name, index)
+        return self._array[index or ...]
+
+
+def reshaped(array):
+    """The array in other shapes: cut, doubled, turned, flat."""
+    for axis, size in enumerate(array.shape):
+        for few in {1, size - 1, size // 2} - {0, size}:
+            yield array.take(range(few), axis)
+        yield np.concatenate([array, array], axis)
+    yield array[(slice(0, 1),) * array.ndim]
+    yield array.T
+    yield array.reshape(-1)
+    yield array[None]
+    yield np.stack([array, array])
+
+
+def check_shapes(folder: Path, name: str):
+    """What stands in a weight's place has one shape: another one is told, or means the same."""
+    config, source = read_written(folder)["quantization_config"], open_checkpoint(folder)
+    check_shapes_in(METHODS[find_method(config)], config, source, name)
+
+
+def check_shapes_in(method, config, source, name: str):
+    """As `check_shapes`, by a method's opener."""
+    matrix = method(config, source)(name)
+    meant, told = values(matrix), 0
+    for part in matrix.stored:
+        array = np.asarray(source.read(part))
+        for other in reshaped(array):
+            if other.shape == array.shape:
+                continue
+            try:
+                found = method(config, Reshaped(source, part, other))(name)
+                is_same = found.shape != meant.shape or np.array_equal(values(found), meant)
+                assert is_same, f"{part}: {array.shape} as {other.shape}"
+            except (dualinfer.CheckpointError, dualinfer.UnsupportedError):
+                told += 1
+    assert told > 4

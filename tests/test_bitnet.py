@@ -12,7 +12,7 @@ import dualinfer
 from dualinfer import CheckpointError, UnsupportedError
 from dualinfer.quantization.scheme import Activation
 
-from .formats import check_logits, check_slices, open_folder, values
+from .formats import check_logits, check_shapes, check_slices, open_folder, values
 from .models import EOS, PAD, VOCAB, on_backends, random_ids, randomize, relative_rms
 
 with pytest.MonkeyPatch.context() as patch:
@@ -74,6 +74,8 @@ def test_matrices_are_those_of_transformers(form, tmp_path):
     rounding = "rounded" if form == "bitlinear" else "wide"
     assert matrix.scheme.activation == Activation("int8", inverse=rounding)
     check_slices(matrix)
+    if form != "online":  # whose scale is made of the matrix
+        check_shapes(tmp_path, UP)
 
 
 def test_matrices_of_a_base_model_are_rounded_too(tmp_path):

@@ -9,7 +9,7 @@ from bitsandbytes import functional
 import dualinfer
 from dualinfer import CheckpointError, UnsupportedError
 
-from .formats import check_logits, check_slices, edit, open_folder, values
+from .formats import check_logits, check_shapes, check_slices, edit, open_folder, values
 from .models import BACKENDS, VOCAB, random_ids, relative_rms
 
 MODULES = ("self_attn.k_proj", "self_attn.o_proj", "mlp.down_proj")
@@ -107,6 +107,7 @@ def test_matrices_are_what_bitsandbytes_dequantizes(form, folders):
         exact = 1e-6 if form == "int8" else 0
         np.testing.assert_allclose(values(matrix), expected, rtol=exact, atol=0)
         check_slices(matrix)
+    check_shapes(folder, f"{name}.weight")
     assert opener("model.embed_tokens.weight") is None
     assert opener("lm_head.weight") is None
     assert bool(opener.notes) == (form == "int8")

@@ -21,7 +21,15 @@ from dualinfer import CheckpointError, UnsupportedError
 from dualinfer.quantization.scheme import Activation
 
 from .compressed import write
-from .formats import check_logits, check_slices, dense_model, edit, open_folder, values
+from .formats import (
+    check_logits,
+    check_shapes,
+    check_slices,
+    dense_model,
+    edit,
+    open_folder,
+    values,
+)
 from .models import BACKENDS, make_model, on_backends, random_ids, relative_rms
 
 Q = "model.layers.0.self_attn.q_proj"
@@ -129,6 +137,7 @@ def test_matrices_are_what_compressed_tensors_decompresses(form, dtype, folders)
     assert (first.scheme.codes, first.scheme.activation) == FORMS[form][1:]
     if dtype == torch.float32:
         check_slices(first)
+        check_shapes(folders(form), f"{Q}.weight")
 
 
 def test_a_group_is_chosen_by_name_then_pattern_then_class(folders):

@@ -16,13 +16,22 @@ import dualinfer
 from dualinfer import CheckpointError, UnsupportedError
 from dualinfer.checkpoint.hf_config import read_config
 from dualinfer.checkpoint.sources import open_checkpoint
+from dualinfer.quantization import read_quantization
 from dualinfer.quantization.formats import METHODS, find_method
 from dualinfer.quantization.formats.modelopt import FILE
 from dualinfer.quantization.scheme import Activation
 
 from .compressed import SIZES
 from .compressed import write as write_compressed
-from .formats import check_logits, check_slices, dense_model, edit, open_folder, values
+from .formats import (
+    check_logits,
+    check_shapes,
+    check_slices,
+    dense_model,
+    edit,
+    open_folder,
+    values,
+)
 from .models import on_backends, random_ids, relative_rms
 from .test_compressed_tensors import emulated, logits_of_hf, scheme, unrest
 
@@ -102,6 +111,7 @@ def test_blocks_are_what_transformers_dequantizes(scale_fmt, llama):
     first = opener(f"{Q}.weight")
     assert first.scheme.activation == Activation("fp8_e4m3", block=32)
     check_slices(first)
+    check_shapes(folder, f"{Q}.weight")
     loaded = hf.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     np.testing.assert_allclose(
         values(first), loaded.get_submodule(Q).weight.detach().float(), rtol=2**-8
@@ -145,6 +155,7 @@ def test_one_scale_of_weights_and_of_inputs_whatever_they_are_called(change, lla
     scale = next(t for n, t in tensors.items() if n.startswith(Q) and "weight" in n and not t.dim())
     expected = tensors[f"{Q}.weight"].float() * scale
     np.testing.assert_array_equal(values(matrix), expected)
+    check_shapes(folder, f"{Q}.weight")
     np.testing.assert_allclose(matrix.input_scale(), 0.02, rtol=1e-6)
     assert matrix.scheme.activation == Activation("fp8_e4m3", dynamic=False)
     assert len(matrix.stored) == 3
@@ -294,6 +305,7 @@ def test_nvfp4_of_modelopt_is_what_its_converter_makes_of_it(nvfp4):
     np.testing.assert_allclose(values(ours), values(theirs), rtol=1e-6)
     np.testing.assert_allclose(ours.input_scale(), theirs.input_scale(), rtol=1e-6)
     check_slices(ours)
+    check_shapes(folder, f"{Q}.weight")
 
 
 @pytest.mark.parametrize(
@@ -313,7 +325,9 @@ def test_what_modelopt_has_beside_is_refused_by_name(fields, match, nvfp4):
 
 
 def test_modelopts_patterns_and_caches(nvfp4):
-    opener = open_folder(nvfp4[1], kv_cache_quant_algo="FP8")
+    config = json.loads((nvfp4[1] / "config.json").read_text())
+    config["quantization_config"] |= {"kv_cache_quant_algo": "FP8"}
+    opener = read_quantization(config)(open_checkpoint(nvfp4[1]))
     assert "cache keeps its dtype" in opener.notes[0]
     for pattern in ("*q_proj", "model.layers.0*", "model.layers.0.self_attn"):
         with pytest.raises(CheckpointError, match="is not quantized"):
@@ -418,6 +432,7 @@ def test_experts_are_what_transformers_unpacks(tmp_path):
             matrix = opener(f"e.experts.{expert}.{name}.weight")
             np.testing.assert_array_equal(values(matrix), expected[expert].T)
             assert matrix.stored == (f"{whole}_blocks", f"{whole}_scales")
+        check_shapes(tmp_path, f"e.experts.4.{name}.weight")
         check_slices(matrix)
     assert opener("e.experts.router.weight") is None
     with pytest.raises(CheckpointError, match="no number 5"):

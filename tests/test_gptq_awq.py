@@ -15,7 +15,7 @@ from dualinfer.checkpoint.files import TensorFile
 from dualinfer.checkpoint.sources import FilesSource
 from dualinfer.quantization.formats import METHODS, find_method
 
-from .formats import check_logits, check_slices, dense_model, edit, values
+from .formats import check_logits, check_shapes_in, check_slices, dense_model, edit, values
 from .models import VOCAB, on_backends
 
 GOLDEN = {path.stem: path for path in (Path(__file__).parent / "data" / "gptq").glob("*.safeten*")}
@@ -80,6 +80,7 @@ def test_matrices_are_what_gptqmodel_dequantizes(name):
     assert matrix.shape == expected.shape
     np.testing.assert_array_equal(values(matrix).astype(np.float16), expected)
     check_slices(matrix)
+    check_shapes_in(METHODS[config["quant_method"]], config, source, "layer.weight")
 
 
 def pack(codes, bits):

@@ -23,7 +23,15 @@ from dualinfer import CheckpointError, UnsupportedError
 from dualinfer.checkpoint.sources import open_checkpoint
 from dualinfer.quantization.scheme import Activation
 
-from .formats import check_logits, check_slices, dense_model, edit, open_folder, values
+from .formats import (
+    check_logits,
+    check_shapes,
+    check_slices,
+    dense_model,
+    edit,
+    open_folder,
+    values,
+)
 from .models import BACKENDS, VOCAB, on_backends, random_ids, relative_rms
 
 SIZES = {
@@ -109,6 +117,7 @@ def test_matrices_are_what_torchao_dequantizes(form, folders):
         expected = oracle.get_submodule(name).weight.dequantize().numpy()
         np.testing.assert_array_equal(values(matrix), expected)
         check_slices(matrix)
+    check_shapes(folder, f"{name}.weight")
     assert opener(f"{UP}.weight") is None
     assert opener("model.embed_tokens.weight") is None
 

@@ -15,7 +15,7 @@ import numpy as np
 from ...errors import shortened
 from ...system.patterns import Patterns
 from ..scheme import Activation, BlockScheme, Codes
-from .row_major import E4M3, E8M0, FP8, POWERS, Factor, RowMajor, matrix_shape
+from .row_major import E4M3, E8M0, FP8, POWERS, Factor, RowMajor, lies_as, matrix_shape
 from .stored import FLOATS, Checkpoint, Opener, Tensors, blocks, check_fields, name_list, refuse
 
 METHOD = "compressed-tensors"
@@ -128,7 +128,7 @@ class IntegerMatrix(RowMajor):
         count, read = self._blocks, self._from
         if not packed:
             found = read.check(name, ("int8", *_NUMBERS))
-            if [s for s in found if s != 1] != [s for s in count if s != 1]:
+            if not lies_as(found, count):
                 raise read.error(f"{name} has the shape {found}, expected {count}.")
             zeros = read.read(name).astype(np.int16).reshape(count) + self._middle
             return zeros.astype(np.uint8)

@@ -45,6 +45,7 @@ def opener(config: Mapping[str, Any], source: Tensors) -> Opener:
         and all(type(b) is int and b > 0 for b in block)
     ):
         raise refuse(METHOD, "weight_block_size", block, "Expected two numbers, or null.")
+    whole = "weight_block_size" in config and block is None
     names = name_list(config, METHOD, "modules_to_not_convert")
     skipped = LeftOut(names or name_list(config, METHOD, "ignored_layers"), METHOD)
     checkpoint = Checkpoint(source, METHOD)
@@ -65,7 +66,9 @@ def opener(config: Mapping[str, Any], source: Tensors) -> Opener:
             )
         shape = matrix_shape(checkpoint, name, tuple(FP8))
         found = checkpoint.check(scale, (*FLOATS, E8M0))
-        rows, columns = (0, 0) if all(s == 1 for s in found) else (block or (128, 128))
+        # A scale of two axes has one element for each block, even where that is one.
+        is_single = all(s == 1 for s in found) and (len(found) < 2 or whole)
+        rows, columns = (0, 0) if is_single else (block or (128, 128))
         inputs = [f"{module}.{scale}" for scale in INPUT_SCALES]
         given = next((i for i in inputs if i in checkpoint.names), inputs[0])
         static = activations == "static"

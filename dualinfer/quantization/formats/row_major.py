@@ -28,7 +28,7 @@ class RowMajor(StoredMatrix):
 
     Those that are `raised` are stored higher than they are by so much. `place` is the matrix's own
     number where the tensors hold several. Scales have one axis for blocks of rows and one for
-    blocks of columns, of which those of one element may be missing in the file, or be more.
+    blocks of columns; a file may lack that of columns where all of a row have one scale.
     """
 
     def __init__(
@@ -57,7 +57,7 @@ class RowMajor(StoredMatrix):
         self.stored = (data, scale, *(f.name for f in factors), *unused)
         found = checkpoint.check(scale, scales)[0 if place is None else 1 :]
         self._blocks = (blocks(n, rows), scheme.groups or blocks(k, columns))
-        if [s for s in found if s != 1] != [s for s in self._blocks if s != 1]:
+        if not lies_as(found, self._blocks):
             raise checkpoint.error(
                 f"{scale} has the shape {found} for {n} x {k} codes, expected {self._blocks}."
             )
@@ -121,6 +121,16 @@ class RowMajor(StoredMatrix):
     def input_scale(self) -> np.ndarray | None:
         """See QuantizedMatrix."""
         return None if self._input is None else np.asarray(self._number(self._input))
+
+
+def lies_as(found: Sequence[int], blocks: tuple[int, int]) -> bool:
+    """True if an array of that shape has an element for each of the blocks [rows, columns]."""
+    forms = [blocks]
+    if blocks[1] == 1:
+        forms += [blocks[:1]]
+    if blocks == (1, 1):
+        forms += [()]
+    return tuple(found) in forms
 
 
 def matrix_shape(checkpoint: Checkpoint, name: str, dtypes: Sequence[str]) -> tuple[int, int]:
