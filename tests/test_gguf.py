@@ -1,6 +1,7 @@
 """GGUF files give what they mean, on both backends; the package `gguf` writes and explains them."""
 
 import json
+import math
 import struct
 from contextlib import suppress
 
@@ -10,6 +11,7 @@ import pytest
 jax = pytest.importorskip("jax")
 torch = pytest.importorskip("torch")
 
+import gguf  # noqa: E402
 import transformers as hf  # noqa: E402
 from gguf import GGMLQuantizationType as Type  # noqa: E402
 from typer.testing import CliRunner  # noqa: E402
@@ -18,7 +20,7 @@ import dualinfer  # noqa: E402
 from dualinfer.checkpoint.files import StoredFile  # noqa: E402
 from dualinfer.checkpoint.gguf import GgufSource  # noqa: E402
 from dualinfer.checkpoint.gguf_file import GgufFile  # noqa: E402
-from dualinfer.checkpoint.hf_config import read_config  # noqa: E402
+from dualinfer.checkpoint.hf_config import read_config, read_generation_config  # noqa: E402
 from dualinfer.checkpoint.tokenizer import load_tokenizer  # noqa: E402
 from dualinfer.cli.main import app  # noqa: E402
 from dualinfer.errors import (  # noqa: E402
@@ -28,6 +30,7 @@ from dualinfer.errors import (  # noqa: E402
     DualinferError,
     UnsupportedError,
 )
+from dualinfer.quantization.formats.ggml import TYPES  # noqa: E402
 
 from .gguf_files import write_gguf  # noqa: E402
 from .models import BACKENDS, CASES, on_backends, random_ids, relative_rms  # noqa: E402
@@ -330,6 +333,94 @@ def test_fields_and_tensors_must_fit_the_family(tmp_path):
     path.write_bytes(whole[:-64])
     with pytest.raises(CheckpointError, match=r"ends at byte.*cut short"):
         engine(path, "jax")
+
+
+def places_of(path):
+    """Where a file's header says each tensor's type; its offset follows."""
+    raw = path.read_bytes()
+    return {
+        name: raw.index(name.encode()) + len(name) + 4 + 8 * len(file_shape)
+        for name, file_shape in GgufFile(path)._shapes.items()
+    }
+
+
+def test_tensors_fill_the_file(tmp_path):
+    """A hole, a tensor within another, one of another type, and bytes between or behind."""
+    path = write_gguf(tmp_path / "m.gguf", tiny("llama-mqa", **WIDE), lambda _: Type.Q8_0)
+    raw, file, bad = path.read_bytes(), GgufFile(path), tmp_path / "bad.gguf"
+    starts = sorted(entry.start for entry in file._entries.values())
+
+    def refused(content):
+        bad.write_bytes(content)
+        with pytest.raises(CheckpointError, match=r"begins at byte|end at byte|ends at byte|rows"):
+            GgufFile(bad)
+
+    for place in places_of(path).values():
+        offset = int.from_bytes(raw[place + 4 : place + 12], "little")
+        for wrong in (offset + 32, max(0, offset - 32)):
+            if wrong != offset:
+                refused(raw[: place + 4] + wrong.to_bytes(8, "little") + raw[place + 12 :])
+        kind = raw[place]
+        for other in TYPES.keys() - {kind}:
+            refused(raw[:place] + bytes([other]) + raw[place + 1 :])
+    for at in (*starts, len(raw)):
+        refused(raw[:at] + bytes(32) + raw[at:])
+
+
+# Of the makers' config.json: layers, width, heads, what a head has, and what scores are scaled by.
+GEMMAS = {
+    "gemma-2-2b": ("gemma2", 26, 2304, 8, 256, 256),
+    "gemma-2-27b": ("gemma2", 46, 4608, 32, 128, 144),
+    "gemma-3-12b": ("gemma3", 48, 3840, 16, 256, 256),
+    "gemma-3-27b": ("gemma3", 62, 5376, 32, 128, 168),
+}
+
+
+@pytest.mark.parametrize("name", GEMMAS)
+def test_gemmas_scale_scores_as_their_makers_say(name, tmp_path):
+    kind, layers, width, heads, head_dim, scalar = GEMMAS[name]
+    fields = {"embedding_length": width, "block_count": layers, "feed_forward_length": 64}
+    fields |= {"context_length": 8192, "attention.head_count": heads}
+    fields |= {"attention.key_length": head_dim, "attention.value_length": head_dim}
+    writer = gguf.GGUFWriter(tmp_path / "m.gguf", kind)
+    for field, value in fields.items():
+        writer.add_uint32(f"{kind}.{field}", value)
+    writer.add_layer_norm_rms_eps(1e-6)
+    writer.add_tensor("token_embd.weight", np.zeros((4, 256), np.float32))
+    for step in ("header", "kv_data", "tensors"):
+        getattr(writer, f"write_{step}_to_file")()
+    writer.close()
+    assert read_config(tmp_path / "m.gguf").to_dict()["query_pre_attn_scalar"] == scalar
+
+
+def test_yarns_own_factor_scales_what_it_makes_of_its_length(tmp_path):
+    """llama.cpp: both factors, times 1 + 0.1 ln of how much longer texts become."""
+    model = tiny("llama-yarn-factor")
+    rope = model.config.rope_parameters
+
+    def describe(writer):
+        own = rope["attention_factor"] / (1 + 0.1 * math.log(rope["factor"]))
+        writer.add_float32("llama.rope.scaling.attn_factor", own / 2)
+        writer.add_float32("llama.rope.scaling.yarn_attn_factor", 2.0)
+        for name in ("beta_fast", "beta_slow"):
+            writer.add_float32(f"llama.rope.scaling.yarn_{name}", rope[name])
+
+    path, ids = tmp_path / "m.gguf", random_ids(2, 9)
+    write_gguf(path, model, describe=describe)
+    with engine(path, "torch") as made:
+        assert relative_rms(made(ids).logits, answer(model, ids)) < LIMIT
+
+
+@pytest.mark.parametrize(("temperature", "samples"), [(0.0, False), (0.5, True)])
+def test_a_makers_temperature_of_zero_is_no_sampling(temperature, samples, tmp_path):
+    def describe(writer):
+        writer.add_float32("general.sampling.temp", temperature)
+        writer.add_float32("general.sampling.top_p", 0.9)
+
+    path = write_gguf(tmp_path / "m.gguf", tiny("llama-mqa"), describe=describe)
+    found = read_generation_config(path, read_config(path)).to_dict()
+    assert bool(found.get("do_sample")) == samples
+    assert (found.get("top_p") == pytest.approx(0.9)) == samples
 
 
 def test_hostile_headers_are_told(speaking, tmp_path):
