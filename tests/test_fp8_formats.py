@@ -250,6 +250,7 @@ def test_fp8_of_modelopt_is_told_by_its_own_file(algorithm, llama):
     (folder / FILE).write_text(json.dumps({"producer": {}, "quantization": told}))
     config = read_config(folder).to_dict()["quantization_config"]
     opener = METHODS[find_method(config)](config, open_checkpoint(folder))
+    check_shapes(folder, "model.layers.1.mlp.down_proj.weight")
     tensors = load_file(folder / "model.safetensors")
     for module in (Q, "model.layers.1.mlp.down_proj"):
         matrix, scale = opener(f"{module}.weight"), tensors[f"{module}.weight_scale"]

@@ -61,11 +61,6 @@ class QuantizedSource:
         self._plain = [name for name in source.names() if name not in self._taken]
         self._dense = {n: self._matrices.pop(n) for n in dense if n in self._matrices}
 
-    @property
-    def is_made_here(self) -> bool:
-        """True if its weights are quantized while they are read, and no file holds them so."""
-        return any(isinstance(matrix, Quantizing) for matrix in self._matrices.values())
-
     def matrix(self, name: str) -> QuantizedMatrix | None:
         """The matrix of HF's name; None where it is stored as it is."""
         return self._matrices.get(name)
@@ -184,18 +179,13 @@ def open_quantized(
     source: TensorSource, table: WeightTable, matrices: Opener
 ) -> tuple[QuantizedSource, WeightTable]:
     """The source that shows canonical parts, and the table of the rows that they make."""
-    rows = [row for row in (*table.rows, *(row for row, _ in table.tied)) if row.dense]
-    dense = [n for row in rows for part in row.sources for n in table.candidates(part.name)]
-    quantized = QuantizedSource(source, matrices, _spelt(table), dense)
-    return quantized, replace(table, matrices=quantized.matrix)
-
-
-def _spelt(table: WeightTable) -> list[str]:
-    """The names that weights may have in a checkpoint."""
     rows = [row for row in table.rows if row.is_weight] + [row for row, _ in table.tied]
-    names = [source.name for row in rows for source in row.sources]
-    names += [name for _, name in table.tied]
-    return [spelt for name in names for spelt in table.candidates(name)]
+    tied = [name for _, name in table.tied]
+    names = [source.name for row in rows for source in row.sources] + tied
+    dense = [part.name for row in rows if row.dense for part in row.sources]
+    spelt, dense = ([c for n in own for c in table.candidates(n)] for own in (names, dense))
+    quantized = QuantizedSource(source, matrices, spelt, dense)
+    return quantized, replace(table, matrices=quantized.matrix)
 
 
 # A rounded one would choose other experts, or weigh all that the shared one gives, for few bytes.
@@ -266,16 +256,15 @@ def open_as_held(
     """
     own, stored = quantization_of(config), read_quantization(config)
     matrices = source.matrices() if isinstance(source, HoldsMatrices) else None
-    if stored is not None:
-        matrices = stored(source)
-    if recipe is not None and matrices is not None:
-        if any(matrices(name) for name in _spelt(table)):
+    if recipe is not None:
+        if own is not None or matrices is not None:
             method = "GGUF" if own is None else find_method(own)
             raise ConfigError(
                 f"quant is given, and the weights of {source.description} are quantized already "
                 f"({method}). Leave it unset, or pass the model that they were made from."
             )
-        matrices = None
+    elif stored is not None:
+        matrices = stored(source)
     notes = () if matrices is None else matrices.notes
     if adapters:
         if matrices is None:

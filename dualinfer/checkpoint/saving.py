@@ -70,7 +70,9 @@ _OPTION = "save_mp_checkpoint_path"  # how messages call the path
 
 def _quantizes(saved: Saved) -> bool:
     """True if the weights are quantized here, and no checkpoint holds them so."""
-    return isinstance(saved.source, QuantizedSource) and saved.source.is_made_here
+    if not isinstance(saved.source, QuantizedSource):
+        return False
+    return quantization_of(saved.config.to_dict()) is None
 
 
 def check_content(saved: Saved) -> None:

@@ -124,8 +124,11 @@ class RowMajor(StoredMatrix):
 
 
 def lies_as(found: Sequence[int], blocks: tuple[int, int]) -> bool:
-    """True if an array of that shape has an element for each of the blocks [rows, columns]."""
-    forms = [blocks]
+    """True if an array of that shape has an element for each of the blocks [rows, columns].
+
+    ModelOpt's have an axis of one element behind each.
+    """
+    forms: list[tuple[int, ...]] = [blocks, (blocks[0], 1, blocks[1], 1)]
     if blocks[1] == 1:
         forms += [blocks[:1]]
     if blocks == (1, 1):

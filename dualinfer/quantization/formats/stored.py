@@ -1,5 +1,6 @@
 """What the formats of quantized checkpoints share: reading their tensors, and their configs."""
 
+import re
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from math import ceil
