@@ -19,6 +19,7 @@ from dualinfer.model.families import describe_model
 from dualinfer.model.spec import RelativeBias
 
 from .models import random_ids, relative_rms, slow_but
+from .speech import make_sound, make_tokenizer
 
 VOCAB = 101
 IDS = {"pad_token_id": 1, "eos_token_id": 2, "bos_token_id": 0, "decoder_start_token_id": 2}
@@ -472,6 +473,27 @@ def test_a_row_alone_a_list_and_a_stream_give_the_same_text(name, backend):
     texts = engine.generate(**source, **drawn).tolist()
     assert texts == engine_of(name, "torch").generate(**source, **drawn).tolist()
     assert texts[0] != texts[1]
+
+
+@pytest.mark.parametrize("backend", slow_but(["torch"], BACKENDS))
+@pytest.mark.parametrize("name", ["moonshine", "s2t"])
+def test_pipelines_of_speech_give_what_they_give_around_transformers(name, backend):
+    """Of sounds of different lengths, and in chunks; Whisper's are in test_speech.py."""
+    extractor = hf.Speech2TextFeatureExtractor(feature_size=5, num_mel_bins=5)
+    if name == "moonshine":
+        extractor = hf.Wav2Vec2FeatureExtractor()
+    how = {"tokenizer": make_tokenizer(), "feature_extractor": extractor}
+    pipe = hf.pipeline("automatic-speech-recognition", model=copy.deepcopy(model_of(name)), **how)
+    waves = [make_sound(length, i) for i, length in enumerate((1.3, 1.1))]
+    asked = {"num_beams": 1, **GREEDY, "forced_bos_token_id": 33}
+
+    def run() -> Any:
+        whole = pipe([wave.copy() for wave in waves], generate_kwargs=asked, batch_size=2)
+        return whole, pipe(waves[0].copy(), chunk_length_s=0.8, batch_size=2, generate_kwargs=asked)
+
+    wanted = run()
+    pipe.model = engine_of(name, backend)
+    assert run() == wanted and wanted[1]["text"]
 
 
 @pytest.mark.parametrize("backend", slow_but(["torch"], BACKENDS))
