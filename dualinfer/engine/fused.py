@@ -267,7 +267,8 @@ class FusedEngine(EmbeddingCalls, TowerCalls, SpeechCalls):
         With `inputs_embeds` [B, T, W] and no ids the result is the new tokens alone, as in HF. Of
         an encoder-decoder `input_ids` are what the encoder reads, and the result is the decoder's
         ids: `decoder_input_ids`, or the id of a start, and the new ones, which lengths count;
-        `encoder_outputs` may be in the place of what it reads, as in `forward`.
+        `encoder_outputs` may be in the place of what it reads, as in `forward`. Whisper gives what
+        its own generate in HF does: docs/speech.md.
         Other arguments have HF's names and meanings, with the model's own generation_config as
         defaults; `streamer` follows HF's protocol, `tokenizer` is needed for `stop_strings`. `seed`
         is an int below 2**64, or one for each prompt; None draws one for each. Raises before

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from ...arrays import ids_to_jax, kind_of, to_kind, to_numpy
+from ...arrays import kind_of, to_kind, to_numpy
 from ...backends.base import ForwardInputs, Request
 from ...errors import ArgumentError, UnsupportedError, shown
 from ...model.outputs import make_generate_outputs
@@ -80,6 +80,9 @@ class SpeechCalls(InferenceEngine):
     def _watched(self, inputs: ForwardInputs) -> np.ndarray:
         raise NotImplementedError
 
+    def _result(self, ids: np.ndarray, prompts: Prompts) -> Any:
+        raise NotImplementedError
+
     def detect_language(
         self,
         input_features: Any = None,
@@ -103,7 +106,7 @@ class SpeechCalls(InferenceEngine):
         given = {"input_features": input_features, "encoder_outputs": encoder_outputs}
         call = self._heard(None, generation_config, None, None, given, 1)
         ids = self._languages(call)
-        return self._back(np.array(ids, np.int64), call.source)
+        return self._result(np.array(ids, np.int64), call.source)
 
     def _transcribe(
         self,
@@ -125,7 +128,7 @@ class SpeechCalls(InferenceEngine):
     ) -> Any:
         """The work of the only window of a call, for `stream`."""
         call = self._heard(ids, config, mask, tokenizer, kwargs, chunk)
-        settings, windows = call.settings, self._windows(call)
+        settings = call.settings
         several = {
             "return_timestamps": settings.timestamps,
             "temperature (a list)": len(settings.temperatures) > 1,
@@ -140,7 +143,7 @@ class SpeechCalls(InferenceEngine):
                 "sound of more than one window) reads several, or one again. Call "
                 "generate(streamer=...), which gets the tokens of each window, or generate()."
             )
-        return _Reader(self, call).work(*windows.first())
+        return _Reader(self, call).work(*self._windows(call).first())
 
     def _heard(
         self,
@@ -189,12 +192,10 @@ class SpeechCalls(InferenceEngine):
         for name in ("inputs_embeds", "pixel_values"):
             if given[name] is not None:
                 raise ArgumentError(f"{name}: {spec.architecture} reads input_features alone.")
-        own, rest = config_dict(self._generation_config), config_dict(config)
+        own, config = config_dict(self._generation_config), config_dict(config)
         names = {*TRANSCRIBING, *FIELDS, "temperature"}
         asked = {name: kwargs.pop(name) for name in names if name in kwargs}
         asked["prompt_ids"] = given["prompt_ids"]
-        if asked.get("return_timestamps") is None:
-            asked.pop("return_timestamps", None)
         if (
             asked.get("return_token_timestamps")
             and self.inference_config.tensor_parallel.tp_size > 1
@@ -203,12 +204,12 @@ class SpeechCalls(InferenceEngine):
                 "return_token_timestamps reads attention, of which each of several devices has "
                 "some heads. Leave tensor_parallel out; return_timestamps=True works over devices."
             )
-        fields = merged(own, rest, {n: v for n, v in asked.items() if n not in TRANSCRIBING})
-        count = _sequences(kwargs, rest, own)
-        rest = {n: v for n, v in rest.items() if n not in FIELDS}
+        fields = merged(own, config, {n: v for n, v in asked.items() if n not in TRANSCRIBING})
+        count = _sequences(kwargs, config, own)
+        config = {n: v for n, v in config.items() if n not in FIELDS}
         # Whether tokens are drawn is said by temperature alone, as in HF.
         kwargs |= {"do_sample": False, "temperature": None, "num_return_sequences": 1}
-        options = make_options(own, rest, kwargs, spec.vocab)
+        options = make_options(own, config, kwargs, spec.vocab)
         source, sounds = self._sounds(given, count)
         start = options.decoder_start
         settings = make_settings(
@@ -225,10 +226,10 @@ class SpeechCalls(InferenceEngine):
                 "text several times. Set temperature, or num_return_sequences=1."
             )
         if (monitor := settings.monitor) is not None:
-            settings = replace(settings, monitor=lambda seek: monitor(self._back(seek, source)))
+            settings = replace(settings, monitor=lambda seek: monitor(self._result(seek, source)))
         begin = _given_begin(given, spec, len(source.rows), count)
         make_seeds(seed, len(source.rows))
-        return _Call(settings, options, sounds, source, begin, count, rest, kwargs, None, 1)
+        return _Call(settings, options, sounds, source, begin, count, config, kwargs, None, 1)
 
     def _sounds(self, given: Mapping[str, Any], sequences: int) -> tuple[Prompts, Sounds]:
         """The sounds of a call, `sequences` times each, and to where results go back."""
@@ -263,11 +264,7 @@ class SpeechCalls(InferenceEngine):
             heard = real.sum(1).astype(np.int64)
             if total > size and count > 1:
                 ends = heard
-        frames, states, ends, heard = (
-            None if x is None else np.repeat(x, sequences, 0) for x in (frames, states, ends, heard)
-        )
-        assert ends is not None
-        return source, Sounds(frames, states, ends, heard, size)
+        return source, Sounds(frames, states, ends, heard, size).times(sequences)
 
     def _windows(self, call: _Call) -> Windows:
         """The way through the sounds of a call."""
@@ -327,7 +324,7 @@ class SpeechCalls(InferenceEngine):
             sequences = padded(rows, call.options.fill_id or 0, np.int64)
             times = [_joined_times(own) for own in done.segments] if settings.heads else []
         shows = settings.segments or options.returns is not None
-        ids = self._back(sequences, call.source)
+        ids = self._result(sequences, call.source)
         if not shows and not settings.token_timestamps:
             return ids
         outputs: dict[str, Any] = {"sequences": ids}
@@ -344,7 +341,7 @@ class SpeechCalls(InferenceEngine):
         """HF's output of the only pass, or of the last one."""
         rows = [one.read.ids[one.row] for one in last]
         ids = padded(rows, call.options.fill_id or 0, np.int64)
-        fields: dict[str, Any] = {"sequences": self._back(ids, call.source)}
+        fields: dict[str, Any] = {"sequences": self._result(ids, call.source)}
         for name in ("scores", "logits"):
             steps = [getattr(one.read, name) for one in last]
             if all(own is not None for own in steps):
@@ -364,11 +361,11 @@ class SpeechCalls(InferenceEngine):
     def _shown(self, segment: Segment, call: _Call) -> dict[str, Any]:
         """A segment as HF's dict."""
         result: Result = segment.result
-        whole = self._back(result.read.ids[result.row], call.source)
+        whole = self._result(result.read.ids[result.row], call.source)
         shown = {
             "start": self._seconds(segment.start, call.source),
             "end": self._seconds(segment.end, call.source),
-            "tokens": self._back(segment.tokens, call.source),
+            "tokens": self._result(segment.tokens, call.source),
             "idxs": segment.places,
         }
         is_output = call.options.returns is not None or call.settings.log_prob is not None
@@ -387,18 +384,9 @@ class SpeechCalls(InferenceEngine):
             shown["token_timestamps"] = self._floats(times, call.source)
         return {**shown, "result": whole}
 
-    def _kind(self, source: Prompts) -> Any:
-        return self.inference_config.backend if source.kind == "list" else source.kind
-
-    def _back(self, ids: np.ndarray, source: Prompts) -> Any:
-        """Ids in the caller's framework, on its device."""
-        kind = self._kind(source)
-        if kind == self.inference_config.backend == "jax":
-            return ids_to_jax(ids, self.device)
-        return to_kind(ids, kind, like=source.like)
-
     def _floats(self, values: np.ndarray, source: Prompts) -> Any:
-        return to_kind(np.ascontiguousarray(values), self._kind(source))
+        kind = self.inference_config.backend if source.kind == "list" else source.kind
+        return to_kind(np.ascontiguousarray(values), kind)
 
     def _seconds(self, value: float, source: Prompts) -> Any:
         """A float64, as a tensor without axes where the caller's framework is torch, as in HF."""
@@ -490,7 +478,11 @@ class _Reader:
         own: dict[str, Any] = {"positions": at.astype(np.int32), "kept": np.zeros(1, np.int32)}
         inputs = replace(inputs, watched=self._call.settings.heads, **own)
         found = self._engine._watched(inputs)
-        wide = int(getattr(self._engine._config, "median_filter_width", None) or 7)
+        wide = getattr(self._engine._config, "median_filter_width", 7)
+        if type(wide) is not int or wide < 1 or wide % 2 == 0:
+            raise ArgumentError(
+                f"median_filter_width={shown(wide)} in config.json; expected an odd int."
+            )
         return [
             token_times(own[width:], count, width, _PRECISION, wide)
             for own, count in zip(found, frames, strict=True)

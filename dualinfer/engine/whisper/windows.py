@@ -94,6 +94,14 @@ class Sounds:
     heard: np.ndarray | None
     size: int
 
+    def times(self, count: int) -> "Sounds":
+        """Each sound so many times."""
+        if count == 1:
+            return self
+        parts = (self.frames, self.states, self.heard)
+        frames, states, heard = (None if x is None else np.repeat(x, count, 0) for x in parts)
+        return Sounds(frames, states, np.repeat(self.ends, count), heard, self.size)
+
     def window(self, rows: Sequence[int], seek: np.ndarray) -> np.ndarray:
         """The windows of some sounds from the frames `seek` on [B, size, mel], filled up with 0.
 
