@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from . import backends
-from .checkpoint.adapters import AdaptedSource
+from .checkpoint.adapted import AdaptedSource
 from .checkpoint.fitting import fit, wanted_by_module
 from .checkpoint.gguf_model import is_gguf
 from .checkpoint.hf_config import (

@@ -14,7 +14,8 @@ from typer.testing import CliRunner
 
 import dualinfer
 from dualinfer import embedded
-from dualinfer.checkpoint.adapters import AdaptedSource, open_adapter
+from dualinfer.checkpoint.adapted import AdaptedSource
+from dualinfer.checkpoint.adapters import open_adapter
 from dualinfer.checkpoint.hf_config import read_config
 from dualinfer.checkpoint.sources import open_checkpoint
 from dualinfer.checkpoint.tokenizer import load_tokenizer

@@ -1,30 +1,26 @@
-"""Adapters of peft, merged into the weights as these are read: LoRA, rsLoRA and DoRA.
+"""Adapters of peft as changes of a model's weights, read from folders and from live models.
 
-With several adapters a weight is W + the sum of w x change: an adapter's change is s B A (LoRA),
-m / |W + s B A| (W + s B A) - W (DoRA, arXiv:2402.09353) or what it puts in the place of W, less W;
-w is the factor that the caller gives it. All is computed in float32 and rounded once, when the
-weight becomes of the model's dtype.
+An adapter makes f(W) of a weight W: W + s B A (LoRA), m / |W + s B A| (W + s B A) (DoRA,
+arXiv:2402.09353), W with other rows (trained tokens), or what it puts in the place of W. Where a
+tensor has a matrix for each expert, each has factors of its own (peft's `target_parameters`).
+`adapted` merges these changes while weights are read.
 """
 
 import math
 import os
 import re
 import threading
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
-from functools import cached_property
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 
 from ..arrays import to_numpy
-from ..errors import CheckpointError, counted, shortened, shown
-from ..model.hf_module import active_adapters, adapted_layers
+from ..errors import CheckpointError, shortened, shown
+from ..model.hf_module import active_adapters, adapted_layers, kind_of_layer
 from ..model.load_plan import TensorSource
-from ..model.weights import FLOATS, WeightTable
-from ..quantization import Matrices, QuantizedMatrix
-from ..quantization.codes import dequantize
 from .files import TensorFile, read_json
 from .sources import ADAPTER, ADAPTER_PREFIX, FilesSource, TorchSource
 from .torch_files import open_torch_file
@@ -34,18 +30,24 @@ _PART = re.compile(
     r"(?P<path>.+)\.lora_(?P<part>A|B|embedding_A|embedding_B|magnitude_vector)"
     r"(?:\.(?!weight$|bias$)[^.]+)?(?:\.(?P<last>weight|bias))?"
 )
+_TOKENS = re.compile(r"(?P<path>.+?)(?:\.token_adapter)?\.trainable_tokens_delta(?:\.[^.]+)?")
+_WHOLE = re.compile(
+    r"(?P<path>.+?)\.(?:(?P<below>(?:token_adapter\.)?base_layer|original_module)"
+    r"|modules_to_save(?:\.[^.]+?)??)\.(?P<last>[^.]+)"
+)
+_KINDS = ("LORA", "TRAINABLE_TOKENS")
 # Fields of adapter_config.json that say how it was trained, or what the names of its tensors say.
 _OF_TRAINING = {
     "alpha_pattern", "auto_mapping", "base_model_class", "base_model_name_or_path", "bias",
     "corda_config", "ensure_weight_tying", "eva_config", "exclude_modules", "fan_in_fan_out",
-    "inference_mode", "init_lora_weights", "layers_pattern", "layers_to_transform", "loftq_config",
-    "lora_alpha", "lora_bias", "lora_dropout", "lora_ga_config", "megatron_core",
+    "inference_mode", "init_lora_weights", "init_weights", "layers_pattern", "layers_to_transform",
+    "loftq_config", "lora_alpha", "lora_bias", "lora_dropout", "lora_ga_config", "megatron_core",
     "modules_to_save", "parent_library", "peft_type", "peft_version", "qalora_group_size", "r",
-    "rank_pattern", "revision", "runtime_config", "target_modules", "task_type", "use_dora",
-    "use_rslora",
+    "rank_pattern", "revision", "runtime_config", "target_modules", "target_parameters",
+    "task_type", "token_indices", "trainable_token_indices", "use_dora", "use_rslora",
 }  # fmt: skip
 _INITS = (None, True, False, "gaussian", "eva", "orthogonal")  # others change the model, too
-_MERGE = "Merge it with peft (merge_and_unload()) and pass what save_pretrained() writes."
+MERGE = "Merge it with peft (merge_and_unload()) and pass what save_pretrained() writes."
 
 
 class Stored(NamedTuple):
@@ -64,6 +66,78 @@ class Stored(NamedTuple):
         return np.asarray(to_numpy(self.source.read(self.name, index)), np.float32)
 
 
+class Held:
+    """Whole tensors of adapters, in float32: those that were read last."""
+
+    def __init__(self, most: int = 4) -> None:
+        self._lock, self._most = threading.Lock(), most
+        self._tensors: dict[tuple[int, str], np.ndarray] = {}
+
+    def read(self, stored: Stored) -> np.ndarray:
+        """The tensor, which is not to be written to."""
+        key = id(stored.source), stored.name
+        with self._lock:
+            array = self._tensors.pop(key, None)
+            array = stored.read() if array is None else array
+            self._tensors[key] = array
+            for old in [*self._tensors][: -self._most]:
+                del self._tensors[old]
+            return array
+
+
+@dataclass(frozen=True)
+class Sliced:
+    """What of a stored tensor lies at `ranges`; `turned`: with the last two axes exchanged.
+
+    `alone`: without the first axis, of which it has one element. Where a step is not 1 the whole is
+    read, and `held` for those that follow.
+    """
+
+    stored: Stored
+    ranges: tuple[range, ...]
+    held: Held
+    turned: bool = False
+    alone: bool = False
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape of the part."""
+        return self._order([len(r) for r in self.ranges[self.alone :]])
+
+    def read(self, index: tuple[slice, ...] | None = None) -> np.ndarray:
+        """The part, or what of it is at `index`, in float32."""
+        own = self.cut(*index).ranges if index else self.ranges
+        slices = tuple(slice(r.start, r.stop, r.step) for r in own)
+        whole = any(r.step != 1 for r in own)
+        part = self.held.read(self.stored)[slices] if whole else self.stored.read(slices)
+        part = part[0] if self.alone else part
+        return part.swapaxes(-1, -2) if self.turned else part
+
+    def cut(self, *index: slice) -> "Sliced":
+        """The part of it at `index`."""
+        inner = zip(self.ranges[self.alone :], self._order(index), strict=True)
+        own = (*self.ranges[: self.alone], *(r[i] for r, i in inner))
+        return replace(self, ranges=own)
+
+    def transposed(self) -> "Sliced":
+        """The same, with the last two axes exchanged."""
+        return replace(self, turned=not self.turned)
+
+    def _order(self, axes: Sequence[Any]) -> tuple[Any, ...]:
+        """Of something for each axis, what it is for those of the stored tensor, or back."""
+        return (*axes[:-2], axes[-1], axes[-2]) if self.turned else tuple(axes)
+
+
+def sliced(factor: "Stored | Sliced", held: Held) -> Sliced:
+    """All of a stored tensor, which can be cut."""
+    if isinstance(factor, Sliced):
+        return factor
+    return Sliced(factor, tuple(map(range, factor.shape)), held)
+
+
+Factor: TypeAlias = Stored | Sliced
+
+
 @dataclass(frozen=True)
 class LowRank:
     """A change of a matrix: `scale` x up [out, r] x down [r, in]; DoRA's with a `magnitude` [out].
@@ -72,59 +146,165 @@ class LowRank:
     square.
     """
 
-    up: Stored
-    down: Stored
+    up: Factor
+    down: Factor
     scale: float
-    magnitude: Stored | None = None
+    magnitude: Factor | None = None
     turned: bool | None = None
     wide: bool = False
+
+
+@dataclass(frozen=True)
+class Stack:
+    """A change of a tensor of several matrices [X, a, b], each of them by `scale` x up x down.
+
+    peft keeps the factors of all as two matrices: up [a, r X], where the columns of the matrices
+    take turns, and down [r X, b], one after another. `turned`: they are of the transposes [b, a];
+    None leaves it to the shapes, and where a is b to `old`, which peft's versions before 0.19 are.
+    """
+
+    up: Factor
+    down: Factor
+    scale: float
+    rank: int
+    turned: bool | None = None
+    old: bool = False
+
+    @property
+    def count(self) -> int:
+        """How many matrices there are."""
+        return self.down.shape[0] // self.rank
+
+    def matrix(self, place: int, held: Held) -> LowRank:
+        """The change of one of the matrices."""
+        every, own = slice(None), slice(place * self.rank, (place + 1) * self.rank)
+        up = sliced(self.up, held).cut(every, slice(place, None, self.count))
+        down = sliced(self.down, held).cut(own, every)
+        return LowRank(up, down, self.scale, turned=bool(self.turned))
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Other rows of a matrix, in the place of those with these numbers."""
+
+    ids: tuple[int, ...]
+    values: Factor
+
+
+@dataclass(frozen=True)
+class Added:
+    """`scale` x values, added to a bias."""
+
+    values: Factor
+    scale: float
+
+
+# A tensor in the place of the model's, or a change of what there is.
+Change: TypeAlias = Stored | Sliced | LowRank | Stack | Rows | Added
+
+
+@dataclass(frozen=True)
+class Nested:
+    """Factors of several parameters of one module, in layers of peft's that lie one in another.
+
+    The names of tensors leave out which parameters these are: `targets` are the last parts of the
+    names that the config has, of which a module may have none. `factors` are the innermost layer's
+    first. `as_parameter` makes a change, given the parameter's name, its number of axes and the
+    factors; `as_module` those of a module whose matrix, and no parameter, is meant.
+    """
+
+    module: str
+    targets: tuple[str, ...]
+    factors: tuple[Mapping[str, str], ...]
+    as_parameter: Callable[[str, int, Mapping[str, str]], "Change"]
+    as_module: Callable[[str, Mapping[str, str]], Mapping[str, "Change"]]
 
 
 @dataclass(frozen=True)
 class Adapter:
     """One adapter: what it changes, by HF's names of the model's weights.
 
-    `low_rank` are its changes, `replaced` what it puts in the place of a tensor, `added` what is
-    added to a bias, with its scale.
+    The `changes` of a weight apply in order. `bases` are weights of the model itself that an
+    adapter brings along, as those of a vocabulary that was resized are; its `nested` changes get
+    names where the model is known. `task` is peft's task_type.
     """
 
     label: str
     weight: float = 1.0
-    low_rank: Mapping[str, LowRank] = field(default_factory=dict)
-    replaced: Mapping[str, Stored] = field(default_factory=dict)
-    added: Mapping[str, tuple[Stored, float]] = field(default_factory=dict)
-
-    def names(self) -> Iterable[str]:
-        """HF's names of all that it changes."""
-        return dict.fromkeys((*self.low_rank, *self.replaced, *self.added))
+    changes: Mapping[str, Sequence[Change]] = field(default_factory=dict)
+    bases: Mapping[str, Stored] = field(default_factory=dict)
+    nested: Sequence[Nested] = ()
+    task: str | None = None
+    held: Held = field(default_factory=Held)
 
 
 def open_adapter(folder: Path, weight: float = 1.0) -> Adapter:
     """The adapter that peft wrote to a folder, times `weight`.
 
-    Raises CheckpointError for kinds other than LoRA, and for what no merge can take in.
+    Raises CheckpointError for kinds that are not merged here, and for what no merge can take in.
     """
     config = read_json(folder / ADAPTER)
     _check_kind(folder, config)
     source = _open_files(folder)
     factors: dict[str, dict[str, str]] = {}
-    replaced, added = {}, {}
+    held: dict[str, dict[str, Any]] = {"trained": {}, "bases": {}, "kept": {}, "tokens": {}}
     for stored in source.names():
         name = stored.removeprefix(ADAPTER_PREFIX)
-        found = _PART.fullmatch(name)
-        if found is None:
-            name = re.sub(r"\.(base_layer|modules_to_save\.[^.]+)(?=\.[^.]+$)", "", name)
-            _put(folder, replaced, name, Stored(source, stored))
-            continue
-        part = found["part"] + (".bias" if found["last"] == "bias" else "")
-        _put(folder, factors.setdefault(found["path"], {}), part, stored)
-    low_rank = {}
+        if found := _PART.fullmatch(name):
+            part = found["part"] + (".bias" if found["last"] == "bias" else "")
+            _put(folder, factors.setdefault(found["path"], {}), part, stored)
+        elif found := _TOKENS.fullmatch(name):
+            _put(folder, held["tokens"], found["path"], stored)
+        elif found := _WHOLE.fullmatch(name):
+            name = f"{found['path']}.{found['last']}"
+            _put(folder, held["bases" if found["below"] else "kept"], name, Stored(source, stored))
+        else:
+            _put(folder, held["trained"], name, Stored(source, stored))
+    # peft writes what it trains by its plain name, and once more beside the model's own.
+    trained = {**held["kept"], **held["trained"]}
+    brought = {n: value for n, value in trained.items() if _is_brought(config, n)}
+    changes: dict[str, list[Change]] = {n: [v] for n, v in trained.items() if n not in brought}
+    for path, stored in held["tokens"].items():
+        ids = _trained_ids(folder, config, path)
+        rows = Rows(ids, Stored(source, stored))
+        if len(rows.values.shape) != 2 or rows.values.shape[0] != len(ids):
+            raise CheckpointError(
+                f"{folder}: {shortened(path)} has rows of shape {rows.values.shape} for "
+                f"{len(ids)} trained tokens. Fetch or save the adapter again."
+            )
+        changes.setdefault(f"{path}.weight", []).append(rows)
+    reader = _Reader(folder, config, source)
+    nested: dict[str, dict[int, dict[str, str]]] = {}
     for path, parts in factors.items():
-        held, scale = _low_rank(folder, config, source, path, parts)
-        low_rank[f"{path}.weight"] = held
-        if "B.bias" in parts:
-            added[f"{path}.bias"] = Stored(source, parts["B.bias"]), scale
-    return Adapter(str(folder), weight, low_rank, replaced, added)
+        module = re.sub(r"(\.base_layer)+$", "", path)
+        if module != path or reader.targets_of(module):
+            depth = (len(path) - len(module)) // len(".base_layer")
+            nested.setdefault(module, {})[depth] = parts
+            continue
+        for name, change in reader.of_module(path, parts).items():
+            changes.setdefault(name, []).append(change)
+    task = config.get("task_type")
+    return Adapter(
+        str(folder),
+        weight,
+        changes,
+        {**brought, **held["bases"]},
+        [reader.nested(module, levels) for module, levels in nested.items()],
+        task if isinstance(task, str) else None,
+    )
+
+
+_LABELS = ("score", "classifier", "qa_outputs")  # heads that peft trains without being asked
+
+
+def _is_brought(config: Mapping[str, Any], name: str) -> bool:
+    """Whether a weight by its plain name is the model's own, as embeddings are that peft saves."""
+    module, _, last = name.rpartition(".")
+    own = config.get("modules_to_save")
+    named = [*own, *_LABELS] if isinstance(own, list) else _LABELS
+    return last == "weight" and not any(
+        isinstance(part, str) and f".{part}." in f".{module}." for part in named
+    )
 
 
 def _put(folder: Path, held: dict[str, Any], name: str, value: Any) -> None:
@@ -134,6 +314,21 @@ def _put(folder: Path, held: dict[str, Any], name: str, value: Any) -> None:
             "file. Save each in a folder of its own."
         )
     held[name] = value
+
+
+def _trained_ids(folder: Path, config: Mapping[str, Any], path: str) -> tuple[int, ...]:
+    """The ids of the tokens whose rows of a module are trained."""
+    given = config.get("trainable_token_indices") or config.get("token_indices")
+    if isinstance(given, dict):  # by modules, of which a tied one may be left out
+        own = [v for name, v in given.items() if f".{path}".endswith(f".{name}")]
+        given = own[0] if own else next(iter(given.values()), None)
+    ids = given if isinstance(given, list) else []
+    if not ids or any(type(i) is not int or i < 0 for i in ids) or len({*ids}) < len(ids):
+        raise CheckpointError(
+            f"{folder}: {shortened(path)} has trained tokens, and {ADAPTER} names {shown(given)}; "
+            "expected a list of their ids. Fetch or save the adapter again."
+        )
+    return tuple(ids)
 
 
 def base_of(folder: Path) -> tuple[str | None, str | None]:
@@ -156,22 +351,22 @@ def _open_files(folder: Path) -> TensorSource:
 
 def _check_kind(folder: Path, config: Mapping[str, Any]) -> None:
     kind = config.get("peft_type")
-    if kind != "LORA":
+    if kind not in _KINDS:
         raise CheckpointError(
             f"{folder} holds an adapter of kind {shown(kind)}; LORA is expected (LoRA, rsLoRA and "
-            f"DoRA). {_MERGE}"
+            f"DoRA). {MERGE}"
         )
     if config.get("init_lora_weights") not in _INITS:
         raise CheckpointError(
             f"{folder}: init_lora_weights={shown(config['init_lora_weights'])} changes the model's "
             "own weights, too, which the adapter does not hold. Save it with peft's "
-            f"path_initial_model_for_weight_conversion, or merge it. {_MERGE}"
+            f"path_initial_model_for_weight_conversion, or merge it. {MERGE}"
         )
     unknown = sorted(str(n) for n, value in config.items() if value and n not in _OF_TRAINING)
     if unknown:
         given = ", ".join(f"{shortened(n, 60)}={shown(config[n])}" for n in unknown[:4])
         raise CheckpointError(
-            f"{folder / ADAPTER} has {given}, which dualinfer does not merge. {_MERGE}"
+            f"{folder / ADAPTER} has {given}, which dualinfer does not merge. {MERGE}"
         )
 
 
@@ -179,62 +374,135 @@ _FACTORS = {"A", "B"}
 _EMBEDDING = {"embedding_A", "embedding_B"}
 
 
-def _low_rank(
-    folder: Path,
-    config: Mapping[str, Any],
-    source: TensorSource,
-    path: str,
-    parts: Mapping[str, str],
-) -> tuple[LowRank, float]:
-    """The change of a module's matrix, and its scale."""
-    where = f"{folder}: {shortened(path)}"
-    factors = {*parts} - {"magnitude_vector", "B.bias"}
-    if factors not in (_FACTORS, _EMBEDDING):
-        raise CheckpointError(
-            f"{where} has lora_{' and lora_'.join(sorted(factors)) or 'magnitude_vector'}; "
-            f"lora_A and lora_B are expected. Was the adapter saved in full? {_MERGE}"
-        )
-    prefix = "embedding_" if factors == _EMBEDDING else ""
-    up, down = (Stored(source, parts[prefix + part]) for part in "BA")
-    magnitude = Stored(source, parts["magnitude_vector"]) if "magnitude_vector" in parts else None
-    if bool(config.get("use_dora")) != (magnitude is not None):
-        raise CheckpointError(
-            f"{where} has {'a' if magnitude else 'no'} lora_magnitude_vector, and "
-            f"use_dora={shown(config.get('use_dora'))}. Fetch or save the adapter again."
-        )
-    shapes = up.shape, down.shape, *((magnitude.shape,) if magnitude else ())
-    rank = down.shape[0] if down.shape else 0
-    expected = _of_module(where, config, "rank_pattern", "r", path)
-    is_matrices = len(up.shape) == len(down.shape) == 2 and up.shape[1] == rank > 0
-    if not is_matrices or (magnitude is not None and magnitude.shape != up.shape[:1]):
-        raise CheckpointError(
-            f"{where} has factors of shapes {', '.join(map(str, shapes))}; [out, r], [r, in] and, "
-            f"of DoRA, [out] are expected, as those of nn.Linear and embeddings. {_MERGE}"
-        )
-    if rank != expected:
-        raise CheckpointError(
-            f"{where} has factors of rank {rank}, and by {ADAPTER} it is {shown(expected)}, "
-            "on which its scale depends. Fetch or save the adapter again."
-        )
-    alpha = _of_module(where, config, "alpha_pattern", "lora_alpha", path)
-    scale = alpha / (math.sqrt(rank) if config.get("use_rslora") else rank)
-    turned = True if prefix else None
-    wide = bool(config.get("fan_in_fan_out"))
-    return LowRank(up, down, scale, magnitude, turned, wide), scale
+class _Reader(NamedTuple):
+    """Makes changes of the factors that a folder has."""
 
+    folder: Path
+    config: Mapping[str, Any]
+    source: TensorSource
 
-def _of_module(where: str, config: Mapping[str, Any], pattern: str, name: str, path: str) -> float:
-    """A number of the config for one module: that of the first pattern that its path matches."""
-    patterns = config.get(pattern) or {}
-    if not isinstance(patterns, dict):
-        raise CheckpointError(f"{where}: {pattern} is {shown(patterns)}, expected an object.")
-    for own in patterns:
-        _check_pattern(where, pattern, own)
-    found = next((v for p, v in patterns.items() if re.match(rf"(.*\.)?({p})$", path)), None)
-    value = config.get(name, 8) if found is None else found  # peft's default
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
-        raise CheckpointError(f"{where}: {name} is {shown(value)}, expected a number.")
-    return value
+    def _factors(self, path: str, parts: Mapping[str, str]) -> tuple[Stored, Stored, bool]:
+        """The factors up and down, and whether they are an embedding's."""
+        where = self._where(path)
+        factors = {*parts} - {"magnitude_vector", "B.bias"}
+        if factors not in (_FACTORS, _EMBEDDING):
+            raise CheckpointError(
+                f"{where} has lora_{' and lora_'.join(sorted(factors)) or 'magnitude_vector'}; "
+                f"lora_A and lora_B are expected. Was the adapter saved in full? {MERGE}"
+            )
+        prefix = "embedding_" if factors == _EMBEDDING else ""
+        up, down = (Stored(self.source, parts[prefix + part]) for part in "BA")
+        return up, down, bool(prefix)
+
+    def _where(self, path: str) -> str:
+        return f"{self.folder}: {shortened(path)}"
+
+    def _scale(self, path: str, rank: int) -> float:
+        alpha = self._number("alpha_pattern", "lora_alpha", path)
+        return alpha / (math.sqrt(rank) if self.config.get("use_rslora") else rank)
+
+    def low_rank(
+        self, name: str, key: str, parts: Mapping[str, str], turned: bool | None = None
+    ) -> LowRank:
+        """The change of a matrix; `key` is what patterns of the config are compared with."""
+        path = name.removesuffix(".weight")
+        up, down, is_embedding = self._factors(path, parts)
+        where, name = self._where(path), "magnitude_vector"
+        magnitude = Stored(self.source, parts[name]) if name in parts else None
+        if bool(self.config.get("use_dora")) != (magnitude is not None):
+            raise CheckpointError(
+                f"{where} has {'a' if magnitude else 'no'} lora_magnitude_vector, and "
+                f"use_dora={shown(self.config.get('use_dora'))}. Fetch or save the adapter again."
+            )
+        shapes = up.shape, down.shape, *((magnitude.shape,) if magnitude else ())
+        rank = down.shape[0] if down.shape else 0
+        expected = self._number("rank_pattern", "r", key)
+        is_matrices = len(up.shape) == len(down.shape) == 2 and up.shape[1] == rank > 0
+        if not is_matrices or (magnitude is not None and magnitude.shape != up.shape[:1]):
+            raise CheckpointError(
+                f"{where} has factors of shapes {', '.join(map(str, shapes))}; [out, r], [r, in] "
+                f"and, of DoRA, [out] are expected, as those of nn.Linear and embeddings. {MERGE}"
+            )
+        if rank != expected:
+            raise CheckpointError(
+                f"{where} has factors of rank {rank}, and by {ADAPTER} it is {shown(expected)}, "
+                "on which its scale depends. Fetch or save the adapter again."
+            )
+        turned = True if is_embedding else turned
+        wide = bool(self.config.get("fan_in_fan_out"))
+        return LowRank(up, down, self._scale(key, rank), magnitude, turned, wide)
+
+    def of_module(self, path: str, parts: Mapping[str, str]) -> dict[str, Change]:
+        """The changes of a module's matrix and bias, by their names."""
+        own = self.low_rank(f"{path}.weight", path, parts)
+        changes: dict[str, Change] = {f"{path}.weight": own}
+        if "B.bias" in parts:
+            changes[f"{path}.bias"] = Added(Stored(self.source, parts["B.bias"]), own.scale)
+        return changes
+
+    def targets_of(self, module: str) -> tuple[str, ...]:
+        """The last parts of the names of a module's parameters that the config may mean."""
+        given = self.config.get("target_parameters") or []
+        if not isinstance(given, list) or not all(isinstance(name, str) for name in given):
+            raise CheckpointError(
+                f"{self.folder}: target_parameters is {shown(given)}, expected a list of names. "
+                "Fetch or save the adapter again."
+            )
+        names = (name.rpartition(".") for name in given)
+        own = (last for parent, dot, last in names if f".{module}".endswith(dot + parent))
+        return tuple(dict.fromkeys(own))
+
+    def nested(self, module: str, levels: Mapping[int, Mapping[str, str]]) -> Nested:
+        """The changes of a module's parameters, whose layers lie one in another."""
+        targets = self.targets_of(module)
+        if not targets or sorted(levels) != list(range(len(levels))):
+            raise CheckpointError(
+                f"{self._where(module)} has factors in {len(levels)} layers, one in another, "
+                f"which target_parameters={shown(self.config.get('target_parameters'))} do not "
+                "fit. Fetch or save the adapter again."
+            )
+        factors = tuple(levels[depth] for depth in sorted(levels, reverse=True))
+        return Nested(module, targets, factors, self._change, self.of_module)
+
+    def _change(self, name: str, axes: int, parts: Mapping[str, str]) -> Change:
+        """The change of a parameter, of which peft keeps factors."""
+        if axes == 2:
+            return self.low_rank(name, name, parts, turned=False)
+        up, down, _ = self._factors(name, parts)
+        where = self._where(name)
+        rank = self._number("rank_pattern", "r", name)
+        both = up.shape[1:2] + down.shape[:1]
+        if (
+            {*parts} != _FACTORS
+            or (len(up.shape), len(down.shape)) != (2, 2)
+            or type(rank) is not int
+            or rank < 1
+            or both[0] != both[1]
+            or both[0] % rank
+        ):
+            raise CheckpointError(
+                f"{where} has factors of shapes {up.shape} and {down.shape}; [out, r x experts] "
+                f"and [r x experts, in] are expected, and by {ADAPTER} r is {shown(rank)}. Fetch "
+                "or save the adapter again."
+            )
+        version = re.match(r"(\d{1,4})\.(\d{1,4})", str(self.config.get("peft_version") or ""))
+        old = version is None or (int(version[1]), int(version[2])) < (0, 19)
+        return Stack(up, down, self._scale(name, rank), rank, old=old)
+
+    def _number(self, pattern: str, name: str, path: str) -> float:
+        """A number of the config for one module: that of the first pattern that fits its path."""
+        where = self._where(path)
+        patterns = self.config.get(pattern) or {}
+        if not isinstance(patterns, dict):
+            raise CheckpointError(f"{where}: {pattern} is {shown(patterns)}, expected an object.")
+        for own in patterns:
+            _check_pattern(where, pattern, own)
+        found = next((v for p, v in patterns.items() if re.match(rf"(.*\.)?({p})$", path)), None)
+        value = self.config.get(name, 8) if found is None else found  # peft's default
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        if not is_number or not math.isfinite(value):
+            raise CheckpointError(f"{where}: {name} is {shown(value)}, expected a number.")
+        return value
 
 
 def _check_pattern(where: str, kind: str, pattern: str) -> None:
@@ -254,305 +522,47 @@ def _check_pattern(where: str, kind: str, pattern: str) -> None:
     )
 
 
-class AdaptedSource:
-    """A source over another one that shows what adapters make of its tensors, in float32.
-
-    `bases` are by name the stored tensor that a shown one is made of; `matrices` gives those that
-    are stored as codes.
-    """
-
-    def __init__(
-        self,
-        source: TensorSource,
-        adapters: Sequence[Adapter],
-        table: WeightTable | None = None,
-        matrices: Matrices | None = None,
-    ):
-        self.description = source.description
-        self._source, self._matrices, self._lock = source, matrices, threading.Lock()
-        names = _Names(source, table, matrices)
-        self._changes: dict[str, list[tuple[float, Any]]] = {}
-        self._bases: dict[str, str] = {}
-        self._factors: dict[tuple[str, int], np.ndarray] = {}
-        self._last: tuple[str, np.ndarray] | None = None
-        for adapter in adapters:
-            lost = []
-            for name in adapter.names():
-                found = names.find(name)
-                if found is None:
-                    lost.append(name)
-                    continue
-                shown_as, self._bases[found[0]] = found
-                own = self._changes.setdefault(shown_as, [])
-                own += [(adapter.weight, c) for c in _changes_of(adapter, name)]
-            if lost:
-                raise CheckpointError(
-                    f"The adapter {adapter.label} changes what {source.description} does not hold: "
-                    f"{counted(lost)}. Pass the model that it was trained for."
-                )
-        self._untie(names)
-        self._taken = {
-            part
-            for base in self._bases.values()
-            if (matrix := self._matrix(base)) is not None
-            for part in matrix.stored
-        }
-        for name in self._changes:
-            self._check(name, names.is_turned(name))
-        labels = [a.label + (f" times {a.weight:g}" if a.weight != 1 else "") for a in adapters]
-        opened = sum(1 for base in self._bases.values() if self._matrix(base) is not None)
-        notes = [f"merged: {', '.join(labels)}, into {len(self._changes)} tensors"]
-        if opened:
-            notes.append(f"{opened} quantized matrices are plain here, since adapters change them")
-        self.own_notes = tuple(notes)
-        self.notes = (*source.notes, *notes)
-
-    def _untie(self, names: "_Names") -> None:
-        """Show a tensor's tied one on its own, where an adapter changes the first alone."""
-        for base in list(self._bases.values()):
-            for other in names.tied_to(base):
-                if other not in self._changes and other not in names.stored:
-                    self._bases[other] = base
-                    self._changes[other] = []
-
-    def _matrix(self, name: str) -> QuantizedMatrix | None:
-        return None if self._matrices is None else self._matrices(name)
-
-    @property
-    def merged(self) -> frozenset[str]:
-        """Names of the tensors that are made here."""
-        return frozenset(self._changes)
-
-    def names(self) -> Iterable[str]:
-        """Names as stored, and those that adapters untie or dequantize."""
-        kept = [n for n in self._source.names() if n not in self._taken]
-        return dict.fromkeys((*kept, *self._changes))
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        """Shape as stored; of a replaced tensor the new one's."""
-        for _, change in reversed(self._changes.get(name, [])):
-            if isinstance(change, Stored):
-                return change.shape
-        return self._base_shape(self._bases.get(name, name))
-
-    def _base_shape(self, base: str) -> tuple[int, ...]:
-        matrix = self._matrix(base)
-        return tuple(matrix.shape if matrix is not None else self._source.shape(base))
-
-    def dtype(self, name: str) -> str:
-        """NumPy's name of the dtype: float32 of what adapters make."""
-        return "float32" if name in self._changes else self._source.dtype(name)
-
-    def read(self, name: str, index: tuple[slice, ...] | None = None) -> Any:
-        """The tensor, or what of it is at `index`."""
-        if name not in self._changes:
-            return self._source.read(name, index)
-        shape = self.shape(name)
-        whole = (slice(None),) * len(shape)
-        part = tuple(slice(*i.indices(n)) for i, n in zip(index or whole, shape, strict=True))
-        changes = self._changes[name]
-        if len(changes) == 1 and changes[0][0] == 1 and isinstance(changes[0][1], Stored):
-            return changes[0][1].read(part)
-        base = self._read_base(self._bases[name], part)
-        result = base.copy()
-        for i, (weight, change) in enumerate(changes):
-            if isinstance(change, Stored):
-                result += np.float32(weight) * (change.read(part) - base)
-            elif isinstance(change, LowRank):
-                result += np.float32(weight) * self._change(name, i, change, base, part)
-            else:
-                stored, scale = change
-                result += np.float32(weight * scale) * stored.read(part)
-        return result
-
-    def _read_base(self, base: str, part: tuple[slice, ...]) -> np.ndarray:
-        matrix = self._matrix(base)
-        if matrix is None:
-            return np.asarray(to_numpy(self._source.read(base, part)), np.float32)
-        with self._lock:
-            if self._last is None or self._last[0] != base:
-                self._last = base, dequantize(matrix)
-            return self._last[1][part]
-
-    def _change(
-        self, name: str, number: int, change: LowRank, base: np.ndarray, part: tuple[slice, ...]
-    ) -> np.ndarray:
-        """An adapter's change of the part of a matrix, where that is `base`."""
-        delta = _product(change, part)
-        if change.magnitude is None:
-            return delta
-        factor = self._factor(name, number, change)
-        factor = factor[part[1]] if change.turned else factor[part[0]][:, None]
-        return factor * (base + delta) - base
-
-    def _factor(self, name: str, number: int, change: LowRank) -> np.ndarray:
-        """DoRA's factor of each output [out]: few rows of the matrix are read at a time."""
-        with self._lock:
-            held = self._factors.get((name, number))
-        if held is not None:
-            return held
-        assert change.magnitude is not None
-        rows, columns = self.shape(name)
-        squares = np.zeros(columns if change.turned else rows, np.float64)
-        few = max(1, _AT_ONCE // max(1, columns))
-        for start in range(0, rows, few):
-            part = slice(start, min(start + few, rows)), slice(0, columns)
-            merged = self._read_base(self._bases[name], part) + _product(change, part)
-            if change.turned:
-                squares += (merged.astype(np.float64) ** 2).sum(0)
-            else:
-                squares[part[0]] = (merged.astype(np.float64) ** 2).sum(1)
-        with np.errstate(divide="ignore"):  # the reader refuses a weight that is not finite
-            factor = (change.magnitude.read() / np.sqrt(squares)).astype(np.float32)
-        with self._lock:
-            self._factors[name, number] = factor
-        return factor
-
-    def _check(self, name: str, is_turned: bool | None) -> None:
-        """Settle how changes lie; CheckpointError for one of another shape than its tensor."""
-        base, changes = self._bases[name], self._changes[name]
-        shape = self._base_shape(base)
-        if self._matrix(base) is None and self._source.dtype(base) not in FLOATS:
-            raise CheckpointError(
-                f"{base} of {self.description} is stored in {self._source.dtype(base)}, to which "
-                "an adapter cannot be added here. Pass the model in 16 or 32 bits."
-            )
-        for i, (weight, change) in enumerate(changes):
-            if isinstance(change, LowRank):
-                matrix = (change.up.shape[0], change.down.shape[1])
-                turned = is_turned if change.turned is None else change.turned
-                if turned is None:
-                    turned = change.wide if matrix == matrix[::-1] else matrix != shape
-                changes[i] = weight, _with_turned(change, turned)
-                found = matrix[::-1] if turned else matrix
-            else:
-                found = change.shape if isinstance(change, Stored) else change[0].shape
-            alone = isinstance(change, Stored) and weight == 1 and len(changes) == 1
-            if found != shape and not alone:
-                raise CheckpointError(
-                    f"An adapter changes {name} by {found}, and that of {self.description} is "
-                    f"{shape}. Pass the model that it was trained for."
-                )
-
-
-_AT_ONCE = 1 << 22  # elements
-
-
-def _with_turned(change: LowRank, turned: bool) -> LowRank:
-    own = change.up, change.down, change.scale, change.magnitude
-    return LowRank(*own, turned, change.wide)
-
-
-def _product(change: LowRank, part: tuple[slice, ...]) -> np.ndarray:
-    """scale x up x down, at the part of the matrix as it is stored."""
-    every = slice(0, change.down.shape[0])
-    out, inner = (part[1], part[0]) if change.turned else (part[0], part[1])
-    up, down = change.up.read((out, every)), change.down.read((every, inner))
-    delta = (up @ down) * np.float32(change.scale)
-    return delta.T if change.turned else delta
-
-
-def _changes_of(adapter: Adapter, name: str) -> list[Any]:
-    own = (adapter.replaced, adapter.low_rank, adapter.added)
-    return [changes[name] for changes in own if name in changes]
-
-
-class _Names:
-    """Which stored tensor HF's name of a weight means.
-
-    With a table it is found under each of the names that a checkpoint may have for it, and where
-    tensors are tied under the other one's; without, by the name itself, or its end.
-    """
-
-    def __init__(self, source: TensorSource, table: WeightTable | None, matrices: Matrices | None):
-        self.stored = set(source.names())
-        self._matrices, self._table = matrices, table
-        self._pairs: list[tuple[str, str]] = []
-        if table is not None:
-            self._pairs = [(s.name, other) for row, other in table.tied for s in row.sources]
-
-    @cached_property
-    def _known(self) -> dict[str, str]:
-        """By every name that a checkpoint may have for a tensor, HF's own."""
-        assert self._table is not None
-        rows = (*self._table.rows, *(row for row, _ in self._table.tied))
-        own = dict.fromkeys(source.name for row in rows for source in row.sources)
-        found = {c: name for name in own for c in self._table.candidates(name)}
-        return {**found, **{name: name for name in own}}
-
-    def _holds(self, name: str) -> bool:
-        return name in self.stored or (
-            self._matrices is not None and self._matrices(name) is not None
-        )
-
-    def _held(self, name: str) -> str | None:
-        candidates = [name] if self._table is None else self._table.candidates(name)
-        return next((c for c in candidates if self._holds(c)), None)
-
-    def find(self, name: str) -> tuple[str, str] | None:
-        """The name under which the tensor is shown, and that of the stored one."""
-        if self._table is None:
-            if self._holds(name):
-                return name, name
-            alike = [s for s in self.stored if s.endswith(f".{name}") or name.endswith(f".{s}")]
-            return (alike[0], alike[0]) if len(alike) == 1 else None
-        own = self._known.get(name)
-        if own is None:
-            return None
-        held = self._held(own)
-        if held is not None:
-            return held, held
-        for pair in self._pairs:
-            if own in pair:
-                other = self._held(pair[1 - pair.index(own)])
-                if other is not None:
-                    return own, other
-        return None
-
-    @cached_property
-    def _turned(self) -> dict[str, bool]:
-        assert self._table is not None
-        return {
-            source.name: row.permutation(source) == (1, 0)
-            for row in self._table.rows
-            if row.is_weight
-            for source in row.sources
-        }
-
-    def is_turned(self, name: str) -> bool | None:
-        """Whether a matrix is stored [in, out]; None where no table says it."""
-        return None if self._table is None else self._turned.get(self._known.get(name, name))
-
-    def tied_to(self, name: str) -> list[str]:
-        """HF's names of what is tied to a tensor, by the name that it is shown under."""
-        if not self._pairs:
-            return []
-        own = self._known.get(name, name)
-        return [pair[1 - pair.index(own)] for pair in self._pairs if own in pair]
-
-
 def open_adapters_of(module: Any) -> list[Adapter]:
     """The adapters of peft's that are in use in a live module; an empty list without any."""
-    changes: dict[str, dict[str, LowRank]] = {}
-    added: dict[str, dict[str, tuple[Stored, float]]] = {}
+    changes: dict[str, dict[str, list[Change]]] = {}
     factors: dict[str, Any] = {}
     source = TorchSource(factors, f"the adapters of the live {type(module).__name__}")
     for path, layer in adapted_layers(module):
         for name in active_adapters(layer):
-            prefix = "lora_embedding_" if name in layer.lora_embedding_A else "lora_"
-            up, down = (getattr(layer, prefix + part)[name] for part in "BA")
-            held = {"up": getattr(up, "weight", up), "down": getattr(down, "weight", down)}
-            magnitudes = getattr(layer, "lora_magnitude_vector", {})
-            if name in magnitudes:
-                held["magnitude"] = magnitudes[name].weight
-            if getattr(up, "bias", None) is not None:
-                held["bias"] = up.bias
-            stored = {part: Stored(source, f"{path}.{name}.{part}") for part in held}
-            factors.update((stored[part].name, tensor) for part, tensor in held.items())
-            scale = float(layer.scaling[name])
-            turned = prefix != "lora_" or bool(getattr(layer, "fan_in_fan_out", False))
-            own = LowRank(stored["up"], stored["down"], scale, stored.get("magnitude"), turned)
-            changes.setdefault(name, {})[f"{path}.weight"] = own
-            if "bias" in stored:
-                added.setdefault(name, {})[f"{path}.bias"] = stored["bias"], scale
-    return [Adapter(n, low_rank=own, added=added.get(n, {})) for n, own in changes.items()]
+            own = changes.setdefault(name, {})
+
+            def stored(part: str, tensor: Any, place: str = f"{path}.{name}.{id(layer)}") -> Stored:
+                factors[f"{place}.{part}"] = getattr(tensor, "weight", tensor)
+                return Stored(source, f"{place}.{part}")
+
+            for weight, change in _changes_of_layer(path, layer, name, stored).items():
+                own.setdefault(weight, []).append(change)
+    return [Adapter(name, changes=own) for name, own in changes.items()]
+
+
+def _changes_of_layer(
+    path: str, layer: Any, name: str, stored: Callable[[str, Any], Stored]
+) -> dict[str, Change]:
+    """What an adapter changes of a live layer's weights, by their names."""
+    kind = kind_of_layer(layer)
+    if kind == "tokens":
+        ids = tuple(int(i) for i in layer.token_indices[name])
+        rows = Rows(ids, stored("rows", layer.trainable_tokens_delta[name]))
+        return {f"{path}.weight": rows}
+    prefix = "lora_embedding_" if name in layer.lora_embedding_A else "lora_"
+    up, down = (stored(part, getattr(layer, prefix + part)[name]) for part in "BA")
+    scale = float(layer.scaling[name])
+    if kind == "parameter":
+        at = f"{path}.{layer.parameter_name}"
+        if len(layer.get_param().shape) == 2:
+            return {at: LowRank(up, down, scale, turned=False)}
+        turned = not layer._did_swap_in_out_features
+        return {at: Stack(up, down, scale, int(layer.r[name]), turned)}
+    magnitudes = getattr(layer, "lora_magnitude_vector", {})
+    magnitude = stored("magnitude", magnitudes[name]) if name in magnitudes else None
+    turned = prefix != "lora_" or bool(getattr(layer, "fan_in_fan_out", False))
+    own: dict[str, Change] = {f"{path}.weight": LowRank(up, down, scale, magnitude, turned)}
+    bias = getattr(getattr(layer, prefix + "B")[name], "bias", None)
+    if bias is not None:
+        own[f"{path}.bias"] = Added(stored("bias", bias), scale)
+    return own

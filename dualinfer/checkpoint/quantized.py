@@ -24,7 +24,8 @@ from ..quantization.packing import held_width, pack, raised
 from ..quantization.quantize import Quantizing, Recent
 from ..quantization.recipe import HEAD, Recipe
 from ..quantization.scheme import TakesBlocks
-from .adapters import AdaptedSource, Adapter
+from .adapted import AdaptedSource
+from .adapters import Adapter
 from .stacked import has_rows_of_experts, show_matrices
 
 
@@ -267,8 +268,6 @@ def open_as_held(
         matrices = stored(source)
     notes = () if matrices is None else matrices.notes
     if adapters:
-        if matrices is None:
-            source = show_matrices(source, table, experts=False)
         source = AdaptedSource(source, adapters, table, matrices)
         merged, held = source.merged, matrices
         notes += source.own_notes

@@ -1,6 +1,6 @@
 """Matrices that a source holds several of in one tensor, by the names that other files have."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from itertools import accumulate
 from typing import Any, NamedTuple
 
@@ -9,10 +9,11 @@ from ..model.spec import Experts
 from ..model.weights import Row, Source, WeightTable
 
 
-class _Part(NamedTuple):
-    """What a tensor holds of a name: `shape[0]` rows from `start` on.
+class Place(NamedTuple):
+    """What a tensor holds of a name: `shape[-2]` rows, or `shape[0]` elements, from `start` on.
 
-    Of an `expert`, where the tensor has all of a mixture's, maybe `turned`.
+    Of an `expert`, where the tensor has all of a mixture's and the name is one's. `turned`: the
+    tensor has the columns of a matrix before its rows.
     """
 
     name: str
@@ -21,57 +22,89 @@ class _Part(NamedTuple):
     expert: int | None = None
     turned: bool = False
 
+    def within(self, part: tuple[slice, ...] | None = None) -> tuple[slice, ...]:
+        """Where the tensor has the part of what the name means; an expert's with its own axis."""
+        part = part or (slice(None),) * len(self.shape)
+        *lead, rows = part if len(part) == 1 else part[:-1]
+        start, stop, _ = rows.indices(self.shape[len(lead)])
+        own = slice(self.start + start, self.start + max(start, stop))
+        lead = [slice(self.expert, self.expert + 1)] if self.expert is not None else lead
+        inner = (own, *part[len(part) - 1 :]) if len(part) > 1 else (own,)
+        return (*lead, *(inner[::-1] if self.turned else inner))
+
+
+def places_of(row: Row, whole: Source, table: WeightTable, name: str = "") -> dict[str, Place]:
+    """By the names of a row's sources, what a tensor that may stand for all of them has of each."""
+    places = {}
+    for source in row.sources:
+        shape = table.shape(row, source.axes)
+        inner = whole.axes[len(whole.axes) - len(shape) :]
+        turned = len(whole.axes) == 3 and inner[-2] == source.axes[-1]  # as GPT-OSS's
+        at = len(shape) - (1 if turned or len(shape) == 1 else 2)
+        joined = inner[at].removesuffix("/1").split("+")
+        sizes = [table.spec.extent(axis, row.layer) for axis in joined]
+        starts = dict(zip(joined, accumulate(sizes[:-1], initial=0), strict=True))
+        own = source.axes[max(0, len(shape) - 2)]
+        start = starts.get(own, 0)
+        places[source.name] = Place(name, start, tuple(shape), source.index, turned)
+    return places
+
+
+def rows_of_experts(row: Row, table: WeightTable, name: str = "") -> dict[str, Place]:
+    """By the names of a row's sources, each some rows of a tensor, what that has of them."""
+    return {
+        source.name: Place(name, source.index * shape[0], tuple(shape))
+        for source in row.sources
+        if "#" in source.name and source.index is not None
+        for shape in [table.shape(row, source.axes)]
+    }
+
 
 class StackedSource:
     """A source over another one in which each matrix is a tensor of its own.
 
     So what is done matrix by matrix needs no other way for experts that are stacked, and for
-    projections that are joined. The tensors that hold several are hidden; those of experts stay as
-    they are unless `experts`.
+    projections that are joined. The tensors that hold several are hidden; those stay as they are of
+    whose rows `splits` is False.
     """
 
-    def __init__(self, source: TensorSource, table: WeightTable, experts: bool = True) -> None:
+    def __init__(
+        self,
+        source: TensorSource,
+        table: WeightTable,
+        splits: Callable[[Row], bool] = lambda row: True,
+    ) -> None:
         self.description, self.notes = source.description, source.notes
         self._source = source
         self._stored = set(source.names())
-        self.matrices: dict[str, _Part] = {}
+        self.matrices: dict[str, Place] = {}
         for row in table.rows:
-            for own in row.sources:
-                if experts and "#" in own.name:
-                    self._show_rows(row, own, table)
+            if not row.sources or not splits(row):
+                continue
+            self._show_rows(row, table)
             for whole in row.others:
-                if experts or row.sources[0].index is None:
-                    self._show(row, whole, table)
+                self._show(row, whole, table)
         self._hidden = {part.name for part in self.matrices.values()}
 
-    def _show_rows(self, row: Row, source: Source, table: WeightTable) -> None:
-        whole = table.candidates(source.name.partition("#")[0])
-        name = next((n for n in whole if n in self._stored), None)
-        if name is None:
-            return
-        high, wide = table.shape(row, source.axes)
-        assert source.index is not None
-        if self._source.shape(name) == (high * table.spec.extent("experts", row.layer), wide):
-            self.matrices[source.name] = _Part(name, source.index * high, (high, wide))
+    def _show_rows(self, row: Row, table: WeightTable) -> None:
+        for source in row.sources:
+            stem = source.name.partition("#")[0]
+            name = next((n for n in table.candidates(stem) if n in self._stored), None)
+            if stem == source.name or name is None:
+                continue
+            high, wide = table.shape(row, source.axes)
+            if self._source.shape(name) == (high * table.spec.extent("experts", row.layer), wide):
+                self.matrices[source.name] = rows_of_experts(row, table, name)[source.name]
 
     def _show(self, row: Row, whole: Source, table: WeightTable) -> None:
         name = next((n for n in table.candidates(whole.name) if n in self._stored), None)
         if name is None:
             return
-        for source in row.sources:
-            shape = table.shape(row, source.axes)
-            stacked = source.index is not None
-            turned = stacked and whole.axes[1] == source.axes[1]  # columns first, as GPT-OSS's
-            joined = whole.axes[2 if turned else 1 if stacked else 0]
-            names = joined.removesuffix("/1").split("+")
-            sizes = [table.spec.extent(axis, row.layer) for axis in names]
-            starts = dict(zip(names, accumulate(sizes[:-1], initial=0), strict=True))
-            start = starts.get(source.axes[0], 0)
-            own = _Part(name, start, tuple(shape), source.index, turned)
-            self.matrices[source.name] = own
-            if source.index == 0 and row.layer is not None:
+        for source, own in places_of(row, whole, table, name).items():
+            self.matrices[source] = own
+            if own.expert == 0 and row.layer is not None:
                 for x in self._idle(name, table.spec.all_layers[row.layer].mlp):
-                    idle = source.name.replace(".experts.0.", f".experts.{x}.")
+                    idle = source.replace(".experts.0.", f".experts.{x}.")
                     self.matrices[idle] = own._replace(expert=x)
 
     def _idle(self, name: str, mixture: Any) -> range:
@@ -107,20 +140,16 @@ class StackedSource:
         part = self.matrices.get(name)
         if part is None:
             return self._source.read(name, index)
-        rows, *rest = index or (slice(None),) * len(part.shape)
-        start, stop, _ = rows.indices(part.shape[0])
-        own = slice(part.start + start, part.start + max(start, stop))
-        if part.expert is None:
-            return self._source.read(part.name, (own, *rest))
-        expert = slice(part.expert, part.expert + 1)
-        if part.turned:
-            return self._source.read(part.name, (expert, *rest, own))[0].T
-        return self._source.read(part.name, (expert, own, *rest))[0]
+        held = self._source.read(part.name, part.within(index))
+        held = held if part.expert is None else held[0]
+        return held.swapaxes(-1, -2) if part.turned else held
 
 
-def show_matrices(source: TensorSource, table: WeightTable, experts: bool = True) -> TensorSource:
+def show_matrices(
+    source: TensorSource, table: WeightTable, splits: Callable[[Row], bool] = lambda row: True
+) -> TensorSource:
     """The source with a tensor for each matrix, where it has one for several."""
-    stacked = StackedSource(source, table, experts)
+    stacked = StackedSource(source, table, splits)
     return stacked if stacked.matrices else source
 
 

@@ -84,22 +84,34 @@ def plain_tensors(module: Any) -> Iterator[tuple[str, Any]]:
                 yield (f"{path}.{name}" if path else name), tensor
 
 
+_INSIDE = re.compile(r"\.(base_layer|original_module|token_adapter|modules_to_save\.[^.]+)\b")
+
+
 def adapted_layers(module: Any) -> Iterator[tuple[str, Any]]:
-    """peft's layers in a HF module, by the names of those below them."""
+    """peft's layers in a HF module, by the names of those below them; those in use alone."""
+    spare = [
+        f"{name}.{other}."
+        for name, part in see_through(module).named_modules()
+        if _is_peft(part) and _path(type(part)) == _TRAINED
+        for other in _unused(part)
+    ]
     for name, part in see_through(module).named_modules():
-        if _is_peft(part) and hasattr(part, "base_layer"):
-            yield (
-                re.sub(r"\.(base_layer|(original_module|modules_to_save\.[^.]+))\b", "", name),
-                part,
-            )
+        if _is_layer(part) and not f"{name}.".startswith(tuple(spare)):
+            yield _INSIDE.sub("", name), part
 
 
 def active_adapters(layer: Any) -> list[str]:
     """The adapters that change what a layer gives beside its own weights; merged ones do not."""
     if layer.disable_adapters:
         return []
-    held = {*layer.lora_A, *layer.lora_embedding_A}
+    kind = kind_of_layer(layer)
+    held = {*layer.token_indices} if kind == "tokens" else {*layer.lora_A, *layer.lora_embedding_A}
     return [n for n in layer.active_adapters if n in held and n not in layer.merged_adapters]
+
+
+def kind_of_layer(layer: Any) -> str | None:
+    """Of which kind a layer of peft's is: `matrix`, `parameter` or `tokens`; None of others."""
+    return _LAYERS.get(_path(type(layer)))
 
 
 def adapters_in_use(module: Any) -> list[Any]:
@@ -117,22 +129,58 @@ def _is_peft(part: Any) -> bool:
     )
 
 
+def _is_layer(part: Any) -> bool:
+    """True for a layer of peft's; its wrappers have what is below them as their own attributes."""
+    return _is_peft(part) and "base_layer" in part._modules
+
+
 def _below(part: Any) -> Any:
-    """What runs in the place of a layer or wrapper of peft's, but for low ranks."""
-    if hasattr(part, "base_layer"):
+    """What runs in the place of a layer or wrapper of peft's, but for its adapters."""
+    if _is_layer(part):
         return part.base_layer
-    own = [n for n in part.active_adapters if n in part.modules_to_save]
-    use = own and not part.disable_adapters
-    return part.modules_to_save[own[0]] if use else part.original_module
+    if "modules_to_save" not in part._modules:
+        return part.token_adapter
+    return part.get_submodule(_used(part))
 
 
-_LORA = {f"peft.tuners.lora.layer.{kind}" for kind in ("Linear", "Embedding")}
-_DORA = {f"peft.tuners.lora.variants.Dora{kind}Variant" for kind in ("Linear", "Embedding")}
-_ADAPTED = {
-    *("torch.nn.modules.linear.Linear", "torch.nn.modules.sparse.Embedding"),
-    "transformers.pytorch_utils.Conv1D",
+def _used(wrapper: Any) -> str:
+    """The name of the module that a wrapper of trained modules runs."""
+    own = [n for n in wrapper.active_adapters if n in wrapper.modules_to_save]
+    use = own and not wrapper.disable_adapters
+    return f"modules_to_save.{own[0]}" if use else "original_module"
+
+
+def _unused(wrapper: Any) -> list[str]:
+    """The names of the modules that a wrapper of trained modules does not run."""
+    names = ["original_module", *(f"modules_to_save.{n}" for n in wrapper.modules_to_save)]
+    return [name for name in names if name != _used(wrapper)]
+
+
+_LAYERS = {
+    "peft.tuners.lora.layer.Linear": "matrix",
+    "peft.tuners.lora.layer.Embedding": "matrix",
+    "peft.tuners.lora.layer.ParamWrapper": "parameter",
+    "peft.tuners.trainable_tokens.layer.TrainableTokensLayer": "tokens",
 }
+_DORA = {f"peft.tuners.lora.variants.Dora{kind}Variant" for kind in ("Linear", "Embedding")}
+_EMBEDDING = "torch.nn.modules.sparse.Embedding"
+_ADAPTED = {"torch.nn.modules.linear.Linear", _EMBEDDING, "transformers.pytorch_utils.Conv1D"}
 _TRAINED = "peft.utils.other.ModulesToSaveWrapper"
+_WRAPPERS = (_TRAINED, "peft.utils.other.TrainableTokensWrapper")
+
+
+def _is_plain(layer: Any) -> bool:
+    """True where what peft adds to a layer's result is what a change of its matrix would add.
+
+    So it is for the kinds of torch and transformers, and for embeddings that scale what they give,
+    as Gemma's do: peft scales what it adds, too.
+    """
+    kinds = [_path(c) for c in type(layer).__mro__]
+    own = "forward" in vars(type(layer)) and kinds[0] != _EMBEDDING
+    is_odd = _EMBEDDING in kinds and own and not hasattr(layer, "embed_scale")
+    return kinds[0].startswith(("torch.", "transformers.")) and not (
+        is_odd or _ADAPTED.isdisjoint(kinds)
+    )
 
 
 def _check_adapters(module: Any, other_way: str) -> None:
@@ -142,13 +190,13 @@ def _check_adapters(module: Any, other_way: str) -> None:
         if not _is_peft(part):
             continue
         what, own = f"{name} of this {kind} is a", _path(type(part))
-        if hasattr(part, "base_layer"):
-            base = _path(type(part.base_layer))
-            if own not in _LORA or base not in _ADAPTED:
+        if _is_layer(part):
+            layer = kind_of_layer(part)
+            if layer is None or not (layer == "parameter" or _is_plain(part.base_layer)):
                 raise ModelError(
-                    f"{what} {own} over {base}: fused mode merges LoRA, rsLoRA and DoRA over plain "
-                    "layers. Merge it yourself and pass what comes back: model = "
-                    f"peft_model.merge_and_unload(). {other_way}"
+                    f"{what} {own} over {_path(type(part.base_layer))}: fused mode merges LoRA, "
+                    "rsLoRA, DoRA and trained tokens over plain layers. Merge it yourself and pass "
+                    f"what comes back: model = peft_model.merge_and_unload(). {other_way}"
                 )
             variants = getattr(part, "lora_variant", {})
             for adapter in active_adapters(part):
@@ -158,7 +206,7 @@ def _check_adapters(module: Any, other_way: str) -> None:
                         f"{what} LoRA by {type(variant).__name__}, which fused mode does not "
                         f"merge; LoRA, rsLoRA and DoRA are. {other_way}"
                     )
-        elif own != _TRAINED:
+        elif own not in _WRAPPERS:
             raise ModelError(
                 f"{what} {own}, which fused mode does not merge. Merge it yourself and pass what "
                 f"comes back: model = peft_model.merge_and_unload(). {other_way}"

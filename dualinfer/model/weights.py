@@ -145,6 +145,7 @@ class Source:
     dtypes: tuple[str, ...] = FLOATS
     index: int | None = None
     spare: int = 0
+    marked: bool = True
 
 
 @dataclass(frozen=True)

@@ -21,9 +21,9 @@ class Mixture:
     `expert` are the parts of one expert in files, gate, up and down; Granite's files have all
     experts in one tensor, as modules do. `shared` is a layer's module of the shared expert, which
     is as wide as so many experts as the field `shares` says, and `shared_parts` are its own, two of
-    them where gate and up are one. `choice_bias` is a tensor of
-    `choice_axes`; with `router_bias` logits have one as well. A tensor of all experts may lie
-    `turned`, columns before rows. `stacked` files have a tensor of all experts for each part.
+    them where gate and up are one. `choice_bias` is a tensor of `choice_axes`; with `router_bias`
+    logits have one as well. A tensor of all experts may lie `turned`, columns before rows, and be
+    `marked` so in HF's class. `stacked` files have a tensor of all experts for each part.
     `ignored` fields change nothing at inference.
     """
 
@@ -37,6 +37,7 @@ class Mixture:
     choice_axes: str = "choices"
     router_bias: bool = False
     turned: bool = False
+    marked: bool = True
     stacked: bool = False
     count: str = "num_experts"
     chosen: str = "num_experts_per_tok"
@@ -189,6 +190,7 @@ MIXTURES: Mapping[str, Mixture] = {
         router="router",
         shared="feed_forward.shared_expert",
         turned=True,
+        marked=False,
         count="num_local_experts",
         ffn="intermediate_size",
     ),
@@ -507,4 +509,4 @@ def _stacked(names: Mixture, ours: str, axes: str, whole: str, experts: str) -> 
     own = row(f"experts.{ours}.weight", f"experts {axes}", *_each(names, experts, ours))
     out, inner = axes.split()
     stored = ("experts", inner, out) if names.turned else ("experts", out, inner)
-    return replace(own, others=(Source(whole, stored),))
+    return replace(own, others=(Source(whole, stored, marked=names.marked),))

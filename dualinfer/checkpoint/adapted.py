@@ -1,0 +1,683 @@
+"""A source that shows what adapters make of a model's tensors while these are read.
+
+With several adapters a weight is W + the sum of w x (f(W) - W), where f is an adapter's and w the
+factor that the caller gives it. All is computed in float32 and rounded once, when the weight
+becomes of the model's dtype.
+"""
+
+import threading
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from ..arrays import to_numpy
+from ..errors import CheckpointError, counted, listing
+from ..model.load_plan import TensorSource, is_same
+from ..model.spec import Experts
+from ..model.weights import FLOATS, Row, Source, WeightTable
+from ..quantization import Matrices, QuantizedMatrix
+from ..quantization.codes import dequantize
+from .adapters import (
+    Adapter,
+    Added,
+    Change,
+    Factor,
+    Held,
+    LowRank,
+    Nested,
+    Rows,
+    Stack,
+    Stored,
+    sliced,
+)
+from .stacked import Place, StackedSource, places_of, rows_of_experts, show_matrices
+
+
+class AdaptedSource:
+    """A source over another one that shows what adapters make of its tensors, in float32.
+
+    `matrices` gives those that are stored as codes. A tensor of several experts' matrices that an
+    adapter changes is shown as a tensor for each; `whole` says in which HF holds them.
+    """
+
+    def __init__(
+        self,
+        source: TensorSource,
+        adapters: Sequence[Adapter],
+        table: WeightTable | None = None,
+        matrices: Matrices | None = None,
+    ):
+        self.description = source.description
+        self._matrices, self._lock = matrices, threading.Lock()
+        names = _Names(source, table, matrices)
+        found = [names.settle(adapter) for adapter in adapters]
+        if table is not None:
+            source = names.split([name for own in found for name in own.changes])
+        self._source = source
+        # By the name that a tensor is shown under: what each adapter makes of it, with its factor.
+        self._changes: dict[str, list[tuple[Adapter, list[Change]]]] = {}
+        self._bases: dict[str, str] = {}
+        self._brought: dict[str, Stored] = {}
+        self._factors: dict[tuple[str, int, int], np.ndarray] = {}
+        self._last: tuple[str, np.ndarray] | None = None
+        for adapter in found:
+            self._take(adapter, names)
+        self._untie(names)
+        for name in names.beside(self._changes):
+            shown_as, self._bases[shown_as] = names.find(name) or (name, name)
+            self._changes.setdefault(shown_as, [])
+        self._taken = {
+            part
+            for base in self._bases.values()
+            if (matrix := self._matrix(base)) is not None
+            for part in matrix.stored
+        }
+        for name in self._changes:
+            self._check(name, names)
+        self._wholes = names.wholes(self._changes)
+        labels = [a.label + (f" times {a.weight:g}" if a.weight != 1 else "") for a in adapters]
+        opened = sum(1 for base in self._bases.values() if self._matrix(base) is not None)
+        notes = [f"merged: {', '.join(labels)}, into {len(self._changes)} tensors"]
+        if opened:
+            notes.append(f"{opened} quantized matrices are plain here, since adapters change them")
+        self.own_notes = tuple(notes)
+        self.notes = (*source.notes, *notes)
+
+    def _take(self, adapter: Adapter, names: "_Names") -> None:
+        """Note what an adapter changes, and the weights of the model that it brings along."""
+        lost = []
+        for name in dict.fromkeys((*adapter.bases, *adapter.changes)):
+            found = names.find(name)
+            if found is None:
+                lost.append(name)
+                continue
+            shown_as, self._bases[shown_as] = found
+            if name in adapter.bases:
+                self._brought[shown_as] = adapter.bases[name]
+            own = self._changes.setdefault(shown_as, [])
+            if name in adapter.changes:
+                own.append((adapter, [*adapter.changes[name]]))
+        if lost:
+            raise CheckpointError(
+                f"The adapter {adapter.label} changes what {self.description} does not hold: "
+                f"{counted(lost)}. {names.why_lost(lost)}"
+            )
+
+    def _untie(self, names: "_Names") -> None:
+        """Show on its own what is tied to a tensor that an adapter changes, unless it names both.
+
+        It is what the model has, or what the adapter brings along; trained tokens are of both.
+        """
+        for name in list(self._changes):
+            for other in names.tied_to(name):
+                if other in self._changes:
+                    continue
+                stored, base = names.held(other), self._bases[name]
+                tokens: list[tuple[Adapter, list[Change]]] = []
+                for adapter, own in self._changes[name]:
+                    if any(isinstance(change, Rows) for change in own):
+                        tokens.append((adapter, [c for c in own if isinstance(c, Rows)]))
+                follows = bool(tokens) or name in self._brought
+                if stored is not None and not (follows and names.are_same(base, stored)):
+                    continue
+                shown_as = other if stored is None else stored
+                self._bases[shown_as] = base if stored is None else stored
+                self._changes[shown_as] = tokens
+                if name in self._brought:
+                    self._brought[shown_as] = self._brought[name]
+
+    def _matrix(self, name: str) -> QuantizedMatrix | None:
+        return None if self._matrices is None else self._matrices(name)
+
+    @property
+    def merged(self) -> frozenset[str]:
+        """Names of the tensors that are made here."""
+        return frozenset(self._changes)
+
+    def names(self) -> Iterable[str]:
+        """Names as stored, and those that adapters untie or dequantize."""
+        kept = [n for n in self._source.names() if n not in self._taken]
+        return dict.fromkeys((*kept, *self._changes))
+
+    def whole(self, name: str) -> str:
+        """The tensor in which HF has a merged matrix and others; the name itself of all others."""
+        return next((whole for whole, own in self._wholes.items() if name in own), name)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Shape as stored; of what an adapter replaces or brings along that of the new one."""
+        if name in self._wholes:
+            return self._wholes[name].shape
+        for _, own in reversed(self._changes.get(name, [])):
+            for change in reversed(own):
+                if isinstance(change, Factor):
+                    return change.shape
+        return self._base_shape(name)
+
+    def _base_shape(self, name: str) -> tuple[int, ...]:
+        if name in self._brought:
+            return self._brought[name].shape
+        base = self._bases.get(name, name)
+        matrix = self._matrix(base)
+        return tuple(matrix.shape if matrix is not None else self._source.shape(base))
+
+    def dtype(self, name: str) -> str:
+        """NumPy's name of the dtype: float32 of what adapters make."""
+        made = name in self._changes or name in self._wholes
+        return "float32" if made else self._source.dtype(name)
+
+    def read(self, name: str, index: tuple[slice, ...] | None = None) -> Any:
+        """The tensor, or what of it is at `index`."""
+        if name in self._wholes:
+            return self._joined(name)[index or ...]
+        if name not in self._changes:
+            return self._source.read(name, index)
+        shape = self.shape(name)
+        whole = (slice(None),) * len(shape)
+        part = tuple(slice(*i.indices(n)) for i, n in zip(index or whole, shape, strict=True))
+        changes = self._changes[name]
+        if len(changes) == 1 and changes[0][0].weight == 1:
+            return self._adapted(name, 0, part)
+        base = self._read_base(name, part)
+        result = base.copy()
+        for i, (adapter, _) in enumerate(changes):
+            result += np.float32(adapter.weight) * (self._adapted(name, i, part) - base)
+        return result
+
+    def _adapted(
+        self, name: str, place: int, part: tuple[slice, ...], most: int | None = None
+    ) -> np.ndarray:
+        """The part as one adapter makes it, by the first `most` of its changes."""
+        adapter, own = self._changes[name][place]
+        own = own[:most]
+        replaced = [i for i, change in enumerate(own) if isinstance(change, Factor)]
+        value = None if replaced else self._read_base(name, part)
+        for i, change in enumerate(own):
+            if replaced and i < replaced[-1]:
+                continue
+            if isinstance(change, Factor):
+                value = change.read(part)
+                continue
+            assert value is not None
+            if isinstance(change, Rows):
+                value = _with_rows(value, change, part)
+            elif isinstance(change, Stack):
+                numbers = range(part[0].start, part[0].stop)
+                matrices = [change.matrix(x, adapter.held) for x in numbers]
+                value = value + np.stack([_product(own, part[1:]) for own in matrices])
+            elif isinstance(change, LowRank):
+                value = value + _product(change, part)
+                if change.magnitude is not None:
+                    factor = self._factor(name, place, i)
+                    value *= factor[part[1]] if change.turned else factor[part[0]][:, None]
+            else:
+                value = value + np.float32(change.scale) * change.values.read(part)
+        assert value is not None
+        return value
+
+    def _read_base(self, name: str, part: tuple[slice, ...]) -> np.ndarray:
+        if name in self._brought:
+            return self._brought[name].read(part)
+        base = self._bases[name]
+        matrix = self._matrix(base)
+        if matrix is None:
+            return np.asarray(to_numpy(self._source.read(base, part)), np.float32)
+        with self._lock:
+            if self._last is None or self._last[0] != base:
+                self._last = base, dequantize(matrix)
+            return self._last[1][part]
+
+    def _factor(self, name: str, place: int, number: int) -> np.ndarray:
+        """DoRA's factor of each output [out]: few rows of the matrix are read at a time."""
+        with self._lock:
+            held = self._factors.get((name, place, number))
+        if held is not None:
+            return held
+        change = self._changes[name][place][1][number]
+        assert isinstance(change, LowRank) and change.magnitude is not None
+        rows, columns = self.shape(name)
+        squares = np.zeros(columns if change.turned else rows, np.float64)
+        few = max(1, _AT_ONCE // max(1, columns))
+        for start in range(0, rows, few):
+            part = slice(start, min(start + few, rows)), slice(0, columns)
+            merged = self._adapted(name, place, part, number) + _product(change, part)
+            if change.turned:
+                squares += (merged.astype(np.float64) ** 2).sum(0)
+            else:
+                squares[part[0]] = (merged.astype(np.float64) ** 2).sum(1)
+        with np.errstate(divide="ignore"):  # the reader refuses a weight that is not finite
+            factor = (change.magnitude.read() / np.sqrt(squares)).astype(np.float32)
+        with self._lock:
+            self._factors[name, place, number] = factor
+        return factor
+
+    def _joined(self, name: str) -> np.ndarray:
+        """A tensor of several matrices, as HF has it."""
+        own = self._wholes[name]
+        array = np.empty(own.shape, np.float32)
+        for piece, place in own.places.items():
+            value = np.asarray(to_numpy(self.read(piece)), np.float32)
+            value = value.swapaxes(-1, -2) if place.turned else value
+            array[place.within()] = value if place.expert is None else value[None]
+        return array
+
+    def _check(self, name: str, names: "_Names") -> None:
+        """Settle how changes lie; CheckpointError for one of another shape than its tensor."""
+        base = self._bases[name]
+        plain = self._matrix(base) is None and name not in self._brought
+        if plain and self._source.dtype(base) not in FLOATS:
+            raise CheckpointError(
+                f"{base} of {self.description} is stored in {self._source.dtype(base)}, to which "
+                "an adapter cannot be added here. Pass the model in 16 or 32 bits."
+            )
+        alone = len(self._changes[name]) == 1
+        for adapter, own in self._changes[name]:
+            shape = self._base_shape(name)
+            for i, change in enumerate(own):
+                own[i] = change = _settled(change, shape, names.is_turned(name))
+                found = _shape_of(change, shape)
+                if isinstance(change, Factor) and alone and adapter.weight == 1:
+                    shape = found
+                if found != shape:
+                    raise CheckpointError(
+                        f"The adapter {adapter.label} changes {name} by {found}, and that of "
+                        f"{self.description} is {shape}. {names.why_misshapen(name, found, shape)}"
+                    )
+
+
+_AT_ONCE = 1 << 22  # elements
+
+
+def _settled(change: Change, shape: tuple[int, ...], is_turned: bool | None) -> Change:
+    """The change, with a matrix' factors known to be of it or of its transpose."""
+    if not isinstance(change, LowRank) or len(shape) != 2:
+        return change
+    matrix = (change.up.shape[0], change.down.shape[1])
+    turned = is_turned if change.turned is None else change.turned
+    if turned is None:
+        turned = change.wide if matrix == matrix[::-1] else matrix != shape
+    return replace(change, turned=turned)
+
+
+def _shape_of(change: Change, shape: tuple[int, ...]) -> tuple[int, ...]:
+    """The shape of the tensor that a change is made for, which has `shape`."""
+    if isinstance(change, LowRank):
+        matrix = (change.up.shape[0], change.down.shape[1])
+        return matrix[::-1] if change.turned else matrix
+    if isinstance(change, Stack):
+        matrix = (change.up.shape[0], change.down.shape[1])
+        return (change.count, *(matrix[::-1] if change.turned else matrix))
+    if isinstance(change, Rows):
+        fits = len(shape) == 2 and max(change.ids) < shape[0]
+        return (shape[0] if fits else max(change.ids) + 1, change.values.shape[1])
+    return change.values.shape if isinstance(change, Added) else change.shape
+
+
+def _with_rows(value: np.ndarray, change: Rows, part: tuple[slice, ...]) -> np.ndarray:
+    """Some rows of a matrix, with those in them that are trained."""
+    value, trained = value.copy(), change.values.read()[:, part[1]]
+    for row, own in zip(change.ids, trained, strict=True):
+        if part[0].start <= row < part[0].stop:
+            value[row - part[0].start] = own
+    return value
+
+
+def _product(change: LowRank, part: tuple[slice, ...]) -> np.ndarray:
+    """scale x up x down, at the part of the matrix as it is stored."""
+    every = slice(0, change.down.shape[0])
+    out, inner = (part[1], part[0]) if change.turned else (part[0], part[1])
+    up, down = change.up.read((out, every)), change.down.read((every, inner))
+    delta = (up @ down) * np.float32(change.scale)
+    return delta.T if change.turned else delta
+
+
+class _Whole(NamedTuple):
+    """A tensor in which HF has several matrices: its row, itself, and what it has of each."""
+
+    row: Row
+    source: Source | None  # None of one of which each matrix has some rows
+    places: Mapping[str, Place]
+    shape: tuple[int, ...]
+
+    @property
+    def is_turned(self) -> bool:
+        """Whether the matrices lie with columns before rows in HF's module."""
+        turned = any(place.turned for place in self.places.values())
+        return turned and not self.row.either  # of which some files alone have them so
+
+    def turns(self, change: Stack) -> bool:
+        """Whether peft's factors are of the transposes of what HF's module has.
+
+        Where the shapes do not say it, they are if HF's class says that it has the transposes.
+        """
+        matrix = (change.up.shape[0], change.down.shape[1])
+        if matrix != matrix[::-1]:
+            return matrix != self.lies[1:]
+        marked = self.is_turned and self.source is not None and self.source.marked
+        return not self.row.either and (change.old or marked)
+
+    @property
+    def lies(self) -> tuple[int, ...]:
+        """The shape that HF's module has it in."""
+        turned = any(place.turned for place in self.places.values()) != self.is_turned
+        return (self.shape[0], *self.shape[:0:-1]) if turned else self.shape
+
+    def part(self, change: Change, place: Place, held: Held) -> Change:
+        """What a change of it is for one of the matrices."""
+        rows, every = slice(place.start, place.start + place.shape[-2:][0]), slice(None)
+        if isinstance(change, Factor):
+            index = place._replace(turned=self.is_turned).within()
+            own = sliced(change, held).cut(*index)
+            return replace(own, alone=place.expert is not None, turned=self.is_turned)
+        if isinstance(change, Added):
+            return replace(change, values=sliced(change.values, held).cut(rows))
+        if isinstance(change, Stack):
+            change = replace(change, turned=bool(change.turned) != self.is_turned)
+            if place.expert is not None:
+                change = change.matrix(place.expert, held)
+        assert isinstance(change, LowRank | Stack)
+        up, down = sliced(change.up, held), sliced(change.down, held)
+        if change.turned:
+            return replace(change, down=down.cut(every, rows))
+        magnitude = change.magnitude if isinstance(change, LowRank) else None
+        if magnitude is None:
+            return replace(change, up=up.cut(rows, every))
+        magnitude = sliced(magnitude, held).cut(rows)
+        return replace(change, up=up.cut(rows, every), magnitude=magnitude)
+
+
+class _Names:
+    """Which stored tensor HF's name of a weight means.
+
+    With a table it is found under each of the names that a checkpoint may have for it, and where
+    tensors are tied under the other one's; without, by the name itself, or its end.
+    """
+
+    def __init__(self, source: TensorSource, table: WeightTable | None, matrices: Matrices | None):
+        self.stored = set(source.names())
+        self._source, self._matrices, self._table = source, matrices, table
+        self._pairs: list[tuple[str, str]] = []
+        if table is not None:
+            self._pairs = [(s.name, other) for row, other in table.tied for s in row.sources]
+
+    @cached_property
+    def _rows(self) -> dict[str, Row]:
+        """The row of each tensor and of each that stands for several, by HF's names, in order."""
+        assert self._table is not None
+        found: dict[str, Row] = {}
+        for row in (*self._table.rows, *(row for row, _ in self._table.tied)):
+            names = [s.name for s in (*row.sources, *row.others)]
+            names += [name.partition("#")[0] for name in names if "#" in name]
+            for name in names:
+                found.setdefault(name, row)
+        return found
+
+    @cached_property
+    def _known(self) -> dict[str, str]:
+        """By every name that a checkpoint may have for a tensor, HF's own."""
+        assert self._table is not None
+        found = {c: name for name in self._rows for c in self._table.candidates(name)}
+        return {**found, **{name: name for name in self._rows}}
+
+    def _wholes_of(self, row: Row) -> Iterator[tuple[str, _Whole]]:
+        """The tensors that may stand for a row's, by HF's names."""
+        table = self._table
+        assert table is not None
+        for source in row.others if row.sources else ():
+            shape = table.shape(row, source.axes)
+            yield source.name, _Whole(row, source, places_of(row, source, table), shape)
+        by_rows = rows_of_experts(row, table)
+        for stem in dict.fromkeys(name.partition("#")[0] for name in by_rows):
+            own = {n: place for n, place in by_rows.items() if n.startswith(f"{stem}#")}
+            high, wide = next(iter(own.values())).shape
+            yield stem, _Whole(row, None, own, (high * len(own), wide))
+
+    def settle(self, adapter: Adapter) -> Adapter:
+        """The adapter by HF's own names, one for each matrix, and with its nested changes."""
+        changes: dict[str, list[Change]] = {n: [*own] for n, own in adapter.changes.items()}
+        for nested in adapter.nested:
+            for name, change in self._unnested(adapter, nested).items():
+                changes.setdefault(name, []).append(change)
+        if self._table is None:
+            return replace(adapter, changes=changes, nested=())
+        split: dict[str, list[Change]] = {}
+        for name, own in changes.items():
+            for piece, parts in self._pieces(adapter, name, own).items():
+                split.setdefault(piece, []).extend(parts)
+        bases = {self._known.get(name, name): value for name, value in adapter.bases.items()}
+        return replace(adapter, changes=split, bases=bases, nested=())
+
+    def _unnested(self, adapter: Adapter, nested: Nested) -> dict[str, Change]:
+        """The changes of a module's parameters, by their names."""
+        names = {leaf: f"{nested.module}.{leaf}" for leaf in nested.targets}
+        own = [leaf for leaf, name in names.items() if self._is_there(name)]
+        if not own and len(nested.factors) == 1:
+            return {**nested.as_module(nested.module, nested.factors[0])}
+        if len(own) != len(nested.factors):
+            what = f"its config names {listing(own)} there" if own else "the model has none of them"
+            raise CheckpointError(
+                f"The adapter {adapter.label} changes {len(nested.factors)} parameters of "
+                f"{nested.module}, and {what}. Pass the model that it was trained for."
+            )
+        # peft's layers lie in one another in the order in which HF's module has its parameters.
+        order = {leaf: self._order(names[leaf]) for leaf in own}
+
+        def place(leaf: str) -> tuple[Any, bool]:
+            stem = leaf.removesuffix("_bias")
+            return order.get(stem, order[leaf]), leaf != stem
+
+        found: dict[str, Change] = {}
+        for leaf, factors in zip(sorted(own, key=place), nested.factors, strict=True):
+            name = names[leaf]
+            found[name] = nested.as_parameter(name, self._axes(name), factors)
+        return found
+
+    def _is_there(self, name: str) -> bool:
+        return name in self._known if self._table is not None else self.find(name) is not None
+
+    def _order(self, name: str) -> Any:
+        if self._table is None:
+            return name.rpartition(".")[2].startswith(("down", "w2", "output")), name
+        return self._numbers[self._known[name]]
+
+    @cached_property
+    def _numbers(self) -> dict[str, int]:
+        """The places of HF's names among them all."""
+        return {name: i for i, name in enumerate(self._rows)}
+
+    def _axes(self, name: str) -> int:
+        """How many axes a parameter has."""
+        if self._table is None:
+            found = self.find(name)
+            assert found is not None
+            return len(self._source.shape(found[1]))
+        own = self._known[name]
+        row = self._rows[own]
+        if own in (wholes := dict(self._wholes_of(row))):
+            return len(wholes[own].shape)
+        return next(len(s.axes) for s in row.sources if s.name == own)
+
+    def _pieces(
+        self, adapter: Adapter, name: str, changes: Sequence[Change]
+    ) -> dict[str, list[Change]]:
+        """The changes of a weight by HF's own name, those of several matrices one by one."""
+        own = self._known.get(name)
+        if own is None:
+            return {name: [*changes]}
+        wholes = dict(self._wholes_of(self._rows[own]))
+        whole = wholes.get(own)
+        if whole is None:
+            return {own: [*changes]}
+        changes = [self._fitted(adapter, name, change, whole) for change in changes]
+        return {
+            piece: [whole.part(change, place, adapter.held) for change in changes]
+            for piece, place in whole.places.items()
+        }
+
+    def _fitted(self, adapter: Adapter, name: str, change: Change, whole: _Whole) -> Change:
+        """A change of a tensor of several matrices, which it must fit; how it lies is settled."""
+        if isinstance(change, Stack) and change.turned is None:
+            change = replace(change, turned=whole.turns(change))
+        if isinstance(change, LowRank):
+            change = _settled(change, whole.shape, self.is_turned(next(iter(whole.places))))
+        found, shape = _shape_of(change, whole.lies), whole.lies
+        if isinstance(change, Stack) and self._has_idle(whole.row) and found[0] > shape[0]:
+            found = (shape[0], *found[1:])
+        if found != shape or isinstance(change, Rows):
+            raise CheckpointError(
+                f"The adapter {adapter.label} changes {name} by {found}, and that of "
+                f"{self._source.description} is {shape}. {self.why_misshapen(name, found, shape)}"
+            )
+        return change
+
+    def _has_idle(self, row: Row) -> bool:
+        """Whether a tensor of all experts may have some without a use (LongCat)."""
+        assert self._table is not None
+        mixture = None if row.layer is None else self._table.spec.all_layers[row.layer].mlp
+        return isinstance(mixture, Experts) and bool(mixture.zeros)
+
+    def split(self, names: Iterable[str]) -> TensorSource:
+        """The source in which each matrix that is changed, and each joined one, is by itself."""
+        assert self._table is not None
+        if self._matrices is None:
+            changed = {self._rows[n].name for n in names if n in self._rows}
+
+            def splits(row: Row) -> bool:
+                return row.sources[0].index is None or row.name in changed
+
+            self._source = show_matrices(self._source, self._table, splits)
+            self.stored = set(self._source.names())
+        return self._source
+
+    def _holds(self, name: str) -> bool:
+        return name in self.stored or (
+            self._matrices is not None and self._matrices(name) is not None
+        )
+
+    def held(self, name: str) -> str | None:
+        """The name under which a tensor is stored; None where it is not."""
+        candidates = [name] if self._table is None else self._table.candidates(name)
+        return next((c for c in candidates if self._holds(c)), None)
+
+    def find(self, name: str) -> tuple[str, str] | None:
+        """The name under which the tensor is shown, and that of the stored one."""
+        if self._table is None:
+            if self._holds(name):
+                return name, name
+            alike = [s for s in self.stored if s.endswith(f".{name}") or name.endswith(f".{s}")]
+            return (alike[0], alike[0]) if len(alike) == 1 else None
+        own = self._known.get(name)
+        if own is None:
+            return None
+        held = self.held(own)
+        if held is not None:
+            return held, held
+        for pair in self._pairs:
+            if own in pair:
+                other = self.held(pair[1 - pair.index(own)])
+                if other is not None:
+                    return own, other
+        return None
+
+    def is_turned(self, name: str) -> bool | None:
+        """Whether a matrix is stored [in, out]; None where no table says it."""
+        if self._table is None:
+            return None
+        own = self._known.get(name, name)
+        row = self._rows.get(own)
+        if row is None or not row.is_weight:
+            return None
+        source = next((s for s in row.sources if s.name == own), None)
+        return None if source is None else row.permutation(source) == (1, 0)
+
+    def tied_to(self, name: str) -> list[str]:
+        """HF's names of what is tied to a tensor, by the name that it is shown under."""
+        if not self._pairs:
+            return []
+        own = self._known.get(name, name)
+        return [pair[1 - pair.index(own)] for pair in self._pairs if own in pair]
+
+    def are_same(self, one: str, other: str) -> bool:
+        """Whether two stored tensors hold the same values."""
+        return {one, other} <= self.stored and is_same(self._source, one, other)
+
+    def beside(self, changed: Iterable[str]) -> list[str]:
+        """The other matrices of a mixture that has one that is changed, if some are quantized.
+
+        They are one weight, which is plain as a whole.
+        """
+        if self._table is None or self._matrices is None:
+            return []
+        changed = set(changed)
+        rows = {self._known[n]: self._rows[self._known[n]] for n in changed if n in self._known}
+        own = {id(row): row for row in rows.values() if row.sources and _is_stacked(row)}
+        names = [held for row in own.values() for s in row.sources if (held := self.held(s.name))]
+        return [name for name in names if name not in changed]
+
+    def wholes(self, changed: Iterable[str]) -> dict[str, _Whole]:
+        """The tensors of several matrices that are changed, where these are stored in one, too.
+
+        They are by the names that they are stored under, or HF's.
+        """
+        if self._table is None:
+            return {}
+        changed = set(changed)
+        found: dict[str, _Whole] = {}
+        for name in changed:
+            row = self._rows.get(self._known.get(name, ""))
+            if row is None or not _is_stacked(row):
+                continue
+            for own, whole in self._wholes_of(row):
+                if whole.source is None or own in found:
+                    continue
+                held = [self.held(piece) or "" for piece in whole.places]
+                stored_as = self._stored_in(own, held)
+                if stored_as is not None and changed.issuperset(held):
+                    places = dict(zip(held, whole.places.values(), strict=True))
+                    found[stored_as] = whole._replace(places=places)
+        return found
+
+    def _stored_in(self, whole: str, pieces: Sequence[str]) -> str | None:
+        """What a tensor is called of which pieces are shown; None of pieces that are stored so."""
+        if isinstance(self._source, StackedSource):
+            names = {self._source.whole(piece) for piece in pieces}
+            if names.isdisjoint(pieces):
+                return next(iter(names)) if len(names) == 1 else None
+        if self._matrices is None or len(pieces) < 2:
+            return None
+        both = [self._matrices(piece) for piece in pieces[:2]]
+        parts = [set(matrix.stored) for matrix in both if matrix is not None]
+        return whole if len(parts) == 2 and parts[0] & parts[1] else None
+
+    def why_lost(self, names: Sequence[str]) -> str:
+        """What to do about names that the model has nothing of."""
+        if self._table is not None and all(
+            name.endswith(".bias") and f"{name.removesuffix('bias')}weight" in self._known
+            for name in names
+        ):
+            return (
+                "It adds biases (lora_bias=True) where the model has none, which no merge takes "
+                "in. Train it without, or run it with peft: on torch a PeftModel runs as it is."
+            )
+        return "Pass the model that it was trained for."
+
+    def why_misshapen(self, name: str, found: Sequence[int], shape: Sequence[int]) -> str:
+        """What to do about a change of another shape than its tensor."""
+        row = None
+        if self._table is not None:
+            row = self._rows.get(self._known.get(name, name))
+        is_vocabulary = row is not None and "vocab" in (row.axes[0], row.axes[-1])
+        if is_vocabulary and len(found) == len(shape) and found[0] != shape[0]:
+            return (
+                "It was trained for another vocabulary and does not bring all of the embeddings. "
+                "With peft: model.resize_token_embeddings(n), then "
+                "PeftModel.from_pretrained(model, adapter).merge_and_unload(), and pass what "
+                "save_pretrained() writes."
+            )
+        return "Pass the model that it was trained for."
+
+
+def _is_stacked(row: Row) -> bool:
+    return row.sources[0].index is not None
