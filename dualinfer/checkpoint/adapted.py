@@ -78,6 +78,7 @@ class AdaptedSource:
         for name in self._changes:
             self._check(name, names)
         self._wholes = names.wholes(self._changes)
+        self._whole_of = {n: whole for whole, own in self._wholes.items() for n in own.places}
         labels = [a.label + (f" times {a.weight:g}" if a.weight != 1 else "") for a in adapters]
         opened = sum(1 for base in self._bases.values() if self._matrix(base) is not None)
         notes = [f"merged: {', '.join(labels)}, into {len(self._changes)} tensors"]
@@ -144,12 +145,14 @@ class AdaptedSource:
 
     def whole(self, name: str) -> str:
         """The tensor in which HF has a merged matrix and others; the name itself of all others."""
-        return next((whole for whole, own in self._wholes.items() if name in own), name)
+        inner = self._source.whole(name) if isinstance(self._source, StackedSource) else name
+        return self._whole_of.get(name, inner if inner in self._wholes else name)
 
     def shape(self, name: str) -> tuple[int, ...]:
         """Shape as stored; of what an adapter replaces or brings along that of the new one."""
         if name in self._wholes:
-            return self._wholes[name].shape
+            is_stored = isinstance(self._source, StackedSource)  # maybe with idle experts
+            return self._source.shape(name) if is_stored else self._wholes[name].shape
         for _, own in reversed(self._changes.get(name, [])):
             for change in reversed(own):
                 if isinstance(change, Factor):
@@ -255,9 +258,11 @@ class AdaptedSource:
 
     def _joined(self, name: str) -> np.ndarray:
         """A tensor of several matrices, as HF has it."""
-        own = self._wholes[name]
-        array = np.empty(own.shape, np.float32)
-        for piece, place in own.places.items():
+        if isinstance(self._source, StackedSource):
+            array = np.array(to_numpy(self._source.read(name)), np.float32)
+        else:
+            array = np.empty(self._wholes[name].shape, np.float32)
+        for piece, place in self._wholes[name].places.items():
             value = np.asarray(to_numpy(self.read(piece)), np.float32)
             value = value.swapaxes(-1, -2) if place.turned else value
             array[place.within()] = value if place.expert is None else value[None]
@@ -291,10 +296,13 @@ _AT_ONCE = 1 << 22  # elements
 
 
 def _settled(change: Change, shape: tuple[int, ...], is_turned: bool | None) -> Change:
-    """The change, with a matrix' factors known to be of it or of its transpose."""
-    if not isinstance(change, LowRank) or len(shape) != 2:
+    """The change, with factors that are known to be of a matrix or of its transpose."""
+    if not isinstance(change, LowRank | Stack) or len(shape) != (2 if isinstance(change, LowRank) else 3):
         return change
     matrix = (change.up.shape[0], change.down.shape[1])
+    if isinstance(change, Stack):
+        turned = change.old if matrix == matrix[::-1] else matrix != shape[1:]
+        return replace(change, turned=turned if change.turned is None else change.turned)
     turned = is_turned if change.turned is None else change.turned
     if turned is None:
         turned = change.wide if matrix == matrix[::-1] else matrix != shape

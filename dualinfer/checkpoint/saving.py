@@ -42,7 +42,7 @@ from .compressed import Spec, Stored, arrays_of, describe, store
 from .files import write_tensors
 from .pieces import INDEX, Cut, cut_pieces, make_index
 from .quantized import QuantizedSource
-from .stacked import StackedSource
+from .stacked import Splits
 from .tokenizer_files import tokenizer_files
 
 _LONGEST_NAME = 240  # bytes; a folder beside it has some more
@@ -117,7 +117,8 @@ def save_checkpoint(path: str, saved: Saved, tp: TensorParallelConfig, peers: Pe
         return f"saved quantized, in 1 file of weights, to {target}"
     degree = _degree(tp, peers)
     found = (name for _, names in saved.plan.rows for name in names)
-    if degree == 1 and (isinstance(saved.source, StackedSource) or any("#" in n for n in found)):
+    whole = _whole_of(saved.source)
+    if degree == 1 and any("#" in n or whole(n) != n for n in found):
         # HF has no names for the parts of a tensor.
         save_folder(path, saved, option=_OPTION)
         return f"saved in 1 file of weights to {_resolved(path)}"
@@ -228,6 +229,7 @@ def _entries(saved: Saved) -> tuple[list[_Entry], dict[str, Any] | None, bool]:
         if row.is_weight and row.permutation(part) != tuple(range(len(part.axes)))
     }
     tied = {name: row.sources[0].name for row, name in table.tied}
+    whole_of = _whole_of(source)
     entries: dict[str, _Entry] = {}
     stored: dict[str, Stored] = {}
     plain: list[str] = []
@@ -235,12 +237,11 @@ def _entries(saved: Saved) -> tuple[list[_Entry], dict[str, Any] | None, bool]:
     for row, names in saved.plan.rows:
         for part, found in zip(row.sources, names, strict=True):
             name, own = found.partition(":")[0], part.name.partition(":")[0]
-            if isinstance(source, StackedSource):  # plain: a tensor stays whole
-                name = source.whole(name)
+            matrix = source.matrix(name) if isinstance(source, QuantizedSource) else None
+            name = whole_of(name) if matrix is None else name  # a plain tensor stays whole
             found_as[own] = name
             if name in entries:
                 continue
-            matrix = source.matrix(name) if isinstance(source, QuantizedSource) else None
             if matrix is None and "#" in name:  # files for several devices hold experts apart
                 whole = name.partition("#")[0]
                 if whole not in entries:
@@ -265,8 +266,7 @@ def _entries(saved: Saved) -> tuple[list[_Entry], dict[str, Any] | None, bool]:
                 stored[name] = store(name, matrix)
                 entries[name] = _quantized_entry(name, matrix, stored[name])
     kept = _kept_plain(saved)
-    if isinstance(source, StackedSource):  # those of a tensor that is written as it is
-        kept = [name for name in kept if source.whole(name) not in entries]
+    kept = [name for name in kept if whole_of(name) not in entries]  # of one that is written
     entries |= {name: _plain_entry(name, source, saved.dtype) for name in kept}
     plain += [name for name in kept if name.endswith(".weight")]
     untied = any(name in stored for name in tied.values())
@@ -277,6 +277,12 @@ def _entries(saved: Saved) -> tuple[list[_Entry], dict[str, Any] | None, bool]:
             written = entry.written._replace(name=twin)
             entries[twin] = entry._replace(written=written, spec={twin: spec})
     return [*entries.values()], describe(stored, plain) if stored else None, untied
+
+
+def _whole_of(source: TensorSource) -> Callable[[str], str]:
+    """What gives the tensor in which HF has a plain matrix that is shown by itself."""
+    shown = source.plain() if isinstance(source, QuantizedSource) else source
+    return shown.whole if isinstance(shown, Splits) else lambda name: name
 
 
 def _kept(saved: Saved) -> list[str]:

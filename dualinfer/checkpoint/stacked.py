@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterable
 from itertools import accumulate
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 from ..model.load_plan import TensorSource
 from ..model.spec import Experts
@@ -58,6 +58,15 @@ def rows_of_experts(row: Row, table: WeightTable, name: str = "") -> dict[str, P
         if "#" in source.name and source.index is not None
         for shape in [table.shape(row, source.axes)]
     }
+
+
+@runtime_checkable
+class Splits(Protocol):
+    """A source that shows matrices by themselves which lie in one tensor."""
+
+    def whole(self, name: str) -> str:
+        """The tensor that holds a matrix, which may be read as well; of any other name itself."""
+        ...
 
 
 class StackedSource:
@@ -116,7 +125,9 @@ class StackedSource:
     def whole(self, name: str) -> str:
         """The stored tensor that holds the matrix or tensor, which may be read as well."""
         part = self.matrices.get(name)
-        return name if part is None else part.name
+        if part is not None:
+            return part.name
+        return self._source.whole(name) if isinstance(self._source, Splits) else name
 
     def names(self) -> Iterable[str]:
         """Names of each matrix, and of all that hold no several."""
