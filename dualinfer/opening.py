@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from . import backends
+from .checkpoint.adapted_model import check_head, describe_adapted
 from .checkpoint.adapters import Adapter, open_adapter, open_adapters_of
 from .checkpoint.fitting import fit, wanted_by_table
 from .checkpoint.hf_config import check_sizes, notes_on, read_config, read_generation_config
@@ -88,11 +89,14 @@ def describe_fused(model: Any, settings: InferenceConfig, notes: list[str]) -> D
 
 def describe(found: HFModel, settings: InferenceConfig, notes: list[str]) -> Described:
     """What is known of a HF model that is found already; see `describe_fused`."""
+    adapters = [*found.own_adapters(), *open_adapters(settings)]
     try:
-        spec, table = describe_model(found.config.to_dict(), found.class_names)
-        spec, table = with_layers(spec, table, found.mixtures)
+        own = describe_adapted(found.config, found.class_names, adapters)
+        found = found._replace(config=own.config, class_names=own.class_names)
+        spec, table = with_layers(own.spec, own.table, found.mixtures)
     except ModelError as error:
         raise ModelError(f"{error} {found.other_way}") from error
+    notes.extend(own.notes)
     _check_least_tokens(spec, settings)
     if settings.kv_cache_dtype is not None and not spec.can_generate:
         raise ConfigError(
@@ -113,7 +117,7 @@ def describe(found: HFModel, settings: InferenceConfig, notes: list[str]) -> Des
     notes.extend(source.notes)
     spec, table = with_stored_turns(spec, table, source)
     table = with_stored_order(table, source)
-    adapters = [*found.own_adapters(), *open_adapters(settings)]
+    check_head(own, adapters, source)
     source, table, more = open_as_held(source, table, config, recipe, found.quantize, adapters)
     notes.extend(more)
     plan = make_load_plan(table, source)

@@ -60,7 +60,7 @@ class AdaptedSource:
         # By the name that a tensor is shown under: what each adapter makes of it, with its factor.
         self._changes: dict[str, list[tuple[Adapter, list[Change]]]] = {}
         self._bases: dict[str, str] = {}
-        self._brought: dict[str, Stored] = {}
+        self._brought: dict[str, Factor] = {}
         self._factors: dict[tuple[str, int, int], np.ndarray] = {}
         self._last: tuple[str, np.ndarray] | None = None
         for adapter in found:
@@ -75,10 +75,11 @@ class AdaptedSource:
             if (matrix := self._matrix(base)) is not None
             for part in matrix.stored
         }
-        for name in self._changes:
-            self._check(name, names)
         self._wholes = names.wholes(self._changes)
         self._whole_of = {n: whole for whole, own in self._wholes.items() for n in own.places}
+        self._fit_vocabulary(names, found)
+        for name in self._changes:
+            self._check(name, names)
         labels = [a.label + (f" times {a.weight:g}" if a.weight != 1 else "") for a in adapters]
         opened = sum(1 for base in self._bases.values() if self._matrix(base) is not None)
         notes = [f"merged: {', '.join(labels)}, into {len(self._changes)} tensors"]
@@ -92,6 +93,8 @@ class AdaptedSource:
         lost = []
         for name in dict.fromkeys((*adapter.bases, *adapter.changes)):
             found = names.find(name)
+            if found is None and names.knows(name) and adapter.shape_of(name):
+                found = self._add(adapter, name)
             if found is None:
                 lost.append(name)
                 continue
@@ -106,6 +109,17 @@ class AdaptedSource:
                 f"The adapter {adapter.label} changes what {self.description} does not hold: "
                 f"{counted(lost)}. {names.why_lost(lost)}"
             )
+
+    def _add(self, adapter: Adapter, name: str) -> tuple[str, str]:
+        """What `find` would give for a head that the adapter has and the model has none of."""
+        if name in self._changes:
+            raise CheckpointError(
+                f"The adapter {adapter.label} has {name}, which another one has as well and the "
+                "model has none of. Pass one of them."
+            )
+        whole = [c for c in adapter.changes.get(name, ()) if isinstance(c, Factor)]
+        self._brought[name] = whole[-1] if whole else adapter.bases[name]
+        return name, name
 
     def _untie(self, names: "_Names") -> None:
         """Show on its own what is tied to a tensor that an adapter changes, unless it names both.
@@ -291,13 +305,49 @@ class AdaptedSource:
                         f"{self.description} is {shape}. {names.why_misshapen(name, found, shape)}"
                     )
 
+    def _fit_vocabulary(self, names: "_Names", adapters: Sequence[Adapter]) -> None:
+        """Cut what the model has of a vocabulary of which adapters bring tables with fewer rows.
+
+        So does HF, whose new rows of a longer one are drawn: CheckpointError where some are not
+        brought along.
+        """
+        held = set(self.names())
+        sizes = {name: self.shape(name)[0] for name in names.tables() if name in held}
+        stored = {
+            name: self._source.shape(base)[0]
+            for name in sizes
+            if (base := self._bases.get(name, name)) in names.stored
+        }
+        brought = [n for n, size in sizes.items() if size != stored.get(n, size)]
+        for name in sizes if brought else ():
+            rows = sizes[brought[0]]
+            if name in brought or sizes[name] == rows:
+                continue
+            if rows > sizes[name] or name not in names.stored or name in self._changes:
+                raise CheckpointError(
+                    f"{listing([a.label for a in adapters])} brings {listing(brought)} for a "
+                    f"vocabulary of {rows}, and not {name}, of which {self.description} has "
+                    f"{sizes[name]} rows. {_RESIZED}"
+                )
+            whole = sliced(Stored(self._source, name), adapters[0].held)
+            every = (slice(None),) * (len(whole.ranges) - 1)
+            self._brought[name] = whole.cut(slice(rows), *every)
+            self._bases[name], self._changes[name] = name, []
+
 
 _AT_ONCE = 1 << 22  # elements
+_RESIZED = (
+    "It was trained for another vocabulary and does not bring all of the embeddings, of which the "
+    "new rows would be drawn. Take the model as it was trained: merge_and_unload(), and pass what "
+    "save_pretrained() writes."
+)
 
 
 def _settled(change: Change, shape: tuple[int, ...], is_turned: bool | None) -> Change:
     """The change, with factors that are known to be of a matrix or of its transpose."""
-    if not isinstance(change, LowRank | Stack) or len(shape) != (2 if isinstance(change, LowRank) else 3):
+    if not isinstance(change, LowRank | Stack) or len(shape) != (
+        2 if isinstance(change, LowRank) else 3
+    ):
         return change
     matrix = (change.up.shape[0], change.down.shape[1])
     if isinstance(change, Stack):
@@ -659,6 +709,19 @@ class _Names:
         parts = [set(matrix.stored) for matrix in both if matrix is not None]
         return whole if len(parts) == 2 and parts[0] & parts[1] else None
 
+    def knows(self, name: str) -> bool:
+        """Whether the model has a weight of this name, which is HF's own, be it stored or not."""
+        return self._table is not None and self._known.get(name) == name
+
+    def tables(self) -> list[str]:
+        """The tables that have a row for each token, by the names that they are stored under."""
+        if self._table is None:
+            return []
+        rows = (*self._table.outer, *(row for row, _ in self._table.tied))
+        own = [row for row in rows if row.axes[:1] == ("vocab",)]
+        names = [self.held(source.name) or source.name for row in own for source in row.sources]
+        return list(dict.fromkeys(names))
+
     def why_lost(self, names: Sequence[str]) -> str:
         """What to do about names that the model has nothing of."""
         if self._table is not None and all(
@@ -678,12 +741,7 @@ class _Names:
             row = self._rows.get(self._known.get(name, name))
         is_vocabulary = row is not None and "vocab" in (row.axes[0], row.axes[-1])
         if is_vocabulary and len(found) == len(shape) and found[0] != shape[0]:
-            return (
-                "It was trained for another vocabulary and does not bring all of the embeddings. "
-                "With peft: model.resize_token_embeddings(n), then "
-                "PeftModel.from_pretrained(model, adapter).merge_and_unload(), and pass what "
-                "save_pretrained() writes."
-            )
+            return _RESIZED
         return "Pass the model that it was trained for."
 
 

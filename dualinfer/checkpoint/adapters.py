@@ -237,6 +237,12 @@ class Adapter:
     task: str | None = None
     held: Held = field(default_factory=Held)
 
+    def shape_of(self, name: str) -> tuple[int, ...] | None:
+        """The shape of a weight that it puts in the place of the model's, or brings along."""
+        whole = [c for c in self.changes.get(name, ()) if isinstance(c, Factor)]
+        found = whole[-1] if whole else self.bases.get(name)
+        return None if found is None else found.shape
+
 
 def open_adapter(folder: Path, weight: float = 1.0) -> Adapter:
     """The adapter that peft wrote to a folder, times `weight`.
@@ -261,8 +267,8 @@ def open_adapter(folder: Path, weight: float = 1.0) -> Adapter:
         else:
             _put(folder, held["trained"], name, Stored(source, stored))
     # peft writes what it trains by its plain name, and once more beside the model's own.
-    trained = {**held["kept"], **held["trained"]}
-    brought = {n: value for n, value in trained.items() if _is_brought(config, n)}
+    trained, wrapped = {**held["kept"], **held["trained"]}, {**held["kept"], **held["bases"]}
+    brought = {n: v for n, v in trained.items() if n not in wrapped and _is_brought(config, n)}
     changes: dict[str, list[Change]] = {n: [v] for n, v in trained.items() if n not in brought}
     for path, stored in held["tokens"].items():
         ids = _trained_ids(folder, config, path)
@@ -301,6 +307,8 @@ def _is_brought(config: Mapping[str, Any], name: str) -> bool:
     """Whether a weight by its plain name is the model's own, as embeddings are that peft saves."""
     module, _, last = name.rpartition(".")
     own = config.get("modules_to_save")
+    if config.get("ensure_weight_tying"):  # what is tied to one of them is trained, too
+        return False
     named = [*own, *_LABELS] if isinstance(own, list) else _LABELS
     return last == "weight" and not any(
         isinstance(part, str) and f".{part}." in f".{module}." for part in named

@@ -113,6 +113,22 @@ def default_class(model_type: str) -> str | None:
     return None if family is None else family.CLASSES[model_type][0]
 
 
+def class_for_task(model_type: str, ending: str, now: str) -> str | None:
+    """The class whose name has an `ending` that fused mode serves for a family, `now` if it has it.
+
+    The base model's ends in `Model`. None where there is no such class.
+    """
+    served = _FAMILIES[check_model_type(model_type)].CLASSES[model_type]
+    bare = ("LMHeadModel", "DoubleHeadsModel")
+    own = [
+        name
+        for name in (now, *served, *classes_of_decoder(served))
+        if name.removesuffix("Simple").endswith(ending)
+        and not (ending == "Model" and name.endswith(bare))
+    ]
+    return own[0] if own else None
+
+
 def describe_model(
     config: Mapping[str, Any], class_names: Sequence[str] | None = None
 ) -> tuple[ModelSpec, WeightTable]:
