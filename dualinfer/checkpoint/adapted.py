@@ -5,6 +5,7 @@ factor that the caller gives it. All is computed in float32 and rounded once, wh
 becomes of the model's dtype.
 """
 
+import re
 import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -63,6 +64,7 @@ class AdaptedSource:
         self._brought: dict[str, Factor] = {}
         self._factors: dict[tuple[str, int, int], np.ndarray] = {}
         self._last: tuple[str, np.ndarray] | None = None
+        self._idle: list[str] = []
         for adapter in found:
             self._take(adapter, names)
         self._untie(names)
@@ -85,8 +87,8 @@ class AdaptedSource:
         notes = [f"merged: {', '.join(labels)}, into {len(self._changes)} tensors"]
         if opened:
             notes.append(f"{opened} quantized matrices are plain here, since adapters change them")
-        self.own_notes = tuple(notes)
-        self.notes = (*source.notes, *notes)
+        self.own_notes = (*notes, *self._idle)
+        self.notes = (*source.notes, *self.own_notes)
 
     def _take(self, adapter: Adapter, names: "_Names") -> None:
         """Note what an adapter changes, and the weights of the model that it brings along."""
@@ -104,6 +106,10 @@ class AdaptedSource:
             own = self._changes.setdefault(shown_as, [])
             if name in adapter.changes:
                 own.append((adapter, [*adapter.changes[name]]))
+        idle = [name for name in lost if names.is_unused(name)]
+        if idle:
+            self._idle.append(f"{adapter.label} also changes {counted(idle)}, without use here")
+        lost = [name for name in lost if name not in idle]
         if lost:
             raise CheckpointError(
                 f"The adapter {adapter.label} changes what {self.description} does not hold: "
@@ -311,10 +317,10 @@ class AdaptedSource:
         So does HF, whose new rows of a longer one are drawn: CheckpointError where some are not
         brought along.
         """
-        held = set(self.names())
-        sizes = {name: self.shape(name)[0] for name in names.tables() if name in held}
+        held, tables = set(self.names()), names.tables()
+        sizes = {n: self.shape(n)[0] - spare for n, spare in tables.items() if n in held}
         stored = {
-            name: self._source.shape(base)[0]
+            name: self._source.shape(base)[0] - tables[name]
             for name in sizes
             if (base := self._bases.get(name, name)) in names.stored
         }
@@ -331,7 +337,7 @@ class AdaptedSource:
                 )
             whole = sliced(Stored(self._source, name), adapters[0].held)
             every = (slice(None),) * (len(whole.ranges) - 1)
-            self._brought[name] = whole.cut(slice(rows), *every)
+            self._brought[name] = whole.cut(slice(rows + tables[name]), *every)
             self._bases[name], self._changes[name] = name, []
 
 
@@ -713,14 +719,23 @@ class _Names:
         """Whether the model has a weight of this name, which is HF's own, be it stored or not."""
         return self._table is not None and self._known.get(name) == name
 
-    def tables(self) -> list[str]:
-        """The tables that have a row for each token, by the names that they are stored under."""
+    def tables(self) -> dict[str, int]:
+        """The tables that have a row for each token, and how many more than that.
+
+        They are by the names that they are stored under.
+        """
         if self._table is None:
-            return []
+            return {}
         rows = (*self._table.outer, *(row for row, _ in self._table.tied))
-        own = [row for row in rows if row.axes[:1] == ("vocab",)]
-        names = [self.held(source.name) or source.name for row in own for source in row.sources]
-        return list(dict.fromkeys(names))
+        own = [source for row in rows if row.axes[:1] == ("vocab",) for source in row.sources]
+        return {self.held(source.name) or source.name: source.spare for source in own}
+
+    def is_unused(self, name: str) -> bool:
+        """Whether the model has a weight of this name that changes no result here."""
+        if self._table is None:
+            return False
+        spelt = [c for c in self._table.candidates(name) if c in self.stored]
+        return any(re.search(pattern, c) for pattern in self._table.unused for c in spelt)
 
     def why_lost(self, names: Sequence[str]) -> str:
         """What to do about names that the model has nothing of."""

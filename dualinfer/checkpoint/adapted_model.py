@@ -108,11 +108,12 @@ def _with_sizes(own: AdaptedModel, adapters: Sequence[Adapter]) -> AdaptedModel:
         axis = row.axes[0] if row.axes else ""
         if axis not in sizes:
             continue
-        for name in (c for s in row.sources for c in own.table.candidates(s.name)):
-            for adapter in adapters:
-                shape = adapter.shape_of(name)
-                if shape and shape[0] != own.table.shape(row)[0]:
-                    sizes[axis].setdefault(shape[0], adapter.label)
+        given = [(c, s.spare) for s in row.sources for c in own.table.candidates(s.name)]
+        for adapter in adapters:
+            for name, spare in given:
+                shape, now = adapter.shape_of(name), own.table.shape(row)[0]
+                if shape and shape[0] not in (now, now + spare):
+                    sizes[axis].setdefault(shape[0] - spare, adapter.label)
     changed = {axis: given for axis, given in sizes.items() if given}
     if not changed:
         return own
