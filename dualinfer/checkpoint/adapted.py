@@ -65,6 +65,7 @@ class AdaptedSource:
         self._factors: dict[tuple[str, int, int], np.ndarray] = {}
         self._last: tuple[str, np.ndarray] | None = None
         self._idle: list[str] = []
+        self._added = names.added()  # by name, the shape
         for adapter in found:
             self._take(adapter, names)
         self._untie(names)
@@ -95,7 +96,9 @@ class AdaptedSource:
         lost = []
         for name in dict.fromkeys((*adapter.bases, *adapter.changes)):
             found = names.find(name)
-            if found is None and names.knows(name) and adapter.shape_of(name):
+            if found is None and names.is_added(name):
+                found = name, name
+            elif found is None and names.knows(name) and adapter.shape_of(name):
                 found = self._add(adapter, name)
             if found is None:
                 lost.append(name)
@@ -182,6 +185,8 @@ class AdaptedSource:
     def _base_shape(self, name: str) -> tuple[int, ...]:
         if name in self._brought:
             return self._brought[name].shape
+        if name in self._added:
+            return self._added[name]
         base = self._bases.get(name, name)
         matrix = self._matrix(base)
         return tuple(matrix.shape if matrix is not None else self._source.shape(base))
@@ -243,6 +248,8 @@ class AdaptedSource:
     def _read_base(self, name: str, part: tuple[slice, ...]) -> np.ndarray:
         if name in self._brought:
             return self._brought[name].read(part)
+        if name in self._added:  # a bias where the model has none
+            return np.zeros([i.stop - i.start for i in part], np.float32)
         base = self._bases[name]
         matrix = self._matrix(base)
         if matrix is None:
@@ -291,7 +298,8 @@ class AdaptedSource:
     def _check(self, name: str, names: "_Names") -> None:
         """Settle how changes lie; CheckpointError for one of another shape than its tensor."""
         base = self._bases[name]
-        plain = self._matrix(base) is None and name not in self._brought
+        made = name in self._brought or name in self._added
+        plain = self._matrix(base) is None and not made
         if plain and self._source.dtype(base) not in FLOATS:
             raise CheckpointError(
                 f"{base} of {self.description} is stored in {self._source.dtype(base)}, to which "
@@ -729,6 +737,21 @@ class _Names:
         rows = (*self._table.outer, *(row for row, _ in self._table.tied))
         own = [source for row in rows if row.axes[:1] == ("vocab",) for source in row.sources]
         return {self.held(source.name) or source.name: source.spare for source in own}
+
+    def added(self) -> dict[str, tuple[int, ...]]:
+        """The biases that adapters add where the model has none, with their shapes."""
+        if self._table is None or not self._table.added:
+            return {}
+        return {
+            source.name: self._table.shape(row, source.axes)
+            for row in self._table.rows
+            for source in row.sources
+            if source.name in self._table.added
+        }
+
+    def is_added(self, name: str) -> bool:
+        """Whether a bias is one of those that adapters add."""
+        return self._table is not None and name in self._table.added
 
     def is_unused(self, name: str) -> bool:
         """Whether the model has a weight of this name that changes no result here."""

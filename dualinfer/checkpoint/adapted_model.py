@@ -10,8 +10,8 @@ from ..errors import CheckpointError, ModelError, listing
 from ..model.families import class_for_task, describe_model
 from ..model.load_plan import TensorSource
 from ..model.spec import ModelSpec
-from ..model.weights import WeightTable
-from .adapters import Adapter
+from ..model.weights import Row, Source, WeightTable
+from .adapters import Adapter, Added
 
 # peft's task_type, and which of HF's Auto classes peft makes the model by.
 _TASKS = {
@@ -50,7 +50,8 @@ def describe_adapted(
     if not adapters:
         return found
     found = _with_task(found, adapters)
-    return _with_sizes(found, adapters)
+    found = _with_sizes(found, adapters)
+    return found._replace(table=with_biases(found.table, adapters))
 
 
 def _with_task(own: AdaptedModel, adapters: Sequence[Adapter]) -> AdaptedModel:
@@ -140,6 +141,54 @@ def _with_sizes(own: AdaptedModel, adapters: Sequence[Adapter]) -> AdaptedModel:
 def _text(config: Any) -> Any:
     """The part of a HF config that has the vocabulary."""
     return config.get_text_config(decoder=True) if hasattr(config, "get_text_config") else config
+
+
+# Products that read a bias where there is one, by our names of their weights.
+_BIASED = {"qkv", "out", "up", "down", "shared.up", "shared.down", "head"}
+_BIASED |= {f"cross_{name}" for name in ("q", "kv", "out")}
+
+
+def with_biases(table: WeightTable, adapters: Sequence[Adapter]) -> WeightTable:
+    """The table with the biases that adapters add where the model has none (peft's lora_bias)."""
+    known = {s.name for row in table.rows for s in row.sources}
+    asked = {
+        f"{name.removesuffix('bias')}weight"
+        for adapter in adapters
+        for name, changes in adapter.changes.items()
+        if name.endswith(".bias") and any(isinstance(change, Added) for change in changes)
+    }
+    asked = {own for name in asked for own in table.candidates(name)}
+    added: list[str] = []
+
+    def extended(rows: tuple[Row, ...], number: str) -> tuple[Row, ...]:
+        """The rows of a layer with HF's number, or of none, with a bias for each that lacks one."""
+        found = {row.name: row for row in rows}
+        for row in rows:
+            name = row.name.removesuffix(".weight")
+            if name == row.name or name not in _BIASED or not row.is_weight:
+                continue
+            own = found.get(f"{name}.bias", Row(f"{name}.bias", row.axes[:1], ()))
+            sources = list(own.sources)
+            for source in row.sources:
+                spelt = source.name.removesuffix("weight") + "bias"
+                full = spelt.replace("{i}", number)
+                if source.name.replace("{i}", number) in asked and full not in known:
+                    out = source.axes[row.permutation(source)[0]]
+                    sources.append(Source(spelt, (out,)))
+                    added.append(full)
+            if len(sources) > len(own.sources):
+                found[own.name] = replace(own, sources=tuple(sources))
+        return tuple(found.values()) if len(added) > count else rows
+
+    layers, count = [], 0
+    for i, rows in enumerate(table.layers):
+        inner = len(table.spec.layers)
+        layers.append(extended(rows, str(i if i < inner else i - inner)))
+        count = len(added)
+    outer = extended(table.outer, "")
+    if not added:
+        return table
+    return replace(table, outer=outer, layers=tuple(layers), added=tuple(added))
 
 
 def check_head(own: AdaptedModel, adapters: Sequence[Adapter], source: TensorSource) -> None:

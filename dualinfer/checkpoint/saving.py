@@ -77,7 +77,7 @@ def _quantizes(saved: Saved) -> bool:
 
 def check_content(saved: Saved) -> None:
     """Raise UnsupportedError for what is quantized here and cannot be written so."""
-    if _quantizes(saved):
+    if _quantizes(saved) or saved.plan.table.added:
         _entries(saved)
 
 
@@ -222,6 +222,11 @@ def _arrays(
 def _entries(saved: Saved) -> tuple[list[_Entry], dict[str, Any] | None, bool]:
     """What to write, the quantization_config, and whether the head is its own weight now."""
     source, table = saved.source, saved.plan.table
+    if table.added:
+        raise UnsupportedError(
+            f"The adapter adds {listing(table.added)}, for which HF's {saved.spec.architecture} "
+            "has no place. Keep the model and the adapter (lora_bias=True) apart."
+        )
     turned = {
         part.name
         for row in replace(table, matrices=None).rows

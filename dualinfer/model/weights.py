@@ -449,7 +449,7 @@ class WeightTable:
     so that what is saved has them. `tied` are rows that HF ties to another tensor, with that
     tensor's name: a file may hold both, and where they differ HF unties them. `optional` is a part,
     by the start of our names without the layer's, that a checkpoint may lack as a whole. `matrices`
-    are the quantized weights of a checkpoint.
+    are the quantized weights of a checkpoint. HF's class has no place for those that are `added`.
     """
 
     spec: ModelSpec
@@ -462,6 +462,7 @@ class WeightTable:
     tied: tuple[tuple[Row, str], ...] = ()
     optional: str | None = None
     matrices: Matrices | None = None
+    added: tuple[str, ...] = ()
 
     @cached_property
     def rows(self) -> tuple[Row, ...]:
