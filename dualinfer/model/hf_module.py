@@ -100,6 +100,16 @@ def adapted_layers(module: Any) -> Iterator[tuple[str, Any]]:
             yield _INSIDE.sub("", name), part
 
 
+def adapted_parameters(module: Any) -> Iterator[Any]:
+    """The parameters that layers of peft's adapt by themselves (`target_parameters`).
+
+    peft's forward parametrizes them, which counts as writing, and leaves their values.
+    """
+    for part in module.modules():
+        if kind_of_layer(part) == "parameter":
+            yield part.get_param()
+
+
 def active_adapters(layer: Any) -> list[str]:
     """The adapters that change what a layer gives beside its own weights; merged ones do not."""
     if layer.disable_adapters:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from operator import attrgetter
 from typing import Any
 
-from .hf_module import adapters_in_use, turns_by_length
+from .hf_module import adapted_parameters, adapters_in_use, turns_by_length
 
 # They keep a question short at 300 tensors; benchmarks/live.py measures it.
 _TURN = 16  # tensors of which addresses and samples are compared in one question
@@ -95,7 +95,10 @@ class _Seen:
         self._were = [dict(held) for held in self._held]
         self._module = weakref.ref(module)
         self._adapters = adapters_in_use(module)
-        counted = [(n, t) for n, t in tensors.values() if not t.is_inference()]
+        uncounted = set(map(id, adapted_parameters(module)))
+        counted = [
+            (n, t) for n, t in tensors.values() if not t.is_inference() and id(t) not in uncounted
+        ]
         self._counted, self._counted_names = [t for _, t in counted], [n for n, _ in counted]
         self._versions = list(map(_versions, self._counted))
         plain = [
