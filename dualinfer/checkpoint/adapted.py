@@ -365,7 +365,7 @@ def _settled(change: Change, shape: tuple[int, ...], is_turned: bool | None) -> 
         return change
     matrix = (change.up.shape[0], change.down.shape[1])
     if isinstance(change, Stack):
-        turned = change.old if matrix == matrix[::-1] else matrix != shape[1:]
+        turned = change.old if matrix == matrix[::-1] else matrix[::-1] == shape[1:]
         return replace(change, turned=turned if change.turned is None else change.turned)
     turned = is_turned if change.turned is None else change.turned
     if turned is None:
@@ -426,7 +426,7 @@ class _Whole(NamedTuple):
         """
         matrix = (change.up.shape[0], change.down.shape[1])
         if matrix != matrix[::-1]:
-            return matrix != self.lies[1:]
+            return matrix[::-1] == self.lies[1:]
         marked = self.is_turned and self.source is not None and self.source.marked
         return not self.row.either and (change.old or marked)
 
@@ -525,10 +525,11 @@ class _Names:
         """The changes of a module's parameters, by their names."""
         names = {leaf: f"{nested.module}.{leaf}" for leaf in nested.targets}
         own = [leaf for leaf, name in names.items() if self._is_there(name)]
-        if not own and len(nested.factors) == 1:
+        matrix = f"{nested.module}.weight"
+        if not own and len(nested.factors) == 1 and self._is_there(matrix):
             return {**nested.as_module(nested.module, nested.factors[0])}
         if len(own) != len(nested.factors):
-            what = f"its config names {listing(own)} there" if own else "the model has none of them"
+            what = f"its config names {listing(own)} there" if own else "the model has none there"
             raise CheckpointError(
                 f"The adapter {adapter.label} changes {len(nested.factors)} parameters of "
                 f"{nested.module}, and {what}. Pass the model that it was trained for."
@@ -762,13 +763,19 @@ class _Names:
 
     def why_lost(self, names: Sequence[str]) -> str:
         """What to do about names that the model has nothing of."""
-        if self._table is not None and all(
+        if self._table is None:
+            return (
+                "In module mode it may change what the files have by these names, and no more. "
+                "Merge it with peft (merge_and_unload()), and pass the model that comes back."
+            )
+        if all(
             name.endswith(".bias") and f"{name.removesuffix('bias')}weight" in self._known
             for name in names
         ):
             return (
-                "It adds biases (lora_bias=True) where the model has none, which no merge takes "
-                "in. Train it without, or run it with peft: on torch a PeftModel runs as it is."
+                "It adds biases (lora_bias=True) where the model has none, and fused mode adds "
+                "none there. On torch a PeftModel runs as it is: leave "
+                "replace_with_kernel_inject unset."
             )
         return "Pass the model that it was trained for."
 

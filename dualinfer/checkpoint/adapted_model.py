@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-from ..errors import CheckpointError, ModelError, listing
+from ..errors import CheckpointError, listing
 from ..model.families import class_for_task, describe_model
 from ..model.load_plan import TensorSource
 from ..model.spec import ModelSpec
@@ -20,6 +20,9 @@ _TASKS = {
     "QUESTION_ANS": "ForQuestionAnswering",
     "FEATURE_EXTRACTION": "Model",
 }
+_AUTO = {task: f"peft.AutoPeftModel{ending}" for task, ending in _TASKS.items()}
+_AUTO["FEATURE_EXTRACTION"] = "peft.AutoPeftModelForFeatureExtraction"
+_HEADS = ("score.weight", "classifier.weight", "classifier.out_proj.weight", "qa_outputs.weight")
 
 
 class AdaptedModel(NamedTuple):
@@ -69,10 +72,12 @@ def _with_task(own: AdaptedModel, adapters: Sequence[Adapter]) -> AdaptedModel:
     model_type, now = own.config.model_type, own.spec.architecture
     name = class_for_task(model_type, _TASKS[task], now)
     if name is None:
-        raise ModelError(
-            f"The adapter {label} is for the task {task}, and fused mode serves no class of the "
-            f"{model_type} family for it. With peft: model = AutoPeftModel."
-            f"from_pretrained({label!r}), and on torch pass that."
+        labels = [s[0] for a in adapters for n in _HEADS if (s := a.shape_of(n))]
+        own_labels = f", num_labels={labels[0]}" if labels else ""
+        raise CheckpointError(
+            f"The adapter {label} is for the task {task}, for which fused mode serves no class of "
+            f"the {model_type} family. Make the model that peft makes, {_AUTO[task]}"
+            f".from_pretrained({label!r}{own_labels}), and pass it with backend='torch'."
         )
     if name == now:
         return own

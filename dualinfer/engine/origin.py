@@ -88,4 +88,4 @@ def _stale(change: str) -> StaleWeightsError:
 
 
 def _rows(plan: LoadPlan) -> dict[str, Any]:
-    return {row.name: (row.axes, row.scheme, len(row.sources)) for row, _ in plan.rows}
+    return {row.name: (row.axes, row.scheme, bool(row.sources)) for row, _ in plan.rows}
