@@ -16,7 +16,7 @@ from flax import nnx
 
 import dualinfer
 from dualinfer import arrays
-from dualinfer.backends.jax.functional import batch_by_rows, traced_inputs
+from dualinfer.backends.jax.functional import traced_inputs, transformable
 from dualinfer.errors import ArgumentError, ClosedError, LengthError
 from dualinfer.model.outputs import Outputs
 
@@ -201,7 +201,7 @@ def test_vmap_makes_rows_of_one_batch():
         each = weights["w"] * ids * (1 if mask is None else mask)
         return {"each": each, "sum": each.sum(1)}
 
-    run = batch_by_rows(forward)
+    run = transformable(forward, lambda: forward)
     w, ids = {"w": jnp.float32(3)}, jnp.arange(24).reshape(2, 3, 1, 4)
     expected = np.asarray(3.0 * ids)
     found = jax.vmap(lambda x: run(w, (x, None, None)))(ids[0])

@@ -163,7 +163,8 @@ class Row:
     `others` are the tensors that a source may have in the place of all of `sources`; that of an
     `either` row may lie with its last two axes exchanged, which its shape tells. A `wide` row
     is float32 whatever the model computes in, and a `dense` one is never quantized: what a
-    checkpoint quantizes of it is read as what its codes mean.
+    checkpoint quantizes of it is read as what its codes mean. A `fixed` one is HF's buffer, which
+    training leaves as it is.
     """
 
     name: str
@@ -179,6 +180,7 @@ class Row:
     others: tuple[Source, ...] = ()
     either: bool = False
     wide: bool = False
+    fixed: bool = False
 
     @property
     def is_weight(self) -> bool:
@@ -201,6 +203,11 @@ class Row:
         """The row's axes that the source has, in the row's order, in the source's blocks."""
         places = [(axis, self._place(axis, source)) for axis in self.axes]
         return tuple(f"{a}{_divisor(source.axes[i])}" for a, i in places if i is not None)
+
+    def names_of(self, source: Source, axis: str) -> list[str]:
+        """Those that one of the row's axes joins of which the source has elements."""
+        place = self._place(axis.removesuffix(_divisor(axis)), source)
+        return [] if place is None else _blocks(source.axes[place])
 
     @property
     def parts(self) -> dict[str, tuple[str, ...]]:

@@ -9,6 +9,8 @@ from itertools import accumulate, pairwise
 from math import gcd
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from ..errors import ConfigError
 from ..model.load_plan import LoadPlan
 from ..model.spec import ModelSpec
@@ -216,6 +218,30 @@ class Shard:
                     for name in _in_order(row, axis)
                 ]
         return [self.shape(row, read.axes)]
+
+    def places(
+        self, row: Row, part: str, number: int, names: Sequence[str] | None = None
+    ) -> np.ndarray:
+        """Where elements here of an axis of a part of the row lie in all of it: int [n].
+
+        -1 for those of padding, and of axes that it joins beside `names`: by default those that no
+        stored tensor has.
+        """
+        axis = row.parts[part][number]
+        if names is None:
+            own = [source for source in row.sources if source.part == part]
+            names = [name for source in own for name in row.names_of(source, axis)]
+        places, first = [], 0
+        for name in _parts(axis):
+            share = self.share(name, row.layer)
+            found = np.full(share.extent, -1)
+            if not names or _divided(name)[0] in names:
+                found[: share.real] = first + np.arange(share.start, share.stop)
+            places.append(found)
+            first += self.table.spec.extent(name, row.layer)
+        joined = np.concatenate(places)
+        is_picked = row.picks and part == "data" and number == len(row.axes) - 1
+        return joined[np.array(row.picks)] if is_picked else joined
 
     def assemble(
         self,

@@ -13,7 +13,7 @@ from ...config.dtypes import dtype_name
 from ...errors import ArgumentError, UnsupportedError
 from ...model.outputs import make_outputs, on_outputs_type
 from .executables import TRACED, check_untraced
-from .functional import batch_by_rows, traced_inputs
+from .functional import traced_inputs, transformable
 from .params import Model, make_tree, read_tree
 
 _DEVICE = re.compile(r"(cpu|cuda|gpu|tpu)(?::(\d+))?")
@@ -155,16 +155,17 @@ class _FusedEngine(_Engine):
         token_type_ids: Any = None,
         output_hidden_states: bool = False,
     ) -> Any:
-        """What forward returns, as a pure function to be composed with jax.jit and jax.vmap.
+        """What forward returns, as a pure function: for jax.jit, jax.vmap, jax.grad.
 
         `params` as `engine.params` gives them, of the same names, shapes and dtype; `tokens` int
         [B, T], or [T] for one row; the others as in forward, as arrays. All may be traced, so that
         values are not checked: ids and positions outside their tables are clipped, any mask value
         but 0 shows a token, and `position_ids` never separate packed sequences. It reads nothing of
-        the engine but facts of the model, keeps nothing, and has no derivatives. Of several devices
-        it runs on all of them, and its results are whole on each; arrays that lie on other devices
-        are refused by JAX. Raises ArgumentError for what does not fit, and LengthError for too many
-        tokens.
+        the engine but facts of the model, and keeps nothing. Gradients are those of HF's
+        parameters, on plain XLA alone. Of several devices it runs on all of them, and its results
+        are whole on each; arrays that lie on other devices are refused by JAX. Raises ArgumentError
+        for what does not fit, LengthError for too many tokens, and UnsupportedError where it is
+        differentiated and has no derivatives.
         """
         runner = self.runner
         if isinstance(output_hidden_states, Tracer):
@@ -179,8 +180,13 @@ class _FusedEngine(_Engine):
             )
         weights = read_tree(params, runner.params)
         inputs = traced_inputs(runner.spec, tokens, attention_mask, position_ids, token_type_ids)
-        forward = batch_by_rows(runner.pure_forward(output_hidden_states))
-        return make_outputs(forward(weights, inputs))
+        keep = output_hidden_states
+        run = transformable(
+            runner.pure_forward(keep),
+            lambda: runner.pure_forward(keep, derived=True),
+            runner.has_tangents,
+        )
+        return make_outputs(run(weights, inputs))
 
 
 @functools.cache

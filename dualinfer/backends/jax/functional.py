@@ -113,7 +113,28 @@ def _broadcast(value: Any, name: str, shape: tuple[int, ...]) -> jax.Array:
     return jnp.broadcast_to(array, shape)
 
 
-def batch_by_rows(forward: Callable[[Any, Inputs], Any]) -> Callable[[Any, Inputs], Any]:
+def transformable(
+    forward: Callable[[Any, Inputs], Any],
+    derived: Callable[[], Callable[[Any, Inputs], Any]],
+    has_tangents: bool = True,
+) -> Callable[[Any, Inputs], Any]:
+    """`forward(weights, inputs)` as JAX's transformations see it.
+
+    Sequences that vmap adds are more rows of its batch, see `_batch_by_rows`. Its derivatives are
+    those of `derived()`, which gives the same, and raises where there are none. Unless it
+    `has_tangents` they are taken in reverse alone.
+    """
+    if has_tangents:
+        run = jax.custom_jvp(_batch_by_rows(forward))
+        run.defjvp(lambda primals, tangents: jax.jvp(derived(), primals, tangents))
+        return run
+    # Reverse rules of its own parts do not meet vmap within the rule above.
+    run = jax.custom_vjp(_batch_by_rows(forward))
+    run.defvjp(lambda *given: jax.vjp(derived(), *given), lambda back, found: back(found))
+    return run
+
+
+def _batch_by_rows(forward: Callable[[Any, Inputs], Any]) -> Callable[[Any, Inputs], Any]:
     """`forward(weights, inputs)`, with the sequences that vmap adds as more rows of its batch.
 
     So kernels need no batching rules, and the weights are read once for all rows. Where the weights

@@ -1,6 +1,7 @@
 """The JAX runner: compiled forward, prefill and decode; the donated cache never leaves it."""
 
 import contextlib
+import functools
 import math
 import operator
 import secrets
@@ -29,7 +30,8 @@ from ..streaming import Streaming
 from . import ahead, sampler
 from .cache import Cache, grow, least_free_bytes, make_cache, split
 from .executables import Clock, Executables, Job
-from .mesh import WHOLE, Place, in_place, without_mesh
+from .gradients import Derived, check_derivative
+from .mesh import WHOLE, ManyDevices, Place, in_place, without_mesh
 from .ops import primitives
 from .ops.plain import PlainOps
 from .ops.schemes import SCHEMES
@@ -242,18 +244,40 @@ class JaxRunner:
 
         return run
 
-    def pure_forward(self, keep: bool) -> Callable[[Params, Any], dict[str, Any]]:
+    def pure_forward(
+        self, keep: bool, derived: bool = False
+    ) -> Callable[[Params, Any], dict[str, Any]]:
         """Forward of parameters and the arrays that `Steps.forward` takes; to be traced.
 
-        Sums over devices are XLA's in it: who calls it when is not known.
+        Sums over devices are XLA's in it: who calls it when is not known. Its derivatives are right
+        where it is `derived`; UnsupportedError where it has none.
         """
+        if derived:
+            check_derivative(self.params.leaves(), self.kernels)
 
         def forward(params: Params, inputs: Any) -> dict[str, Any]:
+            if derived:
+                params = self._derived(params)
             with jax.numpy_rank_promotion("allow"):
                 return self.steps.forward(params, *inputs, keep=keep)[0]
 
         arguments = jax.tree.map(self._place.spec_of, self.params), WHOLE
         return self._place.spread(forward, arguments, WHOLE)
+
+    @functools.cached_property
+    def has_tangents(self) -> bool:
+        """Whether derivatives of `pure_forward` are taken forward, too.
+
+        Gradients are made otherwise where experts' are summed, and where parameters are held twice.
+        """
+        if any(layer.experts for layer in self.spec.all_layers) or self.kernels:
+            return False
+        return not self._derived.joins
+
+    @functools.cached_property
+    def _derived(self) -> Derived:
+        axis = self._place.axis if isinstance(self._place, ManyDevices) else None
+        return Derived(self._tp_plan, axis)
 
     @in_place
     def prefill(

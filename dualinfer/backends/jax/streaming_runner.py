@@ -157,7 +157,9 @@ class StreamingRunner(JaxRunner):
         finally:
             self._stream.forget()
 
-    def pure_forward(self, keep: bool) -> Callable[[Params, Any], dict[str, Any]]:
+    def pure_forward(
+        self, keep: bool, derived: bool = False
+    ) -> Callable[[Params, Any], dict[str, Any]]:
         """UnsupportedError: it is one function of weights that lie on the device."""
         raise UnsupportedError(
             "engine.apply is one function of all weights on the device, and this engine streams "

@@ -324,7 +324,7 @@ def _embeddings(kind: Kind, spec: ModelSpec) -> list[Row]:
         rows += make.norm(spec.embed_norm, "embed_norm", hf + kind.embed_norm, width)
     if kind.rope == "stored":
         stored = f"{kind.base}rotary_embeddings.inv_freq", "pairs"
-        rows.append(replace(row("frequencies", "pairs", stored), wide=True))
+        rows.append(replace(row("frequencies", "pairs", stored), wide=True, fixed=True))
     if spec.factored:
         rows += make.linear("project_in", f"{kind.base}{kind.factored}", "embed width")
     return rows

@@ -206,7 +206,7 @@ def _table(
         *make.norm(norm, "mlp_post_norm", f"{hf}post_feedforward_layernorm"),
         *make.linear("out", f"{hf}self_attn.o_proj", "embed q", bias),
         *make.norm(norm, "q_norm", f"{hf}self_attn.q_norm", "head_dim"),
-        row("multiplier", "one", (f"{hf}layer_scalar", "one")),
+        replace(row("multiplier", "one", (f"{hf}layer_scalar", "one")), fixed=True),
     ]
     mlp = spec.layers[0].mlp
     if isinstance(mlp, Experts):

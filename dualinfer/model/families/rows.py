@@ -165,7 +165,8 @@ def plain_norm(kind: Norm, ours: str, axis: str = "embed") -> list[Row]:
 def xielu(theirs: str) -> list[Row]:
     """The numbers of a layer's xIELU: two that are learned, and two buffers."""
     rows = [row(f"xielu.{x}", "one", (f"{theirs}.{x}", "one")) for x in XIELU[:2]]
-    return rows + [row(f"xielu.{x}", "", (f"{theirs}.{x}", "")) for x in XIELU[2:]]
+    numbers = [row(f"xielu.{x}", "", (f"{theirs}.{x}", "")) for x in XIELU[2:]]
+    return rows + [replace(number, fixed=True) for number in numbers]
 
 
 def causal_table(

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +13,7 @@ from ....model.weights import Weight
 from ....ops.contract import Routing, Weights
 from ....ops.schemes import of_each, rounds_input
 from . import primitives
+from .expert_blocks import Blocks, Given, Matrices, multiply
 from .schemes import SCHEMES, einsum
 
 # What is multiplied with the experts' down matrices, and these, as several devices take them.
@@ -130,65 +131,38 @@ def experts(
     total, features, _ = w["experts.down.weight"].shape
     if own is not None:
         chosen = jnp.where((chosen >= own[0]) & (chosen < own[1]), chosen - own[0], total)
-    width = _block(pairs, mixture.count)
-    order = jnp.argsort(chosen, stable=True)
-    ends = jnp.cumsum(jnp.bincount(chosen, length=total))
-    starts = jnp.concatenate((jnp.zeros_like(ends[:1]), ends[:-1]))
-    last = jnp.cumsum(-(-(ends - starts) // width))  # block of each expert, and one more
+    blocks, width = Blocks.of(chosen, total), _block(pairs, mixture.count)
+    up, down = w["experts.up.weight"], w["experts.down.weight"]
+    factors = routing.weights.reshape(-1) if mixture.weighs_input else None
+    given = Given((up, w.get("experts.up.bias"), down), rows, factors)
 
-    def of_pairs(some: jax.Array, expert: jax.Array) -> jax.Array:
-        up = one_expert(w["experts.up.weight"], expert)
-        read = rows[some // count]
-        if mixture.weighs_input:
-            read = (read * routing.weights.reshape(-1)[some, None]).astype(x.dtype)
-        h = primitives.matmul(read, up, _row(w.get("experts.up.bias"), expert))
-        return hidden(h, mixture)
+    def first(own: Matrices, x: jax.Array, factors: jax.Array | None) -> jax.Array:
+        if factors is not None:
+            x = (x * factors[:, None]).astype(x.dtype)
+        return hidden(primitives.matmul(x, own[0], own[1]), mixture)
 
-    def in_blocks(product: Callable[[jax.Array, jax.Array], jax.Array], like: jax.Array) -> Any:
-        """What `product` makes of pairs of one expert, for all pairs; zeros of those of others."""
+    def both(own: Matrices, x: jax.Array, factors: jax.Array | None) -> jax.Array:
+        return SCHEMES.product(first(own, x, factors), own[2], jnp.float32)
 
-        def block(i: jax.Array, found: jax.Array) -> jax.Array:
-            expert = jnp.searchsorted(last, i, side="right").astype(jnp.int32)
-            before = jnp.where(expert > 0, last[expert - 1], 0)
-            at = starts[expert] + (i - before) * width + jnp.arange(width)
-            some = order[jnp.minimum(at, pairs - 1)]
-            y = product(some, expert)
-            return found.at[jnp.where(at < ends[expert], some, pairs)].set(y, mode="drop")
+    def second(own: Matrices, h: jax.Array, _: jax.Array | None) -> jax.Array:
+        return SCHEMES.product(h, own[2], jnp.float32)
 
-        return lax.fori_loop(0, last[-1], block, like)
-
-    parts, down = jnp.zeros((pairs, features), jnp.float32), w["experts.down.weight"]
-    make = of_pairs
+    like = jax.ShapeDtypeStruct((pairs, features), jnp.float32)
     if rounds_input(down):  # by scales that devices may make together, of all pairs at once
-        h = in_blocks(of_pairs, jnp.zeros((pairs, down.shape[2]), x.dtype))
+        inner = jax.ShapeDtypeStruct((pairs, down.shape[2]), x.dtype)
+        h = multiply(first, inner, width, count, given, blocks)
         h, shared = share_input(h, of_each(down, jnp.minimum(chosen, total - 1)))
-        down = replace(down, scheme=shared.scheme)
-
-        def make(some: jax.Array, expert: jax.Array) -> jax.Array:
-            return h[some]
-
-    def product(some: jax.Array, expert: jax.Array) -> jax.Array:
-        own_down = one_expert(down, expert)
-        return SCHEMES.product(make(some, expert), own_down, jnp.float32)
-
-    parts = in_blocks(product, parts)
-    factors = jnp.ones_like(routing.weights) if mixture.weighs_input else routing.weights
-    return _weighted(parts.reshape(*routing.experts.shape, -1), factors)
+        given = Given((up, None, replace(down, scheme=shared.scheme)), h, None)
+        parts = multiply(second, like, width, 1, given, blocks)
+    else:
+        parts = multiply(both, like, width, count, given, blocks)
+    weights = jnp.ones_like(routing.weights) if mixture.weighs_input else routing.weights
+    return _weighted(parts.reshape(*routing.experts.shape, -1), weights)
 
 
 def _block(pairs: int, experts: int) -> int:
     """Pairs in a product: about those that an expert has, a power of two."""
     return min(_MOST, 1 << (-(-pairs // experts) - 1).bit_length())
-
-
-def one_expert(weight: Weight, expert: jax.Array) -> Weight:
-    """The matrix of one of the experts [X, out, in], by its number."""
-    beside = {part: _row(array, expert) for part, array in weight.beside.items()}
-    return replace(weight, data=_row(weight.data, expert), axes=weight.axes[1:], beside=beside)
-
-
-def _row(array: jax.Array | None, expert: jax.Array) -> jax.Array | None:
-    return None if array is None else lax.dynamic_index_in_dim(array, expert, keepdims=False)
 
 
 def hidden(h: jax.Array, mixture: Experts) -> jax.Array:

@@ -1,0 +1,289 @@
+"""Gradients of `engine.apply`: those of HF's model by torch's autograd, parameter by parameter.
+
+HF's own gradients become a model, which is read by the weight table: so they have our names, and
+are fused, turned and stacked as our weights are.
+"""
+
+import copy
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+
+import dualinfer
+from dualinfer.backends import jax as backend
+from dualinfer.errors import UnsupportedError
+
+from . import encoders, mixtures, test_recurrent, test_relatives
+from .kernels.jax_ops import interpreted_ops
+from .models import make_model, random_ids, slow_but
+from .test_quantize_on_load import dequantized
+
+LIMIT = 1e-4
+SMALL = 1e-5  # of all parameters' gradients: what is less is rounding
+MAKERS = {"mixture": mixtures.make, "recurrence": test_recurrent.make}
+MAKERS |= {"relative": test_relatives.make, "encoder": encoders.make, "model": make_model}
+CASES = {
+    "llama": "model llama-gqa",
+    "llama-mqa": "model llama-mqa",  # small: one layer
+    "gpt2-unscaled": "model gpt2-unscaled",
+    "gpt2": "model gpt2",
+    "gemma2": "model gemma2",
+    "bloom": "model bloom",
+    "opt-post": "model opt-post",
+    "bert": "model bert-masked",
+    "mixtral": "mixture mixtral",
+    "gpt_oss": "mixture gpt_oss",
+    "llama4": "mixture llama4",  # weighs experts' inputs, and norms without weights
+    "deepseek_v3": "relative deepseek_v3",
+    "bamba": "recurrence bamba",
+    "cohere": "relative cohere",  # norms without biases, which are no parameters
+    "apertus": "relative apertus",  # buffers among a layer's numbers
+    "doge": "relative doge",  # values that a layer reads twice
+    "albert": "encoder albert-masked",  # layers that share weights
+    "deberta": "encoder deberta-3",
+}
+QUICK = ("llama", "gpt2", "mixtral", "deepseek_v3", "bamba", "bert", "albert")
+
+
+def make(name):
+    """HF's model of a case, and the text that it reads: ids and mask, one row of them padded."""
+    kind, case = CASES[name].split(" ", 1)
+    model = MAKERS[kind](case).eval()
+    vocab = min(getattr(model.config, "vocab_size", 99), 99)
+    ids, mask = random_ids(2, 11, vocab=vocab), np.ones((2, 11), int)
+    causal = kind not in ("encoder",) and name != "bert"
+    mask[1, slice(4) if causal else slice(8, None)] = 0
+    return model, {"input_ids": ids, "attention_mask": mask}
+
+
+def open_engine(model, **options):
+    return dualinfer.init_inference(model, backend="jax", dtype="fp32", **options)
+
+
+def hf_gradients(model, loss, **options):
+    """HF's gradients by our names, of its loss; those of what is no parameter of HF's are 0.
+
+    They lie as the weights of an engine with these options do.
+    """
+    model.zero_grad()
+    loss.backward()
+    twin = copy.deepcopy(model)
+    with torch.no_grad():
+        for own, p in zip(twin.parameters(), model.parameters(), strict=True):
+            own.copy_(torch.zeros_like(p) if p.grad is None else p.grad)
+        for name, buffer in twin.named_buffers():
+            if name.endswith("e_score_correction_bias"):
+                buffer.zero_()
+    model.zero_grad()
+    with open_engine(twin, **options) as engine:
+        found = by_name(engine.params)
+        for row in engine.runner._tp_plan.table.rows:
+            if row.fixed or not row.sources:
+                found[row.name] = np.zeros_like(found[row.name])
+    return found
+
+
+def by_name(tree):
+    paths = jax.tree_util.tree_leaves_with_path(tree)
+    return {
+        jax.tree_util.keystr(p, simple=True, separator="."): np.asarray(x, float) for p, x in paths
+    }
+
+
+def check_close(found, expected):
+    assert found.keys() == expected.keys()
+    all_of_them = np.concatenate([x.ravel() for x in expected.values()])
+    least = SMALL * np.sqrt((all_of_them**2).mean()) / LIMIT
+    for name, array in expected.items():
+        assert np.isfinite(found[name]).all(), name
+        error = np.sqrt(((found[name] - array) ** 2).mean())
+        scale = np.sqrt((array**2).mean())
+        assert error <= LIMIT * max(scale, least), (name, error, scale)
+
+
+def weigh(outputs, shown):
+    """Random float32 weights for each output that both sides have, 0 where a token is padding."""
+    random, weights = np.random.default_rng(1), {}
+    for name, shape in outputs.items():
+        weights[name] = random.standard_normal(shape).astype(np.float32)
+        if shape[:2] == shown.shape:
+            weights[name] *= shown.reshape(*shown.shape, *(1,) * (len(shape) - 2))
+    return weights
+
+
+def check_gradients(name, **options):
+    """Those of an engine with `options` against HF's, under jax.jit."""
+    model, inputs = make(name)
+    theirs = model(**{k: torch.tensor(v) for k, v in inputs.items()})
+    with open_engine(model, **options) as engine:
+        ids, mask = (jnp.asarray(inputs[n]) for n in ("input_ids", "attention_mask"))
+        mine = jax.eval_shape(engine.apply, engine.params, ids, attention_mask=mask)
+        weights = weigh({n: x.shape for n, x in mine.items()}, inputs["attention_mask"])
+        assert weights
+
+        def loss(params):
+            outputs = engine.apply(params, ids, attention_mask=mask)
+            return sum((outputs[n] * w).sum() for n, w in weights.items())
+
+        value, found = jax.jit(jax.value_and_grad(loss))(engine.params)
+    total = sum((theirs[n] * torch.tensor(w)).sum() for n, w in weights.items())
+    np.testing.assert_allclose(value, total.item(), rtol=1e-4)
+    check_close(by_name(found), hf_gradients(model, total, **options))
+
+
+@pytest.mark.parametrize("name", slow_but(QUICK, CASES))
+def test_gradients_are_those_of_hf(name):
+    check_gradients(name)
+
+
+SPLIT = {
+    "llama, 2": {},  # 6 query heads and 3 KV heads: padding
+    "llama, 4": {},  # KV heads that two devices hold
+    "bloom, 3": {},  # slopes, biases behind sums
+    "mixtral, 4": {"moe": {"ep_size": 2}},  # experts by number and by width
+    "bamba, 2": {},
+    "albert, 2": {},
+    "gpt_oss, 4": {},
+}
+
+
+@pytest.mark.parametrize("case", slow_but(["llama, 4", "mixtral, 4"], SPLIT))
+def test_gradients_over_devices_are_those_of_hf(case):
+    """Of what several devices hold each has the whole gradient, and padding has none."""
+    name, devices = case.split(", ")
+    check_gradients(name, tensor_parallel={"tp_size": int(devices)}, **SPLIT[case])
+
+
+def test_what_two_weights_share_is_not_followed_over_devices():
+    model, inputs = make("doge")
+    ids = jnp.asarray(inputs["input_ids"])
+    with open_engine(model, tensor_parallel={"tp_size": 3}) as engine:
+        loss = jax.jit(lambda params: mean_score(engine, params, ids).sum())
+        assert np.isfinite(loss(engine.params))
+        with pytest.raises(UnsupportedError, match="on one device"):
+            jax.grad(loss)(engine.params)
+
+
+def mean_score(engine, params, ids):
+    """Of each row [B, T]: its tokens' mean log-probability."""
+    scores = jax.nn.log_softmax(engine.apply(params, ids).logits[:, :-1])
+    return jnp.take_along_axis(scores, ids[:, 1:, None], -1)[..., 0].mean(-1)
+
+
+@pytest.mark.parametrize("name", slow_but(["llama-mqa"], ["llama-mqa", "mixtral", "albert"]))
+def test_transformations_compose(name):
+    """Rows of their own gradients, vmap within, and jax.checkpoint around."""
+    model, inputs = make(name)
+    ids = jnp.asarray(inputs["input_ids"])
+    with open_engine(model) as engine:
+        params = engine.params
+
+        def loss(params, ids=ids):
+            return mean_score(engine, params, ids).sum()
+
+        def mapped(params):
+            return jax.vmap(lambda row: loss(params, row[None]))(ids).sum()
+
+        expected = by_name(jax.jit(jax.grad(loss))(params))
+        rows = jax.jit(jax.vmap(jax.grad(lambda p, row: loss(p, row[None])), (None, 0)))
+        check_close(by_name(jax.tree.map(lambda x: x.sum(0), rows(params, ids))), expected)
+        for way in (mapped, jax.checkpoint(loss)):
+            check_close(by_name(jax.jit(jax.grad(way))(params)), expected)
+
+
+def test_derivatives_forward_and_of_derivatives():
+    """Against differences along a direction."""
+    model, inputs = make("llama-mqa")
+    ids = jnp.asarray(inputs["input_ids"])
+    with open_engine(model) as engine:
+        params = engine.params
+        along = jax.tree.map(lambda x: x * jnp.cos(jnp.arange(x.size).reshape(x.shape)), params)
+
+        def loss(params):
+            return mean_score(engine, params, ids).sum()
+
+        def slope(params):
+            return jax.jvp(loss, (params,), (along,))[1]
+
+        @jax.jit
+        def all_of_them(params):
+            value, gradient = jax.value_and_grad(loss)(params)
+            product = sum(map(jnp.vdot, jax.tree.leaves(gradient), jax.tree.leaves(along)))
+            return value, slope(params), product, jax.jvp(slope, (params,), (along,))[1]
+
+        def at(step):
+            return all_of_them(jax.tree.map(lambda p, d: p + step * d, params, along))
+
+        ahead, here, behind = (at(step) for step in (3e-3, 0, -3e-3))
+        assert here[1] == pytest.approx(here[2], rel=1e-4)
+        assert here[1] == pytest.approx((ahead[0] - behind[0]) / 6e-3, rel=1e-2)
+        assert here[3] == pytest.approx((ahead[1] - behind[1]) / 6e-3, rel=1e-2)
+
+
+@pytest.mark.parametrize("asked", ["int8", "int4"])
+def test_quantized_weights_leave_gradients_to_the_others(asked):
+    """Norms and biases have those of the model that the codes mean; a code has none."""
+    model, inputs = make("gpt2-unscaled")
+    ids = jnp.asarray(inputs["input_ids"])
+
+    def gradients(engine):
+        def loss(params):
+            return mean_score(engine, params, ids).sum()
+
+        found = jax.jit(jax.grad(loss, allow_int=True))(engine.params)
+        leaves = jax.tree_util.tree_leaves_with_path(found)
+        floats = {str(p): np.asarray(x) for p, x in leaves if x.dtype == np.float32}
+        assert all(x.dtype == jax.dtypes.float0 for p, x in leaves if str(p) not in floats)
+        return floats
+
+    with open_engine(dequantized(model, asked)) as dense, open_engine(model, quant=asked) as made:
+        expected, found = gradients(dense), gradients(made)
+    ours = {name: x for name, x in found.items() if name in expected}
+    assert any("norm" in name for name in ours) and any("bias" in name for name in ours)
+    check_close(ours, {name: expected[name] for name in ours})
+
+
+def test_rounded_inputs_have_no_gradients():
+    """The message's ways on are taken: weights alone are quantized, or nothing."""
+    model, inputs = make("gpt2-unscaled")
+    ids = jnp.asarray(inputs["input_ids"])
+    inputs_too = {"activation": {"enabled": True}}
+
+    def loss(norm, engine):
+        return mean_score(engine, {**engine.params, "final_norm": norm}, ids).sum()
+
+    for quant, works in ((inputs_too, False), ("int8", True), (None, True)):
+        with open_engine(model, **({} if quant is None else {"quant": quant})) as engine:
+            norm = engine.params["final_norm"]
+            gradient = jax.jit(jax.grad(loss), static_argnums=1)
+
+            if works:
+                assert np.abs(gradient(norm, engine)["weight"]).max() > 0
+                continue
+            with pytest.raises(UnsupportedError, match="weights alone are"):
+                gradient(norm, engine)
+            # What it gives may be a constant in another model's loss.
+            value = loss(norm, engine)
+            assert jax.grad(lambda x, y=value: x * jax.lax.stop_gradient(y))(2.0) == value
+
+
+def test_kernels_have_no_gradients(monkeypatch):
+    """The message's way on is taken."""
+    pytest.importorskip("triton")
+    model, inputs = make("llama-mqa")
+    ids = jnp.asarray(inputs["input_ids"])
+    monkeypatch.setattr(backend, "_obstacle", lambda *args: "")
+    monkeypatch.setattr(backend, "_make_kernel_ops", lambda *args: interpreted_ops())
+    found = []
+    for inject in (True, False):
+        with open_engine(model, replace_with_kernel_inject=inject) as engine:
+            gradient = jax.jit(jax.grad(lambda p, e=engine: mean_score(e, p, ids).sum()))
+            if not inject:
+                found = by_name(gradient(engine.params))
+                continue
+            with pytest.raises(UnsupportedError, match="replace_with_kernel_inject=False"):
+                gradient(engine.params)
+    assert all(np.isfinite(x).all() for x in found.values())
