@@ -12,7 +12,9 @@ from . import backends
 from .checkpoint.adapted import AdaptedSource
 from .checkpoint.fitting import fit, wanted_by_module
 from .checkpoint.gguf_model import is_gguf
+from .checkpoint.auto_class import class_named
 from .checkpoint.hf_config import (
+    notes_on,
     read_config,
     read_generation_config,
     read_other_config,
@@ -36,6 +38,7 @@ from .engine.fused import FusedEngine
 from .engine.module import ModuleEngine
 from .engine.origin import Origin
 from .errors import (
+    BackendNotAvailableError,
     ConfigError,
     DualinferError,
     ModelError,
@@ -154,8 +157,7 @@ def _choose_mode(
     asked, on_jax = settings.replace_with_kernel_inject, settings.backend == "jax"
     unknown = unserved(model, settings.config) if kind == "folder" else None
     if unknown is not None and (on_jax or asked):
-        way = "With backend='torch'" if on_jax else "Without replace_with_kernel_inject"
-        raise UnservedError(f"{unknown} {way} transformers' own model runs, in module mode.")
+        raise UnservedError(f"{unknown} {_way_to_module_mode(model, settings)}") from unknown
     fused = (kind == "folder" and unknown is None) or kind == "opened"
     fused = fused or (kind == "torch" and bool(on_jax or asked))
     kernels = fused if asked is None else asked
@@ -177,31 +179,54 @@ def _choose_mode(
     return _make_fused_engine if fused else _make_module_engine, model, settings, []
 
 
+def _way_to_module_mode(folder: Path, settings: InferenceConfig) -> str:
+    """How a folder's model runs in module mode, tried as far as without weights; or why not."""
+    on_jax = settings.backend == "jax"
+    way = "With backend='torch'" if on_jax else "Without replace_with_kernel_inject"
+    there = {"backend": "torch", "replace_with_kernel_inject": False, "config": settings.config}
+    try:
+        check_config(settings.model_copy(update=there), "module", "cpu")
+        module = _empty_module(folder, settings)
+    except BackendNotAvailableError as error:
+        return f"{way} transformers' own model may run, in module mode: {error}"
+    except DualinferError as error:
+        return f"Nor does module mode serve it, on torch: {error}"
+    return f"{way} transformers' own {type(module).__name__} runs, in module mode."
+
+
 def _module_of_folder(
     folder: Path, settings: InferenceConfig, unknown: ModelError
 ) -> tuple[Any, InferenceConfig, list[str]]:
     """The HF model that config.json describes, without values yet, to be filled from the folder."""
     refuse_checkpoint(settings)
-    names = read_written(folder).get("architectures")
-    name = names[0] if isinstance(names, list) and names else None
-    if not isinstance(name, str):
-        raise unknown
     try:
-        config = overlay(read_other_config(folder), settings.config)
+        module = _empty_module(folder, settings)
+    except ModelError as error:
+        raise ModelError(f"{unknown} Nor does module mode serve it: {error}") from error
+    update = {"checkpoint": str(folder), "config": None}
+    name = type(module).__name__
+    notes = [f"module mode, with transformers' {name}: {unknown}", *notes_on(folder)]
+    return module, settings.model_copy(update=update), notes
+
+
+def _empty_module(folder: Path, settings: InferenceConfig) -> Any:
+    """The HF model that transformers' Auto classes make of a config.json, without values."""
+    config = overlay(read_other_config(folder), settings.config)
+    name = class_named(config.to_dict())
+    if name is None:
+        raise ModelError(
+            "config.json names no class (architectures), and transformers' Auto classes know none "
+            f"of model_type {config.model_type!r}."
+        )
+    try:
         module = backends.make_empty_module(name, config)
         if module.can_generate():
             module.generation_config = read_generation_config(folder, module.config)
-    except DualinferError as error:
-        if isinstance(error, ModelError):
-            raise ModelError(f"{unknown} Nor does module mode serve it: {error}") from error
+    except DualinferError:
         raise
     except Exception as error:  # transformers' classes raise many kinds
-        raise ModelError(
-            f"{unknown} Nor could module mode make a {name} of it: {shortened(error)}"
-        ) from error
-    update = {"checkpoint": str(folder), "config": None}
-    notes = [f"module mode, with transformers' {name}: {unknown}"]
-    return module, settings.model_copy(update=update), notes
+        raise ModelError(f"transformers could make no {name} of it: {shortened(error)}") from error
+    return module
 
 
 def _kind_of_model(model: Any, backend: str) -> str:

@@ -12,12 +12,21 @@ from typing import Any, NamedTuple
 from . import backends
 from .checkpoint.adapted_model import check_head, describe_adapted
 from .checkpoint.adapters import Adapter, open_adapter, open_adapters_of
+from .checkpoint.auto_class import as_auto
 from .checkpoint.fitting import fit, wanted_by_table
 from .checkpoint.hf_config import check_sizes, notes_on, read_config, read_generation_config
 from .checkpoint.quantized import open_as_held, quantize_by
 from .checkpoint.sources import check_folder, open_checkpoint, open_module, open_weights
 from .config import InferenceConfig, serving_dtype
-from .errors import ConfigError, DualinferError, ModelError, UnservedError, counted, warn_caller
+from .errors import (
+    ConfigError,
+    DualinferError,
+    ModelError,
+    UnservedError,
+    counted,
+    shown,
+    warn_caller,
+)
 from .model.deepspeed_moe import MoeLayer, describe_layers, with_layers
 from .model.families import describe_model
 from .model.hf_module import check_parts, check_values, check_wrapper, class_names, see_through
@@ -83,8 +92,15 @@ def describe_fused(model: Any, settings: InferenceConfig, notes: list[str]) -> D
             refuse_checkpoint(settings)
         source = partial(open_weights, settings.checkpoint, settings.base_dir)
         hf_model = hf_model._replace(open_source=source)
-    hf_model = hf_model._replace(config=overlay(hf_model.config, settings.config))
-    return describe(hf_model, settings, notes)
+    config = overlay(hf_model.config, settings.config)
+    if "architectures" in (settings.config or ()):
+        if not isinstance(model, Path):
+            raise ConfigError(
+                f"config.architectures={shown(config.architectures)}: the model is a live "
+                f"{type(model).__name__}, and stays one. Leave it out."
+            )
+        hf_model = hf_model._replace(class_names=config.architectures)
+    return describe(hf_model._replace(config=config), settings, notes)
 
 
 def describe(found: HFModel, settings: InferenceConfig, notes: list[str]) -> Described:
@@ -95,6 +111,8 @@ def describe(found: HFModel, settings: InferenceConfig, notes: list[str]) -> Des
         found = found._replace(config=own.config, class_names=own.class_names)
         spec, table = with_layers(own.spec, own.table, found.mixtures)
     except ModelError as error:
+        if not found.other_way:
+            raise
         raise ModelError(f"{error} {found.other_way}") from error
     notes.extend(own.notes)
     _check_least_tokens(spec, settings)
@@ -163,9 +181,9 @@ def _from_module(live: Any, other_way: str) -> HFModel:
 
 
 def _other_way(model: Any, settings: InferenceConfig) -> str:
-    """How to run a model that fused mode does not serve."""
-    if isinstance(model, Path):
-        return "Load it with transformers and pass the module, with backend='torch'."
+    """How to run a live model that fused mode does not serve; empty of another one."""
+    if isinstance(model, Path | Opened):
+        return ""
     if settings.backend == "jax":
         return "With backend='torch' any module runs as it is."
     return "Leave replace_with_kernel_inject unset to run the module as it is."
@@ -188,6 +206,9 @@ def overlay(config: Any, fields: Mapping[str, Any] | None) -> Any:
     values |= fields
     model_type = values.pop("model_type")
     check_sizes(model_type, values)
+    if "architectures" in fields:
+        named = as_auto({"model_type": model_type, "architectures": values["architectures"]})
+        values["architectures"] = named["architectures"]
     try:
         return AutoConfig.for_model(model_type, **values)
     except Exception as error:  # transformers' validation raises many kinds

@@ -475,6 +475,37 @@ def test_a_row_alone_a_list_and_a_stream_give_the_same_text(name, backend):
     assert texts[0] != texts[1]
 
 
+# What an encoder reads, and its mask, where ids and mask say different things of padding (1).
+AT_ODDS = {
+    "padding without a mask": ([[5, 13, 22, 1, 1]], None),
+    "a token hidden inside": ([[5, 9, 13, 22, 3]], [[1, 0, 1, 1, 1]]),
+    "padding that is shown": ([[5, 1, 13, 22, 3]], [[1, 1, 1, 1, 1]]),
+    "padding before, hidden": ([[1, 1, 13, 22, 3]], [[0, 0, 1, 1, 1]]),
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "backend"),
+    [("m2m_100", "jax"), *((n, "torch") for n in ("m2m_100", "fsmt", "s2t", "trocr-plain"))],
+)
+def test_positions_count_what_hf_counts_where_ids_and_mask_disagree(name, backend):
+    """Ids that are no padding, of whole sequences and in text; the mask has no part in it."""
+    model, engine = model_of(name), engine_of(name, backend)
+    is_fsmt = name == "fsmt"  # whose decoder refuses padding without a mask
+    begins = [[2, 8, 9]] if is_fsmt else [[2, 1, 9, 1, 1]]
+    for what, (ids, mask) in AT_ODDS.items():
+        given = {"input_ids": torch.tensor(ids)}
+        given |= {} if mask is None else {"attention_mask": torch.tensor(mask)}
+        if not hasattr(model.config, "encoder_ffn_dim") or name == "s2t":
+            given = {k: v[:1] for k, v in source_of(name).items()}
+        read = {**given, "decoder_input_ids": torch.tensor(begins)}
+        with torch.no_grad():
+            wanted = model(**read, use_cache=False).logits.numpy()
+            text = GenerationMixin.generate(model, **given, **GREEDY).tolist()
+        assert relative_rms(np.asarray(engine(**read).logits), wanted) < 1e-5, what
+        assert np.asarray(engine.generate(**given, **GREEDY)).tolist() == text, what
+
+
 @pytest.mark.parametrize("backend", slow_but(["torch"], BACKENDS))
 @pytest.mark.parametrize("name", ["moonshine", "s2t"])
 def test_pipelines_of_speech_give_what_they_give_around_transformers(name, backend):

@@ -17,6 +17,7 @@ from ..model.generation import check_types as check_generation_types
 from ..quantization import find_method, quantization_of, read_quantization, without_caches
 from ..quantization.formats import BESIDE, read_beside
 from . import nomic
+from .auto_class import as_auto, changed
 from .files import read_json
 from .gguf_config import read_gguf_config, read_gguf_generation
 from .gguf_model import is_gguf
@@ -48,10 +49,16 @@ _LONGEST = 600  # letters of an error of transformers', which may repeat the who
 
 
 def read_written(folder: Path) -> dict[str, Any]:
-    """config.json as it is, with what a file beside it says of quantization where it says nothing.
+    """config.json, of the type and class that transformers' Auto classes take it for.
 
-    Of a GGUF file it is what its fields say, and of Meta's files what params.json does.
+    A file beside it may say of quantization what it does not. Of a GGUF file it is what its fields
+    say, and of Meta's files what params.json does. Raises ModelError for a class that is code of
+    the checkpoint's own.
     """
+    return as_auto(_read_as_it_is(folder))
+
+
+def _read_as_it_is(folder: Path) -> dict[str, Any]:
     if is_gguf(folder):
         return read_gguf_config(folder)
     if not os.path.isfile(folder / "config.json") and is_meta_folder(folder):
@@ -81,12 +88,15 @@ def _quantization_file(folder: Path, written: Mapping[str, Any]) -> Path | None:
 
 
 def notes_on(folder: Path) -> list[str]:
-    """What people should know of where a folder's config was read."""
+    """What people should know of where a folder's config was read, and what it was taken for."""
+    written = _read_as_it_is(folder)
+    notes = changed(written, as_auto(written))
     path = folder / "config.json"
     beside = _quantization_file(folder, read_json(path)) if os.path.isfile(path) else None
     if beside is None:
-        return []
-    return [f"config.json says nothing of quantization, and {beside.name} was read for it"]
+        return notes
+    said = f"config.json says nothing of quantization, and {beside.name} was read for it"
+    return [*notes, said]
 
 
 def read_config(folder: Path) -> Any:

@@ -16,6 +16,7 @@ from ..backends import check_backend, describe_split
 from ..backends.streaming import Streaming
 from ..checkpoint.fitting import fit, wanted_by_table
 from ..checkpoint.gguf_model import is_gguf
+from ..checkpoint.auto_class import class_named
 from ..checkpoint.hf_config import read_config, read_other_config, read_written
 from ..checkpoint.hub import find_checkpoint
 from ..checkpoint.quantized import open_as_held
@@ -281,9 +282,8 @@ def _plan_module(
     error: ModelError,
 ) -> None:
     """What module mode makes of a model that fused mode does not serve."""
-    names = written.get("architectures")
-    name = names[0] if isinstance(names, list) and names else None
-    if backend != "torch" or not isinstance(name, str):
+    name = class_named(written)
+    if backend != "torch" or name is None:
         raise ModelError(
             f"{error} The plan shows fused mode here; with backend='torch', and architectures in "
             "config.json, it shows what module mode makes of the layers."

@@ -42,6 +42,10 @@ def hidden_states(
     if x is None:
         if token_types is None and spec.token_types and not spec.token_types_from_vocab:
             token_types = positions * 0
+        if spec.uncounted is not None and embeds is None:
+            assert ids is not None
+            counted = ids != spec.uncounted
+            positions = (counted.cumsum(axis=1) + positions[:, :1]) * counted - 1
         where = positions, token_types
         if spec.trigrams:
             read = ids if embeds is None else embeds

@@ -27,6 +27,7 @@ from .report import Report
 from .requests import make_requests, make_seeds
 from .source import (
     NAMES,
+    counts_hidden,
     encoder_states,
     make_decoder_prompts,
     make_encoded,
@@ -506,6 +507,10 @@ class FusedEngine(EmbeddingCalls, TowerCalls, SpeechCalls):
                 source = make_images(spec, given["pixel_values"], ids, mask)
             else:
                 source = make_source(spec, ids, mask, pad)
+                if counts_hidden(spec, ids, mask):
+                    states, is_encoded = self._encode(ids, mask), True
+                    read = make_encoded(spec, states, {"attention_mask": mask})
+                    source = replace(source, rows=read.rows)
             limit, read = self.inference_config.max_out_tokens, max(source.lengths)
             if limit is not None and not spec.encoder.one_length and read > limit:
                 raise LengthError(
@@ -551,6 +556,19 @@ class FusedEngine(EmbeddingCalls, TowerCalls, SpeechCalls):
             backend = self.inference_config.backend
             rules = Rules(options, prompts, new_tokens, backend, self.runner, self._turns)
         return _Work(prompts, requests, options, stop, rules)
+
+    def _encode(self, ids: Any, mask: Any) -> np.ndarray:
+        """What the encoder gives of ids [B, S], float32 [B, S, E]."""
+        names = "input_ids", "attention_mask", "decoder_input_ids"
+        given = {"token_type_ids": None, "inputs_embeds": None, "labels": None}
+        given |= dict(zip(names, (ids, mask, [[0]] * len(ids)), strict=True))
+        how: dict[str, Any] = {"loss_count": None, "logits_to_keep": 0}
+        given |= {"decoder_attention_mask": None}
+        inputs = make_pair_inputs(
+            self._spec, given, pad=None, output_hidden_states=False, **how
+        )
+        results = self.runner.forward(inputs)
+        return to_numpy(results["encoder_last_hidden_state"]).astype(np.float32)
 
     def _check_length(self, prompts: Prompts, new_tokens: int) -> None:
         longest = max(prompts.lengths)

@@ -369,6 +369,23 @@ def make_source(spec: ModelSpec, ids: Any, mask: Any, pad: int | None) -> Prompt
     return source
 
 
+def counts_hidden(spec: ModelSpec, ids: Any, mask: Any) -> bool:
+    """True where positions count tokens before others that the mask hides, as HF's count ids.
+
+    Of a source without them they would be others.
+    """
+    assert spec.encoder is not None
+    pad = spec.encoder.uncounted
+    if pad is None or mask is None or kind_of(ids) is None:
+        return False
+    tokens = [check_ids(row, "input_ids", spec.encoder.vocab)[0] for row in ids]
+    shown = [np.asarray(to_numpy(row)).reshape(-1) != 0 for row in mask]
+    return any(
+        ((~seen & (row != pad)).cumsum() * seen).any()
+        for row, seen in zip(tokens, shown, strict=True)
+    )
+
+
 def make_decoder_prompts(
     spec: ModelSpec, source: Prompts, ids: Any, mask: Any, start: Any, pad: int | None
 ) -> Prompts:

@@ -13,14 +13,15 @@ _ROUNDED = 1e-2  # what half precision may make of a number, relatively
 
 
 def class_names(model: Any) -> list[str]:
-    """Names of the module's classes from transformers, the most derived first.
+    """Names of the module's classes from transformers, from the most derived to whose forward runs.
 
     Raises ModelError for a class whose forward is not HF's, since ours would differ from it.
     """
     classes = type(model).__mro__
     for i, cls in enumerate(classes):
         if cls.__module__.startswith("transformers."):
-            return [c.__name__ for c in classes[i:]]
+            own = next((j for j, c in enumerate(classes) if "forward" in vars(c)), i)
+            return [c.__name__ for c in classes[i : own + 1]]
         if "forward" in vars(cls):
             raise ModelError(
                 f"{cls.__name__} has a forward of its own, which fused mode would not run. Pass "

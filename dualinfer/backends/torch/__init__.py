@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from ...checkpoint.auto_class import classes_of_type
 from ...config import InferenceConfig
 from ...errors import ConfigError, ModelError, OutOfMemoryError, warn_caller
 from ...model.load_plan import LoadPlan, TensorSource
@@ -77,12 +78,22 @@ def describe_split(class_name: str, config: Any, size: int, grain: int) -> "Desc
 
 
 def make_empty_module(class_name: str, config: Any) -> torch.nn.Module:
-    """A HF model on the meta device; ModelError where transformers has none of that name."""
+    """A HF model on the meta device, made as transformers' Auto classes make it.
+
+    ModelError where transformers has none of that name, or none for such a config.
+    """
     import transformers
 
     model_type = getattr(transformers, class_name, None)
     if not (isinstance(model_type, type) and issubclass(model_type, transformers.PreTrainedModel)):
         raise ModelError(f"transformers {transformers.__version__} has no model {class_name}.")
+    own = model_type.config_class
+    if own is not None and config.sub_configs.get("text_config") == own:
+        config = config.get_text_config()  # of the one part that this class is
+    elif not isinstance(config, own or ()) and class_name not in classes_of_type(config.model_type):
+        raise ModelError(
+            f"transformers makes no {class_name} of a config of model_type {config.model_type!r}."
+        )
     with torch.device("meta"):
         return model_type(config)
 

@@ -166,18 +166,29 @@ def knows_family(config: Mapping[str, Any]) -> bool:
 
 def find_architecture(model_type: Any, class_names: Any = None) -> str:
     """The first of `class_names` that fused mode serves, or the default; else UnservedError."""
-    served = _FAMILIES[check_model_type(model_type)].CLASSES[model_type]
-    served = (*served, *classes_of_decoder(served))
+    served = _served_classes(check_model_type(model_type))
     names = [class_names] if isinstance(class_names, str) else class_names or served
     if not isinstance(names, list | tuple) or not all(isinstance(name, str) for name in names):
         raise ModelError(
             f"config.json has architectures={shown(class_names)}; expected a list of class names."
         )
-    # The first Llama checkpoints spell their class LLaMAForCausalLM.
-    known = [own for name in names for own in served if own.lower() == name.lower()]
-    if not known:
+    known = find_served(model_type, names)
+    if known is None:
         raise UnservedError(
             f"{names[0][:80]} is not supported in fused mode; of the "
             f"{model_type} family it serves {' and '.join(served)}."
         )
-    return known[0]
+    return known
+
+
+def find_served(model_type: str, names: Sequence[str]) -> str | None:
+    """The first of HF's class names that fused mode serves of a model_type; None if none is."""
+    served = _served_classes(model_type)
+    # The first Llama checkpoints spell their class LLaMAForCausalLM.
+    return next((own for n in names for own in served if own.lower() == n.lower()), None)
+
+
+def _served_classes(model_type: str) -> tuple[str, ...]:
+    family = _FAMILIES.get(model_type)
+    served = () if family is None else family.CLASSES[model_type]
+    return (*served, *classes_of_decoder(served))

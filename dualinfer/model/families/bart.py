@@ -133,7 +133,7 @@ def describe(fields: ConfigFields, architecture: str) -> tuple[ModelSpec, Weight
             max_positions=positions[side],
             learned_positions=positions[side],
             position_offset=offset,
-            positions_from_mask=kind.positions == "fairseq" and not decodes,
+            uncounted=pad if kind.positions == "fairseq" else None,
             packs=False,
             embed_scale=1.0 if is_small and decodes else scale,
             normed="tokens" if is_small and decodes else "sum",

@@ -86,7 +86,7 @@ def _part(fields: ConfigFields, name: str) -> ConfigFields:
     values = fields.take(name)
     if not isinstance(values, Mapping):
         raise ModelError(f"config.json has {name}={shown(values)}; expected an object.")
-    return ConfigFields(f"{fields.family}_{name.replace('config', 'model')}", values)
+    return ConfigFields(f"{fields.family}_{name.replace('config', 'model')}", values, name)
 
 
 def _of_encoder(own: Row) -> Row:

@@ -69,7 +69,7 @@ def _part(fields: ConfigFields, name: str) -> ConfigFields:
     value = fields.take(name)
     if not isinstance(value, Mapping):
         raise ModelError(f"config.json has {name}={shown(value)}; expected an object.")
-    return ConfigFields(fields.family, value)
+    return ConfigFields(fields.family, value, name)
 
 
 def _check_theta(inner: ConfigFields, parameters: Any) -> None:

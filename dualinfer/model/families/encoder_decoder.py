@@ -103,11 +103,12 @@ def _part(fields: ConfigFields, name: str, served: Mapping[str, Collection[str]]
             f"config.json has {name} with model_type={shown(family)}; of {fields.family} fused "
             f"mode serves {' and '.join(served[fields.family])} there."
         )
-    own = ConfigFields(family, values)
+    own = ConfigFields(family, values, name)
     if family not in ("vit", "deit"):
         own.require("is_decoder", decodes)
         own.require("add_cross_attention", decodes)
-    return ConfigFields(family, {**values, "is_decoder": False, "add_cross_attention": False})
+    alone = {**values, "is_decoder": False, "add_cross_attention": False}
+    return ConfigFields(family, alone, name)
 
 
 def _of_decoder(name: str) -> str:

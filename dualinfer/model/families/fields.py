@@ -1,7 +1,10 @@
 """A HF config that is read field by field, so that whatever a family leaves unread is refused."""
 
+import inspect
 import math
+import re
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from ...errors import ModelError, UnservedError, shown
@@ -61,10 +64,13 @@ def check_layers(name: str, count: Any) -> None:
 
 
 class ConfigFields:
-    """One HF config's fields; remembers which were read. `family` names it in errors."""
+    """One HF config's fields; remembers which were read. `family` names it in errors.
 
-    def __init__(self, family: str, values: Mapping[str, Any]):
-        self.family = family
+    `inside` is the field of config.json that holds these, where they are a part's.
+    """
+
+    def __init__(self, family: str, values: Mapping[str, Any], inside: str = ""):
+        self.family, self._inside = family, inside
         self._values = dict(values)
         self._read: set[str] = set()
 
@@ -76,7 +82,7 @@ class ConfigFields:
 
     def of_family(self, family: str, changes: Mapping[str, Any]) -> "ConfigFields":
         """The same config as another family's, with some fields changed; what it reads is read."""
-        own = ConfigFields(family, {**self._values, **changes})
+        own = ConfigFields(family, {**self._values, **changes}, self._inside)
         own._read = self._read
         return own
 
@@ -216,12 +222,47 @@ class ConfigFields:
             some = sorted(unread.items())[:_SHOWN]
             fields = ", ".join(f"{name[:_LONGEST]}={shown(value)}" for name, value in some)
             fields += f" and {len(unread) - _SHOWN} more" if len(unread) > _SHOWN else ""
-            way = ", ".join(f'"{name[:_LONGEST]}": None' for name, _ in some)
             raise UnservedError(
                 f"config.json has {fields}, which the {self.family} family does not honour; "
-                "ignoring it could give wrong results. If it has no effect on this model, remove "
-                f"it from config.json, or pass args={{{way}}} to init_inference."
+                f"ignoring it could give wrong results. {self._way_without(list(unread))}"
             )
+
+    def _way_without(self, names: list[str]) -> str:
+        """What to do about fields that nobody read: by transformers' code, which may read them."""
+        known = read_by_transformers(self.family, names)
+        if known:
+            return (
+                f"transformers' code of this family knows {known[0][:_LONGEST]}: without it "
+                "config.json would describe another model."
+            )
+        way = ""
+        if not self._inside:
+            nothing = ", ".join(f'"{name[:_LONGEST]}": None' for name in names[:_SHOWN])
+            way = f", or pass args={{{nothing}}} to init_inference" if len(names) <= _SHOWN else ""
+        place = f"{self._inside} in config.json" if self._inside else "config.json"
+        return (
+            "transformers' code of this family reads it nowhere: if the weights were not made by "
+            f"other code that does, remove it from {place}{way}."
+        )
+
+
+_SHARED = "masking_utils modeling_rope_utils cache_utils modeling_layers configuration_utils".split()
+
+
+def read_by_transformers(model_type: str, names: Sequence[str]) -> list[str]:
+    """Those of the names that stand in transformers' code of a family, or in what all share.
+
+    All of them where it has no such family.
+    """
+    from transformers import CONFIG_MAPPING
+
+    if model_type not in CONFIG_MAPPING:
+        return list(names)
+    own = Path(inspect.getfile(CONFIG_MAPPING[model_type])).parent
+    files = [*own.glob("modeling_*.py"), *own.glob("configuration_*.py")]
+    files += [own.parent.parent / f"{name}.py" for name in _SHARED]
+    words = {word for f in files for word in re.findall(r"\w+", f.read_text("utf-8"))}
+    return [name for name in names if name.rpartition(".")[2] in words]
 
 
 def query_growth(fields: ConfigFields) -> tuple[float, float, int] | None:

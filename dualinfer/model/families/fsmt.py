@@ -37,7 +37,7 @@ def describe(fields: ConfigFields, architecture: str) -> tuple[ModelSpec, Weight
             max_positions=positions,
             learned_positions=positions,
             position_offset=pad + 1,
-            positions_from_mask=True,
+            uncounted=pad,
             hides=pad if decodes else None,
             packs=False,
             embed_scale=scale,

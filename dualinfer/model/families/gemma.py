@@ -33,9 +33,11 @@ def describe(fields: ConfigFields, architecture: str) -> tuple[ModelSpec, Weight
     text = fields.take("text_config")
     if not isinstance(text, Mapping):
         raise ModelError(f"config.json has text_config={shown(text)}; expected an object.")
-    inner = ConfigFields("gemma3_text", text)
+    inner = ConfigFields("gemma3_text", text, "text_config")
     spec, table = describe_text(inner, architecture, tied, "model.language_model.")
     inner.finish()
+    if spec.head is not None:  # HF's wrapper caps no logits
+        spec = replace(spec, head=replace(spec.head, softcap=None))
     fields.ignore("vision_config", "mm_tokens_per_image", *_IMAGE_TOKENS)
     renames = ("model.language_model.", "language_model.model."), _HEAD
     unused = *table.unused, r"^(model\.)?vision_tower\.", r"^(model\.)?multi_modal_projector\."

@@ -38,7 +38,7 @@ def describe(fields: ConfigFields, architecture: str) -> tuple[ModelSpec, Weight
     for name, value in zip(names, (text, vision, audio), strict=True):
         if not isinstance(value, Mapping):
             raise ModelError(f"config.json has {name}={shown(value)}; expected an object.")
-    inner = ConfigFields("gemma3n_text", text)
+    inner = ConfigFields("gemma3n_text", text, "text_config")
     spec, table = _describe(inner, architecture, tied, "model.language_model.")
     inner.ignore("tie_word_embeddings")  # HF reads the outer one
     inner.finish()

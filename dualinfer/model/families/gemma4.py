@@ -43,7 +43,7 @@ def describe(fields: ConfigFields, architecture: str) -> tuple[ModelSpec, Weight
     text = fields.take("text_config")
     if not isinstance(text, Mapping):
         raise ModelError(f"config.json has text_config={shown(text)}; expected an object.")
-    inner = ConfigFields(f"{fields.family}_text", text)
+    inner = ConfigFields(f"{fields.family}_text", text, "text_config")
     spec, table = _describe(inner, architecture, tied, "model.language_model.")
     inner.ignore("tie_word_embeddings")  # HF reads the outer one
     inner.finish()
@@ -156,7 +156,7 @@ def _sizes(fields: ConfigFields, embed: int, count: int) -> list[tuple[int, int]
     _, kv_heads, head_dim = fields.grouped_heads(embed)
     sizes = []
     for changes in changes_of(fields, count):
-        inner = ConfigFields(fields.family, changes)
+        inner = ConfigFields(fields.family, changes, "per_layer_config")
         sizes.append(
             (inner.heads("num_key_value_heads", kv_heads), inner.size("head_dim", head_dim))
         )

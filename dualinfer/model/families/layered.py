@@ -82,7 +82,7 @@ def _sizes(fields: ConfigFields, embed: int, kinds: list[str]) -> list[tuple[int
         by_layer = list(given)
     if fields.family == "step3p5":
         for i, changes in enumerate(changes_of(fields, len(kinds))):
-            inner = ConfigFields(fields.family, changes)
+            inner = ConfigFields(fields.family, changes, "per_layer_config")
             by_layer[i] = inner.heads("num_attention_heads", heads)
             inner.finish()
         fields.ignore("num_sliding_attention_heads")  # which HF folds into them

@@ -32,7 +32,7 @@ def describe(fields: ConfigFields, architecture: str) -> tuple[ModelSpec, Weight
     text = fields.take("text_config")
     if not isinstance(text, Mapping):
         raise ModelError(f"config.json has text_config={shown(text)}; expected an object.")
-    inner = ConfigFields("llama4_text", text)
+    inner = ConfigFields("llama4_text", text, "text_config")
     spec, table = _describe(inner, architecture)
     inner.finish()
     fields.ignore("vision_config", "tie_word_embeddings", *_IMAGE_TOKENS)

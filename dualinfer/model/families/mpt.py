@@ -22,7 +22,7 @@ def describe(fields: ConfigFields, architecture: str) -> tuple[ModelSpec, Weight
     if not isinstance(written, Mapping):
         raise ModelError(f"config.json has attn_config={shown(written)}; expected an object.")
     inner = {f"attn_config.{n}": value for n, value in written.items() if n not in INERT}
-    attn = ConfigFields(fields.family, inner)
+    attn = ConfigFields(fields.family, inner, "attn_config")
     scale = attn.optional_number("attn_config.softmax_scale")
     clip = attn.optional_number("attn_config.clip_qkv")
     # HF's model is this one whatever these say, and so reads other checkpoints wrongly.

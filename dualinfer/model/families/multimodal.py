@@ -404,7 +404,7 @@ def describe(fields: ConfigFields, architecture: str) -> tuple[ModelSpec, Weight
     # Whether the head repeats the embedding the outer config says.
     tied = wrapper.ties and fields.flag("tie_word_embeddings", False)
     alone = {**text, **dict.fromkeys(wrapper.not_alone)}
-    inner = ConfigFields(family, {**alone, "tie_word_embeddings": tied})
+    inner = ConfigFields(family, {**alone, "tie_word_embeddings": tied}, "text_config")
     has_head = "For" in architecture
     spec, table = _decoder(inner, has_head)
     inner.ignore("quantization_config")  # of the weights

@@ -37,7 +37,7 @@ def describe(fields: ConfigFields, architecture: str) -> tuple[ModelSpec, Weight
             max_positions=count,
             learned_positions=count,
             position_offset=pad + 1,  # that of the padding is the row before position 0
-            positions_from_mask=decodes,
+            uncounted=pad if decodes else None,
             packs=False,
             embed_scale=scale,
             scales_embeds=not decodes,

@@ -92,7 +92,7 @@ def _part(fields: ConfigFields, name: str) -> ConfigFields:
     values = fields.take(name)
     if not isinstance(values, Mapping):
         raise ModelError(f"config.json has {name}={shown(values)}; expected an object.")
-    return ConfigFields(fields.family, values)
+    return ConfigFields(fields.family, values, name)
 
 
 def _stack(fields: ConfigFields, architecture: str) -> ModelSpec:

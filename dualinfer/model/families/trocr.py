@@ -44,7 +44,7 @@ def describe(fields: ConfigFields, architecture: str) -> tuple[ModelSpec, Weight
         max_positions=positions,
         learned_positions=positions,
         position_offset=_OFFSET if learned else pad + 1,
-        positions_from_mask=not learned,
+        uncounted=None if learned else pad,
         packs=False,
         embed_scale=embed**0.5 if fields.flag("scale_embedding", False) else 1.0,
         embed_norm=norm if normed else None,

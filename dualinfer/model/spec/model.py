@@ -299,7 +299,8 @@ class ModelSpec:
       (LayoutLM) or make a second stream (LiLT).
     - `positions_from_mask`: the positions that forward takes by default count real tokens only;
       with `pad` they count the ids that are not it, from `pad` + 1 on, and are `pad` elsewhere
-      (RoBERTa). If the model `packs`, positions that start anew separate sequences.
+      (RoBERTa). Those of a table may not count the id `uncounted`, whose row is that before the
+      first one (M2M100). If the model `packs`, positions that start anew separate sequences.
     - `hides`: the id that HF hides where there is no mask. `dropped`: its embedding is zero, and
       those of a sequence's other tokens are times 0.88 over the share that these have in it, as
       dropout in training made them (ESM-2). If the model `blanks`, what a mask hides enters the
@@ -349,6 +350,7 @@ class ModelSpec:
     position_offset: int = 0
     positions_from_mask: bool = False
     pad: int | None = None
+    uncounted: int | None = None
     hides: int | None = None
     dropped: int | None = None
     blanks: bool = False
