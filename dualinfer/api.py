@@ -35,6 +35,7 @@ from .config import InferenceConfig, dtype_name, make_config
 from .config.refusals import check_config
 from .engine.base import About
 from .engine.fused import FusedEngine
+from .engine.likeness import in_place_of, in_place_of_module
 from .engine.module import ModuleEngine
 from .engine.origin import Origin
 from .errors import (
@@ -306,6 +307,7 @@ def _make_fused_engine(
             if spec.can_generate:
                 _check_memory(runner, settings, notes)
             engine_type = backends.engine_type(settings.backend, FusedEngine)
+            engine_type = in_place_of(engine_type, spec.architecture)
             load = _tokenizer_of(model, settings)
             about = About(settings, peers, config, own, source.description, notes, load)
             of_torch = settings.backend == "jax" and not isinstance(model, Path | Opened)
@@ -401,6 +403,7 @@ def _make_module_engine(
         own = getattr(module, "generation_config", None)
         description = source.description if source else f"the caller's {_class_name(model)}"
         engine_type = backends.engine_type(settings.backend, ModuleEngine)
+        engine_type = in_place_of_module(engine_type, module)
         load = _tokenizer_of(model, settings)
         about = About(settings, peers, config, own, description, notes, load, is_checkpoint)
         engine = engine_type(runner, about)

@@ -638,7 +638,7 @@ def test_folder_with_a_field_that_fused_mode_does_not_honour(folder, name, field
         ({"kernel_inject": True}, "Without replace_with_kernel_inject"),
         ({"backend": "jax"}, "With backend='torch'"),
     ):
-        with pytest.raises(UnservedError, match=f"{message}.*{way} transformers' own model runs"):
+        with pytest.raises(UnservedError, match=rf"{message}.*{way} transformers' own \w+ runs"):
             dualinfer.init_inference(path, **options)
 
 
@@ -680,8 +680,7 @@ def test_unsupported_class_of_a_supported_family_is_named(folder, backend):
         dualinfer.init_inference(model, backend=backend, kernel_inject=True)
     path = folder()
     change_config(path, architectures=["LlamaForMultipleChoice"])
-    way = {"torch": "Without replace_with_kernel_inject", "jax": "With backend='torch'"}[backend]
-    with pytest.raises(ModelError, match=f"LlamaForMultipleChoice.*{way}"):
+    with pytest.raises(ModelError, match="ForMultipleChoice.*Nor does module mode.*has no model"):
         dualinfer.init_inference(path, backend=backend, kernel_inject=True)
 
 

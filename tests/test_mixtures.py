@@ -289,7 +289,6 @@ def test_a_config_as_its_makers_wrote_it_is_taken(family, tmp_path):
         ("hy_v3", {"mlp_bias": True}, "mlp_bias=True"),
         ("solar_open", {"first_k_dense_replace": 1}, "first_k_dense_replace=1"),
         ("mixtral", {"num_experts_per_tok": 6}, "cannot choose more experts"),
-        ("mixtral", {"output_router_logits": True}, "output_router_logits=True"),
         ("glm4_moe", {"topk_group": 4}, "groups of one size"),
         ("ernie4_5_moe", {"use_bias": True}, "use_bias=True"),
         ("qwen3_moe", {"mlp_only_layers": 3}, "expected a list of layers"),

@@ -262,7 +262,7 @@ def test_folder_of_another_family_runs_as_the_live_module_does(tmp_path):
         ({"backend": "jax"}, "With backend='torch'"),
     ):
         with pytest.raises(
-            ModelError, match=f"'emu3_text_model'.*{way} transformers' own model runs"
+            ModelError, match=f"'emu3_text_model'.*{way} transformers' own Emu3ForCausalLM runs"
         ):
             init_inference(tmp_path, **options)
 
@@ -278,7 +278,7 @@ def test_folder_of_another_family_runs_as_the_live_module_does(tmp_path):
         ({"architectures": ["pipeline"]}, "has no model pipeline"),
         ({"architectures": None}, "model_type='emu3_text_model' is not supported"),
         ({"hidden_size": "wide"}, "is not a valid config"),
-        ({"architectures": ["ViTModel"]}, "Nor could module mode make a ViTModel of it"),
+        ({"architectures": ["ViTModel"]}, "Nor does module mode.*makes no ViTModel of a config of"),
     ],
 )
 def test_folder_that_no_mode_serves_is_told_why(fields, message, tmp_path):

@@ -1,5 +1,6 @@
 """Drop-in use: HF pipelines and streamers with an engine in the model's place."""
 
+import inspect
 import threading
 
 import numpy as np
@@ -10,7 +11,7 @@ from PIL import Image
 
 import dualinfer
 
-from .models import BACKENDS
+from .models import BACKENDS, randomize
 
 WORDS = "the cat sat on a mat and dog ran far away home with it ! . , x y z".split()
 SPECIAL = ["<pad>", "<s>", "</s>", "[MASK]", "[UNK]"]
@@ -58,10 +59,20 @@ def backend(request):
 def test_text_generation_pipeline(backend):
     tokenizer = make_tokenizer(padding_side="left")
     pipe = hf.pipeline("text-generation", model=make_gpt2(), tokenizer=tokenizer)
+    pipe.model.generation_config.bos_token_id = 1
     batch = ["the cat sat", "a dog ran far away"]
-    before = pipe("the cat sat", **GREEDY), pipe(batch, batch_size=2, **GREEDY)
+
+    def texts():
+        """Of one, of a batch, and of prompts without a token, which are the BOS alone."""
+        return (
+            pipe("the cat sat", **GREEDY),
+            pipe(batch, batch_size=2, **GREEDY),
+            pipe("", **GREEDY),
+        )
+
+    before = texts()
     fused(pipe, backend)
-    assert (pipe("the cat sat", **GREEDY), pipe(batch, batch_size=2, **GREEDY)) == before
+    assert texts() == before
     sampled = pipe("the cat", do_sample=True, top_k=5, max_new_tokens=6, num_return_sequences=3)
     assert len(sampled) == 3 and all("the cat" in x["generated_text"] for x in sampled)
 
@@ -130,6 +141,111 @@ def test_pipelines_of_images(task, backend):
         for one, other in zip(before, after, strict=True):
             scores = [{x["label"]: x["score"] for x in own} for own in (one, other)]
             assert scores[1] == pytest.approx(scores[0], abs=error)
+
+
+SIZES = dict(vocab_size=len(VOCAB), pad_token_id=0, bos_token_id=1, eos_token_id=2)
+LLAMA = hf.LlamaConfig(**SIZES, **SMALL, num_labels=3)
+BART = hf.BartConfig(
+    **SIZES, d_model=32, encoder_layers=1, decoder_layers=1, encoder_attention_heads=2,
+    decoder_attention_heads=2, encoder_ffn_dim=64, decoder_ffn_dim=64, decoder_start_token_id=2,
+    num_beams=1,
+)  # fmt: skip
+MODERN = hf.ModernBertConfig(**SIZES, **SMALL, cls_token_id=1, sep_token_id=2)
+# By name: the model, and what a dataset's rows have beside ids. HF divides the losses of some by
+# the number of labels that Trainer counts, and those of others not.
+TRAINED = {
+    "gpt2": (make_gpt2, lambda ids: {"labels": ids}),
+    "modernbert": (lambda: hf.ModernBertForMaskedLM(MODERN), lambda ids: {"labels": ids}),
+    "bert-sequence": (
+        lambda: make_bert(hf.BertForSequenceClassification, num_labels=3),
+        lambda ids: {"labels": ids[0] % 3, "special": 1},
+    ),
+    "bert-tokens": (
+        lambda: make_bert(hf.BertForTokenClassification),
+        lambda ids: {"labels": [i % 2 for i in ids], "token_type_ids": [0] * len(ids)},
+    ),
+    "bert-answers": (
+        lambda: make_bert(hf.BertForQuestionAnswering),
+        lambda ids: {"start_positions": 1, "end_positions": 2},
+    ),
+    "llama-answers": (
+        lambda: hf.LlamaForQuestionAnswering(LLAMA),
+        lambda ids: {"start_positions": 1, "end_positions": 2, "token_type_ids": [1] * len(ids)},
+    ),
+    "llama-sequence": (
+        lambda: hf.LlamaForSequenceClassification(LLAMA),
+        lambda ids: {"labels": ids[0] % 3},
+    ),
+    "bart": (lambda: hf.BartForConditionalGeneration(BART), lambda ids: {"labels": ids}),
+}
+
+
+def evaluated(model, rows, folder, texts):
+    """What HF's Trainer finds: label names, loss, predictions with labels and without."""
+    kind = hf.Seq2SeqTrainer if texts else hf.Trainer
+    how = dict(predict_with_generate=True, generation_max_length=9) if texts else {}
+    arguments = hf.Seq2SeqTrainingArguments if texts else hf.TrainingArguments
+    arguments = arguments(
+        folder, per_device_eval_batch_size=2, report_to=[], use_cpu=True, disable_tqdm=True, **how
+    )
+    trainer = kind(model=model, args=arguments, data_collator=hf.default_data_collator)
+    trainer._set_signature_columns_if_needed()
+    kept = [{k: x for k, x in row.items() if k in trainer._signature_columns} for row in rows]
+    names = trainer.label_names
+    alone = [{k: x for k, x in row.items() if k not in names} for row in kept]
+    found = [trainer.evaluate(kept)["eval_loss"], trainer.predict(kept).predictions]
+    if texts or not model.config.is_encoder_decoder:
+        found.append(trainer.predict(alone).predictions)
+    return sorted(names), found
+
+
+@pytest.mark.parametrize("name", TRAINED)
+def test_evaluation_by_trainer_gives_what_it_gives_of_the_model(name, tmp_path):
+    """Of a fused engine and of one in module mode; losses over as many labels as HF counts."""
+    torch.manual_seed(0)
+    make, more = TRAINED[name]
+    model = make().eval()
+    randomize(model)
+    if model.can_generate():
+        model.generation_config.pad_token_id = model.config.pad_token_id = 0
+    random = np.random.default_rng(0)
+    ids = [random.integers(3, 24, 4).tolist() for _ in range(3)]
+    rows = [{"input_ids": own, "attention_mask": [1] * 4, **more(own)} for own in ids]
+    for texts in (False, True) if name in ("gpt2", "bart") else (False,):
+        wanted, numbers = evaluated(model, rows, tmp_path, texts)
+        for inject in (True, False):
+            engine = dualinfer.init_inference(
+                model, backend="torch", dtype="fp32", replace_with_kernel_inject=inject
+            )
+            names, found = evaluated(engine, rows, tmp_path, texts)
+            assert names == wanted
+            assert type(engine).__name__ == type(model).__name__
+            for one, other in zip(found, numbers, strict=True):
+                pairs = zip(one, other, strict=True) if isinstance(one, tuple) else [(one, other)]
+                for x, y in pairs:
+                    np.testing.assert_allclose(x, y, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", ["gpt2", "bert-answers", "llama-sequence", "bart"])
+def test_what_harnesses_read_of_a_model_is_there_and_true(name):
+    """As lm-eval's HFLM, sentence-transformers, accelerate and pipelines read it."""
+    model = TRAINED[name][0]().eval()
+    engine = dualinfer.init_inference(
+        model, backend="torch", dtype="fp32", replace_with_kernel_inject=True
+    )
+    assert inspect.signature(engine.forward) == inspect.signature(model.forward)
+    assert inspect.signature(type(engine).forward) == inspect.signature(type(model).forward)
+    facts = "accepts_loss_kwargs base_model_prefix config_class input_modalities loss_type device"
+    for fact in f"{facts} main_input_name name_or_path dtype config".split():
+        assert hasattr(engine, fact) == hasattr(model, fact), fact
+        assert getattr(engine, fact, None) == getattr(model, fact, None), fact
+    assert engine.can_generate() == model.can_generate()
+    for how in ({}, {"exclude_embeddings": True}):
+        assert engine.num_parameters(**how) == model.num_parameters(**how)
+    engine.eval().tie_weights()
+    with pytest.raises(AttributeError, match="has no 'resize_token_embeddings'.*module mode"):
+        engine.resize_token_embeddings  # noqa: B018
+    assert not hasattr(engine, model.base_model_prefix)
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ names that transformers does not know (of a wrapper, of FSDP, of a class that is
 
 import importlib
 from collections.abc import Iterator, Mapping
+from functools import cache
 from typing import Any
 
 from ..errors import ModelError, shown
@@ -34,10 +35,11 @@ def as_auto(written: Mapping[str, Any]) -> dict[str, Any]:
     names = [names] if isinstance(names, str) else names
     if not names or not isinstance(model_type, str) or not isinstance(names, list | tuple):
         return fields
-    if not all(isinstance(name, str) for name in names) or find_served(model_type, names):
+    if not all(isinstance(name, str) for name in names):
         return fields
-    found = _class_of(model_type, names)
-    own = found not in names and _own_code(fields, names)
+    found = find_served(model_type, names) or _class_of(model_type, names)
+    by_name = found is not None and found.lower() in (name.lower() for name in names)
+    own = None if by_name else _own_code(fields, names)
     if own:
         local = f" Without it transformers makes a {found}." if found else ""
         raise ModelError(
@@ -45,7 +47,7 @@ def as_auto(written: Mapping[str, Any]) -> dict[str, Any]:
             f"(auto_map) and does not run here.{local} If you trust it, load the model yourself "
             "with trust_remote_code=True and pass it to init_inference with backend='torch'."
         )
-    if found:
+    if found and found != names[0]:
         fields["architectures"] = [found]
     return fields
 
@@ -86,16 +88,18 @@ def classes_of_type(model_type: str) -> list[str]:
 def _class_of(model_type: str, names: list[str]) -> str | None:
     """transformers' class of `model_type` that these names mean; None if they mean none of it."""
     mappings = _mappings()
-    own = list(_of_type(mappings, model_type))
-    found = next((name for name in names if name in own or _is_of(name, model_type)), None)
-    if found:
-        return found
-    tasks = [a for a, classes in mappings.items() if any(names[0] in c for c in classes.values())]
-    if tasks:  # another type's class, whose task this one may have as well
-        return next(_of_type({a: mappings[a] for a in tasks}, model_type), None)
-    wrapped = [name for name in own if names[0].endswith(name)]
-    if wrapped:
-        return max(wrapped, key=len)
+    own = set(_of_type(mappings, model_type))
+    known = {name for types in mappings.values() for each in types.values() for name in each}
+    for name in names:
+        if name in own or (name not in known and _is_of(name, model_type)):
+            return name
+    # A name of the type, or of another one, with words of a wrapper before it.
+    inner = max((x for x in (*own, *known) if names[0].endswith(x)), key=len, default=None)
+    if inner in own:
+        return inner
+    if inner:  # whose task this type may have as well
+        tasks = {a: c for a, c in mappings.items() if any(inner in x for x in c.values())}
+        return next(_of_type(tasks, model_type), None)
     ends = {a.removeprefix("AutoModel"): (a,) for a in mappings if a not in _LAST} | _ENDS
     end = max((e for e in ends if e and names[0].endswith(e)), key=len, default=None)
     if end is None:
@@ -103,6 +107,7 @@ def _class_of(model_type: str, names: list[str]) -> str | None:
     return next(_of_type({a: mappings[a] for a in ends[end]}, model_type), None)
 
 
+@cache
 def _mappings() -> dict[str, dict[str, tuple[str, ...]]]:
     """The names of the classes of each Auto class by model_type, those first that go first."""
     # By its path, since transformers gives a stand-in for it where there is no torch.

@@ -157,7 +157,7 @@ _MODULE_MODE = (
 INERT = frozenset(
     """_commit_hash _from_model_config _name_or_path architectures assistant_confidence_threshold
     assistant_lookbehind cache_config cache_implementation compile_config
-    decoder_start_token_id disable_compile early_stopping length_penalty max_cache_len
+    decoder_start_token_id disable_compile early_stopping labels length_penalty max_cache_len
     num_assistant_tokens num_assistant_tokens_schedule prefill_chunk_size return_legacy_cache
     synced_gpus target_lookbehind transformers_version use_cache""".split()
 )

@@ -19,6 +19,8 @@ from .checks import by_name, is_zero, refuse_prefix
 from .embedding import EmbeddingCalls
 from .images import OF_PATCHES, make_image_inputs, make_tower_inputs, refuse_images
 from .inputs import make_forward_inputs, refuse_arguments
+from .labels import refuse_routers
+from .likeness import Likeness
 from .loop import Generation, Loop, StopStrings
 from .options import GenerationOptions, config_dict, count_of, make_options, over_limit, shorter
 from .origin import Origin
@@ -59,7 +61,7 @@ class _Work(NamedTuple):
     chunk: int = 1
 
 
-class FusedEngine(EmbeddingCalls, TowerCalls, SpeechCalls):
+class FusedEngine(Likeness, EmbeddingCalls, TowerCalls, SpeechCalls):
     """dualinfer's own decoder in the place of the model's forward."""
 
     _mode = "fused"
@@ -204,6 +206,8 @@ class FusedEngine(EmbeddingCalls, TowerCalls, SpeechCalls):
                     "forward does not support use_cache=True: it returns no past_key_values. "
                     "The cache belongs to generate()."
                 )
+            if labels is not None:
+                refuse_routers(self._config)
             if use_cache is None:
                 use_cache = getattr(self._config, "use_cache", True)
             if output_hidden_states is None:
@@ -466,10 +470,10 @@ class FusedEngine(EmbeddingCalls, TowerCalls, SpeechCalls):
         ids, mask, inputs = given["input_ids"], given["attention_mask"], given["inputs"]
         embeds = given["inputs_embeds"]
         if not spec.can_generate:
-            raise UnsupportedError(
-                f"{spec.architecture} cannot generate: it is no causal model with a vocabulary "
-                "head."
-            )
+            why = "it is no causal model with a vocabulary head"
+            if spec.head is not None and spec.head.kind == "causal":
+                why = "by its config tokens see those behind them (use_bidirectional_attention)"
+            raise UnsupportedError(f"{spec.architecture} cannot generate: {why}.")
         if inputs is not None:  # HF's name of its first argument
             if ids is not None:
                 raise ArgumentError("Both inputs and input_ids were given; they are the same.")
@@ -526,6 +530,8 @@ class FusedEngine(EmbeddingCalls, TowerCalls, SpeechCalls):
             if ids is None and options.bos_token_id is not None:
                 ids, mask = [[options.bos_token_id]], None  # as in HF
             prompts = make_prompts(ids, mask, spec.vocab, pad, options.eos_token_ids)
+            if given["input_ids"] is given["inputs"] is None and self._about.of_torch:
+                prompts = replace(prompts, kind="torch")  # as of the model in whose place it stands
         count = options.num_return_sequences
         ends = options.stop_strings or options.criteria
         if pad is None and ends and len(prompts.rows) * count > 1:
@@ -564,9 +570,7 @@ class FusedEngine(EmbeddingCalls, TowerCalls, SpeechCalls):
         given |= dict(zip(names, (ids, mask, [[0]] * len(ids)), strict=True))
         how: dict[str, Any] = {"loss_count": None, "logits_to_keep": 0}
         given |= {"decoder_attention_mask": None}
-        inputs = make_pair_inputs(
-            self._spec, given, pad=None, output_hidden_states=False, **how
-        )
+        inputs = make_pair_inputs(self._spec, given, pad=None, output_hidden_states=False, **how)
         results = self.runner.forward(inputs)
         return to_numpy(results["encoder_last_hidden_state"]).astype(np.float32)
 

@@ -13,7 +13,7 @@ from ..errors import ArgumentError, a_type, shown
 from ..model.spec import ModelSpec, Patches
 from .checks import check_mask, read_array
 from .inputs import make_forward_inputs, pooling_weights, text_alone
-from .labels import check_labels, check_numbers, loss_kind
+from .labels import check_labels, check_loss_count, check_numbers, loss_kind
 
 OF_PATCHES = "pixel_attention_mask", "spatial_shapes"
 
@@ -115,10 +115,10 @@ def make_image_inputs(
             f"{spec.architecture} reads pixel_values alone; {(*asked, 'input_ids')[0]} was given "
             "as well. Leave it out."
         )
-    if loss_count is not None or not (logits_to_keep is None or shown(logits_to_keep) == "0"):
+    if not (logits_to_keep is None or shown(logits_to_keep) == "0"):
         raise ArgumentError(
-            f"logits_to_keep and num_items_in_batch are of language models, and "
-            f"{spec.architecture} reads images. Leave them out."
+            f"logits_to_keep is of language models, and {spec.architecture} reads images. Leave it "
+            "out."
         )
     if not isinstance(interpolate, bool | None):
         raise ArgumentError(
@@ -142,6 +142,7 @@ def make_image_inputs(
         output_hidden_states=output_hidden_states,
         embeds=tokens,
         labels=targets,
+        loss_count=None if targets is None else check_loss_count(spec, loss_count),
         loss=loss,
         blend=blend,
         mask=visible,

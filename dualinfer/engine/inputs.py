@@ -145,7 +145,7 @@ def make_forward_inputs(
             targets[:, :-1][~shown[:, 1:]] = NO_LABEL
     if any(end is not None for end in ends):
         targets = check_ends(ends, shape)
-    count = check_loss_count(spec, loss_count, labels is not None)
+    count = None if targets is None else check_loss_count(spec, loss_count)
     inputs = ForwardInputs(tokens, at, visible, types, segments, output_hidden_states)
     inputs = replace(inputs, embeds=vectors, kept=kept, labels=targets, loss_count=count)
     return replace(inputs, weights=weights, choices=choices, loss=loss)

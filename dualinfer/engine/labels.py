@@ -133,15 +133,22 @@ def check_ends(ends: tuple[Any, Any], shape: tuple[int, int]) -> np.ndarray:
     return np.stack(found, axis=1).astype(np.int32)
 
 
-def check_loss_count(spec: ModelSpec, count: Any, has_labels: bool) -> float | None:
-    """HF's `num_items_in_batch`, by which a causal model's sum of losses is divided."""
-    if count is None:
+def refuse_routers(config: Any) -> None:
+    """Raise ArgumentError where HF adds the losses of routers to that of labels."""
+    for own, where in ((config, ""), (getattr(config, "text_config", None), " in text_config")):
+        if getattr(own, "output_router_logits", False):
+            way = "" if where else ', pass args={"output_router_logits": False} to init_inference,'
+            raise ArgumentError(
+                f"labels: the model's config has output_router_logits=True{where}, with which HF "
+                "adds to their loss one of the routers, which fused mode does not compute. Set it "
+                f"to false in config.json{way} or leave labels out."
+            )
+
+
+def check_loss_count(spec: ModelSpec, count: Any) -> float | None:
+    """HF's `num_items_in_batch`, by which a sum of losses is divided; None where HF ignores it."""
+    if count is None or not spec.counts_labels:
         return None
-    if not has_labels or spec.head is None or spec.head.kind != "causal" or spec.encoder:
-        raise ArgumentError(
-            f"num_items_in_batch={shown(count)} divides the loss of a causal model's labels; "
-            "without them, and for others, HF does not read it. Leave it out."
-        )
     try:
         number = float(count)
     except (TypeError, ValueError, OverflowError, RuntimeError):

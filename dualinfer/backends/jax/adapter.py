@@ -107,6 +107,14 @@ def _view(weights: Model, engine: Any) -> FusedModule:
 
 
 class _Engine(_Inference):
+    @property
+    def _modules(self) -> Any:
+        """AttributeError: what takes an engine for a torch module looks for this."""
+        raise AttributeError(
+            "This engine is JAX's and no torch module, which Trainer and torch's tools need. Make "
+            "one with backend='torch' for them."
+        )
+
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise UnsupportedError(
             "An engine holds executables and memory of its device, so that it cannot be copied or "
@@ -127,6 +135,11 @@ class _FusedEngine(_Engine):
             view = _view(weights, self)
             self._view = weakref.ref(view)
         return view
+
+    def __getattr__(self: Any, name: str) -> Any:
+        if name.startswith("_"):
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+        raise self._absent(name)
 
     @property
     def model(self: Any) -> FusedModule:

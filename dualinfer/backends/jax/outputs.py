@@ -60,7 +60,7 @@ def make_loss(
     assert labels is not None
     if "start_logits" in results:
         ends = results["start_logits"], results["end_logits"]
-        parts = [_cross_entropy(x, labels[:, i], None) for i, x in enumerate(ends)]
+        parts = [_cross_entropy(x, labels[:, i], inputs.loss_count) for i, x in enumerate(ends)]
         return (parts[0] + parts[1]) / 2
     if inputs.loss != "classes":
         return _loss_of_numbers(results["logits"], labels, inputs.loss == "several")

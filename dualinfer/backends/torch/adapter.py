@@ -146,6 +146,14 @@ class _FusedEngine(_Engine, _FusedWeights):
             self._view = weakref.ref(view)
         return view
 
+    def __getattr__(self: Any, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError as error:
+            if name.startswith("_"):
+                raise
+            raise self._absent(name) from error
+
     def _apply(self, fn: Callable, recurse: bool = True) -> Any:
         _refuse_change(fn, self)
         return self

@@ -161,7 +161,10 @@ class TorchRunner:
                 result["logits"] = result["logits"].reshape(-1, inputs.choices)
             if inputs.labels is not None and "start_logits" in result:
                 ends = result["start_logits"], result["end_logits"]
-                parts = [self._loss(x, inputs.labels[:, i], None) for i, x in enumerate(ends)]
+                parts = [
+                    self._loss(x, inputs.labels[:, i], inputs.loss_count)
+                    for i, x in enumerate(ends)
+                ]
                 result["loss"] = (parts[0] + parts[1]) / 2
             elif inputs.labels is not None and inputs.loss != "classes":
                 wanted = torch.from_numpy(inputs.labels).to(self.device)

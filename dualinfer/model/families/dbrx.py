@@ -39,7 +39,7 @@ def describe(fields: ConfigFields, architecture: str) -> tuple[ModelSpec, Weight
         final_norm=norm,
         head=Head("causal") if "For" in architecture else None,
     )
-    fields.require("output_router_logits", False)
+    fields.ignore("output_router_logits")
     fields.require("tie_word_embeddings", False)
     fields.ignore("resid_pdrop", "emb_pdrop", "num_key_value_heads")  # HF reads kv_n_heads
     inner.ignore("attn_pdrop")

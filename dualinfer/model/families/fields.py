@@ -246,7 +246,9 @@ class ConfigFields:
         )
 
 
-_SHARED = "masking_utils modeling_rope_utils cache_utils modeling_layers configuration_utils".split()
+_SHARED = (
+    "masking_utils modeling_rope_utils cache_utils modeling_layers configuration_utils".split()
+)
 
 
 def read_by_transformers(model_type: str, names: Sequence[str]) -> list[str]:

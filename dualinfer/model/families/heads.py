@@ -27,6 +27,7 @@ _QA_BASES: dict[str, str] = dict.fromkeys(
     "seed_oss smollm3".split(),
     "transformer.",
 )
+_OWN_LOSSES = ("bloom", "falcon", "gpt2", "gpt-sw3", "gpt_neo", "gpt_neox", "gptj", "mpt", "opt")
 _CLASSIFIERS = ("gpt2", "gpt_bigcode", "gpt_neo", "gpt_neox", "bloom", "falcon", "mpt", "biogpt")
 
 
@@ -126,6 +127,7 @@ def with_head(
     assert kind is not None and spec.head is None
     if kind == "span":
         own = Classifier("qa_outputs")
+        fields = fields.of_family(fields.family, {"id2label": None, "num_labels": 2})  # as HF
         table = under(table, _QA_BASES.get(spec.family, table.base))
     elif kind == "token":
         own = Classifier("classifier" if spec.family in _CLASSIFIERS else "score")
@@ -133,6 +135,7 @@ def with_head(
         own = Classifier("classifier" if spec.family == "ctrl" else "score", bias=False)
     width = "width" if spec.embed_width else "embed"
     head, rows = make_head(fields, kind, own, "last", width=width)
+    head = replace(head, counted=kind == "span" and spec.family not in _OWN_LOSSES)
     pad = fields.take("pad_token_id")
     spec = replace(spec, architecture=architecture, head=head, pad_id=pad)
     return spec, replace(table, spec=spec, outer=(*table.outer, *rows))

@@ -22,7 +22,7 @@ def describe(fields: ConfigFields, architecture: str) -> tuple[ModelSpec, Weight
     kv_heads, head_dim = fields.heads("num_key_value_heads"), fields.size("kv_channels")
     count, chosen = fields.size("num_local_experts"), fields.size("num_experts_per_tok")
     fields.require("head_dim", head_dim)
-    fields.require("output_router_logits", False)
+    fields.ignore("output_router_logits")
     fields.ignore("aux_loss_coef", "attention_dropout", "num_attention_heads")
     router, parameters = Router(chosen, "chosen"), fields.take("rope_parameters")
     attention = Attention(

@@ -164,7 +164,9 @@ KINDS = {
         ignored=("hidden_dropout",),
     ),
     "arcee": Kind("Arcee", mlp=("up_proj", "down_proj"), gated=False, mlp_bias="mlp_bias"),
-    "aria_text": Kind("AriaText", **_LLAMA, always={"hidden_act": "silu"}),  # that of experts
+    "aria_text": Kind(  # of experts
+        "AriaText", always={"hidden_act": "silu", "mlp_bias": False}
+    ),
     "bitnet": Kind("BitNet", sub_norms=("self_attn.attn_sub_norm", "mlp.ffn_sub_norm")),
     "cohere": Kind(
         *("Cohere",),
@@ -192,7 +194,7 @@ KINDS = {
         ignored=_COHERE2,
     ),
     "cwm": Kind("Cwm", qkv_bias=False, out_bias=False),
-    "deepseek_ocr2_text": Kind("DeepseekOcr2Text", **_LLAMA, only=True),
+    "deepseek_ocr2_text": Kind("DeepseekOcr2Text", always={"mlp_bias": False}, only=True),
     "diffllama": Kind("DiffLlama", ignored=("lambda_std_dev",)),  # of training's start
     "dots1": Kind("Dots1", qk_norm=True, ignored=_WINDOWED),
     "ernie4_5": Kind(

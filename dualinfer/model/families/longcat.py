@@ -51,7 +51,7 @@ def describe(fields: ConfigFields, architecture: str) -> tuple[ModelSpec, Weight
         **{"norm_topk_prob": False, "router_bias": False, "zero_expert_type": "identity"},
     }.items():
         fields.require(name, value)
-    fields.require("output_router_logits", False)
+    fields.ignore("output_router_logits")
     fields.ignore("attention_dropout")
     return spec, _table(fields, spec)
 

@@ -156,7 +156,7 @@ def _nemotron(fields: ConfigFields, embed: int, norm: Norm) -> tuple[list[Layer]
         fields.require("moe_latent_size")
         fields.require("mlp_bias", False)
         layers["moe"] = Layer(_NONE, _experts(fields, activation), norm, "pre", attends=False)
-    fields.require("output_router_logits", False)
+    fields.ignore("output_router_logits")
     for name in ("rms_norm_eps", "norm_eps"):
         fields.require(name, norm.eps)
     fields.require("attention_head_dim", head_dim)
@@ -213,6 +213,7 @@ def _table(fields: ConfigFields, spec: ModelSpec, norm: Norm, is_bare: bool) -> 
             ("attention_bias", False),
         )
     )
+    attn = attn and fields.family != "nemotron_h"  # HF's reads no such field
     mlp_bias = fields.flag("mlp_bias", False)
     out = fields.flag("projectors_bias", False) if fields.family == "falcon_h1" else proj
     names = ("norm",) * 2 if is_bare else ("input_layernorm", "pre_ff_layernorm")

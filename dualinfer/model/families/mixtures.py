@@ -236,7 +236,7 @@ def read_layers(fields: ConfigFields, dense: Mlp, layers: int) -> list[Mlp | Exp
     own, activation = MIXTURES[fields.family], dense.activation
     assert activation != "xielu"
     fields.ignore(*own.ignored)
-    fields.require("output_router_logits", False)
+    fields.ignore("output_router_logits")
     ffn, shared = fields.size(own.ffn), _shared(fields)
     count = fields.size(_name_of_count(fields))
     if fields.family == "hunyuan_v1_moe":
@@ -299,6 +299,22 @@ def _chosen(fields: ConfigFields, name: str, layer: int, layers: int) -> int:
     return value[layer]
 
 
+def _groups(fields: ConfigFields, least: int) -> tuple[int, int]:
+    """Groups of at least `least` experts, and how many of them are open to a token."""
+    groups, chosen = fields.size("n_group", 1), fields.size("topk_group", 1)
+    total = fields.size(MIXTURES[fields.family].count)
+    experts = fields.size(MIXTURES[fields.family].chosen)
+    # Of too few open experts HF takes closed ones, those that a sort of equal numbers gives first.
+    fits = total % groups == 0 and total // groups >= least and chosen <= groups
+    if not fits or total // groups * chosen < experts:
+        raise ModelError(
+            f"config.json has n_group={groups} and topk_group={chosen} for {total} experts, of "
+            f"which a token has {experts}; expected groups of one size of at least {least}, no "
+            "more open ones than there are, and as many experts in them as a token has."
+        )
+    return groups, chosen
+
+
 def _router(fields: ConfigFields) -> Router:
     """How a family's router chooses, but for how many."""
     family = fields.family
@@ -308,15 +324,9 @@ def _router(fields: ConfigFields) -> Router:
         fields.require("norm_topk_prob", False)  # HF's router does not read it
         fields.require("scoring_func", "softmax")
         fields.require("topk_method", "greedy", "group_limited_greedy")
-        groups, chosen = fields.size("n_group", 1), fields.size("topk_group", 1)
-        if fields.take("topk_method") != "group_limited_greedy":
-            groups = chosen = 1
-        total = fields.size(MIXTURES[family].count)
-        if total % groups or chosen > groups:
-            raise ModelError(
-                f"config.json has n_group={groups} and topk_group={chosen} for {total} experts; "
-                "expected groups of one size, and no more open ones than there are."
-            )
+        limited = fields.take("topk_method") == "group_limited_greedy"
+        groups, chosen = _groups(fields, 1) if limited else (1, 1)
+        fields.ignore("n_group", "topk_group")
         scale = fields.number("routed_scaling_factor")
         return Router(0, groups=groups, groups_chosen=chosen, scale=scale)
     if family in _DEEPSEEKS:
@@ -324,13 +334,7 @@ def _router(fields: ConfigFields) -> Router:
         fields.require("topk_method", "noaux_tc")
         if family == "axk2":  # whose closed groups HF gives scores of 0, which may be chosen
             fields.require("n_group", 1)
-        groups, chosen = fields.size("n_group", 1), fields.size("topk_group", 1)
-        total = fields.size(MIXTURES[family].count)
-        if total % groups or total // groups < 2 or chosen > groups:
-            raise ModelError(
-                f"config.json has n_group={groups} and topk_group={chosen} for {total} experts; "
-                "expected groups of one size of at least 2, and no more open ones than there are."
-            )
+        groups, chosen = _groups(fields, 2)
         renormalized = fields.flag("norm_topk_prob", False)
         scale = fields.number("routed_scaling_factor")
         score = "softmax" if family == "mistral4" else "sigmoid"

@@ -35,7 +35,11 @@ CLASSES = {
 def describe(fields: ConfigFields, architecture: str) -> tuple[ModelSpec, WeightTable]:
     """Spec and weight table of a ModernBERT, EuroBERT or UltraBERT model."""
     describe_own = _euro if fields.family in ("eurobert", "ultrabert") else _modern
-    return describe_own(fields, architecture)
+    spec, table = describe_own(fields, architecture)
+    if spec.head is not None:
+        head = replace(spec.head, counted=spec.head.of_vocab or spec.head.kind == "span")
+        spec = replace(spec, head=head)
+    return spec, replace(table, spec=spec)
 
 
 def _modern(fields: ConfigFields, architecture: str) -> tuple[ModelSpec, WeightTable]:

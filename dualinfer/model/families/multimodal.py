@@ -449,9 +449,9 @@ def _decoder(fields: ConfigFields, has_head: bool) -> tuple[ModelSpec, WeightTab
             fields.require(name, value)
         same = {ours: fields.take(theirs) for ours, theirs in own.same.items()}
         changes = {**own.given, **same, "rope_parameters": rope}
-        if own.family == "qwen3":  # HF's has no windows
+        if own.family in ("qwen3", "qwen3_moe"):  # HF's have no windows
             layers = fields.layers("num_hidden_layers")
-            changes |= {"layer_types": ["full_attention"] * layers}
+            changes |= {"layer_types": ["full_attention"] * layers, "sliding_window": None}
         if own.share:
             fields.require("head_dim", fields.split("hidden_size", "num_attention_heads")[2])
         fields = fields.of_family(own.family, changes)

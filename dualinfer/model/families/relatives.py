@@ -98,7 +98,7 @@ def describe(fields: ConfigFields, architecture: str) -> tuple[ModelSpec, Weight
     is_hybrid = fields.family == "granitemoehybrid"
     if is_hybrid and not fields.take("num_local_experts", 0):
         fields.ignore("intermediate_size", "num_experts_per_tok", "router_aux_loss_coef")
-        fields.require("output_router_logits", False)
+        fields.ignore("output_router_logits")
     elif fields.family in mixtures.MIXTURES:
         mlps = mixtures.read_layers(fields, mlp, len(attentions))
     kinds = [(*own, mlp) for own, mlp in zip(attentions, mlps, strict=True)]

@@ -55,6 +55,7 @@ def describe(fields: ConfigFields, architecture: str) -> tuple[ModelSpec, Weight
             pooling, width, pooled = "beside", "embed+embed_in", None
         own = Classifier("classifier")
         head, rows = make_head(fields, "sequence", own, pooling, width=width)
+        head = replace(head, counted=True)
         outer += rows
         fields.ignore("pooler_output_size", "pooler_act")
     elif not is_dino and not is_msn:

@@ -263,7 +263,8 @@ class Head:
     first and this mean of patches side by side (`beside`); of an encoder-decoder the decoder's at
     the place of the last id `eos` that the encoder reads. `width`
     is that of the projection before the vocabulary where it is neither the embedding's nor the
-    layers' (RemBERT).
+    layers' (RemBERT). Whether HF divides the sum of losses by a number that the caller has
+    `counted` follows from the kind where it is None: decoders' heads for the vocabulary do.
     """
 
     kind: Literal["causal", "masked", "sequence", "token", "choice", "span", "replaced"]
@@ -276,6 +277,7 @@ class Head:
     late: bool = False
     eos: int | None = None
     width: int = 0
+    counted: bool | None = None
 
     @property
     def of_vocab(self) -> bool:
@@ -645,6 +647,13 @@ class ModelSpec:
     def can_generate(self) -> bool:
         """True for a causal model with a vocabulary head."""
         return self.causal and self.head is not None and self.head.kind == "causal"
+
+    @property
+    def counts_labels(self) -> bool:
+        """True if HF divides the sum of losses by the number that a caller counts."""
+        if self.head is None or self.head.counted is not None:
+            return self.head is not None and bool(self.head.counted)
+        return self.head.kind == "causal" and self.encoder is None and not self.masks_labels
 
     @property
     def has_logits(self) -> bool:
