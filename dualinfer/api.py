@@ -10,9 +10,9 @@ from typing import Any
 
 from . import backends
 from .checkpoint.adapted import AdaptedSource
+from .checkpoint.auto_class import class_named
 from .checkpoint.fitting import fit, wanted_by_module
 from .checkpoint.gguf_model import is_gguf
-from .checkpoint.auto_class import class_named
 from .checkpoint.hf_config import (
     notes_on,
     read_config,

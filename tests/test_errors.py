@@ -680,7 +680,7 @@ def test_unsupported_class_of_a_supported_family_is_named(folder, backend):
         dualinfer.init_inference(model, backend=backend, kernel_inject=True)
     path = folder()
     change_config(path, architectures=["LlamaForMultipleChoice"])
-    with pytest.raises(ModelError, match="ForMultipleChoice.*Nor does module mode.*has no model"):
+    with pytest.raises(ModelError, match=r"ForMultipleChoice.*Nor does module mode.*has no model"):
         dualinfer.init_inference(path, backend=backend, kernel_inject=True)
 
 

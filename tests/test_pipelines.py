@@ -243,7 +243,7 @@ def test_what_harnesses_read_of_a_model_is_there_and_true(name):
     for how in ({}, {"exclude_embeddings": True}):
         assert engine.num_parameters(**how) == model.num_parameters(**how)
     engine.eval().tie_weights()
-    with pytest.raises(AttributeError, match="has no 'resize_token_embeddings'.*module mode"):
+    with pytest.raises(AttributeError, match=r"has no 'resize_token_embeddings'.*module mode"):
         engine.resize_token_embeddings  # noqa: B018
     assert not hasattr(engine, model.base_model_prefix)
 

@@ -14,9 +14,9 @@ from rich.text import Text
 from ..arrays import numpy_dtype
 from ..backends import check_backend, describe_split
 from ..backends.streaming import Streaming
+from ..checkpoint.auto_class import class_named
 from ..checkpoint.fitting import fit, wanted_by_table
 from ..checkpoint.gguf_model import is_gguf
-from ..checkpoint.auto_class import class_named
 from ..checkpoint.hf_config import read_config, read_other_config, read_written
 from ..checkpoint.hub import find_checkpoint
 from ..checkpoint.quantized import open_as_held
