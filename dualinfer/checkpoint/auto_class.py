@@ -29,14 +29,14 @@ def as_auto(written: Mapping[str, Any]) -> dict[str, Any]:
     that is code of the checkpoint's own.
     """
     fields = dict(written)
-    model_type, names = fields.get("model_type"), fields.get("architectures")
+    model_type, given = fields.get("model_type"), fields.get("architectures")
     if model_type == "mistral" and "layer_types" in fields:  # AutoConfig's own rule
         fields["model_type"] = model_type = "ministral"
-    names = [names] if isinstance(names, str) else names
-    if not names or not isinstance(model_type, str) or not isinstance(names, list | tuple):
+    names = [given] if isinstance(given, str) else given
+    is_list = isinstance(names, list | tuple) and all(isinstance(name, str) for name in names)
+    if not names or not is_list or not isinstance(model_type, str):
         return fields
-    if not all(isinstance(name, str) for name in names):
-        return fields
+    names = [*names]
     found = find_served(model_type, names) or _class_of(model_type, names)
     by_name = found is not None and found.lower() in (name.lower() for name in names)
     own = None if by_name else _own_code(fields, names)

@@ -32,7 +32,6 @@ class Likeness:
     """The attributes of HF's class that others read of a fused engine."""
 
     _spec: Any
-    config: Any
 
     accepts_loss_kwargs = _fact("accepts_loss_kwargs", "Whether HF's class says that it does.")
     base_model_prefix = _fact("base_model_prefix", "HF's name of what lies below the head.")
@@ -56,11 +55,13 @@ class Likeness:
         return found[0] if found else None
 
     @property
-    def name_or_path(self) -> str:
+    def name_or_path(self: Any) -> str:
         """Where the model is from, as its config says."""
         return getattr(self.config, "name_or_path", "") or ""
 
-    def num_parameters(self, only_trainable: bool = False, exclude_embeddings: bool = False) -> int:
+    def num_parameters(
+        self: Any, only_trainable: bool = False, exclude_embeddings: bool = False
+    ) -> int:
         """Parameters of the model as HF counts them by its config; none is trainable."""
         if only_trainable:
             return 0
