@@ -101,6 +101,10 @@ BASES = {
     "ibert-masked": ("IBertForMaskedLM", {}),
     "esm": ("EsmModel", _ESM),
     "esm-masked": ("EsmForMaskedLM", _ESM),
+    "esm-absolute": (
+        "EsmForMaskedLM",
+        {**_ESM, "position_embedding_type": "absolute", "emb_layer_norm_before": True},
+    ),
     "esm-plain": ("EsmModel", {**_ESM, "token_dropout": False, "emb_layer_norm_before": True}),
     "xlm-base": ("XLMModel", _XLM),
     "xlm-masked": ("XLMWithLMHeadModel", {**_XLM, "n_langs": 3}),

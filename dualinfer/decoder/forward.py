@@ -1,5 +1,7 @@
 """The pass through a model's layers."""
 
+from dataclasses import replace
+
 from ..model.spec import Embedder, ModelSpec, Streams
 from ..ops.contract import Array, BlockOps, Neighbours, NormOf, Params
 from .blocks import Attend, Recur, Seen, block, normed
@@ -51,11 +53,14 @@ def hidden_states(
             read = ids if embeds is None else embeds
             x = ops.embed_trigrams(spec, params.outer, read, *where, segments)
         elif embeds is None:
-            x = ops.embed(spec, params.outer, ids, *where)
+            apart = spec.dropped is not None and spec.learned_positions > 0
+            x = ops.embed(_without_positions(spec) if apart else spec, params.outer, ids, *where)
             for i, embedder in enumerate(spec.embedders):
                 x = _embedded_by(embedder, f"embedders.{i}", params, ops, x, ids)
             if spec.dropped is not None:
                 x = _without_dropped(spec.dropped, ops, x, ids, mask, segments)
+            if apart:  # which are not dropped with their tokens
+                x = x + ops.take_rows(params.outer["positions.weight"], positions)
         else:
             x = ops.embed_given(spec, params.outer, embeds, *where, blend)
         w, norm = params.outer, None
@@ -139,6 +144,10 @@ def _as_large(x: Array, other: Array) -> Array:
     """x with the root of the mean square of `other`, over the last axis."""
     size = (other * other).mean(-1)[..., None] ** 0.5
     return x * size / (x * x).mean(-1)[..., None].clip(1e-5) ** 0.5
+
+
+def _without_positions(spec: ModelSpec) -> ModelSpec:
+    return replace(spec, learned_positions=0)
 
 
 def _without_dropped(

@@ -38,6 +38,9 @@ CLASSES = {
 def describe(fields: ConfigFields, architecture: str) -> tuple[ModelSpec, WeightTable]:
     """Spec and weight table of an encoder of BERT's kind."""
     kind = KINDS[fields.family]
+    if kind.rope == "stored" and fields.take("position_embedding_type") == "absolute":  # ESM-1b
+        kind = replace(kind, rope=None, counts=True, places="absolute")
+        fields.ignore("rope_theta")
     if kind.norms_first and fields.flag(kind.norms_first[0], False):
         kind = replace(kind, end=kind.norms_first[1])
 
