@@ -976,6 +976,34 @@ ROWS: list[Row] = [
         "output_logits has the logits as processors left them.",
         "tests/test_caller_options.py -k 'scores_and_ids or what_hf_gives'",
     ),
+    Row(
+        "engine/whisper/rules.py",
+        "else last + 1] = True",
+        "else last] = True",
+        "Whisper writes one timestamp again and again where it should write text.",
+        "tests/test_speech.py -k 'timestamps and torch'",
+    ),
+    Row(
+        "engine/whisper/windows.py",
+        "settings.conditions and sure",
+        "settings.conditions",
+        "A window follows a text that was drawn at a high temperature.",
+        "tests/test_speech.py -k read_again",
+    ),
+    Row(
+        "engine/whisper/windows.py",
+        "tokens[: max(1, len(tokens) - rest)]",
+        "tokens",
+        "Silence is heard where there is speech, and windows are passed over.",
+        "tests/test_speech.py -k silence",
+    ),
+    Row(
+        "engine/whisper/calls.py",
+        "                ends = heard\n",
+        "                ends = ends\n",
+        "Of several long sounds the shorter ones go on with text of their padding.",
+        "tests/test_speech.py -k 'windows_that_follow or follow'",
+    ),
     # --- checkpoints
     Row(
         "model/load_plan.py",

@@ -514,8 +514,10 @@ def test_hfs_processors_without_torch_say_so(engine_of, monkeypatch):
     with pytest.raises(UnsupportedError, match=r"need torch.*dualinfer\[torch\]"):
         engine.generate(ids, no_repeat_ngram_size=2, max_new_tokens=2)
     own = [lambda ids, scores: scores.at[:, 5].set(1e4)]
-    found = engine.generate(ids, logits_processor=own, max_new_tokens=2)
-    assert (np.asarray(found)[:, 6:] == 5).all()
+    drawn = {"do_sample": True, "temperature": 0.7, "top_k": 3, "min_p": 0.01, "seed": 1}
+    for how in ({}, drawn):
+        found = engine.generate(ids, logits_processor=own, max_new_tokens=2, **how)
+        assert (np.asarray(found)[:, 6:] == 5).all()
 
 
 @pytest.mark.filterwarnings("ignore:Passing")

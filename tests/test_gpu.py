@@ -241,6 +241,27 @@ def test_streamed_layers_answer_as_those_on_the_card(backend, quant):
         np.testing.assert_array_equal(answers[0][0], other[0])
 
 
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_speech_is_that_of_transformers(backend):
+    """Timestamps, by steps whose tokens the host chooses, and times by the weights of heads."""
+    import dualinfer
+
+    from .speech import features_of, make_sound, make_whisper
+
+    model = make_whisper(0, ends=2, stamps=-1)
+    sounds = features_of(make_sound(5, 1), make_sound(3.6, 2), long=True)
+    how = {"max_new_tokens": 20, "return_timestamps": True, "return_token_timestamps": True}
+    wanted = model.generate(**sounds, **how)
+    options = {"dtype": "fp32", "replace_with_kernel_inject": True}
+    with dualinfer.init_inference(copy.deepcopy(model), backend=backend, **options) as engine:
+        found = engine.generate(**sounds, **how)
+        assert found["sequences"].tolist() == wanted["sequences"].tolist()
+        times = np.asarray(found["token_timestamps"].cpu())
+        np.testing.assert_allclose(times, wanted["token_timestamps"].numpy(), atol=1e-4)
+        plain = engine.generate(**sounds | {"input_features": sounds["input_features"][..., :200]})
+        assert len(plain) == 2
+
+
 def test_close_frees_the_card():
     import dualinfer
 

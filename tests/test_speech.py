@@ -2,6 +2,7 @@
 
 import copy
 import functools
+import itertools
 import runpy
 import sys
 import warnings
@@ -15,8 +16,9 @@ import torch
 import transformers as hf
 
 import dualinfer
-from dualinfer.engine.whisper import windows
+from dualinfer.engine.whisper import segments, settings, windows
 from dualinfer.engine.whisper.alignment import token_times
+from dualinfer.engine.whisper.rules import TokenRule
 from dualinfer.errors import ArgumentError, LengthError, StepError, UnsupportedError
 
 from .models import BACKENDS, slow_but
@@ -108,6 +110,10 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "windows": ("long", NEW),
     "windows of several": ("several", STAMPED),
     "windows that follow": ("several", STAMPED | {"condition_on_prev_tokens": True}),
+    "a length that grows": (
+        "several",
+        {"max_length": 9, "return_timestamps": True, "condition_on_prev_tokens": True},
+    ),
     "a prompt": ("short", NEW | {"prompt_ids": PROMPT}),
     "a prompt first": (
         "several",
@@ -129,6 +135,10 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "outputs": ("short", STAMPED | {"return_dict_in_generate": True, "output_logits": True}),
     "one pass": ("short", NEW | {"force_unique_generate_call": True, "return_timestamps": True}),
     "likely enough": ("several", NEW | {"logprob_threshold": -1.0, "temperature": 0.0}),
+    "a first token held back": (
+        "short",
+        NEW | {"begin_suppress_tokens": [261, 128], "logprob_threshold": -9.0, "temperature": 0.0},
+    ),
     "silence": (
         "several",
         STAMPED | {"logprob_threshold": -0.5, "no_speech_threshold": 1e-3, "temperature": 0.0},
@@ -142,6 +152,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 QUICK = (
     *("a language that is heard", "languages and a task", "forced ids", "one pass", "silence"),
+    *("a first token held back", "a length that grows"),
     *("timestamps, no length", "windows that follow", "a prompt first", "an output", "processors"),
     "tokens' times of windows",
 )
@@ -206,19 +217,30 @@ def test_pipelines_give_what_they_give_around_transformers(name, backend):
 
 @pytest.mark.parametrize("conditions", slow_but([True], [True, False]))
 @pytest.mark.parametrize(
-    ("rule", "again"),
-    [({"compression_ratio_threshold": 0.9}, (0.4,)), ({"logprob_threshold": -0.3}, ())],
+    ("rule", "temperature"),
+    [({"compression_ratio_threshold": 0.9}, 0.4), ({"logprob_threshold": -0.3}, 0.9)],
 )
-def test_windows_are_read_again_where_transformers_reads_them_again(rule, again, conditions):
-    """With one candidate what is drawn is the best token, so that HF's text is comparable.
+def test_windows_are_read_again_where_transformers_reads_them_again(rule, temperature, conditions):
+    """With one candidate what is drawn is the best token, so that HF's text is comparable."""
+    how = STAMPED | {"condition_on_prev_tokens": conditions}
+    once = check("torch", "long", **how)
+    again = check("torch", "long", **how, **rule, top_k=1, temperature=(0.0, temperature))
+    follows = once["sequences"] == again["sequences"]
+    assert follows == (not conditions or temperature < 0.5), "none follows a high temperature"
 
-    With a single candidate every text is likely, but as repetitive as before.
-    """
-    how = STAMPED | rule | {"top_k": 1, "condition_on_prev_tokens": conditions}
-    once = check("torch", "long", **STAMPED, condition_on_prev_tokens=conditions)
-    often = check("torch", "long", **how, temperature=(0.0, *again, 0.9))
-    follows = once["sequences"] == often["sequences"]
-    assert follows == (not conditions), "no window follows what a high temperature gave"
+
+def test_silence_is_what_may_follow_the_start_of_a_transcript():
+    """Behind a prompt, by a threshold a little below and above HF's probability."""
+    model, engine = model_of(), engine_of("torch")
+    features = sounds("short")["input_features"][:1]
+    start = torch.tensor([[*PROMPT.tolist(), id_of("<|startoftranscript|>")]])
+    with torch.no_grad():
+        logits = model(features, decoder_input_ids=start).logits[0, -1]
+    likely = float(logits.softmax(-1)[id_of("<|nospeech|>")])
+    how = NEW | {"language": "de", "prompt_ids": PROMPT, "logprob_threshold": 0.0}
+    for threshold, is_silent in ((0.99 * likely, True), (1.01 * likely, False)):
+        found = engine.generate(features, **how, no_speech_threshold=threshold)
+        assert (found.shape[1] == 0) == is_silent
 
 
 def test_a_fallback_draws_by_the_seed():
@@ -231,6 +253,9 @@ def test_a_fallback_draws_by_the_seed():
     rows = engine.generate(**both, **how, seed=[1, 2])["sequences"].tolist()
     for row, alone in zip(rows, (texts[0][0], texts[2][0]), strict=True):
         assert row[: len(alone)] == alone, "a sound's text does not depend on others'"
+    way: Any = windows.Windows(*(None,) * 5, [7, 8], 2, *(None,) * 7)  # of two sounds, twice each
+    seeds = {way._seed(*where) for where in itertools.product(range(4), range(3), range(3))}
+    assert len(seeds) == 36 and [way._seed(row, 0, 0) for row in (0, 2)] == [7, 8]
     several = NEW | {"temperature": 1.0, "num_return_sequences": 2, "seed": 5}
     drawn = engine.generate(**sounds("short"), **several).tolist()
     assert drawn[0] != drawn[1] and drawn == engine.generate(**sounds("short"), **several).tolist()
@@ -297,7 +322,9 @@ def test_the_example_tells_what_is_said_and_when(tmp_path, monkeypatch, capsys):
     with wave.open(str(tmp_path / "sound.wav"), "wb") as file:
         file.setparams((1, 2, 16000, 0, "NONE", ""))
         file.writeframes(samples.tobytes())
-    monkeypatch.setattr(sys, "argv", ["", str(tmp_path), str(tmp_path / "sound.wav"), "torch"])
+    monkeypatch.setattr(
+        sys, "argv", ["", str(tmp_path), str(tmp_path / "sound.wav"), "--backend", "torch"]
+    )
     runpy.run_path(str(Path(__file__).parents[1] / "examples" / "speech.py"), run_name="__main__")
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) > 2 and all(" to " in line for line in lines)
@@ -327,17 +354,10 @@ def test_the_rules_of_timestamps_are_those_of_transformers():
     """Of random texts, and of texts that obey them, on both backends."""
     from transformers.generation.logits_process import WhisperTimeStampLogitsProcessor
 
-    from dualinfer.engine.whisper.rules import TokenRule
-    from dualinfer.engine.whisper.settings import make_settings
-
-    config = model_of().generation_config
-    fields = config.to_dict() | {"max_initial_timestamp_index": 7}
-    vocab, random = len(make_tokenizer()), np.random.default_rng(0)
-    given = {"return_timestamps": True}
-    settings = make_settings(fields, given, start=1, vocab=vocab, is_long=False)
-    rule = TokenRule(settings, (), (), config.eos_token_id)
-    config = copy.deepcopy(config)
+    config, vocab = copy.deepcopy(model_of().generation_config), len(make_tokenizer())
     config.max_initial_timestamp_index = 7
+    rule = TokenRule(make_settings_of(config), (), (), config.eos_token_id)
+    random = np.random.default_rng(0)
     theirs = WhisperTimeStampLogitsProcessor(config, begin_index=0)
     for count in (0, 1, 2, 3, 9):
         ids = random.integers(0, vocab, (40, count))
@@ -488,3 +508,100 @@ def test_two_devices_give_what_one_gives(crew):
     with dualinfer.init_inference(model_of(), backend="jax", **options) as engine:
         found = engine.generate(**sounds("several"), **SPLIT)["sequences"].tolist()
         assert found == wanted
+
+
+def make_settings_of(config: Any, **given: Any) -> Any:
+    """Settings of a generation_config and arguments."""
+    start, vocab = config.decoder_start_token_id, len(make_tokenizer())
+    given = {"return_timestamps": True, **given}
+    fields = config.to_dict()
+    return settings.make_settings(fields, given, start=start, vocab=vocab, is_long=False)
+
+
+def random_text(random: np.random.Generator) -> np.ndarray:
+    """A few tokens, of which many are timestamps, some of them that of 0 seconds."""
+    text = random.integers(0, 290, random.integers(0, 12))
+    stamps = id_of("<|0.00|>") + random.integers(0, 101, len(text)) * random.integers(
+        0, 2, len(text)
+    )
+    return np.where(random.random(len(text)) < 0.6, stamps, text)
+
+
+def test_windows_are_cut_as_transformers_cuts_them():
+    random, whisper = np.random.default_rng(0), hf.WhisperForConditionalGeneration
+    for i in range(300):
+        precision = ((0.02, 0.01), (0.04, 0.02), (0.03, 0.007))[i % 3]
+        names = "time_precision", "time_precision_features"
+        how = dict(zip(names, precision, strict=True))
+        own = make_settings_of(model_of().generation_config, **how)
+        tokens, frames, seek, width = (
+            random_text(random),
+            int(random.integers(1, 201)),
+            46 * i,
+            i % 7,
+        )
+        offset = seek * precision[0] / 2
+        theirs, moved = whisper._retrieve_segment(
+            seek_sequence=torch.tensor(tokens),
+            seek_outputs=["result"],
+            time_offset=torch.tensor([offset], dtype=torch.float64),
+            timestamp_begin=own.first_stamp,
+            seek_num_frames=torch.tensor([frames]),
+            time_precision=precision[0],
+            time_precision_features=precision[1],
+            input_stride=2,
+            prev_idx=0,
+            idx=0,
+            return_token_timestamps=False,
+            decoder_input_ids=torch.zeros(1, width),
+        )
+        ours, ended = segments.cut(own, tokens, frames, offset, width, "result")
+        assert ended == int(moved)
+        for one, other in zip(ours, theirs, strict=True):
+            assert (one.start, one.end) == (float(other["start"]), float(other["end"]))
+            assert one.tokens.tolist() == other["tokens"].tolist()
+            assert one.places == other["idxs"] and one.result == other["result"]
+
+
+@pytest.mark.parametrize("prompt", [None, [298, 17, 33, 12], [17, 33]])
+@pytest.mark.parametrize("previous", [298, None])
+def test_what_a_window_follows_is_as_in_transformers(prompt, previous):
+    """Segments of random lengths, of which some rows follow theirs and some do not."""
+    random, config = np.random.default_rng(1), copy.deepcopy(model_of().generation_config)
+    for i in range(40):
+        kind = ("first-segment", "all-segments")[i % 2]
+        how = {"condition_on_prev_tokens": True, "prompt_condition_type": kind}
+        own = make_settings_of(config, prompt_ids=prompt, **how)
+        texts = [[random_text(random) for _ in range(i % 9)] for _ in range(3)]
+        follows, rows = random.integers(0, 2, 3).astype(bool).tolist(), [0, 1, 2][i % 3 :]
+        if previous is None and not (prompt and kind == "all-segments"):
+            follows = [True] * 3  # of nothing at all HF makes floats
+            texts = [[*text, np.array([7])] for text in texts]
+        config.prompt_condition_type, config.prev_sot_token_id = kind, previous
+        first = torch.tensor([[291, 292, 296]] * 3)
+        ids, kwargs = hf.WhisperForConditionalGeneration._prepare_decoder_input_ids(
+            cur_bsz=len(rows),
+            init_tokens=first,
+            current_segments=[[{"tokens": torch.tensor(t)} for t in one] for one in texts],
+            batch_idx_map=rows,
+            do_condition_on_prev_tokens=follows,
+            prompt_ids=None if prompt is None else torch.tensor(prompt),
+            generation_config=config,
+            config=model_of().config,
+            device="cpu",
+            suppress_tokens=None,
+            timestamp_begin=own.first_stamp,
+            kwargs={},
+        )
+        way: Any = windows.Windows(
+            **{"settings": own, "begins": first.numpy(), "positions": POSITIONS, "fill": 290},
+            **dict.fromkeys(("reader", "sounds", "given", "seeds", "most_new", "limit")),
+            **{"previous": previous, "per_sound": 1, "most": 64, "ends": (290,)},
+        )
+        way._follows = follows
+        found = way._begin(rows, [[segments.Segment(t) for t in one] for one in texts])
+        assert found.ids.tolist() == ids.tolist()
+        mask = kwargs.get("decoder_attention_mask")
+        assert (None if found.mask is None else found.mask.tolist()) == (
+            None if mask is None else mask.tolist()
+        )

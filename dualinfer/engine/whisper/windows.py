@@ -214,10 +214,13 @@ class Windows:
             front = settings.prompt if settings.prompt_for == "all-segments" else None
             if front is None:
                 front = np.array([] if self.previous is None else [self.previous], np.int64)
-            most, before = self.positions // 2 - 1, []
+            most, before, longest = self.positions // 2 - 1, [], 0
             for row in rows:
                 text = segments[row] if self._follows[row] else []
                 before.append(np.append(front, joined(text, settings, for_prompt=True)[-most:]))
+                longest = max(longest, len(before[-1]) if text else 0)
+            # Where others follow nothing, what stands in front is no longer than that, as in HF.
+            before = [own[len(own) - min(len(own), longest) :] for own in before]
             ids = padded(before, self.fill, np.int64, left=True)
             ids = np.concatenate((ids, first), 1)
             return Begin(ids, ids != self.fill)
