@@ -490,11 +490,11 @@ def launch(tmp_path, text, *arguments, tp=2):
     """The command as a process of its own."""
     script = tmp_path / "script.py"
     script.write_text(text)
-    command = [sys.executable, "-m", "dualinfer", "launch", "--tp", str(tp), str(script)]
+    command = [sys.executable, "-m", "dualinfer", "launch", "--tp", str(tp), "--oversubscribe"]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     environment.pop("TRITON_INTERPRET", None)
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
-    return subprocess.Popen([*command, *arguments], env=environment, **pipes)
+    return subprocess.Popen([*command, str(script), *arguments], env=environment, **pipes)
 
 
 def test_launch_runs_one_model_in_two_processes_that_listen_on_the_loopback_alone(run, tmp_path):

@@ -755,7 +755,7 @@ WEIGHTS = {
         r"left over 1: model\.layers\.7\.mlp\.up_proj\.weight",
     ),
     "left over bias": (
-        lambda t: t.update({"model.layers.0.self_attn.q_proj.bias": torch.zeros(60)}),
+        lambda t: t.update({"model.layers.0.self_attn.q_proj.bias": torch.eye(1, 60)[0]}),
         r"left over 1: model\.layers\.0\.self_attn\.q_proj\.bias",
     ),
     "quantization scales": (

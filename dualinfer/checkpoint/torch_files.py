@@ -236,8 +236,10 @@ def _find_tensors(path: Path, found: Pickle) -> dict[str, StoredTensor]:
     """
     state = found.value
     if not isinstance(state, dict):
-        held = f"what {state.kind} makes" if isinstance(state, Inert) else a_type(state)
-        raise CheckpointError(f"{path} holds {held}, expected a dict of tensors. {_WAY}")
+        held = a_type(state)
+        if isinstance(state, Inert):
+            held = f"what {state.kind} makes, as of a whole pickled module"
+        raise CheckpointError(f"{path} holds {held}; expected a dict of tensors. {_WAY}")
     wrapped = _wrappers(state)
     if len(wrapped) > 1:
         raise CheckpointError(
