@@ -167,10 +167,10 @@ class HeldMatrix:
         return self._arrays["codes"][rows, columns]
 
 
-def random_shares(table, choose):
+def random_shares(table, choose, harm=lambda name, arrays: None):
     """Sources of random tensors that `table` asks for, with its rows: quantized, and what it means.
 
-    `choose` gives the scheme of a row's source, or None.
+    `choose` gives the scheme of a row's source, or None; `harm` may change its arrays.
     """
     rng, dense, matrices = np.random.default_rng(0), {}, {}
     for row in table.rows:
@@ -181,6 +181,7 @@ def random_shares(table, choose):
             if scheme is not None:
                 order = row.permutation(part)
                 arrays = quantize(scheme, array.transpose(order))
+                harm(part.name, arrays)
                 array = dequantize(scheme, arrays).transpose(np.argsort(order))
                 matrices[part.name] = HeldMatrix(part.name, scheme, arrays)
             dense[part.name] = torch.from_numpy(np.ascontiguousarray(array))

@@ -6,8 +6,10 @@ or family knows of it.
 
 import hashlib
 import json
+import warnings
 from unittest import mock
 
+import ml_dtypes
 import numpy as np
 import pytest
 import safetensors.numpy
@@ -26,10 +28,11 @@ from dualinfer.backends import torch as torch_backend  # noqa: E402
 from dualinfer.backends.jax.ops import primitives as jax_ops  # noqa: E402
 from dualinfer.backends.torch.ops import primitives as torch_ops  # noqa: E402
 from dualinfer.backends.torch.params import load_params  # noqa: E402
+from dualinfer.checkpoint.reader import RowReader  # noqa: E402
 from dualinfer.cli.main import app  # noqa: E402
 from dualinfer.model.families import describe_model  # noqa: E402
 from dualinfer.model.weights import Weight, leaves_of, named_arrays, parts_of  # noqa: E402
-from dualinfer.parallel.shard import fit_blocks  # noqa: E402
+from dualinfer.parallel.shard import fit_blocks, whole  # noqa: E402
 from dualinfer.parallel.sharding import make_plan  # noqa: E402
 from dualinfer.quantization import Activation, BlockScheme  # noqa: E402
 from dualinfer.quantization.packing import pack, packed_width, unpack  # noqa: E402
@@ -272,6 +275,74 @@ def test_padding_means_zero_by_any_scheme(name, joint):
             if isinstance(leaf, Weight):
                 array = torch_ops.SCHEMES.dequantize(leaf)
                 np.testing.assert_allclose(array, meant.data, rtol=1e-5, atol=0)
+
+
+def hold_every_code(scheme, arrays):
+    count = 1 << scheme.bits
+    arrays["codes"].reshape(-1)[:count] = np.arange(count, dtype=np.uint8).view(
+        arrays["codes"].dtype
+    )
+
+
+def scale_most(scheme, arrays):
+    arrays["scale"][:] = ml_dtypes.finfo(arrays["scale"].dtype).max
+
+
+def scale_more(scheme, arrays):
+    arrays["scale"] *= arrays["scale"].dtype.type(30000)
+
+
+def scale_all(scheme, arrays):
+    arrays.get("outer", np.zeros(1))[:] = 3e38
+
+
+@pytest.mark.filterwarnings("ignore:.*encountered in .*:RuntimeWarning")  # of the reference
+@pytest.mark.parametrize("dtype", ["float16", "float32"])
+@pytest.mark.parametrize("harm", [hold_every_code, scale_most, scale_more, scale_all])
+def test_what_is_not_finite_once_it_is_decoded_is_told(harm, dtype):
+    """Of every scheme, and of nothing else; each layer has one, and every second is harmed."""
+    schemes = [s for s in (*SCHEMES.values(), *UNEVEN, BlockScheme("fp8_e5m2")) for _ in range(2)]
+    fields = {**mixtures.SIZES, "num_hidden_layers": len(schemes)}
+    table = describe_model(transformers.LlamaConfig(**fields).to_dict(), ["LlamaForCausalLM"])[1]
+
+    def choose(row, _):
+        return schemes[row.layer] if row.layer is not None else None
+
+    def damage(name, arrays):
+        layer = int(name.split(".")[2])
+        if "down_proj" in name and layer % 2:
+            harm(schemes[layer], arrays)
+
+    (codes, plan), (dense, _) = random_shares(table, choose, damage)
+    odd = {
+        name
+        for name in dense.names()
+        if not np.isfinite(np.asarray(dense.read(name)).astype(dtype)).all()
+    }
+    with warnings.catch_warnings(), RowReader([whole(table)], plan, codes, dtype) as reader:
+        warnings.simplefilter("ignore")
+        for _ in reader:
+            pass
+        notes = reader.notes()
+    found = reader._odd
+    assert found.wrong.keys() | found.beyond.keys() == odd
+    assert len(notes) == 1 + bool(found.wrong) + bool(found.beyond)
+    assert odd or (harm is scale_more and dtype == "float32")
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_codes_that_are_no_numbers_are_told_and_give_none(backend, folder, tmp_path):
+    path, key = folder("llama-gqa", "fp8 tensor") / "quantized", "model.layers.1.mlp.up_proj.weight"
+    tensors = stored(path)
+    tensors[f"{key}.codes"][3, 5] = 0x7F
+    (tmp_path / "config.json").write_bytes((path / "config.json").read_bytes())
+    safetensors.numpy.save_file(tensors, tmp_path / "model.safetensors")
+    with pytest.warns(UserWarning, match=f"NaN or inf in 1 of the tensors .*: {key}") as warned:
+        made = engine(tmp_path, backend)
+    with made:
+        assert any("NaN or inf in 1" in note for note in made.report().notes)
+        assert np.isnan(np.asarray(made(random_ids(1, 3)).logits)).all()
+    assert len(warned) == 1
 
 
 def by_layer(name):

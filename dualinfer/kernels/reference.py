@@ -672,13 +672,16 @@ def sample(logits: Array, state: Any, position: Array) -> Array:
     [N, V] (or None where no row has a penalty). A row without `noise` takes its best token. Else
     temperature and filters leave a distribution, and the token with the greatest sum of logit and
     Gumbel noise is a draw from it (Maddison et al., 2014). The backends' fourth argument, features,
-    only says which of these steps no row needs.
+    only says which of these steps no row needs. A logit that is NaN is chosen, the first of them.
     """
     if state.seen is not None:
         logits = penalize(logits, state.seen, state.penalty)
     best = hold_eos(logits, state.eos, state.new, state.minimum)
+    wrong = np.isnan(best)
+    best = np.where(wrong, -np.inf, best)
     warm = (_wide(best) / _wide(state.temperature)[:, None]).astype(np.float32)
     drawn = filter_logits(warm, state.top_k, state.top_p, state.min_p) + gumbel(
         state.seed_low, state.seed_high, state.return_index, position, logits.shape[-1]
     )
-    return np.where(state.noise, drawn.argmax(-1), best.argmax(-1))
+    chosen = np.where(state.noise, drawn.argmax(-1), best.argmax(-1))
+    return np.where(wrong.any(-1), wrong.argmax(-1), chosen)

@@ -204,6 +204,22 @@ def test_sample_needs_only_the_features_of_its_requests(backend, way):
     np.testing.assert_array_equal(found, reference.sample(logits, state, position))
 
 
+def test_the_first_score_of_nan_is_chosen(backend):
+    """Drawn or not, with every filter: as argmax has it, by which HF's greedy search goes."""
+    requests = [request_of(row, [1], i) for i, row in enumerate(mixed_rows())]
+    logits = logits_without_ties(7, len(requests), 1000)
+    first = np.arange(len(requests)) * 13 + 100
+    for row, at in enumerate(first):
+        logits[row, [at, 990]] = np.nan
+    logits[-1] = np.nan
+    position = np.arange(len(requests), dtype=np.int32)
+    state = state_of(requests, np.zeros(logits.shape, bool))
+    expected = [*first[:-1], 0]
+    assert reference.sample(logits, state, position).tolist() == expected
+    for features in (SamplingFeatures(noise=True, hold_eos=True), SamplingFeatures.of(requests)):
+        assert backend.sample(logits, state, position, features).tolist() == expected
+
+
 def test_sample_does_not_depend_on_the_batch(backend):
     requests = [request_of(row, [1], i) for i, row in enumerate(mixed_rows())]
     logits = logits_without_ties(7, len(requests), 1000)

@@ -296,7 +296,8 @@ def read_into(
     """
     own, first = [tp_plan.shards[rank] for rank in place.ranks], tp_plan.shards[0]
     plan = fit_blocks(plan, tp_plan.shards)
-    with RowReader(own, plan, source, shown=shown and jax.process_index() == 0) as reader:
+    name, is_shown = jnp.dtype(dtype).name, shown and jax.process_index() == 0
+    with RowReader(own, plan, source, name, is_shown) as reader:
         for row, shares in reader:
             by_rank = dict(zip(place.ranks, shares, strict=True))
             parts = {}

@@ -196,7 +196,8 @@ def sample(
     """The next token int32 [N] from float32 logits [N, V]; `position` [N] is the token's own.
 
     `mode` is the batch's, so that one executable serves every kind of request. `unmarked` [R, N]
-    are tokens that `seen` lacks as yet.
+    are tokens that `seen` lacks as yet. The first token whose logit is NaN is chosen, if there is
+    one: drawn or not, as HF's greedy one.
     """
 
     def best() -> jax.Array:
@@ -219,13 +220,15 @@ def _draw(
     held = (state.new < state.minimum)[:, None] & (state.eos != NO_TOKEN)
     is_held = (held[..., None] & (state.eos[..., None] == ids)).any(1)
     logits = jnp.where(is_held, -jnp.inf, logits)
+    wrong = jnp.isnan(logits)
+    logits = jnp.where(wrong, -jnp.inf, logits)
     # From the best one down, so that a tiny temperature gives -inf and no NaN.
     warm = (logits - logits.max(-1, keepdims=True)) / state.temperature[:, None]
     filters = state.top_k, state.top_p, state.min_p
     warm = jax.lax.cond(mode == FILTERED, lambda: filter_logits(warm, *filters), lambda: warm)
     noise = gumbel(state.seed_low, state.seed_high, state.return_index, position, len(ids))
     scores = jnp.where(state.noise[:, None], warm + noise, logits)
-    return jnp.argmax(scores, axis=-1).astype(jnp.int32)
+    return jnp.argmax(jnp.where(wrong, jnp.nan, scores), axis=-1).astype(jnp.int32)
 
 
 @jax.jit

@@ -15,6 +15,7 @@ from ...model.spec import Rope
 from ...model.weights import (
     Leaf,
     Row,
+    Weight,
     encoder_weights,
     get_leaf,
     make_leaf,
@@ -86,7 +87,7 @@ def load_params(
     blocks: dict[int, torch.Tensor] = {}
     moves = streaming.moves if streaming else lambda row: False
     left = Counter(row.layer for row, _ in plan.rows if moves(row))
-    with RowReader([shard], plan, source, shown=shard.rank == 0) as reader:
+    with RowReader([shard], plan, source, _name(dtype), shown=shard.rank == 0) as reader:
         for row, (found,) in reader:
             memory = _memory(found)
             place = torch.device("cpu") if moves(row) else device
@@ -110,7 +111,8 @@ def refresh_params(params: Params, shard: Shard, plan: LoadPlan, source: TensorS
     into memory of its own: the old tensors may be in use elsewhere. Then `lent` has fewer rows.
     """
     lent, plan = set(params.lent), fit_blocks(plan, [shard])
-    with RowReader([shard], plan, source, shown=False) as reader:
+    some = next(leaf for leaf in params.leaves() if isinstance(leaf, Weight))
+    with RowReader([shard], plan, source, _name(some.dtype), shown=False) as reader:
         for row, (found,) in reader:
             group = params.group(row)
             leaf = get_leaf(group, row)
@@ -126,6 +128,11 @@ def refresh_params(params: Params, shard: Shard, plan: LoadPlan, source: TensorS
                 put_leaf(group, row, with_parts(leaf, copies))
                 lent.discard(row.name)
     return params._replace(lent=frozenset(lent))
+
+
+def _name(dtype: torch.dtype) -> str:
+    """NumPy's name of a dtype."""
+    return str(dtype).removeprefix("torch.")
 
 
 def _place(tensor: torch.Tensor) -> tuple[int, torch.Size]:

@@ -112,7 +112,10 @@ class SlotState:
 def sample(
     logits: torch.Tensor, state: SlotState, position: torch.Tensor, features: SamplingFeatures
 ) -> torch.Tensor:
-    """The next token [N] from float32 logits [N, V]; `position` [N] is the new token's own."""
+    """The next token [N] from float32 logits [N, V]; `position` [N] is the new token's own.
+
+    The first token whose logit is NaN is chosen, if there is one: drawn or not, as HF's greedy one.
+    """
     if features.penalty:
         penalty = state.penalty[:, None]
         punished = torch.where(logits < 0, logits * penalty, logits / penalty)
@@ -123,12 +126,15 @@ def sample(
         logits = logits.masked_fill(blocked > 0, -torch.inf)
     if not features.noise:
         return logits.argmax(-1)
+    wrong = logits.isnan()
+    logits = logits.masked_fill(wrong, -torch.inf)
     # From the best one down, so that a tiny temperature gives -inf and no NaN.
     logits = (logits - logits.amax(-1, keepdim=True)) / state.temperature[:, None]
     if features.filters:
         logits = filter_logits(logits, state.top_k, state.top_p, state.min_p)
     noise = gumbel(state.seed_low, state.seed_high, state.return_index, position, logits.shape[-1])
-    return torch.where(state.noise[:, None], logits + noise, logits).argmax(-1)
+    drawn = torch.where(state.noise[:, None], logits + noise, logits)
+    return drawn.masked_fill(wrong, torch.nan).argmax(-1)
 
 
 def advance(

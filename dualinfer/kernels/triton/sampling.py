@@ -40,6 +40,15 @@ def _best_of(key, ids, nobody):
     return top, tl.min(tl.where(key == top, ids, nobody))
 
 
+@triton.jit
+def _or_zero(best):
+    """What logits are counted down from: 0 where the best is no finite one, or NaN.
+
+    Where it is NaN the others do not matter, as NaN is the greatest key.
+    """
+    return tl.where(best > float("-inf"), best, 0.0)
+
+
 @triton.jit(do_not_specialize=["out_stride", "out_rows"])
 def _choose_kernel(
     logits_ptr, logits_stride, seen_ptr, seen_stride, penalty_ptr,
@@ -73,7 +82,7 @@ def _choose_kernel(
         position = tl.load(position_ptr + row) + (1 if STEP else 0)
         if drawn:
             if FILTERS:
-                below = from_best(x, tl.load(row_best_ptr + row), temperature)
+                below = from_best(x, _or_zero(tl.load(row_best_ptr + row)), temperature)
                 far = distance(below)
                 min_p = tl.load(min_p_ptr + row)
                 least = tl.where(min_p > 0, log(min_p), float("-inf"))
@@ -88,7 +97,7 @@ def _choose_kernel(
                 # temperature gives -inf and no NaN.
                 best = unordered(tl.max(key))
                 tl.store(chunk_best_ptr + row * CHUNKS + chunk, best)
-                best = tl.where(best > float("-inf"), best, 0.0)
+                best = _or_zero(best)
                 noise = gumbel(seed_low, seed_high, return_index, position, ids)
                 key = ordered(from_best(x, best, temperature) + noise)
                 key = tl.where(real, key, LOWEST)
@@ -105,6 +114,7 @@ def _choose_kernel(
                 if drawn:  # the chunks' candidates on the row's one scale
                     of_chunk = tl.load(chunk_best_ptr + at, mask=arrived, other=0.0)
                     best = unordered(tl.max(tl.where(arrived, ordered(of_chunk), LOWEST)))
+                    best = _or_zero(best)
                     score = scores(row, candidates, arrived, logits, seen, eos, EOS_WIDTH)
                     more = gumbel(seed_low, seed_high, return_index, position, candidates)
                     keys = ordered(from_best(score, best, temperature) + more)

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ....arrays import from_numpy, same_tensor, to_numpy
-from ....checkpoint.reader import is_finite, odd_notes
+from ....checkpoint.reader import Oddities
 from ....errors import CheckpointError, DualinferError, counted
 from ....model.load_plan import TensorSource, prefix_hint
 from .mixtures import mixture_layers
@@ -96,11 +96,11 @@ def fill(module: torch.nn.Module, source: TensorSource, dtype: torch.dtype) -> l
     what is missing, left over or misshaped.
     """
     _check_dtypes(source, is_hf(module))
-    odd: list[str] = []
+    odd = Oddities(source, str(dtype).removeprefix("torch."))
     by_config = is_hf(module) and not mixture_layers(module)  # which no config tells of
     way = _fill_hf if by_config else _fill_by_name
     notes = way(module, source, dtype, odd)
-    return [*notes, *odd_notes(source, odd)]
+    return [*notes, *odd.notes()]
 
 
 def _check_dtypes(source: TensorSource, floats: bool) -> None:
@@ -129,14 +129,15 @@ def _read(source: TensorSource, name: str, dtype: torch.dtype | None = None) -> 
     return tensor.to(dtype) if tensor.is_floating_point() else tensor
 
 
-def _fill_hf(module: Any, source: TensorSource, dtype: torch.dtype, odd: list[str]) -> list[str]:
+def _fill_hf(module: Any, source: TensorSource, dtype: torch.dtype, odd: Oddities) -> list[str]:
     """Let transformers fill another model of the same config, and take its tensors over.
 
-    `odd` gets the names of parameters that hold NaN or inf; a buffer may well hold them.
+    `odd` looks at parameters; a buffer may well hold NaN or inf.
     """
     state = {name: _read(source, name) for name in source.names()}
     buffers = {slot.name for slot in slots(module) if slot.kind != "_parameters"}
-    odd += [name for name in state if name not in buffers and not is_finite(to_numpy(state[name]))]
+    for name in state.keys() - buffers:
+        odd.look(name, to_numpy(state[name]))
     # What is drawn to initialise it is not taken from the caller's generator.
     with _quiet(), _marked_memory(), torch.random.fork_rng(devices=[]), torch.device("cpu"):
         try:
@@ -186,7 +187,7 @@ def _fill_hf(module: Any, source: TensorSource, dtype: torch.dtype, odd: list[st
 
 
 def _fill_by_name(
-    module: torch.nn.Module, source: TensorSource, dtype: torch.dtype, odd: list[str]
+    module: torch.nn.Module, source: TensorSource, dtype: torch.dtype, odd: Oddities
 ) -> list[str]:
     """Each tensor from that of its name, or of a name that it is tied to; `odd` as above."""
     slot_of = {slot.name: slot for slot in slots(module)}
@@ -209,8 +210,8 @@ def _fill_by_name(
         if wrong or other:
             continue
         tensor = _read(source, matches[0])
-        if isinstance(own, torch.nn.Parameter) and not is_finite(to_numpy(tensor)):
-            odd.append(matches[0])
+        if isinstance(own, torch.nn.Parameter):
+            odd.look(matches[0], to_numpy(tensor))
         values[names[0]] = value = tensor.to(dtype) if tensor.is_floating_point() else tensor
         torn += [
             f"{twin} and {matches[0]}"
