@@ -11,6 +11,7 @@ import transformers as hf
 import dualinfer
 from dualinfer.checkpoint.hf_config import read_config
 from dualinfer.model.families import describe_model
+from dualinfer.model.families.kinds import KINDS
 
 from . import early, latent
 from .models import BACKENDS, EOS, PAD, VOCAB, on_backends, random_ids, randomize, relative_rms
@@ -382,6 +383,30 @@ def test_what_a_relative_does_not_honour_is_refused(family, fields, message):
     config = make_config(next(case for case in CASES if case.startswith(family))).to_dict()
     with pytest.raises(dualinfer.ModelError, match=message):
         describe_model({**config, **fields})
+
+
+# Values of a field by the type of what it must be; () is for one that must be absent.
+OTHERS = {
+    bool: (True, False),
+    int: (1, 2),
+    float: (1.0, 0.5),
+    str: ("another",),
+    tuple: ({"rope_type": "linear"},),
+}
+
+
+@pytest.mark.parametrize("family", [family for family, kind in KINDS.items() if kind.always])
+def test_fields_of_one_value_are_refused_with_any_other(family):
+    config = make_config(family) if family in CASES else hf.CONFIG_MAPPING[family]()
+    config = config.to_dict()
+    for name, value in KINDS[family].always.items():
+        values = value if isinstance(value, tuple) else (value,)
+        for allowed in values:
+            describe_model(config | {name: allowed})
+        for other in OTHERS[type(values[0]) if values else tuple]:
+            if other not in values:
+                with pytest.raises(dualinfer.UnservedError, match=f"{name}="):
+                    describe_model(config | {name: other})
 
 
 def shared(case, backend, devices):
