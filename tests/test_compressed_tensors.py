@@ -270,6 +270,24 @@ def test_what_is_not_served_is_refused_by_name(fields, match, folders):
         open_folder(folders("W4A16"), **fields)
 
 
+def test_static_inputs_have_no_zero_point(folders):
+    """Zeros may be written for what is symmetric; others would shift every input."""
+    zero = f"{Q}.input_zero_point"
+    for value in (0, 1):
+        folder = edit(
+            folders("FP8"), lambda t, v=value: t.update({zero: torch.tensor([v], dtype=torch.int8)})
+        )
+        if not value:
+            assert zero in open_folder(folder)(f"{Q}.weight").stored
+            continue
+        with pytest.raises(CheckpointError, match=f"{zero} is not zero"):
+            open_folder(folder)(f"{Q}.weight")
+    inputs = eight("tensor", type="int", dynamic=False, symmetric=False)
+    group = {"targets": ["Linear"], "weights": eight("channel"), "input_activations": inputs}
+    with pytest.raises(UnsupportedError, match=r"input_activations\.symmetric=False"):
+        open_folder(folders("W8A8"), config_groups={"g": group})
+
+
 def test_a_module_in_codes_that_the_config_leaves_out_is_an_error(folders):
     with pytest.raises(CheckpointError, match="is not quantized"):
         open_folder(folders("W4A16"), ignore=["re:.*q_proj"])(f"{Q}.weight")

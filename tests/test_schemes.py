@@ -34,7 +34,7 @@ from dualinfer.model.families import describe_model  # noqa: E402
 from dualinfer.model.weights import Weight, leaves_of, named_arrays, parts_of  # noqa: E402
 from dualinfer.parallel.shard import fit_blocks, whole  # noqa: E402
 from dualinfer.parallel.sharding import make_plan  # noqa: E402
-from dualinfer.quantization import Activation, BlockScheme  # noqa: E402
+from dualinfer.quantization import Activation, Blocks, BlockScheme  # noqa: E402
 from dualinfer.quantization.packing import pack, packed_width, unpack  # noqa: E402
 
 from . import latent, mixtures  # noqa: E402
@@ -54,9 +54,12 @@ from .quantized import (  # noqa: E402
     ORDER,
     ROWS,
     SCHEMES,
+    TENSOR,
     UNEVEN,
+    dequantize,
     mixed,
     open_matrices,
+    quantize,
     random_shares,
     write,
 )
@@ -498,6 +501,28 @@ def test_packed_codes_lie_in_the_order_that_kernels_read():
     np.testing.assert_array_equal(unpack(signed, np.stack)[:, :60], codes)
     assert (unpack(signed, np.stack)[:, 60:] == 8).all()  # zero
     assert [packed_width(n) for n in (1, 32, 33)] == [16, 16, 32]
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
+@pytest.mark.parametrize("scheme", [INT8, ROWS, TENSOR], ids=lambda scheme: scheme.name)
+def test_products_of_large_inputs_are_those_of_the_values(scheme, dtype):
+    """Sums of codes would pass the largest float16, and those of what they mean do not."""
+    rng = np.random.default_rng(0)
+    arrays = quantize(scheme, 0.01 * rng.standard_normal((24, 512)).astype(np.float32))
+    x = (100 * rng.standard_normal((3, 512))).astype(ml_dtypes.bfloat16).astype(np.float32)
+    expected = x @ dequantize(scheme, arrays).T
+    held = {"data": pack(arrays.pop("codes"), scheme), **arrays}
+    step = float(ml_dtypes.finfo(dtype).eps)
+    for to, ops in ((torch.from_numpy, torch_ops.SCHEMES), (jax.numpy.asarray, jax_ops.SCHEMES)):
+        kind = getattr(torch if ops is torch_ops.SCHEMES else jax.numpy, dtype)
+        eight = {n: a.view(np.uint8) if n == "zero" else a for n, a in held.items()}
+        beside = {name: to(np.ascontiguousarray(a)) for name, a in eight.items()}
+        data, blocks = beside.pop("data"), Blocks(scheme.rows, scheme.columns, 512)
+        weight = Weight(data, ("out", "in"), scheme, beside, kind, blocks)
+        given = to(x).to(kind) if ops is torch_ops.SCHEMES else to(x).astype(kind)
+        found = ops.product(given, weight, given.dtype)
+        found = found.float().numpy() if ops is torch_ops.SCHEMES else np.asarray(found, np.float32)
+        assert relative_rms(found, expected) < max(2 * step, 1e-5)
 
 
 INPUTS = {  # ours, and compressed-tensors' arguments of the same
