@@ -9,6 +9,7 @@ import pytest
 
 from dualinfer import ArgumentError
 from dualinfer.checkpoint.tokenizer import load_tokenizer
+from dualinfer.checkpoint.tokenizer_files import tokenizer_files
 from dualinfer.engine import chat_limits
 from dualinfer.engine.chat import encode_chat
 from dualinfer.engine.tokenizing import encode
@@ -137,6 +138,23 @@ def test_images_are_no_part_of_a_text(part, tokenizer):
         encode_chat(tokenizer, messages, {"chat_template": STYLES["llava"].template})
 
 
+def test_images_beside_a_text_are_refused(tokenizer):
+    messages = [{"role": "user", "content": "x", "images": ["y.png"]}]
+    with pytest.raises(ArgumentError, match=r"images=\['y.png'\]. chat\(\) reads texts alone"):
+        encode_chat(tokenizer, messages, {"chat_template": PRINTED})
+
+
+def test_a_template_may_look_at_the_texts(tokenizer):
+    """Marks behind them would be refused: then the texts themselves are looked for."""
+    picky = (
+        "{% for m in messages %}{% if m.content not in ('yes', 'no') %}{{ raise_exception('?') }}"
+    )
+    picky += "{% endif %}{{ m.content if m.role == 'user' }}{% endfor %}"
+    assert made_of(tokenizer, [{"role": "user", "content": "yes"}], picky) == "yes"
+    with pytest.raises(ArgumentError, match="leaves out"):
+        encode_chat(tokenizer, [{"role": "tool", "content": "no"}], {"chat_template": picky})
+
+
 def test_a_role_may_be_one_that_the_template_writes_or_names(tokenizer):
     critic = [{"role": "critic", "content": "hm"}]
     assert made_of(tokenizer, critic, PRINTED) == "critic: hm|"
@@ -163,6 +181,13 @@ def test_a_message_without_content_may_say_it_by_another_key(tokenizer):
         assert str(value) in made_of(tokenizer, [message], template)
         with pytest.raises(ArgumentError, match=r"leaves out|reads nothing else"):
             encode_chat(tokenizer, [message], {"chat_template": "{{ messages[0].role }}"})
+
+
+def test_thoughts_may_have_any_of_their_names(tokenizer):
+    for given in ("reasoning_content", "thinking", "reasoning"):
+        for read in ("reasoning_content", "thinking"):
+            message = [{"role": "assistant", given: "hm"}]
+            assert made_of(tokenizer, message, f"{{{{ messages[0].{read} }}}}") == "hm"
 
 
 def test_what_a_tool_gave_may_be_a_mapping(tokenizer):
@@ -245,11 +270,18 @@ def test_a_template_may_have_a_name(tokenizer):
     "name", ["chat_template.json", "processor_config.json", "chat_template.jinja"]
 )
 def test_a_folders_template_is_found_where_processors_have_it(name, tmp_path):
-    write_byte_tokenizer(tmp_path)
-    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+    """And again in a folder that is saved from there."""
+    for folder in ("own", "saved"):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "config.json").write_text('{"model_type": "llama"}')
+    write_byte_tokenizer(tmp_path / "own")
     is_jinja = name.endswith(".jinja")
-    (tmp_path / name).write_text(PRINTED if is_jinja else json.dumps({"chat_template": PRINTED}))
-    assert made_of(load_tokenizer(tmp_path), QUESTION) == "user: hi|"
+    text = PRINTED if is_jinja else json.dumps({"chat_template": PRINTED})
+    (tmp_path / "own" / name).write_text(text)
+    assert made_of(load_tokenizer(tmp_path / "own"), QUESTION) == "user: hi|"
+    for file in tokenizer_files(tmp_path / "own"):
+        (tmp_path / "saved" / file.name).write_bytes(file.content)
+    assert made_of(load_tokenizer(tmp_path / "saved"), QUESTION) == "user: hi|"
 
 
 def test_one_bos_stands_in_front_of_a_chat():

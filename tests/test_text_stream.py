@@ -121,6 +121,14 @@ def test_a_prompt_that_ends_within_a_character_is_not_shown_again():
         assert "aé日b".endswith(text) and text
 
 
+def test_a_long_run_of_bytes_in_a_prompt_is_read_from_its_first():
+    tokenizer = byte_fallback()
+    ids = tokenizer("日" * 700 + "本 a")["input_ids"]
+    for cut, text in ((-1, "a"), (-2, " a"), (-5, "本 a")):
+        stream = Detokenizer(tokenizer).stream(ids[:cut])
+        assert stream.push(*ids[cut:]) + stream.finish() == text
+
+
 @pytest.mark.parametrize("cleans", [False, True])
 def test_a_class_that_decodes_in_a_way_of_its_own_is_asked(cleans):
     from transformers import PreTrainedTokenizerFast

@@ -11,7 +11,7 @@ import pytest
 
 import dualinfer
 from dualinfer import ArgumentError
-from dualinfer.engine.tokenizing import encode, ids_of
+from dualinfer.engine.tokenizing import encode, ids_of, ids_of_each
 
 from .models import BACKENDS
 from .tokenizer_kinds import KINDS, llama3, word_piece
@@ -36,7 +36,7 @@ def test_ids_are_those_of_the_tokenizer(kind):
             assert ids_of(tokenizer, text, bare=True) == bare
             for most in (2, 3, 5, 50):
                 cut = tokenizer(text, truncation=True, max_length=most)["input_ids"]
-                assert ids_of(tokenizer, text, most) == cut
+                assert ids_of_each(tokenizer, [text], most, "text") == [cut]
 
 
 def test_a_tokenizer_stays_as_it_is():
@@ -48,7 +48,7 @@ def test_a_tokenizer_stays_as_it_is():
     backend.enable_padding(length=64)
     before = backend.truncation, backend.padding, vars(tokenizer).copy()
     assert ids_of(tokenizer, TEXTS[1]) == whole
-    assert ids_of(tokenizer, TEXTS[1], 4) == [*whole[:3], whole[-1]]
+    assert ids_of_each(tokenizer, [TEXTS[1]], 4, "text") == [[*whole[:3], whole[-1]]]
     assert (backend.truncation, backend.padding, vars(tokenizer)) == before
 
 
@@ -67,7 +67,7 @@ def test_changes_of_a_tokenizer_are_followed():
 
 def test_a_length_that_leaves_no_room_for_a_text_is_refused():
     with pytest.raises(ArgumentError, match="max_length=1: the tokenizer puts 2 tokens around"):
-        ids_of(word_piece(), "one two", 1)
+        ids_of_each(word_piece(), ["one two"], 1, "text")
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

@@ -257,15 +257,18 @@ def _made(fields: _Fields) -> Any:
 
 
 def _add_tokens(inner: Any, fields: _Fields) -> None:
-    """Make control tokens special, and keep those whole that a user defined."""
+    """Make control tokens special, and keep those whole that a user defined.
+
+    Gemma's blanks are not among them: its vocabulary has them in another spelling.
+    """
     from tokenizers import AddedToken
 
     types = fields.numbers("ggml.token_type")
     for kind, is_special in ((_CONTROL, True), (_USER_DEFINED, False)):
         tokens = [
             AddedToken(token, normalized=False, special=is_special)
-            for token, of in zip(fields.tokens, types, strict=False)
-            if of == kind
+            for i, (token, of) in enumerate(zip(fields.tokens, types, strict=False))
+            if of == kind and inner.token_to_id(token) == i
         ]
         (inner.add_special_tokens if is_special else inner.add_tokens)(tokens)
 

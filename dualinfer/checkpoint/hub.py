@@ -30,13 +30,14 @@ from .sources import (
     in_other_case,
     read_index,
 )
+from .tokenizer import PROCESSOR
 from .tokenizer_files import NAMES as TOKENIZER_NAMES
 
 _CONFIG = "config.json"
 # A cached snapshot is as good as the hub's once it is known of these whether there are any.
 _TELLING = ("generation_config.json", "tokenizer_config.json")
 _OF_A_MODEL = (
-    *(_CONFIG, *_TELLING, *TOKENIZER_NAMES, ADAPTER, *BESIDE),
+    *(_CONFIG, *_TELLING, *TOKENIZER_NAMES, PROCESSOR, ADAPTER, *BESIDE),
     *(MODULES, *SETTINGS),
     *("?_Pooling/config.json", "?_Dense/config.json", "?_Dense/*model.safetensors"),
     "?_Dense/pytorch_model.bin",

@@ -17,6 +17,7 @@ from .sources import ADAPTER, check_folder
 # of every config; Mistral's may lie in a format of their own beside it.
 _PLAIN = ("PreTrainedTokenizerFast", "TokenizersBackend")
 _OF_ITS_OWN = "mistral"
+PROCESSOR = "processor_config.json"
 
 
 def load_tokenizer(path: str | os.PathLike[str]) -> Any:
@@ -35,7 +36,7 @@ def load_tokenizer(path: str | os.PathLike[str]) -> Any:
     try:
         made = _load(folder)
         if getattr(made, "chat_template", None) is None:
-            made.chat_template = _processors_template(folder)
+            made.chat_template = processors_template(folder)
         return made
     except Exception as error:  # transformers and tokenizers raise many kinds
         if "trust_remote_code" in str(error):
@@ -58,9 +59,14 @@ def _load(folder: Path) -> Any:
     return AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
 
 
-def _processors_template(folder: Path) -> str | None:
-    """The chat template that a processor was saved with, in files that tokenizers do not read."""
-    for name in ("chat_template.json", "processor_config.json"):
+def processors_template(folder: Path) -> str | None:
+    """The chat template in a processor's own files, which tokenizers do not read; None if none is.
+
+    Those of transformers from before chat_template.jinja.
+    """
+    if (folder / "chat_template.jinja").is_file():
+        return None
+    for name in ("chat_template.json", PROCESSOR):
         if (folder / name).is_file():
             template = read_json(folder / name).get("chat_template")
             if isinstance(template, str):

@@ -10,12 +10,12 @@ from typing import Any, NamedTuple
 
 from ..errors import CheckpointError
 from .gguf_model import is_gguf
-from .tokenizer import has_tokenizer, load_tokenizer
+from .tokenizer import has_tokenizer, load_tokenizer, processors_template
 
 NAMES = (
     *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
     *("vocab.json", "merges.txt", "vocab.txt", "tokenizer.model", "spiece.model"),
-    *("chat_template.jinja", "chat_template.json", "processor_config.json"),
+    *("chat_template.jinja", "chat_template.json"),
 )
 
 
@@ -55,6 +55,9 @@ def tokenizer_files(folder: Any) -> Iterator[TokenizerFile]:
                     "or remove the file."
                 ) from error
             yield TokenizerFile(name, content, mode)
+    name = "chat_template.json"
+    if not (home / name).is_file() and (template := processors_template(home)) is not None:
+        yield TokenizerFile(name, json.dumps({"chat_template": template}).encode(), 0o644)
 
 
 def _read(path: Path, home: Path) -> tuple[bytes, int]:

@@ -209,6 +209,8 @@ def _checked(message: Mapping[str, Any], name: str) -> dict[str, Any]:
     role, content = message["role"], message.get("content")
     if not isinstance(role, str):
         raise ArgumentError(f"{name} has the role {shown(role)}; expected a str.")
+    if media := [key for key in message if str(key).rstrip("s") in _MEDIA and message[key]]:
+        raise _no_media(name, role, f"{media[0]}={shown(message[media[0]])}")
     if content is None:
         if not any(value for key, value in message.items() if key not in _UNMARKED):
             raise ArgumentError(f"{name}, the {role}'s, has no content. Give it a text as content.")
@@ -230,13 +232,17 @@ def _part(part: Any, name: str, role: str) -> Any:
         or (kind not in _TEXTS[1:] and any(medium in part for medium in _MEDIA))
     )
     if is_media:
-        raise ArgumentError(
-            f"{name}, the {role}'s, has content that is no text: {shown(part)}. chat() reads texts "
-            "alone. Give ids and pixel values that a processor made to generate()."
-        )
+        raise _no_media(name, role, shown(part))
     if not isinstance(part, Mapping) or (kind in _TEXTS and not _is_text(part.get("text"))):
         raise _no_text(name, role, part)
     return {"type": "text", "text": part["text"]} if kind in _TEXTS else dict(part)
+
+
+def _no_media(name: str, role: str, what: str) -> ArgumentError:
+    return ArgumentError(
+        f"{name}, the {role}'s, has content that is no text: {what}. chat() reads texts alone. "
+        "Give ids and pixel values that a processor made to generate()."
+    )
 
 
 def _no_text(name: str, role: str, content: Any) -> ArgumentError:
@@ -317,19 +323,26 @@ class _Marks:
     """Words that stand nowhere else, put behind texts to see where these go."""
 
     def __init__(self) -> None:
-        self._word, self._count = "zq" + secrets.token_hex(5), 0
+        self._word = "zq" + secrets.token_hex(5)
+        self._behind: dict[str, str] = {}  # each mark's text
         self.key = self._word + "k"
 
-    def new(self) -> str:
-        self._count += 1
-        return f"{self._word}x{self._count}z"
+    def new(self, text: str = "") -> str:
+        """A mark that stands behind `text`."""
+        mark = f"{self._word}x{len(self._behind)}z"
+        self._behind[mark] = text
+        return mark
+
+    def written(self, prompt: str) -> str:
+        """The marks of those texts that stand in a prompt."""
+        return " ".join(mark for mark, text in self._behind.items() if text.strip() in prompt)
 
     def put(self, value: Any, found: list[str]) -> Any:
         """The value with a mark behind each text in it; `found` gets the marks."""
         if isinstance(value, str):
             if not value.strip():
                 return value
-            found.append(self.new())
+            found.append(self.new(value))
             return value + found[-1]
         if isinstance(value, Mapping):
             return {k: v if k in _UNMARKED else self.put(v, found) for k, v in value.items()}
@@ -361,8 +374,12 @@ def _losses(messages: list[dict[str, Any]], prompt: _Prompt) -> list[_Loss]:
             made |= {name: marks.put(value, found) for name, value in others.items()}
             checks.append(partial(_lost_others, index, found, list(others.values())))
         marked.append(made)
-    text = prompt.trial(marked).casefold()
-    return [loss for check in checks for loss in check(text)]
+    try:
+        text = prompt.trial(marked)
+    except ArgumentError:
+        # The template may look at texts themselves; then they must stand in the prompt as they are.
+        text = marks.written(prompt.trial(messages))
+    return [loss for check in checks for loss in check(text.casefold())]
 
 
 def _marked(content: Any, marks: _Marks) -> tuple[Any, list[list[str]]]:

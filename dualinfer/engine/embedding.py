@@ -29,7 +29,7 @@ from ..model.spec import ModelSpec
 from .base import InferenceEngine
 from .checks import by_name, check_ids, check_length, check_mask, is_zero, refuse_prefix
 from .packing import Pass, make_inputs, make_passes
-from .tokenizing import ids_of, tokenizer_of
+from .tokenizing import ids_of, ids_of_each, tokenizer_of
 
 _TOKENS, _TOKENS_ON_HOST = 16384, 2048  # of one pass
 _CUT = "Cut it, or pass max_length with texts."
@@ -128,7 +128,7 @@ class EmbeddingCalls(InferenceEngine):
                 skip = 0 if how.include_prompt else _length_of_prompt(tokenizer, before)
                 single = isinstance(given, str)
                 all_texts = [given] if single else list(given)
-                ids = [_encode(tokenizer, t, before, limit, how.lower) for t in all_texts]
+                ids = _encode(tokenizer, all_texts, before, limit, how.lower)
                 for i, row in enumerate(ids):
                     if not len(row):
                         raise ArgumentError(
@@ -406,13 +406,15 @@ def _is_text(given: Any) -> bool:
     return isinstance(given, list | tuple) and len(given) > 0 and isinstance(given[0], str)
 
 
-def _encode(tokenizer: Any, text: Any, prompt: str, most: int, lower: bool) -> np.ndarray:
-    """int32 ids of a text behind its prompt, cut to `most` with what the tokenizer puts around."""
-    if not isinstance(text, str):
-        raise ArgumentError(f"A text is {a_type(text)}; expected a str.")
-    whole = prompt + text
-    ids = ids_of(tokenizer, whole.lower() if lower else whole, most, "text")
-    return np.asarray(ids, np.int32)
+def _encode(
+    tokenizer: Any, texts: Sequence[Any], prompt: str, most: int, lower: bool
+) -> list[np.ndarray]:
+    """int32 ids of texts behind their prompt, cut to `most` with what stands around them."""
+    for text in texts:
+        if not isinstance(text, str):
+            raise ArgumentError(f"A text is {a_type(text)}; expected a str.")
+    whole = ((prompt + text).lower() if lower else prompt + text for text in texts)
+    return [np.asarray(ids, np.int32) for ids in ids_of_each(tokenizer, whole, most, "text")]
 
 
 def _length_of_prompt(tokenizer: Any, prompt: str) -> int:

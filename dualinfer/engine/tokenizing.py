@@ -1,6 +1,6 @@
 """Token ids of texts, by a tokenizer of the caller's that is never changed."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from threading import Lock
 from typing import Any, NamedTuple
@@ -43,25 +43,37 @@ def encode(given: Any, text: Any) -> list[int]:
     return ids
 
 
-def ids_of(
-    given: Any, text: str, most: int | None = None, name: str = "prompt", bare: bool = False
-) -> list[int]:
-    """Token ids of a text, at most so many, with what the tokenizer puts around it; maybe none.
+def ids_of(given: Any, text: str, bare: bool = False) -> list[int]:
+    """Token ids of a text with what the tokenizer puts around it, unless `bare`; maybe none."""
+    return ids_of_each(given, [text], None, "prompt", bare)[0]
 
-    A text that is cut is cut as HF's truncation does it. With `bare` nothing is put around.
+
+def ids_of_each(
+    given: Any, texts: Iterable[str], most: int | None, name: str, bare: bool = False
+) -> list[list[int]]:
+    """Token ids of each text, at most so many, cut as HF's truncation cuts.
+
+    Errors call a text by `name`.
     """
     tokenizer = tokenizer_of(given)
-    with _told(f"The tokenizer does not take the {name} {shown(text)}", text, name):
-        how: dict[str, Any] = {"add_special_tokens": False} if bare else {}
-        with own_tokenizer(tokenizer) as own:
-            if own is tokenizer:
-                cut = {} if most is None else {"truncation": True, "max_length": most}
-                return list(tokenizer(text, **how, **cut)["input_ids"])
-            made = own(text, **how, return_special_tokens_mask=most is not None, verbose=False)
-    ids = list(made["input_ids"])
-    if most is None or len(ids) <= most:
-        return ids
-    return _cut(ids, made["special_tokens_mask"], most, tokenizer.truncation_side)
+    how: dict[str, Any] = {"add_special_tokens": False} if bare else {}
+    found = []
+    with own_tokenizer(tokenizer) as own:
+        is_python = own is tokenizer
+        if most is not None:
+            how |= {"truncation": True, "max_length": most} if is_python else _MARKED
+        how |= {} if is_python else {"verbose": False}
+        for text in texts:
+            with _told(text, name):
+                made = own(text, **how)
+            ids = list(made["input_ids"])
+            if most is not None and len(ids) > most:
+                ids = _cut(ids, made["special_tokens_mask"], most, tokenizer.truncation_side)
+            found.append(ids)
+    return found
+
+
+_MARKED = {"return_special_tokens_mask": True}
 
 
 def _cut(ids: list[int], mask: Sequence[int], most: int, side: str) -> list[int]:
@@ -96,7 +108,7 @@ def own_tokenizer(tokenizer: Any) -> Iterator[Any]:
 
 
 @contextmanager
-def _told(what: str, text: str, name: str) -> Iterator[None]:
+def _told(text: str, name: str) -> Iterator[None]:
     """Within it an error of the tokenizer's is an ArgumentError."""
     try:
         yield
@@ -106,7 +118,7 @@ def _told(what: str, text: str, name: str) -> Iterator[None]:
         if any("\ud800" <= char <= "\udfff" for char in text):
             what = f"The {name} {shown(text)} was read from bytes that are no UTF-8. Pass text."
         else:
-            what = f"{what}: {error}"
+            what = f"The tokenizer does not take the {name} {shown(text)}: {error}"
         raise ArgumentError(what) from error
 
 
