@@ -386,10 +386,16 @@ HOSTILE = {
 }  # fmt: skip
 
 
+WHY = {name: "its loops do not end" for name in ("loops", "nothing passes", "macros")}
+WHY |= {"recursion": "it recurses without end", "long": r"has 270,\d+ characters"}
+
+
 @pytest.mark.parametrize("name", HOSTILE)
 def test_a_template_that_would_not_end_is_stopped(name, tokenizer, monkeypatch):
     monkeypatch.setattr(chat_limits, "_TURNS", 5_000)
-    with pytest.raises(ArgumentError, match=r"chat template (was stopped|has [0-9,]+ characters)"):
+    monkeypatch.setattr(chat_limits, "_MADE", 1 << 25)
+    why = WHY.get(name, "(makes|asks for) a (text|number) of (million|thousand)s of")
+    with pytest.raises(ArgumentError, match=rf"chat template (was stopped: )?(it )?{why}"):
         encode_chat(tokenizer, QUESTION, {"chat_template": HOSTILE[name] + PRINTED})
 
 
