@@ -130,6 +130,11 @@ def counted(names: Sequence[str]) -> str:
     return f"{len(names)}: {listing(names)}"
 
 
+def is_error(error: BaseException) -> bool:
+    """True unless it ends the program; a panic of a library in Rust is an error, too."""
+    return isinstance(error, Exception) or type(error).__name__ == "PanicException"
+
+
 def warn_caller(text: str, category: type[Warning] = UserWarning) -> None:
     """Warn at the nearest line outside of dualinfer, and of what calls it back."""
     frame, level = sys._getframe(), 1

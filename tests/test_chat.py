@@ -3,8 +3,10 @@
 
 import json
 import socket
+from enum import Enum
 from typing import Any
 
+import numpy as np
 import pytest
 
 from dualinfer import ArgumentError
@@ -183,6 +185,13 @@ def test_a_message_without_content_may_say_it_by_another_key(tokenizer):
             encode_chat(tokenizer, [message], {"chat_template": "{{ messages[0].role }}"})
 
 
+def test_nothing_is_no_text(tokenizer):
+    """None, as many APIs give it beside calls, is not written."""
+    message = [{"role": "assistant", "content": None, "name": None, "tool_calls": [CALL]}]
+    template = "{% for m in messages %}{{ m.content }}{{ m.name }}{{ m.tool_calls[0].function.name }}{% endfor %}"
+    assert made_of(tokenizer, message, template) == "weather"
+
+
 def test_thoughts_may_have_any_of_their_names(tokenizer):
     for given in ("reasoning_content", "thinking", "reasoning"):
         for read in ("reasoning_content", "thinking"):
@@ -239,7 +248,21 @@ def test_options_that_the_template_reads_are_honoured(tokenizer):
     assert '"name": "weather"' in made_of(tokenizer, QUESTION, tools=[weather])
     assert not made_of(tokenizer, QUESTION, add_generation_prompt=False).endswith("assistant\n")
     answer = [*QUESTION, {"role": "assistant", "content": "Well, "}]
-    assert made_of(tokenizer, answer, continue_final_message=True).endswith("assistant\nWell, ")
+    for how in (True, "content"):
+        expected = tokenizer.apply_chat_template(
+            answer, tokenize=False, add_generation_prompt=False, continue_final_message=how
+        )
+        assert made_of(tokenizer, answer, continue_final_message=how) == expected
+        assert expected.endswith("assistant\nWell, ")
+    trims = STYLES["llama-3"].template
+    assert made_of(tokenizer, answer, trims, continue_final_message=True).endswith("\n\nWell,")
+    parts = [*QUESTION, {"role": "assistant", "content": in_parts("Well")}]
+    seen = made_of(tokenizer, parts, STYLES["llava"].template, continue_final_message=True)
+    assert seen == "USER: hi ASSISTANT: Well"
+    with pytest.raises(ArgumentError, match="Pass one of them"):
+        made_of(tokenizer, answer, continue_final_message=True, add_generation_prompt=True)
+    with pytest.raises(ArgumentError, match="has no thinking that is a text"):
+        made_of(tokenizer, answer, continue_final_message="thinking")
     with pytest.raises(ArgumentError, match="does not read add_generation_prompt"):
         made_of(tokenizer, QUESTION, PRINTED, add_generation_prompt=False)
 
@@ -386,7 +409,7 @@ HOSTILE = {
 }  # fmt: skip
 
 
-WHY = {name: "its loops do not end" for name in ("loops", "nothing passes", "macros")}
+WHY = dict.fromkeys(("loops", "nothing passes", "macros"), "its loops do not end")
 WHY |= {"recursion": "it recurses without end", "long": r"has 270,\d+ characters"}
 
 
@@ -404,6 +427,33 @@ def test_a_template_is_stopped_by_the_clock(tokenizer, monkeypatch):
     slow = "{% for a in range(9999) %}{% if range(99999) | sum < 0 %}{% endif %}{% endfor %}"
     with pytest.raises(ArgumentError, match="it takes more than 0 seconds"):
         encode_chat(tokenizer, QUESTION, {"chat_template": slow + PRINTED})
+
+
+def test_what_is_within_the_bounds_is_rendered_as_transformers_does(tokenizer):
+    """Numbers that are no sizes, marks that are no widths, blocks of generation."""
+    harmless = "{{ '**%s** %d' % ('a', 1234567) }}{{ '{} 123456: {:>5}'.format(1234567, 'b') }}"
+    harmless += (
+        "{{ 'abc'.find('c', 100000) }}{{ messages | tojson(indent=2) }}{{ 'ab' | center(9) }}"
+    )
+    harmless += "{{ 'abab'.replace('b', 'cd' * 9) }}{{ ['a', 'b'] | join(', ') }}{{ 7 ** 3 % 5 }}"
+    harmless += "{% generation %}{{ strftime_now('%Y') }}{% endgeneration %}{{ none ~ 1.5 ~ [1] }}"
+    harmless += (
+        "{% macro f(x) %}<{{ x | upper }}>{% endmacro %}{{ f('y') }}{{ dict(a=1).a }}{{ odd }}"
+    )
+    expected = tokenizer.apply_chat_template(QUESTION, chat_template=harmless, tokenize=False)
+    assert made_of(tokenizer, QUESTION, harmless) == expected
+
+
+def test_a_template_sees_plain_values_alone(tokenizer):
+    class Odd:
+        def write(self) -> None:
+            raise AssertionError("called")
+
+    template = "{{ thing.write }}{{ thing }}" + PRINTED
+    assert made_of(tokenizer, QUESTION, template, thing=Odd()) == "<Odd>user: hi|"
+    role = Enum("Role", {"USER": "user"}, type=str).USER
+    message = [{"role": role, "content": "hi", "count": np.int64(5)}]
+    assert made_of(tokenizer, message, PRINTED + "{{ messages[0].count }}") == "user: hi|5"
 
 
 def test_a_long_chat_is_within_the_bounds(tokenizer):

@@ -98,7 +98,7 @@ def write(path: Any, architecture: str, kind: str, tokenizer: Any, **fields: Any
     writer.add_token_list(fields.pop("tokens", tokens))
     writer.add_token_types(fields.pop("types", types))
     names = {"unk": "unknown", "pad": "padding", "sep": "seperator"}
-    for name in ("bos", "eos", "unk", "pad", "sep", "mask"):
+    for name in fields.pop("ids", ("bos", "eos", "unk", "pad", "sep", "mask")):
         if (number := getattr(tokenizer, f"{name}_token_id")) is not None:
             writer.add_uint32(f"tokenizer.ggml.{names.get(name, name)}_token_id", number)
     for name, value in fields.items():
@@ -286,28 +286,50 @@ def _again(inner: Any) -> Any:
     return made
 
 
-def test_pieces_with_probabilities_are_those_of_xlm_roberta(tmp_path):
+def test_special_ids_that_a_file_does_not_name_are_those_of_its_kind(tmp_path):
+    own = with_bos(byte_fallback())
+    tokens = [own.convert_ids_to_tokens(i) for i in range(len(own))]
+    fields = {"ggml__scores": [0.0] * len(tokens), "ggml__merges": ["a b"], "ids": ()}
+    fields["tokens"] = [*tokens[:-2], "ab", "c d"]
+    found = load_tokenizer(write(tmp_path / "m.gguf", "llama", "llama", own, **fields))
+    assert found.special_tokens_map == own.special_tokens_map
+    assert found("a")["input_ids"] == own("a")["input_ids"]
+
+
+@pytest.mark.parametrize("scheme", ["always", "never"])
+def test_pieces_with_probabilities_are_those_of_xlm_roberta(scheme, tmp_path):
     tokens = ["<s>", "<pad>", "</s>", "<unk>", "▁", "▁thin", "▁he", "llo", *"abcdehilnot"]
     scores = [-float(i) for i in range(len(tokens))]
     inner = Tokenizer(models.Unigram(list(zip(tokens, scores, strict=True)), unk_id=3))
     inner.normalizer = normalizers.Precompiled(CHARSMAP)
-    inner.pre_tokenizer = Sequence([pre_tokenizers.WhitespaceSplit(), pre_tokenizers.Metaspace()])
-    inner.decoder = decoders.Metaspace()
+    inner.pre_tokenizer = Sequence(
+        [pre_tokenizers.WhitespaceSplit(), pre_tokenizers.Metaspace(prepend_scheme=scheme)]
+    )
+    inner.decoder = decoders.Metaspace(prepend_scheme=scheme)
     names = {"bos": "<s>", "eos": "</s>", "unk": "<unk>", "pad": "<pad>"}
     own = fast(inner, **{f"{name}_token": token for name, token in names.items()})
     inner.post_processor = processors.TemplateProcessing(
         single="<s> $A </s>", pair=None, special_tokens=[("<s>", 0), ("</s>", 2)]
     )
     own = fast(inner, **{f"{name}_token": token for name, token in names.items()})
-    fields = {"ggml__scores": scores, "ggml__add_bos_token": True, "ggml__add_space_prefix": True}
+    fields = {"ggml__scores": scores, "ggml__add_bos_token": True}
+    fields |= {"ggml__add_space_prefix": True} if scheme == "always" else {}
     fields |= {"ggml__remove_extra_whitespaces": True}
     fields |= {"ggml__precompiled_charsmap": list(CHARSMAP), "types": [3, 3, 3, 2, *[1] * 15]}
     found = load_tokenizer(write(tmp_path / "m.gguf", "bert", "t5", own, **fields))
-    check_alike(found, own, ("thin hello", "  a  b ", "tab\u00a0e", "e日"))
+    check_alike(found, own, ("thin hello", "  a  b ", "tab\u00a0e", "hxllo x 日"))
 
 
-# A sentencepiece charsmap with no rules: the size of an empty trie, and nothing to put in.
-CHARSMAP = (1024).to_bytes(4, "little") + bytes(1024 + 4)
+def make_charsmap(letter: str, becomes: str) -> bytes:
+    """A sentencepiece charsmap of one rule: its trie as darts-clone has it, and the texts."""
+    byte, units = ord(letter), [0] * 512
+    units[byte] = byte | 1 << 8 | 256 << 10  # the label, that a leaf follows, and how far away
+    units[byte ^ 256] = 1 << 31  # the leaf: where the text begins
+    trie = b"".join(unit.to_bytes(4, "little") for unit in units)
+    return len(trie).to_bytes(4, "little") + trie + becomes.encode() + bytes(1)
+
+
+CHARSMAP = make_charsmap("x", "e")
 
 
 @pytest.mark.parametrize("lowers", [True, False])
@@ -340,7 +362,8 @@ def test_words_with_pieces_are_those_of_bert(lowers, tmp_path):
             "ggml__eot_token_id": 5,
             "ggml__add_bos_token": "x",
         },
-        {"ggml__pre": "gpt-2", "ggml__merges": [], "types": [1, 3]},
+        {"ggml__pre": "gpt-2", "ggml__merges": ["a b"], "types": [1, 3]},
+        {"ggml__pre": "llama-bpe", "ggml__merges": ["Ġ t"], "ids": ()},
         {"ggml__pre": "gpt-2", "ggml__merges": [], "tokens": ["a", "a"]},
         {"huggingface__json": "{"},
     ],

@@ -164,6 +164,21 @@ def test_special_tokens_are_left_out_unless_they_are_asked_for(engine):
         assert "".join(engine.stream_chat([HI], **how)) == expected
 
 
+def test_a_row_that_ended_has_no_more_tokens(engine):
+    """Not even special ones, where others go on."""
+    a, b = engine.tokenizer("ab")["input_ids"]
+    begun = len(engine.tokenizer("one")["input_ids"])
+
+    def allowed(row: int, seen) -> list[int]:
+        return [a if row == 0 and len(seen) == begun else b]
+
+    how = {"max_new_tokens": 4, "do_sample": False, "prefix_allowed_tokens_fn": allowed}
+    how |= {"eos_token_id": b, "pad_token_id": 0, "skip_special_tokens": False}
+    assert engine.generate_text(["one", "two"], **how) == ["ab", "b"]
+    pieces = list(engine.stream_text(["one", "two"], **how))
+    assert ["".join(column) for column in zip(*pieces, strict=True)] == ["ab", "b"]
+
+
 def test_a_chat_ends_at_the_models_end_and_at_the_tokenizers(engine):
     """Whichever comes first; at neither where the caller names another."""
     tokenizer, own = engine.tokenizer, engine.generation_config.eos_token_id

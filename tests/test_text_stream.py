@@ -11,10 +11,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from dualinfer import ArgumentError
+from dualinfer.engine import text_stream
 from dualinfer.engine.loop import StopStrings
 from dualinfer.engine.text_stream import Detokenizer
 
-from .tokenizer_kinds import KINDS, byte_fallback, byte_level
+from .tokenizer_kinds import KINDS, byte_fallback, byte_level, fast
 
 TEXT = "größer 日本語 🙂🙂 it 's . ' thin do n't end"
 
@@ -130,8 +132,11 @@ def test_a_long_run_of_bytes_in_a_prompt_is_read_from_its_first():
 
 
 @pytest.mark.parametrize("cleans", [False, True])
-def test_a_class_that_decodes_in_a_way_of_its_own_is_asked(cleans):
+def test_a_class_that_decodes_in_a_way_of_its_own_is_asked(cleans, monkeypatch):
+    """Here with no byte among its probes but the one that ends no character."""
     from transformers import PreTrainedTokenizerFast
+
+    monkeypatch.setattr(text_stream, "_PROBES", 1)
 
     class Own(PreTrainedTokenizerFast):
         def decode(self, token_ids: Any, **how: Any) -> Any:
@@ -140,7 +145,8 @@ def test_a_class_that_decodes_in_a_way_of_its_own_is_asked(cleans):
     inner = byte_fallback().backend_tokenizer
     tokenizer = Own(tokenizer_object=inner, unk_token="<unk>", clean_up_tokenization_spaces=cleans)
     ids = tokenizer("xa 日本 x" * 12, add_special_tokens=False)["input_ids"]
-    for more in ([], [5], [200, 5]):
+    run = tokenizer("日本", add_special_tokens=False)["input_ids"]
+    for more in ([], [5], [200, 5], [*run, 200, 5]):
         stream = Detokenizer(tokenizer).stream(ids[:30])
         text = "".join(stream.push(token) for token in [*ids[30:], *more]) + stream.finish()
         assert text == decoded(tokenizer, ids[:30], [*ids[30:], *more], True)
@@ -189,6 +195,24 @@ def test_a_stop_string_is_seen_in_the_token_that_ends_it(kind):
             assert ends == ([last] if last >= begun else [])
 
 
+def test_a_special_token_may_be_a_stop_string():
+    tokenizer = byte_level()
+    watch = StopStrings(("b<|eot|>",), tokenizer).watch(tokenizer("a")["input_ids"])
+    assert [watch.is_completed(id) for id in tokenizer("b<|eot|>")["input_ids"]] == [False, True]
+
+
+def test_a_decoder_that_panics_is_told():
+    """The library of tokenizers takes away blanks behind an empty token, and panics."""
+    from tokenizers import Tokenizer, decoders, models
+
+    inner = Tokenizer(models.WordLevel({"": 0, "a ": 1, "b": 2}, unk_token="b"))
+    inner.decoder = decoders.Strip(" ", 0, 1)
+    stream = Detokenizer(fast(inner)).stream()
+    assert "".join(map(stream.push, (1, 2, 1))) == "aba"
+    with pytest.raises(ArgumentError, match=r"cannot decode tokens \[1, 2, 1, 0\]"):
+        stream.push(0)
+
+
 def test_runs_of_special_tokens_leave_no_trace():
     tokenizer = byte_level()
     eot = tokenizer.eos_token_id
@@ -197,4 +221,5 @@ def test_runs_of_special_tokens_leave_no_trace():
     stream = Detokenizer(tokenizer).stream(tokenizer("q")["input_ids"])
     assert "".join(map(stream.push, new)) + stream.finish() == "éa"
     kept = Detokenizer(tokenizer, skip_special_tokens=False).stream()
-    assert "".join(map(kept.push, [*ids, eot, *ids])) == "é<|eot|>é"
+    other = tokenizer("<日><think>")["input_ids"]  # tokens of letters that stand for no bytes
+    assert "".join(map(kept.push, [*ids, eot, *other, *ids])) == "é<|eot|><日><think>é"

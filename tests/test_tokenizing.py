@@ -4,10 +4,12 @@ import threading
 from functools import cache
 from pathlib import Path
 from tempfile import mkdtemp
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
+from tokenizers import normalizers
 
 import dualinfer
 from dualinfer import ArgumentError
@@ -65,6 +67,15 @@ def test_changes_of_a_tokenizer_are_followed():
     assert encode(tokenizer, "a<|eot|>") == split and len(split) > 2
 
 
+def test_a_tokenizer_that_panics_is_told():
+    """By a table of characters that ends too soon."""
+    tokenizer = word_piece()
+    table = (4).to_bytes(4, "little") + bytes(4)
+    tokenizer.backend_tokenizer.normalizer = normalizers.Precompiled(table)
+    with pytest.raises(ArgumentError, match="does not take the prompt 'one two': index out of"):
+        encode(tokenizer, "one two")
+
+
 def test_a_length_that_leaves_no_room_for_a_text_is_refused():
     with pytest.raises(ArgumentError, match="max_length=1: the tokenizer puts 2 tokens around"):
         ids_of_each(word_piece(), ["one two"], 1, "text")
@@ -82,6 +93,8 @@ def test_vectors_do_not_depend_on_what_other_threads_ask_of_the_tokenizer(backen
     with dualinfer.init_inference(BertModel(BertConfig(**sizes)).eval(), **how) as engine:
         engine.tokenizer, text = tokenizer, "one two the cat " * 20
         right = {most: engine.embed(text, max_length=most) for most in (12, 40)}
+        processor = SimpleNamespace(tokenizer=tokenizer)  # which is not called
+        assert (engine.embed(text, max_length=12, tokenizer=processor) == right[12]).all()
         found: list[bool] = []
 
         def embed(most: int) -> None:

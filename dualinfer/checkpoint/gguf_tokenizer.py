@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ..errors import CheckpointError, shortened, shown, warn_caller
+from ..errors import CheckpointError, is_error, shortened, shown, warn_caller
 from .gguf_config import read_gguf_tokenizer
 
 _WAY = "Pass the model's own tokenizer as tokenizer=, or pass token ids."
@@ -215,8 +215,8 @@ def load_gguf_tokenizer(path: Path) -> Any:
         return _made(fields)
     except CheckpointError:
         raise
-    except BaseException as error:  # tokenizers raises many kinds, and panics with one of its own
-        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+    except BaseException as error:  # tokenizers raises many kinds
+        if not is_error(error):
             raise
         raise CheckpointError(
             f"No tokenizer can be made of what {path} holds ({shown(fields.kind)}): "
@@ -354,7 +354,7 @@ def _unigram(fields: _Fields) -> Any:
     charsmap = fields.get("ggml.precompiled_charsmap", list)
     if charsmap is not None:
         inner.normalizer = normalizers.Precompiled(bytes(byte & 255 for byte in charsmap))
-    scheme = "always" if fields.get("ggml.add_space_prefix", bool, True) else "never"
+    scheme = "always" if fields.get("ggml.add_space_prefix", bool, False) else "never"
     steps: list[Any] = [pre_tokenizers.Metaspace(prepend_scheme=scheme)]
     if fields.get("ggml.remove_extra_whitespaces", bool, False):
         steps.insert(0, pre_tokenizers.WhitespaceSplit())

@@ -5,7 +5,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from ..errors import CheckpointError
+from ..errors import CheckpointError, is_error
 from ..model.families import check_model_type
 from .files import read_json
 from .gguf_config import read_gguf_tokenizer
@@ -38,7 +38,9 @@ def load_tokenizer(path: str | os.PathLike[str]) -> Any:
         if getattr(made, "chat_template", None) is None:
             made.chat_template = processors_template(folder)
         return made
-    except Exception as error:  # transformers and tokenizers raise many kinds
+    except BaseException as error:  # transformers and tokenizers raise many kinds
+        if not is_error(error):
+            raise
         if "trust_remote_code" in str(error):
             raise CheckpointError(
                 f"The tokenizer in {folder} is Python code of the checkpoint's own, which "

@@ -10,7 +10,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ..errors import ArgumentError, DualinferError, a_type, listing, shown
+import numpy as np
+
+from ..errors import ArgumentError, DualinferError, UnsupportedError, a_type, listing, shown
 from . import chat_limits
 from .tokenizing import ids_of, own_tokenizer, tokenizer_of
 
@@ -122,18 +124,22 @@ class _Prompt:
             settings["tools"] = [_schema(tool) for tool in tools]
         if not self._is_own:
             self._refuse_unread(settings)
-        is_continued = settings.get("continue_final_message") not in (None, False)
+        is_continued = bool(settings.get("continue_final_message"))
+        if is_continued and settings.get("add_generation_prompt"):
+            raise ArgumentError(
+                "template_options: continue_final_message goes on with the last message, and "
+                "add_generation_prompt begins another. Pass one of them."
+            )
         return {"add_generation_prompt": not is_continued, **settings}
 
     def _refuse_unread(self, settings: Mapping[str, Any]) -> None:
         """Raise ArgumentError for an option that the template never reads."""
         with _told():
             read = chat_limits.names_read(self.source or "")
-        harmless = ("continue_final_message", "sanitize_control_tokens")
         for name, value in settings.items():
             is_off = name in ("tools", "documents") and not value
             is_default = name == "add_generation_prompt" and value is True
-            if name in read or name in harmless or is_off or is_default:
+            if name in read or name in _OF_MESSAGES or is_off or is_default:
                 continue
             near = difflib.get_close_matches(name, read - {"messages"}, 1, 0.6)
             way = f"Did you mean {near[0]}?" if near else "Leave it out, or pass another template."
@@ -142,30 +148,81 @@ class _Prompt:
                 f"nothing. {way}"
             )
 
-    def trial(self, messages: Messages) -> str:
-        """The text that the template makes, within bounds."""
+    def text(self, messages: Messages) -> str:
+        """The text that the template makes, within bounds; by transformers' own rules."""
         if self._is_own or self.source is None:
-            return self._made(messages)
-        variables = {**self._tokenizer.special_tokens_map, "tools": None, "documents": None}
-        variables |= self._settings
+            template = {} if self.source is None else {"chat_template": self.source}
+            with _told():
+                apply = self._tokenizer.apply_chat_template
+                return apply([*messages], **template, **self._settings | {"tokenize": False})
+        given = {k: v for k, v in self._settings.items() if k not in _OF_MESSAGES}
+        variables = {"tools": None, "documents": None, **self._tokenizer.special_tokens_map}
+        variables |= {name: _plain(value) for name, value in given.items()}
+        made, mark = [_as_hf(_plain(message)) for message in messages], None
+        if asked := self._settings.get("continue_final_message"):
+            mark = _continued(made, "content" if asked is True else asked)
         with _told():
-            return chat_limits.render(self.source, [*map(_as_hf, messages)], variables)
-
-    def _made(self, messages: Messages, own: Any = None, **how: Any) -> Any:
-        """What transformers' apply_chat_template makes of messages."""
-        template = {} if self.source is None else {"chat_template": self.source}
-        how = {"tokenize": False} | how
-        with _told():
-            apply = (own or self._tokenizer).apply_chat_template
-            return apply([*messages], **template, **self._settings | how)
+            text = chat_limits.render(self.source, made, variables)
+        if mark is None:
+            return text
+        if mark not in text:
+            raise ArgumentError("The chat template leaves out the message that is to be continued.")
+        before, _, after = text.rpartition(mark)
+        return before if after.startswith(" ") else before.rstrip()  # as the template trims it
 
     def ids(self, messages: Messages) -> list[int]:
         """Token ids of the prompt."""
-        self.trial(messages)  # raises where it would not end
-        if self._settings.get("sanitize_control_tokens"):
-            with own_tokenizer(self._tokenizer) as own:
-                return list(self._made(messages, own, tokenize=True, return_dict=False))
-        return ids_of(self._tokenizer, self._made(messages), bare=True)
+        if not self._settings.get("sanitize_control_tokens"):
+            return ids_of(self._tokenizer, self.text(messages), bare=True)
+        from transformers.utils import chat_template_utils as theirs
+
+        try:
+            control = self._tokenizer._get_control_tokens(self.source or "")
+            pattern, _ = theirs._get_control_token_patterns(control)
+            mark, encode_marked = theirs.mark_control_tokens, theirs.encode_marked_chat
+        except AttributeError as error:
+            raise UnsupportedError(
+                "sanitize_control_tokens needs a newer transformers, which knows it. Leave it out."
+            ) from error
+        text = self.text(mark([*messages], pattern))
+        with own_tokenizer(self._tokenizer) as own:
+            return list(encode_marked(own, text))
+
+
+_OF_MESSAGES = ("continue_final_message", "sanitize_control_tokens")
+
+
+def _plain(value: Any) -> Any:
+    """A value of plain types alone: a template may call what other objects have."""
+    if value is None or type(value) in (bool, int, float, str):
+        return value
+    if isinstance(value, Mapping):
+        return {_plain(key): _plain(one) for key, one in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(one) for one in value]
+    if isinstance(value, np.generic):
+        return _plain(value.item())
+    bare: dict[Any, Any] = {str: str.__str__, int: int.__int__, float: float.__float__}
+    for kind, plain in bare.items():
+        if isinstance(value, kind):  # an enum, say
+            return plain(value)
+    return f"<{type(value).__name__}>"
+
+
+def _continued(messages: list[dict[str, Any]], name: str) -> str:
+    """The mark that was put behind the last message's text, and a blank behind it."""
+    last, mark = messages[-1], _Marks().new()
+    value = last.get(name)
+    if isinstance(value, list) and value and isinstance(value[-1], dict) and "text" in value[-1]:
+        value[-1]["text"] += mark + " "
+    elif isinstance(value, str):
+        names = _REASONING if name in _REASONING else (name,)
+        last.update({n: value + mark + " " for n in names if last.get(n) == value})
+    else:
+        raise ArgumentError(
+            f"continue_final_message: the last message has no {name} that is a text to continue."
+        )
+    return mark
 
 
 class _told:
@@ -375,10 +432,10 @@ def _losses(messages: list[dict[str, Any]], prompt: _Prompt) -> list[_Loss]:
             checks.append(partial(_lost_others, index, found, list(others.values())))
         marked.append(made)
     try:
-        text = prompt.trial(marked)
+        text = prompt.text(marked)
     except ArgumentError:
         # The template may look at texts themselves; then they must stand in the prompt as they are.
-        text = marks.written(prompt.trial(messages))
+        text = marks.written(prompt.text(messages))
     return [loss for check in checks for loss in check(text.casefold())]
 
 
@@ -484,7 +541,7 @@ def _writes_role(messages: list[dict[str, Any]], index: int, prompt: _Prompt) ->
     mark, trial = _Marks().new(), [*messages]
     trial[index] = {**trial[index], "role": trial[index]["role"] + mark}
     try:
-        return mark in prompt.trial(trial).casefold()
+        return mark in prompt.text(trial).casefold()
     except ArgumentError:
         return False
 

@@ -2,7 +2,7 @@
 
 import re
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import lru_cache, wraps
@@ -19,7 +19,9 @@ _SIZED = ("center", "indent", "wordwrap", "batch", "slice", "tojson")  # filters
 _TEXTUAL = ("tojson", "string", "pprint", "join", "format", "xmlattr", "urlencode", "replace")
 _METHODS = (str, bytes, int)
 _HOLDING = (str, Mapping, list, tuple)
-_WIDTH = re.compile(r"\d{5}|\*")
+# Widths in the two ways to write a text with places for values.
+_WIDTH = re.compile(r"%[-+ #0-9.]*(\*|\d{5})|\{[^{}]*:[^{}]*(\d{5}|\{)")
+_SIZED_METHODS = ("ljust", "rjust", "center", "zfill", "expandtabs", "to_bytes")
 
 
 class _TooMuch(Exception):
@@ -177,11 +179,13 @@ def _bounded(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
             texts = [one for one in given if not hasattr(one, "environment")]
             size = sum(_extent(one, budget.chars) for one in texts)
             budget.take(size)
-            if name in ("join", "replace"):
+            if name == "replace":
+                _check_replaced(texts)
+            if name == "join":
                 longest = max((len(one) for one in texts[1:] if isinstance(one, str)), default=0)
                 budget.take(longest * (_extent(texts[0], budget.chars) if texts else 0))
             if name == "format":
-                _check_format(texts[0] if texts else "", texts[1:])
+                _check_format(texts[0] if texts else "")
         result = function(*args, **kwargs)
         if isinstance(result, str | list):
             budget.take(len(result))
@@ -197,9 +201,14 @@ def _check_numbers(values: Iterable[Any]) -> None:
             raise _TooMuch("it asks for a text of millions of characters")
 
 
-def _check_format(text: Any, values: Iterable[Any]) -> None:
-    """Refuse widths that no chat needs."""
-    _check_numbers(values)
+def _check_replaced(values: Sequence[Any]) -> None:
+    """Refuse a text in which so much would be replaced that it grows too long."""
+    text, old, new = (str(value) for value in [*values, "", "", ""][:3])
+    _budget.get().take(len(text) + text.count(old) * len(new))
+
+
+def _check_format(text: Any) -> None:
+    """Refuse widths that no chat needs, and those that a value says."""
     if _WIDTH.search(str(text)):
         raise _TooMuch("it asks for a text of millions of characters")
 
@@ -210,17 +219,20 @@ def _check_call(function: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any])
     if not isinstance(owner, _METHODS):
         return
     budget, values = _budget.get(), [*args, *kwargs.values()]
-    _check_numbers(values)
     name = getattr(function, "__name__", "")
+    if name in _SIZED_METHODS:
+        _check_numbers(values)
     if name in ("format", "format_map"):
-        _check_format(owner, ())
+        _check_format(owner)
         budget.take(sum(_extent(one, budget.chars) for one in values))
     elif isinstance(owner, str | bytes):
         longest = max((_extent(one, budget.chars) for one in values), default=1)
-        if name in ("replace", "translate", "expandtabs"):
-            tab = max((one for one in values if isinstance(one, int)), default=8)
-            longest = tab if name == "expandtabs" else longest
+        if name == "replace":
+            _check_replaced([owner, *values])
+        elif name == "translate":
             budget.take(len(owner) * longest)
+        elif name == "expandtabs":
+            budget.take(len(owner) * max((n for n in values if isinstance(n, int)), default=8))
         elif name == "join":
             items = values[0] if values and isinstance(values[0], list | tuple | str) else ()
             budget.take(len(owner) * len(items) + _extent(items, budget.chars))
@@ -231,7 +243,7 @@ def _check_operation(operator: str, left: Any, right: Any) -> None:
     budget = _budget.get()
     take = budget.take
     if operator == "%" and isinstance(left, str):
-        _check_format(left, right if isinstance(right, tuple) else (right,))
+        _check_format(left)
         take(len(left) + _extent(right, budget.chars))
     elif operator == "+" and hasattr(left, "__len__") and hasattr(right, "__len__"):
         take(len(left) + len(right))

@@ -9,6 +9,7 @@ from contextlib import suppress
 from copy import copy
 from typing import Any, Protocol
 
+from ..errors import ArgumentError, is_error
 from .tokenizing import held_tokenizer
 
 _CONTEXT = 1024  # tokens of a prompt that are decoded before the new ones
@@ -432,10 +433,16 @@ class _Asked:
         return tuple(id for id in ids if isinstance(id, int) and self._takes(id))
 
     def _takes(self, token: int) -> bool:
+        return isinstance(self._tried([token]), str)
+
+    def _tried(self, ids: list[int]) -> str | None:
+        """The text of ids of which a probe is one; None where they have none."""
         try:
-            return isinstance(self._decode([token]), str)
-        except Exception:  # an id that the vocabulary leaves out
-            return False
+            return self._decode(ids)
+        except BaseException as error:  # an id that the vocabulary leaves out
+            if not is_error(error):
+                raise
+            return None
 
     def start(self, prompt: Sequence[int]) -> str:
         """The settled end of a prompt."""
@@ -453,9 +460,9 @@ class _Asked:
 
     def _settled(self) -> str:
         ids = [*self._ids]
-        self._text = self._decode(ids)
-        ahead = [self._decode([*ids, probe]) for probe in (*self._probes, *ids[-1:])]
-        same = os.path.commonprefix([self._text, *ahead])
+        self._text = self._whole(ids)
+        ahead = [self._tried([*ids, probe]) for probe in (*self._probes, *ids[-1:])]
+        same = os.path.commonprefix([self._text, *(text for text in ahead if text is not None)])
         if same == self._text:  # what ends it may be the beginning of a character
             same = same.rstrip("\ufffd")
         begun, self._done = self._done, max(self._done, len(same))
@@ -464,15 +471,26 @@ class _Asked:
             self._shorten(ids, ahead)
         return piece
 
-    def _shorten(self, ids: list[int], ahead: list[str]) -> None:
+    def _whole(self, ids: list[int]) -> str:
+        """The text of ids; ArgumentError where the tokenizer's library panics."""
+        try:
+            return self._decode(ids)
+        except BaseException as error:
+            if isinstance(error, Exception) or not is_error(error):
+                raise
+            raise ArgumentError(
+                f"The tokenizer cannot decode tokens {ids[-8:]}: {error}"
+            ) from error
+
+    def _shorten(self, ids: list[int], ahead: list[str | None]) -> None:
         """Begin the window later, where that makes no difference."""
         tail = ids[-_WINDOW // 2 :]
-        text = self._decode(tail)
+        text = self._whole(tail)
         left_out = len(self._text) - len(text)
         fits = self._text.endswith(text) and left_out <= self._done
         probes = (*self._probes, *ids[-1:])
         if fits and all(
-            whole[left_out:] == self._decode([*tail, probe])
+            whole is None or whole[left_out:] == self._tried([*tail, probe])
             for whole, probe in zip(ahead, probes, strict=True)
         ):
             self._ids, self._text, self._done = tuple(tail), text, self._done - left_out

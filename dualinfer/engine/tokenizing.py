@@ -6,7 +6,7 @@ from threading import Lock
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
-from ..errors import ArgumentError, a_type, shown
+from ..errors import ArgumentError, a_type, is_error, shown
 
 
 def tokenizer_of(given: Any) -> Any:
@@ -112,8 +112,8 @@ def _told(text: str, name: str) -> Iterator[None]:
     """Within it an error of the tokenizer's is an ArgumentError."""
     try:
         yield
-    except BaseException as error:  # tokenizers raises many kinds, and panics with one of its own
-        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+    except BaseException as error:  # tokenizers raises many kinds
+        if not is_error(error):
             raise
         if any("\ud800" <= char <= "\udfff" for char in text):
             what = f"The {name} {shown(text)} was read from bytes that are no UTF-8. Pass text."
@@ -168,7 +168,6 @@ def _copied(tokenizer: Any, backend: Any, parts: Sequence[Any]) -> Any:
         own = Tokenizer.from_str(backend.to_str())
         own.no_truncation()
         own.no_padding()
-    own.encode_special_tokens = tokenizer.split_special_tokens
     copy = object.__new__(type(tokenizer))
     vars(copy).update(vars(tokenizer), _tokenizer=own)
     return copy
