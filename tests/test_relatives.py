@@ -399,6 +399,8 @@ OTHERS = {
 def test_fields_of_one_value_are_refused_with_any_other(family):
     config = make_config(family) if family in CASES else hf.CONFIG_MAPPING[family]()
     config = config.to_dict()
+    if family == "deepseek_ocr2_text":  # whose own defaults make no model
+        config |= {"mlp_layer_types": ["dense"] * 32, "num_experts_per_tok": 6}
     for name, value in KINDS[family].always.items():
         values = value if isinstance(value, tuple) else (value,)
         for allowed in values:
