@@ -20,7 +20,7 @@ from dualinfer.model.load_plan import make_load_plan
 
 from .adapters import IDS, QUIET, adapt, logits, relative, wanted
 from .mixtures import CASES, make
-from .models import BACKENDS
+from .models import BACKENDS, slow_but
 
 pytestmark = QUIET
 ROUTERS = ("gate.weight", "router.weight")
@@ -120,14 +120,26 @@ def test_experts_with_adapters_give_what_peft_gives(case, backend, tmp_path):
     assert relative(found, expected) < 1e-5
 
 
-def test_devices_share_adapted_experts(tmp_path):
+def shared(folder, backend, devices=1, **options):
+    """What an engine over several devices gives of a folder and the adapter in it."""
+    given = {"backend": backend, "tensor_parallel": {"tp_size": devices}, **options}
+    return logits(folder, adapter=folder / "adapter", **given)[0]
+
+
+@pytest.mark.xdist_group("ranks")
+@pytest.mark.parametrize("backend", slow_but(["jax"], BACKENDS))
+def test_devices_share_adapted_experts(backend, tmp_path, crew):
     model = make("qwen3_moe")
     model.save_pretrained(tmp_path)
     live = adapted(model)
     live.save_pretrained(tmp_path / "adapter")
-    given = {"adapter": tmp_path / "adapter", "tensor_parallel": {"tp_size": 2}}
-    found, _ = logits(tmp_path, backend="jax", **given)
-    assert relative(found, wanted(live)) < 1e-5
+    expected = wanted(live)
+    if backend == "torch":
+        found = crew.run(shared, tmp_path, backend, 2, world=2)
+    else:
+        found = [shared(tmp_path, backend, 2)]
+    for own in (*found, shared(tmp_path, "torch", keep_module_on_host=True)):
+        assert relative(own, expected) < 1e-5
 
 
 @pytest.mark.parametrize("case", ["gpt_oss", "llama4", "mixtral"])
