@@ -15,6 +15,7 @@ from .checkpoint.adapters import Adapter, open_adapter, open_adapters_of
 from .checkpoint.auto_class import as_auto
 from .checkpoint.fitting import fit, wanted_by_table
 from .checkpoint.hf_config import check_sizes, notes_on, read_config, read_generation_config
+from .checkpoint.peft_layers import empty_model
 from .checkpoint.quantized import open_as_held, quantize_by
 from .checkpoint.sources import check_folder, open_checkpoint, open_module, open_weights
 from .config import InferenceConfig, serving_dtype
@@ -29,7 +30,7 @@ from .errors import (
 )
 from .model.deepspeed_moe import MoeLayer, describe_layers, with_layers
 from .model.families import describe_model
-from .model.hf_module import check_parts, check_values, check_wrapper, class_names, see_through
+from .model.hf_module import check_parts, check_values, check_wrapper, class_names
 from .model.load_plan import (
     LoadPlan,
     TensorSource,
@@ -37,6 +38,7 @@ from .model.load_plan import (
     with_stored_order,
     with_stored_turns,
 )
+from .model.peft_modules import see_through
 from .model.spec import ModelSpec
 from .model.weights import WeightTable
 from .quantization import KEPT_CACHE, is_of_cache
@@ -105,7 +107,8 @@ def describe_fused(model: Any, settings: InferenceConfig, notes: list[str]) -> D
 
 def describe(found: HFModel, settings: InferenceConfig, notes: list[str]) -> Described:
     """What is known of a HF model that is found already; see `describe_fused`."""
-    adapters = [*found.own_adapters(), *open_adapters(settings)]
+    make_model = partial(empty_model, found.config, found.class_names)
+    adapters = [*found.own_adapters(), *open_adapters(settings, make_model)]
     try:
         own = describe_adapted(found.config, found.class_names, adapters)
         found = found._replace(config=own.config, class_names=own.class_names)
@@ -253,9 +256,12 @@ def _check_mixtures(found: HFModel, settings: InferenceConfig) -> list[str]:
     return [describe_layers([own.count for own in layers], 0, drawn)] if layers else []
 
 
-def open_adapters(settings: InferenceConfig) -> list[Adapter]:
-    """Those of the config, once `_find` has found them."""
-    return [open_adapter(Path(p), factor) for p, factor in (settings.adapter or {}).items()]
+def open_adapters(
+    settings: InferenceConfig, make_model: Callable[[str | None], Any] | None = None
+) -> list[Adapter]:
+    """Those of the config, once `_find` has found them; see `open_adapter`."""
+    given = (settings.adapter or {}).items()
+    return [open_adapter(Path(path), factor, make_model) for path, factor in given]
 
 
 def unserved(folder: Path, fields: Mapping[str, Any] | None = None) -> UnservedError | None:

@@ -679,7 +679,7 @@ ROWS: list[Row] = [
         "tests/test_adapted_models.py -k 'by and rank and True and 96'",
     ),
     Row(
-        "model/hf_module.py",
+        "model/peft_modules.py",
         "and n not in layer.merged_adapters",
         "",
         "An adapter that peft has merged into a live model is merged once more.",

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import sys
 import warnings
 
 import numpy as np
@@ -21,12 +22,14 @@ from dualinfer.checkpoint.sources import open_checkpoint
 from dualinfer.checkpoint.tokenizer import load_tokenizer
 from dualinfer.cli.main import app
 from dualinfer.errors import (
+    BackendNotAvailableError,
     CheckpointError,
     ConfigError,
     ModelError,
     StaleWeightsError,
 )
 from dualinfer.model.families import describe_model
+from dualinfer.model.peft_modules import MERGING
 from dualinfer.quantization import read_quantization
 from dualinfer.quantization.codes import dequantize
 from dualinfer.system.terminal import without_controls
@@ -273,6 +276,130 @@ def test_the_command_line_takes_adapters(folders, tmp_path):
     assert found.stdout.strip() == without_controls(text).strip()
 
 
+# --- kinds that peft's own layers merge ----------------------------------------------------------
+
+TWO = {"target_modules": ["q_proj", "down_proj"]}
+MADE = {
+    "ADALORA": {**TWO, "total_step": 5},
+    "BOFT": {**TWO, "boft_block_size": 4, "init_weights": False},
+    "C3A": {**TWO, "block_size": 4, "init_weights": False},
+    "DEFT": TWO,
+    "DELORA": {**TWO, "init_weights": False},
+    "FOURIERFT": {**TWO, "n_frequency": 50},
+    "GLORA": TWO,
+    "GRALORA": TWO,
+    "HIRA": TWO,
+    "HRA": TWO,
+    "IA3": {**TWO, "feedforward_modules": ["down_proj"]},
+    "LN_TUNING": {"target_modules": ["input_layernorm", "norm"]},
+    "LOHA": TWO,
+    "LOKR": TWO,
+    "MISS": {**TWO, "r": 4},
+    "OFT": {**TWO, "oft_block_size": 4, "r": 0},
+    "PEANUT": TWO,
+    "PVERA": TWO,
+    "RANDLORA": {**TWO, "r": 4},
+    "ROAD": {**TWO, "group_size": 4},
+    "SHIRA": {**TWO, "r": 2},
+    "SUPERTUNING": TWO,
+    "UNILORA": TWO,
+    "VBLORA": {**TWO, "vector_length": 4, "num_vectors": 16},
+    "VERA": TWO,
+    "WAVEFT": {**TWO, "n_frequency": 50},
+}
+
+
+@pytest.mark.parametrize(
+    "name", slow_but(["ADALORA", "IA3", "LN_TUNING", "LOHA", "OFT", "VERA"], MADE)
+)
+@pytest.mark.filterwarnings("ignore")  # peft tells of each kind's defaults
+def test_kinds_that_peft_merges_are_merged_by_its_layers(name, tmp_path):
+    model = make_model("llama-gqa", intermediate_size=96)
+    model.save_pretrained(tmp_path / "base")
+    live = adapt(model, config=peft.PEFT_TYPE_TO_CONFIG_MAPPING[name](**MADE[name]))
+    live.save_pretrained(tmp_path / "adapter")
+    expected = wanted(live)
+    assert relative(wanted(type(model).from_pretrained(tmp_path / "base")), expected) > 1e-4
+    given = {"adapter": tmp_path / "adapter"}
+    if name == "IA3":
+        given |= {"backend": "jax", "tensor_parallel": {"tp_size": 2}}
+    assert relative(logits(tmp_path / "base", **given)[0], expected) < 1e-5
+    before = {n: tensor.clone() for n, tensor in live.state_dict().items()}
+    found, _ = logits(live, replace_with_kernel_inject=True, backend="torch")
+    assert relative(found, expected) < 1e-5
+    assert all(torch.equal(before[n], tensor) for n, tensor in live.state_dict().items())
+
+
+def test_every_kind_that_layers_merge_is_tried():
+    assert MADE.keys() == MERGING.keys()
+
+
+@pytest.mark.parametrize("name", slow_but(["IA3"], ["IA3", "LN_TUNING", "ROAD"]))
+@pytest.mark.filterwarnings("ignore")
+def test_kinds_that_change_biases_change_them(name, tmp_path):
+    model = make_model("opt")
+    model.save_pretrained(tmp_path / "base")
+    targets = ["final_layer_norm"] if name == "LN_TUNING" else ["q_proj"]
+    options = {**MADE[name], "target_modules": targets}
+    if name == "IA3":
+        options["feedforward_modules"] = []
+    live = adapt(model, config=peft.PEFT_TYPE_TO_CONFIG_MAPPING[name](**options))
+    live.save_pretrained(tmp_path / "adapter")
+    found, _ = logits(tmp_path / "base", adapter=tmp_path / "adapter")
+    assert relative(found, wanted(live)) < 1e-5
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_bias_that_changes_by_its_weight_is_refused(tmp_path):
+    model = make_model("opt")
+    model.save_pretrained(tmp_path / "base")
+    live = adapt(model, config=peft.GloraConfig(target_modules=["fc1"]))
+    live.save_pretrained(tmp_path / "adapter")
+    for given in ({"model": live}, {"model": tmp_path / "base", "adapter": tmp_path / "adapter"}):
+        with pytest.raises(CheckpointError, match=r"GLORA changes .*fc1\.bias by the weight"):
+            dualinfer.init_inference(**given, replace_with_kernel_inject=True)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_files_hold_every_tensor_of_their_kind_or_what_makes_it(tmp_path):
+    """One that lacks a tensor is refused; VeRA's projection may be drawn, VB-LoRA's logits cut."""
+    model = make_model("llama-gqa", intermediate_size=96)
+    model.save_pretrained(tmp_path / "base")
+    for name, option in [("VERA", "save_projection"), ("VBLORA", "save_only_topk_weights")]:
+        options = {**MADE[name], option: name == "VBLORA"}
+        own = type(model).from_pretrained(tmp_path / "base")
+        live = adapt(own, config=peft.PEFT_TYPE_TO_CONFIG_MAPPING[name](**options))
+        live.save_pretrained(tmp_path / name)
+        found, _ = logits(tmp_path / "base", adapter=tmp_path / name)
+        assert relative(found, wanted(live)) < 1e-5
+        tensors = load_file(tmp_path / name / "adapter_model.safetensors")
+        first, *others = tensors
+        save_file({n: tensors[n] for n in others}, tmp_path / name / "adapter_model.safetensors")
+        with pytest.raises(CheckpointError, match=rf"{name}.* .*{first.split('.')[-1]}"):
+            dualinfer.init_inference(tmp_path / "base", adapter=tmp_path / name)
+
+
+def test_kinds_add_up_and_need_peft(folders, tmp_path, monkeypatch):
+    base, one, _, _ = folders("lora")
+    model = type(make_model("llama-gqa")).from_pretrained(base)
+    live = adapt(model, config=peft.LoHaConfig(target_modules=["q_proj", "v_proj"], r=3))
+    live.save_pretrained(tmp_path / "two")
+    states = []
+    for folder in (one, tmp_path / "two"):
+        model = type(make_model("llama-gqa")).from_pretrained(base)
+        model = peft.PeftModel.from_pretrained(model, folder).merge_and_unload()
+        states.append(model.state_dict())
+    own = type(model).from_pretrained(base).eval()
+    state = own.state_dict()
+    for name, value in state.items():
+        value.copy_(value + 0.5 * (states[0][name] - value) - 2 * (states[1][name] - value))
+    found, _ = logits(base, adapter={one: 0.5, tmp_path / "two": -2}, backend="torch")
+    assert relative(found, wanted(own)) < 1e-5
+    monkeypatch.setitem(sys.modules, "peft", None)
+    with pytest.raises(BackendNotAvailableError, match="peft is not installed"):
+        dualinfer.init_inference(base, adapter=tmp_path / "two")
+
+
 # --- what is refused ------------------------------------------------------------------------------
 
 
@@ -291,8 +418,11 @@ def changed(folders, tmp_path):
 
 
 REFUSED = [
-    ({"peft_type": "IA3"}, "kind 'IA3'; LORA is expected"),
+    ({"peft_type": "PROMPT_TUNING"}, r"kind PROMPT_TUNING, which adds to the text .*PeftModel"),
+    ({"peft_type": "OSF"}, "kind 'OSF', which is not merged here.*merge_and_unload"),
     ({"peft_type": None}, "kind None"),
+    ({"peft_type": "LOHA"}, "lora_alpha=8, .*does not merge"),
+    ({"peft_type": "LOHA", "target_modules": "(a+)+b"}, "target_modules has .*may take for ever"),
     ({"init_lora_weights": "pissa"}, "init_lora_weights='pissa' changes the model's own weights"),
     ({"layer_replication": [[0, 2]]}, r"layer_replication=\[\[0, 2\]\], which dualinfer does not"),
     ({"target_parameters": "w"}, "target_parameters is 'w', expected a list"),
@@ -378,15 +508,15 @@ def test_adapters_are_refused_where_a_module_stays_as_it_is(folders):
         dualinfer.init_inference(base, adapter={adapter: "much"})
 
 
-@pytest.mark.parametrize("kind", ["ia3", "prompt"])
+@pytest.mark.parametrize("kind", ["lily", "prompt"])
 def test_other_adapters_of_a_live_model_are_refused_by_name(kind, backend):
     model = make_model("llama-gqa")
     config = {
-        "ia3": lambda: peft.IA3Config(target_modules=["k_proj"], feedforward_modules=[]),
+        "lily": lambda: peft.LilyConfig(target_modules=["k_proj"]),
         "prompt": lambda: peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2),
     }[kind]()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         live = peft.get_peft_model(model, config)
-    with pytest.raises(ModelError, match=r"merge"):
+    with pytest.raises(ModelError, match=r"merge.*\. (Leave replace_with|With backend='torch')"):
         dualinfer.init_inference(live, backend=backend, replace_with_kernel_inject=True)

@@ -22,12 +22,14 @@ from ..model.weights import FLOATS, Row, Source, WeightTable
 from ..quantization import Matrices, QuantizedMatrix
 from ..quantization.codes import dequantize
 from .adapters import (
+    MERGE,
     Adapter,
     Added,
     Change,
     Factor,
     Held,
     LowRank,
+    Made,
     Nested,
     Rows,
     Stack,
@@ -64,6 +66,8 @@ class AdaptedSource:
         self._brought: dict[str, Factor] = {}
         self._factors: dict[tuple[str, int, int], np.ndarray] = {}
         self._last: tuple[str, np.ndarray] | None = None
+        self._whole_made: dict[tuple[str, int, int], np.ndarray] = {}
+        self._making = threading.RLock()
         self._idle: list[str] = []
         self._added = names.added()  # by name, the shape
         for adapter in found:
@@ -229,7 +233,9 @@ class AdaptedSource:
                 value = change.read(part)
                 continue
             assert value is not None
-            if isinstance(change, Rows):
+            if isinstance(change, Made):
+                value = self._made(name, place, i)[part]
+            elif isinstance(change, Rows):
                 value = _with_rows(value, change, part)
             elif isinstance(change, Stack):
                 numbers = range(part[0].start, part[0].stop)
@@ -258,6 +264,20 @@ class AdaptedSource:
             if self._last is None or self._last[0] != base:
                 self._last = base, dequantize(matrix)
             return self._last[1][part]
+
+    def _made(self, name: str, place: int, number: int) -> np.ndarray:
+        """All of a tensor that is made as a whole; the last two are held."""
+        key = name, place, number
+        with self._making:
+            if key not in self._whole_made:
+                change = self._changes[name][place][1][number]
+                assert isinstance(change, Made)
+                every = tuple(slice(0, size) for size in self.shape(name))
+                made = change.make(self._adapted(name, place, every, number))
+                for old in [*self._whole_made][:-1]:
+                    del self._whole_made[old]
+                self._whole_made[key] = np.asarray(made, np.float32)
+            return self._whole_made[key]
 
     def _factor(self, name: str, place: int, number: int) -> np.ndarray:
         """DoRA's factor of each output [out]: few rows of the matrix are read at a time."""
@@ -384,6 +404,8 @@ def _shape_of(change: Change, shape: tuple[int, ...]) -> tuple[int, ...]:
     if isinstance(change, Rows):
         fits = len(shape) == 2 and max(change.ids) < shape[0]
         return (shape[0] if fits else max(change.ids) + 1, change.values.shape[1])
+    if isinstance(change, Made):
+        return shape
     return change.values.shape if isinstance(change, Added) else change.shape
 
 
@@ -598,6 +620,11 @@ class _Names:
         found, shape = _shape_of(change, whole.lies), whole.lies
         if isinstance(change, Stack) and self._has_idle(whole.row) and found[0] > shape[0]:
             found = (shape[0], *found[1:])
+        if isinstance(change, Made):
+            raise CheckpointError(
+                f"The adapter {adapter.label} changes {name}, which is several weights here, by "
+                f"another kind than LoRA. {MERGE}"
+            )
         if found != shape or isinstance(change, Rows):
             raise CheckpointError(
                 f"The adapter {adapter.label} changes {name} by {found}, and that of "

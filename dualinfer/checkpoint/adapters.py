@@ -19,8 +19,15 @@ import numpy as np
 
 from ..arrays import to_numpy
 from ..errors import CheckpointError, shortened, shown
-from ..model.hf_module import active_adapters, adapted_layers, kind_of_layer
 from ..model.load_plan import TensorSource
+from ..model.peft_modules import (
+    MERGING,
+    UNMERGED,
+    active_adapters,
+    adapted_layers,
+    kind_of_layer,
+)
+from . import peft_layers
 from .files import TensorFile, read_json
 from .sources import ADAPTER, ADAPTER_PREFIX, FilesSource, TorchSource
 from .torch_files import open_torch_file
@@ -35,7 +42,7 @@ _WHOLE = re.compile(
     r"(?P<path>.+?)\.(?:(?P<below>(?:token_adapter\.)?base_layer|original_module)"
     r"|modules_to_save(?:\.[^.]+?)??)\.(?P<last>[^.]+)"
 )
-_KINDS = ("LORA", "TRAINABLE_TOKENS")
+_KINDS = ("LORA", "TRAINABLE_TOKENS", *MERGING)
 # Fields of adapter_config.json that say how it was trained, or what the names of its tensors say.
 _OF_TRAINING = {
     "alpha_pattern", "auto_mapping", "base_model_class", "base_model_name_or_path", "bias",
@@ -199,8 +206,15 @@ class Added:
     scale: float
 
 
+@dataclass(frozen=True)
+class Made:
+    """What `make` makes of all of a tensor, in float32."""
+
+    make: Callable[[np.ndarray], np.ndarray]
+
+
 # A tensor in the place of the model's, or a change of what there is.
-Change: TypeAlias = Stored | Sliced | LowRank | Stack | Rows | Added
+Change: TypeAlias = Stored | Sliced | LowRank | Stack | Rows | Added | Made
 
 
 @dataclass(frozen=True)
@@ -244,18 +258,25 @@ class Adapter:
         return None if found is None else found.shape
 
 
-def open_adapter(folder: Path, weight: float = 1.0) -> Adapter:
+def open_adapter(
+    folder: Path, weight: float = 1.0, make_model: Callable[[str | None], Any] | None = None
+) -> Adapter:
     """The adapter that peft wrote to a folder, times `weight`.
 
-    Raises CheckpointError for kinds that are not merged here, and for what no merge can take in.
+    `make_model` makes the HF model of a task_type without values, in which peft's own layers can be
+    put. Raises CheckpointError for kinds that are not merged here, and for what no merge can take
+    in, and BackendNotAvailableError for a kind that needs peft where that is not installed.
     """
     config = read_json(folder / ADAPTER)
-    _check_kind(folder, config)
+    kind = _check_kind(folder, config)
     source = _open_files(folder)
     factors: dict[str, dict[str, str]] = {}
     held: dict[str, dict[str, Any]] = {"trained": {}, "bases": {}, "kept": {}, "tokens": {}}
+    by_layers = kind in MERGING
     for stored in source.names():
         name = stored.removeprefix(ADAPTER_PREFIX)
+        if by_layers and peft_layers.is_own(kind, name):
+            continue
         if found := _PART.fullmatch(name):
             part = found["part"] + (".bias" if found["last"] == "bias" else "")
             _put(folder, factors.setdefault(found["path"], {}), part, stored)
@@ -289,6 +310,9 @@ def open_adapter(folder: Path, weight: float = 1.0) -> Adapter:
             continue
         for name, change in reader.of_module(path, parts).items():
             changes.setdefault(name, []).append(change)
+    if by_layers:
+        for name, make in peft_layers.read_layers(folder, kind, source, make_model).items():
+            changes.setdefault(name, []).append(Made(make))
     task = config.get("task_type")
     return Adapter(
         str(folder),
@@ -357,25 +381,39 @@ def _open_files(folder: Path) -> TensorSource:
     )
 
 
-def _check_kind(folder: Path, config: Mapping[str, Any]) -> None:
+def _check_kind(folder: Path, config: Mapping[str, Any]) -> str:
+    """The kind of an adapter; CheckpointError for one that is not merged."""
     kind = config.get("peft_type")
-    if kind not in _KINDS:
+    if kind in UNMERGED:
         raise CheckpointError(
-            f"{folder} holds an adapter of kind {shown(kind)}; LORA is expected (LoRA, rsLoRA and "
-            f"DoRA). {MERGE}"
+            f"{folder} holds an adapter of kind {kind}, which {UNMERGED[kind]}, so that "
+            "no merge takes it in. On torch a PeftModel runs as it is: model = "
+            f"PeftModel.from_pretrained(base, {str(folder)!r}), and pass that."
         )
-    if config.get("init_lora_weights") not in _INITS:
+    if not isinstance(kind, str) or kind not in _KINDS:
+        raise CheckpointError(
+            f"{folder} holds an adapter of kind {shown(kind)}, which is not merged here; LORA is "
+            f"the usual one. {MERGE}"
+        )
+    if config.get("init_lora_weights") not in _INITS and kind == "LORA":
         raise CheckpointError(
             f"{folder}: init_lora_weights={shown(config['init_lora_weights'])} changes the model's "
             "own weights, too, which the adapter does not hold. Save it with peft's "
             f"path_initial_model_for_weight_conversion, or merge it. {MERGE}"
         )
-    unknown = sorted(str(n) for n, value in config.items() if value and n not in _OF_TRAINING)
+    for name, value in config.items():
+        for pattern in value if isinstance(value, dict | list) else [value]:
+            is_pattern = name.endswith(("_modules", "_pattern")) and isinstance(pattern, str)
+            if kind in MERGING and is_pattern:  # which peft will try
+                _check_pattern(str(folder), name, pattern)
+    known = peft_layers.fields_of(kind) if kind in MERGING else _OF_TRAINING
+    unknown = sorted(str(n) for n, value in config.items() if value and n not in known)
     if unknown:
         given = ", ".join(f"{shortened(n, 60)}={shown(config[n])}" for n in unknown[:4])
         raise CheckpointError(
             f"{folder / ADAPTER} has {given}, which dualinfer does not merge. {MERGE}"
         )
+    return kind
 
 
 _FACTORS = {"A", "B"}
@@ -553,6 +591,9 @@ def _changes_of_layer(
 ) -> dict[str, Change]:
     """What an adapter changes of a live layer's weights, by their names."""
     kind = kind_of_layer(layer)
+    if kind not in ("tokens", "matrix", "parameter"):
+        made = peft_layers.changes_of(str(kind), path, layer, name)
+        return {weight: Made(make) for weight, make in made.items()}
     if kind == "tokens":
         ids = tuple(int(i) for i in layer.token_indices[name])
         rows = Rows(ids, stored("rows", layer.trainable_tokens_delta[name]))

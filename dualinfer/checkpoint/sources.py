@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import CheckpointError, CheckpointNotFoundError, counted, listing, shortened
-from ..model.hf_module import adapters_in_use, plain_tensors
 from ..model.load_plan import TensorSource
+from ..model.peft_modules import adapters_in_use, plain_tensors
 from ..quantization.formats import gptq
 from .deepspeed import open_dict, open_folder, open_json
 from .files import StoredFile, TensorFile, check_inside, read_json

@@ -6,7 +6,8 @@ from collections.abc import Callable, Sequence
 from operator import attrgetter
 from typing import Any
 
-from .hf_module import adapted_parameters, adapters_in_use, turns_by_length
+from .hf_module import turns_by_length
+from .peft_modules import adapted_parameters, adapters_in_use
 
 # They keep a question short at 300 tensors; benchmarks/live.py measures it.
 _TURN = 16  # tensors of which addresses and samples are compared in one question
