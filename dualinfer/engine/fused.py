@@ -12,7 +12,7 @@ import numpy as np
 from ..arrays import ids_to_jax, kind_of, to_kind, to_numpy
 from ..backends.base import ForwardInputs, Request, Runner
 from ..errors import ArgumentError, ClosedError, LengthError, UnsupportedError, a_type, warn_caller
-from ..model.outputs import make_generate_outputs, make_outputs
+from ..model.outputs import make_generate_outputs, make_outputs, streams_first
 from .arguments import GenerationArguments, refuse_outputs, with_arguments
 from .base import CLOSED, About
 from .checks import by_name, is_zero, refuse_prefix
@@ -25,6 +25,7 @@ from .loop import Generation, Loop, StopStrings
 from .options import GenerationOptions, config_dict, count_of, make_options, over_limit, shorter
 from .origin import Origin
 from .prompts import Prompts, make_embedded, make_prompts
+from .pure import make_pure_inputs
 from .report import Report
 from .requests import make_requests, make_seeds
 from .source import (
@@ -237,9 +238,8 @@ class FusedEngine(Likeness, EmbeddingCalls, TowerCalls, SpeechCalls):
         given = (call.inputs[name] for name in names if call.inputs.get(name) is not None)
         kind = kind_of(next(given, None)) or "list"
         fields = as_fields(results, kind)
-        if self._spec.streams is not None and "hidden_states" in fields:  # streams first, as in HF
-            states = fields["hidden_states"]
-            fields["hidden_states"] = tuple(x.swapaxes(1, 2).swapaxes(0, 1) for x in states)
+        if self._spec.streams is not None and "hidden_states" in fields:
+            fields["hidden_states"] = streams_first(fields["hidden_states"])
         if isinstance(encoder_outputs, Mapping):  # as in HF they come back
             names = "encoder_hidden_states", "hidden_states"
             kept = (encoder_outputs[name] for name in names if encoder_outputs.get(name))
@@ -252,6 +252,11 @@ class FusedEngine(Likeness, EmbeddingCalls, TowerCalls, SpeechCalls):
         if return_dict is None:
             return_dict = getattr(self._config, "return_dict", True)
         return make_outputs(fields) if return_dict is not False else tuple(fields.values())
+
+    def _pure_inputs(self, given: Mapping[str, Any], xp: Any) -> ForwardInputs:
+        """Inputs of a pass by HF's names, which may be traced arrays of the module `xp`."""
+        pad = getattr(self._config, "pad_token_id", None)
+        return make_pure_inputs(self._spec, given, xp, pad=pad)
 
     @with_arguments
     def generate(

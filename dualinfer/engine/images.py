@@ -166,18 +166,29 @@ def _cut_images(
         ask = " Pass interpolate_pos_encoding=True for images of another size."
         way = "" if any_size or is_part else ask
         raise ArgumentError(f"pixel_values has shape {array.shape}; expected {expected}.{way}")
-    rows, columns = array.shape[2] // size[0], array.shape[3] // size[1]
+    grid = grid_of(patches, array.shape)
+    return as_patches(patches, array.astype(np.float32), grid, np), blend_of(spec, grid)
+
+
+def grid_of(patches: Patches, shape: tuple[int, ...]) -> tuple[int, int]:
+    """Rows and columns of patches of images of a `shape` [B, C, H, W]."""
+    size = patches.size
+    rows, columns = shape[2] // size[0], shape[3] // size[1]
     if not rows or not columns:
         raise ArgumentError(
-            f"pixel_values has shape {array.shape}, less than one patch of {size[0]} by {size[1]}."
+            f"pixel_values has shape {shape}, less than one patch of {size[0]} by {size[1]}."
         )
-    batch = len(array)
-    array = array[:, :, : rows * size[0], : columns * size[1]]  # as HF's convolution does
-    cut = array.astype(np.float32).reshape(batch, channels, rows, size[0], columns, size[1])
+    return rows, columns
+
+
+def as_patches(patches: Patches, images: Any, grid: tuple[int, int], xp: Any) -> Any:
+    """Images [B, C, H, W] of the module `xp` as tokens [B, T, W], learned ones zeros."""
+    (rows, columns), size = grid, patches.size
+    images = images[:, :, : rows * size[0], : columns * size[1]]  # as HF's convolution does
+    batch, channels = images.shape[:2]
+    cut = images.reshape(batch, channels, rows, size[0], columns, size[1])
     cut = cut.transpose(0, 2, 4, 1, 3, 5).reshape(batch, rows * columns, patches.width)
-    is_own = (rows, columns) == patches.grid and not patches.registers
-    blend = None if is_own else _blend(spec, patches, (rows, columns))
-    return np.pad(cut, ((0, 0), (patches.learned, 0), (0, 0))), blend
+    return xp.pad(cut, ((0, 0), (patches.learned, 0), (0, 0)))
 
 
 def _read_floats(pixels: Any, expected: str) -> np.ndarray:
@@ -207,13 +218,22 @@ def _read_patches(
             f"pixel_values has shape {array.shape}; expected [batch, patches, {patches.width}], as "
             "HF's image processor gives them."
         )
-    batch, length = array.shape[:2]
-    visible = check_mask(given.get("pixel_attention_mask"), (batch, length), "pixel_attention_mask")
-    if given.get("spatial_shapes") is None:
+    shape = array.shape[0], array.shape[1]
+    visible = check_mask(given.get("pixel_attention_mask"), shape, "pixel_attention_mask")
+    return array.astype(np.float32), resized(patches, given.get("spatial_shapes"), shape), visible
+
+
+def resized(patches: Patches, shapes: Any, shape: tuple[int, int]) -> np.ndarray:
+    """float32 [B or 1, T, P]: positions of patches [B, T] of images of `shapes` [B, 2], a caller's.
+
+    Raises ArgumentError for grids that do not fit.
+    """
+    if shapes is None:
         raise ArgumentError(
             "spatial_shapes is missing: of each image the rows and columns of its patches."
         )
-    shapes = read_array(given["spatial_shapes"], "spatial_shapes", "it is no array [batch, 2].")
+    batch, length = shape
+    shapes = read_array(shapes, "spatial_shapes", "it is no array [batch, 2].")
     fits = shapes.shape == (batch, 2) and shapes.dtype.kind in "iu" and (shapes > 0).all()
     if not fits or (shapes.astype(np.int64).prod(1) > length).any():
         raise ArgumentError(
@@ -222,8 +242,7 @@ def _read_patches(
         )
     grids = [(int(high), int(wide)) for high, wide in shapes]
     grids = grids[:1] if len({*grids}) == 1 else grids
-    blend = np.stack([_resized(patches, grid, length) for grid in grids])
-    return array.astype(np.float32), blend, visible
+    return np.stack([_resized(patches, grid, length) for grid in grids])
 
 
 def _resized(patches: Patches, grid: tuple[int, int], length: int) -> np.ndarray:
@@ -242,12 +261,16 @@ def _smooth(new: int, old: int) -> np.ndarray:
     return (weights / weights.sum(1, keepdims=True)).astype(np.float32)
 
 
-def _blend(spec: ModelSpec, patches: Patches, grid: tuple[int, int]) -> np.ndarray:
+def blend_of(spec: ModelSpec, grid: tuple[int, int]) -> np.ndarray | None:
     """float32 [1, T, P]: how positions of a grid of patches are made of the model's own.
 
-    Learned tokens keep theirs, and registers have none. Patches have those that HF interpolates,
-    which takes the model's grid to be square.
+    None where they are those. Learned tokens keep theirs, and registers have none. Patches have
+    those that HF interpolates, which takes the model's grid to be square.
     """
+    patches = spec.patches
+    assert patches is not None
+    if grid == patches.grid and not patches.registers:
+        return None
     if grid != patches.grid and patches.grid[0] != patches.grid[1]:
         raise ArgumentError(
             f"pixel_values of {grid[0]} by {grid[1]} patches: positions of {spec.architecture}, "

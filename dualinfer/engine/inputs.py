@@ -197,24 +197,28 @@ def _beside_each_other(name: str, given: dict[str, Any]) -> tuple[int, list[Any]
 def pooling_weights(
     spec: ModelSpec,
     shape: tuple[int, int],
-    ids: np.ndarray | None,
-    visible: np.ndarray | None,
-) -> np.ndarray | None:
-    """float32 [B, T]: what a head sums a sequence's tokens with; None if it pools none."""
+    ids: Any,
+    visible: Any,
+    xp: Any = np,
+) -> Any:
+    """float32 [B, T]: what a head sums a sequence's tokens with; None if it pools none.
+
+    Of arrays of the module `xp`, which may be traced.
+    """
     pooling = spec.head.pooling if spec.head else spec.pooled and spec.pooled.pooling
     if pooling is None or pooling == "eos":  # by what the encoder reads
         return None
-    real = np.ones(shape, bool) if visible is None else visible
+    real = xp.ones(shape, bool) if visible is None else visible
     if pooling == "all":
         return real.astype(np.float32)
+    count = np.arange(shape[1])
     if pooling in ("patches", "beside"):
         assert spec.patches is not None
-        real[:, : spec.patches.learned] = False
+        real = real & (count >= spec.patches.learned)
     if pooling in ("mean", "patches", "beside"):
-        mean = (real / np.maximum(real.sum(1, keepdims=True), 1)).astype(np.float32)
-        mean[:, 0] += pooling == "beside"
-        return mean
-    at = np.zeros(shape[0], np.int64)
+        mean = (real / xp.maximum(real.sum(1, keepdims=True), 1)).astype(np.float32)
+        return mean + np.float32(count == 0) if pooling == "beside" else mean
+    at = xp.zeros(shape[0], np.int32)
     if pooling == "real":
         at = real.argmax(1)
     elif pooling == "end":
@@ -237,8 +241,8 @@ def pooling_weights(
     elif pooling == "last" and (spec.pad_id is None or ids is None):
         at += shape[1] - 1
     elif pooling == "last" and ids is not None:
-        at = ((ids != spec.pad_id) * np.arange(shape[1])).argmax(1)
-    return (np.arange(shape[1]) == at[:, None]).astype(np.float32)
+        at = ((ids != spec.pad_id) * count).argmax(1)
+    return (count == at[:, None]).astype(np.float32)
 
 
 def _kept_tokens(spec: ModelSpec, keep: Any, length: int) -> np.ndarray | None:
@@ -282,22 +286,21 @@ def _kept_tokens(spec: ModelSpec, keep: Any, length: int) -> np.ndarray | None:
 
 
 def default_positions(
-    spec: ModelSpec, shape: tuple[int, int], ids: np.ndarray | None, visible: np.ndarray | None
-) -> np.ndarray:
+    spec: ModelSpec, shape: tuple[int, int], ids: Any, visible: Any, xp: Any = np
+) -> Any:
     """The positions of tokens for which the caller gives none, as HF counts them; int32 [B, T].
 
     0 to T-1 for every row, the number of `visible` tokens before each, or that of ids that are no
-    padding.
+    padding. Of arrays of the module `xp`, which may be traced.
     """
-    count = np.empty(shape, np.int32)
-    count[:] = np.arange(shape[1], dtype=np.int32)
+    count = xp.zeros(shape, np.int32) + np.arange(shape[1], dtype=np.int32)
     if spec.pad is not None:
         if ids is None:
             return count + (spec.pad + 1)
         real = ids != spec.pad
         return (real.cumsum(axis=1) * real + spec.pad).astype(np.int32)
     if spec.positions_from_mask and visible is not None:
-        return np.maximum(visible.cumsum(axis=1) - 1, 0).astype(np.int32) * visible
+        return xp.maximum(visible.cumsum(axis=1) - 1, 0).astype(np.int32) * visible
     return count
 
 

@@ -43,27 +43,43 @@ def check_sounds(
         raise ArgumentError(
             f"{name} has shape {array.shape} and dtype {array.dtype}; expected floats {expected}."
         )
-    count = sounds.tokens(array.shape[1])
+    count = count_tokens(spec, array.shape)
+    shown = None if mask is None else visible_of_frames(sounds, mask, (len(array), count))
+    return as_tokens(sounds, array.astype(np.float32), count, shown, np), shown
+
+
+def count_tokens(spec: ModelSpec, shape: tuple[int, ...]) -> int:
+    """Tokens of sounds of a `shape` [B, F, ...]; ArgumentError for none, LengthError for more
+    than the encoder has positions.
+    """
+    assert spec.encoder is not None and spec.encoder.sounds is not None
+    name, count = spec.encoder.sounds.name, spec.encoder.sounds.tokens(shape[1])
     if not count:
         raise ArgumentError(
-            f"{name} has shape {array.shape}, too short for a token of {spec.architecture}."
+            f"{name} has shape {shape}, too short for a token of {spec.architecture}."
         )
     most = spec.encoder.learned_positions
     if most and count > most:
         raise LengthError(
-            f"{name} has {array.shape[1]} frames, which make {count} tokens, but the encoder has "
+            f"{name} has {shape[1]} frames, which make {count} tokens, but the encoder has "
             f"{most} positions. Shorten it."
         )
-    array = array.astype(np.float32)
+    return count
+
+
+def as_tokens(sounds: Sounds | Waves, array: Any, count: int, visible: Any, xp: Any) -> Any:
+    """Sounds float32 [B, F, ...] of the module `xp` as tokens [B, count, W], see the spec's.
+
+    bool `visible` [B, count] are those that layers see, None for all.
+    """
     if isinstance(sounds, Waves):
-        cut = _cut_waves(sounds, array, count)
+        cut = _cut_waves(sounds, array, count, xp)
     else:
-        cut = _cut(sounds, array, count)
-    shown = None if mask is None else visible_of_frames(sounds, mask, (len(array), count))
-    marks = np.ones((len(array), count, 1), np.float32)
-    if shown is not None:
-        marks[..., 0] = shown
-    return np.concatenate((cut.reshape(*cut.shape[:2], -1), marks), -1), shown
+        cut = _cut(sounds, array, count, xp)
+    marks = xp.ones((len(array), count, 1), np.float32)
+    if visible is not None:
+        marks = visible[..., None].astype(np.float32)
+    return xp.concatenate((cut.reshape(*cut.shape[:2], -1), marks), -1)
 
 
 def visible_of_frames(
@@ -90,21 +106,21 @@ def visible_of_frames(
     return None if visible.all() else visible
 
 
-def _cut(sounds: Sounds, frames: np.ndarray, tokens: int) -> np.ndarray:
+def _cut(sounds: Sounds, frames: Any, tokens: int, xp: Any) -> Any:
     """Tokens [B, S, ...] of frames [B, F, bins], see `Sounds`."""
     near, far = sounds.taps
     count = frames.shape[1]
     between = 2 * np.arange(tokens)[:, None] - far // 2 + np.arange(far)
     at = 2 * between[..., None] - near // 2 + np.arange(near)
     there = (at >= 0) & (at < count)
-    cut = frames[:, at.clip(0, count - 1)] * there[..., None]
+    cut = frames[:, at.clip(0, count - 1)] * there[..., None].astype(np.float32)
     cut = cut.swapaxes(-1, -2).reshape(*cut.shape[:3], -1)
     real = (between >= 0) & (between < sounds.halved(count))
-    marks = np.broadcast_to(real[None, ..., None], (*cut.shape[:3], 1))
-    return np.concatenate((cut, marks), -1, dtype=np.float32)
+    marks = np.broadcast_to(real[None, ..., None].astype(np.float32), (*cut.shape[:3], 1))
+    return xp.concatenate((cut, marks), -1)
 
 
-def _cut_waves(waves: Waves, samples: np.ndarray, tokens: int) -> np.ndarray:
+def _cut_waves(waves: Waves, samples: Any, tokens: int, xp: Any) -> Any:
     """Tokens [B, S, ...] of samples [B, F], see `Waves`."""
     count, (taps, stride) = samples.shape[1], (waves.taps[0], waves.strides[0])
     windows = np.arange(waves.windows)
@@ -112,5 +128,6 @@ def _cut_waves(waves: Waves, samples: np.ndarray, tokens: int) -> np.ndarray:
     at = (stride * places[..., None] + np.arange(taps)).clip(0, count - 1)
     counted = (windows < waves.own) | (np.arange(tokens)[:, None] == tokens - 1)
     counted = counted & (places <= (count - taps) // stride)
-    marks = np.broadcast_to(counted[None, ..., None], (len(samples), *places.shape, 1))
-    return np.concatenate((samples[:, at], marks), -1, dtype=np.float32)
+    shape = len(samples), *places.shape, 1
+    marks = np.broadcast_to(counted[None, ..., None].astype(np.float32), shape)
+    return xp.concatenate((samples[:, at], marks), -1)

@@ -253,7 +253,7 @@ def _at_last_eos(spec: ModelSpec, source: ForwardInputs, tokens: int) -> np.ndar
             f"of which the rows of input_ids have {shown(counts.tolist())}. As in HF, expected as "
             "many in each row, and at least one."
         )
-    at = (ends * np.arange(1, ends.shape[1] + 1)).argmax(1)
+    at = last_places(ends)
     if (at >= tokens).any():
         raise ArgumentError(
             f"decoder_input_ids has {tokens} tokens, but input_ids end at token {int(at.max())}, "
@@ -306,14 +306,24 @@ def shifted(spec: ModelSpec, labels: Any, pad: int | None) -> np.ndarray:
         array = array[None]
     if array.ndim != 2 or array.dtype.kind not in "iu" or not array.size:
         raise ArgumentError(f"labels has shape {array.shape}; expected integers [batch, tokens].")
+    return behind_start(spec, array, pad, np).astype(np.int64)
+
+
+def behind_start(spec: ModelSpec, ids: Any, pad: int | None, xp: Any) -> Any:
+    """As `shifted`, of ids [B, T] of the module `xp`."""
     fill = pad if pad is not None else 0
-    array = np.where(array == NO_LABEL, fill, array)
+    ids = xp.where(ids == NO_LABEL, fill, ids)
     if spec.start is None:
-        last = (array != fill).sum(1) - 1
-        first = array[np.arange(len(array)), last]
+        last = (ids != fill).sum(1) - 1
+        first = ids[np.arange(len(ids)), last]
     else:
-        first = np.full(len(array), spec.start)
-    return np.column_stack((first, array[:, :-1])).astype(np.int64)
+        first = np.full(len(ids), spec.start, ids.dtype)
+    return xp.concatenate((first[:, None], ids[:, :-1]), 1)
+
+
+def last_places(marked: Any) -> Any:
+    """Of each row of bool [B, T] the last place that is marked: int [B]."""
+    return (marked * np.arange(1, marked.shape[1] + 1)).argmax(1)
 
 
 def make_frames(spec: ModelSpec, features: Any, first: Any) -> Prompts:

@@ -4,16 +4,21 @@ import functools
 import re
 import weakref
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any, Self
 
 import jax
+import jax.numpy as jnp
 from jax.core import Tracer
 
 from ...config.dtypes import dtype_name
+from ...decoder import joined_towers
 from ...errors import ArgumentError, UnsupportedError
-from ...model.outputs import make_outputs, on_outputs_type
+from ...model.outputs import make_outputs, on_outputs_type, streams_first
+from ..base import ForwardInputs
 from .executables import TRACED, check_untraced
-from .functional import traced_inputs, transformable
+from .functional import flat_inputs, transformable
+from .ops import primitives
 from .params import Model, make_tree, read_tree
 
 _DEVICE = re.compile(r"(cpu|cuda|gpu|tpu)(?::(\d+))?")
@@ -161,17 +166,29 @@ class _FusedEngine(_Engine):
     def apply(
         self: Any,
         params: Any,
-        tokens: Any,
+        tokens: Any = None,
         *,
         attention_mask: Any = None,
         position_ids: Any = None,
         token_type_ids: Any = None,
+        inputs_embeds: Any = None,
+        decoder_input_ids: Any = None,
+        decoder_attention_mask: Any = None,
+        input_features: Any = None,
+        input_values: Any = None,
+        encoder_outputs: Any = None,
+        pixel_values: Any = None,
+        pixel_attention_mask: Any = None,
+        spatial_shapes: Any = None,
+        interpolate_pos_encoding: bool = False,
+        bbox: Any = None,
         output_hidden_states: bool = False,
     ) -> Any:
         """What forward returns, as a pure function: for jax.jit, jax.vmap, jax.grad.
 
         `params` as `engine.params` gives them, of the same names, shapes and dtype; `tokens` int
-        [B, T], or [T] for one row; the others as in forward, as arrays. All may be traced, so that
+        [B, T], or [T] for one row, or what else the model reads first, as an image encoder's
+        pixels; the others as in forward, as arrays. All may be traced, so that
         values are not checked: ids and positions outside their tables are clipped, any mask value
         but 0 shows a token, and `position_ids` never separate packed sequences. It reads nothing of
         the engine but facts of the model, and keeps nothing. Gradients are those of HF's
@@ -180,26 +197,56 @@ class _FusedEngine(_Engine):
         for what does not fit, LengthError for too many tokens, and UnsupportedError where it is
         differentiated and has no derivatives.
         """
-        runner = self.runner
-        if isinstance(output_hidden_states, Tracer):
+        keep = output_hidden_states
+        if isinstance(keep, Tracer):
             raise ArgumentError(
                 "output_hidden_states says what is computed, and is traced here. Make it static: "
                 'jax.jit(engine.apply, static_argnames="output_hidden_states").'
             )
-        if runner.spec.encoder:
-            raise UnsupportedError(
-                f"apply() is a function of one sequence; {runner.spec.architecture} reads two. "
-                "Call the engine itself."
-            )
+        given = {
+            "input_ids": tokens,
+            "attention_mask": attention_mask,
+            "position_ids": position_ids,
+            "token_type_ids": token_type_ids,
+            "inputs_embeds": inputs_embeds,
+            "decoder_input_ids": decoder_input_ids,
+            "decoder_attention_mask": decoder_attention_mask,
+            "input_features": input_features,
+            "input_values": input_values,
+            "encoder_outputs": encoder_outputs,
+            "pixel_values": pixel_values,
+            "pixel_attention_mask": pixel_attention_mask,
+            "spatial_shapes": spatial_shapes,
+            "interpolate_pos_encoding": interpolate_pos_encoding or None,
+            "bbox": bbox,
+        }
+        runner = self.runner
         weights = read_tree(params, runner.params)
-        inputs = traced_inputs(runner.spec, tokens, attention_mask, position_ids, token_type_ids)
-        keep = output_hidden_states
-        run = transformable(
-            runner.pure_forward(keep),
-            lambda: runner.pure_forward(keep, derived=True),
-            runner.has_tangents,
-        )
-        return make_outputs(run(weights, inputs))
+        inputs = self._pure_inputs(given, jnp)
+        run = functools.partial(_run_pure, runner, weights, keep)
+        if not runner.spec.towers:
+            return make_outputs(run(inputs))
+        texts, images = run(replace(inputs, source=None)), run(inputs.source)
+        scale, bias = (weights.outer.get(f"logit_{name}") for name in ("scale", "bias"))
+        vectors = texts["pooler_output"], images["pooler_output"]
+        found = primitives.contrast(*vectors, scale, bias)
+        return make_outputs(joined_towers(*map(make_outputs, (texts, images)), *found))
+
+
+def _run_pure(runner: Any, weights: Any, keep: bool, inputs: ForwardInputs) -> dict[str, Any]:
+    """Results of one pass over rows that vmap may make more of."""
+
+    def forward(derived: bool = False) -> Any:
+        return runner.pure_forward(keep, inputs.of_encoder, derived)
+
+    derived = functools.partial(forward, derived=True)
+    run = transformable(forward(), derived, runner.has_tangents)
+    results = run(weights, flat_inputs(inputs))
+    if inputs.choices:
+        results = {**results, "logits": results["logits"].reshape(-1, inputs.choices)}
+    if runner.spec.streams is not None and keep:
+        results = {**results, "hidden_states": streams_first(results["hidden_states"])}
+    return results
 
 
 @functools.cache

@@ -7,110 +7,22 @@ import jax
 import jax.numpy as jnp
 from jax.custom_batching import custom_vmap
 
-from ...arrays import kind_of, to_numpy
-from ...errors import ArgumentError, LengthError, a_type
-from ...model.spec import ModelSpec
+from ..base import ForwardInputs
 
 Inputs = tuple[jax.Array | None, ...]
 
 
-def traced_inputs(spec: ModelSpec, tokens: Any, mask: Any, positions: Any, types: Any) -> Inputs:
-    """ids, positions, mask, token types, segments, embeddings and weights as `Steps.forward` has.
-
-    The weights are those with which a head pools tokens; segments and embeddings are None.
-
-    As `inputs.make_forward_inputs`, but for what needs values. Raises ArgumentError for shapes and
-    dtypes that do not fit the model, and LengthError for more tokens than it has positions.
-    """
-    ids = _integers(tokens, "tokens")
-    if ids.ndim == 1:
-        ids = ids[None]
-    if ids.ndim != 2 or not ids.size:
-        raise ArgumentError(f"tokens has shape {ids.shape}; expected [batch, tokens].")
-    shape = batch, length = ids.shape
-    if spec.tokens and length > spec.tokens:
-        raise LengthError(f"tokens has {length} tokens, but {spec.why_most}.")
-    visible = None
-    if mask is not None:
-        visible = _array(mask, "attention_mask") != 0
-        if visible.shape != shape and not (batch == 1 and visible.shape == (length,)):
-            raise ArgumentError(
-                f"attention_mask has shape {visible.shape}; expected {shape}, that of tokens."
-            )
-        visible = visible.reshape(shape)
-    elif spec.hides is not None:
-        visible = ids != spec.hides
-    if positions is not None:
-        if spec.alibi:
-            raise ArgumentError(
-                f"The {spec.family} family takes no position_ids: attention counts the tokens of "
-                "attention_mask itself. Leave them out."
-            )
-        at = _broadcast(positions, "position_ids", shape)
-    elif spec.pad is not None:
-        real = ids != spec.pad
-        at = (real.cumsum(axis=1) * real + spec.pad).astype(jnp.int32)
-    elif spec.positions_from_mask and visible is not None:
-        at = jnp.maximum(visible.cumsum(axis=1) - 1, 0).astype(jnp.int32) * visible
-    else:
-        at = jnp.broadcast_to(jnp.arange(length, dtype=jnp.int32), shape)
-    if types is not None:
-        if not spec.token_types:
-            raise ArgumentError(
-                f"The {spec.family} family has no token types; leave token_type_ids out."
-            )
-        types = _broadcast(types, "token_type_ids", shape)
-    elif spec.token_types and not spec.token_types_from_vocab:
-        types = jnp.zeros(shape, jnp.int32)
-    return ids, at, visible, types, None, None, _pooling_weights(spec, ids, visible)
-
-
-def _pooling_weights(
-    spec: ModelSpec, ids: jax.Array, visible: jax.Array | None
-) -> jax.Array | None:
-    """float32 [B, T]: what a head sums a sequence's tokens with; None if it pools none."""
-    pooling = spec.head.pooling if spec.head else spec.pooled and spec.pooled.pooling
-    if pooling is None:
-        return None
-    real = jnp.ones(ids.shape, bool) if visible is None else visible
-    if pooling == "mean":
-        return (real / jnp.maximum(real.sum(1, keepdims=True), 1)).astype(jnp.float32)
-    count = jnp.arange(ids.shape[1])
-    at = jnp.zeros(ids.shape[0], jnp.int32)
-    if pooling == "real":
-        at = real.argmax(1)
-    elif pooling == "last":
-        is_real = True if spec.pad_id is None else ids != spec.pad_id
-        at = (is_real * count + jnp.zeros_like(ids)).argmax(1)
-    elif pooling == "final":
-        at += ids.shape[1] - 1
-    elif pooling == "end":
-        assert spec.pooled is not None
-        end = spec.pooled.end_id
-        at = (ids if end is None else ids == end).argmax(1)
-    return (count == at[:, None]).astype(jnp.float32)
-
-
-def _array(value: Any, name: str) -> jax.Array:
-    if kind_of(value) is None:
-        raise ArgumentError(f"{name} is {a_type(value)}; expected an array.")
-    if kind_of(value) == "jax":
-        return value
-    return jnp.asarray(to_numpy(value))  # on no device yet: it goes where the weights are
-
-
-def _integers(value: Any, name: str) -> jax.Array:
-    array = _array(value, name)
-    if not jnp.issubdtype(array.dtype, jnp.integer):
-        raise ArgumentError(f"{name} has dtype {array.dtype}; expected integers.")
-    return array.astype(jnp.int32)
-
-
-def _broadcast(value: Any, name: str, shape: tuple[int, ...]) -> jax.Array:
-    array = _integers(value, name)
-    if array.shape not in (shape, (1, shape[1]), shape[1:]):
-        raise ArgumentError(f"{name} has shape {array.shape}; expected {shape}.")
-    return jnp.broadcast_to(array, shape)
+def flat_inputs(inputs: ForwardInputs) -> Inputs:
+    """The arrays that `Steps.forward` takes, each with a row for every sequence, or None."""
+    source: Any = inputs.source
+    read = (None,) * 5
+    if source is not None:
+        is_read = source.states is None
+        what = (source.ids, source.positions) if is_read else (None, None)
+        read = *what, source.mask, source.embeds, source.states
+    own: Any = inputs
+    what = own.ids, own.positions, own.mask, own.token_types, own.segments, own.embeds
+    return *what, own.weights, own.blend, None, *read
 
 
 def transformable(
@@ -156,7 +68,7 @@ def _batch_by_rows(forward: Callable[[Any, Inputs], Any]) -> Callable[[Any, Inpu
 
             def merge(x: jax.Array, is_mapped: bool) -> jax.Array:
                 rows = x if is_mapped else jnp.broadcast_to(x, (size, *x.shape))
-                return rows.reshape(-1, x.shape[-1])
+                return rows.reshape(-1, *rows.shape[2:])
 
             results = run(weights, jax.tree.map(merge, inputs, mapped[1]))
             results = jax.tree.map(lambda x: x.reshape(size, -1, *x.shape[1:]), results)

@@ -245,7 +245,7 @@ class JaxRunner:
         return run
 
     def pure_forward(
-        self, keep: bool, derived: bool = False
+        self, keep: bool, of_encoder: bool = False, derived: bool = False
     ) -> Callable[[Params, Any], dict[str, Any]]:
         """Forward of parameters and the arrays that `Steps.forward` takes; to be traced.
 
@@ -259,7 +259,8 @@ class JaxRunner:
             if derived:
                 params = self._derived(params)
             with jax.numpy_rank_promotion("allow"):
-                return self.steps.forward(params, *inputs, keep=keep)[0]
+                how: Any = {"keep": keep, "of_encoder": of_encoder}
+                return self.steps.forward(params, *inputs, **how)[0]
 
         arguments = jax.tree.map(self._place.spec_of, self.params), WHOLE
         return self._place.spread(forward, arguments, WHOLE)

@@ -158,7 +158,7 @@ class StreamingRunner(JaxRunner):
             self._stream.forget()
 
     def pure_forward(
-        self, keep: bool, derived: bool = False
+        self, keep: bool, of_encoder: bool = False, derived: bool = False
     ) -> Callable[[Params, Any], dict[str, Any]]:
         """UnsupportedError: it is one function of weights that lie on the device."""
         raise UnsupportedError(
