@@ -678,8 +678,10 @@ def test_what_does_not_fit_is_refused_by_name(hf_model):
         with pytest.raises(error, match=said):
             call()
     on_jax = engine_of("t5", "jax")
-    with pytest.raises(UnsupportedError, match="reads two"):
+    with pytest.raises(ArgumentError, match="decoder_input_ids is missing"):
         on_jax.apply(on_jax.params, ids)
+    with pytest.raises(ArgumentError, match=r"has 1 rows and what .* 2; they are pair"):
+        on_jax.apply(on_jax.params, ids, decoder_input_ids=ids[:1])
     sizes = {"batch_sizes": [1], "prompt_lengths": [4], "new_tokens": 2}
     with pytest.raises(UnsupportedError, match="lengths of both sequences"):
         on_jax.compile(compile_kwargs=sizes)

@@ -11,12 +11,20 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
+import transformers as hf
 
 import dualinfer
 from dualinfer.backends import jax as backend
 from dualinfer.errors import UnsupportedError
 
-from . import encoders, mixtures, test_recurrent, test_relatives
+from . import (
+    encoders,
+    mixtures,
+    test_encoder_decoders,
+    test_images,
+    test_recurrent,
+    test_relatives,
+)
 from .kernels.jax_ops import interpreted_ops
 from .models import make_model, random_ids, slow_but
 from .test_quantize_on_load import dequantized
@@ -25,12 +33,13 @@ LIMIT = 1e-4
 SMALL = 1e-5  # of all parameters' gradients: what is less is rounding
 MAKERS = {"mixture": mixtures.make, "recurrence": test_recurrent.make}
 MAKERS |= {"relative": test_relatives.make, "encoder": encoders.make, "model": make_model}
+MAKERS |= {"pair": test_encoder_decoders.model_of, "image": test_images.make}
 CASES = {
     "llama": "model llama-gqa",
     "llama-mqa": "model llama-mqa",  # small: one layer
     "gpt2-unscaled": "model gpt2-unscaled",
     "gpt2": "model gpt2",
-    "gemma2": "model gemma2",
+    "gemma3": "model gemma3",
     "bloom": "model bloom",
     "opt-post": "model opt-post",
     "bert": "model bert-masked",
@@ -38,25 +47,82 @@ CASES = {
     "gpt_oss": "mixture gpt_oss",
     "llama4": "mixture llama4",  # weighs experts' inputs, and norms without weights
     "deepseek_v3": "relative deepseek_v3",
+    "qwen3_moe": "mixture qwen3_moe",
     "bamba": "recurrence bamba",
+    "mamba2": "recurrence mamba2",
+    "lfm2": "recurrence lfm2",
     "cohere": "relative cohere",  # norms without biases, which are no parameters
     "apertus": "relative apertus",  # buffers among a layer's numbers
     "doge": "relative doge",  # values that a layer reads twice
     "albert": "encoder albert-masked",  # layers that share weights
     "deberta": "encoder deberta-3",
+    "choice": "encoder bert-choice",
+    "layoutlm": "encoder layoutlm-token",
+    "lilt": "encoder lilt",
+    "t5": "pair t5",
+    "bart": "pair bart",  # a bias of the vocabulary, which is a buffer
+    "t5-labels": "pair t5-labels",  # the decoder reads the encoder's ids
+    "whisper": "pair whisper",  # sines, which are frozen
+    "moonshine": "pair moonshine",
+    "vit": "image vit-labels",
+    "registers": "image registers",
+    "clip": "image clip",
+    "siglip2": "image siglip2",  # patches of images of two sizes
 }
-QUICK = ("llama", "gpt2", "mixtral", "deepseek_v3", "bamba", "bert", "albert")
+QUICK = ("llama", "gpt2", "mixtral", "deepseek_v3", "bamba", "albert", "choice", "t5", "clip")
 
 
 def make(name):
-    """HF's model of a case, and the text that it reads: ids and mask, one row of them padded."""
+    """HF's model of a case, and what it reads: texts have a padded row."""
     kind, case = CASES[name].split(" ", 1)
+    if kind == "image":
+        return MAKERS[kind](case), test_images.inputs_of(case)
+    if name == "t5-labels":
+        return make_scored()
     model = MAKERS[kind](case).eval()
+    if kind == "pair":
+        inputs = {n: x.numpy() for n, x in test_encoder_decoders.source_of(case).items()}
+        return model, inputs | {"decoder_input_ids": random_ids(2, 6, seed=1, vocab=99)}
     vocab = min(getattr(model.config, "vocab_size", 99), 99)
     ids, mask = random_ids(2, 11, vocab=vocab), np.ones((2, 11), int)
-    causal = kind not in ("encoder",) and name != "bert"
-    mask[1, slice(4) if causal else slice(8, None)] = 0
-    return model, {"input_ids": ids, "attention_mask": mask}
+    causal = kind != "encoder" and name != "bert"
+    if name != "mamba2":  # whose padding HF's convolutions see
+        mask[1, slice(4) if causal else slice(8, None)] = 0
+    inputs = {"input_ids": ids, "attention_mask": mask}
+    if name == "choice":
+        inputs = {n: np.stack((x, x[::-1], x), 1) for n, x in inputs.items()}
+    if name in ("layoutlm", "lilt"):
+        sides = np.random.default_rng(0).integers(0, 20, (2, 2, 11, 2))
+        inputs["bbox"] = np.concatenate((sides[0], sides.sum(0)), -1)
+    return model, inputs
+
+
+def make_scored():
+    """A pair that scores the last end of each text."""
+    case = "T5ForSequenceClassification"
+    cls = getattr(hf, case)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(5)
+        model = cls(cls.config_class(**test_encoder_decoders.SCORED[case])).eval()
+    inputs = {n: x.numpy() for n, x in test_encoder_decoders.source_of("t5").items()}
+    ids = inputs["input_ids"]
+    ids[ids == 2] = 3
+    ids[0, 18] = ids[1, 10] = 2
+    return model, inputs
+
+
+def apply(engine, params, inputs, **more):
+    """Outputs by name, those of towers too; `inputs` may be traced but for the sizes of images."""
+    inputs = dict(inputs)
+    outputs = engine.apply(params, inputs.pop("input_ids", None), **inputs, **more)
+    return flat(outputs)
+
+
+def flat(outputs, prefix=""):
+    found = {}
+    for name, value in outputs.items():
+        found |= flat(value, f"{name}.") if hasattr(value, "items") else {prefix + name: value}
+    return found
 
 
 def open_engine(model, **options):
@@ -74,9 +140,6 @@ def hf_gradients(model, loss, **options):
     with torch.no_grad():
         for own, p in zip(twin.parameters(), model.parameters(), strict=True):
             own.copy_(torch.zeros_like(p) if p.grad is None else p.grad)
-        for name, buffer in twin.named_buffers():
-            if name.endswith("e_score_correction_bias"):
-                buffer.zero_()
     model.zero_grad()
     with open_engine(twin, **options) as engine:
         found = by_name(engine.params)
@@ -115,23 +178,30 @@ def weigh(outputs, shown):
 
 
 def check_gradients(name, **options):
-    """Those of an engine with `options` against HF's, under jax.jit."""
-    model, inputs = make(name)
-    theirs = model(**{k: torch.tensor(v) for k, v in inputs.items()})
+    """Those of weights and of inputs, with `options`, against HF's; under jax.jit."""
+    model, given = make(name)
+    tensors = {k: torch.tensor(v, requires_grad=v.dtype == np.float32) for k, v in given.items()}
+    theirs = flat(model(**tensors))
+    sizes = {k: v for k, v in given.items() if k == "spatial_shapes"}
+    arrays = {k: jnp.asarray(v) for k, v in given.items() if k not in sizes}
     with open_engine(model, **options) as engine:
-        ids, mask = (jnp.asarray(inputs[n]) for n in ("input_ids", "attention_mask"))
-        mine = jax.eval_shape(engine.apply, engine.params, ids, attention_mask=mask)
-        weights = weigh({n: x.shape for n, x in mine.items()}, inputs["attention_mask"])
+        mine = jax.eval_shape(lambda p, x: apply(engine, p, x | sizes), engine.params, arrays)
+        shown = given.get("attention_mask", np.ones((0, 0)))
+        weights = weigh({n: x.shape for n, x in mine.items()}, shown)
         assert weights
 
-        def loss(params):
-            outputs = engine.apply(params, ids, attention_mask=mask)
+        def loss(params, arrays):
+            outputs = apply(engine, params, arrays | sizes)
             return sum((outputs[n] * w).sum() for n, w in weights.items())
 
-        value, found = jax.jit(jax.value_and_grad(loss))(engine.params)
+        of_both = jax.value_and_grad(loss, argnums=(0, 1), allow_int=True)
+        value, (found, of_inputs) = jax.jit(of_both)(engine.params, arrays)
     total = sum((theirs[n] * torch.tensor(w)).sum() for n, w in weights.items())
-    np.testing.assert_allclose(value, total.item(), rtol=1e-4)
+    np.testing.assert_allclose(value, total.item(), rtol=1e-4, atol=1e-3)
     check_close(by_name(found), hf_gradients(model, total, **options))
+    for name, x in tensors.items():
+        if x.requires_grad:
+            check_close({name: np.asarray(of_inputs[name], float)}, {name: x.grad.numpy()})
 
 
 @pytest.mark.parametrize("name", slow_but(QUICK, CASES))
@@ -147,6 +217,7 @@ SPLIT = {
     "bamba, 2": {},
     "albert, 2": {},
     "gpt_oss, 4": {},
+    "t5, 2": {},  # a bias of distances
 }
 
 
@@ -192,6 +263,25 @@ def test_transformations_compose(name):
         check_close(by_name(jax.tree.map(lambda x: x.sum(0), rows(params, ids))), expected)
         for way in (mapped, jax.checkpoint(loss)):
             check_close(by_name(jax.jit(jax.grad(way))(params)), expected)
+
+
+@pytest.mark.parametrize("name", slow_but(["t5"], ["t5", "clip", "choice"]))
+def test_rows_of_vmap_are_those_of_a_batch(name):
+    """Of all that a model reads; pairs of a text and an image stand alone."""
+    model, inputs = make(name)
+    arrays = {k: jnp.asarray(v[:2]) for k, v in inputs.items()}
+    with open_engine(model) as engine:
+
+        def row(params, arrays):
+            return apply(engine, params, {k: x[None] for k, x in arrays.items()})
+
+        rows = jax.jit(jax.vmap(row, (None, 0)))(engine.params, arrays)
+        expected = flat(engine(**arrays))
+    for output, x in rows.items():
+        whole = np.asarray(expected[output])
+        if output.startswith("logits_per"):
+            whole = np.diag(whole)[:, None]
+        np.testing.assert_allclose(x[:, 0], whole, rtol=1e-4, atol=1e-4, err_msg=output)
 
 
 def test_derivatives_forward_and_of_derivatives():

@@ -262,6 +262,32 @@ def test_images_of_another_size_have_positions_as_hf_interpolates_them(case, bac
     engine = dualinfer.init_inference(model, backend=backend, **HOW)
     found = engine(**given, output_hidden_states=True, **how)
     compare(found, expected, given.get("attention_mask"))
+    if backend == "jax":
+        compare(engine.apply(engine.params, **given, output_hidden_states=True, **how), expected)
+
+
+def test_a_pure_function_says_what_does_not_fit():
+    import jax
+
+    patches, images = inputs_of("siglip2-image"), inputs_of("vit")
+    with (
+        dualinfer.init_inference(make("siglip2-image"), backend="jax", **HOW) as flexible,
+        dualinfer.init_inference(make("vit"), backend="jax", **HOW) as square,
+    ):
+        for engine, given, changes, match in (
+            (flexible, patches, {"spatial_shapes": None}, "spatial_shapes is missing"),
+            (flexible, patches, {}, "spatial_shapes .* is traced here.* closes over"),
+            (square, images, patches, "pixel_attention_mask: .* reads pixel_values, interpolate"),
+            (square, images, {"interpolate_pos_encoding": True}, "pos_encoding .* static_argnames"),
+            (
+                square,
+                images,
+                {"pixel_values": images["pixel_values"][..., :-1]},
+                r"shape \(2, 2, 12, 15\).*expected floats \[batch, 2, 12, 16\], or of another",
+            ),
+        ):
+            with pytest.raises(ArgumentError, match=match):
+                jax.eval_shape(engine.apply, engine.params, **{**given, **changes})
 
 
 def test_patches_that_do_not_fit_are_refused():

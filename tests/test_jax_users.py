@@ -16,7 +16,8 @@ from flax import nnx
 
 import dualinfer
 from dualinfer import arrays
-from dualinfer.backends.jax.functional import traced_inputs, transformable
+from dualinfer.backends.jax.functional import transformable
+from dualinfer.engine.pure import make_pure_inputs
 from dualinfer.errors import ArgumentError, ClosedError, LengthError
 from dualinfer.model.outputs import Outputs
 
@@ -148,15 +149,17 @@ def test_inputs_may_be_rows_lists_numpy_and_torch(engine):
     spec, ids = engine.runner.spec, random_ids(2, 5)
     for tokens in (ids, torch.from_numpy(ids), ids.tolist(), ids.astype(np.uint16)):
         for at in ([[3, 4, 5, 6, 7]], np.arange(3, 8), torch.arange(3, 8).expand(2, 5)):
-            found = traced_inputs(spec, tokens, torch.ones(2, 5), at, None)
-            np.testing.assert_array_equal(found[0], ids)
-            np.testing.assert_array_equal(found[1], [[3, 4, 5, 6, 7]] * 2)
-            np.testing.assert_array_equal(found[2], np.ones((2, 5), bool))
-            assert [x.dtype for x in found[:2]] == ["int32", "int32"]
-    row = traced_inputs(spec, ids[0], np.ones(5), None, None)
-    np.testing.assert_array_equal(row[0], ids[:1])
-    np.testing.assert_array_equal(row[1], [range(5)])
-    assert row[2].shape == (1, 5) and row[3:] == (None,) * 4
+            given = {"input_ids": tokens, "attention_mask": torch.ones(2, 5), "position_ids": at}
+            found = make_pure_inputs(spec, given, jnp, pad=None)
+            np.testing.assert_array_equal(found.ids, ids)
+            np.testing.assert_array_equal(found.positions, [[3, 4, 5, 6, 7]] * 2)
+            np.testing.assert_array_equal(found.mask, np.ones((2, 5), bool))
+            assert found.ids.dtype == found.positions.dtype == "int32"
+    given = {"input_ids": ids[0], "attention_mask": np.ones(5)}
+    row = make_pure_inputs(spec, given, jnp, pad=None)
+    np.testing.assert_array_equal(row.ids, ids[:1])
+    np.testing.assert_array_equal(row.positions, [range(5)])
+    assert row.mask.shape == (1, 5) and row.token_types is row.embeds is row.weights is None
 
 
 def test_apply_runs_without_jit(engine_of):
@@ -319,6 +322,9 @@ def test_inputs_that_do_not_fit_are_refused(engine_of, ids):
     refused(CAUSAL, r"position_ids has shape \(2, 7\)", position_ids=jnp.ones((2, 7), jnp.int32))
     refused(CAUSAL, "llama family has no token types", token_type_ids=jnp.zeros_like(ids))
     refused(CAUSAL, "output_hidden_states .* static_argnames", output_hidden_states=True)
+    refused(CAUSAL, "bbox: apply.. of Llama.* reads tokens, .*Leave", bbox=jnp.zeros((2, 7, 4)))
+    refused(CAUSAL, "tokens is missing", None)
+    refused(CAUSAL, "tokens and inputs_embeds", inputs_embeds=jnp.zeros((2, 7, 4)))
     refused("bloom", "bloom family takes no position_ids", position_ids=jnp.zeros_like(ids))
     refused("gpt2", "129 tokens, but the model has 128", jnp.ones((1, 129), jnp.int32), LengthError)
     engine = engine_of("gpt2", "jax")

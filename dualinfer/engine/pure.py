@@ -48,9 +48,11 @@ class _Given(dict[str, Any]):
         asked = {name: value for name, value in given.items() if value is not None}
         if "input_ids" in asked and first != "input_ids" and first not in asked:
             asked[first] = asked.pop("input_ids")
-        for name in asked.keys() - set(names):
+        for name in (own for own in asked if own not in names):
+            called = ["tokens" if own == "input_ids" else own for own in (name, *names)]
             raise ArgumentError(
-                f"{name}: apply() of {spec.architecture} reads {', '.join(names)}. Leave it out."
+                f"{called[0]}: apply() of {spec.architecture} reads {', '.join(called[1:])}. Leave "
+                "it out."
             )
         super().__init__(asked)
         self.xp, self.architecture = xp, spec.architecture
@@ -213,6 +215,7 @@ def _types(spec: ModelSpec, given: _Given, shape: tuple[int, int]) -> Any:
     boxes = given.integers("bbox")
     if boxes.shape != (*shape, 4):
         raise ArgumentError(f"bbox has shape {boxes.shape}; expected {(*shape, 4)}.")
+    assert types is not None
     return xp.concatenate((types[..., None], boxes), -1)
 
 
@@ -230,7 +233,10 @@ def _images(spec: ModelSpec, given: _Given) -> ForwardInputs:
     else:
         interpolate = given.get("interpolate_pos_encoding", False)
         sizes = (None, None) if interpolate or patches.any_size else patches.image[1:]
-        expected = f"[batch, {patches.channels}, height, width]"
+        high, wide = sizes if sizes[0] else ("height", "width")
+        expected = f"[batch, {patches.channels}, {high}, {wide}]"
+        if sizes[0]:
+            expected += ", or of another size with interpolate_pos_encoding=True"
         array = given.floats("pixel_values", expected, (None, patches.channels, *sizes))
         grid = grid_of(patches, array.shape)
         tokens, blend = as_patches(patches, array, grid, xp), blend_of(spec, grid)
@@ -244,9 +250,10 @@ def _images(spec: ModelSpec, given: _Given) -> ForwardInputs:
 
 def _known(given: _Given, name: str) -> Any:
     """An argument in NumPy; ArgumentError where it is traced."""
-    value = given.array(name)
+    if name not in given:
+        return None
     try:
-        return to_numpy(value)
+        return to_numpy(given[name])
     except Exception as error:
         raise ArgumentError(
             f"{name} says how positions are interpolated, and is traced here. Pass it as a NumPy "

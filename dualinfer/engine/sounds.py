@@ -49,8 +49,9 @@ def check_sounds(
 
 
 def count_tokens(spec: ModelSpec, shape: tuple[int, ...]) -> int:
-    """Tokens of sounds of a `shape` [B, F, ...]; ArgumentError for none, LengthError for more
-    than the encoder has positions.
+    """Tokens of sounds of a `shape` [B, F, ...].
+
+    Raises ArgumentError for none, and LengthError for more than the encoder has positions.
     """
     assert spec.encoder is not None and spec.encoder.sounds is not None
     name, count = spec.encoder.sounds.name, spec.encoder.sounds.tokens(shape[1])

@@ -163,8 +163,8 @@ class Row:
     `others` are the tensors that a source may have in the place of all of `sources`; that of an
     `either` row may lie with its last two axes exchanged, which its shape tells. A `wide` row
     is float32 whatever the model computes in, and a `dense` one is never quantized: what a
-    checkpoint quantizes of it is read as what its codes mean. A `fixed` one is HF's buffer, which
-    training leaves as it is.
+    checkpoint quantizes of it is read as what its codes mean. A `fixed` one is HF's buffer, or a
+    parameter that HF has frozen: training leaves it as it is.
     """
 
     name: str

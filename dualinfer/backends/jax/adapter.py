@@ -188,21 +188,23 @@ class _FusedEngine(_Engine):
 
         `params` as `engine.params` gives them, of the same names, shapes and dtype; `tokens` int
         [B, T], or [T] for one row, or what else the model reads first, as an image encoder's
-        pixels; the others as in forward, as arrays. All may be traced, so that
-        values are not checked: ids and positions outside their tables are clipped, any mask value
-        but 0 shows a token, and `position_ids` never separate packed sequences. It reads nothing of
-        the engine but facts of the model, and keeps nothing. Gradients are those of HF's
-        parameters, on plain XLA alone. Of several devices it runs on all of them, and its results
-        are whole on each; arrays that lie on other devices are refused by JAX. Raises ArgumentError
-        for what does not fit, LengthError for too many tokens, and UnsupportedError where it is
-        differentiated and has no derivatives.
+        pixels; the others as in forward, as arrays, `encoder_outputs` the hidden state [B, S, E].
+        All but `spatial_shapes` may be traced, so that values are not checked: ids, positions and
+        boxes outside their tables are clipped, any mask value but 0 shows a token, and
+        `position_ids` never separate packed sequences. It reads nothing of the engine but facts of
+        the model, and keeps nothing. Gradients are those of HF's parameters, on plain XLA alone. Of
+        several devices it runs on all of them, and its results are whole on each; arrays that lie
+        on other devices are refused by JAX. Raises ArgumentError for what does not fit, LengthError
+        for too many tokens, and UnsupportedError where it is differentiated and has no derivatives.
         """
-        keep = output_hidden_states
-        if isinstance(keep, Tracer):
-            raise ArgumentError(
-                "output_hidden_states says what is computed, and is traced here. Make it static: "
-                'jax.jit(engine.apply, static_argnames="output_hidden_states").'
-            )
+        keep, interpolate = output_hidden_states, interpolate_pos_encoding
+        ways = {"output_hidden_states": keep, "interpolate_pos_encoding": interpolate}
+        for name, value in ways.items():
+            if isinstance(value, Tracer):
+                raise ArgumentError(
+                    f"{name} says what is computed, and is traced here. Make it static: "
+                    f'jax.jit(engine.apply, static_argnames="{name}").'
+                )
         given = {
             "input_ids": tokens,
             "attention_mask": attention_mask,
@@ -217,7 +219,7 @@ class _FusedEngine(_Engine):
             "pixel_values": pixel_values,
             "pixel_attention_mask": pixel_attention_mask,
             "spatial_shapes": spatial_shapes,
-            "interpolate_pos_encoding": interpolate_pos_encoding or None,
+            "interpolate_pos_encoding": interpolate or None,
             "bbox": bbox,
         }
         runner = self.runner

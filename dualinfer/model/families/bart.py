@@ -178,7 +178,8 @@ def describe(fields: ConfigFields, architecture: str) -> tuple[ModelSpec, Weight
         fields.flag("tie_word_embeddings", True)
         tied.append(row("head.weight", _EMBEDDING, ("lm_head.weight", _EMBEDDING)))
         if kind.positions != "fairseq":
-            outer.append(row("head.bias", "vocab", ("final_logits_bias", "one vocab")))
+            bias = row("head.bias", "vocab", ("final_logits_bias", "one vocab"))
+            outer.append(replace(bias, fixed=True))
             optional = "head.bias"
     else:
         fields.ignore("tie_word_embeddings")

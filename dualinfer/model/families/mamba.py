@@ -262,7 +262,7 @@ def _feed_rows(layer: Layer, hf: str, bias: bool) -> Sequence[Row]:
         return [*up, *make.linear("down", f"{hf}.down_proj", "embed ffn", bias)]
     rows = make.linear("router", f"{hf}.gate", "choices embed", bias=False)
     choice = row("router.choice_bias", "choices", (f"{hf}.gate.e_score_correction_bias", "choices"))
-    rows.append(replace(choice, wide=True))
+    rows.append(replace(choice, wide=True, fixed=True))
     for ours, axes in (("up", "ffn embed"), ("down", "embed ffn")):
         each = row(
             f"experts.{ours}.weight",

@@ -459,7 +459,8 @@ def make_rows(names: Mixture, mixture: Experts, layer: str) -> list[Row]:
         return rows + _gpt_oss_rows(f"{hf}.experts")
     if names.choice_bias:
         source = (f"{hf}.{names.choice_bias}", names.choice_axes)
-        rows.append(replace(row("router.choice_bias", names.choice_axes, source), wide=True))
+        bias = row("router.choice_bias", names.choice_axes, source)
+        rows.append(replace(bias, wide=True, fixed=True))
     experts = f"{hf}.experts"
     rows += [
         _stacked(names, "up", "gate+up embed", f"{experts}.gate_up_proj", experts),

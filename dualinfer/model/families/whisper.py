@@ -54,7 +54,8 @@ def describe(fields: ConfigFields, architecture: str) -> tuple[ModelSpec, Weight
         ("encoder", "encoder.", "source_positions"),
     ):
         stored = (f"model.{side}.embed_positions.weight", f"{axis} embed")
-        outer.append(row(f"{ours}positions.weight", f"{axis} embed", stored))
+        table = row(f"{ours}positions.weight", f"{axis} embed", stored)
+        outer.append(replace(table, fixed=side == "encoder"))  # sines, which HF has frozen
         outer += make.norm(norm, f"{ours}final_norm", f"model.{side}.layer_norm")
     for name, inputs in (("conv1", "mel"), ("conv2", "embed_in")):
         hf, axes_of = f"model.encoder.{name}", f"embed {inputs} taps"
