@@ -1,11 +1,14 @@
 """The exceptions of dualinfer, each also the builtin that callers catch; warnings to the caller."""
 
+import functools
+import os
 import reprlib
 import sys
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from types import FrameType
-from typing import Any
+from typing import Any, TypeVar
 
 
 class DualinferError(Exception):
@@ -119,9 +122,65 @@ def shortened(text: object, most: int = 200) -> str:
     return whole if len(whole) <= most else f"{whole[: most // 2]}...{whole[-most // 2 :]}"
 
 
+@contextmanager
+def told(make: Callable[[BaseException], DualinferError]) -> Iterator[None]:
+    """Within it an error that is not ours is the cause of the one that `make` makes of it.
+
+    An interrupt is none, nor is memory that runs out.
+    """
+    try:
+        yield
+    except (DualinferError, MemoryError):
+        raise
+    except BaseException as error:
+        if not is_error(error):
+            raise
+        raise make(error) from error
+
+
+def blamed_on(
+    file: object, kind: type[DualinferError] = CheckpointError
+) -> AbstractContextManager[None]:
+    """Within it, what a stranger's file makes fail is an error of a `kind` that names the file.
+
+    It stands around each reader: values that no reader expects fail in ways of their own, in
+    libraries too. A mistake of dualinfer's own stays to be seen as the cause.
+    """
+
+    def make(error: BaseException) -> DualinferError:
+        reason = shortened(error) or "it says no more"
+        return kind(
+            f"{shortened(file)} cannot be read: {type(error).__name__}: {reason}. Is it damaged? "
+            "Fetch or save it again; if it is whole, report this as a bug of dualinfer."
+        )
+
+    return told(make)
+
+
+_Read = TypeVar("_Read", bound=Callable[..., Any])
+
+
+def reads(file: str = "", kind: type[DualinferError] = CheckpointError) -> Callable[[_Read], _Read]:
+    """A decorator of functions that read a path, their first argument, by `blamed_on`.
+
+    `file` is what they read where that is a folder.
+    """
+
+    def decorate(read: Any) -> Any:
+        @functools.wraps(read)
+        def reading(path: Any, *arguments: Any, **named: Any) -> Any:
+            is_folder = file and isinstance(path, str | os.PathLike) and os.path.isdir(path)
+            with blamed_on(os.path.join(path, file) if is_folder else path, kind):
+                return read(path, *arguments, **named)
+
+        return reading
+
+    return decorate
+
+
 def listing(names: Sequence[str], most: int = 8) -> str:
     """The first few names, and how many more there are."""
-    first = ", ".join(names[:most])
+    first = ", ".join(map(shortened, names[:most]))
     return first + (f" and {len(names) - most} more" if len(names) > most else "")
 
 

@@ -3,6 +3,7 @@
 import difflib
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from math import prod
@@ -24,6 +25,7 @@ from .errors import (
     DualinferError,
     ModelError,
     UnservedError,
+    blamed_on,
     counted,
     shown,
     warn_caller,
@@ -110,7 +112,8 @@ def describe(found: HFModel, settings: InferenceConfig, notes: list[str]) -> Des
     make_model = partial(empty_model, found.config, found.class_names)
     adapters = [*found.own_adapters(), *open_adapters(settings, make_model)]
     try:
-        own = describe_adapted(found.config, found.class_names, adapters)
+        with blamed_on("config.json", ModelError) if found.is_checkpoint else nullcontext():
+            own = describe_adapted(found.config, found.class_names, adapters)
         found = found._replace(config=own.config, class_names=own.class_names)
         spec, table = with_layers(own.spec, own.table, found.mixtures)
     except ModelError as error:
@@ -271,7 +274,8 @@ def unserved(folder: Path, fields: Mapping[str, Any] | None = None) -> UnservedE
     """
     try:
         config = overlay(read_config(folder), fields)
-        describe_model(config.to_dict(), config.architectures)
+        with blamed_on("config.json", ModelError):
+            describe_model(config.to_dict(), config.architectures)
     except UnservedError as error:
         return error
     except DualinferError:  # raised where the model is described

@@ -12,13 +12,14 @@ import re
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 
 from ..arrays import to_numpy
-from ..errors import CheckpointError, shortened, shown
+from ..errors import CheckpointError, reads, shortened, shown
 from ..model.load_plan import TensorSource
 from ..model.peft_modules import (
     MERGING,
@@ -27,6 +28,7 @@ from ..model.peft_modules import (
     adapted_layers,
     kind_of_layer,
 )
+from ..system.patterns import Patterns
 from . import peft_layers
 from .files import TensorFile, read_json
 from .sources import ADAPTER, ADAPTER_PREFIX, FilesSource, TorchSource
@@ -258,6 +260,7 @@ class Adapter:
         return None if found is None else found.shape
 
 
+@reads(ADAPTER)
 def open_adapter(
     folder: Path, weight: float = 1.0, make_model: Callable[[str | None], Any] | None = None
 ) -> Adapter:
@@ -541,9 +544,9 @@ class _Reader(NamedTuple):
         patterns = self.config.get(pattern) or {}
         if not isinstance(patterns, dict):
             raise CheckpointError(f"{where}: {pattern} is {shown(patterns)}, expected an object.")
-        for own in patterns:
-            _check_pattern(where, pattern, own)
-        found = next((v for p, v in patterns.items() if re.match(rf"(.*\.)?({p})$", path)), None)
+        texts = tuple(rf"(.*\.)?({text})$" for text in patterns)
+        tried = _patterns(texts, f"{self.folder / ADAPTER}: {pattern}")
+        found = next((list(patterns.values())[i] for i in tried.find(path)), None)
         value = self.config.get(name, 8) if found is None else found  # peft's default
         is_number = isinstance(value, int | float) and not isinstance(value, bool)
         if not is_number or not math.isfinite(value):
@@ -551,8 +554,14 @@ class _Reader(NamedTuple):
         return value
 
 
+@lru_cache(maxsize=16)
+def _patterns(texts: tuple[str, ...], where: str) -> Patterns:
+    """The patterns of a config, which each module asks for."""
+    return Patterns(texts, where)
+
+
 def _check_pattern(where: str, kind: str, pattern: str) -> None:
-    """Raise CheckpointError for what is no regular expression, or one that may take for ever."""
+    """Raise CheckpointError for what is no regular expression, or may take peft for ever to try."""
     repeats = len(re.findall(r"[*+{]", pattern))
     if len(pattern) > 1000 or repeats > 3 or re.search(r"\)\s*[*+?{]|\(\?|\\[1-9]", pattern):
         reason = "it repeats groups or has more than 3 repetitions, which may take for ever to try"

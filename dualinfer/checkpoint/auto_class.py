@@ -21,6 +21,8 @@ _LAST = ("AutoModel", "AutoModelForPreTraining")
 # Ends of names beside those that Auto classes have themselves, such as ForCausalLM.
 _ENDS = {"ForConditionalGeneration": _FIRST[1:4], "LMHeadModel": (_FIRST[0], _FIRST[5])}
 
+_MOST_NAMES = 64
+
 
 def as_auto(written: Mapping[str, Any]) -> dict[str, Any]:
     """A config with the model_type and the class by which transformers' Auto classes go.
@@ -36,6 +38,11 @@ def as_auto(written: Mapping[str, Any]) -> dict[str, Any]:
     is_list = isinstance(names, list | tuple) and all(isinstance(name, str) for name in names)
     if not names or not is_list or not isinstance(model_type, str):
         return fields
+    if len(names) > _MOST_NAMES:  # each of which is looked for
+        raise ModelError(
+            f"config.json names {len(names):,} architectures; expected one, and at most "
+            f"{_MOST_NAMES}. Fetch it again."
+        )
     names = [*names]
     found = find_served(model_type, names) or _class_of(model_type, names)
     by_name = found is not None and found.lower() in (name.lower() for name in names)

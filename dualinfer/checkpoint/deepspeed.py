@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import CheckpointError, CheckpointNotFoundError, listing, shortened, shown
-from .files import StoredFile, TensorFile, read_json
+from .files import StoredFile, TensorFile, is_path, read_json
 from .fitting import Wanted
 from .megatron import MegatronShards, is_megatron
 from .meta_llama import is_meta_folder, open_meta_folder
@@ -145,7 +145,7 @@ def _names(given: Any, label: str, key: str) -> list[str]:
     if not isinstance(given, list | tuple) or len(given) > _MOST_FILES:
         raise CheckpointError(f"{label} has {key}={shown(given)}; expected a list of file names.")
     names = [os.fspath(name) if isinstance(name, os.PathLike) else name for name in given]
-    odd = [name for name in names if not isinstance(name, str) or not name or "\0" in name]
+    odd = [name for name in names if not isinstance(name, str) or not name or not is_path(name)]
     if odd:
         raise CheckpointError(f"{label} has {shown(odd[0])} in {key}; expected a file's name.")
     return names
@@ -178,7 +178,7 @@ def _base(
     """The folder of the files, and notes; None where the caller's names are paths themselves."""
     own = said.get("base_dir") or ""
     own = os.fspath(own) if isinstance(own, os.PathLike) else own
-    if not isinstance(own, str) or "\0" in own:
+    if not isinstance(own, str) or not is_path(own):
         raise CheckpointError(f"{label} has base_dir={shown(own)}; expected a folder's path.")
     for given, key in ((base_dir, "the config's base_dir"), (own, "base_dir")):
         if not given:
@@ -273,7 +273,7 @@ def _tagged(folder: Path) -> Path:
             tag = file.read(4096).decode().strip()
     except (OSError, ValueError) as error:
         raise CheckpointError(f"{latest} cannot be read: {shortened(error)}.") from error
-    if not tag or tag in (".", "..") or "/" in tag or "\\" in tag or "\0" in tag:
+    if not tag or tag in (".", "..") or "/" in tag or "\\" in tag or not is_path(tag):
         raise CheckpointError(
             f"{latest} names {shortened(repr(tag))}; expected the name of a folder beside it."
         )

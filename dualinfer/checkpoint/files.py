@@ -41,6 +41,8 @@ READ = {*_STORED, "complex128"}
 _BLOCK = 4 << 20  # bytes read at a time
 _FORMAT = {"format": "pt"}  # transformers asks for it
 _LONGEST_HEADER = 100_000_000  # as in safetensors
+_LONGEST_NAME = 1000  # letters of a tensor's, which patterns are tried on
+_MOST_AXES = 64  # as in NumPy and torch
 _DEEPEST = 100  # lists and objects in one another
 _LFS = b"version https://git-lfs.github.com/spec/"
 
@@ -109,12 +111,20 @@ def check_no_pointer(path: Path, start: bytes) -> None:
         )
 
 
+def is_path(text: str) -> bool:
+    """True for what the system takes as a path: without NUL, and of letters that it can write."""
+    try:
+        return bool(text.isascii() or os.fsencode(text)) and "\0" not in text
+    except UnicodeError:
+        return False
+
+
 def check_inside(index: Path, file: Any) -> str:
     """`file`, as an index names it, if it lies in the checkpoint's own folder.
 
     The check is on the written path: HF's cache links its files to another folder, which is fine.
     """
-    if not isinstance(file, str) or not file:
+    if not isinstance(file, str) or not file or not is_path(file):
         raise CheckpointError(
             f"{index} has {shortened(repr(file))} where it should name a file. Fetch it again."
         )
@@ -160,6 +170,15 @@ class StoredFile:
         weakref.finalize(self, os.close, self._fd)
         self.size, self._written = self._state()
         check_no_pointer(path, self.bytes_at(0, min(self.size, len(_LFS))))
+
+    def _check_names(self) -> None:
+        """Raise CheckpointError for a tensor's name that is longer than any is."""
+        name = max(self._entries, key=len, default="")
+        if len(name) > _LONGEST_NAME:
+            raise CheckpointError(
+                f"{self.path} has a tensor whose name is of {len(name):,} letters: "
+                f"{shortened(name)}. At most {_LONGEST_NAME:,} are read. Save it by another name."
+            )
 
     def _state(self) -> tuple[int, int]:
         """The file's size and when it was written last."""
@@ -280,13 +299,14 @@ class TensorFile(StoredFile):
         super().__init__(path)
         try:
             self._entries = self._read_header()
-        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-            if isinstance(error, CheckpointError):
-                raise
+        except (CheckpointError, MemoryError):
+            raise
+        except Exception as error:
             raise CheckpointError(
                 f"{path} ({self.size} bytes) is not a whole safetensors file: "
                 f"{shortened(error) or 'its header is nested'}. Was the download or copy cut short?"
             ) from error
+        self._check_names()
 
     def _read_header(self) -> dict[str, Entry]:
         if self.size < 8:
@@ -303,6 +323,8 @@ class TensorFile(StoredFile):
         for name, fields in header.items():
             shape, (start, stop) = tuple(fields["shape"]), fields["data_offsets"]
             stored = fields["dtype"]
+            if len(shape) > _MOST_AXES:
+                raise ValueError(f"{shortened(name)} has {len(shape):,} axes")
             if any(type(n) is not int or not 0 <= n < 2**63 for n in (*shape, start, stop)):
                 raise ValueError(f"{name} has a shape or place that is no number")
             dtype = _DTYPES.get(stored, str(stored))

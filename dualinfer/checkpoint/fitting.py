@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol, runtime_checkable
 
-from ..errors import CheckpointError, DualinferError, counted
+from ..errors import CheckpointError, DualinferError, blamed_on, counted
 from ..model.families import describe_model
 from ..model.load_plan import TensorSource
 from ..model.weights import WeightTable
@@ -100,13 +100,14 @@ def _add_experts(shapes: dict[str, tuple[int, ...]]) -> None:
 
 def fit(source: TensorSource | Unfitted, wanted: Wanted) -> TensorSource:
     """The weights by the model's names, where a prefix or the merging of shards makes them fit."""
-    if isinstance(source, Unfitted):
-        return source.fit(wanted)
-    stored = list(source.names())
-    names, note = strip(stored, wanted, source.description)
-    if not note:
-        return source
-    return RenamedSource(source, dict(zip(names, stored, strict=True)), [note])
+    with blamed_on(getattr(source, "description", "The checkpoint")):
+        if isinstance(source, Unfitted):
+            return source.fit(wanted)
+        stored = list(source.names())
+        names, note = strip(stored, wanted, source.description)
+        if not note:
+            return source
+        return RenamedSource(source, dict(zip(names, stored, strict=True)), [note])
 
 
 def strip(

@@ -11,9 +11,9 @@ from typing import Any
 
 import numpy as np
 
-from ..errors import ModelError, UnservedError, listing, shown
+from ..errors import ModelError, UnservedError, listing, reads, shown
 from ..model.families.fields import is_positive
-from .gguf_file import GgufFile
+from .gguf_file import GgufFile, Strings
 from .gguf_model import GgufModel
 
 WAY = "Pass the HF checkpoint that it was made from."
@@ -104,9 +104,17 @@ class _Fields:
         self._read = {f"{self._prefix}{name}" for name in _HARMLESS}
 
     def take(self, name: str) -> Any:
-        """A field's value, None where it is absent."""
+        """A field's one value, None where it is absent."""
         self._read.add(self._prefix + name)
-        return self._file.fields.get(self._prefix + name)
+        value = self._file.fields.get(self._prefix + name)
+        if isinstance(value, np.ndarray | Strings):
+            raise self._odd(name, "a list, one for each layer", "one value")
+        return value
+
+    def _odd(self, name: str, value: str, expected: str) -> ModelError:
+        return ModelError(
+            f"{self._file.path} has {self._prefix}{name}={value}; expected {expected}. {WAY}"
+        )
 
     def number(self, name: str, default: float | None = None) -> Any:
         """A field that must be a positive number, whole if the file has it so."""
@@ -114,11 +122,7 @@ class _Fields:
         if value is None and default is not None:
             return default
         if not is_positive(value):
-            what = "one for each layer" if isinstance(value, np.ndarray) else shown(value)
-            raise ModelError(
-                f"{self._file.path} has {self._prefix}{name}={what}; expected a positive number. "
-                f"{WAY}"
-            )
+            raise self._odd(name, shown(value), "a positive number")
         return value
 
     def require(self, name: str, *allowed: Any) -> None:
@@ -386,6 +390,7 @@ def _rope(model: GgufModel, fields: _Fields, theta: float = 10000.0) -> dict[str
 def architecture_of(model: GgufModel) -> Architecture:
     """What is known of the model's architecture; UnservedError where nothing is."""
     kind = model.fields.get("general.type", "model")
+    kind = kind if isinstance(kind, str) else "a list"
     if kind != "model" or model.architecture not in _ARCHITECTURES:
         of = f"of {shown(model.architecture)}" if kind == "model" else f"no model: {shown(kind)}"
         raise UnservedError(
@@ -423,7 +428,7 @@ def _make_generation(model: GgufModel) -> dict[str, Any]:
     ends += _ends_of_turns(model) if model.token_id("eot") is None else []
     ends = [*dict.fromkeys(end for end in ends if end is not None)]
     fields["eos_token_id"] = ends if len(ends) > 1 else next(iter(ends), None)
-    found = {t: model.fields.get(f"general.sampling.{own}") for own, t in _SAMPLING.items()}
+    found = {t: model.value(f"general.sampling.{own}") for own, t in _SAMPLING.items()}
     sampling = {name: value for name, value in found.items() if value is not None}
     if sampling.get("temperature") != 0 and sampling:
         fields |= {"do_sample": True, **sampling}
@@ -459,16 +464,19 @@ def _dtype(model: GgufModel) -> str:
     return kind.dtype if kind.is_plain else "bfloat16"
 
 
+@reads()
 def read_gguf_config(path: Path) -> dict[str, Any]:
     """What config.json would hold."""
     return make_config(GgufModel(path))
 
 
+@reads()
 def read_gguf_generation(path: Path) -> dict[str, Any]:
     """What generation_config.json would hold."""
     return _make_generation(_known(path))
 
 
+@reads()
 def read_gguf_tokenizer(path: Path) -> tuple[str, dict[str, Any]]:
     """The architecture, and the tokenizer's fields."""
     model = _known(path)

@@ -4,14 +4,13 @@ Each count, length and place is checked against the file before anything is made
 of a header outlives its use.
 """
 
-import struct
 from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from ..errors import CheckpointError, UnsupportedError, shortened, shown
+from ..errors import CheckpointError, DualinferError, UnsupportedError, shortened, shown
 from ..quantization.formats.ggml import GgmlType, find_type
 from .files import Entry, StoredFile
 
@@ -52,13 +51,14 @@ class GgufFile(StoredFile):
         self._shapes: dict[str, tuple[int, ...]] = {}
         try:
             self._read_header()
-        except (ValueError, struct.error) as error:
-            if isinstance(error, CheckpointError):
-                raise
+        except (DualinferError, MemoryError):
+            raise
+        except Exception as error:
             raise CheckpointError(
                 f"{path} ({self.size} bytes) is not a whole GGUF file: {shortened(error)}. Was the "
                 "download or copy cut short?"
             ) from error
+        self._check_names()
 
     def shape(self, name: str) -> tuple[int, ...]:
         """A tensor's shape in elements."""
@@ -70,9 +70,9 @@ class GgufFile(StoredFile):
         try:
             header = _Header(self, place.start)
             return [header.string() for _ in range(place.size)]
-        except ValueError as error:
-            if isinstance(error, CheckpointError):
-                raise
+        except (CheckpointError, MemoryError):
+            raise
+        except Exception as error:
             raise CheckpointError(f"{self.path}: {name} holds what is no text.") from error
 
     def _read_header(self) -> None:

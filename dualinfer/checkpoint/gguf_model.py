@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from ..errors import CheckpointError, CheckpointNotFoundError, listing
+from ..errors import CheckpointError, CheckpointNotFoundError, listing, shown
 from ..quantization.formats.ggml import GgmlType
 from .gguf_file import GgufFile, Strings
 
@@ -73,13 +73,15 @@ class GgufModel:
                 )
             self.place.update(dict.fromkeys(file.types, file))
         held = self.fields.get("split.count", 1), self.fields.get("split.tensors.count")
+        held = tuple(n if isinstance(n, int | None) else shown(n) for n in held)
         if held[0] not in (0, len(self.files)) or held[1] not in (None, len(self.place)):
             raise CheckpointError(
                 f"{path}: the model is one of {held[0]} files and {held[1]} tensors, and "
                 f"{len(self.files)} files with {len(self.place)} tensors are here. Fetch all of "
                 "them into one folder, under their own names."
             )
-        self.architecture = self.fields.get("general.architecture")
+        named = self.fields.get("general.architecture")
+        self.architecture = named if isinstance(named, str) else None
 
     def holds(self, name: str) -> bool:
         """True if there is a tensor of that name."""
@@ -109,7 +111,16 @@ class GgufModel:
 
     def token_id(self, name: str) -> Any:
         """The tokenizer's id of that name, None where it is absent."""
-        return self.fields.get(f"tokenizer.ggml.{name}_token_id")
+        return self.value(f"tokenizer.ggml.{name}_token_id")
+
+    def value(self, name: str) -> Any:
+        """A field's one value, None where it is absent."""
+        value = self.fields.get(name)
+        if isinstance(value, np.ndarray | Strings):
+            raise CheckpointError(
+                f"{self.path} has a list as {name}, expected one value. Convert it again."
+            )
+        return value
 
     def tokens(self) -> list[str]:
         """The tokenizer's vocabulary, empty where there is none."""

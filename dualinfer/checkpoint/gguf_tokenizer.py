@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from ..errors import CheckpointError, is_error, shortened, shown, warn_caller
+from ..errors import CheckpointError, shortened, shown, told, warn_caller
 from .gguf_config import read_gguf_tokenizer
 
 _WAY = "Pass the model's own tokenizer as tokenizer=, or pass token ids."
@@ -211,17 +211,9 @@ class _Fields:
 def load_gguf_tokenizer(path: Path) -> Any:
     """The tokenizer of a file's fields; CheckpointError where they make none."""
     fields = _Fields(path)
-    try:
+    says = f"No tokenizer can be made of what {path} holds ({shown(fields.kind)})"
+    with told(lambda error: CheckpointError(f"{says}: {shortened(error)}. {_WAY}")):
         return _made(fields)
-    except CheckpointError:
-        raise
-    except BaseException as error:  # tokenizers raises many kinds
-        if not is_error(error):
-            raise
-        raise CheckpointError(
-            f"No tokenizer can be made of what {path} holds ({shown(fields.kind)}): "
-            f"{shortened(error)}. {_WAY}"
-        ) from error
 
 
 def _made(fields: _Fields) -> Any:

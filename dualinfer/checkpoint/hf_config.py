@@ -8,7 +8,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from ..errors import ArgumentError, CheckpointError, ModelError, UnsupportedError, shown
+from ..errors import ArgumentError, CheckpointError, ModelError, UnsupportedError, reads, shown
 from ..model.families import check_model_type
 from ..model.families.fields import INERT, check_layers
 from ..model.families.gpt_neo import check_types
@@ -48,6 +48,7 @@ _SAME = {"kimi_k2": "deepseek_v3"}  # names of makers for a family that transfor
 _LONGEST = 600  # letters of an error of transformers', which may repeat the whole file
 
 
+@reads("config.json", ModelError)
 def read_written(folder: Path) -> dict[str, Any]:
     """config.json, of the type and class that transformers' Auto classes take it for.
 
@@ -87,6 +88,7 @@ def _quantization_file(folder: Path, written: Mapping[str, Any]) -> Path | None:
     return next((folder / name for name in BESIDE if os.path.isfile(folder / name)), None)
 
 
+@reads("config.json", ModelError)
 def notes_on(folder: Path) -> list[str]:
     """What people should know of where a folder's config was read, and what it was taken for."""
     written = _read_as_it_is(folder)
@@ -99,6 +101,7 @@ def notes_on(folder: Path) -> list[str]:
     return [*notes, said]
 
 
+@reads("config.json", ModelError)
 def read_config(folder: Path) -> Any:
     """config.json in transformers' present form: defaults filled in, old names moved.
 
@@ -125,6 +128,7 @@ def _make_config(path: Path, model_type: str, written: Mapping[str, Any]) -> Any
         raise ModelError(f"{path} is not a valid config: {str(error)[:_LONGEST]}") from error
 
 
+@reads("config.json", ModelError)
 def read_other_config(folder: Path) -> Any:
     """config.json of a family that fused mode does not know.
 
@@ -261,6 +265,7 @@ def check_sizes(model_type: str, written: Mapping[str, Any]) -> None:
             )
 
 
+@reads("generation_config.json")
 def read_generation_config(folder: Path, config: Any) -> Any:
     """generation_config.json; without one, what config.json says of generation, as in HF.
 

@@ -10,7 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from ..errors import CheckpointError, UnsupportedError, listing, shown
+from ..errors import CheckpointError, UnsupportedError, listing, reads, shown
 from ..model.load_plan import TensorSource
 from .files import read_json
 from .fitting import Wanted
@@ -125,6 +125,7 @@ class MetaShards(Shards):
         return theirs, replace(made, order=swap(rows, (heads, -1, 2), (0, 2, 1)))
 
 
+@reads("params.json")
 def read_meta_config(folder: Path) -> dict[str, Any]:
     """What config.json would hold: what params.json says, and the tensors of the files.
 

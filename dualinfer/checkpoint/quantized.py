@@ -8,7 +8,7 @@ from typing import Any, Protocol, runtime_checkable
 import numpy as np
 
 from ..arrays import numpy_dtype
-from ..errors import CheckpointError, ConfigError, counted
+from ..errors import CheckpointError, ConfigError, blamed_on, counted
 from ..model.load_plan import TensorSource, is_same
 from ..model.weights import FLOATS, Row, WeightTable
 from ..quantization import (
@@ -47,7 +47,8 @@ class QuantizedSource:
         dense: Iterable[str] = (),
     ):
         self.description, self.notes = source.description, source.notes
-        found = {name: matrices(name) for name in dict.fromkeys(names)}
+        with blamed_on(source.description):
+            found = {name: matrices(name) for name in dict.fromkeys(names)}
         self._matrices = {name: matrix for name, matrix in found.items() if matrix is not None}
         self._source, self._lock = source, threading.Lock()
         self._last: tuple[str, np.ndarray] | None = None
@@ -106,6 +107,10 @@ class QuantizedSource:
 
     def read(self, name: str, index: tuple[slice, ...] | None = None) -> Any:
         """The tensor or part, or what of it is at `index`; codes as devices hold them."""
+        with blamed_on(f"{name} of {self.description}"):
+            return self._read(name, index)
+
+    def _read(self, name: str, index: tuple[slice, ...] | None) -> Any:
         if name in self._dense:
             return dequantize(self._dense[name])[index or ...]
         matrix, part, blocks = self._find(name)
@@ -265,7 +270,8 @@ def open_as_held(
                 f"({method}). Leave it unset, or pass the model that they were made from."
             )
     elif stored is not None:
-        matrices = stored(source)
+        with blamed_on(f"The quantization of {source.description}"):
+            matrices = stored(source)
     notes = () if matrices is None else matrices.notes
     if adapters:
         source = AdaptedSource(source, adapters, table, matrices)

@@ -8,9 +8,9 @@ import ml_dtypes
 import numpy as np
 
 from ..arrays import to_numpy
-from ..errors import CheckpointError, UnsupportedError, shown
+from ..errors import CheckpointError, UnsupportedError, reads, shown
 from ..model.embedding import DENSE_ACTIVATIONS, POOLINGS, Dense, TextEmbedding
-from .files import read_json, read_list
+from .files import is_path, read_json, read_list
 from .sources import open_checkpoint
 
 MODULES = "modules.json"
@@ -26,6 +26,7 @@ _OLD_MODES = {
 _ACTIVATIONS = {"Identity": None, "Tanh": "tanh", "ReLU": "relu"}
 
 
+@reads()
 def read_text_embedding(folder: Path) -> TextEmbedding:
     """How the model in `folder` embeds texts, by modules.json and what it names.
 
@@ -54,7 +55,7 @@ def read_text_embedding(folder: Path) -> TextEmbedding:
         raise CheckpointError(f"{folder} has prompts={shown(prompts)}; expected texts by name.")
     if length is not None and (type(length) is not int or length < 1):
         raise CheckpointError(f"{folder} has max_seq_length={shown(length)}; expected an int.")
-    if name is not None and name not in prompts:
+    if name is not None and (not isinstance(name, str) or name not in prompts):
         raise CheckpointError(f"{folder} has default_prompt_name={shown(name)}, not among prompts.")
     most = own.get("truncate_dim")
     if most is not None and (type(most) is not int or most < 1):
@@ -114,11 +115,12 @@ def _modules(folder: Path) -> list[tuple[str, str]]:
 
 def _path(folder: Path, module: dict[str, Any]) -> str:
     path = module.get("path", "")
-    if not isinstance(path, str) or Path(path).is_absolute() or ".." in Path(path).parts:
+    written = path if isinstance(path, str) and is_path(path) else ".."
+    if Path(written).is_absolute() or ".." in Path(written).parts:
         raise CheckpointError(
             f"{folder / MODULES} names the path {shown(path)}, not one within the folder."
         )
-    return path
+    return written
 
 
 def _optional(path: Path) -> dict[str, Any]:
@@ -131,7 +133,8 @@ def _read_pooling(place: Path) -> tuple[str, bool]:
     if modes is None:
         modes = [mode for name, mode in _OLD_MODES.items() if config.get(name)] or ["mean"]
     modes = [modes] if isinstance(modes, str) else modes
-    if not isinstance(modes, list) or not all(mode in POOLINGS for mode in modes):
+    known = isinstance(modes, list) and all(isinstance(m, str) and m in POOLINGS for m in modes)
+    if not known:
         raise CheckpointError(f"{place} has pooling_mode={shown(modes)}; known: {POOLINGS}.")
     if len(modes) > 1:
         raise UnsupportedError(
@@ -144,7 +147,7 @@ def _read_pooling(place: Path) -> tuple[str, bool]:
 def _read_dense(place: Path) -> Dense:
     config = read_json(place / "config.json")
     name = config.get("activation_function") or "Identity"
-    short = name.rpartition(".")[2] if isinstance(name, str) else name
+    short = name.rpartition(".")[2] if isinstance(name, str) else "?"
     ways = {"module_input_name", "module_output_name"} & config.keys()
     elsewhere = any(config[way] not in (None, "sentence_embedding") for way in ways)
     if short not in _ACTIVATIONS or config.get("use_residual") or elsewhere:

@@ -7,7 +7,7 @@ from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
-from ..errors import CheckpointError, CheckpointNotFoundError, counted, listing, shortened
+from ..errors import CheckpointError, CheckpointNotFoundError, counted, listing, reads, shortened
 from ..model.load_plan import TensorSource
 from ..model.peft_modules import adapters_in_use, plain_tensors
 from ..quantization.formats import gptq
@@ -169,6 +169,7 @@ def in_other_case(path: Path) -> Path | None:
     return None if found == path else found
 
 
+@reads()
 def check_folder(path: str | os.PathLike[str]) -> Path:
     """The checkpoint's folder, which must hold config.json, or the GGUF file that is the model.
 
@@ -213,6 +214,7 @@ def is_checkpoint(path: str | os.PathLike[str]) -> bool:
     return is_described or is_gguf(path) or is_meta_folder(Path(path))
 
 
+@reads()
 def open_checkpoint(folder: Path) -> TensorSource:
     """The weights of a GGUF file, or of a HF folder those that transformers takes of several.
 
@@ -252,6 +254,7 @@ def open_checkpoint(folder: Path) -> TensorSource:
     return FilesSource(files, str(folder), index, notes)
 
 
+@reads()
 def open_weights(
     path: str | os.PathLike[str] | Mapping[str, Any], base_dir: str = ""
 ) -> TensorSource:
@@ -322,6 +325,7 @@ def _no_weights(folder: Path) -> CheckpointNotFoundError:
     return CheckpointNotFoundError(f"{folder} holds none of {', '.join(FORMS)}.{held}")
 
 
+@reads()
 def read_index(path: Path) -> dict[str, str]:
     """The file of each tensor that an index names."""
     weight_map = read_json(path).get("weight_map")

@@ -5,7 +5,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from ..errors import CheckpointError, is_error
+from ..errors import CheckpointError, is_error, reads
 from ..model.families import check_model_type
 from .files import read_json
 from .gguf_config import read_gguf_tokenizer
@@ -20,6 +20,7 @@ _OF_ITS_OWN = "mistral"
 PROCESSOR = "processor_config.json"
 
 
+@reads("tokenizer.json")
 def load_tokenizer(path: str | os.PathLike[str]) -> Any:
     """The HF tokenizer in a checkpoint's folder; CheckpointError if there is none.
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from ..arrays import numpy_dtype
-from ..errors import CheckpointError, a_type, shortened, shown
+from ..errors import CheckpointError, a_type, blamed_on, shortened, shown
 from .files import READ, Entry, StoredFile
 from .inert import Global, Inert, Pickle, StoredTensor, put, read_pickle
 
@@ -44,18 +44,20 @@ class TorchFile(StoredFile):
         try:
             is_archive = zipfile.is_zipfile(path)
             found, records = self._read_archive() if is_archive else self._read_old()
-        except CheckpointError:
+        except (CheckpointError, MemoryError):
             raise
         except Exception as error:  # zipfile raises many kinds
             raise CheckpointError(
                 f"{path} ({self.size} bytes) is no file of torch.save's, or is damaged: "
                 f"{shortened(error) or type(error).__name__}. {_WAY}"
             ) from error
-        self.facts, self.pairs = _facts_of(found.value), _pairs_of(found.value)
-        if may_be_empty and found.value == {}:
-            return
-        for name, tensor in _find_tensors(path, found).items():
-            self._entries[name] = _place(path, name, tensor, records.get(tensor.storage.key))
+        with blamed_on(path):
+            self.facts, self.pairs = _facts_of(found.value), _pairs_of(found.value)
+            if may_be_empty and found.value == {}:
+                return
+            for name, tensor in _find_tensors(path, found).items():
+                self._entries[name] = _place(path, name, tensor, records.get(tensor.storage.key))
+            self._check_names()
 
     def _read_archive(self) -> tuple[Pickle, dict[str, tuple[int, int]]]:
         """What the pickle of an archive holds, and where the elements of each storage lie."""

@@ -6,13 +6,14 @@ import os
 import secrets
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from ..errors import ArgumentError, DualinferError, UnsupportedError, a_type, listing, shown
+from ..errors import ArgumentError, UnsupportedError, a_type, listing, shown, told
 from . import chat_limits
 from .tokenizing import ids_of, own_tokenizer, tokenizer_of
 
@@ -225,17 +226,10 @@ def _continued(messages: list[dict[str, Any]], name: str) -> str:
     return mark
 
 
-class _told:
+def _told() -> AbstractContextManager[None]:
     """Within it what jinja and templates raise is an ArgumentError."""
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, kind: Any, error: Any, trace: Any) -> None:
-        if isinstance(error, Exception) and not isinstance(error, DualinferError):
-            raise ArgumentError(
-                f"The chat template does not take these messages: {error}"
-            ) from error
+    says = "The chat template does not take these messages"
+    return told(lambda error: ArgumentError(f"{says}: {error}"))
 
 
 def _schema(tool: Any) -> Any:

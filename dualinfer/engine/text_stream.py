@@ -5,11 +5,11 @@ import json
 import os
 import re
 from collections.abc import Callable, Iterable, Sequence
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from copy import copy
 from typing import Any, Protocol
 
-from ..errors import ArgumentError, is_error
+from ..errors import ArgumentError, is_error, shortened, told
 from .tokenizing import held_tokenizer
 
 _CONTEXT = 1024  # tokens of a prompt that are decoded before the new ones
@@ -41,10 +41,11 @@ class Detokenizer:
 
     def __init__(self, tokenizer: Any, skip_special_tokens: bool = True, eager: bool = False):
         tokenizer = held_tokenizer(tokenizer)
-        self._cleans = not eager and _cleans(tokenizer)
-        self._source = _make_chain(tokenizer, skip_special_tokens, eager) or _Asked(
-            tokenizer, skip_special_tokens, self._cleans or eager
-        )
+        with _told():
+            self._cleans = not eager and _cleans(tokenizer)
+            self._source = _make_chain(tokenizer, skip_special_tokens, eager) or _Asked(
+                tokenizer, skip_special_tokens, self._cleans or eager
+            )
 
     def stream(self, prompt: Sequence[int] = ()) -> "TextStream":
         """The text that follows `prompt`."""
@@ -52,21 +53,30 @@ class Detokenizer:
         return TextStream(self._source, stages, prompt)
 
 
+def _told(which: object = "") -> AbstractContextManager[None]:
+    """Within it an error of the tokenizer's, which decodes these tokens, is an ArgumentError."""
+    says = f"The tokenizer cannot decode tokens{which}"
+    return told(lambda error: ArgumentError(f"{says}: {shortened(error)}"))
+
+
 class TextStream:
     """Text of one growing sequence, behind its prompt's."""
 
     def __init__(self, source: "_Source", stages: Sequence["_Stage"], prompt: Sequence[int]):
         self._source, self._stages = copy(source), list(stages)
-        self.before = _fed(self._stages, [self._source.start(prompt)])
-        self._shown = self._rest()  # the prompt's last characters, which new tokens may change
+        with _told():
+            self.before = _fed(self._stages, [self._source.start(prompt)])
+            self._shown = self._rest()  # the prompt's last characters, which new tokens may change
 
     def push(self, *tokens: int) -> str:
         """The text that is complete with `tokens`; maybe empty."""
-        return self._behind(_fed(self._stages, [self._source.feed(int(t)) for t in tokens]))
+        with _told():
+            return self._behind(_fed(self._stages, [self._source.feed(int(t)) for t in tokens]))
 
     def finish(self) -> str:
         """What is left, with U+FFFD in place of a character that never ended."""
-        return self._behind(self._rest())
+        with _told():
+            return self._behind(self._rest())
 
     def _rest(self) -> str:
         """What would come if the sequence ended now."""
@@ -472,15 +482,9 @@ class _Asked:
         return piece
 
     def _whole(self, ids: list[int]) -> str:
-        """The text of ids; ArgumentError where the tokenizer's library panics."""
-        try:
+        """The text of ids."""
+        with _told(f" {ids[-8:]}"):
             return self._decode(ids)
-        except BaseException as error:
-            if isinstance(error, Exception) or not is_error(error):
-                raise
-            raise ArgumentError(
-                f"The tokenizer cannot decode tokens {ids[-8:]}: {error}"
-            ) from error
 
     def _shorten(self, ids: list[int], ahead: list[str | None]) -> None:
         """Begin the window later, where that makes no difference."""

@@ -1,12 +1,12 @@
 """Token ids of texts, by a tokenizer of the caller's that is never changed."""
 
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from threading import Lock
 from typing import Any, NamedTuple
 from weakref import WeakKeyDictionary
 
-from ..errors import ArgumentError, a_type, is_error, shown
+from ..errors import ArgumentError, a_type, shortened, shown, told
 
 
 def tokenizer_of(given: Any) -> Any:
@@ -107,19 +107,16 @@ def own_tokenizer(tokenizer: Any) -> Iterator[Any]:
         yield twin.tokenizer
 
 
-@contextmanager
-def _told(text: str, name: str) -> Iterator[None]:
+def _told(text: str, name: str) -> AbstractContextManager[None]:
     """Within it an error of the tokenizer's is an ArgumentError."""
-    try:
-        yield
-    except BaseException as error:  # tokenizers raises many kinds
-        if not is_error(error):
-            raise
-        if any("\ud800" <= char <= "\udfff" for char in text):
-            what = f"The {name} {shown(text)} was read from bytes that are no UTF-8. Pass text."
-        else:
-            what = f"The tokenizer does not take the {name} {shown(text)}: {error}"
-        raise ArgumentError(what) from error
+
+    def make(error: BaseException) -> ArgumentError:
+        what = f"The {name} {shown(text)} was read from bytes that are no UTF-8. Pass text."
+        if not any("\ud800" <= char <= "\udfff" for char in text):
+            what = f"The tokenizer does not take the {name} {shown(text)}: {shortened(error)}"
+        return ArgumentError(what)
+
+    return told(make)
 
 
 class _Twin(NamedTuple):
