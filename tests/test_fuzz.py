@@ -30,6 +30,7 @@ from dualinfer.model.families.fields import INERT
 from dualinfer.model.generation import GENERATION
 from dualinfer.model.load_plan import make_load_plan
 
+from . import fuzz_files
 from .models import BACKENDS, CASES, VOCAB, make_model
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # of torch, about what is drawn here
@@ -299,8 +300,7 @@ def _changed_state(draw: random.Random, state: dict[str, Any]) -> Any:
     return result
 
 
-@pytest.mark.parametrize("steps", [90, pytest.param(750, marks=MANY)])
-def test_files_of_weights(steps, whole, tmp_path):
+def test_files_of_weights(whole, tmp_path):
     path, tensors = whole
     content = (path / "model.safetensors").read_bytes()
     (tmp_path / "config.json").write_text((path / "config.json").read_text())
@@ -308,7 +308,7 @@ def test_files_of_weights(steps, whole, tmp_path):
     _, table = describe_model(config.to_dict(), config.architectures)
     matrices = {name: t for name, t in tensors.items() if t.ndim > 1}
     draw, fine = random.Random(20), 0
-    for step in range(steps):
+    for step in range(90):
         for old in tmp_path.glob("*model*"):
             old.unlink()
         kind = step % 3
@@ -335,7 +335,7 @@ def test_files_of_weights(steps, whole, tmp_path):
         fine += attempt((step, ("header", "bin", "index")[kind]), load)
         for old in tmp_path.glob("one.safetensors"):
             old.unlink()
-    assert fine > steps / 30
+    assert fine > 3
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -355,3 +355,12 @@ def test_folders_as_engines(steps, backend, checkpoints, tmp_path):
                     engine([[5, 6, 7]])
 
         attempt((step, {k: v for k, v in config.items() if written.get(k, 0) != v}), serve)
+
+
+@MANY
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_folders_of_every_form(backend):
+    """A few of what `python -m tests.fuzz_files` draws."""
+    found = fuzz_files.run(backend, 4 * len(fuzz_files.FORMS), [*fuzz_files.FORMS], keep_on=False)
+    assert found["loaded"] > len(fuzz_files.FORMS) // 4
+    assert found["refused"] > len(fuzz_files.FORMS)
