@@ -41,6 +41,9 @@ def engine(request):
 )
 def test_casts_and_the_meta_device_are_refused(engine, change):
     before = {n: (p.dtype, p.device, p.data_ptr()) for n, p in engine.named_parameters()}
+    if not torch.cuda.is_available():
+        with pytest.raises(UnsupportedError, match=r"cannot go elsewhere: torch says .*CUDA"):
+            engine.to("cuda")
     with pytest.raises(UnsupportedError, match=r"made in torch\.bfloat16.*init_inference"):
         change(engine)
     after = {n: (p.dtype, p.device, p.data_ptr()) for n, p in engine.named_parameters()}

@@ -1,6 +1,8 @@
 """The command line, in this process; without a framework: tests/test_isolation.py."""
 
+import logging
 import re
+import shutil
 import unicodedata
 import warnings
 from pathlib import Path
@@ -223,6 +225,33 @@ def test_generate_asks_whether_the_prompt_should_be_quoted(run):
     assert "Did you mean to quote the prompt?" in one_message(run("generate", "import", "os"))
     result = run("generate", "a", "b", "c")
     assert result.exit_code == 2 and "Did you mean to quote the prompt?" in result.stderr
+
+
+def test_the_hint_at_the_prompt_is_for_words_and_near_names_are_said(
+    run, folder, tmp_path, monkeypatch
+):
+    """A folder without a model, a path, an adapter and a quoted prompt have no part in it."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "empty").mkdir()
+    shutil.copytree(folder, tmp_path / "my-model")
+    for arguments, said in [
+        (("empty", "x"), "holds neither config.json"),
+        (("nowhere", "a b"), "'nowhere' is no folder here"),
+        (("nowhere/x", "y"), "'nowhere/x' is no folder here"),
+        ((folder, "x", "--adapter", "nowhere"), "'nowhere' is no folder here"),
+        (("nowhere", "x", "--revision", "main"), "'nowhere' is no folder here"),
+        (("./my-modle", "x"), "('my-model' does)"),
+        (("my-modle", "x"), "'my-modle' is no folder here ('my-model' is)"),
+    ]:
+        message = one_message(run("generate", *arguments))
+        assert said in message and "quote the prompt" not in message
+
+
+def test_commands_leave_out_what_imports_say(run):
+    assert run("env").exit_code == 0
+    for name, text in [("torchao", "Failed to load a.so"), ("torch.utils._pytree", "is an Enum")]:
+        records = [logging.makeLogRecord({"msg": said}) for said in (f"{text} subclass", "else")]
+        assert [bool(logging.getLogger(name).filter(record)) for record in records] == [False, True]
 
 
 def test_generate_takes_kernels_or_none(run, folder, monkeypatch):

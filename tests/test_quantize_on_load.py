@@ -429,6 +429,20 @@ def test_weights_read_again_are_quantized_again():
         assert np.array_equal(np.asarray(new(ids).logits), after)
 
 
+def test_a_groups_size_says_what_their_number_does_and_small_groups_are_warned_of():
+    def scheme_of(**weight):
+        recipe = make_recipe(make_config({"quant": {"weight": weight}}, {}).quant)
+        return recipe.scheme_of("w", (5, 96))
+
+    for more in ({"num_bits": 4}, {"q_type": "asymmetric"}):
+        assert scheme_of(group_size=24, **more) == scheme_of(q_groups=4, **more)
+    for asked in ({"q_groups": 32}, {"group_size": 3}):
+        with pytest.warns(UserWarning, match=r"groups of 3 take about 9\.33 bits a weight"):
+            scheme_of(num_bits=4, **asked)
+    with pytest.warns(UserWarning, match=r"q_groups=32: .* by group_size"):
+        scheme_of(num_bits=8, q_groups=32)
+
+
 REFUSED = [
     ({"weight": {"q_groups": 7}}, r"q_groups=7: rows of .* have 96 elements"),
     ({"weight": {"quantized_initialization": {"num_bits": 4}}}, "quantized_initialization"),
@@ -438,6 +452,7 @@ REFUSED = [
     ({"scheme": "fp8", "activation": {"num_bits": 8}}, "inputs become integers"),
     ({"activation": {"num_bits": 4}}, "activation.num_bits=4"),
     ({"activation": {"q_groups": 2}}, "activation.q_groups=2"),
+    ({"weight": {"q_groups": 4, "group_size": 24}}, "group_size=24: q_groups says the same"),
 ]
 
 

@@ -30,6 +30,7 @@ from .test_quantize_on_load import ASYMMETRIC, engine, hashes  # noqa: E402
 
 # Groups of 32 divide all of its widths; the head is a weight of its own.
 SIZES = {"hidden_size": 96, "intermediate_size": 160, "tie_word_embeddings": False}
+OF_16 = {"weight": {"num_bits": 4, "q_type": "asymmetric", "group_size": 16}}
 INT4 = {"weight": {"num_bits": 4, "q_groups": 1}}
 INPUTS = {"weight": {"num_bits": 8}, "activation": {"enabled": True}}
 pytestmark = pytest.mark.xdist_group("ranks")
@@ -230,7 +231,7 @@ def test_what_the_format_cannot_say_is_refused_and_leaves_nothing(name, asked, s
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize("options", [("--scheme", "int8"), ("--groups", "4", "--asymmetric")])
+@pytest.mark.parametrize("options", [("--scheme", "int8"), ("--group-size", "16", "--asymmetric")])
 def test_the_command_writes_what_an_engine_runs(options, model, tmp_path, monkeypatch):
     monkeypatch.setenv("COLUMNS", "80")
     monkeypatch.chdir(tmp_path)
@@ -240,7 +241,7 @@ def test_the_command_writes_what_an_engine_runs(options, model, tmp_path, monkey
     assert "down_proj" in done.output and "lm_head: int8, rows" in done.output
     assert all(len(line) <= 80 for line in done.output.splitlines())
     assert "`dualinfer chat out` runs it." in " ".join(done.output.split())
-    asked = "int8" if "int8" in options else ASYMMETRIC
+    asked = "int8" if "int8" in options else OF_16
     with engine("plain", quant=asked) as one, engine("out") as other:
         assert hashes(one) == hashes(other)
         ids = random_ids(2, 9)
@@ -255,5 +256,5 @@ def test_the_command_refuses_a_scheme_that_is_none():
 
 
 def test_the_command_refuses_groups_of_floats():
-    done = CliRunner().invoke(app, ["quantize", "a", "b", "--scheme", "fp8", "--groups", "4"])
-    assert done.exit_code == 2 and "--groups and --asymmetric go with int8 and" in done.output
+    done = CliRunner().invoke(app, ["quantize", "a", "b", "--scheme", "fp8", "--group-size", "4"])
+    assert done.exit_code == 2 and "--group-size and --asymmetric go with int8 and" in done.output

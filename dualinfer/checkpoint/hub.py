@@ -27,7 +27,8 @@ from .sources import (
     check_folder,
     forms_of,
     holds_weights,
-    in_other_case,
+    is_checkpoint,
+    near_path,
     read_index,
 )
 from .tokenizer import PROCESSOR
@@ -377,8 +378,8 @@ class _Repository:
         from huggingface_hub import constants
 
         first, _, rest = self._name.partition("/")
-        near = in_other_case(Path(self._name))
-        if near is not None and near.is_dir():
+        near = near_path(Path(self._name))
+        if near is not None and (near.is_dir() or is_checkpoint(near)):
             return f" ({str(near)!r} is)"
         with suppress(OSError):
             for entry in sorted(os.listdir(constants.HF_HUB_CACHE)):

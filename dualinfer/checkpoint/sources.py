@@ -1,5 +1,6 @@
 """Sources of named tensors: a HF folder (safetensors or .bin), a GGUF file or a live module."""
 
+import difflib
 import os
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -169,6 +170,24 @@ def in_other_case(path: Path) -> Path | None:
     return None if found == path else found
 
 
+def near_path(path: Path) -> Path | None:
+    """A path that is there by nearly that name: in other case, or a checkpoint's, misspelt."""
+    if (alike := in_other_case(path)) is not None:
+        return alike
+    found = Path(path.anchor)
+    for part in path.parts[bool(path.anchor) :]:
+        if part != ".." and not os.path.exists(found / part):
+            try:
+                names = sorted(os.listdir(found))
+            except OSError:
+                return None
+            part = next(iter(difflib.get_close_matches(part, names, 1, 0.75)), None)
+            if part is None:
+                return None
+        found /= part
+    return found if found != path and is_checkpoint(found) else None
+
+
 @reads()
 def check_folder(path: str | os.PathLike[str]) -> Path:
     """The checkpoint's folder, which must hold config.json, or the GGUF file that is the model.
@@ -179,7 +198,7 @@ def check_folder(path: str | os.PathLike[str]) -> Path:
     if is_gguf(folder):
         return folder
     if not os.path.isdir(folder):
-        near = in_other_case(folder)
+        near = near_path(folder)
         there = "" if near is None else f" ({str(near)!r} does)"
         kind = "is a file" if os.path.isfile(folder) else f"does not exist{there}"
         raise CheckpointNotFoundError(

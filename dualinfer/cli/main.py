@@ -30,6 +30,7 @@ from ..engine.text_stream import Detokenizer
 from ..engine.tokenizing import encode
 from ..errors import BackendNotAvailableError, DualinferError
 from ..system.command_options import QuantOption
+from ..system.noise import leave_out_noise
 from ..system.tables import Table
 from ..system.terminal import Command, print_folded, without_controls
 from .check import check
@@ -91,6 +92,7 @@ def _start(
 ) -> None:
     """Run a Hugging Face model on PyTorch or on JAX."""
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # "PyTorch was not found"
+    leave_out_noise()
 
 
 @dataclass

@@ -3,7 +3,9 @@
 from typing import Annotated, Any
 
 import typer
+from rich.box import SIMPLE
 from rich.console import Console
+from rich.text import Text
 
 from ..api import quantize_checkpoint
 from ..checkpoint.hub import find_model
@@ -30,9 +32,14 @@ def quantize(
             show_default=True,
         ),
     ] = "int4",
-    groups: Annotated[
+    group_size: Annotated[
         int | None,
-        typer.Option(metavar="COUNT", min=1, help="int8, int4: groups along each row of a weight."),
+        typer.Option(
+            metavar="COUNT",
+            min=1,
+            help="int8, int4: how many weights of a row share a scale; unset: 64 of int4, a row "
+            "of int8.",
+        ),
     ] = None,
     asymmetric: Annotated[
         bool, typer.Option("--asymmetric", help="int8, int4: with zero points.")
@@ -51,14 +58,16 @@ def quantize(
     quant: Any = scheme.lower()
     if quant not in SCHEMES:
         raise typer.BadParameter(f"--scheme {scheme}: expected one of {', '.join(SCHEMES)}.")
-    if groups is not None or asymmetric:
+    if group_size is not None or asymmetric:
         if quant not in ("int8", "int4"):
-            raise typer.BadParameter(f"--groups and --asymmetric go with int8 and int4: {scheme}")
+            raise typer.BadParameter(
+                f"--group-size and --asymmetric go with int8 and int4: {scheme}"
+            )
         quant = {
             "weight": {
                 "num_bits": int(quant[3:]),
                 "q_type": "asymmetric" if asymmetric else "symmetric",
-                "q_groups": groups or 1,
+                "group_size": group_size or SCHEMES[quant].columns or None,
             }
         }
     check_saving(out, None, "OUT")  # before a model is fetched
@@ -77,7 +86,7 @@ def quantize(
 
     size = round(max_shard_size * _GB) if max_shard_size else None
     every = quantize_checkpoint(folder, out, quant, size, seen, adapters)
-    table = Table(title=f"{model} in {scheme}")
+    table = Table(title=Text(f"{model} in {scheme}"), box=SIMPLE, pad_edge=False)
     for name in ("weights", "count", "bits each", "error"):
         table.add_column(name, justify="left" if name == "weights" else "right")
     for kind, (count, elements, size_in_bytes, error, whole) in kinds.items():

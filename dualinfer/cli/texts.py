@@ -1,5 +1,7 @@
 """The commands that make text: dualinfer generate | chat."""
 
+import os
+import re
 import secrets
 import shlex
 import sys
@@ -17,7 +19,7 @@ from .. import backends, embedded
 from ..api import init_inference
 from ..backends.base import NO_KERNELS
 from ..checkpoint.hub import Found, find_model
-from ..checkpoint.sources import is_checkpoint
+from ..checkpoint.sources import is_checkpoint, near_path
 from ..checkpoint.tokenizer import load_tokenizer, tokenizer_folder
 from ..engine.chat import encode_chat
 from ..engine.tokenizing import encode
@@ -27,6 +29,7 @@ from ..errors import (
     DualinferError,
     LengthError,
     UnsupportedError,
+    shortened,
 )
 from ..opening import unserved
 from ..system.terminal import say, without_controls
@@ -99,7 +102,8 @@ def generate(
         found = find_model(embedded.path(), adapters=factors_of(options.adapter))
     else:
         quoted = f'`dualinfer generate "{" ".join(arguments)}"`'
-        hint = f"Did you mean to quote the prompt? {quoted}"
+        loose = not re.search(r"\s", arguments[1]) and arguments[1] != "-"
+        hint = f"Did you mean to quote the prompt? {quoted}" if loose else ""
         found = find_asked(arguments[0], options.revision, options.adapter, hint)
     folder = found.folder
     if ctx.obj == OWN_PROCESS:
@@ -312,9 +316,18 @@ def find_asked(name: str, revision: str | None, adapters: Sequence[str] | None, 
     try:
         return find_model(name, revision, factors_of(adapters))
     except CheckpointNotFoundError as error:
-        if "/" in name and " " not in name:
+        about = str(error).startswith(f"{shortened(repr(name))} ")  # and not an adapter
+        if not hint or not about or revision is not None or _may_be_model(name):
             raise
         raise CheckpointNotFoundError(f"{error} {hint}") from error
+
+
+def _may_be_model(name: str) -> bool:
+    """True for a name that is more likely a path or a hub id than words of a text."""
+    if " " in name:
+        return False
+    is_path = "/" in name or name.startswith((".", "~")) or bool(Path(name).suffix)
+    return is_path or os.path.exists(name) or near_path(Path(name)) is not None
 
 
 def check_both_run(folder: Path) -> None:

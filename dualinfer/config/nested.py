@@ -177,6 +177,9 @@ class ActivationQuantConfig(BaseQuantConfig):
 class WeightQuantConfig(BaseQuantConfig):
     """How weights are quantized."""
 
+    group_size: Count | None = None
+    """Elements of a row that share a scale, in the place of `q_groups`, which counts groups."""
+
     quantized_initialization: dict[str, Any] = Field(default_factory=dict)
     """DeepSpeed's quantization by patterns of names, of its training; refused."""
 

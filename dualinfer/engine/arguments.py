@@ -2,7 +2,7 @@
 
 import difflib
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, TypedDict, TypeVar, get_type_hints
 
 from ..errors import ArgumentError, UnsupportedError, shown
@@ -206,6 +206,16 @@ _REASONS = {
 }
 
 
+# What other engines and servers call an argument.
+_ELSEWHERE = {
+    **dict.fromkeys(("max_tokens", "max_completion_tokens", "n_predict"), "max_new_tokens"),
+    **dict.fromkeys(("stop", "stop_sequences"), "stop_strings"),
+    **{"stop_token_ids": "eos_token_id", "min_tokens": "min_new_tokens"},
+    **{"n": "num_return_sequences", "repeat_penalty": "repetition_penalty"},
+    **dict.fromkeys(("random_seed", "generator"), "seed"),
+}
+
+
 def refuse_unknown(kwargs: Mapping[str, Any]) -> None:
     """Refuse a keyword that HF does not know either, whatever its value: it is a slip."""
     known = {*KNOWN, *_BESIDE, *TRANSCRIBING}
@@ -216,10 +226,21 @@ def refuse_unknown(kwargs: Mapping[str, Any]) -> None:
                 "that transcribe sounds window by window (Whisper). Leave it out."
             )
         if name not in known:
-            near = difflib.get_close_matches(name, known, 1, 0.6)
+            others = [_ELSEWHERE[name]] if name in _ELSEWHERE else []
+            near = others or difflib.get_close_matches(name, known, 1, 0.6)
             supported = ", ".join(sorted({*_SERVED, *_BESIDE, *_ENCODED}))
             way = f"Did you mean {near[0]}?" if near else f"Supported: {supported}."
-            raise ArgumentError(f"generate() does not know {name[:80]}. {way}")
+            raise ArgumentError(
+                f"{name[:80]} is no argument of generate(), or of what makes text by it. {way}"
+            )
+
+
+def refuse_foreign(kwargs: Mapping[str, Any], own: Collection[str]) -> None:
+    """Refuse other engines' words for an argument of HF's, unless a module's `own` has them."""
+    for name in kwargs.keys() & _ELSEWHERE.keys() - {*own, *KNOWN}:
+        raise ArgumentError(
+            f"{name} is no argument of this module's generate(). Did you mean {_ELSEWHERE[name]}?"
+        )
 
 
 def check_beams(values: Mapping[str, Any], way: str) -> None:

@@ -63,6 +63,12 @@ def check_length(spec: ModelSpec, count: int, what: str, way: str) -> None:
     raise LengthError(f"{what}, but {spec.why_most}. {way}")
 
 
+_UNEVEN = (
+    "rows differ in length; pad them and give a mask, as a tokenizer does with padding=True. "
+    "generate() and embed() take such rows as they are."
+)
+
+
 def check_ids(ids: Any, name: str, vocab: int, what: str = "vocabulary") -> np.ndarray:
     """An integer array [B, T] (or [T], taken as one row) as int32, every value in [0, vocab)."""
     if kind_of(ids) is None:
@@ -74,7 +80,7 @@ def check_ids(ids: Any, name: str, vocab: int, what: str = "vocabulary") -> np.n
         raise ArgumentError(
             f"{name} is {a_type(ids)}; expected token ids as a torch, NumPy or JAX array or a list."
         )
-    array = read_array(ids, name, "rows differ in length; pad them and give a mask.")
+    array = read_array(ids, name, _UNEVEN)
     if array.dtype.kind not in "iu" and array.size:
         raise ArgumentError(f"{name} has dtype {array.dtype}; expected integers.")
     if array.ndim == 1:

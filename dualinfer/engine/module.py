@@ -11,7 +11,7 @@ import numpy as np
 from ..arrays import kind_of, to_kind, to_numpy
 from ..backends.base import ModuleRunner
 from ..errors import ArgumentError, LengthError, UnsupportedError, a_type
-from .arguments import check_beams, refuse_outputs
+from .arguments import check_beams, refuse_foreign, refuse_outputs
 from .base import About, InferenceEngine
 from .checks import by_name, check_ids, read_array, refuse_text
 from .options import DEFAULT_NEW_TOKENS, check_values, config_dict, over_limit
@@ -111,6 +111,9 @@ class ModuleEngine(InferenceEngine):
                 f"{self._architecture} has no generate that takes token ids, so that it makes no "
                 "text. Pass a causal or encoder-decoder model of HF's."
             )
+        own = [getattr(module, name, None) for name in ("generate", "forward")]
+        named = [inspect.signature(call).parameters for call in own if call is not None]
+        refuse_foreign(arguments, [name for names in named for name in names])
         if arguments.pop("seed", None) is not None:
             raise UnsupportedError(
                 "seed: in module mode the module's own generate draws. Call torch.manual_seed, or "

@@ -3,10 +3,11 @@
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ..errors import ConfigError, shown
+from ..errors import ConfigError, shown, warn_caller
 from .quantize import SCHEMES
 from .scheme import Activation, BlockScheme
 
+_MOST_BITS = 9.0  # for a weight and its share of scales: int8 in groups of 16
 HEAD = SCHEMES["int8"]  # of the head, and of an embedding that is the head
 
 
@@ -30,6 +31,7 @@ class Recipe:
                 f"quant.weight.q_groups={self.groups}: rows of {name} have {shape[1]} elements, "
                 f"which are not so many equal groups. Use a number that divides {shape[1]}."
             )
+        _check_use(self.scheme, shape[1] // self.groups, f"q_groups={self.groups}")
         return replace(self.scheme, columns=shape[1] // self.groups)
 
 
@@ -41,6 +43,9 @@ def make_recipe(quant: Any) -> Recipe | None:
     if quant is None or not quant.enabled:
         return None
     weight, activation = quant.weight, quant.activation
+    if weight.group_size is not None and "q_groups" in weight.model_fields_set:
+        reason = "q_groups says the same by a count. Give one of them."
+        raise _refused("weight.group_size", weight.group_size, reason)
     asked = "activation" in quant.model_fields_set and activation.enabled
     for name in ("quantized_initialization", "post_init_quant"):
         if getattr(weight, name):
@@ -60,8 +65,10 @@ def make_recipe(quant: Any) -> Recipe | None:
     else:
         zeros = weight.q_type == "asymmetric"
         codes: Any = f"{'u' if zeros else ''}int{weight.num_bits}"
-        scheme, groups = BlockScheme(codes, zeros=zeros), weight.q_groups
-        groups = 0 if groups == 1 else groups
+        scheme = BlockScheme(codes, columns=weight.group_size or 0, zeros=zeros)
+        groups = 0 if weight.q_groups == 1 else weight.q_groups
+        if scheme.columns:
+            _check_use(scheme, scheme.columns, f"group_size={scheme.columns}")
     if asked:
         if not scheme.codes.endswith(("int8", "int4")):
             reason = "inputs become integers, which goes with weights of integers."
@@ -74,6 +81,20 @@ def make_recipe(quant: Any) -> Recipe | None:
         zeros = activation.q_type == "asymmetric"
         scheme = replace(scheme, activation=Activation("int8", zeros=zeros))
     return Recipe(scheme, groups, quant.qkv.enabled)
+
+
+def _check_use(scheme: BlockScheme, columns: int, asked: str) -> None:
+    """Warn where groups are so small that a scale for each takes more than int8 would."""
+    bits = scheme.bits + (16 + scheme.bits * scheme.zeros) / columns
+    if bits <= _MOST_BITS:
+        return
+    way = "Use larger groups, or int8."
+    if "q_groups" in asked:
+        way = "Use fewer groups, or int8; a group's size is given by group_size."
+    warn_caller(
+        f"quant.weight.{asked}: groups of {columns} take about {bits:.3g} bits a weight with their "
+        f"scales of 16 bits, and int8 takes 8 with a smaller error. {way}"
+    )
 
 
 def _refused(name: str, value: Any, reason: str) -> ConfigError:

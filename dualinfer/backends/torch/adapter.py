@@ -97,10 +97,21 @@ class _FusedModule(_FusedWeights):
         return self
 
 
+def _tried(fn: Callable, before: torch.Tensor) -> torch.Tensor:
+    """What `fn` makes of a tensor; UnsupportedError where this torch cannot, as without CUDA."""
+    try:
+        return fn(before)
+    except (AssertionError, RuntimeError, NotImplementedError) as error:
+        raise UnsupportedError(
+            f"This engine is on {before.device} and cannot go elsewhere: torch says "
+            f"{str(error).splitlines()[0]!r}. `dualinfer env` shows the devices that it finds."
+        ) from error
+
+
 def _refuse_change(fn: Callable, engine: Any) -> None:
     """Raise if `fn`, with which nn.Module casts and moves, would change fused weights."""
     before = torch.empty(0, dtype=engine.dtype, device=engine.device)
-    after = fn(before)
+    after = _tried(fn, before)
     if (after.dtype, after.device) != (before.dtype, before.device):
         raise UnsupportedError(
             f"This engine was made in {engine.dtype} on {engine.device} and stays so; asked was "
@@ -183,7 +194,7 @@ class _ModuleEngine(_Engine):
 
     def _apply(self: Any, fn: Callable, recurse: bool = True) -> Any:
         before = torch.empty(0, dtype=self.dtype, device=self.device)
-        after = fn(before)
+        after = _tried(fn, before)
         if after.dtype != before.dtype or after.is_meta:
             asked = "the meta device" if after.is_meta else after.dtype
             raise UnsupportedError(

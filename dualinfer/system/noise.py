@@ -1,0 +1,26 @@
+"""What other libraries say while they are imported, and tells nothing to who typed a command."""
+
+import logging
+
+_NOISE = {"torchao": "Failed to load", "torch.utils._pytree": "is an Enum subclass"}
+
+
+class _Without(logging.Filter):
+    """Passes what does not hold the text."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__()
+        self._text = text
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        """Whether the record is shown."""
+        return self._text not in record.getMessage()
+
+
+_FILTERS = {name: _Without(text) for name, text in _NOISE.items()}
+
+
+def leave_out_noise() -> None:
+    """Show nothing of the kinds that are known to be of no use in a command."""
+    for name, own in _FILTERS.items():
+        logging.getLogger(name).addFilter(own)
