@@ -373,18 +373,42 @@ def meta(folder: Path) -> None:
     save_meta(make_model("llama-gqa", tie_word_embeddings=False), folder, 2)
 
 
+# Of each there is a folder whose config.json is changed.
+FAMILIES = (
+    *("gpt2", "bloom", "gemma2", "gemma3_text", "phi3", "cohere2", "gpt_oss", "qwen3_moe"),
+    *("deepseek_v3", "mamba2", "lfm2", "t5", "whisper", "bert", "modernbert"),
+)
+
+
+def family(model_type: str) -> Callable[[Path], None]:
+    """A small model of a family."""
+
+    def write(folder: Path) -> None:
+        import transformers
+
+        from dualinfer.cli.tiny import tiny_config
+        from dualinfer.model.families import default_class
+
+        config = tiny_config(transformers.AutoConfig.for_model(model_type))
+        made = getattr(transformers, str(default_class(model_type)))(config).float()
+        made.save_pretrained(folder)
+
+    return write
+
+
 FORMS: dict[str, Callable[[Path], None]] = {
     **{"plain": plain, "indexed": indexed, "pieces": pieces, "gguf": gguf, "adapter": adapter},
     **{"bin": pickled(False), "old bin": pickled(True), "sentences": sentences},
     **{method: quantized(method) for method in QUANTIZED},
     **{"injected": injected, "training": training, "megatron": megatron, "meta": meta},
     **{"tokenizer": plain, "generation": plain, "config": plain},
+    **{model_type: family(model_type) for model_type in FAMILIES},
 }
 # Of these forms no other files are changed.
 ONLY = {
     "tokenizer": ("tokenizer.json", "tokenizer_config.json"),
     "generation": ("generation_config.json",),
-    "config": ("config.json",),
+    **dict.fromkeys(("config", *FAMILIES), ("config.json",)),
 }
 
 
@@ -670,6 +694,12 @@ def serve(form: str, folder: Path, backend: str, draw: random.Random) -> None:
         with torch.device("meta"):
             model = transformers.AutoModelForCausalLM.from_config(config)
         given["replace_with_kernel_inject"] = True
+    elif draw.random() < 0.1:
+        ask("plan", model, "--tp", 2, "--backend", backend)
+    elif draw.random() < 0.1:
+        out = folder.with_name("quantized")
+        shutil.rmtree(out, ignore_errors=True)
+        ask("quantize", model, out, "--scheme", "int8")
     with dualinfer.init_inference(model, backend=backend, dtype="fp32", **given) as engine:
         engine.report()
         if form in ("plain", "gguf", "adapter", "tokenizer"):
@@ -681,6 +711,20 @@ def serve(form: str, folder: Path, backend: str, draw: random.Random) -> None:
             engine.embed(["ab"])
         if backend == "torch" and draw.random() < 0.3:
             engine.generate([[3, 4]], max_new_tokens=2)
+
+
+def ask(*command: Any) -> None:
+    """Run a command of ours; its error is raised."""
+    from typer.testing import CliRunner
+
+    from dualinfer.cli.main import app
+
+    result = CliRunner().invoke(app, [*map(str, command)])
+    if result.exception and not isinstance(result.exception, SystemExit):
+        raise result.exception
+    assert result.exit_code < 2, result.output
+    if result.exit_code:
+        raise DualinferError(result.output)
 
 
 def attempt(form: str, step: int, base: Path, top: Path, backend: str) -> str:
