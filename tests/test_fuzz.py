@@ -357,6 +357,60 @@ def test_folders_as_engines(steps, backend, checkpoints, tmp_path):
         attempt((step, {k: v for k, v in config.items() if written.get(k, 0) != v}), serve)
 
 
+@pytest.fixture(scope="module")
+def speaking(tmp_path_factory):
+    """A function from a backend to an engine with a tokenizer."""
+    folder, made = tmp_path_factory.mktemp("speaking"), {}
+    fuzz_files.plain(folder)
+
+    def get(backend):
+        if backend not in made:
+            made[backend] = dualinfer.init_inference(folder, backend=backend, dtype="fp32")
+        return made[backend]
+
+    yield get
+    for engine in made.values():
+        engine.close()
+
+
+ODD = [7, 1.5, float("nan"), [], [1], {"a": []}, {1}, b"\xff", object, np.zeros((2, 3)), "\ud800"]
+OF_CALLS = {
+    "forward": ("attention_mask", "position_ids", "labels", "logits_to_keep"),
+    "generate": ("eos_token_id", "stop_strings", "attention_mask", "streamer", "output_scores"),
+    "stream_text": ("return_dict_in_generate", "output_scores", "tokenizer", "stop_strings"),
+    "embed": ("prompt", "prompt_name", "pooling", "normalize", "batch_size", "max_length"),
+    "encode": ("convert_to_tensor", "precision", "output_value", "show_progress_bar"),
+    "save_pretrained": ("folder", "max_shard_size"),
+    "compile": ("backend", "compile_kwargs"),
+    "to": ("device", "dtype"),
+    "chat": ("tools", "continue_final_message", "chat_template", "tokenize"),
+}
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("call", OF_CALLS)
+def test_no_argument_of_any_call_makes_another_librarys_error(call, backend, speaking, tmp_path):
+    """What is odd is refused, or taken where it means something."""
+    engine, refused = speaking(backend), []
+    ids, messages = [[3, 4]], [{"role": "user", "content": "a"}]
+    args = {
+        **{"forward": [ids], "generate": [ids], "save_pretrained": [tmp_path / "out"]},
+        **{"embed": [["ab"]], "encode": [["ab"]], "stream_text": ["ab"], "chat": [messages]},
+    }.get(call, [])
+    for name in OF_CALLS[call]:
+        for value in ODD:
+            given = {"template_options": {name: value}} if call == "chat" else {name: value}
+            own = [] if name == "folder" else args
+            try:
+                found = getattr(engine, call)(*own, **given)
+                if call == "stream_text":
+                    list(found)
+            except dualinfer.DualinferError as error:
+                refused.append(str(error))
+    assert all(len(text.split()) > 3 and len(text) < 1500 for text in refused)
+    assert len(refused) > len(OF_CALLS[call]) * len(ODD) // 3
+
+
 @MANY
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_folders_of_every_form(backend):

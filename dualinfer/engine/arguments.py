@@ -256,8 +256,16 @@ def check_beams(values: Mapping[str, Any], way: str) -> None:
 
 def refuse_outputs(name: str, arguments: Mapping[str, Any]) -> None:
     """Raise ArgumentError where a call that gives no HF output is asked for one."""
-    if asked := [n for n in _RETURNED if arguments.get(n)]:
+    if asked := [n for n in _RETURNED if is_on(arguments.get(n))]:
         raise ArgumentError(f"{name} returns no HF output: {asked[0]} is generate()'s.")
+
+
+def is_on(value: Any) -> bool:
+    """Whether a switch that a caller set is on; what has no truth value, as an array, is."""
+    try:
+        return bool(value)
+    except Exception:
+        return True
 
 
 def is_same(a: Any, b: Any) -> bool:

@@ -113,19 +113,26 @@ class _Prompt:
         """The options that apply_chat_template takes; ArgumentError for one that does nothing."""
         settings = {k: v for k, v in options.items() if k != "chat_template"}
         for name in _OF_TOKENS:
-            if settings.pop(name, None) not in (None, False):
+            given = settings.pop(name, None)
+            if not (given is None or given is False):
                 raise ArgumentError(
                     f"template_options: {name} is about token ids, which chat() makes of the whole "
                     "prompt itself. Leave it out."
                 )
         tools = settings.get("tools")
-        if callable(tools) or isinstance(tools, Mapping):
+        if not isinstance(tools, list | tuple | None):
             raise ArgumentError(f"template_options: tools is {a_type(tools)}; expected a list.")
         if tools:
             settings["tools"] = [_schema(tool) for tool in tools]
         if not self._is_own:
             self._refuse_unread(settings)
-        is_continued = bool(settings.get("continue_final_message"))
+        continued = settings.get("continue_final_message")
+        if not isinstance(continued, bool | str | None):
+            raise ArgumentError(
+                f"template_options: continue_final_message={shown(continued)}; expected True, or "
+                "the name of the last message's text."
+            )
+        is_continued = bool(continued)
         if is_continued and settings.get("add_generation_prompt"):
             raise ArgumentError(
                 "template_options: continue_final_message goes on with the last message, and "
@@ -198,7 +205,7 @@ def _plain(value: Any) -> Any:
     if value is None or type(value) in (bool, int, float, str):
         return value
     if isinstance(value, Mapping):
-        return {_plain(key): _plain(one) for key, one in value.items()}
+        return {_key(key): _plain(one) for key, one in value.items()}
     if isinstance(value, list | tuple):
         return [_plain(one) for one in value]
     if isinstance(value, np.generic):
@@ -208,6 +215,11 @@ def _plain(value: Any) -> Any:
         if isinstance(value, kind):  # an enum, say
             return plain(value)
     return f"<{type(value).__name__}>"
+
+
+def _key(value: Any) -> Any:
+    plain = _plain(value)
+    return f"<{type(value).__name__}>" if isinstance(plain, dict | list) else plain
 
 
 def _continued(messages: list[dict[str, Any]], name: str) -> str:

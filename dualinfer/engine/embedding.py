@@ -26,6 +26,7 @@ from ..model.embedding import (
     pooling_weights,
 )
 from ..model.spec import ModelSpec
+from .arguments import is_on, is_same
 from .base import InferenceEngine
 from .checks import by_name, check_ids, check_length, check_mask, is_zero, refuse_prefix
 from .packing import Pass, make_inputs, make_passes
@@ -179,11 +180,14 @@ class EmbeddingCalls(InferenceEngine):
         """
         kept = "sentence_embedding", "float32"
         asked = {
-            "output_value": (output_value, output_value == kept[0]),
-            "precision": (precision, precision in (None, kept[1])),
-            "show_progress_bar": (show_progress_bar, not show_progress_bar),
+            "output_value": (output_value, is_same(output_value, kept[0])),
+            "precision": (precision, precision is None or is_same(precision, kept[1])),
+            "show_progress_bar": (show_progress_bar, not is_on(show_progress_bar)),
             "device": (device, device is None),
-            "convert_to_numpy": (convert_to_numpy, convert_to_numpy or convert_to_tensor),
+            "convert_to_numpy": (
+                convert_to_numpy,
+                is_on(convert_to_numpy) or is_on(convert_to_tensor),
+            ),
         }
         for name, (value, is_served) in asked.items():
             if not is_served:
@@ -192,8 +196,9 @@ class EmbeddingCalls(InferenceEngine):
                     "float32, on the engine's device, as one array: NumPy's, or with "
                     "convert_to_tensor=True the backend's. Leave it out."
                 )
-        vectors = self.embed(inputs, normalize=True if normalize_embeddings else None, **options)
-        if not convert_to_tensor:
+        normalize = True if is_on(normalize_embeddings) else None
+        vectors = self.embed(inputs, normalize=normalize, **options)
+        if not is_on(convert_to_tensor):
             return vectors
         if self.inference_config.backend == "jax":
             return to_jax(vectors, self.device)

@@ -11,7 +11,15 @@ import numpy as np
 
 from ..arrays import ids_to_jax, kind_of, to_kind, to_numpy
 from ..backends.base import ForwardInputs, Request, Runner
-from ..errors import ArgumentError, ClosedError, LengthError, UnsupportedError, a_type, warn_caller
+from ..errors import (
+    ArgumentError,
+    ClosedError,
+    LengthError,
+    UnsupportedError,
+    a_type,
+    shown,
+    warn_caller,
+)
 from ..model.outputs import make_generate_outputs, make_outputs, streams_first
 from .arguments import GenerationArguments, refuse_outputs, with_arguments
 from .base import CLOSED, About
@@ -109,6 +117,8 @@ class FusedEngine(Likeness, EmbeddingCalls, TowerCalls, SpeechCalls):
         empty; files hold at most `max_shard_size` bytes, an int or as "5GB". Every process that
         shares the model must call it. Raises ConfigError, CheckpointError, UnsupportedError.
         """
+        if not isinstance(folder, str | os.PathLike):
+            raise ArgumentError(f"folder={shown(folder)}: expected the path of a folder.")
         with self._turns:
             self._origin.save(os.fspath(folder), _bytes(max_shard_size), self._turns)
 
@@ -643,8 +653,8 @@ def _bytes(size: Any) -> int | None:
     units = {"KB": 10**3, "MB": 10**6, "GB": 10**9}
     count = size
     if isinstance(size, str) and (unit := units.get(size.strip()[-2:].upper())):
-        with suppress(ValueError):
+        with suppress(ValueError, OverflowError):
             count = int(float(size.strip()[:-2]) * unit)
     if count is None or (type(count) is int and count > 0):
         return count
-    raise ArgumentError(f"max_shard_size={size!r}: expected bytes, or a str such as '5GB'.")
+    raise ArgumentError(f"max_shard_size={shown(size)}: expected bytes, or a str such as '5GB'.")

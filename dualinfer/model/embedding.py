@@ -62,11 +62,13 @@ class TextEmbedding:
         if text is not None:
             if name is not None:
                 raise ArgumentError("prompt and prompt_name were both given; pass one of them.")
+            if not isinstance(text, str):
+                raise ArgumentError(f"prompt={shown(text)}; expected a str.")
             return text
         name = self.default_prompt if name is None else name
         if name is None:
             return ""
-        if name not in self.prompts:
+        if not isinstance(name, str) or name not in self.prompts:
             known = ", ".join(map(repr, self.prompts)) or "none"
             raise ArgumentError(f"prompt_name={shown(name)}: the model names {known}.")
         return self.prompts[name]
@@ -74,7 +76,7 @@ class TextEmbedding:
 
 def check_pooling(pooling: Any) -> str:
     """`pooling` if it is one of POOLINGS; else ArgumentError."""
-    if pooling not in POOLINGS:
+    if not isinstance(pooling, str) or pooling not in POOLINGS:
         raise ArgumentError(f"pooling={shown(pooling)}; expected one of {', '.join(POOLINGS)}.")
     return pooling
 

@@ -13,7 +13,7 @@ from jax.core import Tracer
 
 from ...config.dtypes import dtype_name
 from ...decoder import joined_towers
-from ...errors import ArgumentError, UnsupportedError
+from ...errors import ArgumentError, UnsupportedError, shortened
 from ...model.outputs import make_outputs, on_outputs_type, streams_first
 from ..base import ForwardInputs
 from .executables import TRACED, check_untraced
@@ -54,7 +54,7 @@ class _Inference:
             if not (wanted is None or isinstance(wanted, bool) or self._has(wanted)):
                 raise UnsupportedError(
                     f"This engine was made in {dtype_name(self.dtype)} on {self.device} and stays "
-                    f"so; asked was {wanted}. Make another one with init_inference()."
+                    f"so; asked was {shortened(wanted)}. Make another one with init_inference()."
                 )
         return self
 

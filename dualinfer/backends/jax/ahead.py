@@ -8,7 +8,7 @@ from typing import Any, Protocol
 import jax
 import numpy as np
 
-from ...errors import ArgumentError, LengthError, UnsupportedError
+from ...errors import ArgumentError, LengthError, UnsupportedError, shown
 from ...ops.caches import Room
 from ..base import Request
 from ..slots import RESERVED, SMALLEST_CACHE, bucket
@@ -40,8 +40,8 @@ class Wanted:
         names = [field.name for field in fields(cls)]
         if backend is not None or set(given) - set(names):
             raise UnsupportedError(
-                f"compile(backend={backend!r}, compile_kwargs={given!r}): on JAX every step is "
-                "compiled by XLA as it is. To compile it before the first request, pass "
+                f"compile(backend={shown(backend)}, compile_kwargs={shown(given)}): on JAX every "
+                "step is compiled by XLA as it is. To compile it before the first request, pass "
                 f"{', '.join(names)} in compile_kwargs, and no backend."
             )
         if not given:

@@ -15,7 +15,7 @@ import jax
 from jax.core import Tracer
 from jax.extend.core import get_opaque_trace_state
 
-from ...errors import UnsupportedError
+from ...errors import UnsupportedError, shown
 from ...kernels.xla.grouping import grouped
 from ...system.patience import told_if_slow
 from ...system.progress import track
@@ -413,7 +413,7 @@ def check_compile(backend: Any, compile_kwargs: Mapping[str, Any] | None) -> Non
     """Raise UnsupportedError if `compile()` asks for a compiler other than XLA."""
     if backend is not None or compile_kwargs:
         raise UnsupportedError(
-            f"compile(backend={backend!r}, compile_kwargs={dict(compile_kwargs or {})!r}): on JAX "
+            f"compile(backend={shown(backend)}, compile_kwargs={shown(compile_kwargs)}): on JAX "
             "every step is compiled by XLA as it is. Call compile() without arguments, or not at "
             "all."
         )

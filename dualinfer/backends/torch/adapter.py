@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from ...errors import UnsupportedError
+from ...errors import ArgumentError, UnsupportedError, shortened, told
 from ...model.weights import named_arrays
 from .params import Params
 
@@ -24,6 +24,13 @@ class _InferenceModule(torch.nn.Module):
                 "The engine is for inference and stays in eval mode; train the model itself."
             )
         return super().train(False)
+
+    def to(self, *args: Any, **kwargs: Any) -> Any:
+        """The engine itself on a device or in a dtype, as torch's own `to` takes them."""
+        says = "engine.to() takes a device or a dtype of torch's"
+        with told(lambda error: ArgumentError(f"{says}: {shortened(error)}")):
+            torch.nn.Module().to(*args, **kwargs)  # nothing to move: what it is asked for is read
+        return super().to(*args, **kwargs)
 
     def to_empty(self, **_: Any) -> Any:
         """UnsupportedError: the weights would be left without values."""
