@@ -1,6 +1,7 @@
 """Families: the configs that real checkpoints ship give a spec, and rotary frequencies are HF's."""
 
 import json
+import re
 
 import numpy as np
 import pytest
@@ -10,7 +11,7 @@ import transformers as hf
 import dualinfer
 from dualinfer.checkpoint.hf_config import read_config
 from dualinfer.errors import ModelError
-from dualinfer.model.families import describe_model, fairseq, mpt
+from dualinfer.model.families import describe_model, fairseq, mpt, served_types
 from dualinfer.model.families.bloom import alibi_slopes
 
 from . import early
@@ -617,3 +618,26 @@ def test_numbers_that_json_has_not_are_read_as_transformers_writes_them(tmp_path
     written.save_pretrained(tmp_path)
     assert "__float__" in (tmp_path / "config.json").read_text()
     assert tuple(read_config(tmp_path).to_dict()["time_step_limit"]) == (0.0, float("inf"))
+
+
+_OF_ROUTERS = re.compile("expert|top_?k|rout|scor|n_group|shared|dense|moe|aux")
+
+
+def test_fields_of_routers_that_a_config_lacks_are_what_transformers_takes(tmp_path):
+    """Each by itself, of every mixture; and of every family all fields at once."""
+    tried = 0
+    for family in served_types():
+        whole = hf.CONFIG_MAPPING[family]().to_dict()
+        try:
+            expected = describe_model(whole)
+        except dualinfer.DualinferError:
+            continue  # a family whose own defaults make no model
+        names = [name for name in whole if _OF_ROUTERS.search(name) and whole[name] is not None]
+        kept = [{n: v for n, v in whole.items() if n != name} for name in names]
+        same = read(tmp_path, whole)
+        for written in ({"model_type": family}, *kept):
+            if (found := read(tmp_path, written)) != same:
+                lacking = whole.keys() - written.keys()
+                assert describe_model(found) == expected, (family, lacking)
+        tried += len(kept)
+    assert tried > 300
