@@ -29,7 +29,8 @@ class Recipe:
         if shape[1] % self.groups:
             raise ConfigError(
                 f"quant.weight.q_groups={self.groups}: rows of {name} have {shape[1]} elements, "
-                f"which are not so many equal groups. Use a number that divides {shape[1]}."
+                f"which are not so many equal groups. Use a number that divides {shape[1]} and "
+                "other matrices' rows, or group_size, whose last group may be shorter."
             )
         _check_use(self.scheme, shape[1] // self.groups, f"q_groups={self.groups}")
         return replace(self.scheme, columns=shape[1] // self.groups)
