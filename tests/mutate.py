@@ -531,9 +531,9 @@ ROWS: list[Row] = [
         "tests/test_module_jax.py -k without_parameters",
     ),
     Row(
-        "backends/jax/functional.py",
-        "if spec.tokens and length > spec.tokens:",
-        "if spec.tokens and length >= spec.tokens:",
+        "engine/pure.py",
+        "if spec.tokens and shape[1] > spec.tokens:",
+        "if spec.tokens and shape[1] >= spec.tokens:",
         "apply refuses a sequence that fills a model's positions.",
         "tests/test_jax_users.py -k inputs_that_do_not_fit",
     ),

@@ -139,13 +139,21 @@ def test_no_pass_runs_for_sequences_that_have_ended(engine, monkeypatch):
     assert len(passes) <= 3
 
 
-def test_what_takes_all_weights_at_once_is_refused(engine):
+def test_what_takes_all_weights_at_once_is_refused(engine, model):
     if engine.inference_config.backend == "torch":
         with pytest.raises(UnsupportedError, match=r"compile\(\): layers are streamed"):
             engine.compile()
         return
-    with pytest.raises(UnsupportedError, match=r"engine\.apply .* streams them"):
-        engine.apply(engine.params, IDS)
+
+    def gradients(engine):
+        loss = lambda params: engine.apply(params, IDS)[0].sum()  # noqa: E731
+        return jax.eval_shape(jax.grad(loss), engine.params)
+
+    with pytest.raises(UnsupportedError, match=r"engine\.apply .* keep_module_on_host=False"):
+        gradients(engine)
+    with make(model, "jax", keep_module_on_host=False) as other:
+        found = gradients(other)["layers"][0]["qkv"]["weight"]
+    assert found.shape == engine.model.layers[0].qkv.weight.shape
     with pytest.raises(UnsupportedError, match="streamed from the host's memory"):
         engine.compile(compile_kwargs={"batch_sizes": [1], "prompt_lengths": [4], "new_tokens": 2})
     engine.compile()

@@ -163,7 +163,8 @@ class StreamingRunner(JaxRunner):
         """UnsupportedError: it is one function of weights that lie on the device."""
         raise UnsupportedError(
             "engine.apply is one function of all weights on the device, and this engine streams "
-            "them from the host's memory (keep_module_on_host). Call the engine instead."
+            "them from the host's memory. Call the engine instead; for apply and its gradients "
+            "make one with keep_module_on_host=False, and without zero's offload_param."
         )
 
     def compile(self, backend: Any = None, compile_kwargs: Mapping[str, Any] | None = None) -> None:
