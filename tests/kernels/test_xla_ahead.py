@@ -26,8 +26,10 @@ from dualinfer.kernels.triton import (  # noqa: E402
 )
 from dualinfer.kernels.triton import embedding as embeddings  # noqa: E402
 from dualinfer.kernels.triton import norm as norms  # noqa: E402
+from dualinfer.kernels.triton.ahead import POINTER, Code  # noqa: E402
 from dualinfer.kernels.triton.operands import Launch, Pointer, Recording  # noqa: E402
 from dualinfer.kernels.xla import handler  # noqa: E402
+from dualinfer.kernels.xla.ffi import ADDRESS, LaunchConfig, StreamGet  # noqa: E402
 
 pytestmark = pytest.mark.xdist_group("lowering")
 
@@ -210,6 +212,151 @@ def test_the_handler_gives_a_program_its_buffers(on_cpu, monkeypatch):
     assert seen == [3] and int(other[1]) == 7
     with pytest.raises(jax.errors.JaxRuntimeError, match="KeyError: 12"):
         jax.block_until_ready(on_cpu(12, np.arange(4.0, dtype=np.float32)))
+
+
+STREAM = 77
+_PASSED = (ADDRESS, ctypes.c_int32, ctypes.c_int64, ctypes.c_float, ADDRESS, ADDRESS, ADDRESS)
+SCALED = Code(
+    "scaled",
+    b"scaled's cubin",
+    threads=64,
+    shared=50 << 10,
+    parameters=(("x", POINTER), ("n", "i32"), ("far", "i64"), ("by", "fp32"), ("out", POINTER)),
+)
+
+
+class Driver:
+    """CUDA's, as the handler calls it, of one kernel: out[i] = by * x[i] for each i of a grid."""
+
+    def __init__(self) -> None:
+        self.device, self.answer = 0, 0
+        self.calls: list[Any] = []
+        self.launched: list[Any] = []
+
+    def __getattr__(self, name: str) -> Any:
+        """A call of no other effect; what it makes has the number of the call."""
+        if not name.startswith("cu") or name == "cuFuncLoad":
+            raise AttributeError(name)
+
+        def call(*arguments: Any) -> int:
+            if hasattr(arguments[0], "_obj"):
+                arguments[0]._obj.value = 1000 + len(self.calls)
+            given = (x.value if hasattr(x, "value") else x for x in arguments)
+            self.calls.append((name, *(x for x in given if not hasattr(x, "_obj"))))
+            return self.answer
+
+        return call
+
+    def cuCtxGetDevice(self, device: Any) -> int:
+        device._obj.value = self.device
+        return 0
+
+    def cuLaunchKernelEx(self, at: Any, function: Any, pointers: Any, extra: Any) -> int:
+        config: LaunchConfig = at._obj
+        kinds = enumerate(_PASSED)
+        x, n, far, by, out, *scratch = (kind.from_address(pointers[i]).value for i, kind in kinds)
+        assert scratch == [None, None] and extra is None
+        early = [config.attributes[i].id for i in range(config.count)]
+        grid, block = list(config.grid), list(config.block)
+        self.launched.append((grid, block, config.shared, config.stream, early, n, far))
+        given, made = (ctypes.cast(a, ctypes.POINTER(ctypes.c_float)) for a in (x, out))
+        for i in range(grid[0]):
+            made[i] = by * given[i]
+        return self.answer
+
+    def named(self, name: str) -> list[Any]:
+        return [call[1:] for call in self.calls if call[0] == name]
+
+
+@pytest.fixture
+def driver(monkeypatch):
+    """In CUDA's place, with a stream in place of XLA's and with no program made before."""
+    made, original = Driver(), handler._api
+
+    def stream(at: int) -> int:
+        StreamGet.from_address(at).stream = STREAM
+        return 0
+
+    for function in (handler._function, handler._allow_shared):
+        function.cache_clear()
+    monkeypatch.setattr(handler, "_cuda", lambda: made)
+    monkeypatch.setattr(handler, "codes", lambda launches, _: [x.kernel for x in launches])
+    monkeypatch.setattr(handler, "_programs", {})
+    monkeypatch.setattr(handler, "_loaded", handler.defaultdict(set))
+    monkeypatch.setattr(
+        handler, "_api", lambda f, n: stream if n == handler._STREAM_GET else original(f, n)
+    )
+    yield made
+    for function in (handler._function, handler._allow_shared):
+        function.cache_clear()
+
+
+def scaled(x: tuple[int, int], out: tuple[int, int], grid: int, by: float, **facts: Any) -> Launch:
+    """A launch from and to buffers with offsets."""
+    named = {"x": Pointer(*x, "float32"), "BLOCK": 16, "n": -5, "far": 1 << 40, "by": by}
+    named["out"] = Pointer(*out, "float32")
+    how = {"kernel": SCALED, "grid": (grid, 3, 2), "options": (), "early": False} | facts
+    return Launch(arguments=tuple(named.items()), **how)
+
+
+def test_a_launch_has_its_buffers_numbers_and_grid(on_cpu, driver):
+    """Two in their order, the second one early; each run has buffers of its own."""
+    first = scaled((0, 4), (1, 4), 3, 2.0)
+    number = handler.program((first, scaled((1, 12), (1, 0), 1, 10.0, early=True)), 90)
+    for x in (np.arange(4), np.arange(4) + 5):
+        found = on_cpu(number, x.astype(np.float32))[0]
+        np.testing.assert_array_equal(found, [20 * x[3], *(2 * x[1:])])
+    passed = [[64, 1, 1], SCALED.shared, STREAM]
+    one = [3, 3, 2], *passed, [], -5, 1 << 40
+    other = [1, 3, 2], *passed, [handler._SERIALIZATION], -5, 1 << 40
+    assert driver.launched == [one, other] * 2
+    assert driver.named("cuLibraryLoadData") == [(SCALED.cubin, None, None, 0, None, None, 0)]
+    assert [name for _, name in driver.named("cuLibraryGetKernel")] == [b"scaled"]
+    driver.device = 1
+    jax.block_until_ready(on_cpu(number, np.zeros(4, np.float32)))
+    asked = driver.named("cuKernelSetAttribute")
+    assert [(call[0], call[1], call[3]) for call in asked] == [
+        (8, SCALED.shared, n) for n in (0, 1)
+    ]
+    driver.answer = 700
+    with pytest.raises(jax.errors.JaxRuntimeError, match="driver answered 700"):
+        jax.block_until_ready(on_cpu(number, np.zeros(4, np.float32)))
+
+
+def test_programs_that_differ_have_other_numbers(driver):
+    """An executable that XLA has kept would else run another one."""
+    launches = [
+        one := scaled((0, 4), (1, 4), 3, 2.0),
+        scaled((0, 4), (1, 4), 2, 2.0),
+        scaled((0, 4), (1, 4), 3, 2.5),
+        scaled((0, 4), (1, 8), 3, 2.0),
+        scaled((0, 4), (2, 4), 3, 2.0),
+        one._replace(grid=(3, 3, 1)),
+        one._replace(early=True),
+        one._replace(kernel=SCALED._replace(cubin=b"of another Triton")),
+        one._replace(kernel=SCALED._replace(threads=128)),
+    ]
+    programs = [(launch,) for launch in launches] + [(launches[0],) * 2, tuple(launches[:2])]
+    numbers = [handler.program(program, 90) for program in programs]
+    assert len({*numbers}) == len(numbers)
+    assert [handler.program(program, 90) for program in programs] == numbers
+
+
+def test_code_is_loaded_for_each_device_once_before_a_run(driver):
+    handler.program((scaled((0, 4), (1, 4), 3, 2.0),), 90)
+    for devices, loaded in (((0,), [0]), ((0,), [0]), ((0, 2), [0, 2])):
+        handler.load(devices)
+        assert [device for *_, device in driver.named("cuDevicePrimaryCtxRetain")] == loaded
+        for name in ("cuCtxPushCurrent_v2", "cuKernelGetFunction", "cuCtxPopCurrent_v2"):
+            assert len(driver.named(name)) == len(loaded)
+        assert driver.named("cuDevicePrimaryCtxRelease_v2") == [(n,) for n in loaded]
+    handler.program((scaled((0, 4), (1, 4), 1, 2.0),), 90)  # a new one
+    driver.answer = 2
+    with pytest.raises(RuntimeError, match="driver answered 2"):
+        handler.load((0,))
+    driver.answer = 0
+    handler.load((0,))
+    assert len(driver.named("cuCtxPopCurrent_v2")) == 3
 
 
 if __name__ == "__main__":
