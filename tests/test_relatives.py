@@ -526,7 +526,11 @@ def test_kernels_give_what_plain_ops_give(case, backend, monkeypatch):
     with dualinfer.init_inference(model, use_triton=False, **how | {"backend": "torch"}) as plain:
         expected = np.asarray(plain(ids).logits)
         text = np.asarray(plain.generate(ids, max_new_tokens=new, do_sample=False))
+        turns, long = plain.runner.spec.turns_by_length, random_ids(1, 16, vocab=97)
+        behind = np.asarray(plain.generate(long, max_new_tokens=2, do_sample=False))
     if backend == "torch":
+        prompts = importlib.import_module("dualinfer.backends.torch.prompts")
+        monkeypatch.setattr(prompts, "_MOST_AT_ONCE", 8 if turns else 32768)
         ops = importlib.import_module("dualinfer.backends.torch.ops.kernels").KernelOps
         monkeypatch.setattr(own, "_make_ops", lambda config, spec, device, _: ops(device))
     else:
@@ -538,6 +542,9 @@ def test_kernels_give_what_plain_ops_give(case, backend, monkeypatch):
         assert relative_rms(np.asarray(fast(ids).logits), expected) < 3e-6
         found = fast.generate(ids, max_new_tokens=new, do_sample=False)
         np.testing.assert_array_equal(np.asarray(found), text)
+        if turns and backend == "torch":  # each piece by the length of the whole prompt
+            found = fast.generate(long, max_new_tokens=2, do_sample=False)
+            np.testing.assert_array_equal(np.asarray(found), behind)
 
 
 def test_a_relative_without_a_head_gives_its_last_hidden_state():
@@ -619,6 +626,10 @@ def test_a_sequence_turns_by_its_own_length_whatever_is_beside_it(case, backend)
             logits = np.asarray(engine(ids[side], **given).logits)
             for i, expected in enumerate(wanted[::2]):
                 assert relative_rms(logits[i, mask[side, i] == 1], expected) < 1e-5
+        if case in ("phi3, long", "internlm3"):  # positions are 0 to T-1 without the caller's too
+            logits = np.asarray(engine(ids[1], attention_mask=mask[1]).logits)
+            for i, expected in enumerate(wanted[::2]):
+                assert relative_rms(logits[i, mask[1, i] == 1], expected) < 1e-5
         texts = np.asarray(engine.generate([ids[0].tolist() for ids in prompts], **options))
     for text, expected in zip(texts, wanted[1::2], strict=True):
         np.testing.assert_array_equal(text[20 : 20 + len(expected)], expected)
