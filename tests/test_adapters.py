@@ -46,7 +46,7 @@ KINDS = {
             "target_modules": "all-linear",
             "use_rslora": True,
             "rank_pattern": {"q_proj": 2, r"layers\.1.*up_proj": 3},
-            "alpha_pattern": {"model.layers.0.self_attn.v_proj": 3},
+            "alpha_pattern": {r"layers\.0.*v_proj": 5, "model.layers.0.self_attn.v_proj": 3},
         },
     ),
     "dora": ("llama-gqa", {"target_modules": ["q_proj", "v_proj", "o_proj"], "use_dora": True}),

@@ -726,6 +726,31 @@ def test_records_that_lie_over_one_another_are_told(tmp_path):
         open_torch_file(path)
 
 
+def test_an_old_file_that_is_of_another_machine_or_lies_is_told(tmp_path):
+    path = tmp_path / "old.bin"
+    torch.save({"a": torch.ones(4)}, path, _use_new_zipfile_serialization=False)
+    raw = path.read_bytes()
+    for old, new, message in [
+        (b"little_endianq\x02\x88", b"little_endianq\x02\x89", "big-endian machine"),
+        (raw[-24:-16], struct.pack("<Q", 5), "a storage is of another length than its tensors say"),
+    ]:
+        assert raw.count(old) == 1
+        path.write_bytes(raw.replace(old, new))
+        with pytest.raises(CheckpointError, match=message):
+            open_torch_file(path)
+
+
+@pytest.mark.filterwarnings("ignore:Duplicate name")  # zipfile's
+def test_a_record_that_is_there_twice_is_told(tmp_path):
+    path = tmp_path / "twice.bin"
+    torch.save({"a": torch.ones(4)}, path)
+    with zipfile.ZipFile(path, "a") as archive:
+        name = next(n for n in archive.namelist() if n.endswith("data/0"))
+        archive.writestr(name, np.full(4, 7, np.float32).tobytes())
+    with pytest.raises(CheckpointError, match="holds data/0 twice"):
+        open_torch_file(path)
+
+
 def text(value):
     """An opcode that pushes a short text."""
     return b"\x8c" + bytes([len(value)]) + value.encode()
@@ -774,6 +799,12 @@ def test_hostile_pickles_are_errors(name, wrapped, tmp_path):
     with pytest.raises(CheckpointError):
         open_weights(write_archive(tmp_path / "x.pt", b"\x80\x02" + body + b"."))
     assert time.monotonic() - start < 10
+
+
+def test_a_name_that_a_pickle_has_twice_is_told(tmp_path):
+    body = b"\x80\x02" + HOSTILE["two of a name"] + b"."
+    with pytest.raises(CheckpointError, match="names 'a' twice"):
+        open_weights(write_archive(tmp_path / "x.pt", body))
 
 
 class Bomb:

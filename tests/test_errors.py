@@ -89,6 +89,26 @@ def test_every_error_can_be_caught_by_its_name():
     assert all(issubclass(getattr(dualinfer, kind), dualinfer.DualinferError) for kind in kinds)
 
 
+def test_what_a_reader_meets_is_the_cause_of_our_error():
+    says = r"a\.x cannot be read: IndexError: 3"
+    with pytest.raises(CheckpointError, match=says) as told, errors.blamed_on("a.x"):
+        raise IndexError(3)
+    assert isinstance(told.value.__cause__, IndexError)
+    for kind in (LengthError, MemoryError, KeyboardInterrupt):  # ours, and no fault of the file
+        with pytest.raises(kind, match="as it is"), errors.blamed_on("a.x"):
+            raise kind("as it is")
+
+
+@pytest.mark.parametrize("name", ["a\0b", "\ud800", "", 3])
+def test_an_index_that_names_no_path_is_told(name, folder):
+    path = folder()
+    (path / "model.safetensors").unlink()
+    index = path / "model.safetensors.index.json"
+    index.write_text(json.dumps({"weight_map": {"model.norm.weight": name}}))
+    with pytest.raises(CheckpointError, match="where it should name a file"):
+        dualinfer.init_inference(path)
+
+
 # --- token ids, masks, positions -----------------------------------------------------------------
 
 BAD_IDS = {
