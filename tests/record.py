@@ -6,11 +6,15 @@ the equations of each step that was traced. Two records are compared by
 
     pytest -p tests.record --record old.json TESTS     # before the change
     pytest -p tests.record --record new.json TESTS     # after it
-    python -m tests.record old.json new.json
+    python -m tests.record old.json new.json [--worse]
 
-With `--record-dtype bf16` engines that tests make in float32 are in bfloat16: their asserts may
-fail, and the record is what counts. With `--record-arrays FOLDER` what passes gave is kept there,
-so that two records that differ can be compared by numbers.
+The second prints what differs; with `--worse` only what gives something else, or takes more
+launches or equations than before.
+
+With `--record-dtype bf16` engines that tests make in float32 are in bfloat16. With
+`--record-traced` JAX compiles nothing and steps give zeros: what was traced is compared, in a
+fraction of the time. Asserts may fail then, and the record is what counts. With `--record-arrays
+FOLDER` what passes gave is kept there, so that records that differ are compared by numbers.
 """
 
 import hashlib
@@ -31,6 +35,7 @@ import pytest
 PASSES = ("forward", "prefill", "decode", "prefill_scores", "decode_scores", "choose")
 CALLS = {"pjit", "jit", "closed_call", "core_call", "custom_jvp_call", "custom_vjp_call"}
 CALLS |= {"shard_map", "custom_vmap_call"}  # inlined: which function holds an op does not matter
+ALIKE = {"square": "mul", "integer_pow": "mul"}  # to XLA
 
 
 class Record:
@@ -92,8 +97,11 @@ def arrays_of(result: Any, path: str = "") -> Iterator[tuple[str, np.ndarray]]:
         yield path, np.asarray(array, np.float32) if wide and array.dtype.kind != "b" else array
 
 
-def watch(record: Record, runner: Any, around: Callable[[], Any]) -> None:
-    """Have the passes of a class of runners noted; `around()` is a context that counts."""
+def watch(record: Record, runner: Any, around: Callable[[], Any], results: bool = True) -> None:
+    """Have the passes of a class of runners noted; `around()` is a context that counts.
+
+    Their `results` are noted as well, unless they mean nothing.
+    """
     for name in PASSES:
         plain = getattr(runner, name)
 
@@ -103,7 +111,8 @@ def watch(record: Record, runner: Any, around: Callable[[], Any]) -> None:
                     return _plain(self, *args, **kw)
                 with around() as counted:
                     result = _plain(self, *args, **kw)
-            record.add(**{"pass": _name}, **counted(), gave=record.digest(result))
+            gave = {"gave": record.digest(result)} if results else {}
+            record.add(**{"pass": _name}, **counted(), **gave)
             return result
 
         setattr(runner, name, wraps(plain)(noted))
@@ -160,8 +169,10 @@ def equations(jaxpr: Any) -> Counter[str]:
     found: Counter[str] = Counter()
     for equation in jaxpr.eqns:
         name = equation.primitive.name
-        if name not in CALLS:
-            found[name] += 1
+        if name == "split":  # the same slices, in one equation
+            found["slice"] += len(equation.outvars)
+        elif name not in CALLS:
+            found[ALIKE.get(name, name)] += 1
         for inner in _inner(equation.params.values()):
             found += equations(inner)
     return found
@@ -177,9 +188,10 @@ def _inner(values: Iterable[Any]) -> Iterator[Any]:
             yield from _inner(value)
 
 
-def watch_steps(record: Record) -> None:
-    """Have the steps that JAX engines trace noted."""
+def watch_steps(record: Record, traced_alone: bool) -> None:
+    """Have the steps that JAX engines trace noted; those `traced_alone` are not compiled."""
     import jax
+    import jax.numpy as jnp
 
     from dualinfer.backends.jax import executables
 
@@ -192,7 +204,15 @@ def watch_steps(record: Record) -> None:
             record.add(**{"pass": f"step {job.key}"[:60]}, equations=counts)
             return traced.lower()
 
+    def compile_none(self: Any, lowered: Any, coming: Any) -> None:
+        coming.set_result(
+            lambda *args: jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), lowered.out_info)
+        )
+
     executables.Executables.lower = lower
+    if traced_alone:
+        executables.Executables._compile = compile_none
+        executables._code_bytes = lambda compiled: 0
 
 
 def in_dtype(dtype: str) -> None:
@@ -214,6 +234,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     """See the module."""
     parser.addoption("--record", help="the file to write")
     parser.addoption("--record-dtype", help="the dtype of engines in the place of float32")
+    parser.addoption("--record-traced", action="store_true", help="JAX compiles nothing")
     parser.addoption("--record-arrays", type=Path, help="the folder for what passes gave")
 
 
@@ -234,8 +255,9 @@ def pytest_configure(config: pytest.Config) -> None:
         def nothing() -> Iterator[Callable[[], dict[str, Any]]]:
             yield dict
 
-        watch(record, JaxRunner, nothing)
-        watch_steps(record)
+        traced_alone = config.getoption("--record-traced")
+        watch(record, JaxRunner, nothing, not traced_alone)
+        watch_steps(record, traced_alone)
     if config.getoption("--record-dtype"):
         in_dtype(config.getoption("--record-dtype"))
 
@@ -255,30 +277,37 @@ class Noting:
         Path(self.file).write_text(json.dumps(self.record.tests, indent=0), encoding="utf-8")
 
 
-def compare(old: dict[str, Any], new: dict[str, Any]) -> list[str]:
-    """What differs between two records, in a line each."""
-    lines = [f"{test}: only in one record" for test in sorted(old.keys() ^ new.keys())]
+def compare(old: dict[str, Any], new: dict[str, Any], worse: bool = False) -> list[str]:
+    """What differs of the tests of the new record, in a line each; or only what is worse."""
+    lines = [f"{test}: not in the old record" for test in sorted(new.keys() - old.keys())]
     for test in sorted(old.keys() & new.keys()):
-        if len(old[test]) != len(new[test]):
-            lines.append(f"{test}: {len(old[test])} passes, then {len(new[test])}")
-        for i, (a, b) in enumerate(zip(old[test], new[test], strict=False)):
-            where = f"{test} #{i} {a['pass']}"
-            if a.get("gave") != b.get("gave"):
-                keys = [k for k in a["gave"] if a["gave"][k] != b.get("gave", {}).get(k)]
-                lines.append(f"{where}: gave other {', '.join(keys) or 'arrays'}")
+        steps = [{x["pass"]: x for x in of[test] if "equations" in x} for of in (old, new)]
+        passes = [[x for x in of[test] if "equations" not in x] for of in (old, new)]
+        pairs = [
+            (f"{name}", steps[0][name], steps[1][name])
+            for name in sorted(steps[0].keys() & steps[1].keys())
+        ]
+        pairs += [
+            (f"#{i} {a['pass']}", a, b) for i, (a, b) in enumerate(zip(*passes, strict=False))
+        ]
+        for name, a, b in pairs:
+            if "gave" in a and "gave" in b and a["gave"] != b["gave"]:
+                keys = [k for k in a["gave"] if a["gave"][k] != b["gave"].get(k)]
+                lines.append(f"{test} {name}: gave other {', '.join(keys) or 'arrays'}")
             for kind in ("launches", "equations"):
                 was, now = Counter(a.get(kind, {})), Counter(b.get(kind, {}))
-                if was != now:
-                    fewer, more = was - now, now - was
+                if was.total() < now.total() or (was != now and not worse):
                     total = f"{was.total()} to {now.total()}"
-                    lines.append(f"{where}: {kind} {total}: -{dict(fewer)} +{dict(more)}")
+                    lines.append(
+                        f"{test} {name}: {kind} {total}: -{dict(was - now)} +{dict(now - was)}"
+                    )
     return lines
 
 
-def main(old: str, new: str) -> int:
+def main(old: str, new: str, *how: str) -> int:
     """Print what differs; 1 if anything does."""
     records = [json.loads(Path(name).read_text(encoding="utf-8")) for name in (old, new)]
-    lines = compare(*records)
+    lines = compare(*records, worse="--worse" in how)
     passes = sum(map(len, records[1].values()))
     print(*lines, f"{passes} entries of {len(records[1])} tests: {len(lines)} differ", sep="\n")
     return bool(lines)

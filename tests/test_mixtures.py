@@ -1,6 +1,5 @@
 """Mixtures of experts: every family against HF's own eager experts, on both backends."""
 
-import importlib
 import json
 import re
 
@@ -14,6 +13,7 @@ from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 import dualinfer
 from dualinfer.checkpoint.hf_config import read_config
 from dualinfer.model.families import describe_model
+from dualinfer.ops import mixtures
 
 from .mixtures import CASES, LONGROPE, VOCAB, chosen_by, config_of, make
 from .models import BACKENDS, on_backends, random_ids, relative_rms
@@ -32,8 +32,7 @@ ON_BACKENDS = [
 
 def remember_routes(backend, monkeypatch):
     """The experts of each layer's tokens, in order, of what an engine runs from here on."""
-    ops = importlib.import_module(f"dualinfer.backends.{backend}.ops.mixtures")
-    found, route = [], ops.route
+    found, route = [], mixtures.route
 
     def remember(*args):
         routing = route(*args)
@@ -45,7 +44,7 @@ def remember_routes(backend, monkeypatch):
             jax.debug.callback(lambda e: found.append(np.asarray(e)), routing.experts, ordered=True)
         return routing
 
-    monkeypatch.setattr(ops, "route", remember)
+    monkeypatch.setattr(mixtures, "route", remember)
     return found
 
 

@@ -25,8 +25,8 @@ from dualinfer import CheckpointError, UnsupportedError, quantization  # noqa: E
 from dualinfer.arrays import to_numpy  # noqa: E402
 from dualinfer.backends import jax as jax_backend  # noqa: E402
 from dualinfer.backends import torch as torch_backend  # noqa: E402
-from dualinfer.backends.jax.ops import primitives as jax_ops  # noqa: E402
-from dualinfer.backends.torch.ops import primitives as torch_ops  # noqa: E402
+from dualinfer.backends.jax.ops import schemes as jax_ops  # noqa: E402
+from dualinfer.backends.torch.ops import schemes as torch_ops  # noqa: E402
 from dualinfer.backends.torch.params import load_params  # noqa: E402
 from dualinfer.checkpoint.reader import RowReader  # noqa: E402
 from dualinfer.cli.main import app  # noqa: E402

@@ -19,6 +19,7 @@ from ..model.spec import (
     Spans,
     Streams,
 )
+from ..ops import heads, mixtures
 from ..ops.contract import (
     Array,
     BlockOps,
@@ -29,6 +30,10 @@ from ..ops.contract import (
     Unnormed,
     Weights,
 )
+from ..ops.convolutions import convolve, convolve_each, mix_spans
+from ..ops.feed_forward import gate, gate_scaled, gate_sparsely, gate_within, times_logistic
+from ..ops.norms import norm_shared
+from ..ops.streams import add_to_rest, correct_streams, mix_streams, parted, unweave, weave
 
 # Attention of a layer, by its number, over packed queries, keys and values, or over the pair that
 # latent attention takes; across, over queries.
@@ -88,7 +93,7 @@ def block(
             return _post_block(layer, w, ops, x, index, attend, across, seen)
         x = normed(ops, x)
         kernel, how = (w["conv.kernel"], w["conv.bias"]), layer.convolution
-        y = ops.convolve(x, *kernel, 1, how.activation, seen.segments)
+        y = convolve(ops.maths, x, *kernel, 1, how.activation, seen.segments)
         x = normed(ops, _post_block(layer, w, ops, x, index, attend, across, seen))
         return Unnormed(y, x, NormOf.named(layer.norm, w, "conv_norm"))
     if layer.bottleneck is not None:
@@ -162,27 +167,31 @@ def _sublayers(
         else:
             qkv = ops.linear(x, w["qkv.weight"], Neighbours(w.get("qkv.bias"), norm))
         if layer.attention.clip is not None and not layer.attention.clip_normed:
-            qkv = ops.clip(qkv, layer.attention.clip)
+            assert not isinstance(qkv, LatentQkv)
+            qkv = qkv.clip(-layer.attention.clip, layer.attention.clip)
         if layer.attention.value_norm is not None:
-            qkv = ops.norm_values(
-                layer.attention, qkv, NormOf.named(layer.attention.value_norm, w, "v_norm")
+            qkv = heads.norm_values(
+                ops.maths,
+                layer.attention,
+                qkv,
+                NormOf.named(layer.attention.value_norm, w, "v_norm"),
             )
         if lent is not None and (index in lent or layer.attention.lender is not None):
             qkv = _borrowed(layer, ops, qkv, index, lent)
         if widens := layer.attention.widened is not layer.attention:
             if numbers is None:
-                qkv = ops.widen_heads(layer.attention, qkv)
+                qkv = heads.widen(ops.maths, layer.attention, qkv)
             else:
-                qkv = ops.bias_keys(layer.attention, qkv, numbers, w)
+                qkv = heads.bias_keys(ops.maths, layer.attention, qkv, numbers, w)
         y = attend(index, qkv)
         if widens:
-            y = ops.narrow_heads(layer.attention, y, w)
+            y = heads.narrow(ops.maths, layer.attention, y, w)
         if layer.attention.gated:
-            y = ops.gate(y, x, w["attn_gate.weight"], norm, layer.attention.gate)
+            y = gate(ops, y, x, w["attn_gate.weight"], norm, layer.attention.gate)
         if gates is not None:
-            y = ops.times_logistic(y, gates)
+            y = times_logistic(ops.maths, y, gates)
         if layer.sub_norms:
-            y = ops.norm_shared(y, NormOf.named(layer.norm, w, "out_norm"), layer.sub_norms[0])
+            y = norm_shared(ops, y, NormOf.named(layer.norm, w, "out_norm"), layer.sub_norms[0])
         spends = spend and not layer.parallel  # whose MLP reads `x` again
         by = Neighbours(w.get("out.bias"), residual=residual, spend=spends)
         return ops.row_product(y, w["out.weight"], by)
@@ -191,10 +200,10 @@ def _sublayers(
         """As `attention`, by the pairs of projections that each token chooses."""
         x, a = ops.norm(x, norm) if norm else x, layer.attention
         routing, size = ops.route(x, w["pairs.router.weight"], pairs.router), a.head_dim
-        q = ops.chosen_queries(x, w["pairs.query.weight"], routing, size)
-        y = attend(index, ops.join(q, ops.linear(x, w["kv.weight"])))
+        q = mixtures.chosen_queries(ops.maths, x, w["pairs.query.weight"], routing, size)
+        y = attend(index, ops.maths.join((q, ops.linear(x, w["kv.weight"])), -1))
         by = Neighbours(w["pairs.bias"], residual=residual, spend=spend)
-        return ops.chosen_outputs(y, w["pairs.out.weight"], routing, size, by)
+        return mixtures.chosen_outputs(ops, y, w["pairs.out.weight"], routing, size, by)
 
     def latent(x: Array, norm: NormOf | None) -> tuple[LatentQkv, Array | None]:
         """Queries of `x`, what keys and values of all heads are made of, and perhaps gates."""
@@ -208,9 +217,9 @@ def _sublayers(
             norm = NormOf.named(own.norm, w, "query_norm")
         if own.gated:
             assert norm is not None
-            both = ops.linear(ops.join(ops.norm(x, norm), x), w["query_gate.weight"])
+            both = ops.linear(ops.maths.join((ops.norm(x, norm), x), -1), w["query_gate.weight"])
             size = layer.attention.head_dim
-            q, gates = ops.parted(both, both.shape[-1] * size // (size + own.value_dim))
+            q, gates = parted(ops.maths, both, both.shape[-1] * size // (size + own.value_dim))
         else:
             q = ops.linear(x, w["query.weight"], Neighbours(norm=norm))
         return LatentQkv(q, shared), gates
@@ -257,7 +266,7 @@ def _sublayers(
         if layer.mlp.scales is not None:
             gate, out = layer.mlp.scales
             h = ops.linear(x, w["up.weight"], Neighbours(w.get("up.bias"), norm))
-            h = ops.gate_scaled(h, _plain_activation(layer), gate)
+            h = gate_scaled(ops.maths, h, _plain_activation(layer), gate)
             y = ops.row_product(h, w["down.weight"], Neighbours(w.get("down.bias"))) * out
             return y if residual is None else ops.add(residual, y)
         if layer.mlp.activation == "xielu":
@@ -266,7 +275,7 @@ def _sublayers(
         else:
             h = _hidden(layer.mlp, w, ops, "up", x, norm, layer.mlp.limit)
         if layer.sub_norms:
-            h = ops.norm_shared(h, NormOf.named(layer.norm, w, "down_norm"), layer.sub_norms[1])
+            h = norm_shared(ops, h, NormOf.named(layer.norm, w, "down_norm"), layer.sub_norms[1])
         by = Neighbours(w.get("down.bias"), residual=residual, spend=True)
         return ops.row_product(h, w["down.weight"], by)
 
@@ -279,7 +288,7 @@ def _sublayers(
             y = ops.norm(x, first)
             by = Neighbours(activation="silu")
             h = ops.linear(y, w[f"{before}_down.weight"], by)
-            return sublayer(ops.gate(y, h, w[f"{before}_up.weight"]), None, x)
+            return sublayer(gate(ops, y, h, w[f"{before}_up.weight"]), None, x)
         if layer.keeps:
             return ops.add(x * w[f"{name}_kept"], sublayer(x, first, None))
         factor = w[f"{name}_scale"] if layer.scaled else layer.residual_scale
@@ -340,7 +349,7 @@ def _post_block(
     qkv, x = read(x, "qkv")
     y = attend(index, qkv)
     if layer.spans is not None:
-        y = ops.join(y, _spanned(layer.spans, w, ops, x, seen))
+        y = ops.maths.join((y, _spanned(layer.spans, w, ops, x, seen)), -1)
     x = written(y, "out", x, "attn_norm")
     if layer.cross:
         assert across is not None
@@ -360,9 +369,9 @@ def _spanned(spans: Spans, w: Weights, ops: BlockOps, x: Array, seen: Seen) -> A
     def product(x: Array, name: str) -> Array:
         return ops.linear(x, w[f"{name}.weight"], Neighbours(w[f"{name}.bias"]))
 
-    key = product(ops.convolve_each(x, w["span_depth"], seen.segments), "span_key")
+    key = product(convolve_each(ops.maths, x, w["span_depth"], seen.segments), "span_key")
     scores = product(key * product(x, "span_query"), "span_mixture")
-    return ops.mix_spans(product(x, "span_value"), scores, spans.taps, seen.segments)
+    return mix_spans(ops.maths, product(x, "span_value"), scores, spans.taps, seen.segments)
 
 
 def _narrow_block(
@@ -385,7 +394,7 @@ def _narrow_block(
 
     h = norm(product(x, "narrow"), "narrow_norm")
     read = norm(product(x, "narrow_qk"), "narrow_qk_norm")
-    qkv = ops.join(product(read, "query_key"), product(x, "value"))
+    qkv = ops.maths.join((product(read, "query_key"), product(x, "value")), -1)
     y = ops.row_product(attend(index, qkv), w["out.weight"], Neighbours(w["out.bias"]))
     h = norm(y, "attn_norm", h)
     for i in range(bottleneck.feeds):
@@ -409,17 +418,17 @@ def _paged_block(
         y = ops.row_product(y, w[f"{name}.weight"], Neighbours(w[f"{name}.bias"]))
         return ops.norm(y, NormOf.named(layer.norm, w, norm), residual=residual)
 
-    activation, heads = _plain_activation(layer), layer.attention.heads
-    text, place = ops.parted(x, x.shape[-1] - page.width)
-    qkv = ops.weave(heads, product(text, "qkv"), product(place, "page_qkv"))
-    y, z = ops.unweave(heads, attend(index, qkv), page.head_dim)
+    activation, count = _plain_activation(layer), layer.attention.heads
+    text, place = parted(ops.maths, x, x.shape[-1] - page.width)
+    qkv = weave(ops.maths, count, product(text, "qkv"), product(place, "page_qkv"))
+    y, z = unweave(ops.maths, count, attend(index, qkv), page.head_dim)
     text = written(y, "out", "attn_norm", text)
     place = written(z, "page_out", "page_attn_norm", place)
     text = written(product(text, "up", activation), "down", "mlp_norm", text)
     # Narrow enough to be whole on every device.
     z = product(product(place, "page_up", activation), "page_down")
     place = ops.norm(z, NormOf.named(layer.norm, w, "page_mlp_norm"), residual=place)
-    return ops.join(text, place)
+    return ops.maths.join((text, place), -1)
 
 
 def _borrowed(layer: Layer, ops: BlockOps, qkv: Array, index: int, lent: dict[int, Array]) -> Array:
@@ -427,7 +436,9 @@ def _borrowed(layer: Layer, ops: BlockOps, qkv: Array, index: int, lent: dict[in
     lender = layer.attention.lender
     if lender is None:
         lent[index] = qkv
-    return ops.with_keys_of(layer.attention, qkv, lent[index if lender is None else lender])
+    return heads.with_keys_of(
+        ops.maths, layer.attention, qkv, lent[index if lender is None else lender]
+    )
 
 
 def _streamed_block(
@@ -455,14 +466,14 @@ def _streamed_block(
         y = ops.linear(y, w["told.weight"], Neighbours(norm=scaled, activation="tanh"))
         return ops.linear(y, w[f"{name}.weight"])
 
-    x = ops.mix_streams(told(x[0], "predict"), x)
+    x = mix_streams(ops.maths, told(x[0], "predict"), x)
     first = x[0]
     read = ops.norm(first, norm("attn_norm"))
     learned = ops.linear(ops.linear(read, w["laurel_in.weight"]), w["laurel_out.weight"])
     learned = ops.add(read, learned, norm("laurel_norm"))
     qkv = ops.linear(read, w["qkv.weight"], Neighbours(w.get("qkv.bias")))
     if a.value_norm is not None:
-        qkv = ops.norm_values(a, qkv, NormOf.named(a.value_norm, w, "v_norm"))
+        qkv = heads.norm_values(ops.maths, a, qkv, NormOf.named(a.value_norm, w, "v_norm"))
     if lent is not None and (index in lent or a.lender is not None):
         qkv = _borrowed(layer, ops, qkv, index, lent)
     y = ops.row_product(attend(index, qkv), w["out.weight"], Neighbours(w.get("out.bias")))
@@ -471,13 +482,13 @@ def _streamed_block(
         h = ops.linear(y, w["up.weight"], Neighbours(None, norm("mlp_norm"), activation, True))
     else:
         h = ops.linear(y, w["up.weight"], Neighbours(None, norm("mlp_norm")))
-        h = ops.gate_sparsely(h, activation, *layer.mlp.sparse)
+        h = gate_sparsely(ops, h, activation, *layer.mlp.sparse)
     y = ops.add(y, ops.row_product(h, w["down.weight"]), norm("mlp_post_norm"))
-    x = ops.correct_streams(x, told(y, "correct") + 1, y - first)
+    x = correct_streams(ops.maths, x, told(y, "correct") + 1, y - first)
     y = x[0] * w["corrected_scale"] if streams.scaled else x[0]
     h = ops.linear(y, w["read.weight"], Neighbours(activation=activation))
     y = ops.linear(h * own, w["read_out.weight"])
-    return ops.add_to_rest(x, ops.norm(y, norm("read_norm")))
+    return add_to_rest(ops.maths, x, ops.norm(y, norm("read_norm")))
 
 
 def _apart(experts: Experts, norm: Norm, w: Weights, ops: BlockOps, x: Array) -> Array:
@@ -513,7 +524,9 @@ def _hidden(
     weight, bias = w[f"{name}.weight"], w.get(f"{name}.bias")
     if limit is None:
         return ops.linear(x, weight, Neighbours(bias, norm, mlp.activation, mlp.gated))
-    return ops.gate_within(ops.linear(x, weight, Neighbours(bias, norm)), mlp.activation, limit)
+    return gate_within(
+        ops.maths, ops.linear(x, weight, Neighbours(bias, norm)), mlp.activation, limit
+    )
 
 
 def mixture(
@@ -539,23 +552,23 @@ def mixture(
         norm=norm,
     )
     if experts.capacity is not None:
-        routing = ops.fill(routing, experts.count, experts.capacity, *seen)
+        routing = mixtures.fill(ops.maths, routing, experts.count, experts.capacity, *seen)
     if experts.blended:
         sides = ops.route(x, w["sides.weight"], _SIDES, bias=w["sides.bias"], norm=norm)
-        routing = ops.blend(routing, sides, experts.count - 1)
+        routing = mixtures.blend(ops.maths, routing, sides, experts.count - 1)
     partial = None
     if experts.shared and not ops.adds_shared(x, experts, w):
         h = _hidden(experts, w, ops, "shared.up", x, norm, experts.shared_limit)
         partial = ops.partial_product(h, w["shared.down.weight"])
         if experts.shared_gated:
-            partial = ops.gate(partial, x, w["shared.gate.weight"], norm)
+            partial = gate(ops, partial, x, w["shared.gate.weight"], norm)
         if experts.shared_scale != 1:
             partial = partial * experts.shared_scale
     if experts.zeros:
         x = ops.norm(x, norm) if norm else x
         passed = (routing.weights * (routing.experts >= experts.count)).sum(-1)[..., None] * x
         y = ops.experts(x, experts, w, routing, Neighbours(residual=residual, spend=True), partial)
-        return ops.add(y, ops.like(passed, y))
+        return ops.add(y, ops.maths.cast(passed, y.dtype))
     by = Neighbours(norm=norm, residual=residual, spend=True)
     y = ops.experts(x, experts, w, routing, by, partial)
     return y + w["experts.bias"] if "experts.bias" in w else y

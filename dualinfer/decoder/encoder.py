@@ -3,7 +3,9 @@
 from collections.abc import Sequence
 
 from ..model.spec import ModelSpec
+from ..ops.attention import weigh_across
 from ..ops.contract import Array, Ops, Params
+from ..ops.convolutions import convolve
 from .blocks import Attend, cross_keys
 from .forward import hidden_states
 from .head import last_hidden_state
@@ -30,7 +32,7 @@ def encoded(
     if encoder.mel:
         for name, stride in (("conv1", 1), ("conv2", 2)):
             kernel, bias = (own.outer[f"{name}.{part}"] for part in ("kernel", "bias"))
-            embeds = ops.convolve(embeds, kernel, bias, stride, "gelu")
+            embeds = convolve(ops.maths, embeds, kernel, bias, stride, "gelu")
     angles = ops.angles(encoder, own, positions)
 
     def attend(i: int, qkv: Array) -> Array:
@@ -71,7 +73,7 @@ def across_whole(
         kv = cross_keys(params.layers[i], ops, states)
         if heads := [head for layer, head in watched if layer == i]:
             assert seen is not None
-            found = ops.weigh_across(a, q, kv, heads, mask)
+            found = weigh_across(ops.maths, a, q, kv, heads, mask)
             seen.update(((i, head), one) for head, one in zip(heads, found, strict=True))
         return ops.attend_across(a, q, kv, mask)[0]
 

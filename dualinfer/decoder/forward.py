@@ -4,6 +4,7 @@ from dataclasses import replace
 
 from ..model.spec import Embedder, ModelSpec, Streams
 from ..ops.contract import Array, BlockOps, Neighbours, NormOf, Params
+from ..ops.embedding import embed_given, embed_page, embed_trigrams, read_by_layers
 from .blocks import Attend, Recur, Seen, block, normed
 
 _KEPT = 1 - 0.15 * 0.8  # of tokens, in training
@@ -30,7 +31,7 @@ def hidden_states(
     """The last layer's output [B, T, E] for ids and positions [B, T], before the final norm.
 
     With `embeds` [B, T, W] these are in the place of the embedded ids, which are not read; `blend`
-    [B or 1, T, P] says then what a token's position is, as in `contract.BlockOps.embed_given`.
+    [B or 1, T, P] says then what a token's position is, as in `embedding.embed_given`.
 
     bool `mask` [B, T] and `segments` [B, T], which number sequences, are for a model that drops
     tokens or blanks them, and for layers as in `Seen`.
@@ -51,7 +52,7 @@ def hidden_states(
         where = positions, token_types
         if spec.trigrams:
             read = ids if embeds is None else embeds
-            x = ops.embed_trigrams(spec, params.outer, read, *where, segments)
+            x = embed_trigrams(ops, spec, params.outer, read, *where, segments)
         elif embeds is None:
             apart = spec.dropped is not None and spec.learned_positions > 0
             x = ops.embed(_without_positions(spec) if apart else spec, params.outer, ids, *where)
@@ -60,9 +61,9 @@ def hidden_states(
             if spec.dropped is not None:
                 x = _without_dropped(spec.dropped, ops, x, ids, mask, segments)
             if apart:  # which are not dropped with their tokens
-                x = x + ops.take_rows(params.outer["positions.weight"], positions)
+                x = x + ops.schemes.embed(positions, params.outer["positions.weight"])
         else:
-            x = ops.embed_given(spec, params.outer, embeds, *where, blend)
+            x = embed_given(ops, spec, params.outer, embeds, *where, blend)
         w, norm = params.outer, None
         if spec.embed_norm:
             norm = NormOf.named(spec.embed_norm, w, "embed_norm")
@@ -73,19 +74,19 @@ def hidden_states(
         if norm and spec.normed == "projected":
             x = ops.norm(x, norm)
         if spec.blanks and mask is not None:
-            x = x * ops.like(mask[..., None], x)
+            x = ops.maths.where(mask[..., None], x, 0)
         if spec.page is not None:
-            page = ops.embed_page(spec, w, positions, token_types)
+            page = embed_page(ops, spec, w, positions, token_types)
             page = ops.norm(
                 page, NormOf.named(spec.embed_norm or spec.layers[0].norm, w, "page_norm")
             )
-            x = ops.join(x, page)
+            x = ops.maths.join((x, page), -1)
     kept: list[Array] = [x]
     own = None
     if spec.reads:
         assert ids is not None
         known = ids if spec.layers_ids is None else ids * (ids < spec.layers_ids)
-        own = ops.read_by_layers(spec, params.outer, known, x)
+        own = read_by_layers(ops, spec, params.outer, known, x)
     if spec.streams is not None:
         kept = [x := _spread(spec.streams, params, ops, x)]
     lent: dict[int, Array] | None = dict.fromkeys(spec.lenders) or None
@@ -116,11 +117,11 @@ def _embedded_by(
     """Embeddings x [B, T, E], with those that an embedder makes in the place of its ids' own."""
     w, at = params.outer, ids - own.first
     is_own = (at >= 0) * (at < own.count)
-    y = ops.take_rows(w[f"{name}.table.weight"], at * is_own)
+    y = ops.schemes.embed(at * is_own, w[f"{name}.table.weight"])
     by = Neighbours(norm=NormOf.named(own.norm, w, f"{name}.norm"))
     y = ops.linear(y, w[f"{name}.project.weight"], by)
     y = ops.norm(y, NormOf.named(own.norm, w, f"{name}.out_norm"))
-    share = ops.like(is_own[..., None] * 1.0, x)
+    share = ops.maths.cast(is_own[..., None] * 1.0, x.dtype)
     return x * (1 - share) + y * share
 
 
@@ -128,7 +129,7 @@ def _spread(streams: Streams, params: Params, ops: BlockOps, x: Array) -> Array:
     """The streams [A, B, T, E] of embedded tokens [B, T, E]: itself, and projections as large."""
     w = params.outer
     others = [ops.linear(x, w[f"spread.{i}.weight"]) for i in range(streams.count - 1)]
-    return ops.stack(x, *(_as_large(y, x) for y in others))
+    return ops.maths.stack([x, *(_as_large(y, x) for y in others)], 0)
 
 
 def _gathered(streams: Streams, params: Params, ops: BlockOps, x: Array) -> Array:
@@ -170,4 +171,4 @@ def _without_dropped(
         tokens = ids.shape[1] if mask is None else (mask * 1.0).sum(-1)[:, None].clip(1)
     share = 1 - found / tokens
     scale = (1 - is_dropped) * _KEPT / share
-    return ops.like(x * scale[..., None], x)
+    return ops.maths.cast(x * scale[..., None], x.dtype)

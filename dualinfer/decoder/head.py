@@ -4,6 +4,9 @@ from typing import Any
 
 from ..model.spec import Head, ModelSpec, Pooled, Probe
 from ..ops.contract import Array, BlockOps, Neighbours, NormOf, Ops, Params
+from ..ops.feed_forward import softcap
+from ..ops.pooling import pool
+from ..ops.streams import parted
 
 
 def outputs(
@@ -47,7 +50,7 @@ def outputs(
 
 def _tokens(spec: ModelSpec, ops: BlockOps, x: Array) -> Array:
     """The tokens' own stream [B, T, E]."""
-    return x if spec.page is None else ops.parted(x, spec.embed)[0]
+    return x if spec.page is None else parted(ops.maths, x, spec.embed)[0]
 
 
 def _vector(own: Pooled, params: Params, ops: Ops, x: Array, weights: Array) -> Array:
@@ -55,7 +58,7 @@ def _vector(own: Pooled, params: Params, ops: Ops, x: Array, weights: Array) -> 
     w = params.outer
     if own.probe is not None:
         return _probed(own.probe, params, ops, x, weights)
-    y = ops.like(ops.pool(x, weights), x)[:, 0]
+    y = ops.maths.cast(pool(ops.maths, x, weights), x.dtype)[:, 0]
     if own.norm is not None:
         y = ops.norm(y, NormOf.named(own.norm, w, "pooled_norm"))
     if "projection.weight" not in w:
@@ -70,7 +73,8 @@ def _probed(probe: Probe, params: Params, ops: Ops, x: Array, weights: Array) ->
     def project(x: Array) -> Array:
         return ops.linear(x, w["probe.qkv.weight"], Neighbours(w["probe.qkv.bias"]))
 
-    query = ops.repeat(project(w["probe.token"][None, None]), x.shape[0])[..., :queries]
+    token = project(w["probe.token"][None, None])[..., :queries]
+    query = ops.maths.broadcast(token, (x.shape[0], 1, queries))
     mask = weights >= weights[:, :1]  # rows that a bucket added see all
     y, _ = ops.attend_across(probe.attention, query, project(x)[..., queries:], mask)
     y = ops.linear(y, w["probe.out.weight"], Neighbours(w["probe.out.bias"]))
@@ -86,15 +90,15 @@ def _scores(
     """What a head for labels makes of the last hidden state [B, T, E]: HF's outputs by name."""
     w, norm = params.outer, None
 
-    def pool(x: Array) -> Array:
+    def vectors(x: Array) -> Array:
         assert weights is not None
         if head.pooling == "beside":  # the first token's weight is 1, and those of patches follow
-            both = ops.pool(x, weights, (weights.cumsum(1) > 1) * 1, 2)
-            return ops.like(both, x).reshape(x.shape[0], -1)
-        return ops.like(ops.pool(x, weights), x)[:, 0]
+            both = pool(ops.maths, x, weights, (weights.cumsum(1) > 1) * 1, 2)
+            return ops.maths.cast(both, x.dtype).reshape(x.shape[0], -1)
+        return ops.maths.cast(pool(ops.maths, x, weights), x.dtype)[:, 0]
 
     if head.pooling and not head.late:
-        x = pool(x)
+        x = vectors(x)
     if head.activation:
         by = Neighbours(w.get("head.dense.bias"), activation=head.activation)
         x = ops.linear(x, w["head.dense.weight"], by)
@@ -102,7 +106,7 @@ def _scores(
         norm = NormOf.named(head.norm, w, "head.norm")
     scores = ops.linear(x, w["head.weight"], Neighbours(w.get("head.bias"), norm))
     if head.pooling and head.late:
-        scores = pool(scores)
+        scores = vectors(scores)
     if head.kind == "span":
         return {"start_logits": scores[..., 0], "end_logits": scores[..., 1]}
     return {"logits": scores[..., 0] if head.kind == "replaced" else scores}
@@ -137,10 +141,10 @@ def embeddings(
     """Vectors [B, M, W] of the texts that are packed in each row, of the last layer's output.
 
     `how` has M, and whether each element's largest value is taken; the rest is as in
-    `contract.BlockOps.pool`.
+    `pooling.pool`.
     """
     last = last_hidden_state(spec, params, ops, _tokens(spec, ops, x))
-    return {"embeddings": ops.pool(last, weights, segments, *how)}
+    return {"embeddings": pool(ops.maths, last, weights, segments, *how)}
 
 
 def last_hidden_state(spec: ModelSpec, params: Params, ops: BlockOps, x: Array) -> Array:
@@ -167,7 +171,7 @@ def logits(spec: ModelSpec, params: Params, ops: BlockOps, x: Array, wide: bool 
     if head is not None and head.scale != 1:
         scores = scores * head.scale
     if head is not None and head.softcap:
-        scores = ops.softcap(scores, head.softcap)
+        scores = softcap(ops.maths, scores, head.softcap)
     return ops.gather_logits(scores)
 
 

@@ -383,15 +383,15 @@ def trigrams(x: Array, segments: Array | None) -> Array:
     return out.reshape(batch, tokens, -1)
 
 
-def weave(heads: int, first: Array, second: Array) -> Array:
+def weave(count: int, first: Array, second: Array) -> Array:
     """Packed [B, T, 3 H D] and [B, T, 3 H E] as [B, T, 3 H (D + E)], head by head.
 
     Queries of the second are times (D / E)^1/2.
     """
-    one, other = (x.shape[-1] // (3 * heads) for x in (first, second))
+    one, other = (x.shape[-1] // (3 * count) for x in (first, second))
     parts = []
-    for i in range(3 * heads):
-        factor = (one / other) ** 0.5 if i < heads else 1.0
+    for i in range(3 * count):
+        factor = (one / other) ** 0.5 if i < count else 1.0
         parts.append(_wide(first[..., i * one : (i + 1) * one]))
         parts.append(_wide(second[..., i * other : (i + 1) * other]) * factor)
     return np.concatenate(parts, -1).astype(first.dtype)

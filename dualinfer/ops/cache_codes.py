@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from .schemes import Maths
+from .maths import Maths
 
 LARGEST = {"fp8_e4m3": 448.0, "int8": 127.0}  # the value of a head's largest element
 LEAST = 2.0**-100  # a head whose scale would be below is zero, whatever a device does near 0

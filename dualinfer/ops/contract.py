@@ -2,33 +2,27 @@
 
 A fused op is what one kernel can do in one reading of the weights: its neighbours (a norm before a
 product; bias, activation and residual after it) are its arguments. A backend has plain ops, which
-its framework's primitives compose, and ops by kernels. Over several devices the ops of each see its
-share of the model, as `ModelSpec` describes it, and join the others where the contract says so.
+are `plain` over its Maths, and ops by kernels. Over several devices the ops of each see its share
+of the model, as `ModelSpec` describes it, and join the others where the contract says so.
 
-Arrays are the backend's own. The decoder hands them on and slices leading axes. For a few families
-it also adds, multiplies and sums elements, only by what every framework spells alike. Matrices
-of the model are `Weight`s, which may be quantized: ops alone know how they are held. Unless an
-op says otherwise, arrays have the model's dtype, results have x's dtype, sums are made in float32,
-and no argument is written. What an op may overwrite its caller reads no more; on a backend whose
-arrays are values nothing happens to it. Shapes by letter: see `model/spec`.
+Here stand the ops that a kernel may take the place of, or that join the shares of several devices.
+What else the decoder computes are functions of the files beside this one, over `Maths` and these
+ops. Arrays are the backend's own. Matrices of the model are `Weight`s, which may be quantized: ops
+alone know how they are held. Unless an op says otherwise, arrays have the model's dtype, results
+have x's dtype, sums are made in float32, and no argument is written. What an op may overwrite its
+caller reads no more; on a backend whose arrays are values nothing happens to it. Shapes by letter:
+see `model/spec`.
 """
 
 from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple, Protocol, TypeAlias
 
-from ..model.spec import (
-    Activation,
-    Attention,
-    Experts,
-    Gate,
-    ModelSpec,
-    Norm,
-    Recurrence,
-    Router,
-)
+from ..model.spec import Activation, Attention, Experts, ModelSpec, Norm, Recurrence, Router
 from ..model.weights import Leaf, Weight
 from .caches import CacheView, CrossView, StateView
+from .maths import Maths
+from .schemes import BlockArithmetic
 
 Array: TypeAlias = Any
 Weights: TypeAlias = Mapping[str, Leaf]
@@ -218,6 +212,16 @@ class LayerAttention(NamedTuple):
 class BlockOps(Protocol):
     """What the decoder's blocks compute with."""
 
+    @property
+    def maths(self) -> Maths:
+        """The functions that plain ops are written with."""
+        ...
+
+    @property
+    def schemes(self) -> BlockArithmetic:
+        """What is computed with the model's matrices, plain and quantized."""
+        ...
+
     def span(self, name: str) -> AbstractContextManager[Any]:
         """A range by which profilers, and a compiled program, name the ops within."""
         ...
@@ -238,67 +242,16 @@ class BlockOps(Protocol):
         """
         ...
 
-    def embed_given(
-        self,
-        spec: ModelSpec,
-        w: Weights,
-        embeds: Array,
-        positions: Array,
-        token_types: Array | None,
-        blend: Array | None = None,
-    ) -> Array:
-        """As `embed`, with a caller's embeddings [B, T, W] in the place of the tokens' own.
-
-        W is the width of the embedding: `embed_width`, else E. Of images it is that of a patch;
-        what is given in the place of learned tokens is not read. Of `sounds` it is as they say, and
-        what convolutions make of them is embedded. With float32 `blend` [B or 1, T, P] a token's
-        position is the sum of the table's P rows times these, in the place of `positions`.
-        """
+    def sum(self, x: Array) -> Array:
+        """The sum over devices of x, which may be overwritten; x itself where one has all."""
         ...
 
-    def take_rows(self, table: Weight, ids: Array) -> Array:
-        """Rows [..., W] of a table [N, W], whole on every device, for int ids [...]."""
-        ...
-
-    def embed_trigrams(
-        self,
-        spec: ModelSpec,
-        w: Weights,
-        x: Array,
-        positions: Array,
-        token_types: Array | None,
-        segments: Array | None = None,
-    ) -> Array:
-        """As `embed` of int ids x [B, T], or `embed_given` of x [B, T, W], by `spec.trigrams`.
-
-        What lies beyond a row, or in another of its int `segments` [B, T], counts as zeros.
-        """
-        ...
-
-    def embed_page(
-        self, spec: ModelSpec, w: Weights, positions: Array, token_types: Array
-    ) -> Array:
-        """The stream `spec.page` of tokens, before its norm: [B, T, W].
-
-        It is a projection of the rows of a token's box, which `token_types` hold as in `embed`,
-        and a row of its position.
-        """
-        ...
-
-    def read_by_layers(self, spec: ModelSpec, w: Weights, ids: Array, x: Array) -> Array:
-        """What each layer reads of int ids [B, T] and their embedding x [B, T, E]: [L, B, T, P].
-
-        It is (norm(E^-1/2 projection of x) + P^1/2 row of a table) 2^-1/2, of P elements for each
-        layer, summed over devices.
-        """
+    def tokens(self, ids: Array, table: Weight) -> Array:
+        """Rows [..., W] for int ids [...] of a table of which each device has some."""
         ...
 
     def norm(self, x: Array, norm: NormOf, residual: Array | None = None) -> Array:
         """`x` [..., E], plus the residual [..., E] if given, normed over the last axis."""
-        ...
-
-    def norm_shared(self, x: Array, norm: NormOf, width: int) -> Array:
-        """Each device's share [..., in/devices] of `width` elements, RMS-normed as all are."""
         ...
 
     def linear(self, x: Array, weight: Weight, by: Neighbours = ALONE) -> Array:
@@ -345,47 +298,6 @@ class BlockOps(Protocol):
         """
         ...
 
-    def blend(self, routing: Routing, sides: Routing, expert: int) -> Routing:
-        """`routing` with one more expert of each token, which has a higher number.
-
-        The weights of the others are times `sides.weights[..., 0]`, its own is [..., 1] of them.
-        """
-        ...
-
-    def fill(
-        self,
-        routing: Routing,
-        count: int,
-        capacity: int,
-        mask: Array | None = None,
-        segments: Array | None = None,
-    ) -> Routing:
-        """`routing` [B, T, k] with weight 0 for an expert whose places in a row are taken.
-
-        Each of `count` experts has `capacity` places in a row, or in each of its int `segments`
-        [B, T]; the first tokens that choose it take them, but for those that bool `mask` [B, T]
-        hides.
-        """
-        ...
-
-    def chosen_queries(self, x: Array, weight: Weight, routing: Routing, head_dim: int) -> Array:
-        """Query heads [..., K k D] of x [..., E], k of each KV head one after another.
-
-        A head of its k is the product by a chosen one of weights [X, K D, E], in their order. Each
-        device has a share of K.
-        """
-        ...
-
-    def chosen_outputs(
-        self, y: Array, weight: Weight, routing: Routing, head_dim: int, by: Neighbours
-    ) -> Array:
-        """What chosen ones of weights [X, E, K D] make of heads y [..., K k D]: [..., E].
-
-        The sum over the chosen ones by the routing's weights, and over devices; the neighbours are
-        as of `row_product`. HF's `JetMoeMoA.reduce`.
-        """
-        ...
-
     def experts(
         self,
         x: Array,
@@ -416,184 +328,12 @@ class BlockOps(Protocol):
         """
         ...
 
-    def gate(
-        self,
-        y: Array,
-        x: Array,
-        weight: Weight,
-        norm: NormOf | None = None,
-        by: Gate = "sigmoid",
-    ) -> Array:
-        """y [..., out] times a function, the logistic or another, of norm(x) [..., E] times weight.
-
-        The weight is [n, E]; each of its rows is for out / n elements of y in a row.
-        """
-        ...
-
-    def times_logistic(self, y: Array, gates: Array) -> Array:
-        """y times the logistic function of gates, both [..., N]."""
-        ...
-
     def add(self, x: Array, y: Array, norm: NormOf | None = None) -> Array:
         """x + y, of one shape; with a norm x + norm(y)."""
         ...
 
-    def norm_values(self, a: Attention, qkv: Array, norm: NormOf) -> Array:
-        """Packed qkv [B, T, (H+2K) D] with each head's value normed; it may be overwritten."""
-        ...
-
-    def with_keys_of(self, a: Attention, q: Array, qkv: Array) -> Array:
-        """The first H D elements of q, and the keys and values of packed qkv behind them, anew."""
-        ...
-
-    def widen_heads(self, a: Attention, qkv: Array) -> Array:
-        """Packed qkv [B, T, ...] of `a` as `a.widened` has it.
-
-        Values that are narrower than keys are times their scale, with zeros behind each. Heads of a
-        difference are there twice, once for each value that they read.
-        """
-        ...
-
-    def bias_keys(self, a: Attention, qkv: Array, numbers: Array, w: Weights) -> Array:
-        """Packed qkv [B, T, ...] of `a` as `a.widened` has it, where keys are biased.
-
-        Queries and keys are normed. Behind the elements of a key is its bias, of `numbers` [B, T,
-        K] and the layer's factors [K], behind those of a query the inverse of the scale, and behind
-        those of a value 0. HF's `DogeAttention`.
-        """
-        ...
-
-    def narrow_heads(self, a: Attention, y: Array, w: Weights) -> Array:
-        """What heads of `a.widened` give, [B, T, ...], as those of `a`: [B, T, H value_dim].
-
-        What values were widened by is left out. Of heads of a difference it is made as
-        `spec.Attention` says, by the layer's vectors [D] of `LAMBDAS`: [B, T, H D].
-        """
-        ...
-
-    def clip(self, x: Array, limit: float) -> Array:
-        """x within -limit and limit; it may be overwritten."""
-        ...
-
     def xielu(self, x: Array, numbers: Sequence[Array]) -> Array:
         """The activation xIELU of x, computed in float32; `numbers` by their names in `XIELU`."""
-        ...
-
-    def convolve(
-        self,
-        x: Array,
-        kernel: Array,
-        bias: Array,
-        stride: int,
-        activation: Activation,
-        segments: Array | None = None,
-    ) -> Array:
-        """The activation of a convolution over time, x [B, T, in] to [B, T / stride, out].
-
-        kernel [out, in, taps], over each token and its taps // 2 neighbours on either side; taps
-        are odd, and zeros lie around the sequence. With int `segments` [B, T], for a stride of 1,
-        a token of another segment counts as zeros as well.
-        """
-        ...
-
-    def convolve_each(self, x: Array, kernel: Array, segments: Array | None = None) -> Array:
-        """Each element of x [B, T, E] over time by a kernel of its own, kernel [E, taps].
-
-        Taps are odd, and what lies around is as in `convolve`.
-        """
-        ...
-
-    def mix_spans(self, x: Array, scores: Array, taps: int, segments: Array | None = None) -> Array:
-        """Heads of x [B, T, H D] over time: sums of `taps` tokens by the softmax of scores.
-
-        These are [B, T, H taps]; what lies around is as in `convolve`. HF's class is
-        `ConvBertSelfAttention`.
-        """
-        ...
-
-    def softcap(self, logits: Array, cap: float) -> Array:
-        """cap * tanh(logits / cap), computed in float32."""
-        ...
-
-    def pool(
-        self,
-        x: Array,
-        weights: Array,
-        segments: Array | None = None,
-        count: int = 1,
-        largest: bool = False,
-    ) -> Array:
-        """One vector of each of `count` segments of x [B, T, E]: float32 [B, count, E].
-
-        It is the sum of its tokens times their float32 `weights` [B, T], or with `largest` each
-        element's greatest value among the tokens whose weight is not 0. int `segments` [B, T] say
-        which tokens are whose, those from `count` on nobody's; without them a row is one. What has
-        no token gives 0.
-        """
-        ...
-
-    def weave(self, heads: int, first: Array, second: Array) -> Array:
-        """Packed projections [B, T, 3 H D] and [B, T, 3 H E] as one, [B, T, 3 H (D + E)].
-
-        Each head has its part of the first, then that of the second, whose queries are times
-        (D / E)^1/2, so that the scale of the first serves both.
-        """
-        ...
-
-    def unweave(self, heads: int, x: Array, second: int) -> tuple[Array, Array]:
-        """What attention to such heads gives, x [B, T, H (D + E)], as [B, T, H D] and [B, T, H E].
-
-        `second` is E.
-        """
-        ...
-
-    def parted(self, x: Array, at: int) -> tuple[Array, Array]:
-        """The first `at` elements of the last axis of x, and the others."""
-        ...
-
-    def join(self, *parts: Array) -> Array:
-        """Arrays [B, T, ...] side by side along their last axis."""
-        ...
-
-    def stack(self, *parts: Array) -> Array:
-        """Arrays [B, T, E] as streams [A, B, T, E]."""
-        ...
-
-    def mix_streams(self, coefficients: Array, x: Array) -> Array:
-        """Streams x [A, B, T, E], and to stream j added all i times coefficients [B, T, A j + i].
-
-        HF's `Gemma3nTextAltUp.predict`.
-        """
-        ...
-
-    def correct_streams(self, x: Array, coefficients: Array, change: Array) -> Array:
-        """Streams x [A, B, T, E], to each added `change` [B, T, E] times its coefficient [B, T, A].
-
-        HF's `Gemma3nTextAltUp.correct`.
-        """
-        ...
-
-    def add_to_rest(self, x: Array, y: Array) -> Array:
-        """Streams x [A, B, T, E], to all but the first y [B, T, E] added."""
-        ...
-
-    def gate_sparsely(self, h: Array, by: Activation, deviations: float, width: int) -> Array:
-        """Gates and ups h [..., 2 F] as hidden values [..., F], as `spec.Mlp.sparse` has them.
-
-        Devices have shares of the `width` gates. HF's `Gemma3nTextMLP`.
-        """
-        ...
-
-    def gate_within(self, h: Array, by: Activation, limit: float) -> Array:
-        """Gates and ups h [..., 2 F] as hidden values [..., F], as `spec.Mlp.limit` has them."""
-        ...
-
-    def gate_scaled(self, h: Array, by: Activation, scale: float) -> Array:
-        """activation(scale * gate) * up of gates and ups h [..., 2 F]: [..., F]."""
-        ...
-
-    def like(self, x: Array, other: Array) -> Array:
-        """x in the dtype of `other`."""
         ...
 
     def gather_logits(self, logits: Array) -> Array:
@@ -699,10 +439,6 @@ class Ops(BlockOps, Protocol):
         """
         ...
 
-    def repeat(self, x: Array, rows: int) -> Array:
-        """x [1, ...] as [rows, ...]."""
-        ...
-
     def attend_across(
         self,
         a: Attention,
@@ -719,15 +455,6 @@ class Ops(BlockOps, Protocol):
         kv [B, S, 2 K D] are the others' keys, then values; of these bool `mask` [B, S] shows at
         least one in each row, None all. With a cache the first `lengths` [B] of them are in the
         result, in its int `slots` [B].
-        """
-        ...
-
-    def weigh_across(
-        self, a: Attention, q: Array, kv: Array, heads: Sequence[int], mask: Array | None = None
-    ) -> list[Array]:
-        """How some heads attend, float32 [B, T, S] each, where `attend_across` is given the same.
-
-        On one device, which has all heads.
         """
         ...
 

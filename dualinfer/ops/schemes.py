@@ -6,124 +6,45 @@ Values are made in float32 and rounded once. Inputs are quantized and made value
 
 from collections.abc import Callable, Iterable
 from dataclasses import replace
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from ..model.weights import Leaf, Weight, leaves_of
 from ..quantization import BlockScheme
 from ..quantization.codes import E2M1, RANGES
 from ..quantization.packing import packed_width, unpack
+from .maths import Maths, named
 
 _LEAST_E4M3 = 0.125  # in the place of a scale of 0
 Top = Callable[[Any], Any]  # the largest of what all devices have
-
-
-class Maths(Protocol):
-    """What the arithmetic asks of a framework; `a` is an array, axes are counted from behind."""
-
-    name: str
-
-    def wide(self, a: Any) -> Any:
-        """In float32."""
-        ...
-
-    def cast(self, a: Any, dtype: Any) -> Any:
-        """In another dtype."""
-        ...
-
-    def rounded(self, a: Any, dtype: Any) -> Any:
-        """float32 `a` with the precision of `dtype`."""
-        ...
-
-    def float8(self, a: Any, dtype: str) -> Any:
-        """float32 of bytes that are 8-bit floats, by NumPy's name of their dtype."""
-        ...
-
-    def nearest_e4m3(self, a: Any) -> Any:
-        """float32 `a`, at most 448, as the nearest that float8_e4m3fn has."""
-        ...
-
-    def as_codes(self, a: Any, codes: str) -> Any:
-        """The codes nearest to float32 `a`, "fp8_e4m3" as bytes or "int8", ties to even."""
-        ...
-
-    def power(self, a: Any, mantissa: int) -> Any:
-        """The power of two not above float32 `a`, which is rounded to so many bits before."""
-        ...
-
-    def epsilon(self, dtype: Any) -> float:
-        """The distance from 1 to the next number."""
-        ...
-
-    def quotient(self, a: Any, b: Any) -> Any:
-        """a / b, rounded once."""
-        ...
-
-    def table(self, values: tuple[float, ...], codes: Any) -> Any:
-        """float32 values by integer codes."""
-        ...
-
-    def stack(self, arrays: list[Any], axis: int, /) -> Any:
-        """Arrays side by side along a new axis."""
-        ...
-
-    def join(self, arrays: list[Any], axis: int, /) -> Any:
-        """Arrays side by side along an axis."""
-        ...
-
-    def repeat(self, a: Any, count: int, axis: int) -> Any:
-        """Each element `count` times."""
-        ...
-
-    def rows(self, a: Any, ids: Any) -> Any:
-        """Rows of `a` by ids; on JAX clipped to those that there are."""
-        ...
-
-    def along(self, a: Any, index: Any) -> Any:
-        """Elements along the last axis by an index of as many axes."""
-        ...
-
-    def where(self, condition: Any, a: Any, b: Any, /) -> Any:
-        """`a` or `b`."""
-        ...
-
-    def clip(self, a: Any, low: float, high: float, /) -> Any:
-        """`a` between two numbers."""
-        ...
-
-    def round(self, a: Any, /) -> Any:
-        """The nearest integers, ties to even."""
-        ...
-
-    def most(self, a: Any) -> Any:
-        """The largest along the last axis, which stays."""
-        ...
-
-    def pad(self, a: Any, shape: tuple[int, ...]) -> Any:
-        """`a` with zeros behind."""
-        ...
-
-    def product(self, x: Any, matrix: Any, dtype: Any) -> Any:
-        """x [..., in] times matrix [out, in]; on JAX summed in float32 and given in `dtype`."""
-        ...
 
 
 class BlockArithmetic:
     """The arithmetic of quantized weights in a framework."""
 
     def __init__(self, maths: Maths) -> None:
-        self._m = maths
+        self.maths = maths
+
+    @named("matmul")
+    def matmul(self, x: Any, weight: Weight, bias: Any = None) -> Any:
+        """x [..., in] times a weight [out, in], plus bias [out], in x's dtype."""
+        m = self.maths
+        dtype = m.sums(x, many=bias is not None)
+        if weight.scheme is None and not weight.pieces:
+            return m.cast(m.product(x, weight.data, dtype, bias), x.dtype)
+        y = self.product(x, weight, dtype)
+        return m.cast(y if bias is None else y + m.cast(bias, y.dtype), x.dtype)
 
     def dequantize(self, weight: Weight) -> Any:
         """The matrix that a weight stands for, in its dtype."""
         if weight.pieces:
-            return self._m.join([self.dequantize(piece) for piece in weight.pieces], -2)
+            return self.maths.join([self.dequantize(piece) for piece in weight.pieces], -2)
         if weight.scheme is None:
             return weight.data
-        return self._m.cast(self._values(weight), weight.dtype)
+        return self.maths.cast(self._values(weight), weight.dtype)
 
     def product(self, x: Any, weight: Weight, dtype: Any) -> Any:
         """x [..., in] times a weight [out, in], in `dtype`."""
-        m = self._m
+        m = self.maths
         if weight.pieces:
             return m.join([self.product(x, piece, dtype) for piece in weight.pieces], -1)
         if weight.scheme is None:
@@ -141,11 +62,12 @@ class BlockArithmetic:
             m.wide(m.product(x, m.cast(codes, x.dtype), _wide_dtype(m, x))) * scale, dtype
         )
 
+    @named("embed")
     def embed(self, ids: Any, weight: Weight) -> Any:
-        """Rows of a weight [V, E] for ids [...]: [..., E]."""
+        """Rows of a weight [V, E] for ids [...]: [..., E]; on JAX ids outside are clipped."""
         if weight.scheme is None:
-            return self._m.rows(weight.data, ids)
-        return self._m.cast(self._values(weight, ids), weight.dtype)
+            return self.maths.rows(weight.data, ids)
+        return self.maths.cast(self._values(weight, ids), weight.dtype)
 
     def share_input(self, x: Any, weight: Weight, top: Top) -> tuple[Any, Weight]:
         """A device's columns of an input, quantized by scales of all of them, and the weight.
@@ -164,13 +86,13 @@ class BlockArithmetic:
         how = weight.scheme.activation
         if how is None:
             return x
-        m, dtype, shape = self._m, x.dtype, tuple(x.shape)
+        m, dtype, shape = self.maths, x.dtype, tuple(x.shape)
         low, high = RANGES[how.codes]
         given = weight.beside.get("input")
         wide = m.wide(x)
         if how.dynamic and how.block:
             groups = -(-shape[-1] // how.block)
-            wide = m.pad(wide, (*shape[:-1], groups * how.block))
+            wide = m.pad(wide, -1, 0, groups * how.block - shape[-1])
             wide, top = wide.reshape(*shape[:-1], groups, how.block), lambda a: a
 
         def rounded(a: Any) -> Any:
@@ -212,7 +134,7 @@ class BlockArithmetic:
 
     def _nearest(self, a: Any, codes: str) -> Any:
         """The values of codes that are nearest to `a`, ties to even."""
-        m = self._m
+        m = self.maths
         if codes == "fp8_e4m3":
             return m.nearest_e4m3(a)
         if codes != "fp4_e2m1":
@@ -223,7 +145,7 @@ class BlockArithmetic:
 
     def _values(self, weight: Weight, ids: Any = None) -> Any:
         """float32 of a weight, or of its rows by ids."""
-        m = self._m
+        m = self.maths
         data = weight.data if ids is None else m.rows(weight.data, ids)
         values = self._codes(weight, data)
         if "zero" in weight.beside:
@@ -237,7 +159,7 @@ class BlockArithmetic:
 
     def _codes(self, weight: Weight, data: Any) -> Any:
         """float32 values of codes, before zeros and scales."""
-        m, scheme = self._m, weight.scheme
+        m, scheme = self.maths, weight.scheme
         assert isinstance(scheme, BlockScheme)
         if scheme.bits == 8:
             if scheme.codes.startswith("fp8"):
@@ -259,11 +181,15 @@ class BlockArithmetic:
         """Scales in float32."""
         assert isinstance(weight.scheme, BlockScheme)
         scale, dtype = weight.beside["scale"], weight.scheme.scale_dtype
-        return self._m.float8(scale, dtype) if dtype.startswith("float8") else self._m.wide(scale)
+        return (
+            self.maths.float8(scale, dtype)
+            if dtype.startswith("float8")
+            else self.maths.wide(scale)
+        )
 
     def _lie(self, weight: Weight, a: Any, shape: tuple[int, ...], ids: Any = None) -> Any:
         """What blocks have, for each element of a matrix of `shape`, or of its rows by ids."""
-        m, (rows, columns, _) = self._m, weight.blocks
+        m, (rows, columns, _) = self.maths, weight.blocks
         if ids is not None:
             a = m.rows(a, ids // rows if rows else ids * 0)
         elif rows > 1:
@@ -271,6 +197,7 @@ class BlockArithmetic:
         group = weight.beside.get("group")
         if group is not None:
             ones = (1,) * (len(a.shape) - len(group.shape))
+            group = m.within(group, a.shape[-1])  # padding is of none
             return m.along(a, group.reshape(*group.shape[:-1], *ones, group.shape[-1]))
         return m.repeat(a, columns, -1)[..., : shape[-1]] if columns > 1 else a
 
@@ -282,13 +209,13 @@ class BlockArithmetic:
         ways: dict[str, str] = {}
         for leaf in (own for whole in leaves for own in leaves_of(whole)):
             if isinstance(leaf, Weight) and isinstance(leaf.scheme, BlockScheme):
-                how = f"plain {self._m.name}, made values within the product"
+                how = f"plain {self.maths.name}, made values within the product"
                 if kernels and packed(leaf) is not None:
                     how = kernels
                     if rounds_input(leaf) and _knows_input(leaf.scheme.activation):
                         how += ", or Triton in 8 bits"
                 elif _scales_rows(leaf):
-                    how = f"plain {self._m.name}, codes multiplied, results scaled"
+                    how = f"plain {self.maths.name}, codes multiplied, results scaled"
                 ways[f"matmul, {leaf.scheme.name}"] = how
         return ways
 

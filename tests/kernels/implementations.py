@@ -1,6 +1,7 @@
 """Every implementation of the ops behind one face: NumPy in, NumPy out. A new one is added here."""
 
 import dataclasses
+import importlib
 import inspect
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -10,14 +11,36 @@ import ml_dtypes
 import numpy as np
 
 from dualinfer.model.weights import Weight
+from dualinfer.ops import exact
+from dualinfer.ops.schemes import BlockArithmetic
 
 from .cases import GARBAGE
 
-OPS = ("matmul", "embed", "rms_norm", "layer_norm", "rotary", "activation", "gated_activation")
-OPS += ("xielu", "pool", "convolution", "trigrams", "weave")
-ATTENTION = ("attention", "append", "decode_attention", "cross_attention")
+# Functions over Maths that have a reference, by the file that has them; those of a cache beside.
+OPS = {
+    "norms": ("rms_norm", "layer_norm"),
+    "rotary": ("rotary",),
+    "feed_forward": ("activation", "gated_activation", "xielu"),
+    "pooling": ("pool",),
+    "convolutions": ("convolution", "trigrams"),
+    "streams": ("weave",),
+    "attention": ("attention", "cross_attention"),
+}
+CACHE_OPS = ("append", "decode_attention")
+MATRIX_OPS = ("matmul", "embed")  # of schemes
 SAMPLER = ("filter_logits", "gumbel", "threefry2x32")
-MATRIX_OPS = ("matmul", "embed")
+_FILES = {name: file for file, names in OPS.items() for name in names}
+_FILES |= {"decode_attention": "attention", "unweave": "streams"}
+
+
+def op_of(name: str, maths: Any) -> Callable:
+    """An op by its name, over a framework's Maths."""
+    if name == "append":
+        return lambda cache, k, v, lengths: cache.append(k, v, lengths)
+    if name in MATRIX_OPS:
+        return getattr(BlockArithmetic(maths), name)
+    file = importlib.import_module(f"dualinfer.ops.{_FILES[name]}")
+    return partial(getattr(file, name), maths)
 
 
 def over_arrays(change: Callable[[np.ndarray], Any], value: Any) -> Any:
@@ -36,23 +59,29 @@ def over_arrays(change: Callable[[np.ndarray], Any], value: Any) -> Any:
 
 
 class Implementation:
-    """The ops of one backend; `run` calls one of its functions on NumPy arrays."""
+    """The ops of one framework; `run` calls one of its functions on NumPy arrays."""
 
-    ops: Any
+    maths: Any
     sampler: Any
     layer_cache: Any
 
-    def __getattr__(self, name: str) -> Callable:
-        if name not in (*OPS, *ATTENTION, *SAMPLER):
-            raise AttributeError(name)
-        function = getattr(self.sampler if name in SAMPLER else self.ops, name)
-        return partial(self._call, function)
+    def __init__(self) -> None:
+        self._ops: dict[str, Callable] = {}
 
-    def _call(self, function: Callable, *args: Any, **kwargs: Any) -> Any:
+    def __getattr__(self, name: str) -> Callable:
+        if name not in (*_FILES, *CACHE_OPS, *MATRIX_OPS, *SAMPLER):
+            raise AttributeError(name)
+        if name in SAMPLER:
+            return partial(self._call, name, getattr(self.sampler, name))
+        if name not in self._ops:
+            self._ops[name] = op_of(name, self.maths)
+        return partial(self._call, name, self._ops[name])
+
+    def _call(self, op: str, function: Callable, *args: Any, **kwargs: Any) -> Any:
         """Call with arrays in the places of Weight and FullCache; parameters' names tell where."""
         bound = inspect.signature(function).bind(*args, **kwargs)
         for name, value in bound.arguments.items():
-            if name == "weight" and function.__name__ in MATRIX_OPS:
+            if name == "weight" and op in MATRIX_OPS:
                 bound.arguments[name] = Weight(value, axes=())
             elif name == "cache":
                 bound.arguments[name] = self.layer_cache(*value)
@@ -71,11 +100,11 @@ class Torch(Implementation):
     """`backends.torch` on its default device."""
 
     def __init__(self) -> None:
+        super().__init__()
         from dualinfer.arrays import to_numpy
-        from dualinfer.backends.torch import cache, default_device, sampler
-        from dualinfer.backends.torch.ops import primitives as ops
+        from dualinfer.backends.torch import cache, default_device, maths, sampler
 
-        self.ops, self.sampler = ops, sampler
+        self.maths, self.sampler = maths.MATHS, sampler
         self.layer_cache = cache.FullCache
         self._device, self._to_numpy = default_device(), to_numpy
 
@@ -115,10 +144,10 @@ class Jax(Implementation):
     """`backends.jax` on its default device, compiled."""
 
     def __init__(self) -> None:
-        from dualinfer.backends.jax import cache, sampler
-        from dualinfer.backends.jax.ops import primitives as ops
+        super().__init__()
+        from dualinfer.backends.jax import cache, maths, sampler
 
-        self.ops, self.sampler = ops, sampler
+        self.maths, self.sampler = maths.MATHS, sampler
         self.layer_cache = cache.FullCache
         self._compiled: dict[tuple[Callable, str], Callable] = {}
 
@@ -156,4 +185,14 @@ class Jax(Implementation):
         return self.run(self.sampler.threefry2x32, *self._words(*args))
 
 
-IMPLEMENTATIONS: dict[str, type[Implementation]] = {"torch": Torch, "jax": Jax}
+class Exact(Implementation):
+    """The same text in NumPy and float64, rounded to float32 at the end."""
+
+    maths = exact.MATHS
+
+    def run(self, function: Callable, *args: Any, **kwargs: Any) -> Any:
+        result = function(*args, **kwargs)
+        return over_arrays(lambda a: a.astype("float32") if a.dtype.kind == "f" else a, result)
+
+
+IMPLEMENTATIONS: dict[str, type[Implementation]] = {"torch": Torch, "jax": Jax, "exact": Exact}

@@ -39,12 +39,12 @@ SHAPES = {
 
 @pytest.mark.parametrize("causal", [True, False], ids=["causal", "bidirectional"])
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
-def test_attention_is_the_reference(backend, dtype, shape, causal):
+def test_attention_is_the_reference(maths, dtype, shape, causal):
     q, k, v = inputs(dtype, *shape)
     how = {"scale": shape[-1] ** -0.5, "causal": causal}
     expected = reference.attention(q, k, v, **how)
     # Weights and their products with the values are rounded too.
-    assert_close(backend.attention(q, k, v, **how), expected, dtype, length=shape[1], roundings=2)
+    assert_close(maths.attention(q, k, v, **how), expected, dtype, length=shape[1], roundings=2)
 
 
 PADDED = left_padding(63, 0, 11)
@@ -113,70 +113,70 @@ SCORING = {
 
 
 @pytest.mark.parametrize("options", SCORING.values(), ids=SCORING)
-def test_attention_scores_as_the_options_say(backend, dtype, options):
+def test_attention_scores_as_the_options_say(maths, dtype, options):
     q, k, v = inputs(dtype, 2, 63, 6, 3, 80)
     expected = reference.attention(q, k, v, scale=0.2, **options)
-    actual = backend.attention(q, k, v, scale=0.2, **options)
+    actual = maths.attention(q, k, v, scale=0.2, **options)
     assert_close(actual, expected, dtype, length=63, roundings=2)
 
 
 @pytest.mark.parametrize("kv_heads", [1, 6])
-def test_attention_gives_each_head_its_slope_and_sink(backend, kv_heads):
+def test_attention_gives_each_head_its_slope_and_sink(maths, kv_heads):
     dtype = np.dtype(np.float32)
     q, k, v = inputs(dtype, 1, 17, 6, kv_heads, 16)
     options = {"scale": 0.25, "causal": True, "alibi": SLOPES, "sinks": SINKS}
     expected = reference.attention(q, k, v, **options)
-    assert_close(backend.attention(q, k, v, **options), expected, dtype, length=17)
+    assert_close(maths.attention(q, k, v, **options), expected, dtype, length=17)
 
 
-def test_attention_counts_distances_alike_at_far_positions(backend):
+def test_attention_counts_distances_alike_at_far_positions(maths):
     """Slope times position alone would lose the digits that tell neighbours apart."""
     dtype = np.dtype(np.float32)
     q, k, v = inputs(dtype, 1, 17, 6, 3, 16)
     how = {"scale": 0.25, "causal": True, "alibi": SLOPES}
     near = np.arange(17, dtype=np.int32)[None]
     np.testing.assert_array_equal(
-        backend.attention(q, k, v, positions=near + 1_000_000, **how),
-        backend.attention(q, k, v, positions=near, **how),
+        maths.attention(q, k, v, positions=near + 1_000_000, **how),
+        maths.attention(q, k, v, positions=near, **how),
     )
 
 
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
-def test_attention_hides_what_the_options_say(backend, dtype, options):
+def test_attention_hides_what_the_options_say(maths, dtype, options):
     q, k, v = inputs(dtype, 2, 63, 6, 3, 80)
     expected = reference.attention(q, k, v, scale=0.2, **options)
-    actual = backend.attention(q, k, v, scale=0.2, **options)
+    actual = maths.attention(q, k, v, scale=0.2, **options)
     assert_close(actual, expected, dtype, length=63, roundings=2)
 
 
 @pytest.mark.parametrize("causal", [True, False], ids=["causal", "bidirectional"])
-def test_attention_does_not_see_garbage_in_padding(backend, dtype, causal):
+def test_attention_does_not_see_garbage_in_padding(maths, dtype, causal):
     q, k, v = inputs(dtype, 2, 63, 6, 3, 80)
     k[~PADDED], v[~PADDED] = GARBAGE, -GARBAGE
     how = {"scale": 80**-0.5, "causal": causal, "mask": PADDED}
     expected = reference.attention(q, k, v, **how)
-    actual = backend.attention(q, k, v, **how)
+    actual = maths.attention(q, k, v, **how)
     assert np.isfinite(actual.astype(np.float32)).all(), "a padded query is not finite"
     assert_close(actual[PADDED], expected[PADDED], dtype, length=63, roundings=2)
 
 
-def test_attention_of_packed_sequences_is_that_of_each_alone(backend):
+def test_attention_of_packed_sequences_is_that_of_each_alone(maths):
     dtype = np.dtype(np.float32)
     q, k, v = inputs(dtype, 1, 63, 6, 3, 80)
     how = {"scale": 80**-0.5, "causal": True}
-    whole = backend.attention(q, k, v, segments=packed(63, 23, 40), **how)
+    whole = maths.attention(q, k, v, segments=packed(63, 23, 40), **how)
     for part in (slice(0, 23), slice(23, 63)):
-        alone = backend.attention(q[:, part], k[:, part], v[:, part], **how)
+        alone = maths.attention(q[:, part], k[:, part], v[:, part], **how)
         assert_close(whole[:, part], alone, dtype, length=63)
 
 
-def test_attention_holds_at_large_scores(backend, dtype):
+def test_attention_holds_at_large_scores(maths, dtype):
     """The scores reach 20000, and a softmax that does not subtract their maximum overflows."""
     q, k, v = inputs(dtype, 1, 63, 6, 3, 80)
     q, k = np.sign(q.astype(np.float32)).astype(dtype), np.sign(k.astype(np.float32)).astype(dtype)
     how = {"scale": 256.0, "causal": True}
     expected = reference.attention(q, k, v, **how)
-    assert_close(backend.attention(q, k, v, **how), expected, dtype, roundings=2)
+    assert_close(maths.attention(q, k, v, **how), expected, dtype, roundings=2)
 
 
 def test_reference_attention_is_that_of_hf():
@@ -240,7 +240,8 @@ def test_reference_query_sees_itself_only_where_it_would_see_nothing():
 def test_jax_attends_in_pieces_as_in_one(option, monkeypatch):
     """Long sequences: the scores of a piece of the queries at a time."""
     put = pytest.importorskip("jax").numpy.asarray
-    from dualinfer.backends.jax.ops import primitives as ops
+    from dualinfer.backends.jax import maths
+    from dualinfer.ops.attention import attention
 
     rng = np.random.default_rng(4)
     q, k, v = (normal(i, 2, 64, heads, 16, dtype=np.dtype(np.float32)) for i, heads in
@@ -256,16 +257,16 @@ def test_jax_attends_in_pieces_as_in_one(option, monkeypatch):
         how |= {"alibi": np.linspace(0.1, 0.5, 4, dtype=np.float32), "softcap": 3.0}
         how |= {"positions": rng.integers(0, 50, (2, 64)), "sinks": np.ones(4, np.float32)}
     how = {n: put(x) if isinstance(x, np.ndarray) else x for n, x in how.items()}
-    whole = ops.attention(put(q), put(k), put(v), **how)
+    whole = attention(maths.MATHS, put(q), put(k), put(v), **how)
     for size in (16, 24):  # the second does not divide the tokens
-        monkeypatch.setattr(ops, "_WHOLE", size)
-        pieces = ops.attention(put(q), put(k), put(v), **how)
+        monkeypatch.setattr(maths, "_WHOLE", size)
+        pieces = attention(maths.MATHS, put(q), put(k), put(v), **how)
         assert_close(np.asarray(pieces), np.asarray(whole), q.dtype, length=64)
 
 
 @pytest.mark.parametrize(("tokens", "softcap"), [(1, None), (7, 0.7)])
 @pytest.mark.parametrize("lengths", [None, (63, 1, 40)], ids=["all", "some"])
-def test_cross_attention_is_the_reference(backend, dtype, tokens, softcap, lengths):
+def test_cross_attention_is_the_reference(maths, dtype, tokens, softcap, lengths):
     q = normal(1, 3, tokens, 6, 80, dtype=dtype)
     k, v = (normal(i, 3, 3, 63, 80, dtype=dtype) for i in (2, 3))
     visible = None
@@ -275,5 +276,5 @@ def test_cross_attention_is_the_reference(backend, dtype, tokens, softcap, lengt
             part[~np.broadcast_to(visible[:, None], part.shape[:3])] = GARBAGE
     how = {"scale": 0.2, "softcap": softcap}
     expected = reference.cross_attention(q, k, v, visible, **how)
-    actual = backend.cross_attention(q, k, v, visible, **how)
+    actual = maths.cross_attention(q, k, v, visible, **how)
     assert_close(actual, expected, dtype, length=63, roundings=2)

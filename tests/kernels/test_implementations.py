@@ -7,9 +7,10 @@ import numpy as np
 import pytest
 
 from dualinfer.kernels import reference
+from dualinfer.ops import exact
 
 from .cases import DTYPES, assert_close, normal, unit
-from .implementations import ATTENTION, OPS, SAMPLER
+from .implementations import MATRIX_OPS, OPS, SAMPLER, op_of
 
 
 def backend_module(name: str, file: str):
@@ -18,22 +19,29 @@ def backend_module(name: str, file: str):
 
 
 def test_both_backends_name_the_same_ops():
-    served = [backend_module(name, "ops.primitives").IMPLEMENTATIONS for name in ("torch", "jax")]
+    served = [backend_module(name, "ops.plain").IMPLEMENTATIONS for name in ("torch", "jax")]
     assert set(served[0]) == set(served[1])
     for table in served:
         assert all(isinstance(text, str) and text for text in table.values())
 
 
+@pytest.mark.parametrize("name", [*sum(OPS.values(), ()), *MATRIX_OPS, "decode_attention"])
+def test_ops_have_the_arguments_of_the_reference(name):
+    expected = inspect.signature(getattr(reference, name)).parameters
+    found = inspect.signature(op_of(name, exact.MATHS)).parameters
+    assert [(p.name, p.kind, p.default) for p in found.values()] == [
+        (p.name, p.kind, p.default) for p in expected.values()
+    ]
+
+
 @pytest.mark.parametrize("name", ["torch", "jax"])
-def test_ops_have_the_names_and_arguments_of_the_reference(name):
-    ops, sampler = backend_module(name, "ops.primitives"), backend_module(name, "sampler")
-    for op in (*OPS, *ATTENTION, *SAMPLER):
-        function = getattr(sampler if op in SAMPLER else ops, op)
-        expected = inspect.signature(getattr(reference, op)).parameters
-        found = inspect.signature(function).parameters
-        assert [(p.name, p.kind, p.default) for p in found.values()] == [
-            (p.name, p.kind, p.default) for p in expected.values()
-        ], op
+def test_samplers_have_the_arguments_of_the_reference(name):
+    sampler = backend_module(name, "sampler")
+    for op in SAMPLER:
+        found, expected = (
+            [*inspect.signature(getattr(own, op)).parameters] for own in (sampler, reference)
+        )
+        assert found == expected
     expected = [*inspect.signature(reference.sample).parameters]
     assert list(inspect.signature(sampler.sample).parameters)[: len(expected)] == expected
 

@@ -1,4 +1,4 @@
-"""Routers and experts in plain ops, on both backends, against the reference."""
+"""Routers and experts in plain ops, on both backends and exactly, against the reference."""
 
 import importlib
 from dataclasses import replace
@@ -10,9 +10,13 @@ import pytest
 from dualinfer.kernels import reference
 from dualinfer.model.spec import Experts, Router
 from dualinfer.model.weights import Weight
+from dualinfer.ops import exact, mixtures
 from dualinfer.ops.contract import Routing
+from dualinfer.ops.schemes import BlockArithmetic
 
 from ..models import BACKENDS, relative_rms
+
+EVERYWHERE = (*BACKENDS, "exact")
 
 ROUTERS = {
     "softmax": Router(3, renormalized=True),
@@ -28,22 +32,27 @@ ROUTERS = {
 
 
 def backend(name):
-    """NumPy to arrays, arrays to NumPy, and the functions under test."""
-    mixtures = importlib.import_module(f"dualinfer.backends.{name}.ops.mixtures")
+    """NumPy to arrays, and Maths and schemes of a framework."""
+    if name == "exact":
+        return SimpleNamespace(
+            put=np.asarray, jit=lambda f: f, maths=exact.MATHS, schemes=BlockArithmetic(exact.MATHS)
+        )
+    maths = importlib.import_module(f"dualinfer.backends.{name}.maths").MATHS
+    schemes = importlib.import_module(f"dualinfer.backends.{name}.ops.schemes").SCHEMES
     if name == "torch":
         import torch
 
-        return SimpleNamespace(put=torch.tensor, jit=lambda f: f, ops=mixtures)
+        return SimpleNamespace(put=torch.tensor, jit=lambda f: f, maths=maths, schemes=schemes)
     import jax
 
-    return SimpleNamespace(put=jax.numpy.asarray, jit=jax.jit, ops=mixtures)
+    return SimpleNamespace(put=jax.numpy.asarray, jit=jax.jit, maths=maths, schemes=schemes)
 
 
 def normal(seed, *shape):
     return np.random.default_rng(seed).standard_normal(shape, np.float32)
 
 
-@pytest.mark.parametrize("name", BACKENDS)
+@pytest.mark.parametrize("name", EVERYWHERE)
 @pytest.mark.parametrize("case", ROUTERS)
 def test_a_router_chooses_as_the_reference_does(case, name):
     router, own = ROUTERS[case], backend(name)
@@ -55,24 +64,26 @@ def test_a_router_chooses_as_the_reference_does(case, name):
     experts, weights = reference.route(x, weight, bias, choice_bias, **rule)
     put = [None if a is None else own.put(a) for a in (bias, choice_bias)]
     held = Weight(own.put(weight), ("experts", "embed"))
-    found = own.jit(lambda x: own.ops.route(x, held, router, *put))(own.put(x))
+    found = own.jit(lambda x: mixtures.route(own.schemes, x, held, router, *put))(own.put(x))
     np.testing.assert_array_equal(np.asarray(found.experts), experts)
     assert found.experts.dtype == own.put(np.zeros(1, np.int32)).dtype
     assert relative_rms(found.weights, weights) < 1e-6
     assert (np.diff(experts, axis=-1) > 0).all()
 
 
-@pytest.mark.parametrize("name", BACKENDS)
+@pytest.mark.parametrize("name", EVERYWHERE)
 def test_an_expert_of_all_tokens_is_blended_with_those_chosen(name):
     own, (experts, weights) = backend(name), (np.array([[0, 3], [2, 4]], np.int32), normal(1, 2, 2))
     sides = normal(2, 2, 2)
-    found = own.ops.blend(Routing(own.put(experts), own.put(weights)), own.put(sides), 5)
+    found = mixtures.blend(
+        own.maths, Routing(own.put(experts), own.put(weights)), Routing(None, own.put(sides)), 5
+    )
     numbers, factors = reference.blend(experts, weights, sides, 5)
     np.testing.assert_array_equal(np.asarray(found.experts), numbers)
     assert relative_rms(found.weights, factors) < 1e-6 and numbers[0].tolist() == [0, 3, 5]
 
 
-@pytest.mark.parametrize("name", BACKENDS)
+@pytest.mark.parametrize("name", EVERYWHERE)
 @pytest.mark.parametrize("masked", [True, False])
 @pytest.mark.parametrize("packed", [True, False])
 def test_an_expert_that_is_full_gives_nothing(name, masked, packed):
@@ -82,7 +93,7 @@ def test_an_expert_that_is_full_gives_nothing(name, masked, packed):
     mask = rng.random((2, 21)) < 0.8 if masked else None
     segments = np.repeat([[0, 1, 2]], [1, 13, 7], axis=1).repeat(2, 0) if packed else None
     where = [None if x is None else own.put(x) for x in (mask, segments)]
-    found = own.ops.fill(Routing(own.put(experts), own.put(weights)), 4, 3, *where)
+    found = mixtures.fill(own.maths, Routing(own.put(experts), own.put(weights)), 4, 3, *where)
     expected = reference.fill(experts, weights, 3, mask, segments)
     np.testing.assert_array_equal(np.asarray(found.experts), experts)
     np.testing.assert_array_equal(np.asarray(found.weights), expected)
@@ -116,13 +127,15 @@ def run(own, mixture, w, biases, x, routing):
     routing = Routing(*map(own.put, routing))
 
     def call(x, routing):
-        y = own.ops.experts(x, mixture, held, routing)
-        return y + own.ops.biases(held["experts.down.bias"], routing) if biases else y
+        y = mixtures.experts(own.schemes, x, mixture, held, routing)
+        if not biases:
+            return y
+        return y + mixtures.biases(own.maths, held["experts.down.bias"], routing)
 
     return np.asarray(own.jit(call)(own.put(x), routing))
 
 
-@pytest.mark.parametrize("name", BACKENDS)
+@pytest.mark.parametrize("name", EVERYWHERE)
 @pytest.mark.parametrize(("case", "rows"), [("gated", 1), ("not gated", 5), ("clamped", 40)])
 def test_experts_give_what_the_reference_gives_and_no_unchosen_one_is_read(case, rows, name):
     """NaN in whatever a row did not choose changes no bit of it."""
@@ -158,7 +171,9 @@ def test_pairs_take_copies_of_their_experts_while_a_graph_is_captured(monkeypatc
         yield from zip(here.split(1), torch.arange(len(chosen)).split(1), strict=True)
 
     part = in_parts(own, w, x, routing, [(0, 4), (4, 7)])
-    monkeypatch.setattr(own.ops, "_by_expert", one_by_one)
+    from dualinfer.backends.torch import maths
+
+    monkeypatch.setattr(maths, "_groups", one_by_one)
     assert relative_rms(run(own, GATED, w, biases, x, routing), found) < 1e-6
     again = in_parts(own, w, x, routing, [(0, 4), (4, 7)])
     assert relative_rms(again, part) < 1e-6
@@ -173,11 +188,13 @@ def in_parts(own, w, x, routing, parts):
             for k, a in w.items()
         }
         placed = Routing(*map(own.put, routing))
-        found.append(np.asarray(own.ops.experts(own.put(x), GATED, held, placed, own=part)))
+        found.append(
+            np.asarray(mixtures.experts(own.schemes, own.put(x), GATED, held, placed, own=part))
+        )
     return np.stack(found)
 
 
-@pytest.mark.parametrize("case", ["torch", "jax"])
+@pytest.mark.parametrize("case", EVERYWHERE)
 def test_devices_that_share_experts_out_add_up_to_all(case):
     """No device reads an expert that its tokens did not choose, and one may have none of them."""
     own = backend(case)

@@ -14,11 +14,11 @@ WEIGHTS[:, 31:34] = 0  # nothing of number 2 counts
 
 @pytest.mark.parametrize("largest", [False, True])
 @pytest.mark.parametrize("count", [None, 1, 5])
-def test_pool_is_the_reference(backend, dtype, count, largest):
+def test_pool_is_the_reference(maths, dtype, count, largest):
     x = normal(1, 2, 63, 17, dtype=dtype)
     how = (None, 1) if count is None else (np.repeat(SEGMENTS, 2, axis=0), count)
     expected = reference.pool(x, WEIGHTS, *how, largest)
-    found = backend.pool(x, WEIGHTS, *how, largest)
+    found = maths.pool(x, WEIGHTS, *how, largest)
     assert found.dtype == np.float32
     assert_close(found, expected, np.dtype(np.float32))
     if count == 5:

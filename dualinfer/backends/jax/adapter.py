@@ -15,10 +15,11 @@ from ...config.dtypes import dtype_name
 from ...decoder import joined_towers
 from ...errors import ArgumentError, UnsupportedError, shortened
 from ...model.outputs import make_outputs, on_outputs_type, streams_first
+from ...ops.pooling import contrast
 from ..base import ForwardInputs
 from .executables import TRACED, check_untraced
 from .functional import flat_inputs, transformable
-from .ops import primitives
+from .maths import MATHS
 from .params import Model, make_tree, read_tree
 
 _DEVICE = re.compile(r"(cpu|cuda|gpu|tpu)(?::(\d+))?")
@@ -231,7 +232,7 @@ class _FusedEngine(_Engine):
         texts, images = run(replace(inputs, source=None)), run(inputs.source)
         scale, bias = (weights.outer.get(f"logit_{name}") for name in ("scale", "bias"))
         vectors = texts["pooler_output"], images["pooler_output"]
-        found = primitives.contrast(*vectors, scale, bias)
+        found = contrast(MATHS, *vectors, scale, bias)
         return make_outputs(joined_towers(*map(make_outputs, (texts, images)), *found))
 
 

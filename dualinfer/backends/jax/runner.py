@@ -21,6 +21,7 @@ from ...model.load_plan import LoadPlan, TensorSource
 from ...model.spec import ModelSpec
 from ...model.weights import count_leaves
 from ...ops.caches import Room, cache_bytes, cache_specs, check_room, describe_caches, served
+from ...ops.pooling import contrast
 from ...parallel.agreement import Peers
 from ...parallel.sharding import ShardingPlan
 from ..base import MAX_STEPS, NO_TOKEN, ForwardInputs, Request, SamplingFeatures
@@ -31,8 +32,8 @@ from . import ahead, sampler
 from .cache import Cache, grow, least_free_bytes, make_cache, split
 from .executables import Clock, Executables, Job
 from .gradients import Derived, check_derivative
+from .maths import MATHS
 from .mesh import WHOLE, ManyDevices, Place, in_place, without_mesh
-from .ops import primitives
 from .ops.plain import PlainOps
 from .ops.schemes import SCHEMES
 from .outputs import cut, make_loss
@@ -74,6 +75,9 @@ class Step(NamedTuple):
 
 # A part of the parameters: their structure and how they and the cache's arrays are split.
 Part = tuple[Any, list[Any], list[Any]]
+
+
+_contrast = jax.jit(partial(contrast, MATHS))
 
 
 class JaxRunner:
@@ -156,7 +160,7 @@ class JaxRunner:
             texts, images = self.forward(replace(inputs, source=None)), self.forward(inputs.source)
             w = self._place.local({n: x for n, x in self.params.outer.items() if "logit_" in n})
             vectors = texts["pooler_output"], images["pooler_output"]
-            found = primitives.contrast(*vectors, w["logit_scale"], w.get("logit_bias"))
+            found = _contrast(*vectors, w["logit_scale"], w.get("logit_bias"))
             return decoder.joined_towers(texts, images, *found)
         if inputs.of_encoder and spec.encoder is not None:
             spec = spec.encoder

@@ -16,6 +16,7 @@ from ...errors import UnsupportedError
 from ...model.load_plan import LoadPlan, TensorSource
 from ...model.weights import count_leaves
 from ...ops.caches import Room, cache_specs, describe_caches, served
+from ...ops.pooling import contrast
 from ...parallel.agreement import Peers
 from ...parallel.shard import Shard
 from ...system.patience import told_if_slow
@@ -28,7 +29,7 @@ from .cache import Cache
 from .compiling import compile_options
 from .device import device_name, free_bytes, in_order
 from .graphs import MOST_STEPS, CallGraphs, StepGraphs, graph_facts
-from .ops import primitives
+from .maths import MATHS
 from .ops.plain import PlainOps
 from .ops.schemes import SCHEMES
 from .params import Params, refresh_params
@@ -133,7 +134,7 @@ class TorchRunner:
             vectors, w = (texts["pooler_output"], images["pooler_output"]), self.params.outer
             scale = w["logit_scale"], w.get("logit_bias")
             with self._own_settings(inputs.positions.size):
-                return decoder.joined_towers(texts, images, *primitives.contrast(*vectors, *scale))
+                return decoder.joined_towers(texts, images, *contrast(MATHS, *vectors, *scale))
         arrays = (inputs.ids, inputs.positions, inputs.token_types, inputs.mask, inputs.segments)
         source: Any = inputs.source or (None,) * 5
         if inputs.source:

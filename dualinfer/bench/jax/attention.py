@@ -7,11 +7,12 @@ import jax
 import jax.numpy as jnp
 
 from ...backends.jax.cache import FullCache
-from ...backends.jax.ops import primitives
+from ...backends.jax.maths import MATHS
 from ...backends.jax.ops.cudnn import cudnn_serves
-from ...backends.jax.ops.plain import PlainOps, turns
+from ...backends.jax.ops.plain import PlainOps
 from ...model.spec import Attention, Rope
 from ...ops.contract import LayerAttention
+from ...ops.rotary import rotary, turns
 from ..case import OpCase, Shape, heads_of, prompts_work
 from .inputs import Bench, Op
 
@@ -20,6 +21,10 @@ _CUDNN = "cudnn"
 _CUDNN_DTYPES = ("bfloat16", "float16")
 _CUDNN_HEAD = 128  # with room for every version that JAX 0.9 and later may come with
 _MOST_SCORES = 8 << 30  # bytes of the float32 scores that dense attention writes
+
+
+def _turns(rope: Rope, positions: jax.Array) -> tuple[jax.Array, jax.Array]:
+    return turns(MATHS, rope, jnp.array(rope.tables, jnp.float32), positions)
 
 
 def decode(bench: Bench, shape: Shape, slots: int, tokens: int) -> Iterator[OpCase]:
@@ -47,14 +52,15 @@ def decode(bench: Bench, shape: Shape, slots: int, tokens: int) -> Iterator[OpCa
         cache, (qkv, lengths) = inputs()
         q, k, v = _heads(a, qkv)
         if rope is not None:
-            q, k = (primitives.rotary(x, *turns(rope, lengths[:, None])) for x in (q, k))
-        cache = primitives.append(cache, k[:, 0], v[:, 0], lengths)
+            turned = _turns(rope, lengths[:, None])
+            q, k = (rotary(MATHS, x, *turned) for x in (q, k))
+        cache = cache.append(k[:, 0], v[:, 0], lengths)
         return None, (q, *(jnp.asarray(x.swapaxes(1, 2)) for x in cache.read()))
 
     def run(ops: PlainOps, cache: FullCache, qkv: Any, lengths: Any) -> tuple[Any, Any]:
         angles: Any = lengths[:, None]  # by which kernels turn; XLA by cosines and sines
         if not ops.kernels:
-            angles = {rope: turns(rope, angles)} if rope else {}
+            angles = {rope: _turns(rope, angles)} if rope else {}
         return ops.attend_token(layer, qkv, angles, cache, lengths)
 
     def cudnn(ops: None, state: None, q: Any, k: Any, v: Any) -> tuple[Any, None]:

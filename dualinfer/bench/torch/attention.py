@@ -9,9 +9,10 @@ from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from ...backends.torch.cache import FullCache
-from ...backends.torch.ops import primitives
+from ...backends.torch.maths import MATHS
 from ...model.spec import Attention
 from ...ops.contract import LayerAttention
+from ...ops.rotary import rotary as turned
 from ..case import OpCase, Shape, heads_of, prompts_work, rows_of
 from .inputs import Bench, Op
 
@@ -39,7 +40,7 @@ def decode(bench: Bench, shape: Shape, slots: int, tokens: int) -> Iterator[OpCa
         lengths = torch.full((slots,), past, device=bench.device)
         layer = _layer(bench, a)
         q, k, v = _turned(layer, qkv, lengths[:, None])
-        primitives.append(cache, k[:, 0], v[:, 0], lengths)
+        cache.append(k[:, 0], v[:, 0], lengths)
         return layer, qkv, q.transpose(1, 2).contiguous(), cache, lengths
 
     def ours(layer: Any, qkv: Any, q: Any, cache: Any, lengths: Any) -> torch.Tensor:
@@ -126,7 +127,7 @@ def rotary(bench: Bench, shape: Shape, rows: int) -> Iterator[OpCase]:
 
     def theirs(layer: Any, qkv: Any, positions: Any, cache: Any, slots: Any) -> Any:
         q, k, v = _turned(layer, qkv, positions)
-        primitives.write(cache, slots, k, v)
+        cache.write(slots, k, v)
         return q, k, *cache.read()
 
     # Queries and keys are read and written, values read; the cache takes keys and values.
@@ -155,7 +156,7 @@ def _turned(
     assert layer.frequencies is not None
     angles = positions[..., None].float() * layer.frequencies
     q, k, v = _heads(layer.spec, qkv)
-    q, k = (primitives.rotary(x, angles.cos(), angles.sin()) for x in (q, k))
+    q, k = (turned(MATHS, x, angles.cos(), angles.sin()) for x in (q, k))
     return q, k, v
 
 

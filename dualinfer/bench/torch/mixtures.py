@@ -8,8 +8,9 @@ from typing import Any
 import torch
 from torch.nn import functional as F
 
-from ...backends.torch.ops import mixtures
+from ...backends.torch.maths import MATHS
 from ...ops.contract import Routing
+from ...ops.mixtures import hidden
 from ..case import EPS, OpCase
 from ..mixtures import ExpertsOp, RouterOp
 from .inputs import Bench, Op
@@ -68,7 +69,7 @@ def experts(bench: Bench, own: ExpertsOp) -> Iterator[OpCase]:
 
         k = weights.shape[-1]
         rows = F.rms_norm(x, (own.shape.embed,), scale, EPS).flatten(0, 1)
-        h = mixtures.hidden(product(rows[order // k], "up"), own.shape.experts)
+        h = hidden(MATHS, product(rows[order // k], "up"), own.shape.experts)
         parts = product(h, "down")[places].view(*weights.shape, -1)
         return residual + (parts * weights[..., None]).sum(-2).to(x.dtype)
 

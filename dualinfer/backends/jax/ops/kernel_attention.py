@@ -18,14 +18,16 @@ from ....kernels.triton import (
 )
 from ....kernels.xla.launches import call
 from ....model.spec import Attention, ModelSpec, Rope
+from ....ops import rotary as turning
+from ....ops.attention import attention as plain_attention
+from ....ops.attention import chunks, scoring
 from ....ops.caches import CacheView, CrossView
 from ....ops.contract import LatentQkv, LayerAttention
+from ....ops.plain import last_of
 from ...kernels import has_wide_heads, head_arguments, turn_arguments
 from ..cache import BlockCache, CrossCache, FullCache, LatentCache
-from . import primitives
 from .cudnn import cudnn_serves
 from .kernel_base import KernelBase
-from .plain import chunks_of, last_of, scoring, turns
 
 
 class KernelAttention(KernelBase):
@@ -35,7 +37,7 @@ class KernelAttention(KernelBase):
         self, spec: ModelSpec, params: Any, positions: jax.Array, last: jax.Array | None = None
     ) -> Any:
         """The positions, with `last` if need be: kernels turn as they read queries and keys."""
-        last = last_of(spec, positions, last)
+        last = last_of(self.maths, spec, positions, last)
         return positions if last is None else (positions, last)
 
     def _prepared(
@@ -64,7 +66,7 @@ class KernelAttention(KernelBase):
                     written=(qkv,),
                 )
         if a.clip is not None and a.clip_normed:
-            qkv = self.clip(qkv, a.clip)
+            qkv = qkv.clip(-a.clip, a.clip)
         return layer._replace(q_norm=None, k_norm=None), qkv
 
     def _known(self, a: Attention, cache: CacheView | None) -> FullCache | BlockCache | None:
@@ -112,7 +114,7 @@ class KernelAttention(KernelBase):
         q = queries.reshape(*queries.shape[:-1], a.heads, a.head_dim)
         if a.growth:
             at = positions if lengths is None else lengths[:, None]
-            q = q * primitives.growth(at, *a.growth)[..., None, None].astype(q.dtype)
+            q = q * turning.growth(self.maths, at, *a.growth)[..., None, None].astype(q.dtype)
         return q, shared, LatentCache(*filled) if held else None
 
     def _attend_latents(
@@ -164,13 +166,13 @@ class KernelAttention(KernelBase):
         """See `PlainOps.attend`; what the cache holds behind the keys and values is left there."""
         if isinstance(qkv, LatentQkv):
             return self._attend_latents(layer, qkv, angles, cache, slots, mask, segments)
-        if layer.places is not None:  # by primitives: scores gather two products more
+        if layer.places is not None:  # by plain ops: scores gather two products more
             return self._attend_places(layer, qkv, angles, mask, segments), cache
         a = layer.spec
         angles, last = angles if isinstance(angles, tuple) else (angles, None)
         layer, qkv = self._prepared(layer, qkv, angles)
         batch, tokens, _ = qkv.shape
-        segments = chunks_of(a, batch, tokens, mask, segments)
+        segments = chunks(self.maths, a, (batch, tokens), mask, segments, qkv)
         known = self._known(layer.spec, cache)
         held = _held(known)
         pools = None if known is None else known[:2]
@@ -185,7 +187,7 @@ class KernelAttention(KernelBase):
         how: dict[str, Any] = {"causal": a.causal, "mask": mask, "segments": segments}
         how |= {"positions": None if layer.slopes is None else positions, "sms": self.sms}
         how |= {"config": self.configurations.find(attention_choice.tuning_key(*shape))}
-        how |= {"pdl": turn["pdl"], "relative": layer.bias} | scoring(layer)
+        how |= {"pdl": turn["pdl"]} | scoring(layer)
         # What XLA reads as well, its attention or a cache of another kind, is memory of its own.
         wide = has_wide_heads(a.head_dim)
         apart = by_cudnn or wide or (cache is not None and known is None)
@@ -206,7 +208,8 @@ class KernelAttention(KernelBase):
         q, k, v = y
         if cache is not None and known is None:
             assert slots is not None
-            cache = primitives.write(cache, slots, k, v)
+            with jax.named_scope("append"):
+                cache = cache.write(slots, k, v)
             k, v = (part.astype(q.dtype) for part in cache.kept(k, v))
         with jax.named_scope("attention"):
             if by_cudnn:
@@ -215,8 +218,8 @@ class KernelAttention(KernelBase):
                 )
             elif wide:
                 how = {"causal": a.causal, "mask": mask, "segments": segments}
-                how |= {"positions": positions, "relative": layer.bias} | scoring(layer)
-                y = primitives.attention(q, k, v, **how)
+                how |= {"positions": positions} | scoring(layer)
+                y = plain_attention(self.maths, q, k, v, **how)
             else:
                 how |= {"capability": self.capability}
                 y, _ = call(attention.attention, q, k, v, **how)
@@ -237,9 +240,12 @@ class KernelAttention(KernelBase):
         if known is None:
             rope, growth = layer.spec.rope, layer.spec.growth
             angles, last = angles if isinstance(angles, tuple) else (angles, None)
-            turned: dict[Any, Any] = {rope: turns(rope, angles, last)} if rope else {}
+            turned: dict[Any, Any] = {}
+            if rope:
+                tables = self.frequencies(None, rope)
+                turned[rope] = turning.turns(self.maths, rope, tables, angles, last)
             if growth:
-                turned[growth] = primitives.growth(angles, *growth)
+                turned[growth] = turning.growth(self.maths, angles, *growth)
             return super().attend_token(layer, qkv, turned, cache, lengths)
         a = layer.spec
         layer, qkv = self._prepared(layer, qkv, lengths[:, None])
@@ -264,7 +270,6 @@ class KernelAttention(KernelBase):
                 capability=self.capability,
                 written=(*held, self._counters),
                 chunk=a.chunk,
-                relative=layer.bias,
                 **_head_arguments(layer),
                 **scoring(layer),
             )

@@ -43,6 +43,9 @@ from ....ops.contract import (
     Unnormed,
     Weights,
 )
+from ....ops.embedding import scale_of
+from ....ops.mixtures import biases
+from ....ops.norms import plain_norm
 from ....ops.schemes import EightBit, packed, rounds_input
 from ....ops.schemes import eight_bit as in_eight_bits
 from ...base import SamplingFeatures
@@ -59,7 +62,6 @@ from ...kernels import (
 )
 from ..cache import BlockCache, CrossCache, FullCache, LatentCache
 from ..sampler import CHANGED, FILTERED, SlotState
-from . import mixtures
 from .kernel_attention import KernelAttention
 from .plain import PlainOps
 from .schemes import SCHEMES
@@ -120,9 +122,7 @@ class KernelOps(KernelAttention):
         table = w["embed.weight"].data
         types = "embed.weight" if spec.token_types_from_vocab else "token_types.weight"
         learned = spec.learned_positions > 0
-        scale = spec.embed_scale
-        if spec.rounds_scale:
-            scale = float(np.asarray(scale, table.dtype))
+        scale = scale_of(self.maths, spec, table.dtype)
         with jax.named_scope("embed"):
             return call(
                 embedding.embed,
@@ -188,6 +188,10 @@ class KernelOps(KernelAttention):
         if by.norm is not None and count != 1:
             x, by = self.norm(x, by.norm), by._replace(norm=None)
         return self._launched("matmul", few_rows_launch(self, x, weight, by))
+
+    def normed(self, x: jax.Array, norm: NormOf) -> jax.Array:
+        """See `PlainOps.normed`; XLA makes it within what surrounds the product."""
+        return plain_norm(self.maths, x, norm)
 
     def read(self, x: Unnormed, weight: Weight, by: Neighbours) -> tuple[jax.Array, jax.Array]:
         """See `contract.BlockOps.read`; one launch for a single row."""
@@ -275,7 +279,7 @@ class KernelOps(KernelAttention):
         y = self.own_part(x, own, routing, Neighbours(norm=by.norm, wide=True), partial)
         y = self.split.sum(y)
         if bias is not None:
-            y = y + mixtures.biases(bias, routing)
+            y = y + biases(self.maths, bias, routing)
         y = y.astype(x.dtype)
         return y if by.residual is None else by.residual + y
 

@@ -10,9 +10,9 @@ import jax.numpy as jnp
 from ....kernels.triton.mixture import Mixture
 from ....model.weights import Weight
 from ....ops.contract import ALONE, Neighbours, Routing
+from ....ops.mixtures import biases
 from ..exchange import Exchange
 from ..parallel import Split
-from . import mixtures, primitives
 from .kernels import KernelOps
 from .schemes import SCHEMES
 
@@ -85,16 +85,16 @@ class SplitKernelOps(KernelOps):
         bias, own, residual = mixture.down_bias, mixture._replace(down_bias=None), by.residual
         y = self.own_part(x, own, routing, Neighbours(norm=by.norm, wide=True), partial)
         if bias is not None:
-            added = mixtures.biases(bias, routing).astype(x.dtype)
+            added = biases(self.maths, bias, routing).astype(x.dtype)
             residual = added if residual is None else residual + added
         return self._sum(y, None, residual, x.dtype)
 
-    def _tokens(self, ids: jax.Array, weight: Weight) -> jax.Array:
-        """See `PlainOps._tokens`."""
-        if not self._serves(ids.size * weight.shape[1]):
-            return super()._tokens(ids, weight)
+    def tokens(self, ids: jax.Array, table: Weight) -> jax.Array:
+        """See `contract.BlockOps.tokens`."""
+        if not self._serves(ids.size * table.shape[1]):
+            return super().tokens(ids, table)
         rows, here = self.split.is_here(ids)
-        x = jnp.where(here[..., None], primitives.embed(rows, weight), 0)
+        x = jnp.where(here[..., None], self.schemes.embed(rows, table), 0)
         return self._sum(x, None, None, x.dtype)
 
     def gather_logits(self, logits: jax.Array) -> jax.Array:

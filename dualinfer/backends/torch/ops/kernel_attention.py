@@ -15,15 +15,18 @@ from ....kernels.triton import (
     rotary,
 )
 from ....model.spec import Attention, ModelSpec
+from ....ops import rotary as turning
+from ....ops.attention import attention as plain_attention
+from ....ops.attention import chunks, scoring
 from ....ops.caches import CacheView, CrossView
 from ....ops.contract import LatentQkv, LayerAttention
+from ....ops.plain import last_of
 from ...kernels import has_wide_heads, head_arguments, turn_arguments
 from ..cache import BlockCache, CrossCache, FullCache, LatentCache
 from ..params import Params
-from ..profiling import named
-from . import primitives
+from ..profiling import named, span
 from .kernel_base import KernelBase
-from .plain import Chunk, chunks_of, last_of
+from .plain import Chunk
 
 _SDPA = {"cudnn": SDPBackend.CUDNN_ATTENTION, "flash": SDPBackend.FLASH_ATTENTION}
 
@@ -39,7 +42,7 @@ class KernelAttention(KernelBase):
         last: torch.Tensor | None = None,
     ) -> Any:
         """The positions, with `last` if need be: kernels turn as they read queries and keys."""
-        last = last_of(spec, positions, last)
+        last = last_of(self.maths, spec, positions, last)
         return positions if last is None else (positions, last)
 
     def _heads(
@@ -93,7 +96,7 @@ class KernelAttention(KernelBase):
                 pdl=self.starts_early(qkv.shape[0] * qkv.shape[1]),
             )
         if a.clip is not None and a.clip_normed:
-            self.clip(qkv, a.clip)
+            qkv.clamp_(-a.clip, a.clip)
         return layer._replace(q_norm=None, k_norm=None)
 
     def _known(self, a: Attention, cache: CacheView | None) -> FullCache | BlockCache | None:
@@ -110,8 +113,8 @@ class KernelAttention(KernelBase):
         cache: CacheView | None,
         slots: torch.Tensor | None,
         lengths: torch.Tensor | None = None,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """See `PlainOps._latents`; in place, by one launch. Queries and what heads share."""
+    ) -> tuple[torch.Tensor, torch.Tensor, CacheView | None]:
+        """See `PlainOps._latents`; in place, by one launch."""
         a, rope = layer.spec, layer.spec.rope
         assert a.latent is not None and layer.latent_norm is not None and rope is not None
         positions, last = angles if isinstance(angles, tuple) else (angles, None)
@@ -134,8 +137,9 @@ class KernelAttention(KernelBase):
         )
         if a.growth:
             at = positions if lengths is None else lengths[:, None]
-            qkv.queries.mul_(primitives.growth(at, *a.growth)[..., None].to(qkv.queries.dtype))
-        return qkv.queries.unflatten(-1, (a.heads, -1)), qkv.shared
+            growth = turning.growth(self.maths, at, *a.growth)
+            qkv.queries.mul_(growth[..., None].to(qkv.queries.dtype))
+        return qkv.queries.unflatten(-1, (a.heads, -1)), qkv.shared, cache
 
     def _attend_latents(
         self,
@@ -151,7 +155,7 @@ class KernelAttention(KernelBase):
 
         Those of the pieces before a chunk are made anew, of what is cached.
         """
-        q, shared = self._latents(layer, qkv, angles, cache, slots)
+        q, shared, _ = self._latents(layer, qkv, angles, cache, slots)
         if chunk is not None and chunk.start:
             held = cast(LatentCache, cache).shared
             shared = held[chunk.slot, None, : chunk.start + q.shape[1]]
@@ -180,7 +184,7 @@ class KernelAttention(KernelBase):
         if isinstance(qkv, LatentQkv):
             y = self._attend_latents(layer, qkv, angles, cache, slots, chunk, how)
             return y.flatten(-2), cache
-        if layer.places is not None:  # by primitives: scores gather two products more
+        if layer.places is not None:  # by plain ops: scores gather two products more
             return self._attend_places(layer, qkv, angles, mask, segments), cache
         known = self._known(layer.spec, cache)
         q, k, v = self._heads(layer, qkv, angles, known, slots, start)
@@ -195,11 +199,12 @@ class KernelAttention(KernelBase):
                     scales = tuple(part[chunk.slot, None].transpose(1, 2) for part in scales)
         elif cache is not None and known is None:
             assert slots is not None and not start, "of kinds that kernels know"
-            primitives.write(cache, slots, k, v)
+            with span("append"):
+                cache = cache.write(slots, k, v)
             k, v = (part.to(q.dtype) for part in cache.kept(k, v))
         how["positions"] = positions if layer.slopes is not None else None
-        keys = start + q.shape[1]
-        how["segments"] = chunks_of(layer.spec, q.shape[0], keys, q.device, mask, segments)
+        shape = q.shape[0], start + q.shape[1]
+        how["segments"] = chunks(self.maths, layer.spec, shape, mask, segments, q)
         return self._attention(layer, q, k, v, how, table, scales).flatten(-2), cache
 
     def _attention(
@@ -216,10 +221,8 @@ class KernelAttention(KernelBase):
         a, positions = layer.spec, how.pop("positions", None)
         if has_wide_heads(q.shape[-1]):
             assert not how.pop("start") and table is None
-            how |= {"causal": a.causal, "window": a.window, "alibi": layer.slopes}
-            how |= {"alibi_scale": layer.alibi_scale, "positions": positions, "sinks": layer.sinks}
-            how |= {"softcap": a.softcap, "relative": layer.bias}
-            return primitives.attention(q, k, v, scale=a.scale, **how)
+            how |= {"causal": a.causal, "positions": positions} | scoring(layer)
+            return plain_attention(self.maths, q, k, v, **how)
         how = {"causal": a.causal, "window": a.window, **how}
         how |= {"alibi": layer.slopes, "softcap": a.softcap, "sinks": layer.sinks}
         backends = () if layer.bias is not None else attention_choice.sdpa_backends(q, **how)

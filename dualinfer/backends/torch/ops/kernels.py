@@ -37,6 +37,7 @@ from ....ops.contract import (
     Unnormed,
     Weights,
 )
+from ....ops.embedding import scale_of
 from ....ops.schemes import EightBit, packed, rounds_input
 from ....ops.schemes import eight_bit as in_eight_bits
 from ...base import SamplingFeatures
@@ -53,13 +54,12 @@ from ...kernels import (
 )
 from ...slots import bucket
 from ..cache import BlockCache, CrossCache, FullCache, LatentCache
+from ..maths import MATHS
 from ..parallel import Split
 from ..profiling import named, span
 from ..sampler import SlotState
-from . import primitives
 from .kernel_attention import KernelAttention
-from .plain import PlainOps
-from .plain_blocks import embed_scale
+from .plain import SDPA, PlainOps
 from .schemes import SCHEMES
 
 # Of an expert on average, and its ffn: from there torch's products are faster on an H100.
@@ -90,7 +90,7 @@ class KernelOps(KernelAttention):
         ),
         "attention": "torch's cuDNN or flash attention where they can, else Triton",
         "decode_attention": "Triton, split KV, fused with rotary and append",
-        "cross_attention": f"Triton, split KV, of one token; {primitives.SDPA} of more",
+        "cross_attention": f"Triton, split KV, of one token; {SDPA} of more",
         "latent_attention": "Triton, split KV over latent vectors; norm, rotary and append before",
         "sampling": "Triton, threefry2x32",
     }
@@ -128,7 +128,7 @@ class KernelOps(KernelAttention):
         table = w["embed.weight"].data
         types = "embed.weight" if spec.token_types_from_vocab else "token_types.weight"
         learned = spec.learned_positions > 0
-        scale = embed_scale(spec, table.dtype)
+        scale = scale_of(MATHS, spec, table.dtype)
         return embedding.embed(
             ids,
             table,
@@ -306,6 +306,10 @@ class KernelOps(KernelAttention):
         launch = experts_launch(self, x, mixture, routing, by, partial, config)
         grouped = takes_groups(mixture, routing.experts.numel(), x)
         return self._launched(launch, product=grouped_product if grouped else None)
+
+    def partial_product(self, x: torch.Tensor, weight: Weight) -> torch.Tensor:
+        """See `contract.BlockOps.partial_product`."""
+        return self.linear(*self._share_input(x, weight))
 
     def matmul(self, x: torch.Tensor, weight: Weight, bias: torch.Tensor | None) -> torch.Tensor:
         """See `PlainOps.matmul`; the pieces of a weight are multiplied one by one."""

@@ -10,13 +10,13 @@ from ....kernels.triton.tuning import Configurations
 from ....model.spec import ModelSpec
 from ....model.weights import Weight
 from ....ops.contract import ALONE, Neighbours, Routing, Weights
+from ....ops.embedding import scale_of
+from ....ops.mixtures import biases
 from ...kernels import serves_product
 from ..exchange import Exchange
 from ..parallel import Split
 from ..profiling import named
-from . import mixtures
 from .kernels import KernelOps, reads_tables
-from .plain_blocks import embed_scale
 from .schemes import SCHEMES
 
 
@@ -69,7 +69,7 @@ class SplitKernelOps(KernelOps):
         if spec.own_vocab or not reads_tables(spec, w):
             return super().embed(spec, w, ids, positions, token_types)
         table = w["embed.weight"].data
-        scale = embed_scale(spec, table.dtype)
+        scale = scale_of(self.maths, spec, table.dtype)
         x = embedding.embed(ids, table, scale=scale, first=self.split.first)
         added = None
         if spec.learned_positions:
@@ -82,10 +82,11 @@ class SplitKernelOps(KernelOps):
             added = types if added is None else added + types
         return self._sum(x, None, added, x.dtype)
 
-    def _tokens(self, ids: torch.Tensor, weight: Weight) -> torch.Tensor:
-        if weight.scheme is not None:
-            return super()._tokens(ids, weight)
-        x = embedding.embed(ids, weight.data, first=self.split.first)
+    def tokens(self, ids: torch.Tensor, table: Weight) -> torch.Tensor:
+        """See `contract.BlockOps.tokens`."""
+        if table.scheme is not None:
+            return super().tokens(ids, table)
+        x = embedding.embed(ids, table.data, first=self.split.first)
         return self._sum(x, None, None, x.dtype)
 
     @named("matmul")
@@ -114,7 +115,7 @@ class SplitKernelOps(KernelOps):
         by = by._replace(residual=None, wide=self._exchange_for(x.numel()) is not None)
         y = self.own_part(x, mixture._replace(down_bias=None), routing, by, partial)
         if bias is not None:
-            added = mixtures.biases(bias, routing).to(x.dtype)
+            added = biases(self.maths, bias, routing).to(x.dtype)
             residual = added if residual is None else residual + added
         return self._sum(y, None, residual, x.dtype)
 

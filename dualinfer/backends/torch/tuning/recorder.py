@@ -9,12 +9,13 @@ import torch
 from ....kernels.triton import experts, routing
 from ....kernels.triton.mixture import Mixture
 from ....kernels.triton.tuning import Key
-from ....model.spec import Activation, Attention, Experts, Gate, ModelSpec, Router
+from ....model.spec import Experts, ModelSpec, Router
 from ....model.weights import Weight
 from ....ops.contract import ALONE, Neighbours, NormOf, Routing, Unnormed, Weights
 from ....ops.schemes import eight_bit, rounds_input
 from ...kernels import linear_key, reads_unnormed, serves_product
 from ..ops.kernels import KernelOps, takes_groups
+from ..ops.plain import PlainOps
 
 
 class ProductCall(NamedTuple):
@@ -41,14 +42,15 @@ class ExpertsCall(NamedTuple):
     x: torch.Tensor
 
 
-class Recorder:
-    """Ops of the contract that launch nothing: they note what a pass asks of tuned kernels.
+class Recorder(PlainOps):
+    """Plain ops of which those note what a pass asks of tuned kernels that these serve.
 
-    Those are products with few rows, routers and experts. What they give is empty, of the right
-    shape; `ops` says which kernel would serve.
+    They are products with few rows, routers and experts; norms, which lie between, do nothing. What
+    they give is empty, of the right shape; `ops` says which kernel would serve.
     """
 
     def __init__(self, ops: KernelOps):
+        super().__init__()
         self.ops = ops
         self.products: dict[Key, list[ProductCall]] = {}
         self.routers: dict[Key, list[RouterCall]] = {}
@@ -68,51 +70,9 @@ class Recorder:
         dtype = w["embed.weight"].dtype
         return torch.empty((*ids.shape, spec.embed), dtype=dtype, device=ids.device)
 
-    def embed_given(
-        self,
-        spec: ModelSpec,
-        w: Weights,
-        embeds: torch.Tensor,
-        positions: torch.Tensor,
-        token_types: torch.Tensor | None,
-        blend: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        return self.embed(spec, w, positions, positions, token_types)
-
-    def embed_trigrams(
-        self,
-        spec: ModelSpec,
-        w: Weights,
-        x: torch.Tensor,
-        positions: torch.Tensor,
-        token_types: torch.Tensor | None,
-        segments: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        return self.embed(spec, w, positions, positions, token_types)
-
-    def read_by_layers(
-        self, spec: ModelSpec, w: Weights, ids: torch.Tensor, x: torch.Tensor
-    ) -> torch.Tensor:
-        self.linear(x, w["layers_project.weight"])
-        return x.new_empty((len(spec.layers), *ids.shape, spec.layers[0].reads))
-
     def norm(
         self, x: torch.Tensor, norm: NormOf, residual: torch.Tensor | None = None
     ) -> torch.Tensor:
-        return x
-
-    def widen_heads(self, a: Attention, qkv: torch.Tensor) -> torch.Tensor:
-        return qkv.new_empty((*qkv.shape[:-1], sum(a.widened.qkv_sizes)))
-
-    def bias_keys(
-        self, a: Attention, qkv: torch.Tensor, numbers: torch.Tensor, w: Weights
-    ) -> torch.Tensor:
-        return self.widen_heads(a, qkv)
-
-    def narrow_heads(self, a: Attention, y: torch.Tensor, w: Weights) -> torch.Tensor:
-        return y.new_empty((*y.shape[:-1], a.heads * a.head_widths[2]))
-
-    def norm_shared(self, x: torch.Tensor, norm: NormOf, width: int) -> torch.Tensor:
         return x
 
     def linear(self, x: torch.Tensor, weight: Weight, by: Neighbours = ALONE) -> torch.Tensor:
@@ -136,17 +96,6 @@ class Recorder:
     def partial_product(self, x: torch.Tensor, weight: Weight) -> torch.Tensor:
         return self.linear(x, weight)
 
-    def chosen_queries(
-        self, x: torch.Tensor, weight: Weight, routing: Routing, head_dim: int
-    ) -> torch.Tensor:
-        heads = routing.experts.shape[-1] * weight.shape[1]
-        return x.new_empty((*x.shape[:-1], heads))
-
-    def chosen_outputs(
-        self, y: torch.Tensor, weight: Weight, routing: Routing, head_dim: int, by: Neighbours
-    ) -> torch.Tensor:
-        return y.new_empty((*y.shape[:-1], weight.shape[1]))
-
     def route(
         self,
         x: torch.Tensor,
@@ -164,19 +113,6 @@ class Recorder:
             self.routers.setdefault(key, []).append(RouterCall(weight, router, beside))
         shape = *x.shape[:-1], router.chosen
         return Routing(x.new_zeros(shape, dtype=torch.int32), x.new_empty(shape))
-
-    def blend(self, routing: Routing, sides: Routing, expert: int) -> Routing:
-        return routing
-
-    def fill(
-        self,
-        routing: Routing,
-        count: int,
-        capacity: int,
-        mask: torch.Tensor | None = None,
-        segments: torch.Tensor | None = None,
-    ) -> Routing:
-        return routing
 
     def experts(
         self,
@@ -198,124 +134,8 @@ class Recorder:
     def adds_shared(self, x: torch.Tensor, mixture: Experts, w: Weights) -> bool:
         return self.ops.adds_shared(x, mixture, w)
 
-    def gate(
-        self,
-        y: torch.Tensor,
-        x: torch.Tensor,
-        weight: Weight,
-        norm: NormOf | None = None,
-        by: Gate = "sigmoid",
-    ) -> torch.Tensor:
-        self.linear(x, weight, Neighbours(norm=norm, wide=True))
-        return y
-
     def add(self, x: torch.Tensor, y: torch.Tensor, norm: NormOf | None = None) -> torch.Tensor:
-        return x
-
-    def norm_values(self, a: Attention, qkv: torch.Tensor, norm: NormOf) -> torch.Tensor:
-        return qkv
-
-    def with_keys_of(self, a: Attention, q: torch.Tensor, qkv: torch.Tensor) -> torch.Tensor:
-        return qkv
-
-    def clip(self, x: torch.Tensor, limit: float) -> torch.Tensor:
-        return x
-
-    def stack(self, *parts: torch.Tensor) -> torch.Tensor:
-        return torch.stack(parts)
-
-    def mix_streams(self, coefficients: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-        return x
-
-    def correct_streams(
-        self, x: torch.Tensor, coefficients: torch.Tensor, change: torch.Tensor
-    ) -> torch.Tensor:
-        return x
-
-    def add_to_rest(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        return x
-
-    def gate_sparsely(
-        self, h: torch.Tensor, by: Activation, deviations: float, width: int
-    ) -> torch.Tensor:
-        return h.new_empty((*h.shape[:-1], h.shape[-1] // 2))
-
-    def times_logistic(self, y: torch.Tensor, gates: torch.Tensor) -> torch.Tensor:
-        return y
-
-    def gate_within(self, h: torch.Tensor, by: Activation, limit: float) -> torch.Tensor:
-        return h.new_empty((*h.shape[:-1], h.shape[-1] // 2))
-
-    def gate_scaled(self, h: torch.Tensor, by: Activation, scale: float) -> torch.Tensor:
-        return h.new_empty((*h.shape[:-1], h.shape[-1] // 2))
-
-    def pool(
-        self,
-        x: torch.Tensor,
-        weights: torch.Tensor,
-        segments: torch.Tensor | None = None,
-        count: int = 1,
-        largest: bool = False,
-    ) -> torch.Tensor:
-        return x[:, :count]
-
-    def take_rows(self, table: Weight, ids: torch.Tensor) -> torch.Tensor:
-        return torch.empty((*ids.shape, table.shape[1]), dtype=table.dtype, device=ids.device)
-
-    def embed_page(
-        self, spec: ModelSpec, w: Weights, positions: torch.Tensor, token_types: torch.Tensor
-    ) -> torch.Tensor:
-        weight = w["page_positions.weight"]
-        shape = *positions.shape, weight.shape[1]
-        return torch.empty(shape, dtype=weight.dtype, device=positions.device)
-
-    def weave(self, heads: int, first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:
-        return torch.cat((first, second), -1)
-
-    def unweave(
-        self, heads: int, x: torch.Tensor, second: int
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        return x[..., : -heads * second], x[..., -heads * second :]
-
-    def parted(self, x: torch.Tensor, at: int) -> tuple[torch.Tensor, torch.Tensor]:
-        return x[..., :at], x[..., at:]
-
-    def join(self, *parts: torch.Tensor) -> torch.Tensor:
-        return torch.cat(parts, -1)
-
-    def like(self, x: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
         return x
 
     def xielu(self, x: torch.Tensor, numbers: Sequence[torch.Tensor]) -> torch.Tensor:
         return x
-
-    def convolve_each(
-        self, x: torch.Tensor, kernel: torch.Tensor, segments: torch.Tensor | None = None
-    ) -> torch.Tensor:
-        return x
-
-    def mix_spans(
-        self,
-        x: torch.Tensor,
-        scores: torch.Tensor,
-        taps: int,
-        segments: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        return x
-
-    def convolve(
-        self,
-        x: torch.Tensor,
-        kernel: torch.Tensor,
-        bias: torch.Tensor,
-        stride: int,
-        activation: Activation,
-        segments: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        return x.new_empty((x.shape[0], x.shape[1] // stride, kernel.shape[0]))
-
-    def softcap(self, logits: torch.Tensor, cap: float) -> torch.Tensor:
-        return logits
-
-    def gather_logits(self, logits: torch.Tensor) -> torch.Tensor:
-        return logits

@@ -1,0 +1,279 @@
+"""Attention: which keys a query sees, what is added to scores, and attention by all of these."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from ..model.spec import Attention
+from .caches import CacheView
+from .contract import Array, LayerAttention
+from .maths import Maths, halves, heads, named
+
+
+def scoring(layer: LayerAttention) -> dict[str, Any]:
+    """How attention scores the layer's keys: arguments that are facts of the layer."""
+    a = layer.spec
+    alibi = {"alibi": layer.slopes, "alibi_scale": layer.alibi_scale}
+    shared = {"window": a.window, "softcap": a.softcap, "sinks": layer.sinks}
+    return {"scale": a.scale, **shared, **alibi, "relative": layer.bias}
+
+
+@named("attention")
+def attention(
+    m: Maths,
+    q: Array,
+    k: Array,
+    v: Array,
+    *,
+    scale: float,
+    causal: bool,
+    window: int | None = None,
+    mask: Array | None = None,
+    segments: Array | None = None,
+    alibi: Array | None = None,
+    alibi_scale: float | None = None,
+    positions: Array | None = None,
+    softcap: float | None = None,
+    sinks: Array | None = None,
+    relative: Array | None = None,
+) -> Array:
+    """Attention of whole sequences: q [B, T, H, D], k and v [B, T, K, D] to [B, T, H, D].
+
+    Values may have another width than keys, and then the result has it. `mask` bool [B, T] hides
+    keys, `segments` int [B, T] separates packed sequences. A query that would see nothing sees
+    itself, so that it stays finite. `alibi` and `sinks` are float32 [H], `positions` int [B, T] are
+    what the slopes of `alibi` count, `alibi_scale` as in `alibi_bias`. k and v may be float32 where
+    q is not, as a cache in codes keeps them. `relative` [H, 2M+1] is as in `relative_bias`.
+    """
+    tokens = q.shape[1]
+    window = None if window is None or window >= tokens else window
+
+    def bias(rows: Array | None) -> Array:
+        at = positions if alibi is not None else None
+        at = m.arange(tokens, q)[None] if at is None else at
+        own = at if rows is None else at[:, rows]
+        if alibi is None:
+            return relative_bias(relative, at, own)
+        return alibi_bias(m, alibi, at, own, alibi_scale)
+
+    return m.attention(
+        q,
+        k,
+        v,
+        scale=scale,
+        causal=causal,
+        visible=_visible(m, q, causal, window, mask, segments),
+        bias=None if alibi is None and relative is None else bias,
+        softcap=softcap,
+        sinks=sinks,
+        exact=alibi is not None,
+    )
+
+
+def _visible(
+    m: Maths,
+    q: Array,
+    causal: bool,
+    window: int | None,
+    mask: Array | None,
+    segments: Array | None,
+) -> Any:
+    """`visible` of `Maths.attention`; None where it is the framework's own way."""
+    if window is None and mask is None and segments is None:
+        return None
+
+    def visible(rows: Array | None) -> Array:
+        """bool [B or 1, R, T]: whether a query at `rows`, None for all, sees a key."""
+        at = m.arange(q.shape[1], q)
+        own = (at if rows is None else rows)[:, None]
+        shown = at <= own if causal else None
+        for one in _others(at, own, rows):
+            shown = one if shown is None else shown & one
+        assert shown is not None
+        shown = shown if shown.ndim == 3 else shown[None]
+        if mask is None:
+            return shown
+        return shown | ((at == own) & ~shown.any(-1, keepdims=True))
+
+    def _others(at: Array, own: Array, rows: Array | None) -> Any:
+        if window is not None:
+            yield at > own - window
+            if not causal:
+                yield at < own + window
+        if mask is not None:
+            yield mask[:, None, :]
+        if segments is not None:
+            ours = segments if rows is None else segments[:, rows]
+            yield ours[:, :, None] == segments[:, None, :]
+
+    return visible
+
+
+def alibi_bias(m: Maths, slopes: Array, keys: Array, queries: Array, scale: float | None) -> Array:
+    """What ALiBi adds to scores, float32 [B, H, T, S], of int positions [B, S] and [B, T].
+
+    Slopes [H] times how far a key lies ahead; with `scale` its product with the difference of
+    slopes times positions, both rounded to bfloat16.
+    """
+    if scale is None:
+        return slopes[:, None, None] * (keys[:, None, :] - queries[:, :, None])[:, None]
+
+    def at(positions: Array) -> Array:
+        rounded = m.rounded(positions, m.bfloat16)
+        return m.rounded(slopes[:, None] * rounded[:, None], m.bfloat16)
+
+    return (at(keys)[:, :, None, :] - at(queries)[..., None]) * scale
+
+
+def relative_bias(table: Array, keys: Array, queries: Array) -> Array:
+    """What distances add to scores, [B, H, T, S], of int positions [B, S] and [B, T].
+
+    Column M + n of the table [H, 2M+1] is for keys that lie n tokens behind the query; the first
+    and the last are also for those that lie farther.
+    """
+    most = table.shape[1] // 2
+    away = (keys[:, None, :] - queries[:, :, None]).clip(-most, most) + most
+    return table[:, away].swapaxes(0, 1)
+
+
+@named("attention")
+def disentangled_attention(
+    m: Maths,
+    q: Array,
+    k: Array,
+    v: Array,
+    keys: Array | None,
+    queries: Array | None,
+    *,
+    scale: float,
+    mask: Array | None,
+    segments: Array | None,
+) -> Array:
+    """Attention of whole sequences, to whose scores distances add: [B, T, H, D] as q, k and v.
+
+    Keys and queries [H, 2N+1, D] are of keys that lie -N to N tokens behind the query, or farther.
+    `mask` and `segments` are as in `attention`. Scores are float32 (DeBERTa, arXiv:2006.03654).
+    """
+    at = m.arange(q.shape[1], q)
+    scores = m.scores("bthd,bshd->bhts", q, k)
+
+    def added(x: Array, table: Array, away: Array) -> Array:
+        """Each row of x [B, T, H, D] with the row of the table of each distance: [B, H, T, T]."""
+        near = table.shape[1] // 2
+        products = m.scores("bthd,hpd->bhtp", x, table)
+        return m.along(products, (away.clip(-near, near) + near)[None, None])
+
+    if keys is not None:
+        scores = scores + added(q, keys, at - at[:, None])
+    if queries is not None:
+        scores = scores + added(k, queries, at[:, None] - at).swapaxes(-1, -2)
+    scores = scores * scale
+    if (visible := _visible(m, q, False, None, mask, segments)) is not None:
+        scores = m.where(visible(None)[:, None], scores, -float("inf"))
+    return m.einsum("bhts,bshd->bthd", m.cast(m.softmax(scores), v.dtype), v)
+
+
+@named("cross_attention")
+def cross_attention(
+    m: Maths,
+    q: Array,
+    k: Array,
+    v: Array,
+    visible: Array | None,
+    *,
+    scale: float,
+    softcap: float | None = None,
+) -> Array:
+    """Attention to other sequences: q [B, T, H, D], k and v [B, K, S, D] to [B, T, H, D].
+
+    bool `visible` [B, S] shows keys, None all. `softcap` as in `attention`.
+    """
+    shown = None if visible is None else (lambda rows: visible[:, None])
+    return m.attention(q, k, v, scale=scale, visible=shown, softcap=softcap, by_head=True)
+
+
+def weigh_across(
+    m: Maths, a: Attention, q: Array, kv: Array, of: Sequence[int], mask: Array | None = None
+) -> list[Array]:
+    """How the heads `of` attend, float32 [B, T, S] each, where `Ops.attend_across` has the same.
+
+    On one device, which has all heads.
+    """
+    q, k = heads(q, width=a.head_dim), heads(halves(kv)[0], width=a.head_dim)
+    found = []
+    for head in of:
+        query, key = q[:, :, head] * a.scale, k[:, :, head * k.shape[2] // q.shape[2]]
+        scores = m.scores("btd,bsd->bts", query, key)
+        scores = scores if mask is None else m.where(mask[:, None], scores, -float("inf"))
+        found.append(m.softmax(scores))
+    return found
+
+
+@named("decode_attention")
+def decode_attention(
+    m: Maths,
+    q: Array,
+    cache: CacheView,
+    lengths: Array,
+    *,
+    scale: float,
+    window: int | None = None,
+    chunk: int | None = None,
+    alibi: Array | None = None,
+    alibi_scale: float | None = None,
+    softcap: float | None = None,
+    sinks: Array | None = None,
+    relative: Array | None = None,
+) -> Array:
+    """Attention of one query a slot, q [N, H, D], to the `lengths` [N] cached tokens: [N, H, D].
+
+    The query is the last of them, and sees those of its own `chunk` of tokens. `alibi` and `sinks`
+    are float32 [H], `alibi_scale` as in `alibi_bias`, `relative` as in `attention`.
+    """
+    keys, values = cache.read()
+    at, count = m.arange(cache.capacity, q)[None], lengths[:, None]
+    visible = at < count
+    if window is not None:
+        visible = visible & (at >= count - window)
+    if chunk is not None:
+        visible = visible & (at >= (count - 1) // chunk * chunk)
+
+    def bias(rows: Array | None) -> Array:
+        if alibi is None:
+            return relative_bias(relative, at, count - 1)
+        return alibi_bias(m, alibi, at, count - 1, alibi_scale)
+
+    return m.attention(
+        q,
+        keys,
+        values,
+        scale=scale,
+        visible=lambda rows: visible[:, None],
+        bias=None if alibi is None and relative is None else bias,
+        softcap=softcap,
+        sinks=sinks,
+        exact=alibi is not None,
+        by_head=True,
+    )
+
+
+def chunks(
+    m: Maths,
+    a: Attention,
+    shape: tuple[int, int],
+    mask: Array | None,
+    segments: Array | None,
+    like: Array,
+) -> Array | None:
+    """The segments [B, T] that whole sequences see, where the layer sees chunks of them.
+
+    These are of `a.chunk` tokens each, from the first that `mask` shows. Within given segments they
+    lie where HF has them, by the place in the row.
+    """
+    batch, keys = shape
+    if a.chunk is None or keys <= a.chunk:
+        return segments
+    at = m.arange(keys, like)[None]
+    if mask is not None:
+        at = m.cast(at - (mask.cumsum(-1) == 0).sum(-1, keepdims=True), at.dtype)
+    own = at // a.chunk
+    return m.broadcast(own if segments is None else segments * keys + own, (batch, keys))

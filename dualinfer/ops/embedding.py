@@ -1,0 +1,217 @@
+"""What tokens are before the first layer: rows of tables, patches of images, sounds, positions."""
+
+from typing import Any
+
+from ..model.spec import ModelSpec, Waves
+from .contract import Array, BlockOps, NormOf, Weights
+from .convolutions import trigrams
+from .maths import Maths, flat, heads, named
+from .norms import plain_norm
+
+
+def embed(
+    ops: BlockOps,
+    spec: ModelSpec,
+    w: Weights,
+    ids: Array,
+    positions: Array,
+    token_types: Array | None,
+) -> Array:
+    """Embedded tokens [B, T, E]; see `contract.BlockOps.embed`."""
+    table = w["embed.weight"]
+    x = ops.schemes.embed(ids, table) if spec.own_vocab else ops.tokens(ids, table)
+    return _with_positions(ops, spec, w, _scaled(ops.maths, spec, x), positions, token_types)
+
+
+def embed_given(
+    ops: BlockOps,
+    spec: ModelSpec,
+    w: Weights,
+    embeds: Array,
+    positions: Array,
+    token_types: Array | None,
+    blend: Array | None = None,
+) -> Array:
+    """As `embed`, with a caller's embeddings [B, T, W] in the place of the tokens' own.
+
+    W is the width of the embedding: `embed_width`, else E. Of images it is that of a patch; what is
+    given in the place of learned tokens is not read. Of `sounds` it is as they say, and what
+    convolutions make of them is embedded. With float32 `blend` [B or 1, T, P] a token's position is
+    the sum of the table's P rows times these, in the place of `positions`.
+    """
+    m = ops.maths
+    if spec.patches is not None:
+        embeds = patches(m, embeds, w["patches.kernel"], w.get("patches.bias"))
+        if learned := spec.patches.learned:
+            first = w["class_token"]
+            if spec.patches.registers:
+                first = m.join((first[None], w["registers"]), 0)
+            first = m.broadcast(first, (len(embeds), learned, embeds.shape[-1]))
+            embeds = m.join((first, embeds[:, learned:]), 1)
+    if spec.sounds is not None:
+        names = [f"conv{i + 1}" for i in range(len(spec.sounds.taps))]
+        kernels: Any = [(w[f"{name}.kernel"], w.get(f"{name}.bias")) for name in names]
+        if isinstance(spec.sounds, Waves):
+            norm = w["sound_norm.weight"], w["sound_norm.bias"]
+            embeds = hear_waves(m, spec.sounds, embeds, norm, *kernels)
+        else:
+            embeds = hear(m, embeds, *kernels)
+    if spec.scales_embeds:
+        embeds = _scaled(m, spec, embeds)
+    return _with_positions(ops, spec, w, embeds, positions, token_types, blend)
+
+
+def embed_trigrams(
+    ops: BlockOps,
+    spec: ModelSpec,
+    w: Weights,
+    x: Array,
+    positions: Array,
+    token_types: Array | None,
+    segments: Array | None = None,
+) -> Array:
+    """As `embed` of int ids x [B, T], or `embed_given` of x [B, T, W], by `spec.trigrams`.
+
+    What lies beyond a row, or in another of its int `segments` [B, T], counts as zeros.
+    """
+    if x.ndim == 2:
+        x = ops.tokens(x, w["embed.weight"])
+    x = trigrams(ops.maths, x, segments)
+    x = ops.schemes.matmul(x, w["project_in.weight"], w["project_in.bias"])
+    return _with_positions(ops, spec, w, x, positions, token_types)
+
+
+def embed_page(
+    ops: BlockOps, spec: ModelSpec, w: Weights, positions: Array, token_types: Array
+) -> Array:
+    """The stream `spec.page` of tokens, before its norm: [B, T, W].
+
+    It is a projection of the rows of a token's box, which `token_types` hold as in `embed`, and a
+    row of its position.
+    """
+    _, boxes = _boxes(ops, w, token_types)
+    boxes = ops.maths.join(boxes, -1)
+    y = ops.schemes.matmul(boxes, w["page_project.weight"], w["page_project.bias"])
+    at = ops.maths.within(positions, spec.learned_positions)
+    return y + ops.schemes.embed(at, w["page_positions.weight"])
+
+
+def read_by_layers(ops: BlockOps, spec: ModelSpec, w: Weights, ids: Array, x: Array) -> Array:
+    """What each layer reads of int ids [B, T] and their embedding x [B, T, E]: [L, B, T, P].
+
+    It is (norm(E^-1/2 projection of x) + P^1/2 row of a table) 2^-1/2, of P elements for each
+    layer, summed over devices.
+    """
+    m, each = ops.maths, spec.layers[0].reads
+    own = ops.tokens(ids, w["layers_embed.weight"])
+    own = own * m.nearest(each**0.5, own.dtype)
+    y = ops.linear(x, w["layers_project.weight"]) * spec.embed**-0.5
+    y, own = (heads(part, width=each) for part in (y, own))
+    y = ops.norm(y, NormOf.named(spec.layers[0].norm, w, "layers_norm"))
+    return m.whole(m.moveaxis((y + own) * 2**-0.5, -2, 0))
+
+
+def scale_of(m: Maths, spec: ModelSpec, dtype: Any) -> float:
+    """What multiplies embedded tokens, rounded to their `dtype` where HF rounds it."""
+    return m.nearest(spec.embed_scale, dtype) if spec.rounds_scale else spec.embed_scale
+
+
+def _scaled(m: Maths, spec: ModelSpec, x: Array) -> Array:
+    if spec.embed_scale == 1:
+        return x
+    scale = scale_of(m, spec, x.dtype)
+    return x * scale if spec.rounds_scale else m.times(x, scale)
+
+
+def _with_positions(
+    ops: BlockOps,
+    spec: ModelSpec,
+    w: Weights,
+    x: Array,
+    positions: Array,
+    token_types: Array | None,
+    blend: Array | None = None,
+) -> Array:
+    """Embedded tokens in the layers' width, plus their types and positions."""
+    m, rows_of = ops.maths, ops.schemes.embed
+    if spec.normed == "tokens":
+        assert spec.embed_norm is not None
+        x = plain_norm(m, x, NormOf.named(spec.embed_norm, w, "embed_norm"))
+    if spec.projects:
+        x = ops.schemes.matmul(x, w["project_in.weight"])
+    if token_types is not None:
+        if spec.boxes:
+            token_types, boxes = _boxes(ops, w, token_types)
+            x = x if spec.page is not None else sum(boxes, x)
+        if spec.token_types_from_vocab:
+            x = x + ops.tokens(token_types, w["embed.weight"])
+        else:
+            x = x + rows_of(token_types, w["token_types.weight"])
+    if blend is not None:
+        rows = m.wide(rows_of(m.arange(blend.shape[-1], blend), w["positions.weight"]))
+        return x + m.cast(m.einsum("...p,pe->...e", blend, rows), x.dtype)
+    if spec.learned_positions:  # ended slots stay where they are, free ones at 0
+        at = m.within(positions, spec.learned_positions) + spec.position_offset
+        x = x + rows_of(at, w["positions.weight"])
+    return x
+
+
+def _boxes(ops: BlockOps, w: Weights, token_types: Array) -> tuple[Array, list[Array]]:
+    """Types of tokens, and rows for left, upper, right, lower, height and width."""
+    boxes = ops.maths.zeros((*token_types.shape, 4), token_types.dtype, token_types)
+    if token_types.ndim == 3:
+        token_types, boxes = token_types[..., 0], token_types[..., 1:]
+    left, upper, right, lower = (boxes[..., i] for i in range(4))
+    edges = ("x", left), ("y", upper), ("x", right), ("y", lower)
+    sides = ("h", lower - upper), ("w", right - left)
+    rows = [ops.schemes.embed(at, w[f"boxes.{x}.weight"]) for x, at in (*edges, *sides)]
+    return token_types, rows
+
+
+@named("patches")
+def patches(m: Maths, x: Array, kernel: Array, bias: Array | None) -> Array:
+    """Patches [B, T, C h w] of images times kernel [E, C, h, w], plus bias [E]: [B, T, E]."""
+    return _heard(m, x, kernel, bias)
+
+
+@named("hear")
+def hear(m: Maths, x: Array, first: tuple[Array, Array], second: tuple[Array, Array]) -> Array:
+    """What two gated convolutions make of tokens [B, T, W] as `spec.Sounds` has them: [B, T, E].
+
+    Each is a kernel [out, in, taps] and a bias [out].
+    """
+    x = x[..., :-1].reshape(*x.shape[:2], second[0].shape[2], -1)
+    h = m.glu(_heard(m, x[..., :-1], *first)) * x[..., -1:]
+    return m.glu(_heard(m, flat(h.swapaxes(-1, -2)), *second))
+
+
+@named("hear")
+def hear_waves(
+    m: Maths,
+    own: Waves,
+    x: Array,
+    norm: tuple[Array, Array],
+    first: tuple[Array, None],
+    second: tuple[Array, Array],
+    third: tuple[Array, Array],
+) -> Array:
+    """As `hear`, of tokens as `spec.Waves` has them; `norm` is a weight and a bias [E]."""
+    x = x[..., :-1].reshape(*x.shape[:2], own.windows, -1)
+    counts, over = m.wide(x[..., -1:]), (1, 2, 3)
+    h = m.wide(m.tanh(_heard(m, x[..., :-1], *first)))
+    count = (counts.sum(over, keepdims=True) * h.shape[-1]).clip(1)
+    mean = (h * counts).sum(over, keepdims=True) / count
+    away = h - mean
+    variance = (away * away * counts).sum(over, keepdims=True) / count
+    h = away[:, :, : own.seen] * m.rsqrt(variance + own.eps)
+    h = m.cast(h * m.wide(norm[0]) + m.wide(norm[1]), x.dtype)
+    # Over places that a token sees, the taps of the second convolution for each of the third.
+    h = flat(m.windows(h, 2, own.taps[1], own.strides[1]))
+    h = m.activation(_heard(m, h, *second), "gelu")
+    return m.activation(_heard(m, flat(h.swapaxes(-1, -2)), *third), "gelu")
+
+
+def _heard(m: Maths, x: Array, kernel: Array, bias: Array | None) -> Array:
+    """x [..., in taps] times a kernel [out, in, taps], plus bias [out]."""
+    y = m.product(x, kernel.reshape(len(kernel), -1), m.sums(x), bias)
+    return m.cast(y, x.dtype)

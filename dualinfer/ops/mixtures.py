@@ -1,0 +1,231 @@
+"""Routers and experts: which of a layer's experts a token chooses, and what these make of it."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from math import prod
+from typing import Any, TypeAlias
+
+from ..model.spec import Experts, Router
+from ..model.weights import Weight
+from .contract import Array, BlockOps, Neighbours, Routing, Weights
+from .feed_forward import activation, gate_within
+from .maths import Maths, flat, halves, heads, named
+from .projection import added
+from .schemes import BlockArithmetic, of_each, rounds_input
+
+# What is multiplied with the experts' down matrices, and these, as several devices take them.
+ShareInput: TypeAlias = Callable[[Array, Weight], tuple[Array, Weight]]
+
+
+@named("router")
+def route(
+    s: BlockArithmetic,
+    x: Array,
+    weight: Weight,
+    router: Router,
+    bias: Array | None = None,
+    choice_bias: Array | None = None,
+) -> Routing:
+    """The experts that rows of x [..., E] choose, and their weights; see `BlockOps.route`."""
+    m = s.maths
+    bias = None if bias is None else m.wide(bias)
+    scores = m.product(m.wide(x), m.wide(s.dequantize(weight)), m.float32, bias)
+    if router.softcap is not None:
+        scores = router.softcap * m.tanh(scores / router.softcap)
+    if router.score == "sparse":
+        return _sparse(m, scores, router)
+    if router.score == "sigmoid":
+        scores = m.sigmoid(scores)
+    elif router.score == "softmax":
+        scores = m.softmax(scores)
+    choice = scores if choice_bias is None else scores + m.wide(choice_bias)
+    if router.groups > 1:
+        by_group = heads(choice, router.groups)
+        best = m.top(by_group, 2 if router.group_score == "two" else 1).sum(-1)
+        is_open = m.among(m.largest(best, router.groups_chosen), router.groups)
+        choice = flat(m.where(is_open[..., None], by_group, -float("inf")))
+    experts = m.sort(m.largest(choice, router.chosen))
+    weights = m.along(scores, experts)
+    if router.score == "chosen":
+        weights = m.softmax(weights)
+    elif router.score == "gates":
+        weights = m.sigmoid(weights)
+    if router.renormalized:
+        weights = weights / (weights.sum(-1, keepdims=True) + router.eps)
+    return Routing(m.cast(experts, m.int32), weights * router.scale)
+
+
+def _sparse(m: Maths, scores: Array, router: Router) -> Routing:
+    """The two largest of scores [..., X]; each weighs as much as near ones leave it."""
+    picks = m.largest(scores, 2)
+    rest, weights = scores, []
+    for pick in (picks[..., :1], picks[..., 1:]):
+        best = m.along(scores, pick)
+        far = (best - scores) / m.maximum(abs(scores), best) > 2 * router.jitter
+        near = m.softmax(m.where(far, -float("inf"), rest))
+        weights.append(m.along(near, pick))
+        rest = m.without(rest, pick)
+    experts, order = m.ascending(picks)
+    ordered = m.along(m.join(weights, -1), order)
+    return Routing(m.cast(experts, m.int32), ordered * router.scale)
+
+
+@named("router")
+def blend(m: Maths, routing: Routing, sides: Routing, expert: int) -> Routing:
+    """`routing` with one more expert of each token, which has a higher number.
+
+    The weights of the others are times `sides.weights[..., 0]`, its own is [..., 1] of them.
+    """
+    experts, weights, shares = *routing, sides.weights
+    both = m.join((weights * shares[..., :1], shares[..., 1:]), -1)
+    return Routing(m.pad(experts, -1, 0, 1, expert), both)
+
+
+@named("router")
+def fill(
+    m: Maths,
+    routing: Routing,
+    count: int,
+    capacity: int,
+    mask: Array | None = None,
+    segments: Array | None = None,
+) -> Routing:
+    """`routing` [B, T, k] with weight 0 for an expert whose places in a row are taken.
+
+    Each of `count` experts has `capacity` places in a row, or in each of its int `segments` [B, T];
+    the first tokens that choose it take them, but for those that bool `mask` [B, T] hides.
+    """
+    experts, weights = routing
+    chosen = m.one_hot(experts, count).sum(-2)
+    if mask is not None:
+        chosen = chosen * mask[..., None]
+    before = chosen.cumsum(1) - chosen
+    if segments is not None:  # less those before the first token of each
+        is_first = m.pad(segments[:, 1:] != segments[:, :-1], 1, 1, 0, True)
+        first = m.running_most(m.where(is_first, m.arange(chosen.shape[1], chosen), 0), 1)
+        before = before - m.places(before, first)
+    return Routing(experts, m.where(m.along(before, experts) < capacity, weights, 0))
+
+
+@named("experts")
+def experts(
+    s: BlockArithmetic,
+    x: Array,
+    mixture: Experts,
+    w: Weights,
+    routing: Routing,
+    share_input: ShareInput = lambda h, weight: (h, weight),
+    own: Any = None,
+) -> Array:
+    """The sum of what the chosen experts make of x [..., E], without down's bias: float32.
+
+    A matrix is read only for the rows that chose its expert. With int `own` [2] the weights are
+    those of experts `own[0]` to `own[1]`, perhaps with zeros behind, and others give nothing.
+    """
+    m, chosen = s.maths, routing.experts.reshape(-1)
+    rows, count = x.reshape(-1, x.shape[-1]), routing.experts.shape[-1]
+    up, down = (w[f"experts.{name}.weight"] for name in ("up", "down"))
+    bias, (total, width, features) = w.get("experts.up.bias"), down.shape
+    here = None
+    if own is not None:
+        here = (chosen >= own[0]) & (chosen < own[1])
+        chosen = m.where(here, chosen - own[0], total)
+    groups = m.groups(chosen, total, mixture.count, here)
+    factors = routing.weights.reshape(-1) if mixture.weighs_input else None
+    read, sums = ((rows, count), (factors, 1)), m.sums(x)
+
+    def first(own: Any, read: Array, factors: Array | None) -> Array:
+        if factors is not None:
+            read = m.cast(read * factors[:, None], x.dtype)
+        return hidden(m, s.matmul(read, *own[:2]), mixture)
+
+    def second(own: Any, h: Array) -> Array:
+        return s.product(h, own[-1], sums)
+
+    def both(own: Any, read: Array, factors: Array | None) -> Array:
+        return second(own, first(own, read, factors))
+
+    if rounds_input(down):  # by scales that devices may make together, of all pairs at once
+        h = groups(first, (up, bias), read, features, x.dtype)
+        h, shared = share_input(h, of_each(down, chosen.clip(max=total - 1)))
+        down = replace(down, scheme=shared.scheme)
+        parts = groups(second, (down,), ((h, 1),), width, sums)
+    else:
+        parts = groups(both, (up, bias, down), read, width, sums)
+    return _weighted(
+        m,
+        parts.reshape(*routing.experts.shape, -1),
+        None if mixture.weighs_input else routing.weights,
+    )
+
+
+def hidden(m: Maths, h: Array, mixture: Experts) -> Array:
+    """An expert's hidden values, of its first product h [..., 2F] with gate, then up."""
+    if not mixture.gated:
+        return activation(m, h, mixture.activation)
+    if mixture.limits_given and mixture.limit is not None:
+        return gate_within(m, h, mixture.activation, mixture.limit)
+    gate, up = halves(h)
+    if mixture.limit is not None:
+        gate, up = gate.clip(max=mixture.limit), up.clip(-mixture.limit, mixture.limit)
+    return activation(m, gate, mixture.activation) * (up + mixture.offset)
+
+
+def biases(m: Maths, bias: Array, routing: Routing) -> Array:
+    """What down's bias [X, E] adds to the sum over experts: float32 [..., E]."""
+    return _weighted(m, bias[routing.experts], routing.weights)
+
+
+def _weighted(m: Maths, parts: Array, weights: Array | None) -> Array:
+    """The sum of parts [..., k, E] by float32 weights [..., k], one after another."""
+    total = m.wide(parts[..., 0, :])
+    if weights is None:
+        return sum((m.wide(parts[..., i, :]) for i in range(1, parts.shape[-2])), total)
+    total = total * weights[..., 0, None]
+    for i in range(1, parts.shape[-2]):
+        total = m.add_product(total, m.wide(parts[..., i, :]), weights[..., i, None])
+    return total
+
+
+@named("chosen_queries")
+def chosen_queries(m: Maths, x: Array, weight: Weight, routing: Routing, head_dim: int) -> Array:
+    """Query heads [..., K k D] of x [..., E], k of each KV head one after another.
+
+    A head of its k is the product by a chosen one of weights [X, K D, E], in their order. Each
+    device has a share of K.
+    """
+    own, matrices = routing.experts, weight.data
+    if _are_few(own, matrices):  # fewer are read than there are
+        y = m.einsum("...koi,...i->...ko", matrices[own], x)
+    else:
+        every = m.cast(m.product(x, matrices.reshape(-1, x.shape[-1]), m.sums(x)), x.dtype)
+        rows = every.reshape(-1, *matrices.shape[:2]), own.reshape(-1, own.shape[-1])
+        y = m.places(*rows).reshape(*own.shape, -1)
+    return flat(heads(y, width=head_dim).swapaxes(-3, -2), 3)
+
+
+@named("chosen_outputs")
+def chosen_outputs(
+    ops: BlockOps, y: Array, weight: Weight, routing: Routing, head_dim: int, by: Neighbours
+) -> Array:
+    """What chosen ones of weights [X, E, K D] make of heads y [..., K k D]: [..., E].
+
+    The sum over the chosen ones by the routing's weights, and over devices, which have shares of K;
+    the neighbours are as of `row_product`. HF's `JetMoeMoA.reduce`.
+    """
+    m, own, matrices = ops.maths, routing.experts, weight.data
+    y = y.reshape(*y.shape[:-1], -1, own.shape[-1], head_dim)
+    y = flat(y.swapaxes(-3, -2))
+    if _are_few(own, matrices):
+        parts = m.wide(m.einsum("...koi,...ki->...ko", matrices[own], y, dtype=m.sums(y)))
+        z = (parts * routing.weights[..., None]).sum(-2)
+    else:
+        share = (own[..., None] == m.arange(len(matrices), y)) * routing.weights[..., None]
+        spread = m.cast(m.einsum("...kx,...ki->...xi", share, m.wide(y)), y.dtype)
+        z = m.product(flat(spread), flat(matrices.swapaxes(0, 1)), m.sums(y))
+    return added(m, ops.sum(z), y.dtype, by)
+
+
+def _are_few(own: Array, matrices: Array) -> bool:
+    """Whether tokens choose fewer matrices, all together, than there are."""
+    return prod(own.shape) <= len(matrices)

@@ -1,0 +1,461 @@
+"""The ops of the contract over Maths: what each means, on any framework and any device.
+
+A backend's plain ops are these with its own Maths; its ops by kernels take their place one by one.
+"""
+
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+from ..model.spec import Attention, Experts, ModelSpec, Recurrence, Rope, Router
+from ..model.weights import Weight
+from . import attention, embedding, feed_forward, mixtures, recurrences, rotary
+from .caches import CacheSpec, CacheView, CrossView, StateView
+from .contract import (
+    ALONE,
+    Array,
+    LatentQkv,
+    LayerAttention,
+    Neighbours,
+    NormOf,
+    Routing,
+    Unnormed,
+    Weights,
+)
+from .maths import Maths, cut, flat, heads
+from .norms import plain_norm, rms_norm
+from .projection import added
+from .schemes import BlockArithmetic
+
+
+class PlainBlocks:
+    """What the decoder's blocks compute with; see `contract.BlockOps`."""
+
+    maths: Maths
+    schemes: BlockArithmetic
+    implementations: Mapping[str, str]
+    cache_kinds: frozenset[str] = frozenset()  # that kernels know
+    cache_codes: frozenset[str] = frozenset()  # likewise, where a cache keeps codes
+    kernels = ""  # whose, for people
+    reads_codes: str | None = None  # by kernels: how, for people
+
+    def __init__(self, split: Any = None) -> None:
+        self.split = split  # the backend's `Split`; None: one device has the whole model
+
+    def left_plain(self, spec: ModelSpec, layers: Sequence[Weights]) -> Mapping[str, str]:
+        """The ops that kernels serve in others, not in this model; see `served`.
+
+        `layers` are the weights of its layers.
+        """
+        return {}
+
+    def knows(self, cache: CacheSpec | CacheView) -> bool:
+        """Whether kernels write and read a cache."""
+        return cache.kind in self.cache_kinds and (
+            not cache.codes or cache.codes in self.cache_codes
+        )
+
+    def span(self, name: str) -> AbstractContextManager[Any]:
+        """See `contract.BlockOps.span`."""
+        return self.maths.span(name)
+
+    def sum(self, x: Array) -> Array:
+        """See `contract.BlockOps.sum`."""
+        return x if self.split is None else self.split.sum(x)
+
+    def embed(
+        self,
+        spec: ModelSpec,
+        w: Weights,
+        ids: Array,
+        positions: Array,
+        token_types: Array | None,
+    ) -> Array:
+        """See `contract.BlockOps.embed`."""
+        return embedding.embed(self, spec, w, ids, positions, token_types)
+
+    def tokens(self, ids: Array, table: Weight) -> Array:
+        """See `contract.BlockOps.tokens`."""
+        if self.split is None:
+            return self.schemes.embed(ids, table)
+        rows, here = self.split.is_here(ids)
+        return self.sum(self.maths.where(here[..., None], self.schemes.embed(rows, table), 0))
+
+    def norm(self, x: Array, norm: NormOf, residual: Array | None = None) -> Array:
+        """See `contract.BlockOps.norm`."""
+        return plain_norm(self.maths, x if residual is None else residual + x, norm)
+
+    def add(self, x: Array, y: Array, norm: NormOf | None = None) -> Array:
+        """See `contract.BlockOps.add`."""
+        return x + (y if norm is None else self.norm(y, norm))
+
+    def linear(self, x: Array, weight: Weight, by: Neighbours = ALONE) -> Array:
+        """See `contract.BlockOps.linear`."""
+        y = self.matmul(self.normed(x, by.norm) if by.norm else x, weight, by.bias)
+        y = self.activated(y, by)
+        if by.residual is not None:
+            y = by.residual + y
+        return self.maths.wide(y) if by.wide else y
+
+    def normed(self, x: Array, norm: NormOf) -> Array:
+        """The norm in front of a plain product."""
+        return self.norm(x, norm)
+
+    def matmul(self, x: Array, weight: Weight, bias: Array | None) -> Array:
+        """x [..., in] times weight [out, in], plus bias [out]."""
+        return self.schemes.matmul(x, weight, bias)
+
+    def activated(self, y: Array, by: Neighbours) -> Array:
+        """What is behind a product, if anything: an activation, with the gate of [..., 2F]."""
+        if by.activation is None:
+            return y
+        act = feed_forward.gated_activation if by.gated else feed_forward.activation
+        return act(self.maths, y, by.activation)
+
+    def read(self, x: Unnormed, weight: Weight, by: Neighbours) -> tuple[Array, Array]:
+        """See `contract.BlockOps.read`."""
+        normed = self.norm(x.y, x.norm, x.residual)
+        return self.linear(normed, weight, by), normed
+
+    def row_product(self, x: Array, weight: Weight, by: Neighbours = ALONE) -> Array:
+        """See `contract.BlockOps.row_product`."""
+        if self.split is None:
+            return self.linear(x, weight, by)
+        return added(self.maths, self.sum(self.partial_product(x, weight)), x.dtype, by)
+
+    def partial_product(self, x: Array, weight: Weight) -> Array:
+        """See `contract.BlockOps.partial_product`."""
+        x, weight = self._share_input(x, weight)
+        return self.schemes.product(x, weight, self.maths.sums(x, many=False))
+
+    def _share_input(self, x: Array, weight: Weight) -> tuple[Array, Weight]:
+        """A device's columns of a product's input, quantized as all of them, and the weight."""
+        if self.split is None:
+            return x, weight
+        return self.schemes.share_input(x, weight, self.split.most)
+
+    def route(
+        self,
+        x: Array,
+        weight: Weight,
+        router: Router,
+        *,
+        bias: Array | None = None,
+        choice_bias: Array | None = None,
+        norm: NormOf | None = None,
+    ) -> Routing:
+        """See `contract.BlockOps.route`."""
+        rows = self.norm(x, norm) if norm else x
+        return mixtures.route(self.schemes, rows, weight, router, bias, choice_bias)
+
+    def experts(
+        self,
+        x: Array,
+        mixture: Experts,
+        w: Weights,
+        routing: Routing,
+        by: Neighbours = ALONE,
+        partial: Array | None = None,
+    ) -> Array:
+        """See `contract.BlockOps.experts`."""
+        rows = self.norm(x, by.norm) if by.norm else x
+        own = None if self.split is None else self.split.own_experts(mixture.count)
+        if own is None and mixture.zeros:
+            own = 0, mixture.count
+        y = mixtures.experts(self.schemes, rows, mixture, w, routing, self._share_input, own)
+        y = self.sum(y if partial is None else y + partial)
+        if (bias := w.get("experts.down.bias")) is not None:
+            y = y + mixtures.biases(self.maths, bias, routing)
+        y = self.maths.cast(y, x.dtype)
+        return y if by.residual is None else by.residual + y
+
+    def adds_shared(self, x: Array, mixture: Experts, w: Weights) -> bool:
+        """See `contract.BlockOps.adds_shared`."""
+        return False
+
+    def xielu(self, x: Array, numbers: Sequence[Array]) -> Array:
+        """See `contract.BlockOps.xielu`."""
+        return feed_forward.xielu(self.maths, x, *numbers)
+
+    def gather_logits(self, logits: Array) -> Array:
+        """See `contract.BlockOps.gather_logits`."""
+        return logits if self.split is None else self.split.gather_logits(logits)
+
+
+class PlainOps(PlainBlocks):
+    """All that a model's steps compute with but for sampling; see `contract.Ops`."""
+
+    def frequencies(self, params: Any, rope: Rope) -> Array:
+        """float32 [R/2] of a rotary embedding, or [2, R/2] where it has two, on the device."""
+        raise NotImplementedError
+
+    def layer_attention(self, spec: ModelSpec, params: Any, index: int) -> LayerAttention:
+        """See `contract.Ops.layer_attention`."""
+        raise NotImplementedError
+
+    def angles(
+        self, spec: ModelSpec, params: Any, positions: Array, last: Array | None = None
+    ) -> Any:
+        """See `contract.Ops.angles`."""
+        angles: dict[Any, Any] = {}
+        last = last_of(self.maths, spec, positions, last)
+        for layer in spec.layers:
+            rope, growth = layer.attention.rope, layer.attention.growth
+            if rope and rope not in angles:
+                tables = self.frequencies(params, rope)
+                angles[rope] = rotary.turns(self.maths, rope, tables, positions, last)
+            if growth and growth not in angles:
+                angles[growth] = rotary.growth(self.maths, positions, *growth)
+        return angles
+
+    def _heads(self, layer: LayerAttention, qkv: Array, angles: Any) -> list[Array]:
+        """Queries, keys and values [B, T, heads, D] of packed ones, normed and rotated."""
+        m, a = self.maths, layer.spec
+        q, k, v = (heads(part, width=a.head_dim) for part in cut(qkv, *a.qkv_sizes))
+        if not a.norm_turned:
+            q, k = self._norm_heads(layer, q, k)
+        if a.clip is not None and a.clip_normed:
+            q, k, v = (part.clip(-a.clip, a.clip) for part in (q, k, v))
+        if a.rope:
+            cos, sin = angles[a.rope]
+            if a.rope.rounded:
+                cos, sin = (m.rounded(part, q.dtype) for part in (cos, sin))
+            q, k = (rotary.rotary(m, x, cos, sin, a.rope.interleaved) for x in (q, k))
+        if a.norm_turned:
+            q, k = self._norm_heads(layer, q, k)
+        if a.growth:
+            q = q * m.cast(angles[a.growth][..., None, None], q.dtype)
+        return [q, k, v]
+
+    def _norm_heads(self, layer: LayerAttention, q: Array, k: Array) -> tuple[Array, Array]:
+        """Queries and keys [B, T, heads, D], normed where the layer has a norm of them."""
+        m, q_norm, k_norm = self.maths, layer.q_norm, layer.k_norm
+        if q_norm is None or k_norm is None:
+            return q, k
+        if layer.spec.qk_norm_over != "all":
+            return plain_norm(m, q, q_norm), plain_norm(m, k, k_norm)
+        parts = flat(q), flat(k)
+        if layer.whole is None:
+            a, b = plain_norm(m, parts[0], q_norm), plain_norm(m, parts[1], k_norm)
+            return a.reshape(q.shape), b.reshape(k.shape)
+        assert q_norm.spec.kind == "rms"
+        queries, keys, part = layer.whole
+        squares = [(y * y).sum(-1) for y in map(m.wide, parts)]
+        sums = self.sum(m.stack((squares[0], squares[1] * part), -1))
+        a, b = (
+            rms_norm(m, x, n.weight, n.spec.eps, n.spec.unit_offset, sums[..., i] / width)
+            for i, (x, n, width) in enumerate(
+                zip(parts, (q_norm, k_norm), (queries, keys), strict=True)
+            )
+        )
+        return a.reshape(q.shape), b.reshape(k.shape)
+
+    def _latents(
+        self,
+        layer: LayerAttention,
+        qkv: LatentQkv,
+        angles: Any,
+        cache: CacheView | None,
+        slots: Array | None,
+        lengths: Array | None = None,
+    ) -> tuple[Array, Array, CacheView | None]:
+        """Turned queries [B, T, H, D], what heads share [B, T, rank + turning], and the cache.
+
+        That is what is cached: at the start of `slots`, or at `lengths` of them all.
+        """
+        m, a, latent = self.maths, layer.spec, layer.spec.latent
+        assert latent is not None and layer.latent_norm is not None and a.rope is not None
+        cos, sin = angles[a.rope]
+        q = heads(qkv.queries, a.heads, a.head_dim)
+        q, turning = cut(q, a.head_dim - latent.turning, latent.turning)
+        vector, key = cut(qkv.shared, latent.rank, latent.turning)
+        turn = a.rope.interleaved
+        q = m.join((q, rotary.rotary(m, turning, cos, sin, turn)), -1)
+        if a.growth:
+            q = q * m.cast(angles[a.growth][..., None, None], q.dtype)
+        key = rotary.rotary(m, key[:, :, None], cos, sin, turn)[:, :, 0]
+        shared = m.join((plain_norm(m, vector, layer.latent_norm), key), -1)
+        if cache is not None and lengths is not None:
+            with self.span("append"):
+                cache = cache.append(shared, shared, lengths)
+        elif cache is not None:
+            assert slots is not None
+            with self.span("append"):
+                cache = cache.write(slots, shared[:, :, None], shared[:, :, None])
+        return q, shared, cache
+
+    def _of_latents(self, layer: LayerAttention, shared: Array) -> tuple[Array, Array]:
+        """Keys [B, S, H, D] and values [B, S, H, value_dim] of what heads share [B, S, ...]."""
+        m, a, latent = self.maths, layer.spec, layer.spec.latent
+        assert latent is not None and layer.kv is not None
+        vectors, key = cut(shared, latent.rank, latent.turning)
+        k, v = cut(self.linear(m.whole(vectors), layer.kv), *a.qkv_sizes[1:])
+        k, v = heads(k, a.heads), heads(v, a.heads)
+        key = m.broadcast(key[:, :, None], (*k.shape[:3], latent.turning))
+        return m.join((k, key), -1), v
+
+    def _absorbed(self, layer: LayerAttention, q: Array) -> Array:
+        """Queries [N, H, D] as they meet what heads share: [N, H, rank + turning]."""
+        m, latent = self.maths, layer.spec.latent
+        assert latent is not None
+        own, turning = cut(q, q.shape[-1] - latent.turning, latent.turning)
+        keys, _ = matrices_of(layer)
+        with self.span("head_product"):
+            return m.join((m.einsum("nhd,hdo->nho", own, keys), turning), -1)
+
+    def _values_of(self, layer: LayerAttention, y: Array) -> Array:
+        """What heads give, [N, 1, H value_dim], of means [N, H, rank] of latent vectors."""
+        _, values = matrices_of(layer)
+        with self.span("head_product"):
+            return flat(self.maths.einsum("nhd,hod->nho", y, values))[:, None]
+
+    def _attend_places(
+        self,
+        layer: LayerAttention,
+        qkv: Array,
+        angles: Any,
+        mask: Array | None,
+        segments: Array | None,
+    ) -> Array:
+        """Attention [B, T, H D] of an encoder's layer to whose scores distances add."""
+        m, a, places = self.maths, layer.spec, layer.places
+        assert places is not None and a.places is not None
+        q, k, v = self._heads(layer, qkv, angles)
+        near, farthest = min(q.shape[1] - 1, a.places.farthest), a.places.farthest
+        rows = places.table[:, farthest - near : farthest + near + 1].T
+        if places.norm is not None:
+            rows = self.norm(m.whole(rows), places.norm)
+
+        def of_places(made: tuple[Weight, Array | None] | None, part: int) -> Array | None:
+            """Keys or queries [H, 2 near + 1, D] of distances."""
+            if made is None:
+                return None
+            y = self.linear(rows, made[0], Neighbours(made[1]))
+            if places.shared:
+                width = a.heads * a.head_dim
+                y = y[:, part * width : (part + 1) * width]
+            return heads(y, width=a.head_dim).swapaxes(0, 1)
+
+        keys, queries = of_places(places.keys, 1), of_places(places.queries, 0)
+        how: dict[str, Any] = {"scale": a.scale, "mask": mask, "segments": segments}
+        return flat(attention.disentangled_attention(m, q, k, v, keys, queries, **how))
+
+    def attend(
+        self,
+        layer: LayerAttention,
+        qkv: Array | LatentQkv,
+        angles: Any,
+        *,
+        mask: Array | None = None,
+        segments: Array | None = None,
+        positions: Array | None = None,
+        cache: CacheView | None = None,
+        slots: Array | None = None,
+    ) -> tuple[Array, CacheView | None]:
+        """See `contract.Ops.attend`."""
+        m, a = self.maths, layer.spec
+        if isinstance(qkv, LatentQkv):
+            q, shared, cache = self._latents(layer, qkv, angles, cache, slots)
+            k, v = self._of_latents(layer, shared)
+            how: dict[str, Any] = {"mask": mask, "segments": segments}
+            y = attention.attention(m, q, k, v, scale=a.scale, causal=a.causal, **how)
+            return flat(y), cache
+        if layer.places is not None:
+            return self._attend_places(layer, qkv, angles, mask, segments), cache
+        q, k, v = self._heads(layer, qkv, angles)
+        if cache is not None:
+            assert slots is not None
+            with self.span("append"):
+                cache = cache.write(slots, k, v)
+            k, v = cache.kept(k, v)
+        segments = attention.chunks(m, a, q.shape[:2], mask, segments, q)
+        how = {"causal": a.causal, "mask": mask, "segments": segments, "positions": positions}
+        return flat(attention.attention(m, q, k, v, **how, **attention.scoring(layer))), cache
+
+    def attend_token(
+        self,
+        layer: LayerAttention,
+        qkv: Array | LatentQkv,
+        angles: Any,
+        cache: CacheView,
+        lengths: Array,
+    ) -> tuple[Array, CacheView]:
+        """See `contract.Ops.attend_token`."""
+        m, a = self.maths, layer.spec
+        if isinstance(qkv, LatentQkv):
+            assert a.latent is not None
+            q, _, written = self._latents(layer, qkv, angles, cache, None, lengths)
+            assert written is not None
+            q = self._absorbed(layer, q[:, 0])
+            y = attention.decode_attention(m, q, written, lengths + 1, scale=a.scale)
+            return self._values_of(layer, y[..., : a.latent.rank]), written
+        q, k, v = self._heads(layer, qkv, angles)
+        with self.span("append"):
+            cache = cache.append(k[:, 0], v[:, 0], lengths)
+        how = {"chunk": a.chunk, **attention.scoring(layer)}
+        y = attention.decode_attention(m, q[:, 0], cache, lengths + 1, **how)
+        return flat(y)[:, None], cache
+
+    def attend_across(
+        self,
+        a: Attention,
+        q: Array,
+        kv: Array,
+        mask: Array | None = None,
+        *,
+        cache: CrossView | None = None,
+        slots: Array | None = None,
+        lengths: Array | None = None,
+    ) -> tuple[Array, CrossView | None]:
+        """See `contract.Ops.attend_across`."""
+        k, v = (heads(part, width=a.head_dim) for part in cut(kv, *[kv.shape[-1] // 2] * 2))
+        if cache is not None:
+            cache = cache.keep(slots, k, v, lengths)
+        q, k, v = heads(q, width=a.head_dim), k.swapaxes(1, 2), v.swapaxes(1, 2)
+        how = {"scale": a.scale, "softcap": a.softcap}
+        return flat(attention.cross_attention(self.maths, q, k, v, mask, **how)), cache
+
+    def attend_kept(self, a: Attention, q: Array, cache: CrossView) -> Array:
+        """See `contract.Ops.attend_kept`."""
+        m, q = self.maths, heads(q, width=a.head_dim)
+        visible = m.arange(cache.capacity, q)[None] < cache.lengths.clip(1)[:, None]
+        how = {"scale": a.scale, "softcap": a.softcap}
+        return flat(attention.cross_attention(m, q, *cache.read(), visible, **how))
+
+    def recur(
+        self,
+        own: Recurrence,
+        w: Weights,
+        x: Array,
+        *,
+        mask: Array | None = None,
+        segments: Array | None = None,
+        cache: StateView | None = None,
+        slots: Array | None = None,
+        lengths: Array | None = None,
+        goes_on: bool = False,
+    ) -> tuple[Array, StateView | None]:
+        """See `contract.Ops.recur`."""
+        where = cache, slots, lengths, goes_on
+        return recurrences.recur(self, own, w, x, mask, segments, *where)
+
+    def recur_token(
+        self, own: Recurrence, w: Weights, x: Array, cache: StateView, moves: Array
+    ) -> tuple[Array, StateView]:
+        """See `contract.Ops.recur_token`."""
+        return recurrences.recur_token(self, own, w, x, cache, moves)
+
+
+def matrices_of(layer: LayerAttention) -> tuple[Array, Array]:
+    """What makes each head's key [H, D - turning, rank] and value [H, value_dim, rank]; views."""
+    assert layer.kv is not None
+    count, keys, data = layer.spec.heads, layer.spec.qkv_sizes[1], layer.kv.data
+    k, v = data[:keys], data[keys:]
+    return k.reshape(count, -1, data.shape[-1]), v.reshape(count, -1, data.shape[-1])
+
+
+def last_of(m: Maths, spec: ModelSpec, positions: Array, last: Array | None) -> Array | None:
+    """`last` of `angles` for each row; None where no rotary embedding asks for it."""
+    if not spec.turns_by_length:
+        return None
+    return m.most(positions)[:, 0] if last is None else last
