@@ -231,9 +231,9 @@ class _FusedEngine(_Engine):
             return make_outputs(run(inputs))
         texts, images = run(replace(inputs, source=None)), run(inputs.source)
         scale, bias = (weights.outer.get(f"logit_{name}") for name in ("scale", "bias"))
-        vectors = texts["pooler_output"], images["pooler_output"]
-        found = contrast(MATHS, *vectors, scale, bias)
-        return make_outputs(joined_towers(*map(make_outputs, (texts, images)), *found))
+        text, image = texts["pooler_output"], images["pooler_output"]
+        found = contrast(MATHS, text, image, scale, bias)
+        return make_outputs(joined_towers(make_outputs(texts), make_outputs(images), *found))
 
 
 def _run_pure(runner: Any, weights: Any, keep: bool, inputs: ForwardInputs) -> dict[str, Any]:
