@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 import struct
 from contextlib import suppress
 
@@ -421,6 +422,30 @@ def test_a_makers_temperature_of_zero_is_no_sampling(temperature, samples, tmp_p
     found = read_generation_config(path, read_config(path)).to_dict()
     assert bool(found.get("do_sample")) == samples
     assert (found.get("top_p") == pytest.approx(0.9)) == samples
+
+
+@pytest.mark.parametrize(
+    ("name", "field", "own", "other"),
+    [
+        ("bloom", "attention.max_alibi_bias", 8.0, 4.0),
+        ("bert", "attention.causal", False, True),
+    ],
+)
+def test_attention_is_the_familys_own(name, field, own, other, tmp_path):
+    model = tiny(name)
+    field = f"{model.config.model_type}.{field}"
+    for value in (own, other):
+
+        def describe(writer, value=value):
+            for data in writer.kv_data:
+                data.pop(field, None)
+            (writer.add_bool if type(value) is bool else writer.add_float32)(field, value)
+
+        path = write_gguf(tmp_path / f"{value}.gguf", model, describe=describe)
+        if value == own:
+            read_config(path)
+    with pytest.raises(DualinferError, match=re.escape(f"{field}={other}, which is not honoured")):
+        read_config(path)
 
 
 def test_hostile_headers_are_told(speaking, tmp_path):
