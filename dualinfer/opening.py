@@ -262,7 +262,7 @@ def _check_mixtures(found: HFModel, settings: InferenceConfig) -> list[str]:
 def open_adapters(
     settings: InferenceConfig, make_model: Callable[[str | None], Any] | None = None
 ) -> list[Adapter]:
-    """Those of the config, once `_find` has found them; see `open_adapter`."""
+    """The config's adapters, once `_find` has found them; see `open_adapter`."""
     given = (settings.adapter or {}).items()
     return [open_adapter(Path(path), factor, make_model) for path, factor in given]
 

@@ -33,7 +33,7 @@ class Launcher(Protocol):
         ...
 
     def starts_early(self, rows: int) -> bool:
-        """Whether kernels over so many rows start before the one in front has ended."""
+        """True if kernels over so many rows start before the one in front has ended."""
         ...
 
 
@@ -84,14 +84,14 @@ def left_plain(spec: ModelSpec, layers: Sequence[Weights] | None = None) -> dict
 
 
 def has_wide_heads(head_dim: int) -> bool:
-    """Whether heads have more elements than the kernels of attention take."""
+    """True if heads have more elements than the kernels of attention take."""
     from ..kernels.triton import attention
 
     return head_dim > attention.LARGEST_HEAD
 
 
 def is_wide(cache: CacheSpec | CacheView) -> bool:
-    """Whether a cache is known to keep keys of such heads; not of a latent one, which has none."""
+    """True if a cache is known to keep keys of such heads; not of a latent one, which has none."""
     if not isinstance(cache, CacheSpec) or cache.kind == "latent":
         return False
     return has_wide_heads(cache.key_dim)
@@ -137,7 +137,7 @@ def linear_key(x: Array, weight: Weight, by: Neighbours) -> tuple[Any, ...]:
 
 
 def serves_product(x: Array, weight: Weight, by: Neighbours) -> bool:
-    """Whether the kernel for few rows serves a product."""
+    """True if the kernel for few rows serves a product."""
     from ..kernels.triton import linear, quantized
 
     count, (features, width), size = prod(x.shape[:-1]), weight.shape, x.dtype.itemsize
@@ -149,7 +149,7 @@ def serves_product(x: Array, weight: Weight, by: Neighbours) -> bool:
 
 
 def reads_unnormed(x: Unnormed, weight: Weight) -> bool:
-    """Whether the product that reads a stream makes its norm, and keeps what it normed."""
+    """True if the product that reads a stream makes its norm, and keeps what it normed."""
     from ..kernels.triton import linear
 
     alone = prod(x.y.shape[:-1]) == 1
@@ -287,7 +287,7 @@ def experts_of(
 
 
 def _takes_experts(mixture: Experts, w: Weights) -> bool:
-    """Whether the kernels know what these experts do, and how their matrices are held."""
+    """True if the kernels know what these experts do, and how their matrices are held."""
     from ..kernels.triton.mixture import MOST_EXPERTS
 
     weights = _matrices(w)
@@ -303,7 +303,7 @@ def _matrices(w: Weights) -> list[Weight]:
 
 
 def _knows_experts(mixture: Experts) -> bool:
-    """Whether the kernels know what these experts do.
+    """True if the kernels know what these experts do.
 
     They do not where several of a token weigh their inputs, where some have no weights, or where
     what an activation gives has a limit.
@@ -318,7 +318,7 @@ def _knows_experts(mixture: Experts) -> bool:
 
 
 def shares_launches(mixture: Experts, w: Mapping[str, Any], tokens: int) -> bool:
-    """Whether the kernels have the expert of all tokens in the launches of the others."""
+    """True if the kernels have the expert of all tokens in the launches of the others."""
     from ..kernels.triton import experts_choice
 
     names = [f"{of}.{part}.weight" for of in ("experts", "shared") for part in ("up", "down")]

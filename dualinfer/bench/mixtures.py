@@ -118,7 +118,7 @@ class ExpertsOp:
 
     @property
     def is_quantized(self) -> bool:
-        """Whether the weights are codes."""
+        """True if the weights are codes."""
         return self.scheme_of("up") is not None
 
     @property

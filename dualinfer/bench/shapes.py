@@ -438,7 +438,7 @@ class Model:
 
     @property
     def is_quantized(self) -> bool:
-        """Whether its config says that weights are codes."""
+        """True if its config says that weights are codes."""
         return quantization_of(self.config.to_dict()) is not None
 
     def describe(self) -> tuple[ModelSpec, WeightTable]:

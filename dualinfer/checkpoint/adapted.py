@@ -124,7 +124,7 @@ class AdaptedSource:
             )
 
     def _add(self, adapter: Adapter, name: str) -> tuple[str, str]:
-        """What `find` would give for a head that the adapter has and the model has none of."""
+        """The place, as `find` gives it, of a head that the adapter has and the model has not."""
         if name in self._changes:
             raise CheckpointError(
                 f"The adapter {adapter.label} has {name}, which another one has as well and the "
@@ -437,12 +437,12 @@ class _Whole(NamedTuple):
 
     @property
     def is_turned(self) -> bool:
-        """Whether the matrices lie with columns before rows in HF's module."""
+        """True if the matrices lie with columns before rows in HF's module."""
         turned = any(place.turned for place in self.places.values())
         return turned and not self.row.either  # of which some files alone have them so
 
     def turns(self, change: Stack) -> bool:
-        """Whether peft's factors are of the transposes of what HF's module has.
+        """True if peft's factors are of the transposes of what HF's module has.
 
         Where the shapes do not say it, they are if HF's class says that it has the transposes.
         """
@@ -459,7 +459,7 @@ class _Whole(NamedTuple):
         return (self.shape[0], *self.shape[:0:-1]) if turned else self.shape
 
     def part(self, change: Change, place: Place, held: Held) -> Change:
-        """What a change of it is for one of the matrices."""
+        """A change of it as one of the matrices has it."""
         rows, every = slice(place.start, place.start + place.shape[-2:][0]), slice(None)
         if isinstance(change, Factor):
             index = place._replace(turned=self.is_turned).within()
@@ -633,7 +633,7 @@ class _Names:
         return change
 
     def _has_idle(self, row: Row) -> bool:
-        """Whether a tensor of all experts may have some without a use (LongCat)."""
+        """True if a tensor of all experts may have some without a use (LongCat)."""
         assert self._table is not None
         mixture = None if row.layer is None else self._table.spec.all_layers[row.layer].mlp
         return isinstance(mixture, Experts) and bool(mixture.zeros)
@@ -682,7 +682,7 @@ class _Names:
         return None
 
     def is_turned(self, name: str) -> bool | None:
-        """Whether a matrix is stored [in, out]; None where no table says it."""
+        """True if a matrix is stored [in, out]; None where no table says it."""
         if self._table is None:
             return None
         own = self._known.get(name, name)
@@ -700,7 +700,7 @@ class _Names:
         return [pair[1 - pair.index(own)] for pair in self._pairs if own in pair]
 
     def are_same(self, one: str, other: str) -> bool:
-        """Whether two stored tensors hold the same values."""
+        """True if two stored tensors hold the same values."""
         return {one, other} <= self.stored and is_same(self._source, one, other)
 
     def beside(self, changed: Iterable[str]) -> list[str]:
@@ -740,7 +740,7 @@ class _Names:
         return found
 
     def _stored_in(self, whole: str, pieces: Sequence[str]) -> str | None:
-        """What a tensor is called of which pieces are shown; None of pieces that are stored so."""
+        """The name of a tensor of which pieces are shown; None of pieces that are stored so."""
         if isinstance(self._source, StackedSource):
             names = {self._source.whole(piece) for piece in pieces}
             if names.isdisjoint(pieces):
@@ -752,7 +752,7 @@ class _Names:
         return whole if len(parts) == 2 and parts[0] & parts[1] else None
 
     def knows(self, name: str) -> bool:
-        """Whether the model has a weight of this name, which is HF's own, be it stored or not."""
+        """True if the model has a weight of this name, which is HF's own, be it stored or not."""
         return self._table is not None and self._known.get(name) == name
 
     def tables(self) -> dict[str, int]:
@@ -778,18 +778,18 @@ class _Names:
         }
 
     def is_added(self, name: str) -> bool:
-        """Whether a bias is one of those that adapters add."""
+        """True if a bias is one of those that adapters add."""
         return self._table is not None and name in self._table.added
 
     def is_unused(self, name: str) -> bool:
-        """Whether the model has a weight of this name that changes no result here."""
+        """True if the model has a weight of this name that changes no result here."""
         if self._table is None:
             return False
         spelt = [c for c in self._table.candidates(name) if c in self.stored]
         return any(re.search(pattern, c) for pattern in self._table.unused for c in spelt)
 
     def why_lost(self, names: Sequence[str]) -> str:
-        """What to do about names that the model has nothing of."""
+        """The way on where the model has nothing of some names."""
         if self._table is None:
             return (
                 "In module mode it may change what the files have by these names, and no more. "
@@ -807,7 +807,7 @@ class _Names:
         return "Pass the model that it was trained for."
 
     def why_misshapen(self, name: str, found: Sequence[int], shape: Sequence[int]) -> str:
-        """What to do about a change of another shape than its tensor."""
+        """The way on where a change has another shape than its tensor."""
         row = None
         if self._table is not None:
             row = self._rows.get(self._known.get(name, name))

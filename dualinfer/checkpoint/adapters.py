@@ -96,7 +96,7 @@ class Held:
 
 @dataclass(frozen=True)
 class Sliced:
-    """What of a stored tensor lies at `ranges`; `turned`: with the last two axes exchanged.
+    """The part of a stored tensor at `ranges`; `turned`: with the last two axes exchanged.
 
     `alone`: without the first axis, of which it has one element. Where a step is not 1 the whole is
     read, and `held` for those that follow.
@@ -210,7 +210,7 @@ class Added:
 
 @dataclass(frozen=True)
 class Made:
-    """What `make` makes of all of a tensor, in float32."""
+    """A tensor that `make` makes of the whole one, in float32."""
 
     make: Callable[[np.ndarray], np.ndarray]
 
@@ -331,7 +331,7 @@ _LABELS = ("score", "classifier", "qa_outputs")  # heads that peft trains withou
 
 
 def _is_brought(config: Mapping[str, Any], name: str) -> bool:
-    """Whether a weight by its plain name is the model's own, as embeddings are that peft saves."""
+    """True if a weight by its plain name is the model's own, as embeddings are that peft saves."""
     module, _, last = name.rpartition(".")
     own = config.get("modules_to_save")
     if config.get("ensure_weight_tying"):  # what is tied to one of them is trained, too
@@ -598,7 +598,7 @@ def open_adapters_of(module: Any) -> list[Adapter]:
 def _changes_of_layer(
     path: str, layer: Any, name: str, stored: Callable[[str, Any], Stored]
 ) -> dict[str, Change]:
-    """What an adapter changes of a live layer's weights, by their names."""
+    """The changes that an adapter makes of a live layer's weights, by their names."""
     kind = kind_of_layer(layer)
     if kind not in ("tokens", "matrix", "parameter"):
         made = peft_layers.changes_of(str(kind), path, layer, name)

@@ -139,7 +139,7 @@ def _of_type(
 
 
 def _is_of(name: str, model_type: str) -> bool:
-    """Whether transformers has a model of this name for the type, in an Auto class or in none."""
+    """True if transformers has a model of this name for the type, in an Auto class or in none."""
     import transformers
 
     if not transformers.is_torch_available():  # there are stand-ins for its models

@@ -82,7 +82,7 @@ def _read_as_it_is(folder: Path) -> dict[str, Any]:
 
 
 def _quantization_file(folder: Path, written: Mapping[str, Any]) -> Path | None:
-    """What says how weights are quantized where config.json, as `written`, does not."""
+    """The file that says how weights are quantized where config.json, as `written`, does not."""
     if quantization_of(written) is not None:
         return None
     return next((folder / name for name in BESIDE if os.path.isfile(folder / name)), None)
@@ -90,7 +90,7 @@ def _quantization_file(folder: Path, written: Mapping[str, Any]) -> Path | None:
 
 @reads("config.json", ModelError)
 def notes_on(folder: Path) -> list[str]:
-    """What people should know of where a folder's config was read, and what it was taken for."""
+    """Notes on where a folder's config was read, and what it was taken for."""
     written = _read_as_it_is(folder)
     notes = changed(written, as_auto(written))
     path = folder / "config.json"
@@ -308,7 +308,7 @@ def _generation_config(path: Path, written: Mapping[str, Any]) -> Any:
 
 
 def _is_valid(name: str, value: Any) -> bool:
-    """Whether transformers takes this field alone."""
+    """True if transformers takes this field alone."""
     from transformers import GenerationConfig
 
     try:

@@ -38,7 +38,7 @@ class Global(NamedTuple):
 
 
 class Inert:
-    """What stands in for an object of a class that is not made; `made_by` is what would make it."""
+    """A stand-in for an object of a class that is not made; `made_by` is what would make it."""
 
     __slots__ = ("made_by",)
 
@@ -74,7 +74,7 @@ class StoredTensor(NamedTuple):
 
 @dataclass
 class Pickle:
-    """What a pickle holds, how many bytes it has, and the storages that it names, by their keys."""
+    """A pickle's value, how many bytes it has, and the storages that it names, by their keys."""
 
     value: Any = None
     size: int = 0

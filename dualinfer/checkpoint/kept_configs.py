@@ -86,7 +86,7 @@ def _write(path: Path, fields: dict[str, Any]) -> None:
 
 
 def _equal(read: Any, given: Any) -> bool:
-    """Whether both are the same, and of the same types: 1 is neither 1.0 nor True."""
+    """True if both are the same, and of the same types: 1 is neither 1.0 nor True."""
     if type(read) is not type(given):
         return False
     if isinstance(read, dict):

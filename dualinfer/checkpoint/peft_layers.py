@@ -23,7 +23,7 @@ Make = Callable[[np.ndarray], np.ndarray]
 
 
 def is_own(kind: str, name: str) -> bool:
-    """Whether a tensor of an adapter's file belongs to its layers."""
+    """True if a tensor of an adapter's file belongs to its layers."""
     return any(part.startswith(MERGING[kind]) for part in name.split("."))
 
 
@@ -144,14 +144,14 @@ def read_layers(
 
 
 def _lacking(model: Any, missing: Sequence[str]) -> list[str]:
-    """Those of the missing tensors that are not, by another name, tensors which were read."""
+    """The missing tensors that are not, by another name, tensors which were read."""
     held = model.state_dict()
     read = {held[name].data_ptr() for name in held.keys() - {*missing}}
     return [name for name in missing if held[name].data_ptr() not in read]
 
 
 def changes_of(kind: str, path: str, layer: Any, adapter: str) -> dict[str, Make]:
-    """What merges an adapter into the parameters of the layer below one of peft's, by name.
+    """The functions that merge an adapter into the layer below one of peft's, by name.
 
     Raises CheckpointError where a bias changes by the weight beside it.
     """

@@ -211,7 +211,7 @@ def quantize_by(recipe: Recipe, table: WeightTable, source: TensorSource) -> Ope
         return next((c for c in table.candidates(name) if c in stored), None)
 
     def is_one(row: Row, name: str) -> bool:
-        """Whether a head and an embedding that the config ties are one: a file may hold both."""
+        """True if a head and an embedding that the config ties are one: a file may hold both."""
         own, other = find(row.sources[0].name), find(name)
         return own is None or other is None or is_same(source, own, other)
 

@@ -165,7 +165,7 @@ class Oddities:
             (self.beyond if is_finite(array) else self.wrong)[name] = None
 
     def notes(self) -> tuple[str, ...]:
-        """What there is, of which the caller is warned as well."""
+        """The notes, of which the caller is warned as well."""
         of = f"of the tensors of {self._source.description}"
         wrong, beyond = [*self.wrong], [*self.beyond]
         told = []

@@ -285,7 +285,7 @@ def _entries(saved: Saved) -> tuple[list[_Entry], dict[str, Any] | None, bool]:
 
 
 def _whole_of(source: TensorSource) -> Callable[[str], str]:
-    """What gives the tensor in which HF has a plain matrix that is shown by itself."""
+    """A function: the tensor in which HF has a plain matrix that is shown by itself."""
     shown = source.plain() if isinstance(source, QuantizedSource) else source
     return shown.whole if isinstance(shown, Splits) else lambda name: name
 

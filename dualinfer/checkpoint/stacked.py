@@ -10,7 +10,7 @@ from ..model.weights import Row, Source, WeightTable
 
 
 class Place(NamedTuple):
-    """What a tensor holds of a name: `shape[-2]` rows, or `shape[0]` elements, from `start` on.
+    """A name's part of a tensor: `shape[-2]` rows, or `shape[0]` elements, from `start` on.
 
     Of an `expert`, where the tensor has all of a mixture's and the name is one's. `turned`: the
     tensor has the columns of a matrix before its rows.

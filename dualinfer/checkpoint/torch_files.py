@@ -60,7 +60,7 @@ class TorchFile(StoredFile):
             self._check_names()
 
     def _read_archive(self) -> tuple[Pickle, dict[str, tuple[int, int]]]:
-        """What the pickle of an archive holds, and where the elements of each storage lie."""
+        """The value of an archive's pickle, and where the elements of each storage lie."""
         records = self._find_records()
         if "data.pkl" not in records:
             raise ValueError("it holds no data.pkl")

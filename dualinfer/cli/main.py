@@ -351,7 +351,7 @@ def _tokens_per_second(engine: FusedEngine, ids: Any, new_tokens: int) -> float:
 
 
 def _verdict(one: list[int], other: list[int], parity: Parity) -> tuple[bool, str]:
-    """Whether the texts are equal, ties aside, in words."""
+    """True if the texts are equal, ties aside, in words."""
     at = first_difference(one, other)
     if at is None:
         return parity.equal, f"All {len(one)} new tokens are equal"

@@ -103,7 +103,7 @@ class TextOptions:
 
     @property
     def template_options(self) -> dict[str, Any]:
-        """What the options ask of the chat template."""
+        """The settings of the chat template that the options ask for."""
         return {"chat_template": self.chat_template} if self.chat_template else {}
 
     def arguments(self) -> dict[str, Any]:

@@ -317,7 +317,7 @@ def nested_model(field: FieldInfo) -> type[Model] | None:
 
 
 def is_stale(field: FieldInfo) -> bool:
-    """Whether a field of DeepSpeed's has one harmless value only; dumps leave such fields out."""
+    """True if a field of DeepSpeed's has one harmless value only; dumps leave such fields out."""
     return field.exclude is True
 
 

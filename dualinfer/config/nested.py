@@ -158,7 +158,7 @@ class BaseQuantConfig(Model):
     """How one kind of tensor is quantized."""
 
     enabled: bool = True
-    """Whether this kind of tensor is quantized at all."""
+    """True if this kind of tensor is quantized at all."""
 
     num_bits: Annotated[Count, AfterValidator(one_of(4, 8))] = 8
     """Bits of a quantized value: 4 or 8. DeepSpeed takes any number."""
@@ -191,7 +191,7 @@ class QKVQuantConfig(Model):
     """How the query, key and value projections are quantized."""
 
     enabled: bool = True
-    """Whether they are quantized as the other weights are."""
+    """True if they are quantized as the other weights are."""
 
 
 class QuantizationConfig(Model):

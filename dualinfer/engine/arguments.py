@@ -261,7 +261,7 @@ def refuse_outputs(name: str, arguments: Mapping[str, Any]) -> None:
 
 
 def is_on(value: Any) -> bool:
-    """Whether a switch that a caller set is on; what has no truth value, as an array, is."""
+    """True if a switch that a caller set is on; what has no truth value, as an array, is."""
     try:
         return bool(value)
     except Exception:
@@ -269,7 +269,7 @@ def is_on(value: Any) -> bool:
 
 
 def is_same(a: Any, b: Any) -> bool:
-    """Whether two values are equal and of one type, whatever they are."""
+    """True if two values are equal and of one type, whatever they are."""
     try:
         return type(a) is type(b) and bool(a == b)
     except Exception:  # arrays and the like: they are not known as equal

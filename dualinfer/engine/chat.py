@@ -415,7 +415,7 @@ class _Marks:
 
 
 def _losses(messages: list[dict[str, Any]], prompt: _Prompt) -> list[_Loss]:
-    """What of the messages would not be in the prompt, or as Python or JSON shows it."""
+    """The parts of messages that the prompt would not have, or as Python or JSON."""
     marks = _Marks()
     checks: list[Callable[[str], Iterator[_Loss]]] = []
     marked = []

@@ -29,7 +29,7 @@ class _TooMuch(Exception):
 
 
 class _Budget:
-    """What one rendering may use, by the size of the messages."""
+    """The work and memory that one rendering may use, by the size of the messages."""
 
     def __init__(self, messages: Any):
         count, size = len(messages), _extent(messages, _MADE)
@@ -151,7 +151,7 @@ def _shown(value: Any) -> Any:
 
 
 def _joined(parts: Iterable[str]) -> str:
-    """What jinja does where texts are put together."""
+    """The texts in one, as jinja puts them together."""
     budget, found, size = _budget.get(), [], 0
     for part in parts:
         size += len(part)

@@ -579,7 +579,7 @@ class FusedEngine(Likeness, EmbeddingCalls, TowerCalls, SpeechCalls):
         return _Work(prompts, requests, options, stop, rules)
 
     def _encode(self, ids: Any, mask: Any) -> np.ndarray:
-        """What the encoder gives of ids [B, S], float32 [B, S, E]."""
+        """The encoder's states of ids [B, S], float32 [B, S, E]."""
         names = "input_ids", "attention_mask", "decoder_input_ids"
         given = {"token_type_ids": None, "inputs_embeds": None, "labels": None}
         given |= dict(zip(names, (ids, mask, [[0]] * len(ids)), strict=True))

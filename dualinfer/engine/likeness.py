@@ -71,7 +71,7 @@ class Likeness:
         return module.num_parameters(exclude_embeddings=exclude_embeddings)
 
     def _absent(self, name: str) -> AttributeError:
-        """What is raised for an attribute that HF's class may have, and the engine has not."""
+        """The error for an attribute that HF's class may have, and the engine has not."""
         return AttributeError(
             f"A fused engine in the place of a {type(self).__name__} has no {name!r}. Code that "
             "reads or changes the model's own parts needs them: pass it the live module, or an "

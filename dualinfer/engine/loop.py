@@ -27,7 +27,7 @@ class StopStrings:
         self._detokenizer = Detokenizer(tokenizer, skip_special_tokens=False, eager=True)
 
     def watch(self, prompt: Sequence[int]) -> "StopWatch":
-        """What looks at the sequence that continues `prompt`."""
+        """A watch over the sequence that continues `prompt`."""
         return StopWatch(self._strings, self._detokenizer.stream(prompt))
 
 

@@ -262,7 +262,7 @@ def _known(given: _Given, name: str) -> Any:
 
 
 def _pair(spec: ModelSpec, given: _Given, pad: int | None) -> ForwardInputs:
-    """What an encoder reads, or gave before, and the ids of the decoder."""
+    """Inputs of an encoder, or its states, and the ids of the decoder."""
     assert spec.encoder is not None
     xp = given.xp
     source = _source(spec, given)

@@ -17,7 +17,7 @@ from .prompts import Prompts
 
 
 class Rule(Protocol):
-    """What a model's own generate does to logits, before the caller's processors.
+    """A change of logits by a model's own generate, before the caller's processors.
 
     `names` are the arguments that ask for it, for people. Ids from `outweigh` on are one candidate,
     see `Runner.hide`. With `log_probs` those of the tokens that are chosen are kept.
@@ -231,14 +231,14 @@ def _torch_there() -> Iterator[None]:
 
 
 def _is_shaped(options: GenerationOptions) -> bool:
-    """Whether sampling is from other probabilities than those of the logits."""
+    """True if sampling is from other probabilities than those of the logits."""
     return options.do_sample and (
         options.temperature != 1 or options.top_k > 0 or options.top_p < 1 or options.min_p > 0
     )
 
 
 def _needs_hf(options: GenerationOptions, least: int) -> bool:
-    """Whether any of HF's processors has something to do that the runner has not."""
+    """True if any of HF's processors has something to do that the runner has not."""
     held = least > 0 and options.eos_token_ids
     penalty = options.repetition_penalty != 1
     return bool(options.processed or held or penalty or options.renormalize)

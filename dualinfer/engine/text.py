@@ -187,7 +187,7 @@ class TextCalls:
     def _started(
         self, prompts: Any, how: "_How", arguments: dict[str, Any], whole: bool
     ) -> tuple[Detokenizer, Sequences]:
-        """What makes text of tokens, and the sequences that continue `prompts`; None: rank 0's."""
+        """The decoder of text, and the sequences that continue `prompts`; None: rank 0's."""
         for name, why in _NOT_OF_TEXT.items():
             if arguments.get(name) is not None:
                 raise ArgumentError(f"{name}: {why}.")

@@ -74,12 +74,12 @@ class TextStream:
             return self._behind(_fed(self._stages, [self._source.feed(int(t)) for t in tokens]))
 
     def finish(self) -> str:
-        """What is left, with U+FFFD in place of a character that never ended."""
+        """The rest, with U+FFFD in place of a character that never ended."""
         with _told():
             return self._behind(self._rest())
 
     def _rest(self) -> str:
-        """What would come if the sequence ended now."""
+        """The text that would come if the sequence ended now."""
         return _ended([copy(stage) for stage in self._stages], self._source.rest())
 
     def _behind(self, text: str) -> str:
@@ -107,14 +107,14 @@ class _Stage(Protocol):
 
 
 def _fed(stages: Sequence[_Stage], pieces: Iterable[str]) -> str:
-    """What comes out of the last stage."""
+    """The text that comes out of the last stage."""
     for stage in stages:
         pieces = [out for piece in pieces for out in stage.feed(piece)]
     return "".join(pieces)
 
 
 def _ended(stages: Sequence[_Stage], *pieces: str) -> str:
-    """What comes out of the last stage as all of them end."""
+    """The text that comes out of the last stage as all of them end."""
     for stage in stages:
         pieces = (*(out for piece in pieces for out in stage.feed(piece)), *stage.end())
     return "".join(pieces)
@@ -142,7 +142,7 @@ class _Chain:
         return "" if piece is None else _fed(self._stages, [piece])
 
     def rest(self) -> str:
-        """What is held back."""
+        """The text that is held back."""
         return _ended([copy(stage) for stage in self._stages])
 
 
@@ -465,7 +465,7 @@ class _Asked:
         return self._settled()
 
     def rest(self) -> str:
-        """What is held back."""
+        """The text that is held back."""
         return self._text[self._done :]
 
     def _settled(self) -> str:

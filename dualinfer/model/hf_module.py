@@ -207,7 +207,7 @@ def _settings(part: Any) -> dict[str, Any]:
 
 
 def turns_by_length(part: Any) -> bool:
-    """Whether a HF module's frequencies follow the length of what it has last read."""
+    """True if a HF module's frequencies follow the length of what it has last read."""
     return any(word in str(getattr(part, "rope_type", "")) for word in ("dynamic", "longrope"))
 
 

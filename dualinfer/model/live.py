@@ -1,4 +1,4 @@
-"""Whether a live torch module still holds the tensors, and the values, that an engine has read."""
+"""True if a live torch module still holds the tensors, and the values, that an engine has read."""
 
 import threading
 import weakref

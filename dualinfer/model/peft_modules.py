@@ -144,7 +144,7 @@ def _is_layer(part: Any) -> bool:
 
 
 def _below(part: Any) -> Any:
-    """What runs in the place of a layer or wrapper of peft's, but for its adapters."""
+    """The module that runs in the place of one of peft's, but for its adapters."""
     if _is_layer(part):
         return part.base_layer
     if "modules_to_save" not in part._modules:
@@ -179,7 +179,7 @@ _WRAPPERS = (_TRAINED, "peft.utils.other.TrainableTokensWrapper")
 
 
 def _merging(layer: Any) -> str:
-    """What to do about a layer of peft's that can merge; empty for one that cannot."""
+    """The way on with a layer of peft's that can merge; empty for one that cannot."""
     if _package(layer) in UNMERGED or not hasattr(layer, "merge"):
         return ""
     return "Merge it and pass what comes back: model = peft_model.merge_and_unload(). "

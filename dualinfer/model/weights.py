@@ -205,7 +205,7 @@ class Row:
         return tuple(f"{a}{_divisor(source.axes[i])}" for a, i in places if i is not None)
 
     def names_of(self, source: Source, axis: str) -> list[str]:
-        """Those that one of the row's axes joins of which the source has elements."""
+        """The names that one of the row's axes joins of which the source has elements."""
         place = self._place(axis.removesuffix(_divisor(axis)), source)
         return [] if place is None else _blocks(source.axes[place])
 

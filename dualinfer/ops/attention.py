@@ -109,7 +109,7 @@ def _visible(
 
 
 def alibi_bias(m: Maths, slopes: Array, keys: Array, queries: Array, scale: float | None) -> Array:
-    """What ALiBi adds to scores, float32 [B, H, T, S], of int positions [B, S] and [B, T].
+    """The bias of ALiBi, float32 [B, H, T, S], of int positions [B, S] and [B, T].
 
     Slopes [H] times how far a key lies ahead; with `scale` its product with the difference of
     slopes times positions, both rounded to bfloat16.
@@ -125,7 +125,7 @@ def alibi_bias(m: Maths, slopes: Array, keys: Array, queries: Array, scale: floa
 
 
 def relative_bias(table: Array, keys: Array, queries: Array) -> Array:
-    """What distances add to scores, [B, H, T, S], of int positions [B, S] and [B, T].
+    """The bias of distances, [B, H, T, S], of int positions [B, S] and [B, T].
 
     Column M + n of the table [H, 2M+1] is for keys that lie n tokens behind the query; the first
     and the last are also for those that lie farther.

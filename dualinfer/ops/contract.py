@@ -219,7 +219,7 @@ class BlockOps(Protocol):
 
     @property
     def schemes(self) -> BlockArithmetic:
-        """What is computed with the model's matrices, plain and quantized."""
+        """The products with the model's matrices, plain and quantized."""
         ...
 
     def span(self, name: str) -> AbstractContextManager[Any]:
@@ -322,7 +322,7 @@ class BlockOps(Protocol):
         ...
 
     def adds_shared(self, x: Array, mixture: Experts, w: Weights) -> bool:
-        """Whether `experts` adds what the expert of all tokens makes of x, by `shared.*` of `w`.
+        """True if `experts` adds what the expert of all tokens makes of x, by `shared.*` of `w`.
 
         Else it comes as `partial`.
         """

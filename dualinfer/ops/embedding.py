@@ -97,7 +97,7 @@ def embed_page(
 
 
 def read_by_layers(ops: BlockOps, spec: ModelSpec, w: Weights, ids: Array, x: Array) -> Array:
-    """What each layer reads of int ids [B, T] and their embedding x [B, T, E]: [L, B, T, P].
+    """Embeddings that each layer reads of int ids [B, T] and their own x [B, T, E]: [L, B, T, P].
 
     It is (norm(E^-1/2 projection of x) + P^1/2 row of a table) 2^-1/2, of P elements for each
     layer, summed over devices.
@@ -112,7 +112,7 @@ def read_by_layers(ops: BlockOps, spec: ModelSpec, w: Weights, ids: Array, x: Ar
 
 
 def scale_of(m: Maths, spec: ModelSpec, dtype: Any) -> float:
-    """What multiplies embedded tokens, rounded to their `dtype` where HF rounds it."""
+    """The factor of embedded tokens, rounded to their `dtype` where HF rounds it."""
     return m.nearest(spec.embed_scale, dtype) if spec.rounds_scale else spec.embed_scale
 
 
@@ -176,7 +176,7 @@ def patches(m: Maths, x: Array, kernel: Array, bias: Array | None) -> Array:
 
 @named("hear")
 def hear(m: Maths, x: Array, first: tuple[Array, Array], second: tuple[Array, Array]) -> Array:
-    """What two gated convolutions make of tokens [B, T, W] as `spec.Sounds` has them: [B, T, E].
+    """Two gated convolutions of tokens [B, T, W] as `spec.Sounds` has them: [B, T, E].
 
     Each is a kernel [out, in, taps] and a bias [out].
     """

@@ -23,7 +23,7 @@ def widen(m: Maths, a: Attention, qkv: Array) -> Array:
 
 @named("heads")
 def narrow(m: Maths, a: Attention, y: Array, w: Weights) -> Array:
-    """What heads of `a.widened` give, [B, T, ...], as those of `a`: [B, T, H value_dim].
+    """Results of the heads of `a.widened`, [B, T, ...], as those of `a`: [B, T, H value_dim].
 
     What values were widened by is left out. Of heads of a difference it is made as
     `spec.Attention` says, by the layer's vectors [D] of `LAMBDAS`: [B, T, H D].

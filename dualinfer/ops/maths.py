@@ -24,7 +24,7 @@ R = TypeVar("R")
 
 
 class Maths(Protocol):
-    """What plain ops ask of a framework."""
+    """The functions that plain ops ask of a framework."""
 
     name: str  # for people
     float32: Any
@@ -351,7 +351,7 @@ class Maths(Protocol):
         parts: Sequence[Any],
         size: int,
     ) -> tuple[Any, Any]:
-        """What steps give of `parts` [B, T, ...], `size` tokens at a time, and the last state.
+        """Results of steps over `parts` [B, T, ...], `size` tokens at a time, and the last state.
 
         `step(state, *pieces)` gives the next state and [B, size, ...]. The last piece may be filled
         up with zeros, or be shorter.
@@ -397,7 +397,7 @@ def named(name: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
 
 
 def taken(m: Maths, numbered: Any, paired: Any, number: Any, pairs: Any) -> tuple[Any, ...]:
-    """What `make` of `Maths.groups` takes for int `pairs` [n] that have chosen a number."""
+    """The arguments of `make` of `Maths.groups` for int `pairs` [n] that have chosen a number."""
     own = tuple(one_of(m, leaf, number) for leaf in numbered)
     rows = (None if a is None else a[pairs if n == 1 else pairs // n] for a, n in paired)
     return own, *rows

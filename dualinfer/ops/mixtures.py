@@ -172,7 +172,7 @@ def hidden(m: Maths, h: Array, mixture: Experts) -> Array:
 
 
 def biases(m: Maths, bias: Array, routing: Routing) -> Array:
-    """What down's bias [X, E] adds to the sum over experts: float32 [..., E]."""
+    """The share of down's bias [X, E] in the sum over experts: float32 [..., E]."""
     return _weighted(m, bias[routing.experts], routing.weights)
 
 
@@ -208,7 +208,7 @@ def chosen_queries(m: Maths, x: Array, weight: Weight, routing: Routing, head_di
 def chosen_outputs(
     ops: BlockOps, y: Array, weight: Weight, routing: Routing, head_dim: int, by: Neighbours
 ) -> Array:
-    """What chosen ones of weights [X, E, K D] make of heads y [..., K k D]: [..., E].
+    """Products of chosen weights [X, E, K D] and heads y [..., K k D]: [..., E].
 
     The sum over the chosen ones by the routing's weights, and over devices, which have shares of K;
     the neighbours are as of `row_product`. HF's `JetMoeMoA.reduce`.
@@ -227,5 +227,5 @@ def chosen_outputs(
 
 
 def _are_few(own: Array, matrices: Array) -> bool:
-    """Whether tokens choose fewer matrices, all together, than there are."""
+    """True if tokens choose fewer matrices, all together, than there are."""
     return prod(own.shape) <= len(matrices)

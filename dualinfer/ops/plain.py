@@ -29,7 +29,7 @@ from .schemes import BlockArithmetic
 
 
 class PlainBlocks:
-    """What the decoder's blocks compute with; see `contract.BlockOps`."""
+    """The ops of the decoder's blocks; see `contract.BlockOps`."""
 
     maths: Maths
     schemes: BlockArithmetic
@@ -50,7 +50,7 @@ class PlainBlocks:
         return {}
 
     def knows(self, cache: CacheSpec | CacheView) -> bool:
-        """Whether kernels write and read a cache."""
+        """True if kernels write and read a cache."""
         return cache.kind in self.cache_kinds and (
             not cache.codes or cache.codes in self.cache_codes
         )
@@ -106,7 +106,7 @@ class PlainBlocks:
         return self.schemes.matmul(x, weight, bias)
 
     def activated(self, y: Array, by: Neighbours) -> Array:
-        """What is behind a product, if anything: an activation, with the gate of [..., 2F]."""
+        """A product with what is behind it, if anything: activation, with the gate of [..., 2F]."""
         if by.activation is None:
             return y
         act = feed_forward.gated_activation if by.gated else feed_forward.activation
@@ -304,7 +304,7 @@ class PlainOps(PlainBlocks):
             return m.join((m.einsum("nhd,hdo->nho", own, keys), turning), -1)
 
     def _values_of(self, layer: LayerAttention, y: Array) -> Array:
-        """What heads give, [N, 1, H value_dim], of means [N, H, rank] of latent vectors."""
+        """Results of heads, [N, 1, H value_dim], of means [N, H, rank] of latent vectors."""
         _, values = matrices_of(layer)
         with self.span("head_product"):
             return flat(self.maths.einsum("nhd,hod->nho", y, values))[:, None]
@@ -447,7 +447,7 @@ class PlainOps(PlainBlocks):
 
 
 def matrices_of(layer: LayerAttention) -> tuple[Array, Array]:
-    """What makes each head's key [H, D - turning, rank] and value [H, value_dim, rank]; views."""
+    """Matrices of each head's key [H, D - turning, rank] and value [H, value_dim, rank]; views."""
     assert layer.kv is not None
     count, keys, data = layer.spec.heads, layer.spec.qkv_sizes[1], layer.kv.data
     k, v = data[:keys], data[keys:]

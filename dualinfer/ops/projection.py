@@ -7,7 +7,7 @@ from .maths import Maths
 
 
 def added(m: Maths, y: Array, dtype: Any, by: Neighbours) -> Array:
-    """What a product carries behind a sum over devices: a bias and a residual."""
+    """A product with what stands behind a sum over devices: a bias and a residual."""
     if by.bias is not None:
         y = y + m.cast(by.bias, y.dtype)
     y = m.cast(y, dtype)

@@ -146,7 +146,7 @@ def scan(
     decays: Array,
     state: Array | None,
 ) -> tuple[Array, Array]:
-    """What states give of sequences, [B, T, heads, head_dim], and the last ones; all float32.
+    """Results of states over sequences, [B, T, heads, head_dim], and the last ones; all float32.
 
     `x`, `b` and `c` as `_heads` gives them, `steps` and `decays` as `_steps`; `state` [B, heads,
     head_dim, state] is the one before, None for zeros. Of a chunk of tokens all pairs are scored,
@@ -180,7 +180,7 @@ def scan(
 
 
 def _out(ops: BlockOps, own: StateSpace, w: Weights, y: Array, x: Array, gate: Array) -> Array:
-    """What heads give, y and x float32 [..., heads, head_dim], gated and normed: [..., width]."""
+    """Results of heads, y and x float32 [..., heads, head_dim], gated and normed: [..., width]."""
     m = ops.maths
     y = flat(y + x * w["state_skip"][:, None])
     gates = m.activation(m.wide(gate), "silu")

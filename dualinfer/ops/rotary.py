@@ -29,7 +29,7 @@ def turns(
 
 
 def growth(m: Maths, positions: Array, beta: float, period: float, ahead: int) -> Array:
-    """What queries at int positions [B, T] are multiplied with, float32 [B, T]."""
+    """The factors of queries at int positions [B, T], float32 [B, T]."""
     return 1 + beta * m.log(1 + m.floor(m.wide(positions + ahead) / period))
 
 

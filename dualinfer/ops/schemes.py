@@ -288,7 +288,7 @@ def eight_bit(weight: Weight, count: int, itemsize: int) -> EightBit | None:
 
 
 def _knows_input(how: Any) -> bool:
-    """Whether the kernels in 8 bits quantize inputs so: an `Activation`."""
+    """True if the kernels in 8 bits quantize inputs so: an `Activation`."""
     return not (how.zeros or how.outer or how.powers or how.inverse)
 
 

@@ -45,7 +45,7 @@ def weave(m: Maths, count: int, first: Array, second: Array) -> Array:
 
 @named("weave")
 def unweave(m: Maths, count: int, x: Array, second: int) -> tuple[Array, Array]:
-    """What attention to such heads gives, x [B, T, H (D + E)], as [B, T, H D] and [B, T, H E].
+    """The results of attention to such heads, x [B, T, H (D + E)], as [B, T, H D] and [B, T, H E].
 
     `second` is E.
     """

@@ -13,7 +13,7 @@ class _Without(logging.Filter):
         self._text = text
 
     def filter(self, record: logging.LogRecord) -> bool:
-        """Whether the record is shown."""
+        """True if the record is shown."""
         return self._text not in record.getMessage()
 
 

@@ -323,7 +323,7 @@ _WORDS = {False: re.compile(r"\w"), True: re.compile(r"\w", re.ASCII)}
 
 
 def _is_at(anchor: _Anchor, text: str, place: int, kind: int) -> bool:
-    """Whether a place is one that an anchor, or a boundary of words, stands for."""
+    """True if a place is one that an anchor, or a boundary of words, stands for."""
     what, ascii, lines = anchor
     if what in (op.AT_BEGINNING, op.AT_BEGINNING_STRING):
         after_line = lines and what is op.AT_BEGINNING and text[place - 1 : place] == "\n"

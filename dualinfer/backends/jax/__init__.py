@@ -163,7 +163,7 @@ def _streaming(
 
 
 def describe_kernels() -> str:
-    """Whether Triton's kernels can run here, for people."""
+    """True if Triton's kernels can run here, for people."""
     if not runs_kernels(default_device()):
         return f"Triton: not usable here; {KERNELS_NEED}; plain XLA"
     if not has_triton():

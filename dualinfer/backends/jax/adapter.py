@@ -185,7 +185,7 @@ class _FusedEngine(_Engine):
         bbox: Any = None,
         output_hidden_states: bool = False,
     ) -> Any:
-        """What forward returns, as a pure function: for jax.jit, jax.vmap, jax.grad.
+        """Forward's outputs, as a pure function: for jax.jit, jax.vmap, jax.grad.
 
         `params` as `engine.params` gives them, of the same names, shapes and dtype; `tokens` int
         [B, T], or [T] for one row, or what else the model reads first, as an image encoder's

@@ -66,7 +66,7 @@ class Exchange:
         return np.array(rows, np.int64).view(np.int32)
 
     def serves(self, values: int) -> bool:
-        """Whether an exchange of so many values of each device fits."""
+        """True if an exchange of so many values of each device fits."""
         return 0 < values <= self.capacity
 
     def sum(
@@ -213,7 +213,7 @@ def _peers_obstacle(devices: Sequence[jax.Device]) -> str | None:
 
 
 def _is_right(exchange: Exchange, place: ManyDevices) -> bool:
-    """Whether two sums in a row, one in each half of the mailboxes, give what they should."""
+    """True if two sums in a row, one in each half of the mailboxes, give what they should."""
     patience = exchange.patience
     exchange.patience = min(patience, int(_TRIAL * _POLLS))
     x = np.arange(1019, dtype=np.float32)  # of two programs

@@ -1,4 +1,4 @@
-"""Whether this process was forked from one that had begun to use JAX: then JAX hangs in it."""
+"""True if this process was forked from one that had begun to use JAX: then JAX hangs in it."""
 
 import os
 

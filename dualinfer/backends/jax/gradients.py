@@ -58,7 +58,7 @@ class _Held(NamedTuple):
 
 
 class Derived:
-    """What derivatives see of the weights: the parameters of HF's model.
+    """The weights as derivatives see them: the parameters of HF's model.
 
     Of elements that are one parameter there, each has the gradient of all: several layers may share
     a weight (ALBERT), devices a head, distances a bias (T5). What is no parameter has none: padding
@@ -88,7 +88,7 @@ class Derived:
 
     @property
     def joins(self) -> bool:
-        """Whether gradients are joined, by a rule in reverse alone."""
+        """True if gradients are joined, by a rule in reverse alone."""
         return bool(self._shared or self._held or self._lent)
 
     def __call__(self, params: Params) -> Params:

@@ -63,7 +63,7 @@ class Way(NamedTuple):
 
 
 def multiply(way: Way, given: Any, pairs: Blocks) -> jax.Array:
-    """What is made of all pairs, [P, F]; zeros for those that are in no block.
+    """The products of all pairs, [P, F]; zeros for those that are in no block.
 
     `given` are what numbers have and what pairs have, arrays of both in a tree.
     """

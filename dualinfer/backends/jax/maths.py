@@ -311,7 +311,7 @@ class JaxMaths:
                 scores = softcap * jnp.tanh(scores / softcap)
 
             def over(a: jax.Array, groups: tuple[int, ...]) -> jax.Array:
-                """What is [B or 1, H or 1, R or 1, S], as scores lie."""
+                """An array [B or 1, H or 1, R or 1, S] as scores lie."""
                 own = a.shape[2:] if t else a.shape[3:]
                 return a.reshape(a.shape[0], *groups, *own)
 

@@ -271,7 +271,7 @@ class JaxRunner:
 
     @functools.cached_property
     def has_tangents(self) -> bool:
-        """Whether derivatives of `pure_forward` are taken forward, too.
+        """True if derivatives of `pure_forward` are taken forward, too.
 
         Gradients are made otherwise where experts' are summed, and where parameters are held twice.
         """

@@ -22,7 +22,7 @@ _PARTS = 2
 
 
 def reads_others(spec: ModelSpec) -> bool:
-    """Whether layers read more of others than their output, so that all are one executable's."""
+    """True if layers read more of others than their output, so that all are one executable's."""
     return bool(spec.reads or spec.lenders) or any(layer.is_late for layer in spec.layers)
 
 

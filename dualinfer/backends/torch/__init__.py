@@ -152,7 +152,7 @@ def create_module_runner(
 
 
 def describe_kernels() -> str:
-    """Whether Triton's kernels can run here, for people."""
+    """True if Triton's kernels can run here, for people."""
     if not has_triton():
         return "Triton is not installed; plain operations"
     if not runs_kernels(default_device()):

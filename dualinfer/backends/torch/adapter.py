@@ -105,7 +105,7 @@ class _FusedModule(_FusedWeights):
 
 
 def _tried(fn: Callable, before: torch.Tensor) -> torch.Tensor:
-    """What `fn` makes of a tensor; UnsupportedError where this torch cannot, as without CUDA."""
+    """A tensor that `fn` made of one; UnsupportedError where this torch cannot, as without CUDA."""
     try:
         return fn(before)
     except (AssertionError, RuntimeError, NotImplementedError) as error:

@@ -43,7 +43,7 @@ class Exchange:
         return self._mailbox.capacity
 
     def serves(self, values: int) -> bool:
-        """Whether an exchange of so many values of each rank fits."""
+        """True if an exchange of so many values of each rank fits."""
         return 0 < values <= self.capacity
 
     def sum(

@@ -355,7 +355,7 @@ def _dense_attention(
     softcap: float | None,
     sinks: torch.Tensor | None,
 ) -> torch.Tensor:
-    """What SDPA has no arguments for: q [B, H, T, D], k and v [B, K, S, D] to [B, H, T, D].
+    """Attention that SDPA does not have: q [B, H, T, D], k and v [B, K, S, D] to [B, H, T, D].
 
     `visible` bool [B or 1, 1, T, S]; `bias` [B or 1, H, T, S] is added to capped scores. Scores are
     float32, as HF has them where it matters (GPT-Neo, Gemma 2).

@@ -118,7 +118,7 @@ class SpeechCalls(InferenceEngine):
         kwargs: dict[str, Any],
         chunk: int,
     ) -> Any:
-        """What HF's Whisper gives for generate."""
+        """The outputs of HF's Whisper for generate."""
         call = self._heard(ids, config, mask, tokenizer, kwargs, chunk)
         call.streamer = streamer
         return self._output(call, self._windows(call).run())
@@ -181,7 +181,7 @@ class SpeechCalls(InferenceEngine):
     def _checked(
         self, given: Mapping[str, Any], config: Any, kwargs: dict[str, Any], seed: Any
     ) -> _Call:
-        """What `_heard` derives in one process."""
+        """The languages that `_heard` derives in one process."""
         spec = self._spec
         if not spec.can_generate:
             raise UnsupportedError(
@@ -310,7 +310,7 @@ class SpeechCalls(InferenceEngine):
         return [ids[best] for best in scores[:, ids].argmax(1)]
 
     def _output(self, call: _Call, done: Transcript) -> Any:
-        """What HF's Whisper gives for a transcript, in the caller's framework."""
+        """The outputs of HF's Whisper for a transcript, in the caller's framework."""
         settings, options = call.settings, call.options
         is_once = settings.unique or not settings.asked_timestamps
         if options.returns is not None and is_once:

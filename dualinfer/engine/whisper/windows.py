@@ -21,7 +21,7 @@ _SURE = 0.5  # of temperatures: those below it leave a text that the next window
 
 
 class Read(NamedTuple):
-    """What a pass over some windows gave: `ids` int64 [B, T], what stands in front of the new too.
+    """Results of a pass over windows: `ids` int64 [B, T], with what stands in front of the new.
 
     `scores` and `logits` have an array [B, V] for each new token, where they were asked for, and
     `log_probs` float32 [T, B] tell how likely each new token was; None where they are not kept.
@@ -42,7 +42,7 @@ class Result(NamedTuple):
 
 
 class Begin(NamedTuple):
-    """What the decoder begins with: ids int64 [B, T], and which of them are real, None for all."""
+    """The beginning of the decoder: ids int64 [B, T], and which of them are real, None for all."""
 
     ids: np.ndarray
     mask: np.ndarray | None = None
@@ -57,7 +57,7 @@ class Begin(NamedTuple):
 
 
 class Reader(Protocol):
-    """What a model does with windows of sounds; `rows` are numbers of sounds."""
+    """A model that reads windows of sounds; `rows` are numbers of sounds."""
 
     def generate(
         self, windows: Any, begin: Begin, new: int, temperature: float, seeds: Sequence[int]
@@ -205,7 +205,7 @@ class Windows:
         return Transcript([[Segment(own)] for _ in range(count)])
 
     def _begin(self, rows: list[int], segments: list[list[Segment]]) -> Begin:
-        """What the decoder begins with for the next windows of these rows."""
+        """The beginning of the decoder for the next windows of these rows."""
         settings, first = self.settings, self.begins[rows]
         if self.given is not None:
             given, self.given = self.given, None
@@ -251,7 +251,7 @@ class Windows:
     def _read(
         self, rows: list[int], seek: np.ndarray, begin: Begin, round_: int
     ) -> tuple[list[Result], list[bool]]:
-        """What the windows of these rows gave at last, and which are passed over."""
+        """The last results of the windows of these rows, and which are passed over."""
         settings, windows = self.settings, self.sounds.window(rows, seek)
         new, width = self._most_new(begin), begin.ids.shape[1]
         silent = self._silence(windows, begin, new)
@@ -323,7 +323,7 @@ class Windows:
     def _judged(
         self, result: Result, width: int, temperature: float | None, silent: float
     ) -> tuple[bool, bool]:
-        """Whether a window is to be read again, and whether it is passed over as silent."""
+        """True if a window is to be read again, and whether it is passed over as silent."""
         settings, tokens = self.settings, self._text(result, width)
         needs = skips = False
         if settings.compression_ratio is not None:

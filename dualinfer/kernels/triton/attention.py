@@ -128,7 +128,7 @@ def _strides(x: Any) -> tuple[int, int, int]:
 
 
 def _has_descriptor(x: Any) -> bool:
-    """Whether TMA can read x [B, T, heads, D]: Hopper, addresses that are multiples of 16 bytes."""
+    """True if TMA can read x [B, T, heads, D]: Hopper, addresses that are multiples of 16 bytes."""
     if isinstance(x, Operand) or not (INTERPRETED or has_pdl(x)) or x.data_ptr() % 16:
         return False
     steps = (n for n, size in zip(x.stride()[:3], x.shape[:3], strict=True) if size > 1)

@@ -490,7 +490,7 @@ def decode_attention(
 
 
 def _reads_early(keys: Any, values: Any, slots: int, pdl: bool) -> bool:
-    """Whether programs read their first block of the cache before the kernel in front has ended.
+    """True if programs read their first block of the cache before the kernel in front has ended.
 
     Of many slots memory is busy anyway. Tokens are fetched 16 bytes at a time.
     """
@@ -502,7 +502,7 @@ def _reads_early(keys: Any, values: Any, slots: int, pdl: bool) -> bool:
 
 
 def _are_few(programs: int, itemsize: int, sms: int) -> bool:
-    """Whether so many programs leave most of the device without work; measured in 16 bits alone.
+    """True if so many programs leave most of the device without work; measured in 16 bits alone.
 
     They read a block of the cache at once then, and the more of the cache these blocks hold, the
     sooner they end; but the last of a head's programs sums what all of them found.

@@ -44,7 +44,7 @@ class EightBitConfig(NamedTuple):
 
 
 def serves(weight: Packed, codes: str, block: int) -> bool:
-    """Whether the kernels know a weight, and inputs as such codes, a scale for `block` columns."""
+    """True if the kernels know a weight, and inputs as such codes, a scale for `block` columns."""
     return (
         weight.codes == codes
         and codes in _KINDS
@@ -58,7 +58,7 @@ def serves(weight: Packed, codes: str, block: int) -> bool:
 
 
 def pays(count: int, itemsize: int, weight: Packed, block: int) -> bool:
-    """Whether so many rows of x are multiplied in 8 bits; few, and float32, are not.
+    """True if so many rows of x are multiplied in 8 bits; few, and float32, are not.
 
     Sums that are scaled in parts run at half the rate: of many rows the 16-bit units are faster.
     """

@@ -215,7 +215,7 @@ def _block_rows(weight: Packed) -> int:
 
 
 def _makes_values(mixture: Mixture, tokens: int, chosen: int) -> bool:
-    """Whether tiles take matrices that codes were made into before, as they have many rows of x."""
+    """True if tiles take matrices that codes were made into before, as they have many rows of x."""
     weights = mixture.up, mixture.down
     if not all(isinstance(w, Packed) and w.data.shape[1] % _block_rows(w) == 0 for w in weights):
         return False

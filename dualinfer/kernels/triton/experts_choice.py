@@ -73,7 +73,7 @@ ExpertsConfig: TypeAlias = (
 
 
 def is_few(tokens: int) -> bool:
-    """Whether the products of so many tokens are of matrices and vectors."""
+    """True if the products of so many tokens are of matrices and vectors."""
     return tokens <= MOST_VECTORS
 
 
@@ -176,7 +176,7 @@ def _default_fragments(key: Key) -> ExpertsFragmentConfig | None:
 
 
 def _has_fragments(key: Key) -> bool:
-    """Whether products of both kinds go to the matrix units by fragments of codes."""
+    """True if products of both kinds go to the matrix units by fragments of codes."""
     _, _, _, _, features, width, itemsize, bits, columns, _ = key
     # Of one group a row the columns are those of x, and down has its own.
     return (

@@ -166,7 +166,7 @@ def fragments_of_few(
 
 
 def has_fragments(mixture: Mixture) -> bool:
-    """Whether the kernels of fragments know these experts' weights."""
+    """True if the kernels of fragments know these experts' weights."""
     weights = mixture.up, mixture.down
     return mixture.shared is None and all(
         isinstance(w, Packed)

@@ -34,7 +34,7 @@ _LESSENED: tl.constexpr = tl.constexpr(2.0**-4)
 
 @triton.constexpr_function
 def _is_half(dtype, norm):
-    """Whether values and x are float16s: those of x, and a row that is normed here.
+    """True if values and x are float16s: those of x, and a row that is normed here.
 
     A normed row is of moderate size, and a float16 rounds it by an eighth of what a bfloat16 does.
     """
@@ -43,7 +43,7 @@ def _is_half(dtype, norm):
 
 @triton.constexpr_function
 def _raises(codes, half):
-    """Whether x is multiplied by _RAISED; `half` says that it is of float16."""
+    """True if x is multiplied by _RAISED; `half` says that it is of float16."""
     return not half and codes.startswith("fp")
 
 
@@ -100,7 +100,7 @@ def _codes(
 
 @triton.constexpr_function
 def _pairs(dtype, columns, width, chunk, products):
-    """Whether what both columns of a lane have lies side by side, at a multiple of its size."""
+    """True if what both columns of a lane have lies side by side, at a multiple of its size."""
     side_by_side = 0 < columns <= chunk and products > 1 and -(-width // columns) % 2 == 0
     return side_by_side and dtype.primitive_bitwidth in (8, 16)
 

@@ -68,7 +68,7 @@ def _head_norm_kernel(
 
 
 def is_apart(attention: Any) -> bool:
-    """Whether a `spec.Attention` needs this launch; else the one that turns heads has its norms."""
+    """True if a `spec.Attention` needs this launch; else the one that turns heads has its norms."""
     a = attention
     if a.qk_norm is None or a.growth is not None:
         return a.growth is not None

@@ -54,7 +54,7 @@ LinearConfig: TypeAlias = VectorConfig | TileConfig
 
 
 def serves(count: int, features: int, width: int, itemsize: int, fused: bool) -> bool:
-    """Whether `linear` is the one for `count` rows, or cuBLAS, which is better at many.
+    """True if `linear` is the one for `count` rows, or cuBLAS, which is better at many.
 
     `fused` says that an activation or a residual follows, which cuBLAS would leave to a launch of
     its own. Measured on an H100, where cuBLAS is slow with rows that are no multiple of 16 bytes.
@@ -66,7 +66,7 @@ def serves(count: int, features: int, width: int, itemsize: int, fused: bool) ->
 
 
 def fuses_norm(norm: Any) -> bool:
-    """Whether products' kernels know a `contract.NormOf`; any other is a launch in front."""
+    """True if products' kernels know a `contract.NormOf`; any other is a launch in front."""
     return norm.spec.kind == "rms" or not norm.spec.unit_offset
 
 

@@ -47,7 +47,7 @@ def as_bytes(x: Any) -> Any:
 
 
 def is_aligned(x: Any, size: int) -> bool:
-    """Whether a tensor begins at a multiple of `size` bytes, as buffers of operands do."""
+    """True if a tensor begins at a multiple of `size` bytes, as buffers of operands do."""
     return (x.pointer.offset if isinstance(x, Operand) else x.data_ptr()) % size == 0
 
 
@@ -172,7 +172,7 @@ class Operand:
         return _BYTES[self.dtype]
 
     def is_floating_point(self) -> bool:
-        """Whether the dtype is one of floats."""
+        """True if the dtype is one of floats."""
         return self.dtype in _FLOATS
 
     def stride(self, axis: int | None = None) -> Any:
@@ -180,7 +180,7 @@ class Operand:
         return self.strides if axis is None else self.strides[axis]
 
     def is_contiguous(self) -> bool:
-        """Whether elements follow one another in their order."""
+        """True if elements follow one another in their order."""
         packed = _packed(self.shape)
         axes = zip(self.shape, self.strides, packed, strict=True)
         return all(size == 1 or mine == its for size, mine, its in axes)

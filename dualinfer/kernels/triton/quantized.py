@@ -62,7 +62,7 @@ def bits_of(codes: str) -> int:
 
 
 def serves(codes: str, columns: int, zeros: bool) -> bool:
-    """Whether the kernels know blocks of so many columns, 0 for all."""
+    """True if the kernels know blocks of so many columns, 0 for all."""
     quad = 128 // bits_of(codes)
     return columns % quad == 0 or (columns == _HALF and not zeros)
 
@@ -276,7 +276,7 @@ def masks_of(weight: Packed, x: Any, normed: bool = False) -> int:
 
 
 def raises_inputs(weight: Packed, x: Any) -> bool:
-    """Whether kernels of fragments want x times a power of two: see `fragment_kernel._raises`."""
+    """True if kernels of fragments want x times a power of two: see `fragment_kernel._raises`."""
     return dtype_name(x.dtype) == "bfloat16" and weight.codes.startswith("fp")
 
 
@@ -420,7 +420,7 @@ def _turns(key: Key, warps: int, chunks: int) -> int:
 
 
 def _serves_fragments(key: Key) -> bool:
-    """Whether the kernel of fragments knows a product."""
+    """True if the kernel of fragments knows a product."""
     _, rows, _, width, number, columns, itemsize, _, normed = key
     codes, bits = _CODES[number - 1], bits_of(_CODES[number - 1])
     return (
@@ -433,7 +433,7 @@ def _serves_fragments(key: Key) -> bool:
 
 
 def fragments_serve(bits: int, columns: int, width: int) -> bool:
-    """Whether kernels of fragments know rows of codes whose blocks have so many columns."""
+    """True if kernels of fragments know rows of codes whose blocks have so many columns."""
     chunk = 512 // bits
     blocks = columns >= width or columns % chunk == 0 or chunk % columns == 0
     return blocks and (bits == 4 or width % 16 == 0)

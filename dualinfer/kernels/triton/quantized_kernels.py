@@ -246,7 +246,7 @@ def _offsets(x, CODES: tl.constexpr):
 
 @triton.constexpr_function
 def _offset_leaves_last(codes, columns, dtype):
-    """Whether codes of x's dtype are multiplied with what `_nibble` adds, which `_offsets` takes.
+    """True if codes of x's dtype are multiplied with what `_nibble` adds, which `_offsets` takes.
 
     Float32 is to be exact, and half a quad has no sum of its own.
     """

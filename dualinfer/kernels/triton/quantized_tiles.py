@@ -50,7 +50,7 @@ def _of_units(w, PART: tl.constexpr, CODES: tl.constexpr, table, dtype: tl.const
 
 @triton.constexpr_function
 def _is_exact(scales, dtype):
-    """Whether a float of 16 bits has all bits of a scale; those that float16 cuts off are tiny."""
+    """True if a float of 16 bits has all bits of a scale; those that float16 cuts off are tiny."""
     return scales.startswith("float8") or scales == (
         "float16" if dtype == tl.float16 else "bfloat16"
     )

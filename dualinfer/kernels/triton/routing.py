@@ -47,13 +47,13 @@ class Routing(NamedTuple):
 
 
 def serves(router: Any, total: int) -> bool:
-    """Whether the kernels know a `model.spec.Router` over so many experts."""
+    """True if the kernels know a `model.spec.Router` over so many experts."""
     fits = total <= MOST_EXPERTS and router.chosen <= MOST_CHOSEN
     return fits and router.score in SCORES and router.softcap is None
 
 
 def serves_all(spec: Any) -> bool:
-    """Whether the kernels know all routers of a `model.spec.ModelSpec`."""
+    """True if the kernels know all routers of a `model.spec.ModelSpec`."""
     mixtures = (layer.mlp for layer in spec.all_layers if layer.experts)
     return all(serves(own.router, own.choices) for own in mixtures)
 
@@ -65,7 +65,7 @@ def arguments(router: Any) -> dict[str, Any]:
 
 
 def fuses_norm(count: int) -> bool:
-    """Whether a router norms so many rows of x itself; else a launch in front does."""
+    """True if a router norms so many rows of x itself; else a launch in front does."""
     return count <= MOST_VECTORS
 
 

@@ -42,7 +42,7 @@ def _best_of(key, ids, nobody):
 
 @triton.jit
 def _or_zero(best):
-    """What logits are counted down from: 0 where the best is no finite one, or NaN.
+    """The logit from which others are counted down: 0 where the best is no finite one, or NaN.
 
     Where it is NaN the others do not matter, as NaN is the greatest key.
     """

@@ -101,7 +101,7 @@ def _bytes(eqn: JaxprEqn) -> int:
 
 
 def _is_reshape(eqn: JaxprEqn) -> bool:
-    """Whether an equation gives its one argument's elements in their order."""
+    """True if an equation gives its one argument's elements in their order."""
     if eqn.primitive.name not in _RESHAPES or len(eqn.invars) != 1:
         return False
     before: Any = eqn.invars[0].aval
@@ -127,17 +127,17 @@ class _Group:
         return origin
 
     def _is_read_after(self, v: Var, i: int) -> bool:
-        """Whether an equation behind number `i` reads a result, or a reshape of it."""
+        """True if an equation behind number `i` reads a result, or a reshape of it."""
         names = (v, *(other for other, origin in self._memory.items() if origin is v))
         return any(self._last_use.get(name, -1) > i for name in names)
 
     def reaches(self, eqn: JaxprEqn) -> bool:
-        """Whether an equation reads what the group makes."""
+        """True if an equation reads what the group makes."""
         known = self._made.keys() | self._memory.keys()
         return any(isinstance(v, Var) and v in known for v in eqn.invars)
 
     def takes(self, i: int, eqn: JaxprEqn) -> bool:
-        """Whether equation number `i` may join: nothing reads an array as it was before a change.
+        """True if equation number `i` may join: nothing reads an array as it was before a change.
 
         Such arrays would be overwritten within the call, where XLA cannot copy them first.
         """

@@ -228,7 +228,7 @@ class ConfigFields:
             )
 
     def _way_without(self, names: list[str]) -> str:
-        """What to do about fields that nobody read: by transformers' code, which may read them."""
+        """The way on where nobody read some fields: by transformers' code, which may read them."""
         known = read_by_transformers(self.family, names)
         if known:
             return (
@@ -252,7 +252,7 @@ _SHARED = (
 
 
 def read_by_transformers(model_type: str, names: Sequence[str]) -> list[str]:
-    """Those of the names that stand in transformers' code of a family, or in what all share.
+    """The names that stand in transformers' code of a family, or in what all share.
 
     All of them where it has no such family.
     """

@@ -101,7 +101,7 @@ def _refuse_windows(fields: ConfigFields) -> None:
 
 
 def _biases(fields: ConfigFields) -> tuple[bool, bool, bool]:
-    """Whether the q/k/v, output and MLP projections have biases."""
+    """True if the q/k/v, output and MLP projections have biases."""
     if fields.family == "qwen2":
         return True, False, False
     if fields.family == "mistral":

@@ -210,7 +210,7 @@ _Rule = dict[str, Any] | None  # changed fields, or None for left out
 
 
 def _rules(dynamic: Any) -> Callable[[str], _Rule]:
-    """What `dynamic` says of a module: the first rule whose pattern its name begins with."""
+    """The rule of `dynamic` for a module: the first whose pattern its name begins with."""
     if dynamic is None or dynamic is False:
         dynamic = {}
     if not isinstance(dynamic, Mapping):

@@ -12,7 +12,7 @@ _DTYPES = ("bfloat16", "float16")
 
 
 def cudnn_serves(layer: LayerAttention, qkv: jax.Array, mask: Any, segments: Any) -> bool:
-    """Whether `jax.nn.dot_product_attention` by cuDNN can do what `attend` is asked, and should.
+    """True if `jax.nn.dot_product_attention` by cuDNN can do what `attend` is asked, and should.
 
     `qkv` is [B, T, (H + 2K) D]. Whether there is a GPU, the caller knows.
     """

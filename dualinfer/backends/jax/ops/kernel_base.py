@@ -53,7 +53,7 @@ class KernelBase(PlainOps):
         return self._counters
 
     def starts_early(self, rows: int) -> bool:
-        """Whether kernels over so many rows start before the one in front has ended.
+        """True if kernels over so many rows start before the one in front has ended.
 
         Between a few rows and many it is slower, as programs that wait take room from those that
         work: see docs/measured-and-left-out.md.

@@ -378,7 +378,7 @@ _BINS = thresholds.COPIES.value, thresholds.BINS.value, 2  # of 8 bytes, as two 
 
 
 def _is_padded(x: jax.Array, bias: jax.Array) -> bool:
-    """Whether XLA pads what cuBLAS multiplies; a bias then comes behind a slice, rounded twice."""
+    """True if XLA pads what cuBLAS multiplies; a bias then comes behind a slice, rounded twice."""
     return bool(x.shape[-1] % 8 or bias.shape[-1] % 8)
 
 

@@ -51,7 +51,7 @@ class PlainOps(plain.PlainOps):
             self.implementations = {**self.implementations, "sum over devices": "XLA"}
 
     def make_scratch(self, pairs: int, mailboxes: jax.Array | None = None) -> Any:
-        """What `using` needs for so many pairs of slot and KV head; a pytree, perhaps empty.
+        """The scratch of `using` for so many pairs of slot and KV head; a pytree, perhaps empty.
 
         `mailboxes` are those of `Params`, this device's row [1, ...].
         """

@@ -120,5 +120,5 @@ class SplitKernelOps(KernelOps):
         return y
 
     def _serves(self, values: int) -> bool:
-        """Whether so many values are exchanged by a kernel."""
+        """True if so many values are exchanged by a kernel."""
         return self.exchange is not None and self._row is not None and self.exchange.serves(values)

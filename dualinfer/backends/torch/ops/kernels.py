@@ -380,7 +380,7 @@ class KernelOps(KernelAttention):
 
 
 def takes_groups(mixture: Mixture, pairs: int, x: torch.Tensor) -> bool:
-    """Whether torch's products of groups are faster than our tiles for so many pairs."""
+    """True if torch's products of groups are faster than our tiles for so many pairs."""
     known = x.dtype == torch.bfloat16 and x.device.type == "cuda" and hasattr(F, "grouped_mm")
     if not known or isinstance(mixture.up, quantized.Packed) or mixture.own is not None:
         return False
@@ -395,6 +395,6 @@ def grouped_product(x: torch.Tensor, weight: torch.Tensor, ends: torch.Tensor) -
 
 
 def reads_tables(spec: ModelSpec, w: Weights) -> bool:
-    """Whether a kernel embeds: nothing comes between (OPT-350m), and no table is quantized."""
+    """True if a kernel embeds: nothing comes between (OPT-350m), and no table is quantized."""
     tables = (w[n] for n in ("embed.weight", "positions.weight", "token_types.weight") if n in w)
     return spec.adds_tables and all(table.scheme is None for table in tables)

@@ -122,7 +122,7 @@ def _best(case: TuningCase, seconds: Clock) -> Measured | None:
 
 
 def _agree(y: torch.Tensor, expected: torch.Tensor) -> bool:
-    """Whether two results are the same but for rounding; never if one has a NaN."""
+    """True if two results are the same but for rounding; never if one has a NaN."""
     error = (y.float() - expected.float()).square().mean().sqrt()
     most = _ERRORS.get(y.dtype, _ERROR)
     return bool(error <= most * expected.float().square().mean().sqrt())

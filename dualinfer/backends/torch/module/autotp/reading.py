@@ -1,4 +1,4 @@
-"""Whether a layer's weight is read past its forward, told from the source of a module's methods."""
+"""True if a layer's weight is read past its forward, told from the source of a module's methods."""
 
 import ast
 import textwrap
