@@ -1216,6 +1216,41 @@ ROWS: list[Row] = [
     ),
     # --- checkpoints
     Row(
+        "checkpoint/inert.py",
+        "not 5 <= len(said) <= 6 or any(said[5:])",
+        "not 5 <= len(said) <= 6",
+        "A view of a storage in a pickle is read as the whole storage.",
+        "tests/test_deepspeed_checkpoints.py -k does_not_hold",
+    ),
+    Row(
+        "checkpoint/inert.py",
+        "if self.found.storages.setdefault(key, found) != found:",
+        "if self.found.storages.setdefault(key, found) is None:",
+        "Two tensors of a pickle say different things of one storage, and none is told.",
+        "tests/test_deepspeed_checkpoints.py -k does_not_hold",
+    ),
+    Row(
+        "checkpoint/gguf_config.py",
+        'fields.number("attn_logit_softcapping", 50.0)',
+        'fields.number("attn_logit_softcapping", 30.0)',
+        "Gemma 2 of a GGUF file that leaves out its soft cap has another one.",
+        "tests/test_gguf.py -k gemmas_are",
+    ),
+    Row(
+        "checkpoint/gguf_config.py",
+        'fields.number("attention.sliding_window_pattern", 6)',
+        'fields.number("attention.sliding_window_pattern", 2)',
+        "Gemma 3 of a GGUF file that leaves out its pattern has whole layers where it has windows.",
+        "tests/test_gguf.py -k gemmas_are",
+    ),
+    Row(
+        "checkpoint/sentence.py",
+        "if name is not None and (not isinstance(name, str) or name not in prompts):",
+        "if name is not None and not isinstance(name, str):",
+        "A folder whose default prompt does not exist is embedded without one.",
+        "tests/test_encoders.py -k default_prompt",
+    ),
+    Row(
         "model/load_plan.py",
         "absent = not any(find(part.name)",
         "absent = not all(find(part.name)",

@@ -850,17 +850,22 @@ def test_objects_of_a_training_are_stand_ins(tmp_path):
     assert Scheduler().steps and argparse.Namespace()
 
 
-def stored(count, *, offset=b"K\x00", shape=None, strides=b"K\x01\x85", storage="FloatStorage"):
-    """A pickle of {"module": {"w": a tensor}, "x": an object} with `count` elements said."""
+def stored_tensor(
+    count, *, offset=b"K\x00", shape=None, strides=b"K\x01\x85", storage="FloatStorage", part=b""
+):
+    """Opcodes that push a tensor of storage 0, of which `count` elements are said."""
     shape = shape or b"J" + struct.pack("<i", count) + b"\x85"
     names = text("storage") + b"ctorch\n" + storage.encode() + b"\n" + text("0") + text("cpu")
-    kept = b"(" + names + b"J" + struct.pack("<i", count) + b"tQ"
+    kept = b"(" + names + b"J" + struct.pack("<i", count) + part + b"tQ"
     tensor = b"ctorch._utils\n_rebuild_tensor_v2\n(" + kept + offset + shape + strides
-    tensor += b"\x89" + call("collections", "OrderedDict") + b"tR"
+    return tensor + b"\x89" + call("collections", "OrderedDict") + b"tR"
+
+
+def stored(count, *, more=b"", **fields):
+    """A pickle of {"module": {"w": a tensor}, "x": an object}; `more` is in the inner dict, too."""
+    module = b"}" + text("w") + stored_tensor(count, **fields) + b"s" + more
     odd = call("argparse", "Namespace")
-    return (
-        b"\x80\x02}(" + text("module") + b"}" + text("w") + tensor + b"s" + text("x") + odd + b"u."
-    )
+    return b"\x80\x02}(" + text("module") + module + text("x") + odd + b"u."
 
 
 @pytest.mark.parametrize(
@@ -872,6 +877,16 @@ def stored(count, *, offset=b"K\x00", shape=None, strides=b"K\x01\x85", storage=
         ({"count": 4, "shape": b"J\xff\xff\xff\x7f\x85", "strides": b"K\x00\x85"}, "was expanded"),
         ({"count": 4, "strides": b")"}, "strides of another shape"),
         ({"count": 4, "storage": "OddStorage"}, "without a record"),
+        ({"count": 4, "part": b"(K\x00K\x02t"}, "damaged .*: no storage, or a part of another one"),
+        ({"count": 4, "more": text("v") + stored_tensor(3) + b"s"}, "storage twice, and not alike"),
+        (
+            {
+                "count": 1,
+                "shape": b"(" + b"K\x01" * 65 + b"t",
+                "strides": b"(" + b"K\x01" * 65 + b"t",
+            },
+            "damaged .*: a tensor without a shape",
+        ),
     ],
     ids=str,
 )
@@ -879,6 +894,9 @@ def test_tensors_that_the_file_does_not_hold_are_told(fields, message, tmp_path)
     record = [("0", np.arange(4, dtype=np.float32).tobytes())]
     good = write_archive(tmp_path / "good.pt", stored(4), record)
     np.testing.assert_array_equal(open_weights(good).read("w"), np.arange(4))
+    twice = stored(4, part=b"N", more=text("v") + stored_tensor(4) + b"s")
+    both = open_weights(write_archive(tmp_path / "twice.pt", twice, record))
+    np.testing.assert_array_equal(both.read("v"), both.read("w"))
     with pytest.raises(CheckpointError, match=message):
         open_weights(write_archive(tmp_path / "x.pt", stored(**fields), record))
 

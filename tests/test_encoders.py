@@ -16,6 +16,7 @@ from dualinfer.arrays import kind_of
 from dualinfer.backends.jax.ops.plain import PlainOps as JaxOps
 from dualinfer.backends.kernels import turn_arguments
 from dualinfer.backends.torch.ops.plain import PlainOps as TorchOps
+from dualinfer.checkpoint.sentence import read_text_embedding
 from dualinfer.cli.main import app
 from dualinfer.errors import (
     ArgumentError,
@@ -354,6 +355,15 @@ def folder(tmp_path_factory):
         (place / name).write_text(json.dumps(value))
     save_file(dense, place / "2_Dense" / "model.safetensors")
     return place, model, dense
+
+
+@pytest.mark.parametrize("name", ["ask", 3])
+def test_a_default_prompt_must_be_among_the_prompts(name, tmp_path):
+    (tmp_path / "modules.json").write_text("[]")
+    said = {"prompts": {"query": "find: "}, "default_prompt_name": name}
+    (tmp_path / "config_sentence_transformers.json").write_text(json.dumps(said))
+    with pytest.raises(CheckpointError, match=f"default_prompt_name={name!r}, not among prompts"):
+        read_text_embedding(tmp_path)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

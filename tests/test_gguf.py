@@ -378,7 +378,7 @@ GEMMAS = {
 
 
 @pytest.mark.parametrize("name", GEMMAS)
-def test_gemmas_scale_scores_as_their_makers_say(name, tmp_path):
+def test_gemmas_are_what_their_makers_say(name, tmp_path):
     kind, layers, width, heads, head_dim, scalar = GEMMAS[name]
     fields = {"embedding_length": width, "block_count": layers, "feed_forward_length": 64}
     fields |= {"context_length": 8192, "attention.head_count": heads}
@@ -391,7 +391,13 @@ def test_gemmas_scale_scores_as_their_makers_say(name, tmp_path):
     for step in ("header", "kv_data", "tensors"):
         getattr(writer, f"write_{step}_to_file")()
     writer.close()
-    assert read_config(tmp_path / "m.gguf").to_dict()["query_pre_attn_scalar"] == scalar
+    found = read_config(tmp_path / "m.gguf").to_dict()
+    assert found["query_pre_attn_scalar"] == scalar
+    # What the file leaves out: llama.cpp's soft cap, and Gemma 3's five windows to one whole layer.
+    assert found.get("attn_logit_softcapping") == (50.0 if kind == "gemma2" else None)
+    every = 2 if kind == "gemma2" else 6
+    wanted = [("sliding", "full")[(i + 1) % every == 0] + "_attention" for i in range(layers)]
+    assert found["layer_types"] == wanted
 
 
 def test_yarns_own_factor_scales_what_it_makes_of_its_length(tmp_path):
