@@ -71,7 +71,9 @@ with guarded() as marks:
 
 
 def test_jobs_in_one_another_end_with_the_outer_one(tmp_path):
-    (tmp_path / "rank.py").write_text(SLEEPER)
+    """One that does not end as it is told to is killed."""
+    stubborn = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN);"
+    (tmp_path / "rank.py").write_text(SLEEPER.replace("import time;", stubborn))
     (tmp_path / "outer.py").write_text(OUTER)
     command = [sys.executable, tmp_path / "outer.py", tmp_path / "rank.py"]
     outer = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)

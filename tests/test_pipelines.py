@@ -242,6 +242,7 @@ def test_what_harnesses_read_of_a_model_is_there_and_true(name):
     assert engine.can_generate() == model.can_generate()
     for how in ({}, {"exclude_embeddings": True}):
         assert engine.num_parameters(**how) == model.num_parameters(**how)
+    assert engine.num_parameters(only_trainable=True) == 0
     engine.eval().tie_weights()
     with pytest.raises(AttributeError, match=r"has no 'resize_token_embeddings'.*module mode"):
         engine.resize_token_embeddings  # noqa: B018
