@@ -1,8 +1,13 @@
 """The command line, in this process; without a framework: tests/test_isolation.py."""
 
+import contextlib
 import logging
+import os
 import re
 import shutil
+import subprocess
+import sys
+import termios
 import unicodedata
 import warnings
 from pathlib import Path
@@ -635,6 +640,25 @@ def test_bench_shows_its_workloads_and_shapes(run):
     help_text = run("bench", "decode", "--help").stdout
     for part in ("--shape", "llama-3-8b", "--peer", "hf-compile", "--json", "--plot"):
         assert part in help_text
+
+
+@pytest.mark.skipif(not hasattr(os, "openpty"), reason="needs a terminal of its own")
+@pytest.mark.parametrize(("rows", "is_paged"), [(24, True), (200, False)])
+def test_help_that_is_longer_than_the_terminal_is_paged(rows, is_paged):
+    ours, theirs = os.openpty()
+    termios.tcsetwinsize(theirs, (rows, 80))
+    own = {k: v for k, v in os.environ.items() if k not in ("LINES", "COLUMNS", "MANPAGER")}
+    own |= {"PAGER": "sed s/^/paged:/", "TERM": "xterm"}
+    command = [sys.executable, "-m", "dualinfer", "generate", "--help"]
+    process = subprocess.Popen(command, stdin=theirs, stdout=theirs, stderr=theirs, env=own)
+    os.close(theirs)
+    said = b""
+    with contextlib.suppress(OSError):  # Linux's way to say that the other end is closed
+        while piece := os.read(ours, 4096):
+            said += piece
+    os.close(ours)
+    assert process.wait(60) == 0 and b"Usage:" in said
+    assert (b"paged:" in said) == is_paged
 
 
 @pytest.mark.parametrize("backend", ["torch", "jax"])

@@ -28,13 +28,14 @@ from dualinfer.backends import torch as torch_backend  # noqa: E402
 from dualinfer.backends.jax.ops import schemes as jax_ops  # noqa: E402
 from dualinfer.backends.torch.ops import schemes as torch_ops  # noqa: E402
 from dualinfer.backends.torch.params import load_params  # noqa: E402
-from dualinfer.checkpoint.reader import RowReader  # noqa: E402
+from dualinfer.checkpoint.reader import Oddities, RowReader  # noqa: E402
 from dualinfer.cli.main import app  # noqa: E402
 from dualinfer.model.families import describe_model  # noqa: E402
 from dualinfer.model.weights import Weight, leaves_of, named_arrays, parts_of  # noqa: E402
 from dualinfer.parallel.shard import fit_blocks, whole  # noqa: E402
 from dualinfer.parallel.sharding import make_plan  # noqa: E402
 from dualinfer.quantization import Activation, Blocks, BlockScheme  # noqa: E402
+from dualinfer.quantization.codes import RANGES  # noqa: E402
 from dualinfer.quantization.packing import pack, packed_width, unpack  # noqa: E402
 
 from . import latent, mixtures  # noqa: E402
@@ -299,9 +300,19 @@ def scale_all(scheme, arrays):
     arrays.get("outer", np.zeros(1))[:] = 3e38
 
 
+def lie_far_from_zero(scheme, arrays):
+    """Codes of 0 that are great numbers, since their zero point is not."""
+    if "zero" in arrays:
+        low, high = RANGES[scheme.codes]
+        arrays["codes"][:], arrays["zero"][:] = low, high
+        arrays["scale"][:] = 30000
+
+
 @pytest.mark.filterwarnings("ignore:.*encountered in .*:RuntimeWarning")  # of the reference
 @pytest.mark.parametrize("dtype", ["float16", "float32"])
-@pytest.mark.parametrize("harm", [hold_every_code, scale_most, scale_more, scale_all])
+@pytest.mark.parametrize(
+    "harm", [hold_every_code, scale_most, scale_more, scale_all, lie_far_from_zero]
+)
 def test_what_is_not_finite_once_it_is_decoded_is_told(harm, dtype):
     """Of every scheme, and of nothing else; each layer has one, and every second is harmed."""
     schemes = [s for s in (*SCHEMES.values(), *UNEVEN, BlockScheme("fp8_e5m2")) for _ in range(2)]
@@ -330,7 +341,21 @@ def test_what_is_not_finite_once_it_is_decoded_is_told(harm, dtype):
     found = reader._odd
     assert found.wrong.keys() | found.beyond.keys() == odd
     assert len(notes) == 1 + bool(found.wrong) + bool(found.beyond)
-    assert odd or (harm is scale_more and dtype == "float32")
+    assert odd or (harm in (scale_more, lie_far_from_zero) and dtype == "float32")
+
+
+def test_values_beyond_the_dtype_are_told_apart_from_nan():
+    odd = Oddities(type("Source", (), {"description": "m.safetensors"})(), "float16")
+    odd.look("far", np.array([1e6, 1], np.float32))
+    odd.look("near", np.array([65504, -65504], np.float32))
+    odd.look("wide", np.array([1e6], np.float32), "float32")
+    odd.look("none", np.array([1, np.nan], np.float32))
+    with pytest.warns(UserWarning, match="bf16' or 'fp32'"), pytest.warns(match="Was the training"):
+        notes = odd.notes()
+    assert notes == (
+        "NaN or inf in 1 of the tensors of m.safetensors: none",
+        "values beyond float16 in 1 of the tensors of m.safetensors: far",
+    )
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

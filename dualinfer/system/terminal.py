@@ -1,8 +1,12 @@
 """What commands share on the terminal: lines of its width, and help in one style."""
 
+import pydoc
 import re
+import shutil
+import sys
 from typing import Any
 
+import typer
 from rich.cells import cell_len
 from rich.console import Console
 from rich.text import Text
@@ -54,6 +58,13 @@ def without_controls(text: str) -> str:
 class Command(TyperCommand):
     """A command whose usage and help show an argument by its metavar, and nothing beside it."""
 
+    def get_help_option(self, ctx: Any) -> Any:
+        """The option that shows the help."""
+        option = super().get_help_option(ctx)
+        if option is not None:
+            option.callback = _show_help
+        return option
+
     def collect_usage_pieces(self, ctx: Any) -> list[str]:
         """What follows the command's name."""
         arguments = [p for p in self.get_params(ctx) if p.param_type_name == "argument"]
@@ -71,3 +82,13 @@ class Command(TyperCommand):
             if rows:
                 with formatter.section(title):
                     formatter.write_dl(rows)
+
+
+def _show_help(ctx: Any, _: Any, asked: bool) -> None:
+    """Print the help, and end; in a pager where it is longer than the terminal."""
+    if not asked or ctx.resilient_parsing:
+        return
+    text = ctx.get_help()
+    is_long = text.count("\n") + 2 > shutil.get_terminal_size().lines
+    (pydoc.pager if is_long and sys.stdout.isatty() else typer.echo)(text)
+    ctx.exit()
