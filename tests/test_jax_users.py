@@ -8,6 +8,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 import torch
+import transformers as hf
 
 pytest.importorskip("flax")
 import jax
@@ -19,6 +20,7 @@ from dualinfer import arrays
 from dualinfer.backends.jax.functional import transformable
 from dualinfer.engine.pure import make_pure_inputs
 from dualinfer.errors import ArgumentError, ClosedError, LengthError
+from dualinfer.model.families import describe_model
 from dualinfer.model.outputs import Outputs
 
 from .models import make_model, random_ids, relative_rms, slow_but
@@ -160,6 +162,15 @@ def test_inputs_may_be_rows_lists_numpy_and_torch(engine):
     np.testing.assert_array_equal(row.ids, ids[:1])
     np.testing.assert_array_equal(row.positions, [range(5)])
     assert row.mask.shape == (1, 5) and row.token_types is row.embeds is row.weights is None
+
+
+def test_padding_that_no_mask_tells_of_is_hidden_where_hf_hides_it():
+    for model_type, name, hides in (("xlm", "XLMModel", True), ("bert", "BertModel", False)):
+        config = hf.AutoConfig.for_model(model_type).to_dict()
+        spec, _ = describe_model(config, [name])
+        ids = np.array([[5, 6, config["pad_token_id"], config["pad_token_id"]]])
+        mask = make_pure_inputs(spec, {"input_ids": ids}, jnp, pad=None).mask
+        assert (mask is None) if not hides else mask.tolist() == [[True, True, False, False]]
 
 
 def test_apply_runs_without_jit(engine_of):
