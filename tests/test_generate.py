@@ -1010,11 +1010,28 @@ def test_error_of_a_tokenizer_ends_one_call_and_no_other(engine, tokenizer):
     expected = list(engine.stream(rows()[0], max_new_tokens=30))
     stream = engine.stream(rows()[0], max_new_tokens=30)
     found = [next(stream) for _ in range(4)]
-    with pytest.raises(ZeroDivisionError):
+    with pytest.raises(dualinfer.ArgumentError, match=r"cannot decode tokens .*: mine") as raised:
         engine.generate(rows(), max_new_tokens=20, stop_strings="zzzz", tokenizer=Broken())
+    assert isinstance(raised.value.__cause__, ZeroDivisionError)
     found += list(stream)
     assert found == expected
     assert not engine._loop._live
+
+
+def test_a_stream_may_end_on_a_thread_that_a_step_waits_for(engine):
+    """As where it is collected by a thread that compiles what the step needs."""
+    loop = engine._loop
+    streams = [engine.stream(row, max_new_tokens=20) for row in rows()[:2]]
+    found = [next(stream) for stream in streams]
+    with loop._turns:
+        thread = threading.Thread(target=streams[0].close)
+        thread.start()
+        thread.join(60)
+        assert not thread.is_alive() and len(loop._live) == 2, "the holder ends it"
+    found.append(next(streams[1]))
+    assert len(loop._live) == 1 and len(found) == 3
+    streams[1].close()
+    assert not loop._live
 
 
 def test_failing_prefill_leaves_the_engine_usable(engine, monkeypatch):

@@ -103,6 +103,7 @@ class Loop:
         self._closed: Exception | None = None
         self._live: dict[int, Live] = {}
         self._chunks: deque[tuple[PendingTokens, dict[int, Live]]] = deque()
+        self._left: deque[Live] = deque()  # of `leave`, whose slots are to be freed
 
     def start(self, requests: Sequence[Request]) -> list[Live]:
         """Sequences for `requests`, in the lowest free slots, with their first token under way."""
@@ -122,6 +123,7 @@ class Loop:
     def scores(self, lives: Sequence[Live], tokens: Sequence[int]) -> Any:
         """The logits [B, V] after the `tokens` chosen for `lives` of `start_scores`."""
         with self._turns:
+            self._finish_left()
             for live in lives:
                 if live.error is not None:
                     raise live.error
@@ -139,6 +141,7 @@ class Loop:
         """Sequences in the lowest free slots, and what `prefill` gives for them."""
         if self._closed is not None:
             raise self._closed
+        self._finish_left()
         pauses = [self._pause_of(request, chosen) for request in requests]
         slots = [s for s in range(len(requests) + len(self._live)) if s not in self._live]
         self._turns.begin(requests, self._live)
@@ -184,6 +187,8 @@ class Loop:
 
     def check_idle(self) -> None:
         """Raise UnsupportedError while a sequence is under way, whose cache is of these weights."""
+        with self._turns:
+            self._finish_left()
         if self._live:
             raise UnsupportedError(
                 "A generation is under way, and what it has cached was computed with the weights "
@@ -194,6 +199,7 @@ class Loop:
         """Wait until each of `lives` has `count` tokens or has ended, by chunks of `steps`."""
         while True:
             with self._turns:
+                self._finish_left()
                 if all(live.ended or len(live.tokens) >= count for live in lives):
                     return
                 self._turns.go_on(self._live)
@@ -280,6 +286,25 @@ class Loop:
             if not self._live:
                 self._chunks.clear()
 
+    def leave(self, lives: Sequence[Live]) -> None:
+        """Free the slots of sequences that nobody reads, at once or by who has the turn.
+
+        A stream may be collected on any thread, and be it one that the turn's holder waits for.
+        """
+        self._left.extend(lives)
+        if self._turns.take():
+            try:
+                self._finish_left()
+            finally:
+                self._turns.__exit__()
+
+    def _finish_left(self) -> None:
+        lives = []
+        while self._left:
+            lives.append(self._left.popleft())
+        if lives:
+            self.finish(lives)
+
 
 class Generation:
     """The sequences of one call, step by step. Close it, or exhaust it, to free its slots."""
@@ -324,4 +349,4 @@ class Generation:
     def close(self) -> None:
         """End what is unfinished and free the slots."""
         with suppress(ClosedError):  # in a forked process, which has nothing to free
-            self._loop.finish(self._lives)
+            self._loop.leave(self._lives)

@@ -340,7 +340,7 @@ class Stepwise:
     def close(self) -> None:
         """End what is unfinished and free the slots."""
         with suppress(ClosedError):  # in a forked process, which has nothing to free
-            self._loop.finish(self._lives)
+            self._loop.leave(self._lives)
 
 
 def _own(logits: Any) -> Any:

@@ -84,6 +84,11 @@ class Turns:
         self.check()
         self._lock.acquire()
 
+    def take(self) -> bool:
+        """Take the turn if no other thread has it."""
+        self.check()
+        return self._lock.acquire(blocking=False)
+
     def __exit__(self, *exc: object) -> None:
         """Give it to the next."""
         self._lock.release()
