@@ -1,11 +1,24 @@
 """The ways on that messages name are taken, and work; others stand beside what they are about."""
 
+import ast
+import inspect
+import re
+import typing
+from pathlib import Path
+
 import numpy as np
+import pydantic
 import pytest
 import torch
+import typer
 
 import dualinfer
 from dualinfer import DualinferError
+from dualinfer.cli.main import app
+from dualinfer.config import InferenceConfig
+from dualinfer.engine.arguments import KNOWN, TRANSCRIBING
+from dualinfer.engine.fused import FusedEngine
+from dualinfer.engine.likeness import Likeness
 
 from .checkpoints import write_byte_tokenizer, write_llama
 from .models import BACKENDS, make_model
@@ -148,3 +161,59 @@ def test_ways_of_module_mode_work():
             made.generate(given, num_beams=2)
         made.generate(given, num_beams=1, max_new_tokens=2)
         made.module.generate(given, num_beams=2, max_new_tokens=2)
+
+
+# What a message asks for begins with one of these words.
+_ASKS = re.compile(
+    r"(?:^|[.:;,] |\bor )(?:Add|Ask|Call|Give|Leave|Make|Name|Pass|Quantize|Run|Set|Start|Take|Use|"
+    r"add|ask|call|give|leave|name|pass|run|set|take|use)\b[^.;]*"
+)
+
+
+def _messages():
+    """The texts of the package that are no docstrings, with `{}` for what is put into them."""
+    for path in sorted(Path(dualinfer.__file__).parent.rglob("*.py")):
+        nodes = list(ast.walk(ast.parse(path.read_text(encoding="utf-8"))))
+        inner = {id(x) for n in nodes if isinstance(n, ast.JoinedStr) for x in ast.walk(n)}
+        inner |= {id(n.value) for n in nodes if isinstance(n, ast.Expr)}
+        for node in nodes:
+            if isinstance(node, ast.JoinedStr):
+                parts = (p.value if isinstance(p, ast.Constant) else "{}" for p in node.values)
+                yield f"{path.name}:{node.lineno}", "".join(parts)
+            elif isinstance(node, ast.Constant) and id(node) not in inner:
+                yield f"{path.name}:{node.lineno}", str(node.value)
+
+
+def _fields_of(model):
+    """The names of a config's fields, and of those within."""
+    for name, field in model.model_fields.items():
+        yield from filter(None, (name, field.alias))
+        for kind in (field.annotation, *typing.get_args(field.annotation)):
+            if isinstance(kind, type) and issubclass(kind, pydantic.BaseModel):
+                yield from _fields_of(kind)
+
+
+def test_messages_ask_for_arguments_options_and_methods_that_there_are():
+    """Each by its name, in whatever message of the package."""
+    command, options = typer.main.get_command(app), set()
+    levels = [command]
+    for level in levels:
+        levels += getattr(level, "commands", {}).values()
+        options |= {name for param in level.params for name in (*param.opts, *param.secondary_opts)}
+    commands = {*command.commands}
+    options |= {"--help", "--xla", "--local-dir", "--nproc-per-node"}  # of others, the latter three
+    methods = dict(inspect.getmembers(FusedEngine)) | dict(inspect.getmembers(Likeness))
+    known = {*_fields_of(InferenceConfig), *KNOWN, *TRANSCRIBING}
+    for function in (dualinfer.init_inference, *filter(inspect.isfunction, methods.values())):
+        known |= inspect.signature(function).parameters.keys()
+    known |= {"output_hidden_states", "checkpoint", "static_argnames"}  # of forward; JAX's own
+    asked, wrong = 0, []
+    for place, text in _messages():
+        found = [(n, options) for n in re.findall(r"(?<![\w-])--[a-z][a-z-]+(?= [A-Z]|\b)", text)]
+        found += [(n, commands) for n in re.findall(r"`dualinfer (\w+)", text)]
+        for way in _ASKS.findall(text):
+            found += [(n, known) for n in re.findall(r"\b([a-z_][a-z_0-9]*)=(?!=)", way)]
+            found += [(n, methods) for n in re.findall(r"\bengine\.(\w+)\(", way)]
+        asked += len(found)
+        wrong += [f"{place}: {name} in {text}" for name, there in found if name not in there]
+    assert not wrong and asked > 60
