@@ -410,7 +410,9 @@ def fit_row(row: Row, shards: Sequence[Shard]) -> Row:
 def pads_heads(shards: Sequence[Shard], layer: int | None) -> bool:
     """True if a device has query heads of padding, which read a KV head that is real."""
     held = ((own.share("heads", layer), own.share("kv_heads", layer)) for own in shards)
-    return any(keys.real and heads.real < heads.extent for heads, keys in held)
+    return any(
+        heads.real < keys.real * (heads.extent // max(1, keys.extent)) for heads, keys in held
+    )
 
 
 def _pads(row: Row, axis: str, shards: Sequence[Shard]) -> bool:
