@@ -398,7 +398,7 @@ def fit_row(row: Row, shards: Sequence[Shard]) -> Row:
                 f"degree, or a tp_grain_size that {width} divides."
             )
     is_dynamic = activation is not None and activation.dynamic
-    if is_dynamic and row.local_name == "cross_out.weight" and pads_heads(shards, row.layer):
+    if is_dynamic and row.local_name == "cross_out.weight" and _reads_past(shards, row.layer):
         raise ConfigError(
             f"tensor_parallel.tp_size={shards[0].size}: inputs of {row.name} are quantized by the "
             "largest of them, and a device would have some that are of no head. Use at most "
@@ -408,7 +408,13 @@ def fit_row(row: Row, shards: Sequence[Shard]) -> Row:
 
 
 def pads_heads(shards: Sequence[Shard], layer: int | None) -> bool:
-    """True if a device has query heads of padding, which read a KV head that is real."""
+    """True if a device has query heads of padding, and a KV head that is real."""
+    held = ((own.share("heads", layer), own.share("kv_heads", layer)) for own in shards)
+    return any(keys.real and heads.real < heads.extent for heads, keys in held)
+
+
+def _reads_past(shards: Sequence[Shard], layer: int | None) -> bool:
+    """True if a device's query heads of padding read a real KV head: others read zeros."""
     held = ((own.share("heads", layer), own.share("kv_heads", layer)) for own in shards)
     return any(
         heads.real < keys.real * (heads.extent // max(1, keys.extent)) for heads, keys in held
