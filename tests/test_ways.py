@@ -2,14 +2,18 @@
 
 import ast
 import inspect
+import json
 import re
 import typing
 from pathlib import Path
+from types import MappingProxyType
 
 import numpy as np
+import peft
 import pydantic
 import pytest
 import torch
+import transformers as hf
 import typer
 
 import dualinfer
@@ -163,6 +167,88 @@ def test_ways_of_module_mode_work():
         made.module.generate(given, num_beams=2, max_new_tokens=2)
 
 
+SMALL = {
+    **{"vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1},
+    **{"num_attention_heads": 4, "max_position_embeddings": 64},
+}
+DBRX = {
+    **{"d_model": 32, "n_heads": 4, "n_layers": 1, "max_seq_len": 64, "vocab_size": 64},
+    "attn_config": {"kv_n_heads": 2, "clip_qkv": 8.0, "rope_theta": 5e5},
+    "ffn_config": {
+        **{"moe_num_experts": 2, "moe_top_k": 1, "ffn_hidden_size": 16, "hidden_size": 32},
+    },
+}
+XLNET = {"vocab_size": 64, "d_model": 32, "n_layer": 1, "n_head": 2, "d_inner": 32}
+MIXTRAL = {**SMALL, **{"num_local_experts": 2, "num_key_value_heads": 2}}
+TURNED = {"rope_parameters": {"rope_type": "default", "rope_theta": 5e5}}
+
+
+class Field(typing.NamedTuple):
+    """A config that a message is about: the way that it names is `args`, or torch's module mode."""
+
+    model: type
+    config: typing.Any
+    said: str
+    args: dict[str, typing.Any] | None
+    written: typing.Mapping[str, typing.Any] = MappingProxyType({})
+    call: typing.Callable[[typing.Any], typing.Any] = lambda e: e(IDS).logits
+
+
+FIELDS = {
+    "unread": Field(
+        *(hf.LlamaForCausalLM, hf.LlamaConfig(**SMALL), r'args=\{"mystery": None\}'),
+        *({"mystery": None}, {"mystery": 3}),
+    ),
+    "windows": Field(
+        *(hf.LlamaForCausalLM, hf.LlamaConfig(**SMALL), "Remove the field"),
+        *({"sliding_window": None}, {"sliding_window": 4}),
+    ),
+    "padding": Field(
+        *(hf.LlamaForSequenceClassification, hf.LlamaConfig(**SMALL), r'args=\{"pad_token_id"'),
+        *({"pad_token_id": 1}, {}, lambda e: e(np.concatenate([IDS, IDS])).logits),
+    ),
+    "routers": Field(
+        *(hf.MixtralForCausalLM, hf.MixtralConfig(**MIXTRAL), r'args=\{"output_router_logits"'),
+        *({"output_router_logits": False}, {"output_router_logits": True}),
+        lambda e: e(IDS, labels=IDS).loss,
+    ),
+    "turns": Field(hf.DbrxForCausalLM, hf.DbrxConfig(**DBRX), "makers' text", TURNED),
+    "language": Field(
+        *(hf.XmodForMaskedLM, hf.XmodConfig(**SMALL, languages=["de_DE"])),
+        *(r'args=\{"default_language"', {"default_language": "de_DE"}),
+    ),
+    "quantized": Field(
+        *(hf.XLNetLMHeadModel, hf.XLNetConfig(**XLNET), "made from, with backend='torch'", None),
+        {"quantization_config": {"quant_method": "gptq", "bits": 4, "group_size": 32}},
+    ),
+}
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("case", FIELDS)
+def test_fields_that_are_refused_name_ways_that_work(case, backend, tmp_path):
+    field = FIELDS[case]
+    model = field.model(field.config).eval()
+    model.save_pretrained(tmp_path)
+    path = tmp_path / "config.json"
+    plain = path.read_text("utf-8")
+    path.write_text(json.dumps(json.loads(plain) | dict(field.written)))
+
+    def run(backend, **given):
+        with dualinfer.init_inference(tmp_path, backend=backend, dtype="fp32", **given) as made:
+            ask = field.call if made.report().mode == "fused" else lambda e: e(torch.tensor(IDS))[0]
+            return made.report().mode, np.asarray(ask(made))
+
+    asked = {"replace_with_kernel_inject": True} if field.args else {}
+    with pytest.raises(DualinferError, match=field.said):
+        run(backend, **asked)
+    if field.args is None:
+        path.write_text(plain)
+        backend = "torch"
+    mode, result = run(backend, **asked, **({"args": field.args} if field.args else {}))
+    assert mode == ("fused" if field.args else "module") and np.isfinite(result).all()
+
+
 # What a message asks for begins with one of these words.
 _ASKS = re.compile(
     r"(?:^|[.:;,] |\bor )(?:Add|Ask|Call|Give|Leave|Make|Name|Pass|Quantize|Run|Set|Start|Take|Use|"
@@ -205,12 +291,21 @@ def test_messages_ask_for_arguments_options_and_methods_that_there_are():
     methods = dict(inspect.getmembers(FusedEngine)) | dict(inspect.getmembers(Likeness))
     known = {*_fields_of(InferenceConfig), *KNOWN, *TRANSCRIBING}
     for function in (dualinfer.init_inference, *filter(inspect.isfunction, methods.values())):
-        known |= inspect.signature(function).parameters.keys()
+        given = inspect.signature(function).parameters
+        known |= {name for name, given in given.items() if given.kind != given.VAR_KEYWORD}
     known |= {"output_hidden_states", "checkpoint", "static_argnames"}  # of forward; JAX's own
+    both = {*BACKENDS, "nccl", "gloo"}  # the latter two of torch.distributed
+    tuned = {*dir(peft.PeftModel), *dir(peft.LoraModel)}
+    texts = list(_messages())
+    read = {text for _, text in texts}  # among them the fields of configs that the package reads
     asked, wrong = 0, []
-    for place, text in _messages():
+    for place, text in texts:
         found = [(n, options) for n in re.findall(r"(?<![\w-])--[a-z][a-z-]+(?= [A-Z]|\b)", text)]
         found += [(n, commands) for n in re.findall(r"`dualinfer (\w+)", text)]
+        found += [(n, both) for n in re.findall(r"\bbackend='(\w+)'", text)]
+        found += [(n, {"backend"}) for n in re.findall(r"\b(\w+)='(?:torch|jax)'", text)]
+        found += [(n, read) for n in re.findall(r"\bargs=\{\"(\w+)\"", text)]
+        found += [(n, tuned) for n in re.findall(r"\bpeft_model\.(\w+)\(", text)]
         for way in _ASKS.findall(text):
             found += [(n, known) for n in re.findall(r"\b([a-z_][a-z_0-9]*)=(?!=)", way)]
             found += [(n, methods) for n in re.findall(r"\bengine\.(\w+)\(", way)]

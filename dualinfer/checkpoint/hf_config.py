@@ -141,7 +141,8 @@ def read_other_config(folder: Path) -> Any:
     if quantization is not None:
         raise UnsupportedError(
             f"{path} has a quantization_config ({find_method(quantization)}), which is served in "
-            "fused mode only, and its family is not. Pass the model that it was made from."
+            "fused mode only, and its family is not. Pass the model that it was made from, with "
+            "backend='torch'."
         )
     from transformers import CONFIG_MAPPING
 
