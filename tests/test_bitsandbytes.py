@@ -8,6 +8,8 @@ from bitsandbytes import functional
 
 import dualinfer
 from dualinfer import CheckpointError, UnsupportedError
+from dualinfer.checkpoint.sources import open_checkpoint
+from dualinfer.quantization.formats.bitsandbytes import PLAIN, opener
 
 from .formats import check_logits, check_shapes, check_slices, edit, open_folder, values
 from .models import BACKENDS, VOCAB, random_ids, relative_rms
@@ -144,6 +146,17 @@ def test_blocks_are_those_that_rows_and_blocks_share(folders):
 def test_older_configs_name_no_method(folders):
     opener = open_folder(folders("nf4"), quant_method=None)
     assert opener("model.layers.0.self_attn.q_proj.weight") is not None
+
+
+def test_plain_weights_under_a_config_of_codes_are_told(folders):
+    plain = open_checkpoint(folders("nf4").parent / "plain")
+    how = {"quant_method": "bitsandbytes", "load_in_4bit": True}
+    found = opener(how, plain)
+    assert found("model.layers.0.mlp.up_proj.weight") is None
+    assert found.notes == (PLAIN,)
+    assert PLAIN not in open_folder(folders("nf4")).notes
+    with pytest.raises(UnsupportedError, match=r"bnb_4bit_quant_type=.*zz.*It is nf4 or fp4"):
+        opener({**how, "bnb_4bit_quant_type": "zz"}, plain)
 
 
 def test_what_contradicts_the_config_is_an_error(folders):

@@ -266,7 +266,7 @@ class AdaptedSource:
             return self._last[1][part]
 
     def _made(self, name: str, place: int, number: int) -> np.ndarray:
-        """All of a tensor that is made as a whole; the last two are held."""
+        """A whole tensor, made at once; the last two that were made are held."""
         key = name, place, number
         with self._making:
             if key not in self._whole_made:

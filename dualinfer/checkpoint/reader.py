@@ -88,10 +88,9 @@ class RowReader:
             done, largest = {}, dict[str, dict[str, float]]()
             while reading:  # a future holds what it has read
                 key = next(iter(reading))
-                done[key], most = reading.pop(key).result()
-                name, _, part = key[0].partition(":")
-                own = largest.setdefault(name, {})
-                own[part[:5]] = max(own.get(part[:5], 0.0), most)
+                done[key], part, most = reading.pop(key).result()
+                own = largest.setdefault(key[0].partition(":")[0], {})
+                own[part] = max(own.get(part, 0.0), most)
             if order.row.scheme is not None:
                 self._look_at_codes(order.row.scheme, largest)
             self._copied += sum(a.nbytes for a in done.values() if isinstance(a, np.ndarray))
@@ -109,25 +108,24 @@ class RowReader:
             for key, read in distinct.items()
         }
 
-    def _read(self, row: Row, read: Read, name: str) -> tuple[Any, float]:
-        """A part of a tensor, and its largest size where that is a factor of codes."""
-        array = self._source.read(name, read.index)
+    def _read(self, row: Row, read: Read, name: str) -> tuple[Any, str, float]:
+        """An array, which part of a matrix it is, and its largest size if a factor of codes."""
+        array, scheme, part = self._source.read(name, read.index), row.scheme, read.source.part
         if not isinstance(array, np.ndarray):
-            return array, 0.0
-        scheme, part = row.scheme, read.source.part
+            return array, part, 0.0
         if scheme is None:
             self._odd.look(name, array, "float32" if row.wide else None)
-            return array, 0.0
+            return array, part, 0.0
         name = name.partition(":")[0]
         if part == "data" and scheme.codes in FLOAT8:
             self._odd.look(name, array.view(FLOAT8[scheme.codes]))
         if part not in ("scale", "outer", "input"):
-            return array, 0.0
+            return array, part, 0.0
         is_byte = array.dtype == np.uint8
         most = largest_size(array.view(numpy_dtype(scheme.scale_dtype)) if is_byte else array)
         if not np.isfinite(most):
             self._odd.wrong[name] = None
-        return array, most
+        return array, part, most
 
     def _look_at_codes(self, scheme: BlockScheme, largest: Mapping[str, dict[str, float]]) -> None:
         """Find out of codes whose factors are large whether any is infinite once it is decoded."""

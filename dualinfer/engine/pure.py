@@ -1,4 +1,4 @@
-"""What a pure function of an engine reads: arrays that may be traced, whose values are not known.
+"""Inputs of an engine's pure function: arrays that may be traced, whose values are not known.
 
 As the modules that check a caller's arrays have it (`inputs`, `images`, `sounds`, `source`), but
 for what needs values. `xp` is the arrays' module, which has NumPy's names.

@@ -322,7 +322,7 @@ def behind_start(spec: ModelSpec, ids: Any, pad: int | None, xp: Any) -> Any:
 
 
 def last_places(marked: Any) -> Any:
-    """Of each row of bool [B, T] the last place that is marked: int [B]."""
+    """The last place that is marked in each row of bool [B, T]: int [B]."""
     return (marked * np.arange(1, marked.shape[1] + 1)).argmax(1)
 
 

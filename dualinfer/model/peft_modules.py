@@ -1,4 +1,4 @@
-"""What peft puts into a live HF module: its layers, its wrappers, and which adapters are in use."""
+"""Layers and wrappers that peft puts into a live HF module, and which adapters are in use."""
 
 import re
 from collections.abc import Iterator
@@ -109,7 +109,7 @@ def active_adapters(layer: Any) -> list[str]:
 
 
 def kind_of_layer(layer: Any) -> str | None:
-    """Of which kind a layer of peft's is: `matrix`, `parameter` or `tokens`; None of others.
+    """The kind of a layer of peft's: `matrix`, `parameter` or `tokens`; None for others.
 
     Of those that merge by themselves it is peft's own word, such as `IA3`.
     """

@@ -36,6 +36,10 @@ OUTLIERS = (
     "bitsandbytes int8: only the weights are in 8 bits here; bitsandbytes also rounds activations "
     "to 8 bits, but for columns with values beyond llm_int8_threshold"
 )
+PLAIN = (
+    "bitsandbytes: the files hold plain weights, which transformers would quantize while it loads "
+    "them; here they stay plain"
+)
 
 
 class TableMatrix(StoredMatrix):
@@ -187,6 +191,9 @@ def opener(config: Mapping[str, Any], source: Tensors) -> Opener:
     if four == eight:
         instead = "Exactly one of load_in_4bit and load_in_8bit says what is stored."
         raise refuse(METHOD, "load_in_4bit", four, instead)
+    kind = config.get("bnb_4bit_quant_type", "nf4")
+    if four and kind not in ("nf4", "fp4"):
+        raise refuse(METHOD, "bnb_4bit_quant_type", kind, "It is nf4 or fp4.")
     skipped = LeftOut(name_list(config, METHOD, "llm_int8_skip_modules"), METHOD)
     checkpoint = Checkpoint(source, METHOD)
     states = {name.partition(STATE)[0]: name for name in checkpoint.names if STATE in name}
@@ -208,4 +215,7 @@ def opener(config: Mapping[str, Any], source: Tensors) -> Opener:
             return TableMatrix(checkpoint, name, state)
         return RowMatrix(checkpoint, name)
 
+    weights = (name for name in checkpoint.names if name.endswith(".weight"))
+    if not states and not any(source.dtype(name) in ("uint8", "int8") for name in weights):
+        return Opener(open_matrix, (PLAIN,))
     return Opener(open_matrix, () if four else (OUTLIERS,))

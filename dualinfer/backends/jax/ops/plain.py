@@ -58,7 +58,7 @@ class PlainOps(plain.PlainOps):
         return None
 
     def using(self, scratch: Any) -> Self:
-        """These ops for one trace; `scratch` of the result is what a next one goes on with."""
+        """A copy of these ops for one trace, whose `scratch` the next one goes on with."""
         return self
 
     @property
