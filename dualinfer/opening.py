@@ -2,8 +2,8 @@
 
 import difflib
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from math import prod
@@ -15,7 +15,13 @@ from .checkpoint.adapted_model import check_head, describe_adapted
 from .checkpoint.adapters import Adapter, open_adapter, open_adapters_of
 from .checkpoint.auto_class import as_auto
 from .checkpoint.fitting import fit, wanted_by_table
-from .checkpoint.hf_config import check_sizes, notes_on, read_config, read_generation_config
+from .checkpoint.hf_config import (
+    check_sizes,
+    config_place,
+    notes_on,
+    read_config,
+    read_generation_config,
+)
 from .checkpoint.peft_layers import empty_model
 from .checkpoint.quantized import open_as_held, quantize_by
 from .checkpoint.sources import check_folder, open_checkpoint, open_module, open_weights
@@ -72,6 +78,7 @@ class HFModel(NamedTuple):
     open_source: Callable[[], TensorSource]
     other_way: str
     is_checkpoint: bool = False
+    place: str = "config.json"  # where its config stands, in errors
     quantize: _Quantize = quantize_by
     own_adapters: Callable[[], list[Adapter]] = list  # of a live module's
     mixtures: Sequence[MoeLayer] = ()  # DeepSpeed's, in a live module
@@ -112,7 +119,10 @@ def describe(found: HFModel, settings: InferenceConfig, notes: list[str]) -> Des
     make_model = partial(empty_model, found.config, found.class_names)
     adapters = [*found.own_adapters(), *open_adapters(settings, make_model)]
     try:
-        with blamed_on("config.json", ModelError) if found.is_checkpoint else nullcontext():
+        with (
+            said_of(found.place, settings.config),
+            blamed_on(found.place, ModelError) if found.is_checkpoint else nullcontext(),
+        ):
             own = describe_adapted(found.config, found.class_names, adapters)
         found = found._replace(config=own.config, class_names=own.class_names)
         spec, table = with_layers(own.spec, own.table, found.mixtures)
@@ -164,7 +174,8 @@ def _from_folder(folder: Path, other_way: str) -> HFModel:
     names = config.architectures
     source = partial(open_checkpoint, folder)
     own = read_generation_config(folder, config)
-    return HFModel(config, names, own, source, other_way, is_checkpoint=True)
+    given = config, names, own, source, other_way
+    return HFModel(*given, is_checkpoint=True, place=config_place(folder))
 
 
 def _from_module(live: Any, other_way: str) -> HFModel:
@@ -183,7 +194,8 @@ def _from_module(live: Any, other_way: str) -> HFModel:
         return open_module(live)
 
     own = module.config, class_names(module), generation, open_source, other_way
-    return HFModel(*own, own_adapters=partial(open_adapters_of, live), mixtures=mixtures)
+    adapters = partial(open_adapters_of, live)
+    return HFModel(*own, place="model.config", own_adapters=adapters, mixtures=mixtures)
 
 
 def _other_way(model: Any, settings: InferenceConfig) -> str:
@@ -193,6 +205,22 @@ def _other_way(model: Any, settings: InferenceConfig) -> str:
     if settings.backend == "jax":
         return "With backend='torch' any module runs as it is."
     return "Leave replace_with_kernel_inject unset to run the module as it is."
+
+
+@contextmanager
+def said_of(place: str, fields: Mapping[str, Any] | None = None) -> Iterator[None]:
+    """Within it, an error of a config names the `place` where it stands, as no other code knows.
+
+    Where it is of one of the caller's `fields`, that is `args`.
+    """
+    try:
+        yield
+    except ModelError as error:
+        text = str(error)
+        own = "args" if any(f" {name}=" in text for name in fields or ()) else place
+        if own == "config.json" or "config.json" not in text:
+            raise
+        raise type(error)(text.replace("config.json", own)) from error
 
 
 def overlay(config: Any, fields: Mapping[str, Any] | None) -> Any:
@@ -211,7 +239,8 @@ def overlay(config: Any, fields: Mapping[str, Any] | None) -> Any:
             raise ConfigError(f"config.model_type={value!r}, but the model is a {values[name]!r}.")
     values |= fields
     model_type = values.pop("model_type")
-    check_sizes(model_type, values)
+    with said_of("args"):
+        check_sizes(model_type, values)
     if "architectures" in fields:
         named = as_auto({"model_type": model_type, "architectures": values["architectures"]})
         values["architectures"] = named["architectures"]
@@ -274,7 +303,8 @@ def unserved(folder: Path, fields: Mapping[str, Any] | None = None) -> UnservedE
     """
     try:
         config = overlay(read_config(folder), fields)
-        with blamed_on("config.json", ModelError):
+        place = config_place(folder)
+        with said_of(place, fields), blamed_on(place, ModelError):
             describe_model(config.to_dict(), config.architectures)
     except UnservedError as error:
         return error

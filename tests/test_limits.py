@@ -114,6 +114,8 @@ def test_kernels_are_refused_where_they_cannot_run(name, monkeypatch):
             check(device=device, **fields)
     with pytest.raises(dualinfer.ConfigError, match="those of replace_with_kernel_inject=True"):
         check("module", **kernels)
+    with pytest.raises(dualinfer.ConfigError, match=r"needs a CUDA device.*Leave it unset"):
+        check("module", "cpu")  # where kernels would be no way
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(dualinfer.ConfigError, match="Triton is not installed"):
         check(**kernels)

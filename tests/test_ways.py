@@ -8,6 +8,7 @@ import typing
 from pathlib import Path
 from types import MappingProxyType
 
+import jax
 import numpy as np
 import peft
 import pydantic
@@ -247,6 +248,109 @@ def test_fields_that_are_refused_name_ways_that_work(case, backend, tmp_path):
         backend = "torch"
     mode, result = run(backend, **asked, **({"args": field.args} if field.args else {}))
     assert mode == ("fused" if field.args else "module") and np.isfinite(result).all()
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_fields_that_are_refused_are_said_to_stand_where_they_do(backend):
+    def run(**given):
+        with dualinfer.init_inference(model, backend=backend, dtype="fp32", **FUSED, **given):
+            pass
+
+    model = LIVE["llama"]()
+    model.config.mystery = 3
+    where = r"^model\.config has mystery=3.*remove it from model\.config, or pass args=.*None\}"
+    with pytest.raises(DualinferError, match=where) as told:
+        run()
+    assert "config.json" not in str(told.value)
+    run(args={"mystery": None})
+    del model.config.mystery
+    run()
+    for name, value in {"num_hidden_layers": 10**5, "hidden_act": "gelu_3"}.items():
+        with pytest.raises(DualinferError, match=f"^args has {name}="):
+            run(args={name: value})
+
+
+HOST = {"zero": {"stage": 3, "offload_param": {"device": "cpu"}}}
+FUSED = {"replace_with_kernel_inject": True}
+LIVE = {
+    "llama": lambda: hf.LlamaForCausalLM(hf.LlamaConfig(**SMALL, num_key_value_heads=2)),
+    "mixtral": lambda: hf.MixtralForCausalLM(
+        hf.MixtralConfig(**SMALL, num_key_value_heads=2, num_local_experts=3)
+    ),
+    "mamba": lambda: hf.Mamba2ForCausalLM(
+        hf.Mamba2Config(
+            **{"vocab_size": 64, "hidden_size": 32, "num_heads": 8, "head_dim": 8, "n_groups": 2},
+            **{"state_size": 8, "num_hidden_layers": 1, "chunk_size": 8},
+        )
+    ),
+}
+
+
+def tp(size: int, **more: typing.Any) -> dict[str, typing.Any]:
+    """Options of JAX that share a model over so many of the tests' four virtual devices."""
+    return {"backend": "jax", "tensor_parallel": {"tp_size": size}, **more}
+
+
+def over(axis: str, **more: typing.Any) -> dict[str, typing.Any]:
+    """As `tp`, over a mesh of two, which is made in the test."""
+    return {"backend": "jax", "tensor_parallel": {"mesh": (2,), "axis": axis, **more}}
+
+
+# Options of live models: what is asked for, what the message says, and the ways that it names.
+# Those of torch run in module mode, but where FUSED is among them.
+LIVE_OPTIONS = [
+    ("llama", {"resident_layers": 1}, "=True and keep_module_on_host=True; or leave", None),
+    ("llama", HOST, "Set replace_with_kernel_inject=True; or leave", HOST | FUSED, {}),
+    ("llama", HOST, "or leave it unset: with keep_module_on_host", {"keep_module_on_host": True}),
+    ("llama", {"kv_cache_dtype": "int8"}, "Set replace_with_k.*or leave it unset", None),
+    ("llama", {"quant": {"qkv": {"enabled": False}}}, "Leave it unset, or set replace_with", None),
+    ("llama", {"moe": {"drop_tokens": True}}, r"the .* has none\. Leave it unset\.$", {}),
+    ("mixtral", {"moe": {"drop_tokens": True}} | FUSED, "drops no token. Leave it unset", FUSED),
+    ("llama", {"min_out_tokens": 4}, "Use 1", {"min_out_tokens": 1}),
+    ("llama", {"return_tuple": False}, "Leave it unset", {}),
+    ("llama", {"use_triton": True}, "needs a CUDA device.*Leave it unset", {}),
+    ("llama", {"enable_cuda_graph": True}, "Leave enable_cuda_graph unset", {}),
+    ("llama", {"injection_policy": {"x": "y"}} | FUSED, "Leave out one of injection", FUSED),
+    ("llama", {"dtype": "int8", "quant": "int4"}, "give quant, and as dtype", {"quant": "int4"}),
+    (
+        "llama",
+        {"mp_size": 2, **tp(4)},
+        "differ; give one of",
+        tp(4),
+        {"mp_size": 2, "backend": "jax"},
+    ),
+    ("llama", over("y"), "the mesh has the axes 'x'. Name one of them", over("x")),
+    ("llama", over("x", tp_size=4), "2 devices along 'x'. Leave tp_size out", over("x")),
+    ("llama", {"moe": {"ep_size": 2}, **tp(1)}, "unset, and set tensor_parallel.tp_size=2", tp(2)),
+    ("mamba", tp(4), "Use at most 2", tp(2)),
+    ("mixtral", tp(1, moe={"ep_size": 4}), "Use at most 3", tp(1, moe={"ep_size": 3})),
+    ("mixtral", tp(2, moe={"ep_size": 3}), "to a multiple of 3", tp(3, moe={"ep_size": 3})),
+    (
+        *("mixtral", tp(1, moe={"moe_experts": [5]}), "Use 3, or leave it unset"),
+        *(tp(1, moe={"moe_experts": [3]}), tp(1)),
+    ),
+    ("mixtral", tp(1, moe={"type": "residual"}), "Use 'standard'", tp(1, moe={"type": "standard"})),
+]
+
+
+@pytest.mark.parametrize(
+    ("name", "asked", "said", "ways"), [(n, a, s, w) for n, a, s, *w in LIVE_OPTIONS], ids=str
+)
+def test_options_of_live_models_that_are_refused_name_ways_that_work(name, asked, said, ways):
+    def make(**given):
+        shared = given.get("tensor_parallel", {})
+        if "mesh" in shared:
+            mesh = jax.make_mesh(shared["mesh"], ("x",))
+            given = given | {"tensor_parallel": shared | {"mesh": mesh}}
+        with dualinfer.init_inference(LIVE[name](), **{"dtype": "fp32"} | given) as made:
+            if given.get("backend") != "jax":  # which would compile each
+                assert made(torch.from_numpy(IDS))[0].isfinite().all()
+
+    with pytest.raises(DualinferError, match=said):
+        make(**asked)
+    for way in ways:
+        for given in ({}, asked | FUSED) if way is None else (way,):
+            make(**given, **({"keep_module_on_host": True} if "and keep_module" in said else {}))
 
 
 # What a message asks for begins with one of these words.

@@ -101,6 +101,14 @@ def notes_on(folder: Path) -> list[str]:
     return [*notes, said]
 
 
+def config_place(folder: Path) -> str:
+    """Where the config of a checkpoint stands, in words for errors."""
+    if is_gguf(folder):
+        return f"the config of {folder.name}"
+    is_meta = not os.path.isfile(folder / "config.json") and is_meta_folder(folder)
+    return "params.json" if is_meta else "config.json"
+
+
 @reads("config.json", ModelError)
 def read_config(folder: Path) -> Any:
     """config.json in transformers' present form: defaults filled in, old names moved.

@@ -16,7 +16,7 @@ def check_config(config: InferenceConfig, mode: Mode, device: str) -> None:
     """
     _check_parallelism(config)
     _check_later(config)
-    if config.resident_layers is not None and not config.streams:
+    if mode == "fused" and config.resident_layers is not None and not config.streams:
         reason = "without keep_module_on_host=True all layers are on the device. Set it, too."
         _refuse("resident_layers", config.resident_layers, reason)
     _check_triton(config, mode, device)
@@ -85,14 +85,14 @@ def _check_triton(config: InferenceConfig, mode: Mode, device: str) -> None:
     if config.backend == "jax" and config.triton_autotune:
         reason = "the search is torch's; on JAX the tables that dualinfer brings choose"
         _refuse("triton_autotune", True, f"{reason}. Use backend='torch', or leave it unset.")
+    if device not in ("cuda", "gpu"):
+        where = f"{config.backend} runs on {device} here"
+        _refuse(name, True, f"Triton needs a CUDA device, and {where}. {way}")
     if mode == "module" or not config.replace_with_kernel_inject:
         reason = "the kernels are those of replace_with_kernel_inject=True. Set it, too."
         if mode == "module" and config.backend == "jax":
             reason = f"the kernels are those of fused mode. {_OTHER_MODEL}"
         _refuse(name, True, reason)
-    if device not in ("cuda", "gpu"):
-        where = f"{config.backend} runs on {device} here"
-        _refuse(name, True, f"Triton needs a CUDA device, and {where}. {way}")
     if importlib.util.find_spec("triton") is None:
         _refuse(name, True, f"Triton is not installed. Run `pip install triton`. {way}")
     if config.use_triton is False:
@@ -122,9 +122,10 @@ def _check_module_mode(config: InferenceConfig) -> None:
         name = "zero" if config.zero.on_host else "resident_layers"
         asked = config.zero.model_dump(exclude_unset=True) if name == "zero" else True
         value = asked if name == "zero" else config.resident_layers
+        streams = "" if config.streams else " and keep_module_on_host=True"
         reason = (
-            "layers are streamed in fused mode only. Set replace_with_kernel_inject=True; or leave "
-            "it unset: with keep_module_on_host=True a module runs on the host."
+            f"layers are streamed in fused mode only. Set replace_with_kernel_inject=True{streams}"
+            "; or leave it unset: with keep_module_on_host=True a module runs on the host."
         )
         if config.backend == "jax":
             reason = f"layers are streamed in fused mode only. {_OTHER_MODEL}"
@@ -161,8 +162,8 @@ def _check_fused_mode(config: InferenceConfig, device: str) -> None:
     moe = config.moe
     if moe.enabled and moe.drop_tokens:
         reason = (
-            "fused mode drops no token. DeepSpeed's MoE layers do so in module mode: pass the live "
-            "module with backend='torch', and leave replace_with_kernel_inject unset."
+            "fused mode drops no token. Leave it unset; a live module with DeepSpeed's own MoE "
+            "layers drops them with backend='torch' and without replace_with_kernel_inject."
         )
         _refuse("moe.drop_tokens", True, reason)
     if config.injection_policy:

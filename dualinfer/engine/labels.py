@@ -141,7 +141,7 @@ def refuse_routers(config: Any) -> None:
             raise ArgumentError(
                 f"labels: the model's config has output_router_logits=True{where}, with which HF "
                 "adds to their loss one of the routers, which fused mode does not compute. Set it "
-                f"to false in config.json{way} or leave labels out."
+                f"to false in the model's config{way} or leave labels out."
             )
 
 

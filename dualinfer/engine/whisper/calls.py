@@ -481,7 +481,7 @@ class _Reader:
         wide = getattr(self._engine._config, "median_filter_width", 7)
         if type(wide) is not int or wide < 1 or wide % 2 == 0:
             raise ArgumentError(
-                f"median_filter_width={shown(wide)} in config.json; expected an odd int."
+                f"median_filter_width={shown(wide)} in the model's config; expected an odd int."
             )
         return [
             token_times(own[width:], count, width, _PRECISION, wide)

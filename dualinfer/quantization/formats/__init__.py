@@ -88,6 +88,6 @@ def find_method(config: Mapping[str, Any]) -> str:
     named = f" ({shortened(method, 80)})" if isinstance(method, str) and method else ""
     instead = REFUSED.get(str(method).lower(), _PLAIN)
     raise UnsupportedError(
-        f"config.json has a quantization_config{named} that is not read here; these are: "
+        f"The model's quantization_config{named} is not read here; these are: "
         f"{', '.join(sorted(METHODS))}. {instead}"
     )

@@ -3,8 +3,8 @@
 from collections.abc import Mapping
 from typing import Any
 
-from .gptq import HARMLESS, PackedWords, group_size_of
-from .stored import Checkpoint, LeftOut, Opener, Tensors, check_fields, name_list, refuse
+from .gptq import AGAIN, PackedWords, check_words, group_size_of
+from .stored import Checkpoint, LeftOut, Opener, Tensors, name_list, refuse
 
 METHOD = "awq"
 KNOWN = (
@@ -22,14 +22,14 @@ def is_own(fields: Mapping[str, Any]) -> bool:
 
 def opener(config: Mapping[str, Any], source: Tensors) -> Opener:
     """Opens the matrices of an AWQ checkpoint."""
-    check_fields(config, METHOD, (*KNOWN, *FUSED, *HARMLESS))
+    check_words(config, METHOD, (*KNOWN, *FUSED))
     version = config.get("version") or config.get("format") or "gemm"
     if str(version).lower() != "gemm" or config.get("backend") == "llm-awq":
         instead = "Save it in the version gemm (AutoAWQ: quant_config={'version': 'GEMM'})."
         raise refuse(METHOD, "version", version, instead)
     bits = config.get("bits", config.get("w_bit", 4))
     if bits != 4:
-        raise refuse(METHOD, "bits", bits, "AWQ's version gemm has 4 bits; use GPTQ for 8.")
+        raise refuse(METHOD, "bits", bits, f"AWQ's version gemm has 4 bits. {AGAIN}")
     size = group_size_of(config.get("group_size", config.get("q_group_size", 128)), METHOD)
     skipped = LeftOut(name_list(config, METHOD, "modules_to_not_convert"), METHOD)
     checkpoint = Checkpoint(source, METHOD)

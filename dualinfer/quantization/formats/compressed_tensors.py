@@ -23,7 +23,7 @@ KNOWN = """
     config_groups ignore format transform_config sparsity_config moe_sparsity_config
 """.split()
 HARMLESS = """
-    global_compression_ratio quantization_status run_compressed version dequantize
+    global_compression_ratio provider quantization_status run_compressed version dequantize
 """.split()
 GROUP_FIELDS = "targets weights input_activations output_activations format".split()
 ARGS_FIELDS = """
@@ -417,7 +417,7 @@ class _Targets:
         targets = sorted(targets, key=lambda target: ("re:" in target, target))
         patterns = [target for target in targets if target.startswith("re:")]
         texts = [pattern.removeprefix("re:") for pattern in patterns]
-        where = f"config.json's quantization_config ({METHOD})"
+        where = f"The model's quantization_config ({METHOD})"
         self._patterns, self._tried = patterns, Patterns(texts, where)
         self._names = {target for target in targets if not target.startswith("re:")}
         self._linear = next((t for t in targets if t.endswith(("Linear", "LinearBase"))), None)

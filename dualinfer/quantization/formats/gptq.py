@@ -1,6 +1,6 @@
 """GPTQ: codes of 4 or 8 bits in words along the inputs, groups of inputs, act-order."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Literal
 
 import numpy as np
@@ -12,7 +12,7 @@ from .stored import FLOATS, Checkpoint, Opener, StoredMatrix, Tensors, blocks, c
 METHOD = "gptq"
 # Where AutoGPTQ and AutoAWQ say it, of which older ones say nothing in config.json.
 FILES = ("quantize_config.json", "quant_config.json")
-AGAIN = "Quantize the plain model again with 4 or 8 bits, or pass it as it is."
+AGAIN = "Quantize the plain model again by GPTQ with 4 or 8 bits, or pass it as it is."
 # What says how the weights were made or are run, and not what they mean. `sym`, `desc_act` and
 # `true_sequential` are among them: the zeros and the groups of the columns are stored.
 HARMLESS = """
@@ -27,6 +27,15 @@ HARMLESS = """
     rotation static_groups sym tokenizer true_sequential use_cuda_fp16 use_exllama v2 vram_strategy
     wait_for_submodule_finalizers zero_point
 """.split()
+# Those that auto-round writes besides; and what would change what the weights mean, with the values
+# that do not.
+HARMLESS += """
+    act_data_type act_dynamic act_group_size act_sym amp autoround_version enable_minmax_tuning
+    enable_norm_bias_tuning enable_quanted_input gradient_accumulate_steps iters low_gpu_mem_usage
+    lr minmax_lr model_free nsamples provider quant_block_list scale_dtype seqlen supported_types
+    to_quant_block_names
+""".split()
+_ONLY = {"data_type": ("int",), "act_bits": (16, 32), "super_bits": (), "rotation_configs": ()}
 
 
 class PackedWords(StoredMatrix):
@@ -156,6 +165,14 @@ class PackedWords(StoredMatrix):
 _AWQ_ORDER = np.argsort([0, 2, 4, 6, 1, 3, 5, 7])
 
 
+def check_words(config: Mapping[str, Any], method: str, known: Iterable[str]) -> None:
+    """Raise UnsupportedError for fields that change what the words mean, or that nobody knows."""
+    check_fields(config, method, (*known, *_ONLY, *HARMLESS))
+    for field, values in _ONLY.items():
+        if config.get(field) and config[field] not in values:
+            raise refuse(method, field, config[field], AGAIN)
+
+
 def group_size_of(value: Any, method: str) -> int:
     """The group size of a config, 0 for a whole row."""
     if type(value) is not int or (value < 1 and value != -1):
@@ -166,7 +183,7 @@ def group_size_of(value: Any, method: str) -> int:
 def opener(config: Mapping[str, Any], source: Tensors) -> Opener:
     """Opens the matrices of a GPTQ checkpoint."""
     known = ("bits", "group_size", "checkpoint_format", "format", "lm_head", "dynamic")
-    check_fields(config, METHOD, (*known, "pack_dtype", *HARMLESS))
+    check_words(config, METHOD, (*known, "pack_dtype"))
     form = config.get("checkpoint_format") or config.get("format") or "gptq"
     if form not in ("gptq", "gptq_v2"):
         raise refuse(METHOD, "checkpoint_format", form, "Save it in the format gptq or gptq_v2.")
@@ -224,9 +241,9 @@ def _rules(dynamic: Any) -> Callable[[str], _Rule]:
             continue
         if not isinstance(fields, Mapping):
             raise refuse(METHOD, "dynamic", dynamic, "Expected fields for each pattern.")
-        check_fields(fields, f"{METHOD}, dynamic", ("bits", "group_size", *HARMLESS))
+        check_words(fields, f"{METHOD}, dynamic", ("bits", "group_size"))
         rules.append(dict(fields))
-    patterns = Patterns(texts, f"config.json's quantization_config ({METHOD}), dynamic,")
+    patterns = Patterns(texts, f"The model's quantization_config ({METHOD}), dynamic,")
 
     def rule_of(module: str) -> _Rule:
         found = patterns.find(module)

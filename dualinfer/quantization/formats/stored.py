@@ -163,7 +163,7 @@ def check_fields(config: Mapping[str, Any], method: str, known: Iterable[str]) -
     unknown = sorted(config.keys() - {"quant_method", *CACHE, *known})
     if unknown:
         raise UnsupportedError(
-            f"config.json has a quantization_config ({method}) with fields that are not known "
+            f"The model's quantization_config ({method}) has fields that are not known "
             f"({counted(unknown)}); ignoring them could give wrong results. Remove those that do "
             "not change what the weights mean, or pass the model that they were made from."
         )
@@ -172,8 +172,8 @@ def check_fields(config: Mapping[str, Any], method: str, known: Iterable[str]) -
 def refuse(method: str, field: str, value: Any, instead: str) -> UnsupportedError:
     """The error of a field's value that is not served, with the way on."""
     return UnsupportedError(
-        f"config.json has a quantization_config ({method}) with {field}={shown(value)}, which is "
-        f"not read here. {instead}"
+        f"The model's quantization_config ({method}) has {field}={shown(value)}, which is not read "
+        f"here. {instead}"
     )
 
 
@@ -187,7 +187,7 @@ class LeftOut:
     def __init__(self, patterns: Sequence[str], method: str):
         self.patterns = tuple(patterns)
         starts = [rf"(?:{pattern})(?:(?<=\.)|(?=\.|$))" for pattern in self.patterns]
-        where = f"config.json's quantization_config ({method})"
+        where = f"The model's quantization_config ({method})"
         self._starts = Patterns(starts, where, or_none=True)
 
     def __contains__(self, module: str) -> bool:

@@ -293,10 +293,11 @@ class Mixtures:
         for name, value in {**nothing, "ep_group": None, "ep_mp_group": None}.items():
             asked = getattr(moe, name)
             if moe.enabled and asked != value:
+                fused = ", or set replace_with_kernel_inject=True if fused mode serves the model"
                 raise ConfigError(
                     f"moe.{name}={shown(asked)}: in module mode that is for DeepSpeed's MoE layers "
-                    f"alone, and the {self.kind} has none. Leave it unset, or set "
-                    "replace_with_kernel_inject=True if fused mode serves the model."
+                    f"alone, and the {self.kind} has none. Leave it unset"
+                    f"{'' if name == 'drop_tokens' else fused}."
                 )
 
     def _check_drops(self, moe: MoEConfig) -> None:
