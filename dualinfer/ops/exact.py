@@ -25,7 +25,6 @@ class ExactMaths:
     float32, bfloat16, int32 = np.dtype("float32"), np.dtype(ml_dtypes.bfloat16), np.dtype("int32")
     exp: Any = staticmethod(np.exp)
     expm1: Any = staticmethod(np.expm1)
-    log: Any = staticmethod(np.log)
     sqrt: Any = staticmethod(np.sqrt)
     cos: Any = staticmethod(np.cos)
     sin: Any = staticmethod(np.sin)
@@ -112,6 +111,11 @@ class ExactMaths:
         """See `Maths`."""
         return np.logaddexp(0, a)
 
+    def log(self, a: Array, /) -> Array:
+        """See `Maths`."""
+        with np.errstate(divide="ignore"):
+            return np.log(self.wide(a))
+
     def times(self, a: Array, number: float) -> Array:
         """See `Maths`."""
         return self.wide(a) * number
@@ -145,10 +149,22 @@ class ExactMaths:
         """See `Maths`."""
         return np.linalg.norm(self.wide(a), axis=-1, keepdims=True)
 
+    def argmax(self, a: Array) -> Array:
+        """See `Maths`."""
+        return a.argmax(-1)
+
     def softmax(self, a: Array, /) -> Array:
         """See `Maths`."""
         powers = np.exp(self.wide(a) - self.wide(a).max(-1, keepdims=True))
         return powers / powers.sum(-1, keepdims=True)
+
+    def log_softmax(self, a: Array, /) -> Array:
+        """See `Maths`."""
+        return self.wide(a) - self.log_sum(a)
+
+    def log_sum(self, a: Array) -> Array:
+        """See `Maths`."""
+        return np.logaddexp.reduce(self.wide(a), -1, keepdims=True)
 
     def glu(self, a: Array, /) -> Array:
         """See `Maths`."""
@@ -313,6 +329,14 @@ class ExactMaths:
             state, y = step(state, *(part[:, start : start + size] for part in parts))
             found.append(y)
         return np.concatenate(found, 1), state
+
+    def words(self, a: Array) -> Array:
+        """See `Maths`."""
+        return a.astype(np.uint32)
+
+    def low(self, a: Array) -> Array:
+        """See `Maths`; sums of uint32 are."""
+        return a
 
     def float8(self, a: Array, dtype: str) -> Array:
         """See `Maths`."""

@@ -206,8 +206,20 @@ class Maths(Protocol):
         """The root of the sum of squares along the last axis, which stays."""
         ...
 
+    def argmax(self, a: Any) -> Any:
+        """Where the largest along the last axis is: of equal ones the first, and NaN before all."""
+        ...
+
     def softmax(self, a: Any, /) -> Any:
         """e^a over its sum along the last axis."""
+        ...
+
+    def log_softmax(self, a: Any, /) -> Any:
+        """The logarithm of `softmax`."""
+        ...
+
+    def log_sum(self, a: Any) -> Any:
+        """The logarithm of the sum of e^a along the last axis, which stays."""
         ...
 
     def glu(self, a: Any, /) -> Any:
@@ -356,6 +368,16 @@ class Maths(Protocol):
         `step(state, *pieces)` gives the next state and [B, size, ...]. The last piece may be filled
         up with zeros, or be shorter.
         """
+        ...
+
+    # --- words of 32 bits, in a dtype that has no sign
+
+    def words(self, a: Any) -> Any:
+        """Integers from 0 on as words."""
+        ...
+
+    def low(self, a: Any) -> Any:
+        """The lowest 32 bits of a sum, or of a word that is shifted to the left."""
         ...
 
     # --- codes

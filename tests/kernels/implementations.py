@@ -11,7 +11,7 @@ import ml_dtypes
 import numpy as np
 
 from dualinfer.model.weights import Weight
-from dualinfer.ops import exact
+from dualinfer.ops import exact, sampling
 from dualinfer.ops.schemes import BlockArithmetic
 
 from .cases import GARBAGE
@@ -25,10 +25,10 @@ OPS = {
     "convolutions": ("convolution", "trigrams"),
     "streams": ("weave",),
     "attention": ("attention", "cross_attention"),
+    "sampling": ("penalize", "hold_eos", "filter_logits", "gumbel", "threefry2x32"),
 }
 CACHE_OPS = ("append", "decode_attention")
 MATRIX_OPS = ("matmul", "embed")  # of schemes
-SAMPLER = ("filter_logits", "gumbel", "threefry2x32")
 _FILES = {name: file for file, names in OPS.items() for name in names}
 _FILES |= {"decode_attention": "attention", "unweave": "streams"}
 
@@ -62,23 +62,22 @@ class Implementation:
     """The ops of one framework; `run` calls one of its functions on NumPy arrays."""
 
     maths: Any
-    sampler: Any
     layer_cache: Any
 
     def __init__(self) -> None:
         self._ops: dict[str, Callable] = {}
 
     def __getattr__(self, name: str) -> Callable:
-        if name not in (*_FILES, *CACHE_OPS, *MATRIX_OPS, *SAMPLER):
+        if name not in (*_FILES, *CACHE_OPS, *MATRIX_OPS):
             raise AttributeError(name)
-        if name in SAMPLER:
-            return partial(self._call, name, getattr(self.sampler, name))
         if name not in self._ops:
             self._ops[name] = op_of(name, self.maths)
         return partial(self._call, name, self._ops[name])
 
     def _call(self, op: str, function: Callable, *args: Any, **kwargs: Any) -> Any:
         """Call with arrays in the places of Weight and FullCache; parameters' names tell where."""
+        if op in ("gumbel", "threefry2x32"):
+            args = over_arrays(lambda a: a.astype(np.uint32), args)
         bound = inspect.signature(function).bind(*args, **kwargs)
         for name, value in bound.arguments.items():
             if name == "weight" and op in MATRIX_OPS:
@@ -104,7 +103,7 @@ class Torch(Implementation):
         from dualinfer.arrays import to_numpy
         from dualinfer.backends.torch import cache, default_device, maths, sampler
 
-        self.maths, self.sampler = maths.MATHS, sampler
+        self.maths, self._sampler = maths.MATHS, sampler
         self.layer_cache = cache.FullCache
         self._device, self._to_numpy = default_device(), to_numpy
 
@@ -136,8 +135,8 @@ class Torch(Implementation):
         return self._to_numpy(result)
 
     def sample(self, logits: np.ndarray, state: Any, position: np.ndarray, features: Any) -> Any:
-        columns = self.sampler.SlotState(**over_arrays(self.put, vars(state)))
-        return self.run(self.sampler.sample, logits, columns, position, features)
+        columns = self._sampler.SlotState(**over_arrays(self.put, vars(state)))
+        return self.run(self._sampler.sample, logits, columns, position, features)
 
 
 class Jax(Implementation):
@@ -147,7 +146,7 @@ class Jax(Implementation):
         super().__init__()
         from dualinfer.backends.jax import cache, maths, sampler
 
-        self.maths, self.sampler = maths.MATHS, sampler
+        self.maths, self._sampler = maths.MATHS, sampler
         self.layer_cache = cache.FullCache
         self._compiled: dict[tuple[Callable, str], Callable] = {}
 
@@ -170,19 +169,13 @@ class Jax(Implementation):
         return tuple(r for r in result if r is not None) if is_cache else result
 
     def sample(self, logits: np.ndarray, state: Any, position: np.ndarray, features: Any) -> Any:
-        words = {name: getattr(state, name).astype(np.uint32) for name in self.sampler.WORDS}
-        columns = self.sampler.SlotState(**(vars(state) | words))
-        mode = self.sampler.mode_of(features)
-        return self.run(self.sampler.sample, logits, columns, position, mode)
+        words = {name: getattr(state, name).astype(np.uint32) for name in self._sampler.WORDS}
+        columns = self._sampler.SlotState(**(vars(state) | words))
+        mode = self._sampler.mode_of(features)
+        return self.run(self._sampler.sample, logits, columns, position, mode)
 
-    def _words(self, *args: Any) -> tuple[Any, ...]:
-        return tuple(a.astype(np.uint32) if isinstance(a, np.ndarray) else a for a in args)
-
-    def gumbel(self, *args: Any) -> np.ndarray:
-        return self.run(self.sampler.gumbel, *self._words(*args))
-
-    def threefry2x32(self, *args: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        return self.run(self.sampler.threefry2x32, *self._words(*args))
+    def filter_logits(self, *args: np.ndarray) -> np.ndarray:
+        return self.run(self._sampler.filter_logits, *args)  # its own, without a sort
 
 
 class Exact(Implementation):
@@ -193,6 +186,10 @@ class Exact(Implementation):
     def run(self, function: Callable, *args: Any, **kwargs: Any) -> Any:
         result = function(*args, **kwargs)
         return over_arrays(lambda a: a.astype("float32") if a.dtype.kind == "f" else a, result)
+
+    def sample(self, logits: np.ndarray, state: Any, position: np.ndarray, features: Any) -> Any:
+        with np.errstate(invalid="ignore"):  # a row without a finite logit
+            return sampling.sample(self.maths, logits, state, position, features)
 
 
 IMPLEMENTATIONS: dict[str, type[Implementation]] = {"torch": Torch, "jax": Jax, "exact": Exact}

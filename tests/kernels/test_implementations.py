@@ -10,7 +10,7 @@ from dualinfer.kernels import reference
 from dualinfer.ops import exact
 
 from .cases import DTYPES, assert_close, normal, unit
-from .implementations import MATRIX_OPS, OPS, SAMPLER, op_of
+from .implementations import MATRIX_OPS, OPS, op_of
 
 
 def backend_module(name: str, file: str):
@@ -36,14 +36,9 @@ def test_ops_have_the_arguments_of_the_reference(name):
 
 @pytest.mark.parametrize("name", ["torch", "jax"])
 def test_samplers_have_the_arguments_of_the_reference(name):
-    sampler = backend_module(name, "sampler")
-    for op in SAMPLER:
-        found, expected = (
-            [*inspect.signature(getattr(own, op)).parameters] for own in (sampler, reference)
-        )
-        assert found == expected
     expected = [*inspect.signature(reference.sample).parameters]
-    assert list(inspect.signature(sampler.sample).parameters)[: len(expected)] == expected
+    found = inspect.signature(backend_module(name, "sampler").sample).parameters
+    assert [*found][: len(expected)] == expected
 
 
 def test_reference_imports_only_numpy_its_dtypes_and_the_standard_library():

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 from dualinfer.kernels import reference
+from dualinfer.ops import sampling
 
 # Random123's kat_vectors, threefry2x32 with 20 rounds: key, counter, expected.
 KNOWN = [
@@ -29,16 +30,16 @@ def test_reference_threefry_gives_the_published_answers():
     assert_known(reference.threefry2x32(*KNOWN_WORDS))
 
 
-def test_threefry_gives_the_published_answers(backend):
-    assert_known(backend.threefry2x32(*KNOWN_WORDS))
+def test_threefry_gives_the_published_answers(maths):
+    assert_known(maths.threefry2x32(*KNOWN_WORDS))
 
 
 @pytest.mark.parametrize("count", [1, 63, 1000])
-def test_threefry_has_the_bits_of_the_reference(backend, count):
+def test_threefry_has_the_bits_of_the_reference(maths, count):
     for shapes in ([(count,)] * 4, [(3, 1), (3, 1), (1, count), (1, 1)]):
         args = [words(i, *shape) for i, shape in enumerate(shapes)]
         for found, wanted in zip(
-            backend.threefry2x32(*args), reference.threefry2x32(*args), strict=True
+            maths.threefry2x32(*args), reference.threefry2x32(*args), strict=True
         ):
             np.testing.assert_array_equal(found.astype(np.int64), wanted.astype(np.int64))
 
@@ -53,7 +54,7 @@ def test_reference_threefry_has_the_bits_of_jax():
     np.testing.assert_array_equal(np.stack(found), expected)
 
 
-def test_gumbel_is_finite_and_exact_for_every_word(backend, monkeypatch):
+def test_gumbel_is_finite_and_exact_for_every_word(maths, monkeypatch):
     """All 2**23 values that the noise can take, the two extreme ones among them."""
     every = np.arange(2**23, dtype=np.uint32) << 9
     every[-1] = 0xFFFFFFFF
@@ -65,11 +66,11 @@ def test_gumbel_is_finite_and_exact_for_every_word(backend, monkeypatch):
     def noise(bits_of_backend, ids):
         nonlocal bits
         bits = bits_of_backend[None]
-        return backend.sampler.gumbel(ids, ids, ids, ids, len(every))
+        return sampling.gumbel(maths.maths, ids, ids, ids, ids, len(every))
 
     bits = None
-    monkeypatch.setattr(backend.sampler, "threefry2x32", given)
-    found = backend.run(noise, every, zero)[0]
+    monkeypatch.setattr(sampling, "threefry2x32", given)
+    found = maths.run(noise, every, zero)[0]
     assert found.dtype == np.float32
     assert np.isfinite(found).all()
     expected = reference.gumbel_of_bits(every)
@@ -90,22 +91,22 @@ def draw(rows: int) -> tuple[np.ndarray, ...]:
 
 
 @pytest.mark.parametrize("vocab", [1, 63, 1000])
-def test_gumbel_is_the_reference(backend, vocab):
-    found = backend.gumbel(*draw(5), vocab)
+def test_gumbel_is_the_reference(maths, vocab):
+    found = maths.gumbel(*draw(5), vocab)
     assert found.dtype == np.float32
     np.testing.assert_allclose(found, reference.gumbel(*draw(5), vocab), atol=2e-6)
 
 
-def test_gumbel_depends_on_each_of_its_arguments(backend):
+def test_gumbel_depends_on_each_of_its_arguments(maths):
     changed = [np.zeros(5, np.int64) for _ in range(4)]
     for i in range(4):
         changed[i][i + 1] = 1
-    rows = backend.gumbel(*changed, 63)
+    rows = maths.gumbel(*changed, 63)
     assert len(np.unique(rows)) > 0.99 * rows.size
 
 
-def test_gumbel_has_its_mean_and_variance(backend):
-    noise = backend.gumbel(*draw(1000), 1000).astype(np.float64)
+def test_gumbel_has_its_mean_and_variance(maths):
+    noise = maths.gumbel(*draw(1000), 1000).astype(np.float64)
     # Standard errors of a million draws: 0.0013 and 0.0035.
     assert abs(noise.mean() - 0.5772157) < 0.005
     assert abs(noise.var() - math.pi**2 / 6) < 0.014

@@ -70,38 +70,38 @@ def processed_by_hf(
 
 @pytest.mark.parametrize("vocab", [1, 63, 1000])
 @pytest.mark.parametrize("rows", FILTERS.values(), ids=FILTERS)
-def test_filters_keep_the_tokens_that_hf_keeps(backend, rows, vocab):
+def test_filters_keep_the_tokens_that_hf_keeps(maths, rows, vocab):
     rows = rows * 3
     logits = logits_without_ties(1, len(rows), vocab)
     expected = np.stack([processed_by_hf(x, row) for x, row in zip(logits, rows, strict=True)])
     np.testing.assert_array_equal(reference.filter_logits(logits, *columns(rows)), expected)
-    found = backend.filter_logits(logits, *columns(rows))
+    found = maths.filter_logits(logits, *columns(rows))
     assert found.dtype == np.float32
     np.testing.assert_array_equal(found, expected)
     assert np.isfinite(found).any(-1).all(), "a row is left without a token"
 
 
-def test_filters_that_are_off_change_nothing(backend):
+def test_filters_that_are_off_change_nothing(maths):
     """Not even where most probabilities are too small for float32."""
     logits = 100 * logits_without_ties(2, 3, 1000)
-    found = backend.filter_logits(logits, *columns([OFF] * 3))
+    found = maths.filter_logits(logits, *columns([OFF] * 3))
     np.testing.assert_array_equal(found, logits)
 
 
-def test_filters_treat_equal_logits_alike(backend):
+def test_filters_treat_equal_logits_alike(maths):
     rows = FILTERS["different rows"]
     logits = np.random.default_rng(2).integers(-4, 5, (len(rows), 63)).astype(np.float32)
     logits[0] = 0
-    found = backend.filter_logits(logits, *columns(rows))
+    found = maths.filter_logits(logits, *columns(rows))
     np.testing.assert_array_equal(found, reference.filter_logits(logits, *columns(rows)))
 
 
-def test_filters_leave_what_is_already_hidden(backend):
+def test_filters_leave_what_is_already_hidden(maths):
     """A held EOS comes in as -inf; top-k may ask for more tokens than are left."""
     rows = FILTERS["different rows"]
     logits = logits_without_ties(3, len(rows), 63)
     logits[:, 5:] = -np.inf
-    found = backend.filter_logits(logits, *columns(rows))
+    found = maths.filter_logits(logits, *columns(rows))
     np.testing.assert_array_equal(found, reference.filter_logits(logits, *columns(rows)))
     assert not np.isnan(found).any()
 
@@ -150,7 +150,7 @@ def request_of(row: dict, prompt: list[int], index: int) -> Request:
 
 
 @pytest.mark.parametrize("vocab", [63, 1000])
-def test_sample_takes_the_token_that_hf_scores_and_the_noise_choose(backend, vocab):
+def test_sample_takes_the_token_that_hf_scores_and_the_noise_choose(maths, vocab):
     rng = np.random.default_rng(4)
     rows = mixed_rows()
     logits = logits_without_ties(5, len(rows), vocab)
@@ -173,7 +173,7 @@ def test_sample_takes_the_token_that_hf_scores_and_the_noise_choose(backend, voc
     np.testing.assert_array_equal(reference.sample(logits, state, position), expected)
     features = SamplingFeatures.of(requests)
     assert features == SamplingFeatures(True, True, True, True)
-    np.testing.assert_array_equal(backend.sample(logits, state, position, features), expected)
+    np.testing.assert_array_equal(maths.sample(logits, state, position, features), expected)
 
 
 @pytest.mark.parametrize(
@@ -190,7 +190,7 @@ def test_sample_takes_the_token_that_hf_scores_and_the_noise_choose(backend, voc
     ],
     ids=str,
 )
-def test_sample_needs_only_the_features_of_its_requests(backend, way):
+def test_sample_needs_only_the_features_of_its_requests(maths, way):
     base = {"do_sample": True, "min_new_tokens": 0, "eos_ids": ()}
     requests = [request_of(base | way, [1, 2], i) for i in range(9)]
     logits = logits_without_ties(6, 9, 63)
@@ -200,11 +200,11 @@ def test_sample_needs_only_the_features_of_its_requests(backend, way):
     features = SamplingFeatures.of(requests)
     state = state_of(requests, seen)
     position = np.arange(9, dtype=np.int32)
-    found = backend.sample(logits, state, position, features)
+    found = maths.sample(logits, state, position, features)
     np.testing.assert_array_equal(found, reference.sample(logits, state, position))
 
 
-def test_the_first_score_of_nan_is_chosen(backend):
+def test_the_first_score_of_nan_is_chosen(maths):
     """Drawn or not, with every filter: as argmax has it, by which HF's greedy search goes."""
     requests = [request_of(row, [1], i) for i, row in enumerate(mixed_rows())]
     logits = logits_without_ties(7, len(requests), 1000)
@@ -217,19 +217,19 @@ def test_the_first_score_of_nan_is_chosen(backend):
     expected = [*first[:-1], 0]
     assert reference.sample(logits, state, position).tolist() == expected
     for features in (SamplingFeatures(noise=True, hold_eos=True), SamplingFeatures.of(requests)):
-        assert backend.sample(logits, state, position, features).tolist() == expected
+        assert maths.sample(logits, state, position, features).tolist() == expected
 
 
-def test_sample_does_not_depend_on_the_batch(backend):
+def test_sample_does_not_depend_on_the_batch(maths):
     requests = [request_of(row, [1], i) for i, row in enumerate(mixed_rows())]
     logits = logits_without_ties(7, len(requests), 1000)
     position = np.arange(len(requests), dtype=np.int32)
     features = SamplingFeatures(noise=True, filters=True, hold_eos=True)
     seen = np.zeros(logits.shape, bool)
-    together = backend.sample(logits, state_of(requests, seen), position, features)
+    together = maths.sample(logits, state_of(requests, seen), position, features)
     some = [40, 3, 17]
     state = state_of([requests[i] for i in some], seen[some])
-    apart = backend.sample(logits[some], state, position[some], features)
+    apart = maths.sample(logits[some], state, position[some], features)
     np.testing.assert_array_equal(apart, together[some])
 
 
@@ -243,7 +243,7 @@ def chi_square(counts: np.ndarray, expected: np.ndarray) -> float:
 
 
 @pytest.mark.parametrize("varied", ["position", "seed_low", "seed_high", "return_index"])
-def test_sampled_tokens_have_the_frequencies_of_the_distribution(backend, varied):
+def test_sampled_tokens_have_the_frequencies_of_the_distribution(maths, varied):
     logits = np.random.default_rng(8).standard_normal(VOCAB).astype(np.float32)
     request = request_of({"do_sample": True, "min_new_tokens": 0, "eos_ids": ()}, [1], 1)
     state = state_of([request] * DRAWS, np.zeros((DRAWS, VOCAB), bool))
@@ -253,7 +253,7 @@ def test_sampled_tokens_have_the_frequencies_of_the_distribution(backend, varied
     else:
         setattr(state, varied, np.arange(DRAWS, dtype=np.int64))
     features = SamplingFeatures(noise=True)
-    tokens = backend.sample(np.tile(logits, (DRAWS, 1)), state, position, features)
+    tokens = maths.sample(np.tile(logits, (DRAWS, 1)), state, position, features)
     probability = np.exp(logits.astype(np.float64))
     probability /= probability.sum()
     counts = np.bincount(tokens, minlength=VOCAB)
@@ -264,13 +264,13 @@ def test_sampled_tokens_have_the_frequencies_of_the_distribution(backend, varied
     assert chi_square(pairs, expected) < CRITICAL[48]
 
 
-def test_filtered_tokens_are_never_drawn(backend):
+def test_filtered_tokens_are_never_drawn(maths):
     logits = np.random.default_rng(9).standard_normal(VOCAB).astype(np.float32)
     way = {"do_sample": True, "temperature": 0.7, "top_k": 4, "min_new_tokens": 0, "eos_ids": ()}
     state = state_of([request_of(way, [1], 1)] * DRAWS, np.zeros((DRAWS, VOCAB), bool))
     position = np.arange(DRAWS, dtype=np.int32)
     features = SamplingFeatures(noise=True, filters=True)
-    tokens = backend.sample(np.tile(logits, (DRAWS, 1)), state, position, features)
+    tokens = maths.sample(np.tile(logits, (DRAWS, 1)), state, position, features)
     best = np.argsort(-logits)[:4]
     counts = np.bincount(tokens, minlength=VOCAB)
     assert counts[best].sum() == DRAWS

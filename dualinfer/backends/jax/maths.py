@@ -50,6 +50,7 @@ class JaxMaths:
     maximum = staticmethod(jnp.maximum)
     glu = staticmethod(jax.nn.glu)
     softmax = staticmethod(jax.nn.softmax)
+    log_softmax = staticmethod(jax.nn.log_softmax)
     sort = staticmethod(jnp.sort)
     broadcast = staticmethod(jnp.broadcast_to)
 
@@ -80,6 +81,14 @@ class JaxMaths:
             return y
         # What is small there is a multiple of 2^-24, and zero here.
         return jnp.where(abs(a) < 2.0**-14, jnp.round(a * 2.0**24) / 2.0**24, y)
+
+    def words(self, a: jax.Array) -> jax.Array:
+        """See `Maths`; uint32."""
+        return a.astype(jnp.uint32)
+
+    def low(self, a: jax.Array) -> jax.Array:
+        """See `Maths`; sums of uint32 are."""
+        return a
 
     def float8(self, a: jax.Array, dtype: str) -> jax.Array:
         """See `Maths`."""
@@ -145,6 +154,14 @@ class JaxMaths:
     def most(self, a: jax.Array) -> jax.Array:
         """See `Maths`."""
         return jnp.max(a, axis=-1, keepdims=True)
+
+    def argmax(self, a: jax.Array) -> jax.Array:
+        """See `Maths`; int32."""
+        return jnp.argmax(a, axis=-1).astype(jnp.int32)
+
+    def log_sum(self, a: jax.Array) -> jax.Array:
+        """See `Maths`."""
+        return jax.nn.logsumexp(a, axis=-1, keepdims=True)
 
     def pad(self, a: jax.Array, axis: int, before: int, behind: int, value: float = 0) -> jax.Array:
         """See `Maths`."""

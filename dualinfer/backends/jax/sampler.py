@@ -1,7 +1,6 @@
-"""Choosing the next token on the JAX device; the same arithmetic as backends/torch/sampler.py.
+"""The slots' state on the JAX device, the book of their tokens, and filters without a sort.
 
-Meaning and order of the filters: transformers `generation/logits_process.py`. The noise is
-threefry2x32 (Salmon et al., 2011), so that a seed gives the same text on either backend.
+How a token is chosen says `ops/sampling.py`.
 """
 
 from collections.abc import Mapping, Sequence
@@ -12,11 +11,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from ...ops import sampling
+from ...ops.sampling import WORDS
 from ..base import NO_TOKEN, Request, SamplingFeatures
 from ..slots import bucket, sampling_rows
+from .maths import MATHS
 
 SMALLEST_PROMPT = 16
-WORDS = ("seed_low", "seed_high", "return_index")
+ALL = SamplingFeatures(noise=True, filters=True, penalty=True, hold_eos=True)
 BEST, CHANGED, FILTERED = range(3)  # what a step does to logits before it takes the best: its mode
 
 
@@ -193,92 +195,52 @@ def sample(
     mode: jax.Array | int,
     unmarked: jax.Array | None = None,
 ) -> jax.Array:
-    """The next token int32 [N] from float32 logits [N, V]; `position` [N] is the token's own.
+    """The next token int32 [N] from float32 logits [N, V]; see `sampling.sample`.
 
     `mode` is the batch's, so that one executable serves every kind of request. `unmarked` [R, N]
-    are tokens that `seen` lacks as yet. The first token whose logit is NaN is chosen, if there is
-    one: drawn or not, as HF's greedy one.
+    are tokens that `seen` lacks as yet.
     """
 
-    def best() -> jax.Array:
-        return jnp.argmax(logits, axis=-1).astype(jnp.int32)
+    def keep(warm: jax.Array, *filters: jax.Array) -> jax.Array:
+        return jax.lax.cond(mode == FILTERED, lambda: filter_logits(warm, *filters), lambda: warm)
 
     def changed() -> jax.Array:
         seen = state.seen if unmarked is None else mark(state.seen, unmarked)
-        return _draw(logits, state._replace(seen=seen), position, mode)
+        return sampling.sample(MATHS, logits, state._replace(seen=seen), position, ALL, keep)
 
-    return jax.lax.cond(mode == BEST, best, changed)
-
-
-def _draw(
-    logits: jax.Array, state: SlotState, position: jax.Array, mode: jax.Array | int
-) -> jax.Array:
-    penalty = state.penalty[:, None]
-    punished = jnp.where(logits < 0, logits * penalty, logits / penalty)
-    logits = jnp.where(state.seen, punished, logits)
-    ids = jnp.arange(logits.shape[-1])
-    held = (state.new < state.minimum)[:, None] & (state.eos != NO_TOKEN)
-    is_held = (held[..., None] & (state.eos[..., None] == ids)).any(1)
-    logits = jnp.where(is_held, -jnp.inf, logits)
-    wrong = jnp.isnan(logits)
-    logits = jnp.where(wrong, -jnp.inf, logits)
-    # From the best one down, so that a tiny temperature gives -inf and no NaN.
-    warm = (logits - logits.max(-1, keepdims=True)) / state.temperature[:, None]
-    filters = state.top_k, state.top_p, state.min_p
-    warm = jax.lax.cond(mode == FILTERED, lambda: filter_logits(warm, *filters), lambda: warm)
-    noise = gumbel(state.seed_low, state.seed_high, state.return_index, position, len(ids))
-    scores = jnp.where(state.noise[:, None], warm + noise, logits)
-    return jnp.argmax(jnp.where(wrong, jnp.nan, scores), axis=-1).astype(jnp.int32)
+    return jax.lax.cond(mode == BEST, lambda: MATHS.argmax(logits), changed)
 
 
 @jax.jit
 def choose(scores: jax.Array, columns: Mapping[str, Any], position: jax.Array) -> jax.Array:
-    """The best token int32 [N] of scores [N, V], or a drawn one; `columns` as in SlotState."""
-    low, high, index = (columns[name] for name in WORDS)
-    noise = gumbel(low, high, index, position, scores.shape[-1])
-    drawn = jnp.where(columns["noise"][:, None], scores + noise, scores)
-    return jnp.argmax(drawn, axis=-1).astype(jnp.int32)
+    """See `sampling.choose`; `columns` as in SlotState."""
+    noise, low, high, index = (columns[name] for name in ("noise", *WORDS))
+    return sampling.choose(MATHS, scores, noise, low, high, index, position)
 
 
 @jax.jit
 def warm(scores: jax.Array, columns: Mapping[str, Any]) -> jax.Array:
-    """Scores [N, V] over the temperature of each row, -inf outside of its filters.
-
-    `columns` as in SlotState.
-    """
-    temperature = columns["temperature"][:, None]
-    below = (scores - scores.max(-1, keepdims=True)) / temperature
-    kept = filter_logits(below, *(columns[name] for name in ("top_k", "top_p", "min_p")))
-    return jnp.where(kept == -jnp.inf, -jnp.inf, scores / temperature)
+    """See `sampling.warm`; `columns` as in SlotState."""
+    filters = [columns[name] for name in ("top_k", "top_p", "min_p")]
+    return sampling.warm(MATHS, scores, columns["temperature"], filters, filter_logits)
 
 
 @partial(jax.jit, static_argnums=2)
 def hide(scores: jax.Array, hidden: jax.Array, outweigh: int | None) -> jax.Array:
     """See `base.Runner.hide`."""
-    scores = jnp.where(hidden, -jnp.inf, scores)
-    if outweigh is None:
-        return scores
-    logs = jax.nn.log_softmax(scores, axis=-1)
-    least = jax.nn.logsumexp(logs[:, outweigh:], axis=-1, keepdims=True)
-    outweighed = least > logs[:, :outweigh].max(-1, keepdims=True)
-    before = jnp.arange(scores.shape[-1])[None] < outweigh
-    return jnp.where(outweighed & before, -jnp.inf, scores)
+    return sampling.hide(MATHS, scores, hidden, outweigh)
 
 
 @jax.jit
 def log_probs(scores: jax.Array, tokens: jax.Array, temperature: jax.Array) -> jax.Array:
     """See `base.Runner.log_probs`."""
-    logs = jax.nn.log_softmax(scores * temperature, axis=-1)
-    return jnp.take_along_axis(logs, tokens[:, None], axis=-1)[:, 0]
+    return sampling.log_probs(MATHS, scores, tokens, temperature)
 
 
 def filter_logits(
     logits: jax.Array, top_k: jax.Array, top_p: jax.Array, min_p: jax.Array
 ) -> jax.Array:
-    """Logits [N, V] with everything outside top-k, then top-p, then min-p at -inf.
-
-    Each filter is a threshold, so that tied candidates stay or go together.
-    """
+    """See `sampling.filter_logits`; thresholds are searched for."""
     vocab = logits.shape[-1]
     keys, best = _keys(logits), logits.max(-1, keepdims=True)
     k = jnp.minimum(jnp.where(top_k > 0, top_k, vocab), vocab)[:, None]
@@ -327,35 +289,3 @@ def _threshold(keys: jax.Array, weights: jax.Array, most: jax.Array) -> jax.Arra
     arrays = keys, weights, most.astype(jnp.float32)
     ways = {"cpu": partial(find, 1), "default": partial(find, 4)}
     return jax.lax.platform_dependent(*arrays, **ways)
-
-
-def gumbel(
-    seed_low: jax.Array,
-    seed_high: jax.Array,
-    return_index: jax.Array,
-    position: jax.Array,
-    vocab: int,
-) -> jax.Array:
-    """Standard Gumbel noise float32 [N, V], a function of its arguments only."""
-    key = threefry2x32(seed_low, seed_high, return_index, position.astype(jnp.uint32))
-    ids = jnp.arange(vocab, dtype=jnp.uint32)[None]
-    bits, _ = threefry2x32(key[0][:, None], key[1][:, None], ids, jnp.zeros_like(ids))
-    # 23 bits and a half, so that neither 0 nor 1 occurs in float32.
-    uniform = ((bits >> 9).astype(jnp.float32) + 0.5) * 2.0**-23
-    return -jnp.log(-jnp.log(uniform))
-
-
-def threefry2x32(
-    key0: jax.Array, key1: jax.Array, counter0: jax.Array, counter1: jax.Array
-) -> tuple[jax.Array, jax.Array]:
-    """Twenty rounds on uint32 words, broadcast together."""
-    keys = (key0, key1, key0 ^ key1 ^ jnp.uint32(0x1BD11BDA))
-    rotations = ((13, 15, 26, 6), (17, 29, 16, 24))
-    x0, x1 = counter0 + keys[0], counter1 + keys[1]
-    for i in range(5):
-        for r in rotations[i % 2]:
-            x0 = x0 + x1
-            x1 = (x1 << r | x1 >> (32 - r)) ^ x0
-        x0 = x0 + keys[(i + 1) % 3]
-        x1 = x1 + keys[(i + 2) % 3] + jnp.uint32(i + 1)
-    return x0, x1

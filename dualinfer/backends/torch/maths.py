@@ -40,6 +40,9 @@ class TorchMaths:
 
     def where(self, condition: torch.Tensor, a: Any, b: Any, /) -> torch.Tensor:
         """See `Maths`."""
+        if isinstance(a, float) and isinstance(b, torch.Tensor) and b.is_floating_point():
+            shape = torch.broadcast_shapes(condition.shape, b.shape)
+            return b.expand(shape).masked_fill(condition, a)  # else a number is a launch
         return torch.where(condition, a, b)
 
     def clip(self, a: torch.Tensor, low: float, high: float, /) -> torch.Tensor:
@@ -57,6 +60,14 @@ class TorchMaths:
     def rounded(self, a: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
         """See `Maths`."""
         return a.to(dtype).float()
+
+    def words(self, a: torch.Tensor) -> torch.Tensor:
+        """See `Maths`; int64, since torch has no arithmetic on uint32."""
+        return a.long()
+
+    def low(self, a: torch.Tensor) -> torch.Tensor:
+        """See `Maths`."""
+        return a & 0xFFFFFFFF
 
     def float8(self, a: torch.Tensor, dtype: str) -> torch.Tensor:
         """See `Maths`."""
@@ -199,9 +210,21 @@ class TorchMaths:
         """See `Maths`."""
         return a.norm(dim=-1, keepdim=True)
 
+    def argmax(self, a: torch.Tensor) -> torch.Tensor:
+        """See `Maths`."""
+        return a.argmax(-1)
+
     def softmax(self, a: torch.Tensor) -> torch.Tensor:
         """See `Maths`."""
         return a.softmax(-1)
+
+    def log_softmax(self, a: torch.Tensor) -> torch.Tensor:
+        """See `Maths`."""
+        return a.log_softmax(-1)
+
+    def log_sum(self, a: torch.Tensor) -> torch.Tensor:
+        """See `Maths`."""
+        return a.logsumexp(-1, keepdim=True)
 
     def layer_norm(
         self, a: torch.Tensor, weight: torch.Tensor | None, bias: torch.Tensor | None, eps: float

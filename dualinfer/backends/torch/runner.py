@@ -15,6 +15,7 @@ from ...arrays import on_its_way
 from ...errors import UnsupportedError
 from ...model.load_plan import LoadPlan, TensorSource
 from ...model.weights import count_leaves
+from ...ops import sampling
 from ...ops.caches import Room, cache_specs, describe_caches, served
 from ...ops.pooling import contrast
 from ...parallel.agreement import Peers
@@ -356,32 +357,35 @@ class TorchRunner:
             columns = sampling_rows(requests, max(len(r.eos_ids) for r in requests))
             drawn, low, high, index = (
                 torch.as_tensor(columns[name], device=self.device)
-                for name in ("noise", "seed_low", "seed_high", "return_index")
+                for name in ("noise", *sampling.WORDS)
             )
             position = torch.tensor([len(r.prompt) + step for r in requests], device=self.device)
-            noise = sampler.gumbel(low, high, index, position, scores.shape[-1])
-            scores = torch.where(drawn[:, None], scores + noise, scores)
+            tokens = sampling.choose(MATHS, scores, drawn, low, high, index, position)
+            return tokens.cpu().numpy()
         return scores.argmax(-1).cpu().numpy()
 
     @in_order
     def hide(self, scores: Any, hidden: np.ndarray, outweigh: int | None = None) -> torch.Tensor:
         """See `base.Runner`."""
         mask = torch.from_numpy(hidden).to(self.device)
-        return sampler.hide(scores.to(self.device, torch.float32), mask, outweigh)
+        return sampling.hide(MATHS, scores.to(self.device, torch.float32), mask, outweigh)
 
     @in_order
     def warm(self, scores: Any, requests: Sequence[Request]) -> torch.Tensor:
         """See `base.Runner`."""
         columns = sampling_rows(requests, max(len(r.eos_ids) for r in requests))
         names = "temperature", "top_k", "top_p", "min_p"
-        how = (torch.as_tensor(columns[name], device=self.device) for name in names)
-        return sampler.warm(scores.to(self.device, torch.float32), *how)
+        temperature, *filters = (
+            torch.as_tensor(columns[name], device=self.device) for name in names
+        )
+        scores = scores.to(self.device, torch.float32)
+        return sampling.warm(MATHS, scores, temperature, filters)
 
     @in_order
     def log_probs(self, scores: Any, tokens: np.ndarray, temperature: float) -> torch.Tensor:
         """See `base.Runner`."""
         ids = torch.from_numpy(tokens.astype(np.int64)).to(self.device)
-        return sampler.log_probs(scores.to(self.device, torch.float32), ids, temperature)
+        return sampling.log_probs(MATHS, scores.to(self.device, torch.float32), ids, temperature)
 
     def _check_exchange(self) -> None:
         """Raise DistributedError if an exchange was given up; waits for the device."""

@@ -12,13 +12,14 @@ import torch
 from torch.nn import functional as F
 
 from ...backends.base import SamplingFeatures
-from ...backends.torch import sampler
 from ...backends.torch.device import default_device, device_name, has_triton, runs_kernels
+from ...backends.torch.maths import MATHS
 from ...backends.torch.sampler import SlotState
 from ...errors import UnsupportedError
 from ...model.spec import Attention, ModelSpec
 from ...model.weights import Weight
 from ...ops.contract import Neighbours
+from ...ops.sampling import filter_logits
 from ..case import (
     EPS,
     QUANTIZED_ROWS,
@@ -271,7 +272,7 @@ def samples(bench: Bench, slots: int, vocab: int) -> Iterator[OpCase]:
                 return logits.argmax(-1)
             logits = logits / state.temperature[:, None]
             if features.filters:
-                logits = sampler.filter_logits(logits, state.top_k, state.top_p, state.min_p)
+                logits = filter_logits(MATHS, logits, state.top_k, state.top_p, state.min_p)
             chances = logits.softmax(-1)
             return (chances / torch.empty_like(chances).exponential_()).argmax(-1)
 
