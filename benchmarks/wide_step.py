@@ -10,7 +10,7 @@ the clock without a profiler, and the limits: bytes over the read bandwidth, and
 matrix rate, both measured in the same process.
 
 Products are timed over the weights of all layers in turn, captured in a CUDA graph: cuBLAS alone,
-cuBLAS with its neighbours (norm in front; activation, gate and residual behind), and our tile
+cuBLAS with its epilogue (norm in front; activation, gate and residual behind), and our tile
 kernel, which has activation, gate and residual in its end, by its own rule and by the configuration
 that is best of a few. Microseconds a call.
 """
@@ -137,7 +137,7 @@ def products(engine: Any, limits: Limits) -> None:
                 call(*group[0])
             return clock(lambda: [call(*one) for one in group], 5) / len(group) * 1e6
 
-    print("\nproduct, rows: limit | cuBLAS | with neighbours | our tiles | best of a few")
+    print("\nproduct, rows: limit | cuBLAS | with epilogue | our tiles | best of a few")
     for rows in ROWS:
         for name, group, x in _cases(engine, rows):
             weight = group[0][0]
@@ -146,13 +146,13 @@ def products(engine: Any, limits: Limits) -> None:
                 max(flops / limits.matrix_rate, weight.data.nbytes / limits.read_bandwidth) * 1e6
             )
             alone = us(lambda w, _, x=x: torch.nn.functional.linear(x, w.data), group)
-            beside = us(lambda w, by, x=x: wide.linear(x, w, by), group)
-            ours = us(lambda w, by, x=x: tiles.linear(x, w, by), group)
+            beside = us(lambda w, epilogue, x=x: wide.linear(x, w, epilogue), group)
+            ours = us(lambda w, epilogue, x=x: tiles.linear(x, w, epilogue), group)
             timed = {}
             for config in _configs(rows, group[0][1].gated, TileConfig):
                 try:
                     timed[config] = us(
-                        lambda w, by, x=x, c=config: tiles.linear(x, w, by, c), group
+                        lambda w, epilogue, x=x, c=config: tiles.linear(x, w, epilogue, c), group
                     )
                 except Exception as error:  # beyond shared memory or registers
                     print(f"  {tuple(config)}: {type(error).__name__}")
@@ -175,10 +175,10 @@ def _configs(rows: int, gated: bool, kind: Any) -> Iterator[Any]:
 
 
 def _cases(engine: Any, rows: int) -> Iterator[tuple[str, list[Any], Any]]:
-    """Name, weights with their neighbours, and x of each product."""
+    """Name, weights with their epilogues, and x of each product."""
     import torch
 
-    from dualinfer.ops.contract import Neighbours, NormOf
+    from dualinfer.ops.contract import Epilogue, NormOf
 
     spec, params = engine.runner.spec, engine.runner.params
 
@@ -190,20 +190,20 @@ def _cases(engine: Any, rows: int) -> Iterator[tuple[str, list[Any], Any]]:
         return NormOf(spec.layers[0].norm, group[f"{name}.weight"], bias)
 
     mlp, residual = spec.layers[0].mlp, rows_of(spec.embed)
-    nearby: dict[str, Callable[[Any], Neighbours]] = {
-        "qkv": lambda w: Neighbours(norm=norm("attn_norm", w)),
-        "out": lambda _: Neighbours(residual=residual, spend=True),
-        "up": lambda w: Neighbours(
+    nearby: dict[str, Callable[[Any], Epilogue]] = {
+        "qkv": lambda w: Epilogue(norm=norm("attn_norm", w)),
+        "out": lambda _: Epilogue(residual=residual, spend=True),
+        "up": lambda w: Epilogue(
             norm=norm("mlp_norm", w), activation=mlp.activation, gated=mlp.gated
         ),
-        "down": lambda _: Neighbours(residual=residual, spend=True),
+        "down": lambda _: Epilogue(residual=residual, spend=True),
     }
-    for name, by in nearby.items():
-        group = [(w[f"{name}.weight"], by(w)) for w in params.layers]
+    for name, epilogue in nearby.items():
+        group = [(w[f"{name}.weight"], epilogue(w)) for w in params.layers]
         yield name, group, rows_of(group[0][0].shape[1])
     head = params.outer.get("head.weight", params.outer["embed.weight"])
-    by = Neighbours(norm=norm("final_norm", params.outer), wide=True)
-    yield "head", [(head, by)], rows_of(spec.embed)
+    epilogue = Epilogue(norm=norm("final_norm", params.outer), wide=True)
+    yield "head", [(head, epilogue)], rows_of(spec.embed)
 
 
 def main() -> None:

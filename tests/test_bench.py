@@ -600,7 +600,10 @@ def test_products_and_what_stands_between_them_agree_with_torch(on_cpu, rows):
     from dualinfer.bench.torch import ops as bench_ops
 
     shape = bench_ops.Shape(*TINY)
-    cases = [*bench_ops.products(on_cpu, shape, rows), *bench_ops.neighbours(on_cpu, shape, rows)]
+    cases = [
+        *bench_ops.products(on_cpu, shape, rows),
+        *bench_ops.between_products(on_cpu, shape, rows),
+    ]
     ops = by_op(cases)
     assert len(ops) == 10
     for group in ops.values():

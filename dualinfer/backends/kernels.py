@@ -7,7 +7,7 @@ from typing import Any, NamedTuple, Protocol
 from ..model.spec import Experts, ModelSpec, Router
 from ..model.weights import Weight
 from ..ops.caches import CacheSpec, CacheView
-from ..ops.contract import Array, LayerAttention, Neighbours, NormOf, Routing, Unnormed, Weights
+from ..ops.contract import Array, Epilogue, LayerAttention, NormOf, Routing, Unnormed, Weights
 from ..ops.schemes import eight_bit as in_eight_bits
 from ..ops.schemes import packed, rounds_input
 
@@ -120,23 +120,23 @@ def turn_arguments(layer: LayerAttention, frequencies: Array | None) -> dict[str
     return head_arguments(layer, frequencies) | {"rounded": rope.rounded if rope else False}
 
 
-def linear_key(x: Array, weight: Weight, by: Neighbours) -> tuple[Any, ...]:
+def linear_key(x: Array, weight: Weight, epilogue: Epilogue) -> tuple[Any, ...]:
     """The tuning key of a product by a kernel, which norms x itself if there is a norm."""
     from ..kernels.triton import eight_bit, linear, quantized
 
     count, (features, width), size = prod(x.shape[:-1]), weight.shape, x.dtype.itemsize
-    features = features // 2 if by.gated else features
+    features = features // 2 if epilogue.gated else features
     eight = in_eight_bits(weight, count, size)
     if eight is not None:
-        return eight_bit.tuning_key(count, features, eight.weight, eight.block, by.gated)
+        return eight_bit.tuning_key(count, features, eight.weight, eight.block, epilogue.gated)
     codes = packed(weight)
     if codes is not None:
-        normed = by.norm is not None
-        return quantized.tuning_key(count, features, codes, size, by.gated, normed)
-    return linear.tuning_key(count, features, width, size, by.gated)
+        normed = epilogue.norm is not None
+        return quantized.tuning_key(count, features, codes, size, epilogue.gated, normed)
+    return linear.tuning_key(count, features, width, size, epilogue.gated)
 
 
-def serves_product(x: Array, weight: Weight, by: Neighbours) -> bool:
+def serves_product(x: Array, weight: Weight, epilogue: Epilogue) -> bool:
     """True if the kernel for few rows serves a product."""
     from ..kernels.triton import linear, quantized
 
@@ -144,7 +144,7 @@ def serves_product(x: Array, weight: Weight, by: Neighbours) -> bool:
     if weight.scheme is not None:
         known = packed(weight) is not None
         return known and count <= (1 if size == 4 else quantized.MOST_ROWS)
-    fused = by.activation is not None or by.residual is not None
+    fused = epilogue.activation is not None or epilogue.residual is not None
     return linear.serves(count, features, width, size, fused)
 
 
@@ -160,7 +160,7 @@ def few_rows_launch(
     ops: Launcher,
     x: Array,
     weight: Weight,
-    by: Neighbours,
+    epilogue: Epilogue,
     config: Any = None,
     before: Array | None = None,
 ) -> Launch:
@@ -173,19 +173,19 @@ def few_rows_launch(
 
     codes = packed(weight)
     how: dict[str, Any] = {
-        "norm": linear.NormArguments.of(by.norm),
-        "activation": by.activation,
-        "gated": by.gated,
-        "residual": by.residual,
-        "dtype": "float32" if by.wide else None,
-        "config": ops.configurations.find(linear_key(x, weight, by)) if config is None else config,
+        "norm": linear.NormArguments.of(epilogue.norm),
+        "activation": epilogue.activation,
+        "gated": epilogue.gated,
+        "residual": epilogue.residual,
+        "dtype": "float32" if epilogue.wide else None,
+        "config": config or ops.configurations.find(linear_key(x, weight, epilogue)),
         "pdl": ops.starts_early(prod(x.shape[:-1])),
     }
     if before is not None:
         how["before"] = before
     if codes is None:
-        return Launch(linear.linear, (x, weight.data, by.bias), how)
-    return Launch(quantized.linear, (x, codes, by.bias), how)
+        return Launch(linear.linear, (x, weight.data, epilogue.bias), how)
+    return Launch(quantized.linear, (x, codes, epilogue.bias), how)
 
 
 def route_launch(
@@ -227,17 +227,17 @@ def experts_launch(
     x: Array,
     mixture: Any,
     routing: Routing,
-    by: Neighbours,
+    epilogue: Epilogue,
     partial: Array | None,
     config: Any = None,
 ) -> Launch:
     """The launch of this device's experts, `kernels.triton.mixture.Mixture`.
 
-    With all that is added; in float32 if `by.wide`. `config` None is the one for these shapes.
+    With all that is added; in float32 if asked. `config` None is the one for these shapes.
     """
     from ..kernels.triton import experts, experts_choice, linear
 
-    count, chosen, norm = prod(x.shape[:-1]), routing.experts.shape[-1], by.norm
+    count, chosen, norm = prod(x.shape[:-1]), routing.experts.shape[-1], epilogue.norm
     if norm is not None and not (experts_choice.is_few(count) and linear.fuses_norm(norm)):
         x, norm = ops.norm(x, norm), None
     if config is None:
@@ -245,9 +245,9 @@ def experts_launch(
         config = ops.configurations.find(key)
     how = {
         "norm": linear.NormArguments.of(norm),
-        "residual": by.residual,
+        "residual": epilogue.residual,
         "partial": partial,
-        "dtype": "float32" if by.wide else None,
+        "dtype": "float32" if epilogue.wide else None,
         "config": config,
         "pdl": ops.starts_early(count),
     }

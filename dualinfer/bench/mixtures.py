@@ -8,7 +8,7 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 
 from ..model.spec import Experts, Router
-from ..ops.contract import Neighbours, Routing
+from ..ops.contract import Epilogue, Routing
 from ..quantization import BlockScheme
 from .case import (
     Filling,
@@ -190,8 +190,8 @@ class ExpertsOp:
                 if scheme and isinstance(held, dict)
                 else make_weight(held)
             )
-        by = Neighbours(norm=make_norm(scale), residual=residual)
-        return ops.experts(x, self.shape.experts, w, Routing(chosen, weights), by)
+        epilogue = Epilogue(norm=make_norm(scale), residual=residual)
+        return ops.experts(x, self.shape.experts, w, Routing(chosen, weights), epilogue)
 
 
 def mixture_ops(

@@ -23,8 +23,8 @@ from ..ops import heads, mixtures
 from ..ops.contract import (
     Array,
     BlockOps,
+    Epilogue,
     LatentQkv,
-    Neighbours,
     NormOf,
     Routing,
     Unnormed,
@@ -110,7 +110,7 @@ def block(
     if layer.adapter is not None:
         x = ops.add(*_adapted(layer.adapter, layer.norm, w, ops, x))
     if layer.reads:
-        h = ops.linear(x, w["read.weight"], Neighbours(activation=_plain_activation(layer)))
+        h = ops.linear(x, w["read.weight"], Epilogue(activation=_plain_activation(layer)))
         y = ops.linear(h * own, w["read_out.weight"])
         x = ops.add(x, y, NormOf.named(layer.norm, w, "read_norm"))
     return x * w["multiplier"] if layer.multiplied else x
@@ -126,9 +126,9 @@ def _adapted(
 ) -> tuple[Array, Array]:
     """What an adapter makes of x [B, T, E], and what it adds to."""
     h = ops.norm(x, NormOf.named(norm, w, "adapter_norm")) if "adapter_norm.weight" in w else x
-    by = Neighbours(w["adapter_up.bias"], activation=adapter.activation)
+    by = Epilogue(w["adapter_up.bias"], activation=adapter.activation)
     y = ops.linear(h, w["adapter_up.weight"], by)
-    y = ops.linear(y, w["adapter_down.weight"], Neighbours(w["adapter_down.bias"]))
+    y = ops.linear(y, w["adapter_down.weight"], Epilogue(w["adapter_down.bias"]))
     return y, h if adapter.normed else x
 
 
@@ -160,12 +160,12 @@ def _sublayers(
             qkv, gates = latent(x, norm)
         elif layer.attention.biased_keys:
             x, norm = ops.norm(x, norm) if norm else x, None
-            qkv = ops.linear(x, w["qkv.weight"], Neighbours(w.get("qkv.bias")))
-            values = ops.linear(x, w["all_values.weight"], Neighbours(w.get("all_values.bias")))
-            by = Neighbours(w.get("key_bias.bias"))
+            qkv = ops.linear(x, w["qkv.weight"], Epilogue(w.get("qkv.bias")))
+            values = ops.linear(x, w["all_values.weight"], Epilogue(w.get("all_values.bias")))
+            by = Epilogue(w.get("key_bias.bias"))
             numbers = ops.linear(values, w["key_bias.weight"], by)
         else:
-            qkv = ops.linear(x, w["qkv.weight"], Neighbours(w.get("qkv.bias"), norm))
+            qkv = ops.linear(x, w["qkv.weight"], Epilogue(w.get("qkv.bias"), norm))
         if layer.attention.clip is not None and not layer.attention.clip_normed:
             assert not isinstance(qkv, LatentQkv)
             qkv = qkv.clip(-layer.attention.clip, layer.attention.clip)
@@ -193,7 +193,7 @@ def _sublayers(
         if layer.sub_norms:
             y = norm_shared(ops, y, NormOf.named(layer.norm, w, "out_norm"), layer.sub_norms[0])
         spends = spend and not layer.parallel  # whose MLP reads `x` again
-        by = Neighbours(w.get("out.bias"), residual=residual, spend=spends)
+        by = Epilogue(w.get("out.bias"), residual=residual, spend=spends)
         return ops.row_product(y, w["out.weight"], by)
 
     def chosen(pairs: Pairs, x: Array, norm: NormOf | None, residual: Array | None) -> Array:
@@ -202,18 +202,16 @@ def _sublayers(
         routing, size = ops.route(x, w["pairs.router.weight"], pairs.router), a.head_dim
         q = mixtures.chosen_queries(ops.maths, x, w["pairs.query.weight"], routing, size)
         y = attend(index, ops.maths.join((q, ops.linear(x, w["kv.weight"])), -1))
-        by = Neighbours(w["pairs.bias"], residual=residual, spend=spend)
+        by = Epilogue(w["pairs.bias"], residual=residual, spend=spend)
         return mixtures.chosen_outputs(ops, y, w["pairs.out.weight"], routing, size, by)
 
     def latent(x: Array, norm: NormOf | None) -> tuple[LatentQkv, Array | None]:
         """Queries of `x`, what keys and values of all heads are made of, and perhaps gates."""
         own, gates = layer.attention.latent, None
         assert own is not None
-        shared = ops.linear(x, w["latent.weight"], Neighbours(w.get("latent.bias"), norm))
+        shared = ops.linear(x, w["latent.weight"], Epilogue(w.get("latent.bias"), norm))
         if own.query_rank:
-            x = ops.linear(
-                x, w["query_latent.weight"], Neighbours(w.get("query_latent.bias"), norm)
-            )
+            x = ops.linear(x, w["query_latent.weight"], Epilogue(w.get("query_latent.bias"), norm))
             norm = NormOf.named(own.norm, w, "query_norm")
         if own.gated:
             assert norm is not None
@@ -221,21 +219,21 @@ def _sublayers(
             size = layer.attention.head_dim
             q, gates = parted(ops.maths, both, both.shape[-1] * size // (size + own.value_dim))
         else:
-            q = ops.linear(x, w["query.weight"], Neighbours(norm=norm))
+            q = ops.linear(x, w["query.weight"], Epilogue(norm=norm))
         return LatentQkv(q, shared), gates
 
     def cross(x: Array, norm: NormOf | None, residual: Array | None) -> Array:
         """Attention across, likewise; the residual may be overwritten."""
         assert across is not None
-        q = ops.linear(x, w["cross_q.weight"], Neighbours(w.get("cross_q.bias"), norm))
-        by = Neighbours(w.get("cross_out.bias"), residual=residual, spend=True)
+        q = ops.linear(x, w["cross_q.weight"], Epilogue(w.get("cross_q.bias"), norm))
+        by = Epilogue(w.get("cross_out.bias"), residual=residual, spend=True)
         return ops.row_product(across(index, q), w["cross_out.weight"], by)
 
     def recurrence(x: Array, norm: NormOf | None, residual: Array | None) -> Array:
         """The recurrence of `x`, likewise; the residual may be overwritten."""
         assert recur is not None
-        h = ops.linear(x, w["recurrence_in.weight"], Neighbours(w.get("recurrence_in.bias"), norm))
-        by = Neighbours(w.get("recurrence_out.bias"), residual=residual, spend=spend)
+        h = ops.linear(x, w["recurrence_in.weight"], Epilogue(w.get("recurrence_in.bias"), norm))
+        by = Epilogue(w.get("recurrence_out.bias"), residual=residual, spend=spend)
         return ops.row_product(recur(index, h), w["recurrence_out.weight"], by)
 
     def mixing(x: Array, norm: NormOf | None, residual: Array | None) -> Array:
@@ -257,26 +255,26 @@ def _sublayers(
                 assert late is not None and norm is not None
                 x = ops.norm(x, norm)
                 late.append(mixture(replace(layer.mlp, shared=0), w, ops, x, None, None))
-                by = Neighbours(activation=layer.mlp.activation, gated=layer.mlp.gated)
+                by = Epilogue(activation=layer.mlp.activation, gated=layer.mlp.gated)
                 h = ops.linear(x, w["shared.up.weight"], by)
                 return ops.row_product(
-                    h, w["shared.down.weight"], Neighbours(residual=residual, spend=True)
+                    h, w["shared.down.weight"], Epilogue(residual=residual, spend=True)
                 )
             return mixture(layer.mlp, w, ops, x, norm, residual, seen)
         if layer.mlp.scales is not None:
             gate, out = layer.mlp.scales
-            h = ops.linear(x, w["up.weight"], Neighbours(w.get("up.bias"), norm))
+            h = ops.linear(x, w["up.weight"], Epilogue(w.get("up.bias"), norm))
             h = gate_scaled(ops.maths, h, _plain_activation(layer), gate)
-            y = ops.row_product(h, w["down.weight"], Neighbours(w.get("down.bias"))) * out
+            y = ops.row_product(h, w["down.weight"], Epilogue(w.get("down.bias"))) * out
             return y if residual is None else ops.add(residual, y)
         if layer.mlp.activation == "xielu":
-            h = ops.linear(x, w["up.weight"], Neighbours(w.get("up.bias"), norm))
+            h = ops.linear(x, w["up.weight"], Epilogue(w.get("up.bias"), norm))
             h = ops.xielu(h, [w[f"xielu.{name}"] for name in XIELU])
         else:
             h = _hidden(layer.mlp, w, ops, "up", x, norm, layer.mlp.limit)
         if layer.sub_norms:
             h = norm_shared(ops, h, NormOf.named(layer.norm, w, "down_norm"), layer.sub_norms[1])
-        by = Neighbours(w.get("down.bias"), residual=residual, spend=True)
+        by = Epilogue(w.get("down.bias"), residual=residual, spend=True)
         return ops.row_product(h, w["down.weight"], by)
 
     def through(name: str, sublayer: Callable[..., Array], x: Array) -> Array:
@@ -286,7 +284,7 @@ def _sublayers(
         if layer.gated_norms and f"{before}_up.weight" in w:
             assert first is not None and behind is None
             y = ops.norm(x, first)
-            by = Neighbours(activation="silu")
+            by = Epilogue(activation="silu")
             h = ops.linear(y, w[f"{before}_down.weight"], by)
             return sublayer(gate(ops, y, h, w[f"{before}_up.weight"]), None, x)
         if layer.keeps:
@@ -336,14 +334,14 @@ def _post_block(
         x: Array | Unnormed, name: str, activation: Activation | None = None, gated: bool = False
     ) -> tuple[Array, Array]:
         """The product of `x`, and `x` itself, normed."""
-        by = Neighbours(w.get(f"{name}.bias"), activation=activation, gated=gated)
+        by = Epilogue(w.get(f"{name}.bias"), activation=activation, gated=gated)
         if isinstance(x, Unnormed):
             return ops.read(x, w[f"{name}.weight"], by)
         return ops.linear(x, w[f"{name}.weight"], by), x
 
     def written(y: Array, name: str, x: Array, norm: str) -> Unnormed:
         """The end of a sub-layer that read `x`."""
-        y = ops.row_product(y, w[f"{name}.weight"], Neighbours(w.get(f"{name}.bias")))
+        y = ops.row_product(y, w[f"{name}.weight"], Epilogue(w.get(f"{name}.bias")))
         return Unnormed(y, x, NormOf.named(layer.norm, w, norm))
 
     qkv, x = read(x, "qkv")
@@ -367,7 +365,7 @@ def _spanned(spans: Spans, w: Weights, ops: BlockOps, x: Array, seen: Seen) -> A
     """What the heads beside those of attention give of x [B, T, E]."""
 
     def product(x: Array, name: str) -> Array:
-        return ops.linear(x, w[f"{name}.weight"], Neighbours(w[f"{name}.bias"]))
+        return ops.linear(x, w[f"{name}.weight"], Epilogue(w[f"{name}.bias"]))
 
     key = product(convolve_each(ops.maths, x, w["span_depth"], seen.segments), "span_key")
     scores = product(key * product(x, "span_query"), "span_mixture")
@@ -387,7 +385,7 @@ def _narrow_block(
     assert isinstance(layer.mlp, Mlp)
 
     def product(x: Array, name: str) -> Array:
-        return ops.linear(x, w[f"{name}.weight"], Neighbours(w[f"{name}.bias"]))
+        return ops.linear(x, w[f"{name}.weight"], Epilogue(w[f"{name}.bias"]))
 
     def norm(y: Array, name: str, residual: Array | None = None) -> Array:
         return ops.norm(y, NormOf.named(layer.norm, w, name), residual=residual)
@@ -395,12 +393,12 @@ def _narrow_block(
     h = norm(product(x, "narrow"), "narrow_norm")
     read = norm(product(x, "narrow_qk"), "narrow_qk_norm")
     qkv = ops.maths.join((product(read, "query_key"), product(x, "value")), -1)
-    y = ops.row_product(attend(index, qkv), w["out.weight"], Neighbours(w["out.bias"]))
+    y = ops.row_product(attend(index, qkv), w["out.weight"], Epilogue(w["out.bias"]))
     h = norm(y, "attn_norm", h)
     for i in range(bottleneck.feeds):
-        by = Neighbours(w[f"up.{i}.bias"], activation=_plain_activation(layer))
+        by = Epilogue(w[f"up.{i}.bias"], activation=_plain_activation(layer))
         y = ops.linear(h, w[f"up.{i}.weight"], by)
-        y = ops.row_product(y, w[f"down.{i}.weight"], Neighbours(w[f"down.{i}.bias"]))
+        y = ops.row_product(y, w[f"down.{i}.weight"], Epilogue(w[f"down.{i}.bias"]))
         h = norm(y, f"mlp.{i}_norm", h)
     return norm(product(h, "wide"), "wide_norm", x)
 
@@ -411,11 +409,11 @@ def _paged_block(
     """As `block`, of two streams."""
 
     def product(x: Array, name: str, activation: Activation | None = None) -> Array:
-        by = Neighbours(w[f"{name}.bias"], activation=activation)
+        by = Epilogue(w[f"{name}.bias"], activation=activation)
         return ops.linear(x, w[f"{name}.weight"], by)
 
     def written(y: Array, name: str, norm: str, residual: Array) -> Array:
-        y = ops.row_product(y, w[f"{name}.weight"], Neighbours(w[f"{name}.bias"]))
+        y = ops.row_product(y, w[f"{name}.weight"], Epilogue(w[f"{name}.bias"]))
         return ops.norm(y, NormOf.named(layer.norm, w, norm), residual=residual)
 
     activation, count = _plain_activation(layer), layer.attention.heads
@@ -463,7 +461,7 @@ def _streamed_block(
 
     def told(y: Array, name: str) -> Array:
         """Coefficients [B, T, C] of a stream."""
-        y = ops.linear(y, w["told.weight"], Neighbours(norm=scaled, activation="tanh"))
+        y = ops.linear(y, w["told.weight"], Epilogue(norm=scaled, activation="tanh"))
         return ops.linear(y, w[f"{name}.weight"])
 
     x = mix_streams(ops.maths, told(x[0], "predict"), x)
@@ -471,43 +469,43 @@ def _streamed_block(
     read = ops.norm(first, norm("attn_norm"))
     learned = ops.linear(ops.linear(read, w["laurel_in.weight"]), w["laurel_out.weight"])
     learned = ops.add(read, learned, norm("laurel_norm"))
-    qkv = ops.linear(read, w["qkv.weight"], Neighbours(w.get("qkv.bias")))
+    qkv = ops.linear(read, w["qkv.weight"], Epilogue(w.get("qkv.bias")))
     if a.value_norm is not None:
         qkv = heads.norm_values(ops.maths, a, qkv, NormOf.named(a.value_norm, w, "v_norm"))
     if lent is not None and (index in lent or a.lender is not None):
         qkv = _borrowed(layer, ops, qkv, index, lent)
-    y = ops.row_product(attend(index, qkv), w["out.weight"], Neighbours(w.get("out.bias")))
+    y = ops.row_product(attend(index, qkv), w["out.weight"], Epilogue(w.get("out.bias")))
     y = (ops.add(first, y, norm("attn_post_norm")) + learned) * 2**-0.5
     if layer.mlp.sparse is None:
-        h = ops.linear(y, w["up.weight"], Neighbours(None, norm("mlp_norm"), activation, True))
+        h = ops.linear(y, w["up.weight"], Epilogue(None, norm("mlp_norm"), activation, True))
     else:
-        h = ops.linear(y, w["up.weight"], Neighbours(None, norm("mlp_norm")))
+        h = ops.linear(y, w["up.weight"], Epilogue(None, norm("mlp_norm")))
         h = gate_sparsely(ops, h, activation, *layer.mlp.sparse)
     y = ops.add(y, ops.row_product(h, w["down.weight"]), norm("mlp_post_norm"))
     x = correct_streams(ops.maths, x, told(y, "correct") + 1, y - first)
     y = x[0] * w["corrected_scale"] if streams.scaled else x[0]
-    h = ops.linear(y, w["read.weight"], Neighbours(activation=activation))
+    h = ops.linear(y, w["read.weight"], Epilogue(activation=activation))
     y = ops.linear(h * own, w["read_out.weight"])
     return add_to_rest(ops.maths, x, ops.norm(y, norm("read_norm")))
 
 
 def _apart(experts: Experts, norm: Norm, w: Weights, ops: BlockOps, x: Array) -> Array:
     """What a mixture and the expert of all tokens make of `x`, each between norms of its own."""
-    by = Neighbours(None, NormOf.named(norm, w, "mlp_norm"), experts.activation, experts.gated)
+    by = Epilogue(None, NormOf.named(norm, w, "mlp_norm"), experts.activation, experts.gated)
     y = ops.row_product(ops.linear(x, w["shared.up.weight"], by), w["shared.down.weight"])
     y = ops.norm(y, NormOf.named(norm, w, "shared_post_norm"))
     # The router's learned scale, over the root of the width as HF has it.
     scaled = NormOf(norm, w["router_norm.weight"] * x.shape[-1] ** -0.5, None, made=True)
     experts_of, weights = ops.route(x, w["router.weight"], experts.router, norm=scaled)
     routing = Routing(experts_of, weights * w["router.scale"][experts_of])
-    by = Neighbours(norm=NormOf.named(norm, w, "experts_norm"))
+    by = Epilogue(norm=NormOf.named(norm, w, "experts_norm"))
     z = ops.experts(x, experts, w, routing, by)
     return ops.add(y, z, NormOf.named(norm, w, "experts_post_norm"))
 
 
 def cross_keys(w: Weights, ops: BlockOps, states: Array) -> Array:
     """Keys and values [B, S, 2 K D] that a layer keeps of what an encoder gave, [B, S, E]."""
-    return ops.linear(states, w["cross_kv.weight"], Neighbours(w.get("cross_kv.bias")))
+    return ops.linear(states, w["cross_kv.weight"], Epilogue(w.get("cross_kv.bias")))
 
 
 def _hidden(
@@ -523,9 +521,9 @@ def _hidden(
     assert mlp.activation != "xielu"
     weight, bias = w[f"{name}.weight"], w.get(f"{name}.bias")
     if limit is None:
-        return ops.linear(x, weight, Neighbours(bias, norm, mlp.activation, mlp.gated))
+        return ops.linear(x, weight, Epilogue(bias, norm, mlp.activation, mlp.gated))
     return gate_within(
-        ops.maths, ops.linear(x, weight, Neighbours(bias, norm)), mlp.activation, limit
+        ops.maths, ops.linear(x, weight, Epilogue(bias, norm)), mlp.activation, limit
     )
 
 
@@ -567,8 +565,8 @@ def mixture(
     if experts.zeros:
         x = ops.norm(x, norm) if norm else x
         passed = (routing.weights * (routing.experts >= experts.count)).sum(-1)[..., None] * x
-        y = ops.experts(x, experts, w, routing, Neighbours(residual=residual, spend=True), partial)
+        y = ops.experts(x, experts, w, routing, Epilogue(residual=residual, spend=True), partial)
         return ops.add(y, ops.maths.cast(passed, y.dtype))
-    by = Neighbours(norm=norm, residual=residual, spend=True)
+    by = Epilogue(norm=norm, residual=residual, spend=True)
     y = ops.experts(x, experts, w, routing, by, partial)
     return y + w["experts.bias"] if "experts.bias" in w else y

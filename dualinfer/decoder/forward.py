@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 from ..model.spec import Embedder, ModelSpec, Streams
-from ..ops.contract import Array, BlockOps, Neighbours, NormOf, Params
+from ..ops.contract import Array, BlockOps, Epilogue, NormOf, Params
 from ..ops.embedding import embed_given, embed_page, embed_trigrams, read_by_layers
 from .blocks import Attend, Recur, Seen, block, normed
 
@@ -70,7 +70,7 @@ def hidden_states(
         if norm and spec.normed == "sum":
             x = ops.norm(x, norm)
         if spec.factored:
-            x = ops.linear(x, w["project_in.weight"], Neighbours(w.get("project_in.bias")))
+            x = ops.linear(x, w["project_in.weight"], Epilogue(w.get("project_in.bias")))
         if norm and spec.normed == "projected":
             x = ops.norm(x, norm)
         if spec.blanks and mask is not None:
@@ -118,7 +118,7 @@ def _embedded_by(
     w, at = params.outer, ids - own.first
     is_own = (at >= 0) * (at < own.count)
     y = ops.schemes.embed(at * is_own, w[f"{name}.table.weight"])
-    by = Neighbours(norm=NormOf.named(own.norm, w, f"{name}.norm"))
+    by = Epilogue(norm=NormOf.named(own.norm, w, f"{name}.norm"))
     y = ops.linear(y, w[f"{name}.project.weight"], by)
     y = ops.norm(y, NormOf.named(own.norm, w, f"{name}.out_norm"))
     share = ops.maths.cast(is_own[..., None] * 1.0, x.dtype)

@@ -1,9 +1,10 @@
 """The ops contract: what the decoder asks of a backend's fused ops, and what they give.
 
-A fused op is what one kernel can do in one reading of the weights: its neighbours (a norm before a
-product; bias, activation and residual after it) are its arguments. A backend has plain ops, which
-are `plain` over its Maths, and ops by kernels. Over several devices the ops of each see its share
-of the model, as `ModelSpec` describes it, and join the others where the contract says so.
+A fused op is what one kernel can do in one reading of the weights. What surrounds a product (a norm
+before it; bias, activation and residual after it) is an argument of it, its `Epilogue`. A backend
+has plain ops, which are `plain` over its Maths, and ops by kernels. Over several devices the ops of
+each see its share of the model, as `ModelSpec` describes it, and join the others where the contract
+says so.
 
 Here stand the ops that a kernel may take the place of, or that join the shares of several devices.
 What else the decoder computes are functions of the files beside this one, over `Maths` and these
@@ -63,7 +64,7 @@ class NormOf(NamedTuple):
         return cls(spec, w[f"{name}.weight"], w.get(f"{name}.bias"))
 
 
-class Neighbours(NamedTuple):
+class Epilogue(NamedTuple):
     """What a product carries: residual + activation(norm(x) weight^T + bias).
 
     With `gated` the product holds gate, then up, and gives activation(gate) * up, half as wide. The
@@ -80,7 +81,7 @@ class Neighbours(NamedTuple):
     wide: bool = False
 
 
-ALONE = Neighbours()
+ALONE = Epilogue()
 
 
 class Unnormed(NamedTuple):
@@ -254,31 +255,31 @@ class BlockOps(Protocol):
         """`x` [..., E], plus the residual [..., E] if given, normed over the last axis."""
         ...
 
-    def linear(self, x: Array, weight: Weight, by: Neighbours = ALONE) -> Array:
-        """x [..., in] times weight [out, in], with its neighbours: [..., out].
+    def linear(self, x: Array, weight: Weight, epilogue: Epilogue = ALONE) -> Array:
+        """x [..., in] times weight [out, in], with its epilogue: [..., out].
 
-        The result is x's dtype, or float32 as the neighbours ask. The residual may be overwritten
-        as they say.
+        The result is x's dtype, or float32 as the epilogue asks. The residual may be overwritten
+        as it says.
         """
         ...
 
-    def read(self, x: Unnormed, weight: Weight, by: Neighbours) -> tuple[Array, Array]:
+    def read(self, x: Unnormed, weight: Weight, epilogue: Epilogue) -> tuple[Array, Array]:
         """The product of the normed stream, as `linear`, and that stream itself [..., E].
 
-        The neighbours have no norm of their own.
+        The epilogue has no norm of its own.
         """
         ...
 
-    def row_product(self, x: Array, weight: Weight, by: Neighbours = ALONE) -> Array:
+    def row_product(self, x: Array, weight: Weight, epilogue: Epilogue = ALONE) -> Array:
         """As `linear`, where each device has a share of the columns: x [..., in/devices].
 
-        Of the neighbours it knows bias, residual and spend; bias and residual are added once, after
+        Of the epilogue it knows bias, residual and spend; bias and residual are added once, after
         the sum over devices.
         """
         ...
 
     def partial_product(self, x: Array, weight: Weight) -> Array:
-        """As `row_product` without neighbours, before the sum over devices; perhaps in float32."""
+        """As `row_product` without an epilogue, before the sum over devices; perhaps in float32."""
         ...
 
     def route(
@@ -304,7 +305,7 @@ class BlockOps(Protocol):
         mixture: Experts,
         w: Weights,
         routing: Routing,
-        by: Neighbours = ALONE,
+        epilogue: Epilogue = ALONE,
         partial: Array | None = None,
     ) -> Array:
         """residual + the sum of what the chosen experts make of norm(x) [..., E], by their weights.
@@ -316,7 +317,7 @@ class BlockOps(Protocol):
         [..., E], what a shared expert gives before the sum over devices, is added to each device's
         part. An expert of a number that is not there gives nothing. Sums are made in float32 in
         routing's order, and no value of an expert that a token did not choose reaches its result.
-        Of the neighbours it knows norm, residual and spend; the residual is added once, after the
+        Of the epilogue it knows norm, residual and spend; the residual is added once, after the
         sum over devices.
         """
         ...

@@ -2,7 +2,7 @@
 
 from ..model.spec import Activation, Gate
 from ..model.weights import Weight
-from .contract import Array, BlockOps, Neighbours, NormOf
+from .contract import Array, BlockOps, Epilogue, NormOf
 from .maths import Maths, halves, named
 
 
@@ -74,7 +74,7 @@ def gate(
     The weight is [n, E]; each of its rows is for out / n elements of y in a row.
     """
     m = ops.maths
-    gate = ops.linear(x, weight, Neighbours(norm=norm, wide=True))
+    gate = ops.linear(x, weight, Epilogue(norm=norm, wide=True))
     gate = m.sigmoid(gate) if by == "sigmoid" else m.softplus(gate)
     if 1 < gate.shape[-1] < y.shape[-1]:
         gate = m.repeat(gate, y.shape[-1] // gate.shape[-1], -1)

@@ -7,7 +7,7 @@ from typing import Any, TypeAlias
 
 from ..model.spec import Experts, Router
 from ..model.weights import Weight
-from .contract import Array, BlockOps, Neighbours, Routing, Weights
+from .contract import Array, BlockOps, Epilogue, Routing, Weights
 from .feed_forward import activation, gate_within
 from .maths import Maths, flat, halves, heads, named
 from .projection import added
@@ -206,12 +206,12 @@ def chosen_queries(m: Maths, x: Array, weight: Weight, routing: Routing, head_di
 
 @named("chosen_outputs")
 def chosen_outputs(
-    ops: BlockOps, y: Array, weight: Weight, routing: Routing, head_dim: int, by: Neighbours
+    ops: BlockOps, y: Array, weight: Weight, routing: Routing, head_dim: int, epilogue: Epilogue
 ) -> Array:
     """Products of chosen weights [X, E, K D] and heads y [..., K k D]: [..., E].
 
     The sum over the chosen ones by the routing's weights, and over devices, which have shares of K;
-    the neighbours are as of `row_product`. HF's `JetMoeMoA.reduce`.
+    the epilogue is as of `row_product`. HF's `JetMoeMoA.reduce`.
     """
     m, own, matrices = ops.maths, routing.experts, weight.data
     y = y.reshape(*y.shape[:-1], -1, own.shape[-1], head_dim)
@@ -223,7 +223,7 @@ def chosen_outputs(
         share = (own[..., None] == m.arange(len(matrices), y)) * routing.weights[..., None]
         spread = m.cast(m.einsum("...kx,...ki->...xi", share, m.wide(y)), y.dtype)
         z = m.product(flat(spread), flat(matrices.swapaxes(0, 1)), m.sums(y))
-    return added(m, ops.sum(z), y.dtype, by)
+    return added(m, ops.sum(z), y.dtype, epilogue)
 
 
 def _are_few(own: Array, matrices: Array) -> bool:

@@ -14,9 +14,9 @@ from .caches import CacheSpec, CacheView, CrossView, StateView
 from .contract import (
     ALONE,
     Array,
+    Epilogue,
     LatentQkv,
     LayerAttention,
-    Neighbours,
     NormOf,
     Routing,
     Unnormed,
@@ -89,13 +89,15 @@ class PlainBlocks:
         """See `contract.BlockOps.add`."""
         return x + (y if norm is None else self.norm(y, norm))
 
-    def linear(self, x: Array, weight: Weight, by: Neighbours = ALONE) -> Array:
+    def linear(self, x: Array, weight: Weight, epilogue: Epilogue = ALONE) -> Array:
         """See `contract.BlockOps.linear`."""
-        y = self.matmul(self.normed(x, by.norm) if by.norm else x, weight, by.bias)
-        y = self.activated(y, by)
-        if by.residual is not None:
-            y = by.residual + y
-        return self.maths.wide(y) if by.wide else y
+        y = self.matmul(
+            self.normed(x, epilogue.norm) if epilogue.norm else x, weight, epilogue.bias
+        )
+        y = self.activated(y, epilogue)
+        if epilogue.residual is not None:
+            y = epilogue.residual + y
+        return self.maths.wide(y) if epilogue.wide else y
 
     def normed(self, x: Array, norm: NormOf) -> Array:
         """The norm in front of a plain product."""
@@ -105,23 +107,23 @@ class PlainBlocks:
         """x [..., in] times weight [out, in], plus bias [out]."""
         return self.schemes.matmul(x, weight, bias)
 
-    def activated(self, y: Array, by: Neighbours) -> Array:
+    def activated(self, y: Array, epilogue: Epilogue) -> Array:
         """A product with what is behind it, if anything: activation, with the gate of [..., 2F]."""
-        if by.activation is None:
+        if epilogue.activation is None:
             return y
-        act = feed_forward.gated_activation if by.gated else feed_forward.activation
-        return act(self.maths, y, by.activation)
+        act = feed_forward.gated_activation if epilogue.gated else feed_forward.activation
+        return act(self.maths, y, epilogue.activation)
 
-    def read(self, x: Unnormed, weight: Weight, by: Neighbours) -> tuple[Array, Array]:
+    def read(self, x: Unnormed, weight: Weight, epilogue: Epilogue) -> tuple[Array, Array]:
         """See `contract.BlockOps.read`."""
         normed = self.norm(x.y, x.norm, x.residual)
-        return self.linear(normed, weight, by), normed
+        return self.linear(normed, weight, epilogue), normed
 
-    def row_product(self, x: Array, weight: Weight, by: Neighbours = ALONE) -> Array:
+    def row_product(self, x: Array, weight: Weight, epilogue: Epilogue = ALONE) -> Array:
         """See `contract.BlockOps.row_product`."""
         if self.split is None:
-            return self.linear(x, weight, by)
-        return added(self.maths, self.sum(self.partial_product(x, weight)), x.dtype, by)
+            return self.linear(x, weight, epilogue)
+        return added(self.maths, self.sum(self.partial_product(x, weight)), x.dtype, epilogue)
 
     def partial_product(self, x: Array, weight: Weight) -> Array:
         """See `contract.BlockOps.partial_product`."""
@@ -154,11 +156,11 @@ class PlainBlocks:
         mixture: Experts,
         w: Weights,
         routing: Routing,
-        by: Neighbours = ALONE,
+        epilogue: Epilogue = ALONE,
         partial: Array | None = None,
     ) -> Array:
         """See `contract.BlockOps.experts`."""
-        rows = self.norm(x, by.norm) if by.norm else x
+        rows = self.norm(x, epilogue.norm) if epilogue.norm else x
         own = None if self.split is None else self.split.own_experts(mixture.count)
         if own is None and mixture.zeros:
             own = 0, mixture.count
@@ -167,7 +169,7 @@ class PlainBlocks:
         if (bias := w.get("experts.down.bias")) is not None:
             y = y + mixtures.biases(self.maths, bias, routing)
         y = self.maths.cast(y, x.dtype)
-        return y if by.residual is None else by.residual + y
+        return y if epilogue.residual is None else epilogue.residual + y
 
     def adds_shared(self, x: Array, mixture: Experts, w: Weights) -> bool:
         """See `contract.BlockOps.adds_shared`."""
@@ -330,7 +332,7 @@ class PlainOps(PlainBlocks):
             """Keys or queries [H, 2 near + 1, D] of distances."""
             if made is None:
                 return None
-            y = self.linear(rows, made[0], Neighbours(made[1]))
+            y = self.linear(rows, made[0], Epilogue(made[1]))
             if places.shared:
                 width = a.heads * a.head_dim
                 y = y[:, part * width : (part + 1) * width]

@@ -2,13 +2,13 @@
 
 from typing import Any
 
-from .contract import Array, Neighbours
+from .contract import Array, Epilogue
 from .maths import Maths
 
 
-def added(m: Maths, y: Array, dtype: Any, by: Neighbours) -> Array:
+def added(m: Maths, y: Array, dtype: Any, epilogue: Epilogue) -> Array:
     """A product with what stands behind a sum over devices: a bias and a residual."""
-    if by.bias is not None:
-        y = y + m.cast(by.bias, y.dtype)
+    if epilogue.bias is not None:
+        y = y + m.cast(epilogue.bias, y.dtype)
     y = m.cast(y, dtype)
-    return y if by.residual is None else by.residual + y
+    return y if epilogue.residual is None else epilogue.residual + y

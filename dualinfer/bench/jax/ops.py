@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from ...backends.jax.device import has_triton, runs_kernels
 from ...backends.jax.ops.plain import PlainOps
 from ...model.spec import Attention
-from ...ops.contract import Neighbours
+from ...ops.contract import Epilogue
 from ..case import (
     EPS,
     QUANTIZED_ROWS,
@@ -154,7 +154,7 @@ def _product(
 
     def run(ops: PlainOps, state: None, *given: Any) -> tuple[jax.Array, None]:
         x, weight, bias, scale, shift, added = given
-        by = Neighbours(
+        epilogue = Epilogue(
             bias,
             None if scale is None else make_norm(scale, shift),
             activation=activation,
@@ -166,7 +166,7 @@ def _product(
             held = quantized_weight(scheme, width, weight, bench.dtype)
         else:
             held = make_weight(weight)
-        return ops.linear(x, held, by), state
+        return ops.linear(x, held, epilogue), state
 
     names = {"norm": norm, "bias": biased, "SiLU gate": gated, "residual": residual}
     names |= {"GELU": activation is not None and not gated, "float32": wide}

@@ -18,7 +18,7 @@ from ...backends.torch.sampler import SlotState
 from ...errors import UnsupportedError
 from ...model.spec import Attention, ModelSpec
 from ...model.weights import Weight
-from ...ops.contract import Neighbours
+from ...ops.contract import Epilogue
 from ...ops.sampling import filter_logits
 from ..case import (
     EPS,
@@ -80,7 +80,7 @@ def bench_cases(dtype: str, quant: str | None = None) -> list[OpCase]:
         *prompts(bench, 1, 4096, Attention(32, 8, 128, 128**-0.5, window=1024)),
         *prompts(bench, 1, 2048, Attention(8, 4, 256, 256**-0.5, softcap=50.0)),
         *prompts(bench, 1, 128, Attention(16, 16, 64, 0.125, causal=False)),
-        *(case for rows in (1, 2048) for case in neighbours(bench, large, rows)),
+        *(case for rows in (1, 2048) for case in between_products(bench, large, rows)),
         *experts_and_routers(bench),
         *(case for slots in (1, 32) for case in samples(bench, slots, large.vocab)),
     ]
@@ -140,7 +140,7 @@ def _product(
         return x, weight, scale, draw(rows, 1, results) if residual else None
 
     def ours(x: Any, weight: Any, scale: Any, added: Any) -> torch.Tensor:
-        by = Neighbours(
+        epilogue = Epilogue(
             norm=None if scale is None else make_norm(scale),
             activation="silu" if gated else None,
             gated=gated,
@@ -148,7 +148,7 @@ def _product(
             wide=wide,
         )
         held = weight if isinstance(weight, Weight) else make_weight(weight)
-        return bench.ops.linear(x, held, by)
+        return bench.ops.linear(x, held, epilogue)
 
     def theirs(x: Any, weight: Any, scale: Any, added: Any) -> torch.Tensor:
         y = x if scale is None else F.rms_norm(x, (width,), scale, EPS)
@@ -173,7 +173,7 @@ def _product(
     yield plain.by("torch, cuBLAS" + ("" if scheme is None else ", plain weights"), theirs)
 
 
-def neighbours(bench: Bench, shape: Shape, rows: int) -> Iterator[OpCase]:
+def between_products(bench: Bench, shape: Shape, rows: int) -> Iterator[OpCase]:
     """What stands between products: embedding, norms, rotary with append, activation."""
     yield from _embed(bench, shape, rows)
     yield from _norms(bench, shape, rows)

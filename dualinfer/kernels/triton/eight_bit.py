@@ -141,7 +141,7 @@ def linear(
     stored = weight.data.shape[0]
     features = stored // 2 if gated else stored
     _check(x, weight, count)
-    plain.check_neighbours(data, stored, bias, activation, gated, residual, None, features)
+    plain.check_epilogue(data, stored, bias, activation, gated, residual, None, features)
     y = data.new_empty((*data.shape[:-1], features), dtype=dtype)
     if y.numel() == 0:
         return y

@@ -314,10 +314,10 @@ def _check(
         )
     if weight.dtype != x.dtype:
         raise ValueError(f"x is {x.dtype} and weight {weight.dtype}; one dtype is expected.")
-    check_neighbours(x, weight.shape[0], bias, activation, gated, residual, norm, features)
+    check_epilogue(x, weight.shape[0], bias, activation, gated, residual, norm, features)
 
 
-def check_neighbours(
+def check_epilogue(
     x: Any,
     rows: int,
     bias: Any,

@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 import triton
 
 from .activation import KINDS
-from .linear import NormArguments, check_neighbours
+from .linear import NormArguments, check_epilogue
 from .operands import dtype_name
 from .quantized import Packed, arrays_of, constants_of, serves
 from .routing import Routing
@@ -154,7 +154,7 @@ def check(
         raise ValueError(
             f"partial is {tuple(partial.shape)}; contiguous {tuple(x.shape)} is wanted."
         )
-    check_neighbours(x, width, None, None, False, residual, None, width)
+    check_epilogue(x, width, None, None, False, residual, None, width)
     if norm is not None and tuple(norm.weight.shape) != (width,):
         raise ValueError(f"The norm's weight is {tuple(norm.weight.shape)}; ({width},) is wanted.")
 

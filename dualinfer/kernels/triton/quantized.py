@@ -144,7 +144,7 @@ def linear(
     stored = weight.data.shape[0]
     features = stored // 2 if gated else stored
     _check(x, weight, count)
-    plain.check_neighbours(x, stored, bias, activation, gated, residual, norm, features)
+    plain.check_epilogue(x, stored, bias, activation, gated, residual, norm, features)
     y = empty(x, (*x.shape[:-1], features), dtype_name(dtype or x.dtype))
     if y.numel() == 0:
         return y

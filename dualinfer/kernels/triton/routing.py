@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, TypeAlias
 import triton
 
 from .launch import launch, next_power_of_2
-from .linear import NormArguments, check_neighbours
+from .linear import NormArguments, check_epilogue
 from .operands import empty
 from .routing_kernels import route_tile_kernel, route_vector_kernel
 from .tunable import SHARED_BYTES, Key, Kind, Tunable, powers
@@ -239,7 +239,7 @@ def _check(
         )
     if group_score == "two" and groups > 1 and per < 2:
         raise ValueError(f"Groups of {per} expert have no sum of two.")
-    check_neighbours(x, total, bias, None, False, None, None, total)
+    check_epilogue(x, total, bias, None, False, None, None, total)
     if choice_bias is not None and (
         tuple(choice_bias.shape) != (total,) or choice_bias.stride(0) != 1
     ):

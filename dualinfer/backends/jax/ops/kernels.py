@@ -37,7 +37,7 @@ from ....model.spec import Experts, ModelSpec, Router
 from ....model.weights import Weight
 from ....ops.contract import (
     ALONE,
-    Neighbours,
+    Epilogue,
     NormOf,
     Routing,
     Unnormed,
@@ -170,38 +170,40 @@ class KernelOps(KernelAttention):
                 return call(norms.rms_norm, x, weight, spec.eps, **how)[0]
             return call(norms.layer_norm, x, weight, bias, spec.eps, **how)[0]
 
-    def linear(self, x: jax.Array, weight: Weight, by: Neighbours = ALONE) -> jax.Array:
+    def linear(self, x: jax.Array, weight: Weight, epilogue: Epilogue = ALONE) -> jax.Array:
         """See `contract.BlockOps.linear`."""
-        if by.norm is not None and not linear.fuses_norm(by.norm):
-            x, by = self.norm(x, by.norm), by._replace(norm=None)
+        if epilogue.norm is not None and not linear.fuses_norm(epilogue.norm):
+            x, epilogue = self.norm(x, epilogue.norm), epilogue._replace(norm=None)
         count = math.prod(x.shape[:-1])
         eight = in_eight_bits(weight, count, x.dtype.itemsize)
         if eight is not None:
-            config = self.configurations.find(linear_key(x, weight, by))
-            return self._eight_bit_product(x, eight, by, config)
-        if by.norm is not None and rounds_input(weight):
-            x, by = self.norm(x, by.norm), by._replace(norm=None)
-        if not serves_product(x, weight, by):
-            return super().linear(*self._with_values(x, weight), by)
+            config = self.configurations.find(linear_key(x, weight, epilogue))
+            return self._eight_bit_product(x, eight, epilogue, config)
+        if epilogue.norm is not None and rounds_input(weight):
+            x, epilogue = self.norm(x, epilogue.norm), epilogue._replace(norm=None)
+        if not serves_product(x, weight, epilogue):
+            return super().linear(*self._with_values(x, weight), epilogue)
         if rounds_input(weight):
             x = SCHEMES.quantize_input(x, weight)
-        if by.norm is not None and count != 1:
-            x, by = self.norm(x, by.norm), by._replace(norm=None)
-        return self._launched("matmul", few_rows_launch(self, x, weight, by))
+        if epilogue.norm is not None and count != 1:
+            x, epilogue = self.norm(x, epilogue.norm), epilogue._replace(norm=None)
+        return self._launched("matmul", few_rows_launch(self, x, weight, epilogue))
 
     def normed(self, x: jax.Array, norm: NormOf) -> jax.Array:
         """See `PlainOps.normed`; XLA makes it within what surrounds the product."""
         return plain_norm(self.maths, x, norm)
 
-    def read(self, x: Unnormed, weight: Weight, by: Neighbours) -> tuple[jax.Array, jax.Array]:
+    def read(self, x: Unnormed, weight: Weight, epilogue: Epilogue) -> tuple[jax.Array, jax.Array]:
         """See `contract.BlockOps.read`; one launch for a single row."""
         if not reads_unnormed(x, weight):
-            return super().read(x, weight, by)
-        launch = few_rows_launch(self, x.y, weight, by._replace(norm=x.norm), before=x.residual)
+            return super().read(x, weight, epilogue)
+        launch = few_rows_launch(
+            self, x.y, weight, epilogue._replace(norm=x.norm), before=x.residual
+        )
         return self._launched("matmul", launch)
 
     def _eight_bit_product(
-        self, x: jax.Array, how: EightBit, by: Neighbours, config: Any
+        self, x: jax.Array, how: EightBit, epilogue: Epilogue, config: Any
     ) -> jax.Array:
         """Many rows, by the 8-bit matrix units."""
         with jax.named_scope("matmul"):
@@ -209,14 +211,14 @@ class KernelOps(KernelAttention):
                 eight_bit.product,
                 x,
                 how.weight,
-                by.bias,
+                epilogue.bias,
                 block=how.block,
                 scale=how.scale,
-                norm=NormArguments.of(by.norm),
-                activation=by.activation,
-                gated=by.gated,
-                residual=by.residual,
-                dtype="float32" if by.wide else None,
+                norm=NormArguments.of(epilogue.norm),
+                activation=epilogue.activation,
+                gated=epilogue.gated,
+                residual=epilogue.residual,
+                dtype="float32" if epilogue.wide else None,
                 config=config,
                 sms=self.sms,
                 pdl=self.starts_early(math.prod(x.shape[:-1])),
@@ -250,49 +252,50 @@ class KernelOps(KernelAttention):
         mixture: Experts,
         w: Weights,
         routing: Routing,
-        by: Neighbours = ALONE,
+        epilogue: Epilogue = ALONE,
         partial: jax.Array | None = None,
     ) -> jax.Array:
         """See `contract.BlockOps.experts`."""
         own = None if self.split is None else self.split.own_experts(mixture.count)
         held = experts_of(mixture, w, self.adds_shared(x, mixture, w), own)
         if held is None:
-            return super().experts(x, mixture, w, routing, by, partial)
+            return super().experts(x, mixture, w, routing, epilogue, partial)
         if mixture.weighs_input:
-            x, by = self.norm(x, by.norm) if by.norm else x, by._replace(norm=None)
+            x = self.norm(x, epilogue.norm) if epilogue.norm else x
+            epilogue = epilogue._replace(norm=None)
             x = (x * routing.weights).astype(x.dtype)
             routing = Routing(routing.experts, jnp.ones_like(routing.weights))
-        return self._mixed(x, held, routing, by, partial)
+        return self._mixed(x, held, routing, epilogue, partial)
 
     def _mixed(
         self,
         x: jax.Array,
         mixture: Mixture,
         routing: Routing,
-        by: Neighbours,
+        epilogue: Epilogue,
         partial: jax.Array | None,
     ) -> jax.Array:
         """What all experts make of x, with all that is added."""
         if self.split is None:
-            return self.own_part(x, mixture, routing, by, partial)
+            return self.own_part(x, mixture, routing, epilogue, partial)
         bias, own = mixture.down_bias, mixture._replace(down_bias=None)
-        y = self.own_part(x, own, routing, Neighbours(norm=by.norm, wide=True), partial)
+        y = self.own_part(x, own, routing, Epilogue(norm=epilogue.norm, wide=True), partial)
         y = self.split.sum(y)
         if bias is not None:
             y = y + biases(self.maths, bias, routing)
         y = y.astype(x.dtype)
-        return y if by.residual is None else by.residual + y
+        return y if epilogue.residual is None else epilogue.residual + y
 
     def own_part(
         self,
         x: jax.Array,
         mixture: Mixture,
         routing: Routing,
-        by: Neighbours,
+        epilogue: Epilogue,
         partial: jax.Array | None,
     ) -> jax.Array:
-        """What this device's experts make of x, with all that is added; float32 if `by.wide`."""
-        launch = experts_launch(self, x, mixture, routing, by, partial)
+        """What this device's experts make of x, with all that is added; float32 if asked."""
+        launch = experts_launch(self, x, mixture, routing, epilogue, partial)
         return self._launched("experts", launch)
 
     def partial_product(self, x: jax.Array, weight: Weight) -> jax.Array:
@@ -300,7 +303,7 @@ class KernelOps(KernelAttention):
         x, weight = self._share_input(x, weight)
         if not serves_product(x, weight, ALONE):
             return super().partial_product(*self._with_values(x, weight))
-        return self.linear(x, weight, Neighbours(wide=True))
+        return self.linear(x, weight, Epilogue(wide=True))
 
     def matmul(self, x: jax.Array, weight: Weight, bias: jax.Array | None) -> jax.Array:
         """See `PlainOps.matmul`; the pieces of a weight are multiplied one by one."""
@@ -313,10 +316,10 @@ class KernelOps(KernelAttention):
         y = jnp.concatenate([self.linear(x, piece) for piece in weight.pieces], -1)
         return y if bias is None else y + bias
 
-    def activated(self, y: jax.Array, by: Neighbours) -> jax.Array:
+    def activated(self, y: jax.Array, epilogue: Epilogue) -> jax.Array:
         """See `PlainOps.activated`."""
-        if by.gated or by.activation != "gelu":
-            return super().activated(y, by)
+        if epilogue.gated or epilogue.activation != "gelu":
+            return super().activated(y, epilogue)
         how: dict[str, Any] = {"pdl": self.starts_early(math.prod(y.shape[:-1]))}
         with jax.named_scope("activation"):
             return call(activations.activation, y, "gelu", **how, capability=self.capability)[0]

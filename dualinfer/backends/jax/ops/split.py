@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 from ....kernels.triton.mixture import Mixture
 from ....model.weights import Weight
-from ....ops.contract import ALONE, Neighbours, Routing
+from ....ops.contract import ALONE, Epilogue, Routing
 from ....ops.mixtures import biases
 from ..exchange import Exchange
 from ..parallel import Split
@@ -63,27 +63,27 @@ class SplitKernelOps(KernelOps):
         assert self._counters is not None
         return self.exchange.given_up(self._row, self._counters, pdl=self.starts_early(1))
 
-    def row_product(self, x: jax.Array, weight: Weight, by: Neighbours = ALONE) -> jax.Array:
+    def row_product(self, x: jax.Array, weight: Weight, epilogue: Epilogue = ALONE) -> jax.Array:
         """See `PlainOps.row_product`; where it is an exchange it is rounded once."""
         if not self._serves(math.prod(x.shape[:-1]) * weight.shape[0]):
-            return super().row_product(x, weight, by)
+            return super().row_product(x, weight, epilogue)
         x, weight = SCHEMES.share_input(x, weight, self.split.most)
         y = self.partial_product(x, weight)
-        return self._sum(y, by.bias, by.residual, x.dtype)
+        return self._sum(y, epilogue.bias, epilogue.residual, x.dtype)
 
     def _mixed(
         self,
         x: jax.Array,
         mixture: Mixture,
         routing: Routing,
-        by: Neighbours,
+        epilogue: Epilogue,
         partial: jax.Array | None,
     ) -> jax.Array:
         """See `KernelOps._mixed`; where it is an exchange it is rounded once."""
         if not self._serves(x.size):
-            return super()._mixed(x, mixture, routing, by, partial)
-        bias, own, residual = mixture.down_bias, mixture._replace(down_bias=None), by.residual
-        y = self.own_part(x, own, routing, Neighbours(norm=by.norm, wide=True), partial)
+            return super()._mixed(x, mixture, routing, epilogue, partial)
+        bias, own, residual = mixture.down_bias, mixture._replace(down_bias=None), epilogue.residual
+        y = self.own_part(x, own, routing, Epilogue(norm=epilogue.norm, wide=True), partial)
         if bias is not None:
             added = biases(self.maths, bias, routing).astype(x.dtype)
             residual = added if residual is None else residual + added

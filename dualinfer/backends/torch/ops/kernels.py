@@ -1,7 +1,7 @@
 """The ops of the contract by Triton kernels; plain.py has the same ones by plain torch.
 
 Which kernel serves a call follows from its shapes alone: products with few rows read the weights
-once, with everything around them fused; those with many go to cuBLAS, between fused neighbours.
+once, with everything around them fused; those with many go to cuBLAS, between fused ops.
 """
 
 from collections.abc import Hashable, Mapping, Sequence
@@ -31,7 +31,7 @@ from ....model.spec import Experts, ModelSpec, Router
 from ....model.weights import Weight
 from ....ops.contract import (
     ALONE,
-    Neighbours,
+    Epilogue,
     NormOf,
     Routing,
     Unnormed,
@@ -170,56 +170,60 @@ class KernelOps(KernelAttention):
         self,
         x: torch.Tensor,
         weight: Weight,
-        by: Neighbours = ALONE,
+        epilogue: Epilogue = ALONE,
         config: LinearConfig | QuantizedConfig | EightBitConfig | None = None,
     ) -> torch.Tensor:
         """See `contract.BlockOps.linear`; `config` None is the one for these shapes."""
         codes = packed(weight)
         if weight.scheme is not None and codes is None:
-            return super().linear(x, weight, by)
-        if by.norm is not None and not linear.fuses_norm(by.norm):
-            x, by = self.norm(x, by.norm), by._replace(norm=None)
+            return super().linear(x, weight, epilogue)
+        if epilogue.norm is not None and not linear.fuses_norm(epilogue.norm):
+            x, epilogue = self.norm(x, epilogue.norm), epilogue._replace(norm=None)
         count, rounds = x.numel() // x.shape[-1], rounds_input(weight)
         eight = in_eight_bits(weight, count, x.element_size())
         if eight is not None:
-            return self._eight_bit_product(x, eight, by, config or self._measured(x, weight, by))
-        if by.norm is not None and (count != 1 or rounds):
-            x, by = self.norm(x, by.norm), by._replace(norm=None)
+            return self._eight_bit_product(
+                x, eight, epilogue, config or self._measured(x, weight, epilogue)
+            )
+        if epilogue.norm is not None and (count != 1 or rounds):
+            x, epilogue = self.norm(x, epilogue.norm), epilogue._replace(norm=None)
         if rounds:
             x = SCHEMES.quantize_input(x, weight)
-        if not serves_product(x, weight, by):
+        if not serves_product(x, weight, epilogue):
             matrix = weight.data if codes is None else quantized.values(codes, x)
-            return self._wide_product(x, matrix, by)
-        return self._launched(few_rows_launch(self, x, weight, by, config))
+            return self._wide_product(x, matrix, epilogue)
+        return self._launched(few_rows_launch(self, x, weight, epilogue, config))
 
     def read(
-        self, x: Unnormed, weight: Weight, by: Neighbours
+        self, x: Unnormed, weight: Weight, epilogue: Epilogue
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """See `contract.BlockOps.read`; one launch for a single row."""
         if not reads_unnormed(x, weight):
-            return super().read(x, weight, by)
-        launch = few_rows_launch(self, x.y, weight, by._replace(norm=x.norm), before=x.residual)
+            return super().read(x, weight, epilogue)
+        launch = few_rows_launch(
+            self, x.y, weight, epilogue._replace(norm=x.norm), before=x.residual
+        )
         with span("matmul"):
             return self._launched(launch)
 
-    def _measured(self, x: torch.Tensor, weight: Weight, by: Neighbours) -> Any:
-        return self.configurations.find(linear_key(x, weight, by))
+    def _measured(self, x: torch.Tensor, weight: Weight, epilogue: Epilogue) -> Any:
+        return self.configurations.find(linear_key(x, weight, epilogue))
 
     def _eight_bit_product(
-        self, x: torch.Tensor, how: EightBit, by: Neighbours, config: Any
+        self, x: torch.Tensor, how: EightBit, epilogue: Epilogue, config: Any
     ) -> torch.Tensor:
         """Many rows, by the 8-bit matrix units."""
         return eight_bit.product(
             x,
             how.weight,
-            by.bias,
+            epilogue.bias,
             block=how.block,
             scale=how.scale,
-            norm=NormArguments.of(by.norm),
-            activation=by.activation,
-            gated=by.gated,
-            residual=by.residual,
-            dtype=torch.float32 if by.wide else None,
+            norm=NormArguments.of(epilogue.norm),
+            activation=epilogue.activation,
+            gated=epilogue.gated,
+            residual=epilogue.residual,
+            dtype=torch.float32 if epilogue.wide else None,
             config=config,
             sms=self.sms,
             pdl=self.pdl,
@@ -260,18 +264,19 @@ class KernelOps(KernelAttention):
         mixture: Experts,
         w: Weights,
         routing: Routing,
-        by: Neighbours = ALONE,
+        epilogue: Epilogue = ALONE,
         partial: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """See `contract.BlockOps.experts`."""
         held = self.held_experts(x, mixture, w)
         if held is None:
-            return super().experts(x, mixture, w, routing, by, partial)
+            return super().experts(x, mixture, w, routing, epilogue, partial)
         if mixture.weighs_input:
-            x, by = self.norm(x, by.norm) if by.norm else x, by._replace(norm=None)
+            x = self.norm(x, epilogue.norm) if epilogue.norm else x
+            epilogue = epilogue._replace(norm=None)
             x = (x * routing.weights).to(x.dtype)
             routing = Routing(routing.experts, torch.ones_like(routing.weights))
-        return self._mixed(x, held, routing, by, partial)
+        return self._mixed(x, held, routing, epilogue, partial)
 
     def held_experts(self, x: torch.Tensor, mixture: Experts, w: Weights) -> Mixture | None:
         """A layer's experts on this device as the kernels take them for x; None if they do not."""
@@ -287,23 +292,23 @@ class KernelOps(KernelAttention):
         x: torch.Tensor,
         mixture: Mixture,
         routing: Routing,
-        by: Neighbours,
+        epilogue: Epilogue,
         partial: torch.Tensor | None,
     ) -> torch.Tensor:
         """What all experts make of x, with all that is added."""
-        return self.own_part(x, mixture, routing, by, partial)
+        return self.own_part(x, mixture, routing, epilogue, partial)
 
     def own_part(
         self,
         x: torch.Tensor,
         mixture: Mixture,
         routing: Routing,
-        by: Neighbours,
+        epilogue: Epilogue,
         partial: torch.Tensor | None = None,
         config: ExpertsConfig | None = None,
     ) -> torch.Tensor:
-        """What this device's experts make of x, with all that is added; float32 if `by.wide`."""
-        launch = experts_launch(self, x, mixture, routing, by, partial, config)
+        """What this device's experts make of x, with all that is added; float32 if asked."""
+        launch = experts_launch(self, x, mixture, routing, epilogue, partial, config)
         grouped = takes_groups(mixture, routing.experts.numel(), x)
         return self._launched(launch, product=grouped_product if grouped else None)
 
@@ -318,21 +323,23 @@ class KernelOps(KernelAttention):
         y = torch.cat([self.linear(x, piece) for piece in weight.pieces], -1)
         return y if bias is None else y + bias
 
-    def _wide_product(self, x: torch.Tensor, matrix: torch.Tensor, by: Neighbours) -> torch.Tensor:
+    def _wide_product(
+        self, x: torch.Tensor, matrix: torch.Tensor, epilogue: Epilogue
+    ) -> torch.Tensor:
         """Many rows, by cuBLAS."""
-        bias, residual = by.bias, by.residual
-        if residual is not None and bias is None and by.activation is None:
+        bias, residual = epilogue.bias, epilogue.residual
+        if residual is not None and bias is None and epilogue.activation is None:
             # addmm copies the residual first.
-            add = torch.Tensor.addmm_ if by.spend else torch.addmm
+            add = torch.Tensor.addmm_ if epilogue.spend else torch.addmm
             y = add(residual.flatten(0, -2), x.flatten(0, -2), matrix.t()).view(residual.shape)
         else:
             y = F.linear(x, matrix, bias)
-            if by.activation is not None:
-                act = activations.gated_activation if by.gated else activations.activation
-                y = act(y, by.activation, pdl=self.pdl)
+            if epilogue.activation is not None:
+                act = activations.gated_activation if epilogue.gated else activations.activation
+                y = act(y, epilogue.activation, pdl=self.pdl)
             if residual is not None:
-                y = residual.add_(y) if by.spend else residual + y
-        return y.float() if by.wide else y
+                y = residual.add_(y) if epilogue.spend else residual + y
+        return y.float() if epilogue.wide else y
 
     def sample(
         self,

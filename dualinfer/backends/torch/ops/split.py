@@ -9,7 +9,7 @@ from ....kernels.triton.mixture import Mixture
 from ....kernels.triton.tuning import Configurations
 from ....model.spec import ModelSpec
 from ....model.weights import Weight
-from ....ops.contract import ALONE, Neighbours, Routing, Weights
+from ....ops.contract import ALONE, Epilogue, Routing, Weights
 from ....ops.embedding import scale_of
 from ....ops.mixtures import biases
 from ...kernels import serves_product
@@ -90,13 +90,15 @@ class SplitKernelOps(KernelOps):
         return self._sum(x, None, None, x.dtype)
 
     @named("matmul")
-    def row_product(self, x: torch.Tensor, weight: Weight, by: Neighbours = ALONE) -> torch.Tensor:
+    def row_product(
+        self, x: torch.Tensor, weight: Weight, epilogue: Epilogue = ALONE
+    ) -> torch.Tensor:
         """See `PlainOps.row_product`; few rows are summed in float32, by a kernel."""
         x, weight = SCHEMES.share_input(x, weight, self.split.most)
         values = x.numel() // x.shape[-1] * weight.shape[0]
         wide = serves_product(x, weight, ALONE) and self._exchange_for(values) is not None
-        partial = self.linear(x, weight, Neighbours(wide=wide))
-        return self._sum(partial, by.bias, by.residual, x.dtype)
+        partial = self.linear(x, weight, Epilogue(wide=wide))
+        return self._sum(partial, epilogue.bias, epilogue.residual, x.dtype)
 
     def own_experts(self, count: int) -> torch.Tensor | None:
         """See `KernelOps.own_experts`."""
@@ -107,13 +109,13 @@ class SplitKernelOps(KernelOps):
         x: torch.Tensor,
         mixture: Mixture,
         routing: Routing,
-        by: Neighbours,
+        epilogue: Epilogue,
         partial: torch.Tensor | None,
     ) -> torch.Tensor:
         """See `KernelOps._mixed`; few values are summed in float32, by a kernel."""
-        bias, residual = mixture.down_bias, by.residual
-        by = by._replace(residual=None, wide=self._exchange_for(x.numel()) is not None)
-        y = self.own_part(x, mixture._replace(down_bias=None), routing, by, partial)
+        bias, residual = mixture.down_bias, epilogue.residual
+        epilogue = epilogue._replace(residual=None, wide=self._exchange_for(x.numel()) is not None)
+        y = self.own_part(x, mixture._replace(down_bias=None), routing, epilogue, partial)
         if bias is not None:
             added = biases(self.maths, bias, routing).to(x.dtype)
             residual = added if residual is None else residual + added

@@ -11,7 +11,7 @@ from ....kernels.triton import attention, attention_choice, decode_attention, la
 from ....kernels.triton.tuning import Config, Key
 from ....model.spec import ModelSpec
 from ....model.weights import count_leaves, parts_of, with_parts
-from ....ops.contract import LatentQkv, LayerAttention, Neighbours, Routing
+from ....ops.contract import Epilogue, LatentQkv, LayerAttention, Routing
 from ...kernels import has_wide_heads
 from ...slots import bucket
 from ..cache import FullCache, LatentCache, over, size_of
@@ -127,19 +127,19 @@ def _product_maker(ops: KernelOps, group: list[ProductCall], rows: int, total: i
         features, width = group[0].weight.shape
         like = torch.empty(0, dtype=group[0].weight.dtype, device=ops.device)
         x = _random(like, rows, width)
-        residual = _random(like, rows, features // (2 if group[0].by.gated else 1))
+        residual = _random(like, rows, features // (2 if group[0].epilogue.gated else 1))
 
         def product(own: ProductCall, config: Any) -> torch.Tensor:
-            return ops.linear(x, own.weight, _adding(own.by, residual), config)
+            return ops.linear(x, own.weight, _adding(own.epilogue, residual), config)
 
         return _in_turn(products, product)
 
     return prepare
 
 
-def _adding(by: Neighbours, residual: torch.Tensor) -> Neighbours:
-    """The neighbours with another residual, where they have one."""
-    return by if by.residual is None else by._replace(residual=residual)
+def _adding(epilogue: Epilogue, residual: torch.Tensor) -> Epilogue:
+    """The epilogue with another residual, where it has one."""
+    return epilogue if epilogue.residual is None else epilogue._replace(residual=residual)
 
 
 def _in_turn(calls: Sequence[Call], call: Callable[[Call, Any], torch.Tensor]) -> tuple[Run, int]:
@@ -208,8 +208,8 @@ def _experts_maker(ops: KernelOps, group: list[ExpertsCall], rows: int) -> Prepa
             routings.append(Routing(picks, weights / weights.sum(-1, keepdim=True)))
 
         def mix(own: tuple[ExpertsCall, Routing], config: Any) -> torch.Tensor:
-            (held, _, by, _), routing = own
-            return ops.own_part(x, held, routing, _adding(by, residual), config=config)
+            (held, _, epilogue, _), routing = own
+            return ops.own_part(x, held, routing, _adding(epilogue, residual), config=config)
 
         return _in_turn(list(zip(calls, routings, strict=True)), mix)
 

@@ -11,7 +11,7 @@ from ....kernels.triton.mixture import Mixture
 from ....kernels.triton.tuning import Key
 from ....model.spec import Experts, ModelSpec, Router
 from ....model.weights import Weight
-from ....ops.contract import ALONE, Neighbours, NormOf, Routing, Unnormed, Weights
+from ....ops.contract import ALONE, Epilogue, NormOf, Routing, Unnormed, Weights
 from ....ops.schemes import eight_bit, rounds_input
 from ...kernels import linear_key, reads_unnormed, serves_product
 from ..ops.kernels import KernelOps, takes_groups
@@ -22,7 +22,7 @@ class ProductCall(NamedTuple):
     """A product with few rows, but for x and the values of the residual."""
 
     weight: Weight
-    by: Neighbours
+    epilogue: Epilogue
 
 
 class RouterCall(NamedTuple):
@@ -38,7 +38,7 @@ class ExpertsCall(NamedTuple):
 
     held: Mixture
     chosen: int
-    by: Neighbours
+    epilogue: Epilogue
     x: torch.Tensor
 
 
@@ -75,23 +75,25 @@ class Recorder(PlainOps):
     ) -> torch.Tensor:
         return x
 
-    def linear(self, x: torch.Tensor, weight: Weight, by: Neighbours = ALONE) -> torch.Tensor:
+    def linear(self, x: torch.Tensor, weight: Weight, epilogue: Epilogue = ALONE) -> torch.Tensor:
         if x.numel() > x.shape[-1] or rounds_input(weight):
-            by = by._replace(norm=None)  # a launch of its own
+            epilogue = epilogue._replace(norm=None)  # a launch of its own
         count = x.numel() // x.shape[-1]
-        if serves_product(x, weight, by) or eight_bit(weight, count, x.element_size()):
-            product = ProductCall(weight, by)
-            self.products.setdefault(linear_key(x, weight, by), []).append(product)
-        return x.new_empty((*x.shape[:-1], weight.shape[0] // (2 if by.gated else 1)))
+        if serves_product(x, weight, epilogue) or eight_bit(weight, count, x.element_size()):
+            product = ProductCall(weight, epilogue)
+            self.products.setdefault(linear_key(x, weight, epilogue), []).append(product)
+        return x.new_empty((*x.shape[:-1], weight.shape[0] // (2 if epilogue.gated else 1)))
 
     def read(
-        self, x: Unnormed, weight: Weight, by: Neighbours
+        self, x: Unnormed, weight: Weight, epilogue: Epilogue
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        by = by._replace(norm=x.norm) if reads_unnormed(x, weight) else by
-        return self.linear(x.y, weight, by), x.y
+        epilogue = epilogue._replace(norm=x.norm) if reads_unnormed(x, weight) else epilogue
+        return self.linear(x.y, weight, epilogue), x.y
 
-    def row_product(self, x: torch.Tensor, weight: Weight, by: Neighbours = ALONE) -> torch.Tensor:
-        return self.linear(x, weight, by)
+    def row_product(
+        self, x: torch.Tensor, weight: Weight, epilogue: Epilogue = ALONE
+    ) -> torch.Tensor:
+        return self.linear(x, weight, epilogue)
 
     def partial_product(self, x: torch.Tensor, weight: Weight) -> torch.Tensor:
         return self.linear(x, weight)
@@ -120,15 +122,15 @@ class Recorder(PlainOps):
         mixture: Experts,
         w: Weights,
         routing: Routing,
-        by: Neighbours = ALONE,
+        epilogue: Epilogue = ALONE,
         partial: torch.Tensor | None = None,
     ) -> torch.Tensor:
         held, count = self.ops.held_experts(x, mixture, w), x.numel() // x.shape[-1]
         chosen = mixture.per_token
         if held is not None and not takes_groups(held, count * chosen, x):
-            by = by._replace(norm=None) if mixture.weighs_input else by
+            epilogue = epilogue._replace(norm=None) if mixture.weighs_input else epilogue
             key = experts.tuning_key(count, chosen, held, x.element_size())
-            self.mixtures.setdefault(key, []).append(ExpertsCall(held, chosen, by, x))
+            self.mixtures.setdefault(key, []).append(ExpertsCall(held, chosen, epilogue, x))
         return x
 
     def adds_shared(self, x: torch.Tensor, mixture: Experts, w: Weights) -> bool:
