@@ -1627,9 +1627,9 @@ ROWS: list[Row] = [
         "tests/kernels/test_mixtures.py -k full_gives",
     ),
     Row(
-        "decoder/blocks.py",
-        "how.activation, seen.segments)",
-        "how.activation, None)",
+        "decoder/blocks/post.py",
+        "own.activation, run.given.seen.segments)",
+        "own.activation, None)",
         "Packed texts reach into each other through DeBERTa-v2-xlarge's convolution.",
         "tests/test_encoders.py -k 'packed and xlarge and torch'",
     ),

@@ -14,7 +14,7 @@ from dualinfer.backends.jax.ops.plain import PlainOps as JaxPlainOps  # noqa: E4
 from dualinfer.backends.torch.ops.kernels import KernelOps  # noqa: E402
 from dualinfer.backends.torch.ops.plain import PlainOps  # noqa: E402
 from dualinfer.backends.torch.ops.split import SplitKernelOps  # noqa: E402
-from dualinfer.decoder.blocks import mixture as block  # noqa: E402
+from dualinfer.decoder.mixture import mixture as block  # noqa: E402
 from dualinfer.kernels.triton.launch import INTERPRETED  # noqa: E402
 from dualinfer.kernels.triton.tuning import Configurations  # noqa: E402
 from dualinfer.model.spec import Experts, Norm, Router  # noqa: E402

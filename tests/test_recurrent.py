@@ -14,11 +14,13 @@ import transformers as hf
 
 import dualinfer
 from dualinfer.backends.base import Request
+from dualinfer.backends.torch.ops.plain import PlainOps
 from dualinfer.checkpoint.hf_config import read_config
 from dualinfer.errors import ConfigError
 from dualinfer.model.families import describe_model
 from dualinfer.ops import recurrences
 from dualinfer.ops.caches import Room, cache_bytes, cache_specs, state_bytes, token_bytes
+from dualinfer.ops.contract import ALONE
 from dualinfer.parallel.sharding import make_plan
 
 from .models import BACKENDS, EOS, PAD, VOCAB, randomize, relative_rms
@@ -262,6 +264,30 @@ def test_what_is_saved_is_the_model(case, tmp_path):
         with torch.no_grad():
             expected = again(torch.from_numpy(text[None])).logits[0].numpy()
         assert relative_rms(own[real], expected) < 1e-5
+
+
+def test_hidden_states_that_are_shown_are_not_added_to(monkeypatch):
+    """Where ops write a sum into the residual, as cuBLAS does; some layers have an MLP alone."""
+    model, text = make("nemotron_h"), torch.from_numpy(rows((11,))[0][None])
+    with torch.no_grad():
+        expected = model(text, output_hidden_states=True).hidden_states
+    linear, written = PlainOps.linear, []
+
+    def adding(self, x, weight, epilogue=ALONE):
+        y = linear(self, x, weight, epilogue)
+        if epilogue.residual is None or not epilogue.spend:
+            return y
+        written.append(y)
+        return epilogue.residual.copy_(y)
+
+    monkeypatch.setattr(PlainOps, "linear", adding)
+    with dualinfer.init_inference(model, **INJECTED, dtype="fp32") as engine:
+        found = engine(text, output_hidden_states=True).hidden_states
+        assert not written
+        for own, theirs in zip(found, expected, strict=True):
+            assert relative_rms(own, theirs) < 1e-5
+        engine(text)
+    assert len(written) == model.config.num_hidden_layers
 
 
 @pytest.mark.slow

@@ -5,10 +5,10 @@ on one device or a share of several, is theirs. How a layer attends (a whole seq
 the cache, one token from the cache) is the `attend` function that the runner passes in.
 """
 
-from .blocks import Attend, Recur, cross_keys
-from .encoder import across_whole, encoded, encoder_states
+from .encoder import across_whole, cross_keys, encoded, encoder_states
 from .forward import hidden_states
 from .head import embeddings, joined_towers, last_hidden_state, logits, outputs, pooled
+from .run import Attend, Recur
 
 __all__ = [
     "Attend",

@@ -4,11 +4,12 @@ from collections.abc import Sequence
 
 from ..model.spec import ModelSpec
 from ..ops.attention import weigh_across
-from ..ops.contract import Array, Ops, Params
+from ..ops.contract import Array, BlockOps, Ops, Params, Weights
 from ..ops.convolutions import convolve
-from .blocks import Attend, cross_keys
+from ..ops.projection import project
 from .forward import hidden_states
 from .head import last_hidden_state
+from .run import Attend
 
 
 def encoded(
@@ -45,6 +46,11 @@ def encoded(
         if keep and encoder.raw_states:
             states.append(last)
         return [*states, last_hidden_state(encoder, own, ops, last)]
+
+
+def cross_keys(w: Weights, ops: BlockOps, states: Array) -> Array:
+    """Keys and values [B, S, 2 K D] that a layer keeps of what an encoder gave, [B, S, E]."""
+    return project(ops, w, "cross_kv", states)
 
 
 def encoder_states(spec: ModelSpec, states: list[Array]) -> tuple[Array, ...]:

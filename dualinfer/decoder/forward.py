@@ -5,7 +5,9 @@ from dataclasses import replace
 from ..model.spec import Embedder, ModelSpec, Streams
 from ..ops.contract import Array, BlockOps, Epilogue, NormOf, Params
 from ..ops.embedding import embed_given, embed_page, embed_trigrams, read_by_layers
-from .blocks import Attend, Recur, Seen, block, normed
+from ..ops.projection import project
+from .choice import blocks_of
+from .run import Attend, Pass, Recur, Run, Seen, normed
 
 _KEPT = 1 - 0.15 * 0.8  # of tokens, in training
 
@@ -70,7 +72,7 @@ def hidden_states(
         if norm and spec.normed == "sum":
             x = ops.norm(x, norm)
         if spec.factored:
-            x = ops.linear(x, w["project_in.weight"], Epilogue(w.get("project_in.bias")))
+            x = project(ops, w, "project_in", x)
         if norm and spec.normed == "projected":
             x = ops.norm(x, norm)
         if spec.blanks and mask is not None:
@@ -82,23 +84,19 @@ def hidden_states(
             )
             x = ops.maths.join((x, page), -1)
     kept: list[Array] = [x]
-    own = None
+    own: Array | list[None] = [None] * len(spec.layers)
     if spec.reads:
         assert ids is not None
         known = ids if spec.layers_ids is None else ids * (ids < spec.layers_ids)
         own = read_by_layers(ops, spec, params.outer, known, x)
     if spec.streams is not None:
         kept = [x := _spread(spec.streams, params, ops, x)]
-    lent: dict[int, Array] | None = dict.fromkeys(spec.lenders) or None
-    late: list[Array] = []
+    blocks = spec.made(blocks_of)
+    given = Pass(attend, across, recur, Seen(mask, segments), not keep, {}, [])
     # One after another, not a scan over stacked weights: see docs/measured-and-left-out.md.
     for i in range(len(spec.layers)) if layers is None else layers:
         with ops.span(f"layer.{i}"):
-            reads = None if own is None else own[i]
-            more = across, lent, reads, Seen(mask, segments), late, recur
-            x = block(spec.layers[i], params.layers[i], ops, x, i, attend, not keep, *more)
-            if late and not spec.layers[i].is_late:
-                x = ops.add(x, late.pop())
+            x = blocks[i](Run(spec.layers[i], params.layers[i], i, ops, given, own[i]), x)
             x = normed(ops, x) if keep else x
         if not keep:
             kept = [x]
@@ -118,8 +116,8 @@ def _embedded_by(
     w, at = params.outer, ids - own.first
     is_own = (at >= 0) * (at < own.count)
     y = ops.schemes.embed(at * is_own, w[f"{name}.table.weight"])
-    by = Epilogue(norm=NormOf.named(own.norm, w, f"{name}.norm"))
-    y = ops.linear(y, w[f"{name}.project.weight"], by)
+    norm = NormOf.named(own.norm, w, f"{name}.norm")
+    y = project(ops, w, f"{name}.project", y, Epilogue(norm=norm))
     y = ops.norm(y, NormOf.named(own.norm, w, f"{name}.out_norm"))
     share = ops.maths.cast(is_own[..., None] * 1.0, x.dtype)
     return x * (1 - share) + y * share
@@ -128,7 +126,7 @@ def _embedded_by(
 def _spread(streams: Streams, params: Params, ops: BlockOps, x: Array) -> Array:
     """The streams [A, B, T, E] of embedded tokens [B, T, E]: itself, and projections as large."""
     w = params.outer
-    others = [ops.linear(x, w[f"spread.{i}.weight"]) for i in range(streams.count - 1)]
+    others = [project(ops, w, f"spread.{i}", x) for i in range(streams.count - 1)]
     return ops.maths.stack([x, *(_as_large(y, x) for y in others)], 0)
 
 
@@ -137,7 +135,7 @@ def _gathered(streams: Streams, params: Params, ops: BlockOps, x: Array) -> Arra
     w, first = params.outer, x[0]
     total = first
     for i in range(streams.count - 1):
-        total = total + _as_large(ops.linear(x[i + 1], w[f"gather.{i}.weight"]), first)
+        total = total + _as_large(project(ops, w, f"gather.{i}", x[i + 1]), first)
     return total * (1 / streams.count)
 
 

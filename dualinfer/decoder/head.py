@@ -3,9 +3,10 @@
 from typing import Any
 
 from ..model.spec import Head, ModelSpec, Pooled, Probe
-from ..ops.contract import Array, BlockOps, Epilogue, NormOf, Ops, Params
+from ..ops.contract import Array, BlockOps, Epilogue, NormOf, Ops, Params, Projection
 from ..ops.feed_forward import softcap
 from ..ops.pooling import pool
+from ..ops.projection import project, project_by
 from ..ops.streams import parted
 
 
@@ -63,25 +64,22 @@ def _vector(own: Pooled, params: Params, ops: Ops, x: Array, weights: Array) -> 
         y = ops.norm(y, NormOf.named(own.norm, w, "pooled_norm"))
     if "projection.weight" not in w:
         return y
-    return ops.linear(y, w["projection.weight"], Epilogue(w.get("projection.bias")))
+    return project(ops, w, "projection", y)
 
 
 def _probed(probe: Probe, params: Params, ops: Ops, x: Array, weights: Array) -> Array:
     """What a learned query makes of the tokens whose weight is not 0."""
     w, queries = params.outer, probe.attention.qkv_sizes[0]
 
-    def project(x: Array) -> Array:
-        return ops.linear(x, w["probe.qkv.weight"], Epilogue(w["probe.qkv.bias"]))
-
-    token = project(w["probe.token"][None, None])[..., :queries]
+    token = project(ops, w, "probe.qkv", w["probe.token"][None, None])[..., :queries]
     query = ops.maths.broadcast(token, (x.shape[0], 1, queries))
     mask = weights >= weights[:, :1]  # rows that a bucket added see all
-    y, _ = ops.attend_across(probe.attention, query, project(x)[..., queries:], mask)
-    y = ops.linear(y, w["probe.out.weight"], Epilogue(w["probe.out.bias"]))
+    kv = project(ops, w, "probe.qkv", x)[..., queries:]
+    y, _ = ops.attend_across(probe.attention, query, kv, mask)
+    y = project(ops, w, "probe.out", y)
     norm = NormOf.named(probe.norm, w, "probe.norm")
-    by = Epilogue(w["probe.up.bias"], norm, probe.activation)
-    h = ops.linear(y, w["probe.up.weight"], by)
-    return ops.linear(h, w["probe.down.weight"], Epilogue(w["probe.down.bias"], residual=y))[:, 0]
+    h = project(ops, w, "probe.up", y, Epilogue(norm=norm, activation=probe.activation))
+    return project(ops, w, "probe.down", h, Epilogue(residual=y))[:, 0]
 
 
 def _scores(
@@ -100,11 +98,10 @@ def _scores(
     if head.pooling and not head.late:
         x = vectors(x)
     if head.activation:
-        by = Epilogue(w.get("head.dense.bias"), activation=head.activation)
-        x = ops.linear(x, w["head.dense.weight"], by)
+        x = project(ops, w, "head.dense", x, Epilogue(activation=head.activation))
     if head.norm:
         norm = NormOf.named(head.norm, w, "head.norm")
-    scores = ops.linear(x, w["head.weight"], Epilogue(w.get("head.bias"), norm))
+    scores = project(ops, w, "head", x, Epilogue(norm=norm))
     if head.pooling and head.late:
         scores = vectors(scores)
     if head.kind == "span":
@@ -151,7 +148,7 @@ def last_hidden_state(spec: ModelSpec, params: Params, ops: BlockOps, x: Array) 
     """HF's last hidden state: after the final norm, in the width of the embedding."""
     norm = _final_norm(spec, params)
     if spec.projects:
-        return ops.linear(x, params.outer["project_out.weight"], Epilogue(norm=norm))
+        return project(ops, params.outer, "project_out", x, Epilogue(norm=norm))
     return ops.norm(x, norm) if norm else x
 
 
@@ -163,11 +160,10 @@ def logits(spec: ModelSpec, params: Params, ops: BlockOps, x: Array, wide: bool 
         x, norm = last_hidden_state(spec, params, ops, x), None
     if head is not None and head.activation:
         assert head.norm
-        by = Epilogue(w.get("head.dense.bias"), norm, head.activation)
-        x = ops.linear(x, w["head.dense.weight"], by)
+        x = project(ops, w, "head.dense", x, Epilogue(None, norm, head.activation))
         norm = NormOf.named(head.norm, w, "head.norm")
-    weight = w.get("head.weight", w["embed.weight"])
-    scores = ops.linear(x, weight, Epilogue(w.get("head.bias"), norm, wide=wide))
+    own = Projection(w.get("head.weight", w["embed.weight"]), w.get("head.bias"))
+    scores = project_by(ops, own, x, Epilogue(norm=norm, wide=wide))
     if head is not None and head.scale != 1:
         scores = scores * head.scale
     if head is not None and head.softcap:
@@ -177,9 +173,7 @@ def logits(spec: ModelSpec, params: Params, ops: BlockOps, x: Array, wide: bool 
 
 def pooled(params: Params, ops: BlockOps, x: Array) -> Array:
     """BERT's pooler: tanh of a projection of the first token, x [B, T, E] to [B, E]."""
-    w = params.outer
-    by = Epilogue(w["pooler.bias"], activation="tanh")
-    return ops.linear(x[:, 0], w["pooler.weight"], by)
+    return project(ops, params.outer, "pooler", x[:, 0], Epilogue(activation="tanh"))
 
 
 def _final_norm(spec: ModelSpec, params: Params) -> NormOf | None:

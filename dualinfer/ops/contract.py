@@ -84,6 +84,18 @@ class Epilogue(NamedTuple):
 ALONE = Epilogue()
 
 
+class Projection(NamedTuple):
+    """A projection of the model: its weight [out, in], and its bias [out] if it has one."""
+
+    weight: Weight
+    bias: Array | None = None
+
+    @classmethod
+    def named(cls, w: Weights, name: str) -> "Projection":
+        """The projection whose weights begin with `name`."""
+        return cls(w[f"{name}.weight"], w.get(f"{name}.bias"))
+
+
 class Unnormed(NamedTuple):
     """A stream whose norm behind a sub-layer is still to be made: norm(y + residual).
 
@@ -120,14 +132,14 @@ class PlaceWeights(NamedTuple):
     """What makes keys and queries of distances (`spec.Places`).
 
     `table` [E, 2M+1] has the vector of keys that lie -M to M tokens behind the query, before its
-    `norm`. `keys` and `queries` are a projection with its bias each, or None; where `shared`, both
-    are that of tokens to packed queries, keys and values.
+    `norm`. `keys` and `queries` are a projection each, or None; where `shared`, both are that of
+    tokens to packed queries, keys and values.
     """
 
     table: Array
     norm: NormOf | None
-    keys: tuple[Weight, Array | None] | None
-    queries: tuple[Weight, Array | None] | None
+    keys: Projection | None
+    queries: Projection | None
     shared: bool
 
     @classmethod
@@ -139,7 +151,7 @@ class PlaceWeights(NamedTuple):
         norm = NormOf.named(places.norm, outer, "places_norm") if places.norm else None
         names = ("qkv", "qkv") if places.shared else ("place_keys", "place_queries")
         keys, queries = (
-            (w[f"{name}.weight"], w.get(f"{name}.bias")) if has else None
+            Projection.named(w, name) if has else None
             for name, has in zip(names, (places.keys, places.queries), strict=True)
         )
         return cls(outer["places"], norm, keys, queries, places.shared)

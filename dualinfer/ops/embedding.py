@@ -7,6 +7,7 @@ from .contract import Array, BlockOps, NormOf, Weights
 from .convolutions import trigrams
 from .maths import Maths, flat, heads, named
 from .norms import plain_norm
+from .projection import project
 
 
 def embed(
@@ -105,7 +106,7 @@ def read_by_layers(ops: BlockOps, spec: ModelSpec, w: Weights, ids: Array, x: Ar
     m, each = ops.maths, spec.layers[0].reads
     own = ops.tokens(ids, w["layers_embed.weight"])
     own = own * m.nearest(each**0.5, own.dtype)
-    y = ops.linear(x, w["layers_project.weight"]) * spec.embed**-0.5
+    y = project(ops, w, "layers_project", x) * spec.embed**-0.5
     y, own = (heads(part, width=each) for part in (y, own))
     y = ops.norm(y, NormOf.named(spec.layers[0].norm, w, "layers_norm"))
     return m.whole(m.moveaxis((y + own) * 2**-0.5, -2, 0))

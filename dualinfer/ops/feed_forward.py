@@ -1,9 +1,9 @@
 """What stands between the products of a feed-forward: activations, gates and what bounds them."""
 
 from ..model.spec import Activation, Gate
-from ..model.weights import Weight
-from .contract import Array, BlockOps, Epilogue, NormOf
+from .contract import Array, BlockOps, Epilogue, NormOf, Weights
 from .maths import Maths, halves, named
+from .projection import project
 
 
 @named("activation")
@@ -63,19 +63,20 @@ def gate_sparsely(
 
 def gate(
     ops: BlockOps,
+    w: Weights,
+    name: str,
     y: Array,
     x: Array,
-    weight: Weight,
     norm: NormOf | None = None,
-    by: Gate = "sigmoid",
+    kind: Gate = "sigmoid",
 ) -> Array:
-    """y [..., out] times a function, the logistic or another, of norm(x) [..., E] times weight.
+    """y [..., out] times a function, the logistic or another, of norm(x) [..., E] by `name`.
 
-    The weight is [n, E]; each of its rows is for out / n elements of y in a row.
+    That projection gives [..., n], each element for out / n elements of y in a row.
     """
     m = ops.maths
-    gate = ops.linear(x, weight, Epilogue(norm=norm, wide=True))
-    gate = m.sigmoid(gate) if by == "sigmoid" else m.softplus(gate)
+    gate = project(ops, w, name, x, Epilogue(norm=norm, wide=True))
+    gate = m.sigmoid(gate) if kind == "sigmoid" else m.softplus(gate)
     if 1 < gate.shape[-1] < y.shape[-1]:
         gate = m.repeat(gate, y.shape[-1] // gate.shape[-1], -1)
     return m.cast(y * gate, y.dtype)

@@ -18,13 +18,14 @@ from .contract import (
     LatentQkv,
     LayerAttention,
     NormOf,
+    Projection,
     Routing,
     Unnormed,
     Weights,
 )
 from .maths import Maths, cut, flat, heads
 from .norms import plain_norm, rms_norm
-from .projection import added
+from .projection import added, project_by
 from .schemes import BlockArithmetic
 
 
@@ -328,11 +329,11 @@ class PlainOps(PlainBlocks):
         if places.norm is not None:
             rows = self.norm(m.whole(rows), places.norm)
 
-        def of_places(made: tuple[Weight, Array | None] | None, part: int) -> Array | None:
+        def of_places(made: Projection | None, part: int) -> Array | None:
             """Keys or queries [H, 2 near + 1, D] of distances."""
             if made is None:
                 return None
-            y = self.linear(rows, made[0], Epilogue(made[1]))
+            y = project_by(self, made, rows)
             if places.shared:
                 width = a.heads * a.head_dim
                 y = y[:, part * width : (part + 1) * width]

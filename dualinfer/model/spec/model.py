@@ -1,8 +1,8 @@
 """Layers, heads and the whole model."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, TypeVar
 
 import numpy as np
 
@@ -22,6 +22,7 @@ from .parts import (
     Streams,
 )
 
+_Made = TypeVar("_Made")
 Pooling = Literal["first", "real", "last", "final", "mean", "eos", "patches", "beside"]
 
 
@@ -389,6 +390,13 @@ class ModelSpec:
     pooled: Pooled | None = None
     raw_states: bool = False
     late_states: bool = False
+
+    def made(self, make: Callable[["ModelSpec"], _Made]) -> _Made:
+        """What a function makes of this spec, made once: a spec never changes."""
+        known = self.__dict__.setdefault("_made", {})  # beside the fields, and so of no equality
+        if make not in known:
+            known[make] = make(self)
+        return known[make]
 
     @property
     def all_layers(self) -> tuple[Layer, ...]:

@@ -1,0 +1,207 @@
+"""What some layers have in the place of `layer.attention`, or beside it."""
+
+from collections.abc import Callable
+from typing import NamedTuple, TypeAlias
+
+from ..model.spec import Layer
+from ..ops import heads, mixtures
+from ..ops.contract import Array, Epilogue, LatentQkv, NormOf
+from ..ops.feed_forward import gate, times_logistic
+from ..ops.norms import norm_shared
+from ..ops.streams import parted
+from . import layer as common
+from .run import Run, SubLayer
+
+
+class Projected(NamedTuple):
+    """What attention takes, and what it was projected from: norm(x), where there is a norm.
+
+    `beside` is what another projection gave: numbers of keys, or gates of what heads give.
+    """
+
+    qkv: Array
+    x: Array
+    norm: NormOf | None
+    beside: Array | None = None
+
+
+Project: TypeAlias = Callable[[Run, Array, NormOf | None], Projected]
+Change: TypeAlias = Callable[[Run, Array, Projected], Array]  # of queries, keys and values, or of y
+
+
+def attention_of(layer: Layer, lends: bool) -> SubLayer:
+    """The attention of a layer, whose keys and values others have if it `lends`."""
+    a = layer.attention
+    if a.pairs is not None:
+        return chosen_pairs
+    project = _latent if a.latent is not None else _biased if a.biased_keys else _packed
+    before = changes_of_qkv(layer, lends)
+    behind: list[Change] = []
+    if a.widened is not a:
+        before = [*before, _bias_keys if a.biased_keys else _widen]
+        behind.append(_narrow)
+    if a.gated:
+        behind.append(_gate)
+    if a.latent is not None and a.latent.gated:
+        behind.append(_gate_latent)
+    if layer.sub_norms:
+        behind.append(_norm_heads)
+    if project is _packed and not before and not behind:
+        return common.attention
+    return _attention(project, before, behind)
+
+
+def changes_of_qkv(layer: Layer, lends: bool) -> list[Change]:
+    """What is done to packed queries, keys and values before their heads are widened."""
+    a, changes = layer.attention, []
+    if a.clip is not None and not a.clip_normed:
+        changes.append(_clip)
+    if a.value_norm is not None:
+        changes.append(_norm_values)
+    if lends:
+        changes.append(_lend)
+    elif a.lender is not None:
+        changes.append(_borrow)
+    return changes
+
+
+def _attention(project: Project, before: list[Change], behind: list[Change]) -> SubLayer:
+    def attention(
+        run: Run, x: Array, norm: NormOf | None, residual: Array | None, spend: bool
+    ) -> Array:
+        own = project(run, x, norm)
+        qkv = own.qkv
+        for change in before:
+            qkv = change(run, qkv, own)
+        y = run.attend(qkv)
+        for change in behind:
+            y = change(run, y, own)
+        return run.project_back("out", y, Epilogue(residual=residual, spend=spend))
+
+    return attention
+
+
+def _packed(run: Run, x: Array, norm: NormOf | None) -> Projected:
+    return Projected(run.project("qkv", x, Epilogue(norm=norm)), x, norm)
+
+
+def _biased(run: Run, x: Array, norm: NormOf | None) -> Projected:
+    """With the numbers of keys, of a projection of all values (Doge)."""
+    x = run.ops.norm(x, norm) if norm else x
+    qkv = run.project("qkv", x)
+    return Projected(qkv, x, None, run.project("key_bias", run.project("all_values", x)))
+
+
+def _latent(run: Run, x: Array, norm: NormOf | None) -> Projected:
+    """Queries, what keys and values of all heads are made of, and perhaps gates."""
+    a, read = run.layer.attention, (x, norm)
+    own, gates = a.latent, None
+    assert own is not None
+    shared = run.project("latent", x, Epilogue(norm=norm))
+    if own.query_rank:
+        x = run.project("query_latent", x, Epilogue(norm=norm))
+        norm = NormOf.named(own.norm, run.w, "query_norm")
+    if own.gated:
+        assert norm is not None
+        both = run.project("query_gate", run.ops.maths.join((run.ops.norm(x, norm), x), -1))
+        size = both.shape[-1] * a.head_dim // (a.head_dim + own.value_dim)
+        q, gates = parted(run.ops.maths, both, size)
+    else:
+        q = run.project("query", x, Epilogue(norm=norm))
+    return Projected(LatentQkv(q, shared), *read, gates)
+
+
+def _clip(run: Run, qkv: Array, own: Projected) -> Array:
+    clip = run.layer.attention.clip
+    assert clip is not None
+    return qkv.clip(-clip, clip)
+
+
+def _norm_values(run: Run, qkv: Array, own: Projected) -> Array:
+    a = run.layer.attention
+    assert a.value_norm is not None
+    norm = NormOf.named(a.value_norm, run.w, "v_norm")
+    return heads.norm_values(run.ops.maths, a, qkv, norm)
+
+
+def _lend(run: Run, qkv: Array, own: Projected) -> Array:
+    """A copy of what is lent, since ops change it."""
+    run.given.lent[run.number] = qkv
+    return heads.with_keys_of(run.ops.maths, run.layer.attention, qkv, qkv)
+
+
+def _borrow(run: Run, qkv: Array, own: Projected) -> Array:
+    """Queries with the keys and values of a lender."""
+    a = run.layer.attention
+    assert a.lender is not None
+    return heads.with_keys_of(run.ops.maths, a, qkv, run.given.lent[a.lender])
+
+
+def _widen(run: Run, qkv: Array, own: Projected) -> Array:
+    return heads.widen(run.ops.maths, run.layer.attention, qkv)
+
+
+def _bias_keys(run: Run, qkv: Array, own: Projected) -> Array:
+    assert own.beside is not None
+    return heads.bias_keys(run.ops.maths, run.layer.attention, qkv, own.beside, run.w)
+
+
+def _narrow(run: Run, y: Array, own: Projected) -> Array:
+    return heads.narrow(run.ops.maths, run.layer.attention, y, run.w)
+
+
+def _gate(run: Run, y: Array, own: Projected) -> Array:
+    kind = run.layer.attention.gate
+    return gate(run.ops, run.w, "attn_gate", y, own.x, own.norm, kind)
+
+
+def _gate_latent(run: Run, y: Array, own: Projected) -> Array:
+    assert own.beside is not None
+    return times_logistic(run.ops.maths, y, own.beside)
+
+
+def _norm_heads(run: Run, y: Array, own: Projected) -> Array:
+    assert run.layer.sub_norms is not None
+    return norm_shared(run.ops, y, run.norm("out_norm"), run.layer.sub_norms[0])
+
+
+def chosen_pairs(
+    run: Run, x: Array, norm: NormOf | None, residual: Array | None, spend: bool
+) -> Array:
+    """Attention by the pairs of projections that each token chooses (JetMoE)."""
+    ops, w, a = run.ops, run.w, run.layer.attention
+    assert a.pairs is not None
+    x = ops.norm(x, norm) if norm else x
+    routing, size = ops.route(x, w["pairs.router.weight"], a.pairs.router), a.head_dim
+    q = mixtures.chosen_queries(ops.maths, x, w["pairs.query.weight"], routing, size)
+    y = run.attend(ops.maths.join((q, run.project("kv", x)), -1))
+    epilogue = Epilogue(w["pairs.bias"], residual=residual, spend=spend)
+    return mixtures.chosen_outputs(ops, y, w["pairs.out.weight"], routing, size, epilogue)
+
+
+def cross(run: Run, x: Array, norm: NormOf | None, residual: Array | None, spend: bool) -> Array:
+    """Attention across, to what an encoder gave."""
+    q = run.project("cross_q", x, Epilogue(norm=norm))
+    y = run.attend_across(q)
+    return run.project_back("cross_out", y, Epilogue(residual=residual, spend=spend))
+
+
+def recurrence(
+    run: Run, x: Array, norm: NormOf | None, residual: Array | None, spend: bool
+) -> Array:
+    """A recurrence in attention's place."""
+    assert run.given.recur is not None
+    h = run.project("recurrence_in", x, Epilogue(norm=norm))
+    y = run.given.recur(run.number, h)
+    return run.project_back("recurrence_out", y, Epilogue(residual=residual, spend=spend))
+
+
+def beside_recurrence(attention: SubLayer) -> SubLayer:
+    """Attention, times a factor, and a recurrence of the same (Falcon-H1)."""
+
+    def both(run: Run, x: Array, norm: NormOf | None, residual: Array | None, spend: bool) -> Array:
+        y = attention(run, x, norm, None, False) * run.layer.attention_scale
+        y = run.ops.add(y, recurrence(run, x, norm, None, False))
+        return y if residual is None else run.ops.add(residual, y)
+
+    return both

@@ -1,0 +1,1 @@
+"""Layers that are built otherwise from top to bottom, a file each."""
