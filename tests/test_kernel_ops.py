@@ -9,6 +9,7 @@ pytest.importorskip("triton")
 torch = pytest.importorskip("torch")
 
 import dualinfer  # noqa: E402
+from dualinfer.backends import served  # noqa: E402
 from dualinfer.backends import torch as backend  # noqa: E402
 from dualinfer.backends.torch.ops.kernels import KernelOps  # noqa: E402
 from dualinfer.kernels.triton import linear, norm  # noqa: E402
@@ -49,6 +50,7 @@ MIXTURES: dict[str, dict[str, Any]] = {
 # of logits for the choice.
 MIXTURES |= dict.fromkeys(("afmoe", "cohere2_moe", "kolibri1"), MIXTURES["gpt_oss"])
 ENCODER = {"hidden_size": 24, "num_attention_heads": 2, "num_hidden_layers": 1}
+INJECTED = {"dtype": "fp32", "replace_with_kernel_inject": True}
 NO_EOS = {"eos_token_id": None, "pad_token_id": 0}
 # The interpreter divides in NumPy, which warns of what IEEE 754 defines.
 pytestmark = pytest.mark.filterwarnings("ignore:.*encountered in .*:RuntimeWarning")
@@ -66,11 +68,10 @@ def engines(monkeypatch):
 
     def make(name: str, **changes: Any):
         model = tiny(name, **changes)
-        options = {"dtype": "fp32", "replace_with_kernel_inject": True}
-        plain = dualinfer.init_inference(model, use_triton=False, **options)
+        plain = dualinfer.init_inference(model, use_triton=False, **INJECTED)
         with monkeypatch.context() as patch:
             patch.setattr(backend, "_make_ops", lambda config, spec, device, _: KernelOps(device))
-            fast = dualinfer.init_inference(model, **options)
+            fast = dualinfer.init_inference(model, **INJECTED)
         assert all("Triton" in fast.report().ops[op] for op in ("matmul", "router"))
         assert "Triton" not in plain.report().ops["matmul"]
         return fast, plain
@@ -147,6 +148,26 @@ def test_a_norm_whose_weight_a_pass_computes_reads_nothing_early(made, monkeypat
     assert seen == [not made]
 
 
+def test_kernels_are_asked_of_each_weight_once(monkeypatch):
+    """A live model that has changed is read into the memory that they were told of."""
+    asked, find = [], served._packed
+    monkeypatch.setattr(served, "_packed", lambda weight: asked.append(weight) or find(weight))
+    monkeypatch.setattr(backend, "_make_ops", lambda config, spec, device, _: KernelOps(device))
+    model, ids = tiny("llama-gqa", **{**_LLAMA, "hidden_size": 32}), batch(4)["input_ids"][:1]
+    with dualinfer.init_inference(model, **INJECTED, quant="int8") as engine:
+        before = np.asarray(engine(ids).logits)
+        found = len(asked)
+        assert 4 <= found <= 6  # four products of a layer, perhaps the embedding and the head
+        assert np.array_equal(engine(ids).logits, before)
+        with torch.no_grad():
+            model.model.layers[0].mlp.down_proj.weight.neg_()
+        engine.refresh()
+        after = np.asarray(engine(ids).logits)
+        assert len(asked) == found
+    with dualinfer.init_inference(model, **INJECTED, quant="int8") as engine:
+        assert np.array_equal(engine(ids).logits, after) and not np.array_equal(after, before)
+
+
 def test_weights_that_gemma_3n_computes_are_known_as_such(monkeypatch):
     """Those of the norm of its coefficients: a learned scale over the width."""
     from .test_relatives import make as make_relative
@@ -159,7 +180,6 @@ def test_weights_that_gemma_3n_computes_are_known_as_such(monkeypatch):
 
     monkeypatch.setattr(KernelOps, "_normed", watched)
     monkeypatch.setattr(backend, "_make_ops", lambda config, spec, device, _: KernelOps(device))
-    how = {"dtype": "fp32", "replace_with_kernel_inject": True}
-    with dualinfer.init_inference(make_relative("gemma3n"), **how) as engine:
+    with dualinfer.init_inference(make_relative("gemma3n"), **INJECTED) as engine:
         engine(np.ones((1, 2), np.int64))
     assert seen == {False, True}

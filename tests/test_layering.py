@@ -197,7 +197,7 @@ def test_imports_finds_relative_absolute_and_nested_ones():
 # Who may read what a Weight holds: its ops, and what loads it.
 READS_WEIGHTS = (
     *("backends.torch.ops", "backends.jax.ops", "ops", "backends.kernels"),
-    "model.weights",
+    *("backends.served", "model.weights"),
 )
 # Attributes of that name of other things.
 OTHER_DATA = {

@@ -8,8 +8,7 @@ from ..model.spec import Experts, ModelSpec, Router
 from ..model.weights import Weight
 from ..ops.caches import CacheSpec, CacheView
 from ..ops.contract import Array, Epilogue, LayerAttention, NormOf, Routing, Unnormed, Weights
-from ..ops.schemes import eight_bit as in_eight_bits
-from ..ops.schemes import packed, rounds_input
+from .served import served
 
 
 class Launch(NamedTuple):
@@ -124,28 +123,27 @@ def linear_key(x: Array, weight: Weight, epilogue: Epilogue) -> tuple[Any, ...]:
     """The tuning key of a product by a kernel, which norms x itself if there is a norm."""
     from ..kernels.triton import eight_bit, linear, quantized
 
-    count, (features, width), size = prod(x.shape[:-1]), weight.shape, x.dtype.itemsize
-    features = features // 2 if epilogue.gated else features
-    eight = in_eight_bits(weight, count, size)
+    own, count, size = served(weight), prod(x.shape[:-1]), x.dtype.itemsize
+    features = own.features // 2 if epilogue.gated else own.features
+    eight = own.in_eight_bits(count, size)
     if eight is not None:
         return eight_bit.tuning_key(count, features, eight.weight, eight.block, epilogue.gated)
-    codes = packed(weight)
-    if codes is not None:
+    if own.codes is not None:
         normed = epilogue.norm is not None
-        return quantized.tuning_key(count, features, codes, size, epilogue.gated, normed)
-    return linear.tuning_key(count, features, width, size, epilogue.gated)
+        return quantized.tuning_key(count, features, own.codes, size, epilogue.gated, normed)
+    return linear.tuning_key(count, features, own.width, size, epilogue.gated)
 
 
 def serves_product(x: Array, weight: Weight, epilogue: Epilogue) -> bool:
     """True if the kernel for few rows serves a product."""
     from ..kernels.triton import linear, quantized
 
-    count, (features, width), size = prod(x.shape[:-1]), weight.shape, x.dtype.itemsize
-    if weight.scheme is not None:
-        known = packed(weight) is not None
+    own, count, size = served(weight), prod(x.shape[:-1]), x.dtype.itemsize
+    if not own.dense:
+        known = own.codes is not None
         return known and count <= (1 if size == 4 else quantized.MOST_ROWS)
     fused = epilogue.activation is not None or epilogue.residual is not None
-    return linear.serves(count, features, width, size, fused)
+    return linear.serves(count, own.features, own.width, size, fused)
 
 
 def reads_unnormed(x: Unnormed, weight: Weight) -> bool:
@@ -171,7 +169,7 @@ def few_rows_launch(
     """
     from ..kernels.triton import linear, quantized
 
-    codes = packed(weight)
+    codes = served(weight).codes
     how: dict[str, Any] = {
         "norm": linear.NormArguments.of(epilogue.norm),
         "activation": epilogue.activation,
@@ -267,14 +265,14 @@ def experts_of(
     if not _takes_experts(mixture, w):
         return None
     weights = _matrices(w)
-    held = weights if _are_plain(weights) else [packed(weight) for weight in weights]
+    held = [own.data if served(own).dense else served(own).codes for own in weights]
     of_all = None
     if shared:
         parts = [w[f"shared.{name}.weight"].data for name in ("up", "down")]
         gate = w["shared.gate.weight"].data.reshape(-1) if mixture.shared_gated else None
         of_all = Shared(parts[0], parts[1], gate)
     return Mixture(
-        *(part.data if isinstance(part, Weight) else part for part in held),
+        *held,
         *(w.get(f"experts.{name}.bias") for name in ("up", "down")),
         activation=mixture.activation,
         gated=mixture.gated,
@@ -293,9 +291,10 @@ def _takes_experts(mixture: Experts, w: Weights) -> bool:
     weights = _matrices(w)
     if not _knows_experts(mixture) or weights[0].shape[0] > MOST_EXPERTS:
         return False
-    if any(weight.pieces or rounds_input(weight) for weight in weights):
+    found = [served(weight) for weight in weights]
+    if any(own.rounds for own in found):
         return False
-    return _are_plain(weights) or all(packed(weight) is not None for weight in weights)
+    return _are_dense(weights) or all(own.codes is not None for own in found)
 
 
 def _matrices(w: Weights) -> list[Weight]:
@@ -326,8 +325,8 @@ def shares_launches(mixture: Experts, w: Mapping[str, Any], tokens: int) -> bool
     others = mixture.weighs_input or mixture.apart or mixture.late or mixture.shared_scale != 1
     others |= mixture.shared_limit is not None
     known = mixture.shared > 0 and not others and experts_choice.is_few(tokens)
-    return known and _are_plain([w[name] for name in names])
+    return known and _are_dense([w[name] for name in names])
 
 
-def _are_plain(weights: Iterable[Weight]) -> bool:
-    return all(weight.scheme is None and not weight.pieces for weight in weights)
+def _are_dense(weights: Iterable[Weight]) -> bool:
+    return all(served(weight).dense for weight in weights)

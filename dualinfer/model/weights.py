@@ -12,6 +12,7 @@ import numpy as np
 from ..errors import UnsupportedError, listing
 from ..quantization import Blocks, BlockScheme, Matrices, QuantizedMatrix
 from ..quantization.packing import packed_width
+from .once import Once
 from .spec import ModelSpec
 
 FLOATS = ("float32", "bfloat16", "float16", "float64")
@@ -25,7 +26,7 @@ class Mixed:
 
 
 @dataclass(frozen=True)
-class Weight:
+class Weight(Once):
     """One matrix of a model, as a backend's ops take it; biases and norms' weights are arrays.
 
     `axes` are the names of the matrix's own, outputs before inputs. Without a scheme `data` is the

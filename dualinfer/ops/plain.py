@@ -38,7 +38,6 @@ class PlainBlocks:
     cache_kinds: frozenset[str] = frozenset()  # that kernels know
     cache_codes: frozenset[str] = frozenset()  # likewise, where a cache keeps codes
     kernels = ""  # whose, for people
-    reads_codes: str | None = None  # by kernels: how, for people
 
     def __init__(self, split: Any = None) -> None:
         self.split = split  # the backend's `Split`; None: one device has the whole model
@@ -49,6 +48,10 @@ class PlainBlocks:
         `layers` are the weights of its layers.
         """
         return {}
+
+    def reads_codes(self, weight: Weight) -> str | None:
+        """How kernels read a quantized weight, for people; None where they do not."""
+        return None
 
     def knows(self, cache: CacheSpec | CacheView) -> bool:
         """True if kernels write and read a cache."""

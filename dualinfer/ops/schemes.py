@@ -6,7 +6,7 @@ Values are made in float32 and rounded once. Inputs are quantized and made value
 
 from collections.abc import Callable, Iterable
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
 from ..model.weights import Leaf, Weight, leaves_of
 from ..quantization import BlockScheme
@@ -77,8 +77,7 @@ class BlockArithmetic:
         scheme = weight.scheme
         if not isinstance(scheme, BlockScheme) or scheme.activation is None:
             return x, weight
-        plain = replace(weight, scheme=replace(scheme, activation=None))
-        return self.quantize_input(x, weight, top), plain
+        return self.quantize_input(x, weight, top), weight.made(_leaving_input)
 
     def quantize_input(self, x: Any, weight: Weight, top: Top = lambda a: a) -> Any:
         """x as its codes mean it, by the activation of the weight's scheme."""
@@ -201,21 +200,20 @@ class BlockArithmetic:
             return m.along(a, group.reshape(*group.shape[:-1], *ones, group.shape[-1]))
         return m.repeat(a, columns, -1)[..., : shape[-1]] if columns > 1 else a
 
-    def implementations(self, leaves: Iterable[Leaf], kernels: str | None = None) -> dict[str, str]:
+    def implementations(
+        self, leaves: Iterable[Leaf], kernels: Callable[[Weight], str | None] = lambda _: None
+    ) -> dict[str, str]:
         """What serves the products of each scheme among a model's leaves, for people.
 
-        `kernels` says how those do it that read codes, None where there are none.
+        `kernels` says how those read a weight's codes, None where they do not.
         """
         ways: dict[str, str] = {}
         for leaf in (own for whole in leaves for own in leaves_of(whole)):
             if isinstance(leaf, Weight) and isinstance(leaf.scheme, BlockScheme):
-                how = f"plain {self.maths.name}, made values within the product"
-                if kernels and packed(leaf) is not None:
-                    how = kernels
-                    if rounds_input(leaf) and _knows_input(leaf.scheme.activation):
-                        how += ", or Triton in 8 bits"
-                elif _scales_rows(leaf):
-                    how = f"plain {self.maths.name}, codes multiplied, results scaled"
+                how = "made values within the product"
+                if _scales_rows(leaf):
+                    how = "codes multiplied, results scaled"
+                how = kernels(leaf) or f"plain {self.maths.name}, {how}"
                 ways[f"matmul, {leaf.scheme.name}"] = how
         return ways
 
@@ -232,6 +230,12 @@ def _scales_rows(weight: Weight) -> bool:
     assert isinstance(scheme, BlockScheme)
     alike = not weight.blocks.columns and not scheme.groups and scheme.codes != "table"
     return alike and str(weight.dtype) not in ("torch.float16", "float16")
+
+
+def _leaving_input(weight: Weight) -> Weight:
+    """The weight, of products whose input is quantized already."""
+    assert isinstance(weight.scheme, BlockScheme)
+    return replace(weight, scheme=replace(weight.scheme, activation=None))
 
 
 def _wide_dtype(maths: Maths, x: Any) -> Any:
@@ -253,67 +257,3 @@ def of_each(weight: Weight, chosen: Any) -> Weight:
 def rounds_input(weight: Weight) -> bool:
     """True if the input of a weight's products is quantized."""
     return isinstance(weight.scheme, BlockScheme) and weight.scheme.activation is not None
-
-
-class EightBit(NamedTuple):
-    """A weight whose codes are multiplied with those of its input, as kernels take both.
-
-    `weight` is a `quantized.Packed`; `block` and `scale` are the input's, see `eight_bit.quantize`.
-    """
-
-    weight: Any
-    block: int
-    scale: Any
-
-
-def eight_bit(weight: Weight, count: int, itemsize: int) -> EightBit | None:
-    """How `count` rows of elements of so many bytes are multiplied in 8 bits; None if they are not.
-
-    Zeros, second scales, powers of two and inverse scales are plain ops'.
-    """
-    from ..kernels.triton import eight_bit
-
-    scheme = weight.scheme
-    if not isinstance(scheme, BlockScheme):
-        return None
-    how, known = scheme.activation, packed(weight)
-    if how is None or known is None or not _knows_input(how):
-        return None
-    block = how.block if how.dynamic else 0
-    if not eight_bit.serves(known, how.codes, block):
-        return None
-    if not eight_bit.pays(count, itemsize, known, block):
-        return None
-    return EightBit(known, block, None if how.dynamic else weight.beside["input"])
-
-
-def _knows_input(how: Any) -> bool:
-    """True if the kernels in 8 bits quantize inputs so: an `Activation`."""
-    return not (how.zeros or how.outer or how.powers or how.inverse)
-
-
-def packed(weight: Weight) -> Any:
-    """A quantized weight as the kernels take it, a `quantized.Packed`; None if they know no such.
-
-    Plain ops serve orders by activation, small blocks, and weights of several pieces.
-    """
-    from ..kernels.triton import quantized
-
-    scheme = weight.scheme
-    if not isinstance(scheme, BlockScheme) or scheme.groups:
-        return None
-    rows, columns, _ = weight.blocks
-    if not quantized.serves(scheme.codes, columns, scheme.zeros):
-        return None
-    return quantized.Packed(
-        weight.data,
-        weight.beside["scale"],
-        weight.beside.get("zero"),
-        weight.beside.get("outer"),
-        scheme.codes,
-        scheme.scale_dtype,
-        rows,
-        columns,
-        weight.shape[-1],
-        scheme.table,
-    )

@@ -1,11 +1,12 @@
 """Layers, heads and the whole model."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, Literal, TypeVar
+from typing import Any, ClassVar, Literal
 
 import numpy as np
 
+from ..once import Once
 from .attention import Attention
 from .parts import (
     Activation,
@@ -22,7 +23,6 @@ from .parts import (
     Streams,
 )
 
-_Made = TypeVar("_Made")
 Pooling = Literal["first", "real", "last", "final", "mean", "eos", "patches", "beside"]
 
 
@@ -287,7 +287,7 @@ class Head:
 
 
 @dataclass(frozen=True)
-class ModelSpec:
+class ModelSpec(Once):
     """A whole architecture. A layer that `is_late` and the next one are one layer of HF's.
 
     Tokens and where they stand:
@@ -390,13 +390,6 @@ class ModelSpec:
     pooled: Pooled | None = None
     raw_states: bool = False
     late_states: bool = False
-
-    def made(self, make: Callable[["ModelSpec"], _Made]) -> _Made:
-        """What a function makes of this spec, made once: a spec never changes."""
-        known = self.__dict__.setdefault("_made", {})  # beside the fields, and so of no equality
-        if make not in known:
-            known[make] = make(self)
-        return known[make]
 
     @property
     def all_layers(self) -> tuple[Layer, ...]:

@@ -46,8 +46,6 @@ from ....ops.contract import (
 from ....ops.embedding import scale_of
 from ....ops.mixtures import biases
 from ....ops.norms import plain_norm
-from ....ops.schemes import EightBit, packed, rounds_input
-from ....ops.schemes import eight_bit as in_eight_bits
 from ...base import SamplingFeatures
 from ...kernels import (
     experts_launch,
@@ -60,6 +58,7 @@ from ...kernels import (
     serves_product,
     shares_launches,
 )
+from ...served import EightBit, describe_codes, served
 from ..cache import BlockCache, CrossCache, FullCache, LatentCache
 from ..sampler import CHANGED, FILTERED, SlotState
 from .kernel_attention import KernelAttention
@@ -72,9 +71,6 @@ class KernelOps(KernelAttention):
 
     cache_kinds = frozenset({FullCache.kind, BlockCache.kind, CrossCache.kind, LatentCache.kind})
     kernels = "Triton"
-    reads_codes = (
-        f"Triton, fused, up to {quantized.MOST_ROWS} rows; above XLA, with values by Triton"
-    )
     holds_scores = False
     modes = (CHANGED, FILTERED)  # without and with the launches that look for top-k and top-p
     implementations: Mapping[str, str] = {
@@ -99,6 +95,11 @@ class KernelOps(KernelAttention):
         "latent_attention": "Triton, split KV over latent vectors; norm, rotary and append before",
         "sampling": "Triton, threefry2x32; XLA for a prompt's first token",
     }
+
+    def reads_codes(self, weight: Weight) -> str | None:
+        """See `PlainOps.reads_codes`."""
+        few = f"Triton, fused, up to {quantized.MOST_ROWS} rows"
+        return describe_codes(weight, f"{few}; above XLA, with values by Triton")
 
     def left_plain(self, spec: ModelSpec, layers: Sequence[Weights]) -> Mapping[str, str]:
         """See `PlainOps.left_plain`."""
@@ -174,16 +175,16 @@ class KernelOps(KernelAttention):
         """See `contract.BlockOps.linear`."""
         if epilogue.norm is not None and not linear.fuses_norm(epilogue.norm):
             x, epilogue = self.norm(x, epilogue.norm), epilogue._replace(norm=None)
-        count = math.prod(x.shape[:-1])
-        eight = in_eight_bits(weight, count, x.dtype.itemsize)
+        count, own = math.prod(x.shape[:-1]), served(weight)
+        eight = own.in_eight_bits(count, x.dtype.itemsize)
         if eight is not None:
             config = self.configurations.find(linear_key(x, weight, epilogue))
             return self._eight_bit_product(x, eight, epilogue, config)
-        if epilogue.norm is not None and rounds_input(weight):
+        if epilogue.norm is not None and own.rounds:
             x, epilogue = self.norm(x, epilogue.norm), epilogue._replace(norm=None)
         if not serves_product(x, weight, epilogue):
             return super().linear(*self._with_values(x, weight), epilogue)
-        if rounds_input(weight):
+        if own.rounds:
             x = SCHEMES.quantize_input(x, weight)
         if epilogue.norm is not None and count != 1:
             x, epilogue = self.norm(x, epilogue.norm), epilogue._replace(norm=None)
@@ -326,7 +327,7 @@ class KernelOps(KernelAttention):
 
     def _with_values(self, x: jax.Array, weight: Weight) -> tuple[jax.Array, Weight]:
         """The operands of a plain product, without the codes that a kernel knows."""
-        codes = packed(weight)
+        codes = served(weight).codes
         if codes is None:
             return x, weight
         x = SCHEMES.quantize_input(x, weight)

@@ -38,8 +38,6 @@ from ....ops.contract import (
     Weights,
 )
 from ....ops.embedding import scale_of
-from ....ops.schemes import EightBit, packed, rounds_input
-from ....ops.schemes import eight_bit as in_eight_bits
 from ...base import SamplingFeatures
 from ...kernels import (
     experts_launch,
@@ -52,6 +50,7 @@ from ...kernels import (
     serves_product,
     shares_launches,
 )
+from ...served import EightBit, describe_codes, served
 from ...slots import bucket
 from ..cache import BlockCache, CrossCache, FullCache, LatentCache
 from ..maths import MATHS
@@ -71,9 +70,6 @@ class KernelOps(KernelAttention):
 
     cache_kinds = frozenset({FullCache.kind, BlockCache.kind, CrossCache.kind, LatentCache.kind})
     kernels = "Triton"
-    reads_codes = (
-        f"Triton, fused, up to {quantized.MOST_ROWS} rows; above cuBLAS, with values by Triton"
-    )
     _IMPLEMENTATIONS: Mapping[str, str] = {
         **PlainOps.implementations,
         "matmul": f"Triton, fused, up to {linear.MOST_ROWS} rows; cuBLAS above",
@@ -108,6 +104,11 @@ class KernelOps(KernelAttention):
     def implementations(self) -> Mapping[str, str]:  # pyright: ignore[reportIncompatibleVariableOverride]
         """What serves each op, and where the kernels' configurations come from."""
         return {**self._IMPLEMENTATIONS, "configurations": str(self.configurations)}
+
+    def reads_codes(self, weight: Weight) -> str | None:
+        """See `PlainOps.reads_codes`."""
+        few = f"Triton, fused, up to {quantized.MOST_ROWS} rows"
+        return describe_codes(weight, f"{few}; above cuBLAS, with values by Triton")
 
     def left_plain(self, spec: ModelSpec, layers: Sequence[Weights]) -> Mapping[str, str]:
         """See `PlainOps.left_plain`."""
@@ -174,23 +175,23 @@ class KernelOps(KernelAttention):
         config: LinearConfig | QuantizedConfig | EightBitConfig | None = None,
     ) -> torch.Tensor:
         """See `contract.BlockOps.linear`; `config` None is the one for these shapes."""
-        codes = packed(weight)
-        if weight.scheme is not None and codes is None:
+        own = served(weight)
+        if not own.known:
             return super().linear(x, weight, epilogue)
         if epilogue.norm is not None and not linear.fuses_norm(epilogue.norm):
             x, epilogue = self.norm(x, epilogue.norm), epilogue._replace(norm=None)
-        count, rounds = x.numel() // x.shape[-1], rounds_input(weight)
-        eight = in_eight_bits(weight, count, x.element_size())
+        count = x.numel() // x.shape[-1]
+        eight = own.in_eight_bits(count, x.element_size())
         if eight is not None:
             return self._eight_bit_product(
                 x, eight, epilogue, config or self._measured(x, weight, epilogue)
             )
-        if epilogue.norm is not None and (count != 1 or rounds):
+        if epilogue.norm is not None and (count != 1 or own.rounds):
             x, epilogue = self.norm(x, epilogue.norm), epilogue._replace(norm=None)
-        if rounds:
+        if own.rounds:
             x = SCHEMES.quantize_input(x, weight)
         if not serves_product(x, weight, epilogue):
-            matrix = weight.data if codes is None else quantized.values(codes, x)
+            matrix = weight.data if own.dense else quantized.values(own.codes, x)
             return self._wide_product(x, matrix, epilogue)
         return self._launched(few_rows_launch(self, x, weight, epilogue, config))
 

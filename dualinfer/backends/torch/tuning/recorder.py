@@ -12,8 +12,8 @@ from ....kernels.triton.tuning import Key
 from ....model.spec import Experts, ModelSpec, Router
 from ....model.weights import Weight
 from ....ops.contract import ALONE, Epilogue, NormOf, Routing, Unnormed, Weights
-from ....ops.schemes import eight_bit, rounds_input
 from ...kernels import linear_key, reads_unnormed, serves_product
+from ...served import served
 from ..ops.kernels import KernelOps, takes_groups
 from ..ops.plain import PlainOps
 
@@ -76,10 +76,10 @@ class Recorder(PlainOps):
         return x
 
     def linear(self, x: torch.Tensor, weight: Weight, epilogue: Epilogue = ALONE) -> torch.Tensor:
-        if x.numel() > x.shape[-1] or rounds_input(weight):
+        own, count = served(weight), x.numel() // x.shape[-1]
+        if count > 1 or own.rounds:
             epilogue = epilogue._replace(norm=None)  # a launch of its own
-        count = x.numel() // x.shape[-1]
-        if serves_product(x, weight, epilogue) or eight_bit(weight, count, x.element_size()):
+        if serves_product(x, weight, epilogue) or own.in_eight_bits(count, x.element_size()):
             product = ProductCall(weight, epilogue)
             self.products.setdefault(linear_key(x, weight, epilogue), []).append(product)
         return x.new_empty((*x.shape[:-1], weight.shape[0] // (2 if epilogue.gated else 1)))
