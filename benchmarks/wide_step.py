@@ -23,6 +23,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 
@@ -112,24 +113,23 @@ def products(engine: Any, limits: Limits) -> None:
     """Print what a layer's products and the head take by cuBLAS and by our tiles."""
     import torch
 
-    from dualinfer.backends.torch.ops.kernels import KernelOps
+    from dualinfer.backends.torch.ops import kernels
     from dualinfer.backends.torch.tuning.search import graph_seconds
     from dualinfer.kernels.triton.linear import TileConfig
 
-    class Wide(KernelOps):
-        """All products by cuBLAS."""
+    class Fixed(kernels.KernelOps):
+        """All products by our kernel if `narrow`, else by cuBLAS."""
 
-        def is_narrow(self, x: Any, weight: Any, by: Any = None) -> bool:
-            return False
+        def __init__(self, device: Any, narrow: bool):
+            super().__init__(device)
+            self.narrow = narrow
 
-    class Tiles(KernelOps):
-        """All products by our kernel."""
-
-        def is_narrow(self, x: Any, weight: Any, by: Any = None) -> bool:
-            return True
+        def linear(self, *args: Any, **more: Any) -> Any:
+            with patch.object(kernels, "serves_product", lambda *_: self.narrow):
+                return super().linear(*args, **more)
 
     device = engine.device
-    wide, tiles, clock = Wide(device), Tiles(device), graph_seconds(device)
+    wide, tiles, clock = Fixed(device, False), Fixed(device, True), graph_seconds(device)
 
     def us(call: Callable[[Any, Any], Any], group: list[Any]) -> float:
         with torch.inference_mode():
