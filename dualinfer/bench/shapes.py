@@ -418,6 +418,19 @@ SHAPES: dict[str, Shape] = {
     "xlm-roberta-large": _xlm_roberta(1024, 24, 16),
     "modernbert-base": _modernbert(768, 1152, 22, 12),
     "modernbert-large": _modernbert(1024, 2624, 28, 16),
+    "mamba-2-1.3b": Shape(
+        *("Mamba2ForCausalLM", "mamba2", "bfloat16"),
+        {
+            "vocab_size": 50288,
+            "hidden_size": 2048,
+            "num_hidden_layers": 48,
+            "num_heads": 64,
+            "head_dim": 64,
+            "state_size": 128,
+            "n_groups": 1,
+            "tie_word_embeddings": True,
+        },
+    ),
 }
 
 
