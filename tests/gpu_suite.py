@@ -1,19 +1,24 @@
 """The plugin of `make test-gpu` and `make test-multi-gpu`: which worker runs a test, and a table.
 
 Tests of one family and backend go to one worker, which then compiles each kernel once and keeps
-the family's model. The groups that take longest come first.
+the family's model. The groups that take longest come first. XLA does not search for the fastest
+of its own kernels, which took three quarters of a test's time; `XLA_FLAGS= make test-gpu` does it.
 """
 
+import os
 from collections import defaultdict
 from pathlib import Path
 
 import pytest
+
+os.environ.setdefault("XLA_FLAGS", "--xla_gpu_autotune_level=0")
 
 # Seconds of a group on a worker, longest first, as an H100's host took them.
 _HEAVY = ("test_gpu_tuning", "test_bench", "test_gpu_kernels_jax", "test_gpu_kernels")
 _KINDS = ("family", "case", "dtype")
 
 
+@pytest.hookimpl(tryfirst=True)  # before xdist reads the groups
 def pytest_collection_modifyitems(items):
     """Each test gets a group, unless it names one, and heavy groups come first."""
     for item in items:
