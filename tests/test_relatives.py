@@ -473,39 +473,31 @@ BY_LENGTH = {
         | {"first_k_dense_replace": 2},
     ),
 }
-# Of the kernels' own ways: norms apart, behind the rotation, growing queries, two tables of angles.
-NORMED = ("apertus", "cohere, normed", "hunyuan_v1_dense", "ministral3", "nanochat", "nemotron")
-NORMED += ("olmo, clipped", "olmo2", "phi, normed", "phi3, long", "stablelm, normed")
 SMALL = {"hidden_size": 24, "intermediate_size": 33, "num_attention_heads": 2}
 SMALL |= {"num_key_value_heads": 1, "vocab_size": 97}
 
 
-# Their latents and experts are those of deepseek_v3, axk1 and deepseek_v32 to every kernel.
-_REPEATED = {"mistral4", "axk2", "glm_moe_dsa", "glm4_moe_lite"}
-BY_KERNELS = (
-    *(
-        *NORMED,
-        *(case for case in latent.CASES if case not in _REPEATED),
-        "arcee",
-        "bitnet",
-        "cohere2",
-        "doge",
-        "exaone4",
+# Each of these launches a kernel in a way that no other does; `tests.launched` tells which do.
+BY_KERNELS = {
+    "torch": (
+        *("apertus", "arcee", "bitnet", "cohere, dynamic", "cohere, normed", "doge"),
+        *("deepseek_v2, experts", "deepseek_v3, dynamic", "falcon with alibi", "gemma3n"),
+        *("jetmoe", "longcat_flash", "minicpm3", "ministral3", "nanochat", "nemotron", "olmo2"),
+        *("phi, normed", "phi3, long"),
     ),
-    *("falcon with alibi", "gemma3n", "gemma4", "granite", "jetmoe", "smollm3"),
-    *("cohere, dynamic", "deepseek_v3, dynamic"),
-)
-# On JAX these launch what others launch there, with other numbers: latents before other experts,
-# and layers of Llama's kind.
-ALIKE = ("deepseek_v2, experts", "deepseek_v32", "axk1", "jetmoe", "arcee", "bitnet", "cohere2")
-ALIKE += ("exaone4", "granite", "smollm3")
+    "jax": (
+        *("apertus", "cohere, dynamic", "cohere, normed", "deepseek_v3, dynamic", "doge"),
+        *("falcon with alibi", "gemma3n", "gemma4", "longcat_flash", "minicpm3", "ministral3"),
+        *("nanochat", "nemotron", "phi, normed", "phi3, long"),
+    ),
+}
 
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*encountered in .*:RuntimeWarning")  # of the interpreter
 @pytest.mark.parametrize(
     ("case", "backend"),
-    [(case, b) for b in BACKENDS for case in BY_KERNELS if b == "torch" or case not in ALIKE],
+    [(case, backend) for backend, cases in BY_KERNELS.items() for case in cases],
 )
 def test_kernels_give_what_plain_ops_give(case, backend, monkeypatch):
     """Norms behind, layers without rotary, factors of residuals and logits, relu2, ALiBi."""
