@@ -326,9 +326,9 @@ ROWS: list[Row] = [
     ),
     # --- torch
     Row(
-        "backends/torch/cache.py",
-        "at = lengths.clamp(max=self.capacity - 1)",
-        "at = lengths",
+        "ops/cache_kinds.py",
+        "m, at = self.maths, lengths.clip(max=self.capacity - 1)",
+        "m, at = self.maths, lengths",
         "A slot whose cache is full fails the step of all others.",
         "tests/kernels/test_decode_attention.py",
         after="class FullCache(NamedTuple):",
@@ -383,9 +383,9 @@ ROWS: list[Row] = [
         "tests/test_generate.py -k 'many_and_with_few and torch or any_order'",
     ),
     Row(
-        "backends/torch/cache.py",
-        "over(self, lambda x: padded(x, more))",
-        "over(self, lambda x: padded(x, more).zero_())",
+        "ops/cache_kinds.py",
+        "over(self, lambda x: self.maths.grow(x, more))",
+        "over(self, lambda x: self.maths.grow(x * 0, more))",
         "When the cache grows, open sequences lose their values.",
         "tests/test_runner.py -k cache_grows",
     ),
@@ -538,9 +538,9 @@ ROWS: list[Row] = [
         "tests/kernels/test_xla_ahead.py -k differ",
     ),
     Row(
-        "backends/jax/cache.py",
-        "k, v = (padded(x, more) for x in self[:2])",
-        "k, v = (padded(0 * x, more) for x in self[:2])",
+        "ops/cache_kinds.py",
+        "k, v = (m.grow(x, more) for x in self[:2])",
+        "k, v = (m.grow(0 * x, more) for x in self[:2])",
         "A longer source empties that of an open stream.",
         "tests/test_encoder_decoders.py -k longer_source",
     ),

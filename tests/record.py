@@ -8,13 +8,13 @@ the equations of each step that was traced. Two records are compared by
     pytest -p tests.record --record new.json TESTS     # after it
     python -m tests.record old.json new.json [--worse]
 
-The second prints what differs; with `--worse` only what gives something else, or takes more
+The last prints what differs; with `--worse` only what gives something else, or takes more
 launches or equations than before.
 
 With `--record-dtype bf16` engines that tests make in float32 are in bfloat16. With
 `--record-traced` JAX compiles nothing and steps give zeros: what was traced is compared, in a
-fraction of the time. Asserts may fail then, and the record is what counts. With `--record-arrays
-FOLDER` what passes gave is kept there, so that records that differ are compared by numbers.
+fraction of the time. Asserts may fail then, and the record is what counts. With `--record-arrays`
+what passes gave is kept beside the record, and what differs is told in units of bfloat16.
 """
 
 import hashlib
@@ -61,9 +61,10 @@ class Record:
 
     def _digest(self, path: str, array: np.ndarray) -> str:
         if self.arrays is not None:
-            name = re.sub(r"[^\w.-]+", "_", f"{self._test}.{len(self.tests.get(self._test, ()))}")
             self.arrays.mkdir(parents=True, exist_ok=True)
-            np.save(self.arrays / f"{name}.{path}.npy", array)
+            np.save(
+                self.arrays / file_of(self._test, len(self.tests.get(self._test, ())), path), array
+            )
         found = hashlib.sha256(f"{array.dtype} {array.shape}".encode())
         found.update(np.ascontiguousarray(array + array.dtype.type(0)).tobytes())
         return found.hexdigest()[:16]
@@ -76,6 +77,30 @@ class Record:
             yield not was
         finally:
             self._within = was
+
+
+def file_of(test: str, entry: int, path: str) -> str:
+    """The name of the file of an array that a test's entry gave."""
+    return re.sub(r"[^\w.-]+", "_", f"{test}.{entry}") + f".{path}.npy"
+
+
+def folder_of(record: str | Path) -> Path:
+    """The folder of a record's arrays."""
+    return Path(record).with_suffix(".arrays")
+
+
+def units(old: np.ndarray, new: np.ndarray) -> float:
+    """The largest difference in units of bfloat16, of a value or of the RMS, if that is larger."""
+    if old.shape != new.shape or old.dtype.kind != "f":
+        return float("inf")
+    a, b = old.astype(np.float64), new.astype(np.float64)
+    if not (np.isfinite(a) == np.isfinite(b)).all():
+        return float("inf")
+    is_finite = np.isfinite(a) & (np.abs(a) < 1e30)  # what is hidden is the least there is
+    a, b = a[is_finite], b[is_finite]
+    size = np.maximum(np.maximum(np.abs(a), np.abs(b)), np.sqrt((a * a).mean()) if a.size else 0)
+    size = np.maximum(size, np.finfo(np.float32).tiny)
+    return float((np.abs(a - b) / 2.0 ** (np.floor(np.log2(size)) - 7)).max(initial=0))
 
 
 def arrays_of(result: Any, path: str = "") -> Iterator[tuple[str, np.ndarray]]:
@@ -235,15 +260,16 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--record", help="the file to write")
     parser.addoption("--record-dtype", help="the dtype of engines in the place of float32")
     parser.addoption("--record-traced", action="store_true", help="JAX compiles nothing")
-    parser.addoption("--record-arrays", type=Path, help="the folder for what passes gave")
+    parser.addoption("--record-arrays", action="store_true", help="what passes gave is kept")
 
 
 def pytest_configure(config: pytest.Config) -> None:
     """Watch the runners of both backends."""
     if not config.getoption("--record"):
         return
-    record = Record(config.getoption("--record-arrays"))
-    config.pluginmanager.register(Noting(record, config.getoption("--record")))
+    file = config.getoption("--record")
+    record = Record(folder_of(file) if config.getoption("--record-arrays") else None)
+    config.pluginmanager.register(Noting(record, file))
     if find_spec("torch"):
         from dualinfer.backends.torch.runner import TorchRunner
 
@@ -277,39 +303,65 @@ class Noting:
         Path(self.file).write_text(json.dumps(self.record.tests, indent=0), encoding="utf-8")
 
 
-def compare(old: dict[str, Any], new: dict[str, Any], worse: bool = False) -> list[str]:
-    """What differs of the tests of the new record, in a line each; or only what is worse."""
-    lines = [f"{test}: not in the old record" for test in sorted(new.keys() - old.keys())]
-    for test in sorted(old.keys() & new.keys()):
-        steps = [{x["pass"]: x for x in of[test] if "equations" in x} for of in (old, new)]
-        passes = [[x for x in of[test] if "equations" not in x] for of in (old, new)]
-        pairs = [
-            (f"{name}", steps[0][name], steps[1][name])
-            for name in sorted(steps[0].keys() & steps[1].keys())
-        ]
-        pairs += [
-            (f"#{i} {a['pass']}", a, b) for i, (a, b) in enumerate(zip(*passes, strict=False))
-        ]
-        for name, a, b in pairs:
-            if "gave" in a and "gave" in b and a["gave"] != b["gave"]:
-                keys = [k for k in a["gave"] if a["gave"][k] != b["gave"].get(k)]
-                lines.append(f"{test} {name}: gave other {', '.join(keys) or 'arrays'}")
-            for kind in ("launches", "equations"):
-                was, now = Counter(a.get(kind, {})), Counter(b.get(kind, {}))
-                if was.total() < now.total() or (was != now and not worse):
-                    total = f"{was.total()} to {now.total()}"
-                    lines.append(
-                        f"{test} {name}: {kind} {total}: -{dict(was - now)} +{dict(now - was)}"
-                    )
-    return lines
+class Compared:
+    """What differs of two records, in lines; and how far, where both have arrays."""
+
+    def __init__(self, old: str, new: str, worse: bool = False):
+        self.records = [json.loads(Path(name).read_text(encoding="utf-8")) for name in (old, new)]
+        self.folders = folder_of(old), folder_of(new)
+        self.worse = worse
+        self.most = 0.0  # units of bfloat16
+        self.lines: list[str] = []
+
+    def run(self) -> None:
+        """Compare all tests that both have."""
+        old, new = self.records
+        self.lines += [f"{test}: not in the old record" for test in sorted(new.keys() - old.keys())]
+        for test in sorted(old.keys() & new.keys()):
+            both = [list(enumerate(record[test])) for record in self.records]
+            steps = [{x["pass"]: (i, x) for i, x in own if "equations" in x} for own in both]
+            passes = [[(i, x) for i, x in own if "equations" not in x] for own in both]
+            for name in sorted(steps[0].keys() & steps[1].keys()):
+                self._pair(test, name, steps[0][name], steps[1][name])
+            for i, (a, b) in enumerate(zip(*passes, strict=False)):
+                self._pair(test, f"#{i} {a[1]['pass']}", a, b)
+
+    def _pair(self, test: str, name: str, old: tuple[int, Any], new: tuple[int, Any]) -> None:
+        (_, a), (_, b) = old, new
+        if "gave" in a and "gave" in b and a["gave"] != b["gave"]:
+            keys = [k for k in a["gave"] if a["gave"][k] != b["gave"].get(k)]
+            far = [self._far(test, (old[0], new[0]), key) for key in keys]
+            self.most = max(self.most, *(n for n in far if n is not None), 0.0)
+            told = [
+                k if n is None else f"{k} by {n:.2g} units" for k, n in zip(keys, far, strict=True)
+            ]
+            self.lines.append(f"{test} {name}: gave other {', '.join(told) or 'arrays'}")
+        for kind in ("launches", "equations"):
+            was, now = Counter(a.get(kind, {})), Counter(b.get(kind, {}))
+            if was.total() < now.total() or (was != now and not self.worse):
+                total = f"{was.total()} to {now.total()}"
+                self.lines.append(
+                    f"{test} {name}: {kind} {total}: -{dict(was - now)} +{dict(now - was)}"
+                )
+
+    def _far(self, test: str, entries: tuple[int, int], key: str) -> float | None:
+        """Units of bfloat16 between two arrays; None where they were not kept."""
+        pairs = zip(self.folders, entries, strict=True)
+        files = [folder / file_of(test, entry, key) for folder, entry in pairs]
+        if not all(file.exists() for file in files):
+            return None
+        return units(*(np.load(file) for file in files))
 
 
 def main(old: str, new: str, *how: str) -> int:
     """Print what differs; 1 if anything does."""
-    records = [json.loads(Path(name).read_text(encoding="utf-8")) for name in (old, new)]
-    lines = compare(*records, worse="--worse" in how)
-    passes = sum(map(len, records[1].values()))
-    print(*lines, f"{passes} entries of {len(records[1])} tests: {len(lines)} differ", sep="\n")
+    compared = Compared(old, new, worse="--worse" in how)
+    compared.run()
+    lines, tests = compared.lines, compared.records[1]
+    total = f"{sum(map(len, tests.values()))} entries of {len(tests)} tests: {len(lines)} differ"
+    if compared.folders[1].exists():
+        total += f", by {compared.most:.2g} units of bfloat16 at most"
+    print(*lines, total, sep="\n")
     return bool(lines)
 
 

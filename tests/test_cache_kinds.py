@@ -23,7 +23,7 @@ from dualinfer.cli.plan_table import make_plan_table  # noqa: E402
 from dualinfer.errors import OutOfMemoryError, UnsupportedError  # noqa: E402
 from dualinfer.model.families import describe_model  # noqa: E402
 from dualinfer.model.load_plan import TableSource, make_load_plan  # noqa: E402
-from dualinfer.ops import caches  # noqa: E402
+from dualinfer.ops import cache_kinds, caches  # noqa: E402
 
 from .models import (  # noqa: E402
     BACKENDS,
@@ -65,8 +65,7 @@ def add_blocks(monkeypatch):
     """
     monkeypatch.setattr(slots, "RESERVED", 8)
     monkeypatch.setattr(caches, "BLOCK", SIZE)
-    for module in (torch_cache, jax_cache):
-        monkeypatch.setattr(module, "block_table", scattered)
+    monkeypatch.setattr(caches, "block_table", scattered)
     for module in (dualinfer.backends.torch.runner, dualinfer.backends.jax.runner):
         monkeypatch.setattr(module, "SMALLEST_CACHE", 16)
 
@@ -241,10 +240,8 @@ def test_kernels_write_and_read_blocks(backend, windowed, add_blocks, by_kernels
     ops = by_kernels(backend)
     add_blocks(lambda layer: layer.attention.window is not None)
     monkeypatch.setattr(caches, "BLOCK", 16)
-    for kind in (torch_cache, jax_cache):
-        monkeypatch.delattr(kind.BlockCache, "read")
-        monkeypatch.delattr(kind.BlockCache, "append")
-        monkeypatch.delattr(kind.BlockCache, "write")
+    for method in ("read", "append", "write"):
+        monkeypatch.delattr(cache_kinds.BlockCache, method)
     with dualinfer.init_inference(model, backend=backend, **OPTIONS) as engine:
         np.testing.assert_array_equal(np.asarray(engine.generate(SHORT, **GREEDY)), expected)
         assert ops.cache_kinds == {"full", "blocks", "cross", "latent"}
@@ -325,7 +322,7 @@ INSIDE = {
     f"backends/{backend}/{file}.py"
     for backend in BACKENDS
     for file in ("cache", "ops/kernel_attention")
-}
+} | {"ops/cache_kinds.py"}
 ELSEWHERE = (
     "kernels",
     "module",

@@ -54,6 +54,13 @@ CALLS = {
     "epsilon": lambda m, own: m.epsilon(m.bfloat16),
     "arange": lambda m, own: m.arange(5, own(X)),
     "zeros": lambda m, own: m.zeros((2, 3), m.float32, own(X)),
+    "of_numpy": lambda m, own: m.of_numpy(W, own(X)),
+    "put": lambda m, own: m.put(
+        own(X) * 1, (own(AT[:, 0, 0] * 0 + [1, 0]), slice(None), 5), own(Y[:, :, 0])
+    ),
+    "put_rows": lambda m, own: m.put_rows(own(X) * 1, own(IDS[:1, 0] // 2), own(Y[:1, :2]), 1),
+    "rows_or": lambda m, own: m.rows_or(own(IDS), own(IDS[0] // 2), 7),
+    "grow": lambda m, own: m.grow(own(X), (1, 2)),
     "stack": lambda m, own: m.stack((own(X), own(Y)), -1),
     "join": lambda m, own: m.join((own(X), own(Y)), 1),
     "repeat": lambda m, own: m.repeat(own(X), 3, -1),

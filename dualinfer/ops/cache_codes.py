@@ -1,4 +1,7 @@
-"""How keys and values become codes of 8 bits and values again, once for both backends."""
+"""How keys and values become codes of 8 bits and values again: those of a head share one scale.
+
+The meaning is `reference.encode_heads`.
+"""
 
 from typing import Any
 
@@ -8,30 +11,23 @@ LARGEST = {"fp8_e4m3": 448.0, "int8": 127.0}  # the value of a head's largest el
 LEAST = 2.0**-100  # a head whose scale would be below is zero, whatever a device does near 0
 
 
-class CacheCodes:
-    """The arithmetic of a cache in codes: those of a head share one float32 scale.
+def encode(m: Maths, x: Any, codes: str) -> tuple[Any, Any]:
+    """Codes [..., D] of heads x [..., D], and their scales float32 [...]."""
+    largest = LARGEST[codes]
+    wide = m.rounded(m.wide(x), x.dtype)
+    scale = m.quotient(m.most(abs(wide)), largest)
+    scale = m.where(scale < LEAST, 0.0, scale)
+    a = m.clip(m.quotient(wide, m.where(scale == 0, 1.0, scale)), -largest, largest)
+    return m.as_codes(a, codes), scale[..., 0]
 
-    Its meaning is `reference.encode_heads`.
-    """
 
-    def __init__(self, maths: Maths) -> None:
-        self._m = maths
+def values(m: Maths, data: Any, scale: Any) -> Any:
+    """float32 [..., D] that codes [..., D] mean by scales float32 [...]."""
+    is_float = str(data.dtype).endswith("uint8")
+    wide = m.float8(data, "float8_e4m3fn") if is_float else m.wide(data)
+    return wide * scale[..., None]
 
-    def encode(self, x: Any, codes: str) -> tuple[Any, Any]:
-        """Codes [..., D] of heads x [..., D], and their scales float32 [...]."""
-        m, largest = self._m, LARGEST[codes]
-        wide = m.rounded(m.wide(x), x.dtype)
-        scale = m.quotient(m.most(abs(wide)), largest)
-        scale = m.where(scale < LEAST, 0.0, scale)
-        a = m.clip(m.quotient(wide, m.where(scale == 0, 1.0, scale)), -largest, largest)
-        return m.as_codes(a, codes), scale[..., 0]
 
-    def values(self, data: Any, scale: Any) -> Any:
-        """float32 [..., D] that codes [..., D] mean by scales float32 [...]."""
-        m, is_float = self._m, str(data.dtype).endswith("uint8")
-        wide = m.float8(data, "float8_e4m3fn") if is_float else m.wide(data)
-        return wide * scale[..., None]
-
-    def kept(self, x: Any, codes: str) -> Any:
-        """float32 heads [..., D] as codes keep x [..., D]."""
-        return self.values(*self.encode(x, codes))
+def kept(m: Maths, x: Any, codes: str) -> Any:
+    """float32 heads [..., D] as codes keep x [..., D]."""
+    return values(m, *encode(m, x, codes))

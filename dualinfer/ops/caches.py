@@ -1,8 +1,8 @@
 """What a layer's cache is: its kind, the arrays that it takes, and what ops know of it.
 
 A cache has N slots, one for each sequence under way. How a kind lays out its arrays stands here,
-once for both backends, so that bytes are counted without a framework; how it makes, grows, writes
-and reads them stands in each backend's table of kinds (`cache.py`).
+so that bytes are counted without a framework; how it grows, writes and reads them in
+`cache_kinds.py`, over Maths.
 """
 
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -28,7 +28,7 @@ class CacheSpec:
 
     Those of a latent one are of the one head that all query heads read: its value is the first
     `value_dim` elements of its key, and not kept twice.
-    `codes` are "fp8_e4m3" or "int8" where it keeps codes (see `CacheCodes`), else None. A state is
+    `codes` are "fp8_e4m3" or "int8" where it keeps codes (see `cache_codes`), else None. A state is
     of a `recurrence`, and has no keys and values.
     """
 
@@ -49,12 +49,13 @@ class Buffer(NamedTuple):
     """One array of a layer's cache.
 
     Devices share its axis number `heads`, that of the KV heads; with None each has all of it.
-    `dtype` None is the model's.
+    `dtype` None is the model's. New ones hold zeros, or what `first` makes of the shape.
     """
 
     shape: tuple[int, ...]
     heads: int | None = 1
     dtype: str | None = None
+    first: Callable[[tuple[int, ...]], np.ndarray] | None = None
 
 
 Layout = Callable[[CacheSpec, int, int], tuple[Buffer, ...]]
@@ -73,7 +74,7 @@ def blocks_layout(spec: CacheSpec, slots: int, tokens: int) -> tuple[Buffer, ...
     """
     each = -(-tokens // BLOCK)
     pools, scales = _held(spec, slots * each, BLOCK)
-    return *pools, Buffer((slots, each), None, "int32"), *scales
+    return *pools, Buffer((slots, each), None, "int32", block_table), *scales
 
 
 def _held(spec: CacheSpec, rows: int, tokens: int) -> tuple[tuple[Buffer, ...], tuple[Buffer, ...]]:

@@ -76,6 +76,28 @@ class ExactMaths:
         """See `Maths`."""
         return np.zeros(shape, np.float64 if _is_float(dtype) else dtype)
 
+    def of_numpy(self, values: Array, like: Any) -> Array:
+        """See `Maths`."""
+        return values
+
+    def put(self, a: Array, index: Any, new: Array) -> Array:
+        """See `Maths`."""
+        a = a.copy()
+        a[index] = new
+        return a
+
+    def put_rows(self, a: Array, rows: Array, new: Array, axis: int) -> Array:
+        """See `Maths`."""
+        return self.put(a, rows, self.pad(new, axis, 0, a.shape[axis] - new.shape[axis]))
+
+    def rows_or(self, a: Array, rows: Array, beyond: int) -> Array:
+        """See `Maths`."""
+        return a[rows]
+
+    def grow(self, a: Array, more: Sequence[int]) -> Array:
+        """See `Maths`."""
+        return np.pad(a, [(0, by) for by in (*more, *[0] * (a.ndim - len(more)))])
+
     def repeat(self, a: Array, count: int, axis: int) -> Array:
         """See `Maths`."""
         return np.repeat(a, count, axis)

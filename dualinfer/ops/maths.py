@@ -76,6 +76,28 @@ class Maths(Protocol):
         """Zeros."""
         ...
 
+    def of_numpy(self, values: Any, like: Any) -> Any:
+        """A NumPy array."""
+        ...
+
+    # --- what caches hold: in place where arrays are memory, else a new array
+
+    def put(self, a: Any, index: Any, new: Any) -> Any:
+        """`a` with others at an index of it, or `...`; on JAX what lies beyond is dropped."""
+        ...
+
+    def put_rows(self, a: Any, rows: Any, new: Any, axis: int) -> Any:
+        """`a` with `new` [B, ...] in int `rows` [B], from their start on an axis; zeros behind."""
+        ...
+
+    def rows_or(self, a: Any, rows: Any, beyond: int) -> Any:
+        """Rows of `a`, of integers; on JAX this number where there is none."""
+        ...
+
+    def grow(self, a: Any, more: Sequence[int]) -> Any:
+        """A copy of `a` with zeros behind, so many along each of the first axes."""
+        ...
+
     # --- shapes
 
     def stack(self, arrays: list[Any] | tuple[Any, ...], axis: int, /) -> Any:

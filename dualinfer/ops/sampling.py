@@ -6,7 +6,7 @@ threefry2x32 (Salmon et al., 2011), so that a seed gives the same text on every 
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, Protocol, TypeAlias
+from typing import Any, TypeAlias
 
 from .maths import Maths
 
@@ -15,43 +15,20 @@ Filter = Callable[[Array, Array, Array, Array], Array]
 WORDS = ("seed_low", "seed_high", "return_index")
 
 
-class Features(Protocol):
-    """The parts of sampling that any row needs."""
-
-    @property
-    def noise(self) -> bool:
-        """Tokens are drawn."""
-        ...
-
-    @property
-    def filters(self) -> bool:
-        """Some are drawn among a few tokens."""
-        ...
-
-    @property
-    def penalty(self) -> bool:
-        """Tokens that were seen are made less likely."""
-        ...
-
-    @property
-    def hold_eos(self) -> bool:
-        """An EOS is held back."""
-        ...
-
-
 def sample(
     m: Maths,
     logits: Array,
     state: Any,
     position: Array,
-    features: Features,
+    features: Any,
     keep: Filter | None = None,
 ) -> Array:
     """The next token [N] from float32 logits [N, V]; `position` [N] is the new token's own.
 
     `state` has the columns of `backends.slots.sampling_rows` as attributes, `new` [N] and `seen`
-    [N, V]. `keep` takes the place of `filter_logits`. The first token whose logit is NaN is chosen,
-    if there is one: drawn or not, as HF's greedy one.
+    [N, V]; `features` are the `SamplingFeatures` that any row needs. `keep` takes the place of
+    `filter_logits`. The first token whose logit is NaN is chosen, if there is one: drawn or not, as
+    HF's greedy one.
     """
     logits = m.wide(logits)
     if features.penalty:

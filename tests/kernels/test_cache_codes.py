@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from dualinfer.kernels import reference
+from dualinfer.ops import cache_codes
 
 from .cases import assert_close, normal
 from .tensors import get, needs_triton, put, strict, torch
@@ -40,29 +41,22 @@ def heads(dtype: np.dtype) -> np.ndarray:
 
 
 @each_code
-@pytest.mark.parametrize("backend", ["torch", "jax"])
-def test_codes_and_scales_are_those_of_the_reference(backend, dtype, codes):
+def test_codes_and_scales_are_those_of_the_reference(maths, dtype, codes):
     x = heads(dtype)
     data, scale = reference.encode_heads(x, codes)
     assert scale[0, 1] == 0 and not data[0, 1].any()
     values = reference.decode_heads(data, scale)
-    if backend == "torch":
-        from dualinfer.backends.torch.ops.schemes import CACHE_CODES
 
-        found = CACHE_CODES.encode(put(x), codes)
-        meant = CACHE_CODES.values(*found)
-        found, meant = [get(part) for part in found], get(meant)
-    else:
-        jax = pytest.importorskip("jax")
-        from dualinfer.backends.jax.ops.schemes import CACHE_CODES
+    def both(x: Any) -> tuple[Any, ...]:
+        found = cache_codes.encode(maths.maths, x, codes)
+        return *found, cache_codes.values(maths.maths, *found)
 
-        encode = jax.jit(CACHE_CODES.encode, static_argnums=1)
-        found = encode(jax.numpy.asarray(x), codes)
-        meant = np.asarray(jax.jit(CACHE_CODES.values)(*found))
-        found = [np.asarray(part) for part in found]
+    *found, meant = maths.run(both, x)
     np.testing.assert_array_equal(found[0], data)
     # XLA divides with an error of a unit in the last place on a GPU.
-    np.testing.assert_array_almost_equal_nulp(found[1], scale, 1 if backend == "jax" else 0)
+    np.testing.assert_array_almost_equal_nulp(
+        found[1], scale, 1 if maths.maths.name == "XLA" else 0
+    )
     np.testing.assert_array_equal(meant, reference.decode_heads(found[0], found[1]))
     # Half a step: of e4m3 a sixteenth of the value, or of the smallest that is normal.
     largest = np.abs(x.astype(np.float32)).max(-1, keepdims=True)

@@ -2,284 +2,49 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, Protocol, Self
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ...ops.caches import CacheSpec, CacheView, Room, block_table, buffers, check_kinds
+from ...ops import cache_kinds
+from ...ops.cache_kinds import LayerCache
+from ...ops.caches import Buffer, CacheSpec, Room, buffers, check_kinds
 from ...system.memory import host_free_bytes
 from .executables import jit_few
+from .maths import MATHS
 from .mesh import WHOLE, Place
-from .ops.schemes import CACHE_CODES
 
 
-class LayerCache(CacheView, Protocol):
-    """One layer's arrays; its class is the kind. A named tuple, as its layout has them.
+class FullCache(cache_kinds.FullCache):
+    """See `cache_kinds.FullCache`."""
 
-    Everything is traced, of one device's share: arrays have the KV heads of this device.
-    """
+    maths = MATHS
 
-    @classmethod
-    def make(cls, spec: CacheSpec, slots: int, tokens: int, zero: jax.Array) -> Self:
-        """Finite arrays: a masked value still takes part in the product as 0 * value.
 
-        `zero` is a scalar of the model's dtype.
-        """
-        ...
+class BlockCache(cache_kinds.BlockCache):
+    """See `cache_kinds.BlockCache`."""
 
-    def grown(self, slots: int, tokens: int) -> Self:
-        """The same contents in arrays of this size, no smaller in either."""
-        ...
+    maths = MATHS
 
 
-class FullCache(NamedTuple):
-    """Keys and values of every token, [N, K, S, D] each; of codes their scales, [N, K, S] each."""
+class CrossCache(cache_kinds.CrossCache):
+    """See `cache_kinds.CrossCache`."""
 
-    k: jax.Array
-    v: jax.Array
-    k_scale: jax.Array | None = None
-    v_scale: jax.Array | None = None
-    kind = "full"
+    maths = MATHS
 
-    @property
-    def codes(self) -> str | None:
-        """See `CacheView.codes`."""
-        return codes_of(self.k)
 
-    @property
-    def capacity(self) -> int:
-        """See `CacheView.capacity`."""
-        return self.k.shape[2]
+class LatentCache(cache_kinds.LatentCache):
+    """See `cache_kinds.LatentCache`."""
 
-    @classmethod
-    def make(cls, spec: CacheSpec, slots: int, tokens: int, zero: jax.Array) -> Self:
-        """See `LayerCache.make`."""
-        return cls(*zeros(spec, slots, tokens, zero))
+    maths = MATHS
 
-    def grown(self, slots: int, tokens: int) -> Self:
-        """See `LayerCache.grown`."""
-        more = slots - len(self.k), 0, tokens - self.capacity
-        return jax.tree.map(lambda x: padded(x, more), self)
 
-    def write(self, slots: jax.Array, k: jax.Array, v: jax.Array) -> Self:
-        """See `CacheView.write`; zeros lie behind. Slots beyond the cache are dropped."""
+class StateCache(cache_kinds.StateCache):
+    """See `cache_kinds.StateCache`."""
 
-        def put(buffer: jax.Array, new: jax.Array) -> jax.Array:
-            rows = padded(new, (0, buffer.shape[2] - new.shape[1])).swapaxes(1, 2)
-            return buffer.at[slots].set(rows, mode="drop")
-
-        return changed(self, put, k, v)
-
-    def append(self, k: jax.Array, v: jax.Array, lengths: jax.Array) -> Self:
-        """See `CacheView.append`."""
-        slots = jnp.arange(k.shape[0])
-        at = jnp.minimum(lengths, self.capacity - 1)
-        return changed(self, lambda buffer, new: buffer.at[slots, :, at].set(new), k, v)
-
-    def kept(self, k: jax.Array, v: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """See `CacheView.kept`."""
-        return kept(self, k, v)
-
-    def read(self) -> tuple[jax.Array, jax.Array]:
-        """See `CacheView.read`."""
-        if self.k_scale is None:
-            return self.k, self.v
-        return CACHE_CODES.values(self.k, self.k_scale), CACHE_CODES.values(self.v, self.v_scale)
-
-
-class BlockCache(NamedTuple):
-    """Keys and values in blocks of tokens, [blocks, K, size, D] each, by a table [N, blocks].
-
-    Token s of slot n lies in block table[n, s // size] at place s % size. Of codes there are their
-    scales, [blocks, K, size] each.
-    """
-
-    k: jax.Array
-    v: jax.Array
-    table: jax.Array
-    k_scale: jax.Array | None = None
-    v_scale: jax.Array | None = None
-    kind = "blocks"
-
-    @property
-    def codes(self) -> str | None:
-        """See `CacheView.codes`."""
-        return codes_of(self.k)
-
-    @property
-    def _size(self) -> int:
-        return self.k.shape[2]
-
-    @property
-    def _pools(self) -> FullCache:
-        return FullCache(self.k, self.v, self.k_scale, self.v_scale)
-
-    @property
-    def capacity(self) -> int:
-        """See `CacheView.capacity`."""
-        return self.table.shape[1] * self._size
-
-    @classmethod
-    def make(cls, spec: CacheSpec, slots: int, tokens: int, zero: jax.Array) -> Self:
-        """See `LayerCache.make`."""
-        k, v, table, *scales = zeros(spec, slots, tokens, zero)
-        return cls(k, v, jnp.asarray(block_table(table.shape)), *scales)
-
-    def grown(self, slots: int, tokens: int) -> Self:
-        """See `LayerCache.grown`."""
-        old = self.table.shape
-        table = block_table((slots, -(-tokens // self._size)), old)
-        more = (table.size - self.table.size,)
-        table = jnp.asarray(table).at[: old[0], : old[1]].set(self.table)
-        k, v, *scales = jax.tree.map(lambda x: padded(x, more), self._pools)
-        return type(self)(k, v, table, *scales)
-
-    def write(self, slots: jax.Array, k: jax.Array, v: jax.Array) -> Self:
-        """See `CacheView.write`; zeros lie behind. Slots beyond the cache are dropped."""
-        blocks = self.table.at[slots].get(mode="fill", fill_value=len(self.k))
-
-        def put(pool: jax.Array, new: jax.Array) -> jax.Array:
-            rows = padded(new, (0, self.capacity - new.shape[1]))
-            rows = rows.reshape(len(new), -1, self._size, *new.shape[2:]).swapaxes(2, 3)
-            return pool.at[blocks].set(rows, mode="drop")
-
-        return changed(self, put, k, v)
-
-    def append(self, k: jax.Array, v: jax.Array, lengths: jax.Array) -> Self:
-        """See `CacheView.append`."""
-        at = jnp.minimum(lengths, self.capacity - 1)
-        blocks, at = self.table[jnp.arange(len(k)), at // self._size], at % self._size
-        return changed(self, lambda pool, new: pool.at[blocks, :, at].set(new), k, v)
-
-    def kept(self, k: jax.Array, v: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """See `CacheView.kept`."""
-        return kept(self, k, v)
-
-    def read(self) -> tuple[jax.Array, jax.Array]:
-        """See `CacheView.read`."""
-
-        def rows(pool: jax.Array) -> jax.Array:
-            x = pool[self.table].swapaxes(1, 2)
-            return x.reshape(*x.shape[:2], -1, *x.shape[4:])
-
-        return jax.tree.map(rows, self._pools).read()
-
-
-class CrossCache(NamedTuple):
-    """What slots keep of an encoder's output: keys, values [N, K, S, D] and how many, int32 [N]."""
-
-    k: jax.Array
-    v: jax.Array
-    lengths: jax.Array
-    kind = "cross"
-    codes = None
-
-    @property
-    def capacity(self) -> int:
-        """See `CrossView.capacity`."""
-        return self.k.shape[2]
-
-    @classmethod
-    def make(cls, spec: CacheSpec, slots: int, tokens: int, zero: jax.Array) -> Self:
-        """See `LayerCache.make`."""
-        return cls(*zeros(spec, slots, tokens, zero))
-
-    def grown(self, slots: int, tokens: int) -> Self:
-        """See `LayerCache.grown`."""
-        more = slots - len(self.k), 0, tokens - self.capacity
-        k, v = (padded(x, more) for x in self[:2])
-        return type(self)(k, v, padded(self.lengths, more[:1]))
-
-    def keep(self, slots: jax.Array, k: jax.Array, v: jax.Array, lengths: jax.Array) -> Self:
-        """See `CrossView.keep`; zeros lie behind. Slots beyond the cache are dropped."""
-
-        def put(buffer: jax.Array, new: jax.Array) -> jax.Array:
-            rows = padded(new, (0, buffer.shape[2] - new.shape[1])).swapaxes(1, 2)
-            return buffer.at[slots].set(rows, mode="drop")
-
-        counts = self.lengths.at[slots].set(lengths.astype(self.lengths.dtype), mode="drop")
-        return type(self)(put(self.k, k), put(self.v, v), counts)
-
-    def read(self) -> tuple[jax.Array, jax.Array]:
-        """See `CrossView.read`."""
-        return self.k, self.v
-
-
-class LatentCache(NamedTuple):
-    """What all heads share of every token, [N, S, rank + turning]; it keeps no codes."""
-
-    shared: jax.Array
-    kind, codes = "latent", None
-
-    @property
-    def capacity(self) -> int:
-        """See `CacheView.capacity`."""
-        return self.shared.shape[1]
-
-    @classmethod
-    def make(cls, spec: CacheSpec, slots: int, tokens: int, zero: jax.Array) -> Self:
-        """See `LayerCache.make`."""
-        return cls(*zeros(spec, slots, tokens, zero))
-
-    def grown(self, slots: int, tokens: int) -> Self:
-        """See `LayerCache.grown`."""
-        return type(self)(padded(self.shared, (slots - len(self.shared), tokens - self.capacity)))
-
-    def write(self, slots: jax.Array, k: jax.Array, v: jax.Array) -> Self:
-        """See `CacheView.write`; zeros lie behind. Slots beyond the cache are dropped."""
-        rows = padded(k[:, :, 0], (0, self.capacity - k.shape[1]))
-        return type(self)(self.shared.at[slots].set(rows, mode="drop"))
-
-    def append(self, k: jax.Array, v: jax.Array, lengths: jax.Array) -> Self:
-        """See `CacheView.append`."""
-        at = jnp.minimum(lengths, self.capacity - 1)
-        return type(self)(self.shared.at[jnp.arange(len(k)), at].set(k[:, 0]))
-
-    def kept(self, k: jax.Array, v: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """See `CacheView.kept`."""
-        return k, v
-
-    def read(self) -> tuple[jax.Array, jax.Array]:
-        """See `CacheView.read`."""
-        keys = self.shared[:, None]
-        return keys, keys
-
-
-class StateCache(NamedTuple):
-    """What a recurrence keeps: the last tokens that it convolves, [N, taps - 1, C].
-
-    And, if it is a state space, its state, float32 [N, heads, head_dim, state].
-    """
-
-    past: jax.Array
-    state: jax.Array | None = None
-    kind, codes = "state", None
-
-    @property
-    def arrays(self) -> tuple[jax.Array, ...]:
-        """See `StateView.arrays`."""
-        return (self.past,) if self.state is None else (self.past, self.state)
-
-    @classmethod
-    def make(cls, spec: CacheSpec, slots: int, tokens: int, zero: jax.Array) -> Self:
-        """See `LayerCache.make`."""
-        return cls(*zeros(spec, slots, tokens, zero))
-
-    def grown(self, slots: int, tokens: int) -> Self:
-        """See `LayerCache.grown`."""
-        return type(self)(*(padded(x, (slots - len(x),)) for x in self.arrays))
-
-    def keep(self, slots: jax.Array, *arrays: jax.Array) -> Self:
-        """See `StateView.keep`. Slots beyond the cache are dropped."""
-        pairs = zip(self.arrays, arrays, strict=True)
-        return type(self)(*(held.at[slots].set(new, mode="drop") for held, new in pairs))
-
-    def move(self, moves: jax.Array, *arrays: jax.Array) -> Self:
-        """See `StateView.move`."""
-        pairs = zip(self.arrays, arrays, strict=True)
-        return type(self)(*(jnp.where(_over(moves, new), new, held) for held, new in pairs))
+    maths = MATHS
 
 
 KINDS: dict[str, type[Any]] = {  # each a LayerCache, or like one
@@ -291,47 +56,18 @@ KINDS: dict[str, type[Any]] = {  # each a LayerCache, or like one
 }
 
 
-def _over(moves: jax.Array, x: jax.Array) -> jax.Array:
-    """`moves` [N], of as many axes as x [N, ...] has."""
-    return moves.reshape(-1, *[1] * (x.ndim - 1))
+def made(spec: CacheSpec, slots: int, tokens: int, zero: jax.Array) -> LayerCache:
+    """A layer's new cache; finite: a masked value still takes part in a product as 0 * value.
 
-
-def codes_of(k: jax.Array) -> str | None:
-    """What keys are kept in where these are codes."""
-    return {"uint8": "fp8_e4m3", "int8": "int8"}.get(k.dtype.name)
-
-
-def changed(
-    cache: Any, put: Callable[[jax.Array, jax.Array], jax.Array], k: jax.Array, v: jax.Array
-) -> Any:
-    """The cache with each array as `put` makes it of the array and of what new heads give it.
-
-    Heads are [..., D]; arrays are keys, values and, of codes, their scales.
+    `zero` is a scalar of the model's dtype.
     """
-    if cache.codes is None:
-        return cache._replace(k=put(cache.k, k), v=put(cache.v, v))
-    (k, k_scale), (v, v_scale) = (CACHE_CODES.encode(x, cache.codes) for x in (k, v))
-    scales = {"k_scale": put(cache.k_scale, k_scale), "v_scale": put(cache.v_scale, v_scale)}
-    return cache._replace(k=put(cache.k, k), v=put(cache.v, v), **scales)
 
+    def new(b: Buffer) -> jax.Array:
+        if b.first is not None:
+            return jnp.asarray(b.first(b.shape))
+        return jnp.broadcast_to(zero.astype(b.dtype) if b.dtype else zero, b.shape)
 
-def kept(cache: Any, k: jax.Array, v: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """See `CacheView.kept`."""
-    codes = cache.codes
-    return (k, v) if codes is None else (CACHE_CODES.kept(k, codes), CACHE_CODES.kept(v, codes))
-
-
-def padded(x: jax.Array, more: Sequence[int]) -> jax.Array:
-    """`x` with zeros behind, so many along each of the first axes."""
-    return jnp.pad(x, [(0, by) for by in (*more, *[0] * (x.ndim - len(more)))])
-
-
-def zeros(spec: CacheSpec, slots: int, tokens: int, zero: jax.Array) -> list[jax.Array]:
-    """The arrays of a layer's layout, all zero."""
-    return [
-        jnp.broadcast_to(zero.astype(b.dtype) if b.dtype else zero, b.shape)
-        for b in buffers(spec, slots, tokens)
-    ]
+    return KINDS[spec.kind](*map(new, buffers(spec, slots, tokens)))
 
 
 @jax.tree_util.register_dataclass
@@ -372,7 +108,7 @@ def _make(specs: tuple[CacheSpec, ...], room: Room, place: Place) -> Callable[..
     """All layers' arrays by one call: one after another they take the host milliseconds."""
 
     def make(zero: jax.Array) -> list[Any]:
-        return [KINDS[s.kind].make(s, room.slots, room.of(s), zero) for s in specs]
+        return [made(s, room.slots, room.of(s), zero) for s in specs]
 
     return place.spread(make, WHOLE, split(specs, place))
 

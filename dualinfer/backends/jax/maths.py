@@ -181,6 +181,26 @@ class JaxMaths:
         """See `Maths`."""
         return jnp.zeros(shape, dtype)
 
+    def of_numpy(self, values: np.ndarray, like: jax.Array) -> jax.Array:
+        """See `Maths`."""
+        return jnp.asarray(values)
+
+    def put(self, a: jax.Array, index: Any, new: jax.Array) -> jax.Array:
+        """See `Maths`."""
+        return new if index is ... else a.at[index].set(new, mode="drop")
+
+    def put_rows(self, a: jax.Array, rows: jax.Array, new: jax.Array, axis: int) -> jax.Array:
+        """See `Maths`."""
+        return self.put(a, rows, self.pad(new, axis, 0, a.shape[axis] - new.shape[axis]))
+
+    def rows_or(self, a: jax.Array, rows: jax.Array, beyond: int) -> jax.Array:
+        """See `Maths`."""
+        return a.at[rows].get(mode="fill", fill_value=beyond)
+
+    def grow(self, a: jax.Array, more: Sequence[int]) -> jax.Array:
+        """See `Maths`."""
+        return jnp.pad(a, [(0, by) for by in (*more, *[0] * (a.ndim - len(more)))])
+
     def add_product(self, total: jax.Array, a: jax.Array, b: jax.Array) -> jax.Array:
         """See `Maths`."""
         return total + a.astype(total.dtype) * b.astype(total.dtype)

@@ -1,16 +1,16 @@
 """The torch cache: each layer's static buffers, a row a slot; it grows, keeping what is live."""
 
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, Protocol, Self
+from collections.abc import Sequence
+from typing import Any
 
 import torch
-from torch.nn import functional as F
 
+from ...ops import cache_kinds
+from ...ops.cache_kinds import LayerCache
 from ...ops.caches import (
+    Buffer,
     CacheSpec,
-    CacheView,
     Room,
-    block_table,
     buffers,
     cache_bytes,
     check_kinds,
@@ -19,308 +19,37 @@ from ...ops.caches import (
 )
 from ...parallel.agreement import Peers
 from .device import free_bytes
-from .ops.schemes import CACHE_CODES
+from .maths import MATHS
 
 
-class LayerCache(CacheView, Protocol):
-    """One layer's buffers, or a view of some of their slots and tokens; its class is the kind.
+class FullCache(cache_kinds.FullCache):
+    """See `cache_kinds.FullCache`."""
 
-    A named tuple of the kind's tensors. Nothing here waits for the device, so that steps that write
-    and read can be captured.
-    """
-
-    @classmethod
-    def make(
-        cls, spec: CacheSpec, slots: int, tokens: int, dtype: torch.dtype, device: torch.device
-    ) -> Self:
-        """Finite buffers: a masked value still takes part in the product as 0 * value."""
-        ...
-
-    def grown(self, slots: int, tokens: int) -> Self:
-        """New buffers of at least this size in both, with the same contents."""
-        ...
-
-    def view(self, slots: int, tokens: int) -> Self:
-        """The first `slots` slots with room for `tokens` tokens each, in the same memory."""
-        ...
+    maths = MATHS
 
 
-class FullCache(NamedTuple):
-    """Keys and values of every token, [N, K, S, D] each; of codes their scales, [N, K, S] each."""
+class BlockCache(cache_kinds.BlockCache):
+    """See `cache_kinds.BlockCache`."""
 
-    k: torch.Tensor
-    v: torch.Tensor
-    k_scale: torch.Tensor | None = None
-    v_scale: torch.Tensor | None = None
-    kind = "full"
-
-    @property
-    def codes(self) -> str | None:
-        """See `CacheView.codes`."""
-        return codes_of(self.k)
-
-    @property
-    def capacity(self) -> int:
-        """See `CacheView.capacity`."""
-        return self.k.shape[2]
-
-    @classmethod
-    def make(
-        cls, spec: CacheSpec, slots: int, tokens: int, dtype: torch.dtype, device: torch.device
-    ) -> Self:
-        """See `LayerCache.make`."""
-        return cls(*zeros(spec, slots, tokens, dtype, device))
-
-    def grown(self, slots: int, tokens: int) -> Self:
-        """See `LayerCache.grown`."""
-        more = slots - len(self.k), 0, tokens - self.capacity
-        return over(self, lambda x: padded(x, more))
-
-    def view(self, slots: int, tokens: int) -> Self:
-        """See `LayerCache.view`."""
-        return over(self, lambda x: x[:slots, :, :tokens])
-
-    def write(self, slots: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Self:
-        """See `CacheView.write`; in place."""
-        tokens = k.shape[1]
-        for buffer, new in parts(self, k, v):
-            buffer[slots, :, :tokens] = new.transpose(1, 2)
-            buffer[slots, :, tokens:] = new.new_zeros(())  # of the device: it may be captured
-        return self
-
-    def append(self, k: torch.Tensor, v: torch.Tensor, lengths: torch.Tensor) -> Self:
-        """See `CacheView.append`; in place."""
-        at = lengths.clamp(max=self.capacity - 1)
-        slots = torch.arange(len(k), device=k.device)
-        for buffer, new in parts(self, k, v):
-            buffer[slots, :, at] = new
-        return self
-
-    def kept(self, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """See `CacheView.kept`."""
-        return kept(self, k, v)
-
-    def read(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """See `CacheView.read`; no copy but of codes."""
-        if self.k_scale is None:
-            return self.k, self.v
-        return CACHE_CODES.values(self.k, self.k_scale), CACHE_CODES.values(self.v, self.v_scale)
+    maths = MATHS
 
 
-class BlockCache(NamedTuple):
-    """Keys and values in blocks of tokens, [blocks, K, size, D] each, by a table [N, blocks].
+class CrossCache(cache_kinds.CrossCache):
+    """See `cache_kinds.CrossCache`."""
 
-    Token s of slot n lies in block table[n, s // size] at place s % size. Of codes there are their
-    scales, [blocks, K, size] each.
-    """
-
-    k: torch.Tensor
-    v: torch.Tensor
-    table: torch.Tensor
-    k_scale: torch.Tensor | None = None
-    v_scale: torch.Tensor | None = None
-    kind = "blocks"
-
-    @property
-    def codes(self) -> str | None:
-        """See `CacheView.codes`."""
-        return codes_of(self.k)
-
-    @property
-    def _size(self) -> int:
-        return self.k.shape[2]
-
-    @property
-    def _pools(self) -> FullCache:
-        return FullCache(self.k, self.v, self.k_scale, self.v_scale)
-
-    @property
-    def capacity(self) -> int:
-        """See `CacheView.capacity`."""
-        return self.table.shape[1] * self._size
-
-    @classmethod
-    def make(
-        cls, spec: CacheSpec, slots: int, tokens: int, dtype: torch.dtype, device: torch.device
-    ) -> Self:
-        """See `LayerCache.make`."""
-        k, v, table, *scales = zeros(spec, slots, tokens, dtype, device)
-        return cls(k, v, table.copy_(torch.from_numpy(block_table(table.shape))), *scales)
-
-    def grown(self, slots: int, tokens: int) -> Self:
-        """See `LayerCache.grown`."""
-        old, each = self.table.shape, -(-tokens // self._size)
-        table = torch.from_numpy(block_table((slots, each), old)).to(self.table.device)
-        table[: old[0], : old[1]] = self.table
-        more = (table.numel() - self.table.numel(),)
-        k, v, *scales = over(self._pools, lambda x: padded(x, more))
-        return type(self)(k, v, table, *scales)
-
-    def view(self, slots: int, tokens: int) -> Self:
-        """See `LayerCache.view`."""
-        return self._replace(table=self.table[:slots, : -(-tokens // self._size)])
-
-    def write(self, slots: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Self:
-        """See `CacheView.write`; in place."""
-        for pool, new in parts(self, k, v):
-            rows = padded(new, (0, self.capacity - new.shape[1])).unflatten(1, (-1, self._size))
-            pool[self.table[slots]] = rows.transpose(2, 3)
-        return self
-
-    def append(self, k: torch.Tensor, v: torch.Tensor, lengths: torch.Tensor) -> Self:
-        """See `CacheView.append`; in place."""
-        at = lengths.clamp(max=self.capacity - 1)
-        blocks = self.table[torch.arange(len(k), device=k.device), at // self._size]
-        for pool, new in parts(self, k, v):
-            pool[blocks, :, at % self._size] = new
-        return self
-
-    def kept(self, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """See `CacheView.kept`."""
-        return kept(self, k, v)
-
-    def read(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """See `CacheView.read`; a copy."""
-        return over(self._pools, lambda x: x[self.table].transpose(1, 2).flatten(2, 3)).read()
+    maths = MATHS
 
 
-class CrossCache(NamedTuple):
-    """What slots keep of an encoder's output: keys, values [N, K, S, D] and how many, int32 [N]."""
+class LatentCache(cache_kinds.LatentCache):
+    """See `cache_kinds.LatentCache`."""
 
-    k: torch.Tensor
-    v: torch.Tensor
-    lengths: torch.Tensor
-    kind = "cross"
-    codes = None
-
-    @property
-    def capacity(self) -> int:
-        """See `CrossView.capacity`."""
-        return self.k.shape[2]
-
-    @classmethod
-    def make(
-        cls, spec: CacheSpec, slots: int, tokens: int, dtype: torch.dtype, device: torch.device
-    ) -> Self:
-        """See `LayerCache.make`."""
-        return cls(*zeros(spec, slots, tokens, dtype, device))
-
-    def grown(self, slots: int, tokens: int) -> Self:
-        """See `LayerCache.grown`."""
-        more = slots - len(self.k), 0, tokens - self.capacity
-        k, v = (padded(x, more) for x in self[:2])
-        return type(self)(k, v, padded(self.lengths, more[:1]))
-
-    def view(self, slots: int, tokens: int) -> Self:
-        """See `LayerCache.view`."""
-        k, v = (x[:slots, :, :tokens] for x in self[:2])
-        return type(self)(k, v, self.lengths[:slots])
-
-    def keep(
-        self, slots: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lengths: torch.Tensor
-    ) -> Self:
-        """See `CrossView.keep`; in place."""
-        tokens = k.shape[1]
-        for buffer, new in ((self.k, k), (self.v, v)):
-            buffer[slots, :, :tokens] = new.transpose(1, 2)
-        self.lengths[slots] = lengths.to(self.lengths.dtype)
-        return self
-
-    def read(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """See `CrossView.read`; no copy."""
-        return self.k, self.v
+    maths = MATHS
 
 
-class LatentCache(NamedTuple):
-    """What all heads share of every token, [N, S, rank + turning]; it keeps no codes."""
+class StateCache(cache_kinds.StateCache):
+    """See `cache_kinds.StateCache`."""
 
-    shared: torch.Tensor
-    kind, codes = "latent", None
-
-    @property
-    def capacity(self) -> int:
-        """See `CacheView.capacity`."""
-        return self.shared.shape[1]
-
-    @classmethod
-    def make(
-        cls, spec: CacheSpec, slots: int, tokens: int, dtype: torch.dtype, device: torch.device
-    ) -> Self:
-        """See `LayerCache.make`."""
-        return cls(*zeros(spec, slots, tokens, dtype, device))
-
-    def grown(self, slots: int, tokens: int) -> Self:
-        """See `LayerCache.grown`."""
-        return type(self)(padded(self.shared, (slots - len(self.shared), tokens - self.capacity)))
-
-    def view(self, slots: int, tokens: int) -> Self:
-        """See `LayerCache.view`."""
-        return type(self)(self.shared[:slots, :tokens])
-
-    def write(self, slots: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Self:
-        """See `CacheView.write`; in place."""
-        tokens = k.shape[1]
-        self.shared[slots, :tokens] = k[:, :, 0]
-        self.shared[slots, tokens:] = k.new_zeros(())
-        return self
-
-    def append(self, k: torch.Tensor, v: torch.Tensor, lengths: torch.Tensor) -> Self:
-        """See `CacheView.append`; in place."""
-        slots = torch.arange(len(k), device=k.device)
-        self.shared[slots, lengths.clamp(max=self.capacity - 1)] = k[:, 0]
-        return self
-
-    def kept(self, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """See `CacheView.kept`."""
-        return k, v
-
-    def read(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """See `CacheView.read`; no copy."""
-        keys = self.shared[:, None]
-        return keys, keys
-
-
-class StateCache(NamedTuple):
-    """What a recurrence keeps: the last tokens that it convolves, [N, taps - 1, C].
-
-    And, if it is a state space, its state, float32 [N, heads, head_dim, state].
-    """
-
-    past: torch.Tensor
-    state: torch.Tensor | None = None
-    kind, codes = "state", None
-
-    @property
-    def arrays(self) -> tuple[torch.Tensor, ...]:
-        """See `StateView.arrays`."""
-        return (self.past,) if self.state is None else (self.past, self.state)
-
-    @classmethod
-    def make(
-        cls, spec: CacheSpec, slots: int, tokens: int, dtype: torch.dtype, device: torch.device
-    ) -> Self:
-        """See `LayerCache.make`."""
-        return cls(*zeros(spec, slots, tokens, dtype, device))
-
-    def grown(self, slots: int, tokens: int) -> Self:
-        """See `LayerCache.grown`."""
-        return over(self, lambda x: padded(x, (slots - len(x),)))
-
-    def view(self, slots: int, tokens: int) -> Self:
-        """See `LayerCache.view`."""
-        return over(self, lambda x: x[:slots])
-
-    def keep(self, slots: torch.Tensor, *arrays: torch.Tensor) -> Self:
-        """See `StateView.keep`; in place."""
-        for held, new in zip(self.arrays, arrays, strict=True):
-            held[slots] = new
-        return self
-
-    def move(self, moves: torch.Tensor, *arrays: torch.Tensor) -> Self:
-        """See `StateView.move`; in place."""
-        for held, new in zip(self.arrays, arrays, strict=True):
-            held.copy_(torch.where(moves.view(-1, *[1] * (held.ndim - 1)), new, held))
-        return self
+    maths = MATHS
 
 
 KINDS: dict[str, type[Any]] = {  # each a LayerCache, or like one
@@ -332,54 +61,23 @@ KINDS: dict[str, type[Any]] = {  # each a LayerCache, or like one
 }
 
 
-def codes_of(k: torch.Tensor) -> str | None:
-    """What keys are kept in where these are codes."""
-    return {torch.uint8: "fp8_e4m3", torch.int8: "int8"}.get(k.dtype)
-
-
-def over(cache: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-    """The cache with each of its arrays changed."""
-    return type(cache)(*(x if x is None else change(x) for x in cache))
-
-
 def size_of(cache: Any) -> int:
     """Bytes of the cache's arrays."""
     return sum(x.nbytes for x in cache if x is not None)
 
 
-def parts(
-    cache: FullCache | BlockCache, k: torch.Tensor, v: torch.Tensor
-) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """The buffers of keys, values and their scales, each with what new heads [..., D] put there."""
-    codes = cache.codes
-    if codes is None or cache.k_scale is None or cache.v_scale is None:
-        return [(cache.k, k), (cache.v, v)]
-    (k, k_scale), (v, v_scale) = (CACHE_CODES.encode(x, codes) for x in (k, v))
-    return [(cache.k, k), (cache.v, v), (cache.k_scale, k_scale), (cache.v_scale, v_scale)]
-
-
-def kept(
-    cache: FullCache | BlockCache, k: torch.Tensor, v: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """See `CacheView.kept`."""
-    codes = cache.codes
-    return (k, v) if codes is None else (CACHE_CODES.kept(k, codes), CACHE_CODES.kept(v, codes))
-
-
-def padded(x: torch.Tensor, more: Sequence[int]) -> torch.Tensor:
-    """`x` with zeros behind, so many along each of the first axes."""
-    sizes = [n for by in reversed((*more, *[0] * (x.ndim - len(more)))) for n in (0, by)]
-    return F.pad(x, sizes)
-
-
-def zeros(
+def made(
     spec: CacheSpec, slots: int, tokens: int, dtype: torch.dtype, device: torch.device
-) -> list[torch.Tensor]:
-    """The buffers of a layer's layout, all zero."""
-    return [
-        torch.zeros(b.shape, dtype=getattr(torch, b.dtype) if b.dtype else dtype, device=device)
-        for b in buffers(spec, slots, tokens)
-    ]
+) -> LayerCache:
+    """A layer's new cache; finite: a masked value still takes part in a product as 0 * value."""
+
+    def new(b: Buffer) -> torch.Tensor:
+        if b.first is not None:
+            return torch.from_numpy(b.first(b.shape)).to(device)
+        own = getattr(torch, b.dtype) if b.dtype else dtype
+        return torch.zeros(b.shape, dtype=own, device=device)
+
+    return KINDS[spec.kind](*map(new, buffers(spec, slots, tokens)))
 
 
 class Cache:
@@ -433,7 +131,7 @@ class Cache:
         if self._layers:
             pairs = zip(self.specs, self._layers, strict=True)
             return [layer.grown(slots, room.of(spec)) for spec, layer in pairs]
-        return [KINDS[s.kind].make(s, slots, room.of(s), *where) for s in self.specs]
+        return [made(s, slots, room.of(s), *where) for s in self.specs]
 
     def bytes_for(self, room: Room) -> int:
         """Bytes of a cache of this size."""

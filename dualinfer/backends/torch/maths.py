@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import cache
 from typing import Any
 
+import numpy as np
 import torch
 from torch.nn import functional as F
 
@@ -154,6 +155,36 @@ class TorchMaths:
     def zeros(self, shape: Sequence[int], dtype: torch.dtype, like: torch.Tensor) -> torch.Tensor:
         """See `Maths`."""
         return torch.zeros(shape, dtype=dtype, device=like.device)
+
+    def of_numpy(self, values: np.ndarray, like: torch.Tensor) -> torch.Tensor:
+        """See `Maths`."""
+        return torch.from_numpy(values).to(like.device)
+
+    def put(self, a: torch.Tensor, index: Any, new: torch.Tensor) -> torch.Tensor:
+        """See `Maths`; in place."""
+        if index is ...:
+            return a.copy_(new)
+        a[index] = new
+        return a
+
+    def put_rows(
+        self, a: torch.Tensor, rows: torch.Tensor, new: torch.Tensor, axis: int
+    ) -> torch.Tensor:
+        """See `Maths`; in place."""
+        before, count = (slice(None),) * (axis - 1), new.shape[axis]
+        a[(rows, *before, slice(count))] = new
+        if count < a.shape[axis]:  # with a zero of the device, as it may be captured
+            a[(rows, *before, slice(count, None))] = new.new_zeros(())
+        return a
+
+    def rows_or(self, a: torch.Tensor, rows: torch.Tensor, beyond: int) -> torch.Tensor:
+        """See `Maths`."""
+        return a[rows]
+
+    def grow(self, a: torch.Tensor, more: Sequence[int]) -> torch.Tensor:
+        """See `Maths`."""
+        sizes = [n for by in reversed((*more, *[0] * (a.ndim - len(more)))) for n in (0, by)]
+        return F.pad(a, sizes)
 
     def add_product(self, total: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
         """See `Maths`."""

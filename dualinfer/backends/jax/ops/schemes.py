@@ -1,8 +1,6 @@
-"""What JAX does with quantized weights and with a cache in codes: SCHEMES and CACHE_CODES."""
+"""What JAX does with quantized weights."""
 
-from ....ops.cache_codes import CacheCodes
 from ....ops.schemes import BlockArithmetic
 from ..maths import MATHS
 
 SCHEMES = BlockArithmetic(MATHS)
-CACHE_CODES = CacheCodes(MATHS)

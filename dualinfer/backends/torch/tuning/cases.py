@@ -11,13 +11,15 @@ from ....kernels.triton import attention, attention_choice, decode_attention, la
 from ....kernels.triton.tuning import Config, Key
 from ....model.spec import ModelSpec
 from ....model.weights import count_leaves, parts_of, with_parts
+from ....ops import cache_codes
+from ....ops.cache_kinds import over
 from ....ops.contract import Epilogue, LatentQkv, LayerAttention, Routing
 from ...kernels import has_wide_heads
 from ...slots import bucket
-from ..cache import FullCache, LatentCache, over, size_of
+from ..cache import FullCache, LatentCache, size_of
 from ..device import free_bytes
+from ..maths import MATHS
 from ..ops.kernels import KernelOps
-from ..ops.schemes import CACHE_CODES
 from ..params import Params
 from .recorder import ExpertsCall, ProductCall, Recorder, RouterCall
 
@@ -261,7 +263,7 @@ def _decode_maker(
         qkv = _random(like, slots, 1, sum(a.qkv_sizes))
         keys, scales = _random(like, slots, a.kv_heads, reach, a.head_dim), []
         if codes is not None:
-            keys, scale = CACHE_CODES.encode(keys, codes)
+            keys, scale = cache_codes.encode(MATHS, keys, codes)
             scales = [scale, scale.flip(2).contiguous()]
         cache = FullCache(keys, keys.flip(2).contiguous(), *scales)
         return _token(layer, ops, qkv, cache, layers)

@@ -1,0 +1,313 @@
+"""What each kind of cache does with its arrays, once over Maths; backends give a class theirs.
+
+A class is a named tuple of its layout's arrays, of which some may be views: the first slots, with
+room for fewer tokens. Where arrays are memory, what is written changes them and stays in its place,
+and nothing waits for the device, so that steps can be captured. Where they are values, all is
+traced, of one device's share, and slots beyond the cache are dropped.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple, Protocol, Self, TypeAlias
+
+from . import cache_codes, caches
+from .caches import CacheView
+
+Array: TypeAlias = Any
+_NONE: Any = None  # a backend's class has its Maths
+
+
+class LayerCache(CacheView, Protocol):
+    """One layer's cache as its owner takes it; a state and a cross cache are like one."""
+
+    def grown(self, slots: int, tokens: int) -> Self:
+        """The same contents in new arrays of this size, no smaller in either."""
+        ...
+
+    def view(self, slots: int, tokens: int) -> Self:
+        """The first `slots` slots with room for `tokens` tokens each; in the same memory."""
+        ...
+
+
+class FullCache(NamedTuple):
+    """Keys and values of every token, [N, K, S, D] each; of codes their scales, [N, K, S] each."""
+
+    k: Array
+    v: Array
+    k_scale: Array | None = None
+    v_scale: Array | None = None
+    kind, maths = "full", _NONE
+
+    @property
+    def codes(self) -> str | None:
+        """See `CacheView.codes`."""
+        return codes_of(self.k)
+
+    @property
+    def capacity(self) -> int:
+        """See `CacheView.capacity`."""
+        return self.k.shape[2]
+
+    def grown(self, slots: int, tokens: int) -> Self:
+        """See `LayerCache.grown`."""
+        more = slots - len(self.k), 0, tokens - self.capacity
+        return over(self, lambda x: self.maths.grow(x, more))
+
+    def view(self, slots: int, tokens: int) -> Self:
+        """See `LayerCache.view`."""
+        return over(self, lambda x: x[:slots, :, :tokens])
+
+    def write(self, slots: Array, k: Array, v: Array) -> Self:
+        """See `CacheView.write`; zeros lie behind."""
+
+        def put(x: Array, new: Array) -> Array:
+            return self.maths.put_rows(x, slots, new.swapaxes(1, 2), 2)
+
+        return changed(self, put, k, v)
+
+    def append(self, k: Array, v: Array, lengths: Array) -> Self:
+        """See `CacheView.append`."""
+        m, at = self.maths, lengths.clip(max=self.capacity - 1)
+        places = m.arange(len(k), k), slice(None), at
+        return changed(self, lambda x, new: m.put(x, places, new), k, v)
+
+    def kept(self, k: Array, v: Array) -> tuple[Array, Array]:
+        """See `CacheView.kept`."""
+        return kept(self, k, v)
+
+    def read(self) -> tuple[Array, Array]:
+        """See `CacheView.read`; no copy but of codes."""
+        return values_of(self, self)
+
+
+class BlockCache(NamedTuple):
+    """Keys and values in blocks of tokens, [blocks, K, size, D] each, by a table [N, blocks].
+
+    Token s of slot n lies in block table[n, s // size] at place s % size. Of codes there are their
+    scales, [blocks, K, size] each.
+    """
+
+    k: Array
+    v: Array
+    table: Array
+    k_scale: Array | None = None
+    v_scale: Array | None = None
+    kind, maths = "blocks", _NONE
+
+    @property
+    def codes(self) -> str | None:
+        """See `CacheView.codes`."""
+        return codes_of(self.k)
+
+    @property
+    def _size(self) -> int:
+        return self.k.shape[2]
+
+    @property
+    def _pools(self) -> FullCache:
+        return FullCache(self.k, self.v, self.k_scale, self.v_scale)
+
+    @property
+    def capacity(self) -> int:
+        """See `CacheView.capacity`."""
+        return self.table.shape[1] * self._size
+
+    def grown(self, slots: int, tokens: int) -> Self:
+        """See `LayerCache.grown`."""
+        m, (held, blocks) = self.maths, self.table.shape
+        table = caches.block_table((slots, -(-tokens // self._size)), (held, blocks))
+        more = (table.size - held * blocks,)
+        new = m.put(m.of_numpy(table, self.table), (slice(held), slice(blocks)), self.table)
+        k, v, *scales = over(self._pools, lambda x: m.grow(x, more))
+        return type(self)(k, v, new, *scales)
+
+    def view(self, slots: int, tokens: int) -> Self:
+        """See `LayerCache.view`."""
+        return self._replace(table=self.table[:slots, : -(-tokens // self._size)])
+
+    def write(self, slots: Array, k: Array, v: Array) -> Self:
+        """See `CacheView.write`; zeros lie behind."""
+        m = self.maths
+        blocks = m.rows_or(self.table, slots, len(self.k))
+
+        def put(pool: Array, new: Array) -> Array:
+            rows = m.grow(new, (0, self.capacity - new.shape[1]))
+            rows = rows.reshape(len(new), -1, self._size, *new.shape[2:]).swapaxes(2, 3)
+            return m.put(pool, blocks, rows)
+
+        return changed(self, put, k, v)
+
+    def append(self, k: Array, v: Array, lengths: Array) -> Self:
+        """See `CacheView.append`."""
+        m, at = self.maths, lengths.clip(max=self.capacity - 1)
+        blocks = self.table[m.arange(len(k), k), at // self._size]
+        places = blocks, slice(None), at % self._size
+        return changed(self, lambda pool, new: m.put(pool, places, new), k, v)
+
+    def kept(self, k: Array, v: Array) -> tuple[Array, Array]:
+        """See `CacheView.kept`."""
+        return kept(self, k, v)
+
+    def read(self) -> tuple[Array, Array]:
+        """See `CacheView.read`; a copy."""
+
+        def rows(pool: Array) -> Array:
+            x = pool[self.table].swapaxes(1, 2)
+            return x.reshape(*x.shape[:2], -1, *x.shape[4:])
+
+        return values_of(self, over(self._pools, rows))
+
+
+class CrossCache(NamedTuple):
+    """What slots keep of an encoder's output: keys, values [N, K, S, D] and how many, int32 [N]."""
+
+    k: Array
+    v: Array
+    lengths: Array
+    kind, codes, maths = "cross", None, _NONE
+
+    @property
+    def capacity(self) -> int:
+        """See `CrossView.capacity`."""
+        return self.k.shape[2]
+
+    def grown(self, slots: int, tokens: int) -> Self:
+        """See `LayerCache.grown`."""
+        m, more = self.maths, (slots - len(self.k), 0, tokens - self.capacity)
+        k, v = (m.grow(x, more) for x in self[:2])
+        return type(self)(k, v, m.grow(self.lengths, more[:1]))
+
+    def view(self, slots: int, tokens: int) -> Self:
+        """See `LayerCache.view`."""
+        k, v = (x[:slots, :, :tokens] for x in self[:2])
+        return type(self)(k, v, self.lengths[:slots])
+
+    def keep(self, slots: Array, k: Array, v: Array, lengths: Array) -> Self:
+        """See `CrossView.keep`; zeros lie behind."""
+        m = self.maths
+        pairs = (self.k, k), (self.v, v)
+        k, v = (m.put_rows(x, slots, new.swapaxes(1, 2), 2) for x, new in pairs)
+        counts = m.cast(lengths, self.lengths.dtype)
+        return type(self)(k, v, m.put(self.lengths, slots, counts))
+
+    def read(self) -> tuple[Array, Array]:
+        """See `CrossView.read`; no copy."""
+        return self.k, self.v
+
+
+class LatentCache(NamedTuple):
+    """What all heads share of every token, [N, S, rank + turning]; it keeps no codes."""
+
+    shared: Array
+    kind, codes, maths = "latent", None, _NONE
+
+    @property
+    def capacity(self) -> int:
+        """See `CacheView.capacity`."""
+        return self.shared.shape[1]
+
+    def grown(self, slots: int, tokens: int) -> Self:
+        """See `LayerCache.grown`."""
+        more = slots - len(self.shared), tokens - self.capacity
+        return type(self)(self.maths.grow(self.shared, more))
+
+    def view(self, slots: int, tokens: int) -> Self:
+        """See `LayerCache.view`."""
+        return type(self)(self.shared[:slots, :tokens])
+
+    def write(self, slots: Array, k: Array, v: Array) -> Self:
+        """See `CacheView.write`; zeros lie behind."""
+        return type(self)(self.maths.put_rows(self.shared, slots, k[:, :, 0], 1))
+
+    def append(self, k: Array, v: Array, lengths: Array) -> Self:
+        """See `CacheView.append`."""
+        m, at = self.maths, lengths.clip(max=self.capacity - 1)
+        return type(self)(m.put(self.shared, (m.arange(len(k), k), at), k[:, 0]))
+
+    def kept(self, k: Array, v: Array) -> tuple[Array, Array]:
+        """See `CacheView.kept`."""
+        return k, v
+
+    def read(self) -> tuple[Array, Array]:
+        """See `CacheView.read`; no copy."""
+        keys = self.shared[:, None]
+        return keys, keys
+
+
+class StateCache(NamedTuple):
+    """What a recurrence keeps: the last tokens that it convolves, [N, taps - 1, C].
+
+    And, if it is a state space, its state, float32 [N, heads, head_dim, state].
+    """
+
+    past: Array
+    state: Array | None = None
+    kind, codes, maths = "state", None, _NONE
+
+    @property
+    def arrays(self) -> tuple[Array, ...]:
+        """See `StateView.arrays`."""
+        return (self.past,) if self.state is None else (self.past, self.state)
+
+    def grown(self, slots: int, tokens: int) -> Self:
+        """See `LayerCache.grown`."""
+        return over(self, lambda x: self.maths.grow(x, (slots - len(x),)))
+
+    def view(self, slots: int, tokens: int) -> Self:
+        """See `LayerCache.view`."""
+        return over(self, lambda x: x[:slots])
+
+    def keep(self, slots: Array, *arrays: Array) -> Self:
+        """See `StateView.keep`."""
+        pairs = zip(self.arrays, arrays, strict=True)
+        return type(self)(*(self.maths.put(held, slots, new) for held, new in pairs))
+
+    def move(self, moves: Array, *arrays: Array) -> Self:
+        """See `StateView.move`."""
+        m = self.maths
+
+        def moved(held: Array, new: Array) -> Array:
+            own = moves.reshape(-1, *[1] * (held.ndim - 1))
+            return m.put(held, ..., m.where(own, new, held))
+
+        return type(self)(*map(moved, self.arrays, arrays))
+
+
+def codes_of(k: Array) -> str | None:
+    """What keys are kept in where these are codes."""
+    names = {dtype: codes for codes, dtype in caches.CODE_DTYPES.items()}
+    return names.get(str(k.dtype).removeprefix("torch."))
+
+
+def over(cache: Any, change: Callable[[Array], Array]) -> Any:
+    """The cache with each of its arrays changed."""
+    return type(cache)(*(x if x is None else change(x) for x in cache))
+
+
+def changed(cache: Any, put: Callable[[Array, Array], Array], k: Array, v: Array) -> Any:
+    """The cache with each array as `put` makes it of the array and of what new heads give it.
+
+    Heads are [..., D]; arrays are keys, values and, of codes, their scales.
+    """
+    if cache.codes is None:
+        return cache._replace(k=put(cache.k, k), v=put(cache.v, v))
+    (k, k_scale), (v, v_scale) = (cache_codes.encode(cache.maths, x, cache.codes) for x in (k, v))
+    scales = {"k_scale": put(cache.k_scale, k_scale), "v_scale": put(cache.v_scale, v_scale)}
+    return cache._replace(k=put(cache.k, k), v=put(cache.v, v), **scales)
+
+
+def kept(cache: Any, k: Array, v: Array) -> tuple[Array, Array]:
+    """See `CacheView.kept`."""
+    if cache.codes is None:
+        return k, v
+    k, v = (cache_codes.kept(cache.maths, x, cache.codes) for x in (k, v))
+    return k, v
+
+
+def values_of(cache: Any, held: Any) -> tuple[Array, Array]:
+    """Keys and values of the arrays `held`, which may be codes."""
+    if held.k_scale is None:
+        return held.k, held.v
+    m = cache.maths
+    pairs = (held.k, held.k_scale), (held.v, held.v_scale)
+    k, v = (cache_codes.values(m, data, scale) for data, scale in pairs)
+    return k, v
