@@ -1,6 +1,7 @@
 """Ids of texts: those of the caller's tokenizer, which stays as it is."""
 
 import threading
+import time
 from functools import cache
 from pathlib import Path
 from tempfile import mkdtemp
@@ -9,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tokenizers import normalizers
+from tokenizers import Regex, normalizers, pre_tokenizers
 
 import dualinfer
 from dualinfer import ArgumentError
@@ -74,6 +75,22 @@ def test_a_tokenizer_that_panics_is_told():
     tokenizer.backend_tokenizer.normalizer = normalizers.Precompiled(table)
     with pytest.raises(ArgumentError, match="does not take the prompt 'one two': index out of"):
         encode(tokenizer, "one two")
+
+
+@pytest.mark.parametrize("place", ["normalizer", "pre_tokenizer"])
+@pytest.mark.parametrize("pattern", ["(a+)+$", "(a|aa)+$", "(a*a*)*[bc]$"])
+def test_a_pattern_that_tries_for_ever_is_told_in_time(pattern, place):
+    """The library gives up at a place in a text, where a run of letters doubles work with each."""
+    tokenizer = word_piece()
+    own = {
+        "normalizer": normalizers.Replace(Regex(pattern), "x"),
+        "pre_tokenizer": pre_tokenizers.Split(Regex(pattern), "isolated"),
+    }
+    setattr(tokenizer.backend_tokenizer, place, own[place])
+    start = time.process_time()
+    with pytest.raises(ArgumentError, match=r"does not take the prompt .*retry-limit-in-match"):
+        encode(tokenizer, "a" * 4000 + "ba")
+    assert time.process_time() - start < 2  # a fifth of a second
 
 
 def test_a_length_that_leaves_no_room_for_a_text_is_refused():
