@@ -200,6 +200,27 @@ def test_arguments_on_the_host_or_unknown_are_refused_by_name():
         engine(torch.randn(4, 64, device="cuda"), extra=hf.DynamicCache())
 
 
+def test_ways_that_messages_of_graphs_name_work():
+    module, x = Own().cuda(), torch.randn(4, 64, device="cuda")
+    graphs = module_engine(copy.deepcopy(module))
+    plain = module_engine(copy.deepcopy(module), enable_cuda_graph=False)
+    with torch.no_grad():
+        with pytest.raises(GraphError, match="Set enable_cuda_graph=False to run it without"):
+            graphs(x, branch=True)
+        assert same(plain(x, branch=True), module(x, branch=True))
+        with pytest.raises(ArgumentError, match="Pass a plain dense tensor, or set enable_cuda"):
+            graphs(x, extra=x.to_sparse())
+        assert same(graphs(x, extra=x), module(x, extra=x))
+        with pytest.raises(ArgumentError, match=r"Move it there: args\[0\]\.to\('cuda:0'\)"):
+            graphs(x.cpu())
+        assert same(graphs(x.cpu().to("cuda:0")), module(x))
+    on_host = {"keep_module_on_host": True}
+    with pytest.raises(ConfigError, match="Leave keep_module_on_host or enable_cuda_graph unset"):
+        module_engine(copy.deepcopy(module), **on_host)
+    assert module_engine(copy.deepcopy(module)).device.type == "cuda"
+    assert module_engine(copy.deepcopy(module), **on_host, enable_cuda_graph=None) is not None
+
+
 def test_a_failed_capture_is_explained_and_leaves_the_device_usable():
     engine = module_engine(Own().cuda())
     other = dualinfer.init_inference(make_model("llama"), **FUSED)

@@ -5,10 +5,12 @@ import inspect
 import json
 import re
 import typing
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import peft
 import pydantic
@@ -148,7 +150,28 @@ CALLS = [
         r"stream_text\(\)",
         lambda e: list(e.stream_text("x", max_new_tokens=2)),
     ),
+    (
+        lambda e: e.generate(IDS, guidance_scale=2.0),
+        r"A logits_processor of yours can call engine\(\) itself",
+        lambda e: e.generate(IDS, max_new_tokens=2, logits_processor=[partial(guided, e)]),
+    ),
+    (
+        lambda e: e(IDS, attention_mask=np.ones((1, 1, 9, 9))),
+        r"Pass \(1, 9\), .*; position_ids that start anew separate packed sequences",
+        lambda e: e(IDS, attention_mask=np.ones((1, 9)), position_ids=[[*range(4), *range(5)]]),
+    ),
+    (
+        lambda e: e(e.tokenizer("some text")),
+        r"Pass it as \*\*inputs",
+        lambda e: e(**e.tokenizer("some text", return_tensors="np")),
+    ),
 ]
+
+
+def guided(engine, ids, scores):
+    """Scores that go away from those of a pass over the last token alone."""
+    other = np.asarray(engine(np.asarray(ids)[:, -1:]).logits)[:, -1]
+    return scores + (scores - (jnp if isinstance(scores, jax.Array) else torch).asarray(other))
 
 
 @pytest.mark.parametrize(("call", "said", "way"), CALLS)
@@ -166,6 +189,36 @@ def test_ways_of_module_mode_work():
             made.generate(given, num_beams=2)
         made.generate(given, num_beams=1, max_new_tokens=2)
         made.module.generate(given, num_beams=2, max_new_tokens=2)
+
+
+def test_a_length_beyond_the_models_own_is_asked_for_as_the_message_says(folder):
+    said = "fewer new tokens, shorten the prompt, or set a larger max_out_tokens"
+    with (
+        dualinfer.init_inference(folder, dtype="fp32") as made,
+        pytest.raises(DualinferError, match=said),
+    ):
+        made.generate(IDS, max_new_tokens=121)
+    with dualinfer.init_inference(folder, dtype="fp32", max_out_tokens=130) as made:
+        assert made.generate(IDS, max_new_tokens=121, eos_token_id=None).shape == (1, 130)
+
+
+def test_what_fused_mode_sends_to_module_mode_is_served_there():
+    model, ids = LIVE["llama"](), torch.from_numpy(IDS)
+    model.set_attn_implementation("eager")
+    asked = {
+        r"module mode of a model with attn_implementation='eager'": {"output_attentions": True},
+        "Module mode takes such a mask": {"attention_mask": torch.zeros(1, 1, 9, 9)},
+    }
+    with dualinfer.init_inference(model, dtype="fp32", **FUSED) as fused:
+        for said, given in asked.items():
+            with pytest.raises(DualinferError, match=said):
+                fused(ids, **given)
+        assert fused.embed([IDS[0]], pooling="mean").shape == (1, 32)
+    with dualinfer.init_inference(model, dtype="fp32") as made:
+        found = [made(ids, **given) for given in asked.values()]
+        assert len(found[0].attentions) == 1 and found[1].logits.isfinite().all()
+        with pytest.raises(DualinferError, match="one with replace_with_kernel_inject=True"):
+            made.embed([IDS[0]], pooling="mean")
 
 
 SMALL = {
@@ -391,7 +444,8 @@ def test_messages_ask_for_arguments_options_and_methods_that_there_are():
     for function in (dualinfer.init_inference, *filter(inspect.isfunction, methods.values())):
         given = inspect.signature(function).parameters
         known |= {name for name, given in given.items() if given.kind != given.VAR_KEYWORD}
-    known |= {"output_hidden_states", "checkpoint", "static_argnames"}  # of forward; JAX's own
+    known |= {"output_hidden_states", "checkpoint"}  # of forward
+    known |= {"static_argnames", "attn_implementation"}  # JAX's own, and transformers'
     both = {*BACKENDS, "nccl", "gloo"}  # the latter two of torch.distributed
     tuned = {*dir(peft.PeftModel), *dir(peft.LoraModel)}
     texts = list(_messages())

@@ -138,8 +138,8 @@ class InferenceEngine(TextCalls):
         """One vector of each text; in fused mode alone."""
         raise UnsupportedError(
             f"embed() needs dualinfer's own forward pass, and this engine runs in {self._mode} "
-            "mode. Pass a folder or hub id of a family that fused mode knows, or "
-            "replace_with_kernel_inject=True."
+            "mode. Pass a folder or hub id of a family that fused mode knows, or a live model of "
+            "one with replace_with_kernel_inject=True."
         )
 
     def can_generate(self) -> bool:

@@ -34,7 +34,7 @@ REASONS = {
     ),
     "output_attentions": (
         "attention is fused, so that its weights are never in memory. Pass False, or take them in "
-        "module mode."
+        "module mode of a model with attn_implementation='eager'."
     ),
     **dict.fromkeys(MEDIA, TEXT_ALONE),
 }
