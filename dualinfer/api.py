@@ -52,7 +52,7 @@ from .errors import (
 )
 from .model.embedding import TextEmbedding
 from .model.families import knows_family
-from .model.hf_module import warn_of_hooks
+from .model.hf_module import check_made, warn_of_hooks
 from .model.live import Watch
 from .model.load_plan import LoadPlan, TensorSource, marks_of
 from .model.spec import ModelSpec
@@ -379,15 +379,18 @@ def _make_module_engine(
 ) -> ModuleEngine:
     """`is_checkpoint`: the user passed the checkpoint, and `model` was made for it."""
     with peers.together("The models and configs") as work:
+        check_made(model)
         source, given = None, settings.checkpoint
         if given is not None:
             source = fit(open_weights(given, settings.base_dir), wanted_by_module(model))
         if settings.adapter:
             if source is None:
+                way = "Merge the adapter with peft first, or set replace_with_kernel_inject=True."
+                if settings.backend == "jax":
+                    way = "Adapters are of HF models: pass one of those, or leave it unset."
                 raise ConfigError(
                     f"adapter={shown([*settings.adapter])}: in module mode the module is the "
-                    "caller's, and its weights are not changed. Merge the adapter with peft first, "
-                    "or set replace_with_kernel_inject=True."
+                    f"caller's, and its weights are not changed. {way}"
                 )
             source = AdaptedSource(source, open_adapters(settings))
         notes.extend(source.notes if source else ())

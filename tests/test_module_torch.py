@@ -283,11 +283,12 @@ def test_a_module_larger_than_the_memory_is_refused_before_it_is_touched():
 
 def test_lazy_parameters_are_told_before_anything_is_touched():
     module = nn.Sequential(nn.Linear(3, 3), nn.LazyLinear(2))
-    with pytest.raises(ModelError, match=r"lazy.*2: 1\.weight, 1\.bias\. Run a dummy batch"):
-        runner_of(module, dtype="bfloat16")
+    for given in ({}, {"dtype": "bfloat16"}, {"checkpoint": "none.pt"}):
+        with pytest.raises(ModelError, match=r"lazy.*2: 1\.weight, 1\.bias\. Run a dummy batch"):
+            dualinfer.init_inference(module, **given)
     assert module[0].weight.dtype == torch.float32
     module(torch.ones(1, 3))
-    assert runner_of(module).forward((torch.ones(1, 3),), {}).shape == (1, 2)
+    assert dualinfer.init_inference(module, dtype="fp32")(torch.ones(1, 3)).shape == (1, 2)
 
 
 # What others do to the module

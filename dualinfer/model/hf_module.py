@@ -3,7 +3,7 @@
 import copy
 from typing import Any
 
-from ..errors import CheckpointError, ModelError, a_type, listing, warn_caller
+from ..errors import CheckpointError, ModelError, a_type, counted, listing, warn_caller
 from .deepspeed_moe import MoeLayer, find_layers
 from .peft_modules import check_adapters, class_path, plain_parts
 
@@ -118,6 +118,17 @@ def _chained(hook: Any) -> list[Any]:
     if class_path(type(hook)) == f"{_ACCELERATE}.SequentialHook":
         return [inner for part in hook.hooks for inner in _chained(part)]
     return [hook]
+
+
+def check_made(module: Any) -> None:
+    """Raise ModelError where a torch module has parameters that its first pass will make."""
+    named = (getattr(module, name, tuple)() for name in ("named_parameters", "named_buffers"))
+    lazy = [name for own in named for name, t in own if hasattr(t, "materialize")]
+    if lazy:
+        raise ModelError(
+            f"The {type(module).__name__} has lazy parameters without a shape, {counted(lazy)}. "
+            "Run a dummy batch through it first, so that it makes them."
+        )
 
 
 def check_values(module: Any) -> None:

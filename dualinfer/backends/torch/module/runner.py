@@ -8,7 +8,7 @@ import torch
 from pydantic import TypeAdapter
 
 from ....config import InferenceConfig
-from ....errors import ConfigError, ModelError, UnsupportedError, a_type, counted
+from ....errors import ConfigError, ModelError, UnsupportedError, a_type
 from ....model.load_plan import TensorSource
 from ....model.weights import count_leaves
 from ....quantization.recipe import make_recipe
@@ -414,19 +414,13 @@ def _check_module(module: Any) -> None:
     ):
         raise UnsupportedError(
             f"The {kind} is quantized by transformers, which fixes its dtypes; dualinfer cannot "
-            "cast it. Pass the model without quantization."
+            "cast it. Pass the model without quantization, or the folder of a quantized checkpoint."
         )
     places = set((getattr(module, "hf_device_map", None) or {}).values())
     if len(places) > 1:
         raise UnsupportedError(
             f"The {kind} was spread over {', '.join(sorted(map(str, places)))} by device_map, and "
             "an engine has one device. Load it without device_map."
-        )
-    lazy = [s.name for s in slots(module) if torch.nn.parameter.is_lazy(s.tensor)]
-    if lazy:
-        raise ModelError(
-            f"The {kind} has lazy parameters without a shape, {counted(lazy)}. Run a dummy batch "
-            "through it first, so that it makes them."
         )
 
 
