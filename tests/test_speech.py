@@ -3,6 +3,7 @@
 import copy
 import functools
 import itertools
+import re
 import runpy
 import sys
 import warnings
@@ -414,6 +415,100 @@ def test_what_is_wrong_or_not_served_is_told(given, said):
         engine_of("torch").generate(**sounds("short") | given)
 
 
+TASKS = {"transcribe": id_of("<|transcribe|>"), "translate": id_of("<|translate|>")}
+# The call, what its message says, and the calls that do so; of a model whose config names nothing
+# where the first word is "bare".
+WAYS: list[tuple[str, dict[str, Any], str, list[dict[str, Any]]]] = [
+    (
+        "short",
+        {"language": ["de"]},
+        "one for each, or one str for all",
+        [{"language": ["de", "fr"]}, {"language": "de"}],
+    ),
+    (
+        "short",
+        {"is_multilingual": False, "task": "translate"},
+        "Leave it out, or pass is_multilingual=True",
+        [{"is_multilingual": False}, {"is_multilingual": True, "task": "translate"}],
+    ),
+    (
+        "short",
+        {"language": "de", "task_to_id": {"translate": TASKS["translate"]}},
+        "Pass task=",
+        [{"language": "de", "task_to_id": TASKS, "task": "translate"}],
+    ),
+    (
+        "short",
+        {"no_speech_threshold": 0.6, "temperature": 0.0},
+        "Pass that too; Whisper's own values are 0.6 and -1.0",
+        [{"no_speech_threshold": 0.6, "logprob_threshold": -1.0, "temperature": 0.0}],
+    ),
+    (
+        "short",
+        {"num_return_sequences": 2},
+        "Set temperature, or num_return_sequences=1",
+        [
+            {"num_return_sequences": 2, "temperature": 0.5, "do_sample": True},
+            {"num_return_sequences": 1},
+        ],
+    ),
+    ("short", {"return_timestamps": "word"}, "True", [{"return_token_timestamps": True}]),
+    (
+        "long",
+        {"return_timestamps": False},
+        "Pass return_timestamps=True, or a sound of one window",
+        [{"return_timestamps": True}],
+    ),
+    (
+        "bare",
+        {"language": "de"},
+        "or pass decoder_input_ids",
+        [{"decoder_input_ids": torch.tensor([[291, 292], [291, 294]])}],
+    ),
+    (
+        "bare",
+        {"return_timestamps": True},
+        "or set it",
+        [{"return_timestamps": True, "no_timestamps_token_id": id_of("<|notimestamps|>")}],
+    ),
+    (
+        "bare",
+        {"no_speech_threshold": 0.6, "logprob_threshold": -1.0, "temperature": 0.0},
+        "Set it, or leave the threshold out",
+        [{"logprob_threshold": -1.0, "temperature": 0.0}],
+    ),
+    (
+        "bare",
+        {"return_token_timestamps": True},
+        "or set them",
+        [{"return_token_timestamps": True, "alignment_heads": [[0, 0]]}],
+    ),
+]
+
+
+@functools.cache
+def bare_engine() -> Any:
+    """An engine of a model whose generation config names no languages, tasks and timestamps."""
+    bare = copy.deepcopy(model_of())
+    for name in ("lang_to_id", "task_to_id", "no_timestamps_token_id", "alignment_heads"):
+        delattr(bare.generation_config, name)
+    return dualinfer.init_inference(bare, backend="torch", **OPTIONS)
+
+
+@pytest.mark.parametrize(("sound", "given", "said", "ways"), WAYS, ids=[x[2] for x in WAYS])
+def test_ways_on_that_messages_name_work(sound, given, said, ways):
+    engine = bare_engine() if sound == "bare" else engine_of("torch")
+    heard = sounds("short" if sound == "bare" else sound)
+    with pytest.raises(ArgumentError, match=re.escape(said)):
+        engine.generate(**heard, **NEW | given)
+    for way in ways:
+        texts = engine.generate(**heard, **NEW | way)
+        rows = len(heard["input_features"]) * way.get("num_return_sequences", 1)
+        assert len(texts["sequences"] if isinstance(texts, dict) else texts) == rows
+    if sound == "long":
+        assert len(engine.generate(**sounds("short"), **NEW | given)) == 2
+
+
 def test_what_a_model_or_a_call_has_not_is_told(hf_model):
     engine = engine_of("torch")
     with pytest.raises(ArgumentError, match="attention_mask is missing"):
@@ -422,10 +517,7 @@ def test_what_a_model_or_a_call_has_not_is_told(hf_model):
         engine.generate(**sounds("long"), return_timestamps=False)
     with pytest.raises(UnsupportedError, match=r"generate\(streamer=...\)"):
         engine.stream(**sounds("short"), return_timestamps=True)
-    bare = copy.deepcopy(model_of())
-    for name in ("lang_to_id", "task_to_id", "no_timestamps_token_id", "alignment_heads"):
-        delattr(bare.generation_config, name)
-    bare = dualinfer.init_inference(bare, backend="torch", **OPTIONS)
+    bare = bare_engine()
     bare.generate(**sounds("short"), **NEW)
     for given, said in (
         ({"language": "de"}, "no lang_to_id"),
