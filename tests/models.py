@@ -13,6 +13,7 @@ import torch
 import transformers as hf
 
 VOCAB, PAD, EOS = 1001, 0, 2
+A_SECOND = 2.0  # of the CPU: others use the machine as well, and two threads share a core
 BACKENDS = ("torch", "jax")
 
 

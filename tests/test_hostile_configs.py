@@ -15,7 +15,7 @@ from dualinfer.config import make_config
 from dualinfer.engine.options import make_options
 from dualinfer.model.families.fields import GENERATION, INERT
 
-from .models import BACKENDS, VOCAB, random_ids
+from .models import A_SECOND, BACKENDS, VOCAB, random_ids
 
 CAUSAL = "llama-mqa"
 KINDS = {  # a case of each family, whose own fields are tried
@@ -160,7 +160,7 @@ def test_hostile_config_is_refused_at_once(case, backend, altered, engines):
     start = time.process_time()
     with pytest.raises(DualinferError, match=message) as error:
         dualinfer.init_inference(path, backend=backend, dtype="fp32")
-    assert time.process_time() - start < 2.0  # a second, on a machine that others use as well
+    assert time.process_time() - start < A_SECOND
     assert len(str(error.value)) < 1500
 
 
@@ -379,7 +379,7 @@ def test_hostile_request_is_refused_at_once(name, backend, engines):
     options = {"do_sample": True, name: REQUESTS[name]}
     with pytest.raises(DualinferError, match=name):
         engines[backend].generate(random_ids(2, 4), **options)
-    assert time.process_time() - start < 1.0
+    assert time.process_time() - start < A_SECOND
 
 
 @pytest.mark.parametrize(

@@ -17,10 +17,9 @@ import pytest
 from dualinfer.errors import DualinferError
 
 from . import fuzz_files as forms
-from .models import BACKENDS
+from .models import A_SECOND, BACKENDS
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # of what a file lacks
-LONGEST = 1.0  # seconds of the CPU, beside what a sound folder takes that loads as well
 MOST, ALWAYS = 50, 32 << 20  # bytes of memory for a byte that is read, and beside them
 N = 2000
 MANY = 10_000
@@ -367,7 +366,7 @@ def test_a_hostile_file_takes_no_second_and_no_memory(case, whole, tmp_path):
     except DualinferError as error:
         said = str(error)
     taken, more = time.process_time() - start, memory() - held
-    assert taken < LONGEST + (loading if case in HARMLESS else 0)
+    assert taken < A_SECOND + (loading if case in HARMLESS else 0)
     assert more < ALWAYS + MOST * size, f"{more >> 20} MB for {size >> 10} KB"
     assert said is not None or case in HARMLESS
     assert said is None or len(said) < 4000, said
