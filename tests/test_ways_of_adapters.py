@@ -93,5 +93,11 @@ def test_vectors_are_had_as_messages_say(base):
         found = engine.embed([[9, *row] for row in ids], pooling="mean")
         with pytest.raises(DualinferError, match="Leave bbox out"):
             engine.embed({"input_ids": np.array(ids[:1]), "bbox": np.ones((1, 3, 4), int)})
-        one = engine.embed({"input_ids": np.array([[9, *ids[0]]])}, pooling="mean")
+        placed = {"input_ids": np.array([[9, *ids[0]]]), "position_ids": np.array([[4, 5, 6, 7]])}
+        for call in (engine.embed, engine.generate):
+            with pytest.raises(DualinferError, match="or leave it out"):
+                call(placed)
+        del placed["position_ids"]
+        assert len(engine.generate(placed, max_new_tokens=2)[0]) == 6
+        one = engine.embed(placed, pooling="mean")
         assert relative(np.asarray(one), np.asarray(found)[:1]) < 1e-5

@@ -15,15 +15,22 @@ MEDIA = (
     *("pixel_values", "pixel_values_videos", "image_grid_thw", "video_grid_thw", "image_sizes"),
     *("input_features", "feature_attention_mask", "mm_token_type_ids"),
 )
+_NOT_OF_TOKENIZERS = ("position_ids", "inputs_embeds", "past_key_values", "decoder_input_ids")
 
 
 def by_name(inputs: Any) -> dict[str, Any] | None:
     """What a HF tokenizer has made: ids, mask and token types by name; None for other values.
 
-    Behind them is what a processor has made of images, sounds and pages, where it has.
+    Behind them is what a processor has made of images, sounds and pages, where it has. Raises
+    ArgumentError for what no tokenizer makes, and which would change the answer.
     """
     if not isinstance(inputs, Mapping) or "input_ids" not in inputs:
         return None
+    if lost := [name for name in _NOT_OF_TOKENIZERS if inputs.get(name) is not None]:
+        raise ArgumentError(
+            f"{lost[0]} stands beside input_ids in a dict, of which what a tokenizer makes is "
+            f"read. Pass the dict as **inputs where the call takes {lost[0]}, or leave it out."
+        )
     names = ("input_ids", "attention_mask", "token_type_ids")
     more = [name for name in (*MEDIA, "bbox") if inputs.get(name) is not None]
     return {name: inputs.get(name) for name in (*names, *more)}
