@@ -22,6 +22,7 @@ from dualinfer import DualinferError
 from . import compressed, gguf_files, test_gptq_awq
 from .deepspeed_files import megatron_state, split_state, training_file
 from .models import BACKENDS
+from .ways import cases_of
 
 IDS = np.arange(3, 12, dtype=np.int64)[None]
 SMALL = {
@@ -87,19 +88,7 @@ class Folder:
 
 
 CASES = {}
-
-
-def case(said: str):
-    """Register a generator of calls: the first one is refused as `said`, and the next ones work.
-
-    Between them it does what the message says.
-    """
-
-    def register(calls):
-        CASES[calls.__name__] = said, calls
-        return calls
-
-    return register
+case = cases_of(CASES)
 
 
 # --- quantized ---

@@ -19,6 +19,8 @@ import transformers as hf
 import dualinfer
 from dualinfer import DualinferError
 
+from .ways import cases_of
+
 IDS = np.arange(3, 12, dtype=np.int64)[None]
 GIVEN = torch.from_numpy(IDS)
 X = np.ones((2, 4), np.float32)
@@ -28,19 +30,7 @@ SMALL = {
     **{"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64},
 }
 CASES = {}
-
-
-def case(said: str):
-    """Register a generator of calls: the first one is refused as `said`, and the next ones work.
-
-    Between them it does what the message says.
-    """
-
-    def register(calls):
-        CASES[calls.__name__] = said, calls
-        return calls
-
-    return register
+case = cases_of(CASES)
 
 
 def llama() -> hf.LlamaForCausalLM:

@@ -1,4 +1,4 @@
-"""What kernels can do with a weight, found when it is first seen; a launch looks it up."""
+"""Which kernels read a weight is found when it is first seen; a launch looks it up."""
 
 from typing import Any, NamedTuple
 
@@ -19,7 +19,7 @@ class EightBit(NamedTuple):
 
 
 class Served(NamedTuple):
-    """What kernels can do with a weight, whatever it is multiplied with.
+    """The form in which kernels take a weight, whatever it is multiplied with.
 
     It has `features` rows of `width` columns. It is `dense` where it is floats, or has `codes` as
     the kernels take them, a `quantized.Packed`, or neither: plain ops serve orders by activation,
@@ -50,7 +50,7 @@ class Served(NamedTuple):
 
 
 def served(weight: Weight) -> Served:
-    """What kernels can do with a weight."""
+    """The form in which kernels take a weight, found once and kept on it."""
     return weight.made(_find)
 
 

@@ -295,7 +295,7 @@ class KernelOps(KernelAttention):
         epilogue: Epilogue,
         partial: jax.Array | None,
     ) -> jax.Array:
-        """What this device's experts make of x, with all that is added; float32 if asked."""
+        """The sum of this device's experts over x, with all that is added; float32 if asked."""
         launch = experts_launch(self, x, mixture, routing, epilogue, partial)
         return self._launched("experts", launch)
 

@@ -1,4 +1,4 @@
-"""What JAX does with quantized weights."""
+"""JAX multiplies quantized weights by these functions."""
 
 from ....ops.schemes import BlockArithmetic
 from ..maths import MATHS

@@ -308,7 +308,7 @@ class KernelOps(KernelAttention):
         partial: torch.Tensor | None = None,
         config: ExpertsConfig | None = None,
     ) -> torch.Tensor:
-        """What this device's experts make of x, with all that is added; float32 if asked."""
+        """The sum of this device's experts over x, with all that is added; float32 if asked."""
         launch = experts_launch(self, x, mixture, routing, epilogue, partial, config)
         grouped = takes_groups(mixture, routing.experts.numel(), x)
         return self._launched(launch, product=grouped_product if grouped else None)
