@@ -17,7 +17,7 @@ jax = pytest.importorskip("jax")
 
 from dualinfer.backends.jax import ahead, compilation_cache  # noqa: E402
 from dualinfer.backends.jax import executables as graphs  # noqa: E402
-from dualinfer.backends.jax.cache import Cache, FullCache  # noqa: E402
+from dualinfer.backends.jax.cache import KINDS, Cache  # noqa: E402
 from dualinfer.backends.jax.executables import Executables, Job  # noqa: E402
 from dualinfer.backends.jax.sampler import SlotState  # noqa: E402
 from dualinfer.errors import ArgumentError, LengthError, UnsupportedError  # noqa: E402
@@ -456,7 +456,7 @@ class Counting:
         slots, tokens, _ = room
         buffer = jax.numpy.zeros((slots, 1, tokens, 2), device=DEVICE)
         state = SlotState.make(slots, eos_width, 11)
-        return Cache([FullCache(buffer, buffer)], slots, tokens), state
+        return Cache([KINDS["full"](buffer, buffer)], slots, tokens), state
 
     def prefill_job(self, requests, slots, cache, state):
         ids = np.stack([r.tokens for r in requests])

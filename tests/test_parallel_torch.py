@@ -122,7 +122,7 @@ def room_of_one(tp, when):
         rank = engine._turns.peers.rank
         stream = engine.stream(prompt, max_new_tokens=3, do_sample=False)
         next(stream)
-        free, grown = cache.free_bytes, cache.FullCache.grown
+        free, grown = cache.free_bytes, cache.KINDS["full"].grown
         if rank == 1 and when == "checked":
             cache.free_bytes = lambda device: 1000
         elif rank == 1:
@@ -130,14 +130,14 @@ def room_of_one(tp, when):
             def fail(*args):
                 raise torch.OutOfMemoryError("in pieces")
 
-            cache.FullCache.grown = fail
+            cache.KINDS["full"].grown = fail
         held = engine.report().cache_bytes
         try:
             engine.generate(prompt.repeat(4, 1), **how)
         except dualinfer.DualinferError as error:
             told = type(error).__name__, str(error)
         finally:
-            cache.free_bytes, cache.FullCache.grown = free, grown
+            cache.free_bytes, cache.KINDS["full"].grown = free, grown
         assert engine.report().cache_bytes == held
         rest = list(stream)
         return told, rest, engine.generate(prompt, **how).tolist()

@@ -20,7 +20,7 @@ import torch
 
 from dualinfer import decoder, init_inference
 from dualinfer.backends import torch as backend
-from dualinfer.backends.torch.cache import FullCache
+from dualinfer.backends.torch.cache import KINDS
 from dualinfer.backends.torch.ops.kernels import KernelOps
 from dualinfer.backends.torch.tuning import cases, search, store
 from dualinfer.bench.shapes import SHAPES
@@ -398,7 +398,9 @@ def test_cases_are_those_that_the_models_steps_look_up(name, runner_of, monkeypa
     if spec.causal:
         layer = ops.layer_attention(spec, params, 0)
         a = layer.spec
-        cache = FullCache(*torch.zeros((2, 1, a.kv_heads, 64, a.head_dim), dtype=torch.bfloat16))
+        cache = KINDS["full"](
+            *torch.zeros((2, 1, a.kv_heads, 64, a.head_dim), dtype=torch.bfloat16)
+        )
         qkv = torch.zeros((1, 1, sum(a.qkv_sizes)), dtype=torch.bfloat16)
         ops.attend_token(layer, qkv, positions, cache, torch.zeros(1, dtype=torch.int64))
     assert len(asked) > 2 and set(asked) <= set(keys)

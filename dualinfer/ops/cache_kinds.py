@@ -1,4 +1,4 @@
-"""What each kind of cache does with its arrays, once over Maths; backends give a class theirs.
+"""What each kind of cache does with its arrays, once over Maths; backends ask `kinds_over`.
 
 A class is a named tuple of its layout's arrays, of which some may be views: the first slots, with
 room for fewer tokens. Where arrays are memory, what is written changes them and stays in its place,
@@ -11,9 +11,10 @@ from typing import Any, NamedTuple, Protocol, Self, TypeAlias
 
 from . import cache_codes, caches
 from .caches import CacheView
+from .maths import Maths
 
 Array: TypeAlias = Any
-_NONE: Any = None  # a backend's class has its Maths
+_NONE: Any = None  # `kinds_over` makes classes that have one
 
 
 class LayerCache(CacheView, Protocol):
@@ -270,6 +271,14 @@ class StateCache(NamedTuple):
             return m.put(held, ..., m.where(own, new, held))
 
         return type(self)(*map(moved, self.arrays, arrays))
+
+
+KINDS = (FullCache, BlockCache, CrossCache, LatentCache, StateCache)
+
+
+def kinds_over(maths: Maths) -> dict[str, type[Any]]:
+    """Each kind's class over a framework's Maths; they are LayerCaches, or like one."""
+    return {own.kind: type(own.__name__, (own,), {"maths": maths}) for own in KINDS}
 
 
 def codes_of(k: Array) -> str | None:

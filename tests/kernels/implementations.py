@@ -104,7 +104,7 @@ class Torch(Implementation):
         from dualinfer.backends.torch import cache, default_device, maths, sampler
 
         self.maths, self._sampler = maths.MATHS, sampler
-        self.layer_cache = cache.FullCache
+        self.layer_cache = cache.KINDS["full"]
         self._device, self._to_numpy = default_device(), to_numpy
 
     def put(self, array: np.ndarray) -> Any:
@@ -147,7 +147,7 @@ class Jax(Implementation):
         from dualinfer.backends.jax import cache, maths, sampler
 
         self.maths, self._sampler = maths.MATHS, sampler
-        self.layer_cache = cache.FullCache
+        self.layer_cache = cache.KINDS["full"]
         self._compiled: dict[tuple[Callable, str], Callable] = {}
 
     def run(self, function: Callable, *args: Any, **kwargs: Any) -> Any:

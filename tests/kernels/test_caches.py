@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from dualinfer.kernels import reference
-from dualinfer.ops import cache_kinds
+from dualinfer.ops.cache_kinds import kinds_over
 from dualinfer.ops.caches import CacheSpec, block_table, buffers
 
 from .cases import normal
@@ -16,12 +16,6 @@ F32 = np.dtype(np.float32)
 N, K, D, TOKENS = 3, 2, 4, 70  # of blocks two a slot
 LONG, SHORT = 65, 9
 KINDS = {"full": None, "full-int8": "int8", "blocks": None, "latent": None}
-
-
-def bound(kind: str, maths: Any) -> Any:
-    """A kind's class over a framework's Maths."""
-    own = getattr(cache_kinds, f"{'Block' if kind == 'blocks' else kind.title()}Cache")
-    return type(own.__name__, (own,), {"maths": maths})
 
 
 def started(kind: str, codes: str | None) -> list[np.ndarray]:
@@ -40,7 +34,7 @@ def started(kind: str, codes: str | None) -> list[np.ndarray]:
 def test_prompts_and_tokens_are_read_where_they_were_written(maths, name):
     """Slot 2 has a long prompt, slot 0 a short one; slot 1 steps as well, of another sequence."""
     kind, codes = name.partition("-")[0], KINDS[name]
-    cls, heads = bound(kind, maths.maths), 1 if kind == "latent" else K
+    cls, heads = kinds_over(maths.maths)[kind], 1 if kind == "latent" else K
     k, v = (normal(i, 2, LONG, heads, D, dtype=F32) for i in (1, 2))
     tokens = [normal(i, N, heads, D, dtype=F32) for i in (3, 4)]
     slots, lengths = np.array([2, 0]), np.array([SHORT, 999, LONG])
@@ -72,7 +66,7 @@ def test_prompts_and_tokens_are_read_where_they_were_written(maths, name):
 
 
 def test_what_an_encoder_gave_is_kept_with_zeros_behind(maths):
-    cls, k = bound("cross", maths.maths), normal(1, 1, SHORT, K, D, dtype=F32)
+    cls, k = kinds_over(maths.maths)["cross"], normal(1, 1, SHORT, K, D, dtype=F32)
     held = np.full((N, K, TOKENS, D), np.nan, F32)
 
     def run(k: Any, held: Any, slots: Any, lengths: Any) -> Any:
@@ -88,7 +82,7 @@ def test_what_an_encoder_gave_is_kept_with_zeros_behind(maths):
 
 
 def test_states_move_where_it_is_their_turn(maths):
-    cls = bound("state", maths.maths)
+    cls = kinds_over(maths.maths)["state"]
     past, state = (normal(i, N, 3, 4, dtype=F32) for i in (1, 2))
     new = [normal(i, N, 3, 4, dtype=F32) for i in (3, 4)]
     kept = [normal(i, 1, 3, 4, dtype=F32) for i in (5, 6)]
@@ -109,7 +103,7 @@ def test_a_cache_grows_with_its_contents_and_its_views_are_its_first_slots(maths
         held[:] = [
             np.arange(a.size, dtype=F32).reshape(a.shape) if a.dtype == F32 else a for a in held
         ]
-        cls = bound(name, maths.maths)
+        cls = kinds_over(maths.maths)[name]
 
         def run(*held: Any, cls: Any = cls) -> Any:
             cache = cls(*held)

@@ -8,52 +8,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ...ops import cache_kinds
-from ...ops.cache_kinds import LayerCache
+from ...ops.cache_kinds import LayerCache, kinds_over
 from ...ops.caches import Buffer, CacheSpec, Room, buffers, check_kinds
 from ...system.memory import host_free_bytes
 from .executables import jit_few
 from .maths import MATHS
 from .mesh import WHOLE, Place
 
-
-class FullCache(cache_kinds.FullCache):
-    """See `cache_kinds.FullCache`."""
-
-    maths = MATHS
-
-
-class BlockCache(cache_kinds.BlockCache):
-    """See `cache_kinds.BlockCache`."""
-
-    maths = MATHS
-
-
-class CrossCache(cache_kinds.CrossCache):
-    """See `cache_kinds.CrossCache`."""
-
-    maths = MATHS
-
-
-class LatentCache(cache_kinds.LatentCache):
-    """See `cache_kinds.LatentCache`."""
-
-    maths = MATHS
-
-
-class StateCache(cache_kinds.StateCache):
-    """See `cache_kinds.StateCache`."""
-
-    maths = MATHS
-
-
-KINDS: dict[str, type[Any]] = {  # each a LayerCache, or like one
-    "full": FullCache,
-    "blocks": BlockCache,
-    "cross": CrossCache,
-    "latent": LatentCache,
-    "state": StateCache,
-}
+KINDS = kinds_over(MATHS)
 
 
 def made(spec: CacheSpec, slots: int, tokens: int, zero: jax.Array) -> LayerCache:

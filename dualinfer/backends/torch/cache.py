@@ -5,8 +5,7 @@ from typing import Any
 
 import torch
 
-from ...ops import cache_kinds
-from ...ops.cache_kinds import LayerCache
+from ...ops.cache_kinds import LayerCache, kinds_over
 from ...ops.caches import (
     Buffer,
     CacheSpec,
@@ -21,44 +20,7 @@ from ...parallel.agreement import Peers
 from .device import free_bytes
 from .maths import MATHS
 
-
-class FullCache(cache_kinds.FullCache):
-    """See `cache_kinds.FullCache`."""
-
-    maths = MATHS
-
-
-class BlockCache(cache_kinds.BlockCache):
-    """See `cache_kinds.BlockCache`."""
-
-    maths = MATHS
-
-
-class CrossCache(cache_kinds.CrossCache):
-    """See `cache_kinds.CrossCache`."""
-
-    maths = MATHS
-
-
-class LatentCache(cache_kinds.LatentCache):
-    """See `cache_kinds.LatentCache`."""
-
-    maths = MATHS
-
-
-class StateCache(cache_kinds.StateCache):
-    """See `cache_kinds.StateCache`."""
-
-    maths = MATHS
-
-
-KINDS: dict[str, type[Any]] = {  # each a LayerCache, or like one
-    "full": FullCache,
-    "blocks": BlockCache,
-    "cross": CrossCache,
-    "latent": LatentCache,
-    "state": StateCache,
-}
+KINDS = kinds_over(MATHS)
 
 
 def size_of(cache: Any) -> int:

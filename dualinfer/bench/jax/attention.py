@@ -6,11 +6,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from ...backends.jax.cache import FullCache
+from ...backends.jax.cache import KINDS
 from ...backends.jax.maths import MATHS
 from ...backends.jax.ops.cudnn import cudnn_serves
 from ...backends.jax.ops.plain import PlainOps
 from ...model.spec import Attention, Rope
+from ...ops.cache_kinds import FullCache
 from ...ops.contract import LayerAttention
 from ...ops.rotary import rotary, turns
 from ..case import OpCase, Shape, heads_of, prompts_work
@@ -45,7 +46,7 @@ def decode(bench: Bench, shape: Shape, slots: int, tokens: int) -> Iterator[OpCa
     def inputs() -> tuple[FullCache, tuple[Any, ...]]:
         draw = bench.draws()
         qkv, shape = draw(slots, 1, row), (slots, a.kv_heads, tokens, a.head_dim)
-        cache = FullCache(draw(*shape), draw(*shape))
+        cache = KINDS["full"](draw(*shape), draw(*shape))
         return cache, (qkv, jnp.full(slots, past, jnp.int32, device=bench.device))
 
     def ready() -> tuple[None, tuple[Any, ...]]:

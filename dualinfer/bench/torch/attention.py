@@ -8,7 +8,7 @@ import torch
 from torch.nn import functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from ...backends.torch.cache import FullCache
+from ...backends.torch.cache import KINDS
 from ...backends.torch.maths import MATHS
 from ...model.spec import Attention
 from ...ops.contract import LayerAttention
@@ -36,7 +36,7 @@ def decode(bench: Bench, shape: Shape, slots: int, tokens: int) -> Iterator[OpCa
         draw = bench.draws()
         qkv = draw(slots, 1, row)
         shape = slots, a.kv_heads, tokens, a.head_dim
-        cache = FullCache(draw(*shape), draw(*shape))
+        cache = KINDS["full"](draw(*shape), draw(*shape))
         lengths = torch.full((slots,), past, device=bench.device)
         layer = _layer(bench, a)
         q, k, v = _turned(layer, qkv, lengths[:, None])
@@ -107,7 +107,7 @@ def rotary(bench: Bench, shape: Shape, rows: int) -> Iterator[OpCase]:
         qkv = bench.draws()(1, rows, row)
         buffers = (qkv.new_zeros(1, a.kv_heads, rows, a.head_dim) for _ in range(2))
         positions = torch.arange(rows, device=bench.device)[None]
-        return _layer(bench, a), qkv, positions, FullCache(*buffers), positions[0, :1]
+        return _layer(bench, a), qkv, positions, KINDS["full"](*buffers), positions[0, :1]
 
     def ours(layer: Any, qkv: Any, positions: Any, cache: Any, slots: Any) -> Any:
         from ...kernels.triton.rotary import rotary_append

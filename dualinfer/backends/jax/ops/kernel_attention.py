@@ -21,11 +21,11 @@ from ....model.spec import Attention, ModelSpec, Rope
 from ....ops import rotary as turning
 from ....ops.attention import attention as plain_attention
 from ....ops.attention import chunks, scoring
+from ....ops.cache_kinds import BlockCache, CrossCache, FullCache, LatentCache
 from ....ops.caches import CacheView, CrossView
 from ....ops.contract import LatentQkv, LayerAttention
 from ....ops.plain import last_of
 from ...kernels import has_wide_heads, head_arguments, turn_arguments
-from ..cache import BlockCache, CrossCache, FullCache, LatentCache
 from .cudnn import cudnn_serves
 from .kernel_base import KernelBase
 
@@ -115,7 +115,7 @@ class KernelAttention(KernelBase):
         if a.growth:
             at = positions if lengths is None else lengths[:, None]
             q = q * turning.growth(self.maths, at, *a.growth)[..., None, None].astype(q.dtype)
-        return q, shared, LatentCache(*filled) if held else None
+        return q, shared, cast(LatentCache, cache)._replace(shared=filled[0]) if held else None
 
     def _attend_latents(
         self,

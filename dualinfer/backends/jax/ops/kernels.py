@@ -35,6 +35,7 @@ from ....kernels.triton.operands import empty
 from ....kernels.xla.launches import call
 from ....model.spec import Experts, ModelSpec, Router
 from ....model.weights import Weight
+from ....ops.cache_kinds import BlockCache, CrossCache, FullCache, LatentCache
 from ....ops.contract import (
     ALONE,
     Epilogue,
@@ -59,7 +60,6 @@ from ...kernels import (
     shares_launches,
 )
 from ...served import EightBit, describe_codes, served
-from ..cache import BlockCache, CrossCache, FullCache, LatentCache
 from ..sampler import CHANGED, FILTERED, SlotState
 from .kernel_attention import KernelAttention
 from .plain import PlainOps

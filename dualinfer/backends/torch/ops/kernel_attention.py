@@ -18,11 +18,11 @@ from ....model.spec import Attention, ModelSpec
 from ....ops import rotary as turning
 from ....ops.attention import attention as plain_attention
 from ....ops.attention import chunks, scoring
+from ....ops.cache_kinds import BlockCache, CrossCache, FullCache, LatentCache
 from ....ops.caches import CacheView, CrossView
 from ....ops.contract import LatentQkv, LayerAttention
 from ....ops.plain import last_of
 from ...kernels import has_wide_heads, head_arguments, turn_arguments
-from ..cache import BlockCache, CrossCache, FullCache, LatentCache
 from ..params import Params
 from ..profiling import named, span
 from .kernel_base import KernelBase

@@ -29,6 +29,7 @@ from ....kernels.triton.routing import RouteConfig
 from ....kernels.triton.tuning import Configurations
 from ....model.spec import Experts, ModelSpec, Router
 from ....model.weights import Weight
+from ....ops.cache_kinds import BlockCache, CrossCache, FullCache, LatentCache
 from ....ops.contract import (
     ALONE,
     Epilogue,
@@ -52,7 +53,6 @@ from ...kernels import (
 )
 from ...served import EightBit, describe_codes, served
 from ...slots import bucket
-from ..cache import BlockCache, CrossCache, FullCache, LatentCache
 from ..maths import MATHS
 from ..parallel import Split
 from ..profiling import named, span

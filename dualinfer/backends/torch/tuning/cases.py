@@ -12,11 +12,11 @@ from ....kernels.triton.tuning import Config, Key
 from ....model.spec import ModelSpec
 from ....model.weights import count_leaves, parts_of, with_parts
 from ....ops import cache_codes
-from ....ops.cache_kinds import over
+from ....ops.cache_kinds import FullCache, LatentCache, over
 from ....ops.contract import Epilogue, LatentQkv, LayerAttention, Routing
 from ...kernels import has_wide_heads
 from ...slots import bucket
-from ..cache import FullCache, LatentCache, size_of
+from ..cache import KINDS, size_of
 from ..device import free_bytes
 from ..maths import MATHS
 from ..ops.kernels import KernelOps
@@ -265,7 +265,7 @@ def _decode_maker(
         if codes is not None:
             keys, scale = cache_codes.encode(MATHS, keys, codes)
             scales = [scale, scale.flip(2).contiguous()]
-        cache = FullCache(keys, keys.flip(2).contiguous(), *scales)
+        cache = KINDS["full"](keys, keys.flip(2).contiguous(), *scales)
         return _token(layer, ops, qkv, cache, layers)
 
     return prepare
@@ -280,7 +280,7 @@ def _latent_maker(
         qkv = LatentQkv(
             _random(like, slots, 1, a.qkv_sizes[0]), _random(like, slots, 1, a.latent.width)
         )
-        cache = LatentCache(_random(like, slots, reach, a.latent.width))
+        cache = KINDS["latent"](_random(like, slots, reach, a.latent.width))
         return _token(layer, ops, qkv, cache, layers)
 
     return prepare
