@@ -21,24 +21,26 @@ FLOORS: dict[str, str] = {
     "quantization": "system",
     "model": "kernels.reference quantization",
     "parallel": "model config",
-    "checkpoint": "system config quantization model parallel",
     "ops": "kernels.triton quantization model parallel",
     "decoder": "model ops",
+    "blocks": "model parallel ops decoder",
+    "model.families": "quantization model blocks",
+    "checkpoint": "system config quantization model model.families parallel",
     "backends": "kernels.triton config quantization model parallel ops",
     "backends.torch": "system kernels.triton config quantization model "
     "parallel checkpoint ops backends decoder",
     "backends.jax": "system kernels.triton kernels.xla config quantization model "
     "parallel checkpoint ops backends decoder",
     "engine": "config model parallel backends",
-    "opening": "config quantization model checkpoint backends",
-    "api": "config quantization model parallel checkpoint backends engine opening",
+    "opening": "config quantization model model.families checkpoint backends",
+    "api": "config quantization model model.families parallel checkpoint backends engine opening",
     "": "config embedded engine api",
-    "bench": "embedded system config quantization model parallel checkpoint ops backends opening "
-    "api",
+    "bench": "embedded system config quantization model model.families parallel checkpoint ops "
+    "backends opening api",
     "bench.torch": "kernels.triton model ops backends backends.torch bench",
     "bench.jax": "kernels.triton kernels.xla model ops backends backends.jax bench",
-    "cli": "embedded system config quantization model parallel checkpoint ops backends engine "
-    "opening api bench",
+    "cli": "embedded system config quantization model model.families parallel checkpoint ops "
+    "backends engine opening api bench",
     "__main__": "cli",
 }
 OPEN_TO_ALL = {"errors", "arrays"}
@@ -59,6 +61,7 @@ FORBIDDEN: dict[str, tuple[set[str], set[str]]] = {
     "kernels": (NEUTRAL, TORCH_SIDE | JAX_SIDE),  # the NumPy reference
     "ops": (NEUTRAL, FRAMEWORKS),
     "decoder": (NEUTRAL, FRAMEWORKS),
+    "blocks": (NEUTRAL, FRAMEWORKS),
     "": (NEUTRAL, set()),
 }
 

@@ -15,10 +15,10 @@ import transformers as hf
 import dualinfer
 from dualinfer.backends.base import Request
 from dualinfer.backends.torch.ops.plain import PlainOps
+from dualinfer.blocks import state_space
 from dualinfer.checkpoint.hf_config import read_config
 from dualinfer.errors import ConfigError
 from dualinfer.model.families import describe_model
-from dualinfer.ops import recurrences
 from dualinfer.ops.caches import Room, cache_bytes, cache_specs, state_bytes, token_bytes
 from dualinfer.ops.contract import ALONE
 from dualinfer.parallel.sharding import make_plan
@@ -177,7 +177,7 @@ BY_KIND = [(case, b) for case in CASES for b in BACKENDS if b == "torch" or case
 @pytest.mark.parametrize(("case", "backend"), ON_BACKENDS)
 def test_a_padded_batch_is_its_rows_alone(case, backend, monkeypatch):
     """Logits, and greedy text through the state; padding on either side enters neither."""
-    monkeypatch.setattr(recurrences, "_CHUNK", 7)  # so that prompts have several
+    monkeypatch.setattr(state_space, "_CHUNK", 7)  # so that prompts have several
     model, texts = make(case), rows()
     logits, expected = alone(model, texts)
     with dualinfer.init_inference(model, **INJECTED, dtype="fp32", backend=backend) as engine:

@@ -3,11 +3,11 @@
 from dataclasses import replace
 
 from ..model.spec import Embedder, ModelSpec, Streams
-from ..ops.contract import Array, BlockOps, Epilogue, NormOf, Params
+from ..ops.contract import Array, BlockOps, Epilogue, NormOf, Params, Seen
 from ..ops.embedding import embed_given, embed_page, embed_trigrams, read_by_layers
 from ..ops.projection import project
 from .choice import blocks_of
-from .run import Attend, Pass, Recur, Run, Seen, normed
+from .run import Attend, Pass, Recur, Run, normed
 
 _KEPT = 1 - 0.15 * 0.8  # of tokens, in training
 

@@ -4,13 +4,12 @@ from dataclasses import replace
 
 from ..model.spec import Experts, Mlp, Router
 from ..ops import mixtures
-from ..ops.contract import Array, BlockOps, Epilogue, NormOf, Routing, Weights
+from ..ops.contract import EVERY, Array, BlockOps, Epilogue, NormOf, Routing, Seen, Weights
 from ..ops.feed_forward import gate, gate_within
 from ..ops.projection import project, project_in_part
-from .run import Run, Seen
+from .run import Run
 
 _SIDES = Router(2)  # the softmax of two numbers
-_ALL = Seen()
 
 
 def mixture(
@@ -20,7 +19,7 @@ def mixture(
     x: Array,
     norm: NormOf | None,
     residual: Array | None,
-    seen: Seen = _ALL,
+    seen: Seen = EVERY,
     spend: bool = True,
 ) -> Array:
     """What the experts of each token make of `x`, normed first where there is a norm.

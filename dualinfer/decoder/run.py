@@ -4,7 +4,7 @@ from collections.abc import Callable
 from typing import NamedTuple, TypeAlias
 
 from ..model.spec import Activation, Layer
-from ..ops.contract import ALONE, Array, BlockOps, Epilogue, NormOf, Unnormed, Weights
+from ..ops.contract import ALONE, Array, BlockOps, Epilogue, NormOf, Seen, Unnormed, Weights
 from ..ops.projection import project, project_back, project_unnormed
 
 # Attention of a layer, by its number, over packed queries, keys and values, or over the pair that
@@ -12,16 +12,6 @@ from ..ops.projection import project, project_back, project_unnormed
 Attend: TypeAlias = Callable[[int, Array], Array]
 # A layer's recurrence, likewise, over what it has projected.
 Recur: TypeAlias = Callable[[int, Array], Array]
-
-
-class Seen(NamedTuple):
-    """Which tokens of a batch are real, bool [B, T], and int [B, T] the sequence of each.
-
-    None where all are, and where a row is one sequence.
-    """
-
-    mask: Array | None = None
-    segments: Array | None = None
 
 
 class Pass(NamedTuple):

@@ -235,19 +235,18 @@ class LatentCache(NamedTuple):
 
 
 class StateCache(NamedTuple):
-    """What a recurrence keeps: the last tokens that it convolves, [N, taps - 1, C].
+    """What a recurrence keeps: as many arrays as its `layout` has, a row a slot."""
 
-    And, if it is a state space, its state, float32 [N, heads, head_dim, state].
-    """
-
-    past: Array
-    state: Array | None = None
+    first: Array
+    second: Array | None = None
+    third: Array | None = None
+    fourth: Array | None = None
     kind, codes, maths = "state", None, _NONE
 
     @property
     def arrays(self) -> tuple[Array, ...]:
         """See `StateView.arrays`."""
-        return (self.past,) if self.state is None else (self.past, self.state)
+        return tuple(array for array in self if array is not None)
 
     def grown(self, slots: int, tokens: int) -> Self:
         """See `LayerCache.grown`."""

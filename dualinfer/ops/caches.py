@@ -14,7 +14,7 @@ import numpy as np
 
 from ..arrays import numpy_dtype
 from ..errors import OutOfMemoryError, UnsupportedError
-from ..model.spec import Attention, Layer, ModelSpec, Recurrence, ShortConvolution
+from ..model.spec import Attention, Layer, ModelSpec, Recurrence
 from ..parallel.agreement import Peers
 
 BLOCK = 64  # tokens of a block
@@ -96,16 +96,9 @@ def cross_layout(spec: CacheSpec, slots: int, tokens: int) -> tuple[Buffer, ...]
 
 
 def state_layout(spec: CacheSpec, slots: int, tokens: int) -> tuple[Buffer, ...]:
-    """What a recurrence keeps of all tokens so far: the last ones convolved, [N, taps - 1, C].
-
-    Of a state space its state as well, float32 [N, heads, head_dim, state].
-    """
-    own = spec.recurrence
-    assert own is not None
-    past = Buffer((slots, own.taps - 1, own.channels), heads=2)
-    if isinstance(own, ShortConvolution):
-        return (past,)
-    return past, Buffer((slots, own.heads, own.head_dim, own.state), dtype="float32")
+    """What a recurrence keeps of all tokens so far, as it says itself."""
+    assert spec.recurrence is not None
+    return spec.recurrence.layout(slots)
 
 
 # The arrays of each kind, for so many slots with room for so many tokens each.
@@ -343,7 +336,7 @@ class StateView(Protocol):
 
     @property
     def arrays(self) -> tuple[Any, ...]:
-        """The arrays of `state_layout`, a row a slot."""
+        """Those that the recurrence has laid out, a row a slot."""
         ...
 
     def keep(self, slots: Any, *arrays: Any) -> Self:

@@ -84,6 +84,19 @@ class Epilogue(NamedTuple):
 ALONE = Epilogue()
 
 
+class Seen(NamedTuple):
+    """Which tokens of a batch are real, bool [B, T], and int [B, T] the sequence of each.
+
+    None where all are, and where a row is one sequence.
+    """
+
+    mask: Array | None = None
+    segments: Array | None = None
+
+
+EVERY = Seen()
+
+
 class Projection(NamedTuple):
     """A projection of the model: its weight [out, in], and its bias [out] if it has one."""
 

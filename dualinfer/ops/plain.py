@@ -20,6 +20,7 @@ from .contract import (
     NormOf,
     Projection,
     Routing,
+    Seen,
     Unnormed,
     Weights,
 )
@@ -443,7 +444,7 @@ class PlainOps(PlainBlocks):
     ) -> tuple[Array, StateView | None]:
         """See `contract.Ops.recur`."""
         where = cache, slots, lengths, goes_on
-        return recurrences.recur(self, own, w, x, mask, segments, *where)
+        return recurrences.recur(self, own, w, x, Seen(mask, segments), *where)
 
     def recur_token(
         self, own: Recurrence, w: Weights, x: Array, cache: StateView, moves: Array

@@ -8,13 +8,13 @@ Of a mixture's experts devices have a share of the width, or whole ones: `expert
 the experts, each of which as many devices as are left share by its width.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 from ..errors import ConfigError
-from ..model.spec import Experts, Layer, Recurrence, ShortConvolution, StateSpace
+from ..model.spec import Experts, Layer, Recurrence
 from ..model.weights import WeightTable
 from .shard import Shard, Share, whole
 
@@ -50,6 +50,39 @@ class ShardingPlan:
         layers = enumerate(self.table.spec.all_layers)
         layer = next(i for i, own in layers if own.experts == count)
         return [shard.share("experts", layer) for shard in self.shards]
+
+
+@dataclass(frozen=True)
+class Devices:
+    """The devices that share a model, and how they share axes out.
+
+    Widths are in multiples of `grain`, and with `equal` all shares have one extent, as `make_plan`
+    says.
+    """
+
+    size: int
+    grain: int
+    equal: bool
+    asked_by: str
+    architecture: str
+
+    def width(self, name: str, extent: int, parts: int = 0) -> list[Share]:
+        """Shares of a width that people know by a name; of `parts` devices, 0 for all.
+
+        Raises ConfigError where a device would have none.
+        """
+        parts = parts or self.size
+        shares = (_equal if self.equal else split_evenly)(extent, parts, self.grain)
+        if not all(share.extent for share in shares):
+            raise ConfigError(
+                f"{self.asked_by}={self.size}: {self.architecture} has {name} of {extent}, which "
+                f"is less than one for each of the {parts} devices that share it. Use fewer."
+            )
+        return shares
+
+    def heads(self, heads: int, kv_heads: int) -> tuple[list[Share], list[Share]]:
+        """Shares of query heads and of KV heads, which stay together."""
+        return split_heads(heads, kv_heads, self.size, self.equal)
 
 
 class Place(NamedTuple):
@@ -90,17 +123,9 @@ def make_plan(
     if size == 1:
         return ShardingPlan(table, (whole(table),))
     spec, devices = table.spec, size // expert_parts
-    split = _equal if equal else split_evenly
+    shared_by = Devices(size, grain, equal, asked_by, spec.architecture)
+    width = shared_by.width
     places = make_places(size, expert_parts) if places is None else places
-
-    def width(name: str, extent: int, parts: int = size) -> list[Share]:
-        shares = split(extent, parts, grain)
-        if not all(share.extent for share in shares):
-            raise ConfigError(
-                f"{asked_by}={size}: {spec.architecture} has {name} of {extent}, which is less "
-                f"than one for each of the {parts} devices that share it. Use fewer."
-            )
-        return shares
 
     def of_experts(mlp: Experts) -> Iterator[tuple[Share, Share]]:
         """Each device's share of experts, and of their width."""
@@ -131,7 +156,7 @@ def make_plan(
             )
         if kind not in by_kind:
             halves = 1 if a.difference is None else 2
-            heads = split_heads(a.heads // halves, a.kv_heads // halves, size, equal)
+            heads = shared_by.heads(a.heads // halves, a.kv_heads // halves)
             all_have = width("shared", shared) if shared else [Share(0, 0, 0)] * size
             experts: Sequence[Share | None] = [None] * size
             if not layer.feeds:
@@ -141,11 +166,8 @@ def make_plan(
             else:
                 ffn = width("gate" if mlp.gated else "ffn", mlp.ffn)
             recurrent: Sequence[_Part | None] = [None] * size
-            if isinstance(layer.recurrence, ShortConvolution):
-                shares = width("conv", layer.recurrence.width)
-                recurrent = [_of_convolution(layer.recurrence, share) for share in shares]
-            elif layer.recurrence is not None:
-                recurrent = _of_states(layer.recurrence, size, equal, asked_by)
+            if layer.recurrence is not None:
+                recurrent = layer.recurrence.share(shared_by)
             own = *heads, ffn, all_have, experts, recurrent
             by_kind[kind] = [_Cut(*parts) for parts in zip(*own, strict=True)]
         cuts[key] = layer, by_kind[kind]
@@ -159,31 +181,8 @@ def make_plan(
     return ShardingPlan(table, tuple(shards), expert_parts)
 
 
-class _Part(NamedTuple):
-    """One device's part of a recurrence: its shares by the names of axes, and what it computes."""
-
-    shares: dict[str, Share]
-    recurrence: Recurrence
-
-
-def _of_convolution(own: ShortConvolution, share: Share) -> _Part:
-    return _Part(dict.fromkeys(own.extents, share), replace(own, width=share.extent))
-
-
-def _of_states(own: StateSpace, size: int, equal: bool, asked_by: str) -> list[_Part]:
-    """Heads are shared out by whole groups, or where all are of one group, which each has."""
-    if size > own.groups > 1:
-        raise ConfigError(
-            f"{asked_by}={size}: the states of this model have {own.groups} groups of heads, and "
-            f"devices share whole ones. Use at most {own.groups}."
-        )
-    parts = []
-    for heads, groups in zip(*split_heads(own.heads, own.groups, size, equal), strict=True):
-        wide, shared = heads.times(own.head_dim), groups.times(own.state)
-        shares = {**dict.fromkeys(("state_z", "state_x"), wide), "states": heads}
-        shares |= dict.fromkeys(("state_b", "state_c"), shared)
-        parts.append(_Part(shares, replace(own, heads=heads.extent, groups=groups.extent)))
-    return parts
+# One device's part of a recurrence: what it computes, and its shares by the names of axes.
+_Part: TypeAlias = tuple[Recurrence, Mapping[str, Share]]
 
 
 class _Cut(NamedTuple):
@@ -214,7 +213,7 @@ class _Cut(NamedTuple):
             streams["spans"] = self.query.times(q)
             streams["mixtures"] = self.query.times(layer.spans.taps)
         if self.recurrent is not None:
-            streams |= self.recurrent.shares
+            streams |= self.recurrent[1]
         query, key = self.query, self.key
         if layer.attention.difference is not None:
             for name, share, dim in (("q", query, q), ("k", key, k), ("v", key, v)):
@@ -244,7 +243,7 @@ class _Cut(NamedTuple):
         mlp = replace(layer.mlp, ffn=self.ffn.extent)
         if isinstance(mlp, Experts):
             mlp = replace(mlp, shared=self.shared.extent)
-        recurrence = None if self.recurrent is None else self.recurrent.recurrence
+        recurrence = None if self.recurrent is None else self.recurrent[0]
         parts: dict[str, Any] = {"attention": attention, "mlp": mlp, "cross": cross}
         return replace(layer, recurrence=recurrence, **parts)
 

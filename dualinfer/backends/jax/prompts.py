@@ -24,8 +24,8 @@ def most_tokens(spec: ModelSpec, itemsize: int, width: int, scores: bool, output
             up = mlp.per_token * (mlp.ffn + spec.embed) + 3 * mlp.shared
         values = 2 * spec.embed + sum(a.qkv_sizes) + a.heads * a.head_dim + up + outputs
         beside = 8 * a.heads * width if scores else 0
-        if (own := layer.recurrence) is not None:  # in float32
-            beside += 12 * (own.channels + own.width)
+        if layer.recurrence is not None:
+            beside += 12 * layer.recurrence.passing
         most = max(most, values * itemsize + beside)
     return bucket(min(_MOST_TOKENS, MOST_BYTES // most) // 2 + 1)
 

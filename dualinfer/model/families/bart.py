@@ -11,9 +11,9 @@ from typing import Any, Literal
 import numpy as np
 
 from ...errors import ModelError, shown
+from .. import rows as make
 from ..spec import Activation, Attention, Experts, Head, Layer, Mlp, ModelSpec, Norm, Router
 from ..weights import Row, WeightTable, row
-from . import rows as make
 from .fairseq import Sinusoids
 from .fields import ConfigFields
 from .heads import kind_of_head, pair_head

@@ -7,6 +7,7 @@ import re
 from dataclasses import replace
 
 from ...errors import ModelError, shown
+from .. import rows as make
 from ..spec import (
     Activation,
     Adapter,
@@ -20,7 +21,6 @@ from ..spec import (
     Spans,
 )
 from ..weights import Row, Source, WeightTable, row
-from . import rows as make
 from .bert_kinds import KINDS, OLD_NORMS, Kind
 from .fields import ConfigFields
 from .heads import Classifier, kind_of_head, make_head, masked_head

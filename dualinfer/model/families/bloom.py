@@ -4,9 +4,9 @@ import math
 
 import numpy as np
 
+from .. import rows as make
 from ..spec import Attention, Head, Layer, Mlp, ModelSpec, Norm
 from ..weights import WeightTable
-from . import rows as make
 from .fields import ConfigFields
 
 CLASSES = {"bloom": ("BloomForCausalLM", "BloomModel")}

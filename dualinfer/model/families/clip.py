@@ -9,9 +9,9 @@ from math import isqrt
 from typing import Any
 
 from ...errors import ModelError, shown
+from .. import rows as make
 from ..spec import Attention, Layer, Mlp, ModelSpec, Norm, Patches, Pooled, Probe
 from ..weights import Row, WeightTable, row
-from . import rows as make
 from .fields import ConfigFields
 from .heads import Classifier, make_head
 

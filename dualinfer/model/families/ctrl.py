@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from .. import rows as make
 from ..spec import Attention, Head, Layer, Mlp, ModelSpec, Norm
 from ..weights import Row, WeightTable, row
-from . import rows as make
 from .fields import ConfigFields
 
 CLASSES = {"ctrl": ("CTRLLMHeadModel", "CTRLModel")}

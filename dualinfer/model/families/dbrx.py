@@ -8,9 +8,9 @@ from dataclasses import replace
 from typing import Any
 
 from ...errors import ModelError, UnservedError, shown
+from .. import rows as make
 from ..spec import Attention, Experts, Head, Layer, ModelSpec, Norm, Router
 from ..weights import WeightTable, row
-from . import rows as make
 from .fields import ConfigFields
 from .rope import make_rope, reach
 

@@ -4,9 +4,9 @@ from dataclasses import replace
 from typing import Any
 
 from ...errors import ModelError, shown
+from .. import rows as make
 from ..spec import Attention, Convolution, Head, Layer, Mlp, ModelSpec, Norm, Places
 from ..weights import Row, WeightTable, row
-from . import rows as make
 from .fields import ConfigFields
 from .heads import Classifier, kind_of_head, make_head, masked_head
 

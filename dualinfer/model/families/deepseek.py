@@ -10,10 +10,10 @@ from dataclasses import replace
 from typing import Any
 
 from ...errors import ModelError, UnservedError, shown
+from .. import rows as make
 from ..spec import Attention, Experts, Head, Latent, Layer, Mlp, ModelSpec, Norm
 from ..weights import Row, WeightTable, row
 from . import mixtures
-from . import rows as make
 from .fields import ConfigFields, is_positive, query_growth
 from .rope import make_rope, reach, rotary_size
 

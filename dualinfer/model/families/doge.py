@@ -6,9 +6,9 @@ largest biases alone, which is not served; nor are mixtures, whose router in HF 
 
 from dataclasses import replace
 
+from .. import rows as make
 from ..spec import Attention, Head, Layer, Mlp, ModelSpec, Norm
 from ..weights import Row, WeightTable, row
-from . import rows as make
 from .fields import ConfigFields
 from .rope import make_rope, reach
 

@@ -7,10 +7,10 @@ from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import replace
 
 from ...errors import ModelError, UnservedError, shown
+from .. import rows as make
 from ..spec import Layer, ModelSpec
 from ..weights import Row, WeightTable
 from . import bert, gpt2, trocr, vit
-from . import rows as make
 from .fields import ConfigFields
 
 CLASSES = {

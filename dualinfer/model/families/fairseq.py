@@ -6,9 +6,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from ...errors import ModelError
+from .. import rows as make
 from ..spec import Attention, Head, Layer, Mlp, ModelSpec, Norm
 from ..weights import Row, WeightTable, row
-from . import rows as make
 from .fields import ConfigFields
 
 CLASSES = {

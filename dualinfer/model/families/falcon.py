@@ -4,9 +4,9 @@ import ml_dtypes
 import numpy as np
 
 from ...errors import ModelError
+from .. import rows as make
 from ..spec import Attention, Head, Layer, Mlp, ModelSpec, Norm
 from ..weights import WeightTable
-from . import rows as make
 from .bloom import alibi_slopes
 from .fields import ConfigFields
 from .rope import make_rope, reach

@@ -11,9 +11,9 @@ from dataclasses import replace
 from typing import Any
 
 from ...errors import ModelError, shown
+from .. import rows as make
 from ..spec import Attention, Head, Layer, Mlp, ModelSpec, Norm
 from ..weights import WeightTable
-from . import rows as make
 from .fields import ConfigFields
 from .rope import make_rope, reach, ropes_by_kind
 

@@ -9,9 +9,9 @@ from dataclasses import replace
 from statistics import NormalDist
 
 from ...errors import ModelError, shown
+from .. import rows as make
 from ..spec import Attention, Embedder, Head, Layer, Mlp, ModelSpec, Norm, Streams
 from ..weights import Row, WeightTable, row
-from . import rows as make
 from .fields import ConfigFields
 from .gemma4 import lenders_of
 from .rope import make_rope, reach, ropes_by_kind

@@ -8,9 +8,9 @@ from dataclasses import replace
 from typing import Any
 
 from ...errors import ModelError, shown
+from .. import rows as make
 from ..spec import Attention, Experts, Head, Layer, Mlp, ModelSpec, Norm, Rope, Router
 from ..weights import Row, WeightTable, row
-from . import rows as make
 from .fields import ConfigFields, is_positive
 from .mixtures import Mixture, make_rows
 from .rope import make_rope, reach, ropes_by_kind

@@ -7,9 +7,9 @@ norms behind the sums.
 from collections.abc import Iterable
 
 from ...errors import UnservedError, shown
+from .. import rows as make
 from ..spec import Activation, Attention, Head, Layer, Mlp, ModelSpec, Norm
 from ..weights import Row, WeightTable, row
-from . import rows as make
 from .fields import ConfigFields
 
 CLASSES = {

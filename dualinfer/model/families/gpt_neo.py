@@ -6,9 +6,9 @@ HF source: models/gpt_neo.
 from typing import Any
 
 from ...errors import ModelError, shown
+from .. import rows as make
 from ..spec import Attention, Head, Layer, Mlp, ModelSpec, Norm
 from ..weights import WeightTable, row
-from . import rows as make
 from .fields import MOST_LAYERS, ConfigFields
 
 CLASSES = {"gpt_neo": ("GPTNeoForCausalLM", "GPTNeoModel")}

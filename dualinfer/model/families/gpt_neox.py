@@ -7,9 +7,9 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from ...errors import ModelError, shown
+from .. import rows as make
 from ..spec import Attention, Head, Layer, Mlp, ModelSpec, Norm
 from ..weights import WeightTable, row
-from . import rows as make
 from .fields import ConfigFields
 from .rope import make_rope, reach, rotary_size
 

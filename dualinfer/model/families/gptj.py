@@ -4,9 +4,9 @@ HF sources: models/gptj, models/codegen.
 """
 
 from ...errors import ModelError
+from .. import rows as make
 from ..spec import Attention, Head, Layer, Mlp, ModelSpec, Norm
 from ..weights import WeightTable, row
-from . import rows as make
 from .fields import ConfigFields
 from .rope import make_rope
 

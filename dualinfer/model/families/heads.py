@@ -6,9 +6,9 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from ...errors import ModelError, shown
+from .. import rows as make
 from ..spec import Activation, Head, ModelSpec, Norm, Pooling
 from ..weights import Row, WeightTable, row
-from . import rows as make
 from .fields import ConfigFields
 
 Kind = Literal["sequence", "token", "choice", "span", "replaced"]

@@ -6,9 +6,9 @@ of the pairs that it chooses: of each pair one for each KV head.
 
 from dataclasses import replace
 
+from .. import rows as make
 from ..spec import Attention, Experts, Head, Layer, ModelSpec, Norm, Pairs, Router
 from ..weights import Row, WeightTable, row
-from . import rows as make
 from .fields import ConfigFields
 from .rope import make_rope, reach
 

@@ -11,10 +11,10 @@ from dataclasses import replace
 from typing import Any
 
 from ...errors import ModelError, shown
+from .. import rows as make
 from ..spec import Attention, Experts, Head, Layer, Mlp, ModelSpec, Norm
 from ..weights import Row, WeightTable, row
 from . import mixtures
-from . import rows as make
 from .fields import ConfigFields, is_positive
 from .gemma4 import changes_of
 from .rope import make_rope, reach, ropes_by_kind, rotary_size

@@ -6,10 +6,11 @@ HF sources: models/lfm2 and models/lfm2_moe.
 from collections.abc import Mapping
 from dataclasses import replace
 
-from ..spec import Attention, Experts, Head, Layer, Mlp, ModelSpec, Norm, ShortConvolution
+from ...blocks.short_convolution import ShortConvolution
+from .. import rows as make
+from ..spec import Attention, Experts, Head, Layer, Mlp, ModelSpec, Norm
 from ..weights import Row, WeightTable
 from . import mixtures
-from . import rows as make
 from .fields import ConfigFields
 from .rope import make_rope, reach
 
@@ -91,8 +92,8 @@ def _table(fields: ConfigFields, spec: ModelSpec) -> WeightTable:
             own = "q_layernorm", "k_layernorm"
             rows += make.head_norms(layer.attention, f"{hf}self_attn", own)
             rows += make.linear("out", f"{hf}self_attn.out_proj", "embed q", bias=False)
-        else:
-            rows += make.recurrence(f"{hf}conv", "conv_in+conv_out+conv_x", "conv", bias)
+        if isinstance(layer.recurrence, ShortConvolution):
+            rows += layer.recurrence.rows(f"{hf}conv", bias)
         if isinstance(layer.mlp, Experts):
             return (*rows, *mixtures.make_rows(names, layer.mlp, hf))
         rows += make.joined("up", hf + "feed_forward.{p}", _GATE_UP, bias=False)

@@ -1,9 +1,9 @@
 """LiLT: RoBERTa with a second stream, of where tokens lie on a page. HF source: models/lilt."""
 
 from ...errors import ModelError
+from .. import rows as make
 from ..spec import Attention, Layer, Mlp, ModelSpec, Norm, Page
 from ..weights import Row, WeightTable, row
-from . import rows as make
 from .fields import ConfigFields
 from .heads import Classifier, kind_of_head, make_head
 

@@ -1,9 +1,9 @@
 """The Llama kind: Llama 1 to 3, Mistral, Qwen2, Qwen3. HF sources: models/llama and so on."""
 
 from ...errors import ModelError, shown
+from .. import rows as make
 from ..spec import Attention, Head, Layer, Mlp, ModelSpec, Norm
 from ..weights import WeightTable
-from . import rows as make
 from .fields import ConfigFields
 from .rope import make_rope, reach
 

@@ -7,10 +7,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from ...errors import ModelError, shown
+from .. import rows as make
 from ..spec import Attention, Experts, Head, Layer, Mlp, ModelSpec, Norm, Rope
 from ..weights import Row, WeightTable
 from . import mixtures
-from . import rows as make
 from .fields import ConfigFields
 from .rope import make_rope, reach
 

@@ -7,9 +7,9 @@ first MLP does. HF source: models/longcat_flash/modeling_longcat_flash.py.
 from dataclasses import replace
 
 from ...errors import ModelError
+from .. import rows as make
 from ..spec import Experts, Head, Layer, Mlp, ModelSpec, Norm, Router
 from ..weights import Row, WeightTable
-from . import rows as make
 from .deepseek import latent_attention, latent_rows
 from .fields import ConfigFields
 from .mixtures import MIXTURES, make_rows

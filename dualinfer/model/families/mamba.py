@@ -7,10 +7,11 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+from ...blocks.state_space import StateSpace
 from ...errors import ModelError, shown
-from ..spec import Attention, Experts, Head, Layer, Mlp, ModelSpec, Norm, Router, StateSpace
+from .. import rows as make
+from ..spec import Attention, Experts, Head, Layer, Mlp, ModelSpec, Norm, Router
 from ..weights import Row, Source, WeightTable, row
-from . import rows as make
 from . import states
 from .fields import ConfigFields, check_layers, is_positive
 from .rope import make_rope, reach, rotary_size
@@ -224,7 +225,7 @@ def _table(fields: ConfigFields, spec: ModelSpec, norm: Norm, is_bare: bool) -> 
         if layer.attends or layer.recurrence is not None:
             rows += make.norm(norm, "attn_norm", f"{hf}{names[0]}")
         if isinstance(layer.recurrence, StateSpace):
-            rows += states.rows(layer.recurrence, f"{hf}{parts[0]}", proj, conv, out)
+            rows += layer.recurrence.rows(f"{hf}{parts[0]}", proj, conv, out)
         if layer.attends:
             rows += make.joined("qkv", f"{hf}{parts[1]}.{{p}}", make.QKV, attn)
             rows += make.linear("out", f"{hf}{parts[1]}.o_proj", "embed q", attn)

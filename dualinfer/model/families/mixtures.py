@@ -8,9 +8,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 from ...errors import ModelError, shown
+from .. import rows as make
 from ..spec import Experts, Mlp, Router
 from ..weights import Row, Source, row
-from . import rows as make
 from .fields import ConfigFields
 
 

@@ -2,9 +2,9 @@
 
 from dataclasses import replace
 
+from .. import rows as make
 from ..spec import Attention, Bottleneck, Head, Layer, Mlp, ModelSpec, Norm
 from ..weights import Row, WeightTable, row
-from . import rows as make
 from .fields import ConfigFields
 from .heads import Classifier, kind_of_head, make_head
 

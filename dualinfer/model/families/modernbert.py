@@ -8,9 +8,9 @@ HF sources: models/modernbert, models/eurobert.
 from dataclasses import replace
 
 from ...errors import UnservedError, shown
+from .. import rows as make
 from ..spec import Attention, Head, Layer, Mlp, ModelSpec, Norm
 from ..weights import Row, WeightTable, row
-from . import rows as make
 from .fields import ConfigFields
 from .heads import Classifier, kind_of_head, make_head, masked_head
 from .rope import make_rope, reach, ropes_by_kind

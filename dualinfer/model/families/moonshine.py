@@ -4,9 +4,9 @@ from collections.abc import Iterable
 from dataclasses import replace
 
 from ...errors import UnservedError
+from .. import rows as make
 from ..spec import Attention, Head, Layer, Mlp, ModelSpec, Norm, Waves
 from ..weights import Row, WeightTable, row
-from . import rows as make
 from .fields import ConfigFields
 from .rope import make_rope, reach, rotary_size
 

@@ -6,9 +6,9 @@ from collections.abc import Mapping
 import numpy as np
 
 from ...errors import ModelError, shown
+from .. import rows as make
 from ..spec import Attention, Head, Layer, Mlp, ModelSpec, Norm
 from ..weights import WeightTable
-from . import rows as make
 from .fields import INERT, ConfigFields
 
 CLASSES = {"mpt": ("MptForCausalLM", "MptModel")}

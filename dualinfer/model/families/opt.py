@@ -1,8 +1,8 @@
 """OPT: learned positions counted by the mask, pre- or post-norm. HF source: models/opt."""
 
+from .. import rows as make
 from ..spec import Attention, Head, Layer, Mlp, ModelSpec, Norm
 from ..weights import Row, WeightTable, row
-from . import rows as make
 from .fields import ConfigFields
 
 CLASSES = {"opt": ("OPTForCausalLM", "OPTModel")}

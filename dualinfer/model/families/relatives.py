@@ -8,7 +8,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Literal
 
+from ...blocks.state_space import StateSpace
 from ...errors import ModelError, UnservedError, shown
+from .. import rows as make
 from ..spec import (
     LAMBDAS,
     Activation,
@@ -21,11 +23,9 @@ from ..spec import (
     Norm,
     Recurrence,
     Rope,
-    StateSpace,
 )
 from ..weights import Row, WeightTable, row
 from . import mixtures, states
-from . import rows as make
 from .fields import ConfigFields, is_positive, query_growth
 from .kinds import KINDS, ORIGINAL, Bias, Kind
 from .rope import make_rope, reach, ropes_by_kind, rotary_size
@@ -400,7 +400,7 @@ def _table(
     def rows_of(mlp: Mlp | Experts, recurs: Recurrence | None) -> tuple[Row, ...]:
         mixing = tuple(layer)
         if isinstance(recurs, StateSpace):
-            mixing = (*norms, *states.rows(recurs, f"{hf}mamba", *biased))
+            mixing = (*norms, *recurs.rows(f"{hf}mamba", *biased))
         if own is None or not isinstance(mlp, Experts):
             return (*mixing, *dense)
         return (*mixing, *mixtures.make_rows(own, mlp, hf))

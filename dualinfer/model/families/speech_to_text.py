@@ -3,9 +3,9 @@
 from dataclasses import replace
 
 from ...errors import ModelError, shown
+from .. import rows as make
 from ..spec import Head, ModelSpec, Norm, Sounds
 from ..weights import Row, WeightTable, row
-from . import rows as make
 from .bart import layer_rows, side_layers
 from .fairseq import Sinusoids
 from .fields import ConfigFields

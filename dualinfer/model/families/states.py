@@ -1,16 +1,13 @@
-"""Mamba-2's part of a config, and its rows: what hybrids have beside attention, or in its place."""
+"""Mamba-2's part of a config: what hybrids have beside attention, or in its place."""
 
 import math
 from dataclasses import replace
 
+from ...blocks.state_space import StateSpace
 from ...errors import ModelError, shown
-from ..spec import Norm, StateSpace
-from ..weights import Row, row
-from . import rows as make
+from ..spec import Norm
 from .fields import ConfigFields
 
-_PROJECTED = "state_z+state_x+state_b+state_c+states"
-_CONVOLVED = "state_x+state_b+state_c"
 # HF's fields of heads, elements of a head, groups, elements of B and C, taps, and the activation.
 _NAMES = {
     "mamba2": ("num_heads", "head_dim", "n_groups", "state_size", "conv_kernel", "hidden_act"),
@@ -67,28 +64,3 @@ def _limits(fields: ConfigFields) -> tuple[float, float]:
             f"config.json has time_step_limit={shown(given)}; expected two numbers, from 0 on."
         )
     return float(given[0]), float(given[1])
-
-
-def rows(
-    own: StateSpace, theirs: str, bias: bool, kernel_bias: bool, out_bias: bool | None = None
-) -> list[Row]:
-    """The rows of a state space that HF calls `theirs`; `bias` is that of both products.
-
-    `out_bias` is that of the second where it has its own.
-    """
-    found = make.recurrence(
-        *(theirs, _PROJECTED, "state_x", bias),
-        kernel="conv1d",
-        convolved=_CONVOLVED,
-        kernel_bias=kernel_bias,
-        out_bias=out_bias,
-    )
-    for name, source in {
-        "state_step_bias": "dt_bias",
-        "state_decay": "A_log",
-        "state_skip": "D",
-    }.items():
-        found.append(replace(row(name, "states", (f"{theirs}.{source}", "states")), wide=True))
-    if own.norm is not None:
-        found += make.norm(own.norm, "state_norm", f"{theirs}.norm", "state_x")
-    return found

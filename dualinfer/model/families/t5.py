@@ -7,9 +7,9 @@ from dataclasses import replace
 from typing import Any
 
 from ...errors import ModelError, shown
+from .. import rows as make
 from ..spec import Attention, Experts, Head, Layer, Mlp, ModelSpec, Norm, RelativeBias, Router
 from ..weights import Row, WeightTable, row
-from . import rows as make
 from .fields import ConfigFields
 from .heads import Classifier, kind_of_head, make_head, pair_head, under
 

@@ -4,9 +4,9 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
 from ...errors import ModelError, shown
+from .. import rows as make
 from ..spec import Attention, Layer, ModelSpec, Norm
 from ..weights import Row, WeightTable, row
-from . import rows as make
 from .fields import ConfigFields
 from .gemma import describe_text
 

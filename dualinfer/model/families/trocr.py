@@ -5,9 +5,9 @@ Alone it is no family: HF's text of a batch padded on the left is not that of it
 
 from collections.abc import Iterable
 
+from .. import rows as make
 from ..spec import Attention, Head, Layer, Mlp, ModelSpec, Norm
 from ..weights import Row, WeightTable, row
-from . import rows as make
 from .bart import layer_rows
 from .fairseq import Sinusoids
 from .fields import ConfigFields

@@ -5,9 +5,9 @@ HF sources: models/vit, deit, dinov2, dinov2_with_registers, vit_msn, ijepa.
 
 from dataclasses import replace
 
+from .. import rows as make
 from ..spec import Attention, Layer, Mlp, ModelSpec, Norm, Patches, Pooled
 from ..weights import Row, Source, WeightTable, row
-from . import rows as make
 from .clip import kernel, make_patches
 from .fields import ConfigFields
 from .heads import Classifier, make_head

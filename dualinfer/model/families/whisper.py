@@ -3,9 +3,9 @@
 from collections.abc import Iterable
 from dataclasses import replace
 
+from .. import rows as make
 from ..spec import Head, ModelSpec, Norm
 from ..weights import Row, WeightTable, row
-from . import rows as make
 from .bart import side_layers
 from .fields import ConfigFields
 

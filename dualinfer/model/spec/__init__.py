@@ -21,9 +21,7 @@ from .parts import (
     Pairs,
     Recurrence,
     Router,
-    ShortConvolution,
     Spans,
-    StateSpace,
     Streams,
 )
 
@@ -55,10 +53,8 @@ __all__ = [
     "RelativeBias",
     "Rope",
     "Router",
-    "ShortConvolution",
     "Sounds",
     "Spans",
-    "StateSpace",
     "Streams",
     "Waves",
 ]

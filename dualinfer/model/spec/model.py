@@ -501,7 +501,6 @@ class ModelSpec(Once):
             inner["paired"] = attention.pairs.count
         if (recurrence := self.layers[layer].recurrence) is not None:
             inner |= recurrence.extents
-            inner["recurrence_taps"] = recurrence.taps
         if (own := attention.latent) is not None:
             inner |= {"latent": own.width, "rank": own.rank, "query_rank": own.query_rank}
             inner["query_ranks"] = 2 * own.query_rank

@@ -1,9 +1,8 @@
 """What layers are made of beside attention: norms, MLPs, mixtures of experts, and rarer parts."""
 
-import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import ClassVar, Literal, TypeAlias
+from typing import Any, ClassVar, Literal, Protocol, Self
 
 Activation = Literal["silu", "gelu", "gelu_tanh", "quick_gelu", "relu", "relu2", "tanh"]
 XIELU = ("alpha_p", "alpha_n", "beta", "eps")  # a layer's numbers of the activation xIELU
@@ -147,93 +146,66 @@ class Convolution:
     activation: Activation
 
 
-@dataclass(frozen=True)
-class ShortConvolution:
-    """A gated convolution over the past, in attention's place (LFM2, HF's `Lfm2ShortConv`).
+class Recurrence(Protocol):
+    """What keeps a state of fixed size of all tokens, in attention's place or beside it.
 
-    Three projections of a token have `width` elements each. The product of the first and the third
-    is convolved over the token and the `taps` - 1 before it, each element by a kernel of its own,
-    and the second times what that gives is projected back.
+    A kind is a frozen class in a file of `blocks/`, which says all of it; its class's docstring
+    tells what it computes. Arrays are of a framework, and `ops` the backend's.
     """
 
-    width: int
-    taps: int
-    held: ClassVar[Mapping[str, str]] = {"convolved channels": "conv"}  # an axis as people know it
-
-    @property
-    def extents(self) -> dict[str, int]:
-        """Elements of its axes by their names."""
-        return dict.fromkeys(("conv", "conv_in", "conv_out", "conv_x"), self.width)
-
-    @property
-    def channels(self) -> int:
-        """Elements of a token that are convolved."""
-        return self.width
-
-    @property
-    def multiplied(self) -> int:
-        """Products of a token beside those with matrices."""
-        return (self.taps + 2) * self.width
-
-
-@dataclass(frozen=True)
-class StateSpace:
-    """Mamba-2 in attention's place, or beside it (arXiv:2405.21060, HF's `Mamba2Mixer`).
-
-    A token's projection holds a gate, an input x of `heads` of `head_dim` elements, B and C of
-    `groups` of `state` elements, and a number of each head. x, B and C are convolved over the token
-    and the `taps` - 1 before it, and the `activation` taken. A head's step d is the softplus of its
-    number and a bias, within `limits`. Its state, of head_dim times state elements, is times
-    exp(d A), and d x B^T is added; the state times C, and D x, is what it gives. A group's B and C
-    are those of as many heads in a row. That is times silu of the gate, and then normed, or the
-    gate comes behind the norm if it is `gated_last`. A norm is over `normed` elements; there may be
-    none. Numbers of `scales` are what gate, x, B, C and the heads' numbers are times, before all
-    that, and `out_scale` what comes out is times (Falcon-H1).
-    """
-
-    heads: int
-    head_dim: int
-    groups: int
-    state: int
-    taps: int
-    activation: Activation
-    norm: Norm | None
-    normed: int
-    gated_last: bool = False
-    limits: tuple[float, float] = (0.0, math.inf)
-    scales: tuple[float, float, float, float, float] | None = None
-    out_scale: float = 1.0
-    held: ClassVar[Mapping[str, str]] = {"state heads": "states"}
+    held: ClassVar[Mapping[str, str]]  # the axes that devices share, by what people call them
 
     @property
     def width(self) -> int:
-        """Elements of x, and of what it gives."""
-        return self.heads * self.head_dim
+        """Elements that it gives of a token, before the projection back."""
+        ...
 
     @property
-    def shared(self) -> int:
-        """Elements of B, and of C."""
-        return self.groups * self.state
+    def extents(self) -> Mapping[str, int]:
+        """Elements of the axes of its weights, by their names."""
+        ...
 
     @property
-    def channels(self) -> int:
-        """Elements of a token that are convolved."""
-        return self.width + 2 * self.shared
-
-    @property
-    def extents(self) -> dict[str, int]:
-        """Elements of its axes by their names."""
-        shared = dict.fromkeys(("state_b", "state_c"), self.shared)
-        return {**dict.fromkeys(("state_z", "state_x"), self.width), **shared, "states": self.heads}
+    def passing(self) -> int:
+        """Numbers of a token that a pass over a sequence holds in float32."""
+        ...
 
     @property
     def multiplied(self) -> int:
         """Products of a token beside those with matrices."""
-        return self.taps * self.channels + 3 * self.width * self.state
+        ...
 
+    def share(self, devices: Any) -> Sequence[tuple[Self, Mapping[str, Any]]]:
+        """What each of `sharding.Devices` computes, and its shares by the names of axes."""
+        ...
 
-# What a layer may have in attention's place, or beside it.
-Recurrence: TypeAlias = ShortConvolution | StateSpace
+    def layout(self, slots: int) -> tuple[Any, ...]:
+        """The arrays that its cache keeps of N slots, each a `caches.Buffer`, a row a slot."""
+        ...
+
+    def sequence(
+        self,
+        ops: Any,
+        w: Mapping[str, Any],
+        x: Any,
+        states: tuple[Any, ...] | None,
+        seen: Any,
+        lengths: Any | None,
+    ) -> tuple[Any, tuple[Any, ...]]:
+        """What it makes of projected sequences x [B, T, ...], [B, T, width], and states.
+
+        It begins from `states`, the arrays of its cache, a row a sequence, None for a new one.
+        Tokens that `seen`, a `contract.Seen`, hides change none, and packed sequences do not meet.
+        The states that it gives are those after the first `lengths` [B] tokens; without lengths
+        nobody reads them.
+        """
+        ...
+
+    def token(
+        self, ops: Any, w: Mapping[str, Any], x: Any, states: tuple[Any, ...]
+    ) -> tuple[Any, tuple[Any, ...]]:
+        """As `sequence`, of one token each, x [B, 1, ...], behind `states`."""
+        ...
 
 
 @dataclass(frozen=True)

@@ -8,8 +8,8 @@ from collections.abc import Container, Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
-from ..spec import XIELU, Attention, ModelSpec, Norm, Places, RelativeBias
-from ..weights import Row, WeightTable, row
+from .spec import XIELU, Attention, ModelSpec, Norm, Places, RelativeBias
+from .weights import Row, WeightTable, row
 
 QKV = {"q": "q_proj", "k": "k_proj", "v": "v_proj"}
 GATE_UP = {"gate": "gate_proj", "up": "up_proj"}

@@ -1,0 +1,260 @@
+"""Mamba-2 in attention's place, or beside it (arXiv:2405.21060, HF's `Mamba2Mixer`)."""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar, Self
+
+from ..errors import ConfigError
+from ..model import rows as make
+from ..model.spec import Activation, Norm
+from ..model.weights import Row, row
+from ..ops.caches import Buffer
+from ..ops.contract import Array, BlockOps, Seen, Weights
+from ..ops.maths import Maths, cut, flat, heads
+from ..ops.recurrences import convolve_past, last_tokens, visible
+from ..parallel.sharding import Devices, Share
+
+_CHUNK = 64  # tokens whose pairs are scored at a time
+
+
+@dataclass(frozen=True)
+class StateSpace:
+    """See `spec.Recurrence`.
+
+    A token's projection holds a gate, an input x of `heads` of `head_dim` elements, B and C of
+    `groups` of `state` elements, and a number of each head. x, B and C are convolved over the token
+    and the `taps` - 1 before it, and the `activation` taken. A head's step d is the softplus of its
+    number and a bias, within `limits`. Its state, of head_dim times state elements, is times
+    exp(d A), and d x B^T is added; the state times C, and D x, is what it gives. A group's B and C
+    are those of as many heads in a row. That is times silu of the gate, and then normed, or the
+    gate comes behind the norm if it is `gated_last`. A norm is over `normed` elements; there may be
+    none. Numbers of `scales` are what gate, x, B, C and the heads' numbers are times, before all
+    that, and `out_scale` what comes out is times (Falcon-H1).
+    """
+
+    heads: int
+    head_dim: int
+    groups: int
+    state: int
+    taps: int
+    activation: Activation
+    norm: Norm | None
+    normed: int
+    gated_last: bool = False
+    limits: tuple[float, float] = (0.0, math.inf)
+    scales: tuple[float, float, float, float, float] | None = None
+    out_scale: float = 1.0
+    held: ClassVar[Mapping[str, str]] = {"state heads": "states"}
+
+    @property
+    def width(self) -> int:
+        """Elements of x, and of what it gives."""
+        return self.heads * self.head_dim
+
+    @property
+    def shared(self) -> int:
+        """Elements of B, and of C."""
+        return self.groups * self.state
+
+    @property
+    def channels(self) -> int:
+        """Elements of a token that are convolved."""
+        return self.width + 2 * self.shared
+
+    @property
+    def extents(self) -> dict[str, int]:
+        """See `spec.Recurrence`."""
+        wide = dict.fromkeys(("state_z", "state_x"), self.width)
+        shared = dict.fromkeys(("state_b", "state_c"), self.shared)
+        return {**wide, **shared, "states": self.heads, "recurrence_taps": self.taps}
+
+    def rows(
+        self, hf: str, bias: bool, kernel_bias: bool, out_bias: bool | None = None
+    ) -> list[Row]:
+        """The rows of what HF calls `hf`; `bias` is that of both products.
+
+        `out_bias` is that of the second where it has its own.
+        """
+        found = make.recurrence(
+            *(hf, "state_z+state_x+state_b+state_c+states", "state_x", bias),
+            kernel="conv1d",
+            convolved="state_x+state_b+state_c",
+            kernel_bias=kernel_bias,
+            out_bias=out_bias,
+        )
+        for name, source in {
+            "state_step_bias": "dt_bias",
+            "state_decay": "A_log",
+            "state_skip": "D",
+        }.items():
+            found.append(replace(row(name, "states", (f"{hf}.{source}", "states")), wide=True))
+        if self.norm is not None:
+            found += make.norm(self.norm, "state_norm", f"{hf}.norm", "state_x")
+        return found
+
+    @property
+    def passing(self) -> int:
+        """See `spec.Recurrence`."""
+        return self.channels + self.width
+
+    @property
+    def multiplied(self) -> int:
+        """See `spec.Recurrence`."""
+        return self.taps * self.channels + 3 * self.width * self.state
+
+    def share(self, devices: Devices) -> list[tuple[Self, dict[str, Share]]]:
+        """See `spec.Recurrence`: devices share whole groups of heads.
+
+        Where all heads are of one group, each device has that.
+        """
+        if devices.size > self.groups > 1:
+            raise ConfigError(
+                f"{devices.asked_by}={devices.size}: the states of this model have {self.groups} "
+                f"groups of heads, and devices share whole ones. Use at most {self.groups}."
+            )
+        parts = []
+        for own, groups in zip(*devices.heads(self.heads, self.groups), strict=True):
+            shares = dict.fromkeys(("state_z", "state_x"), own.times(self.head_dim))
+            shares |= dict.fromkeys(("state_b", "state_c"), groups.times(self.state))
+            part = replace(self, heads=own.extent, groups=groups.extent)
+            parts.append((part, {**shares, "states": own}))
+        return parts
+
+    def layout(self, slots: int) -> tuple[Buffer, ...]:
+        """See `spec.Recurrence`.
+
+        The last tokens convolved, [N, taps - 1, C], and states, float32 [N, heads, head_dim,
+        state].
+        """
+        past = Buffer((slots, self.taps - 1, self.channels), heads=2)
+        return past, Buffer((slots, self.heads, self.head_dim, self.state), dtype="float32")
+
+    def sequence(
+        self,
+        ops: BlockOps,
+        w: Weights,
+        x: Array,
+        states: tuple[Array, ...] | None,
+        seen: Seen,
+        lengths: Array | None,
+    ) -> tuple[Array, tuple[Array, ...]]:
+        """See `spec.Recurrence`."""
+        m, (mask, segments) = ops.maths, seen
+        past, state = (None, None) if states is None else states
+        gate, given, steps = self._parted(m, x)
+        y, wide = convolve_past(m, w, visible(given, mask), past, segments)
+        steps, decays = self._steps(m, w, steps)
+        if lengths is not None:
+            real = m.arange(x.shape[1], x) < lengths[:, None]
+            mask = real if mask is None else mask & real
+        if mask is not None:  # other tokens leave a state as it is
+            steps, decays = (m.where(mask[..., None], a, 0.0) for a in (steps, decays))
+        if segments is not None:
+            anew = m.pad(segments[:, 1:] != segments[:, :-1], 1, 1, 0)[..., None]
+            decays = m.where(anew, -float("inf"), decays)
+        parts = self._heads(m.activation(y, self.activation))
+        y, state = self.scan(m, *parts, steps, decays, state)
+        y = self._out(ops, w, y, parts[0], gate)
+        return y, () if lengths is None else (last_tokens(m, w, wide, lengths), state)
+
+    def token(
+        self, ops: BlockOps, w: Weights, x: Array, states: tuple[Array, ...]
+    ) -> tuple[Array, tuple[Array, ...]]:
+        """See `spec.Recurrence`."""
+        m, (past, held) = ops.maths, states
+        gate, given, steps = self._parted(m, x)
+        y, wide = convolve_past(m, w, given, past)
+        steps, decays = self._steps(m, w, steps[:, 0])
+        value, b, c = self._heads(m.activation(y[:, 0], self.activation))
+        rows, groups = len(x), (self.groups, self.heads // self.groups)
+        old = (held * m.exp(decays)[..., None, None]).reshape(rows, *groups, *held.shape[2:])
+        added = (value * steps[..., None]).reshape(rows, *groups, -1, 1)
+        state = m.add_product(old, added, b[:, :, None, None])
+        y = (state * c[:, :, None, None]).sum(-1).reshape(rows, self.heads, -1)
+        y = self._out(ops, w, y, value, gate[:, 0])
+        return y[:, None], (wide[:, 1:], state.reshape(held.shape))
+
+    def _parted(self, m: Maths, x: Array) -> list[Array]:
+        """Gates [..., width], what is convolved [..., C], and the heads' numbers [..., heads]."""
+        if self.scales is not None:
+            sizes = self.width, self.width, self.shared, self.shared, self.heads
+            parts = zip(cut(x, *sizes), self.scales, strict=True)
+            x = m.join([part * scale for part, scale in parts], -1)
+        return cut(x, self.width, self.channels, self.heads)
+
+    def _steps(self, m: Maths, w: Weights, numbers: Array) -> tuple[Array, Array]:
+        """A head's step, and the logarithm of what its state is times: float32 [..., heads]."""
+        steps = m.softplus(m.wide(numbers) + w["state_step_bias"])
+        if self.limits != (0.0, float("inf")):
+            steps = m.clip(steps, *self.limits)
+        return steps, -steps * m.exp(w["state_decay"])
+
+    def _heads(self, x: Array) -> tuple[Array, Array, Array]:
+        """Inputs [..., heads, head_dim], B and C [..., groups, state], of what was convolved."""
+        value, b, c = cut(x, self.width, self.shared, self.shared)
+        return heads(value, self.heads), heads(b, self.groups), heads(c, self.groups)
+
+    def scan(
+        self,
+        m: Maths,
+        x: Array,
+        b: Array,
+        c: Array,
+        steps: Array,
+        decays: Array,
+        state: Array | None,
+    ) -> tuple[Array, Array]:
+        """Results of states over sequences, [B, T, heads, head_dim], and the last ones; float32.
+
+        `x`, `b` and `c` as `_heads` gives them, `steps` and `decays` as `_steps`; `state` [B,
+        heads, head_dim, state] is the one before, None for zeros. Of a chunk of tokens all pairs
+        are scored, and a state goes from chunk to chunk.
+        """
+        rows, by_group = len(x), (self.groups, self.heads // self.groups)
+        shape = self.head_dim, self.state
+        if state is None:
+            first = m.zeros((rows, *by_group, *shape), m.float32, x)
+        else:
+            first = state.reshape(rows, *by_group, *shape)
+
+        def advance(
+            last: Array, value: Array, b: Array, c: Array, decay: Array
+        ) -> tuple[Array, Any]:
+            at = m.arange(value.shape[1], value)
+            before, upto = at[:, None] > at, at[:, None] >= at
+            # Sums of decays between two tokens, each by itself: differences of sums would round.
+            spans = m.where(before, m.moveaxis(decay, 1, -1)[..., None], 0.0).cumsum(-2)
+            spans = m.exp(m.where(upto, spans, -float("inf")))
+            scores = m.einsum("blgs,bmgs->bglm", c, b)[:, :, None] * spans
+            y = m.einsum("bgrlm,bmgrp->blgrp", scores, value)
+            since = m.exp(decay.cumsum(1))
+            y = y + m.einsum("blgs,bgrps->blgrp", c, last) * since[..., None]
+            left = value * m.moveaxis(spans[..., -1, :], -1, 1)[..., None]
+            added = m.einsum("bmgrp,bmgs->bgrps", left, b)
+            return last * since[:, -1, ..., None, None] + added, y
+
+        x = x * steps[..., None]
+        x, decays = x.reshape(*x.shape[:2], *by_group, -1), decays.reshape(*x.shape[:2], *by_group)
+        y, last = m.scan(advance, first, (x, b, c, decays), _CHUNK)
+        return y.reshape(*y.shape[:2], self.heads, -1), last.reshape(rows, self.heads, *shape)
+
+    def _out(self, ops: BlockOps, w: Weights, y: Array, x: Array, gate: Array) -> Array:
+        """Results of heads, y and x float32 [..., heads, head_dim], gated, normed: [..., width]."""
+        m = ops.maths
+        y = flat(y + x * w["state_skip"][:, None])
+        gates = m.activation(m.wide(gate), "silu")
+        if not self.gated_last:
+            y = y * gates
+        if self.norm is not None:
+            if self.width < self.normed:  # devices share what is normed
+                mean = ops.sum((y * y).sum(-1, keepdims=True)) / self.normed
+                y = y * m.rsqrt(mean + self.norm.eps)
+            else:
+                parts = heads(y, width=self.normed)
+                mean = (parts * parts).mean(-1, keepdims=True)
+                y = flat(parts * m.rsqrt(mean + self.norm.eps))
+            y = y * m.wide(w["state_norm.weight"])
+        if self.gated_last:
+            y = y * gates
+        return m.cast(y if self.out_scale == 1 else y * self.out_scale, gate.dtype)
