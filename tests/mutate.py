@@ -686,7 +686,7 @@ ROWS: list[Row] = [
         "tests/test_adapters.py -k 'beside_a_model and torch and embedding'",
     ),
     Row(
-        "checkpoint/adapted.py",
+        "checkpoint/adapted_names.py",
         "return not self.row.either and (change.old or marked)",
         "return False",
         "Experts whose two sizes are the same are adapted by the transposes.",

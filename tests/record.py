@@ -198,23 +198,31 @@ def equations(jaxpr: Any) -> Counter[str]:
             found["slice"] += len(equation.outvars)
         elif name not in CALLS:
             found[ALIKE.get(name, name)] += 1
-        for inner in _inner(equation.params.values()):
-            found += equations(inner)
+        for body in inner(equation.params.values()):
+            found += equations(body)
     return found
 
 
-def _inner(values: Iterable[Any]) -> Iterator[Any]:
+def inner(values: Iterable[Any]) -> Iterator[Any]:
+    """The jaxprs among an equation's parameters."""
     for value in values:
         if hasattr(value, "eqns"):
             yield value
         elif hasattr(value, "jaxpr"):
             yield value.jaxpr
         elif isinstance(value, list | tuple):
-            yield from _inner(value)
+            yield from inner(value)
 
 
-def watch_steps(record: Record, traced_alone: bool) -> None:
-    """Have the steps that JAX engines trace noted; those `traced_alone` are not compiled."""
+def watch_steps(
+    note: Callable[[Any, Any], None],
+    traced_alone: bool,
+    put: Callable[[Any, str, Any], None] = setattr,
+) -> None:
+    """Have `note` get the key and the jaxpr of each step that JAX engines trace.
+
+    Those `traced_alone` are not compiled, and give zeros. `put` sets what is patched.
+    """
     import jax
     import jax.numpy as jnp
 
@@ -225,19 +233,18 @@ def watch_steps(record: Record, traced_alone: bool) -> None:
         jitted = jax.jit(function, donate_argnums=job.donate, out_shardings=job.results)
         with executables._LOWERING:
             traced = jitted.trace(*job.args)
-            counts = dict(sorted(equations(traced.jaxpr.jaxpr).items()))
-            record.add(**{"pass": f"step {job.key}"[:60]}, equations=counts)
-            return traced.lower()
+            note(job.key, traced.jaxpr.jaxpr)
+            return traced if traced_alone else traced.lower()
 
-    def compile_none(self: Any, lowered: Any, coming: Any) -> None:
+    def compile_none(self: Any, traced: Any, coming: Any) -> None:
         coming.set_result(
-            lambda *args: jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), lowered.out_info)
+            lambda *args: jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), traced.out_info)
         )
 
-    executables.Executables.lower = lower
+    put(executables.Executables, "lower", lower)
     if traced_alone:
-        executables.Executables._compile = compile_none
-        executables._code_bytes = lambda compiled: 0
+        put(executables.Executables, "_compile", compile_none)
+        put(executables, "_code_bytes", lambda compiled: 0)
 
 
 def in_dtype(dtype: str) -> None:
@@ -283,7 +290,12 @@ def pytest_configure(config: pytest.Config) -> None:
 
         traced_alone = config.getoption("--record-traced")
         watch(record, JaxRunner, nothing, not traced_alone)
-        watch_steps(record, traced_alone)
+
+        def note(key: Any, jaxpr: Any) -> None:
+            counts = dict(sorted(equations(jaxpr).items()))
+            record.add(**{"pass": f"step {key}"[:60]}, equations=counts)
+
+        watch_steps(note, traced_alone)
     if config.getoption("--record-dtype"):
         in_dtype(config.getoption("--record-dtype"))
 

@@ -18,12 +18,12 @@ from dualinfer.cli.main import app  # noqa: E402
 from dualinfer.cli.plan_table import make_plan_table  # noqa: E402
 from dualinfer.config import InferenceConfig, make_config  # noqa: E402
 from dualinfer.errors import ConfigError, UnsupportedError  # noqa: E402
-from dualinfer.kernels import reference  # noqa: E402
 from dualinfer.model.families import describe_model  # noqa: E402
 from dualinfer.model.load_plan import TableSource, make_load_plan  # noqa: E402
 from dualinfer.ops import caches  # noqa: E402
 from dualinfer.ops.caches import CacheSpec, check_kinds  # noqa: E402
 
+from .kernels import oracles  # noqa: E402
 from .models import (  # noqa: E402
     BACKENDS,
     make_model,
@@ -58,8 +58,8 @@ def combined(quick: set[tuple[str, ...]], *axes: tuple[str, ...]) -> list[Any]:
 
 
 def kept(x: torch.Tensor, codes: str) -> torch.Tensor:
-    """What the reference's codes of heads [..., D] mean."""
-    return torch.from_numpy(reference.decode_heads(*reference.encode_heads(x.numpy(), codes)))
+    """What the oracle's codes of heads [..., D] mean."""
+    return torch.from_numpy(oracles.decode_heads(*oracles.encode_heads(x.numpy(), codes)))
 
 
 class CodedCache(hf.DynamicCache):
@@ -151,7 +151,7 @@ def test_what_the_cache_holds_is_the_references_codes(backend, hf_model):
             ]
     for codes in CODES:
         for i in range(2):
-            data, scale = reference.encode_heads(seen[None][i], codes)
+            data, scale = oracles.encode_heads(seen[None][i], codes)
             np.testing.assert_array_equal(seen[codes][i], data)
             np.testing.assert_array_equal(seen[codes][2 + i], scale)
 

@@ -19,7 +19,7 @@ FLOORS: dict[str, str] = {
     "kernels": "",
     "config": "",
     "quantization": "system",
-    "model": "kernels.reference quantization",
+    "model": "quantization",
     "parallel": "model config",
     "ops": "kernels.triton quantization model parallel",
     "decoder": "model ops",
@@ -58,7 +58,7 @@ FORBIDDEN: dict[str, tuple[set[str], set[str]]] = {
     "bench.jax": (TORCH_SIDE, TORCH_SIDE),
     "kernels.triton": ({"torch"} | JAX_SIDE, JAX_SIDE),  # so that JAX can launch them
     "kernels.xla": (TORCH_SIDE | {"flax"}, {"triton", "flax"}),  # torch: to interpret
-    "kernels": (NEUTRAL, TORCH_SIDE | JAX_SIDE),  # the NumPy reference
+    "kernels": (NEUTRAL, TORCH_SIDE | JAX_SIDE),
     "ops": (NEUTRAL, FRAMEWORKS),
     "decoder": (NEUTRAL, FRAMEWORKS),
     "blocks": (NEUTRAL, FRAMEWORKS),

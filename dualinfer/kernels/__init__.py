@@ -1,1 +1,1 @@
-"""What each op means (`reference`) and, per toolchain, the kernels that do it fast."""
+"""Kernels that do fast what `ops/` means, and how each framework launches them."""

@@ -16,7 +16,6 @@ from typing import Any, get_args
 import numpy as np
 
 from ..errors import ModelError, UnsupportedError, a_type
-from ..kernels import reference
 from .spec import Activation, Experts, Mlp, ModelSpec, Router
 from .weights import Row, Source, WeightTable, row
 
@@ -298,6 +297,7 @@ def _is_same(found: Any, wanted: Any) -> bool:
 def _form_of(expert: Any, width: int) -> Form | None:
     """What an expert of inputs and outputs of this width computes; None for what is not known."""
     import torch
+    from transformers.activations import ACT2FN
 
     made = _copy(expert, {})
     named = dict(made.named_parameters())
@@ -325,10 +325,10 @@ def _form_of(expert: Any, width: int) -> Form | None:
             wanted_sizes = [ffn for name in ups if name in biases] + [width] * (down in biases)
             if shapes != [*[(ffn, width)] * len(ups), (width, ffn)] or sizes != wanted_sizes:
                 continue
-            gate, *up = (product(x, name, turned).numpy() for name in ups)
+            gate, *up = (product(x, name, turned) for name in ups)
             for activation in get_args(Activation):
-                h = reference.activation(gate, activation) * (up[0] if up else 1)
-                y = product(torch.from_numpy(h.astype(np.float32)), down, turned)
+                function = ACT2FN["gelu_pytorch_tanh" if activation == "gelu_tanh" else activation]
+                y = product(function(gate) * (up[0] if up else 1), down, turned)
                 if _is_same(y, wanted):
                     own = [(name, biases.get(name)) for name in (*ups, down)]
                     return Form(tuple(own[:-1]), own[-1], turned, activation, ffn)

@@ -1,7 +1,4 @@
-"""How keys and values become codes of 8 bits and values again: those of a head share one scale.
-
-The meaning is `reference.encode_heads`.
-"""
+"""How keys and values become codes of 8 bits and values again: those of a head share one scale."""
 
 from typing import Any
 
@@ -12,7 +9,11 @@ LEAST = 2.0**-100  # a head whose scale would be below is zero, whatever a devic
 
 
 def encode(m: Maths, x: Any, codes: str) -> tuple[Any, Any]:
-    """Codes [..., D] of heads x [..., D], and their scales float32 [...]."""
+    """Codes [..., D] of heads x [..., D], and their scales float32 [...].
+
+    A head's largest magnitude has the largest code. Divisions are those of float32, codes the
+    nearest, ties to even.
+    """
     largest = LARGEST[codes]
     wide = m.rounded(m.wide(x), x.dtype)
     scale = m.quotient(m.most(abs(wide)), largest)

@@ -23,10 +23,10 @@ def rms_norm(
     unit_offset: bool = False,
     squares: Array | None = None,
 ) -> Array:
-    """x / rms(x) * weight over the last axis, in float32; `unit_offset`: * (1 + weight).
+    """x / rms(x) * weight over the last axis, in float32 (Zhang and Sennrich, 2019).
 
-    None is a weight of ones. `squares` float32 [...] is the mean of squares of a longer axis, of
-    which x has a share.
+    With `unit_offset` times 1 + weight; None is a weight of ones. `squares` float32 [...] is the
+    mean of squares of a longer axis, of which x has a share.
     """
     y = m.wide(x)
     mean = (y * y).mean(-1, keepdims=True) if squares is None else squares[..., None]
@@ -46,9 +46,9 @@ def layer_norm(
     eps: float,
     unit_offset: bool = False,
 ) -> Array:
-    """(x - mean) / std * weight + bias over the last axis, in float32.
+    """(x - mean) / std * weight + bias over the last axis, in float32 (Ba et al., 2016).
 
-    With `unit_offset` times 1 + weight.
+    The variance is divided by E, not by E - 1. With `unit_offset` times 1 + weight.
     """
     if weight.ndim == 1 and not unit_offset:
         return m.layer_norm(x, weight, bias, eps)

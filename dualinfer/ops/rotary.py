@@ -37,7 +37,7 @@ def growth(m: Maths, positions: Array, beta: float, period: float, ahead: int) -
 def rotary(m: Maths, x: Array, cos: Array, sin: Array, interleaved: bool = False) -> Array:
     """Rotate the start of each head of x [B, T, heads, D] by cos and sin, float32 [B, T, R/2].
 
-    Its R elements are halves that turn together, or pairs if `interleaved`.
+    Su et al., 2021. Its R elements are halves that turn together, or pairs if `interleaved`.
     """
     size = 2 * cos.shape[-1]
     turning, rest = x[..., :size], x[..., size:]

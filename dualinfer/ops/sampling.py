@@ -51,7 +51,10 @@ def sample(
 
 
 def penalize(m: Maths, logits: Array, seen: Array, penalty: Array) -> Array:
-    """Logits [N, V] with those of the tokens `seen` [N, V] made less likely by penalty [N]."""
+    """Logits [N, V] with those of the tokens `seen` [N, V] made less likely by penalty [N].
+
+    Keskar et al., 2019, as HF's RepetitionPenaltyLogitsProcessor: each seen token once.
+    """
     penalty = penalty[:, None]
     return m.where(seen, m.where(logits < 0, logits * penalty, logits / penalty), logits)
 
@@ -59,7 +62,7 @@ def penalize(m: Maths, logits: Array, seen: Array, penalty: Array) -> Array:
 def hold_eos(m: Maths, logits: Array, eos: Array, new: Array, minimum: Array) -> Array:
     """Logits [N, V] with -inf at a row's `eos` ids while it has fewer new tokens than `minimum`.
 
-    Of `eos` [N, any] negative ones are none.
+    Of `eos` [N, any] negative ones are none. HF's MinNewTokensLengthLogitsProcessor.
     """
     is_eos = eos[..., None] == m.arange(logits.shape[-1], logits)
     held = (new < minimum)[:, None, None] & is_eos

@@ -3,6 +3,7 @@
 import dataclasses
 import importlib
 import inspect
+import pkgutil
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
@@ -10,27 +11,29 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
+from dualinfer import ops
 from dualinfer.model.weights import Weight
 from dualinfer.ops import exact, sampling
+from dualinfer.ops.cache_kinds import kinds_over
 from dualinfer.ops.schemes import BlockArithmetic
 
 from .cases import GARBAGE
 
-# Functions over Maths that have a reference, by the file that has them; those of a cache beside.
-OPS = {
-    "norms": ("rms_norm", "layer_norm"),
-    "rotary": ("rotary",),
-    "feed_forward": ("activation", "gated_activation", "xielu"),
-    "pooling": ("pool",),
-    "convolutions": ("convolution", "trigrams"),
-    "streams": ("weave",),
-    "attention": ("attention", "cross_attention"),
-    "sampling": ("penalize", "hold_eos", "filter_logits", "gumbel", "threefry2x32"),
-}
-CACHE_OPS = ("append", "decode_attention")
 MATRIX_OPS = ("matmul", "embed")  # of schemes
-_FILES = {name: file for file, names in OPS.items() for name in names}
-_FILES |= {"decode_attention": "attention", "unweave": "streams"}
+
+
+def _functions() -> dict[str, Callable]:
+    """What `ops/` has over Maths, by name."""
+    found = {}
+    for info in pkgutil.iter_modules(ops.__path__, f"{ops.__name__}."):
+        for name, value in vars(importlib.import_module(info.name)).items():
+            is_own = inspect.isfunction(value) and value.__module__ == info.name
+            if is_own and [*inspect.signature(value).parameters][:1] == ["m"]:
+                found[name] = value
+    return found
+
+
+FUNCTIONS = _functions()
 
 
 def op_of(name: str, maths: Any) -> Callable:
@@ -39,8 +42,9 @@ def op_of(name: str, maths: Any) -> Callable:
         return lambda cache, k, v, lengths: cache.append(k, v, lengths)
     if name in MATRIX_OPS:
         return getattr(BlockArithmetic(maths), name)
-    file = importlib.import_module(f"dualinfer.ops.{_FILES[name]}")
-    return partial(getattr(file, name), maths)
+    if name not in FUNCTIONS:
+        raise AttributeError(name)
+    return partial(FUNCTIONS[name], maths)
 
 
 def over_arrays(change: Callable[[np.ndarray], Any], value: Any) -> Any:
@@ -68,8 +72,6 @@ class Implementation:
         self._ops: dict[str, Callable] = {}
 
     def __getattr__(self, name: str) -> Callable:
-        if name not in (*_FILES, *CACHE_OPS, *MATRIX_OPS):
-            raise AttributeError(name)
         if name not in self._ops:
             self._ops[name] = op_of(name, self.maths)
         return partial(self._call, name, self._ops[name])
@@ -182,6 +184,7 @@ class Exact(Implementation):
     """The same text in NumPy and float64, rounded to float32 at the end."""
 
     maths = exact.MATHS
+    layer_cache = kinds_over(exact.MATHS)["full"]
 
     def run(self, function: Callable, *args: Any, **kwargs: Any) -> Any:
         result = function(*args, **kwargs)
@@ -192,4 +195,5 @@ class Exact(Implementation):
             return sampling.sample(self.maths, logits, state, position, features)
 
 
+meaning = Exact()  # what kernels are judged by; `oracles.py` says by what it is judged itself
 IMPLEMENTATIONS: dict[str, type[Implementation]] = {"torch": Torch, "jax": Jax, "exact": Exact}

@@ -4,8 +4,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from dualinfer.kernels import reference
-
+from . import oracles
 from .cases import GARBAGE, assert_close, normal
 
 
@@ -42,7 +41,7 @@ SHAPES = {
 def test_attention_is_the_reference(maths, dtype, shape, causal):
     q, k, v = inputs(dtype, *shape)
     how = {"scale": shape[-1] ** -0.5, "causal": causal}
-    expected = reference.attention(q, k, v, **how)
+    expected = oracles.attention(q, k, v, **how)
     # Weights and their products with the values are rounded too.
     assert_close(maths.attention(q, k, v, **how), expected, dtype, length=shape[1], roundings=2)
 
@@ -115,7 +114,7 @@ SCORING = {
 @pytest.mark.parametrize("options", SCORING.values(), ids=SCORING)
 def test_attention_scores_as_the_options_say(maths, dtype, options):
     q, k, v = inputs(dtype, 2, 63, 6, 3, 80)
-    expected = reference.attention(q, k, v, scale=0.2, **options)
+    expected = oracles.attention(q, k, v, scale=0.2, **options)
     actual = maths.attention(q, k, v, scale=0.2, **options)
     assert_close(actual, expected, dtype, length=63, roundings=2)
 
@@ -125,7 +124,7 @@ def test_attention_gives_each_head_its_slope_and_sink(maths, kv_heads):
     dtype = np.dtype(np.float32)
     q, k, v = inputs(dtype, 1, 17, 6, kv_heads, 16)
     options = {"scale": 0.25, "causal": True, "alibi": SLOPES, "sinks": SINKS}
-    expected = reference.attention(q, k, v, **options)
+    expected = oracles.attention(q, k, v, **options)
     assert_close(maths.attention(q, k, v, **options), expected, dtype, length=17)
 
 
@@ -144,7 +143,7 @@ def test_attention_counts_distances_alike_at_far_positions(maths):
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 def test_attention_hides_what_the_options_say(maths, dtype, options):
     q, k, v = inputs(dtype, 2, 63, 6, 3, 80)
-    expected = reference.attention(q, k, v, scale=0.2, **options)
+    expected = oracles.attention(q, k, v, scale=0.2, **options)
     actual = maths.attention(q, k, v, scale=0.2, **options)
     assert_close(actual, expected, dtype, length=63, roundings=2)
 
@@ -154,7 +153,7 @@ def test_attention_does_not_see_garbage_in_padding(maths, dtype, causal):
     q, k, v = inputs(dtype, 2, 63, 6, 3, 80)
     k[~PADDED], v[~PADDED] = GARBAGE, -GARBAGE
     how = {"scale": 80**-0.5, "causal": causal, "mask": PADDED}
-    expected = reference.attention(q, k, v, **how)
+    expected = oracles.attention(q, k, v, **how)
     actual = maths.attention(q, k, v, **how)
     assert np.isfinite(actual.astype(np.float32)).all(), "a padded query is not finite"
     assert_close(actual[PADDED], expected[PADDED], dtype, length=63, roundings=2)
@@ -175,7 +174,7 @@ def test_attention_holds_at_large_scores(maths, dtype):
     q, k, v = inputs(dtype, 1, 63, 6, 3, 80)
     q, k = np.sign(q.astype(np.float32)).astype(dtype), np.sign(k.astype(np.float32)).astype(dtype)
     how = {"scale": 256.0, "causal": True}
-    expected = reference.attention(q, k, v, **how)
+    expected = oracles.attention(q, k, v, **how)
     assert_close(maths.attention(q, k, v, **how), expected, dtype, roundings=2)
 
 
@@ -208,7 +207,7 @@ def test_reference_attention_is_that_of_hf():
     coarse = {"alibi": slopes.astype(ml_dtypes.bfloat16).astype(np.float32), "alibi_scale": 0.05}
     coarse["positions"] = np.broadcast_to(np.arange(900, 963), (2, 63))
     found = {
-        name: reference.attention(q, k, v, scale=0.4, causal=True, **options)
+        name: oracles.attention(q, k, v, scale=0.4, causal=True, **options)
         for name, options in (
             ("capped", {"softcap": 2.5}),
             ("sunk", {"sinks": SINKS}),
@@ -225,14 +224,14 @@ def test_reference_attention_is_that_of_hf():
 
 def test_reference_query_sees_itself_only_where_it_would_see_nothing():
     mask = np.array([[False, False, True, True], [True, True, True, False]])
-    causal = reference.visible_keys(4, causal=True, mask=mask)
+    causal = oracles.visible_keys(4, causal=True, mask=mask)
     assert causal.astype(int).tolist() == [
         [[1, 0, 0, 0], [0, 1, 0, 0], [0, 0, 1, 0], [0, 0, 1, 1]],
         [[1, 0, 0, 0], [1, 1, 0, 0], [1, 1, 1, 0], [1, 1, 1, 0]],
     ]
-    both = reference.visible_keys(4, causal=False, mask=mask)
+    both = oracles.visible_keys(4, causal=False, mask=mask)
     assert (both == mask[:, None, :]).all()
-    windowed = reference.visible_keys(4, causal=True, window=1, mask=mask[1:])
+    windowed = oracles.visible_keys(4, causal=True, window=1, mask=mask[1:])
     assert (windowed[0] == np.eye(4, dtype=bool)).all()
 
 
@@ -275,6 +274,6 @@ def test_cross_attention_is_the_reference(maths, dtype, tokens, softcap, lengths
         for part in (k, v):
             part[~np.broadcast_to(visible[:, None], part.shape[:3])] = GARBAGE
     how = {"scale": 0.2, "softcap": softcap}
-    expected = reference.cross_attention(q, k, v, visible, **how)
+    expected = oracles.cross_attention(q, k, v, visible, **how)
     actual = maths.cross_attention(q, k, v, visible, **how)
     assert_close(actual, expected, dtype, length=63, roundings=2)

@@ -6,9 +6,9 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from dualinfer.kernels import reference
 from dualinfer.ops import cache_codes
 
+from . import oracles
 from .cases import assert_close, normal
 from .tensors import get, needs_triton, put, strict, torch
 from .test_triton_decode_attention import SPLIT, DecodeConfig, Step, frequencies
@@ -43,9 +43,9 @@ def heads(dtype: np.dtype) -> np.ndarray:
 @each_code
 def test_codes_and_scales_are_those_of_the_reference(maths, dtype, codes):
     x = heads(dtype)
-    data, scale = reference.encode_heads(x, codes)
+    data, scale = oracles.encode_heads(x, codes)
     assert scale[0, 1] == 0 and not data[0, 1].any()
-    values = reference.decode_heads(data, scale)
+    values = oracles.decode_heads(data, scale)
 
     def both(x: Any) -> tuple[Any, ...]:
         found = cache_codes.encode(maths.maths, x, codes)
@@ -57,7 +57,7 @@ def test_codes_and_scales_are_those_of_the_reference(maths, dtype, codes):
     np.testing.assert_array_almost_equal_nulp(
         found[1], scale, 1 if maths.maths.name == "XLA" else 0
     )
-    np.testing.assert_array_equal(meant, reference.decode_heads(found[0], found[1]))
+    np.testing.assert_array_equal(meant, oracles.decode_heads(found[0], found[1]))
     # Half a step: of e4m3 a sixteenth of the value, or of the smallest that is normal.
     largest = np.abs(x.astype(np.float32)).max(-1, keepdims=True)
     most = largest / 254
@@ -67,7 +67,7 @@ def test_codes_and_scales_are_those_of_the_reference(maths, dtype, codes):
 
 
 def encoded(x: np.ndarray, codes: str) -> tuple[np.ndarray, np.ndarray]:
-    return reference.encode_heads(x, codes)
+    return oracles.encode_heads(x, codes)
 
 
 class TestRotary:
@@ -107,7 +107,7 @@ class TestRotary:
             np.testing.assert_array_equal(get(scale), wanted[1])
         before, found = (get(x).reshape(3, 3, -1, dim).astype(np.float32) for x in (whole, qkv))
         np.testing.assert_array_equal(found[:, :, :6], before[:, :, :6])
-        meant = reference.decode_heads(*encoded(before[:, :, 6:], codes)).astype(kind)
+        meant = oracles.decode_heads(*encoded(before[:, :, 6:], codes)).astype(kind)
         np.testing.assert_array_equal(found[:, :, 6:], meant.astype(np.float32))
         joined = np.concatenate([get(x).astype(np.float32) for x in apart], axis=2)
         np.testing.assert_array_equal(joined, found)
@@ -116,8 +116,8 @@ class TestRotary:
         prompt = Prompt(FLOAT32, 6, 2, 80, 32)
         table = np.array([[6, 1], [-1, -1], [0, 7], [5, -1]], np.int32)
         pools = [encoded(normal(i, 9, 2, 4, 80, dtype=FLOAT32), "int8") for i in (4, 5)]
-        wide = [[reference.read_blocks(d, table), s] for d, s in pools]
-        wide = [(d, reference.read_blocks(s[..., None], table)[..., 0]) for d, s in wide]
+        wide = [[oracles.read_blocks(d, table), s] for d, s in pools]
+        wide = [(d, oracles.read_blocks(s[..., None], table)[..., 0]) for d, s in wide]
         prompt.starts = np.array([3, 6, 1])
         left = []
         for parts, how in ((pools, {"table": put(table)}), (wide, {})):
@@ -132,7 +132,7 @@ class TestRotary:
                 if pool.ndim == 3:
                     pool, expected = pool[..., None], expected[..., None]
                 expected[3, :, 4:] = 0  # of a block that is not there
-                np.testing.assert_array_equal(reference.read_blocks(pool, table), expected)
+                np.testing.assert_array_equal(oracles.read_blocks(pool, table), expected)
 
 
 class TestDecodeAttention:
@@ -191,9 +191,9 @@ class TestDecodeAttention:
                 x[slots, :, at] = y[slots, :, at]
             np.testing.assert_array_equal(data, wanted[0])
             np.testing.assert_array_equal(scale, wanted[1])
-            meant.append(reference.decode_heads(data, scale))
+            meant.append(oracles.decode_heads(data, scale))
         q = step.new_heads(**how)[0].astype(kind)
-        expected = reference.decode_attention(
+        expected = oracles.decode_attention(
             q, tuple(meant), at + 1, scale=how["scale"], sinks=how["sinks"]
         )
         for row, its in zip(found, expected.reshape(3, -1), strict=True):
@@ -207,7 +207,7 @@ class TestDecodeAttention:
         step.cache = tuple(normal(i, 1, 1, tokens, 16, dtype=half, scale=1e-3) for i in (2, 3))
         step.qkv[:, 32:] = 1e-3
         found, cache, scales = self.run(step, "int8", DecodeConfig(64, 4, 1), scale=1.0)
-        meant = reference.decode_heads(cache[1], scales[1])[0, 0].mean(0)
+        meant = oracles.decode_heads(cache[1], scales[1])[0, 0].mean(0)
         np.testing.assert_allclose(found[0, :16], meant, rtol=3e-3, atol=1e-7)
 
     @each_code
@@ -224,9 +224,9 @@ class TestDecodeAttention:
         found, cache, held = self.run(step, codes, SPLIT, table, scale=0.25)
         np.testing.assert_array_equal(found, expected)
         for pool, part in zip(cache, flat, strict=True):
-            np.testing.assert_array_equal(reference.read_blocks(pool, table), part)
+            np.testing.assert_array_equal(oracles.read_blocks(pool, table), part)
         for pool, part in zip(held, scales, strict=True):
-            rows = reference.read_blocks(pool[..., None], table)[..., 0]
+            rows = oracles.read_blocks(pool[..., None], table)[..., 0]
             np.testing.assert_array_equal(rows, part)
 
 
@@ -240,11 +240,11 @@ class TestAttention:
     def test_a_later_piece_sees_what_codes_mean(self, codes, by_table, dim):
         q = normal(1, 1, 20, 4, dim, dtype=FLOAT32)
         cache = [encoded(normal(i, 1, 2, 64, dim, dtype=FLOAT32), codes) for i in (2, 3)]
-        meant = [reference.decode_heads(*pair) for pair in cache]
+        meant = [oracles.decode_heads(*pair) for pair in cache]
         wide = np.zeros((1, 53, 4, dim), np.float32)
         wide[:, 33:] = q
         k, v = (x[:, :, :53].swapaxes(1, 2) for x in meant)
-        expected = reference.attention(wide, k, v, scale=0.2, causal=True)[:, 33:]
+        expected = oracles.attention(wide, k, v, scale=0.2, causal=True)[:, 33:]
         how: dict[str, Any] = {"scale": 0.2, "causal": True, "start": 33}
         if by_table:
             table = np.array([[2, 0, 3, 1]], np.int32)

@@ -6,10 +6,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from dualinfer.kernels import reference
 from dualinfer.ops.cache_kinds import kinds_over
 from dualinfer.ops.caches import CacheSpec, block_table, buffers
 
+from . import oracles
 from .cases import normal
 
 F32 = np.dtype(np.float32)
@@ -57,9 +57,9 @@ def test_prompts_and_tokens_are_read_where_they_were_written(maths, name):
             prompts[0].swapaxes(0, 1),
             prompts[1, :SHORT].swapaxes(0, 1),
         )
-        expected, _ = reference.append((expected, expected), token, token, lengths)
+        expected, _ = oracles.append((expected, expected), token, token, lengths)
         if codes:
-            expected = reference.decode_heads(*reference.encode_heads(expected, codes))
+            expected = oracles.decode_heads(*oracles.encode_heads(expected, codes))
         near = partial(np.testing.assert_allclose, rtol=1e-6, atol=1e-6)
         near(got[[0, 2]], expected[[0, 2]])
         near(got[1, :, -1], expected[1, :, -1])  # a full slot overwrites its last token

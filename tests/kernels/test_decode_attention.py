@@ -4,8 +4,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from dualinfer.kernels import reference
-
+from . import oracles
 from .cases import GARBAGE, assert_close, normal
 
 
@@ -30,7 +29,7 @@ def test_decode_attention_is_the_reference(backend, dtype, tokens, heads):
     lengths = np.array([1, tokens, max(tokens - 1, 1), (tokens + 1) // 2, 1], np.int32)
     cache = cache_of(dtype, lengths, heads[1], tokens)
     q = normal(3, len(lengths), heads[0], 80, dtype=dtype)
-    expected = reference.decode_attention(q, cache, lengths, scale=80**-0.5)
+    expected = oracles.decode_attention(q, cache, lengths, scale=80**-0.5)
     actual = backend.decode_attention(q, cache, lengths, scale=80**-0.5)
     for n in range(len(lengths)):  # each by itself: long means are small, and one slot may hide
         assert_close(actual[n], expected[n], dtype, length=lengths[n], roundings=2)
@@ -42,7 +41,7 @@ def test_decode_attention_sees_its_window_only(backend, dtype, window):
     cache = cache_of(dtype, lengths, 3, 63, window)
     q = normal(4, len(lengths), 6, 80, dtype=dtype)
     how = {"scale": 80**-0.5, "window": window}
-    expected = reference.decode_attention(q, cache, lengths, **how)
+    expected = oracles.decode_attention(q, cache, lengths, **how)
     actual = backend.decode_attention(q, cache, lengths, **how)
     for n in range(len(lengths)):
         assert_close(actual[n], expected[n], dtype, length=lengths[n], roundings=2)
@@ -56,7 +55,7 @@ def test_decode_attention_sees_its_chunk_only(backend, chunk):
         for part in cache:
             part[n, :, : (length - 1) // chunk * chunk] = GARBAGE
     q, how = normal(4, len(lengths), 6, 80, dtype=dtype), {"scale": 80**-0.5, "chunk": chunk}
-    expected = reference.decode_attention(q, cache, lengths, **how)
+    expected = oracles.decode_attention(q, cache, lengths, **how)
     actual = backend.decode_attention(q, cache, lengths, **how)
     for n in range(len(lengths)):
         assert_close(actual[n], expected[n], dtype, length=lengths[n], roundings=2)
@@ -80,7 +79,7 @@ def test_decode_attention_scores_as_the_options_say(backend, dtype, options, kv_
     lengths = np.array([1, 6, 7, 8, 62, 63], np.int32)
     cache = cache_of(dtype, lengths, kv_heads, 63, options.get("window"))
     q = normal(4, len(lengths), 6, 80, dtype=dtype)
-    expected = reference.decode_attention(q, cache, lengths, scale=0.2, **options)
+    expected = oracles.decode_attention(q, cache, lengths, scale=0.2, **options)
     actual = backend.decode_attention(q, cache, lengths, scale=0.2, **options)
     for n in range(len(lengths)):
         assert_close(actual[n], expected[n], dtype, length=lengths[n], roundings=2)
@@ -91,7 +90,7 @@ def test_append_writes_one_place_of_each_slot(backend, dtype):
     cache = (normal(5, 4, 3, 63, 80, dtype=dtype), normal(6, 4, 3, 63, 80, dtype=dtype))
     k, v = normal(7, 4, 3, 80, dtype=dtype), normal(8, 4, 3, 80, dtype=dtype)
     actual = backend.append(cache, k, v, lengths)
-    for found, wanted in zip(actual, reference.append(cache, k, v, lengths), strict=True):
+    for found, wanted in zip(actual, oracles.append(cache, k, v, lengths), strict=True):
         np.testing.assert_array_equal(found, wanted)
 
 
@@ -102,7 +101,7 @@ def test_append_to_a_full_slot_harms_no_other(backend):
     cache = (normal(5, 3, 3, 7, 80, dtype=dtype), normal(6, 3, 3, 7, 80, dtype=dtype))
     k, v = normal(7, 3, 3, 80, dtype=dtype), normal(8, 3, 3, 80, dtype=dtype)
     actual = backend.append(cache, k, v, lengths)
-    for found, wanted in zip(actual, reference.append(cache, k, v, lengths), strict=True):
+    for found, wanted in zip(actual, oracles.append(cache, k, v, lengths), strict=True):
         np.testing.assert_array_equal(found[1:], wanted[1:])
 
 

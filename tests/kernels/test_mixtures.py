@@ -7,7 +7,6 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from dualinfer.kernels import reference
 from dualinfer.model.spec import Experts, Router
 from dualinfer.model.weights import Weight
 from dualinfer.ops import exact, mixtures
@@ -15,6 +14,7 @@ from dualinfer.ops.contract import Routing
 from dualinfer.ops.schemes import BlockArithmetic
 
 from ..models import BACKENDS, relative_rms
+from . import oracles
 
 EVERYWHERE = (*BACKENDS, "exact")
 
@@ -61,7 +61,7 @@ def test_a_router_chooses_as_the_reference_does(case, name):
     weight[5] = weight[3]  # ties, of which the first goes before the second
     bias, choice_bias = (normal(3, 12), normal(4, 12)) if biased else (None, None)
     rule = vars(router)
-    experts, weights = reference.route(x, weight, bias, choice_bias, **rule)
+    experts, weights = oracles.route(x, weight, bias, choice_bias, **rule)
     put = [None if a is None else own.put(a) for a in (bias, choice_bias)]
     held = Weight(own.put(weight), ("experts", "embed"))
     found = own.jit(lambda x: mixtures.route(own.schemes, x, held, router, *put))(own.put(x))
@@ -78,7 +78,7 @@ def test_an_expert_of_all_tokens_is_blended_with_those_chosen(name):
     found = mixtures.blend(
         own.maths, Routing(own.put(experts), own.put(weights)), Routing(None, own.put(sides)), 5
     )
-    numbers, factors = reference.blend(experts, weights, sides, 5)
+    numbers, factors = oracles.blend(experts, weights, sides, 5)
     np.testing.assert_array_equal(np.asarray(found.experts), numbers)
     assert relative_rms(found.weights, factors) < 1e-6 and numbers[0].tolist() == [0, 3, 5]
 
@@ -94,7 +94,7 @@ def test_an_expert_that_is_full_gives_nothing(name, masked, packed):
     segments = np.repeat([[0, 1, 2]], [1, 13, 7], axis=1).repeat(2, 0) if packed else None
     where = [None if x is None else own.put(x) for x in (mask, segments)]
     found = mixtures.fill(own.maths, Routing(own.put(experts), own.put(weights)), 4, 3, *where)
-    expected = reference.fill(experts, weights, 3, mask, segments)
+    expected = oracles.fill(experts, weights, 3, mask, segments)
     np.testing.assert_array_equal(np.asarray(found.experts), experts)
     np.testing.assert_array_equal(np.asarray(found.weights), expected)
     assert 0 < (expected == 0).mean() < 0.9
@@ -145,7 +145,7 @@ def test_experts_give_what_the_reference_gives_and_no_unchosen_one_is_read(case,
     how |= {"limit": mixture.limit, "offset": mixture.offset}
     parts = [w["up"], w["down"], biases.get("up"), biases.get("down")]
     found = run(own, mixture, w, biases, x, routing)
-    assert relative_rms(found, reference.experts(x, *parts, *routing, **how)) < 1e-6
+    assert relative_rms(found, oracles.experts(x, *parts, *routing, **how)) < 1e-6
     for held in (w, biases):
         for array in held.values():
             array[6] = np.nan

@@ -1,13 +1,16 @@
 """filter_logits and sample."""
 
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
 
 from dualinfer.backends.base import Request, Sampling, SamplingFeatures
 from dualinfer.backends.slots import sampling_rows
-from dualinfer.kernels import reference
+
+from . import oracles
+from .implementations import meaning
 
 OFF = {"top_k": 0, "top_p": 1.0, "min_p": 0.0}
 FILTERS = {
@@ -74,7 +77,7 @@ def test_filters_keep_the_tokens_that_hf_keeps(maths, rows, vocab):
     rows = rows * 3
     logits = logits_without_ties(1, len(rows), vocab)
     expected = np.stack([processed_by_hf(x, row) for x, row in zip(logits, rows, strict=True)])
-    np.testing.assert_array_equal(reference.filter_logits(logits, *columns(rows)), expected)
+    np.testing.assert_array_equal(oracles.filter_logits(logits, *columns(rows)), expected)
     found = maths.filter_logits(logits, *columns(rows))
     assert found.dtype == np.float32
     np.testing.assert_array_equal(found, expected)
@@ -93,7 +96,7 @@ def test_filters_treat_equal_logits_alike(maths):
     logits = np.random.default_rng(2).integers(-4, 5, (len(rows), 63)).astype(np.float32)
     logits[0] = 0
     found = maths.filter_logits(logits, *columns(rows))
-    np.testing.assert_array_equal(found, reference.filter_logits(logits, *columns(rows)))
+    np.testing.assert_array_equal(found, oracles.filter_logits(logits, *columns(rows)))
 
 
 def test_filters_leave_what_is_already_hidden(maths):
@@ -102,7 +105,7 @@ def test_filters_leave_what_is_already_hidden(maths):
     logits = logits_without_ties(3, len(rows), 63)
     logits[:, 5:] = -np.inf
     found = maths.filter_logits(logits, *columns(rows))
-    np.testing.assert_array_equal(found, reference.filter_logits(logits, *columns(rows)))
+    np.testing.assert_array_equal(found, oracles.filter_logits(logits, *columns(rows)))
     assert not np.isnan(found).any()
 
 
@@ -149,6 +152,13 @@ def request_of(row: dict, prompt: list[int], index: int) -> Request:
     )
 
 
+def chosen(scores: np.ndarray, state: Any, position: np.ndarray) -> np.ndarray:
+    """The best tokens of HF's scores, with noise in the rows that are drawn; see test_random.py."""
+    words = state.seed_low, state.seed_high, state.return_index
+    noise = meaning.gumbel(*words, position, scores.shape[-1])
+    return np.where(state.noise[:, None], scores + noise, scores).argmax(-1)
+
+
 @pytest.mark.parametrize("vocab", [63, 1000])
 def test_sample_takes_the_token_that_hf_scores_and_the_noise_choose(maths, vocab):
     rng = np.random.default_rng(4)
@@ -165,12 +175,8 @@ def test_sample_takes_the_token_that_hf_scores_and_the_noise_choose(maths, vocab
     state = state_of(requests, seen, np.array([len(f) for f in fresh], np.int32))
     position = np.array([20 + len(f) for f in fresh], np.int32)
 
-    scores = np.stack(
-        [processed_by_hf(logits[i], rows[i], prompts[i], fresh[i]) for i in range(len(rows))]
-    )
-    noise = reference.gumbel(state.seed_low, state.seed_high, state.return_index, position, vocab)
-    expected = np.where(state.noise[:, None], scores + noise, scores).argmax(-1)
-    np.testing.assert_array_equal(reference.sample(logits, state, position), expected)
+    each = zip(logits, rows, prompts, fresh, strict=True)
+    expected = chosen(np.stack([processed_by_hf(*row) for row in each]), state, position)
     features = SamplingFeatures.of(requests)
     assert features == SamplingFeatures(True, True, True, True)
     np.testing.assert_array_equal(maths.sample(logits, state, position, features), expected)
@@ -192,7 +198,8 @@ def test_sample_takes_the_token_that_hf_scores_and_the_noise_choose(maths, vocab
 )
 def test_sample_needs_only_the_features_of_its_requests(maths, way):
     base = {"do_sample": True, "min_new_tokens": 0, "eos_ids": ()}
-    requests = [request_of(base | way, [1, 2], i) for i in range(9)]
+    row = {"repetition_penalty": 1.0, "temperature": 1.0, **OFF, **base, **way}
+    requests = [request_of(row, [1, 2], i) for i in range(9)]
     logits = logits_without_ties(6, 9, 63)
     logits[:, 2] += 8
     seen = np.zeros((9, 63), bool)
@@ -201,7 +208,8 @@ def test_sample_needs_only_the_features_of_its_requests(maths, way):
     state = state_of(requests, seen)
     position = np.arange(9, dtype=np.int32)
     found = maths.sample(logits, state, position, features)
-    np.testing.assert_array_equal(found, reference.sample(logits, state, position))
+    scores = np.stack([processed_by_hf(own, row, [1, 2]) for own in logits])
+    np.testing.assert_array_equal(found, chosen(scores, state, position))
 
 
 def test_the_first_score_of_nan_is_chosen(maths):
@@ -215,7 +223,6 @@ def test_the_first_score_of_nan_is_chosen(maths):
     position = np.arange(len(requests), dtype=np.int32)
     state = state_of(requests, np.zeros(logits.shape, bool))
     expected = [*first[:-1], 0]
-    assert reference.sample(logits, state, position).tolist() == expected
     for features in (SamplingFeatures(noise=True, hold_eos=True), SamplingFeatures.of(requests)):
         assert maths.sample(logits, state, position, features).tolist() == expected
 

@@ -6,8 +6,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from dualinfer.kernels import reference
-
+from . import oracles
 from .cases import DTYPES, assert_close
 from .tensors import get, needs_triton, put, strict, strided, torch
 from .test_attention import inputs, left_padding, packed
@@ -46,7 +45,7 @@ SHAPES = {
 def test_attention_is_the_reference(dtype, shape, causal):
     q, k, v = inputs(dtype, *shape)
     how = {"scale": shape[-1] ** -0.5, "causal": causal}
-    expected = reference.attention(q, k, v, **how)
+    expected = oracles.attention(q, k, v, **how)
     assert_close(run(q, k, v, **how), expected, dtype, length=shape[1], roundings=2)
 
 
@@ -54,7 +53,7 @@ def test_attention_is_the_reference(dtype, shape, causal):
 def test_attention_is_the_reference_with_its_own_configuration(dtype, dim):
     q, k, v = inputs(dtype, 1, 150, 2, 1, dim)
     how = {"scale": dim**-0.5, "causal": True}
-    expected = reference.attention(q, k, v, **how)
+    expected = oracles.attention(q, k, v, **how)
     assert_close(run(q, k, v, config=None, **how), expected, dtype, length=150, roundings=2)
 
 
@@ -118,7 +117,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("dtype", [FLOAT32] if INTERPRETED else DTYPES, ids=str)
 def test_attention_does_what_the_options_say(dtype, options):
     q, k, v = inputs(dtype, 2, 63, 4, 2, 16)
-    expected = reference.attention(q, k, v, scale=0.4, **options)
+    expected = oracles.attention(q, k, v, scale=0.4, **options)
     actual = run(q, k, v, scale=0.4, **options)
     # Exponents as large as the cap or the distance are rounded, too: a dozen units.
     assert_close(actual, expected, dtype, length=200, roundings=2)
@@ -135,7 +134,7 @@ IN_PARTS = {"segments": np.repeat(np.arange(13, dtype=np.int32), 5)[None, :63].r
 def test_chunks_give_what_the_whole_prompt_gives(options):
     """A chunk reads the cache, [B, K, S, D] and longer than what has been written."""
     q, k, v = inputs(FLOAT32, 2, 63, 4, 2, 16)
-    whole = reference.attention(q, k, v, scale=0.3, causal=True, **options)
+    whole = oracles.attention(q, k, v, scale=0.3, causal=True, **options)
     cache = [np.pad(x, [(0, 0), (0, 37), (0, 0), (0, 0)]).swapaxes(1, 2).copy() for x in (k, v)]
     for first, last in ((0, 17), (17, 50), (50, 51), (51, 63)):
         ends = []
@@ -186,8 +185,8 @@ def test_blocks_that_a_table_does_not_have_are_zeros():
     q, k, v = inputs(FLOAT32, 1, 64, 4, 2, 16)
     how = {"scale": 0.3, "causal": False, "config": Config(32, 64, 4, 2)}
     pools, table = in_blocks([x.swapaxes(1, 2) for x in (k, v)], [20], 16)
-    whole = [reference.read_blocks(x, table).swapaxes(1, 2) for x in pools]
-    expected = reference.attention(q, *whole, scale=0.3, causal=False)
+    whole = [oracles.read_blocks(x, table).swapaxes(1, 2) for x in pools]
+    expected = oracles.attention(q, *whole, scale=0.3, causal=False)
     assert_close(run(q, *pools, table=table, **how), expected, FLOAT32, length=64, roundings=2)
 
 
@@ -212,7 +211,7 @@ def test_attention_holds_at_large_scores(dtype):
     q, k, v = inputs(dtype, 1, 63, 2, 1, 80)
     q, k = np.sign(q.astype(np.float32)).astype(dtype), np.sign(k.astype(np.float32)).astype(dtype)
     how = {"scale": 256.0, "causal": True}
-    assert_close(run(q, k, v, **how), reference.attention(q, k, v, **how), dtype, roundings=2)
+    assert_close(run(q, k, v, **how), oracles.attention(q, k, v, **how), dtype, roundings=2)
 
 
 @pytest.mark.parametrize("config", [(16, 64, 4, 1), (64, 16, 4, 2), (16, 16, 4, 2)], ids=str)
@@ -222,7 +221,7 @@ def test_attention_holds_at_large_scores(dtype):
 def test_every_cut_gives_the_same(dtype, config, options):
     q, k, v = inputs(dtype, 2, 63, 2, 1, 80)
     how = {"scale": 0.3, "causal": True, **options}
-    expected = reference.attention(q, k, v, **how)
+    expected = oracles.attention(q, k, v, **how)
     actual = run(q, k, v, config=Config(*config), **how)
     assert_close(actual, expected, dtype, length=63, roundings=2)
 

@@ -6,9 +6,9 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from dualinfer.kernels import reference
-
+from . import oracles
 from .cases import DTYPES, GARBAGE, assert_close, normal
+from .implementations import meaning
 from .tensors import get, needs_triton, put, strict, torch
 from .test_norms import gain
 
@@ -55,27 +55,25 @@ class Step:
         offset, last = how.get("norm_unit_offset", False), how.get("norm_turned", False)
         for i, name in enumerate(("q_norm", "k_norm")):
             if name in how and not last:
-                parts[i] = reference.rms_norm(parts[i], how[name], EPS, unit_offset=offset)
+                parts[i] = meaning.rms_norm(parts[i], how[name], EPS, unit_offset=offset)
             if "inv_freq" in how:
                 turns = self.lengths.astype(np.float32)[:, None, None] * how["inv_freq"]
                 cos, sin = (how.get("scaling", 1.0) * f(turns) for f in (np.cos, np.sin))
-                turned = reference.rotary(
-                    parts[i][:, None], cos, sin, how.get("interleaved", False)
-                )
+                turned = meaning.rotary(parts[i][:, None], cos, sin, how.get("interleaved", False))
                 parts[i] = turned[:, 0]
             if name in how and last:
-                parts[i] = reference.rms_norm(parts[i], how[name], EPS, unit_offset=offset)
+                parts[i] = meaning.rms_norm(parts[i], how[name], EPS, unit_offset=offset)
         return parts
 
     def expected(self, scale: float, **how: Any) -> tuple[np.ndarray, list[np.ndarray]]:
         """The result [N, H D], and the new keys and values."""
         q, k, v = self.new_heads(**how)
         old = self.cache[0].astype(np.float32), self.cache[1].astype(np.float32)
-        cache = reference.append(old, k, v, self.lengths)
+        cache = oracles.append(old, k, v, self.lengths)
         names = "window", "chunk", "alibi", "alibi_scale", "softcap", "sinks", "relative"
         scoring = {n: how[n] for n in names if n in how}
         seen = np.minimum(self.lengths + 1, cache[0].shape[2])
-        y = reference.decode_attention(q, cache, seen, scale=scale, **scoring)
+        y = oracles.decode_attention(q, cache, seen, scale=scale, **scoring)
         return y.reshape(len(y), -1), [k, v]
 
 
@@ -345,7 +343,7 @@ def run_blocks(
     for pool, found in zip(pools, map(get, tensors), strict=True):
         written = (found != pool) & ~(np.isnan(found) & np.isnan(pool))
         assert written.any((1, 2, 3)).sum() == live.sum()  # a block a slot
-    return get(y), [reference.read_blocks(get(x), table) for x in tensors]
+    return get(y), [oracles.read_blocks(get(x), table) for x in tensors]
 
 
 EDGES = [0, 63, 64, 65, 127]
@@ -432,7 +430,7 @@ def test_a_token_attends_to_what_slots_keep_of_another_sequence(dtype, heads, kv
     for part in cache:
         part[~np.broadcast_to(visible[:, None], part.shape[:3])] = GARBAGE
     capped = {"scale": 0.3, "softcap": 0.8 if heads == kv_heads else None}
-    expected = reference.cross_attention(q, *cache, visible, **capped)
+    expected = oracles.cross_attention(q, *cache, visible, **capped)
     held, counters = [put(x) for x in cache], torch.zeros(99, dtype=torch.int32)
     found = decode_attention(
         put(q.reshape(3, -1)),

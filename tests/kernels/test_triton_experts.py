@@ -6,9 +6,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from dualinfer.kernels import reference
-
+from . import oracles
 from .cases import DTYPES, assert_close, normal
+from .implementations import meaning
 from .tensors import get, needs_triton, put, strict, torch
 from .test_norms import gain
 
@@ -81,7 +81,7 @@ def test_routers_are_the_reference(count, width, total, config, how):
     weight[5], bias[5] = weight[3], bias[3]  # ties, of which the first goes before the second
     how = {"chosen": 3, **how, "choice_bias": choice if how["score"] == "sigmoid" else None}
     found = routed(x, weight, bias, config=config, **how)
-    wanted = reference.route(x, weight, bias, **how)
+    wanted = oracles.route(x, weight, bias, **how)
     np.testing.assert_array_equal(found[0], wanted[0])
     assert_close(found[1], wanted[1].astype(np.float32), FLOAT32, length=width)
 
@@ -112,7 +112,7 @@ def test_a_router_norms_its_rows(dtype):
     g = gain(dtype, 100)
     norm = NormArguments("rms", put(g), None, EPS)
     found = routed(x, weight, chosen=3, norm=norm, **PLAIN)
-    wanted = reference.route(reference.rms_norm(x, g, EPS), weight, chosen=3, **PLAIN)
+    wanted = oracles.route(meaning.rms_norm(x, g, EPS), weight, chosen=3, **PLAIN)
     np.testing.assert_array_equal(found[0], wanted[0])
     assert_close(found[1], wanted[1].astype(np.float32), FLOAT32, length=100)
 
@@ -144,11 +144,11 @@ def hidden(
     offset: float,
 ) -> np.ndarray:
     """Hidden values of rows of x, float32."""
-    y = reference.matmul(x, up, bias)
+    y = meaning.matmul(x, up, bias)
     gate, u = np.split(y, 2, -1) if gated else (y, None)
     if limit is not None:
         gate, u = np.minimum(gate, limit), None if u is None else np.clip(u, -limit, limit)
-    gate = reference.activation(gate, activation)
+    gate = meaning.activation(gate, activation)
     return gate if u is None else gate * (u + np.float32(offset))
 
 
@@ -172,13 +172,13 @@ def wanted_of(
             bias = None if w.get("up_bias") is None else w["up_bias"][e]
             h = hidden(x[t : t + 1], w["up"][e], bias, *how).astype(x.dtype)
             bias = None if w.get("down_bias") is None else w["down_bias"][e]
-            y[t] += weight * reference.matmul(h, w["down"][e], bias)[0]
+            y[t] += weight * meaning.matmul(h, w["down"][e], bias)[0]
     if shared is not None:
         up, down, gate = shared
         h = hidden(x, up, None, *how)
         if gate is not None:
-            h = h / (1 + np.exp(-reference.matmul(x, gate[None])))
-        y += reference.matmul(h.astype(x.dtype), down)
+            h = h / (1 + np.exp(-meaning.matmul(x, gate[None])))
+        y += meaning.matmul(h.astype(x.dtype), down)
     return y if residual is None else y + residual.astype(np.float32)
 
 
@@ -261,7 +261,7 @@ def test_an_expert_of_all_tokens_is_added(wide, gate):
     norm = NormArguments("rms", put(g), None, EPS)
     config = ExpertsVectorConfig(4, 4, 4, 16, 4)
     found = run(x, w, routing, shared, norm=norm, config=config)
-    normed = reference.rms_norm(x, g, EPS)
+    normed = meaning.rms_norm(x, g, EPS)
     assert_close(found, wanted_of(normed, w, routing, shared=shared), FLOAT32, length=256)
 
 
@@ -323,7 +323,7 @@ def test_products_of_others_give_what_tiles_give():
 
     def product(x: Any, weight: Any, ends: Any) -> Any:
         parts = np.split(get(x), get(ends)[:-1])
-        rows = [reference.matmul(p, m) for p, m in zip(parts, get(weight), strict=True)]
+        rows = [meaning.matmul(p, m) for p, m in zip(parts, get(weight), strict=True)]
         return put(np.concatenate(rows).astype(np.float32))
 
     x, w = 2 * normal(1, 30, 96, dtype=FLOAT32), make(FLOAT32, 5, 96, 40)

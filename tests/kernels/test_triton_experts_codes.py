@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from .cases import assert_close, normal
+from .implementations import meaning
 from .tensors import get, needs_triton, put, strict, torch
 from .test_triton_experts import (
     EPS,
@@ -17,7 +18,6 @@ from .test_triton_experts import (
     counters,
     gain,
     make_routing,
-    reference,
     wanted_of,
 )
 from .test_triton_quantized import make as make_matrix
@@ -129,7 +129,7 @@ def test_one_token_goes_to_the_matrix_units_by_fragments(form, config):
     own = put(np.array([0, 5], np.int32))
     how = {"residual": residual, "norm": norm, "config": config, "sms": 1}
     found = run(x, w | {"own": own}, (chosen, weights), **how, **GPT_OSS)
-    exact = reference.rms_norm(x.astype(FLOAT32), g.astype(FLOAT32), EPS)
+    exact = meaning.rms_norm(x.astype(FLOAT32), g.astype(FLOAT32), EPS)
     wide = {name: part.astype(FLOAT32) for name, part in meant.items()}
     expected = wanted_of(exact, wide, (chosen, weights), residual.astype(FLOAT32), **GPT_OSS)
     error = found.astype(FLOAT32) - expected
@@ -164,7 +164,7 @@ def test_a_norm_is_fused():
     norm = NormArguments("rms", put(g), None, EPS)
     routing = make_routing(2, 5, 2)
     found = run(x, w, routing, norm=norm, config=FEW)
-    expected = wanted_of(reference.rms_norm(x, g, EPS), meant, routing)
+    expected = wanted_of(meaning.rms_norm(x, g, EPS), meant, routing)
     assert_close(found, expected, FLOAT32, length=140)
 
 

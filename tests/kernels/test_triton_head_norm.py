@@ -3,9 +3,8 @@
 import numpy as np
 import pytest
 
-from dualinfer.kernels import reference
-
 from .cases import assert_close, normal
+from .implementations import meaning
 from .tensors import get, needs_triton, put, strict
 
 from dualinfer.kernels.triton.head_norm import norm_heads  # isort: skip
@@ -35,9 +34,9 @@ def test_queries_and_keys_are_normed_in_place(dtype, heads, kv_heads, dim, over,
         if kind == "layer_bias":
             how[f"{name}_bias"] = bias = weights(4 + i, over, part.shape[2], dim, dtype)
         if kind.startswith("rms"):
-            y = reference.rms_norm(x, weight, EPS, offset)
+            y = meaning.rms_norm(x, weight, EPS, offset)
         else:
-            y = reference.layer_norm(x, weight, bias, EPS)
+            y = meaning.layer_norm(x, weight, bias, EPS)
         expected.append(y.reshape(BATCH, TOKENS, -1))
     expected.append(parts[2].reshape(BATCH, TOKENS, -1).astype(np.float32))
     norm_heads(
@@ -68,7 +67,7 @@ def test_queries_alone_grow_with_their_position(dtype, normed, ahead):
     how = {}
     if normed:
         gains = {f"{x}_weight": normal(i, dim, dtype=dtype) for i, x in enumerate("qk", 2)}
-        q, k = (reference.rms_norm(x, w, EPS) for x, w in zip((q, k), gains.values(), strict=True))
+        q, k = (meaning.rms_norm(x, w, EPS) for x, w in zip((q, k), gains.values(), strict=True))
         how = {name: put(gain) for name, gain in gains.items()}
     grown = 1 + 0.3 * np.log(1 + (positions + ahead) // 16)
     q = q.astype(np.float64) * grown[..., None, None]

@@ -3,9 +3,9 @@
 import numpy as np
 import pytest
 
-from dualinfer.kernels import reference
-
+from . import oracles
 from .cases import GARBAGE, assert_close, normal
+from .implementations import meaning
 from .tensors import get, needs_triton, put, strict, torch
 from .test_norms import gain
 from .test_triton_decode_attention import few_dtypes
@@ -25,7 +25,7 @@ WIDTH = RANK + TURNING
 
 def turned(x, inv_freq, positions, interleaved):
     angles = positions.astype(np.float32)[..., None] * inv_freq
-    return reference.rotary(x, np.cos(angles) * 1.3, np.sin(angles) * 1.3, interleaved)
+    return meaning.rotary(x, np.cos(angles) * 1.3, np.sin(angles) * 1.3, interleaved)
 
 
 @few_dtypes
@@ -54,7 +54,7 @@ def test_what_heads_share_is_normed_turned_and_cached(where, dtype):
     turning = turned(parts[..., NOPE:], inv_freq, positions, interleaved)
     expected = np.concatenate([parts[..., :NOPE], turning], -1).reshape(queries.shape)
     assert_close(get(q), expected, dtype)
-    vectors = reference.rms_norm(shared[..., :RANK], weight, EPS)
+    vectors = meaning.rms_norm(shared[..., :RANK], weight, EPS)
     keys = turned(shared[:, :, None, RANK:], inv_freq, positions, interleaved)[:, :, 0]
     both = np.concatenate([vectors, keys], -1)
     assert_close(get(s), both, dtype)
@@ -64,6 +64,12 @@ def test_what_heads_share_is_normed_turned_and_cached(where, dtype):
     elif where == "tokens":
         after[0, 2], after[1, 3] = both[:, 0]
     assert_close(get(c), after, dtype)
+
+
+def by_head(x: np.ndarray, weight: np.ndarray) -> np.ndarray:
+    """x [N, H, D] times each head's own weight [H, O, D], float32 [N, H, O]."""
+    wide = (a.astype(np.float64) for a in (x, weight))
+    return np.einsum("nhd,hod->nho", *wide).astype(np.float32)
 
 
 @few_dtypes
@@ -85,12 +91,12 @@ def test_a_token_attends_to_what_heads_share(config, lengths, dtype):
     )
     q = queries.reshape(slots, HEADS, -1)
     keys = kv[: HEADS * NOPE].reshape(HEADS, NOPE, RANK)
-    own = reference.head_product(q[..., :NOPE], keys.swapaxes(1, 2)).astype(dtype)
+    own = by_head(q[..., :NOPE], keys.swapaxes(1, 2)).astype(dtype)
     query = np.concatenate([own, q[..., NOPE:]], -1)
     pair = cache[:, None], cache[:, None]
-    mean = reference.decode_attention(query, pair, counts, scale=0.3)[..., :RANK].astype(dtype)
+    mean = oracles.decode_attention(query, pair, counts, scale=0.3)[..., :RANK].astype(dtype)
     values = kv[HEADS * NOPE :].reshape(HEADS, VALUE, RANK)
-    expected = reference.head_product(mean, values).reshape(slots, -1)
+    expected = by_head(mean, values).reshape(slots, -1)
     assert_close(get(y), expected, dtype)
 
 

@@ -5,9 +5,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from dualinfer.kernels import reference
-
 from .cases import DTYPES, assert_close, normal
+from .implementations import meaning
 from .tensors import get, needs_triton, put, strict, strided, torch
 from .test_norms import gain
 
@@ -89,12 +88,12 @@ def wanted(
     if norm is not None:
         kind, norm_weight, norm_bias = norm
         if kind == "layer":
-            x = reference.layer_norm(x, norm_weight, norm_bias, EPS)
+            x = meaning.layer_norm(x, norm_weight, norm_bias, EPS)
         else:
-            x = reference.rms_norm(x, norm_weight, EPS, unit_offset=kind == "rms_offset")
-    y = reference.matmul(x, weight, bias)
+            x = meaning.rms_norm(x, norm_weight, EPS, unit_offset=kind == "rms_offset")
+    y = meaning.matmul(x, weight, bias)
     if activation is not None:
-        act = reference.gated_activation if gated else reference.activation
+        act = meaning.gated_activation if gated else meaning.activation
         y = act(y, activation)
     return y if residual is None else y + residual.astype(np.float32)
 

@@ -3,9 +3,8 @@
 import numpy as np
 import pytest
 
-from dualinfer.kernels import reference
-
 from .cases import DTYPES, assert_close, normal
+from .implementations import meaning
 from .tensors import get, needs_triton, put, strict, strided
 from .test_norms import SHAPES, gain
 
@@ -31,23 +30,23 @@ def test_norms_are_the_reference(dtype, shape):
         assert rms_norm(x_, weight_, 1e-6).shape == shape
         return
     for found, expected in (
-        (rms_norm(x_, weight_, 1e-6), reference.rms_norm(x, weight, 1e-6)),
-        (layer_norm(x_, weight_, bias_, 1e-5), reference.layer_norm(x, weight, bias, 1e-5)),
-        (layer_norm(x_, weight_, None, 1e-5), reference.layer_norm(x, weight, 0 * bias, 1e-5)),
+        (rms_norm(x_, weight_, 1e-6), meaning.rms_norm(x, weight, 1e-6)),
+        (layer_norm(x_, weight_, bias_, 1e-5), meaning.layer_norm(x, weight, bias, 1e-5)),
+        (layer_norm(x_, weight_, None, 1e-5), meaning.layer_norm(x, weight, 0 * bias, 1e-5)),
     ):
         assert_close(get(found), expected, dtype, length=width)
 
 
 def test_layer_norm_adds_a_unit_offset_in_float32(dtype):
     x, weight = normal(1, 3, 63, dtype=dtype), normal(2, 63, dtype=dtype, scale=0.01)
-    expected = reference.layer_norm(x, weight, None, 1e-6, unit_offset=True)
+    expected = meaning.layer_norm(x, weight, None, 1e-6, unit_offset=True)
     found = layer_norm(put(x), put(weight), None, 1e-6, unit_offset=True)
     assert_close(get(found), expected, dtype, length=63)
 
 
 def test_unit_offset_is_added_in_float32(dtype):
     x, weight = normal(1, 3, 1000, dtype=dtype), normal(2, 1000, dtype=dtype, scale=0.01)
-    expected = reference.rms_norm(x, weight, 1e-6, unit_offset=True)
+    expected = meaning.rms_norm(x, weight, 1e-6, unit_offset=True)
     found = rms_norm(put(x), put(weight), 1e-6, unit_offset=True)
     assert_close(get(found), expected, dtype, length=1000)
 
@@ -57,10 +56,10 @@ def test_residual_is_added_and_rounded_first(dtype, shape):
     x, residual = normal(1, *shape, dtype=dtype), normal(2, *shape, dtype=dtype, scale=30.0)
     weight, bias = gain(dtype, shape[-1]), normal(3, shape[-1], dtype=dtype)
     total = added(x, residual)
-    expected = reference.rms_norm(total, weight, 1e-6)
+    expected = meaning.rms_norm(total, weight, 1e-6)
     found = rms_norm(put(x), put(weight), 1e-6, residual=put(residual))
     assert_close(get(found), expected, dtype, length=shape[-1])
-    expected = reference.layer_norm(total, weight, bias, 1e-6)
+    expected = meaning.layer_norm(total, weight, bias, 1e-6)
     found = layer_norm(strided(x), put(weight), put(bias), 1e-6, residual=put(residual))
     assert_close(get(found), expected, dtype, length=shape[-1])
 
@@ -105,16 +104,16 @@ def test_strided_rows_and_contiguous_rows_agree(dtype, shape):
 def test_norms_hold_at_any_scale(dtype, scale):
     x = normal(4, 3, 63, dtype=dtype, scale=scale)
     weight, bias = gain(dtype, 63), normal(5, 63, dtype=dtype)
-    expected = reference.rms_norm(x, weight, 1e-5)
+    expected = meaning.rms_norm(x, weight, 1e-5)
     assert_close(get(rms_norm(put(x), put(weight), 1e-5)), expected, dtype, length=63)
-    expected = reference.layer_norm(x, weight, bias, 1e-5)
+    expected = meaning.layer_norm(x, weight, bias, 1e-5)
     assert_close(get(layer_norm(put(x), put(weight), put(bias), 1e-5)), expected, dtype, length=63)
 
 
 def test_layer_norm_survives_a_large_mean(dtype):
     x = (300 + normal(6, 5, 1000, dtype=dtype, scale=8.0).astype(np.float32)).astype(dtype)
     weight, bias = gain(dtype, 1000), np.zeros(1000, dtype)
-    expected = reference.layer_norm(x, weight, bias, 1e-5)
+    expected = meaning.layer_norm(x, weight, bias, 1e-5)
     found = get(layer_norm(put(x), put(weight), put(bias), 1e-5))
     assert_close(found, expected, dtype, length=1000)
 

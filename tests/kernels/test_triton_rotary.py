@@ -5,9 +5,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from dualinfer.kernels import reference
-
+from . import oracles
 from .cases import assert_close, normal
+from .implementations import meaning
 from .tensors import get, needs_triton, put, strict, strided, torch
 from .test_norms import gain
 
@@ -45,7 +45,7 @@ class Prompt:
 
         def normed(*parts: np.ndarray) -> Any:
             return (
-                reference.rms_norm(p, n.astype(np.float64) + offset, 1e-6)
+                meaning.rms_norm(p, n.astype(np.float64) + offset, 1e-6)
                 for p, n in zip(parts, norms, strict=True)
             )
 
@@ -54,7 +54,7 @@ class Prompt:
         if self.inv_freq.size:
             turns = self.positions.astype(np.float32)[..., None] * self.inv_freq
             cos, sin = (scaling * f(turns.astype(np.float64)) for f in (np.cos, np.sin))
-            q, k = (reference.rotary(p, cos, sin, interleaved) for p in (q, k))
+            q, k = (meaning.rotary(p, cos, sin, interleaved) for p in (q, k))
         if turned:
             q, k = normed(q, k)
         return q.astype(np.float32), k.astype(np.float32), v.astype(np.float32)
@@ -218,7 +218,7 @@ def test_a_table_says_where_tokens_go():
     table = np.array([[6, 1], [-1, -1], [0, 7], [5, -1]], np.int32)
     pools = [normal(i, 9, 2, 4, 80, dtype=np.dtype(np.float32)) for i in (4, 5)]
     found, tables = [put(x) for x in pools], put(np.pad(table, [(0, 0), (0, 3)]))[:, :2]
-    whole = [put(reference.read_blocks(x, table)) for x in pools]
+    whole = [put(oracles.read_blocks(x, table)) for x in pools]
     for cache, how in ((tuple(found), {"table": tables}), (tuple(whole), {})):
         qkv = put(prompt.qkv)
         how = {**how, "slots": put(prompt.slots), "starts": put(prompt.starts)}
@@ -229,7 +229,7 @@ def test_a_table_says_where_tokens_go():
         unnamed = np.setdiff1d(np.arange(9), table)
         np.testing.assert_array_equal(left[unnamed], pool[unnamed])
         expected[3, :, 4:] = 0  # of a block that is not there
-        np.testing.assert_array_equal(reference.read_blocks(left, table), expected)
+        np.testing.assert_array_equal(oracles.read_blocks(left, table), expected)
 
 
 def test_a_slot_behind_the_cache_takes_nothing():

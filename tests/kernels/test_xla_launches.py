@@ -13,13 +13,13 @@ triton = pytest.importorskip("triton")
 import triton.language as tl  # noqa: E402
 from jax import lax  # noqa: E402
 
-from dualinfer.kernels import reference  # noqa: E402
 from dualinfer.kernels.triton import norm  # noqa: E402
 from dualinfer.kernels.triton.launch import INTERPRETED, launch  # noqa: E402
 from dualinfer.kernels.xla import grouping, launches  # noqa: E402
 from dualinfer.kernels.xla.grouping import grouped  # noqa: E402
 
 from .cases import assert_close, normal  # noqa: E402
+from .implementations import meaning  # noqa: E402
 from .tensors import strict  # noqa: E402
 
 pytestmark = [
@@ -67,7 +67,7 @@ def test_a_kernel_gives_what_the_reference_gives(dtype):
     x, weight = normal(1, 3, 65, dtype=dtype), normal(2, 65, dtype=dtype)
     found, written = call(norm.rms_norm, jnp.asarray(x), jnp.asarray(weight), 1e-6)
     assert written == []
-    assert_close(np.asarray(found), reference.rms_norm(x, weight, 1e-6), dtype, length=65)
+    assert_close(np.asarray(found), meaning.rms_norm(x, weight, 1e-6), dtype, length=65)
 
 
 @pytest.mark.parametrize("traced", [False, True])

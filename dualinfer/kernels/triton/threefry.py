@@ -27,7 +27,7 @@ def _rounds(x0, x1, A: tl.constexpr, B: tl.constexpr, C: tl.constexpr, D: tl.con
 def threefry2x32(key0, key1, x0, x1):
     """Two random words from a key and a counter of two words each, all uint32.
 
-    Threefry-2x32-20 of Salmon et al., 2011; see `kernels/reference.py`.
+    Threefry-2x32-20 of Salmon et al., 2011; see `ops/sampling.py`.
     """
     key2 = key0 ^ key1 ^ 0x1BD11BDA
     x0, x1 = _rounds(x0 + key0, x1 + key1, 13, 15, 26, 6)

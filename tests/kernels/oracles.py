@@ -1,26 +1,83 @@
-"""What each op means, in NumPy: the oracle of every kernel test.
+"""Oracles of plain ops and of kernels: the same meaning from elsewhere than the text over Maths.
 
-Names and argument order are those of `backends/*/ops.py` and `backends/*/sampler.py`; weights are
-plain arrays and a layer's cache is a pair (k, v). Inputs may have any float dtype. Everything is
-computed in float64 and returned as float32, so that an implementation is judged by its own
-rounding alone. Nothing is fast, and no argument is changed in place.
+What a library has is that library's, in float64: PyTorch's norms, transformers' activations and
+heads that turn. What none has is written by loops, as its definition reads. Nothing here imports
+dualinfer, so that no mistake of ours is in both. What is left of the ops, sampling and its random
+numbers, has its oracles beside its tests: transformers' processors, Random123's answers, JAX.
 
-Letters: B sequences, T tokens, S cache length, N slots, E embed, H query heads, K KV heads,
-G = H/K, D head_dim, F ffn, V vocab, X experts.
+Names and arguments are those of `dualinfer/ops/`; weights are plain arrays and a layer's cache is a
+pair (k, v). Inputs may have any float dtype. Everything is computed in float64 and returned as
+float32, so that an implementation is judged by its own rounding alone. Nothing is changed in place.
 """
 
-import math
 from typing import Any
 
 import ml_dtypes
 import numpy as np
+import torch
+from torch.nn import functional
+from transformers.activations import ACT2FN, XIELUActivation
+from transformers.models.gptj import modeling_gptj as gptj
+from transformers.models.llama import modeling_llama as llama
 
 Array = np.ndarray
 Cache = tuple[Array, Array]
+_OF_HF = {"gelu_tanh": "gelu_pytorch_tanh"}  # names that are not ours
 
 
 def _wide(x: Any) -> Array:
     return np.asarray(x).astype(np.float64)
+
+
+def _double(x: Any) -> torch.Tensor:
+    return torch.from_numpy(_wide(x))
+
+
+def rms_norm(x: Array, weight: Array, eps: float, unit_offset: bool = False) -> Array:
+    """PyTorch's, of x [..., E] by weight [E], or by 1 + weight."""
+    y = functional.rms_norm(_double(x), x.shape[-1:], _double(weight) + unit_offset, eps)
+    return y.numpy().astype(np.float32)
+
+
+def layer_norm(
+    x: Array, weight: Array, bias: Array | None, eps: float, unit_offset: bool = False
+) -> Array:
+    """PyTorch's, of x [..., E], times a weight that may be a head's own."""
+    y = functional.layer_norm(_double(x), x.shape[-1:], eps=eps) * (_double(weight) + unit_offset)
+    y = y if bias is None else y + _double(bias)
+    return y.numpy().astype(np.float32)
+
+
+def rotary(x: Array, cos: Array, sin: Array, interleaved: bool = False) -> Array:
+    """x [B, T, heads, D] as Llama turns it, or if `interleaved` GPT-J; what is behind R stays."""
+    size = 2 * cos.shape[-1]
+    part, c, s = _double(x[..., :size]), _double(cos), _double(sin)
+    if interleaved:
+        turned = gptj.apply_rotary_pos_emb(part, s, c)
+    else:
+        both = (torch.cat((a, a), -1) for a in (c, s))
+        turned, _ = llama.apply_rotary_pos_emb(part, part, *both, unsqueeze_dim=2)
+    return np.concatenate((turned.numpy(), _wide(x[..., size:])), -1).astype(np.float32)
+
+
+def activation(x: Array, kind: str) -> Array:
+    """transformers' function of the name."""
+    return ACT2FN[_OF_HF.get(kind, kind)](_double(x)).numpy().astype(np.float32)
+
+
+def xielu(x: Array, alpha_p: Array, alpha_n: Array, beta: Array, eps: Array) -> Array:
+    """transformers' class, with these numbers."""
+    module = XIELUActivation(dtype=torch.float64)
+    module.alpha_p.data, module.alpha_n.data = _double(alpha_p), _double(alpha_n)
+    module.beta, module.eps = _double(beta), _double(eps)
+    with torch.no_grad():
+        return module._xielu_python(_double(x)).numpy().astype(np.float32)
+
+
+def gated_activation(x: Array, kind: str) -> Array:
+    """f(gate) * up for x [..., 2F] that holds gate, then up (Shazeer, 2020): [..., F]."""
+    gate, up = _double(x).chunk(2, -1)
+    return (ACT2FN[_OF_HF.get(kind, kind)](gate) * up).numpy().astype(np.float32)
 
 
 def matmul(x: Array, weight: Array, bias: Array | None = None) -> Array:
@@ -29,113 +86,6 @@ def matmul(x: Array, weight: Array, bias: Array | None = None) -> Array:
     if bias is not None:
         y = y + _wide(bias)
     return y.astype(np.float32)
-
-
-def embed(ids: Array, weight: Array) -> Array:
-    """Row ids[...] of weight [V, E]: [..., E]. An id outside 0..V-1 has no meaning."""
-    return weight[ids].astype(np.float32)
-
-
-def rms_norm(
-    x: Array,
-    weight: Array,
-    eps: float,
-    unit_offset: bool = False,
-    squares: Array | None = None,
-) -> Array:
-    """x [..., E] over its root mean square, times weight [E] (Zhang and Sennrich, 2019).
-
-    With `unit_offset` times 1 + weight, as in Gemma. `squares` [...] is the mean of squares of a
-    longer axis, of which x has a share.
-    """
-    mean_square = np.mean(_wide(x) ** 2, axis=-1, keepdims=True)
-    if squares is not None:
-        mean_square = _wide(squares)[..., None]
-    factor = 1 + _wide(weight) if unit_offset else _wide(weight)
-    return (_wide(x) / np.sqrt(mean_square + eps) * factor).astype(np.float32)
-
-
-def layer_norm(
-    x: Array, weight: Array, bias: Array | None, eps: float, unit_offset: bool = False
-) -> Array:
-    """x [..., E] with mean 0 and variance 1, times weight [E], plus bias [E] (Ba et al., 2016).
-
-    The variance is that of the E values themselves: divided by E, not by E - 1. With `unit_offset`
-    times 1 + weight, as in Nemotron.
-    """
-    x = _wide(x)
-    mean, variance = x.mean(-1, keepdims=True), x.var(-1, keepdims=True)
-    factor = 1 + _wide(weight) if unit_offset else _wide(weight)
-    y = (x - mean) / np.sqrt(variance + eps) * factor
-    return (y if bias is None else y + _wide(bias)).astype(np.float32)
-
-
-def rotary(x: Array, cos: Array, sin: Array, interleaved: bool = False) -> Array:
-    """x [B, T, heads, D] turned by the angles whose cos and sin [B, T, R/2] are given.
-
-    Su et al., 2021: the first R elements of a head are R/2 complex numbers, and number i is
-    multiplied by cos_i + i sin_i; the rest of the head stays as it is. The real and the imaginary
-    part are elements i and i + R/2 (HF's `rotate_half`), or 2i and 2i + 1 if `interleaved`.
-    """
-    half = cos.shape[-1]
-    real, imaginary = slice(half), slice(half, 2 * half)
-    if interleaved:
-        real, imaginary = slice(0, 2 * half, 2), slice(1, 2 * half, 2)
-    numbers = _wide(x[..., real]) + 1j * _wide(x[..., imaginary])
-    turned = numbers * (_wide(cos) + 1j * _wide(sin))[:, :, None, :]
-    out = x.astype(np.float32)
-    out[..., real], out[..., imaginary] = turned.real, turned.imag
-    return out
-
-
-def _sigmoid(x: float) -> float:
-    return 1 / (1 + math.exp(-x)) if x > -700 else 0.0
-
-
-_ACTIVATIONS = {
-    "silu": lambda x: x * _sigmoid(x),
-    "gelu": lambda x: x * math.erfc(-x / math.sqrt(2)) / 2,
-    "gelu_tanh": lambda x: x * (1 + math.tanh(math.sqrt(2 / math.pi) * (x + 0.044715 * x**3))) / 2,
-    "quick_gelu": lambda x: x * _sigmoid(1.702 * x),
-    "relu": lambda x: max(x, 0.0),
-    "relu2": lambda x: max(x, 0.0) ** 2,
-    "tanh": math.tanh,
-}
-
-
-def activation(x: Array, kind: str) -> Array:
-    """f(x) element by element.
-
-    `gelu` is x times the normal distribution function (Hendrycks and Gimpel, 2016), `gelu_tanh`
-    and `quick_gelu` are that paper's two approximations; `silu` is x times the logistic function;
-    `relu2` is the square of `relu` (So et al., 2021).
-    """
-    return np.vectorize(_ACTIVATIONS[kind], otypes=[np.float64])(_wide(x)).astype(np.float32)
-
-
-def xielu(x: Array, alpha_p: Array, alpha_n: Array, beta: Array, eps: Array) -> Array:
-    """x alpha_p' x + beta x above 0, else alpha_n' (expm1(min(x, eps)) - x) + beta x.
-
-    Huang and Schlag, 2024 (arXiv:2411.13010), as HF computes it: alpha_p' is the softplus of one
-    learned number, alpha_n' beta and the softplus of another.
-    """
-    y, *numbers = (_wide(a) for a in (x, alpha_p, alpha_n, beta, eps))
-    positive, negative = (np.log1p(np.exp(a)) for a in numbers[:2])
-    above = positive * y * y + numbers[2] * y
-    below = (np.expm1(np.minimum(y, numbers[3])) - y) * (numbers[2] + negative) + numbers[2] * y
-    return np.where(y > 0, above, below).astype(np.float32)
-
-
-def gated_activation(x: Array, kind: str) -> Array:
-    """f(gate) * up for x [..., 2F] that holds gate, then up (Shazeer, 2020): [..., F]."""
-    ffn = x.shape[-1] // 2
-    f = np.vectorize(_ACTIVATIONS[kind], otypes=[np.float64])
-    return (f(_wide(x[..., :ffn])) * _wide(x[..., ffn:])).astype(np.float32)
-
-
-def head_product(x: Array, weight: Array) -> Array:
-    """x [N, H, D] times each head's own weight [H, O, D]: [N, H, O]."""
-    return np.einsum("nhd,hod->nho", _wide(x), _wide(weight)).astype(np.float32)
 
 
 def route(
@@ -165,7 +115,7 @@ def route(
         logits = softcap * np.tanh(logits / softcap)
     scores = logits
     if score == "sigmoid":
-        scores = np.vectorize(_sigmoid, otypes=[np.float64])(logits)
+        scores = _sigmoid(logits)
     elif score == "softmax":
         scores = np.exp(logits - logits.max(-1, keepdims=True))
         scores /= scores.sum(-1, keepdims=True)
@@ -180,7 +130,7 @@ def route(
         weights = np.exp(weights - weights.max(-1, keepdims=True))
         weights /= weights.sum(-1, keepdims=True)
     elif score == "gates":
-        weights = np.vectorize(_sigmoid, otypes=[np.float64])(weights)
+        weights = _sigmoid(weights)
     elif score == "sparse":
         weights = np.empty(experts.shape)
         for at in np.ndindex(logits.shape[:-1]):
@@ -202,6 +152,10 @@ def _sparse(logits: Array, experts: Array, jitter: float) -> Array:
     return np.array([found[x] for x in experts])
 
 
+def _sigmoid(x: Array) -> Array:
+    return torch.sigmoid(torch.from_numpy(x)).numpy()
+
+
 def blend(experts: Array, weights: Array, sides: Array, expert: int) -> tuple[Array, Array]:
     """Experts [..., k] and weights with `expert` behind, whose weight is sides [..., 1].
 
@@ -210,6 +164,26 @@ def blend(experts: Array, weights: Array, sides: Array, expert: int) -> tuple[Ar
     own = np.full((*experts.shape[:-1], 1), expert, np.int32)
     both = np.concatenate([weights * sides[..., :1], sides[..., 1:]], -1)
     return np.concatenate([experts, own], -1), both.astype(np.float32)
+
+
+def fill(
+    experts: Array,
+    weights: Array,
+    capacity: int,
+    mask: Array | None = None,
+    segments: Array | None = None,
+) -> Array:
+    """`weights` [B, T, k], 0 where `capacity` tokens before have chosen that one of `experts`.
+
+    Those count that are of the same of int `segments` [B, T], and that bool `mask` [B, T] shows.
+    """
+    out, taken = weights.copy(), {}
+    for b, t, k in np.ndindex(experts.shape):
+        key = b, 0 if segments is None else segments[b, t], experts[b, t, k]
+        if taken.get(key, 0) >= capacity:
+            out[b, t, k] = 0
+        taken[key] = taken.get(key, 0) + (mask is None or mask[b, t])
+    return out
 
 
 def experts(
@@ -231,7 +205,7 @@ def experts(
     up [X, 2F, E] holds gate, then up, or without gates [X, F, E]; down is [X, E, F]. An expert that
     no row chose is not read. `model.spec.Experts` says what `limit` and `offset` mean.
     """
-    f = np.vectorize(_ACTIVATIONS[activation], otypes=[np.float64])
+    f = ACT2FN[_OF_HF.get(activation, activation)]
     y = np.zeros((*x.shape[:-1], down.shape[1]))
     for at in np.ndindex(*chosen.shape):
         own, row = chosen[at], at[:-1]
@@ -242,7 +216,7 @@ def experts(
         if limit is not None:
             gate = np.minimum(gate, limit)
             value = np.clip(value, -limit, limit)
-        part = _wide(down[own]) @ (f(gate) * (value + offset))
+        part = _wide(down[own]) @ (f(torch.from_numpy(gate)).numpy() * (value + offset))
         if down_bias is not None:
             part = part + _wide(down_bias[own])
         y[row] += float(weights[at]) * part
@@ -327,6 +301,107 @@ def attention(
     return out.astype(np.float32)
 
 
+def decode_attention(
+    q: Array,
+    cache: Cache,
+    lengths: Array,
+    *,
+    scale: float,
+    window: int | None = None,
+    chunk: int | None = None,
+    alibi: Array | None = None,
+    alibi_scale: float | None = None,
+    softcap: float | None = None,
+    sinks: Array | None = None,
+    relative: Array | None = None,
+) -> Array:
+    """Attention of one query a slot, q [N, H, D], to its cached tokens: [N, H, D].
+
+    Slot n has lengths[n] tokens, at least 1, and the query is the last of them; with `window` it
+    sees that many of the last ones, with `chunk` those of its own so many tokens. The rest of the
+    cache, a pair [N, K, S, D], is never read. `alibi`, `alibi_scale`, `softcap`, `sinks` and
+    `relative` as in `attention`; a token's position is its place in the cache.
+    """
+    slots, heads, _ = q.shape
+    group = heads // cache[0].shape[1]
+    out = np.empty(q.shape, np.float64)
+    for n in range(slots):
+        end = int(lengths[n])
+        start = 0 if window is None else max(0, end - window)
+        start = start if chunk is None else (end - 1) // chunk * chunk
+        for h in range(heads):
+            keys = _wide(cache[0][n, h // group, start:end])
+            values = _wide(cache[1][n, h // group, start:end])
+            scores = _capped(keys @ _wide(q[n, h]) * scale, softcap)
+            if alibi is not None:
+                scores = scores + _alibi(alibi[h], alibi_scale, np.arange(start, end), end - 1)
+            if relative is not None:
+                scores = scores + _relative(relative[h], np.arange(start, end) - (end - 1))
+            out[n, h] = _weights(scores, sinks, h) @ values
+    return out.astype(np.float32)
+
+
+def cross_attention(
+    q: Array,
+    k: Array,
+    v: Array,
+    visible: Array | None,
+    *,
+    scale: float,
+    softcap: float | None = None,
+) -> Array:
+    """Attention to other sequences: q [B, T, H, D], k and v [B, K, S, D] to [B, T, H, D].
+
+    bool `visible` [B, S] shows keys, one at least in each row; None shows all. `softcap` as in
+    `attention`.
+    """
+    batch, _, heads, _ = q.shape
+    group = heads // k.shape[1]
+    out = np.empty(q.shape, np.float64)
+    for b in range(batch):
+        shown = slice(None) if visible is None else visible[b]
+        for h in range(heads):
+            keys, values = _wide(k[b, h // group, shown]), _wide(v[b, h // group, shown])
+            scores = _capped(_wide(q[b, :, h]) @ keys.T * scale, softcap)
+            out[b, :, h] = _softmax(scores) @ values
+    return out.astype(np.float32)
+
+
+def _alibi(slope: Any, scale: float | None, keys: Array, queries: Any) -> Array:
+    """What a head's ALiBi adds to the scores of keys and queries at these positions."""
+    if scale is None:
+        return float(slope) * (keys - queries)
+
+    def at(positions: Any) -> Array:
+        rounded = _wide(np.asarray(positions, np.float32).astype(ml_dtypes.bfloat16))
+        return _wide((float(slope) * rounded).astype(ml_dtypes.bfloat16))
+
+    return scale * (at(keys) - at(queries))
+
+
+def _relative(row: Array, behind: Array) -> Array:
+    """What a head's row [2M+1] adds for keys so many tokens behind the query."""
+    most = len(row) // 2
+    return _wide(row)[np.clip(behind, -most, most) + most]
+
+
+def _capped(scores: Array, softcap: float | None) -> Array:
+    return scores if softcap is None else softcap * np.tanh(scores / softcap)
+
+
+def _weights(scores: Array, sinks: Array | None, head: int) -> Array:
+    """Softmax over the last axis, with the head's sink beside the scores."""
+    if sinks is None:
+        return _softmax(scores)
+    beside = np.full((*scores.shape[:-1], 1), float(sinks[head]))
+    return _softmax(np.concatenate([scores, beside], axis=-1))[..., :-1]
+
+
+def _softmax(x: Array) -> Array:
+    powers = np.exp(x - x.max(-1, keepdims=True))
+    return powers / powers.sum(-1, keepdims=True)
+
+
 def pool(
     x: Array, weights: Array, segments: Array | None = None, count: int = 1, largest: bool = False
 ) -> Array:
@@ -397,56 +472,6 @@ def weave(count: int, first: Array, second: Array) -> Array:
     return np.concatenate(parts, -1).astype(first.dtype)
 
 
-def fill(
-    experts: Array,
-    weights: Array,
-    capacity: int,
-    mask: Array | None = None,
-    segments: Array | None = None,
-) -> Array:
-    """`weights` [B, T, k], 0 where `capacity` tokens before have chosen that one of `experts`.
-
-    Those count that are of the same of int `segments` [B, T], and that bool `mask` [B, T] shows.
-    """
-    out, taken = weights.copy(), {}
-    for b, t, k in np.ndindex(experts.shape):
-        key = b, 0 if segments is None else segments[b, t], experts[b, t, k]
-        if taken.get(key, 0) >= capacity:
-            out[b, t, k] = 0
-        taken[key] = taken.get(key, 0) + (mask is None or mask[b, t])
-    return out
-
-
-def _alibi(slope: Any, scale: float | None, keys: Array, queries: Any) -> Array:
-    """What a head's ALiBi adds to the scores of keys and queries at these positions."""
-    if scale is None:
-        return float(slope) * (keys - queries)
-
-    def at(positions: Any) -> Array:
-        rounded = _wide(np.asarray(positions, np.float32).astype(ml_dtypes.bfloat16))
-        return _wide((float(slope) * rounded).astype(ml_dtypes.bfloat16))
-
-    return scale * (at(keys) - at(queries))
-
-
-def _relative(row: Array, behind: Array) -> Array:
-    """What a head's row [2M+1] adds for keys so many tokens behind the query."""
-    most = len(row) // 2
-    return _wide(row)[np.clip(behind, -most, most) + most]
-
-
-def _capped(scores: Array, softcap: float | None) -> Array:
-    return scores if softcap is None else softcap * np.tanh(scores / softcap)
-
-
-def _weights(scores: Array, sinks: Array | None, head: int) -> Array:
-    """Softmax over the last axis, with the head's sink beside the scores."""
-    if sinks is None:
-        return _softmax(scores)
-    beside = np.full((*scores.shape[:-1], 1), float(sinks[head]))
-    return _softmax(np.concatenate([scores, beside], axis=-1))[..., :-1]
-
-
 def encode_heads(x: Array, codes: str) -> tuple[Array, Array]:
     """Codes of heads x [..., D], "fp8_e4m3" as bytes or "int8", and their scales float32 [...].
 
@@ -498,99 +523,6 @@ def append(cache: Cache, k: Array, v: Array, lengths: Array) -> Cache:
     return keys, values
 
 
-def decode_attention(
-    q: Array,
-    cache: Cache,
-    lengths: Array,
-    *,
-    scale: float,
-    window: int | None = None,
-    chunk: int | None = None,
-    alibi: Array | None = None,
-    alibi_scale: float | None = None,
-    softcap: float | None = None,
-    sinks: Array | None = None,
-    relative: Array | None = None,
-) -> Array:
-    """Attention of one query a slot, q [N, H, D], to its cached tokens: [N, H, D].
-
-    Slot n has lengths[n] tokens, at least 1, and the query is the last of them; with `window` it
-    sees that many of the last ones, with `chunk` those of its own so many tokens. The rest of the
-    cache, a pair [N, K, S, D], is never read. `alibi`, `alibi_scale`, `softcap`, `sinks` and
-    `relative` as in `attention`; a token's position is its place in the cache.
-    """
-    slots, heads, _ = q.shape
-    group = heads // cache[0].shape[1]
-    out = np.empty(q.shape, np.float64)
-    for n in range(slots):
-        end = int(lengths[n])
-        start = 0 if window is None else max(0, end - window)
-        start = start if chunk is None else (end - 1) // chunk * chunk
-        for h in range(heads):
-            keys = _wide(cache[0][n, h // group, start:end])
-            values = _wide(cache[1][n, h // group, start:end])
-            scores = _capped(keys @ _wide(q[n, h]) * scale, softcap)
-            if alibi is not None:
-                scores = scores + _alibi(alibi[h], alibi_scale, np.arange(start, end), end - 1)
-            if relative is not None:
-                scores = scores + _relative(relative[h], np.arange(start, end) - (end - 1))
-            out[n, h] = _weights(scores, sinks, h) @ values
-    return out.astype(np.float32)
-
-
-def cross_attention(
-    q: Array,
-    k: Array,
-    v: Array,
-    visible: Array | None,
-    *,
-    scale: float,
-    softcap: float | None = None,
-) -> Array:
-    """Attention to other sequences: q [B, T, H, D], k and v [B, K, S, D] to [B, T, H, D].
-
-    bool `visible` [B, S] shows keys, one at least in each row; None shows all. `softcap` as in
-    `attention`.
-    """
-    batch, _, heads, _ = q.shape
-    group = heads // k.shape[1]
-    out = np.empty(q.shape, np.float64)
-    for b in range(batch):
-        shown = slice(None) if visible is None else visible[b]
-        for h in range(heads):
-            keys, values = _wide(k[b, h // group, shown]), _wide(v[b, h // group, shown])
-            scores = _capped(_wide(q[b, :, h]) @ keys.T * scale, softcap)
-            out[b, :, h] = _softmax(scores) @ values
-    return out.astype(np.float32)
-
-
-def _softmax(x: Array) -> Array:
-    powers = np.exp(x - x.max(-1, keepdims=True))
-    return powers / powers.sum(-1, keepdims=True)
-
-
-def penalize(logits: Array, seen: Array, penalty: Array) -> Array:
-    """Logits [N, V] with those of the tokens `seen` [N, V] made less likely by penalty [N].
-
-    Keskar et al., 2019, as in HF's RepetitionPenaltyLogitsProcessor: each seen token once, however
-    often it occurred; a positive logit is divided, a negative one multiplied.
-    """
-    x, factor = _wide(logits), _wide(penalty)[:, None]
-    return np.where(seen, np.where(x < 0, x * factor, x / factor), x).astype(np.float32)
-
-
-def hold_eos(logits: Array, eos: Array, new: Array, minimum: Array) -> Array:
-    """Logits [N, V] with -inf at a row's `eos` ids while it has fewer new tokens than `minimum`.
-
-    HF's MinNewTokensLengthLogitsProcessor. `eos` [N, any] is filled up with -1.
-    """
-    held = logits.astype(np.float32)
-    for n in range(len(held)):
-        if new[n] < minimum[n]:
-            held[n, [token for token in eos[n] if token >= 0]] = -np.inf
-    return held
-
-
 def filter_logits(logits: Array, top_k: Array, top_p: Array, min_p: Array) -> Array:
     """Logits [N, V] with -inf for every token that a filter of its row [N] drops, in HF's order.
 
@@ -615,73 +547,3 @@ def filter_logits(logits: Array, top_k: Array, top_p: Array, min_p: Array) -> Ar
             probability = _softmax(_wide(row))
             row[probability < least * probability.max()] = -np.inf
     return kept
-
-
-def threefry2x32(key0: Array, key1: Array, counter0: Array, counter1: Array) -> tuple[Array, Array]:
-    """Two random words, uint32, from a key and a counter of two words each, broadcast together.
-
-    Threefry-2x32-20 of Salmon et al., 2011 ("Parallel random numbers: as easy as 1, 2, 3"): twenty
-    rounds of add, rotate and xor, with a word of the extended key added before the first and after
-    every fourth.
-    """
-    words = [np.asarray(w).astype(np.uint32) for w in (key0, key1, counter0, counter1)]
-    k0, k1, x0, x1 = (np.array(w) for w in np.broadcast_arrays(*words))
-    extended = [k0, k1, k0 ^ k1 ^ np.uint32(0x1BD11BDA)]
-    rotations = [13, 15, 26, 6, 17, 29, 16, 24]
-    with np.errstate(over="ignore"):  # sums are modulo 2**32
-        for done in range(21):
-            if done % 4 == 0:
-                injected = done // 4
-                x0 = x0 + extended[injected % 3]
-                x1 = x1 + extended[(injected + 1) % 3] + np.uint32(injected)
-            if done < 20:
-                left = rotations[done % 8]
-                x0 = x0 + x1
-                x1 = (x1 << np.uint32(left)) | (x1 >> np.uint32(32 - left))
-                x1 = x1 ^ x0
-    return x0, x1
-
-
-def gumbel_of_bits(bits: Array) -> Array:
-    """Standard Gumbel noise from random words uint32, never infinite.
-
-    The upper 23 bits choose one of 2**23 intervals of (0, 1); its middle u, which float32 holds
-    exactly, gives -log(-log(u)).
-    """
-    middle = ((np.asarray(bits) >> 9).astype(np.float64) + 0.5) / 2**23
-    return (-np.log(-np.log(middle))).astype(np.float32)
-
-
-def gumbel(
-    seed_low: Array, seed_high: Array, return_index: Array, position: Array, vocab: int
-) -> Array:
-    """Standard Gumbel noise [N, V], a function of these numbers only, [N] each.
-
-    A row's key is the block of (return_index, position) under the seed's two words; the noise of a
-    token comes from the first word of the block of (its id, 0) under that key.
-    """
-    key0, key1 = threefry2x32(seed_low, seed_high, return_index, position)
-    bits, _ = threefry2x32(key0[:, None], key1[:, None], np.arange(vocab)[None], np.zeros((1, 1)))
-    return gumbel_of_bits(bits)
-
-
-def sample(logits: Array, state: Any, position: Array) -> Array:
-    """The next token [N] of each row of logits [N, V].
-
-    `state` has the columns of `backends.slots.sampling_rows` as attributes, `new` [N] and `seen`
-    [N, V] (or None where no row has a penalty). A row without `noise` takes its best token. Else
-    temperature and filters leave a distribution, and the token with the greatest sum of logit and
-    Gumbel noise is a draw from it (Maddison et al., 2014). The backends' fourth argument, features,
-    only says which of these steps no row needs. A logit that is NaN is chosen, the first of them.
-    """
-    if state.seen is not None:
-        logits = penalize(logits, state.seen, state.penalty)
-    best = hold_eos(logits, state.eos, state.new, state.minimum)
-    wrong = np.isnan(best)
-    best = np.where(wrong, -np.inf, best)
-    warm = (_wide(best) / _wide(state.temperature)[:, None]).astype(np.float32)
-    drawn = filter_logits(warm, state.top_k, state.top_p, state.min_p) + gumbel(
-        state.seed_low, state.seed_high, state.return_index, position, logits.shape[-1]
-    )
-    chosen = np.where(state.noise, drawn.argmax(-1), best.argmax(-1))
-    return np.where(wrong.any(-1), wrong.argmax(-1), chosen)
