@@ -179,21 +179,20 @@ def chosen_pairs(
     return mixtures.chosen_outputs(ops, y, w["pairs.out.weight"], routing, size, epilogue)
 
 
-def cross(run: Run, x: Array, norm: NormOf | None, residual: Array | None, spend: bool) -> Array:
-    """Attention across, to what an encoder gave."""
-    q = run.project("cross_q", x, Epilogue(norm=norm))
-    y = run.attend_across(q)
-    return run.project_back("cross_out", y, Epilogue(residual=residual, spend=spend))
+def _between(into: str, mix: Callable[[Run, Array], Array], out: str) -> SubLayer:
+    """A sub-layer that mixes tokens between two projections, by their names."""
+
+    def sublayer(
+        run: Run, x: Array, norm: NormOf | None, residual: Array | None, spend: bool
+    ) -> Array:
+        y = mix(run, run.project(into, x, Epilogue(norm=norm)))
+        return run.project_back(out, y, Epilogue(residual=residual, spend=spend))
+
+    return sublayer
 
 
-def recurrence(
-    run: Run, x: Array, norm: NormOf | None, residual: Array | None, spend: bool
-) -> Array:
-    """A recurrence in attention's place."""
-    assert run.given.recur is not None
-    h = run.project("recurrence_in", x, Epilogue(norm=norm))
-    y = run.given.recur(run.number, h)
-    return run.project_back("recurrence_out", y, Epilogue(residual=residual, spend=spend))
+cross = _between("cross_q", Run.attend_across, "cross_out")
+recurrence = _between("recurrence_in", Run.recur, "recurrence_out")
 
 
 def beside_recurrence(attention: SubLayer) -> SubLayer:

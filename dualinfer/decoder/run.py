@@ -74,6 +74,11 @@ class Run(NamedTuple):
         assert self.given.across is not None
         return self.given.across(self.number, q)
 
+    def recur(self, x: Array) -> Array:
+        """The layer's recurrence."""
+        assert self.given.recur is not None
+        return self.given.recur(self.number, x)
+
 
 # A layer, or a part of one: x, or a stream whose norm is still to be made, to what comes of it.
 Block: TypeAlias = Callable[[Run, Array], Array]

@@ -191,11 +191,11 @@ class Maths(Protocol):
         ...
 
     def minimum(self, a: Any, b: Any, /) -> Any:
-        """The smaller of both."""
+        """The smaller of both, which are arrays; `clip` bounds by numbers."""
         ...
 
     def maximum(self, a: Any, b: Any, /) -> Any:
-        """The larger of both."""
+        """The larger of both, which are arrays; `clip` bounds by numbers."""
         ...
 
     def times(self, a: Any, number: float) -> Any:
