@@ -80,6 +80,7 @@ def pytest_collection_finish():
     """What saves time in every test."""
     gc.collect()
     gc.freeze()  # what imports have made, which collections need not look through
+    gc.set_threshold(10_000, 10, 10)  # tracing makes objects by the million
     gc.enable()
     atexit.register(gc.unfreeze)  # or what jaxlib holds counts as leaked
     _patch_once()

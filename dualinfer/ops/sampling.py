@@ -25,10 +25,25 @@ def sample(
 ) -> Array:
     """The next token [N] from float32 logits [N, V]; `position` [N] is the new token's own.
 
+    See `scores`. The first token whose logit is NaN is chosen, if there is one: drawn or not, as
+    HF's greedy one.
+    """
+    return m.argmax(scores(m, logits, state, position, features, keep))
+
+
+def scores(
+    m: Maths,
+    logits: Array,
+    state: Any,
+    position: Array,
+    features: Any,
+    keep: Filter | None = None,
+) -> Array:
+    """Float32 scores [N, V] of which each row's best one is its next token.
+
     `state` has the columns of `backends.slots.sampling_rows` as attributes, `new` [N] and `seen`
     [N, V]; `features` are the `SamplingFeatures` that any row needs. `keep` takes the place of
-    `filter_logits`. The first token whose logit is NaN is chosen, if there is one: drawn or not, as
-    HF's greedy one.
+    `filter_logits`.
     """
     logits = m.wide(logits)
     if features.penalty:
@@ -36,7 +51,7 @@ def sample(
     if features.hold_eos:
         logits = hold_eos(m, logits, state.eos, state.new, state.minimum)
     if not features.noise:
-        return m.argmax(logits)
+        return logits
     wrong = logits != logits  # NaN
     logits = m.where(wrong, -float("inf"), logits)
     # From the best one down, so that a tiny temperature gives -inf and no NaN.
@@ -46,8 +61,8 @@ def sample(
         warm = keep(warm, state.top_k, state.top_p, state.min_p)
     low, high, index = (getattr(state, name) for name in WORDS)
     noise = gumbel(m, low, high, index, position, logits.shape[-1])
-    scores = m.where(state.noise[:, None], warm + noise, logits)
-    return m.argmax(m.where(wrong, float("nan"), scores))
+    drawn = m.where(state.noise[:, None], warm + noise, logits)
+    return m.where(wrong, float("nan"), drawn)
 
 
 def penalize(m: Maths, logits: Array, seen: Array, penalty: Array) -> Array:

@@ -200,15 +200,29 @@ def sample(
     `mode` is the batch's, so that one executable serves every kind of request. `unmarked` [R, N]
     are tokens that `seen` lacks as yet.
     """
+    logits = MATHS.wide(logits)
+
+    def changed() -> jax.Array:
+        return _changed(logits, state, position, jnp.asarray(mode, jnp.int32), unmarked)
+
+    return MATHS.argmax(jax.lax.cond(mode == BEST, lambda: logits, changed))
+
+
+@jax.jit  # traced once for all steps of a size: it is a third of what a small model's takes
+def _changed(
+    logits: jax.Array,
+    state: SlotState,
+    position: jax.Array,
+    mode: jax.Array,
+    unmarked: jax.Array | None,
+) -> jax.Array:
+    """See `sampling.scores`."""
 
     def keep(warm: jax.Array, *filters: jax.Array) -> jax.Array:
         return jax.lax.cond(mode == FILTERED, lambda: filter_logits(warm, *filters), lambda: warm)
 
-    def changed() -> jax.Array:
-        seen = state.seen if unmarked is None else mark(state.seen, unmarked)
-        return sampling.sample(MATHS, logits, state._replace(seen=seen), position, ALL, keep)
-
-    return jax.lax.cond(mode == BEST, lambda: MATHS.argmax(logits), changed)
+    seen = state.seen if unmarked is None else mark(state.seen, unmarked)
+    return sampling.scores(MATHS, logits, state._replace(seen=seen), position, ALL, keep)
 
 
 @jax.jit
