@@ -191,6 +191,15 @@ def make(case, headless=False):
         more |= {"qformer_config": {**reader, "encoder_hidden_size": 64}}
     if case == "fun_asr_nano":
         more = {"adaptor_config": {**FEW, "hidden_size": 84, "intermediate_size": 21}}
+    if case == "vibevoice_asr":
+        few = {"hidden_size": 8, "num_filters": 2, "depths": [1, 1], "downsampling_ratios": [2]}
+        more = {f"{kind}_tokenizer_encoder_config": few for kind in ("acoustic", "semantic")}
+    if "granite_speech" in case:
+        more = {
+            "encoder_config": {"num_layers": 1, "hidden_dim": 16, "num_heads": 2, "dim_head": 8}
+        }
+        reader = {"model_type": "blip_2_qformer", **FEW, "encoder_hidden_size": 16}
+        more["projector_config"] = reader
     text = {**SIZES, **text}
     if media is not None:
         more["audio_config" if "num_mel_bins" in media else "vision_config"] = media
