@@ -61,6 +61,14 @@ def test_the_tables_of_families_are_those_of_the_registry():
         assert path.read_text("utf-8") == text, f"{path.name}: run python docs/families.py"
 
 
+def test_the_page_of_results_is_made_of_the_files_of_results():
+    """Of commits since, which each one changes, the page may tell fewer."""
+    script = runpy.run_path(str(ROOT / "benchmarks" / "results.py"))
+    whole = script["PAGE"].read_text("utf-8")
+    found = re.sub(r"\| [\d, ]* (\| [\d, ]+ \|)$", r"|  \1", whole, flags=re.M)
+    assert found == script["page"](marks=False), "run python benchmarks/results.py"
+
+
 @pytest.fixture
 def example(names, tmp_path):
     """A copy of the package and its tests, with the examples of some pages in it."""
