@@ -1551,8 +1551,8 @@ ROWS: list[Row] = [
     ),
     Row(
         "backends/torch/prompts.py",
-        "Chunk(start, slot), whole)",
-        "Chunk(start, 0), whole)",
+        "own, slots, starts, lengths)",
+        "own, slots * 0, starts, lengths)",
         "A long prompt behind another one reads that one's cache.",
         "tests/test_prompts.py -k pieces",
     ),

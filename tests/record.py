@@ -32,7 +32,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-PASSES = ("forward", "prefill", "decode", "prefill_scores", "decode_scores", "choose")
+PASSES = ("forward", "prefill", "extend", "decode", "prefill_scores", "decode_scores", "choose")
 CALLS = {"pjit", "jit", "closed_call", "core_call", "custom_jvp_call", "custom_vjp_call"}
 CALLS |= {"shard_map", "custom_vmap_call"}  # inlined: which function holds an op does not matter
 ALIKE = {"square": "mul", "integer_pow": "mul"}  # to XLA

@@ -52,9 +52,9 @@ def passes(monkeypatch):
     made: list[tuple[int, int, int]] = []
     one = prompts.Prompts._pass
 
-    def noted(self, params, cache, ids, slots, last, chunk=None, whole=None, **how):
-        made.append((*ids.shape, chunk.start if chunk else 0))
-        return one(self, params, cache, ids, slots, last, chunk, whole, **how)
+    def noted(self, params, cache, ids, slots, last, starts=None, **how):
+        made.append((*ids.shape, 0 if starts is None else int(starts.min())))
+        return one(self, params, cache, ids, slots, last, starts, **how)
 
     monkeypatch.setattr(prompts.Prompts, "_pass", noted)
     return made
@@ -139,12 +139,14 @@ def test_short_prompts_beside_a_long_one_stay_whole(engine_of, passes, monkeypat
     assert passes == [(1, 4, 0), (1, 8, 0), (1, 8, 8), (1, 2, 16), (1, 2, 0)]
 
 
-def test_plain_torch_takes_prompts_whole(engine_of, passes, monkeypatch):
+def test_plain_torch_reads_in_pieces_too(engine_of, passes, monkeypatch):
     engine = engine_of("llama-gqa", kernels=False)
-    rows = rows_of(4, 37, 2)
+    rows = rows_of(4, 18, 2)
+    whole = prefill(engine, rows)
+    passes.clear()
     monkeypatch.setattr(prompts, "_MOST_AT_ONCE", 16)
-    prefill(engine, rows)
-    assert passes == [(3, 37, 0)]
+    assert_same(prefill(engine, rows), whole)
+    assert passes == [(1, 4, 0), (1, 8, 0), (1, 8, 8), (1, 2, 16), (1, 2, 0)]
 
 
 def test_text_does_not_depend_on_how_prompts_were_cut(engine_of, passes, monkeypatch):

@@ -144,6 +144,35 @@ class Request:
         return len(self.prompt) + self.max_new_tokens - 1
 
 
+@dataclass(frozen=True)
+class Piece:
+    """The tokens `start` to `stop` of a request's prompt, to be read into a slot.
+
+    What lies before them is in the slot: pieces of one prompt come in their order, each in a call
+    of its own. The last one `ends` the prompt, and a prompt that is one piece `is_whole`.
+    """
+
+    request: Request
+    slot: int
+    start: int
+    stop: int
+
+    @classmethod
+    def whole(cls, request: Request, slot: int) -> "Piece":
+        """All of a request's prompt."""
+        return cls(request, slot, 0, len(request.prompt))
+
+    @property
+    def ends(self) -> bool:
+        """True where no more of the prompt is to come."""
+        return self.stop == len(self.request.prompt)
+
+    @property
+    def is_whole(self) -> bool:
+        """True where it is all of the prompt."""
+        return self.start == 0 and self.ends
+
+
 class PendingTokens(Protocol):
     """Tokens that the device may still be computing."""
 
@@ -183,6 +212,14 @@ class Runner(Protocol):
 
     def prefill(self, requests: Sequence[Request], slots: Sequence[int]) -> PendingTokens:
         """Fill the cache of `slots` and sample the first token of each; one column a request."""
+        ...
+
+    def extend(self, pieces: Sequence[Piece]) -> PendingTokens:
+        """As `prefill`, of pieces of prompts; a column for each that ends its prompt, in order.
+
+        A slot is booked by its first piece, and takes no part in `decode` before its last one.
+        Where the spec does not say that it `reads_pieces`, all must be whole.
+        """
         ...
 
     def decode(self, steps: int) -> PendingTokens:

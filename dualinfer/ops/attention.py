@@ -256,6 +256,61 @@ def decode_attention(
     )
 
 
+@named("attention")
+def attend_rows(
+    m: Maths,
+    q: Array,
+    keys: Array,
+    values: Array,
+    starts: Array,
+    *,
+    scale: float,
+    window: int | None = None,
+    chunk: int | None = None,
+    alibi: Array | None = None,
+    alibi_scale: float | None = None,
+    softcap: float | None = None,
+    sinks: Array | None = None,
+    relative: Array | None = None,
+) -> Array:
+    """Attention of rows q [B, T, H, D] to cached keys and values [B, K, S, D]: [B, T, H, D].
+
+    Query t of a row stands at key starts[b] + t of int `starts` [B], and sees itself and the keys
+    before, of those its `window` and its own `chunk` of tokens. The rest as in `decode_attention`.
+    """
+    at, tokens = m.arange(keys.shape[2], q)[None], m.arange(q.shape[1], q)
+
+    def own(rows: Array | None) -> Array:
+        return starts[:, None] + (tokens if rows is None else rows)[None]
+
+    def visible(rows: Array | None) -> Array:
+        ours = own(rows)[..., None]
+        shown = at[:, None] <= ours
+        if window is not None:
+            shown = shown & (at[:, None] > ours - window)
+        if chunk is not None:
+            shown = shown & (at[:, None] >= ours // chunk * chunk)
+        return shown
+
+    def bias(rows: Array | None) -> Array:
+        if alibi is None:
+            return relative_bias(relative, at, own(rows))
+        return alibi_bias(m, alibi, at, own(rows), alibi_scale)
+
+    return m.attention(
+        q,
+        keys,
+        values,
+        scale=scale,
+        visible=visible,
+        bias=None if alibi is None and relative is None else bias,
+        softcap=softcap,
+        sinks=sinks,
+        exact=alibi is not None,
+        by_head=True,
+    )
+
+
 def chunks(
     m: Maths,
     a: Attention,

@@ -65,6 +65,11 @@ class FullCache(NamedTuple):
 
         return changed(self, put, k, v)
 
+    def extend(self, slots: Array, starts: Array, lengths: Array, k: Array, v: Array) -> Self:
+        """See `CacheView.extend`."""
+        m, (rows, at, there) = self.maths, places_of(self, slots, starts, lengths, k)
+        return changed(self, lambda x, new: m.put_some(x, (rows, slice(None), at), new, there), k, v)
+
     def append(self, k: Array, v: Array, lengths: Array) -> Self:
         """See `CacheView.append`."""
         m, at = self.maths, lengths.clip(max=self.capacity - 1)
@@ -75,9 +80,9 @@ class FullCache(NamedTuple):
         """See `CacheView.kept`."""
         return kept(self, k, v)
 
-    def read(self) -> tuple[Array, Array]:
-        """See `CacheView.read`; no copy but of codes."""
-        return values_of(self, self)
+    def read(self, slots: Array | None = None) -> tuple[Array, Array]:
+        """See `CacheView.read`; no copy of every slot but of codes."""
+        return values_of(self, self if slots is None else over(self, lambda x: x[slots]))
 
 
 class BlockCache(NamedTuple):
@@ -137,6 +142,15 @@ class BlockCache(NamedTuple):
 
         return changed(self, put, k, v)
 
+    def extend(self, slots: Array, starts: Array, lengths: Array, k: Array, v: Array) -> Self:
+        """See `CacheView.extend`."""
+        m, (_, at, there) = self.maths, places_of(self, slots, starts, lengths, k)
+        places = at.clip(max=self.capacity - 1)
+        blocks = m.along(m.rows_or(self.table, slots, len(self.k)), places // self._size)
+        where = blocks, slice(None), places % self._size
+        there = there & (blocks >= 0)
+        return changed(self, lambda pool, new: m.put_some(pool, where, new, there), k, v)
+
     def append(self, k: Array, v: Array, lengths: Array) -> Self:
         """See `CacheView.append`."""
         m, at = self.maths, lengths.clip(max=self.capacity - 1)
@@ -148,11 +162,12 @@ class BlockCache(NamedTuple):
         """See `CacheView.kept`."""
         return kept(self, k, v)
 
-    def read(self) -> tuple[Array, Array]:
+    def read(self, slots: Array | None = None) -> tuple[Array, Array]:
         """See `CacheView.read`; a copy."""
+        table = self.table if slots is None else self.table[slots]
 
         def rows(pool: Array) -> Array:
-            x = pool[self.table].swapaxes(1, 2)
+            x = pool[table].swapaxes(1, 2)
             return x.reshape(*x.shape[:2], -1, *x.shape[4:])
 
         return values_of(self, over(self._pools, rows))
@@ -219,6 +234,11 @@ class LatentCache(NamedTuple):
         """See `CacheView.write`; zeros lie behind."""
         return type(self)(self.maths.put_rows(self.shared, slots, k[:, :, 0], 1))
 
+    def extend(self, slots: Array, starts: Array, lengths: Array, k: Array, v: Array) -> Self:
+        """See `CacheView.extend`."""
+        rows, at, there = places_of(self, slots, starts, lengths, k)
+        return type(self)(self.maths.put_some(self.shared, (rows, at), k[:, :, 0], there))
+
     def append(self, k: Array, v: Array, lengths: Array) -> Self:
         """See `CacheView.append`."""
         m, at = self.maths, lengths.clip(max=self.capacity - 1)
@@ -228,9 +248,9 @@ class LatentCache(NamedTuple):
         """See `CacheView.kept`."""
         return k, v
 
-    def read(self) -> tuple[Array, Array]:
-        """See `CacheView.read`; no copy."""
-        keys = self.shared[:, None]
+    def read(self, slots: Array | None = None) -> tuple[Array, Array]:
+        """See `CacheView.read`; no copy of every slot."""
+        keys = (self.shared if slots is None else self.shared[slots])[:, None]
         return keys, keys
 
 
@@ -278,6 +298,17 @@ KINDS = (FullCache, BlockCache, CrossCache, LatentCache, StateCache)
 def kinds_over(maths: Maths) -> dict[str, type[Any]]:
     """Each kind's class over a framework's Maths; they are LayerCaches, or like one."""
     return {own.kind: type(own.__name__, (own,), {"maths": maths}) for own in KINDS}
+
+
+def places_of(
+    cache: Any, slots: Array, starts: Array, lengths: Array, new: Array
+) -> tuple[Array, Array, Array]:
+    """Slots, places and which tokens go there, [B, T] each, of rows `new` [B, T, ...]."""
+    m, shape = cache.maths, new.shape[:2]
+    tokens = m.arange(shape[1], new)[None]
+    at = starts[:, None] + tokens
+    there = (tokens < lengths[:, None]) & (at < cache.capacity)
+    return m.broadcast(slots[:, None], shape), at, there
 
 
 def codes_of(k: Array) -> str | None:

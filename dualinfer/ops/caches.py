@@ -279,6 +279,14 @@ class CacheView(Protocol):
         """
         ...
 
+    def extend(self, slots: Any, starts: Any, lengths: Any, k: Any, v: Any) -> Self:
+        """The cache with k and v [B, T, K, D] of rows of tokens: see `contract.Ops.attend_rows`.
+
+        Token t of row b is at place starts[b] + t of slot slots[b], if t is below lengths[b] and
+        the slot has that place.
+        """
+        ...
+
     def append(self, k: Any, v: Any, lengths: Any) -> Self:
         """The cache with k and v [N, K, D] of one token a slot, at position lengths[n] of slot n.
 
@@ -286,8 +294,11 @@ class CacheView(Protocol):
         """
         ...
 
-    def read(self) -> tuple[Any, Any]:
-        """Keys and values [N, K, S, D] of every slot, by position; of codes what these mean."""
+    def read(self, slots: Any = None) -> tuple[Any, Any]:
+        """Keys and values [N, K, S, D] of every slot, by position; of codes what these mean.
+
+        With int `slots` [B] theirs, [B, K, S, D], a copy.
+        """
         ...
 
 

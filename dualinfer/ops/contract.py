@@ -417,6 +417,27 @@ class Ops(BlockOps, Protocol):
         """
         ...
 
+    def attend_rows(
+        self,
+        layer: LayerAttention,
+        qkv: Array | LatentQkv,
+        angles: Any,
+        cache: CacheView,
+        slots: Array,
+        starts: Array,
+        lengths: Array,
+    ) -> tuple[Array, CacheView]:
+        """Attention of rows of tokens that go on from what their slots have, and the cache.
+
+        Row b is tokens starts[b] to starts[b] + lengths[b] of the sequence in slots[b], all int
+        [B]: qkv [B, T, (H+2K) D], padded, gives [B, T, H D], or for latent attention a pair gives
+        [B, T, H value_dim]. First all rows' keys and values go into the cache, padding's nowhere
+        or behind their own; then each query reads its slot up to its own place. So rows of one
+        slot may be side by side, in their order and whole but for the last. A row of a slot that
+        there is not, on JAX and by kernels, gives what is finite. `qkv` may be overwritten.
+        """
+        ...
+
     def attend_token(
         self,
         layer: LayerAttention,
@@ -444,15 +465,16 @@ class Ops(BlockOps, Protocol):
         cache: StateView | None = None,
         slots: Array | None = None,
         lengths: Array | None = None,
-        goes_on: bool = False,
+        starts: Array | None = None,
     ) -> tuple[Array, StateView | None]:
         """What a layer's recurrence makes of whole sequences that it has projected, and the cache.
 
         x is [B, T, ...], and the result [B, T, width], before the projection back: see
         `spec.Recurrence`. Tokens that bool `mask` [B, T] hides change no state, and int `segments`
         [B, T] number packed sequences, which do not meet. With a cache the states after the first
-        `lengths` [B] tokens are in the result's int `slots` [B]; if a sequence `goes_on`, it begins
-        from the state that its slot has.
+        `lengths` [B] tokens are in the result's int `slots` [B]. With int `starts` [B] the rows are
+        tokens of a sequence from there on, and one that does not start at 0 goes on from the state
+        that its slot has.
         """
         ...
 

@@ -86,6 +86,11 @@ class ExactMaths:
         a[index] = new
         return a
 
+    def put_some(self, a: Array, index: tuple[Any, ...], new: Array, there: Array) -> Array:
+        """See `Maths`."""
+        own = tuple(i if isinstance(i, slice) else i[there] for i in index)
+        return self.put(a, own, new[there])
+
     def put_rows(self, a: Array, rows: Array, new: Array, axis: int) -> Array:
         """See `Maths`."""
         return self.put(a, rows, self.pad(new, axis, 0, a.shape[axis] - new.shape[axis]))

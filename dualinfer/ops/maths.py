@@ -86,6 +86,13 @@ class Maths(Protocol):
         """`a` with others at an index of it, or `...`; on JAX what lies beyond is dropped."""
         ...
 
+    def put_some(self, a: Any, index: tuple[Any, ...], new: Any, there: Any) -> Any:
+        """As `put`, of `new` [B, T, ...] where bool `there` [B, T] says.
+
+        The index has integers [B, T], the first of them for the first axis, and whole slices.
+        """
+        ...
+
     def put_rows(self, a: Any, rows: Any, new: Any, axis: int) -> Any:
         """`a` with `new` [B, ...] in int `rows` [B], from their start on an axis; zeros behind."""
         ...

@@ -265,10 +265,12 @@ class PlainOps(PlainBlocks):
         cache: CacheView | None,
         slots: Array | None,
         lengths: Array | None = None,
+        starts: Array | None = None,
     ) -> tuple[Array, Array, CacheView | None]:
         """Turned queries [B, T, H, D], what heads share [B, T, rank + turning], and the cache.
 
-        That is what is cached: at the start of `slots`, or at `lengths` of them all.
+        That is what is cached: at the start of `slots`, or at `lengths` of them all, or with
+        `starts` as `attend_rows` has it.
         """
         m, a, latent = self.maths, layer.spec, layer.spec.latent
         assert latent is not None and layer.latent_norm is not None and a.rope is not None
@@ -282,7 +284,11 @@ class PlainOps(PlainBlocks):
             q = q * m.cast(angles[a.growth][..., None, None], q.dtype)
         key = rotary.rotary(m, key[:, :, None], cos, sin, turn)[:, :, 0]
         shared = m.join((plain_norm(m, vector, layer.latent_norm), key), -1)
-        if cache is not None and lengths is not None:
+        if cache is not None and starts is not None:
+            with self.span("append"):
+                rows = shared[:, :, None]
+                cache = cache.extend(slots, starts, lengths, rows, rows)
+        elif cache is not None and lengths is not None:
             with self.span("append"):
                 cache = cache.append(shared, shared, lengths)
         elif cache is not None:
@@ -379,6 +385,30 @@ class PlainOps(PlainBlocks):
         how = {"causal": a.causal, "mask": mask, "segments": segments, "positions": positions}
         return flat(attention.attention(m, q, k, v, **how, **attention.scoring(layer))), cache
 
+    def attend_rows(
+        self,
+        layer: LayerAttention,
+        qkv: Array | LatentQkv,
+        angles: Any,
+        cache: CacheView,
+        slots: Array,
+        starts: Array,
+        lengths: Array,
+    ) -> tuple[Array, CacheView]:
+        """See `contract.Ops.attend_rows`."""
+        m, a = self.maths, layer.spec
+        if isinstance(qkv, LatentQkv):
+            q, _, written = self._latents(layer, qkv, angles, cache, slots, lengths, starts)
+            assert written is not None
+            k, v = self._of_latents(layer, written.read(slots)[0][:, 0])
+            k, v = k.swapaxes(1, 2), v.swapaxes(1, 2)
+            return flat(attention.attend_rows(m, q, k, v, starts, scale=a.scale)), written
+        q, k, v = self._heads(layer, qkv, angles)
+        with self.span("append"):
+            cache = cache.extend(slots, starts, lengths, k, v)
+        how = {"chunk": a.chunk, **attention.scoring(layer)}
+        return flat(attention.attend_rows(m, q, *cache.read(slots), starts, **how)), cache
+
     def attend_token(
         self,
         layer: LayerAttention,
@@ -440,10 +470,10 @@ class PlainOps(PlainBlocks):
         cache: StateView | None = None,
         slots: Array | None = None,
         lengths: Array | None = None,
-        goes_on: bool = False,
+        starts: Array | None = None,
     ) -> tuple[Array, StateView | None]:
         """See `contract.Ops.recur`."""
-        where = cache, slots, lengths, goes_on
+        where = cache, slots, lengths, starts
         return recurrences.recur(self, own, w, x, Seen(mask, segments), *where)
 
     def recur_token(

@@ -16,13 +16,13 @@ def recur(
     cache: StateView | None,
     slots: Array | None,
     lengths: Array | None,
-    goes_on: bool,
+    starts: Array | None,
 ) -> tuple[Array, StateView | None]:
     """See `contract.Ops.recur`."""
     held = None
-    if goes_on:
+    if starts is not None:
         assert cache is not None and slots is not None
-        held = tuple(array[slots] for array in cache.arrays)
+        held = tuple(_going_on(ops.maths, array[slots], starts) for array in cache.arrays)
     y, states = own.sequence(ops, w, x, held, seen, lengths)
     if cache is not None:
         assert slots is not None
@@ -37,6 +37,11 @@ def recur_token(
     """See `contract.Ops.recur_token`."""
     y, states = own.token(ops, w, x, cache.arrays)
     return y, cache.move(moves, *states)
+
+
+def _going_on(m: Maths, held: Array, starts: Array) -> Array:
+    """States [B, ...] that rows begin from: those of slots, zeros where int `starts` [B] is 0."""
+    return m.where((starts > 0).reshape(-1, *[1] * (held.ndim - 1)), held, 0.0)
 
 
 def visible(x: Array, mask: Array | None) -> Array:

@@ -245,7 +245,7 @@ class TestAttention:
         wide[:, 33:] = q
         k, v = (x[:, :, :53].swapaxes(1, 2) for x in meant)
         expected = oracles.attention(wide, k, v, scale=0.2, causal=True)[:, 33:]
-        how: dict[str, Any] = {"scale": 0.2, "causal": True, "start": 33}
+        how: dict[str, Any] = {"scale": 0.2, "causal": True, "starts": put(np.array([33]))}
         if by_table:
             table = np.array([[2, 0, 3, 1]], np.int32)
             blocks = [

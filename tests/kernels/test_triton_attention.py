@@ -131,20 +131,29 @@ IN_PARTS = {"segments": np.repeat(np.arange(13, dtype=np.int32), 5)[None, :63].r
     [{}, {"window": 20}, {"alibi": SLOPES}, IN_PARTS],
     ids=["", "window", "alibi", "parts"],
 )
-def test_chunks_give_what_the_whole_prompt_gives(options):
-    """A chunk reads the cache, [B, K, S, D] and longer than what has been written."""
+def test_rows_give_what_the_whole_prompt_gives(options):
+    """Rows of a cache [N, K, S, D] that is longer than what has been written, from any place on.
+
+    Several are of one slot, one ends behind the cache and one is of a slot that is not there.
+    """
     q, k, v = inputs(FLOAT32, 2, 63, 4, 2, 16)
     whole = oracles.attention(q, k, v, scale=0.3, causal=True, **options)
-    cache = [np.pad(x, [(0, 0), (0, 37), (0, 0), (0, 0)]).swapaxes(1, 2).copy() for x in (k, v)]
-    for first, last in ((0, 17), (17, 50), (50, 51), (51, 63)):
-        ends = []
-        for written in cache:
-            x = put(written)
-            x[:, :, last:] = torch.nan
-            ends.append(x.transpose(1, 2))
-        chunk = put(q[:, first:last])
-        actual = run(chunk, *ends, scale=0.3, causal=True, start=first, **options)
-        assert_close(actual, whole[:, first:last], FLOAT32, length=last)
+    written = [np.pad(x, [(0, 0), (0, 5), (0, 0), (0, 0)]).swapaxes(1, 2) for x in (k, v)]
+    cache = [put(np.stack((x[1], 7.0 + 0 * x[0], x[0]))).transpose(1, 2) for x in written]
+    rows = [(0, 0), (1, 17), (0, 17), (0, 40), (1, 51), (0, 0)]  # of which prompt, and from where
+    queries = np.zeros((len(rows), 23, *q.shape[2:]), np.float32)
+    for own, (b, start) in zip(queries, rows, strict=True):
+        own[: 63 - start] = q[b, start : start + 23]
+    slots = np.array([2, 0, 2, 2, 0, 3])
+    starts = np.array([start for _, start in rows])
+    if "segments" in options:
+        options = {"segments": np.pad(IN_PARTS["segments"], [(0, 0), (0, 5)], "edge")[[0] * 6]}
+    how = {"scale": 0.3, "causal": True, "starts": starts, "slots": slots, **options}
+    found = run(queries, *cache, **how)
+    assert np.isfinite(found).all()
+    for got, (b, start) in zip(found[:-1], rows, strict=False):
+        expected = whole[b, start : start + 23]
+        assert_close(got[: len(expected)], expected, FLOAT32, length=63)
 
 
 @pytest.mark.parametrize(
@@ -153,16 +162,16 @@ def test_chunks_give_what_the_whole_prompt_gives(options):
         (0, {}),
         (65, {"window": 20}),
         (17, {"alibi": SLOPES[:2], "softcap": 2.0, "sinks": SINKS[:2]}),
-        (17, {"mask": np.random.default_rng(6).random((2, 129)) < 0.02}),  # some see nothing
+        (17, {"mask": np.random.default_rng(6).random((2, 320)) < 0.02}),  # some see nothing
     ],
     ids=["plain", "window", "scores", "mask"],
 )
 def test_blocks_by_a_table_give_the_bits_of_the_whole_cache(start, options):
     """Of 129 keys: two blocks and one token."""
     q, k, v = inputs(FLOAT32, 2, 129, 2, 1, 40)
-    how = {"scale": 0.3, "causal": True, "start": start, "config": Config(32, 32, 4, 2), **options}
-    q = q[:, start:]
-    expected = run(q, k, v, **how)
+    how = {"scale": 0.3, "causal": True, "config": Config(32, 32, 4, 2), **options}
+    how["starts"], q = np.full(2, start), q[:, start:]
+    expected = run(q, *(np.pad(x, [(0, 0), (0, 191), (0, 0), (0, 0)]) for x in (k, v)), **how)
     pools, table = in_blocks([x.swapaxes(1, 2) for x in (k, v)], [129, 129], 64)
     table = np.pad(table, [(0, 0), (0, 2)], constant_values=-1)
     np.testing.assert_array_equal(run(q, *pools, table=table, **how), expected)
@@ -235,7 +244,7 @@ def test_nothing_gives_nothing(batch, tokens):
 WRONG = [
     ({"q": (1, 5, 3, 16)}, "multiple of K"),
     ({"k": (1, 5, 2, 32)}, r"\[B, S, K, D\]"),
-    ({"start": 1}, "start=1 with 5 queries and 5 keys"),
+    ({"starts": (2,)}, r"starts \(2,\): expected \[1\]"),
     ({"window": 0}, "window=0"),
     ({"softcap": 0.0}, "softcap=0.0"),
     ({"scale": -1.0}, "scale=-1.0"),

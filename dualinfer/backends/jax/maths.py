@@ -189,6 +189,13 @@ class JaxMaths:
         """See `Maths`."""
         return new if index is ... else a.at[index].set(new, mode="drop")
 
+    def put_some(
+        self, a: jax.Array, index: tuple[Any, ...], new: jax.Array, there: jax.Array
+    ) -> jax.Array:
+        """See `Maths`."""
+        first, *rest = index
+        return self.put(a, (jnp.where(there, first, a.shape[0]), *rest), new)
+
     def put_rows(self, a: jax.Array, rows: jax.Array, new: jax.Array, axis: int) -> jax.Array:
         """See `Maths`."""
         return self.put(a, rows, self.pad(new, axis, 0, a.shape[axis] - new.shape[axis]))

@@ -167,6 +167,13 @@ class TorchMaths:
         a[index] = new
         return a
 
+    def put_some(
+        self, a: torch.Tensor, index: tuple[Any, ...], new: torch.Tensor, there: torch.Tensor
+    ) -> torch.Tensor:
+        """See `Maths`; in place, and on a GPU it waits to know how many there are."""
+        a[tuple(i if isinstance(i, slice) else i[there] for i in index)] = new[there]
+        return a
+
     def put_rows(
         self, a: torch.Tensor, rows: torch.Tensor, new: torch.Tensor, axis: int
     ) -> torch.Tensor:

@@ -1,11 +1,11 @@
-"""Prompts into the cache: short ones replayed from a graph, very long ones in pieces.
+"""Prompts into the cache: short ones replayed from a graph, long ones perhaps in pieces.
 
 A short prompt takes the device less time than its launches take Python; padded to a multiple of
 GRAIN tokens it is one launch. A long one would need memory for all of its tokens' activations.
 """
 
 from collections import OrderedDict
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from functools import partial
 from math import prod
 from typing import Any, NamedTuple
@@ -15,9 +15,10 @@ import torch
 
 from ... import decoder
 from ...model.spec import Experts, ModelSpec
+from ..slots import SMALLEST_CACHE, bucket
 from .cache import Cache
 from .graphs import MOST_STEPS, StepGraphs
-from .ops.plain import Chunk, PlainOps
+from .ops.plain import PlainOps
 from .params import Params
 
 GRAIN = 64  # tokens
@@ -93,13 +94,12 @@ class Prompts:
                 how["is_encoded"] = is_encoded
                 parts.append(self._pass(params, cache, ids, slots[group], last, **how))
             return parts[0] if len(parts) == 1 else torch.cat(parts)
-        takes_chunks = all(own.kind == "state" or self._ops.knows(own) for own in cache.specs)
-        at_once = max(1, _MOST_AT_ONCE // longest) if takes_chunks else len(tokens)
+        at_once = max(1, _MOST_AT_ONCE // longest)
         parts = []
         for first in range(0, len(tokens), at_once):
             group = tokens[first : first + at_once]
             rows = slots[first : first + at_once]
-            if len(group) == 1 and len(group[0]) > _MOST_AT_ONCE and takes_chunks:
+            if len(group[0]) > _MOST_AT_ONCE and self._spec.reads_pieces:
                 parts.append(self._in_pieces(params, cache, group[0], rows))
                 continue
             ids, last = _padded(group, max(map(len, group)))
@@ -188,14 +188,44 @@ class Prompts:
     def _in_pieces(
         self, params: Params, cache: Cache, tokens: np.ndarray, slots: torch.Tensor
     ) -> torch.Tensor:
-        slot, size = int(slots), _MOST_AT_ONCE // 2
-        x, whole = None, torch.full_like(slots, len(tokens) - 1)
-        for start in range(0, len(tokens), size):
-            ids, last = _padded([tokens[start : start + size]], min(size, len(tokens) - start))
-            put = partial(torch.as_tensor, device=slots.device)
-            x = self._pass(params, cache, put(ids), slots, put(last), Chunk(start, slot), whole)
-        assert x is not None
-        return x
+        size = _MOST_AT_ONCE // 2
+        for start in range(0, len(tokens) - size, size):
+            self.go_on(params, cache, [tokens], slots, [start], [start + size])
+        start = (len(tokens) - 1) // size * size
+        return self.go_on(params, cache, [tokens], slots, [start], [len(tokens)])
+
+    def go_on(
+        self,
+        params: Params,
+        cache: Cache,
+        prompts: list[np.ndarray],
+        slots: torch.Tensor,
+        starts: Sequence[int],
+        stops: Sequence[int],
+    ) -> torch.Tensor:
+        """As `run`, of the pieces starts[i] to stops[i] of prompts: their last tokens' states.
+
+        What lies before a piece is in its slot. A cut changes no answer beyond rounding, and none
+        of a recurrence's state at multiples of 64.
+        """
+        parts, order = [], []
+        put = partial(torch.as_tensor, device=slots.device)
+        for is_later in (False, True):
+            group = [i for i, start in enumerate(starts) if (start > 0) == is_later]
+            while group:
+                longest = max(stops[i] - starts[i] for i in group)
+                at_once = max(1, _MOST_AT_ONCE // longest)
+                own, group = group[:at_once], group[at_once:]
+                pieces = [prompts[i][starts[i] : stops[i]] for i in own]
+                ids, last = map(put, _padded(pieces, max(map(len, pieces))))
+                how: dict[str, Any] = {"wholes": put([len(prompts[i]) - 1 for i in own])}
+                if is_later:
+                    how["starts"] = put([starts[i] for i in own])
+                    how["reach"] = max(starts[i] for i in own) + ids.shape[1]
+                parts.append(self._pass(params, cache, ids, slots[own], last, **how))
+                order += own
+        x = parts[0] if len(parts) == 1 else torch.cat(parts)
+        return x if order == sorted(order) else x[put(np.argsort(order))]
 
     def _pass(
         self,
@@ -204,30 +234,38 @@ class Prompts:
         ids: torch.Tensor,
         slots: torch.Tensor,
         last: torch.Tensor,
-        chunk: Chunk | None = None,
-        whole: torch.Tensor | None = None,
+        starts: torch.Tensor | None = None,
+        reach: int = 0,
+        wholes: torch.Tensor | None = None,
         source: torch.Tensor | None = None,
         source_last: torch.Tensor | None = None,
         is_encoded: bool = False,
     ) -> torch.Tensor:
         """One pass over ids [B, T], or embeddings: hidden state [B, E] of those at `last` [B].
 
-        `whole` [B] are the last positions of prompts of which this is a chunk. An encoder reads
+        With `starts` [B] these are rows of tokens from there on, of which none reaches place
+        `reach`; `wholes` [B] are the last positions of the prompts of which these are pieces. An encoder reads
         `source` [B, S] up to `source_last` [B], and what layers need of it goes to the cache;
         where the source `is_encoded` it has run before.
         """
-        start = chunk.start if chunk else 0
         shape = ids.shape[:2]
-        positions = torch.arange(start, start + shape[1], device=ids.device).expand(shape)
+        at = positions = torch.arange(shape[1], device=ids.device).expand(shape)
+        if starts is not None:
+            at = positions = positions + starts[:, None]
+            if self._spec.learned_positions:  # of which padding may lie beyond the last
+                at = positions.clamp(max=self._spec.max_positions - 1)
+            reach = min(bucket(reach, SMALLEST_CACHE), cache.tokens)
         embeds = ids.to(params.outer["embed.weight"].dtype) if ids.ndim > 2 else None
-        angles = self._ops.angles(self._spec, params, positions, last if whole is None else whole)
+        angles = self._ops.angles(self._spec, params, positions, last if wholes is None else wholes)
 
         numbers = self._spec.cache_numbers
 
         def attend(i: int, qkv: torch.Tensor) -> torch.Tensor:
             layer, own = self._ops.layer_attention(self._spec, params, i), cache.number(numbers[i])
-            how: dict[str, Any] = {"cache": own, "slots": slots, "chunk": chunk}
-            return self._ops.attend(layer, qkv, angles, **how)[0]
+            if starts is None:
+                return self._ops.attend(layer, qkv, angles, cache=own, slots=slots)[0]
+            own = own.view(cache.room.slots, reach)
+            return self._ops.attend_rows(layer, qkv, angles, own, slots, starts, lengths)[0]
 
         states, lengths = self._spec.state_numbers, last + 1
 
@@ -235,14 +273,14 @@ class Prompts:
             layer, own = self._spec.layers[i].recurrence, cache.number(states[i])
             assert layer is not None
             how: dict[str, Any] = {"cache": own, "slots": slots, "lengths": lengths}
-            return self._ops.recur(layer, params.layers[i], x, goes_on=start > 0, **how)[0]
+            return self._ops.recur(layer, params.layers[i], x, starts=starts, **how)[0]
 
         model = self._spec, params, self._ops
         across = None
         if source is not None and source_last is not None:
             across = self._across(params, cache, source, slots, source_last, is_encoded)
         how: dict[str, Any] = {"embeds": embeds, "across": across, "recur": recur}
-        x = decoder.hidden_states(*model, ids, positions, None, attend, **how)[-1]
+        x = decoder.hidden_states(*model, ids, at, None, attend, **how)[-1]
         return x[torch.arange(len(ids), device=ids.device), last]
 
     def _across(

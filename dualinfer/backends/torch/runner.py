@@ -12,7 +12,7 @@ from torch.nn import functional as F
 
 from ... import decoder
 from ...arrays import on_its_way
-from ...errors import UnsupportedError
+from ...errors import StepError, UnsupportedError
 from ...model.load_plan import LoadPlan, TensorSource
 from ...model.weights import count_leaves
 from ...ops import sampling
@@ -21,7 +21,15 @@ from ...ops.pooling import contrast
 from ...parallel.agreement import Peers
 from ...parallel.shard import Shard
 from ...system.patience import told_if_slow
-from ..base import MAX_STEPS, NO_LABEL, NO_TOKEN, ForwardInputs, Request, SamplingFeatures
+from ..base import (
+    MAX_STEPS,
+    NO_LABEL,
+    NO_TOKEN,
+    ForwardInputs,
+    Piece,
+    Request,
+    SamplingFeatures,
+)
 from ..held import describe_weights
 from ..profiling import Stopwatch
 from ..slots import SMALLEST_CACHE, LiveSlots, bucket, encoded_bucket, sampling_rows
@@ -266,15 +274,21 @@ class TorchRunner:
         )
         return loss if count is None else loss / count
 
+    def prefill(self, requests: Sequence[Request], slots: Sequence[int]) -> PendingTokens:
+        """Fill the cache of `slots` and sample the first token of each request."""
+        return self.extend(list(map(Piece.whole, requests, slots)))
+
     # Inference mode, not no_grad, wherever state is written: a caller's own inference mode would
     # otherwise make buffers that no later call outside of it may write.
     @in_order
     @torch.inference_mode()
-    def prefill(self, requests: Sequence[Request], slots: Sequence[int]) -> PendingTokens:
-        """Fill the cache of `slots` and sample the first token of each request."""
-        rows, scores = self._fill(requests, slots)
-        features, state = SamplingFeatures.of(requests), self._state
+    def extend(self, pieces: Sequence[Piece]) -> PendingTokens:
+        """See `base.Runner`."""
+        rows, scores = self._fill(pieces)
+        features, state = SamplingFeatures.of([p.request for p in pieces if p.ends]), self._state
         assert state is not None
+        if not len(rows):
+            return PendingTokens(rows[None], self.ops)
         part = state.take(rows)
         part.active = torch.ones_like(part.active)
         token = self.ops.sample(scores, part, part.length, features)
@@ -285,41 +299,63 @@ class TorchRunner:
         state.seen[rows, token] = True
         return PendingTokens(token[None], self.ops)
 
-    def _fill(
-        self, requests: Sequence[Request], slots: Sequence[int]
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """The cache of `slots` filled: these [B], not active, and the logits [B, V] that follow."""
+    def _fill(self, pieces: Sequence[Piece]) -> tuple[torch.Tensor, torch.Tensor]:
+        """Pieces read: the slots [B] of those that end, not active, and the logits [B, V] behind.
+
+        A slot's length is what it has: a step of other slots writes its own token behind that.
+        """
+        if new := [p for p in pieces if p.start == 0]:
+            self._begin([p.request for p in new], [p.slot for p in new])
+        state = self._state
+        if state is None:
+            raise StepError("A piece of a prompt came before the first one.")
+        rows = torch.tensor([p.slot for p in pieces], device=self.device)
+        state.length[rows] = torch.tensor([p.stop for p in pieces], device=self.device)
+        read = sum(p.stop - p.start for p in pieces) + sum(p.request.encoded for p in new)
+        with self._own_settings(read):
+            last = self._read(pieces, rows)
+            ends = [i for i, p in enumerate(pieces) if p.ends]
+            if len(ends) < len(pieces):
+                where = torch.tensor(ends, dtype=torch.int64, device=self.device)
+                rows, last = rows[where], last[where]
+            if not ends:
+                return rows, last
+            scores = decoder.logits(self.spec, self.params, self.ops, last, wide=True)
+        for row, piece in enumerate(pieces[i] for i in ends):
+            if ids := [*piece.request.hidden, *piece.request.hidden_at_first]:
+                scores[row, ids] = -torch.inf
+        return rows, scores
+
+    def _read(self, pieces: Sequence[Piece], rows: torch.Tensor) -> torch.Tensor:
+        """The states [B, E] of the pieces' last tokens; keys and values go to slots `rows` [B]."""
+        where, requests = (self._passed, self._cache), [p.request for p in pieces]
+        prompts = [r.prompt for r in requests]
+        if all(p.is_whole for p in pieces):
+            sources = None if self.spec.encoder is None else [r.source for r in requests]
+            how: Any = {"sources": sources, "is_encoded": requests[0].is_encoded}
+            return self._prompts.run(*where, prompts, rows, **how)
+        starts, stops = [p.start for p in pieces], [p.stop for p in pieces]
+        return self._prompts.go_on(*where, prompts, rows, starts, stops)
+
+    def _begin(self, requests: Sequence[Request], slots: Sequence[int]) -> None:
+        """Book requests in slots, and write their rows of the state, not active."""
         idle = not self._live
         self._live.add(slots, requests)
         self._reserve(idle)
         state = self._state
         assert state is not None
-        features = SamplingFeatures.of(requests)
         rows = torch.tensor(slots, device=self.device)
-        lengths = np.array([len(r.prompt) for r in requests])
-        zeros = np.zeros(len(requests), np.int64)
         columns = sampling_rows(requests, max(len(r.eos_ids) for r in requests))
-        state.write(rows, {"length": lengths, "new": zeros, **columns})
+        state.write(rows, {"new": np.zeros(len(requests), np.int64), **columns})
         state.hide(slots, [r.hidden for r in requests])
-        if features.penalty:
+        if SamplingFeatures.of(requests).penalty:
             self._mark_seen(requests, slots)
-        read = sum(r.encoded for r in requests)
-        with self._own_settings(int(lengths.sum()) + read):
-            prompts = [r.prompt for r in requests]
-            sources = None if self.spec.encoder is None else [r.source for r in requests]
-            how: Any = {"sources": sources, "is_encoded": requests[0].is_encoded}
-            last = self._prompts.run(self._passed, self._cache, prompts, rows, **how)
-            scores = decoder.logits(self.spec, self.params, self.ops, last, wide=True)
-        for row, request in enumerate(requests):
-            if ids := [*request.hidden, *request.hidden_at_first]:
-                scores[row, ids] = -torch.inf
-        return rows, scores
 
     @in_order
     @torch.inference_mode()
     def prefill_scores(self, requests: Sequence[Request], slots: Sequence[int]) -> torch.Tensor:
         """Fill the cache of `slots`; the logits of the first token of each request."""
-        _, scores = self._fill(requests, slots)
+        _, scores = self._fill(list(map(Piece.whole, requests, slots)))
         self._check_exchange()
         return scores
 

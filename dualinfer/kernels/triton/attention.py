@@ -7,7 +7,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from .attention_choice import Config, attention_configs
 from .attention_kernel import attention_kernel
-from .blocks import table_arguments
+from .blocks import slots_and_room, table_arguments
 from .codes import scale_arguments
 from .decode_attention import check_relative
 from .launch import INTERPRETED, has_pdl, launch, next_power_of_2
@@ -32,21 +32,24 @@ def attention(
     softcap: float | None = None,
     sinks: Any = None,
     relative: Any = None,
-    start: int = 0,
+    starts: Any = None,
+    slots: Any = None,
     table: Any = None,
     scales: Any = None,
     config: Config | None = None,
     sms: int = 132,
     pdl: bool = False,
 ) -> Any:
-    """Attention of q [B, T, H, D] to the keys 0..start+T-1 of k and v [B, S, K, D]: [B, T, H, D].
+    """Attention of q [B, T, H, D] to the keys 0..T-1 of k and v [B, S, K, D]: [B, T, H, D].
 
-    Query i stands at key `start` + i. Options as in `reference.attention`; `mask` bool, `segments`
-    and `positions` int are [B, S]; `sinks` float32 [H] are GPT-OSS's; `relative` [H, 2M+1] are
+    With int `starts` [B] keys and values are those of a cache, [N, S, K, D]: row b has the keys 0
+    to starts[b] + T - 1, as far as there are, of slot slots[b] of int `slots` [B], and its query i
+    stands at key starts[b] + i. Where there is no such slot the result is finite. Options as in
+    `reference.attention`; `mask` bool, `segments` and `positions` int are [B, S]; `sinks` float32 [H] are GPT-OSS's; `relative` [H, 2M+1] are
     T5's, and not beside ALiBi. `segments` must not decrease along a row: blocks of keys of other
     segments are passed over. Keys and values that are hidden are read all the same and must be
     finite. Strides are free but for the last axis. `sms` is the device's number of multiprocessors.
-    With `table` int32 [B, blocks] k and v are the pools of a cache of blocks (blocks.py), [blocks,
+    With `table` int32 [N, blocks] k and v are the pools of a cache of blocks (blocks.py), [blocks,
     K, size, D]; size is a power of 2, and 16 at least. With `scales`, a pair float32 of the axes of
     k and v before D, these are codes (codes.py).
     """
@@ -55,12 +58,17 @@ def attention(
     held = (None, None) if scales is None else scale_arguments((k, v), scales, q.dtype)[:2]
     if table is not None:  # then a sequence of the pools is a block
         k, v = k.transpose(1, 2), v.transpose(1, 2)
-    _check(q, k, v, table, scale, window, softcap, start)
+    _check(q, k, v, table, scale, window, softcap, starts)
+    count, room = batch, tokens
+    if starts is not None:
+        count, room = slots_and_room(k.transpose(1, 2), table)
+    for name, x in (("starts", starts), ("slots", slots)):
+        _check_option(name, x, (batch,), _INTEGERS)
     if scales is None and not q.dtype == k.dtype == v.dtype:
         raise ValueError(f"dtypes {q.dtype}, {k.dtype}, {v.dtype}: expected the same.")
     per_key = {"mask": mask, "segments": segments, "positions": positions}
     for name, x in per_key.items():
-        _check_option(name, x, (batch, start + tokens), _BOOL if x is mask else _INTEGERS)
+        _check_option(name, x, (batch, room), _BOOL if x is mask else _INTEGERS)
     _check_option("alibi", alibi, (heads,), _FLOAT32)
     _check_option("sinks", sinks, (heads,), _FLOAT32)
     most = check_relative(relative, heads)
@@ -84,11 +92,11 @@ def attention(
     tma = table is None and scales is None and all(_has_descriptor(x) for x in (q, k, v))
     tensors = []
     for x, rows in ((q, config.block_m), (k, config.block_n), (v, config.block_n)):
-        end = tokens if x is q else start + tokens
+        end = tokens if x is q else room
         tensors.append(_descriptor(x, rows, main, end) if tma else x)
         tensors.append(None if not rest else _descriptor(x, rows, rest, end) if tma else x)
     group = heads // k.shape[2]
-    section = min(pairs, group * max(1, _L2_BYTES // (2 * (start + tokens) * dim * itemsize)))
+    section = min(pairs, group * max(1, _L2_BYTES // (2 * room * dim * itemsize)))
     factor = scale * _LOG2E
     if softcap is not None:
         factor, softcap = scale / softcap, softcap * _LOG2E
@@ -97,8 +105,8 @@ def attention(
         attention_kernel,
         (-(-tokens // config.block_m) * pairs,),
         *tensors, out, mask, segments, positions, alibi, sinks, relative, most,
-        *by_table[:2], *held,
-        factor, softcap, alibi_scale, window, tokens, start, heads, pairs, section,
+        *by_table[:2], *held, starts, slots,
+        factor, softcap, alibi_scale, window, tokens, room, count, heads, pairs, section,
         *_strides(q), *_strides(k), *_strides(v),
         *(0 if x is None else x.stride(0) for x in per_key.values()),
         GROUP=group, DIM=dim, MAIN=main, REST=rest, CAUSAL=causal,
@@ -152,23 +160,20 @@ def _check(
     scale: float,
     window: int | None,
     softcap: float | None,
-    start: int,
+    starts: Any,
 ) -> None:
     batch, tokens, heads, dim = q.shape
-    rows, room = k.shape[0], k.shape[1]
-    if table is not None:
-        rows, room = table.shape[0], table.shape[1] * room
-        if k.shape[1] < 16 or k.shape[1] & (k.shape[1] - 1):
-            raise ValueError(f"blocks of {k.shape[1]} tokens: expected a power of 2 from 16 on.")
-    if k.shape != v.shape or (rows, k.shape[3]) != (batch, dim) or heads % k.shape[2]:
+    if table is not None and (k.shape[1] < 16 or k.shape[1] & (k.shape[1] - 1)):
+        raise ValueError(f"blocks of {k.shape[1]} tokens: expected a power of 2 from 16 on.")
+    count, room = k.shape[:2] if table is None else slots_and_room(k.transpose(1, 2), table)
+    whole = count == batch and room >= tokens
+    if not (whole or starts is not None) or k.shape != v.shape or k.shape[3] != dim or heads % k.shape[2]:
         raise ValueError(
             f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}: expected [B, T, H, D] "
-            "and twice [B, S, K, D], or blocks by a table of B rows, with H a multiple of K."
+            "and twice [B, S, K, D], or with starts those of a cache, and H a multiple of K."
         )
     if dim > LARGEST_HEAD:
         raise ValueError(f"head_dim {dim}: at most {LARGEST_HEAD}. Use torch's attention for it.")
-    if not 0 <= start <= room - tokens:
-        raise ValueError(f"start={start} with {tokens} queries and {room} keys.")
     if dtype_name(q.dtype) not in _DTYPES:
         raise ValueError(f"q is {q.dtype}: expected one of {_DTYPES}.")
     for name, x in (("q", q), ("k", k), ("v", v)):

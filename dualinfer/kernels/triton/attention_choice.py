@@ -63,7 +63,6 @@ def sdpa_backends(
     alibi: Any = None,
     softcap: float | None = None,
     sinks: Any = None,
-    start: int = 0,
 ) -> tuple[str, ...]:
     """Those of torch's fused kernels, "cudnn" and "flash", that can do what `attention` is asked.
 
@@ -74,7 +73,7 @@ def sdpa_backends(
     tokens, dim = q.shape[1], q.shape[3]
     options = (mask, segments, alibi, softcap, sinks)
     windowed = window is not None and window < tokens
-    if windowed or any(x is not None for x in options) or start:
+    if windowed or any(x is not None for x in options):
         return ()
     if INTERPRETED or q.device.type != "cuda":
         return ()

@@ -200,12 +200,12 @@ def _add(
     return acc, acc_rest
 
 
-@triton.jit(do_not_specialize=["tokens", "start", "pairs", "section"])
+@triton.jit(do_not_specialize=["tokens", "room", "count", "pairs", "section"])
 def attention_kernel(
     q, q_rest, k, k_rest, v, v_rest, out_ptr,
     mask_ptr, segments_ptr, positions_ptr, slopes_ptr, sinks_ptr, relative_ptr, most, table_ptr,
-    table_stride, k_scale_ptr, v_scale_ptr,
-    scale, softcap, alibi_scale, window, tokens, start, heads, pairs, section,
+    table_stride, k_scale_ptr, v_scale_ptr, starts_ptr, slots_ptr,
+    scale, softcap, alibi_scale, window, tokens, room, count, heads, pairs, section,
     q_stride_b, q_stride_h, q_stride_t, k_stride_b, k_stride_h, k_stride_t,
     v_stride_b, v_stride_h, v_stride_t, mask_stride, segments_stride, positions_stride,
     GROUP: tl.constexpr, DIM: tl.constexpr, MAIN: tl.constexpr, REST: tl.constexpr,
@@ -228,13 +228,19 @@ def attention_kernel(
     head = pair % heads
     kv_head = head // GROUP
 
+    start = 0
+    if starts_ptr is not None:
+        start = tl.load(starts_ptr + b).to(tl.int32)
+    slot = b
+    if slots_ptr is not None:
+        slot = tl.minimum(tl.load(slots_ptr + b).to(tl.int32), count - 1)
     if table_ptr is not None:
-        table_ptr += b.to(tl.int64) * table_stride
+        table_ptr += slot.to(tl.int64) * table_stride
     q_strides = (q_stride_b, q_stride_h, q_stride_t, None, SIZE, None)
     k_strides = (k_stride_b, k_stride_h, k_stride_t, table_ptr, SIZE, k_scale_ptr)
     v_strides = (v_stride_b, v_stride_h, v_stride_t, table_ptr, SIZE, v_scale_ptr)
     rows = start + m + tl.arange(0, BLOCK_M)
-    end = start + tokens
+    end = tl.minimum(start + tokens, room)
     far = b.to(tl.int64)
     if mask_ptr is not None:
         mask_ptr += far * mask_stride
@@ -272,7 +278,7 @@ def attention_kernel(
             full_hi = tl.minimum(end, start + m + window) // BLOCK_N * BLOCK_N
     if segments_ptr is not None:  # keys before the first query's segment, and after the last one's
         last = tl.minimum(start + m + BLOCK_M, end) - 1
-        own_lo, own_hi = _span(segments_ptr, start + m, last, end)
+        own_lo, own_hi = _span(segments_ptr, tl.minimum(start + m, last), last, end)
         lo = tl.maximum(lo, own_lo // BLOCK_N * BLOCK_N)
         hi = tl.minimum(hi, own_hi)
     if (mask_ptr is not None) or (segments_ptr is not None):  # then no block is seen by all
@@ -286,7 +292,7 @@ def attention_kernel(
     total = tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, MAIN], tl.float32)
     acc_rest = tl.zeros([BLOCK_M, REST if REST > 0 else 1], tl.float32)
-    place = (b, kv_head, end)
+    place = (slot, kv_head, end)
     scoring = (scale, softcap, None, None, window, None, most)
     factor = scale if softcap is None else softcap
     if slopes_ptr is not None:

@@ -627,6 +627,17 @@ class ModelSpec(Once):
         return all(layer.attention.causal for layer in self.layers)
 
     @property
+    def reads_pieces(self) -> bool:
+        """True if a prompt may be read in pieces: no token asks for those of its sequence behind it.
+
+        Nor, but in attention and recurrences, which caches serve, for those before it.
+        """
+        counts = self.uncounted is not None or self.dropped is not None
+        whole = self.encoder is not None or counts or self.trigrams or self.page is not None
+        mixtures = [own.mlp for own in self.layers if isinstance(own.mlp, Experts)]
+        return self.causal and not whole and all(own.capacity is None for own in mixtures)
+
+    @property
     def alibi(self) -> bool:
         """True if attention measures positions itself, so that they are no input of the model."""
         return any(layer.attention.alibi for layer in self.layers)

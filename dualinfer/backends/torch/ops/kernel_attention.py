@@ -26,7 +26,6 @@ from ...kernels import has_wide_heads, head_arguments, turn_arguments
 from ..params import Params
 from ..profiling import named, span
 from .kernel_base import KernelBase
-from .plain import Chunk
 
 _SDPA = {"cudnn": SDPBackend.CUDNN_ATTENTION, "flash": SDPBackend.FLASH_ATTENTION}
 
@@ -52,9 +51,9 @@ class KernelAttention(KernelBase):
         angles: Any,
         cache: FullCache | BlockCache | None = None,
         slots: torch.Tensor | None = None,
-        start: int = 0,
+        starts: torch.Tensor | None = None,
     ) -> list[torch.Tensor]:
-        """See `PlainOps._heads`; in place, by one launch, which fills `slots` from `start` on."""
+        """See `PlainOps._heads`; in place, by one launch, which fills `slots` from `starts` on."""
         positions, last = angles if isinstance(angles, tuple) else (angles, None)
         a, layer = layer.spec, self._prepared(layer, qkv, positions)
         slots = None if cache is None else slots
@@ -69,7 +68,7 @@ class KernelAttention(KernelBase):
             scales=_scales_of(cache),
             table=_table_of(cache),
             slots=slots,
-            starts=torch.full_like(slots, start) if start and slots is not None else None,
+            starts=starts,
             pdl=self.pdl,
             **turn_arguments(layer, layer.frequencies),
         )
@@ -113,9 +112,11 @@ class KernelAttention(KernelBase):
         cache: CacheView | None,
         slots: torch.Tensor | None,
         lengths: torch.Tensor | None = None,
+        starts: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor, CacheView | None]:
         """See `PlainOps._latents`; in place, by one launch."""
         a, rope = layer.spec, layer.spec.rope
+        lengths = lengths if starts is None else None  # positions say where tokens of rows go
         assert a.latent is not None and layer.latent_norm is not None and rope is not None
         positions, last = angles if isinstance(angles, tuple) else (angles, None)
         latent.turn_latents(
@@ -148,17 +149,16 @@ class KernelAttention(KernelBase):
         angles: Any,
         cache: CacheView | None,
         slots: torch.Tensor | None,
-        chunk: Chunk | None,
         how: dict[str, Any],
+        starts: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """`attend` with latent attention: each head's keys and values are made, of one width.
+        """Latent attention of sequences: each head's keys and values are made, of one width.
 
-        Those of the pieces before a chunk are made anew, of what is cached.
+        With `starts` they are made of all that the rows' slots have.
         """
-        q, shared, _ = self._latents(layer, qkv, angles, cache, slots)
-        if chunk is not None and chunk.start:
-            held = cast(LatentCache, cache).shared
-            shared = held[chunk.slot, None, : chunk.start + q.shape[1]]
+        q, shared, _ = self._latents(layer, qkv, angles, cache, slots, starts=starts)
+        if starts is not None:
+            shared, how = cast(LatentCache, cache).shared[slots], {**how, "starts": starts}
         k, v = self._of_latents(layer, shared)
         width, dim = v.shape[-1], layer.spec.head_dim
         q, k, v = (F.pad(x, (0, max(width, dim) - x.shape[-1])) for x in (q, k, v))
@@ -176,36 +176,53 @@ class KernelAttention(KernelBase):
         positions: torch.Tensor | None = None,
         cache: CacheView | None = None,
         slots: torch.Tensor | None = None,
-        chunk: Chunk | None = None,
     ) -> tuple[torch.Tensor, CacheView | None]:
         """See `PlainOps.attend`; `qkv` is changed in place."""
-        start = chunk.start if chunk else 0
-        how: dict[str, Any] = {"start": start, "mask": mask, "segments": segments}
+        how: dict[str, Any] = {"mask": mask, "segments": segments}
         if isinstance(qkv, LatentQkv):
-            y = self._attend_latents(layer, qkv, angles, cache, slots, chunk, how)
+            y = self._attend_latents(layer, qkv, angles, cache, slots, how)
             return y.flatten(-2), cache
         if layer.places is not None:  # by plain ops: scores gather two products more
             return self._attend_places(layer, qkv, angles, mask, segments), cache
         known = self._known(layer.spec, cache)
-        q, k, v = self._heads(layer, qkv, angles, known, slots, start)
-        table = scales = None
-        if known is not None and chunk is not None and start:
-            k, v, table, scales = known.k, known.v, _table_of(known), _scales_of(known)
-            if table is not None:
-                table = table[chunk.slot, None]
-            else:
-                k, v = (part[chunk.slot, None].transpose(1, 2) for part in (k, v))
-                if scales is not None:
-                    scales = tuple(part[chunk.slot, None].transpose(1, 2) for part in scales)
-        elif cache is not None and known is None:
-            assert slots is not None and not start, "of kinds that kernels know"
+        q, k, v = self._heads(layer, qkv, angles, known, slots)
+        if cache is not None and known is None:
+            assert slots is not None
             with span("append"):
                 cache = cache.write(slots, k, v)
             k, v = (part.to(q.dtype) for part in cache.kept(k, v))
         how["positions"] = positions if layer.slopes is not None else None
-        shape = q.shape[0], start + q.shape[1]
-        how["segments"] = chunks(self.maths, layer.spec, shape, mask, segments, q)
-        return self._attention(layer, q, k, v, how, table, scales).flatten(-2), cache
+        how["segments"] = chunks(self.maths, layer.spec, q.shape[:2], mask, segments, q)
+        return self._attention(layer, q, k, v, how).flatten(-2), cache
+
+    @named("attention")
+    def attend_rows(
+        self,
+        layer: LayerAttention,
+        qkv: torch.Tensor | LatentQkv,
+        angles: Any,
+        cache: CacheView,
+        slots: torch.Tensor,
+        starts: torch.Tensor,
+        lengths: torch.Tensor,
+    ) -> tuple[torch.Tensor, CacheView]:
+        """See `contract.Ops.attend_rows`; `qkv` is changed in place, padding's keys lie behind."""
+        if isinstance(qkv, LatentQkv):
+            y = self._attend_latents(layer, qkv, angles, cache, slots, {}, starts)
+            return y.flatten(-2), cache
+        known = self._known(layer.spec, cache)
+        if known is None:
+            return super().attend_rows(layer, qkv, angles, cache, slots, starts, lengths)
+        q, _, _ = self._heads(layer, qkv, angles, known, slots, starts)
+        how: dict[str, Any] = {"starts": starts, "slots": slots, "table": _table_of(known)}
+        k, v, scales = known.k, known.v, _scales_of(known)
+        if how["table"] is None:
+            k, v = k.transpose(1, 2), v.transpose(1, 2)
+            scales = None if scales is None else tuple(x.transpose(1, 2) for x in scales)
+        shape = q.shape[0], cache.capacity
+        segments = chunks(self.maths, layer.spec, shape, None, None, q)
+        how |= {"scales": scales, "segments": segments}
+        return self._attention(layer, q, k, v, how).flatten(-2), cache
 
     def _attention(
         self,
@@ -214,18 +231,21 @@ class KernelAttention(KernelBase):
         k: torch.Tensor,
         v: torch.Tensor,
         how: dict[str, Any],
-        table: torch.Tensor | None = None,
-        scales: Any = None,
     ) -> torch.Tensor:
-        """Attention of queries [B, T, H, D]: by torch's fused kernels where they can, else ours."""
+        """Attention of queries [B, T, H, D]: by torch's fused kernels where they can, else ours.
+
+        They can not where `how` has `starts`, and keys and values are a cache's.
+        """
         a, positions = layer.spec, how.pop("positions", None)
         if has_wide_heads(q.shape[-1]):
-            assert not how.pop("start") and table is None
+            assert "starts" not in how
             how |= {"causal": a.causal, "positions": positions} | scoring(layer)
             return plain_attention(self.maths, q, k, v, **how)
         how = {"causal": a.causal, "window": a.window, **how}
         how |= {"alibi": layer.slopes, "softcap": a.softcap, "sinks": layer.sinks}
-        backends = () if layer.bias is not None else attention_choice.sdpa_backends(q, **how)
+        backends: tuple[str, ...] = ()
+        if layer.bias is None and "starts" not in how:
+            backends = attention_choice.sdpa_backends(q, **how)
         if backends:
             with sdpa_kernel([_SDPA[name] for name in backends], set_priority=True):
                 return F.scaled_dot_product_attention(
@@ -239,7 +259,7 @@ class KernelAttention(KernelBase):
         how |= {"alibi_scale": layer.alibi_scale, "relative": layer.bias}
         shape = q.element_size(), q.shape[3], q.shape[1], q.shape[0] * a.heads, a.causal
         config = self.configurations.find(attention_choice.tuning_key(*shape))
-        how |= {"positions": positions, "config": config, "table": table, "scales": scales}
+        how |= {"positions": positions, "config": config}
         return attention.attention(q, k, v, scale=a.scale, sms=self.sms, pdl=self.pdl, **how)
 
     @named("decode_attention")

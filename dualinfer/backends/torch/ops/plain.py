@@ -1,14 +1,13 @@
 """The plain ops over torch's Maths, and sampling; kernels.py has the same by Triton."""
 
 from collections.abc import Hashable
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING
 
 import torch
 
 from ....model.spec import ModelSpec, Rope
 from ....ops import plain
-from ....ops.caches import CacheView
-from ....ops.contract import LatentQkv, LayerAttention
+from ....ops.contract import LayerAttention
 from ...base import SamplingFeatures
 from .. import sampler
 from ..maths import MATHS
@@ -40,13 +39,6 @@ IMPLEMENTATIONS = {
 }
 
 
-class Chunk(NamedTuple):
-    """A later piece of one prompt: its first token's position, and the slot of what came before."""
-
-    start: int
-    slot: int
-
-
 class PlainOps(plain.PlainOps):
     """All that a model's steps compute with, on any device; see `contract.Ops`."""
 
@@ -72,28 +64,6 @@ class PlainOps(plain.PlainOps):
         return LayerAttention.named(
             a, params.layers[index], params.outer, frequencies, slopes, whole
         )
-
-    def attend(
-        self,
-        layer: LayerAttention,
-        qkv: torch.Tensor | LatentQkv,
-        angles: Any,
-        *,
-        mask: torch.Tensor | None = None,
-        segments: torch.Tensor | None = None,
-        positions: torch.Tensor | None = None,
-        cache: CacheView | None = None,
-        slots: torch.Tensor | None = None,
-        chunk: Chunk | None = None,
-    ) -> tuple[torch.Tensor, CacheView | None]:
-        """See `contract.Ops.attend`; the cache is written in place.
-
-        With `chunk` keys and values go behind what the cache holds, which is attended to as well:
-        by kernels alone.
-        """
-        assert chunk is None, "plain ops take whole prompts"
-        how: dict[str, Any] = {"mask": mask, "segments": segments, "positions": positions}
-        return super().attend(layer, qkv, angles, cache=cache, slots=slots, **how)
 
     def sample(
         self,
