@@ -57,7 +57,10 @@ class PendingSteps:
 
 
 class PendingPanels:
-    """First tokens of prompts that went in several passes; `panels` numbers those of each."""
+    """First tokens of prompts that went in several passes; `panels` numbers those of each.
+
+    A column that is none of a prompt's first token has the number -1.
+    """
 
     def __init__(self, passes: Sequence[PendingTokens], panels: Sequence[Sequence[int]]) -> None:
         self._passes, self._panels = passes, panels
@@ -65,7 +68,8 @@ class PendingPanels:
     def fetch(self) -> np.ndarray:
         """int32 [1, columns], a column a prompt, as `PendingTokens.fetch`."""
         order = np.concatenate(self._panels)
-        return np.concatenate([p.fetch() for p in self._passes], axis=1)[:, np.argsort(order)]
+        tokens = np.concatenate([p.fetch() for p in self._passes], axis=1)
+        return tokens[:, np.argsort(order)[(order < 0).sum() :]]
 
     def block_until_ready(self) -> "PendingPanels":
         """See `PendingTokens.block_until_ready`."""

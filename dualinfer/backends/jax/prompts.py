@@ -1,8 +1,11 @@
 """Prompts in panels: as many at once as have room for the activations of all their tokens."""
 
 from collections.abc import Sequence
+from dataclasses import replace
+from itertools import pairwise
 
 from ...model.spec import Experts, ModelSpec
+from ..base import Piece
 from ..slots import bucket
 from .sampler import SMALLEST_PROMPT
 
@@ -28,6 +31,14 @@ def most_tokens(spec: ModelSpec, itemsize: int, width: int, scores: bool, output
             beside += 12 * layer.recurrence.passing
         most = max(most, values * itemsize + beside)
     return bucket(min(_MOST_TOKENS, MOST_BYTES // most) // 2 + 1)
+
+
+def cut_piece(piece: Piece, most: int) -> list[Piece]:
+    """The piece, or where it takes more than `most` tokens several, one after another."""
+    if bucket(piece.stop - piece.start, SMALLEST_PROMPT) <= most:
+        return [piece]
+    bounds = [*range(piece.start, piece.stop, most), piece.stop]
+    return [replace(piece, start=a, stop=b) for a, b in pairwise(bounds)]
 
 
 def panels(lengths: Sequence[int], most: int) -> list[list[int]]:

@@ -24,7 +24,7 @@ from ...ops.caches import Room, cache_bytes, cache_specs, check_room, describe_c
 from ...ops.pooling import contrast
 from ...parallel.agreement import Peers
 from ...parallel.sharding import ShardingPlan
-from ..base import MAX_STEPS, NO_TOKEN, ForwardInputs, Request, SamplingFeatures
+from ..base import MAX_STEPS, NO_TOKEN, ForwardInputs, Piece, Request, SamplingFeatures
 from ..held import describe_weights
 from ..slots import SMALLEST_CACHE, LiveSlots, bucket, encoded_bucket, sampling_rows
 from ..streaming import Streaming
@@ -41,7 +41,7 @@ from .packing import pack, unpack
 from .padding import pad_inputs
 from .params import Model, Params, read_into, split_notes
 from .pending import PendingPanels, PendingSteps, PendingTokens
-from .prompts import most_tokens, panels
+from .prompts import cut_piece, most_tokens, panels
 from .sampler import (
     SMALLEST_PROMPT,
     WORDS,
@@ -50,6 +50,7 @@ from .sampler import (
     copy_rows,
     hidden_rows,
     mode_of,
+    piece_rows,
     prompt_embeds,
     prompt_rows,
     source_rows,
@@ -284,45 +285,80 @@ class JaxRunner:
         axis = self._place.axis if isinstance(self._place, ManyDevices) else None
         return Derived(self._tp_plan, axis)
 
-    @in_place
     def prefill(
         self, requests: Sequence[Request], slots: Sequence[int]
     ) -> PendingTokens | PendingPanels:
         """Fill the cache of `slots` and sample the first token of each request."""
-        self._open(requests, slots)
-        passes, groups = [], self._panels([len(r.prompt) for r in requests])
-        for group in groups:
-            part = [requests[i] for i in group], [slots[i] for i in group]
-            assert self._state is not None
-            with jax.profiler.TraceAnnotation("dualinfer/prefill"):
-                results = self._advance(self._prefill_step(*part), self._compile_decode)
-            passes.append(PendingTokens(results[0], 1, len(group), self._exchange, results[1]))
-        return passes[0] if len(passes) == 1 else PendingPanels(passes, groups)
+        return self.extend(list(map(Piece.whole, requests, slots)))
 
-    def _open(self, requests: Sequence[Request], slots: Sequence[int]) -> None:
-        """Book requests in slots, and make room for them."""
+    @in_place
+    def extend(self, pieces: Sequence[Piece]) -> PendingTokens | PendingPanels:
+        """See `base.Runner`."""
+        self._open(pieces)
+        passes, numbers = [], []
+        for group in self._passes(pieces):
+            some = [piece for _, piece in group]
+            with jax.profiler.TraceAnnotation("dualinfer/prefill"):
+                results = self._advance(self._prefill_step(some), self._compile_decode)
+            passes.append(PendingTokens(results[0], 1, len(group), self._exchange, results[1]))
+            numbers.append([i if piece.ends else -1 for i, piece in group])
+        if len(passes) == 1 and all(piece.ends for piece in pieces):
+            return passes[0]
+        return PendingPanels(passes, numbers)
+
+    def _open(self, pieces: Sequence[Piece]) -> None:
+        """Book the requests of first pieces in their slots, and make room for them."""
         idle = not self._live
         if idle:
             self._longest = 1
         if self._state is None and not idle:
             raise StepError(_LOST)
-        self._live.add(slots, requests)
-        self._reserve(idle)
+        if new := [piece for piece in pieces if piece.start == 0]:
+            self._live.add([p.slot for p in new], [p.request for p in new])
+            self._reserve(idle)
+
+    def _passes(self, pieces: Sequence[Piece]) -> list[list[tuple[int, Piece]]]:
+        """The pieces that each step serves, with their numbers.
+
+        Whole prompts go in panels; one that is too long for a panel, and pieces of others, go as
+        rows that take up where their slots end.
+        """
+        whole, rest = [], []
+        for numbered in enumerate(pieces):
+            (whole if numbered[1].is_whole else rest).append(numbered)
+        found = []
+        for group in self._panels([len(p.request.prompt) for _, p in whole]) if whole else ():
+            own = [whole[i] for i in group]
+            parts = [own]
+            if len(own) == 1 and self.spec.reads_pieces:
+                number, piece = own[0]
+                most = self._most_tokens_of(bucket(piece.stop, SMALLEST_PROMPT))
+                parts = [[(number, part)] for part in cut_piece(piece, most)]
+            found += parts
+        if rest:
+            longest = max(len(p.request.prompt) for _, p in rest)
+            most = self._most_tokens_of(bucket(longest, SMALLEST_PROMPT))
+            groups = panels([p.stop - p.start for _, p in rest], most)
+            found += [[rest[i] for i in group] for group in groups]
+        return found
 
     @in_place
     def prefill_scores(self, requests: Sequence[Request], slots: Sequence[int]) -> jax.Array:
         """Fill the cache of `slots`; the logits of the first token of each request."""
-        self._open(requests, slots)
-        passes, groups = [], self._panels([len(r.prompt) for r in requests])
-        for group in groups:
-            part = [requests[i] for i in group], [slots[i] for i in group]
+        pieces = list(map(Piece.whole, requests, slots))
+        self._open(pieces)
+        passes, numbers = [], []
+        for group in self._passes(pieces):
+            some = [piece for _, piece in group]
             with jax.profiler.TraceAnnotation("dualinfer/prefill"):
-                scores, flags = self._advance(self._prefill_step(*part, choose=False))
+                scores, flags = self._advance(self._prefill_step(some, choose=False))
             self._check(flags)
-            passes.append(scores[: len(group)])
+            if some[0].ends:
+                passes.append(scores[: len(group)])
+                numbers += [i for i, _ in group]
         if len(passes) == 1:
             return passes[0]
-        return jnp.concatenate(passes)[np.argsort(np.concatenate(groups))]
+        return jnp.concatenate(passes)[np.argsort(numbers)]
 
     @in_place
     def decode_scores(self, slots: Sequence[int], tokens: Sequence[int]) -> jax.Array:
@@ -387,31 +423,30 @@ class JaxRunner:
         self, requests: Sequence[Request], slots: Sequence[int], cache: Any, state: Any
     ) -> Job:
         """The step that serves `requests` in `slots`; see `ahead.Steps`."""
-        return self._job(self._prefill_step(requests, slots, state), cache, state)
+        pieces = list(map(Piece.whole, requests, slots))
+        return self._job(self._prefill_step(pieces, state), cache, state)
 
     def _prefill_step(
-        self,
-        requests: Sequence[Request],
-        slots: Sequence[int],
-        state: Any = None,
-        choose: bool = True,
+        self, pieces: Sequence[Piece], state: Any = None, choose: bool = True
     ) -> Step:
-        """`prefill_job` before it is tied to buffers; `state` unset: the runner's own.
+        """The step that reads pieces, before it is tied to buffers; `state` unset: the runner's.
 
         Unless `choose` it gives logits and no tokens.
         """
         state = self._state if state is None else state
         free, eos_width = state.eos.shape
+        requests = [piece.request for piece in pieces]
         mode = mode_of(SamplingFeatures.of(requests))
-        rows = prompt_rows(requests, slots, free, eos_width)
+        rows = prompt_rows(pieces, free, eos_width)
         ids, first = rows[0], None
         if state.hidden is not None:
             hidden, first = hidden_rows(requests, len(ids), self.spec.vocab)
             rows = *rows[:2], rows[2]._replace(hidden=hidden)
         source = source_rows(requests, len(ids), self.steps.of_one_length)
-        arrays = *rows, np.array(mode, "i4"), source, first
+        parts = piece_rows(pieces, len(ids))
+        arrays = *rows, np.array(mode, "i4"), source, first, parts
 
-        embeds, is_encoded = prompt_embeds(requests, ids.shape), requests[0].is_encoded
+        embeds, is_encoded = prompt_embeds(pieces, ids.shape), requests[0].is_encoded
 
         def step(
             params: Params,
@@ -421,14 +456,15 @@ class JaxRunner:
             embeds: jax.Array | None,
             *part: Any,
         ) -> Any:
-            *rows, source, first = unpack(packed, arrays)
+            *rows, source, first, parts = unpack(packed, arrays)
             inputs: Any = *rows, embeds, *part
             how: Any = {"choose": choose, "source": source, "first": first}
-            how["is_encoded"] = is_encoded
+            how |= {"is_encoded": is_encoded, "pieces": parts}
             return self.steps.prefill(params, cache, state, *inputs, **how)
 
         given = embeds.shape if embeds is not None else source[0].shape if source else None
-        return Step(("prefill", ids.shape, given, choose, is_encoded), step, (pack(arrays), embeds))
+        key = "rows" if parts else "prefill", ids.shape, given, choose, is_encoded
+        return Step(key, step, (pack(arrays), embeds))
 
     def decode_job(self, steps: int, alone: bool, mode: int, cache: Any, state: Any) -> Job:
         """Up to `steps` steps for every slot, or one `alone`; see `ahead.Steps`."""

@@ -13,7 +13,7 @@ import numpy as np
 
 from ...ops import sampling
 from ...ops.sampling import WORDS
-from ..base import NO_TOKEN, Request, SamplingFeatures
+from ..base import NO_TOKEN, Piece, Request, SamplingFeatures
 from ..slots import bucket, sampling_rows
 from .maths import MATHS
 
@@ -80,27 +80,29 @@ class SlotState(NamedTuple):
 
 
 def prompt_rows(
-    requests: Sequence[Request], slots: Sequence[int], free: int, eos_width: int
+    pieces: Sequence[Piece], free: int, eos_width: int
 ) -> tuple[np.ndarray, np.ndarray, SlotState]:
-    """Prompts as a step takes them, in buckets: ids, the slots of the rows, their state.
+    """Pieces of prompts as a step takes them, in buckets: ids, the slots of the rows, their state.
 
-    Prompts of embeddings have NO_TOKEN for an id that is not known. What they have seen is for the
+    The rows' lengths are what a slot has then. Prompts of embeddings have NO_TOKEN for an id that is not known. What they have seen is for the
     step to tell. Rows beyond the requests go to slot `free`, which there is not: they are dropped.
     """
-    count = bucket(len(requests))
-    longest = max(len(r.prompt) for r in requests)
+    count = bucket(len(pieces))
+    longest = max(p.stop - p.start for p in pieces)
     ids = np.zeros((count, bucket(longest, SMALLEST_PROMPT)), np.int32)
-    lengths = np.ones(count, np.int32)
+    lengths, active = np.ones(count, np.int32), np.ones(count, bool)
     where = np.full(count, free, np.int32)
-    where[: len(slots)] = slots
-    for i, r in enumerate(requests):
-        ids[i, : len(r.prompt)] = r.tokens if len(r.tokens) else NO_TOKEN
-        lengths[i] = len(r.prompt)
-    padded = [*requests, *[requests[0]] * (count - len(requests))]
+    where[: len(pieces)] = [p.slot for p in pieces]
+    for i, p in enumerate(pieces):
+        tokens = p.request.tokens
+        own = tokens[p.start : p.stop] if len(tokens) else NO_TOKEN
+        ids[i, : p.stop - p.start], lengths[i], active[i] = own, p.stop, p.ends
+    requests = [p.request for p in pieces]
+    padded = [*requests, *requests[:1] * (count - len(pieces))]
     columns = sampling_rows(padded, eos_width)
     columns |= {name: columns[name].astype(np.uint32) for name in WORDS}
     rows = SlotState.make(count, 1, 0)._replace(
-        active=np.ones(count, bool), length=lengths, **columns
+        active=active, length=lengths, **columns
     )
     return ids, where, rows
 
@@ -135,13 +137,24 @@ def source_rows(
     return given, lengths
 
 
-def prompt_embeds(requests: Sequence[Request], shape: tuple[int, ...]) -> np.ndarray | None:
-    """The prompts' embeddings in the bucket `shape` [B, T]: [B, T, W]; None where they are ids."""
-    if requests[0].embeds is None:
+def piece_rows(pieces: Sequence[Piece], count: int) -> tuple[np.ndarray, ...]:
+    """Where `count` rows start and how long their prompts are, [B] each; () if all are whole."""
+    if all(p.is_whole for p in pieces):
+        return ()
+    starts, wholes = np.zeros(count, np.int32), np.ones(count, np.int32)
+    for i, p in enumerate(pieces):
+        starts[i], wholes[i] = p.start, len(p.request.prompt)
+    return starts, wholes
+
+
+def prompt_embeds(pieces: Sequence[Piece], shape: tuple[int, ...]) -> np.ndarray | None:
+    """The pieces' embeddings in the bucket `shape` [B, T]: [B, T, W]; None where they are ids."""
+    embeds = pieces[0].request.embeds
+    if embeds is None:
         return None
-    padded = np.zeros((*shape, requests[0].embeds.shape[1]), np.float32)
-    for i, r in enumerate(requests):
-        padded[i, : len(r.prompt)] = r.prompt
+    padded = np.zeros((*shape, embeds.shape[1]), np.float32)
+    for i, p in enumerate(pieces):
+        padded[i, : p.stop - p.start] = p.request.prompt[p.start : p.stop]
     return padded
 
 

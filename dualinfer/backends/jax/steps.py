@@ -187,6 +187,7 @@ class Steps:
         source: tuple[jax.Array, jax.Array] | tuple[()] = (),
         is_encoded: bool = False,
         first: jax.Array | None = None,
+        pieces: tuple[jax.Array, jax.Array] | tuple[()] = (),
     ) -> tuple[Cache, SlotState | None, jax.Array, jax.Array | None]:
         """Cache and state with prompts `ids` [B, T] in `slots` [B], and their first tokens [1, B].
 
@@ -195,18 +196,28 @@ class Steps:
         part of the pass, as in `forward`: before the last one x in the place of the tokens, and no
         state. An encoder reads `source`, ids [B, S] and how many [B] are real, and what layers need
         of it goes to the cache; where that `is_encoded` it has run before. bool `first` [B, V] are
-        tokens that no first one may be, beside those that a row hides.
+        tokens that no first one may be, beside those that a row hides. With `pieces` ids are rows of
+        prompts' tokens from int `pieces[0]` [B] to their lengths; the prompts' own are `pieces[1]`,
+        and a row that does not end one is not active.
         """
         ops = self.ops.using(self._scratch(params, ids.shape[0]))
         model = self.spec, params, ops
         filled: list[Any] = list(cache.layers)
         positions = jnp.broadcast_to(jnp.arange(ids.shape[1]), ids.shape)
-        angles = ops.angles(self.spec, params, positions, rows.length - 1)
+        starts, wholes = pieces or (None, rows.length)
+        counts = rows.length
+        if starts is not None:
+            positions, counts = positions + starts[:, None], counts - starts
+        angles = ops.angles(self.spec, params, positions, wholes - 1)
         numbers = self.spec.cache_numbers
 
         def attend(i: int, qkv: jax.Array) -> jax.Array:
             layer, n = ops.layer_attention(self.spec, params, i), numbers[i]
-            y, filled[n] = ops.attend(layer, qkv, angles, cache=filled[n], slots=slots)
+            if starts is None:
+                y, filled[n] = ops.attend(layer, qkv, angles, cache=filled[n], slots=slots)
+            else:
+                where = filled[n], slots, starts, counts
+                y, filled[n] = ops.attend_rows(layer, qkv, angles, *where)
             return y
 
         states = self.spec.state_numbers
@@ -214,8 +225,8 @@ class Steps:
         def recur(i: int, x: jax.Array) -> jax.Array:
             own, n = self.spec.layers[i].recurrence, states[i]
             assert own is not None
-            where: dict[str, Any] = {"cache": filled[n], "slots": slots, "lengths": rows.length}
-            y, filled[n] = ops.recur(own, params.layers[i], x, **where)
+            where: dict[str, Any] = {"cache": filled[n], "slots": slots, "lengths": counts}
+            y, filled[n] = ops.recur(own, params.layers[i], x, starts=starts, **where)
             return y
 
         if embeds is not None:
@@ -228,7 +239,7 @@ class Steps:
         y = decoder.hidden_states(*model, ids, positions, None, attend, **how)[-1]
         if self._goes_on(layers):
             return replace(cache, layers=filled), None, y, ops.given_up()
-        last = jnp.take_along_axis(y, (rows.length - 1)[:, None, None], axis=1)[:, 0]
+        last = jnp.take_along_axis(y, (counts - 1)[:, None, None], axis=1)[:, 0]
         scores = _shown(decoder.logits(*model, last, wide=True), rows)
         if first is not None:
             scores = jnp.where(first, -jnp.inf, scores)
@@ -241,8 +252,10 @@ class Steps:
                 scores,
                 ops.given_up(),
             )
-        real = jnp.arange(ids.shape[1]) < rows.length[:, None]
+        real = jnp.arange(ids.shape[1]) < counts[:, None]
         seen = jnp.zeros(scores.shape, bool)
+        if starts is not None:
+            seen = (starts > 0)[:, None] & state.seen[slots]
         rows = rows._replace(seen=mark(seen, jnp.where(real, ids, NO_TOKEN).T))
         token = ops.sample(scores, rows, rows.length, mode)
         rows = book(rows, token)

@@ -83,8 +83,10 @@ class KernelAttention(KernelBase):
         cache: CacheView | None,
         slots: jax.Array | None,
         lengths: jax.Array | None = None,
+        starts: jax.Array | None = None,
     ) -> tuple[jax.Array, jax.Array, CacheView | None]:
         """See `PlainOps._latents`; by one launch."""
+        lengths = lengths if starts is None else None  # positions say where tokens of rows go
         a, rope, norm = layer.spec, layer.spec.rope, layer.latent_norm
         assert a.latent is not None and norm is not None and rope is not None
         held = [] if cache is None else [cast(LatentCache, cache).shared]
@@ -124,12 +126,18 @@ class KernelAttention(KernelBase):
         angles: Any,
         cache: CacheView | None,
         slots: jax.Array | None,
-        mask: jax.Array | None,
-        segments: jax.Array | None,
+        mask: jax.Array | None = None,
+        segments: jax.Array | None = None,
+        starts: jax.Array | None = None,
     ) -> tuple[jax.Array, CacheView | None]:
-        """`attend` with latent attention: keys and values of each head are made, of one width."""
+        """Latent attention of sequences: keys and values of each head are made, of one width.
+
+        With `starts` they are made of all that the rows' slots have.
+        """
         a = layer.spec
-        q, shared, cache = self._latents(layer, qkv, angles, cache, slots)
+        q, shared, cache = self._latents(layer, qkv, angles, cache, slots, starts=starts)
+        if starts is not None:
+            shared = cast(LatentCache, cache).shared[slots]
         k, v = self._of_latents(layer, shared)
         width = v.shape[-1]
         most = max(width, a.head_dim)
@@ -144,6 +152,7 @@ class KernelAttention(KernelBase):
                 causal=a.causal,
                 mask=mask,
                 segments=segments,
+                starts=starts,
                 sms=self.sms,
                 config=self.configurations.find(attention_choice.tuning_key(*shape)),
                 pdl=self.starts_early(batch * tokens),
@@ -175,19 +184,10 @@ class KernelAttention(KernelBase):
         segments = chunks(self.maths, a, (batch, tokens), mask, segments, qkv)
         known = self._known(layer.spec, cache)
         held = _held(known)
-        pools = None if known is None else known[:2]
         by_cudnn = self._on_gpu and cudnn_serves(layer, qkv, mask, segments)
-        turn: dict[str, Any] = {"heads": a.heads, "kv_heads": a.kv_heads, "head_dim": a.head_dim}
-        turn |= {"ends": last, "cache": pools, "slots": None if known is None else slots}
-        turn |= {"table": _table_of(known), "scales": tuple(held[2:]) or None}
-        frequencies = _frequencies(a.rope) if a.rope else None
-        turn |= {"pdl": self.starts_early(batch * tokens)} | turn_arguments(layer, frequencies)
-        pairs = batch * a.heads
-        shape = qkv.dtype.itemsize, a.head_dim, tokens, pairs, a.causal
-        how: dict[str, Any] = {"causal": a.causal, "mask": mask, "segments": segments}
-        how |= {"positions": None if layer.slopes is None else positions, "sms": self.sms}
-        how |= {"config": self.configurations.find(attention_choice.tuning_key(*shape))}
-        how |= {"pdl": turn["pdl"]} | scoring(layer)
+        turn = self._turning(layer, qkv, known, slots, last)
+        how = self._attending(layer, qkv) | {"mask": mask, "segments": segments}
+        how["positions"] = None if layer.slopes is None else positions
         # What XLA reads as well, its attention or a cache of another kind, is memory of its own.
         wide = has_wide_heads(a.head_dim)
         apart = by_cudnn or wide or (cache is not None and known is None)
@@ -225,6 +225,78 @@ class KernelAttention(KernelBase):
                 y, _ = call(attention.attention, q, k, v, **how)
         return y.reshape(batch, tokens, -1), cache
 
+    def _turning(
+        self,
+        layer: LayerAttention,
+        qkv: jax.Array,
+        known: FullCache | BlockCache | None,
+        slots: jax.Array | None,
+        last: jax.Array | None,
+    ) -> dict[str, Any]:
+        """How queries and keys [B, T, ...] are turned, and put into `slots` of a cache."""
+        a, rows = layer.spec, qkv.shape[0] * qkv.shape[1]
+        turn: dict[str, Any] = {"heads": a.heads, "kv_heads": a.kv_heads, "head_dim": a.head_dim}
+        turn |= {"ends": last, "cache": None if known is None else known[:2]}
+        turn |= {"slots": None if known is None else slots, "table": _table_of(known)}
+        turn |= {"scales": tuple(_held(known)[2:]) or None, "pdl": self.starts_early(rows)}
+        return turn | turn_arguments(layer, _frequencies(a.rope) if a.rope else None)
+
+    def _attending(self, layer: LayerAttention, qkv: jax.Array) -> dict[str, Any]:
+        """How the queries of [B, T, ...] attend, but for what they see."""
+        a, (batch, tokens, _) = layer.spec, qkv.shape
+        shape = qkv.dtype.itemsize, a.head_dim, tokens, batch * a.heads, a.causal
+        how: dict[str, Any] = {"causal": a.causal, "sms": self.sms, **scoring(layer)}
+        how |= {"config": self.configurations.find(attention_choice.tuning_key(*shape))}
+        return how | {"pdl": self.starts_early(batch * tokens)}
+
+    def attend_rows(
+        self,
+        layer: LayerAttention,
+        qkv: jax.Array | LatentQkv,
+        angles: Any,
+        cache: CacheView,
+        slots: jax.Array,
+        starts: jax.Array,
+        lengths: jax.Array,
+    ) -> tuple[jax.Array, CacheView]:
+        """See `PlainOps.attend_rows`; padding's keys lie behind those of its row."""
+        if isinstance(qkv, LatentQkv):
+            y, held = self._attend_latents(layer, qkv, angles, cache, slots, starts=starts)
+            return y, cast(CacheView, held)
+        known = self._known(layer.spec, cache)
+        if known is None:
+            turned = self._turned(layer, angles)
+            return super().attend_rows(layer, qkv, turned, cache, slots, starts, lengths)
+        positions, last = angles if isinstance(angles, tuple) else (angles, None)
+        layer, qkv = self._prepared(layer, qkv, positions)
+        batch, tokens, _ = qkv.shape
+        segments = chunks(self.maths, layer.spec, (batch, known.capacity), None, None, qkv)
+        turn = self._turning(layer, qkv, known, slots, last) | {"starts": starts}
+        how = self._attending(layer, qkv) | {"segments": segments}
+        held = _held(known)
+        with jax.named_scope("attention"):
+            y, (_, *filled) = call(
+                _turn_and_attend,
+                qkv,
+                positions,
+                **{"turn": turn, "how": how},
+                capability=self.capability,
+                written=(qkv, *held),
+            )
+        return y.reshape(batch, tokens, -1), _with(known, filled)
+
+    def _turned(self, layer: LayerAttention, angles: Any) -> dict[Any, Any]:
+        """The angles of a layer as plain ops take them."""
+        rope, growth = layer.spec.rope, layer.spec.growth
+        positions, last = angles if isinstance(angles, tuple) else (angles, None)
+        turned: dict[Any, Any] = {}
+        if rope:
+            tables = self.frequencies(None, rope)
+            turned[rope] = turning.turns(self.maths, rope, tables, positions, last)
+        if growth:
+            turned[growth] = turning.growth(self.maths, positions, *growth)
+        return turned
+
     def attend_token(
         self,
         layer: LayerAttention,
@@ -238,15 +310,7 @@ class KernelAttention(KernelBase):
             return self._attend_token_to_latents(layer, qkv, cache, lengths)
         known = self._known(layer.spec, cache)
         if known is None:
-            rope, growth = layer.spec.rope, layer.spec.growth
-            angles, last = angles if isinstance(angles, tuple) else (angles, None)
-            turned: dict[Any, Any] = {}
-            if rope:
-                tables = self.frequencies(None, rope)
-                turned[rope] = turning.turns(self.maths, rope, tables, angles, last)
-            if growth:
-                turned[growth] = turning.growth(self.maths, angles, *growth)
-            return super().attend_token(layer, qkv, turned, cache, lengths)
+            return super().attend_token(layer, qkv, self._turned(layer, angles), cache, lengths)
         a = layer.spec
         layer, qkv = self._prepared(layer, qkv, lengths[:, None])
         slots, reach, (_, kv_heads, _, dim) = len(lengths), known.capacity, known.k.shape
@@ -332,12 +396,22 @@ class KernelAttention(KernelBase):
 def _turn_and_attend(
     qkv: Any, positions: Any, *, turn: Mapping[str, Any], how: Mapping[str, Any]
 ) -> Any:
-    """Queries and keys normed and turned in place, the cache filled, and attention of them all."""
+    """Queries and keys normed and turned in place, the cache filled, and attention of them all.
+
+    Those that are turned with `starts` attend to what the cache has.
+    """
     rotary.rotary_append(qkv, positions, **turn)
     heads, kv_heads = turn["heads"], turn["kv_heads"]
     split = qkv.unflatten(-1, (heads + 2 * kv_heads, turn["head_dim"]))
     q, k, v = split.split((heads, kv_heads, kv_heads), dim=2)
-    return attention.attention(q, k, v, **how)
+    if turn.get("starts") is None:
+        return attention.attention(q, k, v, **how)
+    held, scales = turn["cache"], turn["scales"]
+    if turn["table"] is None:
+        held = [x.transpose(1, 2) for x in held]
+        scales = None if scales is None else tuple(x.transpose(1, 2) for x in scales)
+    where = {name: turn[name] for name in ("table", "slots", "starts")}
+    return attention.attention(q, *held, scales=scales, **where, **how)
 
 
 @lru_cache(maxsize=64)
