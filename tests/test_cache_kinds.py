@@ -203,7 +203,6 @@ def by_kernels(monkeypatch):
                 "_make_ops",
                 lambda config, spec, device, _: KernelOps(device),
             )
-            # A prompt goes in pieces only where kernels can go on behind what the cache holds.
             monkeypatch.setattr(dualinfer.backends.torch.prompts, "_MOST_AT_ONCE", 4)
         else:
             from dualinfer.backends.jax.ops.kernels import KernelOps
@@ -213,6 +212,7 @@ def by_kernels(monkeypatch):
             monkeypatch.setattr(
                 dualinfer.backends.jax, "_make_ops", lambda *args: interpreted_ops()
             )
+            monkeypatch.setattr(dualinfer.backends.jax.runner, "most_tokens", lambda *_: 8)
         return KernelOps
 
     return patch
@@ -235,12 +235,12 @@ GREEDY = {"max_new_tokens": 4, "do_sample": False, "eos_token_id": None, "pad_to
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_kernels_write_and_read_blocks(backend, windowed, add_blocks, by_kernels, monkeypatch):
-    """The longer prompt goes in pieces on torch, and grows into a second block of 16 tokens."""
+    """The longer prompt goes in pieces, and grows into a second block of 16 tokens."""
     model, expected = windowed
     ops = by_kernels(backend)
     add_blocks(lambda layer: layer.attention.window is not None)
     monkeypatch.setattr(caches, "BLOCK", 16)
-    for method in ("read", "append", "write"):
+    for method in ("read", "append", "extend", "write"):
         monkeypatch.delattr(cache_kinds.BlockCache, method)
     with dualinfer.init_inference(model, backend=backend, **OPTIONS) as engine:
         np.testing.assert_array_equal(np.asarray(engine.generate(SHORT, **GREEDY)), expected)

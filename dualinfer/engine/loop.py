@@ -8,11 +8,16 @@ from typing import Any
 
 import numpy as np
 
-from ..backends.base import MAX_STEPS, NO_TOKEN, PendingTokens, Request, Runner
+from ..backends.base import MAX_STEPS, NO_TOKEN, PendingTokens, Piece, Request, Runner
 from ..backends.profiling import Profiler
 from ..errors import ClosedError, StepError, UnsupportedError
 from ..parallel.spmd import Turns
 from .text_stream import Detokenizer, TextStream
+
+
+PIECE = 2048  # tokens that are read at a time where others wait; an H100 takes 50 ms for 8B
+_GRAIN = 64  # at whose multiples prompts are cut, which changes no bit of a recurrence
+_BESIDE = 8  # steps of others between two pieces
 
 
 class StopStrings:
@@ -52,7 +57,8 @@ class Live:
     """One sequence being generated in a slot. `queued` counts tokens that were asked for.
 
     `error` says why tokens that it should have will never come. The slot ends once there are
-    `pause` tokens, where that is not 0: the sequence then begins anew, as a longer prompt.
+    `pause` tokens, where that is not 0: the sequence then begins anew, as a longer prompt. Of a
+    prompt that is read in pieces `unread` is the rest.
     """
 
     request: Request
@@ -63,6 +69,7 @@ class Live:
     queued: int = 1
     error: Exception | None = None
     pauses: bool = False
+    unread: Piece | None = None
 
     def part(self) -> Request:
         """What the slot is asked for now: all, or what comes up to the pause."""
@@ -87,6 +94,12 @@ class Live:
         self.ended = full or token in self.request.eos_ids
 
 
+def _first(piece: Piece, most: int) -> Piece:
+    """The first tokens of a piece, about `most`."""
+    grains = max(most // _GRAIN, 1) * _GRAIN
+    return replace(piece, stop=min(piece.stop, piece.start + grains))
+
+
 class Loop:
     """The slots of one runner. Several generations may be open at once, each with its own slots.
 
@@ -108,14 +121,26 @@ class Loop:
     def start(self, requests: Sequence[Request]) -> list[Live]:
         """Sequences for `requests`, in the lowest free slots, with their first token under way."""
         with self._turns:
-            lives, pending = self._open(requests, self._runner.prefill, chosen=False)
-            self._chunks.append((pending, dict(enumerate(lives))))
-            return lives
+            running = any(not live.ended for live in self._live.values())
+
+            def read(lives: list[Live], parts: list[Request]) -> None:
+                for live, part in zip(lives, parts, strict=True):
+                    live.unread = Piece.whole(part, live.slot)
+                pieces = [live.unread for live in lives if live.unread is not None]
+                if running and self._runner.spec.reads_pieces:  # some of each, so that all have room
+                    pieces = [_first(piece, PIECE // len(pieces)) for piece in pieces]
+                self._read(lives, pieces)
+
+            return self._open(requests, read, chosen=False)[0]
 
     def start_scores(self, requests: Sequence[Request]) -> tuple[list[Live], Any]:
         """Sequences whose tokens the caller chooses, and the logits [B, V] of the first ones."""
         with self._turns:
-            lives, scores = self._open(requests, self._runner.prefill_scores, chosen=True)
+            def read(lives: list[Live], parts: list[Request]) -> Any:
+                slots = [live.slot for live in lives]
+                return self._profiler.run(self._runner.prefill_scores, parts, slots)
+
+            lives, scores = self._open(requests, read, chosen=True)
             for live in lives:
                 live.queued = live.request.max_new_tokens  # none that the device would choose
             return lives, scores
@@ -136,9 +161,12 @@ class Loop:
                 raise
 
     def _open(
-        self, requests: Sequence[Request], prefill: Callable[..., Any], chosen: bool
+        self,
+        requests: Sequence[Request],
+        read: Callable[[list[Live], list[Request]], Any],
+        chosen: bool,
     ) -> tuple[list[Live], Any]:
-        """Sequences in the lowest free slots, and what `prefill` gives for them."""
+        """Sequences in the lowest free slots, and what `read` gives for them."""
         if self._closed is not None:
             raise self._closed
         self._finish_left()
@@ -151,13 +179,45 @@ class Loop:
                 live.tokens, live.queued = [live.request.first], 2
         slots = slots[: len(lives)]
         try:
-            parts = [live.part() for live in lives]
-            result = self._profiler.run(prefill, parts, slots)
+            result = read(lives, [live.part() for live in lives])
         except BaseException:
             self._runner.release(slots)
             raise
         self._live.update(zip(slots, lives, strict=True))
         return lives, result
+
+    def _read(self, lives: Sequence[Live], pieces: Sequence[Piece]) -> None:
+        """Read pieces of lives' prompts; the first tokens of those that end are a chunk."""
+        pending = self._profiler.run(self._runner.extend, pieces)
+        ended = []
+        for live, piece in zip(lives, pieces, strict=False):
+            rest = Piece.whole(piece.request, live.slot)
+            live.unread = None if piece.ends else replace(rest, start=piece.stop)
+            if piece.ends:
+                ended.append(live)
+        if ended:
+            self._chunks.append((pending, dict(enumerate(ended))))
+
+    def _read_on(self) -> bool:
+        """Read on in prompts of which there is more, PIECE tokens where others wait; if there are.
+
+        The prompt that came first is first.
+        """
+        unread = [x for x in self._live.values() if x.unread is not None and not x.ended]
+        waiting = any(x.unread is None and not x.ended for x in self._live.values())
+        pieces, left = [], PIECE
+        for piece in (x.unread for x in unread):
+            if piece is not None and left > 0:
+                pieces.append(_first(piece, left) if waiting else piece)
+                left -= pieces[-1].stop - piece.start if waiting else 0
+        if not pieces:
+            return False
+        try:
+            self._read(unread, pieces)
+        except BaseException as error:
+            self.lose(StepError(f"A step failed, and with it the sequences it served: {error!r}."))
+            raise
+        return True
 
     def _pause_of(self, request: Request, chosen: bool) -> int:
         """New tokens after which a sequence begins anew, by other rotary angles; 0 for never.
@@ -209,9 +269,14 @@ class Loop:
         """Hand out the oldest chunk's tokens, after enqueueing the next chunk behind it.
 
         While passes are timed nothing is enqueued ahead: it may turn out that none is needed.
+        Where prompts are read in pieces, a piece goes before each chunk of others.
         """
+        if self._read_on():
+            steps = min(steps, _BESIDE)
         if not (self._profiler.enabled and self._chunks):
             self._enqueue(steps)
+        if not self._chunks:  # a piece alone
+            return
         pending, columns = self._chunks[0]  # stays there if the wait is interrupted
         try:
             tokens = pending.fetch()
@@ -244,12 +309,13 @@ class Loop:
 
     def _enqueue(self, steps: int) -> None:
         """Ask for the next chunk, at most one beyond the one about to be fetched."""
-        unfinished = [live for live in list(self._live.values()) if not live.ended]
+        reading = {x.slot for x in self._live.values() if x.unread is not None}
+        unfinished = [x for x in list(self._live.values()) if not x.ended and x.slot not in reading]
         ahead = max((x.request.max_new_tokens - x.queued for x in unfinished), default=0)
         if ahead <= 0 or len(self._chunks) > 1:
             return
         steps = 1 if self._profiler.enabled else min(steps, ahead, MAX_STEPS)
-        columns = dict(self._live)
+        columns = {slot: live for slot, live in self._live.items() if slot not in reading}
         try:
             pending = self._profiler.run(self._runner.decode, steps)
         except BaseException as error:  # some of the steps may have run, and their tokens are gone

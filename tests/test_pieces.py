@@ -1,0 +1,235 @@
+"""Prompts in pieces: any cut, and any order of pieces and steps, gives the texts of whole ones."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import strategies as st
+
+torch = pytest.importorskip("torch")
+pytest.importorskip("jax")
+
+import dualinfer  # noqa: E402
+from dualinfer.backends.base import Piece, Request, Sampling  # noqa: E402
+from dualinfer.engine import loop  # noqa: E402
+from dualinfer.errors import StepError  # noqa: E402
+from dualinfer.ops import caches  # noqa: E402
+
+from . import test_recurrent, test_relatives  # noqa: E402
+from .models import BACKENDS, make_model, random_ids  # noqa: E402
+
+HOW = {"dtype": "fp32", "replace_with_kernel_inject": True}
+LENGTHS, NEW = (150, 40, 70), 5
+# Windows and soft caps, biases of distances, codes, latent vectors, states beside attention.
+CASES: dict[str, Callable[[], Any]] = {
+    "gemma2": lambda: make_model("gemma2"),
+    "bloom": lambda: make_model("bloom"),
+    "int8 codes": lambda: make_model("llama-gqa"),
+    "blocks": lambda: make_model("llama-gqa"),
+    "latent": lambda: test_relatives.make("youtu"),
+    "falcon_h1": lambda: test_recurrent.make("falcon_h1"),
+    "lfm2_moe": lambda: test_recurrent.make("lfm2_moe"),
+}
+QUICK_ON_JAX = ("int8 codes", "falcon_h1")
+
+
+def cases() -> Iterator[Any]:
+    """Each case on each backend; most of JAX are slow, as they compile."""
+    for name in CASES:
+        yield pytest.param((name, "torch"), id=f"{name}-torch")
+        marks = () if name in QUICK_ON_JAX else pytest.mark.slow
+        yield pytest.param((name, "jax"), id=f"{name}-jax", marks=marks)
+
+
+@pytest.fixture(scope="module", params=cases())
+def engine(request) -> Iterator[tuple[Any, str]]:
+    """An engine of one case, and its backend."""
+    name, backend = request.param
+    how = {"kv_cache_dtype": "int8"} if name == "int8 codes" else {}
+    with pytest.MonkeyPatch.context() as patch:
+        if name == "blocks":
+            patch.setattr(caches, "kind_of", lambda layer: "blocks")
+        with dualinfer.init_inference(CASES[name](), backend=backend, **HOW, **how) as made:
+            yield made, backend
+
+
+def requests_of(engine: Any) -> list[Request]:
+    vocab = engine.runner.spec.vocab
+    prompts = [random_ids(1, n, seed=n, vocab=vocab)[0].astype(np.int32) for n in LENGTHS]
+    drawn = Sampling(do_sample=True, temperature=3.0, seed=5, repetition_penalty=1.3)
+    if "int8" in engine.report().cache:  # a code may be the next one, by the last bit of a float
+        drawn = Sampling()
+    how = Sampling(), drawn, Sampling()
+    return [Request(p, NEW, sampling=s) for p, s in zip(prompts, how, strict=True)]
+
+
+def texts_of(runner: Any, events: list[Piece | int]) -> dict[int, list[int]]:
+    """The texts of requests, by slot, whose pieces are read in turns with so many steps."""
+    found: dict[int, list[int]] = {}
+    slots = {event.slot for event in events if isinstance(event, Piece)}
+    try:
+        for event in [*events, NEW]:
+            if isinstance(event, Piece):
+                tokens = runner.extend([event]).fetch()
+                assert tokens.shape == (1, int(event.ends))
+                found |= {event.slot: tokens[0].tolist()} if event.ends else {}
+            elif found:
+                for row in runner.decode(event).fetch():
+                    for slot in slots:
+                        if slot >= len(row) or row[slot] < 0:
+                            continue
+                        found[slot].append(int(row[slot]))
+    finally:
+        runner.release(sorted(slots))
+    return found
+
+
+@pytest.fixture(scope="module")
+def whole(engine) -> dict[int, list[int]]:
+    """The texts where each prompt is read whole, and alone."""
+    made, _ = engine
+    found: dict[int, list[int]] = {}
+    for slot, request in enumerate(requests_of(made)):
+        found[slot] = texts_of(made.runner, [Piece.whole(request, 0)])[0]
+        assert len(found[slot]) == NEW
+    return found
+
+
+def schedules(requests: list[Request], grain: int) -> st.SearchStrategy[list[Piece | int]]:
+    """Cuts at multiples of a grain, in any order that keeps each prompt's own, and steps between."""
+
+    @st.composite
+    def drawn(draw: Callable[..., Any]) -> list[Piece | int]:
+        queues = []
+        for slot, request in enumerate(requests):
+            size = len(request.prompt)
+            cuts = draw(st.sets(st.integers(1, (size - 1) // grain), max_size=4))
+            bounds = [0, *(grain * cut for cut in sorted(cuts)), size]
+            pairs = zip(bounds, bounds[1:], strict=False)
+            queues.append([Piece(request, slot, *pair) for pair in pairs])
+        order = draw(st.permutations([i for i, queue in enumerate(queues) for _ in queue]))
+        events: list[Piece | int] = []
+        for slot in order:
+            events += [queues[slot].pop(0), draw(st.sampled_from((0, 0, 1, 2)))]
+        return [event for event in events if event != 0]
+
+    return drawn()
+
+
+def test_any_cut_and_any_order_give_the_texts_of_whole_prompts(engine, whole):
+    made, backend = engine
+    requests = requests_of(made)
+    on_jax = backend == "jax"  # where each size of a piece compiles
+
+    @settings(
+        max_examples=4 if on_jax else 15,
+        deadline=None,
+        derandomize=True,
+        phases=[Phase.generate],
+        suppress_health_check=list(HealthCheck),
+    )
+    @given(schedules(requests, 32 if on_jax else 1))
+    def check(events: list[Piece | int]) -> None:
+        assert texts_of(made.runner, events) == whole
+
+    check()
+    events = [Piece(requests[0], 0, 0, 64), Piece(requests[1], 1, 0, 40), 2]
+    together = [Piece(requests[0], 0, 64, 150), Piece(requests[2], 2, 0, 70)]
+    runner = made.runner
+    try:
+        for event in events[:2]:
+            first = runner.extend([event]).fetch()
+        found = {1: first[0].tolist()}
+        both = runner.extend(together).fetch()
+        assert both.shape == (1, 2)  # in the order of the pieces, whatever goes first
+        found |= {0: [int(both[0, 0])], 2: [int(both[0, 1])]}
+        for row in runner.decode(NEW).fetch():
+            for slot in found:
+                found[slot] += [int(row[slot])] if row[slot] >= 0 else []
+    finally:
+        runner.release([0, 1, 2])
+    assert found == whole
+
+
+@contextmanager
+def noted(runner: Any) -> Iterator[list[Any]]:
+    """What the runner is asked for: (starts and stops of pieces, or steps)."""
+    made: list[Any] = []
+    extend, decode = runner.extend, runner.decode
+
+    def noting(name: str, own: Callable[[Any], Any]) -> Callable[[Any], Any]:
+        def call(given: Any) -> Any:
+            made.append([(p.start, p.stop) for p in given] if name == "extend" else given)
+            return own(given)
+
+        return call
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(runner, "extend", noting("extend", extend))
+        patch.setattr(runner, "decode", noting("decode", decode))
+        yield made
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_long_prompt_lets_an_open_stream_go_on(backend, engine_of, monkeypatch):
+    engine = engine_of("llama-gqa", backend)
+    monkeypatch.setattr(loop, "PIECE", 128)
+    rows = [random_ids(1, n, seed=n)[0].tolist() for n in (200, 10, 300)]
+    how = {"max_new_tokens": 6, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+    with noted(engine.runner) as alone:
+        expected = [engine.generate([row], **how).tolist()[0] for row in rows]
+        streamed = list(engine.stream(rows[1], **how | {"max_new_tokens": 40}))
+    assert [(0, 200)] in alone and [(0, 300)] in alone  # nobody waits
+    stream = engine.stream(rows[1], **how | {"max_new_tokens": 40})
+    found = [next(stream)]
+    with noted(engine.runner) as made:
+        texts = np.asarray(engine.generate(rows, **how)).tolist()
+    for row, text, whole in zip(rows, texts, expected, strict=True):
+        assert [x for x in text if x][-len(whole) :] == [x for x in whole if x], len(row)
+    # Some of each first, so that all have their room; then in their order, with steps between.
+    pieces = [x for x in made if isinstance(x, list)]
+    assert pieces[0] == [(0, 64), (0, 10), (0, 64)]
+    assert pieces[1:] == [[(64, 192)], [(192, 200), (64, 128)], [(128, 256)], [(256, 300)]]
+    between = [b for a, b in zip(made, made[1:], strict=False) if isinstance(a, list)]
+    assert all(isinstance(x, int) and x <= loop._BESIDE for x in between[1:])
+    assert found + list(stream) == streamed
+
+
+def test_a_stream_that_ends_leaves_the_rest_of_a_prompt_to_one_pass(engine_of, monkeypatch):
+    engine = engine_of("llama-gqa", "torch")
+    monkeypatch.setattr(loop, "PIECE", 64)
+    row = random_ids(1, 400)[0].tolist()
+    how = {"max_new_tokens": 3, "do_sample": False, "eos_token_id": None}
+    expected = list(engine.stream(row, **how))
+    stream = engine.stream([5, 6, 7], **how | {"max_new_tokens": 4})
+    next(stream)
+    with noted(engine.runner) as made:
+        other = engine.stream(row, **how)
+        found = [next(other)]
+    assert made[0] == [(0, 64)] and made[-1] != [(0, 400)]
+    assert [x for x in made if isinstance(x, list)][-1][-1][1] == 400
+    assert sum(isinstance(x, list) for x in made) < 7
+    assert found + list(other) == expected
+    assert len(list(stream)) == 3
+
+
+def test_a_prompt_in_pieces_may_be_left_before_it_is_read(engine_of, monkeypatch):
+    engine = engine_of("llama-gqa", "torch")
+    monkeypatch.setattr(loop, "PIECE", 64)
+    how = {"max_new_tokens": 9, "do_sample": False, "eos_token_id": None}
+    expected = list(engine.stream([5, 6, 7], **how))
+    stream = engine.stream([5, 6, 7], **how)
+    found = [next(stream)]
+    lives = engine._loop.start([Request(random_ids(1, 300)[0].astype(np.int32), 4)])
+    engine._loop.leave(lives)
+    assert found + list(stream) == expected and not engine._loop._live
+
+
+def test_a_piece_without_what_comes_before_is_refused():
+    with dualinfer.init_inference(make_model("gpt2"), backend="torch", **HOW) as engine:
+        request = Request(np.arange(3, 23, dtype=np.int32), 4)
+        with pytest.raises(StepError, match="before the first"):
+            engine.runner.extend([Piece(request, 0, 8, 20)])
