@@ -198,8 +198,8 @@ class Loop:
         if ended:
             self._chunks.append((pending, dict(enumerate(ended))))
 
-    def _read_on(self) -> bool:
-        """Read on in prompts of which there is more, PIECE tokens where others wait; if there are.
+    def _read_on(self) -> None:
+        """Read on in prompts of which there is more, PIECE tokens where others wait.
 
         The prompt that came first is first.
         """
@@ -211,13 +211,12 @@ class Loop:
                 pieces.append(_first(piece, left) if waiting else piece)
                 left -= pieces[-1].stop - piece.start if waiting else 0
         if not pieces:
-            return False
+            return
         try:
             self._read(unread, pieces)
         except BaseException as error:
             self.lose(StepError(f"A step failed, and with it the sequences it served: {error!r}."))
             raise
-        return True
 
     def _pause_of(self, request: Request, chosen: bool) -> int:
         """New tokens after which a sequence begins anew, by other rotary angles; 0 for never.
@@ -268,13 +267,14 @@ class Loop:
     def _pump(self, steps: int) -> None:
         """Hand out the oldest chunk's tokens, after enqueueing the next chunk behind it.
 
+        At most one is beyond the one about to be fetched.
         While passes are timed nothing is enqueued ahead: it may turn out that none is needed.
-        Where prompts are read in pieces, a piece goes before each chunk of others.
+        Where prompts are read in pieces, a piece goes behind each chunk of others.
         """
-        if self._read_on():
-            steps = min(steps, _BESIDE)
-        if not (self._profiler.enabled and self._chunks):
-            self._enqueue(steps)
+        if len(self._chunks) <= 1 and not (self._profiler.enabled and self._chunks):
+            reading = any(x.unread is not None for x in self._live.values())
+            self._enqueue(min(steps, _BESIDE) if reading else steps)
+            self._read_on()
         if not self._chunks:  # a piece alone
             return
         pending, columns = self._chunks[0]  # stays there if the wait is interrupted
@@ -308,11 +308,11 @@ class Loop:
         self._chunks.append((pending, dict(enumerate(lives))))
 
     def _enqueue(self, steps: int) -> None:
-        """Ask for the next chunk, at most one beyond the one about to be fetched."""
+        """Ask for the next chunk."""
         reading = {x.slot for x in self._live.values() if x.unread is not None}
         unfinished = [x for x in list(self._live.values()) if not x.ended and x.slot not in reading]
         ahead = max((x.request.max_new_tokens - x.queued for x in unfinished), default=0)
-        if ahead <= 0 or len(self._chunks) > 1:
+        if ahead <= 0:
             return
         steps = 1 if self._profiler.enabled else min(steps, ahead, MAX_STEPS)
         columns = {slot: live for slot, live in self._live.items() if slot not in reading}

@@ -281,7 +281,8 @@ def attend_rows(
     at, tokens = m.arange(keys.shape[2], q)[None], m.arange(q.shape[1], q)
 
     def own(rows: Array | None) -> Array:
-        return starts[:, None] + (tokens if rows is None else rows)[None]
+        own = starts[:, None] + (tokens if rows is None else rows)[None]
+        return own.clip(max=keys.shape[2] - 1)  # padding behind the last place sees keys as well
 
     def visible(rows: Array | None) -> Array:
         ours = own(rows)[..., None]

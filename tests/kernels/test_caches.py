@@ -65,6 +65,36 @@ def test_prompts_and_tokens_are_read_where_they_were_written(maths, name):
         near(got[1, :, -1], expected[1, :, -1])  # a full slot overwrites its last token
 
 
+@pytest.mark.parametrize("name", KINDS)
+def test_rows_of_tokens_go_on_in_their_slots(maths, name):
+    """Two rows of one slot, one that ends behind its last place, and of padding nothing."""
+    kind, codes = name.partition("-")[0], KINDS[name]
+    cls, heads = kinds_over(maths.maths)[kind], 1 if kind == "latent" else K
+    k, v = (normal(i, 3, 8, heads, D, dtype=F32) for i in (1, 2))
+    v = k if kind == "latent" else v
+    capacity = 128 if kind == "blocks" else TOKENS
+    slots, starts, lengths = np.array([2, 2, 0]), np.array([59, 67, capacity - 5]), (8, 3, 8)
+
+    def run(k: Any, v: Any, slots: Any, starts: Any, lengths: Any, *held: Any) -> Any:
+        m = maths.maths
+        own = [x if codes is None or i > 1 else m.as_codes(x, codes) for i, x in enumerate(held)]
+        cache = cls(*own).extend(slots, starts, lengths, k, v)
+        return tuple(m.wide(x) for x in (*cache.read(), *cache.read(slots)))
+
+    held = [a if a.dtype == np.int32 else np.zeros(a.shape, F32) for a in started(kind, codes)]
+    found = maths.run(run, k, v, slots, starts, np.array(lengths), *held)
+    for got, rows, new in zip(found[:2], found[2:], (k, v), strict=True):
+        expected = np.zeros((N, heads, capacity, D), np.float32)
+        for slot, start, length, row in zip(slots, starts, lengths, new, strict=True):
+            own = row[:length].swapaxes(0, 1)
+            if codes:
+                own = reference.decode_heads(*reference.encode_heads(own, codes))
+            expected[slot, :, start : start + length] = own[:, : capacity - start]
+        near = partial(np.testing.assert_allclose, rtol=1e-6, atol=1e-6)
+        near(got, expected)
+        near(rows, expected[slots])
+
+
 def test_what_an_encoder_gave_is_kept_with_zeros_behind(maths):
     cls, k = kinds_over(maths.maths)["cross"], normal(1, 1, SHORT, K, D, dtype=F32)
     held = np.full((N, K, TOKENS, D), np.nan, F32)

@@ -321,7 +321,11 @@ class TorchRunner:
             if not ends:
                 return rows, last
             scores = decoder.logits(self.spec, self.params, self.ops, last, wide=True)
-        for row, piece in enumerate(pieces[i] for i in ends):
+        ended = [pieces[i] for i in ends]
+        if SamplingFeatures.of([p.request for p in ended]).penalty:
+            # Not before, as steps of others mark the last token that a slot had.
+            self._mark_seen([p.request for p in ended], [p.slot for p in ended])
+        for row, piece in enumerate(ended):
             if ids := [*piece.request.hidden, *piece.request.hidden_at_first]:
                 scores[row, ids] = -torch.inf
         return rows, scores
@@ -348,8 +352,6 @@ class TorchRunner:
         columns = sampling_rows(requests, max(len(r.eos_ids) for r in requests))
         state.write(rows, {"new": np.zeros(len(requests), np.int64), **columns})
         state.hide(slots, [r.hidden for r in requests])
-        if SamplingFeatures.of(requests).penalty:
-            self._mark_seen(requests, slots)
 
     @in_order
     @torch.inference_mode()
