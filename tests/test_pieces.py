@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -99,7 +100,7 @@ def whole(engine) -> dict[int, list[int]]:
 
 
 def schedules(requests: list[Request], grain: int) -> st.SearchStrategy[list[Piece | int]]:
-    """Cuts at multiples of a grain, in any order that keeps each prompt's own, and steps between."""
+    """Cuts at multiples of a grain, in any order that keeps each prompt's, and steps between."""
 
     @st.composite
     def drawn(draw: Callable[..., Any]) -> list[Piece | int]:
@@ -108,8 +109,7 @@ def schedules(requests: list[Request], grain: int) -> st.SearchStrategy[list[Pie
             size = len(request.prompt)
             cuts = draw(st.sets(st.integers(1, (size - 1) // grain), max_size=4))
             bounds = [0, *(grain * cut for cut in sorted(cuts)), size]
-            pairs = zip(bounds, bounds[1:], strict=False)
-            queues.append([Piece(request, slot, *pair) for pair in pairs])
+            queues.append([Piece(request, slot, *pair) for pair in pairwise(bounds)])
         order = draw(st.permutations([i for i, queue in enumerate(queues) for _ in queue]))
         events: list[Piece | int] = []
         for slot in order:
@@ -129,20 +129,18 @@ def test_any_cut_and_any_order_give_the_texts_of_whole_prompts(engine, whole):
         deadline=None,
         derandomize=True,
         phases=[Phase.generate],
-        suppress_health_check=list(HealthCheck),
+        suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
     )
     @given(schedules(requests, 32 if on_jax else 1))
     def check(events: list[Piece | int]) -> None:
         assert texts_of(made.runner, events) == whole
 
     check()
-    events = [Piece(requests[0], 0, 0, 64), Piece(requests[1], 1, 0, 40), 2]
-    together = [Piece(requests[0], 0, 64, 150), Piece(requests[2], 2, 0, 70)]
     runner = made.runner
     try:
-        for event in events[:2]:
-            first = runner.extend([event]).fetch()
-        found = {1: first[0].tolist()}
+        assert runner.extend([Piece(requests[0], 0, 0, 64)]).fetch().shape == (1, 0)
+        found = {1: runner.extend([Piece(requests[1], 1, 0, 40)]).fetch()[0].tolist()}
+        together = [Piece(requests[0], 0, 64, 150), Piece(requests[2], 2, 0, 70)]
         both = runner.extend(together).fetch()
         assert both.shape == (1, 2)  # in the order of the pieces, whatever goes first
         found |= {0: [int(both[0, 0])], 2: [int(both[0, 1])]}
@@ -193,7 +191,7 @@ def test_a_long_prompt_lets_an_open_stream_go_on(backend, engine_of, monkeypatch
     pieces = [x for x in made if isinstance(x, list)]
     assert pieces[0] == [(0, 64), (0, 10), (0, 64)]
     assert pieces[1:] == [[(64, 192)], [(192, 200), (64, 128)], [(128, 256)], [(256, 300)]]
-    between = [b for a, b in zip(made, made[1:], strict=False) if isinstance(a, list)]
+    between = [b for a, b in pairwise(made) if isinstance(a, list)]
     assert all(isinstance(x, int) and x <= loop._BESIDE for x in between[:-1]), made
     assert found + list(stream) == streamed
 

@@ -14,7 +14,6 @@ from ..errors import ClosedError, StepError, UnsupportedError
 from ..parallel.spmd import Turns
 from .text_stream import Detokenizer, TextStream
 
-
 PIECE = 2048  # tokens that are read at a time where others wait; an H100 takes 50 ms for 8B
 _GRAIN = 64  # at whose multiples prompts are cut, which changes no bit of a recurrence
 _BESIDE = 8  # steps of others between two pieces
@@ -127,7 +126,9 @@ class Loop:
                 for live, part in zip(lives, parts, strict=True):
                     live.unread = Piece.whole(part, live.slot)
                 pieces = [live.unread for live in lives if live.unread is not None]
-                if running and self._runner.spec.reads_pieces:  # some of each, so that all have room
+                if (
+                    running and self._runner.spec.reads_pieces
+                ):  # some of each, so that all have room
                     pieces = [_first(piece, PIECE // len(pieces)) for piece in pieces]
                 self._read(lives, pieces)
 
@@ -136,6 +137,7 @@ class Loop:
     def start_scores(self, requests: Sequence[Request]) -> tuple[list[Live], Any]:
         """Sequences whose tokens the caller chooses, and the logits [B, V] of the first ones."""
         with self._turns:
+
             def read(lives: list[Live], parts: list[Request]) -> Any:
                 slots = [live.slot for live in lives]
                 return self._profiler.run(self._runner.prefill_scores, parts, slots)

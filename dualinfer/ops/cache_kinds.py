@@ -68,7 +68,9 @@ class FullCache(NamedTuple):
     def extend(self, slots: Array, starts: Array, lengths: Array, k: Array, v: Array) -> Self:
         """See `CacheView.extend`."""
         m, (rows, at, there) = self.maths, places_of(self, slots, starts, lengths, k)
-        return changed(self, lambda x, new: m.put_some(x, (rows, slice(None), at), new, there), k, v)
+        return changed(
+            self, lambda x, new: m.put_some(x, (rows, slice(None), at), new, there), k, v
+        )
 
     def append(self, k: Array, v: Array, lengths: Array) -> Self:
         """See `CacheView.append`."""

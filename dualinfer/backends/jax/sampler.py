@@ -84,8 +84,9 @@ def prompt_rows(
 ) -> tuple[np.ndarray, np.ndarray, SlotState]:
     """Pieces of prompts as a step takes them, in buckets: ids, the slots of the rows, their state.
 
-    The rows' lengths are what a slot has then. Prompts of embeddings have NO_TOKEN for an id that is not known. What they have seen is for the
-    step to tell. Rows beyond the requests go to slot `free`, which there is not: they are dropped.
+    The rows' lengths are what a slot has then. Prompts of embeddings have NO_TOKEN for an id that
+    is not known. What they have seen is for the step to tell. Rows beyond the pieces go to slot
+    `free`, which there is not: they are dropped.
     """
     count = bucket(len(pieces))
     longest = max(p.stop - p.start for p in pieces)
@@ -101,9 +102,7 @@ def prompt_rows(
     padded = [*requests, *requests[:1] * (count - len(pieces))]
     columns = sampling_rows(padded, eos_width)
     columns |= {name: columns[name].astype(np.uint32) for name in WORDS}
-    rows = SlotState.make(count, 1, 0)._replace(
-        active=active, length=lengths, **columns
-    )
+    rows = SlotState.make(count, 1, 0)._replace(active=active, length=lengths, **columns)
     return ids, where, rows
 
 

@@ -196,9 +196,9 @@ class Steps:
         part of the pass, as in `forward`: before the last one x in the place of the tokens, and no
         state. An encoder reads `source`, ids [B, S] and how many [B] are real, and what layers need
         of it goes to the cache; where that `is_encoded` it has run before. bool `first` [B, V] are
-        tokens that no first one may be, beside those that a row hides. With `pieces` ids are rows of
-        prompts' tokens from int `pieces[0]` [B] to their lengths; the prompts' own are `pieces[1]`,
-        and a row that does not end one is not active.
+        tokens that no first one may be, beside those that a row hides. With `pieces` ids are rows
+        of prompts' tokens from int `pieces[0]` [B] to their lengths; the prompts' own are
+        `pieces[1]`, and a row that does not end one is not active.
         """
         ops = self.ops.using(self._scratch(params, ids.shape[0]))
         model = self.spec, params, ops

@@ -244,9 +244,9 @@ class Prompts:
         """One pass over ids [B, T], or embeddings: hidden state [B, E] of those at `last` [B].
 
         With `starts` [B] these are rows of tokens from there on, of which none reaches place
-        `reach`; `wholes` [B] are the last positions of the prompts of which these are pieces. An encoder reads
-        `source` [B, S] up to `source_last` [B], and what layers need of it goes to the cache;
-        where the source `is_encoded` it has run before.
+        `reach`; `wholes` [B] are the last positions of the prompts of which these are pieces. An
+        encoder reads `source` [B, S] up to `source_last` [B], and what layers need of it goes to
+        the cache; where the source `is_encoded` it has run before.
         """
         shape = ids.shape[:2]
         at = positions = torch.arange(shape[1], device=ids.device).expand(shape)

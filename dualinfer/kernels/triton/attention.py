@@ -45,13 +45,13 @@ def attention(
     With int `starts` [B] keys and values are those of a cache, [N, S, K, D]: row b has the keys 0
     to starts[b] + T - 1, as far as there are, of slot slots[b] of int `slots` [B], and its query i
     stands at key starts[b] + i. Where there is no such slot the result is finite. Options as in
-    `reference.attention`; `mask` bool, `segments` and `positions` int are [B, S]; `sinks` float32 [H] are GPT-OSS's; `relative` [H, 2M+1] are
-    T5's, and not beside ALiBi. `segments` must not decrease along a row: blocks of keys of other
-    segments are passed over. Keys and values that are hidden are read all the same and must be
-    finite. Strides are free but for the last axis. `sms` is the device's number of multiprocessors.
-    With `table` int32 [N, blocks] k and v are the pools of a cache of blocks (blocks.py), [blocks,
-    K, size, D]; size is a power of 2, and 16 at least. With `scales`, a pair float32 of the axes of
-    k and v before D, these are codes (codes.py).
+    `reference.attention`; `mask` bool, `segments` and `positions` int are [B, S]; `sinks` float32
+    [H] are GPT-OSS's; `relative` [H, 2M+1] are T5's, and not beside ALiBi. `segments` must not
+    decrease along a row: blocks of keys of other segments are passed over. Keys and values that are
+    hidden are read all the same and must be finite. Strides are free but for the last axis. `sms`
+    is the device's number of multiprocessors. With `table` int32 [N, blocks] k and v are the pools
+    of a cache of blocks (blocks.py), [blocks, K, size, D]; size is a power of 2, and 16 at least.
+    With `scales`, a pair float32 of the axes of k and v before D, these are codes (codes.py).
     """
     batch, tokens, heads, dim = q.shape
     by_table = table_arguments(table, k)
@@ -167,7 +167,12 @@ def _check(
         raise ValueError(f"blocks of {k.shape[1]} tokens: expected a power of 2 from 16 on.")
     count, room = k.shape[:2] if table is None else slots_and_room(k.transpose(1, 2), table)
     whole = count == batch and room >= tokens
-    if not (whole or starts is not None) or k.shape != v.shape or k.shape[3] != dim or heads % k.shape[2]:
+    if (
+        not (whole or starts is not None)
+        or k.shape != v.shape
+        or k.shape[3] != dim
+        or heads % k.shape[2]
+    ):
         raise ValueError(
             f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)}: expected [B, T, H, D] "
             "and twice [B, S, K, D], or with starts those of a cache, and H a multiple of K."

@@ -628,9 +628,9 @@ class ModelSpec(Once):
 
     @property
     def reads_pieces(self) -> bool:
-        """True if a prompt may be read in pieces: no token asks for those of its sequence behind it.
+        """True if a prompt may be read in pieces.
 
-        Nor, but in attention and recurrences, which caches serve, for those before it.
+        Then a token asks for no other one but in attention and recurrences, which caches serve.
         """
         counts = self.uncounted is not None or self.dropped is not None
         whole = self.encoder is not None or counts or self.trigrams or self.page is not None

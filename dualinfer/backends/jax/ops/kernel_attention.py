@@ -186,7 +186,8 @@ class KernelAttention(KernelBase):
         held = _held(known)
         by_cudnn = self._on_gpu and cudnn_serves(layer, qkv, mask, segments)
         turn = self._turning(layer, qkv, known, slots, last)
-        how = self._attending(layer, qkv) | {"mask": mask, "segments": segments}
+        how: dict[str, Any] = self._attending(layer, qkv)
+        how |= {"mask": mask, "segments": segments}
         how["positions"] = None if layer.slopes is None else positions
         # What XLA reads as well, its attention or a cache of another kind, is memory of its own.
         wide = has_wide_heads(a.head_dim)

@@ -192,7 +192,9 @@ class KernelAttention(KernelBase):
                 cache = cache.write(slots, k, v)
             k, v = (part.to(q.dtype) for part in cache.kept(k, v))
         how["positions"] = positions if layer.slopes is not None else None
-        how["segments"] = chunks(self.maths, layer.spec, q.shape[:2], mask, segments, q)
+        how["segments"] = chunks(
+            self.maths, layer.spec, (q.shape[0], q.shape[1]), mask, segments, q
+        )
         return self._attention(layer, q, k, v, how).flatten(-2), cache
 
     @named("attention")
