@@ -997,6 +997,35 @@ def test_interrupt_while_waiting_loses_no_token_of_an_open_stream(engine, monkey
     assert not engine._loop._live
 
 
+def test_other_calls_do_not_wait_for_the_tokens_of_a_stream(engine, monkeypatch):
+    """One thread waits for the device, and others begin, step and end beside it."""
+    how = {"max_new_tokens": 30, "eos_token_id": None, "do_sample": False}
+    expected, other = list(engine.stream(rows()[0], **how)), np.asarray(engine.generate(rows()))
+    stream = engine.stream(rows()[0], **how)
+    found, entered, goes_on = [next(stream)], threading.Event(), threading.Event()
+    kind = type(engine._loop._chunks[0][0])
+    fetch = kind.fetch
+
+    def waiting(self):
+        if threading.current_thread() is thread:
+            entered.set()
+            assert goes_on.wait(120)
+        return fetch(self)
+
+    thread = threading.Thread(target=lambda: found.append(next(stream)))
+    monkeypatch.setattr(kind, "fetch", waiting)
+    thread.start()
+    try:
+        assert entered.wait(120)
+        engine(np.array([rows()[0]]))
+        np.testing.assert_array_equal(np.asarray(engine.generate(rows())), other)
+        assert thread.is_alive()
+    finally:
+        goes_on.set()
+        thread.join(120)
+    assert [*found, *stream] == expected
+
+
 def test_error_of_a_tokenizer_ends_one_call_and_no_other(engine, tokenizer):
     class Broken:
         calls = 0

@@ -58,6 +58,12 @@ CALLS = {
     "put": lambda m, own: m.put(
         own(X) * 1, (own(AT[:, 0, 0] * 0 + [1, 0]), slice(None), 5), own(Y[:, :, 0])
     ),
+    "put_some": lambda m, own: m.put_some(
+        own(X) * 1,
+        (own(IDS[:, :3] * 0 + 1), own(IDS[:, :3] * 0 + np.arange(6).reshape(2, 3) % 3)),
+        own(Y[:, :3]),
+        own(np.array([[True, False, True], [False, True, False]])),
+    ),
     "put_rows": lambda m, own: m.put_rows(own(X) * 1, own(IDS[:1, 0] // 2), own(Y[:1, :2]), 1),
     "rows_or": lambda m, own: m.rows_or(own(IDS), own(IDS[0] // 2), 7),
     "grow": lambda m, own: m.grow(own(X), (1, 2)),

@@ -4,7 +4,7 @@ from collections import deque
 from collections.abc import Callable, Generator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 
@@ -93,6 +93,9 @@ class Live:
         self.ended = full or token in self.request.eos_ids
 
 
+_Chunk: TypeAlias = tuple[PendingTokens, dict[int, Live]]  # tokens, and whose the columns are
+
+
 def _first(piece: Piece, most: int) -> Piece:
     """The first tokens of a piece, about `most`."""
     grains = max(most // _GRAIN, 1) * _GRAIN
@@ -102,7 +105,8 @@ def _first(piece: Piece, most: int) -> Piece:
 class Loop:
     """The slots of one runner. Several generations may be open at once, each with its own slots.
 
-    They may belong to several threads, as with HF's TextIteratorStreamer; one at a time drives.
+    They may belong to several threads, as with HF's TextIteratorStreamer; one at a time plans and
+    enqueues, and all may wait for the device.
     Where several processes share the model, each must begin the same generations in the same
     order, and those that are open at once belong to one thread: how threads take turns differs
     from process to process.
@@ -114,7 +118,7 @@ class Loop:
         self._turns = turns
         self._closed: Exception | None = None
         self._live: dict[int, Live] = {}
-        self._chunks: deque[tuple[PendingTokens, dict[int, Live]]] = deque()
+        self._chunks: deque[_Chunk] = deque()
         self._left: deque[Live] = deque()  # of `leave`, whose slots are to be freed
 
     def start(self, requests: Sequence[Request]) -> list[Live]:
@@ -257,17 +261,22 @@ class Loop:
             )
 
     def fill(self, lives: Sequence[Live], count: int, steps: int) -> None:
-        """Wait until each of `lives` has `count` tokens or has ended, by chunks of `steps`."""
+        """Wait until each of `lives` has `count` tokens or has ended, by chunks of `steps`.
+
+        Others have the turn while this waits for the device: calls begin, and streams go on.
+        """
         while True:
             with self._turns:
                 self._finish_left()
                 if all(live.ended or len(live.tokens) >= count for live in lives):
                     return
                 self._turns.go_on(self._live)
-                self._pump(steps)
+                chunk = self._oldest(steps)
+            if chunk is not None:
+                self._hand_out(chunk)
 
-    def _pump(self, steps: int) -> None:
-        """Hand out the oldest chunk's tokens, after enqueueing the next chunk behind it.
+    def _oldest(self, steps: int) -> _Chunk | None:
+        """The oldest chunk, after enqueueing the next one behind it; None of a piece alone.
 
         At most one is beyond the one about to be fetched.
         While passes are timed nothing is enqueued ahead: it may turn out that none is needed.
@@ -277,20 +286,32 @@ class Loop:
             reading = any(x.unread is not None for x in self._live.values())
             self._enqueue(min(steps, _BESIDE) if reading else steps)
             self._read_on()
-        if not self._chunks:  # a piece alone
-            return
-        pending, columns = self._chunks[0]  # stays there if the wait is interrupted
+        return self._chunks[0] if self._chunks else None
+
+    def _hand_out(self, chunk: _Chunk) -> None:
+        """Wait for a chunk, which stays if the wait is interrupted, and hand out its tokens.
+
+        Another thread that has waited as well may have done so by then.
+        """
+        pending, columns = chunk
         try:
             tokens = pending.fetch()
         except Exception as error:
-            self.lose(StepError(f"A step failed, and with it the sequences it served: {error!r}."))
+            with self._turns:
+                if not self._chunks or self._chunks[0] is not chunk:
+                    return
+                reason = f"A step failed, and with it the sequences it served: {error!r}."
+                self.lose(StepError(reason))
             raise
-        self._chunks.popleft()
-        for row in tokens:
-            for column, live in columns.items():
-                if not live.ended and row[column] != NO_TOKEN:
-                    live.take(int(row[column]))
-        self._begin_anew([x for x in columns.values() if x.pauses and not x.ended])
+        with self._turns:
+            if not self._chunks or self._chunks[0] is not chunk:
+                return
+            self._chunks.popleft()
+            for row in tokens:
+                for column, live in columns.items():
+                    if not live.ended and row[column] != NO_TOKEN:
+                        live.take(int(row[column]))
+            self._begin_anew([x for x in columns.values() if x.pauses and not x.ended])
 
     def _begin_anew(self, lives: Sequence[Live]) -> None:
         """Fill the slots of sequences that have paused with all of their tokens."""
