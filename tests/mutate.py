@@ -546,7 +546,7 @@ ROWS: list[Row] = [
     ),
     Row(
         "backends/torch/prompts.py",
-        "last if whole is None else whole)",
+        "last if wholes is None else wholes)",
         "last)",
         "A long prompt that goes in pieces is turned by the length of each piece.",
         "tests/test_relatives.py -k 'kernels_give and cohere and dynamic and torch'",
