@@ -88,7 +88,7 @@ def test_rows_of_tokens_go_on_in_their_slots(maths, name):
         for slot, start, length, row in zip(slots, starts, lengths, new, strict=True):
             own = row[:length].swapaxes(0, 1)
             if codes:
-                own = reference.decode_heads(*reference.encode_heads(own, codes))
+                own = oracles.decode_heads(*oracles.encode_heads(own, codes))
             expected[slot, :, start : start + length] = own[:, : capacity - start]
         near = partial(np.testing.assert_allclose, rtol=1e-6, atol=1e-6)
         near(got, expected)
