@@ -271,9 +271,9 @@ def test_tables_and_blocks_that_do_not_fit_are_refused():
     how: dict[str, Any] = {"scale": 1.0, "causal": True}
     table = torch.zeros(2, 3, dtype=torch.int32)
     for wrong, message in (
-        ({"table": table[:1]}, "blocks by a table of B rows"),
+        ({"table": table[:1]}, "or with starts those of a cache"),
         ({"table": table.long()}, "table is .* torch.int64"),
-        ({"table": table, "start": 44}, "start=44 with 5 queries and 48 keys"),
+        ({"table": table, "starts": torch.zeros(2)}, r"starts is torch.float32; expected int32"),
     ):
         with pytest.raises(ValueError, match=message):
             attention(q, pool, pool, **how, **wrong)
