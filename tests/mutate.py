@@ -1627,7 +1627,7 @@ ROWS: list[Row] = [
         "tests/kernels/test_mixtures.py -k full_gives",
     ),
     Row(
-        "decoder/blocks/post.py",
+        "decoder/post.py",
         "own.activation, run.given.seen.segments)",
         "own.activation, None)",
         "Packed texts reach into each other through DeBERTa-v2-xlarge's convolution.",

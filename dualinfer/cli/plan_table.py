@@ -148,12 +148,12 @@ def make_plan_table(
 
 def _sums(layer: Layer) -> int:
     """Sums over the devices of a layer, one of each product back; not those that norms share."""
-    if layer.bottleneck is not None:
-        return 1 + layer.bottleneck.feeds
+    if layer.block is not None:
+        return layer.block.sums
     mlp = layer.mlp
     apart = isinstance(mlp, Experts) and (mlp.apart or mlp.late)
     mixed = layer.attends + (layer.recurrence is not None)
-    return mixed + layer.feeds + (layer.cross is not None) + (layer.page is not None) + apart
+    return mixed + layer.feeds + (layer.cross is not None) + apart
 
 
 _TOKENS = (1, 8, 64)  # of a step: what one reads, and what sequences that run together do

@@ -3,12 +3,9 @@
 from ..model.spec import Layer, ModelSpec
 from ..ops.contract import Array
 from .attention import attention_of, beside_recurrence, cross, recurrence
-from .blocks.bottleneck import narrow_block
-from .blocks.page import paged_block
-from .blocks.post import post_block
-from .blocks.streams import streamed_block
 from .feed_forward import feed_forward_of
 from .layer import sequential, within
+from .post import post_block
 from .residual import (
     adapted,
     added,
@@ -37,14 +34,10 @@ def blocks_of(spec: ModelSpec) -> tuple[Block, ...]:
 
 
 def _block(layer: Layer, lends: bool, after_late: bool) -> Block:
+    if layer.block is not None:
+        return _whole(layer.block.runs(layer, lends))
     if layer.placement == "post":
         return post_block(layer)
-    if layer.bottleneck is not None:
-        return _whole(narrow_block)
-    if layer.page is not None:
-        return _whole(paged_block)
-    if layer.streams is not None:
-        return _whole(streamed_block(layer, lends))
     blocks = [_sublayers(layer, lends)]
     blocks += [adapted] * (layer.adapter is not None) + [read_own] * bool(layer.reads)
     blocks += [multiplied] * layer.multiplied + [with_late] * after_late

@@ -2,9 +2,9 @@
 
 from dataclasses import replace
 
-from ..model.spec import Embedder, ModelSpec, Streams
+from ..model.spec import Embedder, ModelSpec
 from ..ops.contract import Array, BlockOps, Epilogue, NormOf, Params, Seen
-from ..ops.embedding import embed_given, embed_page, embed_trigrams, read_by_layers
+from ..ops.embedding import embed_given, read_by_layers
 from ..ops.projection import project
 from .choice import blocks_of
 from .run import Attend, Pass, Recur, Run, normed
@@ -38,13 +38,12 @@ def hidden_states(
     bool `mask` [B, T] and `segments` [B, T], which number sequences, are for a model that drops
     tokens or blanks them, and for layers as in `Seen`.
 
-    With `keep`, all L+1: the embedding and each layer's output; of several streams [B, T, A, E],
-    and what they make at last behind them. `attend` takes a layer's number and
-    its packed queries, keys and values, `across` its queries alone, `recur` what its recurrence
-    reads. With `layers` the output of the
-    last one of these, `x` being what the ones before them gave, None at the first.
+    With `keep`, all L+1: the embedding and each layer's output, or what a `Block` makes of them.
+    `attend` takes a layer's number and its packed queries, keys and values, `across` its queries
+    alone, `recur` what its recurrence reads. With `layers` the output of the last one of these, `x`
+    being what the ones before them gave, None at the first.
     """
-    if x is None:
+    if begins := x is None:
         if token_types is None and spec.token_types and not spec.token_types_from_vocab:
             token_types = positions * 0
         if spec.uncounted is not None and embeds is None:
@@ -52,9 +51,9 @@ def hidden_states(
             counted = ids != spec.uncounted
             positions = (counted.cumsum(axis=1) + positions[:, :1]) * counted - 1
         where = positions, token_types
-        if spec.trigrams:
+        if spec.block is not None and spec.block.embeds:
             read = ids if embeds is None else embeds
-            x = embed_trigrams(ops, spec, params.outer, read, *where, segments)
+            x = spec.block.embed(ops, spec, params.outer, read, where, segments)
         elif embeds is None:
             apart = spec.dropped is not None and spec.learned_positions > 0
             x = ops.embed(_without_positions(spec) if apart else spec, params.outer, ids, *where)
@@ -77,20 +76,14 @@ def hidden_states(
             x = ops.norm(x, norm)
         if spec.blanks and mask is not None:
             x = ops.maths.where(mask[..., None], x, 0)
-        if spec.page is not None:
-            page = embed_page(ops, spec, w, positions, token_types)
-            page = ops.norm(
-                page, NormOf.named(spec.embed_norm or spec.layers[0].norm, w, "page_norm")
-            )
-            x = ops.maths.join((x, page), -1)
-    kept: list[Array] = [x]
     own: Array | list[None] = [None] * len(spec.layers)
     if spec.reads:
         assert ids is not None
         known = ids if spec.layers_ids is None else ids * (ids < spec.layers_ids)
         own = read_by_layers(ops, spec, params.outer, known, x)
-    if spec.streams is not None:
-        kept = [x := _spread(spec.streams, params, ops, x)]
+    if begins and spec.block is not None:
+        x = spec.block.enter(ops, spec, params.outer, x, (positions, token_types))
+    kept: list[Array] = [x]
     blocks = spec.made(blocks_of)
     given = Pass(attend, across, recur, Seen(mask, segments), not keep, {}, [])
     # One after another, not a scan over stacked weights: see docs/measured-and-left-out.md.
@@ -102,11 +95,11 @@ def hidden_states(
             kept = [x]
         elif not spec.layers[i].is_late:
             kept = [*kept, x]
-    if spec.streams is not None:
-        last = _gathered(spec.streams, params, ops, kept[-1])
-        # Sequences first, as callers have them.
-        return [*(y.swapaxes(0, 1).swapaxes(1, 2) for y in kept if keep), last]
-    return [*kept[:-1], normed(ops, kept[-1])]
+    kept = [*kept[:-1], normed(ops, kept[-1])]
+    ends = layers is None or layers.stop == len(spec.layers)
+    if not ends or spec.block is None:
+        return kept
+    return spec.block.leave(ops, params.outer, kept, keep)
 
 
 def _embedded_by(
@@ -121,28 +114,6 @@ def _embedded_by(
     y = ops.norm(y, NormOf.named(own.norm, w, f"{name}.out_norm"))
     share = ops.maths.cast(is_own[..., None] * 1.0, x.dtype)
     return x * (1 - share) + y * share
-
-
-def _spread(streams: Streams, params: Params, ops: BlockOps, x: Array) -> Array:
-    """The streams [A, B, T, E] of embedded tokens [B, T, E]: itself, and projections as large."""
-    w = params.outer
-    others = [project(ops, w, f"spread.{i}", x) for i in range(streams.count - 1)]
-    return ops.maths.stack([x, *(_as_large(y, x) for y in others)], 0)
-
-
-def _gathered(streams: Streams, params: Params, ops: BlockOps, x: Array) -> Array:
-    """The mean [B, T, E] of streams [A, B, T, E], others projected and as large as the first."""
-    w, first = params.outer, x[0]
-    total = first
-    for i in range(streams.count - 1):
-        total = total + _as_large(project(ops, w, f"gather.{i}", x[i + 1]), first)
-    return total * (1 / streams.count)
-
-
-def _as_large(x: Array, other: Array) -> Array:
-    """x with the root of the mean square of `other`, over the last axis."""
-    size = (other * other).mean(-1)[..., None] ** 0.5
-    return x * size / (x * x).mean(-1)[..., None].clip(1e-5) ** 0.5
 
 
 def _without_positions(spec: ModelSpec) -> ModelSpec:

@@ -7,7 +7,6 @@ from ..ops.contract import Array, BlockOps, Epilogue, NormOf, Ops, Params, Proje
 from ..ops.feed_forward import softcap
 from ..ops.pooling import pool
 from ..ops.projection import project, project_by
-from ..ops.streams import parted
 
 
 def outputs(
@@ -44,14 +43,14 @@ def outputs(
         name = "decoder_hidden_states" if spec.crosses else "hidden_states"
         shown = states[1:] if spec.late_states else states[:-1]
         result[name] = (*shown, states[-1] if spec.raw_states else last)
-        if spec.streams is not None:
-            result[name] = tuple(states[:-1])
+        if spec.block is not None:
+            result[name] = spec.block.hidden(states, last)
     return result
 
 
 def _tokens(spec: ModelSpec, ops: BlockOps, x: Array) -> Array:
     """The tokens' own stream [B, T, E]."""
-    return x if spec.page is None else parted(ops.maths, x, spec.embed)[0]
+    return x if spec.block is None else spec.block.tokens(ops, spec, x)
 
 
 def _vector(own: Pooled, params: Params, ops: Ops, x: Array, weights: Array) -> Array:

@@ -20,7 +20,7 @@ from ..errors import (
     shown,
     warn_caller,
 )
-from ..model.outputs import make_generate_outputs, make_outputs, streams_first
+from ..model.outputs import make_generate_outputs, make_outputs
 from .arguments import GenerationArguments, refuse_outputs, with_arguments
 from .base import CLOSED, About
 from .checks import by_name, is_zero, refuse_prefix
@@ -248,8 +248,8 @@ class FusedEngine(Likeness, EmbeddingCalls, TowerCalls, SpeechCalls):
         given = (call.inputs[name] for name in names if call.inputs.get(name) is not None)
         kind = kind_of(next(given, None)) or "list"
         fields = as_fields(results, kind)
-        if self._spec.streams is not None and "hidden_states" in fields:
-            fields["hidden_states"] = streams_first(fields["hidden_states"])
+        if self._spec.block is not None and "hidden_states" in fields:
+            fields["hidden_states"] = self._spec.block.shown(fields["hidden_states"])
         if isinstance(encoder_outputs, Mapping):  # as in HF they come back
             names = "encoder_hidden_states", "hidden_states"
             kept = (encoder_outputs[name] for name in names if encoder_outputs.get(name))

@@ -72,11 +72,6 @@ def make_outputs(fields: Mapping[str, Any]) -> Any:
     return _outputs_type("Outputs")(**fields)
 
 
-def streams_first(states: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Hidden states of several streams as HF has them, [A, B, T, E], of [B, T, A, E]."""
-    return tuple(x.swapaxes(1, 2).swapaxes(0, 1) for x in states)
-
-
 def make_generate_outputs(fields: Mapping[str, Any]) -> Any:
     """What generate returns for return_dict_in_generate: as HF's GenerateDecoderOnlyOutput."""
     return _outputs_type("GenerateOutputs")(**fields)

@@ -1,13 +1,15 @@
 """What tokens are before the first layer: rows of tables, patches of images, sounds, positions."""
 
-from typing import Any
+from typing import Any, TypeAlias
 
 from ..model.spec import ModelSpec, Waves
 from .contract import Array, BlockOps, NormOf, Weights
-from .convolutions import trigrams
 from .maths import Maths, flat, heads, named
 from .norms import plain_norm
 from .projection import project
+
+# Where tokens stand: their positions and types [B, T], or types and boxes [B, T, 5].
+Where: TypeAlias = tuple[Array, Array | None]
 
 
 def embed(
@@ -21,7 +23,7 @@ def embed(
     """Embedded tokens [B, T, E]; see `contract.BlockOps.embed`."""
     table = w["embed.weight"]
     x = ops.schemes.embed(ids, table) if spec.own_vocab else ops.tokens(ids, table)
-    return _with_positions(ops, spec, w, _scaled(ops.maths, spec, x), positions, token_types)
+    return with_positions(ops, spec, w, _scaled(ops.maths, spec, x), positions, token_types)
 
 
 def embed_given(
@@ -59,42 +61,7 @@ def embed_given(
             embeds = hear(m, embeds, *kernels)
     if spec.scales_embeds:
         embeds = _scaled(m, spec, embeds)
-    return _with_positions(ops, spec, w, embeds, positions, token_types, blend)
-
-
-def embed_trigrams(
-    ops: BlockOps,
-    spec: ModelSpec,
-    w: Weights,
-    x: Array,
-    positions: Array,
-    token_types: Array | None,
-    segments: Array | None = None,
-) -> Array:
-    """As `embed` of int ids x [B, T], or `embed_given` of x [B, T, W], by `spec.trigrams`.
-
-    What lies beyond a row, or in another of its int `segments` [B, T], counts as zeros.
-    """
-    if x.ndim == 2:
-        x = ops.tokens(x, w["embed.weight"])
-    x = trigrams(ops.maths, x, segments)
-    x = ops.schemes.matmul(x, w["project_in.weight"], w["project_in.bias"])
-    return _with_positions(ops, spec, w, x, positions, token_types)
-
-
-def embed_page(
-    ops: BlockOps, spec: ModelSpec, w: Weights, positions: Array, token_types: Array
-) -> Array:
-    """The stream `spec.page` of tokens, before its norm: [B, T, W].
-
-    It is a projection of the rows of a token's box, which `token_types` hold as in `embed`, and a
-    row of its position.
-    """
-    _, boxes = _boxes(ops, w, token_types)
-    boxes = ops.maths.join(boxes, -1)
-    y = ops.schemes.matmul(boxes, w["page_project.weight"], w["page_project.bias"])
-    at = ops.maths.within(positions, spec.learned_positions)
-    return y + ops.schemes.embed(at, w["page_positions.weight"])
+    return with_positions(ops, spec, w, embeds, positions, token_types, blend)
 
 
 def read_by_layers(ops: BlockOps, spec: ModelSpec, w: Weights, ids: Array, x: Array) -> Array:
@@ -124,7 +91,7 @@ def _scaled(m: Maths, spec: ModelSpec, x: Array) -> Array:
     return x * scale if spec.rounds_scale else m.times(x, scale)
 
 
-def _with_positions(
+def with_positions(
     ops: BlockOps,
     spec: ModelSpec,
     w: Weights,
@@ -142,8 +109,8 @@ def _with_positions(
         x = ops.schemes.matmul(x, w["project_in.weight"])
     if token_types is not None:
         if spec.boxes:
-            token_types, boxes = _boxes(ops, w, token_types)
-            x = x if spec.page is not None else sum(boxes, x)
+            token_types, boxes = rows_of_boxes(ops, w, token_types)
+            x = sum(boxes, x) if spec.adds_boxes else x
         if spec.token_types_from_vocab:
             x = x + ops.tokens(token_types, w["embed.weight"])
         else:
@@ -157,7 +124,7 @@ def _with_positions(
     return x
 
 
-def _boxes(ops: BlockOps, w: Weights, token_types: Array) -> tuple[Array, list[Array]]:
+def rows_of_boxes(ops: BlockOps, w: Weights, token_types: Array) -> tuple[Array, list[Array]]:
     """Types of tokens, and rows for left, upper, right, lower, height and width."""
     boxes = ops.maths.zeros((*token_types.shape, 4), token_types.dtype, token_types)
     if token_types.ndim == 3:

@@ -45,22 +45,6 @@ def gate_scaled(m: Maths, h: Array, kind: Activation, scale: float) -> Array:
     return activation(m, gate * scale, kind) * up
 
 
-def gate_sparsely(
-    ops: BlockOps, h: Array, kind: Activation, deviations: float, width: int
-) -> Array:
-    """Gates and ups h [..., 2 F] as hidden values [..., F], as `spec.Mlp.sparse` has them.
-
-    Devices have shares of the `width` gates. HF's `Gemma3nTextMLP`.
-    """
-    m = ops.maths
-    gates, ups = halves(m.wide(h))
-    sums = ops.sum(m.stack((gates.sum(-1), (gates * gates).sum(-1)), 0)) / width
-    mean, square = sums[0], sums[1]
-    least = mean + deviations * m.sqrt((square - mean * mean).clip(0))
-    gates = m.cast(m.activation(gates - least[..., None], "relu"), h.dtype)
-    return activation(m, gates, kind) * m.cast(ups, h.dtype)
-
-
 def gate(
     ops: BlockOps,
     w: Weights,

@@ -4,27 +4,6 @@ from .contract import Array
 from .maths import Maths, cut, flat, heads, named
 
 
-def mix_streams(m: Maths, coefficients: Array, x: Array) -> Array:
-    """Streams x [A, B, T, E], and to stream j added all i times coefficients [B, T, A j + i].
-
-    HF's `Gemma3nTextAltUp.predict`.
-    """
-    return x + m.einsum("btji,ibte->jbte", heads(coefficients, len(x)), x)
-
-
-def correct_streams(m: Maths, x: Array, coefficients: Array, change: Array) -> Array:
-    """Streams x [A, B, T, E], to each added `change` [B, T, E] times its coefficient [B, T, A].
-
-    HF's `Gemma3nTextAltUp.correct`.
-    """
-    return x + m.moveaxis(coefficients, -1, 0)[..., None] * change
-
-
-def add_to_rest(m: Maths, x: Array, y: Array) -> Array:
-    """Streams x [A, B, T, E], to all but the first y [B, T, E] added."""
-    return m.join((x[:1], x[1:] + y), 0)
-
-
 def parted(m: Maths, x: Array, at: int) -> tuple[Array, Array]:
     """The first `at` elements of the last axis of x, and the others, as kernels take them."""
     return m.whole(x[..., :at]), m.whole(x[..., at:])

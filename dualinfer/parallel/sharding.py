@@ -205,10 +205,8 @@ class _Cut(NamedTuple):
         q, k, v = layer.attention.head_widths
         experts = {} if self.experts is None else {"experts": self.experts}
         streams = {}
-        if layer.page is not None:
-            page = layer.page.head_dim
-            for name, dim in (("text", layer.attention.head_dim - page), ("page", page)):
-                streams |= {f"{name}_{x}": self.query.times(dim) for x in "qkv"}
+        if layer.block is not None:
+            streams |= layer.block.share(layer, self.query)
         if layer.spans is not None:
             streams["spans"] = self.query.times(q)
             streams["mixtures"] = self.query.times(layer.spans.taps)

@@ -14,7 +14,7 @@ from jax.core import Tracer
 from ...config.dtypes import dtype_name
 from ...decoder import joined_towers
 from ...errors import ArgumentError, UnsupportedError, shortened
-from ...model.outputs import make_outputs, on_outputs_type, streams_first
+from ...model.outputs import make_outputs, on_outputs_type
 from ...ops.pooling import contrast
 from ..base import ForwardInputs
 from .executables import TRACED, check_untraced
@@ -247,8 +247,8 @@ def _run_pure(runner: Any, weights: Any, keep: bool, inputs: ForwardInputs) -> d
     results = run(weights, flat_inputs(inputs))
     if inputs.choices:
         results = {**results, "logits": results["logits"].reshape(-1, inputs.choices)}
-    if runner.spec.streams is not None and keep:
-        results = {**results, "hidden_states": streams_first(results["hidden_states"])}
+    if (block := runner.spec.block) is not None and keep:
+        results = {**results, "hidden_states": block.shown(results["hidden_states"])}
     return results
 
 

@@ -209,10 +209,10 @@ class Layer(Part):
 
 
 def _qkv_sizes(layer: LayerSpec) -> tuple[int, int, int]:
-    """Rows of a layer's queries, keys and values, but for those of a second stream."""
+    """Rows of a layer's queries, keys and values, but for those of a projection of their own."""
     q, k, v = layer.attention.qkv_sizes
-    of_page = 0 if layer.page is None else layer.attention.heads * layer.page.head_dim
-    return q - of_page, k - of_page, v - of_page
+    apart = 0 if layer.block is None else layer.attention.heads * layer.block.apart
+    return q - apart, k - apart, v - apart
 
 
 class Model(Part):

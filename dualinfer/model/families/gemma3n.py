@@ -8,9 +8,10 @@ from collections.abc import Mapping
 from dataclasses import replace
 from statistics import NormalDist
 
+from ...blocks.streams import Streams
 from ...errors import ModelError, shown
 from .. import rows as make
-from ..spec import Attention, Embedder, Head, Layer, Mlp, ModelSpec, Norm, Streams
+from ..spec import Attention, Embedder, Head, Layer, Mlp, ModelSpec, Norm
 from ..weights import Row, WeightTable, row
 from .fields import ConfigFields
 from .gemma4 import lenders_of
@@ -106,11 +107,11 @@ def _describe(
             ),
             mlp,
             norm,
-            "streams",
+            "pre",
             reads=reads,
-            streams=streams,
+            block=replace(streams, sparse=sparse),
         )
-        for kind, window, lender, mlp in zip(
+        for kind, window, lender, (mlp, sparse) in zip(
             kinds,
             fields.windows(kinds),
             lenders_of(fields, kinds),
@@ -137,8 +138,8 @@ def _describe(
     return spec, _table(fields, spec, tied, base, own_ids)
 
 
-def _mlps(fields: ConfigFields, count: int) -> list[Mlp]:
-    """The feed-forward of each layer, by lists with a width and a share of gates that are shut."""
+def _mlps(fields: ConfigFields, count: int) -> list[tuple[Mlp, tuple[float, int] | None]]:
+    """The feed-forward of each layer and `Streams.sparse`, of lists of widths and of shares."""
     activation = fields.activation("hidden_activation")
     widths, shut = fields.take("intermediate_size"), fields.take("activation_sparsity_pattern", 0.0)
     widths, shut = (x if isinstance(x, list | tuple) else [x] * count for x in (widths, shut))
@@ -154,7 +155,7 @@ def _mlps(fields: ConfigFields, count: int) -> list[Mlp]:
             "to 1."
         )
     return [
-        Mlp(ffn, activation, gated=True, sparse=(NormalDist().inv_cdf(x), ffn) if x else None)
+        (Mlp(ffn, activation, gated=True), (NormalDist().inv_cdf(x), ffn) if x else None)
         for ffn, x in zip(widths, shut, strict=True)
     ]
 
@@ -163,19 +164,10 @@ def _table(
     fields: ConfigFields, spec: ModelSpec, tied: bool, base: str, own_ids: int
 ) -> WeightTable:
     norm, bias = spec.layers[0].norm, fields.flag("attention_bias", False)
-    hf, streams = base + "layers.{i}.", spec.layers[0].streams
-    assert streams is not None
-    mixing = [
-        *make.linear("told", f"{hf}altup.modality_router", "streams embed", bias=False),
-        *make.linear("predict", f"{hf}altup.prediction_coefs", "coefficients streams", bias=False),
-        *make.linear("correct", f"{hf}altup.correction_coefs", "streams streams_in", bias=False),
-    ]
+    hf, streams = base + "layers.{i}.", spec.block
+    assert isinstance(streams, Streams)
     shared = [
-        *(replace(own, dense=True) for own in mixing),
-        *make.norm(norm, "told_norm", f"{hf}altup.router_norm"),
-        *make.linear("laurel_in", f"{hf}laurel.linear_left", "laurel embed", bias=False),
-        *make.linear("laurel_out", f"{hf}laurel.linear_right", "embed laurel", bias=False),
-        *make.norm(norm, "laurel_norm", f"{hf}laurel.post_laurel_norm"),
+        *streams.rows(hf, norm),
         *make.norm(norm, "attn_norm", f"{hf}input_layernorm"),
         *make.norm(norm, "attn_post_norm", f"{hf}post_attention_layernorm"),
         *make.norm(norm, "mlp_norm", f"{hf}pre_feedforward_layernorm"),
@@ -188,8 +180,6 @@ def _table(
         *make.linear("read_out", f"{hf}per_layer_projection", "embed read", bias=False),
         *make.norm(norm, "read_norm", f"{hf}post_per_layer_input_norm"),
     ]
-    stored = f"{hf}altup.correct_output_scale", "embed"
-    shared.append(row("corrected_scale", "embed", stored))
     lenders = [layer.attention.lender for layer in spec.layers]
 
     def rows_of(lender: int | None) -> tuple[Row, ...]:
@@ -215,11 +205,7 @@ def _table(
         ),
         *make.norm(norm, "layers_norm", f"{base}per_layer_projection_norm", "read"),
     ]
-    square = "embed embed_in"
-    for i in range(streams.count - 1):
-        outer += make.linear(f"spread.{i}", f"{base}altup_projections.{i}", square, bias=False)
-        theirs = f"{base}altup_unembed_projections.{i}"
-        outer += make.linear(f"gather.{i}", theirs, square, bias=False)
+    outer += streams.outer_rows(base)
     numbers = "|".join(str(i) for i, lender in enumerate(lenders) if lender is not None)
     unused = (
         [rf"layers\.({numbers})\.self_attn\.(k_proj|v_proj|k_norm|v_norm)\."] if numbers else []

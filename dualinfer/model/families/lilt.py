@@ -1,15 +1,15 @@
 """LiLT: RoBERTa with a second stream, of where tokens lie on a page. HF source: models/lilt."""
 
+from ...blocks.page import Page
 from ...errors import ModelError
 from .. import rows as make
-from ..spec import Attention, Layer, Mlp, ModelSpec, Norm, Page
+from ..spec import Attention, Layer, Mlp, ModelSpec, Norm
 from ..weights import Row, WeightTable, row
 from .fields import ConfigFields
 from .heads import Classifier, kind_of_head, make_head
 
 _ENDS = ("ForSequenceClassification", "ForTokenClassification", "ForQuestionAnswering")
 CLASSES = {"lilt": tuple(f"Lilt{end}" for end in ("Model", *_ENDS))}
-_QKV = {"q": "query", "k": "key", "v": "value"}
 _BASE, _LAYER = "lilt.", "lilt.encoder.layer.{i}."
 
 
@@ -32,7 +32,7 @@ def describe(fields: ConfigFields, architecture: str) -> tuple[ModelSpec, Weight
     page = Page(embed // ratio, ffn // ratio, head_dim // ratio)
     both = head_dim + page.head_dim
     attention = Attention(heads, heads, both, head_dim**-0.5, causal=False)
-    layer = Layer(attention, Mlp(ffn, mlp, gated=False), norm, "paged", page=page)
+    layer = Layer(attention, Mlp(ffn, mlp, gated=False), norm, "post", block=page)
     kind, pooler = kind_of_head(architecture), f"{_BASE}pooler.dense"
     head, head_rows = None, make.linear("pooler", pooler, "embed embed_in")
     if kind == "sequence":
@@ -57,8 +57,8 @@ def describe(fields: ConfigFields, architecture: str) -> tuple[ModelSpec, Weight
     )
     return spec, WeightTable(
         spec,
-        (*_embeddings(norm), *head_rows),
-        (tuple(_layer(norm)),) * len(spec.layers),
+        (*_embeddings(norm), *page.outer_rows(f"{_BASE}layout_embeddings.", norm), *head_rows),
+        (tuple(page.rows(_LAYER, norm)),) * len(spec.layers),
         base=_BASE,
         unused=(r"embeddings\.position_ids$", *(() if head is None else (r"(^|\.)pooler\.",))),
         optional="pooler.",
@@ -66,34 +66,11 @@ def describe(fields: ConfigFields, architecture: str) -> tuple[ModelSpec, Weight
 
 
 def _embeddings(norm: Norm) -> list[Row]:
-    hf, page = f"{_BASE}embeddings.", f"{_BASE}layout_embeddings."
+    hf = f"{_BASE}embeddings."
     tables = [
         ("embed", "vocab embed", f"{hf}word_embeddings"),
         ("positions", "positions embed", f"{hf}position_embeddings"),
         ("token_types", "types embed", f"{hf}token_type_embeddings"),
-        ("page_positions", "positions page", f"{page}box_position_embeddings"),
-        *((f"boxes.{x}", "boxes sixth", f"{page}{x}_position_embeddings") for x in "xyhw"),
     ]
     rows = [row(f"{ours}.weight", axes, (f"{x}.weight", axes)) for ours, axes, x in tables]
-    rows += make.norm(norm, "embed_norm", f"{hf}LayerNorm")
-    rows += make.linear("page_project", f"{page}box_linear_embeddings", "page embed")
-    return rows + make.norm(norm, "page_norm", f"{page}LayerNorm", "page")
-
-
-def _layer(norm: Norm) -> list[Row]:
-    """Both streams' rows; HF's names of the second begin with `layout_`."""
-    rows, own = [], f"{_LAYER}attention.self."
-    for ours, theirs, stream, width, ffn in (
-        ("", "", "text", "embed", "ffn"),
-        ("page_", "layout_", "page", "page", "page_ffn"),
-    ):
-        parts = {f"{stream}_{x}": theirs + name for x, name in _QKV.items()}
-        rows += make.joined(f"{ours}qkv", own + "{p}", parts, bias=True, width=width)
-        out = f"{_LAYER}attention.{theirs}output"
-        rows += make.linear(f"{ours}out", f"{out}.dense", f"{width} {stream}_q")
-        rows += make.norm(norm, f"{ours}attn_norm", f"{out}.LayerNorm", width)
-        up, down = f"{_LAYER}{theirs}intermediate.dense", f"{_LAYER}{theirs}output"
-        rows += make.linear(f"{ours}up", up, f"{ffn} {width}")
-        rows += make.linear(f"{ours}down", f"{down}.dense", f"{width} {ffn}")
-        rows += make.norm(norm, f"{ours}mlp_norm", f"{down}.LayerNorm", width)
-    return rows
+    return rows + make.norm(norm, "embed_norm", f"{hf}LayerNorm")

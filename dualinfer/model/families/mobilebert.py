@@ -2,8 +2,9 @@
 
 from dataclasses import replace
 
+from ...blocks.bottleneck import Bottleneck
 from .. import rows as make
-from ..spec import Attention, Bottleneck, Head, Layer, Mlp, ModelSpec, Norm
+from ..spec import Attention, Head, Layer, Mlp, ModelSpec, Norm
 from ..weights import Row, WeightTable, row
 from .fields import ConfigFields
 from .heads import Classifier, kind_of_head, make_head
@@ -33,7 +34,7 @@ def describe(fields: ConfigFields, architecture: str) -> tuple[ModelSpec, Weight
     attention = Attention(heads, heads, head_dim, head_dim**-0.5, causal=False)
     mlp = Mlp(fields.size("intermediate_size"), fields.activation("hidden_act"), gated=False)
     own = Bottleneck(narrow, fields.size("num_feedforward_networks", most=64))
-    layer = Layer(attention, mlp, norm, "narrow", bottleneck=own)
+    layer = Layer(attention, mlp, norm, "post", block=own)
     head, head_rows, ties = _head(fields, architecture, mlp)
     spec = ModelSpec(
         family="mobilebert",
@@ -45,7 +46,6 @@ def describe(fields: ConfigFields, architecture: str) -> tuple[ModelSpec, Weight
         learned_positions=fields.size(positions),
         token_types=fields.size("type_vocab_size"),
         embed_width=width,
-        trigrams=True,
         embed_norm=norm,
         head=head,
     )
@@ -65,33 +65,12 @@ def describe(fields: ConfigFields, architecture: str) -> tuple[ModelSpec, Weight
     return spec, WeightTable(
         spec,
         (*outer, *head_rows),
-        (tuple(_layer(own, norm)),) * len(spec.layers),
+        (tuple(own.rows(_LAYER, norm)),) * len(spec.layers),
         base=_BASE,
         unused=tuple(unused),
         tied=ties,
         optional="pooler.",
     )
-
-
-def _layer(own: Bottleneck, norm: Norm) -> list[Row]:
-    rows = []
-    for ours, theirs in (("narrow", "input"), ("narrow_qk", "attention")):
-        rows += make.linear(ours, f"{_LAYER}bottleneck.{theirs}.dense", "narrow embed")
-        rows += make.norm(norm, f"{ours}_norm", f"{_LAYER}bottleneck.{theirs}.LayerNorm", "narrow")
-    parts = {"q": "query", "k": "key"}
-    rows += make.joined(
-        "query_key", _LAYER + "attention.self.{p}", parts, bias=True, width="narrow"
-    )
-    rows += make.linear("value", f"{_LAYER}attention.self.value", "v embed")
-    rows += make.linear("out", f"{_LAYER}attention.output.dense", "narrow q")
-    rows += make.norm(norm, "attn_norm", f"{_LAYER}attention.output.LayerNorm", "narrow")
-    for i in range(own.feeds):  # the last one has no number
-        hf = _LAYER if i == own.feeds - 1 else f"{_LAYER}ffn.{i}."
-        rows += make.linear(f"up.{i}", f"{hf}intermediate.dense", "ffn narrow")
-        rows += make.linear(f"down.{i}", f"{hf}output.dense", "narrow ffn")
-        rows += make.norm(norm, f"mlp.{i}_norm", f"{hf}output.LayerNorm", "narrow")
-    rows += make.linear("wide", f"{_LAYER}output.bottleneck.dense", "embed narrow")
-    return rows + make.norm(norm, "wide_norm", f"{_LAYER}output.bottleneck.LayerNorm")
 
 
 def _head(

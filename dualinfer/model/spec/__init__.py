@@ -6,23 +6,21 @@ G = H/K, D head_dim, F ffn, V vocab, X experts.
 """
 
 from .attention import LAMBDAS, Attention, Gate, Latent, Places, RelativeBias, Rope
+from .block import Block
 from .model import Head, Layer, ModelSpec, Patches, Pooled, Pooling, Probe, Sounds, Waves
 from .parts import (
     XIELU,
     Activation,
     Adapter,
-    Bottleneck,
     Convolution,
     Embedder,
     Experts,
     Mlp,
     Norm,
-    Page,
     Pairs,
     Recurrence,
     Router,
     Spans,
-    Streams,
 )
 
 __all__ = [
@@ -31,7 +29,7 @@ __all__ = [
     "Activation",
     "Adapter",
     "Attention",
-    "Bottleneck",
+    "Block",
     "Convolution",
     "Embedder",
     "Experts",
@@ -42,7 +40,6 @@ __all__ = [
     "Mlp",
     "ModelSpec",
     "Norm",
-    "Page",
     "Pairs",
     "Patches",
     "Places",
@@ -55,6 +52,5 @@ __all__ = [
     "Router",
     "Sounds",
     "Spans",
-    "Streams",
     "Waves",
 ]

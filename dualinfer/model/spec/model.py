@@ -8,19 +8,17 @@ import numpy as np
 
 from ..once import Once
 from .attention import Attention
+from .block import Block
 from .parts import (
     Activation,
     Adapter,
-    Bottleneck,
     Convolution,
     Embedder,
     Experts,
     Mlp,
     Norm,
-    Page,
     Recurrence,
     Spans,
-    Streams,
 )
 
 Pooling = Literal["first", "real", "last", "final", "mean", "eos", "patches", "beside"]
@@ -200,9 +198,7 @@ class Layer:
     - `sub_norms` (always `pre`): what heads give and the MLP's hidden values are normed before the
       products back, each as one of so many elements, which devices share (BitNet).
     - `adapter` (`pre` or `post`): two more projections, before the last norm of a `post` block.
-    - `bottleneck`: how a `narrow` block is built (MobileBERT).
-    - `page`: how a `paged` block is built (LiLT).
-    - `streams`: how a block of `streams` is built (Gemma 3n).
+    - `block`: it is built otherwise from top to bottom, as that says.
     - `recurrence` (always `pre`): a sub-layer that keeps a state of fixed size instead of keys and
       values. It stands in attention's place where the layer does not attend (LFM2), else beside
       it: both read by one norm, and both are added, attention times `attention_scale` (Falcon-H1).
@@ -213,7 +209,7 @@ class Layer:
     attention: Attention
     mlp: Mlp | Experts
     norm: Norm
-    placement: Literal["pre", "post", "around", "behind", "narrow", "paged", "streams"]
+    placement: Literal["pre", "post", "around", "behind"]
     parallel: bool = False
     shared_norm: bool = False
     residual_scale: float = 1.0
@@ -229,9 +225,7 @@ class Layer:
     spans: Spans | None = None
     sub_norms: tuple[int, int] | None = None
     adapter: Adapter | None = None
-    bottleneck: Bottleneck | None = None
-    page: Page | None = None
-    streams: Streams | None = None
+    block: Block | None = None
     recurrence: Recurrence | None = None
     attends: bool = True
     feeds: bool = True
@@ -323,8 +317,6 @@ class ModelSpec(Once):
     - `embed_width`: that of the embedding and of the head where a projection lies between them and
       the layers (OPT-350m). In a `factored` model positions, token types and the norm of the
       embedding have it as well, and the projection, perhaps with a bias, comes after them (ALBERT).
-      With `trigrams` those of the next token, the token's own and those of the one before are
-      projected to the layers' width (MobileBERT).
     - `embed_norm` is `normed` over the `sum` with positions and types, over that once it is
       `projected` (DeBERTa-v2), or over the `tokens` alone, before positions (BlenderbotSmall).
 
@@ -372,7 +364,6 @@ class ModelSpec(Once):
     embed_width: int | None = None
     factored: bool = False
     normed: Literal["sum", "projected", "tokens"] = "sum"
-    trigrams: bool = False
     pad_id: int | None = None
     embed_norm: Norm | None = None
     final_norm: Norm | None = None
@@ -431,7 +422,6 @@ class ModelSpec(Once):
             "embed_in": self.embed,  # tells the sides of a square matrix apart
             "width": self.embed_width or self.embed,
             "inner": (self.factored and self.embed_width) or self.embed,
-            "trigram": 3 * (self.embed_width or 0),
             "rest": self.embed - (self.embed_width or 0),
             "labels": self.head.labels if self.head else 0,
             "scored": self.head.width if self.head else 0,
@@ -456,13 +446,10 @@ class ModelSpec(Once):
         if self.pooled is not None and self.pooled.probe is not None:
             probe = self.pooled.probe
             outer |= {"probe_qkv": sum(probe.attention.qkv_sizes), "probe_ffn": probe.ffn}
-        if self.page is not None:
-            outer |= {"page": self.page.width, "page_ffn": self.page.ffn, "sixth": self.embed // 6}
+        if self.block is not None:
+            outer |= self.block.outer_axes(self)
         for i, embedder in enumerate(self.embedders):
             outer |= {f"ids.{i}": embedder.count, f"width.{i}": embedder.width}
-        if (own := self.layers[0].streams) is not None:
-            outer |= {"streams": own.count, "streams_in": own.count, "laurel": own.rank}
-            outer["coefficients"] = own.count**2
         if (places := self.layers[0].attention.places) is not None:
             outer["places"] = 2 * places.span
         if self.encoder:
@@ -487,14 +474,9 @@ class ModelSpec(Once):
             "buckets": attention.bias.buckets if attention.bias else 0,
             "adapter": own.width if (own := self.layers[layer].adapter) else 0,
             "gating": self.layers[layer].gated_norms,
-            "narrow": own.width if (own := self.layers[layer].bottleneck) else 0,
         }
-        if (page := self.layers[layer].page) is not None:
-            for name, dim in (
-                ("text", attention.head_dim - page.head_dim),
-                ("page", page.head_dim),
-            ):
-                inner |= {f"{name}_{x}": attention.heads * dim for x in "qkv"}
+        if (block := self.layers[layer].block) is not None:
+            inner |= block.axes(self.layers[layer])
         if (spans := self.layers[layer].spans) is not None:
             inner |= {"spans": q, "span_taps": spans.taps, "mixtures": attention.heads * spans.taps}
         if attention.pairs is not None:
@@ -523,14 +505,9 @@ class ModelSpec(Once):
         )
 
     @property
-    def page(self) -> Page | None:
-        """What layers have beside the tokens' stream."""
-        return self.layers[0].page
-
-    @property
-    def streams(self) -> Streams | None:
-        """The streams of a token, where there are several."""
-        return self.layers[0].streams
+    def block(self) -> Block | None:
+        """What layers are that are built otherwise: that of the first one, for all of them."""
+        return self.layers[0].block
 
     @property
     def caches(self) -> tuple[tuple[int, str], ...]:
@@ -570,6 +547,11 @@ class ModelSpec(Once):
         return {index: n for n, index in enumerate(crossing, len(self.caches))}
 
     @property
+    def adds_boxes(self) -> bool:
+        """True if rows of a token's box are added to it."""
+        return bool(self.boxes) and not (self.block and self.block.reads_boxes)
+
+    @property
     def adds_tables(self) -> bool:
         """True if an embedded token is a sum of rows: its own, of its type and of its position."""
         return self.embed_width is None and self.normed != "tokens" and not self.boxes
@@ -577,7 +559,11 @@ class ModelSpec(Once):
     @property
     def projects(self) -> bool:
         """True if a projection lies between tokens and layers, and another before the head."""
-        return self.embed_width is not None and not self.factored and not self.trigrams
+        return (
+            self.embed_width is not None
+            and not self.factored
+            and not (self.block and self.block.embeds)
+        )
 
     @property
     def crosses(self) -> bool:
@@ -697,7 +683,9 @@ class ModelSpec(Once):
     @property
     def reads_near(self) -> bool:
         """True if what a token becomes is made of the tokens beside it, real or not."""
-        return self.trigrams or any(layer.spans is not None for layer in self.layers)
+        return bool(self.block and self.block.reads_near) or any(
+            layer.spans is not None for layer in self.layers
+        )
 
     @property
     def reads_patches(self) -> bool:

@@ -25,8 +25,7 @@ class Norm:
 class Mlp:
     """Feed-forward of one layer; `gated` multiplies activation(gate) with up.
 
-    With `sparse` (s, n) what a gate is above the mean of a token's n gates by more than s standard
-    deviations of them stands in its place, and 0 where it is not (Gemma 3n). With `limit`
+    With `limit`
     activation(gate) is at most that, and ups at most as far from 0 (Step 3.7). Of `scales` the
     first is what a gate is times before the activation, and the second what comes out (Falcon-H1).
     """
@@ -34,7 +33,6 @@ class Mlp:
     ffn: int
     activation: Activation | Literal["xielu"]
     gated: bool
-    sparse: tuple[float, int] | None = None
     limit: float | None = None
     scales: tuple[float, float] | None = None
 
@@ -234,35 +232,6 @@ class Adapter:
 
 
 @dataclass(frozen=True)
-class Bottleneck:
-    """A layer within `width` elements (MobileBERT, arXiv:2004.02984).
-
-    Its input is projected to so many, and norms are over the sums of sub-layers and what they read:
-    attention, whose queries and keys are of another such projection, and values of the input, and
-    `feeds` MLPs. What they give is projected back and added to the input, and normed.
-    """
-
-    width: int
-    feeds: int
-
-
-@dataclass(frozen=True)
-class Streams:
-    """`count` streams of a token, of which layers compute on the first one alone (Gemma 3n).
-
-    AltUp, arXiv:2301.13310: each stream is first predicted of all, by coefficients of the first,
-    and what the layer makes of that corrects all. Beside attention its input passes through `rank`
-    elements (LAuReL, arXiv:2411.07501), and is added. What the layer's own embedding of a token
-    gives is added to all streams but the first; it is computed of the first, times a learned vector
-    if `scaled`.
-    """
-
-    count: int
-    rank: int
-    scaled: bool
-
-
-@dataclass(frozen=True)
 class Embedder:
     """The embeddings of `count` ids from `first` on, which have a table of their own (Gemma 3n).
 
@@ -274,17 +243,3 @@ class Embedder:
     count: int
     width: int
     norm: Norm
-
-
-@dataclass(frozen=True)
-class Page:
-    """A second stream of each token, of where it lies on a page (LiLT, arXiv:2202.13669).
-
-    It has `width` elements behind the token's own, an MLP of `ffn`, and the last `head_dim`
-    elements of every query, key and value, so that both streams are attended to by the sum of their
-    scores. Norms are over the sums of sub-layers and what they read, of each stream for itself.
-    """
-
-    width: int
-    ffn: int
-    head_dim: int

@@ -1,11 +1,11 @@
 """Layers with each norm over the sum of a sub-layer and what it read."""
 
-from ...model.spec import Experts, Layer
-from ...ops.contract import Array, Epilogue, NormOf, Unnormed
-from ...ops.convolutions import convolve, convolve_each, mix_spans
-from ..mixture import mixture
-from ..residual import adapter
-from ..run import Block, Run, activation_of, in_turn, normed
+from ..model.spec import Experts, Layer
+from ..ops.contract import Array, Epilogue, NormOf, Unnormed
+from ..ops.convolutions import convolve, convolve_each, mix_spans
+from .mixture import mixture
+from .residual import adapter
+from .run import Block, Run, activation_of, in_turn, normed
 
 
 def post_block(layer: Layer) -> Block:

@@ -1,1 +1,0 @@
-"""Layers that are built otherwise from top to bottom, a file each."""
