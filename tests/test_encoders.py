@@ -692,6 +692,11 @@ def test_two_devices_give_what_one_gives(case, backend, crew):
             assert relative_rms(ours, theirs) < LIMIT
 
 
+# On JAX these launch what ALBERT launches there; see `tests.launched`.
+LAUNCHED_AS_OTHERS = {"electra-sequence", "xmod", "layoutlm"}
+LAUNCHED_AS_OTHERS |= {"mobilebert", "lilt", "convbert-masked"}
+
+
 @pytest.mark.filterwarnings("ignore:.*encountered in .*:RuntimeWarning")  # of the interpreter
 @pytest.mark.parametrize(
     ("case", "backend"),
@@ -706,8 +711,7 @@ def test_two_devices_give_what_one_gives(case, backend, crew):
             *("privacy-filter-token", "convbert-masked"),
         )
         for name in BACKENDS
-        # On JAX these launch what ALBERT launches there.
-        if name == "torch" or case not in ("electra-sequence", "xmod", "layoutlm")
+        if name == "torch" or case not in LAUNCHED_AS_OTHERS
     ],
 )
 def test_kernels_give_what_plain_ops_give(case, backend, monkeypatch):

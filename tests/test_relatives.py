@@ -481,14 +481,23 @@ SMALL |= {"num_key_value_heads": 1, "vocab_size": 97}
 BY_KERNELS = {
     "torch": (
         *("apertus", "arcee", "bitnet", "cohere, dynamic", "cohere, normed", "doge"),
-        *("deepseek_v2, experts", "deepseek_v3, dynamic", "falcon with alibi", "gemma3n"),
-        *("jetmoe", "longcat_flash", "minicpm3", "ministral3", "nanochat", "nemotron", "olmo2"),
+        *(
+            "deepseek_v2, experts",
+            "falcon with alibi",
+            "gemma3n",
+            "jetmoe",
+            "minicpm3",
+            "ministral3",
+            "nanochat",
+            "nemotron",
+            "olmo2",
+        ),
         *("phi, normed", "phi3, long"),
     ),
     "jax": (
-        *("apertus", "cohere, dynamic", "cohere, normed", "deepseek_v3, dynamic", "doge"),
+        *("apertus", "cohere, dynamic", "cohere, normed", "deepseek_v3, dynamic"),
         *("falcon with alibi", "gemma3n", "gemma4", "longcat_flash", "minicpm3", "ministral3"),
-        *("nanochat", "nemotron", "phi, normed", "phi3, long"),
+        *("nanochat", "nemotron", "phi, normed"),
     ),
 }
 
