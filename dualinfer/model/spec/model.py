@@ -618,8 +618,7 @@ class ModelSpec(Once):
 
         Then a token asks for no other one but in attention and recurrences, which caches serve.
         """
-        counts = self.uncounted is not None or self.dropped is not None
-        whole = self.encoder is not None or counts or self.trigrams
+        whole = self.encoder is not None or self.uncounted is not None
         mixtures = [own.mlp for own in self.layers if isinstance(own.mlp, Experts)]
         return self.causal and not whole and all(own.capacity is None for own in mixtures)
 
