@@ -9,19 +9,21 @@ from pathlib import Path
 from typing import Any
 
 from . import backends
-from .checkpoint.adapted import AdaptedSource
-from .checkpoint.auto_class import class_named
-from .checkpoint.fitting import fit, wanted_by_module
-from .checkpoint.gguf_model import is_gguf
-from .checkpoint.hf_config import (
+from .checkpoint.described.auto_class import class_named
+from .checkpoint.described.hf_config import (
     notes_on,
     read_config,
     read_generation_config,
     read_other_config,
     read_written,
 )
+from .checkpoint.described.tokenizer import load_tokenizer, tokenizer_folder
+from .checkpoint.foreign.fitting import fit, wanted_by_module
+from .checkpoint.gguf.model import is_gguf
 from .checkpoint.hub import find_adapters, find_embedding, find_model, find_weights
-from .checkpoint.saving import (
+from .checkpoint.sources import open_checkpoint, open_weights
+from .checkpoint.views.adapted import AdaptedSource
+from .checkpoint.writing.saving import (
     Saved,
     Written,
     check_content,
@@ -29,8 +31,6 @@ from .checkpoint.saving import (
     save_checkpoint,
     save_folder,
 )
-from .checkpoint.sources import open_checkpoint, open_weights
-from .checkpoint.tokenizer import load_tokenizer, tokenizer_folder
 from .config import InferenceConfig, dtype_name, make_config
 from .config.refusals import check_config
 from .engine.base import About

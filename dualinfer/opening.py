@@ -11,20 +11,20 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from . import backends
-from .checkpoint.adapted_model import check_head, describe_adapted
-from .checkpoint.adapters import Adapter, open_adapter, open_adapters_of
-from .checkpoint.auto_class import as_auto
-from .checkpoint.fitting import fit, wanted_by_table
-from .checkpoint.hf_config import (
+from .checkpoint.described.auto_class import as_auto
+from .checkpoint.described.hf_config import (
     check_sizes,
     config_place,
     notes_on,
     read_config,
     read_generation_config,
 )
-from .checkpoint.peft_layers import empty_model
-from .checkpoint.quantized import open_as_held, quantize_by
+from .checkpoint.foreign.fitting import fit, wanted_by_table
 from .checkpoint.sources import check_folder, open_checkpoint, open_module, open_weights
+from .checkpoint.views.adapted_model import check_head, describe_adapted
+from .checkpoint.views.adapters import Adapter, open_adapter, open_adapters_of
+from .checkpoint.views.peft_layers import empty_model
+from .checkpoint.views.quantized import open_as_held, quantize_by
 from .config import InferenceConfig, serving_dtype
 from .errors import (
     ConfigError,

@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 
 import dualinfer
-from dualinfer.checkpoint.hf_config import read_written
+from dualinfer.checkpoint.described.hf_config import read_written
 from dualinfer.checkpoint.sources import open_checkpoint
 from dualinfer.quantization.codes import decode
 from dualinfer.quantization.formats import METHODS, find_method

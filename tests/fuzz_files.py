@@ -687,7 +687,7 @@ def serve(form: str, folder: Path, backend: str, draw: random.Random) -> None:
     if given:
         import transformers
 
-        from dualinfer.checkpoint.hf_config import read_config
+        from dualinfer.checkpoint.described.hf_config import read_config
 
         config = read_config(folder)
         config = getattr(config, "make", lambda: config)()

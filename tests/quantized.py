@@ -14,8 +14,8 @@ import numpy as np
 import safetensors.numpy
 import torch
 
-from dualinfer.checkpoint.quantized import open_quantized
 from dualinfer.checkpoint.sources import TorchSource, open_module
+from dualinfer.checkpoint.views.quantized import open_quantized
 from dualinfer.errors import CheckpointError
 from dualinfer.model.families import describe_model
 from dualinfer.model.load_plan import make_load_plan

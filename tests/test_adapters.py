@@ -15,11 +15,11 @@ from typer.testing import CliRunner
 
 import dualinfer
 from dualinfer import embedded
-from dualinfer.checkpoint.adapted import AdaptedSource
-from dualinfer.checkpoint.adapters import open_adapter
-from dualinfer.checkpoint.hf_config import read_config
+from dualinfer.checkpoint.described.hf_config import read_config
+from dualinfer.checkpoint.described.tokenizer import load_tokenizer
 from dualinfer.checkpoint.sources import open_checkpoint
-from dualinfer.checkpoint.tokenizer import load_tokenizer
+from dualinfer.checkpoint.views.adapted import AdaptedSource
+from dualinfer.checkpoint.views.adapters import open_adapter
 from dualinfer.cli.main import app
 from dualinfer.errors import (
     BackendNotAvailableError,

@@ -10,10 +10,10 @@ from safetensors.torch import load_file, save_file
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 import dualinfer
-from dualinfer.checkpoint.adapters import open_adapter, open_adapters_of
-from dualinfer.checkpoint.quantized import open_as_held
 from dualinfer.checkpoint.sources import TorchSource, open_checkpoint, open_module
-from dualinfer.checkpoint.stacked import StackedSource
+from dualinfer.checkpoint.views.adapters import open_adapter, open_adapters_of
+from dualinfer.checkpoint.views.quantized import open_as_held
+from dualinfer.checkpoint.views.stacked import StackedSource
 from dualinfer.errors import CheckpointError, StaleWeightsError
 from dualinfer.model.families import describe_model
 from dualinfer.model.load_plan import make_load_plan

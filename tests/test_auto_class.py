@@ -9,7 +9,7 @@ import transformers as hf
 from transformers.models.auto import modeling_auto
 
 import dualinfer
-from dualinfer.checkpoint.auto_class import as_auto
+from dualinfer.checkpoint.described.auto_class import as_auto
 from dualinfer.errors import ModelError
 
 from .models import BACKENDS, randomize, relative_rms

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from dualinfer import ArgumentError
-from dualinfer.checkpoint.tokenizer import load_tokenizer
-from dualinfer.checkpoint.tokenizer_files import tokenizer_files
+from dualinfer.checkpoint.described.tokenizer import load_tokenizer
+from dualinfer.checkpoint.described.tokenizer_files import tokenizer_files
 from dualinfer.engine import chat_limits
 from dualinfer.engine.chat import encode_chat
 from dualinfer.engine.tokenizing import encode

@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 import dualinfer
 from dualinfer import CheckpointError
 from dualinfer.arrays import from_numpy
-from dualinfer.checkpoint.pieces import INDEX
+from dualinfer.checkpoint.files.pieces import INDEX
 from dualinfer.checkpoint.sources import open_checkpoint, open_module, open_weights
 
 from .models import BACKENDS, make_model, random_ids, relative_rms
@@ -496,7 +496,7 @@ def test_tensors_of_a_bin_file_are_read_however_they_lie(dtype, tmp_path, monkey
     torch.save(state, tmp_path / "x.bin")
     source = open_weights(tmp_path / "x.bin")
     for block in (4 << 20, 200, 32):
-        monkeypatch.setattr("dualinfer.checkpoint.files._BLOCK", block)
+        monkeypatch.setattr("dualinfer.checkpoint.files.safetensors._BLOCK", block)
         for name, tensor in state.items():
             assert source.shape(name) == tensor.shape
             read = source.read(name)

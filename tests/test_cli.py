@@ -20,7 +20,7 @@ from typer.testing import CliRunner
 
 import dualinfer
 from dualinfer import embedded
-from dualinfer.checkpoint.tokenizer import load_tokenizer
+from dualinfer.checkpoint.described.tokenizer import load_tokenizer
 from dualinfer.cli import main as cli
 from dualinfer.cli import texts
 from dualinfer.cli.options import TextOptions

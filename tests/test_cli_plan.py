@@ -20,7 +20,7 @@ from dualinfer import CheckpointNotFoundError
 from dualinfer.api import quantize_checkpoint
 from dualinfer.backends.torch.module.autotp.plan import describe, make_plan
 from dualinfer.backends.torch.module.autotp.surgery import split_module
-from dualinfer.checkpoint.hf_config import read_written
+from dualinfer.checkpoint.described.hf_config import read_written
 from dualinfer.cli import main as cli
 from dualinfer.cli.devices import plan_folder
 from dualinfer.cli.plan_table import make_plan_table
@@ -448,7 +448,7 @@ import torch
 import dualinfer
 from tests.ranks import listeners
 from dualinfer import embedded
-from dualinfer.checkpoint.tokenizer import load_tokenizer
+from dualinfer.checkpoint.described.tokenizer import load_tokenizer
 
 torch.set_num_threads(1)
 assert sys.argv[1:] == ["--seed", "3", "--", "--tp"], sys.argv

@@ -19,11 +19,11 @@ import transformers as hf
 from safetensors.torch import save_file
 
 import dualinfer
-from dualinfer.checkpoint.files import StoredFile
-from dualinfer.checkpoint.fitting import Wanted, fit, wanted_by_table
-from dualinfer.checkpoint.inert import Inert, read_pickle
+from dualinfer.checkpoint.files.inert import Inert, read_pickle
+from dualinfer.checkpoint.files.safetensors import StoredFile
+from dualinfer.checkpoint.files.torch_files import open_torch_file
+from dualinfer.checkpoint.foreign.fitting import Wanted, fit, wanted_by_table
 from dualinfer.checkpoint.sources import open_weights
-from dualinfer.checkpoint.torch_files import open_torch_file
 from dualinfer.errors import CheckpointError, ConfigError, UnsupportedError
 from dualinfer.model.families import describe_model
 
@@ -538,7 +538,7 @@ def test_metas_params_are_those_of_the_release(model_of, tmp_path):
     plain = json.loads(path.read_text())
 
     def config(**changes):
-        from dualinfer.checkpoint.hf_config import read_config
+        from dualinfer.checkpoint.described.hf_config import read_config
 
         path.write_text(json.dumps(plain | changes))
         return read_config(tmp_path)

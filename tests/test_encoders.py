@@ -16,7 +16,7 @@ from dualinfer.arrays import kind_of
 from dualinfer.backends.jax.ops.plain import PlainOps as JaxOps
 from dualinfer.backends.kernels import turn_arguments
 from dualinfer.backends.torch.ops.plain import PlainOps as TorchOps
-from dualinfer.checkpoint.sentence import read_text_embedding
+from dualinfer.checkpoint.described.sentence import read_text_embedding
 from dualinfer.cli.main import app
 from dualinfer.errors import (
     ArgumentError,

@@ -22,7 +22,7 @@ from dualinfer import (
     UnservedError,
     errors,
 )
-from dualinfer.checkpoint.pieces import INDEX
+from dualinfer.checkpoint.files.pieces import INDEX
 from dualinfer.checkpoint.sources import open_checkpoint
 
 from .models import BACKENDS, CASES, VOCAB, make_model, random_ids

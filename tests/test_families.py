@@ -9,7 +9,7 @@ import torch
 import transformers as hf
 
 import dualinfer
-from dualinfer.checkpoint.hf_config import read_config
+from dualinfer.checkpoint.described.hf_config import read_config
 from dualinfer.errors import ModelError
 from dualinfer.model.families import describe_model, fairseq, mpt, served_types
 from dualinfer.model.families.bloom import alibi_slopes

@@ -14,7 +14,7 @@ from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 import dualinfer
 from dualinfer import CheckpointError, UnsupportedError
-from dualinfer.checkpoint.hf_config import read_config
+from dualinfer.checkpoint.described.hf_config import read_config
 from dualinfer.checkpoint.sources import open_checkpoint
 from dualinfer.quantization import read_quantization
 from dualinfer.quantization.formats import METHODS, find_method

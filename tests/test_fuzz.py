@@ -19,7 +19,7 @@ import torch
 from safetensors.torch import load_file
 
 import dualinfer
-from dualinfer.checkpoint.hf_config import read_config, read_generation_config
+from dualinfer.checkpoint.described.hf_config import read_config, read_generation_config
 from dualinfer.checkpoint.sources import open_checkpoint
 from dualinfer.engine.checks import check_mask
 from dualinfer.engine.options import make_options

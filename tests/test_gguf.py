@@ -18,11 +18,11 @@ from gguf import GGMLQuantizationType as Type  # noqa: E402
 from typer.testing import CliRunner  # noqa: E402
 
 import dualinfer  # noqa: E402
-from dualinfer.checkpoint.files import StoredFile  # noqa: E402
-from dualinfer.checkpoint.gguf import GgufSource  # noqa: E402
-from dualinfer.checkpoint.gguf_file import GgufFile  # noqa: E402
-from dualinfer.checkpoint.hf_config import read_config, read_generation_config  # noqa: E402
-from dualinfer.checkpoint.tokenizer import load_tokenizer  # noqa: E402
+from dualinfer.checkpoint.described.hf_config import read_config, read_generation_config  # noqa: E402
+from dualinfer.checkpoint.described.tokenizer import load_tokenizer  # noqa: E402
+from dualinfer.checkpoint.files.safetensors import StoredFile  # noqa: E402
+from dualinfer.checkpoint.gguf.file import GgufFile  # noqa: E402
+from dualinfer.checkpoint.gguf.tensors import GgufSource  # noqa: E402
 from dualinfer.cli.main import app  # noqa: E402
 from dualinfer.errors import (  # noqa: E402
     CheckpointError,

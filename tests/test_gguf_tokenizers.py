@@ -20,9 +20,9 @@ from tokenizers import (
 from tokenizers.pre_tokenizers import ByteLevel, Digits, Punctuation, Sequence, Split
 
 from dualinfer import CheckpointError
-from dualinfer.checkpoint.gguf_config import read_gguf_generation
-from dualinfer.checkpoint.gguf_tokenizer import SPLITS
-from dualinfer.checkpoint.tokenizer import load_tokenizer
+from dualinfer.checkpoint.described.tokenizer import load_tokenizer
+from dualinfer.checkpoint.gguf.config import read_gguf_generation
+from dualinfer.checkpoint.gguf.tokenizer import SPLITS
 
 from .tokenizer_kinds import LLAMA3, byte_fallback, fast, word_piece
 

@@ -11,7 +11,7 @@ from safetensors.torch import save_file
 
 import dualinfer
 from dualinfer import CheckpointError, UnsupportedError
-from dualinfer.checkpoint.files import TensorFile
+from dualinfer.checkpoint.files.safetensors import TensorFile
 from dualinfer.checkpoint.sources import FilesSource
 from dualinfer.quantization.formats import METHODS, find_method
 

@@ -10,7 +10,7 @@ import transformers as hf
 
 import dualinfer
 from dualinfer import ArgumentError, CheckpointError, DualinferError, ModelError
-from dualinfer.checkpoint.hf_config import read_config, read_generation_config
+from dualinfer.checkpoint.described.hf_config import read_config, read_generation_config
 from dualinfer.config import make_config
 from dualinfer.engine.options import make_options
 from dualinfer.model.families.fields import GENERATION, INERT

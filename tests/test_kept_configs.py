@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from dualinfer.checkpoint import kept_configs
-from dualinfer.checkpoint.kept_configs import keep
+from dualinfer.checkpoint.described import kept_configs
+from dualinfer.checkpoint.described.kept_configs import keep
 from dualinfer.model.kept_config import KeptConfig, made
 
 from .checkpoints import write_llama

@@ -11,7 +11,7 @@ import dualinfer
 from dualinfer.bench.counts import Counts
 from dualinfer.bench.random_weights import plan_weights
 from dualinfer.bench.shapes import open_model
-from dualinfer.checkpoint.hf_config import read_config
+from dualinfer.checkpoint.described.hf_config import read_config
 from dualinfer.cli.plan_table import make_plan_table
 from dualinfer.errors import UnsupportedError
 from dualinfer.model.families import describe_model

@@ -209,7 +209,7 @@ OTHER_DATA = {
     "backends.jax.streaming": "a shard of a jax.Array",
     "backends.torch.adapter": "a torch Parameter",
     "backends.torch.streaming": "an address of a NumPy array",
-    "checkpoint.files": "a NumPy array's memory",
+    "checkpoint.files.safetensors": "a NumPy array's memory",
     "kernels.triton.experts": "the codes of a Packed",
     "kernels.triton.mixture": "the codes of a Packed",
     "kernels.triton.quantized": "the codes of a Packed",

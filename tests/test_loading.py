@@ -17,7 +17,7 @@ import transformers as hf
 
 from dualinfer import CheckpointError
 from dualinfer.arrays import numpy_dtype
-from dualinfer.checkpoint.files import TensorFile, write_tensors
+from dualinfer.checkpoint.files.safetensors import TensorFile, write_tensors
 from dualinfer.checkpoint.reader import RowReader, is_finite
 from dualinfer.checkpoint.sources import open_checkpoint
 from dualinfer.model.families import describe_model
@@ -31,9 +31,9 @@ VOCAB = 101
 
 def described(folder):
     """Spec, load plan and source of a folder."""
-    import dualinfer.checkpoint.hf_config
+    import dualinfer.checkpoint.described.hf_config
 
-    config = dualinfer.checkpoint.hf_config.read_config(folder)
+    config = dualinfer.checkpoint.described.hf_config.read_config(folder)
     _, table = describe_model(config.to_dict(), config.architectures)
     source = open_checkpoint(folder)
     return make_load_plan(table, source), source
@@ -86,7 +86,7 @@ def test_a_part_is_written_to_the_array_that_is_given(tmp_path):
 
 
 def test_blocks_of_a_large_tensor_join_without_a_seam(tmp_path, monkeypatch):
-    monkeypatch.setattr("dualinfer.checkpoint.files._BLOCK", 40_000)
+    monkeypatch.setattr("dualinfer.checkpoint.files.safetensors._BLOCK", 40_000)
     values = np.random.default_rng(0).integers(0, 2**15, (1000, 333), np.int16)
     write_tensors(tmp_path / "x", {"x": ("int16", values.shape)}, [values])
     for index in (np.s_[3:999, :], np.s_[:, 5:331]):

@@ -11,7 +11,7 @@ from safetensors.torch import save_file
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
 import dualinfer
-from dualinfer.checkpoint.hf_config import read_config
+from dualinfer.checkpoint.described.hf_config import read_config
 from dualinfer.model.families import describe_model
 from dualinfer.ops import mixtures
 

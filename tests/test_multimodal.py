@@ -10,7 +10,7 @@ import torch
 import transformers as hf
 
 import dualinfer
-from dualinfer.checkpoint.hf_config import read_config
+from dualinfer.checkpoint.described.hf_config import read_config
 from dualinfer.model.families import describe_model
 from dualinfer.model.families.fields import INERT, ConfigFields
 from dualinfer.model.families.multimodal import TEXTS, WRAPPERS

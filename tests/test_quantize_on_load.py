@@ -25,10 +25,10 @@ from dualinfer.arrays import to_numpy  # noqa: E402
 from dualinfer.backends.jax import params as jax_params  # noqa: E402
 from dualinfer.backends.jax.mesh import OneDevice  # noqa: E402
 from dualinfer.backends.torch import params as torch_params  # noqa: E402
-from dualinfer.checkpoint import quantized as quantized_source  # noqa: E402
-from dualinfer.checkpoint.quantized import open_quantized, quantize_by  # noqa: E402
 from dualinfer.checkpoint.reader import RowReader  # noqa: E402
 from dualinfer.checkpoint.sources import open_checkpoint, open_module  # noqa: E402
+from dualinfer.checkpoint.views import quantized as quantized_source  # noqa: E402
+from dualinfer.checkpoint.views.quantized import open_quantized, quantize_by  # noqa: E402
 from dualinfer.config import make_config  # noqa: E402
 from dualinfer.model.families import describe_model  # noqa: E402
 from dualinfer.model.load_plan import make_load_plan, marks_of  # noqa: E402

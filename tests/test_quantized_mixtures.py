@@ -8,9 +8,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import dualinfer
-from dualinfer.checkpoint.quantized import open_as_held
 from dualinfer.checkpoint.sources import TorchSource, open_checkpoint
-from dualinfer.checkpoint.stacked import StackedSource
+from dualinfer.checkpoint.views.quantized import open_as_held
+from dualinfer.checkpoint.views.stacked import StackedSource
 from dualinfer.model.families import describe_model
 from dualinfer.model.load_plan import make_load_plan
 from dualinfer.parallel.shard import fit_row, whole

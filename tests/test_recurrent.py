@@ -16,7 +16,7 @@ import dualinfer
 from dualinfer.backends.base import Request
 from dualinfer.backends.torch.ops.plain import PlainOps
 from dualinfer.blocks import state_space
-from dualinfer.checkpoint.hf_config import read_config
+from dualinfer.checkpoint.described.hf_config import read_config
 from dualinfer.errors import ConfigError
 from dualinfer.model.families import describe_model
 from dualinfer.ops.caches import Room, cache_bytes, cache_specs, state_bytes, token_bytes

@@ -19,11 +19,11 @@ import transformers as hf
 import dualinfer
 from dualinfer import CheckpointError, ConfigError
 from dualinfer.api import quantize_checkpoint
-from dualinfer.checkpoint import saving
-from dualinfer.checkpoint.files import TensorFile, write_tensors
-from dualinfer.checkpoint.pieces import INDEX, Box, Piece, ShardedSource, Tensor
+from dualinfer.checkpoint.described.tokenizer_files import tokenizer_files
+from dualinfer.checkpoint.files.pieces import INDEX, Box, Piece, ShardedSource, Tensor
+from dualinfer.checkpoint.files.safetensors import TensorFile, write_tensors
 from dualinfer.checkpoint.sources import open_checkpoint
-from dualinfer.checkpoint.tokenizer_files import tokenizer_files
+from dualinfer.checkpoint.writing import saving
 from dualinfer.system import new_folder
 
 from .checkpoints import write_byte_tokenizer, write_llama
@@ -196,20 +196,20 @@ def test_a_folder_that_is_there_and_empty_is_taken_with_usual_rights(tmp_path, h
 
 def full_disk(path, failing, tp):
     """A save of which rank `failing` finds the disk full; the error of this rank."""
-    import dualinfer.checkpoint.saving
+    import dualinfer.checkpoint.writing.saving
 
-    real = dualinfer.checkpoint.saving.write_tensors
+    real = dualinfer.checkpoint.writing.saving.write_tensors
 
     def fail(file, tensors, arrays, *_):
         real(file, dict(list(tensors.items())[:1]), [next(iter(arrays))])
         raise OSError(errno.ENOSPC, "No space left on device")
 
     if int(os.environ["RANK"]) == failing:
-        dualinfer.checkpoint.saving.write_tensors = fail
+        dualinfer.checkpoint.writing.saving.write_tensors = fail
     try:
         save_case("llama-gqa", path, tp)
     finally:
-        dualinfer.checkpoint.saving.write_tensors = real
+        dualinfer.checkpoint.writing.saving.write_tensors = real
 
 
 @pytest.mark.parametrize("failing", [0, 1])
@@ -226,10 +226,10 @@ def test_a_full_disk_on_one_rank_leaves_nothing_and_all_say_so(crew, tmp_path, f
 
 def die_while_writing(path, dying, tp):
     """A save in which rank `dying` ends without a word."""
-    import dualinfer.checkpoint.saving
+    import dualinfer.checkpoint.writing.saving
 
     if int(os.environ["RANK"]) == dying:
-        dualinfer.checkpoint.saving.write_tensors = lambda *_: os._exit(9)
+        dualinfer.checkpoint.writing.saving.write_tensors = lambda *_: os._exit(9)
     save_case("llama-gqa", path, tp)
 
 
@@ -538,7 +538,7 @@ def test_a_file_that_is_gone_before_the_end_is_told(tmp_path, hf_model, monkeypa
         if "shard-01" not in path.name:
             write_tensors(path, *rest)
 
-    monkeypatch.setattr("dualinfer.checkpoint.saving.write_tensors", write_one)
+    monkeypatch.setattr("dualinfer.checkpoint.writing.saving.write_tensors", write_one)
     with pytest.raises(CheckpointError, match=r"shard-01-of-02\.safetensors of another process"):
         save(hf_model("llama-gqa"), tmp_path / "out", 2, backend="jax")
     assert os.listdir(tmp_path) == []

@@ -7,7 +7,7 @@ import torch
 
 import dualinfer
 from dualinfer import ArgumentError, CheckpointError, UnsupportedError
-from dualinfer.checkpoint.tokenizer import load_tokenizer
+from dualinfer.checkpoint.described.tokenizer import load_tokenizer
 
 from .checkpoints import write_byte_tokenizer, write_llama
 

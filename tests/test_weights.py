@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from dualinfer import CheckpointError
-from dualinfer.checkpoint.quantized import open_quantized
+from dualinfer.checkpoint.views.quantized import open_quantized
 from dualinfer.model.families import describe_model
 from dualinfer.model.load_plan import make_load_plan, marks_of
 from dualinfer.model.weights import WeightTable, join_axis, row

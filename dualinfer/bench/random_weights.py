@@ -16,10 +16,10 @@ from zlib import crc32
 import numpy as np
 
 from ..arrays import numpy_dtype
-from ..checkpoint.files import write_tensors
-from ..checkpoint.gguf_model import is_gguf
-from ..checkpoint.quantized import open_as_held, quantize_by
+from ..checkpoint.files.safetensors import write_tensors
+from ..checkpoint.gguf.model import is_gguf
 from ..checkpoint.sources import open_checkpoint
+from ..checkpoint.views.quantized import open_as_held, quantize_by
 from ..config import make_config
 from ..errors import ModelError
 from ..model.load_plan import LoadPlan, TableSource, TensorSource, make_load_plan

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from .. import embedded
-from ..checkpoint.hf_config import read_config
+from ..checkpoint.described.hf_config import read_config
 from ..checkpoint.hub import find_checkpoint
 from ..checkpoint.sources import is_checkpoint
 from ..errors import ArgumentError, ModelError

@@ -16,10 +16,10 @@ from typing import Any, NamedTuple
 from ..errors import CheckpointError, CheckpointNotFoundError, UnsupportedError, shortened
 from ..model.embedding import TextEmbedding
 from ..quantization.formats import BESIDE
-from .adapters import FILES as ADAPTER_FILES
-from .adapters import base_of
-from .pieces import INDEX, piece_files
-from .sentence import MODULES, SETTINGS, files_of_modules, read_text_embedding
+from .described.sentence import MODULES, SETTINGS, files_of_modules, read_text_embedding
+from .described.tokenizer import PROCESSOR
+from .described.tokenizer_files import NAMES as TOKENIZER_NAMES
+from .files.pieces import INDEX, piece_files
 from .sources import (
     ADAPTER,
     FORMS,
@@ -31,8 +31,8 @@ from .sources import (
     near_path,
     read_index,
 )
-from .tokenizer import PROCESSOR
-from .tokenizer_files import NAMES as TOKENIZER_NAMES
+from .views.adapters import FILES as ADAPTER_FILES
+from .views.adapters import base_of
 
 _CONFIG = "config.json"
 # A cached snapshot is as good as the hub's once it is known of these whether there are any.

@@ -20,7 +20,7 @@ from ..parallel.shard import Found, Read, Shard
 from ..quantization import BlockScheme
 from ..quantization.codes import FLOAT8, bound, overflows, span
 from ..system.progress import track_bytes
-from .pieces import Box
+from .files.pieces import Box
 
 _THREADS = 4
 _CHECKED = 1 << 19  # bytes that stay in a core's cache

@@ -12,13 +12,13 @@ from ..errors import CheckpointError, CheckpointNotFoundError, counted, listing,
 from ..model.load_plan import TensorSource
 from ..model.peft_modules import adapters_in_use, plain_tensors
 from ..quantization.formats import gptq
-from .deepspeed import open_dict, open_folder, open_json
-from .files import StoredFile, TensorFile, check_inside, read_json
-from .gguf import GgufSource
-from .gguf_model import SUFFIX, find_gguf, is_gguf
-from .meta_llama import is_meta_folder
-from .pieces import INDEX, ShardedSource
-from .torch_files import open_torch_file
+from .files.pieces import INDEX, ShardedSource
+from .files.safetensors import StoredFile, TensorFile, check_inside, read_json
+from .files.torch_files import open_torch_file
+from .foreign.deepspeed import open_dict, open_folder, open_json
+from .foreign.meta_llama import is_meta_folder
+from .gguf.model import SUFFIX, find_gguf, is_gguf
+from .gguf.tensors import GgufSource
 
 TORCH_SUFFIXES = (".bin", ".pt", ".pth")
 ADAPTER = "adapter_config.json"

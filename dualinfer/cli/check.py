@@ -12,7 +12,7 @@ from rich.console import Console
 from .. import backends
 from ..api import init_inference
 from ..arrays import to_numpy
-from ..checkpoint.hf_config import read_config, read_other_config, read_written
+from ..checkpoint.described.hf_config import read_config, read_other_config, read_written
 from ..errors import (
     ArgumentError,
     BackendNotAvailableError,

@@ -14,13 +14,13 @@ from rich.text import Text
 from ..arrays import numpy_dtype
 from ..backends import check_backend, describe_split
 from ..backends.streaming import Streaming
-from ..checkpoint.auto_class import class_named
-from ..checkpoint.fitting import fit, wanted_by_table
-from ..checkpoint.gguf_model import is_gguf
-from ..checkpoint.hf_config import read_config, read_other_config, read_written
+from ..checkpoint.described.auto_class import class_named
+from ..checkpoint.described.hf_config import read_config, read_other_config, read_written
+from ..checkpoint.foreign.fitting import fit, wanted_by_table
+from ..checkpoint.gguf.model import is_gguf
 from ..checkpoint.hub import find_checkpoint
-from ..checkpoint.quantized import open_as_held
 from ..checkpoint.sources import open_checkpoint
+from ..checkpoint.views.quantized import open_as_held
 from ..config import (
     InferenceConfig,
     MoEConfig,

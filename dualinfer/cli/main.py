@@ -24,7 +24,7 @@ from typer.core import TyperGroup
 from .. import backends, embedded
 from ..api import init_inference
 from ..bench.cli import app as bench
-from ..checkpoint.tokenizer import has_tokenizer, load_tokenizer, tokenizer_folder
+from ..checkpoint.described.tokenizer import has_tokenizer, load_tokenizer, tokenizer_folder
 from ..engine.fused import FusedEngine
 from ..engine.text_stream import Detokenizer
 from ..engine.tokenizing import encode

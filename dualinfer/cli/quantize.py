@@ -9,7 +9,7 @@ from rich.text import Text
 
 from ..api import quantize_checkpoint
 from ..checkpoint.hub import find_model
-from ..checkpoint.saving import Written, check_saving
+from ..checkpoint.writing.saving import Written, check_saving
 from ..quantization.quantize import SCHEMES
 from ..system.tables import Table
 from ..system.terminal import print_folded

@@ -15,8 +15,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from ..checkpoint.hf_config import read_written
-from ..checkpoint.tokenizer import is_plain
+from ..checkpoint.described.hf_config import read_written
+from ..checkpoint.described.tokenizer import is_plain
 from ..errors import DualinferError
 from ..model.families import knows_family
 from ..opening import unserved

@@ -18,9 +18,9 @@ from rich.console import Console
 from .. import backends, embedded
 from ..api import init_inference
 from ..backends.base import NO_KERNELS
+from ..checkpoint.described.tokenizer import load_tokenizer, tokenizer_folder
 from ..checkpoint.hub import Found, find_model
 from ..checkpoint.sources import is_checkpoint, near_path
-from ..checkpoint.tokenizer import load_tokenizer, tokenizer_folder
 from ..engine.chat import encode_chat
 from ..engine.tokenizing import encode
 from ..errors import (

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from ...checkpoint.auto_class import classes_of_type
+from ...checkpoint.described.auto_class import classes_of_type
 from ...config import InferenceConfig
 from ...errors import ConfigError, ModelError, OutOfMemoryError, warn_caller
 from ...model.load_plan import LoadPlan, TensorSource

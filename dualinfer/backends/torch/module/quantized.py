@@ -14,8 +14,8 @@ import torch
 from torch import nn
 
 from ....arrays import from_numpy, to_numpy
-from ....checkpoint.quantized import QuantizedSource
 from ....checkpoint.sources import TorchSource
+from ....checkpoint.views.quantized import QuantizedSource
 from ....errors import ConfigError, UnsupportedError, counted
 from ....model.load_plan import TensorSource
 from ....model.weights import Leaf, Weight, at_blocks, parts_of, with_parts

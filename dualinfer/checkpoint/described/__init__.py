@@ -1,0 +1,1 @@
+"""The files beside the weights: configs, tokenizers, how texts are embedded."""

@@ -1,0 +1,1 @@
+"""Checkpoints of other systems, and parts of tensors put together."""

@@ -1,0 +1,1 @@
+"""GGUF files: their tensors, config and tokenizer as Hugging Face has them."""

@@ -1,0 +1,1 @@
+"""Sources over another source: experts' matrices one by one, adapters applied, quantized codes."""
