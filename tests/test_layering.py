@@ -160,6 +160,34 @@ def test_modules_import_no_foreign_framework():
     assert not wrong
 
 
+# The rooms of `checkpoint` in the same way.
+ROOMS: dict[str, str] = {
+    "files": "",
+    "reader": "files",
+    "gguf": "files",
+    "foreign": "files",
+    "sources": "files gguf foreign",
+    "views": "files sources",
+    "described": "files gguf foreign sources",
+    "hub": "files sources views described",
+    "writing": "files views described",
+}
+
+
+def test_rooms_of_checkpoints_import_only_what_their_rows_allow():
+    rooms, wrong = list(ROOMS), []
+    for room, allowed in ROOMS.items():
+        assert all(rooms.index(other) < rooms.index(room) for other in allowed.split())
+    for path in (ROOT / "checkpoint").rglob("*.py"):
+        room = module_name(path).split(".")[1:2]
+        for found in imports(tree_of(path), path):
+            package, _, inner = found.module.removeprefix("dualinfer.").partition(".")
+            other = inner.partition(".")[0]
+            if package == "checkpoint" and other not in {*room, *ROOMS[room[0]].split()}:
+                wrong.append(f"{path}:{found.line} imports {found.module}")
+    assert not wrong
+
+
 def test_arrows_point_down():
     order = list(FLOORS)
     for folder, allowed in FLOORS.items():

@@ -328,7 +328,7 @@ Find: TypeAlias = Callable[[str], tuple[str, QuantizedMatrix] | None]
 
 
 def _canonical(source: Source, matrix: QuantizedMatrix, later: bool) -> Iterable[Source]:
-    """The parts of a matrix, as `checkpoint.quantized` names them, in the place of `source`.
+    """The parts of a matrix, as `checkpoint.views.quantized` names them, in the place of `source`.
 
     `later`: another one has given what the joined matrices have in common.
     """
