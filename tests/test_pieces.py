@@ -1,6 +1,7 @@
 """Prompts in pieces: any cut, and any order of pieces and steps, gives the texts of whole ones."""
 
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from itertools import pairwise
 from typing import Any
@@ -15,6 +16,7 @@ pytest.importorskip("jax")
 
 import dualinfer  # noqa: E402
 from dualinfer.backends.base import Piece, Request, Sampling  # noqa: E402
+from dualinfer.backends.torch import prompts  # noqa: E402
 from dualinfer.engine import loop  # noqa: E402
 from dualinfer.errors import StepError  # noqa: E402
 from dualinfer.ops import caches  # noqa: E402
@@ -59,12 +61,12 @@ def engine(request) -> Iterator[tuple[Any, str]]:
 
 def requests_of(engine: Any) -> list[Request]:
     vocab = engine.runner.spec.vocab
-    prompts = [random_ids(1, n, seed=n, vocab=vocab)[0].astype(np.int32) for n in LENGTHS]
+    rows = [random_ids(1, n, seed=n, vocab=vocab)[0].astype(np.int32) for n in LENGTHS]
     drawn = Sampling(do_sample=True, temperature=3.0, seed=5, repetition_penalty=1.3)
     if "int8" in engine.report().cache:  # a code may be the next one, by the last bit of a float
         drawn = Sampling()
-    how = Sampling(), drawn, Sampling()
-    return [Request(p, NEW, sampling=s) for p, s in zip(prompts, how, strict=True)]
+    how = drawn, drawn, Sampling()
+    return [Request(p, NEW, sampling=s) for p, s in zip(rows, how, strict=True)]
 
 
 def texts_of(runner: Any, events: list[Piece | int]) -> dict[int, list[int]]:
@@ -223,6 +225,59 @@ def test_a_prompt_in_pieces_may_be_left_before_it_is_read(engine_of, monkeypatch
     lives = engine._loop.start([Request(random_ids(1, 300)[0].astype(np.int32), 4)])
     engine._loop.leave(lives)
     assert found + list(stream) == expected and not engine._loop._live
+
+
+def test_ids_and_embeddings_in_pieces_are_read_apart(engine_of, hf_model, monkeypatch):
+    engine = engine_of("llama-gqa", "torch")
+    monkeypatch.setattr(loop, "PIECE", 64)
+    how = {"max_new_tokens": 4, "do_sample": False, "eos_token_id": None}
+    ids = [random_ids(1, n, seed=n) for n in (200, 150)]
+    embeds = hf_model("llama-gqa").get_input_embeddings()(torch.from_numpy(ids[1]).long()).detach()
+    expected = [list(engine.stream(ids[0][0].tolist(), **how))]
+    expected.append(engine.generate(inputs_embeds=embeds, **how).tolist()[0])
+    with ThreadPoolExecutor(2) as pool:
+        stream = engine.stream([5, 6, 7], **how | {"max_new_tokens": 30})
+        next(stream)
+        lives = engine._loop.start([Request(ids[0][0].astype(np.int32), 4)])
+        found = pool.submit(engine.generate, inputs_embeds=embeds, **how).result()
+        engine._loop.fill(lives, 4, 1)
+        assert lives[0].error is None and len(list(stream)) == 29
+    assert [lives[0].tokens, found.tolist()[0]] == expected
+    engine._loop.leave(lives)
+
+
+def test_a_piece_that_fails_ends_its_own_sequence_alone(engine_of, monkeypatch):
+    engine = engine_of("llama-gqa", "torch")
+    monkeypatch.setattr(loop, "PIECE", 64)
+    how = {"max_new_tokens": 9, "do_sample": False, "eos_token_id": None}
+    expected = list(engine.stream([5, 6, 7], **how))
+    stream, extend = engine.stream([5, 6, 7], **how), engine.runner.extend
+    found = [next(stream)]
+
+    def failing(pieces: Any) -> Any:
+        if pieces[0].start:
+            raise MemoryError("no room")
+        return extend(pieces)
+
+    monkeypatch.setattr(engine.runner, "extend", failing)
+    with pytest.raises(StepError, match=r"Reading a prompt failed.*no room"):
+        engine.generate(random_ids(1, 300), **how)
+    assert found + list(stream) == expected and not engine._loop._live
+
+
+def test_a_rest_that_is_too_long_for_a_pass_is_cut(engine_of, monkeypatch):
+    engine = engine_of("llama-gqa", "torch")
+    request = Request(random_ids(1, 300)[0].astype(np.int32), 2)
+    whole, sizes = texts_of(engine.runner, [Piece.whole(request, 0)]), []
+    run = prompts.Prompts._pass
+    monkeypatch.setattr(prompts, "_MOST_AT_ONCE", 128)
+    monkeypatch.setattr(
+        prompts.Prompts,
+        "_pass",
+        lambda self, *args, **how: sizes.append(args[2].shape[1]) or run(self, *args, **how),
+    )
+    assert texts_of(engine.runner, [Piece(request, 0, 0, 64), Piece(request, 0, 64, 300)]) == whole
+    assert sizes == [64, 64, 64, 108]
 
 
 def test_a_piece_without_what_comes_before_is_refused():

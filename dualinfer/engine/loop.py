@@ -124,15 +124,13 @@ class Loop:
     def start(self, requests: Sequence[Request]) -> list[Live]:
         """Sequences for `requests`, in the lowest free slots, with their first token under way."""
         with self._turns:
-            running = any(not live.ended for live in self._live.values())
 
             def read(lives: list[Live], parts: list[Request]) -> None:
                 for live, part in zip(lives, parts, strict=True):
                     live.unread = Piece.whole(part, live.slot)
                 pieces = [live.unread for live in lives if live.unread is not None]
-                if (
-                    running and self._runner.spec.reads_pieces
-                ):  # some of each, so that all have room
+                running = any(not live.ended for live in list(self._live.values()))
+                if running and self._runner.spec.reads_pieces:  # some of each: all have room
                     pieces = [_first(piece, PIECE // len(pieces)) for piece in pieces]
                 self._read(lives, pieces)
 
@@ -207,22 +205,31 @@ class Loop:
     def _read_on(self) -> None:
         """Read on in prompts of which there is more, PIECE tokens where others wait.
 
-        The prompt that came first is first.
+        The prompt that came first is first; ids and embeddings go apart. Where it fails, those
+        whose prompts were read end, and others go on.
         """
-        unread = [x for x in self._live.values() if x.unread is not None and not x.ended]
-        waiting = any(x.unread is None and not x.ended for x in self._live.values())
-        pieces, left = [], PIECE
-        for piece in (x.unread for x in unread):
-            if piece is not None and left > 0:
+        lives = [x for x in list(self._live.values()) if not x.ended]
+        unread = [(x, x.unread) for x in lives if x.unread is not None]
+        waiting = len(unread) < len(lives)
+        served, pieces, left = [], [], PIECE
+        for live, piece in unread:
+            is_alike = (piece.request.embeds is None) == (unread[0][1].request.embeds is None)
+            if is_alike and left > 0:
+                served.append(live)
                 pieces.append(_first(piece, left) if waiting else piece)
                 left -= pieces[-1].stop - piece.start if waiting else 0
         if not pieces:
             return
         try:
-            self._read(unread, pieces)
+            self._read(served, pieces)
         except BaseException as error:
-            self.lose(StepError(f"A step failed, and with it the sequences it served: {error!r}."))
-            raise
+            reason = StepError(f"Reading a prompt failed, and with it its sequence: {error!r}.")
+            reason.__cause__ = error
+            for live in served:
+                live.error = reason
+            self.finish(served)
+            if not isinstance(error, Exception):  # an interrupt is the caller's
+                raise
 
     def _pause_of(self, request: Request, chosen: bool) -> int:
         """New tokens after which a sequence begins anew, by other rotary angles; 0 for never.
@@ -283,7 +290,7 @@ class Loop:
         Where prompts are read in pieces, a piece goes behind each chunk of others.
         """
         if len(self._chunks) <= 1 and not (self._profiler.enabled and self._chunks):
-            reading = any(x.unread is not None for x in self._live.values())
+            reading = any(x.unread is not None for x in list(self._live.values()))
             self._enqueue(min(steps, _BESIDE) if reading else steps)
             self._read_on()
         return self._chunks[0] if self._chunks else None
@@ -332,13 +339,13 @@ class Loop:
 
     def _enqueue(self, steps: int) -> None:
         """Ask for the next chunk."""
-        reading = {x.slot for x in self._live.values() if x.unread is not None}
+        reading = {x.slot for x in list(self._live.values()) if x.unread is not None}
         unfinished = [x for x in list(self._live.values()) if not x.ended and x.slot not in reading]
         ahead = max((x.request.max_new_tokens - x.queued for x in unfinished), default=0)
         if ahead <= 0:
             return
         steps = 1 if self._profiler.enabled else min(steps, ahead, MAX_STEPS)
-        columns = {slot: live for slot, live in self._live.items() if slot not in reading}
+        columns = {slot: live for slot, live in dict(self._live).items() if slot not in reading}
         try:
             pending = self._profiler.run(self._runner.decode, steps)
         except BaseException as error:  # some of the steps may have run, and their tokens are gone
@@ -432,8 +439,8 @@ class Generation:
         """
         for live, watch in zip(self._lives, self._watches, strict=False):
             if len(live.tokens) >= count and watch.is_completed(live.tokens[count - 1]):
-                del live.tokens[count:]
                 self._loop.finish([live])
+                del live.tokens[count:]
 
     def close(self) -> None:
         """End what is unfinished and free the slots."""

@@ -328,19 +328,22 @@ class JaxRunner:
             (whole if numbered[1].is_whole else rest).append(numbered)
         found = []
         for group in self._panels([len(p.request.prompt) for _, p in whole]) if whole else ():
-            own = [whole[i] for i in group]
-            parts = [own]
-            if len(own) == 1 and self.spec.reads_pieces:
-                number, piece = own[0]
-                most = self._most_tokens_of(bucket(piece.stop, SMALLEST_PROMPT))
-                parts = [[(number, part)] for part in cut_piece(piece, most)]
-            found += parts
+            found += self._cut([whole[i] for i in group])
         if rest:
             longest = max(len(p.request.prompt) for _, p in rest)
             most = self._most_tokens_of(bucket(longest, SMALLEST_PROMPT))
             groups = panels([p.stop - p.start for _, p in rest], most)
-            found += [[rest[i] for i in group] for group in groups]
+            for group in groups:
+                found += self._cut([rest[i] for i in group])
         return found
+
+    def _cut(self, group: list[tuple[int, Piece]]) -> list[list[tuple[int, Piece]]]:
+        """The group, or one after another the parts of a piece that is too long for a pass."""
+        if len(group) > 1 or not self.spec.reads_pieces:
+            return [group]
+        ((number, piece),) = group
+        most = self._most_tokens_of(bucket(len(piece.request.prompt), SMALLEST_PROMPT))
+        return [[(number, part)] for part in cut_piece(piece, most)]
 
     @in_place
     def prefill_scores(self, requests: Sequence[Request], slots: Sequence[int]) -> jax.Array:

@@ -258,8 +258,9 @@ class Steps:
             seen = (starts > 0)[:, None] & state.seen[slots]
         rows = rows._replace(seen=mark(seen, jnp.where(real, ids, NO_TOKEN).T))
         token = ops.sample(scores, rows, rows.length, mode)
+        new = jnp.where(rows.active, token, NO_TOKEN)  # none of a prompt of which there is more
         rows = book(rows, token)
-        rows = rows._replace(seen=mark(rows.seen, token[None]))
+        rows = rows._replace(seen=mark(rows.seen, new[None]))
         state = _merged(state, rows, slots)
         return replace(cache, layers=filled), state, token[None], ops.given_up()
 

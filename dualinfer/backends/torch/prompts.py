@@ -100,7 +100,7 @@ class Prompts:
             group = tokens[first : first + at_once]
             rows = slots[first : first + at_once]
             if len(group[0]) > _MOST_AT_ONCE and self._spec.reads_pieces:
-                parts.append(self._in_pieces(params, cache, group[0], rows))
+                parts.append(self.go_on(params, cache, group, rows, [0], [len(group[0])]))
                 continue
             ids, last = _padded(group, max(map(len, group)))
             put = partial(torch.as_tensor, device=slots.device)
@@ -185,15 +185,6 @@ class Prompts:
         shape = len(sources), read, *sources[0].shape[1:]
         return floats(*shape) if len(shape) > 2 else integers(*shape)
 
-    def _in_pieces(
-        self, params: Params, cache: Cache, tokens: np.ndarray, slots: torch.Tensor
-    ) -> torch.Tensor:
-        size = _MOST_AT_ONCE // 2
-        for start in range(0, len(tokens) - size, size):
-            self.go_on(params, cache, [tokens], slots, [start], [start + size])
-        start = (len(tokens) - 1) // size * size
-        return self.go_on(params, cache, [tokens], slots, [start], [len(tokens)])
-
     def go_on(
         self,
         params: Params,
@@ -206,8 +197,14 @@ class Prompts:
         """As `run`, of the pieces starts[i] to stops[i] of prompts: their last tokens' states.
 
         What lies before a piece is in its slot. A cut changes no answer beyond rounding, and none
-        of a recurrence's state at multiples of 64.
+        of a recurrence's state at multiples of 64: a long piece is cut.
         """
+        starts, size = list(starts), _MOST_AT_ONCE // 2
+        for i, stop in enumerate(stops):
+            while stop - starts[i] > _MOST_AT_ONCE:
+                cut = starts[i] + size
+                self.go_on(params, cache, [prompts[i]], slots[i : i + 1], [starts[i]], [cut])
+                starts[i] = cut
         parts, order = [], []
         put = partial(torch.as_tensor, device=slots.device)
         for is_later in (False, True):

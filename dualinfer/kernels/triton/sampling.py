@@ -139,8 +139,6 @@ def _choose_kernel(
             else:
                 tl.store(out_ptr + row, token)
     elif STEP and chunk == 0:
-        token = tl.load(last_ptr + row)
-        tl.store(seen_ptr + row * seen_stride + token, tl.full((), 1, tl.uint8))
         step = tl.load(step_ptr + row).to(tl.int64)
         tl.store(out_ptr + step * out_stride + row, -1, mask=step < out_rows)
         tl.store(step_ptr + row, step + 1)
