@@ -265,6 +265,20 @@ def test_a_piece_that_fails_ends_its_own_sequence_alone(engine_of, monkeypatch):
     assert found + list(stream) == expected and not engine._loop._live
 
 
+def test_of_a_prompt_in_pieces_its_own_tokens_are_seen(engine_of):
+    runner = engine_of("llama-gqa", "jax").runner
+    drawn = Sampling(repetition_penalty=1.3)
+    request = Request(random_ids(1, 128)[0].astype(np.int32) % 50, 4, sampling=drawn)
+    try:
+        for start in (0, 64):
+            runner.extend([Piece(request, 0, start, start + 64)]).fetch()
+            seen = np.flatnonzero(np.asarray(runner._state.seen)[0])
+            wanted = set(request.tokens[: start + 64].tolist())
+            assert len(set(seen) - wanted) == (start > 0) and wanted <= set(seen)
+    finally:
+        runner.release([0])
+
+
 def test_a_rest_that_is_too_long_for_a_pass_is_cut(engine_of, monkeypatch):
     engine = engine_of("llama-gqa", "torch")
     request = Request(random_ids(1, 300)[0].astype(np.int32), 2)

@@ -181,6 +181,7 @@ def test_steps_book_what_the_plain_ones_book(ways, device):
     features = SamplingFeatures.of(requests)
     state = state_of(requests, vocab, device, 1)
     state.active[3] = False
+    state.seen[3, state.last[3]] = True  # as where it has ended
     wanted = copy.deepcopy(state)
     work = sampling.make_workspace(count, vocab, device)
     ring = torch.full((MAX_STEPS, count + 2), -7, device=device)
@@ -198,6 +199,18 @@ def test_steps_book_what_the_plain_ones_book(ways, device):
     assert (ring[:, count:] == -7).all()
     assert (step == 2).all()
     assert not wanted.active.all() and (expected[1] == NO_TOKEN).any()
+
+
+def test_a_slot_that_takes_no_step_has_seen_what_it_had(device):
+    """As one whose prompt is being read: what lies in `last` is an older sequence's."""
+    state = state_of([request_of({"do_sample": False}, 0)], 63, device)
+    state.active[0], state.last[0] = False, 7
+    seen, work = state.seen.clone(), sampling.make_workspace(1, 63, device)
+    ring, step = torch.zeros((2, 1), dtype=torch.int64, device=device), torch.zeros(1).long()
+    sampling.sample_step(
+        logits_of(1, 63, device), state, SamplingFeatures(), ring, step.to(device), workspace=work
+    )
+    assert torch.equal(state.seen, seen) and int(ring[0, 0]) == NO_TOKEN
 
 
 def test_steps_beyond_the_ring_are_not_written(device):
