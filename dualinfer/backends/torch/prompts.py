@@ -201,7 +201,8 @@ class Prompts:
         """
         starts, size = list(starts), _MOST_AT_ONCE // 2
         for i, stop in enumerate(stops):
-            while stop - starts[i] > _MOST_AT_ONCE:
+            is_long = stop - starts[i] > _MOST_AT_ONCE
+            while is_long and stop - starts[i] > size:
                 cut = starts[i] + size
                 self.go_on(params, cache, [prompts[i]], slots[i : i + 1], [starts[i]], [cut])
                 starts[i] = cut
