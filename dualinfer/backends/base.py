@@ -159,7 +159,7 @@ class Piece:
 
     @classmethod
     def whole(cls, request: Request, slot: int) -> "Piece":
-        """All of a request's prompt."""
+        """One piece that has all of a request's prompt."""
         return cls(request, slot, 0, len(request.prompt))
 
     @property

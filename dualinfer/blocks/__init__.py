@@ -1,1 +1,1 @@
-"""What some models have that most have not: one file each, which says all of it."""
+"""Oddities: each file holds all that one rare build of a layer, or recurrence, needs."""

@@ -82,7 +82,7 @@ class ShortConvolution:
     def _convolved(
         self, m: Maths, w: Weights, x: Array, past: Array | None, seen: Seen
     ) -> tuple[Array, Array]:
-        """What is projected back, and what was convolved with its past in front."""
+        """The values to project back, and the tokens convolved, with their past in front."""
         first, gate, third = cut(x, *[x.shape[-1] // 3] * 3)
         y, wide = convolve_past(m, w, visible(first * third, seen.mask), past, seen.segments)
         return m.cast(gate * y, x.dtype), wide

@@ -1,4 +1,4 @@
-"""What adapters' names mean: the tensors of a model that they change, and how these lie.
+"""Names in adapters are matched to the tensors of a model that they change, and how these lie.
 
 HF's names are found in whatever a checkpoint has. What HF has in one tensor, and this package as
 several matrices, is changed matrix by matrix.

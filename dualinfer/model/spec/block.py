@@ -1,4 +1,4 @@
-"""What a layer that is built otherwise brings with it, so that nobody else knows of it."""
+"""A block owns all that a layer of another build needs, so that nobody else knows of it."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -43,9 +43,9 @@ class Block:
         return {}
 
     def runs(self, layer: "Layer", lends: bool) -> Callable[[Any, Any], Any]:
-        """What computes a layer, given its `decoder.run.Run` and x; it may `lend` keys and values.
+        """A function that computes a layer, of its `decoder.run.Run` and x.
 
-        That is chosen once for a spec.
+        It may `lend` keys and values. It is chosen once for a spec.
         """
         raise NotImplementedError
 
