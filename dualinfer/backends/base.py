@@ -73,7 +73,9 @@ class Sampling:
     """How one sequence's tokens are chosen; HF's names and meanings.
 
     `top_k` 0, `top_p` 1, `min_p` 0 and `repetition_penalty` 1 are off. Noise is drawn only with
-    `do_sample`; its key is (seed, return_index, position), its counter the vocabulary id.
+    `do_sample`; its key is (seed, return_index, position), its counter the vocabulary id. The
+    presence and frequency penalties and `bias`, pairs of an id and what its logit gets more, are
+    those of OpenAI's API.
     """
 
     do_sample: bool = False
@@ -84,6 +86,14 @@ class Sampling:
     repetition_penalty: float = 1.0
     seed: int = 0
     return_index: int = 0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    bias: tuple[tuple[int, float], ...] = ()
+
+    @property
+    def weighs(self) -> bool:
+        """True if logits get more or less before all else."""
+        return bool(self.presence_penalty or self.frequency_penalty or self.bias)
 
 
 @dataclass(frozen=True)
@@ -94,6 +104,8 @@ class SamplingFeatures:
     filters: bool = False
     penalty: bool = False
     hold_eos: bool = False
+    weighs: bool = False
+    tells: bool = False
 
     @classmethod
     def of(cls, requests: Sequence["Request"]) -> "SamplingFeatures":
@@ -104,6 +116,8 @@ class SamplingFeatures:
             filters=any(s.top_k > 0 or s.top_p < 1 or s.min_p > 0 for s in drawn),
             penalty=any(r.sampling.repetition_penalty != 1 for r in requests),
             hold_eos=any(r.min_new_tokens > 0 and r.eos_ids for r in requests),
+            weighs=any(r.sampling.weighs for r in requests),
+            tells=any(r.tells for r in requests),
         )
 
 
@@ -116,7 +130,9 @@ class Request:
     spectrogram float32 [2 S, mel] or, if it `is_encoded`, what the encoder gave float32 [S, E], and
     `encoded` is S. All requests of a prefill have the same kind of source. The loop gives the token
     `first` before all others, and `last` as the last of `max_new_tokens`. Tokens that are `hidden`
-    are never chosen, and those `hidden_at_first` not as the first one.
+    are never chosen, and those `hidden_at_first` not as the first one. The last `generated` of the
+    tokens were new ones before, and count for the penalties. One that `tells` wants to know the
+    log-probabilities of its tokens.
     """
 
     tokens: np.ndarray
@@ -132,6 +148,8 @@ class Request:
     last: int | None = None
     hidden: tuple[int, ...] = ()
     hidden_at_first: tuple[int, ...] = ()
+    generated: int = 0
+    tells: bool = False
 
     @property
     def prompt(self) -> np.ndarray:
@@ -178,6 +196,13 @@ class PendingTokens(Protocol):
 
     def fetch(self) -> np.ndarray:
         """int32 [steps, columns], waiting if need be; NO_TOKEN where a sequence had ended."""
+        ...
+
+    def told(self) -> np.ndarray | None:
+        """float32 [steps, columns, 1 + 2 K] as `sampling.tell`; None where no request tells.
+
+        By the model's own logits, before all that changes them.
+        """
         ...
 
 
@@ -258,6 +283,14 @@ class Runner(Protocol):
 
     def warm(self, scores: Any, requests: Sequence[Request]) -> Any:
         """Scores [B, V] by the requests' temperature, top-k, top-p and min-p, -inf for the rest."""
+        ...
+
+    def weigh(self, scores: Any, requests: Sequence[Request], new: np.ndarray) -> Any:
+        """Scores [B, V] with the requests' bias and penalties, after their `new` tokens [B, T]."""
+        ...
+
+    def tell(self, scores: Any, tokens: np.ndarray) -> np.ndarray:
+        """float32 [B, 1 + 2 K] of `tokens` [B] by scores [B, V]: see `sampling.tell`."""
         ...
 
     def log_probs(self, scores: Any, tokens: np.ndarray, temperature: float) -> Any:

@@ -4,6 +4,7 @@ It is no part of the contract of `base`: a runner may do without it.
 """
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 
@@ -71,6 +72,11 @@ class LiveSlots:
         return max(request.encoded for request in self._requests.values())
 
     @property
+    def weighs(self) -> bool:
+        """True if one of them has a bias, or a penalty that counts."""
+        return any(r.sampling.weighs for r in self._requests.values())
+
+    @property
     def reserved(self) -> int:
         """Cached tokens to have room for when a sequence starts."""
         return max(
@@ -101,6 +107,18 @@ class LiveSlots:
         for slot in slots:
             self._requests.pop(slot, None)
             self._reach.pop(slot, None)
+
+
+class WeightRows(NamedTuple):
+    """What `sampling.weigh` takes, as few numbers: int32 ids [B, K] and float32 values [B, K].
+
+    `new` int32 [B, T] are tokens that count, `costs` float32 [B, 2] as there.
+    """
+
+    ids: np.ndarray
+    values: np.ndarray
+    new: np.ndarray
+    costs: np.ndarray
 
 
 def encoded_bucket(spec: ModelSpec, tokens: int) -> int:
@@ -141,3 +159,25 @@ def sampling_rows(requests: Sequence[Request], eos_width: int) -> dict[str, np.n
         "remaining": np.array([r.max_new_tokens for r in requests], np.int32),
         "eos": eos,
     }
+
+
+def weight_rows(requests: Sequence[Request], new: np.ndarray | None = None) -> WeightRows:
+    """What `sampling.weigh` takes of the requests, B rows; `new` [B, T] are their new tokens.
+
+    Unset, these are the `generated` ones of their own tokens. Ids are filled up with NO_TOKEN.
+    """
+    biases = [r.sampling.bias for r in requests]
+    width = bucket(max(map(len, biases)))
+    ids = np.full((len(requests), width), NO_TOKEN, np.int32)
+    values = np.zeros((len(requests), width), np.float32)
+    for i, bias in enumerate(biases):
+        for j, (token, value) in enumerate(bias):
+            ids[i, j], values[i, j] = token, value
+    if new is None:
+        width = bucket(max(r.generated for r in requests))
+        new = np.full((len(requests), width), NO_TOKEN, np.int32)
+        for i, r in enumerate(requests):
+            new[i, : r.generated] = r.tokens[len(r.tokens) - r.generated :]
+    s = [r.sampling for r in requests]
+    costs = np.array([(x.presence_penalty, x.frequency_penalty) for x in s], np.float32)
+    return WeightRows(ids, values, new.astype(np.int32), costs)

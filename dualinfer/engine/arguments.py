@@ -16,7 +16,9 @@ class GenerationArguments(TypedDict, total=False):
 
     HF's other names pass where they ask for nothing. `stop_strings` needs a tokenizer. `seed` is
     an int below 2**64, or one for each prompt. Those from `language` on are Whisper's, of which
-    `temperature` may also be several, to fall back on.
+    `temperature` may also be several, to fall back on. `presence_penalty`, `frequency_penalty`,
+    `logit_bias` (what the logit of an id gets more) and `logprobs` (log-probabilities of each new
+    token, and of up to 20 likeliest ones, in HF's output) are those of OpenAI's API.
     """
 
     max_new_tokens: int | None
@@ -29,6 +31,10 @@ class GenerationArguments(TypedDict, total=False):
     top_p: float | None
     min_p: float | None
     repetition_penalty: float | None
+    presence_penalty: float | None
+    frequency_penalty: float | None
+    logit_bias: Mapping[int, float] | None
+    logprobs: int | None
     num_return_sequences: int | None
     stop_strings: str | Sequence[str] | None
     seed: int | Sequence[int] | None
@@ -136,7 +142,9 @@ PROCESSED = (
 )
 _CALLED = ("logits_processor", "stopping_criteria")
 _RETURNED = ("return_dict_in_generate", "output_scores", "output_logits")
+WEIGHED = ("presence_penalty", "frequency_penalty", "logit_bias")
 _SERVED = {*DEFAULTS, *PROCESSED, *_CALLED, *_RETURNED, "max_time", "renormalize_logits"}
+_SERVED |= {*WEIGHED, "logprobs"}
 _BESIDE = ("inputs_embeds", "seed", "streamer", "tokenizer")  # of generate itself, or ours
 _ENCODED = ("decoder_attention_mask", "decoder_input_ids", "decoder_start_token_id")
 _ENCODED += ("encoder_outputs", "input_features", "input_values", "pixel_values")
@@ -256,7 +264,8 @@ def check_beams(values: Mapping[str, Any], way: str) -> None:
 
 def refuse_outputs(name: str, arguments: Mapping[str, Any]) -> None:
     """Raise ArgumentError where a call that gives no HF output is asked for one."""
-    if asked := [n for n in _RETURNED if is_on(arguments.get(n))]:
+    asked = [n for n in _RETURNED if is_on(arguments.get(n))]
+    if asked := asked + ["logprobs"] * (arguments.get("logprobs") is not None):
         raise ArgumentError(f"{name} returns no HF output: {asked[0]} is generate()'s.")
 
 

@@ -35,7 +35,7 @@ from .origin import Origin
 from .prompts import Prompts, make_embedded, make_prompts
 from .pure import make_pure_inputs
 from .report import Report
-from .requests import make_requests, make_seeds
+from .requests import make_requests, make_seeds, told_fields
 from .source import (
     NAMES,
     counts_hidden,
@@ -291,7 +291,10 @@ class FusedEngine(Likeness, EmbeddingCalls, TowerCalls, SpeechCalls):
         its own generate in HF does: docs/speech.md.
         Other arguments have HF's names and meanings, with the model's own generation_config as
         defaults; `streamer` follows HF's protocol, `tokenizer` is needed for `stop_strings`. `seed`
-        is an int below 2**64, or one for each prompt; None draws one for each. Raises before
+        is an int below 2**64, or one for each prompt; None draws one for each. With `logprobs` and
+        `return_dict_in_generate` the result has `logprobs` float32 [B, new] too, and of the so many
+        likeliest tokens `top_logprobs` [B, new, K] and `top_ids`: by the model's own logits, 0 and
+        -1 behind a row's end. Raises before
         anything runs, StaleWeightsError before the first new token; an argument that is not
         supported is refused by name.
         """
@@ -302,12 +305,15 @@ class FusedEngine(Likeness, EmbeddingCalls, TowerCalls, SpeechCalls):
         work = self._prepare(*given, tokenizer, dict(arguments), chunk, streamer=streamer)
         ids, generation = self._generated(work, streamer)
         prompts, options = work.prompts, work.options
+        new = ids.shape[1] - prompts.block.shape[1]
         ids = self._result(ids, prompts)
         if options.returns is None:
             return ids
         kind = self.inference_config.backend if prompts.kind == "list" else prompts.kind
         kept = {name: getattr(generation, name) for name in options.returns}
         kept = {name: tuple(to_kind(one, kind) for one in steps) for name, steps in kept.items()}
+        if options.logprobs is not None:
+            kept |= told_fields(generation.told, new, options.logprobs, kind)
         return make_generate_outputs({"sequences": ids, **kept})
 
     def _generated(self, work: "_Work", streamer: Any) -> tuple[np.ndarray, Generation | Stepwise]:

@@ -57,7 +57,8 @@ class Live:
 
     `error` says why tokens that it should have will never come. The slot ends once there are
     `pause` tokens, where that is not 0: the sequence then begins anew, as a longer prompt. Of a
-    prompt that is read in pieces `unread` is the rest.
+    prompt that is read in pieces `unread` is the rest. `told` has what `sampling.tell` says of each
+    token, where the request `tells`.
     """
 
     request: Request
@@ -69,6 +70,7 @@ class Live:
     error: Exception | None = None
     pauses: bool = False
     unread: Piece | None = None
+    told: list[np.ndarray] = field(default_factory=list)
 
     def part(self) -> Request:
         """What the slot is asked for now: all, or what comes up to the pause."""
@@ -81,11 +83,14 @@ class Live:
             tokens=np.append(whole.tokens, np.array(self.tokens, whole.tokens.dtype)),
             max_new_tokens=(self.pause or whole.max_new_tokens) - done,
             min_new_tokens=max(0, whole.min_new_tokens - done),
+            generated=whole.generated + done,
         )
 
-    def take(self, token: int) -> None:
+    def take(self, token: int, told: np.ndarray | None = None) -> None:
         """Book a token; the sequence ends where it ends on the device."""
         self.tokens.append(token)
+        if told is not None and self.request.tells:
+            self.told.append(told)
         self.pauses = len(self.tokens) == self.pause
         full = len(self.tokens) >= self.request.max_new_tokens
         if full and self.request.last is not None:
@@ -302,7 +307,7 @@ class Loop:
         """
         pending, columns = chunk
         try:
-            tokens = pending.fetch()
+            tokens, told = pending.fetch(), pending.told()
         except Exception as error:
             with self._turns:
                 if not self._chunks or self._chunks[0] is not chunk:
@@ -314,10 +319,11 @@ class Loop:
             if not self._chunks or self._chunks[0] is not chunk:
                 return
             self._chunks.popleft()
-            for row in tokens:
+            for step, row in enumerate(tokens):
                 for column, live in columns.items():
                     if not live.ended and row[column] != NO_TOKEN:
-                        live.take(int(row[column]))
+                        known = None if told is None else told[step, column]
+                        live.take(int(row[column]), known)
             self._begin_anew([x for x in columns.values() if x.pauses and not x.ended])
 
     def _begin_anew(self, lives: Sequence[Live]) -> None:
@@ -430,6 +436,11 @@ class Generation:
                 yield tokens
         finally:
             self.close()
+
+    @property
+    def told(self) -> list[list[np.ndarray]]:
+        """What `sampling.tell` says of each sequence's tokens, in order; none where none tells."""
+        return [live.told[: len(live.tokens)] for live in self._lives]
 
     def _stop_at(self, count: int) -> None:
         """End the sequences of which a stop string ends within token number `count`.

@@ -7,6 +7,7 @@ from typing import Any
 
 from ..backends.base import NO_TOKEN
 from ..errors import ArgumentError, a_type, shown, warn_caller
+from ..ops.sampling import TOP
 from .arguments import (
     BEAMS,
     DEFAULTS,
@@ -23,6 +24,7 @@ from .arguments import (
 
 DEFAULT_NEW_TOKENS = 20
 _MOST_SEQUENCES = 1 << 16  # of one call; each takes some of the host's memory
+_MOST_WEIGHT = 1e4  # far beyond the logits of any model
 _MOST = 2**31 - 1  # the largest id of a result on JAX
 
 
@@ -35,8 +37,10 @@ class GenerationOptions:
     set one, not the model's defaults. `processed` are options that the host applies to each step's
     logits, by name, and `processors` and `criteria` the caller's own functions. `returns` says what
     is asked for beside the ids: of `scores` and `logits`, where HF's output is; None where it is
-    not. `decoder_start` is the id, or are those, that an encoder-decoder begins with. `rule` is a
-    `stepwise.Rule` of the model's own.
+    not. `bias` are pairs of an id and what its logit gets more, and `logprobs` is how many likely
+    tokens of each step the output tells of, None for no log-probabilities. `decoder_start` is the
+    id, or are those, that an encoder-decoder begins with. `rule` is a `stepwise.Rule` of the
+    model's own.
     """
 
     max_new_tokens: int | None
@@ -50,6 +54,9 @@ class GenerationOptions:
     top_p: float
     min_p: float
     repetition_penalty: float
+    presence_penalty: float
+    frequency_penalty: float
+    bias: tuple[tuple[int, float], ...]
     bos_token_id: int | None
     eos_token_ids: tuple[int, ...]
     pad_token_id: int | None
@@ -61,6 +68,7 @@ class GenerationOptions:
     max_time: float | None = None
     renormalize: bool = False
     returns: tuple[str, ...] | None = None
+    logprobs: int | None = None
     decoder_start: Any = None
     rule: Any = None
 
@@ -189,6 +197,8 @@ def make_options(
         max_time=(
             None if values.get("max_time") is None else _number(values, "max_time", 0.0, low=0.0)
         ),
+        bias=_bias(values.get("logit_bias"), vocab),
+        logprobs=_logprobs(values.get("logprobs"), returns),
         renormalize=_boolean({"renormalize_logits": None, **values}, "renormalize_logits"),
         returns=returns,
         decoder_start=values.get("decoder_start_token_id"),
@@ -262,6 +272,48 @@ def _returns(values: Mapping[str, Any], asked: Mapping[str, Any]) -> tuple[str, 
     return None
 
 
+def _penalty(values: Mapping[str, Any], name: str) -> float:
+    """A penalty that counts; HF has none, and OpenAI's are from -2 to 2."""
+    return _number({name: None, **values}, name, 0.0, low=-_MOST_WEIGHT, high=_MOST_WEIGHT)
+
+
+def _bias(value: Any, vocab: int) -> tuple[tuple[int, float], ...]:
+    """The pairs of `logit_bias`: an id and a number, as OpenAI's API takes them."""
+    if value is None:
+        return ()
+    if not isinstance(value, Mapping):
+        raise ArgumentError(
+            f"logit_bias={shown(value)}; expected a dict of token ids and what is added to their "
+            "logits, as {50256: -100.0}."
+        )
+    pairs = []
+    for key, number in value.items():
+        text = key.strip() if isinstance(key, str) else ""  # a key of JSON is a string
+        token = int(text) if text.isascii() and text.isdigit() and len(text) < 20 else key
+        if type(token) is not int or not 0 <= token < vocab:
+            raise ArgumentError(
+                f"logit_bias has the id {shown(key)}; expected an int within the vocabulary of "
+                f"{vocab} (0 to {vocab - 1})."
+            )
+        name = f"logit_bias of {token}"
+        pairs.append((token, _number({name: number}, name, 0.0, -_MOST_WEIGHT, _MOST_WEIGHT)))
+    if len({token for token, _ in pairs}) < len(pairs):
+        raise ArgumentError(f"logit_bias={shown(value)} names an id twice. Name each once.")
+    return tuple(pairs)
+
+
+def _logprobs(value: Any, returns: tuple[str, ...] | None) -> int | None:
+    """How many likely tokens of a step to tell of; None for no log-probabilities at all."""
+    if value is None:
+        return None
+    if returns is None:
+        raise ArgumentError(
+            f"logprobs={shown(value)}: log-probabilities are given in HF's output. Pass "
+            "return_dict_in_generate=True as well."
+        )
+    return _integer({"logprobs": value}, "logprobs", 0, None, TOP)
+
+
 def _functions(values: Mapping[str, Any], name: str) -> tuple[Any, ...]:
     given = values.get(name)
     functions = given if isinstance(given, list | tuple) else [] if given is None else [given]
@@ -284,6 +336,8 @@ def check_values(values: Mapping[str, Any], greedy: bool) -> dict[str, Any]:
         top_p=1.0 if greedy else _number(values, "top_p", 1.0, low=0.0, high=1.0),
         min_p=0.0 if greedy else _number(values, "min_p", 0.0, low=0.0, high=1.0),
         repetition_penalty=_number(values, "repetition_penalty", 1.0, low=0.0, open_low=True),
+        presence_penalty=_penalty(values, "presence_penalty"),
+        frequency_penalty=_penalty(values, "frequency_penalty"),
         stop_strings=_strings(values["stop_strings"]),
     )
 

@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from ..arrays import kind_of, to_numpy
+from ..arrays import Kind, kind_of, to_kind, to_numpy
 from ..backends.base import NO_TOKEN, Request, Sampling
 from ..errors import ArgumentError, shown
 from ..model.spec import ModelSpec
@@ -47,11 +47,15 @@ def make_requests(
                 options.repetition_penalty,
                 row_seed,
                 index,
+                options.presence_penalty,
+                options.frequency_penalty,
+                options.bias,
             ),
             embeds=vectors,
             source=read,
             is_encoded=is_encoded,
             encoded=_encoded(spec, read, is_encoded),
+            tells=options.logprobs is not None,
             **fields,
         )
         for row, vectors, read, row_seed in zip(
@@ -73,6 +77,8 @@ def _served(
     if prompts.block.shape[1] > 1:  # HF forces the second token alone
         names = [name for name in names if name != "forced_bos_token_id"]
     if not {*names} <= {*_FORCED, *_HIDDEN} or (new_tokens <= 1 and _FORCED[0] in names):
+        return names, {}
+    if options.logprobs is not None and {*names} & {*_FORCED}:  # which no step chooses
         return names, {}
     first, last = (options.forced(name) if name in names else None for name in _FORCED)
     hidden = [options.hidden(name, spec.vocab) if name in names else () for name in _HIDDEN]
@@ -110,3 +116,26 @@ def _encoded(spec: ModelSpec, source: np.ndarray | None, is_encoded: bool) -> in
     if source is None or spec.encoder is None:
         return 0
     return len(source) // (1 if is_encoded else spec.encoder.stride)
+
+
+def told_fields(
+    told: Sequence[Sequence[np.ndarray]], count: int, most: int, kind: Kind
+) -> dict[str, Any]:
+    """The fields `logprobs`, `top_logprobs` and `top_ids` of HF's output, arrays of a kind.
+
+    `told` is what `sampling.tell` says of the tokens of each sequence, of which the longest has
+    `count`; of each step `most` likeliest tokens are told, or all of a smaller vocabulary.
+    """
+    width = max((len(one) for row in told for one in row[:1]), default=1)
+    whole = np.zeros((len(told), count, width), np.float32)
+    of_all = (width - 1) // 2
+    whole[..., 1 + of_all :] = NO_TOKEN
+    for i, row in enumerate(told):
+        whole[i, : len(row)] = np.stack(row) if row else 0
+    most = min(most, of_all)
+    fields = {
+        "logprobs": whole[..., 0],
+        "top_logprobs": whole[..., 1 : 1 + most],
+        "top_ids": whole[..., 1 + of_all : 1 + of_all + most].astype(np.int32),
+    }
+    return {name: to_kind(np.ascontiguousarray(x), kind) for name, x in fields.items()}

@@ -125,6 +125,9 @@ class Rules:
 
     def scores(self, ids: np.ndarray, logits: Any, requests: Sequence[Request]) -> Any:
         """The logits [B, V], processed; arrays of the backend, or torch's."""
+        if any(request.sampling.weighs for request in requests):
+            with self._turns:
+                logits = self._runner.weigh(logits, requests, ids[:, self.block.shape[1] :])
         given = _Ids(ids, self._backend, self._device)
         for processor in self._processors:
             if getattr(processor, "__self__", None) is self:
@@ -282,6 +285,8 @@ class Stepwise:
         self.logits: list[Any] | None = [] if "logits" in returns else None
         keeps = options.rule is not None and options.rule.log_probs
         self.log_probs: list[Any] | None = [] if keeps else None
+        self._tells = any(request.tells for request in requests)
+        self._told: list[list[np.ndarray]] = [[] for _ in requests]
         self._temperature = options.temperature if options.do_sample else 1.0
         self._lives, self._first = loop.start_scores(requests)
 
@@ -324,6 +329,10 @@ class Stepwise:
             if self.log_probs is not None:
                 kept = self._runner.log_probs(scores, tokens, self._temperature)
                 self.log_probs.append(kept)
+            if self._tells:
+                told = self._runner.tell(logits, tokens)
+                for i in np.flatnonzero(~ended):
+                    self._told[i].append(told[i])
         if ended.any():
             tokens = np.where(ended, self._fill, tokens)
         ids = np.column_stack((ids, tokens))
@@ -336,6 +345,11 @@ class Stepwise:
             if self._watches and not done[i]:
                 done[i] = self._watches[i].is_completed(new[-1])
         return tokens, done
+
+    @property
+    def told(self) -> list[list[np.ndarray]]:
+        """What `sampling.tell` says of each sequence's tokens, in order; none where none tells."""
+        return self._told
 
     def close(self) -> None:
         """End what is unfinished and free the slots."""

@@ -16,7 +16,7 @@ FIELDS = (
 _CLASSES = {
     "Outputs": (*FIELDS, "attentions", "past_key_values"),
     "GenerateOutputs": (
-        *("sequences", "scores", "logits"),
+        *("sequences", "scores", "logits", "logprobs", "top_logprobs", "top_ids"),
         *("attentions", "hidden_states", "past_key_values"),
     ),
 }

@@ -13,6 +13,7 @@ from .maths import Maths
 Array: TypeAlias = Any
 Filter = Callable[[Array, Array, Array, Array], Array]
 WORDS = ("seed_low", "seed_high", "return_index")
+TOP = 20  # candidates of which a step tells; OpenAI's API names as many
 
 
 def sample(
@@ -142,6 +143,28 @@ def hide(m: Maths, scores: Array, hidden: Array, outweigh: int | None) -> Array:
     outweighed = m.log_sum(logs[:, outweigh:]) > m.most(logs[:, :outweigh])
     before = m.arange(scores.shape[-1], scores) < outweigh
     return m.where(outweighed & before, -float("inf"), scores)
+
+
+def weigh(m: Maths, logits: Array, bias: Array, counts: Array, costs: Array) -> Array:
+    """Logits [N, V] plus `bias` [N, V], less what a row's new tokens cost; -inf stays.
+
+    `counts` [N, V] says how often each token is among them. `costs` [N, 2] are the presence
+    penalty, for each that is there, and the frequency penalty, for each time; as in OpenAI's API.
+    """
+    there = m.where(counts > 0, costs[:, :1], 0.0)
+    return logits + bias - there - costs[:, 1:] * counts
+
+
+def tell(m: Maths, logits: Array, token: Array) -> Array:
+    """Log-probabilities float32 [N, 1 + 2 K] by logits [N, V], and what they are of.
+
+    The first is that of `token` [N]. K ones of the likeliest tokens follow, K being TOP or V, and
+    then the ids of these.
+    """
+    logs = m.log_softmax(m.wide(logits))
+    ids = m.largest(logs, min(TOP, logits.shape[-1]))
+    columns = [m.along(logs, token[:, None]), m.along(logs, ids), m.wide(ids)]
+    return m.join(columns, -1)
 
 
 def log_probs(m: Maths, scores: Array, tokens: Array, temperature: Any) -> Array:

@@ -1,6 +1,7 @@
 """What a dispatched step is computing, until the host asks for it."""
 
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import numpy as np
@@ -9,17 +10,19 @@ from .exchange import Exchange
 
 
 class PendingTokens:
-    """Tokens that a dispatched step is computing."""
+    """Tokens that a dispatched step is computing, int32 [R, N], or a pair with what it tells."""
 
     def __init__(
         self,
-        tokens: jax.Array,
+        tokens: Any,
         steps: int,
         columns: int,
         exchange: Exchange | None = None,
         flags: jax.Array | None = None,
     ) -> None:
-        tokens.copy_to_host_async()
+        tokens, self._told = tokens if isinstance(tokens, tuple) else (tokens, None)
+        for array in (tokens, *(() if self._told is None else (self._told,))):
+            array.copy_to_host_async()
         if flags is not None:
             flags.copy_to_host_async()
         self._tokens, self._steps, self._columns = tokens, steps, columns
@@ -31,6 +34,13 @@ class PendingTokens:
             if self._exchange is not None:
                 self._exchange.check(self._flags)
             return np.asarray(self._tokens)[: self._steps, : self._columns]
+
+    def told(self) -> np.ndarray | None:
+        """See `base.PendingTokens`."""
+        if self._told is None:
+            return None
+        with jax.transfer_guard("allow"):
+            return np.asarray(self._told)[: self._steps, : self._columns]
 
     def block_until_ready(self) -> "PendingTokens":
         """Itself, once the step has run: what jax.block_until_ready asks of a leaf."""
@@ -48,6 +58,11 @@ class PendingSteps:
         """int32 [steps taken, columns], as `PendingTokens.fetch`."""
         none = np.empty((0, self._columns), np.int32)
         return np.concatenate([none, *(step.fetch() for step in self._steps)])
+
+    def told(self) -> np.ndarray | None:
+        """See `base.PendingTokens`."""
+        told = [one for step in self._steps if (one := step.told()) is not None]
+        return np.concatenate(told) if told else None
 
     def block_until_ready(self) -> "PendingSteps":
         """See `PendingTokens.block_until_ready`."""
@@ -67,9 +82,25 @@ class PendingPanels:
 
     def fetch(self) -> np.ndarray:
         """int32 [1, columns], a column a prompt, as `PendingTokens.fetch`."""
+        return np.concatenate([p.fetch() for p in self._passes], axis=1)[:, self._order]
+
+    def told(self) -> np.ndarray | None:
+        """See `base.PendingTokens`."""
+        told = [p.told() for p in self._passes]
+        whole = [one for one in told if one is not None]
+        if not whole:
+            return None
+        width = whole[0].shape[-1]  # a pass without a request that tells has none
+        columns = [
+            np.zeros((1, len(panel), width), np.float32) if one is None else one
+            for one, panel in zip(told, self._panels, strict=True)
+        ]
+        return np.concatenate(columns, axis=1)[:, self._order]
+
+    @property
+    def _order(self) -> np.ndarray:
         order = np.concatenate(self._panels)
-        tokens = np.concatenate([p.fetch() for p in self._passes], axis=1)
-        return tokens[:, np.argsort(order)[(order < 0).sum() :]]
+        return np.argsort(order)[(order < 0).sum() :]
 
     def block_until_ready(self) -> "PendingPanels":
         """See `PendingTokens.block_until_ready`."""

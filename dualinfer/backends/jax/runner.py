@@ -26,7 +26,14 @@ from ...parallel.agreement import Peers
 from ...parallel.sharding import ShardingPlan
 from ..base import MAX_STEPS, NO_TOKEN, ForwardInputs, Piece, Request, SamplingFeatures
 from ..held import describe_weights
-from ..slots import SMALLEST_CACHE, LiveSlots, bucket, encoded_bucket, sampling_rows
+from ..slots import (
+    SMALLEST_CACHE,
+    LiveSlots,
+    bucket,
+    encoded_bucket,
+    sampling_rows,
+    weight_rows,
+)
 from ..streaming import Streaming
 from . import ahead, sampler
 from .cache import Cache, grow, least_free_bytes, make_cache, split
@@ -72,6 +79,11 @@ class Step(NamedTuple):
     key: tuple[Any, ...]
     function: Callable[..., Any]
     args: tuple[Any, ...]
+
+
+def _has(state: SlotState) -> tuple[bool, bool]:
+    """If a state hides tokens, and if it weighs them."""
+    return state.hidden is not None, state.bias is not None
 
 
 # A part of the parameters: their structure and how they and the cache's arrays are split.
@@ -402,6 +414,19 @@ class JaxRunner:
         return sampler.warm(to_jax(scores, self.device), how)
 
     @in_place
+    def weigh(self, scores: Any, requests: Sequence[Request], new: np.ndarray) -> jax.Array:
+        """See `base.Runner`."""
+        width = bucket(max(new.shape[1], 1))
+        padded = np.full((len(new), width), NO_TOKEN, np.int32)
+        padded[:, : new.shape[1]] = new
+        return sampler.weigh(to_jax(scores, self.device), weight_rows(requests, padded))
+
+    @in_place
+    def tell(self, scores: Any, tokens: np.ndarray) -> np.ndarray:
+        """See `base.Runner`."""
+        return np.asarray(sampler.tell(to_jax(scores, self.device), tokens.astype(np.int32)))
+
+    @in_place
     def log_probs(self, scores: Any, tokens: np.ndarray, temperature: float) -> jax.Array:
         """See `base.Runner`."""
         ids = tokens.astype(np.int32)
@@ -439,7 +464,8 @@ class JaxRunner:
         state = self._state if state is None else state
         free, eos_width = state.eos.shape
         requests = [piece.request for piece in pieces]
-        mode = mode_of(SamplingFeatures.of(requests))
+        needs = SamplingFeatures.of(requests)
+        mode, tells = mode_of(needs), choose and needs.tells
         rows = prompt_rows(pieces, free, eos_width)
         ids, first = rows[0], None
         if state.hidden is not None:
@@ -447,7 +473,10 @@ class JaxRunner:
             rows = *rows[:2], rows[2]._replace(hidden=hidden)
         source = source_rows(requests, len(ids), self.steps.of_one_length)
         parts = piece_rows(pieces, len(ids))
-        arrays = *rows, np.array(mode, "i4"), source, first, parts
+        weights = None
+        if state.bias is not None:
+            weights = weight_rows([*requests, *requests[:1] * (len(ids) - len(requests))])
+        arrays = *rows, np.array(mode, "i4"), source, first, parts, weights
 
         embeds, is_encoded = prompt_embeds(pieces, ids.shape), requests[0].is_encoded
 
@@ -459,30 +488,32 @@ class JaxRunner:
             embeds: jax.Array | None,
             *part: Any,
         ) -> Any:
-            *rows, source, first, parts = unpack(packed, arrays)
+            *rows, source, first, parts, weights = unpack(packed, arrays)
             inputs: Any = *rows, embeds, *part
             how: Any = {"choose": choose, "source": source, "first": first}
-            how |= {"is_encoded": is_encoded, "pieces": parts}
+            how |= {"is_encoded": is_encoded, "pieces": parts, "weights": weights, "tells": tells}
             return self.steps.prefill(params, cache, state, *inputs, **how)
 
         given = embeds.shape if embeds is not None else source[0].shape if source else None
-        key = "rows" if parts else "prefill", ids.shape, given, choose, is_encoded
+        key = "rows" if parts else "prefill", ids.shape, given, choose, is_encoded, tells
+        if weights is not None:
+            key = *key, *(x.shape for x in weights)
         return Step(key, step, (pack(arrays), embeds))
 
     def decode_job(self, steps: int, alone: bool, mode: int, cache: Any, state: Any) -> Job:
         """Up to `steps` steps for every slot, or one `alone`; see `ahead.Steps`."""
         return self._job(self._decode_step(steps, alone, mode), cache, state)
 
-    def _decode_step(self, steps: int, alone: bool, mode: int) -> Step:
+    def _decode_step(self, steps: int, alone: bool, mode: int, tells: bool = False) -> Step:
+        more, how = (("tells",), {"tells": True}) if tells else ((), {})
         if alone:
-            return Step(("one",), self.steps.decode_one, (np.int32(mode),))
+            return Step(("one", *more), partial(self.steps.decode_one, **how), (np.int32(mode),))
         limits = np.array([steps, mode], np.int32)
-        return Step(("decode",), self.steps.decode, (limits,))
+        return Step(("decode", *more), partial(self.steps.decode, **how), (limits,))
 
     def _job(self, step: Step, cache: Cache, state: Any) -> Job:
         """A step that takes over cache and state."""
-        hides = () if state.hidden is None else ("hidden",)
-        key = (*step.key, *cache.room, *state.eos.shape, *hides)
+        key = (*step.key, *cache.room, *state.eos.shape, *state.parts)
         args = (self._leaves, cache, state, *step.args)
         whole, layers = self._shardings
         shardings = whole, replace(cache, layers=layers), *(whole,) * (len(args) - 2)
@@ -546,7 +577,8 @@ class JaxRunner:
         # The single step that ends a call of longer chunks is no stream's: their loop serves it.
         self._longest = max(self._longest, steps)
         alone = self._alone = self._longest == 1
-        how = steps, alone, mode_of(SamplingFeatures.of(self._live.requests))
+        needs = SamplingFeatures.of(self._live.requests)
+        how = steps, alone, mode_of(needs), needs.tells
         slots = self._state.active.shape[0]
         results = self._advance(self._decode_step(*how))
         return PendingTokens(results[0], steps, slots, self._exchange, results[1])
@@ -565,7 +597,7 @@ class JaxRunner:
         kernels out, and to load them waits until a GPU is idle.
         """
         assert self._cache is not None and self._state is not None
-        if self._peers.size > 1 or self._exchange is not None or self._state.hidden is not None:
+        if self._peers.size > 1 or self._exchange is not None or self._state.parts:
             return
         eos, alone = self._state.eos.shape, self._alone
         room = self._cache.room._replace(tokens=tokens)
@@ -597,13 +629,14 @@ class JaxRunner:
         count = room.slots
         eos_width = bucket(max(len(r.eos_ids) for r in requests), _SMALLEST_EOS)
         old, hides = self._state, any(r.hidden or r.hidden_at_first for r in requests)
+        weighs = self._live.weighs
         if idle:
             held = self._cache
             if held is not None and held.room != room:
                 with contextlib.suppress(Exception):  # of an abandoned step
                     jax.block_until_ready(held)  # else its bytes still count as in use
                 self._cache = held = None
-            fits = old is not None and hides == (old.hidden is not None)
+            fits = old is not None and _has(old) == (hides, weighs)
             if old is not None and (old.eos.shape != (count, eos_width) or not fits):
                 old = None
         if self._cache is not None:
@@ -614,10 +647,10 @@ class JaxRunner:
         if old is not None:
             count = max(count, old.active.shape[0])
             eos_width = max(eos_width, old.eos.shape[1])
-            hides = hides or old.hidden is not None
-            if old.eos.shape == (count, eos_width) and hides == (old.hidden is not None):
+            hides, weighs = hides or _has(old)[0], weighs or _has(old)[1]
+            if old.eos.shape == (count, eos_width) and _has(old) == (hides, weighs):
                 return  # free rows in it are not active
-        state = SlotState.make(count, eos_width, self.spec.vocab, hides)
+        state = SlotState.make(count, eos_width, self.spec.vocab, hides, weighs)
         if old is not None:
             state = copy_rows(old, state)
         self._state = self._place.put(state)

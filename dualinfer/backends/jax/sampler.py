@@ -14,7 +14,7 @@ import numpy as np
 from ...ops import sampling
 from ...ops.sampling import WORDS
 from ..base import NO_TOKEN, Piece, Request, SamplingFeatures
-from ..slots import bucket, sampling_rows
+from ..slots import WeightRows, bucket, sampling_rows
 from .maths import MATHS
 
 SMALLEST_PROMPT = 16
@@ -39,7 +39,8 @@ class SlotState(NamedTuple):
     `length` counts cached tokens, `new` the sampled ones, `remaining` those still allowed; the
     others are the columns of `slots.sampling_rows`. `seen` [N, V] marks prompt and new tokens,
     those of a chunk of steps once it has ended. `hidden` [N, V] are those that are never chosen;
-    None where every slot may choose all.
+    None where every slot may choose all. `bias` and `counts` float32 [N, V] and `costs` [N, 2] are
+    those of `sampling.weigh`; None where no slot has any.
     """
 
     active: jax.Array
@@ -60,9 +61,14 @@ class SlotState(NamedTuple):
     return_index: jax.Array
     seen: jax.Array
     hidden: jax.Array | None = None
+    bias: jax.Array | None = None
+    counts: jax.Array | None = None
+    costs: jax.Array | None = None
 
     @classmethod
-    def make(cls, slots: int, eos_width: int, vocab: int, hides: bool = False) -> "SlotState":
+    def make(
+        cls, slots: int, eos_width: int, vocab: int, hides: bool = False, weighs: bool = False
+    ) -> "SlotState":
         """All slots free, in host memory."""
         integers = ("last", "length", "new", "remaining", "minimum", "top_k")
         floats = ("temperature", "top_p", "min_p", "penalty")
@@ -72,11 +78,44 @@ class SlotState(NamedTuple):
             "eos": np.full((slots, eos_width), NO_TOKEN, np.int32),
             "seen": np.zeros((slots, vocab), bool),
             "hidden": np.zeros((slots, vocab), bool) if hides else None,
+            "bias": np.zeros((slots, vocab), np.float32) if weighs else None,
+            "counts": np.zeros((slots, vocab), np.float32) if weighs else None,
+            "costs": np.zeros((slots, 2), np.float32) if weighs else None,
             **{name: np.zeros(slots, np.int32) for name in integers},
             **{name: np.zeros(slots, np.uint32) for name in WORDS},
             **{name: np.ones(slots, np.float32) for name in floats},
         }
         return cls(**columns)
+
+    @property
+    def parts(self) -> tuple[str, ...]:
+        """The names of what it has for some requests alone."""
+        pairs = ("hidden", self.hidden), ("weighed", self.bias)
+        return tuple(name for name, column in pairs if column is not None)
+
+    def shown(self, logits: jax.Array) -> jax.Array:
+        """Logits [N, V], weighed, and -inf where a token is hidden."""
+        if self.hidden is not None:
+            logits = jnp.where(self.hidden, -jnp.inf, logits)
+        if self.bias is None:
+            return logits
+        return sampling.weigh(MATHS, logits, self.bias, self.counts, self.costs)
+
+    def counted(self, moved: jax.Array) -> "SlotState":
+        """With the `last` token counted in rows that bool `moved` [N] says."""
+        if self.counts is None:
+            return self
+        where = jnp.arange(len(self.last)), self.last
+        return self._replace(counts=self.counts.at[where].add(moved.astype(jnp.float32)))
+
+    def weighing(self, rows: WeightRows) -> "SlotState":
+        """With what `weight_rows` gives, of each row."""
+        count, vocab = self.seen.shape[0], self.seen.shape[1]
+        return self._replace(
+            bias=_summed(rows.ids, rows.values, count, vocab),
+            counts=_summed(rows.new, jnp.ones(rows.new.shape, jnp.float32), count, vocab),
+            costs=jnp.asarray(rows.costs),
+        )
 
 
 def prompt_rows(
@@ -193,6 +232,13 @@ def copy_rows(old: SlotState, new: SlotState) -> SlotState:
     return new
 
 
+def _summed(ids: Any, values: Any, count: int, vocab: int) -> jax.Array:
+    """float32 [count, vocab] with `values` added at `ids` [count, any]; NO_TOKEN is none."""
+    columns = jnp.where(ids == NO_TOKEN, vocab, ids)
+    whole = jnp.zeros((count, vocab), jnp.float32)
+    return whole.at[jnp.arange(count)[:, None], columns].add(values, mode="drop")
+
+
 def mark(seen: jax.Array, tokens: jax.Array) -> jax.Array:
     """`seen` [N, V] with `tokens` int32 [R, N], of which NO_TOKEN is none."""
     columns = jnp.where(tokens == NO_TOKEN, seen.shape[1], tokens)
@@ -255,6 +301,20 @@ def warm(scores: jax.Array, columns: Mapping[str, Any]) -> jax.Array:
 def hide(scores: jax.Array, hidden: jax.Array, outweigh: int | None) -> jax.Array:
     """See `base.Runner.hide`."""
     return sampling.hide(MATHS, scores, hidden, outweigh)
+
+
+@jax.jit
+def weigh(scores: jax.Array, rows: WeightRows) -> jax.Array:
+    """See `base.Runner.weigh`."""
+    bias = _summed(rows.ids, rows.values, *scores.shape)
+    counts = _summed(rows.new, jnp.ones(rows.new.shape, jnp.float32), *scores.shape)
+    return sampling.weigh(MATHS, MATHS.wide(scores), bias, counts, rows.costs)
+
+
+@jax.jit
+def tell(scores: jax.Array, tokens: jax.Array) -> jax.Array:
+    """See `base.Runner.tell`."""
+    return sampling.tell(MATHS, scores, tokens)
 
 
 @jax.jit

@@ -10,8 +10,11 @@ import jax.numpy as jnp
 
 from ... import decoder
 from ...model.spec import ModelSpec
+from ...ops import sampling
 from ..base import MAX_STEPS, NO_TOKEN
+from ..slots import WeightRows
 from .cache import Cache
+from .maths import MATHS
 from .ops.plain import PlainOps
 from .params import Params
 from .sampler import SlotState, book, mark
@@ -188,7 +191,9 @@ class Steps:
         is_encoded: bool = False,
         first: jax.Array | None = None,
         pieces: tuple[jax.Array, jax.Array] | tuple[()] = (),
-    ) -> tuple[Cache, SlotState | None, jax.Array, jax.Array | None]:
+        weights: WeightRows | None = None,
+        tells: bool = False,
+    ) -> tuple[Cache, SlotState | None, Any, jax.Array | None]:
         """Cache and state with prompts `ids` [B, T] in `slots` [B], and their first tokens [1, B].
 
         `rows` is the state of the prompts, whose lengths tell ids from padding behind them; what
@@ -198,7 +203,8 @@ class Steps:
         of it goes to the cache; where that `is_encoded` it has run before. bool `first` [B, V] are
         tokens that no first one may be, beside those that a row hides. With `pieces` ids are rows
         of prompts' tokens from int `pieces[0]` [B] to their lengths; the prompts' own are
-        `pieces[1]`, and a row that does not end one is not active.
+        `pieces[1]`, and a row that does not end one is not active. `weights` are those of the rows.
+        One that `tells` gives what `sampling.tell` says of the tokens [1, B, 1 + 2 K] beside them.
         """
         ops = self.ops.using(self._scratch(params, ids.shape[0]))
         model = self.spec, params, ops
@@ -240,12 +246,15 @@ class Steps:
         if self._goes_on(layers):
             return replace(cache, layers=filled), None, y, ops.given_up()
         last = jnp.take_along_axis(y, (counts - 1)[:, None, None], axis=1)[:, 0]
-        scores = _shown(decoder.logits(*model, last, wide=True), rows)
+        logits = decoder.logits(*model, last, wide=True)
+        rows = rows._replace(seen=jnp.zeros(logits.shape, bool))
+        if weights is not None:
+            rows = rows.weighing(weights)
+        scores = rows.shown(logits) if choose else rows._replace(bias=None).shown(logits)
         if first is not None:
             scores = jnp.where(first, -jnp.inf, scores)
         if not choose:
             rows = rows._replace(active=jnp.zeros_like(rows.active))
-            rows = rows._replace(seen=jnp.zeros(scores.shape, bool))
             return (
                 replace(cache, layers=filled),
                 _merged(state, rows, slots),
@@ -253,16 +262,20 @@ class Steps:
                 ops.given_up(),
             )
         real = jnp.arange(ids.shape[1]) < counts[:, None]
-        seen = jnp.zeros(scores.shape, bool)
+        seen = rows.seen
         if starts is not None:
             seen = (starts > 0)[:, None] & state.seen[slots]
         rows = rows._replace(seen=mark(seen, jnp.where(real, ids, NO_TOKEN).T))
         token = ops.sample(scores, rows, rows.length, mode)
-        new = jnp.where(rows.active, token, NO_TOKEN)  # none of a prompt of which there is more
-        rows = book(rows, token)
+        moved = rows.active  # not of a prompt of which there is more
+        new = jnp.where(moved, token, NO_TOKEN)
+        rows = book(rows, token).counted(moved)
         rows = rows._replace(seen=mark(rows.seen, new[None]))
         state = _merged(state, rows, slots)
-        return replace(cache, layers=filled), state, token[None], ops.given_up()
+        result: Any = token[None]
+        if tells:
+            result = result, sampling.tell(MATHS, logits, token)[None]
+        return replace(cache, layers=filled), state, result, ops.given_up()
 
     def _across(
         self,
@@ -308,10 +321,12 @@ class Steps:
         cache: Cache,
         state: SlotState,
         limits: jax.Array,
-    ) -> tuple[Cache, SlotState, jax.Array, jax.Array | None]:
+        tells: bool = False,
+    ) -> tuple[Cache, SlotState, Any, jax.Array | None]:
         """Tokens for each active slot, [MAX_STEPS, N]; ends when all have ended.
 
-        `limits` int32 [2] holds the most steps to take, and the mode of sampling.
+        `limits` int32 [2] holds the most steps to take, and the mode of sampling. One that `tells`
+        gives [MAX_STEPS, N, 1 + 2 K] beside them, as `prefill`.
         """
         steps, mode = limits
 
@@ -326,7 +341,7 @@ class Steps:
                 return jax.lax.fori_loop(0, self.block, lambda _, inner: step(inner), carry)
 
             def unfinished(carry: tuple, count: int = 1) -> jax.Array:
-                _, state, _, _, rows = carry
+                _, state, _, _, rows, _ = carry
                 return (rows[0] + count <= steps) & state.active.any() & more
 
             if self.block > 1:
@@ -336,7 +351,8 @@ class Steps:
         slots = state.active.shape[0]
         tokens = jnp.full((MAX_STEPS, slots), NO_TOKEN, jnp.int32)
         rows = jnp.zeros(slots, jnp.int32)
-        carry = (cache, state, self._scratch(params, slots), tokens, rows)
+        told = self._none_told(MAX_STEPS, slots) if tells else None
+        carry = (cache, state, self._scratch(params, slots), tokens, rows, told)
         if self.ops.modes:
             # Loops one after the other: a branch around them would copy the cache.
             lower = -1
@@ -345,9 +361,14 @@ class Steps:
                 lower = served
         else:
             carry = loop(mode, True, carry)
-        cache, state, scratch, tokens, _ = carry
+        cache, state, scratch, tokens, _, told = carry
         ops = self.ops.using(scratch)
-        return cache, ops.ended(state, tokens), tokens, ops.given_up()
+        result = tokens if told is None else (tokens, told)
+        return cache, ops.ended(state, tokens), result, ops.given_up()
+
+    def _none_told(self, steps: int, slots: int) -> jax.Array:
+        """Room for what steps tell."""
+        return jnp.zeros((steps, slots, 1 + 2 * min(sampling.TOP, self.spec.vocab)), jnp.float32)
 
     @jax.named_scope("dualinfer")
     def decode_one(
@@ -358,9 +379,12 @@ class Steps:
         mode: jax.Array,
         x: jax.Array | None = None,
         layers: range | None = None,
-    ) -> tuple[Cache, SlotState | None, jax.Array, jax.Array | None]:
-        """One token for each active slot, [1, N], without a loop; `layers` as in `prefill`.
+        *,
+        tells: bool = False,
+    ) -> tuple[Cache, SlotState | None, Any, jax.Array | None]:
+        """One token for each active slot, [1, N], without a loop.
 
+        `layers` and `tells` as in `prefill`.
         To run a loop the host waits for the device; this it leaves behind, and hands out tokens.
         """
         slots = state.active.shape[0]
@@ -371,10 +395,12 @@ class Steps:
             ops = self.ops.using(scratch)
             cache, x = self._token(params, ops, cache, state, x, layers)
             return cache, None, x, ops.given_up()
-        args = cache, state, scratch, tokens, rows
-        cache, state, scratch, tokens, _ = self._step(params, mode, *args, x, layers)
+        told = self._none_told(1, slots) if tells else None
+        args = cache, state, scratch, tokens, rows, told
+        cache, state, scratch, tokens, _, told = self._step(params, mode, *args, x, layers)
         ops = self.ops.using(scratch)
-        return cache, ops.ended(state, tokens), tokens, ops.given_up()
+        result = tokens if told is None else (tokens, told)
+        return cache, ops.ended(state, tokens), result, ops.given_up()
 
     @jax.named_scope("dualinfer")
     def decode_scores(
@@ -409,15 +435,22 @@ class Steps:
         scratch: Any,
         tokens: jax.Array,
         rows: jax.Array,
+        told: jax.Array | None,
         x: jax.Array | None = None,
         layers: range | None = None,
-    ) -> tuple[Cache, SlotState, Any, jax.Array, jax.Array]:
-        """One token for each active slot, in the row of `tokens` that `rows` [N] says."""
+    ) -> tuple[Cache, SlotState, Any, jax.Array, jax.Array, jax.Array | None]:
+        """One token for each active slot, in the row of `tokens` that `rows` [N] says.
+
+        What `sampling.tell` says of it goes to the same row of `told`, where that is there.
+        """
         ops = self.ops.using(scratch)
         cache, x = self._token(params, ops, cache, state, x, layers)
-        scores = _shown(decoder.logits(self.spec, params, ops, x[:, 0], wide=True), state)
-        state, tokens, rows = ops.advance(scores, state, mode, tokens, rows)
-        return cache, state, ops.scratch, tokens, rows
+        logits = decoder.logits(self.spec, params, ops, x[:, 0], wide=True)
+        moved, row = state.active, rows[0]
+        state, tokens, rows = ops.advance(state.shown(logits), state, mode, tokens, rows)
+        if told is not None:
+            told = told.at[row].set(sampling.tell(MATHS, logits, state.last))
+        return cache, state.counted(moved), ops.scratch, tokens, rows, told
 
     def _goes_on(self, layers: range | None) -> bool:
         """True for a part of a pass that others follow."""
@@ -464,11 +497,6 @@ class Steps:
         how: dict[str, Any] = {"layers": layers, "x": x, "across": across, "recur": recur}
         y = decoder.hidden_states(*model, ids, positions, None, attend, **how)[-1]
         return replace(cache, layers=filled), y
-
-
-def _shown(logits: jax.Array, state: SlotState) -> jax.Array:
-    """Logits [N, V], -inf where a token is hidden."""
-    return logits if state.hidden is None else jnp.where(state.hidden, -jnp.inf, logits)
 
 
 def _merged(state: SlotState, rows: SlotState, slots: jax.Array) -> SlotState:

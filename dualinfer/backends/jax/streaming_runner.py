@@ -112,7 +112,7 @@ class StreamingRunner(JaxRunner):
         """See `JaxRunner`."""
         cache, state = self._cache, self._state
         assert cache is not None and state is not None
-        sizes = cache.slots, cache.tokens, *state.eos.shape
+        sizes = cache.slots, cache.tokens, *state.eos.shape, *state.parts
         held, args = list(cache.layers), self._place.operands(step.args)
         x = flags = None
         with self._at_stake():
@@ -140,10 +140,10 @@ class StreamingRunner(JaxRunner):
     def _take_steps(self, steps: int) -> PendingSteps:
         """See `JaxRunner`."""
         assert self._state is not None
-        slots, mode = self._state.active.shape[0], mode_of(SamplingFeatures.of(self._live.requests))
+        slots, needs = self._state.active.shape[0], SamplingFeatures.of(self._live.requests)
         taken = []
         while len(taken) < steps and np.asarray(self._place.local(self._state.active)).any():
-            results = self._advance(self._decode_step(1, True, mode))
+            results = self._advance(self._decode_step(1, True, mode_of(needs), needs.tells))
             taken.append(PendingTokens(results[0], 1, slots, self._exchange, results[1]))
         return PendingSteps(taken, slots)
 

@@ -32,7 +32,14 @@ from ..base import (
 )
 from ..held import describe_weights
 from ..profiling import Stopwatch
-from ..slots import SMALLEST_CACHE, LiveSlots, bucket, encoded_bucket, sampling_rows
+from ..slots import (
+    SMALLEST_CACHE,
+    LiveSlots,
+    bucket,
+    encoded_bucket,
+    sampling_rows,
+    weight_rows,
+)
 from . import sampler
 from .cache import Cache
 from .compiling import compile_options
@@ -58,20 +65,26 @@ _STAGED_BYTES = 1 << 15  # that CUDA copies itself before a copy to the device r
 class PendingTokens:
     """Tokens on their way to the host; on CUDA the copy runs beside later steps."""
 
-    def __init__(self, tokens: torch.Tensor, ops: PlainOps):
+    def __init__(self, tokens: torch.Tensor, ops: PlainOps, told: torch.Tensor | None = None):
         self._exchange, self._given_up = ops.exchange, None
         if tokens.is_cuda:
             if self._exchange is not None:
                 self._given_up = on_its_way(self._exchange.given_up)
         else:
             tokens = tokens.clone()  # the next call's steps write there again
+            told = None if told is None else told.clone()
         self._tokens = on_its_way(tokens)
+        self._told = None if told is None else on_its_way(told)
 
     def fetch(self) -> np.ndarray:
         """int32 [steps, columns]."""
         if self._exchange is not None and self._given_up is not None and self._given_up().any():
             raise self._exchange.error()
         return self._tokens().astype(np.int32)
+
+    def told(self) -> np.ndarray | None:
+        """See `base.PendingTokens`."""
+        return None if self._told is None else self._told()
 
 
 class TorchRunner:
@@ -103,6 +116,7 @@ class TorchRunner:
         self._cache = Cache(specs, dtype, device, peers)
         self._state: SlotState | None = None
         self._tokens = self._row = torch.empty(0)  # of the steps of a call, by step and slot
+        self._told = torch.empty(0)  # of the steps of a call, where a request wants to know
         self._scores = torch.empty(0)  # of the last step, where the host chooses tokens
         self._chosen = torch.empty(0)  # bool: the slots of that step
         self._live = LiveSlots()
@@ -284,20 +298,27 @@ class TorchRunner:
     @torch.inference_mode()
     def extend(self, pieces: Sequence[Piece]) -> PendingTokens:
         """See `base.Runner`."""
-        rows, scores = self._fill(pieces)
-        features, state = SamplingFeatures.of([p.request for p in pieces if p.ends]), self._state
+        rows, logits = self._fill(pieces)
+        ended = [p.request for p in pieces if p.ends]
+        features, state = SamplingFeatures.of(ended), self._state
         assert state is not None
         if not len(rows):
             return PendingTokens(rows[None], self.ops)
         part = state.take(rows)
         part.active = torch.ones_like(part.active)
+        scores = self._shown(ended, logits)
+        if features.weighs:
+            scores = part.weighed(scores)
         token = self.ops.sample(scores, part, part.length, features)
         part.last = token
         sampler.count(part, token)
         for name in ("active", "last", "new", "remaining"):
             getattr(state, name)[rows] = getattr(part, name)
         state.seen[rows, token] = True
-        return PendingTokens(token[None], self.ops)
+        if state.counts is not None:
+            state.counts[rows, token] += 1
+        told = sampling.tell(MATHS, logits, token)[None] if features.tells else None
+        return PendingTokens(token[None], self.ops, told)
 
     def _fill(self, pieces: Sequence[Piece]) -> tuple[torch.Tensor, torch.Tensor]:
         """Pieces read: the slots [B] of those that end, not active, and the logits [B, V] behind.
@@ -325,10 +346,17 @@ class TorchRunner:
         if SamplingFeatures.of([p.request for p in ended]).penalty:
             # Not before, as steps of others mark the last token that a slot had.
             self._mark_seen([p.request for p in ended], [p.slot for p in ended])
-        for row, piece in enumerate(ended):
-            if ids := [*piece.request.hidden, *piece.request.hidden_at_first]:
-                scores[row, ids] = -torch.inf
         return rows, scores
+
+    def _shown(self, requests: Sequence[Request], logits: torch.Tensor) -> torch.Tensor:
+        """Logits [B, V] of first tokens, -inf where a request hides one."""
+        hidden = [[*r.hidden, *r.hidden_at_first] for r in requests]
+        if not any(hidden):
+            return logits
+        logits = logits.clone()
+        for row, ids in enumerate(hidden):
+            logits[row, ids] = -torch.inf
+        return logits
 
     def _read(self, pieces: Sequence[Piece], rows: torch.Tensor) -> torch.Tensor:
         """The states [B, E] of the pieces' last tokens; keys and values go to slots `rows` [B]."""
@@ -352,6 +380,7 @@ class TorchRunner:
         columns = sampling_rows(requests, max(len(r.eos_ids) for r in requests))
         state.write(rows, {"new": np.zeros(len(requests), np.int64), **columns})
         state.hide(slots, [r.hidden for r in requests])
+        state.weigh(slots, requests)
 
     @in_order
     @torch.inference_mode()
@@ -359,7 +388,7 @@ class TorchRunner:
         """Fill the cache of `slots`; the logits of the first token of each request."""
         _, scores = self._fill(list(map(Piece.whole, requests, slots)))
         self._check_exchange()
-        return scores
+        return self._shown(requests, scores)
 
     @in_order
     @torch.inference_mode()
@@ -379,7 +408,7 @@ class TorchRunner:
         chosen[rows] = True
 
         def run() -> None:
-            out.copy_(self._next_scores(state, cache, chosen))
+            out.copy_(state.shown(self._next_logits(state, cache, chosen)))
 
         with self._own_settings(count):
             self._replay((count, room, "scores"), run)
@@ -420,6 +449,19 @@ class TorchRunner:
         return sampling.warm(MATHS, scores, temperature, filters)
 
     @in_order
+    def weigh(self, scores: Any, requests: Sequence[Request], new: np.ndarray) -> torch.Tensor:
+        """See `base.Runner`."""
+        scores = scores.to(self.device, torch.float32)
+        rows = sampler.dense(weight_rows(requests, new), scores.shape[1], self.device)
+        return sampling.weigh(MATHS, scores, *rows)
+
+    @in_order
+    def tell(self, scores: Any, tokens: np.ndarray) -> np.ndarray:
+        """See `base.Runner`."""
+        ids = torch.from_numpy(tokens.astype(np.int64)).to(self.device)
+        return sampling.tell(MATHS, scores.to(self.device, torch.float32), ids).cpu().numpy()
+
+    @in_order
     def log_probs(self, scores: Any, tokens: np.ndarray, temperature: float) -> torch.Tensor:
         """See `base.Runner`."""
         ids = torch.from_numpy(tokens.astype(np.int64)).to(self.device)
@@ -437,8 +479,12 @@ class TorchRunner:
         state, cache, room = self._views(steps)
         slots = state.active.shape[0]
         features = SamplingFeatures.of(self._live.requests)
-        key = slots, room, self.ops.launches_of(features)
+        key = slots, room, self.ops.launches_of(features), features.weighs, features.tells
         out, step = self._tokens[:, :slots], self._row[:slots]
+        if features.tells and self._told.shape[1:2] != self._tokens.shape[1:]:
+            self._forget_steps()
+            width = 1 + 2 * min(sampling.TOP, self.spec.vocab)
+            self._told = torch.empty(*self._tokens.shape, width, device=self.device)
         out.fill_(NO_TOKEN)
         step.zero_()
         run = partial(self._step, state, cache, features, out, step)
@@ -449,7 +495,8 @@ class TorchRunner:
                 if asks and not state.active.any():
                     break
                 self._replay(key, run)
-        return PendingTokens(out[:steps], self.ops)
+        told = self._told[:steps, :slots] if features.tells else None
+        return PendingTokens(out[:steps], self.ops, told)
 
     def _views(
         self, steps: int, slots: Sequence[int] | None = None
@@ -491,10 +538,21 @@ class TorchRunner:
         step: torch.Tensor,
     ) -> None:
         """One token for each active slot, all in place: ready for capture."""
-        scores = self._next_scores(state, cache, state.active)
+        logits = self._next_logits(state, cache, state.active)
+        scores = state.shown(logits)
+        moves, row = state.active, step
+        if features.weighs:
+            scores, moves = state.weighed(scores), moves.clone()
+        if features.tells:
+            row = row.clone()
         self.ops.advance(scores, state, features, out, step)
+        if features.weighs:
+            state.count(moves)
+        if features.tells:
+            told = sampling.tell(MATHS, logits, state.last)[None]
+            self._told[:, : len(row)].scatter_(0, row[None, :, None].expand_as(told), told)
 
-    def _next_scores(self, state: SlotState, cache: list[Any], moves: torch.Tensor) -> torch.Tensor:
+    def _next_logits(self, state: SlotState, cache: list[Any], moves: torch.Tensor) -> torch.Tensor:
         """Logits float32 [N, V] after each slot's last token, which goes into the cache.
 
         States of recurrences change in the slots that bool `moves` [N] says.
@@ -522,7 +580,7 @@ class TorchRunner:
 
         how: dict[str, Any] = {"across": across, "recur": recur}
         x = decoder.hidden_states(*model, ids, positions, None, attend, **how)[-1]
-        return state.shown(decoder.logits(*model, x[:, 0], wide=True))
+        return decoder.logits(*model, x[:, 0], wide=True)
 
     def forget_graphs(self) -> None:
         """Drop every graph: of steps, of prompts and of whole calls."""
@@ -550,15 +608,17 @@ class TorchRunner:
                 self._cache.clear()  # nothing to keep: free the old buffers before the new ones
         self._cache.grow(room)
         eos_width = max(1, *(len(r.eos_ids) for r in self._live.requests))
-        old, hides = self._state, any(r.hidden for r in self._live.requests)
+        old, weighs = self._state, self._live.weighs
+        hides = any(r.hidden for r in self._live.requests)
         hides = hides or (old is not None and old.hidden is not None)
-        fits = old is not None and hides == (old.hidden is not None)
+        weighs = weighs or (old is not None and old.bias is not None)
+        fits = old is not None and (old.hidden is not None, old.bias is not None) == (hides, weighs)
         if old is None or not fits or old.active.shape[0] < count or old.eos.shape[1] < eos_width:
             if old is not None:
                 count = max(count, old.active.shape[0])
                 eos_width = max(eos_width, old.eos.shape[1])
             self._forget_steps()
-            what = count, eos_width, self.spec.vocab, self.device, hides
+            what = count, eos_width, self.spec.vocab, self.device, hides, weighs
             self._state = SlotState.make(*what)
             integers = {"dtype": torch.int64, "device": self.device}
             self._tokens = torch.empty(MAX_STEPS, count, **integers)
@@ -674,7 +734,7 @@ class TorchRunner:
         self.ops.clear()
         self._cache.clear()
         self._state = None
-        self._tokens = self._row = self._scores = self._chosen = torch.empty(0)
+        self._tokens = self._row = self._told = self._scores = self._chosen = torch.empty(0)
         self.last_work = None
         self._live = LiveSlots()
         self.params = Params({}, [], {}, {})

@@ -12,7 +12,8 @@ import torch
 
 from ...ops import sampling
 from ...ops.sampling import WORDS
-from ..base import NO_TOKEN, SamplingFeatures
+from ..base import NO_TOKEN, Request, SamplingFeatures
+from ..slots import WeightRows, weight_rows
 from .maths import MATHS
 from .profiling import named
 
@@ -23,7 +24,9 @@ class SlotState:
 
     `length` counts cached tokens, `new` the sampled ones, `remaining` those still allowed; the
     others are the columns of `slots.sampling_rows`. `seen` [N, V] marks prompt and new tokens, and
-    `hidden` [N, V] those that are never chosen; None where every slot may choose all.
+    `hidden` [N, V] those that are never chosen; None where every slot may choose all. `bias` and
+    `counts` float32 [N, V] and `costs` [N, 2] are those of `sampling.weigh`; None where no slot has
+    any.
     """
 
     active: torch.Tensor
@@ -44,10 +47,19 @@ class SlotState:
     return_index: torch.Tensor
     seen: torch.Tensor
     hidden: torch.Tensor | None = None
+    bias: torch.Tensor | None = None
+    counts: torch.Tensor | None = None
+    costs: torch.Tensor | None = None
 
     @classmethod
     def make(
-        cls, slots: int, eos_width: int, vocab: int, device: torch.device, hides: bool = False
+        cls,
+        slots: int,
+        eos_width: int,
+        vocab: int,
+        device: torch.device,
+        hides: bool = False,
+        weighs: bool = False,
     ) -> "SlotState":
         """All slots free."""
 
@@ -62,6 +74,9 @@ class SlotState:
             eos=zeros(torch.int64, eos_width) + NO_TOKEN,
             seen=zeros(torch.bool, vocab),
             hidden=zeros(torch.bool, vocab) if hides else None,
+            bias=zeros(torch.float32, vocab) if weighs else None,
+            counts=zeros(torch.float32, vocab) if weighs else None,
+            costs=zeros(torch.float32, 2) if weighs else None,
             **{name: zeros(torch.int64) for name in (*integers, *WORDS)},
             **{name: zeros(torch.float32) + 1 for name in floats},
         )
@@ -102,9 +117,43 @@ class SlotState:
             self.hidden[slot] = False
             self.hidden[slot, list(ids)] = True
 
+    def weigh(self, slots: Sequence[int], requests: Sequence[Request]) -> None:
+        """Set what `sampling.weigh` takes of these `slots`, in place."""
+        if self.bias is None or self.counts is None or self.costs is None:
+            return
+        rows = torch.as_tensor(slots, device=self.bias.device)
+        vocab = self.bias.shape[1]
+        bias, counts, costs = dense(weight_rows(requests), vocab, self.bias.device)
+        self.bias[rows], self.counts[rows], self.costs[rows] = bias, counts, costs
+
+    def weighed(self, logits: torch.Tensor) -> torch.Tensor:
+        """See `sampling.weigh`."""
+        if self.bias is None:
+            return logits
+        return sampling.weigh(MATHS, logits, self.bias, self.counts, self.costs)
+
+    def count(self, moved: torch.Tensor) -> None:
+        """Count the `last` token of the slots that bool `moved` [N] says, in place."""
+        if self.counts is not None:
+            once = moved[:, None].to(self.counts.dtype)
+            self.counts.scatter_add_(1, self.last[:, None], once)
+
     def shown(self, logits: torch.Tensor) -> torch.Tensor:
         """Logits [N, V], -inf where a token is hidden."""
         return logits if self.hidden is None else logits.masked_fill(self.hidden, -torch.inf)
+
+
+def dense(rows: WeightRows, vocab: int, device: torch.device) -> tuple[torch.Tensor, ...]:
+    """Bias and counts float32 [B, V], and costs [B, 2], of what `weight_rows` gives."""
+    made = []
+    for ids, values in ((rows.ids, rows.values), (rows.new, np.ones(rows.new.shape, np.float32))):
+        where = torch.as_tensor(ids, device=device).long()
+        # One place more takes what is no token.
+        whole = torch.zeros(len(ids), vocab + 1, device=device)
+        where = where.where(where >= 0, vocab)
+        whole.scatter_add_(1, where, torch.as_tensor(values, device=device))
+        made.append(whole[:, :vocab])
+    return *made, torch.as_tensor(rows.costs, device=device)
 
 
 @named("sampling")

@@ -210,6 +210,11 @@ class SpeechCalls(InferenceEngine):
         # Whether tokens are drawn is said by temperature alone, as in HF.
         kwargs |= {"do_sample": False, "temperature": None, "num_return_sequences": 1}
         options = make_options(own, config, kwargs, spec.vocab)
+        if options.logprobs is not None:
+            raise ArgumentError(
+                "generate() does not support logprobs of a model that transcribes sounds window by "
+                "window. Pass output_scores=True, or return_timestamps with logprob_threshold."
+            )
         source, sounds = self._sounds(given, count)
         start = options.decoder_start
         settings = make_settings(
