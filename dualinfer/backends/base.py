@@ -8,6 +8,7 @@ import numpy as np
 
 from ..model.load_plan import LoadPlan, TensorSource
 from ..model.spec import ModelSpec
+from ..ops.sampling import TOP as TOP
 from .profiling import Profiler, Stopwatch
 
 NO_TOKEN = -1

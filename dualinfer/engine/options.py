@@ -5,9 +5,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from ..backends.base import NO_TOKEN
+from ..backends.base import NO_TOKEN, TOP
 from ..errors import ArgumentError, a_type, shown, warn_caller
-from ..ops.sampling import TOP
 from .arguments import (
     BEAMS,
     DEFAULTS,
