@@ -446,7 +446,8 @@ class Steps:
         ops = self.ops.using(scratch)
         cache, x = self._token(params, ops, cache, state, x, layers)
         logits = decoder.logits(self.spec, params, ops, x[:, 0], wide=True)
-        moved, row = state.active, rows[0]
+        moved = state.active
+        row = None if told is None else rows[0]
         state, tokens, rows = ops.advance(state.shown(logits), state, mode, tokens, rows)
         if told is not None:
             told = told.at[row].set(sampling.tell(MATHS, logits, state.last))
