@@ -6,6 +6,7 @@ from typing import Any, Literal, Protocol
 
 import numpy as np
 
+from ..errors import ArgumentError
 from ..model.load_plan import LoadPlan, TensorSource
 from ..model.spec import ModelSpec
 from ..ops.sampling import TOP as TOP
@@ -192,6 +193,30 @@ class Piece:
         return self.start == 0 and self.ends
 
 
+@dataclass(frozen=True)
+class Pool:
+    """What a runner reserves at once: room for `slots` sequences of `tokens` cached tokens each.
+
+    Of an encoder-decoder also for what its encoder gives of `encoded` tokens each, 0 for as many as
+    `tokens`; an encoder of one length needs none. `eos` ids of a request, and whether some of them
+    hide tokens or weigh them, are in the state from the start: the first request that needs more of
+    these makes a larger state, and its steps anew.
+    """
+
+    slots: int
+    tokens: int
+    encoded: int = 0
+    eos: int = 4
+    hides: bool = False
+    weighs: bool = False
+
+    def __post_init__(self) -> None:
+        """Raise ArgumentError for what is no room."""
+        for name in ("slots", "tokens", "eos"):
+            if getattr(self, name) < 1:
+                raise ArgumentError(f"Pool({name}={getattr(self, name)}): expected 1 or more.")
+
+
 class PendingTokens(Protocol):
     """Tokens that the device may still be computing."""
 
@@ -233,6 +258,18 @@ class Runner(Protocol):
         towers has `logits_per_text` [N, M] of texts and images, `logits_per_image`, their vectors,
         and each tower's outputs, `text_model_output` and `vision_model_output`. Of A heads that are
         watched there are `cross_weights`, float32 [B, T, A, S].
+        """
+        ...
+
+    def open(self, pool: Pool | None, prepare: bool = False) -> None:
+        """Reserve the room of a pool, which then neither grows nor shrinks; None for as before.
+
+        Few programs then serve all requests: steps by how many slots and how many tokens they
+        reach, in coarse buckets, and panels of pieces by their size alone, where the spec says that
+        it `reads_pieces`. With `prepare` they are made now, as far as nothing but the pool says
+        what they are. Requests go in slots below the pool's, with at most its tokens as their
+        `cache_tokens`: LengthError for others. OutOfMemoryError where there is no room, and then
+        there is no pool; StepError while something is live.
         """
         ...
 

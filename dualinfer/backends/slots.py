@@ -4,15 +4,21 @@ It is no part of the contract of `base`: a runner may do without it.
 """
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
 
+from ..errors import LengthError, StepError
 from ..model.spec import ModelSpec
-from .base import NO_TOKEN, Request
+from ..ops.caches import Room
+from .base import NO_TOKEN, Piece, Pool, Request
 
 SMALLEST_CACHE = 64
 RESERVED = 2048
+GRAIN = 64  # tokens, at whose multiples a cut changes no bit of a recurrence
+PANELS = (256, 512, 1024, 2048, 4096)  # tokens of the passes that read pieces into a pool
+_SMALLEST_REACH, _REACHES = 512, 4  # of steps over a pool, and how much farther the next goes
 
 
 def bucket(count: int, smallest: int = 1) -> int:
@@ -30,12 +36,14 @@ class LiveSlots:
     """The host's book of a runner's live slots: what each serves, and how far its cache may reach.
 
     A cache is reserved for RESERVED tokens of a sequence at first, and grows as steps are asked
-    for: a request for many new tokens may end early.
+    for: a request for many new tokens may end early. One with the room of a `pool` does not.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, pool: Room | None = None) -> None:
+        self.pool = pool
         self._requests: dict[int, Request] = {}
         self._reach: dict[int, int] = {}
+        self._reading: set[int] = set()
 
     def __len__(self) -> int:
         """Number of live slots."""
@@ -84,6 +92,12 @@ class LiveSlots:
             for slot, request in self._requests.items()
         )
 
+    def room(self, spec: ModelSpec, tokens: int) -> Room:
+        """What a step over the live slots sees of a cache, for `tokens` of each, in buckets."""
+        if self.pool is not None:
+            return part_of(self.pool, self.width, tokens)
+        return Room(self.width, bucket(tokens, SMALLEST_CACHE), encoded_bucket(spec, self.encoded))
+
     def may_outgrow(self, tokens: int) -> bool:
         """True if a sequence that is half way through `tokens` cached ones may go on beyond."""
         return any(
@@ -91,22 +105,93 @@ class LiveSlots:
             for slot, request in self._requests.items()
         )
 
-    def add(self, slots: Sequence[int], requests: Sequence[Request]) -> None:
-        """Book requests in slots."""
-        self._requests.update(zip(slots, requests, strict=True))
-        self._reach.update((s, len(r.prompt)) for s, r in zip(slots, requests, strict=True))
+    def read(self, pieces: Sequence[Piece]) -> list[Piece]:
+        """Book requests by their first pieces, which are given back.
+
+        A slot takes no step before its last one. LengthError for what a pool has no room for.
+        """
+        first = [piece for piece in pieces if piece.start == 0]
+        if any(piece.start and piece.slot not in self._requests for piece in pieces):
+            raise StepError("A piece of a prompt came before the first one.")
+        for piece in first:
+            self._check(piece.request, piece.slot)
+        self._requests.update((piece.slot, piece.request) for piece in first)
+        self._reach.update((piece.slot, len(piece.request.prompt)) for piece in first)
+        self._reading |= {piece.slot for piece in pieces if not piece.ends}
+        self._reading -= {piece.slot for piece in pieces if piece.ends}
+        return first
+
+    def _check(self, request: Request, slot: int) -> None:
+        pool = self.pool
+        if pool is None:
+            return
+        needed = Room(slot + 1, request.cache_tokens, request.encoded)
+        if not needed.within(pool):
+            beside = f" over {request.encoded} of an encoder" if request.encoded else ""
+            raise LengthError(
+                f"A sequence of {request.cache_tokens} tokens{beside} in slot {slot} has no room "
+                f"in a pool of {pool.slots} slots of {pool.tokens} tokens. Ask for fewer new "
+                "tokens or a shorter prompt, or open a larger pool."
+            )
 
     def advance(self, steps: int, slots: Sequence[int] | None = None) -> None:
-        """Book steps for these slots, or every one."""
+        """Book steps for these slots, or every one of which the prompt has been read."""
         for slot in self._requests if slots is None else slots:
-            request = self._requests[slot]
-            self._reach[slot] = min(self._reach[slot] + steps, request.cache_tokens)
+            if slot not in self._reading:
+                request = self._requests[slot]
+                self._reach[slot] = min(self._reach[slot] + steps, request.cache_tokens)
 
     def remove(self, slots: Sequence[int]) -> None:
         """Free slots; those that are free already stay so."""
         for slot in slots:
             self._requests.pop(slot, None)
             self._reach.pop(slot, None)
+            self._reading.discard(slot)
+
+
+def room_of(pool: Pool, spec: ModelSpec) -> Room:
+    """What caches of a pool hold: whole grains of tokens."""
+    tokens = -(-pool.tokens // GRAIN) * GRAIN
+    return Room(pool.slots, tokens, encoded_bucket(spec, pool.encoded or tokens))
+
+
+def part_of(pool: Room, slots: int, tokens: int) -> Room:
+    """What a step over the first `slots` slots of a pool sees, of which none has more `tokens`."""
+    reach = _SMALLEST_REACH
+    while reach < tokens:
+        reach *= _REACHES
+    return Room(min(bucket(slots), pool.slots), min(reach, pool.tokens), pool.encoded)
+
+
+def parts_of(pool: Room) -> list[Room]:
+    """Every `part_of` that steps over a pool see, the largest first."""
+    counts = [1 << i for i in range(pool.slots.bit_length())]
+    reaches = [_SMALLEST_REACH * _REACHES**i for i in range(pool.tokens.bit_length())]
+    parts = [part_of(pool, n, tokens) for n in (*counts, pool.slots) for tokens in reaches]
+    return sorted(dict.fromkeys(parts), reverse=True)
+
+
+def in_grains(pieces: Sequence[Piece]) -> list[tuple[int, Piece]]:
+    """The pieces, numbered, in parts of at most GRAIN tokens."""
+    return [
+        (i, replace(p, start=a, stop=min(a + GRAIN, p.stop)))
+        for i, p in enumerate(pieces)
+        for a in range(p.start, p.stop, GRAIN)
+    ]
+
+
+def panel_for(tokens: int, most: int) -> int:
+    """The panel that reads the first of so many `tokens`: all, if it is mostly full of them.
+
+    A small one takes as long as a full one. It has at most `most` tokens, if there is such a one.
+    """
+    sizes = [size for size in PANELS if size <= most] or PANELS[:1]
+    for i, size in enumerate(sizes):
+        if tokens <= size and (i < 2 or 4 * tokens > 3 * size):
+            return size
+        if i and tokens < size:
+            return sizes[i - 1]
+    return sizes[-1]
 
 
 class WeightRows(NamedTuple):

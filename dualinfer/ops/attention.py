@@ -223,12 +223,15 @@ def decode_attention(
     softcap: float | None = None,
     sinks: Array | None = None,
     relative: Array | None = None,
+    reach: int | None = None,
 ) -> Array:
     """Attention of one query a slot, q [N, H, D], to the `lengths` [N] cached tokens: [N, H, D].
 
     The query is the last of them, and sees those of its own `chunk` of tokens. `alibi` and `sinks`
-    are float32 [H], `alibi_scale` as in `alibi_bias`, `relative` as in `attention`.
+    are float32 [H], `alibi_scale` as in `alibi_bias`, `relative` as in `attention`. These are the
+    cache's first slots, and of each the first `reach` tokens are read; None for all.
     """
+    cache = cache.view(len(q), reach or cache.capacity)
     keys, values = cache.read()
     at, count = m.arange(cache.capacity, q)[None], lengths[:, None]
     visible = at < count

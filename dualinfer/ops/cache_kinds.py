@@ -24,10 +24,6 @@ class LayerCache(CacheView, Protocol):
         """The same contents in new arrays of this size, no smaller in either."""
         ...
 
-    def view(self, slots: int, tokens: int) -> Self:
-        """The first `slots` slots with room for `tokens` tokens each; in the same memory."""
-        ...
-
 
 class FullCache(NamedTuple):
     """Keys and values of every token, [N, K, S, D] each; of codes their scales, [N, K, S] each."""
@@ -53,8 +49,8 @@ class FullCache(NamedTuple):
         more = slots - len(self.k), 0, tokens - self.capacity
         return over(self, lambda x: self.maths.grow(x, more))
 
-    def view(self, slots: int, tokens: int) -> Self:
-        """See `LayerCache.view`."""
+    def view(self, slots: int | None, tokens: int) -> Self:
+        """See `CacheView.view`."""
         return over(self, lambda x: x[:slots, :, :tokens])
 
     def write(self, slots: Array, k: Array, v: Array) -> Self:
@@ -128,8 +124,8 @@ class BlockCache(NamedTuple):
         k, v, *scales = over(self._pools, lambda x: m.grow(x, more))
         return type(self)(k, v, new, *scales)
 
-    def view(self, slots: int, tokens: int) -> Self:
-        """See `LayerCache.view`."""
+    def view(self, slots: int | None, tokens: int) -> Self:
+        """See `CacheView.view`."""
         return self._replace(table=self.table[:slots, : -(-tokens // self._size)])
 
     def write(self, slots: Array, k: Array, v: Array) -> Self:
@@ -194,8 +190,8 @@ class CrossCache(NamedTuple):
         k, v = (m.grow(x, more) for x in self[:2])
         return type(self)(k, v, m.grow(self.lengths, more[:1]))
 
-    def view(self, slots: int, tokens: int) -> Self:
-        """See `LayerCache.view`."""
+    def view(self, slots: int | None, tokens: int) -> Self:
+        """See `CacheView.view`."""
         k, v = (x[:slots, :, :tokens] for x in self[:2])
         return type(self)(k, v, self.lengths[:slots])
 
@@ -228,8 +224,8 @@ class LatentCache(NamedTuple):
         more = slots - len(self.shared), tokens - self.capacity
         return type(self)(self.maths.grow(self.shared, more))
 
-    def view(self, slots: int, tokens: int) -> Self:
-        """See `LayerCache.view`."""
+    def view(self, slots: int | None, tokens: int) -> Self:
+        """See `CacheView.view`."""
         return type(self)(self.shared[:slots, :tokens])
 
     def write(self, slots: Array, k: Array, v: Array) -> Self:
@@ -274,8 +270,8 @@ class StateCache(NamedTuple):
         """See `LayerCache.grown`."""
         return over(self, lambda x: self.maths.grow(x, (slots - len(x),)))
 
-    def view(self, slots: int, tokens: int) -> Self:
-        """See `LayerCache.view`."""
+    def view(self, slots: int | None, tokens: int) -> Self:
+        """See `CacheView.view`."""
         return over(self, lambda x: x[:slots])
 
     def keep(self, slots: Array, *arrays: Array) -> Self:
@@ -289,7 +285,8 @@ class StateCache(NamedTuple):
 
         def moved(held: Array, new: Array) -> Array:
             own = moves.reshape(-1, *[1] * (held.ndim - 1))
-            return m.put(held, ..., m.where(own, new, held))
+            first = ... if len(moves) == len(held) else slice(len(moves))
+            return m.put(held, first, m.where(own, new, held[first]))
 
         return type(self)(*map(moved, self.arrays, arrays))
 

@@ -267,6 +267,13 @@ class CacheView(Protocol):
         """S, the tokens that a slot has room for."""
         ...
 
+    def view(self, slots: int | None, tokens: int) -> Self:
+        """The first `slots` slots, None for all, with room for `tokens` tokens each.
+
+        Where arrays are values it is there to be read.
+        """
+        ...
+
     def kept(self, k: Any, v: Any) -> tuple[Any, Any]:
         """k and v [..., K, D] as `read` gives them back: of codes, what these mean in float32."""
         ...
@@ -290,7 +297,8 @@ class CacheView(Protocol):
     def append(self, k: Any, v: Any, lengths: Any) -> Self:
         """The cache with k and v [N, K, D] of one token a slot, at position lengths[n] of slot n.
 
-        A full slot, of a sequence that has ended, overwrites its own last token.
+        These are its first N slots. A full slot, of a sequence that has ended, overwrites its own
+        last token.
         """
         ...
 
@@ -325,6 +333,10 @@ class CrossView(Protocol):
         """How many of each slot's places are real, int [N]."""
         ...
 
+    def view(self, slots: int | None, tokens: int) -> Self:
+        """As `CacheView.view`."""
+        ...
+
     def keep(self, slots: Any, k: Any, v: Any, lengths: Any) -> Self:
         """The cache with k and v [B, T, K, D] in int `slots` [B], of which `lengths` [B] are real.
 
@@ -350,12 +362,16 @@ class StateView(Protocol):
         """Those that the recurrence has laid out, a row a slot."""
         ...
 
+    def view(self, slots: int | None, tokens: int) -> Self:
+        """As `CacheView.view`; states have no tokens."""
+        ...
+
     def keep(self, slots: Any, *arrays: Any) -> Self:
         """The states with those of sequences, [B, ...] each, in int `slots` [B]."""
         ...
 
     def move(self, moves: Any, *arrays: Any) -> Self:
-        """The states with new ones, [N, ...] each, of the slots that bool `moves` [N] says.
+        """The states with new ones, [N, ...] each, of those first N slots that bool `moves` says.
 
         Another slot keeps its own: a step that is not its sequence's passes it over.
         """

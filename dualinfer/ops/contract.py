@@ -426,13 +426,15 @@ class Ops(BlockOps, Protocol):
         slots: Array,
         starts: Array,
         lengths: Array,
+        reach: int | None = None,
     ) -> tuple[Array, CacheView]:
         """Attention of rows of tokens that go on from what their slots have, and the cache.
 
         Row b is tokens starts[b] to starts[b] + lengths[b] of the sequence in slots[b], all int
         [B]: qkv [B, T, (H+2K) D], padded, gives [B, T, H D], or for latent attention a pair gives
         [B, T, H value_dim]. First all rows' keys and values go into the cache, padding's nowhere
-        or behind their own; then each query reads its slot up to its own place. So rows of one
+        or behind their own; then each query reads its slot up to its own place, of which none lies
+        at `reach` or behind; None says nothing. So rows of one
         slot may be side by side, in their order and whole but for the last. A row of a slot that
         there is not, on JAX and by kernels, gives what is finite. `qkv` may be overwritten.
         """
@@ -445,12 +447,14 @@ class Ops(BlockOps, Protocol):
         angles: Any,
         cache: CacheView,
         lengths: Array,
+        reach: int | None = None,
     ) -> tuple[Array, CacheView]:
         """Attention of one new token a slot, qkv [N, 1, (H+2K) D] to [N, 1, H D], and the cache.
 
         For latent attention `qkv` is a pair, and the result [N, 1, H value_dim].
 
-        Its key and value are in the result at position lengths[n] of int `lengths` [N].
+        Slots are the cache's first N. A key and value are in the result at position lengths[n] of
+        int `lengths` [N]; what a slot has from `reach` tokens on need not be read, None for all.
         """
         ...
 
@@ -483,7 +487,7 @@ class Ops(BlockOps, Protocol):
     ) -> tuple[Array, StateView]:
         """As `recur`, of one new token a slot, x [N, 1, ...], from the cache's states.
 
-        Those of slots that bool `moves` [N] leaves out stay as they are.
+        Slots are the cache's first N; those that bool `moves` [N] leaves out stay as they are.
         """
         ...
 
@@ -509,7 +513,7 @@ class Ops(BlockOps, Protocol):
     def attend_kept(self, a: Attention, q: Array, cache: CrossView) -> Array:
         """Attention of one token a slot, q [N, 1, H D] to [N, 1, H D], to all that its slot keeps.
 
-        A slot that keeps nothing gives what is finite.
+        Slots are the cache's first N. One that keeps nothing gives what is finite.
         """
         ...
 

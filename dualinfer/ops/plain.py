@@ -394,20 +394,23 @@ class PlainOps(PlainBlocks):
         slots: Array,
         starts: Array,
         lengths: Array,
+        reach: int | None = None,
     ) -> tuple[Array, CacheView]:
         """See `contract.Ops.attend_rows`."""
         m, a = self.maths, layer.spec
         if isinstance(qkv, LatentQkv):
             q, _, written = self._latents(layer, qkv, angles, cache, slots, lengths, starts)
             assert written is not None
-            k, v = self._of_latents(layer, written.read(slots)[0][:, 0])
+            shared, _ = _reached(written, reach).read(slots)
+            k, v = self._of_latents(layer, shared[:, 0])
             k, v = k.swapaxes(1, 2), v.swapaxes(1, 2)
             return flat(attention.attend_rows(m, q, k, v, starts, scale=a.scale)), written
         q, k, v = self._heads(layer, qkv, angles)
         with self.span("append"):
             cache = cache.extend(slots, starts, lengths, k, v)
         how = {"chunk": a.chunk, **attention.scoring(layer)}
-        return flat(attention.attend_rows(m, q, *cache.read(slots), starts, **how)), cache
+        held = _reached(cache, reach).read(slots)
+        return flat(attention.attend_rows(m, q, *held, starts, **how)), cache
 
     def attend_token(
         self,
@@ -416,6 +419,7 @@ class PlainOps(PlainBlocks):
         angles: Any,
         cache: CacheView,
         lengths: Array,
+        reach: int | None = None,
     ) -> tuple[Array, CacheView]:
         """See `contract.Ops.attend_token`."""
         m, a = self.maths, layer.spec
@@ -424,12 +428,13 @@ class PlainOps(PlainBlocks):
             q, _, written = self._latents(layer, qkv, angles, cache, None, lengths)
             assert written is not None
             q = self._absorbed(layer, q[:, 0])
-            y = attention.decode_attention(m, q, written, lengths + 1, scale=a.scale)
+            how: dict[str, Any] = {"scale": a.scale, "reach": reach}
+            y = attention.decode_attention(m, q, written, lengths + 1, **how)
             return self._values_of(layer, y[..., : a.latent.rank]), written
         q, k, v = self._heads(layer, qkv, angles)
         with self.span("append"):
             cache = cache.append(k[:, 0], v[:, 0], lengths)
-        how = {"chunk": a.chunk, **attention.scoring(layer)}
+        how = {"chunk": a.chunk, "reach": reach, **attention.scoring(layer)}
         y = attention.decode_attention(m, q[:, 0], cache, lengths + 1, **how)
         return flat(y)[:, None], cache
 
@@ -455,6 +460,7 @@ class PlainOps(PlainBlocks):
     def attend_kept(self, a: Attention, q: Array, cache: CrossView) -> Array:
         """See `contract.Ops.attend_kept`."""
         m, q = self.maths, heads(q, width=a.head_dim)
+        cache = cache.view(len(q), cache.capacity)
         visible = m.arange(cache.capacity, q)[None] < cache.lengths.clip(1)[:, None]
         how = {"scale": a.scale, "softcap": a.softcap}
         return flat(attention.cross_attention(m, q, *cache.read(), visible, **how))
@@ -481,6 +487,11 @@ class PlainOps(PlainBlocks):
     ) -> tuple[Array, StateView]:
         """See `contract.Ops.recur_token`."""
         return recurrences.recur_token(self, own, w, x, cache, moves)
+
+
+def _reached(cache: CacheView, reach: int | None) -> CacheView:
+    """The cache with the first `reach` places of each slot; all with None."""
+    return cache if reach is None else cache.view(None, reach)
 
 
 def matrices_of(layer: LayerAttention) -> tuple[Array, Array]:

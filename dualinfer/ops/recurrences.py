@@ -35,7 +35,7 @@ def recur_token(
     ops: BlockOps, own: Recurrence, w: Weights, x: Array, cache: StateView, moves: Array
 ) -> tuple[Array, StateView]:
     """See `contract.Ops.recur_token`."""
-    y, states = own.token(ops, w, x, cache.arrays)
+    y, states = own.token(ops, w, x, cache.view(len(x), 0).arrays)
     return y, cache.move(moves, *states)
 
 

@@ -83,10 +83,10 @@ class Steps(Protocol):
         """New buffers for `room`; called under jax.eval_shape."""
         ...
 
-    def prefill_job(
+    def prefill_jobs(
         self, requests: Sequence[Request], slots: Sequence[int], cache: Any, state: Any
-    ) -> Job:
-        """The step that serves `requests` in `slots`; its prompts are in host memory."""
+    ) -> list[Job]:
+        """The steps that read the prompts of `requests` into `slots`, from host memory."""
         ...
 
     def decode_job(self, steps: int, alone: bool, mode: int, cache: Any, state: Any) -> Job:
@@ -102,7 +102,7 @@ def jobs(runner: Steps, wanted: Wanted, eos_width: int) -> list[Job]:
             request = Request(np.zeros(length, np.int32), wanted.new_tokens)
             for job in _of_request(runner, request, count, eos_width, wanted.stream):
                 by_key.setdefault(job.key, job)
-    return [job._replace(args=_abstract(job, runner.device)) for job in by_key.values()]
+    return [abstract(job, runner.device) for job in by_key.values()]
 
 
 def _of_request(
@@ -118,7 +118,7 @@ def _of_request(
     while tokens <= most:
         buffers = jax.eval_shape(partial(runner.make_buffers, Room(count, tokens), eos_width))
         if tokens <= last_start:
-            yield runner.prefill_job([request] * count, range(count), *buffers)
+            yield from runner.prefill_jobs([request] * count, range(count), *buffers)
         if request.max_new_tokens > 1:
             for alone in (False, True) if stream else (False,):
                 yield runner.decode_job(1, alone, BEST, *buffers)
@@ -128,12 +128,11 @@ def _of_request(
 def decode(runner: Steps, room: Room, eos_width: int, alone: bool) -> Job:
     """A step of the sequences in a cache of `room`, for abstract arrays."""
     buffers = jax.eval_shape(partial(runner.make_buffers, room, eos_width))
-    job = runner.decode_job(1, alone, BEST, *buffers)
-    return job._replace(args=_abstract(job, runner.device))
+    return abstract(runner.decode_job(1, alone, BEST, *buffers), runner.device)
 
 
-def _abstract(job: Job, device: jax.Device) -> tuple[Any, ...]:
-    """Shapes in place of all arrays: an executable of them is that of a run, on disk as well.
+def abstract(job: Job, device: jax.Device) -> Job:
+    """The job with shapes in place of all arrays: its executable is that of a run, on disk as well.
 
     Those of host memory lie nowhere on a single device: a step takes them there itself.
     """
@@ -147,7 +146,8 @@ def _abstract(job: Job, device: jax.Device) -> tuple[Any, ...]:
             lies = None
         return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=lies)
 
-    return tuple(
+    args = tuple(
         jax.tree.map(shape, arg, jax.tree.broadcast(sharding, arg))
         for arg, sharding in zip(job.args, shardings, strict=True)
     )
+    return job._replace(args=args)

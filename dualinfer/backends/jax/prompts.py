@@ -1,16 +1,188 @@
-"""Prompts in panels: as many at once as have room for the activations of all their tokens."""
+"""Prompts in passes: which pieces go together, and the step that reads them.
 
-from collections.abc import Sequence
+As many go at once as have room for the activations of all their tokens. Into a pool they go in
+panels of few sizes, whoever's they are: as rows of GRAIN tokens, or where a row's own keys or
+states are made in the pass, a piece as one row.
+"""
+
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import pairwise
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
 
 from ...model.spec import Experts, ModelSpec
-from ..base import Piece
-from ..slots import bucket
-from .sampler import SMALLEST_PROMPT
+from ...ops.caches import CacheSpec, Room
+from ..base import Piece, SamplingFeatures
+from ..slots import GRAIN, bucket, in_grains, panel_for, part_of, weight_rows
+from .ops.plain import PlainOps
+from .packing import pack, unpack
+from .params import Params
+from .sampler import (
+    SMALLEST_PROMPT,
+    SlotState,
+    hidden_rows,
+    mode_of,
+    piece_rows,
+    prompt_embeds,
+    prompt_rows,
+    source_rows,
+)
+from .steps import Steps
 
 MOST_BYTES = 2 << 30  # of what a pass over prompts computes on the way
 _MOST_TOKENS = 1 << 15
+
+
+class Step(NamedTuple):
+    """A step that takes over cache and state, before it is tied to such.
+
+    `key` is what fixes it beside their shapes; `function` takes parameters, cache, state and
+    `args`, which are in host memory.
+    """
+
+    key: tuple[Any, ...]
+    function: Callable[..., Any]
+    args: tuple[Any, ...]
+
+
+class Pass(NamedTuple):
+    """Pieces that one step reads, and for each the number of the prompt that it ends, or -1.
+
+    Ids have this `shape`, or are in buckets; with `reach` no piece has a place beyond. `is_whole`
+    is one of prompts from their start to their end, which attend to themselves.
+    """
+
+    pieces: list[Piece]
+    numbers: list[int]
+    is_whole: bool
+    shape: tuple[int, int] | None = None
+    reach: int | None = None
+
+
+class Passes:
+    """How a runner's prompts are cut and put together; `most_of` says `most_tokens` of a width."""
+
+    def __init__(
+        self,
+        spec: ModelSpec,
+        ops: PlainOps,
+        specs: Sequence[CacheSpec],
+        most_of: Callable[[int], int],
+    ) -> None:
+        self._spec, self._most_of = spec, most_of
+        read = [own for own in specs if own.kind != "cross"]
+        self._in_rows = all(own.kind not in ("latent", "state") for own in read)
+        # Kernels read what a query sees; others, and who makes keys, all up to a reach.
+        self._by_reach = any(
+            own.kind == "latent" or not ops.knows(own) for own in read if own.kind != "state"
+        )
+
+    def of(self, pieces: Sequence[Piece], pool: Room | None) -> list[Pass]:
+        """The passes that read these pieces, in order; into a `pool` those of few sizes."""
+        if pool is not None and self._spec.reads_pieces:
+            return self._in_panels(pieces, pool)
+        whole, rest, found = [], [], []
+        for numbered in enumerate(pieces):
+            (whole if numbered[1].is_whole else rest).append(numbered)
+        for some in (whole, rest):
+            if not some:
+                continue
+            sizes = [p.stop - p.start for _, p in some]
+            width = max(len(p.request.prompt) for _, p in some)
+            for group in panels(sizes, self._most_of(bucket(width, SMALLEST_PROMPT))):
+                found += self._cut([some[i] for i in group])
+        return found
+
+    def _cut(self, group: list[tuple[int, Piece]]) -> list[Pass]:
+        """The group, or one after another the parts of a piece that is too long for a pass."""
+        parts = [group]
+        if len(group) == 1 and self._spec.reads_pieces:
+            ((number, piece),) = group
+            most = self._most_of(bucket(len(piece.request.prompt), SMALLEST_PROMPT))
+            parts = [[(number, part)] for part in cut_piece(piece, most)]
+        return [_pass(part, all(p.is_whole for _, p in part)) for part in parts]
+
+    def sizes(self, pool: Room) -> list[tuple[tuple[int, int], int | None]]:
+        """Shape and reach of every panel into a pool."""
+        found: dict[tuple[tuple[int, int], int | None], None] = {}
+        for tokens in range(GRAIN, pool.tokens + 1, GRAIN):
+            reach = part_of(pool, 1, tokens).tokens
+            for rest in range(GRAIN, self._most(reach) + 1, GRAIN):
+                size = panel_for(rest, self._most(reach))
+                found[self._shape(size), reach if self._by_reach else None] = None
+        return list(found)
+
+    def _shape(self, size: int) -> tuple[int, int]:
+        return (size // GRAIN, GRAIN) if self._in_rows else (1, size)
+
+    def _most(self, reach: int) -> int:
+        return min(self._most_of(reach), panel_for(1 << 30, 1 << 30))
+
+    def _in_panels(self, pieces: Sequence[Piece], pool: Room) -> list[Pass]:
+        reach = part_of(pool, 1, max(p.stop for p in pieces)).tokens
+        seen, most = reach if self._by_reach else None, self._most(reach)
+        grains, found = in_grains(pieces), []
+        while grains:
+            rows = grains
+            if not self._in_rows:
+                rows = [pair for pair in grains if pair[0] == grains[0][0]]
+            size = panel_for(GRAIN * len(rows), most)
+            rows = rows[: size // GRAIN]
+            grains = grains[len(rows) :]
+            if not self._in_rows:
+                rows = [(rows[0][0], replace(rows[0][1], stop=rows[-1][1].stop))]
+            found.append(_pass(rows, False, self._shape(size), seen))
+        return found
+
+
+def _pass(group: list[tuple[int, Piece]], is_whole: bool, *size: Any) -> Pass:
+    pieces = [piece for _, piece in group]
+    return Pass(pieces, [i if piece.ends else -1 for i, piece in group], is_whole, *size)
+
+
+def prefill_step(steps: Steps, own: Pass, state: SlotState, vocab: int, choose: bool) -> Step:
+    """The step of a pass over rows of `state`; unless it is to `choose` it gives logits."""
+    free, eos_width = state.eos.shape
+    pieces, requests = own.pieces, [piece.request for piece in own.pieces]
+    needs = SamplingFeatures.of(requests)
+    mode, tells = mode_of(needs), choose and needs.tells
+    rows = prompt_rows(pieces, free, eos_width, own.shape)
+    ids, first = rows[0], None
+    if state.hidden is not None:
+        hidden, first = hidden_rows(requests, len(ids), vocab)
+        rows = *rows[:2], rows[2]._replace(hidden=hidden)
+    source = source_rows(requests, len(ids), steps.of_one_length)
+    parts = () if own.is_whole else piece_rows(pieces, len(ids), free)
+    weights = None
+    if state.bias is not None:
+        weights = weight_rows([*requests, *requests[:1] * (len(ids) - len(requests))])
+    arrays = *rows, np.array(mode, "i4"), source, first, parts, weights
+    embeds, is_encoded = prompt_embeds(pieces, ids.shape), requests[0].is_encoded
+    reach = own.reach
+
+    def step(
+        params: Params,
+        cache: Any,
+        state: Any,
+        packed: jax.Array,
+        embeds: jax.Array | None,
+        *part: Any,
+    ) -> Any:
+        *rows, source, first, parts, weights = unpack(packed, arrays)
+        inputs: Any = *rows, embeds, *part
+        how: Any = {"choose": choose, "source": source, "first": first}
+        how |= {"is_encoded": is_encoded, "pieces": parts, "reach": reach}
+        how |= {"weights": weights, "tells": tells}
+        return steps.prefill(params, cache, state, *inputs, **how)
+
+    given = embeds.shape if embeds is not None else source[0].shape if source else None
+    key = "rows" if parts else "prefill", ids.shape, given, choose, is_encoded, reach, tells
+    if weights is not None:
+        key = *key, *(x.shape for x in weights)
+    return Step(key, step, (pack(arrays), embeds))
 
 
 def most_tokens(spec: ModelSpec, itemsize: int, width: int, scores: bool, outputs: int = 0) -> int:

@@ -3,12 +3,11 @@
 import contextlib
 import functools
 import math
-import operator
 import secrets
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -24,13 +23,15 @@ from ...ops.caches import Room, cache_bytes, cache_specs, check_room, describe_c
 from ...ops.pooling import contrast
 from ...parallel.agreement import Peers
 from ...parallel.sharding import ShardingPlan
-from ..base import MAX_STEPS, NO_TOKEN, ForwardInputs, Piece, Request, SamplingFeatures
+from ..base import MAX_STEPS, NO_TOKEN, ForwardInputs, Piece, Pool, Request, SamplingFeatures
 from ..held import describe_weights
 from ..slots import (
     SMALLEST_CACHE,
     LiveSlots,
     bucket,
     encoded_bucket,
+    parts_of,
+    room_of,
     sampling_rows,
     weight_rows,
 )
@@ -44,41 +45,20 @@ from .mesh import WHOLE, ManyDevices, Place, in_place, without_mesh
 from .ops.plain import PlainOps
 from .ops.schemes import SCHEMES
 from .outputs import cut, make_loss
-from .packing import pack, unpack
 from .padding import pad_inputs
 from .params import Model, Params, read_into, split_notes
 from .pending import PendingPanels, PendingSteps, PendingTokens
-from .prompts import cut_piece, most_tokens, panels
-from .sampler import (
-    SMALLEST_PROMPT,
-    WORDS,
-    SlotState,
-    choose,
-    copy_rows,
-    hidden_rows,
-    mode_of,
-    piece_rows,
-    prompt_embeds,
-    prompt_rows,
-    source_rows,
-)
+from .prompts import Pass, Passes, Step, most_tokens, prefill_step
+from .sampler import BEST, WORDS, SlotState, choose, copy_rows, mode_of
 from .steps import Steps
 
 _SMALLEST_EOS = 4
 _LOST = "The step before failed and took the cache with it."
-_and = jax.jit(operator.and_)  # an update outside of jit takes the host a millisecond
 
 
-class Step(NamedTuple):
-    """A step that takes over cache and state, before it is tied to such.
-
-    `key` is what fixes it beside their shapes; `function` takes parameters, cache, state and
-    `args`, which are in host memory.
-    """
-
-    key: tuple[Any, ...]
-    function: Callable[..., Any]
-    args: tuple[Any, ...]
+@jax.jit  # an update outside of jit takes the host a millisecond
+def _kept(active: jax.Array, length: jax.Array, kept: jax.Array) -> tuple[jax.Array, jax.Array]:
+    return active & kept, jnp.where(kept, length, 0)
 
 
 def _has(state: SlotState) -> tuple[bool, bool]:
@@ -134,6 +114,9 @@ class JaxRunner:
         self._cache: Cache | None = None
         self._state: SlotState | None = None
         self._live = LiveSlots()
+        self._pool: Pool | None = None
+        specs = self._cache_specs
+        self._passes = Passes(self.steps.spec, self.steps.ops, specs, self._most_tokens_of)
         self._longest = 1  # chunk of steps since the first of what is live began
         self._alone: bool | None = None  # whether the last step was no loop; None before the first
 
@@ -304,19 +287,56 @@ class JaxRunner:
         return self.extend(list(map(Piece.whole, requests, slots)))
 
     @in_place
+    def open(self, pool: Pool | None, prepare: bool = False) -> None:
+        """See `base.Runner`."""
+        if self._live:
+            raise StepError("A pool was opened or closed while sequences are under way.")
+        with contextlib.suppress(Exception):  # of an abandoned step
+            jax.block_until_ready(self._cache)  # else its bytes still count as in use
+        self._cache = self._state = None
+        self._live, self._pool = LiveSlots(), None
+        if pool is None:
+            return
+        room = room_of(pool, self.spec)
+        self._check_room(room)
+        self._live, self._pool = LiveSlots(room), pool
+        try:
+            self._reserve(True)
+            if prepare:
+                self._prepare_pool(room)
+        except BaseException:
+            self._cache = self._state = self._pool = None
+            self._live = LiveSlots()
+            raise
+
+    def _prepare_pool(self, room: Room) -> None:
+        """Compile every step over the pool, and every panel of ids where it is read in panels."""
+        steps = [self._decode_step(1, True, BEST, part=part) for part in parts_of(room)]
+        if self.spec.reads_pieces:
+            request = Request(np.zeros(1, np.int32), 1)
+            pieces, state = [Piece.whole(request, 0)], self._state
+            assert state is not None
+            for size in self._passes.sizes(room):
+                own = Pass(pieces, [0], False, *size)
+                steps.append(prefill_step(self.steps, own, state, self.spec.vocab, True))
+        assert self._cache is not None
+        jobs = [self._job(step, self._cache, self._state) for step in steps]
+        self._executables.prepare([ahead.abstract(j, self.device) for j in jobs], "Compiling")
+
+    @in_place
     def extend(self, pieces: Sequence[Piece]) -> PendingTokens | PendingPanels:
         """See `base.Runner`."""
         self._open(pieces)
-        passes, numbers = [], []
-        for group in self._passes(pieces):
-            some = [piece for _, piece in group]
+        done = []
+        passes = self._passes.of(pieces, self._live.pool)
+        for own in passes:
             with jax.profiler.TraceAnnotation("dualinfer/prefill"):
-                results = self._advance(self._prefill_step(some), self._compile_decode)
-            passes.append(PendingTokens(results[0], 1, len(group), self._exchange, results[1]))
-            numbers.append([i if piece.ends else -1 for i, piece in group])
-        if len(passes) == 1 and all(piece.ends for piece in pieces):
-            return passes[0]
-        return PendingPanels(passes, numbers)
+                results = self._advance(self._prefill_step(own), self._compile_decode)
+            columns = len(own.pieces)
+            done.append(PendingTokens(results[0], 1, columns, self._exchange, results[1]))
+        if len(done) == 1 and all(n >= 0 for n in passes[0].numbers):
+            return done[0]
+        return PendingPanels(done, [own.numbers for own in passes])
 
     def _open(self, pieces: Sequence[Piece]) -> None:
         """Book the requests of first pieces in their slots, and make room for them."""
@@ -325,37 +345,8 @@ class JaxRunner:
             self._longest = 1
         if self._state is None and not idle:
             raise StepError(_LOST)
-        if new := [piece for piece in pieces if piece.start == 0]:
-            self._live.add([p.slot for p in new], [p.request for p in new])
+        if self._live.read(pieces):
             self._reserve(idle)
-
-    def _passes(self, pieces: Sequence[Piece]) -> list[list[tuple[int, Piece]]]:
-        """The pieces that each step serves, with their numbers.
-
-        Whole prompts go in panels; one that is too long for a panel, and pieces of others, go as
-        rows that take up where their slots end.
-        """
-        whole, rest = [], []
-        for numbered in enumerate(pieces):
-            (whole if numbered[1].is_whole else rest).append(numbered)
-        found = []
-        for group in self._panels([len(p.request.prompt) for _, p in whole]) if whole else ():
-            found += self._cut([whole[i] for i in group])
-        if rest:
-            longest = max(len(p.request.prompt) for _, p in rest)
-            most = self._most_tokens_of(bucket(longest, SMALLEST_PROMPT))
-            groups = panels([p.stop - p.start for _, p in rest], most)
-            for group in groups:
-                found += self._cut([rest[i] for i in group])
-        return found
-
-    def _cut(self, group: list[tuple[int, Piece]]) -> list[list[tuple[int, Piece]]]:
-        """The group, or one after another the parts of a piece that is too long for a pass."""
-        if len(group) > 1 or not self.spec.reads_pieces:
-            return [group]
-        ((number, piece),) = group
-        most = self._most_tokens_of(bucket(len(piece.request.prompt), SMALLEST_PROMPT))
-        return [[(number, part)] for part in cut_piece(piece, most)]
 
     @in_place
     def prefill_scores(self, requests: Sequence[Request], slots: Sequence[int]) -> jax.Array:
@@ -363,17 +354,16 @@ class JaxRunner:
         pieces = list(map(Piece.whole, requests, slots))
         self._open(pieces)
         passes, numbers = [], []
-        for group in self._passes(pieces):
-            some = [piece for _, piece in group]
+        for own in self._passes.of(pieces, self._live.pool):
             with jax.profiler.TraceAnnotation("dualinfer/prefill"):
-                scores, flags = self._advance(self._prefill_step(some, choose=False))
+                scores, flags = self._advance(self._prefill_step(own, choose=False))
             self._check(flags)
-            if some[0].ends:
-                passes.append(scores[: len(group)])
-                numbers += [i for i, _ in group]
-        if len(passes) == 1:
+            passes.append(scores[: len(own.pieces)])
+            numbers += own.numbers
+        if len(passes) == 1 and numbers == sorted(set(numbers) - {-1}):
             return passes[0]
-        return jnp.concatenate(passes)[np.argsort(numbers)]
+        order = np.argsort(numbers)[numbers.count(-1) :]
+        return jnp.concatenate(passes)[order]
 
     @in_place
     def decode_scores(self, slots: Sequence[int], tokens: Sequence[int]) -> jax.Array:
@@ -381,12 +371,17 @@ class JaxRunner:
         if self._state is None or self._cache is None:
             raise StepError(_LOST)
         self._live.advance(1, slots)
-        self._make_room(self._cache, self._live.reach_beside(slots))
-        chosen = np.full(self._state.active.shape, NO_TOKEN, np.int32)
+        reach, part = self._live.reach_beside(slots), None
+        self._make_room(self._cache, reach)
+        count = self._state.active.shape[0]
+        if self._live.pool is not None:
+            part = self._live.room(self.spec, reach)[:2]
+            count = part[0]
+        chosen = np.full(count, NO_TOKEN, np.int32)
         chosen[list(slots)] = tokens
         with jax.profiler.TraceAnnotation("dualinfer/decode"):
-            step = Step(("scores",), self.steps.decode_scores, (chosen,))
-            scores, flags = self._advance(step)
+            run = partial(self.steps.decode_scores, part=part)
+            scores, flags = self._advance(Step(("scores", part), run, (chosen,)))
         self._check(flags)
         return scores[np.array(slots)]
 
@@ -433,79 +428,39 @@ class JaxRunner:
         return sampler.log_probs(to_jax(scores, self.device), ids, np.float32(temperature))
 
     def _make_room(self, cache: Cache, reach: int) -> None:
-        """Grow the cache to what the live slots reach."""
-        if reach > cache.tokens:
-            self._grow(cache, self._room(reach))
-
-    def _panels(self, lengths: Sequence[int]) -> list[list[int]]:
-        """Numbers of the prompts that one step serves at a time."""
-        width = bucket(max(lengths), SMALLEST_PROMPT)
-        return panels(lengths, self._most_tokens_of(width))
+        """Grow the cache to what the live slots reach; that of a pool has all."""
+        if reach > cache.tokens and self._live.pool is None:
+            self._grow(cache, self._live.room(self.spec, reach))
 
     def _most_tokens_of(self, width: int, outputs: int = 0) -> int:
         """Tokens that a pass takes at a time; see `prompts.most_tokens`."""
         itemsize, scores = jnp.dtype(self.dtype).itemsize, self.steps.ops.holds_scores
         return most_tokens(self.steps.spec, itemsize, width, scores, outputs)
 
-    def prefill_job(
+    def prefill_jobs(
         self, requests: Sequence[Request], slots: Sequence[int], cache: Any, state: Any
-    ) -> Job:
-        """The step that serves `requests` in `slots`; see `ahead.Steps`."""
-        pieces = list(map(Piece.whole, requests, slots))
-        return self._job(self._prefill_step(pieces, state), cache, state)
+    ) -> list[Job]:
+        """The steps that read prompts; see `ahead.Steps`."""
+        passes = self._passes.of(list(map(Piece.whole, requests, slots)), None)
+        return [self._job(self._prefill_step(own, state), cache, state) for own in passes]
 
-    def _prefill_step(
-        self, pieces: Sequence[Piece], state: Any = None, choose: bool = True
-    ) -> Step:
-        """The step that reads pieces, before it is tied to buffers; `state` unset: the runner's.
-
-        Unless `choose` it gives logits and no tokens.
-        """
+    def _prefill_step(self, own: Pass, state: Any = None, choose: bool = True) -> Step:
+        """See `prompts.prefill_step`; `state` unset: the runner's."""
         state = self._state if state is None else state
-        free, eos_width = state.eos.shape
-        requests = [piece.request for piece in pieces]
-        needs = SamplingFeatures.of(requests)
-        mode, tells = mode_of(needs), choose and needs.tells
-        rows = prompt_rows(pieces, free, eos_width)
-        ids, first = rows[0], None
-        if state.hidden is not None:
-            hidden, first = hidden_rows(requests, len(ids), self.spec.vocab)
-            rows = *rows[:2], rows[2]._replace(hidden=hidden)
-        source = source_rows(requests, len(ids), self.steps.of_one_length)
-        parts = piece_rows(pieces, len(ids))
-        weights = None
-        if state.bias is not None:
-            weights = weight_rows([*requests, *requests[:1] * (len(ids) - len(requests))])
-        arrays = *rows, np.array(mode, "i4"), source, first, parts, weights
-
-        embeds, is_encoded = prompt_embeds(pieces, ids.shape), requests[0].is_encoded
-
-        def step(
-            params: Params,
-            cache: Any,
-            state: Any,
-            packed: jax.Array,
-            embeds: jax.Array | None,
-            *part: Any,
-        ) -> Any:
-            *rows, source, first, parts, weights = unpack(packed, arrays)
-            inputs: Any = *rows, embeds, *part
-            how: Any = {"choose": choose, "source": source, "first": first}
-            how |= {"is_encoded": is_encoded, "pieces": parts, "weights": weights, "tells": tells}
-            return self.steps.prefill(params, cache, state, *inputs, **how)
-
-        given = embeds.shape if embeds is not None else source[0].shape if source else None
-        key = "rows" if parts else "prefill", ids.shape, given, choose, is_encoded, tells
-        if weights is not None:
-            key = *key, *(x.shape for x in weights)
-        return Step(key, step, (pack(arrays), embeds))
+        return prefill_step(self.steps, own, state, self.spec.vocab, choose)
 
     def decode_job(self, steps: int, alone: bool, mode: int, cache: Any, state: Any) -> Job:
         """Up to `steps` steps for every slot, or one `alone`; see `ahead.Steps`."""
         return self._job(self._decode_step(steps, alone, mode), cache, state)
 
-    def _decode_step(self, steps: int, alone: bool, mode: int, tells: bool = False) -> Step:
+    def _decode_step(
+        self, steps: int, alone: bool, mode: int, tells: bool = False, part: Room | None = None
+    ) -> Step:
+        """Up to `steps` steps, or one `alone`, which may be over a `part` of the cache."""
         more, how = (("tells",), {"tells": True}) if tells else ((), {})
+        if part is not None:
+            run = partial(self.steps.decode_one, part=part[:2], **how)
+            return Step(("one", *part[:2], *more), run, (np.int32(mode),))
         if alone:
             return Step(("one", *more), partial(self.steps.decode_one, **how), (np.int32(mode),))
         limits = np.array([steps, mode], np.int32)
@@ -567,17 +522,27 @@ class JaxRunner:
         self._make_room(self._cache, self._live.reach)
         with jax.profiler.TraceAnnotation("dualinfer/decode"):
             tokens = self._take_steps(steps)
-        if self._live.may_outgrow(self._cache.tokens):  # beside the steps of this size
+        is_fixed = self._live.pool is not None
+        if not is_fixed and self._live.may_outgrow(
+            self._cache.tokens
+        ):  # beside the steps of this size
             self._begin(2 * self._cache.tokens)
         return tokens
 
     def _take_steps(self, steps: int) -> PendingTokens | PendingSteps:
-        """What `decode` dispatches."""
+        """What `decode` dispatches; over a pool, steps that the host does not wait for."""
         assert self._state is not None
+        needs = SamplingFeatures.of(self._live.requests)
+        if self._live.pool is not None:
+            part = self._live.room(self.spec, self._live.reach)
+            step, taken = self._decode_step(1, True, mode_of(needs), needs.tells, part), []
+            for _ in range(steps):
+                results = self._advance(step)
+                taken.append(PendingTokens(results[0], 1, part.slots, self._exchange, results[1]))
+            return PendingSteps(taken, part.slots)
         # The single step that ends a call of longer chunks is no stream's: their loop serves it.
         self._longest = max(self._longest, steps)
         alone = self._alone = self._longest == 1
-        needs = SamplingFeatures.of(self._live.requests)
         how = steps, alone, mode_of(needs), needs.tells
         slots = self._state.active.shape[0]
         results = self._advance(self._decode_step(*how))
@@ -586,6 +551,8 @@ class JaxRunner:
     def _compile_decode(self) -> None:
         """Begin to compile what follows a prefill of a new size, if the last call says what."""
         assert self._cache is not None
+        if self._live.pool is not None:
+            return
         if self._alone is not None and any(r.max_new_tokens > 1 for r in self._live.requests):
             self._begin(self._cache.tokens)
 
@@ -613,24 +580,24 @@ class JaxRunner:
         cache = make_cache(self._cache_specs, room, self.dtype, self._place)
         return cache, SlotState.make(room.slots, eos_width, self.spec.vocab)
 
-    def _room(self, tokens: int) -> Room:
-        """What the live slots need of a cache, for `tokens` of each, in buckets."""
-        encoded = encoded_bucket(self.spec, self._live.encoded)
-        return Room(self._live.width, bucket(tokens, SMALLEST_CACHE), encoded)
-
     def _reserve(self, idle: bool) -> None:
         """Fit cache and state to what the live slots need to start; `idle`: none held before.
 
         Then the buffers take exactly the bucket's size, since a step reads all of them; with
         something live they only grow.
         """
-        requests = self._live.requests
-        room = self._room(self._live.reserved)
-        count = room.slots
-        eos_width = bucket(max(len(r.eos_ids) for r in requests), _SMALLEST_EOS)
+        requests, pool = self._live.requests, self._pool
+        eos_width = bucket(max((len(r.eos_ids) for r in requests), default=1), _SMALLEST_EOS)
         old, hides = self._state, any(r.hidden or r.hidden_at_first for r in requests)
         weighs = self._live.weighs
-        if idle:
+        if pool is None:
+            room = self._live.room(self.spec, self._live.reserved)
+        else:
+            room = room_of(pool, self.spec)
+            hides, weighs = hides or pool.hides, weighs or pool.weighs
+            eos_width = max(eos_width, bucket(pool.eos, _SMALLEST_EOS))
+        count = room.slots
+        if idle and pool is None:
             held = self._cache
             if held is not None and held.room != room:
                 with contextlib.suppress(Exception):  # of an abandoned step
@@ -674,10 +641,12 @@ class JaxRunner:
         """End these slots."""
         self._live.remove(slots)
         if self._state is not None and slots:
-            active = self._state.active
+            active, length = self._state.active, self._state.length
             kept = np.ones(active.shape, bool)
             kept[[slot for slot in slots if slot < len(kept)]] = False  # of a failed prefill
-            self._state = self._state._replace(active=_and(active, kept))
+            # Without a length, as steps of others read what a slot seems to have.
+            active, length = _kept(active, length, kept)
+            self._state = self._state._replace(active=active, length=length)
 
     def draw_seeds(self, count: int) -> list[int]:
         """Seeds from the operating system."""
@@ -744,7 +713,7 @@ class JaxRunner:
 
     def close(self) -> None:
         """Let go of parameters, cache, state, executables and mailboxes."""
-        self._cache = self._state = self.module = None
+        self._cache = self._state = self.module = self._pool = None
         self._live = LiveSlots()
         self.params, self._leaves = Params({}, ()), []
         self._executables.clear()

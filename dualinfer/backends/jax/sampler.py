@@ -119,17 +119,19 @@ class SlotState(NamedTuple):
 
 
 def prompt_rows(
-    pieces: Sequence[Piece], free: int, eos_width: int
+    pieces: Sequence[Piece], free: int, eos_width: int, shape: tuple[int, int] | None = None
 ) -> tuple[np.ndarray, np.ndarray, SlotState]:
-    """Pieces of prompts as a step takes them, in buckets: ids, the slots of the rows, their state.
+    """Pieces of prompts as a step takes them: ids, the slots of the rows, their state.
+
+    Ids have this `shape`, or are in buckets.
 
     The rows' lengths are what a slot has then. Prompts of embeddings have NO_TOKEN for an id that
     is not known. What they have seen is for the step to tell. Rows beyond the pieces go to slot
     `free`, which there is not: they are dropped.
     """
-    count = bucket(len(pieces))
     longest = max(p.stop - p.start for p in pieces)
-    ids = np.zeros((count, bucket(longest, SMALLEST_PROMPT)), np.int32)
+    ids = np.zeros(shape or (bucket(len(pieces)), bucket(longest, SMALLEST_PROMPT)), np.int32)
+    count = len(ids)
     lengths, active = np.ones(count, np.int32), np.ones(count, bool)
     where = np.full(count, free, np.int32)
     where[: len(pieces)] = [p.slot for p in pieces]
@@ -175,14 +177,17 @@ def source_rows(
     return given, lengths
 
 
-def piece_rows(pieces: Sequence[Piece], count: int) -> tuple[np.ndarray, ...]:
-    """Where `count` rows start and how long their prompts are, [B] each; () if all are whole."""
-    if all(p.is_whole for p in pieces):
-        return ()
+def piece_rows(pieces: Sequence[Piece], count: int, free: int) -> tuple[np.ndarray, ...]:
+    """Where `count` rows start, how long their prompts are, and which slots' state they become.
+
+    [B] each; of several rows of a slot the last one becomes its state, and others that of `free`.
+    """
     starts, wholes = np.zeros(count, np.int32), np.ones(count, np.int32)
+    into, last = np.full(count, free, np.int32), {p.slot: i for i, p in enumerate(pieces)}
     for i, p in enumerate(pieces):
         starts[i], wholes[i] = p.start, len(p.request.prompt)
-    return starts, wholes
+        into[i] = p.slot if last[p.slot] == i else free
+    return starts, wholes, into
 
 
 def prompt_embeds(pieces: Sequence[Piece], shape: tuple[int, ...]) -> np.ndarray | None:
@@ -243,6 +248,12 @@ def mark(seen: jax.Array, tokens: jax.Array) -> jax.Array:
     """`seen` [N, V] with `tokens` int32 [R, N], of which NO_TOKEN is none."""
     columns = jnp.where(tokens == NO_TOKEN, seen.shape[1], tokens)
     return seen.at[jnp.arange(len(seen)), columns].set(True, mode="drop")
+
+
+def mark_in(seen: jax.Array, slots: jax.Array, tokens: jax.Array) -> jax.Array:
+    """`seen` [N, V] with `tokens` int32 [B, T] in `slots` [B], which may be none or come twice."""
+    columns = jnp.where(tokens == NO_TOKEN, seen.shape[1], tokens)
+    return seen.at[slots[:, None], columns].set(True, mode="drop")
 
 
 @jax.named_scope("sampling")

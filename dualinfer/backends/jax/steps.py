@@ -17,7 +17,7 @@ from .cache import Cache
 from .maths import MATHS
 from .ops.plain import PlainOps
 from .params import Params
-from .sampler import SlotState, book, mark
+from .sampler import SlotState, book, mark, mark_in
 
 BY_ROW = 7  # of the arrays that `forward` takes, the first, which have a row for each sequence
 _BLOCK = 8
@@ -190,7 +190,8 @@ class Steps:
         source: tuple[jax.Array, jax.Array] | tuple[()] = (),
         is_encoded: bool = False,
         first: jax.Array | None = None,
-        pieces: tuple[jax.Array, jax.Array] | tuple[()] = (),
+        pieces: tuple[jax.Array, jax.Array, jax.Array] | tuple[()] = (),
+        reach: int | None = None,
         weights: WeightRows | None = None,
         tells: bool = False,
     ) -> tuple[Cache, SlotState | None, Any, jax.Array | None]:
@@ -203,14 +204,16 @@ class Steps:
         of it goes to the cache; where that `is_encoded` it has run before. bool `first` [B, V] are
         tokens that no first one may be, beside those that a row hides. With `pieces` ids are rows
         of prompts' tokens from int `pieces[0]` [B] to their lengths; the prompts' own are
-        `pieces[1]`, and a row that does not end one is not active. `weights` are those of the rows.
-        One that `tells` gives what `sampling.tell` says of the tokens [1, B, 1 + 2 K] beside them.
+        `pieces[1]`, and a row that does not end one is not active. Where rows of one slot are side
+        by side `pieces[2]` are the slots whose state the last of them is, and for others none.
+        None reaches place `reach`. `weights` are those of the rows. One that `tells` gives what
+        `sampling.tell` says of the tokens [1, B, 1 + 2 K] beside them.
         """
         ops = self.ops.using(self._scratch(params, ids.shape[0]))
         model = self.spec, params, ops
         filled: list[Any] = list(cache.layers)
         positions = jnp.broadcast_to(jnp.arange(ids.shape[1]), ids.shape)
-        starts, wholes = pieces or (None, rows.length)
+        starts, wholes, into = pieces or (None, rows.length, slots)
         counts = rows.length
         if starts is not None:
             positions, counts = positions + starts[:, None], counts - starts
@@ -222,7 +225,7 @@ class Steps:
             if starts is None:
                 y, filled[n] = ops.attend(layer, qkv, angles, cache=filled[n], slots=slots)
             else:
-                where = filled[n], slots, starts, counts
+                where = filled[n], slots, starts, counts, reach
                 y, filled[n] = ops.attend_rows(layer, qkv, angles, *where)
             return y
 
@@ -257,21 +260,25 @@ class Steps:
             rows = rows._replace(active=jnp.zeros_like(rows.active))
             return (
                 replace(cache, layers=filled),
-                _merged(state, rows, slots),
+                _merged(state, rows, into),
                 scores,
                 ops.given_up(),
             )
         real = jnp.arange(ids.shape[1]) < counts[:, None]
-        seen = rows.seen
-        if starts is not None:
-            seen = (starts > 0)[:, None] & state.seen[slots]
-        rows = rows._replace(seen=mark(seen, jnp.where(real, ids, NO_TOKEN).T))
+        given = jnp.where(real, ids, NO_TOKEN)
+        if starts is None:
+            seen = mark(rows.seen, given.T)
+        else:
+            anew = jnp.where(starts == 0, slots, len(state.seen))
+            seen = mark_in(state.seen.at[anew].set(False, mode="drop"), slots, given)
+            state, seen = state._replace(seen=seen), seen[slots]
+        rows = rows._replace(seen=seen)
         token = ops.sample(scores, rows, rows.length, mode)
         moved = rows.active  # not of a prompt of which there is more
         new = jnp.where(moved, token, NO_TOKEN)
         rows = book(rows, token).counted(moved)
         rows = rows._replace(seen=mark(rows.seen, new[None]))
-        state = _merged(state, rows, slots)
+        state = _merged(state, rows, into)
         result: Any = token[None]
         if tells:
             result = result, sampling.tell(MATHS, logits, token)[None]
@@ -380,27 +387,30 @@ class Steps:
         x: jax.Array | None = None,
         layers: range | None = None,
         *,
+        part: tuple[int, int] | None = None,
         tells: bool = False,
     ) -> tuple[Cache, SlotState | None, Any, jax.Array | None]:
         """One token for each active slot, [1, N], without a loop.
 
         `layers` and `tells` as in `prefill`.
         To run a loop the host waits for the device; this it leaves behind, and hands out tokens.
+        With `part` N are the first slots alone, of which none has more tokens than it says.
         """
+        whole, (state, reach) = state, _part_of(state, part)
         slots = state.active.shape[0]
         tokens = jnp.full((1, slots), NO_TOKEN, jnp.int32)
         rows = jnp.zeros(slots, jnp.int32)
         scratch = self._scratch(params, slots)
         if self._goes_on(layers):
             ops = self.ops.using(scratch)
-            cache, x = self._token(params, ops, cache, state, x, layers)
+            cache, x = self._token(params, ops, cache, state, x, layers, reach=reach)
             return cache, None, x, ops.given_up()
         told = self._none_told(1, slots) if tells else None
         args = cache, state, scratch, tokens, rows, told
-        cache, state, scratch, tokens, _, told = self._step(params, mode, *args, x, layers)
+        cache, state, scratch, tokens, _, told = self._step(params, mode, *args, x, layers, reach)
         ops = self.ops.using(scratch)
         result = tokens if told is None else (tokens, told)
-        return cache, ops.ended(state, tokens), result, ops.given_up()
+        return cache, _with_part(whole, ops.ended(state, tokens)), result, ops.given_up()
 
     @jax.named_scope("dualinfer")
     def decode_scores(
@@ -411,20 +421,23 @@ class Steps:
         chosen: jax.Array,
         x: jax.Array | None = None,
         layers: range | None = None,
+        *,
+        part: tuple[int, int] | None = None,
     ) -> tuple[Cache, SlotState | None, jax.Array, jax.Array | None]:
         """Logits float32 [N, V] after the tokens `chosen` [N], NO_TOKEN for other slots' own.
 
-        `layers` as in `prefill`.
+        `layers` as in `prefill`, `part` as in `decode_one`.
         """
+        whole, (state, reach) = state, _part_of(state, part)
         is_chosen = chosen != NO_TOKEN
         state = state._replace(last=jnp.where(is_chosen, chosen, state.last))
         ops = self.ops.using(self._scratch(params, chosen.shape[0]))
-        cache, x = self._token(params, ops, cache, state, x, layers, is_chosen)
+        cache, x = self._token(params, ops, cache, state, x, layers, is_chosen, reach)
         if self._goes_on(layers):
             return cache, None, x, ops.given_up()
         scores = decoder.logits(self.spec, params, ops, x[:, 0], wide=True)
         state = state._replace(length=state.length + is_chosen.astype(jnp.int32))
-        return cache, state, scores, ops.given_up()
+        return cache, _with_part(whole, state), scores, ops.given_up()
 
     def _step(
         self,
@@ -438,13 +451,14 @@ class Steps:
         told: jax.Array | None,
         x: jax.Array | None = None,
         layers: range | None = None,
+        reach: int | None = None,
     ) -> tuple[Cache, SlotState, Any, jax.Array, jax.Array, jax.Array | None]:
         """One token for each active slot, in the row of `tokens` that `rows` [N] says.
 
         What `sampling.tell` says of it goes to the same row of `told`, where that is there.
         """
         ops = self.ops.using(scratch)
-        cache, x = self._token(params, ops, cache, state, x, layers)
+        cache, x = self._token(params, ops, cache, state, x, layers, reach=reach)
         logits = decoder.logits(self.spec, params, ops, x[:, 0], wide=True)
         moved = state.active
         row = None if told is None else rows[0]
@@ -466,10 +480,12 @@ class Steps:
         x: jax.Array | None,
         layers: range | None,
         moves: jax.Array | None = None,
+        reach: int | None = None,
     ) -> tuple[Cache, jax.Array]:
         """The cache with each slot's last token, and what the last of `layers` gives [N, 1, E].
 
-        States of recurrences change in the slots that bool `moves` [N] says, None for active ones.
+        Slots are the cache's first N, of which none has more than `reach` tokens. States of
+        recurrences change in the slots that bool `moves` [N] says, None for active ones.
         """
         model = self.spec, params, ops
         filled: list[Any] = list(cache.layers)
@@ -479,7 +495,7 @@ class Steps:
 
         def attend(i: int, qkv: jax.Array) -> jax.Array:
             layer, n = ops.layer_attention(self.spec, params, i), numbers[i]
-            y, filled[n] = ops.attend_token(layer, qkv, angles, filled[n], state.length)
+            y, filled[n] = ops.attend_token(layer, qkv, angles, filled[n], state.length, reach)
             return y
 
         def across(i: int, q: jax.Array) -> jax.Array:
@@ -498,6 +514,22 @@ class Steps:
         how: dict[str, Any] = {"layers": layers, "x": x, "across": across, "recur": recur}
         y = decoder.hidden_states(*model, ids, positions, None, attend, **how)[-1]
         return replace(cache, layers=filled), y
+
+
+def _part_of(state: SlotState, part: tuple[int, int] | None) -> tuple[SlotState, int | None]:
+    """The rows of a part of the slots, and the reach of all of them; without one the whole."""
+    if part is None:
+        return state, None
+    count, reach = part
+    return jax.tree.map(lambda column: column[:count], state), reach
+
+
+def _with_part(whole: SlotState, part: SlotState) -> SlotState:
+    """The whole state with the rows of its first slots."""
+    count = len(part.active)
+    if count == len(whole.active):
+        return part
+    return jax.tree.map(lambda rows, own: rows.at[:count].set(own), whole, part)
 
 
 def _merged(state: SlotState, rows: SlotState, slots: jax.Array) -> SlotState:

@@ -11,11 +11,13 @@ import numpy as np
 
 from ...errors import UnsupportedError
 from ...model.load_plan import LoadPlan, TensorSource
+from ...ops.caches import Room
 from ..base import SamplingFeatures
 from . import ahead
 from .params import Params
 from .pending import PendingSteps, PendingTokens
-from .runner import JaxRunner, Part, Step
+from .prompts import Step
+from .runner import JaxRunner, Part
 from .sampler import mode_of
 from .steps import BY_ROW, reads_others
 from .streaming import LayerStream
@@ -141,14 +143,21 @@ class StreamingRunner(JaxRunner):
         """See `JaxRunner`."""
         assert self._state is not None
         slots, needs = self._state.active.shape[0], SamplingFeatures.of(self._live.requests)
-        taken = []
+        part, taken = None, []
+        if self._live.pool is not None:
+            part = self._live.room(self.spec, self._live.reach)
+            slots = part.slots
+        how = mode_of(needs), needs.tells, part
         while len(taken) < steps and np.asarray(self._place.local(self._state.active)).any():
-            results = self._advance(self._decode_step(1, True, mode_of(needs), needs.tells))
+            results = self._advance(self._decode_step(1, True, *how))
             taken.append(PendingTokens(results[0], 1, slots, self._exchange, results[1]))
         return PendingSteps(taken, slots)
 
     def _begin(self, tokens: int) -> None:
         """Nothing: a step of one layer is compiled sooner than the pass before it has copied."""
+
+    def _prepare_pool(self, room: Room) -> None:
+        """As `_begin`."""
 
     def refresh(self, plan: LoadPlan, source: TensorSource) -> None:
         """See `JaxRunner`."""

@@ -53,7 +53,7 @@ class Cache:
     ):
         check_kinds(specs, KINDS, "torch")
         self.specs, self._peers = specs, peers
-        self._dtype, self._device = dtype, device
+        self._dtype, self.device = dtype, device
         self._layers: list[Any] = []
         self.room = Room()
 
@@ -76,7 +76,7 @@ class Cache:
             return
         room = room.joined(self.room)
         needed = self.bytes_for(room)
-        free, where = free_bytes(self._device), str(self._device)
+        free, where = free_bytes(self.device), str(self.device)
         if self._peers.size > 1:
             where += f" of rank {self._peers.rank}"
         check_room(self._peers, room, needed, free, where)
@@ -89,7 +89,7 @@ class Cache:
 
     def _grown(self, room: Room) -> list[Any]:
         """New buffers with the old contents."""
-        slots, where = room.slots, (self._dtype, self._device)
+        slots, where = room.slots, (self._dtype, self.device)
         if self._layers:
             pairs = zip(self.specs, self._layers, strict=True)
             return [layer.grown(slots, room.of(spec)) for spec, layer in pairs]

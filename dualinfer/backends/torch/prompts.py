@@ -15,13 +15,14 @@ import torch
 
 from ... import decoder
 from ...model.spec import Experts, ModelSpec
-from ..slots import SMALLEST_CACHE, bucket
+from ..base import Piece
+from ..kernels import is_wide
+from ..slots import GRAIN, PANELS, SMALLEST_CACHE, bucket, in_grains, panel_for
 from .cache import Cache
 from .graphs import MOST_STEPS, StepGraphs
 from .ops.plain import PlainOps
 from .params import Params
 
-GRAIN = 64  # tokens
 # Tokens of all prompts of a call that are replayed from a graph: always, and where a token is
 # multiplied by few parameters. Parameters times tokens of 8e12 take an H100 about 25 ms, and the
 # launches of thirty layers from Python as long; many experts have many launches.
@@ -46,6 +47,17 @@ class _Buffers(NamedTuple):
     source_last: torch.Tensor | None = None
 
 
+class _Panel(NamedTuple):
+    """What the graph of a panel reads and writes, for R rows of GRAIN tokens or embeddings."""
+
+    ids: torch.Tensor
+    slots: torch.Tensor
+    last: torch.Tensor
+    starts: torch.Tensor
+    wholes: torch.Tensor
+    out: torch.Tensor
+
+
 class Prompts:
     """The prompts' pass of one runner."""
 
@@ -54,6 +66,11 @@ class Prompts:
     ) -> None:
         self._spec, self._ops, self.graphs = spec, ops, graphs
         self._buffers: OrderedDict[Hashable, _Buffers] = OrderedDict()
+        self._panels: dict[Hashable, _Panel] = {}
+        # Where a row's own keys or states are made in a pass, a piece is a row.
+        attends = all(own.recurrence is None for own in spec.layers)
+        latent = any(own.attention.latent is not None for own in spec.layers)
+        self.packs = spec.reads_pieces and attends and not latent
         self._most_replayed = _most_replayed(spec, params, ops)
 
     def run(
@@ -107,11 +124,107 @@ class Prompts:
             parts.append(self._pass(params, cache, put(ids), rows, put(last)))
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
+    def packs_these(self, pieces: Sequence[Piece]) -> bool:
+        """True if grains of pieces go side by side: several, or one that a graph has room for.
+
+        A long one by itself goes as a row, which attention of whole prompts may serve.
+        """
+        grains = sum(-(-(p.stop - p.start) // GRAIN) for p in pieces)
+        return self.packs and (len(pieces) > 1 or grains * GRAIN <= self._most_replayed)
+
+    def packed(self, params: Params, cache: Cache, pieces: Sequence[Piece]) -> torch.Tensor:
+        """As `go_on`, of pieces that go side by side in rows of GRAIN tokens, whoever's they are.
+
+        What differs is data, so that a graph serves every panel of a size.
+        """
+        grains, device = in_grains(pieces), cache.device
+        at_once = _MOST_AT_ONCE // GRAIN
+        replays = device.type == "cuda" and self._most_replayed >= PANELS[0]
+        # A panel is filled up by rows of a slot that there is not, which plain ops do not take.
+        replays = replays and all(self._ops.knows(x) and not is_wide(x) for x in cache.specs)
+        parts, ends = [], {number: i for i, (number, _) in enumerate(grains)}
+        while grains:
+            left = GRAIN * len(grains)
+            size = panel_for(left, self._most_replayed)
+            if not replays or left > 2 * PANELS[-1]:
+                size = min(left, at_once * GRAIN)
+            rows = [piece for _, piece in grains[: size // GRAIN]]
+            grains = grains[len(rows) :]
+            x = self._panel(params, cache, rows, size if replays else 0)
+            parts.append(x[: len(rows)].clone() if grains else x)
+        x = parts[0] if len(parts) == 1 else torch.cat(parts)
+        return x[torch.tensor(list(ends.values()), device=device)]
+
+    def _panel(
+        self, params: Params, cache: Cache, rows: Sequence[Piece], size: int
+    ) -> torch.Tensor:
+        """The states [R, E] of the rows' last tokens; from a graph of this `size` of a panel."""
+        prompts = [p.request.prompt[p.start : p.stop] for p in rows]
+        ids, last = _padded(prompts, GRAIN)
+        numbers = [(p.slot, p.start, len(p.request.prompt) - 1) for p in rows]
+        slots, starts, wholes = np.array(numbers).T
+        reach = max(p.stop for p in rows)
+        if not size or size > self._most_replayed:
+            put = partial(torch.as_tensor, device=cache.device)
+            how: dict[str, Any] = {"starts": put(starts), "wholes": put(wholes), "reach": reach}
+            return self._pass(params, cache, put(ids), put(slots), put(last), **how)
+        count, given = size // GRAIN, ids.shape[2:]
+        key = "panel", count, given
+        b, is_new = self._panel_buffers(params, cache, key)
+        if count > len(rows):  # rows of a slot that there is not
+            more = count - len(rows)
+            ids = np.concatenate([ids, np.zeros((more, *ids.shape[1:]), ids.dtype)])
+            last, starts, wholes = (np.append(x, [0] * more) for x in (last, starts, wholes))
+            slots = np.append(slots, [cache.room.slots] * more)
+        for buffer, array in zip(b[:5], (ids, slots, last, starts, wholes), strict=True):
+            buffer.copy_(torch.from_numpy(array))
+        self._replay_panel(params, cache, key, b, captures=not is_new)
+        return b.out
+
+    def _panel_buffers(self, params: Params, cache: Cache, key: Any) -> tuple["_Panel", bool]:
+        """What the panel's graph reads and writes; True if it is new."""
+        _, count, given = key
+        if (b := self._panels.get(key)) is not None:
+            return b, False
+        embed = params.outer["embed.weight"]
+        integers = partial(torch.zeros, dtype=torch.int64, device=cache.device)
+        floats = partial(torch.zeros, dtype=embed.dtype, device=cache.device)
+        ids = floats(count, GRAIN, *given) if given else integers(count, GRAIN)
+        numbers = [integers(count) for _ in range(4)]
+        b = self._panels[key] = _Panel(ids, *numbers, floats(count, self._spec.embed))
+        b.slots.fill_(cache.room.slots)
+        return b, True
+
+    def _replay_panel(
+        self, params: Params, cache: Cache, key: Any, b: "_Panel", captures: bool
+    ) -> None:
+        graphs = self.graphs
+        if graphs is not None and key in graphs:
+            graphs.replay(key)
+            return
+
+        def work() -> None:
+            how: dict[str, Any] = {"starts": b.starts, "wholes": b.wholes, "reach": cache.tokens}
+            b.out.copy_(self._pass(params, cache, b.ids, b.slots, b.last, **how))
+
+        work()
+        if graphs is not None and captures:
+            graphs.capture(key, work)
+
+    def prepare(self, params: Params, cache: Cache) -> None:
+        """Capture every panel of ids that is replayed."""
+        for size in PANELS:
+            if size <= self._most_replayed:
+                key = "panel", size // GRAIN, ()
+                b, _ = self._panel_buffers(params, cache, key)
+                self._replay_panel(params, cache, key, b, captures=True)
+
     def clear(self) -> None:
         """Let go of the graphs and their buffers."""
         if self.graphs is not None:
             self.graphs.clear()
         self._buffers.clear()
+        self._panels.clear()
 
     def _replayed(
         self,
@@ -262,8 +375,8 @@ class Prompts:
             layer, own = self._ops.layer_attention(self._spec, params, i), cache.number(numbers[i])
             if starts is None:
                 return self._ops.attend(layer, qkv, angles, cache=own, slots=slots)[0]
-            own = own.view(cache.room.slots, reach)
-            return self._ops.attend_rows(layer, qkv, angles, own, slots, starts, lengths)[0]
+            where = own, slots, starts, lengths, reach
+            return self._ops.attend_rows(layer, qkv, angles, *where)[0]
 
         states, lengths = self._spec.state_numbers, last + 1
 

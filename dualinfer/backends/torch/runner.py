@@ -21,22 +21,27 @@ from ...ops.pooling import contrast
 from ...parallel.agreement import Peers
 from ...parallel.shard import Shard
 from ...system.patience import told_if_slow
+from ...system.progress import track
 from ..base import (
     MAX_STEPS,
     NO_LABEL,
     NO_TOKEN,
     ForwardInputs,
     Piece,
+    Pool,
     Request,
     SamplingFeatures,
 )
 from ..held import describe_weights
 from ..profiling import Stopwatch
 from ..slots import (
+    PANELS,
     SMALLEST_CACHE,
     LiveSlots,
     bucket,
     encoded_bucket,
+    parts_of,
+    room_of,
     sampling_rows,
     weight_rows,
 )
@@ -59,6 +64,8 @@ from .threads import few_threads, threads_note
 # Parameters times tokens of a pass over texts. One of 5e12 takes an H100 about 15 ms, and its
 # launches from Python as long.
 _MOST_TEXT_WORK = 1 << 44
+# The kinds of steps that are captured ahead: requests that draw nothing, and those that do.
+_GREEDY, _DRAWN = SamplingFeatures(), SamplingFeatures(noise=True, filters=True)
 _STAGED_BYTES = 1 << 15  # that CUDA copies itself before a copy to the device returns
 
 
@@ -120,6 +127,7 @@ class TorchRunner:
         self._scores = torch.empty(0)  # of the last step, where the host chooses tokens
         self._chosen = torch.empty(0)  # bool: the slots of that step
         self._live = LiveSlots()
+        self._pool: Pool | None = None
         decode_graphs = decode_graphs and self._stream is None
         self._graphs = StepGraphs() if decode_graphs and device.type == "cuda" else None
         prompt_graphs = None if self._graphs is None else StepGraphs()
@@ -292,6 +300,37 @@ class TorchRunner:
         """Fill the cache of `slots` and sample the first token of each request."""
         return self.extend(list(map(Piece.whole, requests, slots)))
 
+    @in_order
+    @torch.inference_mode()
+    def open(self, pool: Pool | None, prepare: bool = False) -> None:
+        """See `base.Runner`."""
+        if self._live:
+            raise StepError("A pool was opened or closed while sequences are under way.")
+        self._forget_steps()
+        self._cache.clear()
+        self._state, self._pool, self._live = None, None, LiveSlots()
+        if pool is None:
+            return
+        room = room_of(pool, self.spec)
+        self._cache.grow(room)
+        self._pool, self._live = pool, LiveSlots(room)
+        self._reserve(True)
+        if prepare and self._graphs is not None:
+            self._prepare_pool(room)
+
+    def _prepare_pool(self, room: Room) -> None:
+        """Capture every step over the pool that no request has to itself, and every panel."""
+        ways = {self.ops.launches_of(features): features for features in (_GREEDY, _DRAWN)}
+        assert self._state is not None
+        for part in track(parts_of(room), "Capturing"):
+            view = self._state.view(part.slots), self._cache.view(part)
+            for features in ways.values():
+                with self._own_settings(part.slots):
+                    self._replay(*self._step_of(*view, part, features))
+        if self._prompts.packs:
+            with self._own_settings(PANELS[-1]):
+                self._prompts.prepare(self._passed, self._cache)
+
     # Inference mode, not no_grad, wherever state is written: a caller's own inference mode would
     # otherwise make buffers that no later call outside of it may write.
     @in_order
@@ -325,11 +364,11 @@ class TorchRunner:
 
         A slot's length is what it has: a step of other slots writes its own token behind that.
         """
-        if new := [p for p in pieces if p.start == 0]:
-            self._begin([p.request for p in new], [p.slot for p in new])
+        idle = not self._live
+        if new := self._live.read(pieces):
+            self._begin([p.request for p in new], [p.slot for p in new], idle)
         state = self._state
-        if state is None:
-            raise StepError("A piece of a prompt came before the first one.")
+        assert state is not None
         rows = torch.tensor([p.slot for p in pieces], device=self.device)
         state.length[rows] = torch.tensor([p.stop for p in pieces], device=self.device)
         read = sum(p.stop - p.start for p in pieces) + sum(p.request.encoded for p in new)
@@ -362,6 +401,8 @@ class TorchRunner:
         """The states [B, E] of the pieces' last tokens; keys and values go to slots `rows` [B]."""
         where, requests = (self._passed, self._cache), [p.request for p in pieces]
         prompts = [r.prompt for r in requests]
+        if self._live.pool is not None and self._prompts.packs_these(pieces):
+            return self._prompts.packed(*where, pieces)
         if all(p.is_whole for p in pieces):
             sources = None if self.spec.encoder is None else [r.source for r in requests]
             how: Any = {"sources": sources, "is_encoded": requests[0].is_encoded}
@@ -369,10 +410,8 @@ class TorchRunner:
         starts, stops = [p.start for p in pieces], [p.stop for p in pieces]
         return self._prompts.go_on(*where, prompts, rows, starts, stops)
 
-    def _begin(self, requests: Sequence[Request], slots: Sequence[int]) -> None:
-        """Book requests in slots, and write their rows of the state, not active."""
-        idle = not self._live
-        self._live.add(slots, requests)
+    def _begin(self, requests: Sequence[Request], slots: Sequence[int], idle: bool) -> None:
+        """Make room for requests in slots, and write their rows of the state, not active."""
         self._reserve(idle)
         state = self._state
         assert state is not None
@@ -479,15 +518,14 @@ class TorchRunner:
         state, cache, room = self._views(steps)
         slots = state.active.shape[0]
         features = SamplingFeatures.of(self._live.requests)
-        key = slots, room, self.ops.launches_of(features), features.weighs, features.tells
-        out, step = self._tokens[:, :slots], self._row[:slots]
         if features.tells and self._told.shape[1:2] != self._tokens.shape[1:]:
             self._forget_steps()
             width = 1 + 2 * min(sampling.TOP, self.spec.vocab)
             self._told = torch.empty(*self._tokens.shape, width, device=self.device)
+        key, run = self._step_of(state, cache, room, features)
+        out = self._tokens[:, :slots]
         out.fill_(NO_TOKEN)
-        step.zero_()
-        run = partial(self._step, state, cache, features, out, step)
+        self._row[:slots].zero_()
         with self._own_settings(slots):
             for _ in range(steps):
                 # On a GPU the question waits for the device; copies of weights go on meanwhile.
@@ -498,6 +536,15 @@ class TorchRunner:
         told = self._told[:steps, :slots] if features.tells else None
         return PendingTokens(out[:steps], self.ops, told)
 
+    def _step_of(
+        self, state: SlotState, cache: list[Any], room: Room, features: SamplingFeatures
+    ) -> tuple[Hashable, Callable[[], None]]:
+        """The key of a step's graph, and the step."""
+        slots = state.active.shape[0]
+        out, row = self._tokens[:, :slots], self._row[:slots]
+        key = slots, room, self.ops.launches_of(features), features.weighs, features.tells
+        return key, partial(self._step, state, cache, features, out, row)
+
     def _views(
         self, steps: int, slots: Sequence[int] | None = None
     ) -> tuple[SlotState, list[Any], Room]:
@@ -507,16 +554,12 @@ class TorchRunner:
         """
         assert self._state is not None and self._live
         self._live.advance(steps, slots)
-        room = self._room(self._live.reach if slots is None else self._live.reach_beside(slots))
+        reach = self._live.reach if slots is None else self._live.reach_beside(slots)
+        room = self._live.room(self.spec, reach)
         if self._cache.smaller_than(room):
             self._forget_steps()
         self._cache.grow(room)
         return self._state.view(room.slots), self._cache.view(room), room
-
-    def _room(self, tokens: int) -> Room:
-        """What the live slots need of a cache, for `tokens` of each, in buckets."""
-        encoded = encoded_bucket(self.spec, self._live.encoded)
-        return Room(self._live.width, bucket(tokens, SMALLEST_CACHE), encoded)
 
     def _replay(self, key: Hashable, run: Callable[[], None]) -> None:
         """Do `run` once, from the key's graph where there are graphs."""
@@ -600,16 +643,20 @@ class TorchRunner:
 
     def _reserve(self, idle: bool) -> None:
         """Grow cache and state to what the live slots need to start; `idle`: none held before."""
-        room = self._room(self._live.reserved)
+        pool, requests = self._pool, self._live.requests
+        eos_width = max(1, *(len(r.eos_ids) for r in requests), pool.eos if pool else 0)
+        hides = any(r.hidden for r in requests) or (pool is not None and pool.hides)
+        if pool is None:
+            room = self._live.room(self.spec, self._live.reserved)
+        else:
+            room = room_of(pool, self.spec)
         count = room.slots
         if self._cache.smaller_than(room):
             self._forget_steps()
             if idle:
                 self._cache.clear()  # nothing to keep: free the old buffers before the new ones
         self._cache.grow(room)
-        eos_width = max(1, *(len(r.eos_ids) for r in self._live.requests))
-        old, weighs = self._state, self._live.weighs
-        hides = any(r.hidden for r in self._live.requests)
+        old, weighs = self._state, self._live.weighs or (pool is not None and pool.weighs)
         hides = hides or (old is not None and old.hidden is not None)
         weighs = weighs or (old is not None and old.bias is not None)
         fits = old is not None and (old.hidden is not None, old.bias is not None) == (hides, weighs)
@@ -642,7 +689,9 @@ class TorchRunner:
         if self._state is not None:
             size = self._state.active.shape[0]  # a prefill that failed may not have got so far
             rows = [slot for slot in slots if slot < size]
-            self._state.active[torch.tensor(rows, dtype=torch.int64, device=self.device)] = False
+            where = torch.tensor(rows, dtype=torch.int64, device=self.device)
+            self._state.active[where] = False
+            self._state.length[where] = 0  # steps of others read what a slot seems to have
 
     @in_order
     @torch.inference_mode()
@@ -736,5 +785,5 @@ class TorchRunner:
         self._state = None
         self._tokens = self._row = self._told = self._scores = self._chosen = torch.empty(0)
         self.last_work = None
-        self._live = LiveSlots()
+        self._live, self._pool = LiveSlots(), None
         self.params = Params({}, [], {}, {})

@@ -404,6 +404,7 @@ def decode_attention(
     original: int = 0,
     stretch: float = 0.0,
     cross: bool = False,
+    reach: int | None = None,
     config: DecodeConfig | None = None,
     sms: int = 132,
     pdl: bool = False,
@@ -423,10 +424,13 @@ def decode_attention(
     `counters` int32, one a program (N K or MOST_PARTS suffice), are 0, and are again when the
     launch has ended. With `cross` qkv are queries alone, [N, H D], and attend to the lengths[n]
     places that slot n keeps: nothing is written, and of the options none but `scale` is known.
+    The cache may have more slots than N. Where none of these has more than `reach` tokens, the work
+    is shared out for so many.
     """
     keys, values = cache
     _, kv_heads, _, dim = keys.shape
-    slots, capacity = slots_and_room(keys, table)
+    held_slots, capacity = slots_and_room(keys, table)
+    slots, reach = lengths.shape[0], min(reach or capacity, capacity)
     table, table_stride, size = table_arguments(table, keys)
     most = check_relative(relative, heads)
     if chunk is not None and window is not None:
@@ -434,13 +438,15 @@ def decode_attention(
     *held, codes = scale_arguments(cache, scales, qkv.dtype)
     group = heads // kv_heads
     kept = qkv.element_size() if qkv.element_size() == 4 else keys.element_size()
-    each = _heads_each(slots * kv_heads, group, capacity, kept, sms)
+    each = _heads_each(slots * kv_heads, group, reach, kept, sms)
     programs = slots * kv_heads * triton.cdiv(group, each)
     two = original > 0 and not stretch
+    if slots > held_slots:
+        raise ValueError(f"{slots} lengths, and a cache of {held_slots} slots.")
     _check(qkv, keys, values, slots, lengths, heads, counters, programs, inv_freq, two, cross)
     y = qkv.new_empty((slots, heads * dim))
     if config is None:
-        config = default_config(programs, capacity, dim, kept, sms)
+        config = default_config(programs, reach, dim, kept, sms)
     # The matrix units take 16 rows and more, and what they read is fetched ahead; float32, which
     # they do not take, would pay for the rows that are not there.
     block_g = max(16, next_power_of_2(each)) if group > 1 or qkv.element_size() == 2 else 1

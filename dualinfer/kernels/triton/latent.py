@@ -271,6 +271,7 @@ def decode_latents(
     heads: int,
     turning: int,
     scale: float,
+    reach: int | None = None,
     config: LatentConfig | None = None,
     sms: int = 132,
     pdl: bool = False,
@@ -280,7 +281,8 @@ def decode_latents(
     `queries` [N, 1, H D] have their last `turning` elements turned; the cache is
     [N, S, rank + turning] with the new token at lengths[n], or, of a full slot, at the last place.
     `kv` [H (D - turning) + H value_dim, rank] makes each head's key, and then its value, of a
-    latent vector: here its first part makes a query that meets latent vectors as they are.
+    latent vector: here its first part makes a query that meets latent vectors as they are. `reach`
+    as in `decode_attention`.
     """
     slots, rank = queries.shape[0], kv.shape[1]
     dim, nope = queries.shape[-1] // heads, queries.shape[-1] // heads - turning
@@ -291,7 +293,8 @@ def decode_latents(
     if kv.shape[0] % heads or value_dim < 1 or not kv.is_contiguous():
         raise ValueError(f"kv {tuple(kv.shape)}: contiguous, of {heads} heads, expected.")
     if config is None:
-        config = default_config(slots, heads, cache.shape[1], queries.element_size(), sms)
+        most = min(reach or cache.shape[1], cache.shape[1])
+        config = default_config(slots, heads, most, queries.element_size(), sms)
     block_r = max(16, next_power_of_2(rank))
     rows = 1 if slots == 1 else 16  # what the matrix units take
     grid = -(-slots // rows), heads

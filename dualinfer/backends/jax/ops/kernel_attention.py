@@ -129,15 +129,16 @@ class KernelAttention(KernelBase):
         mask: jax.Array | None = None,
         segments: jax.Array | None = None,
         starts: jax.Array | None = None,
+        reach: int | None = None,
     ) -> tuple[jax.Array, CacheView | None]:
         """Latent attention of sequences: keys and values of each head are made, of one width.
 
-        With `starts` they are made of all that the rows' slots have.
+        With `starts` they are made of all that the rows' slots have, up to `reach`.
         """
         a = layer.spec
         q, shared, cache = self._latents(layer, qkv, angles, cache, slots, starts=starts)
         if starts is not None:
-            shared = cast(LatentCache, cache).shared[slots]
+            shared = cast(LatentCache, cache).shared[:, :reach][slots]
         k, v = self._of_latents(layer, shared)
         width = v.shape[-1]
         most = max(width, a.head_dim)
@@ -259,15 +260,18 @@ class KernelAttention(KernelBase):
         slots: jax.Array,
         starts: jax.Array,
         lengths: jax.Array,
+        reach: int | None = None,
     ) -> tuple[jax.Array, CacheView]:
         """See `PlainOps.attend_rows`; padding's keys lie behind those of its row."""
         if isinstance(qkv, LatentQkv):
-            y, held = self._attend_latents(layer, qkv, angles, cache, slots, starts=starts)
+            where: dict[str, Any] = {"starts": starts, "reach": reach}
+            y, held = self._attend_latents(layer, qkv, angles, cache, slots, **where)
             return y, cast(CacheView, held)
         known = self._known(layer.spec, cache)
         if known is None:
             turned = self._turned(layer, angles)
-            return super().attend_rows(layer, qkv, turned, cache, slots, starts, lengths)
+            where = {"starts": starts, "lengths": lengths, "reach": reach}
+            return super().attend_rows(layer, qkv, turned, cache, slots, **where)
         positions, last = angles if isinstance(angles, tuple) else (angles, None)
         layer, qkv = self._prepared(layer, qkv, positions)
         batch, tokens, _ = qkv.shape
@@ -305,16 +309,19 @@ class KernelAttention(KernelBase):
         angles: Any,
         cache: CacheView,
         lengths: jax.Array,
+        reach: int | None = None,
     ) -> tuple[jax.Array, CacheView]:
         """See `PlainOps.attend_token`."""
         if isinstance(qkv, LatentQkv):
-            return self._attend_token_to_latents(layer, qkv, cache, lengths)
+            return self._attend_token_to_latents(layer, qkv, cache, lengths, reach)
         known = self._known(layer.spec, cache)
         if known is None:
-            return super().attend_token(layer, qkv, self._turned(layer, angles), cache, lengths)
+            angles = self._turned(layer, angles)
+            return super().attend_token(layer, qkv, angles, cache, lengths, reach)
         a = layer.spec
         layer, qkv = self._prepared(layer, qkv, lengths[:, None])
-        slots, reach, (_, kv_heads, _, dim) = len(lengths), known.capacity, known.k.shape
+        slots, (_, kv_heads, _, dim) = len(lengths), known.k.shape
+        reach = min(reach or known.capacity, known.capacity)
         shape = a.heads // kv_heads, dim, known.k.dtype.itemsize
         held = _held(known)
         key = decode_attention.tuning_key(slots * kv_heads, min(reach, a.reach or reach), *shape)
@@ -329,6 +336,7 @@ class KernelAttention(KernelBase):
                 scales=tuple(held[2:]) or None,
                 heads=a.heads,
                 counters=self._counters,
+                reach=reach,
                 config=self.configurations.find(key),
                 sms=self.sms,
                 pdl=self.starts_early(len(lengths)),
@@ -341,14 +349,20 @@ class KernelAttention(KernelBase):
         return y[:, None], _with(known, filled)
 
     def _attend_token_to_latents(
-        self, layer: LayerAttention, qkv: LatentQkv, cache: CacheView, lengths: jax.Array
+        self,
+        layer: LayerAttention,
+        qkv: LatentQkv,
+        cache: CacheView,
+        lengths: jax.Array,
+        reach: int | None,
     ) -> tuple[jax.Array, CacheView]:
         """Each head's value of one new token a slot, [N, 1, H value_dim], and the cache."""
         a = layer.spec
         assert a.latent is not None and layer.kv is not None
         q, _, written = self._latents(layer, qkv, None, cache, None, lengths)
         shape = a.heads, a.latent.rank, q.dtype.itemsize
-        key = latent.tuning_key(len(lengths), cache.capacity, *shape)
+        reach = min(reach or cache.capacity, cache.capacity)
+        key = latent.tuning_key(len(lengths), reach, *shape)
         with jax.named_scope("decode_attention"):
             y, _ = call(
                 latent.decode_latents,
@@ -359,6 +373,7 @@ class KernelAttention(KernelBase):
                 heads=a.heads,
                 turning=a.latent.turning,
                 scale=a.scale,
+                reach=reach,
                 config=self.configurations.find(key),
                 sms=self.sms,
                 pdl=self.starts_early(len(lengths)),
@@ -370,7 +385,7 @@ class KernelAttention(KernelBase):
         """See `contract.Ops.attend_kept`."""
         if not isinstance(cache, CrossCache):
             return super().attend_kept(a, q, cache)
-        slots, kv_heads, reach, dim = cache.k.shape
+        (_, kv_heads, reach, dim), slots = cache.k.shape, len(q)
         shape = a.heads // kv_heads, dim, cache.k.dtype.itemsize
         key = decode_attention.tuning_key(slots * kv_heads, reach, *shape)
         assert self._counters is not None
@@ -379,7 +394,7 @@ class KernelAttention(KernelBase):
                 decode_attention.decode_attention,
                 q[:, 0],
                 cache[:2],
-                cache.lengths,
+                cache.lengths[:slots],
                 heads=a.heads,
                 scale=a.scale,
                 softcap=a.softcap,

@@ -207,8 +207,10 @@ class KernelAttention(KernelBase):
         slots: torch.Tensor,
         starts: torch.Tensor,
         lengths: torch.Tensor,
+        reach: int | None = None,
     ) -> tuple[torch.Tensor, CacheView]:
         """See `contract.Ops.attend_rows`; `qkv` is changed in place, padding's keys lie behind."""
+        cache = cache if reach is None else cache.view(None, reach)
         if isinstance(qkv, LatentQkv):
             y = self._attend_latents(layer, qkv, angles, cache, slots, {}, starts)
             return y.flatten(-2), cache
@@ -272,9 +274,11 @@ class KernelAttention(KernelBase):
         angles: Any,
         cache: CacheView,
         lengths: torch.Tensor,
+        reach: int | None = None,
         config: Any = None,
     ) -> tuple[torch.Tensor, CacheView]:
         """See `PlainOps.attend_token`; `config` None is the one for these shapes."""
+        cache = cache if reach is None else cache.view(None, reach)
         if isinstance(qkv, LatentQkv):
             args = layer, qkv, cast(Any, cache), lengths
             return self._attend_token_to_latents(*args, config), cache

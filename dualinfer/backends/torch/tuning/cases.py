@@ -302,7 +302,7 @@ def _token(
     lengths = torch.full((slots,), reach * 3 // 4, dtype=torch.int64, device=ops.device)
 
     def attend(own: FullCache | LatentCache, config: Any) -> torch.Tensor:
-        return ops.attend_token(layer, qkv, None, own, lengths, config)[0]
+        return ops.attend_token(layer, qkv, None, own, lengths, config=config)[0]
 
     return _in_turn(caches, attend)
 
