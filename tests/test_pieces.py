@@ -15,10 +15,10 @@ torch = pytest.importorskip("torch")
 pytest.importorskip("jax")
 
 import dualinfer  # noqa: E402
-from dualinfer.backends.base import Piece, Request, Sampling  # noqa: E402
+from dualinfer.backends.base import Piece, Pool, Request, Sampling  # noqa: E402
 from dualinfer.backends.torch import prompts  # noqa: E402
 from dualinfer.engine import loop  # noqa: E402
-from dualinfer.errors import StepError  # noqa: E402
+from dualinfer.errors import LengthError, StepError  # noqa: E402
 from dualinfer.ops import caches  # noqa: E402
 
 from . import test_recurrent, test_relatives  # noqa: E402
@@ -139,6 +139,17 @@ def test_any_cut_and_any_order_give_the_texts_of_whole_prompts(engine, whole):
 
     check()
     runner = made.runner
+    check_together(runner, requests, whole)
+    runner.open(Pool(3, 160))
+    try:
+        check()
+        check_together(runner, requests, whole)
+    finally:
+        runner.open(None)
+
+
+def check_together(runner: Any, requests: list[Request], whole: dict[int, list[int]]) -> None:
+    """Pieces of several prompts in one call give the texts of whole ones."""
     try:
         assert runner.extend([Piece(requests[0], 0, 0, 64)]).fetch().shape == (1, 0)
         found = {1: runner.extend([Piece(requests[1], 1, 0, 40)]).fetch()[0].tolist()}
@@ -152,6 +163,55 @@ def test_any_cut_and_any_order_give_the_texts_of_whole_prompts(engine, whole):
     finally:
         runner.release([0, 1, 2])
     assert found == whole
+
+
+def serve(runner: Any, requests: list[Request], slots: int) -> list[list[int]]:
+    """The texts of requests that take slots as these are free, two a turn, as a server's do."""
+    waiting, texts = list(range(len(requests))), [[] for _ in requests]
+    served: dict[int, int] = {}
+    while waiting or served:
+        free = [slot for slot in range(slots) if slot not in served][:2]
+        joined = dict(zip(free, waiting, strict=False))
+        waiting = waiting[len(joined) :]
+        served |= joined
+        if joined:
+            pieces = [Piece.whole(requests[i], slot) for slot, i in joined.items()]
+            for i, token in zip(joined.values(), runner.extend(pieces).fetch()[0], strict=True):
+                texts[i].append(int(token))
+        for row in runner.decode(3).fetch():
+            for slot, i in served.items():
+                texts[i] += [int(row[slot])] if row[slot] >= 0 else []
+        ended = [s for s, i in served.items() if len(texts[i]) >= requests[i].max_new_tokens]
+        runner.release(ended)
+        served = {slot: i for slot, i in served.items() if slot not in ended}
+    return texts
+
+
+def test_ragged_requests_in_a_pool_compile_few_programs(engine_of):
+    """32 of any length; without a pool each (rows, width, room) was a program of its own."""
+    random = np.random.default_rng(0)
+    requests = [
+        Request(random_ids(1, n, seed=n)[0].astype(np.int32), new)
+        for n, new in random.integers((1, 1), (450, 9), (32, 2)).tolist()
+    ]
+    expected = serve(engine_of("llama-gqa", "torch").runner, requests, 4)
+    runner = engine_of("llama-gqa", "jax").runner
+    before = runner.report()["compilations"]
+    runner.open(Pool(4, 500))
+    try:
+        assert serve(runner, requests, 4) == expected
+        few = runner.report()["compilations"] - before
+        assert few <= 3 + 3, few  # steps of 1, 2 and 4 slots, panels of 256, 512 and 1,024 tokens
+        for slot, size in ((4, 10), (0, 499)):
+            with pytest.raises(LengthError, match="in a pool of 4 slots of 512 tokens"):
+                runner.prefill([Request(np.ones(size, np.int32), 40)], [slot])
+        assert not len(runner._live)
+        runner.prefill(requests[:1], [0])
+        with pytest.raises(StepError, match="under way"):
+            runner.open(None)
+    finally:
+        runner.release([0])
+        runner.open(None)
 
 
 @contextmanager

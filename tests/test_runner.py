@@ -11,6 +11,7 @@ import dualinfer
 from dualinfer.backends import slots
 from dualinfer.backends.base import (
     NO_TOKEN,
+    Piece,
     Request,
     Sampling,
     SamplingFeatures,
@@ -28,7 +29,7 @@ def request(tokens, new):
 
 def test_live_slots_reserve_little_and_reach_what_was_asked():
     live = LiveSlots()
-    live.add([0, 2], [request(10, 100_000), request(3, 5)])
+    live.read([Piece.whole(request(10, 100_000), 0), Piece.whole(request(3, 5), 2)])
     assert (live.width, live.reach, live.reserved) == (4, 10, slots.RESERVED)
     live.advance(32)
     assert live.reach == 42

@@ -87,7 +87,7 @@ def run(step: Step, config: DecodeConfig | None, **how: Any) -> tuple[np.ndarray
             put(np.pad(x, [(0, 2), (0, 0), (0, 3), (0, 0)], constant_values=GARBAGE))
             for x in step.cache
         ]
-        views = whole[0][:count, :, :tokens], whole[1][:count, :, :tokens]
+        views = whole[0][:, :, :tokens], whole[1][:, :, :tokens]  # of more slots than rows
         wide = put(np.pad(step.qkv, [(0, 0), (0, 5)], constant_values=np.nan))
         counters = torch.zeros(count * step.heads + 3, dtype=torch.int32, device=wide.device)
         y = decode_attention(
@@ -104,7 +104,7 @@ def run(step: Step, config: DecodeConfig | None, **how: Any) -> tuple[np.ndarray
         assert not counters.any()
         for x in whole:
             assert (x[count:] == GARBAGE).all() and (x[:, :, tokens:] == GARBAGE).all()
-        results.append((get(y), [get(x) for x in views]))
+        results.append((get(y), [get(x)[:count] for x in views]))
         if not has_pdl(y):
             return results[0]
     np.testing.assert_array_equal(results[0][0], results[1][0])  # to the bit, and the cache too

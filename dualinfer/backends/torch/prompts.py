@@ -190,9 +190,9 @@ class Prompts:
         integers = partial(torch.zeros, dtype=torch.int64, device=cache.device)
         floats = partial(torch.zeros, dtype=embed.dtype, device=cache.device)
         ids = floats(count, GRAIN, *given) if given else integers(count, GRAIN)
-        numbers = [integers(count) for _ in range(4)]
-        b = self._panels[key] = _Panel(ids, *numbers, floats(count, self._spec.embed))
-        b.slots.fill_(cache.room.slots)
+        numbers: Any = [integers(count) for _ in range(3)]
+        slots = integers(count) + cache.room.slots
+        b = self._panels[key] = _Panel(ids, slots, *numbers, floats(count, self._spec.embed))
         return b, True
 
     def _replay_panel(

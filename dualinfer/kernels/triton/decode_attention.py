@@ -430,7 +430,7 @@ def decode_attention(
     keys, values = cache
     _, kv_heads, _, dim = keys.shape
     held_slots, capacity = slots_and_room(keys, table)
-    slots, reach = lengths.shape[0], min(reach or capacity, capacity)
+    slots, reach = qkv.shape[0], min(reach or capacity, capacity)
     table, table_stride, size = table_arguments(table, keys)
     most = check_relative(relative, heads)
     if chunk is not None and window is not None:
@@ -442,7 +442,7 @@ def decode_attention(
     programs = slots * kv_heads * triton.cdiv(group, each)
     two = original > 0 and not stretch
     if slots > held_slots:
-        raise ValueError(f"{slots} lengths, and a cache of {held_slots} slots.")
+        raise ValueError(f"qkv has {slots} rows, and the cache {held_slots} slots.")
     _check(qkv, keys, values, slots, lengths, heads, counters, programs, inv_freq, two, cross)
     y = qkv.new_empty((slots, heads * dim))
     if config is None:
