@@ -190,9 +190,10 @@ class Prompts:
         integers = partial(torch.zeros, dtype=torch.int64, device=cache.device)
         floats = partial(torch.zeros, dtype=embed.dtype, device=cache.device)
         ids = floats(count, GRAIN, *given) if given else integers(count, GRAIN)
-        numbers: Any = [integers(count) for _ in range(3)]
-        slots = integers(count) + cache.room.slots
-        b = self._panels[key] = _Panel(ids, slots, *numbers, floats(count, self._spec.embed))
+        slots, last, starts, wholes = (integers(count) for _ in range(4))
+        slots += cache.room.slots
+        b = _Panel(ids, slots, last, starts, wholes, floats(count, self._spec.embed))
+        self._panels[key] = b
         return b, True
 
     def _replay_panel(
