@@ -250,6 +250,37 @@ def test_kernels_write_and_read_blocks(backend, windowed, add_blocks, by_kernels
         assert layer.kind == "blocks" and layer.table.shape[1] > 1
 
 
+@pytest.mark.parametrize("backend", slow_but(["torch"], BACKENDS))
+def test_kernels_read_grains_side_by_side_and_steps_over_a_part_of_a_pool(
+    backend, windowed, by_kernels, monkeypatch
+):
+    """Panels are filled up by rows of a slot that there is not."""
+    import dualinfer.backends.jax.prompts as jax_prompts
+    import dualinfer.backends.torch.prompts as torch_prompts
+    from dualinfer.backends import slots
+    from dualinfer.backends.base import Pool, Request
+
+    from .test_kernel_ops import VOCAB
+    from .test_pieces import serve
+
+    rows = [random_ids(1, n, seed=n, vocab=VOCAB)[0].astype(np.int32) for n in (30, 14, 18, 5)]
+    requests = [Request(row, 3) for row in rows]
+    with dualinfer.init_inference(windowed[0], backend="torch", **OPTIONS) as engine:
+        expected = serve(engine.runner, requests, 2)
+    by_kernels(backend)
+    for module in (slots, torch_prompts, jax_prompts):
+        monkeypatch.setattr(module, "GRAIN", 16)
+    for module in (slots, torch_prompts):
+        monkeypatch.setattr(module, "PANELS", (64,))
+    monkeypatch.setattr(slots, "_SMALLEST_REACH", 16)
+    panel = torch_prompts.Prompts._panel  # as on a GPU
+    monkeypatch.setattr(torch_prompts.Prompts, "_panel", lambda *args: panel(*args[:-1], 64))
+    monkeypatch.setattr(torch_prompts, "_MOST_AT_ONCE", 64)
+    with dualinfer.init_inference(windowed[0], backend=backend, **OPTIONS) as engine:
+        engine.runner.open(Pool(3, 64))
+        assert serve(engine.runner, requests, 2) == expected
+
+
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_kernels_leave_what_they_do_not_know_to_plain_ops(
     backend, windowed, add_blocks, by_kernels, monkeypatch

@@ -138,7 +138,7 @@ class Prompts:
         What differs is data, so that a graph serves every panel of a size.
         """
         grains, device = in_grains(pieces), cache.device
-        at_once = _MOST_AT_ONCE // GRAIN
+        at_once = max(1, _MOST_AT_ONCE // GRAIN)
         replays = device.type == "cuda" and self._most_replayed >= PANELS[0]
         # A panel is filled up by rows of a slot that there is not, which plain ops do not take.
         replays = replays and all(self._ops.knows(x) and not is_wide(x) for x in cache.specs)
