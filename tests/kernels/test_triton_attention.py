@@ -134,11 +134,14 @@ IN_PARTS = {"segments": np.repeat(np.arange(13, dtype=np.int32), 5)[None, :63].r
 def test_rows_give_what_the_whole_prompt_gives(options):
     """Rows of a cache [N, K, S, D] that is longer than what has been written, from any place on.
 
-    Several are of one slot, one ends behind the cache and one is of a slot that is not there.
+    Several are of one slot, one ends behind the cache and one is of a slot that is not there. What
+    a sequence before has left behind a row's end is not finite.
     """
     q, k, v = inputs(FLOAT32, 2, 63, 4, 2, 16)
     whole = oracles.attention(q, k, v, scale=0.3, causal=True, **options)
     written = [np.pad(x, [(0, 0), (0, 5), (0, 0), (0, 0)]).swapaxes(1, 2) for x in (k, v)]
+    for x in written:
+        x[0, :, 63:] = np.nan
     cache = [put(np.stack((x[1], 7.0 + 0 * x[0], x[0]))).transpose(1, 2) for x in written]
     rows = [(0, 0), (1, 17), (0, 17), (0, 40), (1, 51), (0, 0)]  # of which prompt, and from where
     queries = np.zeros((len(rows), 23, *q.shape[2:]), np.float32)

@@ -120,7 +120,7 @@ def _scores(
     q, q_rest, rows, q_segment, q_position, blind = queries
     k, k_rest, k_strides = keys
     mask_ptr, segments_ptr, positions_ptr = per_key
-    b, head, end = place
+    b, head, end, _ = place
     scale, softcap, slope, alibi_scale, window, relative_ptr, most = scoring
     columns = n + tl.arange(0, BLOCK_N)
     tile = _tile(k, k_strides, b, head, n, end, BLOCK_N, MAIN, _FRONT, DIM, TMA)
@@ -182,20 +182,27 @@ def _softmax(s, top, total, factor, SEES: tl.constexpr):
 @triton.jit
 def _add(
     acc, acc_rest, p, shrink, values, place, n,
-    DIM: tl.constexpr, MAIN: tl.constexpr, REST: tl.constexpr, BLOCK_N: tl.constexpr,
-    TMA: tl.constexpr,
+    SEES: tl.constexpr, DIM: tl.constexpr, MAIN: tl.constexpr, REST: tl.constexpr,
+    BLOCK_N: tl.constexpr, TMA: tl.constexpr,
 ):  # fmt: skip
-    """The shrunken sums plus the values n..n+BLOCK_N-1 times their weights."""
+    """The shrunken sums plus the values n..n+BLOCK_N-1 times their weights.
+
+    TMA reads those of a cache behind `end`, too, which may be stale: no weight makes inf a zero.
+    """
     v, v_rest, v_strides = values
-    b, head, end = place
+    b, head, end, stale = place
     acc = acc * shrink[:, None]
     tile = _tile(v, v_strides, b, head, n, end, BLOCK_N, MAIN, _FRONT, DIM, TMA)
     tile = _meant(tile, v_strides, b, head, n, end, p.dtype, BLOCK_N, DIM)
+    if TMA and SEES != _ALL and stale is not None:
+        tile = tl.where((n + tl.arange(0, BLOCK_N) < stale)[:, None], tile, 0.0)
     acc = dot(p, tile, acc)
     if REST > 0:
         acc_rest = acc_rest * shrink[:, None]
         tile = _tile(v_rest, v_strides, b, head, n, end, BLOCK_N, REST, MAIN, DIM, TMA)
         tile = _meant(tile, v_strides, b, head, n, end, p.dtype, BLOCK_N, DIM)
+        if TMA and SEES != _ALL and stale is not None:
+            tile = tl.where((n + tl.arange(0, BLOCK_N) < stale)[:, None], tile, 0.0)
         acc_rest = dot(p, tile, acc_rest)
     return acc, acc_rest
 
@@ -292,7 +299,9 @@ def attention_kernel(
     total = tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, MAIN], tl.float32)
     acc_rest = tl.zeros([BLOCK_M, REST if REST > 0 else 1], tl.float32)
-    place = (slot, kv_head, end)
+    place = (slot, kv_head, end, None)
+    if starts_ptr is not None:
+        place = (slot, kv_head, end, end)
     scoring = (scale, softcap, None, None, window, None, most)
     factor = scale if softcap is None else softcap
     if slopes_ptr is not None:
@@ -312,8 +321,9 @@ def attention_kernel(
         )
         p, shrink, top, total = _softmax(s, top, total, factor, _SOME)
         acc, acc_rest = _add(
-            acc, acc_rest, p.to(dtype), shrink, values, place, n, DIM, MAIN, REST, BLOCK_N, TMA
-        )
+            acc, acc_rest, p.to(dtype), shrink, values, place, n,
+            _SOME, DIM, MAIN, REST, BLOCK_N, TMA,
+        )  # fmt: skip
     if (mask_ptr is None) and (segments_ptr is None):
         for n in range(full_lo, full_hi, BLOCK_N):
             s = _scores(
@@ -323,7 +333,7 @@ def attention_kernel(
             p, shrink, top, total = _softmax(s, top, total, factor, _ALL)
             acc, acc_rest = _add(
                 acc, acc_rest, p.to(dtype), shrink, values, place, n,
-                DIM, MAIN, REST, BLOCK_N, TMA,
+                _ALL, DIM, MAIN, REST, BLOCK_N, TMA,
             )  # fmt: skip
 
     if mask_ptr is not None:
@@ -340,8 +350,9 @@ def attention_kernel(
             )  # fmt: skip
             p, shrink, top, total = _softmax(s, top, total, factor, _ITSELF)
             acc, acc_rest = _add(
-                acc, acc_rest, p.to(dtype), shrink, values, place, n, DIM, MAIN, REST, BLOCK_N, TMA
-            )
+                acc, acc_rest, p.to(dtype), shrink, values, place, n,
+                _ITSELF, DIM, MAIN, REST, BLOCK_N, TMA,
+            )  # fmt: skip
 
     if sinks_ptr is not None:
         sink = tl.load(sinks_ptr + head) * 1.4426950408889634
