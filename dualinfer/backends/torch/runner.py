@@ -325,6 +325,7 @@ class TorchRunner:
         for part in track(parts_of(room), "Capturing"):
             view = self._state.view(part.slots), self._cache.view(part)
             for features in ways.values():
+                self._row.zero_()
                 with self._own_settings(part.slots):
                     self._replay(*self._step_of(*view, part, features))
         if self._prompts.packs:
