@@ -14,6 +14,7 @@ import torch
 import transformers
 
 import dualinfer
+from dualinfer.backends.base import Pool
 from dualinfer.backends.torch import prompts
 from dualinfer.backends.torch.parallel import Ranks, Split
 from dualinfer.errors import DistributedError
@@ -65,6 +66,7 @@ def outputs_of(names, tp):
             if name in GENERATING:
                 with patch.object(prompts, "_MOST_AT_ONCE", 8):  # in pieces
                     texts = [engine.generate(**with_mask, **GREEDY).tolist()]
+                engine.runner.open(Pool(3, 64))
                 texts.append(engine.generate(**with_mask, **SAMPLED).tolist())
             layers = engine.runner.params.layers
             held = sum(prod(w.shape) for group in layers for w in group.values())
