@@ -1551,10 +1551,17 @@ ROWS: list[Row] = [
     ),
     Row(
         "backends/torch/prompts.py",
-        "own, slots, starts, lengths)",
-        "own, slots * 0, starts, lengths)",
+        "own, slots, starts, lengths, reach",
+        "own, slots * 0, starts, lengths, reach",
         "A long prompt behind another one reads that one's cache.",
         "tests/test_prompts.py -k pieces",
+    ),
+    Row(
+        "backends/torch/prompts.py",
+        "[cache.room.slots] * more",
+        "[0] * more",
+        "What fills a panel up is written into another sequence's cache.",
+        "tests/test_cache_kinds.py -k 'part_of_a_pool and torch'",
     ),
     Row(
         "backends/torch/process_groups.py",
