@@ -62,6 +62,10 @@ class StepError(DualinferError, RuntimeError):
     """A step on the device failed in one call; other calls' sequences that it served ended."""
 
 
+class DeadlineError(DualinferError, TimeoutError):
+    """The deadline of a request passed before it had ended."""
+
+
 class DistributedError(DualinferError, RuntimeError):
     """The processes that share a model disagree, or one of them failed or is gone."""
 

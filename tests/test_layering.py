@@ -31,7 +31,8 @@ FLOORS: dict[str, str] = {
     "parallel checkpoint ops backends decoder",
     "backends.jax": "system kernels.triton kernels.xla config quantization model "
     "parallel checkpoint ops backends decoder",
-    "engine": "config model parallel backends",
+    "serving": "backends",
+    "engine": "config model parallel backends serving",
     "opening": "config quantization model model.families checkpoint backends",
     "api": "config quantization model model.families parallel checkpoint backends engine opening",
     "": "config embedded engine api",

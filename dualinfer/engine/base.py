@@ -217,6 +217,7 @@ class InferenceEngine(TextCalls):
         """Free what the engine holds on the device; it cannot be used afterwards."""
         if self._turns.is_foreign:  # what it holds is another process's
             return
+        self._end_threads()
         with self._turns:
             if self._runner is None:
                 return
@@ -225,6 +226,9 @@ class InferenceEngine(TextCalls):
             runner, self._runner = self._runner, None
             runner.close()
             self._turns.peers.close()
+
+    def _end_threads(self) -> None:
+        """End what runs by itself, which may wait for the turn."""
 
     def _let_go(self) -> None:
         """End what is under way, before the runner is closed."""

@@ -3,8 +3,9 @@
 import logging
 import os
 from collections.abc import Generator, Iterator, Mapping, Sequence
-from contextlib import closing, suppress
+from contextlib import closing, nullcontext, suppress
 from dataclasses import replace
+from functools import partial
 from typing import Any, NamedTuple, Unpack
 
 import numpy as np
@@ -21,9 +22,13 @@ from ..errors import (
     warn_caller,
 )
 from ..model.outputs import make_generate_outputs, make_outputs
+from ..serving.room import make_room
+from ..serving.scheduler import Scheduler
 from .arguments import GenerationArguments, refuse_outputs, with_arguments
+from .asynchronous import AsyncCalls
 from .base import CLOSED, About
 from .checks import by_name, is_zero, refuse_prefix
+from .driver import Driver, Job
 from .embedding import EmbeddingCalls
 from .images import OF_PATCHES, make_image_inputs, make_tower_inputs, refuse_images
 from .inputs import make_forward_inputs, refuse_arguments
@@ -55,6 +60,7 @@ from .towers import TowerCalls, as_fields
 from .whisper import SpeechCalls
 
 _INPUTS = "inputs", "inputs_embeds", "pixel_values"  # of generate, beside `source.NAMES`
+ENDED = "The engine was closed during the call. Make a new one by init_inference()."
 _STREAM_CHUNK, _STOP_CHUNK, _WHOLE_CHUNK = 1, 4, 32
 _log = logging.getLogger(__name__)
 
@@ -70,7 +76,7 @@ class _Work(NamedTuple):
     chunk: int = 1
 
 
-class FusedEngine(Likeness, EmbeddingCalls, TowerCalls, SpeechCalls):
+class FusedEngine(Likeness, EmbeddingCalls, TowerCalls, SpeechCalls, AsyncCalls):
     """dualinfer's own decoder in the place of the model's forward."""
 
     _mode = "fused"
@@ -396,6 +402,75 @@ class FusedEngine(Likeness, EmbeddingCalls, TowerCalls, SpeechCalls):
         prompts = [request.tokens.tolist() for request in work.requests]
         return Sequences(prompts, self._steps(work))
 
+    def _make_jobs(
+        self,
+        ids: Any,
+        config: Any,
+        tokenizer: Any,
+        arguments: dict[str, Any],
+        fields: dict[str, Any],
+        default_length: int | None,
+        tells: bool,
+    ) -> list[Job]:
+        refuse_outputs("generate_async", arguments)
+        if self._spec.transcribes:
+            raise UnsupportedError(
+                "generate_async() does not serve a model that transcribes sounds window by window. "
+                "Use generate()."
+            )
+        work = self._prepare_alone(ids, config, tokenizer, arguments, default_length)
+        if len(work.prompts.rows) != 1:
+            raise ArgumentError(
+                f"generate_async() takes one prompt, and got {len(work.prompts.rows)}. Call it "
+                "once for each: they run at the same time."
+            )
+        requests, stop = [replace(r, tells=True) if tells else r for r in work.requests], work.stop
+        if work.rules is None:
+            return [Job.of(request, stop=stop, **fields) for request in requests]
+        jobs = []
+        for request in requests:  # each with rules of its own: they join and leave alone
+            own = {**arguments, "num_return_sequences": 1}
+            rules = self._prepare_alone(ids, config, tokenizer, own, default_length)
+            jobs.append(Job.of(request, begin=partial(self._begun_alone, rules, request), **fields))
+        return jobs
+
+    def _prepare_alone(
+        self,
+        ids: Any,
+        config: Any,
+        tokenizer: Any,
+        arguments: dict[str, Any],
+        default_length: int | None,
+    ) -> "_Work":
+        """As `_prepare`, of one process; where nothing runs, it does not wait for the turn."""
+        kwargs = {**arguments}
+        seed = kwargs.pop("seed", None)
+        inputs, kwargs = _gathered(ids, None, kwargs)
+        with self._turns if self._spec.encoder is not None else nullcontext():
+            work = self._make_requests(inputs, config, tokenizer, seed, kwargs, default_length)
+        if seed is None and work.options.do_sample:
+            seeds = self.runner.draw_seeds(len(work.prompts.rows))
+            _seed(work.requests, seeds, work.options.num_return_sequences)
+        return work
+
+    def _begun_alone(self, work: "_Work", request: Request) -> Stepwise:
+        begun = self._begun(work._replace(requests=[request]))
+        assert isinstance(begun, Stepwise)
+        return begun
+
+    def _driving(self) -> Driver:
+        with self._turns:
+            if self._driver is None:
+                room = make_room(self.runner)
+                self._driver = Driver(
+                    self._loop, self._turns, Scheduler(*room), self._origin.check
+                )
+            return self._driver
+
+    def _end_threads(self) -> None:
+        if self._driver is not None:
+            self._driver.stop(ClosedError(ENDED))
+
     def _check_model(self, alone: bool) -> None:
         """Raise StaleWeightsError if the live model has changed, before a call has results.
 
@@ -449,12 +524,7 @@ class FusedEngine(Likeness, EmbeddingCalls, TowerCalls, SpeechCalls):
         the model's own generate does to logits.
         """
         seed = kwargs.pop("seed", None)
-        if (named := by_name(ids)) is not None:
-            ids, own = named.pop("input_ids"), named.pop("attention_mask")
-            mask, kwargs = own if mask is None else mask, named | kwargs
-        inputs = {"input_ids": ids, "attention_mask": mask}
-        inputs |= {name: kwargs.pop(name, None) for name in (*_INPUTS, *NAMES)}
-        inputs["encoder_outputs"] = encoder_states(inputs["encoder_outputs"])
+        inputs, kwargs = _gathered(ids, mask, kwargs)
         with self._call("generate()", inputs) as call:
             self._check_model(alone=False)
             if streamer is not None and not (hasattr(streamer, "put") and hasattr(streamer, "end")):
@@ -471,9 +541,8 @@ class FusedEngine(Likeness, EmbeddingCalls, TowerCalls, SpeechCalls):
                 chunk=min(chunk, _STOP_CHUNK) if stop else chunk,
                 seeds=self.runner.draw_seeds(len(work.prompts.rows)) if draws else [],
             )
-            for i, request in enumerate(requests if draws else ()):
-                own = answers["seeds"][0][i // options.num_return_sequences]
-                requests[i] = replace(request, sampling=replace(request.sampling, seed=own))
+            if draws:
+                _seed(requests, answers["seeds"][0], options.num_return_sequences)
         return work._replace(chunk=min(answers["chunk"]))
 
     def _make_requests(
@@ -640,11 +709,27 @@ class FusedEngine(Likeness, EmbeddingCalls, TowerCalls, SpeechCalls):
 
     def _let_go(self) -> None:
         self._loop.close(
-            ClosedError(
-                "The engine was closed during the call. Make a new one by init_inference()."
-            )
+            ClosedError(ENDED)
         )
         self._origin.close()
+
+
+def _gathered(ids: Any, mask: Any, kwargs: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """What a call of generate reads, by name, and its other arguments."""
+    if (named := by_name(ids)) is not None:
+        ids, own = named.pop("input_ids"), named.pop("attention_mask")
+        mask, kwargs = own if mask is None else mask, named | kwargs
+    inputs = {"input_ids": ids, "attention_mask": mask}
+    inputs |= {name: kwargs.pop(name, None) for name in (*_INPUTS, *NAMES)}
+    inputs["encoder_outputs"] = encoder_states(inputs["encoder_outputs"])
+    return inputs, kwargs
+
+
+def _seed(requests: list[Request], seeds: Sequence[int], count: int) -> None:
+    """Give the `count` requests of each prompt its seed."""
+    for i, request in enumerate(requests):
+        sampling = replace(request.sampling, seed=seeds[i // count])
+        requests[i] = replace(request, sampling=sampling)
 
 
 def _longest(criteria: Any) -> dict[str, Any]:

@@ -1,7 +1,7 @@
 """The neutral generation loop: prefill, decode in chunks, hand out; stop strings; streaming."""
 
 from collections import deque
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Collection, Generator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeAlias
@@ -125,6 +125,11 @@ class Loop:
         self._live: dict[int, Live] = {}
         self._chunks: deque[_Chunk] = deque()
         self._left: deque[Live] = deque()  # of `leave`, whose slots are to be freed
+        self.longest = MAX_STEPS  # steps of a chunk: fewer where somebody may come or leave
+
+    def tokens_beside(self, ours: Collection[int]) -> list[int]:
+        """Tokens that each sequence may come to hold, but for `ours`: the ids of their Lives."""
+        return [x.request.cache_tokens for x in list(self._live.values()) if id(x) not in ours]
 
     def start(self, requests: Sequence[Request]) -> list[Live]:
         """Sequences for `requests`, in the lowest free slots, with their first token under way."""
@@ -273,19 +278,28 @@ class Loop:
             )
 
     def fill(self, lives: Sequence[Live], count: int, steps: int) -> None:
-        """Wait until each of `lives` has `count` tokens or has ended, by chunks of `steps`.
+        """Wait until each of `lives` has `count` tokens or has ended, by chunks of `steps`."""
+
+        def is_filled() -> bool:
+            return all(live.ended or len(live.tokens) >= count for live in lives)
+
+        while self.turn(steps, is_filled):
+            pass
+
+    def turn(self, steps: int, is_done: Callable[[], bool] = lambda: False) -> bool:
+        """Enqueue a chunk of `steps` and hand out the oldest one; False once it `is_done`.
 
         Others have the turn while this waits for the device: calls begin, and streams go on.
         """
-        while True:
-            with self._turns:
-                self._finish_left()
-                if all(live.ended or len(live.tokens) >= count for live in lives):
-                    return
-                self._turns.go_on(self._live)
-                chunk = self._oldest(steps)
-            if chunk is not None:
-                self._hand_out(chunk)
+        with self._turns:
+            self._finish_left()
+            if is_done():
+                return False
+            self._turns.go_on(self._live)
+            chunk = self._oldest(min(steps, self.longest))
+        if chunk is not None:
+            self._hand_out(chunk)
+        return True
 
     def _oldest(self, steps: int) -> _Chunk | None:
         """The oldest chunk, after enqueueing the next one behind it; None of a piece alone.

@@ -1,0 +1,253 @@
+"""Generation for programs of asyncio: tokens of many requests at once, without a thread of theirs."""
+
+import time
+from collections.abc import AsyncGenerator, AsyncIterator, Generator, Mapping, Sequence
+from typing import Any, Literal, Self, Unpack
+
+import numpy as np
+
+from ..arrays import kind_of
+from ..errors import ArgumentError, UnsupportedError, shown
+from .arguments import GenerationArguments, with_arguments
+from .base import InferenceEngine
+from .chat import encode_chat
+from .driver import Driver, Job
+from .text_stream import Detokenizer
+from .tokenizing import encode, tokenizer_of
+
+Priority = Literal["high", "normal"]
+
+
+class AsyncGeneration:
+    """The new tokens of one sequence, as they come: `async for token in ...`.
+
+    `await` gives the list of all of them, `text()` the whole text, and `pieces()` the text piece by
+    piece. `cancel()` ends it within a step, and so does dropping the last reference, leaving an
+    `async with`, or cancelling the task that waits for it. `finish_reason` is "stop" (its EOS or a
+    stop string), "length" or "cancelled" once it has ended. It belongs to one reader.
+    """
+
+    def __init__(self, driver: Driver, job: Job, make_text: Any) -> None:
+        self._driver, self._job, self._make_text = driver, job, make_text
+        self._channel = job.channel
+
+    @property
+    def prompt_ids(self) -> list[int]:
+        """The ids of the prompt."""
+        return self._job.request.tokens.tolist()
+
+    @property
+    def finish_reason(self) -> str | None:
+        """Why it ended; None while it goes on, and where it failed."""
+        return None if self._channel.items else self._channel.reason
+
+    @property
+    def began(self) -> float | None:
+        """When it got its slot, by time.monotonic(); None before."""
+        return self._channel.began
+
+    def cancel(self) -> None:
+        """End it with the next step. Tokens that have come can still be read."""
+        if not self._channel.has_ended:
+            self._driver.cancel(self._job)
+
+    async def arrived(self) -> list[tuple[int, np.ndarray | None]]:
+        """All tokens that have come since, at least one, and what is told of each; none at the end.
+
+        Raises what ended it where that was no end of its own.
+        """
+        channel = self._channel
+        try:
+            await channel.wait()
+        except BaseException:
+            self.cancel()
+            raise
+        tokens = []
+        while channel.items:
+            tokens.append(channel.items.popleft())
+        if not tokens and channel.error is not None:
+            raise channel.error
+        return tokens
+
+    def __aiter__(self) -> AsyncIterator[int]:
+        """The tokens as they come."""
+        return self
+
+    async def __anext__(self) -> int:
+        """The next token."""
+        channel = self._channel
+        if not channel.items:
+            try:
+                await channel.wait()
+            except BaseException:
+                self.cancel()
+                raise
+        if channel.items:
+            return channel.items.popleft()[0]
+        if channel.error is not None:
+            raise channel.error
+        raise StopAsyncIteration
+
+    def __await__(self) -> Generator[Any, None, list[int]]:
+        """The list of its tokens."""
+        return self._all().__await__()
+
+    async def _all(self) -> list[int]:
+        return [token async for token in self]
+
+    async def pieces(self) -> AsyncGenerator[str, None]:
+        """The text as it comes; joined, the pieces are what `generate_text` gives."""
+        stream = self._make_text().stream(self.prompt_ids)
+        try:
+            while tokens := await self.arrived():
+                if piece := stream.push(*(token for token, _ in tokens)):
+                    yield piece
+            if rest := stream.finish():
+                yield rest
+        finally:
+            self.cancel()
+
+    async def text(self) -> str:
+        """The whole text, without the prompt."""
+        return "".join([piece async for piece in self.pieces()])
+
+    async def __aenter__(self) -> Self:
+        """It itself."""
+        return self
+
+    async def __aexit__(self, *exc: object) -> None:
+        """Cancel what is left."""
+        self.cancel()
+
+    def __del__(self) -> None:
+        """Cancel what nobody reads any more."""
+        self.cancel()
+
+
+class AsyncCalls(InferenceEngine):
+    """What a fused engine offers to programs of asyncio."""
+
+    _driver: Driver | None = None
+
+    @with_arguments
+    def generate_async(
+        self,
+        prompt: Any = None,
+        generation_config: Any = None,
+        *,
+        tokenizer: Any = None,
+        deadline: float | None = None,
+        priority: Priority = "normal",
+        template_options: Mapping[str, Any] | None = None,
+        skip_special_tokens: bool = True,
+        **arguments: Unpack[GenerationArguments],
+    ) -> Any:
+        """An AsyncGeneration of the tokens that continue one prompt: `async for token in ...`.
+
+        `prompt` is a text, the messages of a chat, or token ids [T] or [1, T]. Arguments are those
+        of `generate`; where nobody names a length, a text gets at most 256 new tokens. Any number
+        of calls may be under way, from any event loop and thread, beside `generate` and `stream`:
+        each sequence has the tokens that it has alone. A request waits where there is no slot or no
+        room for it; those of `priority` "high" come before others. `deadline` seconds after the
+        call it ends with DeadlineError, wherever it is. With `num_return_sequences` above 1 a list
+        of as many. Arguments are checked at once. Where several processes share the model it raises
+        UnsupportedError.
+        """
+        given = self.tokenizer if tokenizer is None and not _is_ids(prompt) else tokenizer
+        ids, default = _ids_of(given, prompt, template_options)
+        if _is_chat(prompt):
+            arguments = self._ending(generation_config, tokenizer_of(given), dict(arguments))  # type: ignore[assignment]
+
+        def make_text() -> Detokenizer:
+            source = self.tokenizer if given is None else given
+            return Detokenizer(tokenizer_of(source), skip_special_tokens)
+
+        made = self._submit(
+            ids, generation_config, given, dict(arguments), deadline, priority, default
+        )
+        handles = [AsyncGeneration(driver, job, make_text) for driver, job in made]
+        return handles[0] if len(handles) == 1 else handles
+
+    def _submit(
+        self,
+        ids: Any,
+        config: Any,
+        tokenizer: Any,
+        arguments: dict[str, Any],
+        deadline: float | None = None,
+        priority: Priority = "normal",
+        default_length: int | None = None,
+        tells: bool = False,
+    ) -> list[tuple[Driver, Job]]:
+        """The jobs of a prompt's sequences, queued."""
+        if priority not in ("high", "normal"):
+            raise ArgumentError(f"priority={shown(priority)}; expected 'high' or 'normal'.")
+        if not (deadline is None or _is_positive(deadline)):
+            raise ArgumentError(f"deadline={shown(deadline)}; expected seconds above 0, or None.")
+        _ = self.runner  # a closed engine says that it is
+        if self._turns.is_shared:
+            raise UnsupportedError(
+                "Several processes share this model, and each of them must make every call, which "
+                "many calls at once cannot. Use generate(), or JAX, whose one process drives all "
+                "GPUs of a host."
+            )
+        end = None if deadline is None else time.monotonic() + deadline
+        fields = {"urgent": priority == "high", "deadline": end}
+        jobs = self._make_jobs(ids, config, tokenizer, arguments, fields, default_length, tells)
+        driver = self._driving()
+        driver.submit(jobs)
+        return [(driver, job) for job in jobs]
+
+    def _make_jobs(
+        self,
+        ids: Any,
+        config: Any,
+        tokenizer: Any,
+        arguments: dict[str, Any],
+        fields: dict[str, Any],
+        default_length: int | None,
+        tells: bool,
+    ) -> list[Job]:
+        raise NotImplementedError
+
+    def _driving(self) -> Driver:
+        """The driver of this engine's jobs, made when it is first needed."""
+        raise NotImplementedError
+
+
+def _is_positive(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and value > 0
+
+
+def _is_chat(prompt: Any) -> bool:
+    return isinstance(prompt, Sequence) and len(prompt) > 0 and isinstance(prompt[0], Mapping)
+
+
+def _is_ids(prompt: Any) -> bool:
+    return not isinstance(prompt, str) and not _is_chat(prompt)
+
+
+def _ids_of(
+    tokenizer: Any, prompt: Any, template_options: Mapping[str, Any] | None
+) -> tuple[Any, int | None]:
+    """The ids [1, T] of a prompt, and the length of what follows where nobody names one."""
+    from .text import DEFAULT_TEXT_TOKENS
+
+    if template_options is not None and not _is_chat(prompt):
+        raise ArgumentError("template_options are for chats: pass messages as the prompt.")
+    if isinstance(prompt, str):
+        return [encode(tokenizer, prompt)], DEFAULT_TEXT_TOKENS
+    if _is_chat(prompt):
+        return [encode_chat(tokenizer, prompt, template_options)], DEFAULT_TEXT_TOKENS
+    if prompt is None or kind_of(prompt) is None:
+        return prompt, None
+    is_flat = getattr(prompt, "ndim", None) == 1 or (
+        isinstance(prompt, list | tuple) and all(kind_of(x) is None for x in prompt)
+    )
+    ids = [prompt] if is_flat else prompt
+    if len(ids) != 1:
+        raise ArgumentError(
+            f"generate_async() takes one prompt, and got {len(ids)}. Call it once for each: they "
+            "run at the same time."
+        )
+    return ids, None

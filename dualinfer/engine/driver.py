@@ -1,0 +1,376 @@
+"""The thread that drives sequences nobody waits for in a call: those of `generate_async`."""
+
+import asyncio
+import atexit
+import threading
+import time
+import weakref
+from collections import deque
+from collections.abc import Callable, Generator, Iterable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from ..backends.base import MAX_STEPS, Request
+from ..errors import ClosedError, DeadlineError, OutOfMemoryError, StepError
+from ..parallel.spmd import Turns
+from ..serving.scheduler import Entry, Scheduler, steps_for
+from .loop import Live, Loop, StopStrings, StopWatch
+from .stepwise import Stepwise
+
+_LINGER = 1.0  # seconds that the thread waits for more before it ends
+_PAUSE = 0.005  # seconds between looks for room that other callers hold
+_SOME = 0.2  # the share of a new time in the time that a step is taken to need
+
+_Token = tuple[int, "np.ndarray | None"]  # and what is told of it
+
+
+class Channel:
+    """The tokens of one sequence on their way from the driver's thread to an event loop.
+
+    `reason` says how it ended: by its EOS or a stop string ("stop"), its length, or as "cancelled".
+    """
+
+    def __init__(self) -> None:
+        self.items: deque[_Token] = deque()
+        self.reason: str | None = None
+        self.error: BaseException | None = None
+        self.count = 0  # of the tokens that have come
+        self.began: float | None = None  # when it got its slot
+        self._waiter: tuple[asyncio.AbstractEventLoop, asyncio.Future[None]] | None = None
+
+    @property
+    def has_ended(self) -> bool:
+        """True if no token comes any more."""
+        return self.reason is not None or self.error is not None
+
+    async def wait(self) -> None:
+        """Wait until there is a token, or an end."""
+        while not self.items and not self.has_ended:
+            loop = asyncio.get_running_loop()
+            future: asyncio.Future[None] = loop.create_future()
+            self._waiter = loop, future
+            if self.items or self.has_ended:  # came between
+                self._waiter = None
+                return
+            try:
+                await future
+            finally:
+                self._waiter = None
+
+    def waiting(self) -> "tuple[asyncio.AbstractEventLoop, asyncio.Future[None]] | None":
+        """Who is to be woken, if anybody waits."""
+        return self._waiter
+
+
+@dataclass(eq=False, kw_only=True)
+class Job(Entry):
+    """An entry with its request, what ends it, and where its tokens go.
+
+    With `begin` the host chooses its tokens, step by step.
+    """
+
+    request: Request
+    begin: Callable[[], Stepwise] | None = None
+    stop: StopStrings | None = None
+    channel: Channel = field(default_factory=Channel)
+    live: Live | None = None
+    steps: "Generator[list[int | None], None, None] | None" = None
+    watch: StopWatch | None = None
+    given: int = 0
+
+    @classmethod
+    def of(cls, request: Request, **fields: Any) -> "Job":
+        """The job of a request."""
+        how = {"tokens": request.cache_tokens, "prompt": len(request.prompt)}
+        return cls(request=request, **how, **fields)
+
+
+class Driver:
+    """Runs jobs in the slots of a loop, on a thread that lives while there are any.
+
+    `check` raises where the model may not run. The thread ends with `stop`, and with the program.
+    """
+
+    def __init__(
+        self, loop: Loop, turns: Turns, scheduler: Scheduler, check: Callable[[], None]
+    ) -> None:
+        self._loop, self._turns, self._scheduler, self._check = loop, turns, scheduler, check
+        self._inbox: deque[Job] = deque()
+        self._condition = threading.Condition()
+        self._thread: threading.Thread | None = None
+        self._stopped: Exception | None = None
+        self._jobs: list[Job] = []  # that have slots
+        self._left: deque[Job] = deque()  # to be cancelled
+        self._seconds: float | None = None  # of a step
+        self._woken: dict[asyncio.AbstractEventLoop, list[asyncio.Future[None]]] = {}
+        self.heartbeat = time.monotonic()  # when the thread last came round
+
+    @property
+    def live(self) -> int:
+        """Sequences that have a slot."""
+        return self._scheduler.live
+
+    @property
+    def waiting(self) -> int:
+        """Sequences that wait for one."""
+        return self._scheduler.waiting + len(self._inbox)
+
+    def submit(self, jobs: Sequence[Job]) -> None:
+        """Queue new jobs; ClosedError after `stop`."""
+        with self._condition:
+            if self._stopped is not None:
+                raise self._stopped
+            self._inbox.extend(jobs)
+            if self._thread is None:
+                self.heartbeat = time.monotonic()
+                self._thread = threading.Thread(
+                    target=self._run, name="dualinfer-driver", daemon=True
+                )
+                self._thread.start()
+                _drivers.add(self)
+            self._condition.notify()
+
+    def cancel(self, job: Job) -> None:
+        """End a job with the next turn; from any thread."""
+        self._left.append(job)
+
+    def stop(self, error: Exception) -> None:
+        """End every job with `error`, and the thread; no job is taken any more."""
+        with self._condition:
+            self._stopped = self._stopped or error
+            thread = self._thread
+            self._condition.notify()
+        if thread is not None and thread is not threading.current_thread():
+            thread.join()
+
+    def _run(self) -> None:
+        """Take turns until there is nothing to do."""
+        while True:
+            with self._condition:
+                if self._stopped is None and not self._is_busy():
+                    self._condition.wait(_LINGER)
+                if self._stopped is not None or not self._is_busy():
+                    self._thread = None
+                    if self._stopped is None:
+                        return
+                    break
+            self.heartbeat = time.monotonic()
+            try:
+                self._turn()
+            except BaseException as error:
+                self._fail_all(error)
+            self._wake()
+        self._fail_all(self._stopped)
+        self._wake()
+
+    def _is_busy(self) -> bool:
+        return bool(self._inbox or self._scheduler.live or self._scheduler.waiting)
+
+    def _turn(self) -> None:
+        """Let in and out who comes and leaves, take a step or a few, and hand out its tokens."""
+        while self._inbox:
+            self._scheduler.submit(self._inbox.popleft())
+        while self._left:
+            self._scheduler.cancel(self._left.popleft())
+        ours = {id(job.live) for job in self._jobs if job.live is not None}
+        others = self._loop.tokens_beside(ours)
+        turn: Any = self._scheduler.turn(time.monotonic(), others)
+        for job in turn.cancelled:
+            self._finish(job, reason="cancelled")
+        for job in turn.expired:
+            at = "before it had a slot" if job.channel.began is None else "while it was under way"
+            error = DeadlineError(
+                f"The deadline of a request passed {at}, after {job.given} new tokens. Give it "
+                "more time, or ask for fewer tokens."
+            )
+            self._finish(job, error=error)
+        self._check_model()
+        self._begin(turn.admitted, len(others))
+        if not self._jobs:
+            if self._scheduler.waiting:
+                time.sleep(_PAUSE)
+            return
+        self._loop.longest = steps = steps_for(self._seconds)
+        self._step(steps)
+        for job in list(self._jobs):
+            self._guarded(self._choose if job.begin is not None else self._hand_out, job)
+        if not self._jobs:
+            self._loop.longest = MAX_STEPS
+
+    def _check_model(self) -> None:
+        try:
+            self._check()
+        except BaseException as error:
+            self._fail_all(error)
+
+    def _begin(self, jobs: Sequence[Job], others: int) -> None:
+        """Give jobs their slots. Where several fail together, each is tried alone."""
+        jobs = [job for job in jobs if job.state == "live"]
+        groups: dict[Any, list[Job]] = {}
+        for job in jobs:
+            r = job.request
+            alone = id(job) if job.begin is not None else None
+            key = alone, r.embeds is None, r.source is None, r.is_encoded
+            groups.setdefault(key, []).append(job)
+        for group in groups.values():
+            self._start(group, others)
+
+    def _start(self, group: list[Job], others: int) -> None:
+        now = time.monotonic()
+        try:
+            if (begin := group[0].begin) is not None:
+                group[0].steps = iter(begin())
+            else:
+                lives = self._loop.start([job.request for job in group])
+                for job, live in zip(group, lives, strict=True):
+                    job.live = live
+                    if job.stop is not None:
+                        self._guarded(self._watch, job)
+        except OutOfMemoryError as error:
+            if self._jobs or others:
+                self._scheduler.put_back(group)
+                self._scheduler.hold(len(self._jobs) + others)
+            else:
+                self._start_each(group, others, error)
+            return
+        except BaseException as error:
+            self._start_each(group, others, error)
+            return
+        for job in group:
+            if job.state == "live":
+                job.channel.began = now
+                self._jobs.append(job)
+
+    def _start_each(self, group: list[Job], others: int, error: BaseException) -> None:
+        if len(group) == 1:
+            self._finish(group[0], error=error)
+            return
+        for job in group:
+            self._start([job], others)
+
+    def _watch(self, job: Job) -> None:
+        assert job.stop is not None
+        job.watch = job.stop.watch(job.request.tokens.tolist())
+
+    def _step(self, steps: int) -> None:
+        """A chunk of steps; where it fails, sequences that it did not serve go on."""
+        if all(job.begin is not None for job in self._jobs):
+            return
+        begun = time.monotonic()
+        try:
+            self._loop.turn(steps)
+        except BaseException as error:
+            served = [job for job in self._jobs if job.begin is None]
+            for job in served:
+                assert job.live is not None
+                if not job.live.ended:  # the loop does not know
+                    self._finish(job, error=error)
+            return
+        seconds = (time.monotonic() - begun) / steps
+        known = self._seconds
+        self._seconds = seconds if known is None else known + _SOME * (seconds - known)
+
+    def _guarded(self, function: Callable[[Job], None], job: Job) -> None:
+        """Call it for a job, which ends alone where that fails."""
+        try:
+            function(job)
+        except BaseException as error:
+            self._finish(job, error=error)
+
+    def _hand_out(self, job: Job) -> None:
+        """Give on the tokens that have come, and the end."""
+        live, most = job.live, job.request.max_new_tokens
+        assert live is not None
+        ended = live.ended  # before its tokens are looked at, which another thread books
+        for token in live.tokens[job.given :]:
+            told = getattr(live, "told", None)
+            self._give(job, token, told[job.given] if told else None)
+            if job.watch is not None and job.watch.is_completed(token):
+                self._finish(job, reason="stop")
+                return
+        if live.error is not None:
+            self._finish(job, error=live.error)
+        elif ended:
+            is_eos = bool(live.tokens) and live.tokens[-1] in job.request.eos_ids
+            self._finish(job, reason="stop" if is_eos or job.given < most else "length")
+
+    def _choose(self, job: Job) -> None:
+        """The next token of a job whose tokens the host chooses."""
+        assert job.steps is not None
+        token = next(job.steps, [None])[0]
+        if token is not None:
+            self._give(job, token, None)
+        is_long = job.given >= job.request.max_new_tokens
+        if token is None or token in job.request.eos_ids or is_long:
+            self._finish(job, reason="length" if token is not None and is_long else "stop")
+
+    def _give(self, job: Job, token: int, told: np.ndarray | None) -> None:
+        job.given += 1
+        job.channel.count = job.given
+        job.channel.items.append((token, told))
+        self._note(job)
+
+    def _finish(
+        self, job: Job, reason: str | None = None, error: BaseException | None = None
+    ) -> None:
+        """Free what a job holds, and tell it that it has ended."""
+        with suppress(BaseException):  # a loop that failed has freed it
+            if job.live is not None:
+                self._loop.leave([job.live])
+            if job.steps is not None:
+                job.steps.close()
+        if job in self._jobs:
+            self._jobs.remove(job)
+        if job.state == "live":
+            self._scheduler.end(job)
+        if error is not None and not isinstance(error, Exception):
+            cause, error = error, StepError(f"A request was interrupted: {error!r}.")
+            error.__cause__ = cause
+        if not job.channel.has_ended:
+            job.channel.error, job.channel.reason = error, None if error else reason
+        self._note(job)
+
+    def _fail_all(self, error: BaseException | None) -> None:
+        """End every job, also those that wait, with an error."""
+        waiting = [*self._inbox]
+        self._inbox.clear()
+        dropped: Iterable[Any] = self._scheduler.drop()
+        for job in [*dropped, *waiting]:
+            self._finish(job, error=error)
+        self._jobs.clear()
+        self._loop.longest = MAX_STEPS
+
+    def _note(self, job: Job) -> None:
+        """Wake who waits for a job at the end of the turn."""
+        if (waiter := job.channel.waiting()) is not None:
+            futures = self._woken.setdefault(waiter[0], [])
+            if waiter[1] not in futures[-1:]:
+                futures.append(waiter[1])
+
+    def _wake(self) -> None:
+        """Wake those who were noted, by one call for each event loop."""
+        woken, self._woken = self._woken, {}
+        for loop, futures in woken.items():
+            with suppress(RuntimeError):  # a loop that was closed; who waited is gone
+                loop.call_soon_threadsafe(_set, futures)
+
+
+def _set(futures: Sequence["asyncio.Future[None]"]) -> None:
+    for future in futures:
+        if not future.done():
+            future.set_result(None)
+
+
+_drivers: "weakref.WeakSet[Driver]" = weakref.WeakSet()
+
+
+def _end() -> None:
+    """End all threads before the interpreter takes away what they run on."""
+    for driver in list(_drivers):
+        driver.stop(ClosedError("The program ends."))
+
+
+atexit.register(_end)
