@@ -1,4 +1,4 @@
-"""Who is let in when: whatever comes, leaves and fails, each request ends once, and no slot leaks."""
+"""Who is let in when: whatever comes, leaves and fails, each ends once, and no slot leaks."""
 
 import asyncio
 import threading
@@ -207,7 +207,7 @@ def test_with_faults_each_request_has_its_tokens_or_an_error_and_all_slots_are_f
             await job.channel.wait()
             if not job.channel.items:
                 break
-            got.append(job.channel.items.popleft()[0])
+            got.append(job.channel.items.popleft())
             if leaves is not None and len(got) > leaves:
                 driver.cancel(job)
         assert got == [token_of(job.request, i) for i in range(len(got))]

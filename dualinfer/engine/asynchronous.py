@@ -1,10 +1,8 @@
-"""Generation for programs of asyncio: tokens of many requests at once, without a thread of theirs."""
+"""Generation for programs of asyncio: many sequences at once, without a thread of theirs."""
 
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Generator, Mapping, Sequence
 from typing import Any, Literal, Self, Unpack
-
-import numpy as np
 
 from ..arrays import kind_of
 from ..errors import ArgumentError, UnsupportedError, shown
@@ -51,8 +49,8 @@ class AsyncGeneration:
         if not self._channel.has_ended:
             self._driver.cancel(self._job)
 
-    async def arrived(self) -> list[tuple[int, np.ndarray | None]]:
-        """All tokens that have come since, at least one, and what is told of each; none at the end.
+    async def arrived(self) -> list[int]:
+        """All tokens that have come since, at least one; none at the end.
 
         Raises what ended it where that was no end of its own.
         """
@@ -83,7 +81,7 @@ class AsyncGeneration:
                 self.cancel()
                 raise
         if channel.items:
-            return channel.items.popleft()[0]
+            return channel.items.popleft()
         if channel.error is not None:
             raise channel.error
         raise StopAsyncIteration
@@ -100,7 +98,7 @@ class AsyncGeneration:
         stream = self._make_text().stream(self.prompt_ids)
         try:
             while tokens := await self.arrived():
-                if piece := stream.push(*(token for token, _ in tokens)):
+                if piece := stream.push(*tokens):
                     yield piece
             if rest := stream.finish():
                 yield rest
@@ -177,7 +175,6 @@ class AsyncCalls(InferenceEngine):
         deadline: float | None = None,
         priority: Priority = "normal",
         default_length: int | None = None,
-        tells: bool = False,
     ) -> list[tuple[Driver, Job]]:
         """The jobs of a prompt's sequences, queued."""
         if priority not in ("high", "normal"):
@@ -193,7 +190,7 @@ class AsyncCalls(InferenceEngine):
             )
         end = None if deadline is None else time.monotonic() + deadline
         fields = {"urgent": priority == "high", "deadline": end}
-        jobs = self._make_jobs(ids, config, tokenizer, arguments, fields, default_length, tells)
+        jobs = self._make_jobs(ids, config, tokenizer, arguments, fields, default_length)
         driver = self._driving()
         driver.submit(jobs)
         return [(driver, job) for job in jobs]
@@ -206,7 +203,6 @@ class AsyncCalls(InferenceEngine):
         arguments: dict[str, Any],
         fields: dict[str, Any],
         default_length: int | None,
-        tells: bool,
     ) -> list[Job]:
         raise NotImplementedError
 

@@ -11,8 +11,6 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
-
 from ..backends.base import MAX_STEPS, Request
 from ..errors import ClosedError, DeadlineError, OutOfMemoryError, StepError
 from ..parallel.spmd import Turns
@@ -24,8 +22,6 @@ _LINGER = 1.0  # seconds that the thread waits for more before it ends
 _PAUSE = 0.005  # seconds between looks for room that other callers hold
 _SOME = 0.2  # the share of a new time in the time that a step is taken to need
 
-_Token = tuple[int, "np.ndarray | None"]  # and what is told of it
-
 
 class Channel:
     """The tokens of one sequence on their way from the driver's thread to an event loop.
@@ -34,7 +30,7 @@ class Channel:
     """
 
     def __init__(self) -> None:
-        self.items: deque[_Token] = deque()
+        self.items: deque[int] = deque()
         self.reason: str | None = None
         self.error: BaseException | None = None
         self.count = 0  # of the tokens that have come
@@ -286,8 +282,7 @@ class Driver:
         assert live is not None
         ended = live.ended  # before its tokens are looked at, which another thread books
         for token in live.tokens[job.given :]:
-            told = getattr(live, "told", None)
-            self._give(job, token, told[job.given] if told else None)
+            self._give(job, token)
             if job.watch is not None and job.watch.is_completed(token):
                 self._finish(job, reason="stop")
                 return
@@ -302,15 +297,15 @@ class Driver:
         assert job.steps is not None
         token = next(job.steps, [None])[0]
         if token is not None:
-            self._give(job, token, None)
+            self._give(job, token)
         is_long = job.given >= job.request.max_new_tokens
         if token is None or token in job.request.eos_ids or is_long:
             self._finish(job, reason="length" if token is not None and is_long else "stop")
 
-    def _give(self, job: Job, token: int, told: np.ndarray | None) -> None:
+    def _give(self, job: Job, token: int) -> None:
         job.given += 1
         job.channel.count = job.given
-        job.channel.items.append((token, told))
+        job.channel.items.append(token)
         self._note(job)
 
     def _finish(

@@ -410,7 +410,6 @@ class FusedEngine(Likeness, EmbeddingCalls, TowerCalls, SpeechCalls, AsyncCalls)
         arguments: dict[str, Any],
         fields: dict[str, Any],
         default_length: int | None,
-        tells: bool,
     ) -> list[Job]:
         refuse_outputs("generate_async", arguments)
         if self._spec.transcribes:
@@ -424,7 +423,7 @@ class FusedEngine(Likeness, EmbeddingCalls, TowerCalls, SpeechCalls, AsyncCalls)
                 f"generate_async() takes one prompt, and got {len(work.prompts.rows)}. Call it "
                 "once for each: they run at the same time."
             )
-        requests, stop = [replace(r, tells=True) if tells else r for r in work.requests], work.stop
+        requests, stop = work.requests, work.stop
         if work.rules is None:
             return [Job.of(request, stop=stop, **fields) for request in requests]
         jobs = []
@@ -462,9 +461,7 @@ class FusedEngine(Likeness, EmbeddingCalls, TowerCalls, SpeechCalls, AsyncCalls)
         with self._turns:
             if self._driver is None:
                 room = make_room(self.runner)
-                self._driver = Driver(
-                    self._loop, self._turns, Scheduler(*room), self._origin.check
-                )
+                self._driver = Driver(self._loop, self._turns, Scheduler(*room), self._origin.check)
             return self._driver
 
     def _end_threads(self) -> None:
@@ -708,9 +705,7 @@ class FusedEngine(Likeness, EmbeddingCalls, TowerCalls, SpeechCalls, AsyncCalls)
         return self._spec.architecture
 
     def _let_go(self) -> None:
-        self._loop.close(
-            ClosedError(ENDED)
-        )
+        self._loop.close(ClosedError(ENDED))
         self._origin.close()
 
 

@@ -1,0 +1,130 @@
+"""Many sequences at once from asyncio: each has what it has alone, on both backends."""
+
+import asyncio
+import gc
+import subprocess
+import sys
+import threading
+
+import numpy as np
+import pytest
+
+import dualinfer
+from dualinfer import ArgumentError, ClosedError, DeadlineError
+
+from .models import BACKENDS, random_ids
+
+CASE = "llama-gqa"
+
+
+@pytest.fixture(scope="module", params=BACKENDS)
+def engine(engine_of, request):
+    return engine_of(CASE, request.param)
+
+
+def alone(engine, ids, **arguments):
+    return np.asarray(engine.generate(ids, **arguments))[0, ids.shape[1] :].tolist()
+
+
+def test_many_callers_have_the_tokens_that_each_has_alone(engine):
+    asked = []
+    for i in range(32):
+        how = {"max_new_tokens": 3 + i % 9, "do_sample": i % 3 == 0, "seed": i}
+        asked.append((random_ids(1, 3 + i % 11, seed=i), how))
+    expected = [alone(engine, ids, **how) for ids, how in asked]
+
+    async def main():
+        handles = [engine.generate_async(ids, **how) for ids, how in asked]
+        beside = asyncio.to_thread(alone, engine, asked[1][0], **asked[1][1])
+        *found, other = await asyncio.gather(*handles, beside)
+        assert other == expected[1]
+        assert {handle.finish_reason for handle in handles} <= {"length", "stop"}
+        return found
+
+    assert asyncio.run(main()) == expected
+
+
+def test_one_ends_by_itself_and_others_go_on(engine):
+    ids, how = random_ids(1, 5), {"max_new_tokens": 12, "do_sample": False, "eos_token_id": None}
+    expected = alone(engine, ids, **how)
+
+    def fail(ids, scores):
+        raise ValueError("of the caller")
+
+    async def main():
+        good = engine.generate_async(ids[0], **how)
+        bad = engine.generate_async(ids, **how, logits_processor=[fail])
+        late = engine.generate_async(ids, **how | {"max_new_tokens": 40}, deadline=1e-4)
+        left = engine.generate_async(ids, **how | {"max_new_tokens": 40}, priority="high")
+        chosen = engine.generate_async(ids, **how, no_repeat_ngram_size=2)
+        async for token in left:
+            assert token == expected[0]
+            left.cancel()
+            break
+        with pytest.raises(ValueError, match="of the caller"):
+            await bad
+        with pytest.raises(DeadlineError, match="deadline"):
+            await late
+        rest = await left
+        assert left.finish_reason == "cancelled"
+        assert len(rest) < 39
+        assert await good == expected
+        assert await chosen == alone(engine, ids, **how, no_repeat_ngram_size=2)
+        several = engine.generate_async(
+            ids, max_new_tokens=4, do_sample=True, seed=3, num_return_sequences=2
+        )
+        rows = engine.generate(
+            ids, max_new_tokens=4, do_sample=True, seed=3, num_return_sequences=2
+        )
+        new = [row[5:].tolist() for row in np.asarray(rows)]
+        assert [(await one) == row[:4] for one, row in zip(several, new, strict=True)]
+        with pytest.raises(ArgumentError, match="one prompt"):
+            engine.generate_async([[1], [2]])
+        with pytest.raises(ArgumentError, match="priority"):
+            engine.generate_async(ids, priority=3)
+
+    asyncio.run(main())
+    deadline = threading.Event()
+    for _ in range(200):
+        if not engine._loop.tokens_beside(()):
+            break
+        deadline.wait(0.02)
+    assert not engine._loop.tokens_beside(())
+
+
+def test_text_is_that_of_generate_text_and_closing_ends_what_is_open():
+    with dualinfer.init_inference(
+        dualinfer.embedded_model(), backend="torch", dtype="fp32"
+    ) as engine:
+        prompt = "def copy_file(source"
+        expected = engine.generate_text(prompt, max_new_tokens=9)
+
+        async def main():
+            text = engine.generate_async(prompt, max_new_tokens=9).text()
+            engine.generate_async(prompt, max_new_tokens=900)  # nobody reads it
+            gc.collect()
+            assert await text == expected
+            open_one = engine.generate_async(prompt, max_new_tokens=900)
+            await anext(open_one)
+            await asyncio.to_thread(engine.close)
+            with pytest.raises(ClosedError):
+                await open_one
+            with pytest.raises(ClosedError):
+                engine.generate_async(prompt)
+
+        asyncio.run(main())
+
+
+def test_a_program_ends_while_a_sequence_is_open():
+    code = (
+        "import asyncio, dualinfer\n"
+        "e = dualinfer.init_inference(dualinfer.embedded_model(), backend='torch')\n"
+        "async def main():\n"
+        "    h = e.generate_async('def f(', max_new_tokens=900)\n"
+        "    await anext(h)\n"
+        "    return h\n"
+        "kept = asyncio.run(main())\n"
+        "print('done')\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert (done.stdout, done.returncode) == ("done\n", 0), done.stderr
