@@ -66,8 +66,7 @@ def add_blocks(monkeypatch):
     monkeypatch.setattr(slots, "RESERVED", 8)
     monkeypatch.setattr(caches, "BLOCK", SIZE)
     monkeypatch.setattr(caches, "block_table", scattered)
-    for module in (dualinfer.backends.torch.runner, dualinfer.backends.jax.runner):
-        monkeypatch.setattr(module, "SMALLEST_CACHE", 16)
+    monkeypatch.setattr(slots, "SMALLEST_CACHE", 16)
 
     def add(has_blocks=None):
         for table in (caches.LAYOUTS, torch_cache.KINDS, jax_cache.KINDS):

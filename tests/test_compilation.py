@@ -458,11 +458,11 @@ class Counting:
         state = SlotState.make(slots, eos_width, 11)
         return Cache([KINDS["full"](buffer, buffer)], slots, tokens), state
 
-    def prefill_job(self, requests, slots, cache, state):
+    def prefill_jobs(self, requests, slots, cache, state):
         ids = np.stack([r.tokens for r in requests])
         assert list(slots) == list(range(len(requests)))
         key = "prefill", ids.shape[1], (cache.slots, cache.tokens)
-        return Job(key, double, (cache, state, ids))
+        return [Job(key, double, (cache, state, ids))]
 
     def decode_job(self, steps, alone, mode, cache, state):
         key = "one" if alone else "decode", (cache.slots, cache.tokens)
@@ -653,7 +653,7 @@ def lowered(monkeypatch):
 def small_buckets(monkeypatch):
     """A cache of 16 tokens at first, which grows by doubling."""
     monkeypatch.setattr("dualinfer.backends.slots.RESERVED", 8)
-    monkeypatch.setattr("dualinfer.backends.jax.runner.SMALLEST_CACHE", 16)
+    monkeypatch.setattr("dualinfer.backends.slots.SMALLEST_CACHE", 16)
 
 
 @pytest.mark.parametrize("way", ["stream", "generate"])
@@ -708,7 +708,7 @@ def test_nothing_is_begun_that_no_sequence_can_reach(prompt, new, monkeypatch, l
 
 def test_a_prompt_of_a_new_size_begins_what_decodes_it(monkeypatch, lowered):
     """Beside its own compilation, as the last call decoded; nothing where no token follows."""
-    monkeypatch.setattr("dualinfer.backends.jax.runner.SMALLEST_CACHE", 16)
+    monkeypatch.setattr("dualinfer.backends.slots.SMALLEST_CACHE", 16)
     with tiny_engine("llama-mqa") as engine:
         for prompt, new in ((9, 4), (9, 20), (40, 1)):
             engine.generate([[5] * prompt], max_new_tokens=new, eos_token_id=None)

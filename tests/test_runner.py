@@ -155,8 +155,7 @@ def test_cache_grows_under_live_sequences_without_changing_text(
         for p, n in ((random_ids(1, 5), 60), (random_ids(2, 20, seed=1), 30))
     ]
     monkeypatch.setattr(slots, "RESERVED", 8)
-    for module in ("torch", "jax"):
-        monkeypatch.setattr(f"dualinfer.backends.{module}.runner.SMALLEST_CACHE", 16)
+    monkeypatch.setattr(slots, "SMALLEST_CACHE", 16)
     options = {"backend": backend, "dtype": "fp32", "replace_with_kernel_inject": True}
     with dualinfer.init_inference(hf_model("llama-gqa"), **options) as engine:
         stream = engine.stream(random_ids(1, 5), max_new_tokens=60, do_sample=False)

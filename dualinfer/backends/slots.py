@@ -206,6 +206,12 @@ class WeightRows(NamedTuple):
     costs: np.ndarray
 
 
+def room_for(spec: ModelSpec, slots: int, tokens: int) -> Room:
+    """A cache for `slots` sequences of `tokens` tokens, in buckets, whatever an encoder reads."""
+    tokens = bucket(tokens, SMALLEST_CACHE)
+    return Room(bucket(slots), tokens, encoded_bucket(spec, tokens))
+
+
 def encoded_bucket(spec: ModelSpec, tokens: int) -> int:
     """Places of a cross cache for encoders' outputs of so many `tokens`; 0 without an encoder.
 

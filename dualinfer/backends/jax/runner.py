@@ -26,11 +26,10 @@ from ...parallel.sharding import ShardingPlan
 from ..base import MAX_STEPS, NO_TOKEN, ForwardInputs, Piece, Pool, Request, SamplingFeatures
 from ..held import describe_weights
 from ..slots import (
-    SMALLEST_CACHE,
     LiveSlots,
     bucket,
-    encoded_bucket,
     parts_of,
+    room_for,
     room_of,
     sampling_rows,
     weight_rows,
@@ -658,8 +657,7 @@ class JaxRunner:
 
     def cache_bytes_for(self, slots: int, tokens: int) -> int:
         """Bytes on each device of a cache for `slots` sequences of `tokens` tokens, in buckets."""
-        tokens = bucket(tokens, SMALLEST_CACHE)
-        room = Room(bucket(slots), tokens, encoded_bucket(self.spec, tokens))
+        room = room_for(self.spec, slots, tokens)
         return cache_bytes(self._cache_specs, room, jnp.dtype(self.dtype).itemsize)
 
     def stopwatch(self, use_cuda_events: bool) -> Clock:
@@ -685,7 +683,7 @@ class JaxRunner:
             )
         wanted.check_length(self._most_tokens)
         most = max(wanted.batch_sizes), max(wanted.prompt_lengths) + wanted.new_tokens - 1
-        self._check_room(Room(bucket(most[0]), bucket(most[1], SMALLEST_CACHE)))
+        self._check_room(room_for(self.spec, *most))
         self._executables.prepare(ahead.jobs(self, wanted, _SMALLEST_EOS), "Compiling")
 
     def report(self) -> Mapping[str, Any]:

@@ -36,11 +36,9 @@ from ..held import describe_weights
 from ..profiling import Stopwatch
 from ..slots import (
     PANELS,
-    SMALLEST_CACHE,
     LiveSlots,
-    bucket,
-    encoded_bucket,
     parts_of,
+    room_for,
     room_of,
     sampling_rows,
     weight_rows,
@@ -742,9 +740,7 @@ class TorchRunner:
 
     def cache_bytes_for(self, slots: int, tokens: int) -> int:
         """Bytes of a cache for `slots` sequences of `tokens` tokens, in the buckets it takes."""
-        encoded = encoded_bucket(self.spec, tokens)
-        room = Room(bucket(slots), bucket(tokens, SMALLEST_CACHE), encoded)
-        return self._cache.bytes_for(room)
+        return self._cache.bytes_for(room_for(self.spec, slots, tokens))
 
     def report(self) -> Mapping[str, Any]:
         """Facts for `engine.report()`."""
