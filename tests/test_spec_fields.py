@@ -14,8 +14,7 @@ RARE = {
     "projected late_states",
     "Layer": "bare keeps gated_norms mlp_normed multiplied convolution sub_norms adapter feeds "
     "attention_scale",
-    "Attention": "clip_normed alibi_rounded chunk value_scale difference difference_eps "
-    "biased_keys pairs",
+    "Attention": "clip_normed alibi_rounded chunk",
     "Mlp": "",
     "Experts": "shared_gated shared_scale limits_given shared_limit offset weighs_input blended "
     "apart capacity zeros",

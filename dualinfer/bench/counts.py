@@ -169,7 +169,7 @@ class Counts:
                 most = min(attention.window, tokens)
                 visible = most * (most + 1) + 2 * (tokens - most) * most - tokens
             query, _, value = attention.head_widths
-            value *= 1 if attention.difference is None else 2  # a head reads two
+            value *= attention.halves  # a head reads one of each
             attended += attention.heads * (query + value) * visible
         return batch * 2 * (dense + attended)
 

@@ -1,10 +1,10 @@
 """What some layers have in the place of `layer.attention`, or beside it."""
 
 from collections.abc import Callable
-from typing import NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 from ..model.spec import Layer
-from ..ops import heads, mixtures
+from ..ops import heads
 from ..ops.contract import Array, Epilogue, LatentQkv, NormOf
 from ..ops.feed_forward import gate, times_logistic
 from ..ops.norms import norm_shared
@@ -16,30 +16,31 @@ from .run import Run, SubLayer
 class Projected(NamedTuple):
     """What attention takes, and what it was projected from: norm(x), where there is a norm.
 
-    `beside` is what another projection gave: numbers of keys, or gates of what heads give.
+    `beside` is what another projection gave: gates of what heads give, or what a `Wiring` made.
     """
 
     qkv: Array
     x: Array
     norm: NormOf | None
-    beside: Array | None = None
+    beside: Any = None
 
 
 Project: TypeAlias = Callable[[Run, Array, NormOf | None], Projected]
 Change: TypeAlias = Callable[[Run, Array, Projected], Array]  # of queries, keys and values, or of y
+Back: TypeAlias = Callable[[Run, Array, Projected, Epilogue], Array]
 
 
 def attention_of(layer: Layer, lends: bool) -> SubLayer:
     """The attention of a layer, whose keys and values others have if it `lends`."""
-    a = layer.attention
-    if a.pairs is not None:
-        return chosen_pairs
-    project = _latent if a.latent is not None else _biased if a.biased_keys else _packed
-    before = changes_of_qkv(layer, lends)
+    a, wiring = layer.attention, layer.attention.wiring
+    project: Project = _packed if a.latent is None else _latent
+    before, back = changes_of_qkv(layer, lends), _project_back
     behind: list[Change] = []
-    if a.widened is not a:
-        before = [*before, _bias_keys if a.biased_keys else _widen]
-        behind.append(_narrow)
+    if wiring is not None:
+        project = wiring.project if wiring.projects else project
+        before.append(wiring.widen)
+        behind.append(wiring.narrow)
+        back = wiring.project_back
     if a.gated:
         behind.append(_gate)
     if a.latent is not None and a.latent.gated:
@@ -48,7 +49,7 @@ def attention_of(layer: Layer, lends: bool) -> SubLayer:
         behind.append(_norm_heads)
     if project is _packed and not before and not behind:
         return common.attention
-    return _attention(project, before, behind)
+    return _attention(project, before, behind, back)
 
 
 def changes_of_qkv(layer: Layer, lends: bool) -> list[Change]:
@@ -65,7 +66,9 @@ def changes_of_qkv(layer: Layer, lends: bool) -> list[Change]:
     return changes
 
 
-def _attention(project: Project, before: list[Change], behind: list[Change]) -> SubLayer:
+def _attention(
+    project: Project, before: list[Change], behind: list[Change], back: Back
+) -> SubLayer:
     def attention(
         run: Run, x: Array, norm: NormOf | None, residual: Array | None, spend: bool
     ) -> Array:
@@ -76,20 +79,17 @@ def _attention(project: Project, before: list[Change], behind: list[Change]) -> 
         y = run.attend(qkv)
         for change in behind:
             y = change(run, y, own)
-        return run.project_back("out", y, Epilogue(residual=residual, spend=spend))
+        return back(run, y, own, Epilogue(residual=residual, spend=spend))
 
     return attention
 
 
+def _project_back(run: Run, y: Array, own: Projected, epilogue: Epilogue) -> Array:
+    return run.project_back("out", y, epilogue)
+
+
 def _packed(run: Run, x: Array, norm: NormOf | None) -> Projected:
     return Projected(run.project("qkv", x, Epilogue(norm=norm)), x, norm)
-
-
-def _biased(run: Run, x: Array, norm: NormOf | None) -> Projected:
-    """With the numbers of keys, of a projection of all values (Doge)."""
-    x = run.ops.norm(x, norm) if norm else x
-    qkv = run.project("qkv", x)
-    return Projected(qkv, x, None, run.project("key_bias", run.project("all_values", x)))
 
 
 def _latent(run: Run, x: Array, norm: NormOf | None) -> Projected:
@@ -137,19 +137,6 @@ def _borrow(run: Run, qkv: Array, own: Projected) -> Array:
     return heads.with_keys_of(run.ops.maths, a, qkv, run.given.lent[a.lender])
 
 
-def _widen(run: Run, qkv: Array, own: Projected) -> Array:
-    return heads.widen(run.ops.maths, run.layer.attention, qkv)
-
-
-def _bias_keys(run: Run, qkv: Array, own: Projected) -> Array:
-    assert own.beside is not None
-    return heads.bias_keys(run.ops.maths, run.layer.attention, qkv, own.beside, run.w)
-
-
-def _narrow(run: Run, y: Array, own: Projected) -> Array:
-    return heads.narrow(run.ops.maths, run.layer.attention, y, run.w)
-
-
 def _gate(run: Run, y: Array, own: Projected) -> Array:
     kind = run.layer.attention.gate
     return gate(run.ops, run.w, "attn_gate", y, own.x, own.norm, kind)
@@ -163,20 +150,6 @@ def _gate_latent(run: Run, y: Array, own: Projected) -> Array:
 def _norm_heads(run: Run, y: Array, own: Projected) -> Array:
     assert run.layer.sub_norms is not None
     return norm_shared(run.ops, y, run.norm("out_norm"), run.layer.sub_norms[0])
-
-
-def chosen_pairs(
-    run: Run, x: Array, norm: NormOf | None, residual: Array | None, spend: bool
-) -> Array:
-    """Attention by the pairs of projections that each token chooses (JetMoE)."""
-    ops, w, a = run.ops, run.w, run.layer.attention
-    assert a.pairs is not None
-    x = ops.norm(x, norm) if norm else x
-    routing, size = ops.route(x, w["pairs.router.weight"], a.pairs.router), a.head_dim
-    q = mixtures.chosen_queries(ops.maths, x, w["pairs.query.weight"], routing, size)
-    y = run.attend(ops.maths.join((q, run.project("kv", x)), -1))
-    epilogue = Epilogue(w["pairs.bias"], residual=residual, spend=spend)
-    return mixtures.chosen_outputs(ops, y, w["pairs.out.weight"], routing, size, epilogue)
 
 
 def _between(into: str, mix: Callable[[Run, Array], Array], out: str) -> SubLayer:

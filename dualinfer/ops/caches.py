@@ -137,10 +137,11 @@ def cache_specs(spec: ModelSpec, codes: str | None = None) -> tuple[CacheSpec, .
     UnsupportedError where codes would change what the model answers.
     """
     owners = [(spec.layers[i], part) for i, part in spec.caches]
-    if codes == "fp8_e4m3" and any(layer.attention.biased_keys for layer, _ in owners):
+    fine = [own.fine_key for layer, _ in owners if (own := layer.attention.wiring)]
+    if codes == "fp8_e4m3" and any(fine):
         raise UnsupportedError(
-            f"kv_cache_dtype={codes!r}: an element of a key of {spec.architecture} is the bias of "
-            "its scores, which three bits of a fraction round too coarsely. Use 'int8', or leave "
+            f"kv_cache_dtype={codes!r}: an element of a key of {spec.architecture} is "
+            f"{max(fine)}, which three bits of a fraction round too coarsely. Use 'int8', or leave "
             "it unset."
         )
     own = [

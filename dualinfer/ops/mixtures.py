@@ -2,15 +2,13 @@
 
 from collections.abc import Callable
 from dataclasses import replace
-from math import prod
 from typing import Any, TypeAlias
 
 from ..model.spec import Experts, Router
 from ..model.weights import Weight
-from .contract import Array, BlockOps, Epilogue, Routing, Weights
+from .contract import Array, Routing, Weights
 from .feed_forward import activation, gate_within
 from .maths import Maths, flat, halves, heads, named
-from .projection import added
 from .schemes import BlockArithmetic, of_each, rounds_input
 
 # What is multiplied with the experts' down matrices, and these, as several devices take them.
@@ -185,47 +183,3 @@ def _weighted(m: Maths, parts: Array, weights: Array | None) -> Array:
     for i in range(1, parts.shape[-2]):
         total = m.add_product(total, m.wide(parts[..., i, :]), weights[..., i, None])
     return total
-
-
-@named("chosen_queries")
-def chosen_queries(m: Maths, x: Array, weight: Weight, routing: Routing, head_dim: int) -> Array:
-    """Query heads [..., K k D] of x [..., E], k of each KV head one after another.
-
-    A head of its k is the product by a chosen one of weights [X, K D, E], in their order. Each
-    device has a share of K.
-    """
-    own, matrices = routing.experts, weight.data
-    if _are_few(own, matrices):  # fewer are read than there are
-        y = m.einsum("...koi,...i->...ko", matrices[own], x)
-    else:
-        every = m.cast(m.product(x, matrices.reshape(-1, x.shape[-1]), m.sums(x)), x.dtype)
-        rows = every.reshape(-1, *matrices.shape[:2]), own.reshape(-1, own.shape[-1])
-        y = m.places(*rows).reshape(*own.shape, -1)
-    return flat(heads(y, width=head_dim).swapaxes(-3, -2), 3)
-
-
-@named("chosen_outputs")
-def chosen_outputs(
-    ops: BlockOps, y: Array, weight: Weight, routing: Routing, head_dim: int, epilogue: Epilogue
-) -> Array:
-    """Products of chosen weights [X, E, K D] and heads y [..., K k D]: [..., E].
-
-    The sum over the chosen ones by the routing's weights, and over devices, which have shares of K;
-    the epilogue is as of `row_product`. HF's `JetMoeMoA.reduce`.
-    """
-    m, own, matrices = ops.maths, routing.experts, weight.data
-    y = y.reshape(*y.shape[:-1], -1, own.shape[-1], head_dim)
-    y = flat(y.swapaxes(-3, -2))
-    if _are_few(own, matrices):
-        parts = m.wide(m.einsum("...koi,...ki->...ko", matrices[own], y, dtype=m.sums(y)))
-        z = (parts * routing.weights[..., None]).sum(-2)
-    else:
-        share = (own[..., None] == m.arange(len(matrices), y)) * routing.weights[..., None]
-        spread = m.cast(m.einsum("...kx,...ki->...xi", share, m.wide(y)), y.dtype)
-        z = m.product(flat(spread), flat(matrices.swapaxes(0, 1)), m.sums(y))
-    return added(m, ops.sum(z), y.dtype, epilogue)
-
-
-def _are_few(own: Array, matrices: Array) -> bool:
-    """True if tokens choose fewer matrices, all together, than there are."""
-    return prod(own.shape) <= len(matrices)

@@ -148,15 +148,14 @@ def make_plan(
         shared = mlp.shared if isinstance(mlp, Experts) else 0
         kind = a.heads, a.kv_heads, a.head_dim, mlp.ffn, shared, layer.experts, layer.recurrence
         kind += (layer.feeds,)
-        if a.pairs is not None and size > a.kv_heads:
+        if a.wiring is not None and a.wiring.why_whole and size > a.kv_heads:
             raise ConfigError(
-                f"{asked_by}={size}: {spec.architecture} has {a.kv_heads} KV heads, and tokens "
-                "choose query heads by pairs, which devices do not share within a KV head. Use "
-                f"at most {a.kv_heads}."
+                f"{asked_by}={size}: {spec.architecture} has {a.kv_heads} KV heads, and "
+                f"{a.wiring.why_whole}, which devices do not share within a KV head. Use at most "
+                f"{a.kv_heads}."
             )
         if kind not in by_kind:
-            halves = 1 if a.difference is None else 2
-            heads = shared_by.heads(a.heads // halves, a.kv_heads // halves)
+            heads = shared_by.heads(a.heads // a.halves, a.kv_heads // a.halves)
             all_have = width("shared", shared) if shared else [Share(0, 0, 0)] * size
             experts: Sequence[Share | None] = [None] * size
             if not layer.feeds:
@@ -212,11 +211,10 @@ class _Cut(NamedTuple):
             streams["mixtures"] = self.query.times(layer.spans.taps)
         if self.recurrent is not None:
             streams |= self.recurrent[1]
-        query, key = self.query, self.key
-        if layer.attention.difference is not None:
-            for name, share, dim in (("q", query, q), ("k", key, k), ("v", key, v)):
-                streams |= {f"{name}{half}": share.times(dim) for half in (1, 2)}
-            query, key = query.times(2), key.times(2)
+        a, query, key = layer.attention, self.query, self.key
+        if a.wiring is not None:
+            streams |= a.wiring.share(a, query, key)
+            query, key = query.times(a.halves), key.times(a.halves)
         is_whole = self.experts and self.ffn == Share(0, layer.mlp.ffn, layer.mlp.ffn)
         return {
             **experts,
@@ -233,7 +231,7 @@ class _Cut(NamedTuple):
         query, slopes = self.query, layer.attention.alibi
         if slopes is not None:
             slopes = slopes[query.start : query.stop] + (0.0,) * (query.extent - query.real)
-        halves = 1 if layer.attention.difference is None else 2
+        halves = layer.attention.halves
         heads: dict[str, Any] = {"heads": halves * query.extent, "alibi": slopes}
         heads["kv_heads"] = halves * self.key.extent
         attention = replace(layer.attention, **heads)

@@ -88,7 +88,7 @@ class Split(NamedTuple):
         if not pads_heads(self.plan.shards, layer):
             return given
         a = self.plan.shards[0].spec.all_layers[layer].attention
-        pairs = 1 if a.difference is None else 2  # whose halves follow one another
+        pairs = a.halves  # which follow one another
         counts = [own.share("heads", layer).real // pairs for own in self.plan.shards]
         real = jnp.asarray(counts)[self._rank]
         padding = jnp.arange(a.heads) % (a.heads // pairs) >= real

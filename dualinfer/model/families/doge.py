@@ -4,8 +4,7 @@ HF source: models/doge. Of a sequence longer than `keep_window_size` HF's layers
 largest biases alone, which is not served; nor are mixtures, whose router in HF mixes tokens.
 """
 
-from dataclasses import replace
-
+from ...blocks.doge import BiasedKeys
 from .. import rows as make
 from ..spec import Attention, Head, Layer, Mlp, ModelSpec, Norm
 from ..weights import Row, WeightTable, row
@@ -29,7 +28,7 @@ def describe(fields: ConfigFields, architecture: str) -> tuple[ModelSpec, Weight
         window=None if window is None else fields.size("sliding_window"),
         rope=make_rope(parameters, head_dim, positions),
         qk_norm=norm,
-        biased_keys=True,
+        wiring=BiasedKeys(),
     )
     mlp = Mlp(fields.size("intermediate_size"), fields.activation("hidden_act"), gated=True)
     spec = ModelSpec(
@@ -57,16 +56,12 @@ def describe(fields: ConfigFields, architecture: str) -> tuple[ModelSpec, Weight
 
 def _layer(a: Attention, norm: Norm, hf: str, bias: bool, mlp_bias: bool) -> list[Row]:
     attention = f"{hf}self_attn."
-    factor = replace(row("key_factor", "kv_heads", (f"{attention}A", "kv_heads")), wide=True)
     return [
         *make.norm(norm, "attn_norm", f"{hf}input_layernorm"),
         *make.norm(norm, "mlp_norm", f"{hf}post_attention_layernorm"),
         *make.joined("qkv", attention + "{p}", make.QKV, bias),
         *make.head_norms(a, f"{hf}self_attn"),
-        # The bias of a key is of the values of all KV heads, which each device makes for it.
-        *make.linear("all_values", f"{attention}v_proj", "all_v embed", bias),
-        *make.linear("key_bias", f"{attention}dt_proj", "kv_heads all_v", bias),
-        factor,
+        *BiasedKeys().rows(attention, bias),
         *make.linear("out", f"{attention}o_proj", "embed q", bias),
         row("attn_kept", "embed", (f"{hf}input_residual", "embed")),
         *make.joined("up", hf + "mlp.{p}", make.GATE_UP, mlp_bias),

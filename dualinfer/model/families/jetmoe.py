@@ -6,8 +6,9 @@ of the pairs that it chooses: of each pair one for each KV head.
 
 from dataclasses import replace
 
+from ...blocks.chosen_pairs import ChosenPairs
 from .. import rows as make
-from ..spec import Attention, Experts, Head, Layer, ModelSpec, Norm, Pairs, Router
+from ..spec import Attention, Experts, Head, Layer, ModelSpec, Norm, Router
 from ..weights import Row, WeightTable, row
 from .fields import ConfigFields
 from .rope import make_rope, reach
@@ -25,10 +26,11 @@ def describe(fields: ConfigFields, architecture: str) -> tuple[ModelSpec, Weight
     fields.ignore("output_router_logits")
     fields.ignore("aux_loss_coef", "attention_dropout", "num_attention_heads")
     router, parameters = Router(chosen, "chosen"), fields.take("rope_parameters")
+    pairs = ChosenPairs(count, router)
     attention = Attention(
         *(chosen * kv_heads, kv_heads, head_dim, head_dim**-0.5),
         rope=make_rope(parameters, head_dim, positions),
-        pairs=Pairs(count, router),
+        wiring=pairs,
     )
     activation = fields.activation("activation_function")
     mlp = Experts(count, fields.size("intermediate_size"), activation, gated=True, router=router)
@@ -46,7 +48,7 @@ def describe(fields: ConfigFields, architecture: str) -> tuple[ModelSpec, Weight
     )
     return spec, make.causal_table(
         spec,
-        _layer(norm, "model.layers.{i}."),
+        _layer(pairs, norm, "model.layers.{i}."),
         make.norm(norm, "final_norm", "model.norm"),
         embedding="model.embed_tokens",
         tied=fields.flag("tie_word_embeddings", True),
@@ -54,26 +56,19 @@ def describe(fields: ConfigFields, architecture: str) -> tuple[ModelSpec, Weight
     )
 
 
-def _layer(norm: Norm, hf: str) -> list[Row]:
-    attention, mlp = f"{hf}self_attention.", f"{hf}mlp."
-    stacked = [
-        row(f"{ours}.weight", axes, (f"{theirs}.weight", axes))
-        for ours, theirs, axes in (
-            ("pairs.query", f"{attention}experts.input_linear", "paired k embed"),
-            ("pairs.out", f"{attention}experts.output_linear", "paired embed k"),
-            ("experts.up", f"{mlp}input_linear", "experts gate+up embed"),
-            ("experts.down", f"{mlp}output_linear", "experts embed up"),
-        )
-    ]
+def _layer(pairs: ChosenPairs, norm: Norm, hf: str) -> list[Row]:
+    mlp = f"{hf}mlp."
     return [
         *make.norm(norm, "attn_norm", f"{hf}input_layernorm"),
         *make.norm(norm, "mlp_norm", f"{hf}post_attention_layernorm"),
-        *make.linear(
-            "pairs.router", f"{attention}experts.router.layer", "paired embed", bias=False
-        ),
-        *make.linear("kv", f"{attention}kv_proj", "k+v embed", bias=False),
+        *pairs.rows(f"{hf}self_attention."),
         *make.linear("router", f"{mlp}router.layer", "choices embed", bias=False),
-        *(replace(own, dense=own.name.startswith("pairs")) for own in stacked),
-        row("pairs.bias", "embed", (f"{attention}experts.bias", "embed")),
+        *(
+            row(f"experts.{ours}.weight", axes, (f"{mlp}{theirs}_linear.weight", axes))
+            for ours, theirs, axes in (
+                ("up", "input", "experts gate+up embed"),
+                ("down", "output", "experts embed up"),
+            )
+        ),
         row("experts.bias", "embed", (f"{mlp}bias", "embed")),
     ]

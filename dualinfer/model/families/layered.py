@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+from ...blocks.narrow_values import NarrowValues
 from ...errors import ModelError, shown
 from .. import rows as make
 from ..spec import Attention, Experts, Head, Layer, Mlp, ModelSpec, Norm
@@ -108,7 +109,7 @@ def _more(fields: ConfigFields, norm: Norm) -> dict[str, Any]:
     if value_dim > head_dim:
         raise ModelError(f"v_head_dim={value_dim} is more than head_dim={head_dim}.")
     scale = fields.optional_number("attention_value_scale") or 1.0
-    return {"value_dim": value_dim, "value_scale": scale}
+    return {"wiring": NarrowValues(value_dim, scale)}
 
 
 def _limited(fields: ConfigFields, mlps: list[Mlp | Experts]) -> list[Mlp | Experts]:
@@ -162,7 +163,7 @@ def _check_said_again(
         "swa_num_attention_heads": a.heads,
         "swa_num_key_value_heads": 2 * fields.heads("num_key_value_heads"),
         "swa_rope_theta": sliding.get("rope_theta"),
-        "swa_v_head_dim": a.value_dim,
+        "swa_v_head_dim": a.head_widths[2],
     }.items():
         fields.require(name, value)
     fields.ignore("attention_chunk_size", "hybrid_block_size")

@@ -8,11 +8,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Literal
 
+from ...blocks.difference import Difference
 from ...blocks.state_space import StateSpace
 from ...errors import ModelError, UnservedError, shown
 from .. import rows as make
 from ..spec import (
-    LAMBDAS,
     Activation,
     Attention,
     Experts,
@@ -153,7 +153,7 @@ def _with_differences(spec: ModelSpec, eps: float) -> ModelSpec:
     if a.kv_heads % 2 or a.heads % 2:
         raise ModelError(f"config.json has {a.kv_heads} KV heads; diffllama needs two halves.")
     starts = [0.8 - 0.6 * math.exp(-0.3 * i) for i in range(len(spec.layers))]
-    own = [replace(a, difference=start, difference_eps=eps) for start in starts]
+    own = [replace(a, wiring=Difference(start, eps)) for start in starts]
     layers = zip(spec.layers, own, strict=True)
     return replace(spec, layers=tuple(replace(layer, attention=a) for layer, a in layers))
 
@@ -348,11 +348,8 @@ def _table(
     norms = tuple(layer)
     if kind.qkv:
         layer += make.linear("qkv", f"{hf}self_attn.{kind.qkv}", "q+k+v embed", qkv_bias)
-    elif fields.family == "diffllama":  # by halves, of which devices share the pairs
-        for part, rest in (("weight", " embed"), ("bias", ""))[: 1 + qkv_bias]:
-            parts = {f"{x}1+{x}2": f"{hf}self_attn.{name}.{part}" for x, name in make.QKV.items()}
-            sources = [(name, axes + rest) for axes, name in parts.items()]
-            layer.append(row(f"qkv.{part}", "+".join(parts) + rest, *sources))
+    elif isinstance(wiring := spec.layers[0].attention.wiring, Difference):
+        layer += wiring.rows(f"{hf}self_attn", qkv_bias)
     else:
         layer += make.joined("qkv", hf + "self_attn.{p}", make.QKV, qkv_bias)
     if kind.weighted:
@@ -366,9 +363,6 @@ def _table(
         ("out_norm", "down_norm"), ("q", "up"), kind.sub_norms or (), strict=False
     ):
         layer += make.norm(norm, ours, f"{hf}{theirs}", axis)
-    if fields.family == "diffllama":
-        for name in LAMBDAS:
-            layer.append(row(name, "head_dim", (f"{hf}self_attn.{name}", "head_dim")))
     if fields.family in _SINKS:
         sinks = row("sinks", "heads", (f"{hf}self_attn.sinks", "heads"))
         layer.append(replace(sinks, wide=True))

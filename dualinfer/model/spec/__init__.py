@@ -5,7 +5,7 @@ everywhere: B sequences, T tokens, S cache length, L layers, E embed, H query he
 G = H/K, D head_dim, F ffn, V vocab, X experts.
 """
 
-from .attention import LAMBDAS, Attention, Gate, Latent, Places, RelativeBias, Rope
+from .attention import Attention, Gate, Latent, Places, RelativeBias, Rope
 from .block import Block
 from .model import Head, Layer, ModelSpec, Patches, Pooled, Pooling, Probe, Sounds, Waves
 from .parts import (
@@ -17,14 +17,13 @@ from .parts import (
     Experts,
     Mlp,
     Norm,
-    Pairs,
     Recurrence,
     Router,
     Spans,
 )
+from .wiring import Wiring
 
 __all__ = [
-    "LAMBDAS",
     "XIELU",
     "Activation",
     "Adapter",
@@ -40,7 +39,6 @@ __all__ = [
     "Mlp",
     "ModelSpec",
     "Norm",
-    "Pairs",
     "Patches",
     "Places",
     "Pooled",
@@ -53,4 +51,5 @@ __all__ = [
     "Sounds",
     "Spans",
     "Waves",
+    "Wiring",
 ]

@@ -1,15 +1,15 @@
 """Attention as data: heads, positions and what is done to queries, keys and scores."""
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Literal
 
 import numpy as np
 
-from .parts import Norm, Pairs
+from .parts import Norm
+from .wiring import Wiring
 
 Gate = Literal["sigmoid", "softplus"]
-LAMBDAS = "lambda_q1", "lambda_k1", "lambda_q2", "lambda_k2"  # of a differential attention
 
 
 @dataclass(frozen=True)
@@ -164,14 +164,8 @@ class Attention:
     of latent vectors; `head_dim` is that of queries and keys. If `gated`, what heads give is times
     a function of a product of their input, the logistic one (Trinity) or softplus (Laguna), of one
     number for each element or for each head. `value_norm` is over each head's value, without
-    weights. A head's value may have fewer elements than its key, `value_dim`; it is times
-    `value_scale` (MiMo). `difference` l is of differential attention (DiffLlama, arXiv:2410.05258):
-    query heads give means of two values each, those of the KV heads j and j + K/2 for j modulo K/2,
-    side by side; of these the second half of heads, times exp(q1 k1) - exp(q2 k2) + l of `LAMBDAS`,
-    is taken from the first, and what is left is RMS-normed by `difference_eps` and times 1 - l. A
-    layer with `pairs` has the query heads of those that a token chooses, one of each pair for each
-    KV head. With `biased_keys` the scaled scores of a key have e^(f softplus(b)) added, of numbers
-    f of the KV head and b of the token (Doge). A layer with a `lender` projects to queries alone:
+    weights. With a `wiring` queries, keys and values are made otherwise, or what heads give is used
+    otherwise, as that says. A layer with a `lender` projects to queries alone:
     its keys and values are those that the layer of this number has projected and whose values it
     has normed.
     """
@@ -199,13 +193,8 @@ class Attention:
     gated: bool = False
     gate: Gate = "sigmoid"
     value_norm: Norm | None = None
-    value_dim: int | None = None
-    value_scale: float = 1.0
-    difference: float | None = None
-    difference_eps: float = 0.0
-    biased_keys: bool = False
     lender: int | None = None
-    pairs: Pairs | None = None
+    wiring: Wiring | None = None
 
     @property
     def reach(self) -> int | None:
@@ -221,23 +210,19 @@ class Attention:
     def head_widths(self) -> tuple[int, int, int]:
         """Elements of one head in the projections to queries, keys and values, in that order."""
         if self.latent is None:
-            return self.head_dim, self.head_dim, self.value_dim or self.head_dim
+            value = self.wiring.value_dim(self) if self.wiring else self.head_dim
+            return self.head_dim, self.head_dim, value
         return self.head_dim, self.head_dim - self.latent.turning, self.latent.value_dim
 
     @property
-    def widened(self) -> "Attention":
-        """This attention as caches and ops have it: values as wide as keys, one for each head.
+    def halves(self) -> int:
+        """Parts of the heads, of which devices share what stands beside each other."""
+        return self.wiring.halves if self.wiring else 1
 
-        A key's bias is an element of it.
-        """
-        if self.biased_keys:
-            return replace(self, biased_keys=False, head_dim=self.head_dim + 1, qk_norm=None)
-        if self.difference is not None:
-            both = {"heads": 2 * self.heads, "kv_heads": 2 * self.kv_heads}
-            return replace(self, difference=None, **both)
-        if self.value_dim is not None:
-            return replace(self, value_dim=None, value_scale=1.0)
-        return self
+    @property
+    def widened(self) -> "Attention":
+        """This attention as caches and ops have it, without a wiring."""
+        return self.wiring.widened(self) if self.wiring else self
 
     @property
     def qkv_sizes(self) -> tuple[int, int, int]:

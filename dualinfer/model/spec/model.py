@@ -20,6 +20,7 @@ from .parts import (
     Recurrence,
     Spans,
 )
+from .wiring import Wiring
 
 Pooling = Literal["first", "real", "last", "final", "mean", "eos", "patches", "beside"]
 
@@ -463,12 +464,7 @@ class ModelSpec(Once):
         q, k, v = attention.qkv_sizes
         inner = {
             **{"heads": attention.heads, "kv_heads": attention.kv_heads},
-            **{"head_dim": attention.head_dim, "q": q, "k": k, "v": v, "all_q": q, "all_v": v},
-            **{
-                f"{x}{half}": n // 2
-                for x, n in zip("qkv", (q, k, v), strict=True)
-                for half in (1, 2)
-            },
+            **{"head_dim": attention.head_dim, "q": q, "k": k, "v": v, "all_q": q},
             "given": attention.heads * attention.head_widths[2],  # by heads, to a product
             **dict.fromkeys(("ffn", "gate", "up"), mlp.ffn),
             "buckets": attention.bias.buckets if attention.bias else 0,
@@ -479,8 +475,8 @@ class ModelSpec(Once):
             inner |= block.axes(self.layers[layer])
         if (spans := self.layers[layer].spans) is not None:
             inner |= {"spans": q, "span_taps": spans.taps, "mixtures": attention.heads * spans.taps}
-        if attention.pairs is not None:
-            inner["paired"] = attention.pairs.count
+        if attention.wiring is not None:
+            inner |= attention.wiring.axes(attention)
         if (recurrence := self.layers[layer].recurrence) is not None:
             inner |= recurrence.extents
         if (own := attention.latent) is not None:
@@ -666,8 +662,7 @@ class ModelSpec(Once):
     @property
     def most_by(self) -> str:
         """The config's field that `most` is."""
-        biased = self.layers[0].attention.biased_keys
-        return "keep_window_size" if biased else "index_topk"
+        return (self.layers[0].attention.wiring or Wiring).most_by
 
     @property
     def why_most(self) -> str:

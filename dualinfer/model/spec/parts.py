@@ -67,18 +67,6 @@ class Router:
 
 
 @dataclass(frozen=True)
-class Pairs:
-    """Pairs of projections in attention, of which a token has those that it chooses (JetMoE).
-
-    Of `count` pairs `router` chooses: the first of each makes a query head for each KV head, the
-    second reads what these heads give, and the results are summed by the router's weights.
-    """
-
-    count: int
-    router: Router
-
-
-@dataclass(frozen=True)
 class Experts:
     """A mixture in a feed-forward's place: each token's `router.chosen` of `count` experts of ffn.
 
