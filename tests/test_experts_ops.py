@@ -14,12 +14,13 @@ from dualinfer.backends.jax.ops.plain import PlainOps as JaxPlainOps  # noqa: E4
 from dualinfer.backends.torch.ops.kernels import KernelOps  # noqa: E402
 from dualinfer.backends.torch.ops.plain import PlainOps  # noqa: E402
 from dualinfer.backends.torch.ops.split import SplitKernelOps  # noqa: E402
-from dualinfer.decoder.mixture import mixture as block  # noqa: E402
+from dualinfer.decoder.mixture import mixture_of  # noqa: E402
+from dualinfer.decoder.run import Pass, Run  # noqa: E402
 from dualinfer.kernels.triton.launch import INTERPRETED  # noqa: E402
 from dualinfer.kernels.triton.tuning import Configurations  # noqa: E402
-from dualinfer.model.spec import Experts, Norm, Router  # noqa: E402
+from dualinfer.model.spec import Attention, Experts, Layer, Norm, Router  # noqa: E402
 from dualinfer.model.weights import Weight  # noqa: E402
-from dualinfer.ops.contract import NormOf  # noqa: E402
+from dualinfer.ops.contract import EVERY, NormOf  # noqa: E402
 
 from .kernels.jax_ops import interpreted_ops  # noqa: E402
 from .models import relative_rms, slow_but  # noqa: E402
@@ -32,7 +33,7 @@ E, F, X = 24, 20, 6
 SIGMOID = Router(2, "sigmoid", 3, 2, "two", True, 1e-20, 2.5)
 LAYERS = {
     "gpt-oss": Experts(X, F, "quick_gelu", True, Router(3, "chosen"), limit=1.0, offset=1.0),
-    "qwen2-moe": Experts(X, F, "silu", True, Router(2, "softmax"), shared=28, shared_gated=True),
+    "qwen2-moe": Experts(X, F, "silu", True, Router(2, "softmax"), shared=28),
     "deepseek": Experts(X, F, "silu", True, SIGMOID, shared=12),
     "deepspeed": Experts(X, F, "gelu_tanh", False, Router(2, renormalized=True), blended=True),
 }
@@ -64,8 +65,18 @@ def weights(layer: Experts, put: Any) -> dict[str, Any]:
     if s:
         found["shared.up.weight"] = Weight(draw(2 * s, E), ("gate+up", "embed"))
         found["shared.down.weight"] = Weight(draw(E, s), ("embed", "ffn"))
+    if s == 28:  # Qwen2's
         found["shared.gate.weight"] = Weight(draw(1, E), ("one", "embed"))
     return found
+
+
+def block(
+    mixture: Experts, w: dict[str, Any], ops: Any, x: Any, norm: NormOf, residual: Any
+) -> Any:
+    """What a mixture makes of norm(x), and the residual, as a layer's only part."""
+    layer = Layer(Attention(1, 1, E, 1.0), mixture, Norm("rms", 1e-5), "pre")
+    run = Run(layer, w, 0, ops, Pass(None, None, None, EVERY, True, {}, []))
+    return mixture_of(mixture)(run, x, norm, residual, True)
 
 
 @pytest.mark.parametrize("backend", ["torch", "jax"])

@@ -16,8 +16,7 @@ RARE = {
     "attention_scale",
     "Attention": "clip_normed alibi_rounded chunk",
     "Mlp": "",
-    "Experts": "shared_gated shared_scale limits_given shared_limit offset weighs_input blended "
-    "apart capacity zeros",
+    "Experts": "offset weighs_input blended",
 }
 
 

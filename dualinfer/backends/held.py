@@ -66,7 +66,7 @@ def read_share(spec: ModelSpec, row: Row, tokens: int) -> float:
         return 1.0
     mlp = spec.all_layers[row.layer].mlp
     assert isinstance(mlp, Experts)
-    read = (mlp.choices - mlp.zeros) * (1 - (1 - mlp.router.chosen / mlp.choices) ** tokens)
+    read = (mlp.choices - mlp.idle) * (1 - (1 - mlp.router.chosen / mlp.choices) ** tokens)
     read += mlp.blended
     return read / mlp.count
 

@@ -269,8 +269,8 @@ def experts_of(
     of_all = None
     if shared:
         parts = [w[f"shared.{name}.weight"].data for name in ("up", "down")]
-        gate = w["shared.gate.weight"].data.reshape(-1) if mixture.shared_gated else None
-        of_all = Shared(parts[0], parts[1], gate)
+        gate = w.get("shared.gate.weight")
+        of_all = Shared(parts[0], parts[1], None if gate is None else gate.data.reshape(-1))
     return Mixture(
         *held,
         *(w.get(f"experts.{name}.bias") for name in ("up", "down")),
@@ -305,13 +305,13 @@ def _knows_experts(mixture: Experts) -> bool:
     """True if the kernels know what these experts do.
 
     They do not where several of a token weigh their inputs, where some have no weights, or where
-    what an activation gives has a limit.
+    a mixing makes their hidden values.
     """
     from ..kernels.triton import activation
 
-    if mixture.zeros or (mixture.weighs_input and mixture.router.chosen > 1):
+    if mixture.weighs_input and mixture.router.chosen > 1:
         return False
-    if mixture.limits_given and mixture.limit is not None:
+    if mixture.idle or (mixture.mixing is not None and mixture.mixing.hidden is not None):
         return False
     return mixture.activation in activation.KINDS
 
@@ -321,9 +321,9 @@ def shares_launches(mixture: Experts, w: Mapping[str, Any], tokens: int) -> bool
     from ..kernels.triton import experts_choice
 
     names = [f"{of}.{part}.weight" for of in ("experts", "shared") for part in ("up", "down")]
-    names += ["shared.gate.weight"] * mixture.shared_gated
-    others = mixture.weighs_input or mixture.apart or mixture.late or mixture.shared_scale != 1
-    others |= mixture.shared_limit is not None
+    names += ["shared.gate.weight"] * ("shared.gate.weight" in w)
+    others, own = mixture.weighs_input, mixture.mixing
+    others |= own is not None and (own.sublayer is not None or own.shared is not None)
     known = mixture.shared > 0 and not others and experts_choice.is_few(tokens)
     return known and _are_dense([w[name] for name in names])
 

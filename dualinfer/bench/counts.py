@@ -107,7 +107,7 @@ class Counts:
             states=tuple(cache for cache in caches if cache.kind == "state"),
             recurred=sum(own.recurrence.multiplied for own in spec.layers if own.recurrence),
             mixtures=tuple(
-                Mixture(mlp.count + mlp.zeros, mlp.router.chosen, held_bytes(one, row, size))
+                Mixture(mlp.count + mlp.idle, mlp.router.chosen, held_bytes(one, row, size))
                 for row in read.values()
                 if read_share(spec, row, 1) < 1
                 and row.layer is not None

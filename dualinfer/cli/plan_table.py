@@ -151,9 +151,9 @@ def _sums(layer: Layer) -> int:
     if layer.block is not None:
         return layer.block.sums
     mlp = layer.mlp
-    apart = isinstance(mlp, Experts) and (mlp.apart or mlp.late)
+    more = mlp.mixing.sums if isinstance(mlp, Experts) and mlp.mixing else 0
     mixed = layer.attends + (layer.recurrence is not None)
-    return mixed + layer.feeds + (layer.cross is not None) + apart
+    return mixed + layer.feeds + (layer.cross is not None) + more
 
 
 _TOKENS = (1, 8, 64)  # of a step: what one reads, and what sequences that run together do

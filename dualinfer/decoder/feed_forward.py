@@ -8,7 +8,7 @@ from ..ops.contract import Array, Epilogue, NormOf
 from ..ops.feed_forward import gate_scaled
 from ..ops.norms import norm_shared
 from . import layer as common
-from .mixture import apart, hidden, late, mixture
+from .mixture import hidden, mixture_of
 from .run import Run, SubLayer, activation_of
 
 Hidden: TypeAlias = Callable[[Run, Array, NormOf | None], Array]  # norm(x) to hidden values
@@ -18,19 +18,13 @@ def feed_forward_of(layer: Layer) -> SubLayer:
     """The feed-forward of a layer: an MLP, or a mixture."""
     mlp = layer.mlp
     if isinstance(mlp, Experts):
-        return apart if mlp.apart else late if mlp.late else _mixture
+        return mixture_of(mlp)
     if mlp.scales is not None:
         return _scaled
     own = _xielu if mlp.activation == "xielu" else _hidden
     if layer.sub_norms:
         return _feed_forward(_normed(own))
     return common.feed_forward if own is _hidden and mlp.limit is None else _feed_forward(own)
-
-
-def _mixture(run: Run, x: Array, norm: NormOf | None, residual: Array | None, spend: bool) -> Array:
-    own = run.layer.mlp
-    assert isinstance(own, Experts)
-    return mixture(own, run.w, run.ops, x, norm, residual, run.given.seen, spend)
 
 
 def _scaled(run: Run, x: Array, norm: NormOf | None, residual: Array | None, spend: bool) -> Array:

@@ -1,62 +1,77 @@
 """Mixtures of experts in a feed-forward's place."""
 
-from dataclasses import replace
+from collections.abc import Callable
+from typing import TypeAlias
 
 from ..model.spec import Experts, Mlp, Router
 from ..ops import mixtures
-from ..ops.contract import EVERY, Array, BlockOps, Epilogue, NormOf, Routing, Seen, Weights
+from ..ops.contract import Array, BlockOps, Epilogue, NormOf, Routing, Weights
 from ..ops.feed_forward import gate, gate_within
 from ..ops.projection import project, project_in_part
-from .run import Run
+from .run import Run, SubLayer
 
+# What the expert of all tokens makes of norm(x), before the sum over devices.
+Shared: TypeAlias = Callable[[Run, Array, NormOf | None], Array]
 _SIDES = Router(2)  # the softmax of two numbers
 
 
-def mixture(
-    experts: Experts,
-    w: Weights,
-    ops: BlockOps,
+def mixture_of(experts: Experts) -> SubLayer:
+    """What the experts of each token make of it, in the one sum with the expert of all tokens."""
+    mixing = experts.mixing
+    if mixing is not None and mixing.sublayer is not None:
+        return mixing.sublayer
+    routed = None if mixing is None else mixing.routed
+    shared = None
+    if experts.shared:
+        shared = mixing.shared if mixing is not None and mixing.shared is not None else shared_of
+
+    def mixture(
+        run: Run, x: Array, norm: NormOf | None, residual: Array | None, spend: bool
+    ) -> Array:
+        routing = route(run, x, norm)
+        if routed is not None:
+            routing = routed(run, routing)
+        return weighed(run, x, norm, routing, shared, Epilogue(residual=residual, spend=spend))
+
+    return mixture
+
+
+def route(run: Run, x: Array, norm: NormOf | None) -> Routing:
+    """The experts of each token, and their weights."""
+    own, w = run.layer.mlp, run.w
+    assert isinstance(own, Experts)
+    biases = {"bias": w.get("router.bias"), "choice_bias": w.get("router.choice_bias")}
+    routing = run.ops.route(x, w["router.weight"], own.router, **biases, norm=norm)
+    if not own.blended:
+        return routing
+    sides = run.ops.route(x, w["sides.weight"], _SIDES, bias=w["sides.bias"], norm=norm)
+    return mixtures.blend(run.ops.maths, routing, sides, own.count - 1)
+
+
+def weighed(
+    run: Run,
     x: Array,
     norm: NormOf | None,
-    residual: Array | None,
-    seen: Seen = EVERY,
-    spend: bool = True,
+    routing: Routing,
+    shared: Shared | None,
+    epilogue: Epilogue,
 ) -> Array:
-    """What the experts of each token make of `x`, normed first where there is a norm.
-
-    The residual, which may be overwritten with `spend`, is added if given. The shared expert's part
-    goes into the one sum over devices with the others'.
-    """
-    routing = ops.route(
-        x,
-        w["router.weight"],
-        experts.router,
-        bias=w.get("router.bias"),
-        choice_bias=w.get("router.choice_bias"),
-        norm=norm,
-    )
-    if experts.capacity is not None:
-        routing = mixtures.fill(ops.maths, routing, experts.count, experts.capacity, *seen)
-    if experts.blended:
-        sides = ops.route(x, w["sides.weight"], _SIDES, bias=w["sides.bias"], norm=norm)
-        routing = mixtures.blend(ops.maths, routing, sides, experts.count - 1)
-    partial = None
-    if experts.shared and not ops.adds_shared(x, experts, w):
-        h = hidden(experts, w, ops, "shared.up", x, norm, experts.shared_limit)
-        partial = project_in_part(ops, w, "shared.down", h)
-        if experts.shared_gated:
-            partial = gate(ops, w, "shared.gate", partial, x, norm)
-        if experts.shared_scale != 1:
-            partial = partial * experts.shared_scale
-    if experts.zeros:
-        x = ops.norm(x, norm) if norm else x
-        passed = (routing.weights * (routing.experts >= experts.count)).sum(-1)[..., None] * x
-        epilogue = Epilogue(residual=residual, spend=spend)
-        y = ops.experts(x, experts, w, routing, epilogue, partial)
-        return ops.add(y, ops.maths.cast(passed, y.dtype))
-    epilogue = Epilogue(norm=norm, residual=residual, spend=spend)
-    y = ops.experts(x, experts, w, routing, epilogue, partial)
+    """What the chosen experts and the one of all tokens make of norm(x), with a residual."""
+    own, w, ops, partial = run.layer.mlp, run.w, run.ops, None
+    assert isinstance(own, Experts)
+    if shared is not None and not ops.adds_shared(x, own, w):
+        partial = shared(run, x, norm)
+    y = ops.experts(x, own, w, routing, epilogue._replace(norm=norm), partial)
     return y + w["experts.bias"] if "experts.bias" in w else y
+
+
+def shared_of(run: Run, x: Array, norm: NormOf | None, limit: float | None = None) -> Array:
+    """See `Shared`."""
+    own, w, ops = run.layer.mlp, run.w, run.ops
+    assert isinstance(own, Experts)
+    h = hidden(own, w, ops, "shared.up", x, norm, limit)
+    partial = project_in_part(ops, w, "shared.down", h)
+    return gate(ops, w, "shared.gate", partial, x, norm) if "shared.gate.weight" in w else partial
 
 
 def hidden(
@@ -74,28 +89,3 @@ def hidden(
         return project(ops, w, name, x, Epilogue(None, norm, mlp.activation, mlp.gated))
     h = project(ops, w, name, x, Epilogue(norm=norm))
     return gate_within(ops.maths, h, mlp.activation, limit)
-
-
-def late(run: Run, x: Array, norm: NormOf | None, residual: Array | None, spend: bool) -> Array:
-    """The expert of all tokens; what others give is added behind the next layer (LongCat)."""
-    own, ops = run.layer.mlp, run.ops
-    assert isinstance(own, Experts) and norm is not None
-    x = ops.norm(x, norm)
-    run.given.late.append(mixture(replace(own, shared=0), run.w, ops, x, None, None))
-    h = run.project("shared.up", x, Epilogue(activation=own.activation, gated=own.gated))
-    return run.project_back("shared.down", h, Epilogue(residual=residual, spend=spend))
-
-
-def apart(run: Run, x: Array, norm: NormOf | None, residual: Array | None, spend: bool) -> Array:
-    """A mixture and the expert of all tokens, each between norms of its own (Gemma 4)."""
-    own, ops, w = run.layer.mlp, run.ops, run.w
-    assert isinstance(own, Experts) and residual is None
-    h = run.project("shared.up", x, Epilogue(None, norm, own.activation, own.gated))
-    y = ops.norm(run.project_back("shared.down", h), run.norm("shared_post_norm"))
-    # The router's learned scale, over the root of the width as HF has it.
-    scale = w["router_norm.weight"] * x.shape[-1] ** -0.5
-    scaled = NormOf(run.layer.norm, scale, None, made=True)
-    chosen, weights = ops.route(x, w["router.weight"], own.router, norm=scaled)
-    routing = Routing(chosen, weights * w["router.scale"][chosen])
-    z = ops.experts(x, own, w, routing, Epilogue(norm=run.norm("experts_norm")))
-    return ops.add(y, z, run.norm("experts_post_norm"))

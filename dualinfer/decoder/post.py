@@ -3,17 +3,17 @@
 from ..model.spec import Experts, Layer
 from ..ops.contract import Array, Epilogue, NormOf, Unnormed
 from ..ops.convolutions import convolve, convolve_each, mix_spans
-from .mixture import mixture
+from .mixture import mixture_of
 from .residual import adapter
 from .run import Block, Run, activation_of, in_turn, normed
 
 
 def post_block(layer: Layer) -> Block:
     """The layer, whose last norm is left to the product that comes next."""
-    blocks = [_attention if layer.spans is None else _attention_and_spans]
+    blocks: list[Block] = [_attention if layer.spans is None else _attention_and_spans]
     if layer.cross:
         blocks.append(_cross)
-    blocks.append(_mixture if isinstance(layer.mlp, Experts) else _feed_forward)
+    blocks.append(_mixture(layer.mlp) if isinstance(layer.mlp, Experts) else _feed_forward)
     if layer.adapter is not None:
         blocks.append(_adapted)
     block = in_turn(*blocks)
@@ -57,11 +57,14 @@ def _feed_forward(run: Run, x: Array | Unnormed) -> Unnormed:
     return _written(run, h, "down", x, "mlp_norm")
 
 
-def _mixture(run: Run, x: Array | Unnormed) -> Unnormed:
-    own, x = run.layer.mlp, normed(run.ops, x)
-    assert isinstance(own, Experts)
-    y = mixture(own, run.w, run.ops, x, None, None)
-    return Unnormed(y, x, run.norm("mlp_norm"))
+def _mixture(experts: Experts) -> Block:
+    mixture = mixture_of(experts)
+
+    def feed(run: Run, x: Array | Unnormed) -> Unnormed:
+        x = normed(run.ops, x)
+        return Unnormed(mixture(run, x, None, None, True), x, run.norm("mlp_norm"))
+
+    return feed
 
 
 def _adapted(run: Run, x: Unnormed) -> Unnormed:

@@ -7,7 +7,7 @@ from typing import Any, TypeAlias
 from ..model.spec import Experts, Router
 from ..model.weights import Weight
 from .contract import Array, Routing, Weights
-from .feed_forward import activation, gate_within
+from .feed_forward import activation
 from .maths import Maths, flat, halves, heads, named
 from .schemes import BlockArithmetic, of_each, rounds_input
 
@@ -161,8 +161,8 @@ def hidden(m: Maths, h: Array, mixture: Experts) -> Array:
     """An expert's hidden values, of its first product h [..., 2F] with gate, then up."""
     if not mixture.gated:
         return activation(m, h, mixture.activation)
-    if mixture.limits_given and mixture.limit is not None:
-        return gate_within(m, h, mixture.activation, mixture.limit)
+    if mixture.mixing is not None and mixture.mixing.hidden is not None:
+        return mixture.mixing.hidden(m, h, mixture.activation)
     gate, up = halves(h)
     if mixture.limit is not None:
         gate, up = gate.clip(max=mixture.limit), up.clip(-mixture.limit, mixture.limit)

@@ -167,7 +167,7 @@ class PlainBlocks:
         """See `contract.BlockOps.experts`."""
         rows = self.norm(x, epilogue.norm) if epilogue.norm else x
         own = None if self.split is None else self.split.own_experts(mixture.count)
-        if own is None and mixture.zeros:
+        if own is None and mixture.idle:
             own = 0, mixture.count
         y = mixtures.experts(self.schemes, rows, mixture, w, routing, self._share_input, own)
         y = self.sum(y if partial is None else y + partial)

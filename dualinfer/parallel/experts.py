@@ -13,7 +13,7 @@ def parts_of_experts(moe: MoEConfig, spec: ModelSpec, size: int) -> int:
     """As `parts_of`, of the model that a spec describes."""
     mixtures = [layer.mlp for layer in spec.all_layers if isinstance(layer.mlp, Experts)]
     check_type(moe, [own.blended for own in mixtures], spec.architecture)
-    return parts_of(moe, [own.choices - own.zeros for own in mixtures], spec.architecture, size)
+    return parts_of(moe, [own.choices - own.idle for own in mixtures], spec.architecture, size)
 
 
 def check_type(moe: MoEConfig, residual: Sequence[bool], architecture: str) -> None:

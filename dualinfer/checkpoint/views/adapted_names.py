@@ -279,7 +279,7 @@ class Names:
         """True if a tensor of all experts may have some without a use (LongCat)."""
         assert self._table is not None
         mixture = None if row.layer is None else self._table.spec.all_layers[row.layer].mlp
-        return isinstance(mixture, Experts) and bool(mixture.zeros)
+        return isinstance(mixture, Experts) and bool(mixture.idle)
 
     def split(self, names: Iterable[str]) -> TensorSource:
         """The source in which each matrix that is changed, and each joined one, is by itself."""

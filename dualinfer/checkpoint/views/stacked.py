@@ -118,7 +118,7 @@ class StackedSource:
 
     def _idle(self, name: str, mixture: Any) -> range:
         """Experts of a tensor behind those that have a use (LongCat)."""
-        if not isinstance(mixture, Experts) or not mixture.zeros:
+        if not isinstance(mixture, Experts) or not mixture.idle:
             return range(0)
         return range(mixture.count, self._source.shape(name)[0])
 
@@ -169,7 +169,7 @@ def has_rows_of_experts(table: WeightTable) -> bool:
 
     Or of which those of a mixture have the first, where there are more without a use (LongCat).
     """
-    if any(isinstance(layer.mlp, Experts) and layer.mlp.zeros for layer in table.spec.all_layers):
+    if any(isinstance(layer.mlp, Experts) and layer.mlp.idle for layer in table.spec.all_layers):
         return True
     templates = {id(rows): rows for rows in table.layers}.values()
     return any("#" in source.name for rows in templates for row in rows for source in row.sources)

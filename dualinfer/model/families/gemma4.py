@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+from ...blocks.separate_norms import SeparateNorms
 from ...errors import ModelError, shown
 from .. import rows as make
 from ..spec import Attention, Experts, Head, Layer, Mlp, ModelSpec, Norm, Rope, Router
@@ -76,7 +77,7 @@ def _describe(
                 "(top_k_experts); it cannot choose more experts than there are."
             )
         router, width = Router(chosen, renormalized=True), fields.size("moe_intermediate_size")
-        experts = Experts(count, width, activation, True, router, apart=True)
+        experts = Experts(count, width, activation, True, router, mixing=SeparateNorms())
     fields.ignore("num_experts", "top_k_experts", "moe_intermediate_size")  # of such a block
 
     def layer(a: Attention) -> Layer:
@@ -212,14 +213,7 @@ def _table(
     if isinstance(mlp, Experts):
         shared += [
             *make_rows(_MIXTURE, mlp, hf.removesuffix(".")),
-            row("router_norm.weight", "embed", (f"{hf}router.scale", "embed")),
-            replace(
-                row("router.scale", "choices", (f"{hf}router.per_expert_scale", "choices")),
-                wide=True,
-            ),
-            *make.norm(norm, "shared_post_norm", f"{hf}post_feedforward_layernorm_1"),
-            *make.norm(norm, "experts_norm", f"{hf}pre_feedforward_layernorm_2"),
-            *make.norm(norm, "experts_post_norm", f"{hf}post_feedforward_layernorm_2"),
+            *SeparateNorms().rows(hf, norm),
         ]
     else:
         shared += [

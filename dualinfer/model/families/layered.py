@@ -11,6 +11,7 @@ from dataclasses import replace
 from typing import Any
 
 from ...blocks.narrow_values import NarrowValues
+from ...blocks.shared_expert import Limited
 from ...errors import ModelError, shown
 from .. import rows as make
 from ..spec import Attention, Experts, Head, Layer, Mlp, ModelSpec, Norm
@@ -127,7 +128,7 @@ def _limited(fields: ConfigFields, mlps: list[Mlp | Experts]) -> list[Mlp | Expe
     found: list[Mlp | Experts] = []
     for mlp, own, shared in zip(mlps, *limits, strict=True):
         if isinstance(mlp, Experts):
-            found.append(replace(mlp, limit=own, limits_given=True, shared_limit=shared))
+            found.append(replace(mlp, mixing=Limited(own, shared)))
         else:
             found.append(replace(mlp, limit=shared))
     return found

@@ -6,6 +6,7 @@ first MLP does. HF source: models/longcat_flash/modeling_longcat_flash.py.
 
 from dataclasses import replace
 
+from ...blocks.shortcut import Shortcut
 from ...errors import ModelError
 from .. import rows as make
 from ..spec import Experts, Head, Layer, Mlp, ModelSpec, Norm, Router
@@ -58,10 +59,10 @@ def describe(fields: ConfigFields, architecture: str) -> tuple[ModelSpec, Weight
 
 def _experts(fields: ConfigFields, mlp: Mlp) -> Experts:
     count, chosen = fields.size("n_routed_experts"), fields.size("moe_topk")
-    zeros = fields.size("zero_expert_num") if fields.take("zero_expert_num", 0) else 0
-    if chosen > count + zeros:
+    idle = fields.size("zero_expert_num") if fields.take("zero_expert_num", 0) else 0
+    if chosen > count + idle:
         raise ModelError(
-            f"config.json has {count + zeros} experts, of which a token chooses {chosen} "
+            f"config.json has {count + idle} experts, of which a token chooses {chosen} "
             "(moe_topk); it cannot choose more experts than there are."
         )
     assert mlp.activation != "xielu"
@@ -69,8 +70,7 @@ def _experts(fields: ConfigFields, mlp: Mlp) -> Experts:
         *(count, fields.size("expert_ffn_hidden_size"), mlp.activation, True),
         Router(chosen, scale=fields.number("routed_scaling_factor")),
         shared=mlp.ffn,
-        zeros=zeros,
-        late=True,
+        mixing=Shortcut(idle),
     )
 
 

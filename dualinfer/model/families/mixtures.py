@@ -7,6 +7,7 @@ the routers and the blocks around them in models/NAME/modeling_NAME.py.
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
+from ...blocks.shared_expert import SharedScaled
 from ...errors import ModelError, shown
 from .. import rows as make
 from ..spec import Experts, Mlp, Router
@@ -21,10 +22,11 @@ class Mixture:
     `expert` are the parts of one expert in files, gate, up and down; Granite's files have all
     experts in one tensor, as modules do. `shared` is a layer's module of the shared expert, which
     is as wide as so many experts as the field `shares` says, and `shared_parts` are its own, two of
-    them where gate and up are one. `choice_bias` is a tensor of `choice_axes`; with `router_bias`
-    logits have one as well. A tensor of all experts may lie `turned`, columns before rows, and be
-    `marked` so in HF's class. `stacked` files have a tensor of all experts for each part.
-    `ignored` fields change nothing at inference.
+    them where gate and up are one; what it gives may be times a `shared_gate`. `choice_bias` is a
+    tensor of `choice_axes`; with `router_bias` logits have one as well. A
+    tensor of all experts may lie `turned`, columns before rows, and be `marked` so in HF's class.
+    `stacked` files have a tensor of all experts for each part. `ignored` fields change nothing at
+    inference.
     """
 
     block: str = "mlp"
@@ -33,6 +35,7 @@ class Mixture:
     shared: str = "mlp.shared_expert"
     shared_parts: tuple[str, ...] = ("gate_proj", "up_proj", "down_proj")
     shares: str = ""
+    shared_gate: str = ""
     choice_bias: str | None = None
     choice_axes: str = "choices"
     router_bias: bool = False
@@ -214,7 +217,7 @@ MIXTURES: Mapping[str, Mixture] = {
         renames=(*_MIXTRAL.renames, (".router.weight", ".gate.weight")),
         ignored=("router_aux_loss_coef", "input_jitter_noise", "num_experts_per_tok"),
     ),
-    "qwen2_moe": Mixture(),
+    "qwen2_moe": Mixture(shared_gate="shared_expert_gate"),
     "qwen3_moe": Mixture(),
     "solar_open": _DEEPSEEK,
     "step3p5": replace(
@@ -249,8 +252,7 @@ def read_layers(fields: ConfigFields, dense: Mlp, layers: int) -> list[Mlp | Exp
                 f"config.json has {count} experts, of which a token chooses {router.chosen} "
                 f"({own.chosen}); it cannot choose more experts than there are."
             )
-        gated = shared > 0 and fields.family == "qwen2_moe"
-        mixture = Experts(count, ffn, activation, dense.gated, router, shared, gated)
+        mixture = Experts(count, ffn, activation, dense.gated, router, shared)
         if fields.family == "llama4_text":
             mixture = replace(mixture, weighs_input=True)
         if fields.family == "gpt_oss":
@@ -275,7 +277,7 @@ def _averaged(fields: ConfigFields, mixture: Experts) -> Experts:
     fields.require(name, "sum", "average")
     if not mixture.shared or fields.take(name) == "sum":
         return mixture
-    return replace(mixture, router=replace(mixture.router, scale=0.5), shared_scale=0.5)
+    return replace(mixture, router=replace(mixture.router, scale=0.5), mixing=SharedScaled(0.5))
 
 
 def _name_of_count(fields: ConfigFields) -> str:
@@ -474,8 +476,8 @@ def make_rows(names: Mixture, mixture: Experts, layer: str) -> list[Row]:
         else:
             rows += make.linear("shared.up", first[0], "shared_gate+shared_up embed", bias=False)
         rows += make.linear("shared.down", down, "embed shared_up", bias=False)
-    if mixture.shared_gated:
-        rows += make.linear("shared.gate", f"{hf}.shared_expert_gate", "one embed", bias=False)
+    if mixture.shared and names.shared_gate:
+        rows += make.linear("shared.gate", f"{hf}.{names.shared_gate}", "one embed", bias=False)
     return rows
 
 

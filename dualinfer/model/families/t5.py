@@ -6,6 +6,7 @@ HF sources: models/t5, mt5, umt5, longt5, switch_transformers.
 from dataclasses import replace
 from typing import Any
 
+from ...blocks.capacity import Capacity
 from ...errors import ModelError, shown
 from .. import rows as make
 from ..spec import Attention, Experts, Head, Layer, Mlp, ModelSpec, Norm, RelativeBias, Router
@@ -144,7 +145,8 @@ def _switch(fields: ConfigFields, mlp: Mlp) -> Experts:
     capacity = fields.size("expert_capacity")
     assert mlp.activation != "xielu"
     count = fields.size("num_experts")
-    return Experts(count, mlp.ffn, mlp.activation, False, Router(1), capacity=capacity)
+    how = mlp.ffn, mlp.activation, False, Router(1)
+    return Experts(count, *how, mixing=Capacity(capacity))
 
 
 def _sparse(fields: ConfigFields, side: str, count: int) -> list[bool]:

@@ -7,6 +7,7 @@ G = H/K, D head_dim, F ffn, V vocab, X experts.
 
 from .attention import Attention, Gate, Latent, Places, RelativeBias, Rope
 from .block import Block
+from .mixing import Mixing
 from .model import Head, Layer, ModelSpec, Patches, Pooled, Pooling, Probe, Sounds, Waves
 from .parts import (
     XIELU,
@@ -36,6 +37,7 @@ __all__ = [
     "Head",
     "Latent",
     "Layer",
+    "Mixing",
     "Mlp",
     "ModelSpec",
     "Norm",

@@ -240,7 +240,8 @@ class Layer:
     @property
     def is_late(self) -> bool:
         """True if a part of what it gives is added behind the next layer."""
-        return isinstance(self.mlp, Experts) and self.mlp.late
+        mixing = self.mlp.mixing if isinstance(self.mlp, Experts) else None
+        return mixing is not None and mixing.leaves
 
 
 @dataclass(frozen=True)
@@ -615,8 +616,8 @@ class ModelSpec(Once):
         Then a token asks for no other one but in attention and recurrences, which caches serve.
         """
         whole = self.encoder is not None or self.uncounted is not None
-        mixtures = [own.mlp for own in self.layers if isinstance(own.mlp, Experts)]
-        return self.causal and not whole and all(own.capacity is None for own in mixtures)
+        mixings = [own.mlp.mixing for own in self.layers if isinstance(own.mlp, Experts)]
+        return self.causal and not whole and not any(own and own.sees_others for own in mixings)
 
     @property
     def alibi(self) -> bool:

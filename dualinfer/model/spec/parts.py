@@ -4,6 +4,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Literal, Protocol, Self
 
+from .mixing import Mixing
+
 Activation = Literal["silu", "gelu", "gelu_tanh", "quick_gelu", "relu", "relu2", "tanh"]
 XIELU = ("alpha_p", "alpha_n", "beta", "eps")  # a layer's numbers of the activation xIELU
 
@@ -71,23 +73,14 @@ class Experts:
     """A mixture in a feed-forward's place: each token's `router.chosen` of `count` experts of ffn.
 
     An expert's hidden values are activation(gate) * (up + `offset`), or without gates
-    activation(up). With `limit` gates are at most that, and ups at most as far from 0 (GPT-OSS); if
-    `limits_given`, activation(gate) is that in a gate's place, and in the expert that all tokens
-    have with `shared_limit` (Step 3.7).
-    `shared` is the ffn of an expert that all tokens have, 0 for none; with `shared_gated` its
-    result is times the logistic function of a product of its own (Qwen2-MoE), and it is times
-    `shared_scale` (Cohere's mean of the two). Where a mixture
+    activation(up). With `limit` gates are at most that, and ups at most as far from 0 (GPT-OSS).
+    `shared` is the ffn of an expert that all tokens have, 0 for none; if there is a gate among the
+    weights, its result is times the logistic function of that product (Qwen2-MoE). Where a mixture
     `weighs_input`, an expert reads its input times its weight, and results are summed as they are
     (Llama 4). With `blended` the last expert is one that the router does not know and all tokens
     have: its weight, and what those of the chosen ones are times, are the softmax of a product of
-    their own (DeepSpeed's residual layers, arXiv:2201.05596). Where they are `apart` (Gemma 4), the
-    expert that all tokens have, the others and the router each read through a norm of their own.
-    Both results are normed before they are added, and the weight of a chosen expert is times a
-    learned number. With a `capacity` an expert serves so many tokens of a sequence in one pass, the
-    first that choose it; others that do get nothing of it (Switch Transformers). Behind the `count`
-    experts the router knows `zeros` more, without weights: such a one gives what it reads. Where
-    they are `late` (LongCat, arXiv:2509.01322), the expert that all tokens have is the layer's MLP,
-    and what the others give is added behind the next layer.
+    their own (DeepSpeed's residual layers, arXiv:2201.05596). With a `mixing` it does otherwise, as
+    that says.
     """
 
     count: int
@@ -96,23 +89,21 @@ class Experts:
     gated: bool
     router: Router
     shared: int = 0
-    shared_gated: bool = False
-    shared_scale: float = 1.0
     limit: float | None = None
-    limits_given: bool = False
-    shared_limit: float | None = None
     offset: float = 0.0
     weighs_input: bool = False
     blended: bool = False
-    apart: bool = False
-    capacity: int | None = None
-    zeros: int = 0
-    late: bool = False
+    mixing: Mixing | None = None
+
+    @property
+    def idle(self) -> int:
+        """Experts without weights that a router knows, behind the others."""
+        return self.mixing.idle if self.mixing else 0
 
     @property
     def choices(self) -> int:
         """Experts that a router tells apart."""
-        return self.count - self.blended + self.zeros
+        return self.count - self.blended + self.idle
 
     @property
     def per_token(self) -> int:
