@@ -33,6 +33,7 @@ FLOORS: dict[str, str] = {
     "parallel checkpoint ops backends decoder",
     "serving": "backends",
     "engine": "config model parallel backends serving",
+    "serving.http": "engine",
     "opening": "config quantization model model.families checkpoint backends",
     "api": "config quantization model model.families parallel checkpoint backends engine opening",
     "": "config embedded engine api",
@@ -41,7 +42,7 @@ FLOORS: dict[str, str] = {
     "bench.torch": "kernels.triton model ops backends backends.torch bench",
     "bench.jax": "kernels.triton kernels.xla model ops backends backends.jax bench",
     "cli": "embedded system config quantization model model.families parallel checkpoint ops "
-    "backends engine opening api bench",
+    "backends serving.http engine opening api bench",
     "__main__": "cli",
 }
 OPEN_TO_ALL = {"errors", "arrays"}

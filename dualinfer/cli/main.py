@@ -1,4 +1,4 @@
-"""The command line: generate, chat, demo, parity, check, bench, plan, quantize, launch, env."""
+"""The command line: generate, chat, serve, demo, parity, check, bench, plan, quantize, env."""
 
 import errno
 import importlib.metadata
@@ -41,6 +41,7 @@ from .options import AdapterOption, RevisionOption
 from .parity import Parity, compare, first_difference
 from .quantize import quantize
 from .quick_start import OWN_PROCESS, start_sooner
+from .serve import serve
 from .texts import NEW_TOKENS, chat, check_both_run, find_asked, generate
 from .wording import print_error
 
@@ -75,6 +76,7 @@ app = typer.Typer(
 
 app.command(cls=Command)(generate)
 app.command(cls=Command, context_settings=_EXTRA)(chat)
+app.command(cls=Command)(serve)
 
 
 def _show_version(asked: bool) -> None:

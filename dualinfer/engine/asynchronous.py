@@ -2,10 +2,11 @@
 
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Generator, Mapping, Sequence
-from typing import Any, Literal, Self, Unpack
+from typing import Any, Literal, NamedTuple, Self, Unpack
 
 from ..arrays import kind_of
 from ..errors import ArgumentError, UnsupportedError, shown
+from ..serving.room import MOST_SLOTS
 from .arguments import GenerationArguments, with_arguments
 from .base import InferenceEngine
 from .chat import encode_chat
@@ -14,6 +15,19 @@ from .text_stream import Detokenizer
 from .tokenizing import encode, tokenizer_of
 
 Priority = Literal["high", "normal"]
+
+
+class Traffic(NamedTuple):
+    """What `generate_async` has under way.
+
+    Sequences that have a slot, those that wait for one, the most that get one, and for how many
+    seconds the thread that drives them has not come round; 0 where there is nothing to do.
+    """
+
+    live: int
+    waiting: int
+    slots: int
+    silent: float
 
 
 class AsyncGeneration:
@@ -165,6 +179,15 @@ class AsyncCalls(InferenceEngine):
         )
         handles = [AsyncGeneration(driver, job, make_text) for driver, job in made]
         return handles[0] if len(handles) == 1 else handles
+
+    def traffic(self) -> Traffic:
+        """How many sequences of `generate_async` are under way, and whether they move."""
+        driver = self._driver
+        if driver is None:
+            return Traffic(0, 0, MOST_SLOTS, 0.0)
+        live, waiting = driver.live, driver.waiting
+        silent = time.monotonic() - driver.heartbeat if live or waiting else 0.0
+        return Traffic(live, waiting, MOST_SLOTS, silent)
 
     def _submit(
         self,

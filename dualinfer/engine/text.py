@@ -211,13 +211,10 @@ class TextCalls:
 
         A chat's turn ends with a token of the template's, which many models' configs do not name.
         """
-        turn = getattr(tokenizer, "eos_token_id", None)
         asked = config_dict(config).get("eos_token_id") is not None or "eos_token_id" in arguments
-        if turn is None or asked:
+        if asked or getattr(tokenizer, "eos_token_id", None) is None:
             return arguments
-        own = config_dict(self.generation_config).get("eos_token_id")
-        known = own if isinstance(own, list | tuple) else [] if own is None else [own]
-        return {**arguments, "eos_token_id": list(dict.fromkeys([*known, turn]))}
+        return {**arguments, "eos_token_id": chat_endings(self.generation_config, tokenizer)}
 
     def _whole(self, prompts: Any, how: "_How", arguments: dict[str, Any]) -> Any:
         detokenizer, begun = self._started(prompts, how, arguments, whole=True)
@@ -239,6 +236,18 @@ class TextCalls:
     def _pieces(self, prompts: Any, how: "_How", arguments: dict[str, Any]) -> Iterator[Any]:
         detokenizer, begun = self._started(prompts, how, arguments, whole=False)
         return _as_they_come(detokenizer, begun)
+
+
+def endings(config: Any) -> list[int]:
+    """The ids that end a text by a model's generation config."""
+    own = config_dict(config).get("eos_token_id")
+    return list(own) if isinstance(own, list | tuple) else [] if own is None else [own]
+
+
+def chat_endings(config: Any, tokenizer: Any) -> list[int]:
+    """The ids that end a turn of a chat: the model's, and the tokenizer's."""
+    turn = getattr(tokenizer, "eos_token_id", None)
+    return list(dict.fromkeys([*endings(config), *([] if turn is None else [turn])]))
 
 
 class _How(NamedTuple):

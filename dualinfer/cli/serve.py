@@ -1,0 +1,222 @@
+"""`dualinfer serve`: a model behind OpenAI's HTTP routes."""
+
+import importlib.util
+import ipaddress
+import json
+import logging
+import shlex
+import signal
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from .. import backends
+from ..api import init_inference
+from ..checkpoint.described.tokenizer import load_tokenizer, tokenizer_folder
+from ..errors import BackendNotAvailableError, DualinferError, UnsupportedError
+from ..system.command_options import KvCacheOption, QuantOption
+from ..system.terminal import say
+from .options import AdapterOption, One, RevisionOption
+from .texts import find_asked
+
+_NEEDED = ("starlette", "uvicorn")
+_MANY = 1024  # tokens of a sequence, for the number that have room
+
+
+class ListenError(DualinferError, OSError):
+    """The address cannot be listened on."""
+
+
+def serve(
+    model: Annotated[
+        str,
+        typer.Argument(
+            metavar="MODEL", help="A checkpoint's folder, a GGUF file or a model of the hub."
+        ),
+    ],
+    backend: Annotated[
+        One | None,
+        typer.Option(
+            metavar="torch|jax",
+            show_default=False,
+            help="What runs the model; unset: what is installed.",
+        ),
+    ] = None,
+    host: Annotated[
+        str, typer.Option(metavar="ADDRESS", help="Where to listen; 0.0.0.0 for all networks.")
+    ] = "127.0.0.1",
+    port: Annotated[
+        int, typer.Option(metavar="NUMBER", min=0, max=65535, help="0: one that is free.")
+    ] = 8000,
+    api_key: Annotated[
+        str | None,
+        typer.Option(
+            metavar="KEY",
+            envvar="DUALINFER_API_KEY",
+            help="What clients must send; unset: nothing.",
+        ),
+    ] = None,
+    name: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME", help="What clients call the model; unset: its id, or its folder's name."
+        ),
+    ] = None,
+    grace: Annotated[
+        int,
+        typer.Option(
+            metavar="SECONDS", min=0, help="How long open requests may go on after SIGTERM."
+        ),
+    ] = 30,
+    dtype: Annotated[
+        str | None,
+        typer.Option(metavar="NAME", help="float32, float16 or bfloat16; unset: as in generate."),
+    ] = None,
+    quant: QuantOption = None,
+    adapter: AdapterOption = None,
+    kv_cache_dtype: KvCacheOption = None,
+    kernels: Annotated[
+        bool | None,
+        typer.Option(
+            "--kernels/--no-kernels",
+            show_default=False,
+            help="Fused kernels, or plain operations; unset: kernels where they run.",
+        ),
+    ] = None,
+    revision: RevisionOption = None,
+) -> None:
+    """Serve a model to clients of OpenAI's API, many at once.
+
+    Chats, completions, embeddings and metrics, on this machine unless --host says otherwise.
+    SIGTERM lets open requests end.
+    """
+    if absent := [x for x in _NEEDED if importlib.util.find_spec(x) is None]:
+        raise BackendNotAvailableError(
+            f"`dualinfer serve` needs {' and '.join(absent)}. Install `dualinfer[serve]`."
+        )
+    if api_key is not None and not api_key.strip():
+        raise typer.BadParameter("--api-key is empty.")
+    which = backend or backends.default_backend()
+    backends.check_backend(which)
+    found = find_asked(model, revision, adapter, "")
+    tokenizer = load_tokenizer(tokenizer_folder(*found))
+    with (
+        _listening(host, port) as listener,
+        init_inference(
+            found.folder,
+            backend=which,
+            adapter=found.adapters,
+            dtype=dtype,
+            quant=quant,
+            kv_cache_dtype=kv_cache_dtype,
+            replace_with_kernel_inject=kernels,
+        ) as engine,
+    ):
+        engine.tokenizer = tokenizer
+        if not hasattr(engine, "generate_async"):
+            raise UnsupportedError(
+                "This model runs in module mode, by transformers' own code, which makes one call "
+                "at a time. Only models of fused mode are served."
+            )
+        called = name or _name_of(model)
+        _warm_up(engine)
+        _show(engine, called, listener.getsockname(), api_key is not None)
+        _run(engine, called, api_key, listener, grace)
+
+
+def _name_of(model: str) -> str:
+    """A hub id as it is; of a path its last part."""
+    path = Path(model).expanduser()
+    return path.resolve().name if path.exists() else model
+
+
+@contextmanager
+def _listening(host: str, port: int) -> Iterator[socket.socket]:
+    """A socket at the address, taken before a large model is loaded in vain."""
+    try:
+        (family, kind, protocol, _, address), *_ = socket.getaddrinfo(
+            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )
+        listener = socket.socket(family, kind, protocol)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        with listener:
+            listener.bind(address)
+            yield listener
+    except (socket.gaierror, PermissionError, OSError) as error:
+        if isinstance(error, DualinferError):
+            raise
+        raise ListenError(
+            f"{host}:{port} cannot be listened on: {error.strerror}. Pass another --host or --port."
+        ) from error
+
+
+def _warm_up(engine: Any) -> None:
+    """Run two steps, so that what must be compiled is before the first client comes."""
+    with suppress(UnsupportedError):  # an encoder, which embeds alone
+        engine.generate([[0]], max_new_tokens=2, do_sample=False)
+
+
+def _show(engine: Any, name: str, address: Any, has_key: bool) -> None:
+    """Say what runs, what memory it has, and how to call it."""
+    report, (host, port) = engine.report(), address[:2]
+    url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
+    body = json.dumps({"model": name, "messages": [{"role": "user", "content": "Hello"}]})
+    kind = "chat/completions"
+    if not getattr(engine.tokenizer, "chat_template", None):
+        body, kind = json.dumps({"model": name, "prompt": "Hello"}), "completions"
+    key = " -H 'Authorization: Bearer KEY'" if has_key else ""
+    most = f"at most {report.max_tokens:,} tokens each" if report.max_tokens else "no limit"
+    say(f"{name}: {report.architecture}, {report.dtype}, {report.backend} on {report.device_name}")
+    say(f"weights {report.parameter_bytes / 2**20:,.0f} MiB; {_room(engine)}; {most}")
+    head = " -H 'Content-Type: application/json'" + key
+    typer.echo(f"listening on {url}; the base URL of OpenAI clients is {url}/v1", err=True)
+    typer.echo(f"  curl {url}/v1/{kind}{head} -d {shlex.quote(body)}", err=True)
+    if not has_key and not ipaddress.ip_address(host).is_loopback:
+        say(
+            "Anybody who reaches this address can use it: pass --api-key, or set DUALINFER_API_KEY."
+        )
+
+
+def _room(engine: Any) -> str:
+    """How much of a cache there is room for."""
+    free = engine.runner.free_bytes()
+    if free is None:
+        return "free memory is unknown"
+    one = engine.runner.cache_bytes_for(1, _MANY)
+    fit = f", a cache of about {free // one * _MANY:,} tokens" if one else ""
+    return f"{free / 2**20:,.0f} MiB free{fit}"
+
+
+def _run(engine: Any, name: str, key: str | None, listener: socket.socket, grace: int) -> None:
+    """Serve until SIGTERM or Ctrl-C; then open requests end first."""
+    import uvicorn
+
+    from ..serving.http.app import Server
+
+    server = Server(engine, name, key)
+
+    class Draining(uvicorn.Server):
+        def handle_exit(self, sig: int, frame: Any) -> None:
+            server.is_draining = True
+            super().handle_exit(sig, frame)
+
+    logging.getLogger("dualinfer.serve").addHandler(logging.StreamHandler())
+    config = uvicorn.Config(
+        server.app(),
+        log_level="warning",
+        access_log=False,
+        lifespan="off",
+        ws="none",
+        timeout_graceful_shutdown=grace,
+    )
+    # uvicorn raises the signal once more when it is done: the engine is to be closed then.
+    before = signal.signal(signal.SIGTERM, lambda *_: None)
+    try:
+        with suppress(KeyboardInterrupt):
+            Draining(config).run(sockets=[listener])
+    finally:
+        signal.signal(signal.SIGTERM, before)

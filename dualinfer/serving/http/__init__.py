@@ -1,0 +1,1 @@
+"""The HTTP server with OpenAI's routes: `dualinfer serve`."""

@@ -1,0 +1,130 @@
+"""The text of one sequence on its way to a client: cut at a stop string, and counted."""
+
+import time
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from ...engine.text_stream import Detokenizer
+from .metrics import Metrics
+
+
+class StopText:
+    """Text up to the first stop string; what may begin one is held back.
+
+    The first is the one that ends first, so that it does not matter in which pieces the text comes.
+    With `keep` the stop string itself stays.
+    """
+
+    def __init__(self, stops: Sequence[str], keep: bool) -> None:
+        self._stops, self._keep, self._held = stops, keep, ""
+        self.found = False
+
+    def push(self, piece: str) -> str:
+        """The text that is certain with another piece."""
+        if self.found or not self._stops:
+            return "" if self.found else piece
+        text = self._held + piece
+        ends = [(at + len(s), at) for s in self._stops if (at := text.find(s)) >= 0]
+        if ends:
+            end, start = min(ends)
+            self.found, self._held = True, ""
+            return text[: end if self._keep else start]
+        held = max(_overlap(text, stop) for stop in self._stops)
+        self._held = text[len(text) - held :]
+        return text[: len(text) - held]
+
+    def finish(self) -> str:
+        """What was held back."""
+        rest, self._held = self._held, ""
+        return rest
+
+
+def _overlap(text: str, stop: str) -> int:
+    """How many characters at the end of `text` may begin `stop`."""
+    most = min(len(text), len(stop) - 1)
+    return next((n for n in range(most, 0, -1) if text.endswith(stop[:n])), 0)
+
+
+@dataclass
+class Part:
+    """A piece of a sequence's text, and how many tokens it took."""
+
+    text: str
+    tokens: list[int] = field(default_factory=list)
+    reason: str | None = None  # why it ended, with the last part
+
+
+@dataclass
+class Answer:
+    """One sequence of a request: the handle of `generate_async`, and how its text is made."""
+
+    index: int
+    prompt: int  # which of the request's
+    handle: Any
+    detokenizer: Detokenizer
+    stop: StopText
+    stop_ids: frozenset[int]
+    free: int  # tokens at the start in which no stop string is looked for
+    metrics: Metrics
+    begun: float
+    opening: str = ""  # the prompt, where it is to be echoed
+    count: int = 0
+
+    @property
+    def prompt_tokens(self) -> int:
+        """The length of its prompt."""
+        return len(self.handle.prompt_ids)
+
+    async def parts(self) -> AsyncIterator[Part]:
+        """The text as it comes; the last part says why it ended."""
+        text = self.detokenizer.stream(self.handle.prompt_ids)
+        last: float | None = None
+        if self.opening:
+            yield Part(self.opening)
+        try:
+            while tokens := await self.handle.arrived():
+                now = time.monotonic()
+                self._observe(now, last, len(tokens))
+                last = now
+                part = self._take(text, tokens)
+                if self.stop.found:
+                    part.reason = "stop"
+                    self._end("stop")
+                    yield part
+                    return
+                if part.text or part.tokens:
+                    yield part
+            rest = self.stop.push(text.finish())
+            rest += self.stop.finish()
+            reason = "stop" if self.stop.found else self.handle.finish_reason
+            self._end(reason)
+            yield Part(rest, reason=reason)
+        finally:
+            self.handle.cancel()
+
+    def _take(self, text: Any, tokens: Sequence[int]) -> Part:
+        """The text of tokens up to a stop string."""
+        part = Part("")
+        for token in tokens:
+            self.count += 1
+            part.tokens.append(token)
+            if token in self.stop_ids:
+                continue
+            piece = text.push(token)
+            part.text += piece if self.count <= self.free else self.stop.push(piece)
+            if self.stop.found:
+                break
+        return part
+
+    def _observe(self, now: float, last: float | None, count: int) -> None:
+        if last is None:
+            self.metrics.prompt_tokens += self.prompt_tokens
+            self.metrics.first_token.observe(now - self.begun)
+        else:
+            self.metrics.inter_token.observe((now - last) / count, count)
+        self.metrics.generation_tokens += count
+
+    def _end(self, reason: str) -> None:
+        self.metrics.finished[reason] += 1
+        self.metrics.whole.observe(time.monotonic() - self.begun)

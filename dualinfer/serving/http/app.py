@@ -1,0 +1,550 @@
+"""The routes of the server, as an ASGI application around one engine."""
+
+import asyncio
+import base64
+import json
+import logging
+import secrets
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import aclosing
+from typing import Any
+
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
+from starlette.routing import Route
+
+from ...engine.chat import encode_chat
+from ...engine.text import chat_endings, endings
+from ...engine.text_stream import Detokenizer
+from ...engine.tokenizing import encode, ids_of, tokenizer_of
+from ...errors import (
+    ArgumentError,
+    ClosedError,
+    DualinferError,
+    LengthError,
+    OutOfMemoryError,
+    UnsupportedError,
+    shown,
+)
+from .answers import Answer, Part, StopText
+from .metrics import CONTENT_TYPE, Metrics
+from .protocol import (
+    MOST_SEQUENCES,
+    ChatRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    EmbeddingRequest,
+    Generation,
+    RequestError,
+    StreamOptions,
+    TokenizeRequest,
+    content_of,
+    read,
+)
+
+MOST_BYTES = 8 * 2**20  # of a body
+MOST_WAITING = 4096  # sequences that wait for a slot
+STALLED = (
+    120.0  # seconds without a turn after which the engine counts as hung: compiling takes some
+)
+_log = logging.getLogger("dualinfer.serve")
+
+
+class Server:
+    """What the routes share: the engine, its name, and what is counted."""
+
+    def __init__(
+        self, engine: Any, name: str, api_key: str | None = None, most_bytes: int = MOST_BYTES
+    ) -> None:
+        self.engine, self.name = engine, name
+        self._key, self._most_bytes = api_key, most_bytes
+        self._metrics, self._created = Metrics(), int(time.time())
+        self._most_tokens: int = engine.report().max_tokens
+        self.is_draining = False
+
+    def app(self) -> Starlette:
+        """The application."""
+        posts: dict[str, Callable[[Request], Awaitable[Response]]] = {
+            "/v1/chat/completions": self._chat,
+            "/v1/completions": self._complete,
+            "/v1/embeddings": self._embed,
+            "/tokenize": self._tokenize,
+            "/detokenize": self._detokenize,
+        }
+        gets: dict[str, Callable[[Request], Awaitable[Response]]] = {
+            "/v1/models": self._models,
+            "/v1/models/{name:path}": self._models,
+        }
+        routes = [Route(p, self._guarded(f), methods=["POST"]) for p, f in posts.items()]
+        routes += [Route(p, self._guarded(f), methods=["GET"]) for p, f in gets.items()]
+        routes += [
+            Route("/health", self._health),
+            Route("/ready", self._ready),
+            Route("/metrics", self._show_metrics),
+        ]
+        return Starlette(routes=routes, exception_handlers={HTTPException: _unrouted})
+
+    def _guarded(
+        self, handler: Callable[[Request], Awaitable[Response]]
+    ) -> Callable[[Request], Awaitable[Response]]:
+        """The handler behind the key; what it raises becomes OpenAI's error object."""
+
+        async def call(request: Request) -> Response:
+            try:
+                self._check_key(request)
+                return await handler(request)
+            except ClientDisconnect:
+                return Response(status_code=499)
+            except Exception as error:
+                refused = as_refused(error)
+                return JSONResponse(refused.body(), refused.status)
+
+        return call
+
+    def _check_key(self, request: Request) -> None:
+        if self._key is None:
+            return
+        scheme, _, given = request.headers.get("authorization", "").partition(" ")
+        same = secrets.compare_digest(given.strip().encode(), self._key.encode())
+        if scheme.lower() != "bearer" or not same:
+            raise RequestError(
+                "The API key is missing or wrong. Send it as `Authorization: Bearer KEY`.",
+                status=401,
+                code="invalid_api_key",
+            )
+
+    async def _body(self, request: Request) -> bytes:
+        """The body, as far as it is not too large."""
+        chunks, size = [], 0
+        async for chunk in request.stream():
+            size += len(chunk)
+            if size > self._most_bytes:
+                raise RequestError(
+                    f"The body is larger than {self._most_bytes:,} bytes.", status=413
+                )
+            chunks.append(chunk)
+        return b"".join(chunks)
+
+    def _check_model(self, name: str | None) -> None:
+        if name is not None and name != self.name:
+            raise RequestError(
+                f"There is no model {shown(name)} here; this server has {shown(self.name)}.",
+                "model",
+                404,
+                "model_not_found",
+            )
+
+    # Text
+
+    async def _chat(self, request: Request) -> Response:
+        body = read(await self._body(request), ChatRequest)
+        self._check_model(body.model)
+        options = dict(body.chat_template_kwargs or {})
+        if "chat_template" in options:
+            raise RequestError(
+                "chat_template is the server's: a client's own is not run.", "chat_template_kwargs"
+            )
+        answers = await self._in_thread(self._begin_chat, body, options)
+        return await self._respond(request, body, answers, _ChatForm(self.name))
+
+    def _begin_chat(self, body: ChatRequest, options: dict[str, Any]) -> list[Answer]:
+        tokenizer = self.engine.tokenizer
+        ids = encode_chat(tokenizer, content_of(body.messages), options)
+        ends = chat_endings(self.engine.generation_config, tokenizer_of(tokenizer))
+        return self._begin(body, [(ids, "")], ends, "messages")
+
+    async def _complete(self, request: Request) -> Response:
+        body = read(await self._body(request), CompletionRequest)
+        self._check_model(body.model)
+        answers = await self._in_thread(self._begin_completion, body)
+        return await self._respond(request, body, answers, _TextForm(self.name))
+
+    def _begin_completion(self, body: CompletionRequest) -> list[Answer]:
+        if not body.prompts or len(body.prompts) * (body.n or 1) > MOST_SEQUENCES:
+            raise RequestError(
+                f"prompt holds {len(body.prompts)} prompts; expected at least one, and at most "
+                f"{MOST_SEQUENCES} sequences of all of them in one request.",
+                "prompt",
+            )
+        prompts = [self._prompt(one, bool(body.echo)) for one in body.prompts]
+        ends = endings(self.engine.generation_config)
+        return self._begin(body, prompts, ends, "prompt")
+
+    def _prompt(self, given: str | list[int], echo: bool) -> tuple[list[int], str]:
+        """The ids of a prompt, and its text where that is asked for."""
+        if isinstance(given, str):
+            return encode(self.engine.tokenizer, given), given if echo else ""
+        if not given:
+            raise RequestError("prompt is empty; there is nothing to continue.", "prompt")
+        return given, self._text_of(given) if echo else ""
+
+    def _text_of(self, ids: Sequence[int]) -> str:
+        self._check_ids(ids)
+        stream = Detokenizer(tokenizer_of(self.engine.tokenizer), False).stream()
+        return stream.push(*ids) + stream.finish()
+
+    def _check_ids(self, ids: Sequence[int]) -> None:
+        size = len(tokenizer_of(self.engine.tokenizer))
+        if (wrong := next((x for x in ids if x >= size), None)) is not None:
+            raise RequestError(f"The tokenizer has no id {wrong}; it has {size:,}.", "tokens")
+
+    def _begin(
+        self,
+        body: Generation,
+        prompts: Sequence[tuple[list[int], str]],
+        ends: Sequence[int],
+        name: str,
+    ) -> list[Answer]:
+        """The answers to some prompts, each sequence queued."""
+        begun, count = time.monotonic(), body.n or 1
+        if self.engine.traffic().waiting + len(prompts) * count > MOST_WAITING:
+            raise RequestError("Too many requests wait. Try again later.", status=429)
+        own = [] if body.ignore_eos else list(ends)
+        stop_ids = body.stop_token_ids or []
+        arguments = body.sampling() | {"eos_token_id": [*dict.fromkeys([*own, *stop_ids])] or None}
+        skips = body.skip_special_tokens is not False
+        keeps = bool(body.include_stop_str_in_output)
+        detokenizer = Detokenizer(tokenizer_of(self.engine.tokenizer), skips)
+        answers: list[Answer] = []
+        try:
+            for i, (ids, opening) in enumerate(prompts):
+                length = self._length(body, len(ids), name)
+                for handle in self._submit(ids, arguments, length, count):
+                    answer = Answer(
+                        len(answers),
+                        i,
+                        handle,
+                        detokenizer,
+                        StopText(body.stops, keeps),
+                        frozenset(() if keeps else stop_ids),
+                        body.min_tokens or 0,
+                        self._metrics,
+                        begun,
+                        opening,
+                    )
+                    answers.append(answer)
+        except BaseException:
+            _cancel(answers)
+            raise
+        return answers
+
+    def _submit(
+        self, ids: list[int], arguments: dict[str, Any], length: int, count: int
+    ) -> list[Any]:
+        """So many sequences that continue a prompt; greedy ones are the same, each by itself."""
+        make = self.engine.generate_async
+        how = {**arguments, "max_new_tokens": length}
+        if count == 1 or not arguments["do_sample"]:
+            return [make(ids, **how) for _ in range(count)]
+        return make(ids, **how, num_return_sequences=count)
+
+    def _length(self, body: Generation, prompt: int, name: str) -> int:
+        """How many new tokens there may be."""
+        asked, most = body.asked_length, self._most_tokens
+        if asked == 0:
+            raise RequestError("max_tokens is 0; expected at least 1.", "max_tokens")
+        room = most - prompt if most else None
+        if room is not None and room < (asked or 1):
+            raise RequestError(
+                f"This model takes {most:,} tokens, and the request has {prompt:,} in {name} and "
+                f"asks for {asked or 1:,} new ones. Send less, or ask for fewer.",
+                name,
+                code="context_length_exceeded",
+            )
+        if asked is not None:
+            return asked
+        return body.DEFAULT_LENGTH if room is None else min(body.DEFAULT_LENGTH, room)
+
+    async def _in_thread(self, function: Callable[..., list[Answer]], *arguments: Any) -> Any:
+        """What a function gives that encodes and queues: the event loop goes on meanwhile."""
+        task = asyncio.ensure_future(asyncio.to_thread(function, *arguments))
+        try:
+            return await asyncio.shield(task)
+        except asyncio.CancelledError:
+            task.add_done_callback(lambda t: None if t.exception() else _cancel(t.result()))
+            raise
+
+    async def _respond(
+        self, request: Request, body: Generation, answers: list[Answer], form: "_Form"
+    ) -> Response:
+        if body.stream:
+            events = _events(body.stream_options or StreamOptions(), answers, form)
+            return StreamingResponse(
+                events, media_type="text/event-stream", headers={"Cache-Control": "no-cache"}
+            )
+        work = asyncio.ensure_future(_whole(answers, form))
+        gone = asyncio.ensure_future(_until_gone(request))
+        try:
+            await asyncio.wait({work, gone}, return_when=asyncio.FIRST_COMPLETED)
+            if not work.done():
+                raise ClientDisconnect
+            return JSONResponse(work.result())
+        finally:
+            gone.cancel()
+            work.cancel()
+            _cancel(answers)
+
+    # The rest
+
+    async def _models(self, request: Request) -> Response:
+        if "name" in request.path_params:
+            self._check_model(request.path_params["name"])
+        model = {
+            "id": self.name,
+            "object": "model",
+            "created": self._created,
+            "owned_by": "dualinfer",
+            "max_model_len": self._most_tokens or None,
+        }
+        one = "name" in request.path_params
+        return JSONResponse(model if one else {"object": "list", "data": [model]})
+
+    async def _tokenize(self, request: Request) -> Response:
+        body = read(await self._body(request), TokenizeRequest)
+        self._check_model(body.model)
+        if (body.prompt is None) == (body.messages is None):
+            raise RequestError("Send either prompt or messages.", "prompt")
+        if body.messages is not None and body.add_special_tokens is not None:
+            raise RequestError("add_special_tokens is for a prompt.", "add_special_tokens")
+        tokenizer = self.engine.tokenizer
+        if body.messages is not None:
+            ids = await asyncio.to_thread(encode_chat, tokenizer, content_of(body.messages))
+        else:
+            bare = body.add_special_tokens is False
+            ids = await asyncio.to_thread(ids_of, tokenizer, body.prompt or "", bare)
+        most = self._most_tokens or None
+        return JSONResponse({"count": len(ids), "max_model_len": most, "tokens": ids})
+
+    async def _detokenize(self, request: Request) -> Response:
+        body = read(await self._body(request), DetokenizeRequest)
+        self._check_model(body.model)
+        return JSONResponse({"prompt": await asyncio.to_thread(self._text_of, body.tokens)})
+
+    async def _embed(self, request: Request) -> Response:
+        body = read(await self._body(request), EmbeddingRequest)
+        self._check_model(body.model)
+        if body.encoding_format not in (None, "float", "base64"):
+            raise RequestError(
+                f"encoding_format is {shown(body.encoding_format)}; expected float or base64.",
+                "encoding_format",
+            )
+        texts = [body.input] if isinstance(body.input, str) else body.input
+        vectors, tokens = await asyncio.to_thread(self._vectors, texts, body.dimensions)
+        data: list[dict[str, Any]] = []
+        for i, vector in enumerate(vectors):
+            numbers: Any = vector.tolist()
+            if body.encoding_format == "base64":
+                numbers = base64.b64encode(vector.astype("<f4").tobytes()).decode()
+            data.append({"object": "embedding", "index": i, "embedding": numbers})
+        usage = {"prompt_tokens": tokens, "total_tokens": tokens}
+        return JSONResponse({"object": "list", "data": data, "model": self.name, "usage": usage})
+
+    def _vectors(self, texts: list[str], dimensions: int | None) -> tuple[Any, int]:
+        vectors = self.engine.embed(texts, truncate_dim=dimensions)
+        return vectors, sum(len(ids_of(self.engine.tokenizer, text)) for text in texts)
+
+    async def _health(self, request: Request) -> Response:
+        silent = self.engine.traffic().silent
+        if silent > STALLED:
+            return PlainTextResponse(f"The engine has not moved for {silent:.0f} s.\n", 503)
+        return PlainTextResponse("ok\n")
+
+    async def _ready(self, request: Request) -> Response:
+        if self.is_draining:
+            return PlainTextResponse("The server is going down.\n", 503)
+        return await self._health(request)
+
+    async def _show_metrics(self, request: Request) -> Response:
+        now = self.engine.traffic()
+        share = 1.0 if now.waiting else now.live / now.slots
+        gauges = {
+            "num_requests_running": now.live,
+            "num_requests_waiting": now.waiting,
+            "kv_cache_usage_perc": share,
+        }
+        return Response(self._metrics.text(self.name, gauges), media_type=CONTENT_TYPE)
+
+
+class _Form:
+    """The objects of one response of a route."""
+
+    kind: str
+    prefix: str
+
+    def __init__(self, model: str) -> None:
+        self._base = {
+            "id": f"{self.prefix}-{secrets.token_hex(12)}",
+            "created": int(time.time()),
+            "model": model,
+        }
+
+    def whole(self, choices: list[dict[str, Any]], usage: dict[str, Any]) -> dict[str, Any]:
+        """The body of a response that is not streamed."""
+        return {**self._base, "object": self.kind, "choices": choices, "usage": usage}
+
+    def chunk(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
+        """An event of a stream."""
+        return {**self._base, "object": self.chunk_kind, "choices": choices}
+
+    chunk_kind: str
+
+    def opening(self, index: int) -> dict[str, Any] | None:
+        """The choice of a stream's first event; None where there is none."""
+        raise NotImplementedError
+
+    def piece(self, index: int, part: Part) -> dict[str, Any]:
+        """The choice of an event."""
+        raise NotImplementedError
+
+    def choice(self, index: int, text: str, reason: str) -> dict[str, Any]:
+        """The choice of a whole response."""
+        raise NotImplementedError
+
+
+class _ChatForm(_Form):
+    kind, chunk_kind, prefix = "chat.completion", "chat.completion.chunk", "chatcmpl"
+
+    def opening(self, index: int) -> dict[str, Any]:
+        delta = {"role": "assistant", "content": ""}
+        return {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
+
+    def piece(self, index: int, part: Part) -> dict[str, Any]:
+        delta = {"content": part.text} if part.text else {}
+        return {"index": index, "delta": delta, "logprobs": None, "finish_reason": part.reason}
+
+    def choice(self, index: int, text: str, reason: str) -> dict[str, Any]:
+        message = {"role": "assistant", "content": text, "refusal": None}
+        return {"index": index, "message": message, "logprobs": None, "finish_reason": reason}
+
+
+class _TextForm(_Form):
+    kind, chunk_kind, prefix = "text_completion", "text_completion", "cmpl"
+
+    def opening(self, index: int) -> None:
+        return None
+
+    def piece(self, index: int, part: Part) -> dict[str, Any]:
+        return {"index": index, "text": part.text, "logprobs": None, "finish_reason": part.reason}
+
+    def choice(self, index: int, text: str, reason: str) -> dict[str, Any]:
+        return {"index": index, "text": text, "logprobs": None, "finish_reason": reason}
+
+
+async def _whole(answers: Sequence[Answer], form: _Form) -> dict[str, Any]:
+    """The body of a response, when all of its sequences have ended."""
+
+    async def one(answer: Answer) -> dict[str, Any]:
+        text, reason = "", ""
+        async with aclosing(answer.parts()) as parts:  # type: ignore[type-var]
+            async for part in parts:
+                text, reason = text + part.text, part.reason or reason
+        return form.choice(answer.index, text, reason)
+
+    choices = await asyncio.gather(*map(one, answers))
+    return form.whole(choices, _usage(answers))
+
+
+async def _events(
+    options: StreamOptions, answers: Sequence[Answer], form: _Form
+) -> AsyncIterator[bytes]:
+    """The events of a stream; what comes together is one write."""
+    queue: asyncio.Queue[tuple[int, Part] | Exception | None] = asyncio.Queue()
+
+    async def feed(answer: Answer) -> None:
+        try:
+            async with aclosing(answer.parts()) as parts:  # type: ignore[type-var]
+                async for part in parts:
+                    queue.put_nowait((answer.index, part))
+        except Exception as error:
+            queue.put_nowait(error)
+        else:
+            queue.put_nowait(None)
+
+    def event(choice: dict[str, Any]) -> bytes:
+        chunk = form.chunk([choice])
+        if options.continuous_usage_stats:
+            chunk["usage"] = _usage(answers)
+        elif options.include_usage:
+            chunk["usage"] = None
+        return _event(chunk)
+
+    tasks = [asyncio.ensure_future(feed(answer)) for answer in answers]
+    try:
+        openings = [form.opening(answer.index) for answer in answers]
+        if opened := b"".join(event(choice) for choice in openings if choice):
+            yield opened
+        left = len(answers)
+        while left:
+            items = [await queue.get()]
+            while not queue.empty():
+                items.append(queue.get_nowait())
+            data = b""
+            for item in items:
+                if isinstance(item, Exception):
+                    yield data + _event(as_refused(item).body()) + _DONE
+                    return
+                if item is None:
+                    left -= 1
+                elif item[1].text or item[1].reason or options.continuous_usage_stats:
+                    data += event(form.piece(*item))
+            if data:
+                yield data
+        end = b""
+        if options.include_usage or options.continuous_usage_stats:
+            end = _event({**form.chunk([]), "usage": _usage(answers)})
+        yield end + _DONE
+    finally:
+        for task in tasks:
+            task.cancel()
+        _cancel(answers)
+
+
+_DONE = b"data: [DONE]\n\n"
+
+
+def _event(value: dict[str, Any]) -> bytes:
+    return f"data: {json.dumps(value, ensure_ascii=False)}\n\n".encode()
+
+
+def _usage(answers: Sequence[Answer]) -> dict[str, Any]:
+    """Tokens of the prompts, each counted once, and of what was made."""
+    prompts = {a.prompt: a.prompt_tokens for a in answers}
+    prompt, new = sum(prompts.values()), sum(a.count for a in answers)
+    return {"prompt_tokens": prompt, "completion_tokens": new, "total_tokens": prompt + new}
+
+
+def _cancel(answers: Sequence[Answer]) -> None:
+    for answer in answers:
+        answer.handle.cancel()
+
+
+async def _until_gone(request: Request) -> None:
+    """Wait until the client leaves."""
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
+
+
+async def _unrouted(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    said = f"{request.method} {request.url.path}: {error.detail}."
+    refused = RequestError(said, status=error.status_code)
+    return JSONResponse(refused.body(), refused.status, headers=error.headers)
+
+
+def as_refused(error: Exception) -> RequestError:
+    """What a client is told of an error."""
+    if isinstance(error, RequestError):
+        return error
+    if isinstance(error, LengthError):
+        return RequestError(str(error), code="context_length_exceeded")
+    if isinstance(error, ArgumentError | UnsupportedError):
+        return RequestError(str(error))
+    if isinstance(error, OutOfMemoryError | ClosedError):
+        return RequestError(str(error), status=503)
+    _log.error("A request failed.", exc_info=error)
+    if isinstance(error, DualinferError):
+        return RequestError(str(error), status=500)
+    return RequestError("The server failed; its log says how.", status=500)

@@ -1,0 +1,248 @@
+"""The bodies of requests: which fields are taken, what they may be, and why others are refused."""
+
+import json
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from ...errors import shown
+
+MOST_SEQUENCES = 128  # of one request
+_NO_TOOLS = "Tools are not served; describe them in a message, and read the text of the answer."
+_NO_FORMAT = "Only text is served; ask for the format in a message."
+_NOT_SERVED = "It is not served. Leave it out."
+
+# Fields that are known and not served: values that ask for nothing, and why others are refused.
+# None asks for nothing in every field.
+_REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
+    "tools": (([],), _NO_TOOLS),
+    "tool_choice": (("none", "auto"), _NO_TOOLS),
+    "parallel_tool_calls": ((True, False), _NO_TOOLS),
+    "functions": (([],), _NO_TOOLS),
+    "function_call": (("none", "auto"), _NO_TOOLS),
+    "response_format": (({"type": "text"},), _NO_FORMAT),
+    "modalities": ((["text"],), "Only text is served."),
+    "suffix": (("",), "The model continues a prompt; it fills no gaps. Leave it out."),
+    "best_of": ((1,), "Every sequence is returned. Use n."),
+}
+
+
+class RequestError(Exception):
+    """A request that is refused: the HTTP status, and what OpenAI's error object says."""
+
+    def __init__(
+        self, message: str, param: str | None = None, status: int = 400, code: str | None = None
+    ) -> None:
+        super().__init__(message)
+        self.message, self.param, self.status, self.code = message, param, status, code
+
+    def body(self) -> dict[str, Any]:
+        """The error as OpenAI's API gives it."""
+        kind = "invalid_request_error" if self.status < 500 else "server_error"
+        kind = "authentication_error" if self.status == 401 else kind
+        error = {"message": self.message, "type": kind, "param": self.param, "code": self.code}
+        return {"error": error}
+
+
+class _Body(BaseModel):
+    """The fields of one route. Values have the type that JSON gives them; nothing is converted."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+
+
+class StreamOptions(_Body):
+    """What a stream tells beside the text."""
+
+    include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
+
+
+_Share = Annotated[float, Field(ge=0, le=1)]
+_Penalty = Annotated[float, Field(ge=-2, le=2)]
+_Id = Annotated[int, Field(ge=0, lt=2**31)]
+_Stop = Annotated[str, Field(min_length=1, max_length=1000)]
+
+
+class Generation(_Body):
+    """The fields that routes of new text share. None leaves a field to its default."""
+
+    model: str
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    n: Annotated[int, Field(ge=1, le=MOST_SEQUENCES)] | None = None
+    seed: Annotated[int, Field(ge=-(2**63), lt=2**64)] | None = None
+    stop: _Stop | Annotated[list[_Stop], Field(max_length=64)] | None = None
+    temperature: Annotated[float, Field(ge=0)] | None = None
+    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    top_k: Annotated[int, Field(ge=-1)] | None = None
+    min_p: _Share | None = None
+    repetition_penalty: Annotated[float, Field(gt=0)] | None = None
+    presence_penalty: _Penalty | None = None
+    frequency_penalty: _Penalty | None = None
+    logit_bias: dict[str, Annotated[float, Field(ge=-100, le=100)]] | None = None
+    max_tokens: Annotated[int, Field(ge=0, lt=2**31)] | None = None
+    min_tokens: Annotated[int, Field(ge=0)] | None = None
+    ignore_eos: bool | None = None
+    stop_token_ids: list[_Id] | None = None
+    skip_special_tokens: bool | None = None
+    include_stop_str_in_output: bool | None = None
+    # Read and ignored: they are about OpenAI's own bookkeeping.
+    user: Any = None
+    metadata: Any = None
+    store: Any = None
+    service_tier: Any = None
+
+    DEFAULT_LENGTH: ClassVar[int]
+
+    @property
+    def stops(self) -> list[str]:
+        """The texts that end a sequence."""
+        return [self.stop] if isinstance(self.stop, str) else self.stop or []
+
+    @property
+    def asked_length(self) -> int | None:
+        """How many new tokens were asked for."""
+        return self.max_tokens
+
+    def sampling(self) -> dict[str, Any]:
+        """The arguments of `generate` that say how tokens are chosen.
+
+        Those of the model's own generation config do not count.
+        """
+        bias = None
+        if self.logit_bias:
+            bias = {_id(name): value for name, value in self.logit_bias.items()}
+        temperature = 1.0 if self.temperature is None else self.temperature
+        chosen: dict[str, Any] = {
+            "do_sample": temperature > 0,
+            "repetition_penalty": self.repetition_penalty or 1.0,
+            "presence_penalty": self.presence_penalty or None,
+            "frequency_penalty": self.frequency_penalty or None,
+            "logit_bias": bias,
+            "min_new_tokens": self.min_tokens or None,
+        }
+        if temperature > 0:
+            chosen |= {
+                "temperature": temperature,
+                "top_k": max(0, self.top_k or 0),
+                "top_p": self.top_p or 1.0,
+                "min_p": self.min_p or None,
+                "seed": None if self.seed is None else self.seed % 2**64,
+            }
+        return chosen
+
+
+def _id(name: str) -> int:
+    if not (name.isascii() and name.isdigit() and len(name) < 11):
+        raise RequestError(
+            f"logit_bias has the key {shown(name)}; expected a token id.", "logit_bias"
+        )
+    return int(name)
+
+
+class ChatRequest(Generation):
+    """The body of /v1/chat/completions."""
+
+    messages: Annotated[list[dict[str, Any]], Field(min_length=1)]
+    max_completion_tokens: Annotated[int, Field(ge=1, lt=2**31)] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+    DEFAULT_LENGTH: ClassVar[int] = 1024
+
+    @property
+    def asked_length(self) -> int | None:
+        """How many new tokens were asked for, by the new name or the old."""
+        new = self.max_completion_tokens
+        return self.max_tokens if new is None else new
+
+
+class CompletionRequest(Generation):
+    """The body of /v1/completions."""
+
+    prompt: str | list[str] | list[_Id] | list[list[_Id]]
+    echo: bool | None = None
+
+    DEFAULT_LENGTH: ClassVar[int] = 16  # OpenAI's
+
+    @property
+    def prompts(self) -> list[str | list[int]]:
+        """Each prompt: a text, or ids."""
+        given: Any = self.prompt
+        is_one = isinstance(given, str) or (given and isinstance(given[0], int))
+        return [given] if is_one else given
+
+
+class TokenizeRequest(_Body):
+    """The body of /tokenize: a text, or a chat."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: Annotated[list[dict[str, Any]], Field(min_length=1)] | None = None
+    add_special_tokens: bool | None = None
+
+
+class DetokenizeRequest(_Body):
+    """The body of /detokenize."""
+
+    model: str | None = None
+    tokens: list[_Id]
+
+
+class EmbeddingRequest(_Body):
+    """The body of /v1/embeddings."""
+
+    model: str
+    input: str | Annotated[list[str], Field(min_length=1)]
+    encoding_format: str | None = None
+    dimensions: Annotated[int, Field(ge=1)] | None = None
+    user: Any = None
+
+
+_B = TypeVar("_B", bound=_Body)
+
+
+def read(body: bytes, kind: type[_B]) -> _B:
+    """The request in a body; RequestError, which names the field, where it cannot be honoured."""
+    try:
+        fields = json.loads(body)
+    except (ValueError, RecursionError) as error:
+        raise RequestError(f"The body is no JSON: {error}.") from error
+    if not isinstance(fields, dict):
+        raise RequestError("The body is no JSON object.")
+    kept = {name: value for name, value in fields.items() if _is_served(name, value, kind)}
+    try:
+        return kind.model_validate(kept)
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_context=False)[0]
+        name = str(first["loc"][0]) if first["loc"] else None
+        where = ".".join(str(part) for part in first["loc"] if isinstance(part, int | str))
+        if first["type"] == "missing":
+            raise RequestError(f"{where} is missing.", name) from error
+        said = f"{where} is {shown(first['input'])}: {first['msg']}."
+        raise RequestError(said, name) from error
+    except RecursionError as error:
+        raise RequestError("The body is nested too deeply.") from error
+
+
+def _is_served(name: str, value: Any, kind: type[_Body]) -> bool:
+    """Whether the route takes a field; RequestError for one that asks for what it does not do."""
+    if name in kind.model_fields:
+        return True
+    neutral, why = _REFUSED.get(name, ((), _NOT_SERVED))
+    if value is None or any(type(value) is type(x) and value == x for x in neutral):
+        return False
+    raise RequestError(f"{shortened_name(name)}: {why}", name)
+
+
+def shortened_name(name: str) -> str:
+    """A field's name for a message."""
+    return name if len(name) <= 60 else f"{name[:60]}..."
+
+
+def content_of(messages: list[dict[str, Any]]) -> list[Mapping[str, Any]]:
+    """The messages without the keys that clients send as null."""
+    return [
+        {key: value for key, value in message.items() if value is not None or key == "content"}
+        for message in messages
+    ]

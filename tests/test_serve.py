@@ -1,0 +1,303 @@
+"""`dualinfer serve`: OpenAI's client gets over HTTP what the engine gives in Python."""
+
+import asyncio
+import contextlib
+import json
+import re
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+import urllib.error
+import urllib.request
+
+import numpy as np
+import openai
+import pytest
+import uvicorn
+
+import dualinfer
+from dualinfer.serving.http.answers import StopText
+from dualinfer.serving.http.app import Server
+
+KEY = "a-key"
+PROMPT = "def copy_file(source"
+PLAIN = {"do_sample": False}
+TEMPLATE = (
+    "{% for m in messages %}# {{ m['role'] }}: {{ m['content'] }}\n{% endfor %}"
+    "{% if add_generation_prompt %}def {% endif %}"
+)
+CHAT = [{"role": "user", "content": "copy a file"}]
+
+
+@pytest.fixture(scope="module", params=["torch", pytest.param("jax", marks=pytest.mark.slow)])
+def engine(request):
+    with dualinfer.init_inference(
+        dualinfer.embedded_model(), backend=request.param, dtype="fp32"
+    ) as engine:
+        engine.tokenizer.chat_template = TEMPLATE
+        yield engine
+
+
+@pytest.fixture(scope="module")
+def url(engine):
+    app = Server(engine, "small", KEY, most_bytes=100_000).app()
+    server = uvicorn.Server(uvicorn.Config(app, log_level="warning", lifespan="off", ws="none"))
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        thread = threading.Thread(target=server.run, args=([listener],))
+        thread.start()
+        yield f"http://127.0.0.1:{listener.getsockname()[1]}"
+        server.should_exit = True
+        thread.join()
+
+
+@pytest.fixture(scope="module")
+def client(url):
+    with openai.OpenAI(base_url=f"{url}/v1", api_key=KEY, max_retries=0) as client:
+        yield client
+
+
+def post(url, route, body, key=KEY):
+    """Status and JSON of a plain request."""
+    data = body if isinstance(body, bytes) else json.dumps(body).encode()
+    headers = {"Authorization": f"Bearer {key}", "Content-Type": "application/json"}
+    try:
+        with urllib.request.urlopen(urllib.request.Request(url + route, data, headers)) as got:
+            return got.status, json.load(got)
+    except urllib.error.HTTPError as error:
+        with error:
+            return error.code, json.load(error)
+
+
+def complete(client, **fields):
+    fields = {"prompt": PROMPT, "temperature": 0, "max_tokens": 12} | fields
+    return client.completions.create(model="small", **fields)
+
+
+def settle(engine):
+    """Wait until nothing is under way; seconds that it took."""
+    begun = time.monotonic()
+    while engine.traffic().live or engine.traffic().waiting:
+        assert time.monotonic() - begun < 20
+        time.sleep(0.01)
+    return time.monotonic() - begun
+
+
+def test_greedy_texts_are_the_engines_whole_and_streamed(engine, client):
+    expected = engine.generate_text(PROMPT, max_new_tokens=30, **PLAIN)
+    whole = complete(client, max_tokens=30)
+    assert whole.choices[0].text == expected
+    assert whole.choices[0].finish_reason == "length"
+    count = len(engine.tokenizer(PROMPT)["input_ids"])
+    assert (whole.usage.prompt_tokens, whole.usage.completion_tokens) == (count, 30)
+    events = [*complete(client, max_tokens=30, stream=True, stream_options={"include_usage": True})]
+    assert "".join(c.text for e in events for c in e.choices) == expected
+    assert events[-1].usage == whole.usage
+    assert [c.finish_reason for e in events for c in e.choices][-1] == "length"
+
+    answer = engine.chat(CHAT, max_new_tokens=20, **PLAIN)
+    how = {"model": "small", "messages": CHAT, "temperature": 0, "max_completion_tokens": 20}
+    said = client.chat.completions.create(**how)
+    assert (said.choices[0].message.content, said.choices[0].message.role) == (answer, "assistant")
+    events = [*client.chat.completions.create(**how, stream=True)]
+    assert events[0].choices[0].delta.role == "assistant"
+    assert "".join(e.choices[0].delta.content or "" for e in events) == answer
+
+
+def test_fields_have_the_meaning_of_generates_arguments(engine, client):
+    ids = engine.tokenizer(PROMPT)["input_ids"]
+    sampled = {"do_sample": True, "temperature": 0.9, "top_k": 0, "top_p": 0.8, "min_p": 0.01}
+    rows = np.asarray(
+        engine.generate([ids], **sampled, seed=7, num_return_sequences=2, max_new_tokens=12)
+    )
+    expected = [
+        engine.tokenizer.decode(row[len(ids) :], skip_special_tokens=True) for row in rows.tolist()
+    ]
+    extra = {"min_p": 0.01}
+    how = {"temperature": 0.9, "top_p": 0.8, "seed": 7, "n": 2, "extra_body": extra}
+    assert [c.text for c in complete(client, **how).choices] == expected
+    texts = ["", ""]
+    for event in complete(client, **how, stream=True):
+        for choice in event.choices:
+            texts[choice.index] += choice.text
+    assert texts == expected
+    assert complete(client, prompt=[ids, PROMPT][0], echo=True, max_tokens=1).choices[0].text == (
+        PROMPT + engine.generate_text(PROMPT, max_new_tokens=1, **PLAIN)
+    )
+    two = [PROMPT, "class A:"]
+    assert [c.text for c in complete(client, prompt=two).choices] == engine.generate_text(
+        two, max_new_tokens=12, **PLAIN
+    )
+    shaped = {"presence_penalty": 1.5, "frequency_penalty": 0.5}
+    assert complete(
+        client, **shaped, logit_bias={"9": 3.0}, extra_body={"repetition_penalty": 1.3}
+    ).choices[0].text == engine.generate_text(
+        PROMPT, max_new_tokens=12, repetition_penalty=1.3, **shaped, logit_bias={9: 3.0}, **PLAIN
+    )
+    # Ends: a stop string is left out, a stop id, too; EOS is passed over where that is asked for.
+    text = engine.generate_text(PROMPT, max_new_tokens=12, **PLAIN)
+    stop = text[4:7]
+    cut = complete(client, stop=["never there", stop])
+    assert (cut.choices[0].text, cut.choices[0].finish_reason) == (text[: text.index(stop)], "stop")
+    pieces = [*complete(client, stop=stop, stream=True)]
+    assert "".join(c.text for e in pieces for c in e.choices) == text[: text.index(stop)]
+    kept = complete(client, stop=stop, extra_body={"include_stop_str_in_output": True})
+    assert kept.choices[0].text == text[: text.index(stop) + 3]
+    row = np.asarray(engine.generate([ids], max_new_tokens=12, **PLAIN))[0, len(ids) :].tolist()
+    ended = complete(client, extra_body={"stop_token_ids": [row[5]]})
+    assert ended.choices[0].finish_reason == "stop"
+    assert ended.usage.completion_tokens == row.index(row[5]) + 1
+    late = {"stop_token_ids": [row[5]], "min_tokens": 9}
+    forced = {"logit_bias": {"0": 100.0}}  # the model's EOS
+    assert complete(client, **forced).usage.completion_tokens == 1
+    on = complete(client, **forced, extra_body={"ignore_eos": True})
+    assert (on.usage.completion_tokens, on.choices[0].finish_reason) == (12, "length")
+    assert complete(client, extra_body=late).usage.completion_tokens >= 9
+
+
+def test_many_at_once_have_what_each_has_alone(engine, url):
+    asked = []
+    for i in range(16):
+        how = {"max_new_tokens": 3 + i, "do_sample": i % 2 == 1}
+        how |= {"seed": i, "top_k": 0} if i % 2 else {}
+        asked.append((f"def f{i}(" + "a, " * (i % 5), how))
+    expected = [engine.generate_text(prompt, **how) for prompt, how in asked]
+
+    async def main():
+        async with openai.AsyncOpenAI(base_url=f"{url}/v1", api_key=KEY) as client:
+
+            async def one(prompt, how):
+                got = await client.completions.create(
+                    model="small",
+                    prompt=prompt,
+                    max_tokens=how["max_new_tokens"],
+                    temperature=float(how["do_sample"]),
+                    seed=how.get("seed"),
+                )
+                return got.choices[0].text
+
+            return await asyncio.gather(*(one(*each) for each in asked))
+
+    assert asyncio.run(main()) == expected
+
+
+def test_a_client_that_leaves_frees_its_slots(engine, client, url):
+    before = settle(engine)
+    long = {"max_tokens": 950, "extra_body": {"ignore_eos": True}}
+    with complete(client, **long, n=3, stream=True) as stream:
+        next(iter(stream))
+        assert engine.traffic().live == 3
+    assert settle(engine) < 2
+    body = {"model": "small", "prompt": PROMPT, "max_tokens": 950, "ignore_eos": True}
+    data = json.dumps(body).encode()
+    host, port = url.removeprefix("http://").split(":")
+    head = f"POST /v1/completions HTTP/1.1\r\nHost: {host}\r\nContent-Length: {len(data)}\r\n"
+    with socket.create_connection((host, int(port))) as raw:
+        raw.sendall(f"{head}Authorization: Bearer {KEY}\r\n\r\n".encode() + data)
+        begun = time.monotonic()
+        while not engine.traffic().live:
+            assert time.monotonic() - begun < 20
+            time.sleep(0.005)
+    assert settle(engine) < 2
+    assert before < 20
+
+
+REFUSED = [
+    ({"prompt": PROMPT, "tools": [{"type": "function"}]}, "tools"),
+    ({"prompt": PROMPT, "response_format": {"type": "json_object"}}, "response_format"),
+    ({"prompt": PROMPT, "best_of": 3}, "best_of"),
+    ({"prompt": PROMPT, "suffix": "end"}, "suffix"),
+    ({"prompt": PROMPT, "no_such_field": 1}, "no_such_field"),
+    ({"prompt": PROMPT, "temperature": -1}, "temperature"),
+    ({"prompt": PROMPT, "temperature": "hot"}, "temperature"),
+    ({"prompt": PROMPT, "n": 0}, "n"),
+    ({"prompt": PROMPT, "logit_bias": {"x": 1}}, "logit_bias"),
+    ({"prompt": PROMPT, "max_tokens": 5000}, "prompt"),
+    ({"prompt": []}, "prompt"),
+    ({"prompt": [-1]}, "prompt"),
+    ({}, "prompt"),
+]
+
+
+def test_what_cannot_be_honoured_is_refused_by_name(client, url):
+    for fields, name in REFUSED:
+        status, said = post(url, "/v1/completions", {"model": "small", **fields})
+        assert (status, said["error"]["param"]) == (400, name), said
+        assert name in said["error"]["message"] or name == "prompt"
+    for body in (b"{", b"[1]", b"\xff", b"[" * 50_000):
+        assert post(url, "/v1/completions", body)[0] == 400
+    assert post(url, "/v1/completions", {"prompt": "a" * 100_001})[0] == 413
+    assert post(url, "/v1/completions", {"model": "small", "prompt": "a"}, "other")[0] == 401
+    assert post(url, "/nowhere", {})[0] == 404
+    assert post(url, "/v1/models", {})[0] == 405
+    with pytest.raises(openai.NotFoundError, match="no model 'large'"):
+        client.completions.create(model="large", prompt=PROMPT)
+    with pytest.raises(openai.BadRequestError, match=r"messages\[0\]"):
+        picture = [{"type": "image_url", "image_url": {"url": "http://a/b.png"}}]
+        client.chat.completions.create(
+            model="small", messages=[{"role": "user", "content": picture}]
+        )
+    with pytest.raises(openai.BadRequestError, match="chat_template"):
+        own = {"chat_template_kwargs": {"chat_template": "{{ 1 }}"}}
+        client.chat.completions.create(model="small", messages=CHAT, extra_body=own)
+    ignored = {"user": "me", "suffix": None, "best_of": 1, "extra_body": {"store": True}}
+    assert complete(client, **ignored, max_tokens=2).usage.completion_tokens == 2
+
+
+def test_the_other_routes(engine, client, url):
+    assert [m.id for m in client.models.list()] == ["small"]
+    assert client.models.retrieve("small").id == "small"
+    ids = engine.tokenizer(PROMPT)["input_ids"]
+    assert post(url, "/tokenize", {"prompt": PROMPT})[1]["tokens"] == ids
+    assert post(url, "/detokenize", {"tokens": ids})[1]["prompt"] == PROMPT
+    assert post(url, "/detokenize", {"tokens": [10**6]})[0] == 400
+    texts = ["def f(", "class A"]
+    vectors = client.embeddings.create(model="small", input=texts)  # in base64
+    assert np.allclose([x.embedding for x in vectors.data], engine.embed(texts), atol=1e-6)
+    complete(client, max_tokens=2)
+    for route in ("/health", "/ready"):
+        with urllib.request.urlopen(url + route) as got:
+            assert got.status == 200
+    with urllib.request.urlopen(url + "/metrics") as got:
+        lines = got.read().decode().splitlines()
+    values = dict(line.rsplit(" ", 1) for line in lines if not line.startswith("#"))
+    for prefix in ("dualinfer", "vllm"):
+        assert values[f'{prefix}:num_requests_running{{model_name="small"}}'] == "0"
+        counted = f'{prefix}:time_to_first_token_seconds_count{{model_name="small"}}'
+        assert int(values[counted]) > 0
+        assert int(values[f'{prefix}:generation_tokens_total{{model_name="small"}}']) > 2
+
+
+@pytest.mark.parametrize("stops", [["ab"], ["abc", "b"], ["aa", "aab"], ["é", "ba"]])
+def test_a_stop_string_is_found_however_the_text_is_cut(stops):
+    text = "xaacabéaabcba"
+    ends = [n for n in range(len(text)) if any(text[:n].endswith(s) for s in stops)]
+    whole = text[: ends[0]]
+    expected = whole[: min(len(whole) - len(s) for s in stops if whole.endswith(s))]
+    for size in range(1, len(text) + 1):
+        stop = StopText(stops, keep=False)
+        found = "".join(stop.push(text[i : i + size]) for i in range(0, len(text), size))
+        assert stop.found
+        assert found + stop.finish() == expected
+
+
+def test_sigterm_lets_open_requests_end():
+    command = [sys.executable, "-m", "dualinfer", "serve", str(dualinfer.embedded_model())]
+    command += ["--backend", "torch", "--port", "0", "--name", "small"]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
+        with contextlib.ExitStack() as stack:
+            stack.callback(process.kill)
+            lines = iter(process.stderr.readline, "")
+            url = next(m[0] for line in lines if (m := re.search(r"http://[\d.:]+/v1", line)))
+            client = stack.enter_context(openai.OpenAI(base_url=url, api_key="none", max_retries=0))
+            how = {"max_tokens": 400, "extra_body": {"ignore_eos": True}}
+            stream = complete(client, **how, stream=True)
+            events = [next(iter(stream))]
+            process.send_signal(signal.SIGTERM)
+            events += [*stream]
+            assert events[-1].choices[0].finish_reason == "length"
+            with pytest.raises(openai.APIConnectionError):
+                complete(client)
+            assert process.wait(30) == 0
