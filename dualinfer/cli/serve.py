@@ -24,6 +24,7 @@ from .options import AdapterOption, One, RevisionOption
 from .texts import find_asked
 
 _NEEDED = ("starlette", "uvicorn")
+_BACKLOG = 2048  # connections that wait to be taken
 _MANY = 1024  # tokens of a sequence, for the number that have room
 
 
@@ -124,6 +125,7 @@ def serve(
             )
         called = name or _name_of(model)
         _warm_up(engine)
+        listener.listen(_BACKLOG)  # who calls from here on waits a moment
         _show(engine, called, listener.getsockname(), api_key is not None)
         _run(engine, called, api_key, listener, grace)
 
@@ -212,6 +214,7 @@ def _run(engine: Any, name: str, key: str | None, listener: socket.socket, grace
         lifespan="off",
         ws="none",
         timeout_graceful_shutdown=grace,
+        backlog=_BACKLOG,
     )
     # uvicorn raises the signal once more when it is done: the engine is to be closed then.
     before = signal.signal(signal.SIGTERM, lambda *_: None)
