@@ -60,7 +60,7 @@ def test_source_release_is_the_repository(built):
 
 
 PAGES = ["README.md", "docs/coming-from-deepspeed.md", "docs/config.md", "docs/jax.md"]
-PAGES += ["docs/many-devices.md", "docs/models.md", "docs/text.md"]
+PAGES += ["docs/many-devices.md", "docs/models.md", "docs/serving.md", "docs/text.md"]
 
 
 def prose(text):

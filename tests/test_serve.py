@@ -123,7 +123,7 @@ def test_fields_have_the_meaning_of_generates_arguments(engine, client):
         for choice in event.choices:
             texts[choice.index] += choice.text
     assert texts == expected
-    assert complete(client, prompt=[ids, PROMPT][0], echo=True, max_tokens=1).choices[0].text == (
+    assert complete(client, prompt=ids, echo=True, max_tokens=1).choices[0].text == (
         PROMPT + engine.generate_text(PROMPT, max_new_tokens=1, **PLAIN)
     )
     two = [PROMPT, "class A:"]
@@ -204,6 +204,11 @@ def test_a_client_that_leaves_frees_its_slots(engine, client, url):
     assert before < 20
 
 
+def _split(fields):
+    """Fields of OpenAI's own as they are, others beside them."""
+    return fields if "messages" in fields else {"extra_body": fields}
+
+
 REFUSED = [
     ({"prompt": PROMPT, "tools": [{"type": "function"}]}, "tools"),
     ({"prompt": PROMPT, "response_format": {"type": "json_object"}}, "response_format"),
@@ -234,14 +239,17 @@ def test_what_cannot_be_honoured_is_refused_by_name(client, url):
     assert post(url, "/v1/models", {})[0] == 405
     with pytest.raises(openai.NotFoundError, match="no model 'large'"):
         client.completions.create(model="large", prompt=PROMPT)
-    with pytest.raises(openai.BadRequestError, match=r"messages\[0\]"):
-        picture = [{"type": "image_url", "image_url": {"url": "http://a/b.png"}}]
-        client.chat.completions.create(
-            model="small", messages=[{"role": "user", "content": picture}]
-        )
-    with pytest.raises(openai.BadRequestError, match="chat_template"):
-        own = {"chat_template_kwargs": {"chat_template": "{{ 1 }}"}}
-        client.chat.completions.create(model="small", messages=CHAT, extra_body=own)
+    picture = [{"type": "image_url", "image_url": {"url": "http://a/b.png"}}]
+    own = {"chat_template_kwargs": {"chat_template": "{{ 1 }}"}}
+    for extra, what in (
+        ({"messages": [{"role": "user", "content": picture}]}, "messages.0"),
+        (
+            own,
+            "chat_template",
+        ),
+    ):
+        with pytest.raises(openai.BadRequestError, match=what):
+            client.chat.completions.create(**{"model": "small", "messages": CHAT} | _split(extra))
     ignored = {"user": "me", "suffix": None, "best_of": 1, "extra_body": {"store": True}}
     assert complete(client, **ignored, max_tokens=2).usage.completion_tokens == 2
 
@@ -286,18 +294,19 @@ def test_a_stop_string_is_found_however_the_text_is_cut(stops):
 def test_sigterm_lets_open_requests_end():
     command = [sys.executable, "-m", "dualinfer", "serve", str(dualinfer.embedded_model())]
     command += ["--backend", "torch", "--port", "0", "--name", "small"]
-    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
-        with contextlib.ExitStack() as stack:
-            stack.callback(process.kill)
-            lines = iter(process.stderr.readline, "")
-            url = next(m[0] for line in lines if (m := re.search(r"http://[\d.:]+/v1", line)))
-            client = stack.enter_context(openai.OpenAI(base_url=url, api_key="none", max_retries=0))
-            how = {"max_tokens": 400, "extra_body": {"ignore_eos": True}}
-            stream = complete(client, **how, stream=True)
-            events = [next(iter(stream))]
-            process.send_signal(signal.SIGTERM)
-            events += [*stream]
-            assert events[-1].choices[0].finish_reason == "length"
-            with pytest.raises(openai.APIConnectionError):
-                complete(client)
-            assert process.wait(30) == 0
+    with contextlib.ExitStack() as stack:
+        process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
+        stack.enter_context(process)
+        stack.callback(process.kill)
+        lines = iter(process.stderr.readline, "")
+        url = next(m[0] for line in lines if (m := re.search(r"http://[\d.:]+/v1", line)))
+        client = stack.enter_context(openai.OpenAI(base_url=url, api_key="none", max_retries=0))
+        how = {"max_tokens": 400, "extra_body": {"ignore_eos": True}}
+        stream = complete(client, **how, stream=True)
+        events = [next(iter(stream))]
+        process.send_signal(signal.SIGTERM)
+        events += [*stream]
+        assert events[-1].choices[0].finish_reason == "length"
+        with pytest.raises(openai.APIConnectionError):
+            complete(client)
+        assert process.wait(30) == 0

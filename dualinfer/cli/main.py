@@ -1,4 +1,4 @@
-"""The command line: generate, chat, serve, demo, parity, check, bench, plan, quantize, env."""
+"""The command line: generate, chat, serve, demo, parity, check, bench, plan, launch and others."""
 
 import errno
 import importlib.metadata

@@ -1,1 +1,1 @@
-"""Many requests at once: who is let in when, and the server."""
+"""Many requests at once: who is let in when, and, in `http`, the server."""

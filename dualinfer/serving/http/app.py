@@ -527,8 +527,7 @@ async def _until_gone(request: Request) -> None:
         pass
 
 
-async def _unrouted(request: Request, error: Exception) -> Response:
-    assert isinstance(error, HTTPException)
+async def _unrouted(request: Request, error: Any) -> Response:
     said = f"{request.method} {request.url.path}: {error.detail}."
     refused = RequestError(said, status=error.status_code)
     return JSONResponse(refused.body(), refused.status, headers=error.headers)

@@ -169,8 +169,9 @@ class CompletionRequest(Generation):
     def prompts(self) -> list[str | list[int]]:
         """Each prompt: a text, or ids."""
         given: Any = self.prompt
-        is_one = isinstance(given, str) or (given and isinstance(given[0], int))
-        return [given] if is_one else given
+        if isinstance(given, str) or (given and isinstance(given[0], int)):
+            return [given]
+        return list(given)
 
 
 class TokenizeRequest(_Body):
