@@ -207,10 +207,11 @@ def make_options(
 def _check_forced(processed: Mapping[str, Any]) -> None:
     """Raise ArgumentError for a forced id that is suppressed, so that no token would be left."""
     hidden = processed.get("suppress_tokens")
+    plain = {i for i in hidden if type(i) is int} if isinstance(hidden, list | tuple) else set()
     for name in ("forced_bos_token_id", "forced_eos_token_id"):
         given = processed.get(name)
         ids = given if isinstance(given, list | tuple) else [given]
-        if given is not None and isinstance(hidden, list | tuple) and all(i in hidden for i in ids):
+        if given is not None and ids and all(type(i) is int and i in plain for i in ids):
             raise ArgumentError(
                 f"{name}={shown(given)} is among suppress_tokens, so that no token is left where "
                 "it is forced. Take it out of one of them; min_new_tokens keeps off an early end."
