@@ -146,6 +146,27 @@ def test_fields_have_the_meaning_of_generates_arguments(engine, client):
     ).choices[0].text == engine.generate_text(
         PROMPT, max_new_tokens=12, repetition_penalty=1.3, **shaped, logit_bias={9: 3.0}, **PLAIN
     )
+    # Log-probabilities, by the model's own logits.
+    told = engine.generate(
+        [ids], max_new_tokens=6, **PLAIN, logprobs=2, return_dict_in_generate=True
+    )
+    found = complete(client, max_tokens=6, logprobs=2).choices[0].logprobs
+    names = [engine.tokenizer.decode([x]) for x in np.asarray(told.sequences)[0, len(ids) :]]
+    assert found.tokens == names
+    assert np.allclose(found.token_logprobs, told.logprobs[0], atol=1e-4)
+    assert [[*x.values()] for x in found.top_logprobs] == pytest.approx(
+        np.asarray(told.top_logprobs)[0], abs=1e-4
+    )
+    assert found.text_offset == [len("".join(names[:i])) for i in range(6)]
+    how = {"model": "small", "messages": CHAT, "temperature": 0, "max_tokens": 6}
+    how |= {"logprobs": True, "top_logprobs": 2}
+    content = client.chat.completions.create(**how).choices[0].logprobs.content
+    parts = [e.choices[0].logprobs for e in client.chat.completions.create(**how, stream=True)]
+    streamed = [one for part in parts if part for one in part.content]
+    assert [one.token for one in streamed] == [one.token for one in content]
+    assert [len(one.top_logprobs) for one in streamed] == [2] * 6
+    greedy = [one.top_logprobs[0] for one in content]
+    assert [(x.token, x.logprob) for x in greedy] == [(x.token, x.logprob) for x in content]
     # Ends: a stop string is left out, a stop id, too; EOS is passed over where that is asked for.
     text = engine.generate_text(PROMPT, max_new_tokens=12, **PLAIN)
     stop = text[4:7]
@@ -224,6 +245,8 @@ REFUSED = [
     ({"prompt": PROMPT, "tools": [{"type": "function"}]}, "tools"),
     ({"prompt": PROMPT, "response_format": {"type": "json_object"}}, "response_format"),
     ({"prompt": PROMPT, "best_of": 3}, "best_of"),
+    ({"prompt": PROMPT, "logprobs": 3, "echo": True}, "logprobs"),
+    ({"prompt": PROMPT, "\ud800": 1}, r"\ud800"),
     ({"prompt": PROMPT, "suffix": "end"}, "suffix"),
     ({"prompt": PROMPT, "no_such_field": 1}, "no_such_field"),
     ({"prompt": PROMPT, "temperature": -1}, "temperature"),

@@ -262,10 +262,13 @@ def check_beams(values: Mapping[str, Any], way: str) -> None:
         )
 
 
-def refuse_outputs(name: str, arguments: Mapping[str, Any]) -> None:
-    """Raise ArgumentError where a call that gives no HF output is asked for one."""
+def refuse_outputs(name: str, arguments: Mapping[str, Any], tells: bool = False) -> None:
+    """Raise ArgumentError where a call that gives no HF output is asked for one.
+
+    One that `tells` has a way of its own for `logprobs`.
+    """
     asked = [n for n in _RETURNED if is_on(arguments.get(n))]
-    if asked := asked + ["logprobs"] * (arguments.get("logprobs") is not None):
+    if asked := asked + ["logprobs"] * (not tells and arguments.get("logprobs") is not None):
         raise ArgumentError(f"{name} returns no HF output: {asked[0]} is generate()'s.")
 
 

@@ -11,6 +11,7 @@ from .arguments import GenerationArguments, with_arguments
 from .base import InferenceEngine
 from .chat import encode_chat
 from .driver import Driver, Job
+from .requests import TokenLogprobs, told_of
 from .text_stream import Detokenizer
 from .tokenizing import encode, tokenizer_of
 
@@ -39,8 +40,8 @@ class AsyncGeneration:
     stop string), "length" or "cancelled" once it has ended. It belongs to one reader.
     """
 
-    def __init__(self, driver: Driver, job: Job, make_text: Any) -> None:
-        self._driver, self._job, self._make_text = driver, job, make_text
+    def __init__(self, driver: Driver, job: Job, make_text: Any, most: int = 0) -> None:
+        self._driver, self._job, self._make_text, self._most = driver, job, make_text, most
         self._channel = job.channel
 
     @property
@@ -57,6 +58,12 @@ class AsyncGeneration:
     def began(self) -> float | None:
         """When it got its slot, by time.monotonic(); None before."""
         return self._channel.began
+
+    def logprobs_of(self, index: int) -> TokenLogprobs:
+        """What `logprobs=K` tells of a new token that has come, by its place."""
+        if not self._job.request.tells:
+            raise ArgumentError("Nothing is told of tokens: pass logprobs=K to generate_async().")
+        return told_of(self._channel.told[index], self._most)
 
     def cancel(self) -> None:
         """End it with the next step. Tokens that have come can still be read."""
@@ -162,8 +169,8 @@ class AsyncCalls(InferenceEngine):
         each sequence has the tokens that it has alone. A request waits where there is no slot or no
         room for it; those of `priority` "high" come before others. `deadline` seconds after the
         call it ends with DeadlineError, wherever it is. With `num_return_sequences` above 1 a list
-        of as many. Arguments are checked at once. Where several processes share the model it raises
-        UnsupportedError.
+        of as many. With `logprobs=K` each tells of its tokens. Arguments are checked at once. Where
+        several processes share the model it raises UnsupportedError.
         """
         given = self.tokenizer if tokenizer is None and not _is_ids(prompt) else tokenizer
         ids, default = _ids_of(given, prompt, template_options)
@@ -177,7 +184,8 @@ class AsyncCalls(InferenceEngine):
         made = self._submit(
             ids, generation_config, given, dict(arguments), deadline, priority, default
         )
-        handles = [AsyncGeneration(driver, job, make_text) for driver, job in made]
+        most = arguments.get("logprobs") or 0
+        handles = [AsyncGeneration(driver, job, make_text, most) for driver, job in made]
         return handles[0] if len(handles) == 1 else handles
 
     def traffic(self) -> Traffic:

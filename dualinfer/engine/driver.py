@@ -11,6 +11,8 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
+
 from ..backends.base import MAX_STEPS, Request
 from ..errors import ClosedError, DeadlineError, OutOfMemoryError, StepError
 from ..parallel.spmd import Turns
@@ -31,6 +33,7 @@ class Channel:
 
     def __init__(self) -> None:
         self.items: deque[int] = deque()
+        self.told: list[np.ndarray] = []  # what `sampling.tell` says of each token
         self.reason: str | None = None
         self.error: BaseException | None = None
         self.count = 0  # of the tokens that have come
@@ -73,6 +76,7 @@ class Job(Entry):
     stop: StopStrings | None = None
     channel: Channel = field(default_factory=Channel)
     live: Live | None = None
+    begun: Stepwise | None = None
     steps: "Generator[list[int | None], None, None] | None" = None
     watch: StopWatch | None = None
     given: int = 0
@@ -218,7 +222,8 @@ class Driver:
         now = time.monotonic()
         try:
             if (begin := group[0].begin) is not None:
-                group[0].steps = iter(begin())
+                group[0].begun = begin()
+                group[0].steps = iter(group[0].begun)
             else:
                 lives = self._loop.start([job.request for job in group])
                 for job, live in zip(group, lives, strict=True):
@@ -282,7 +287,7 @@ class Driver:
         assert live is not None
         ended = live.ended  # before its tokens are looked at, which another thread books
         for token in live.tokens[job.given :]:
-            self._give(job, token)
+            self._give(job, token, live.told)
             if job.watch is not None and job.watch.is_completed(token):
                 self._finish(job, reason="stop")
                 return
@@ -294,15 +299,17 @@ class Driver:
 
     def _choose(self, job: Job) -> None:
         """The next token of a job whose tokens the host chooses."""
-        assert job.steps is not None
+        assert job.steps is not None and job.begun is not None
         token = next(job.steps, [None])[0]
         if token is not None:
-            self._give(job, token)
+            self._give(job, token, job.begun.told[0])
         is_long = job.given >= job.request.max_new_tokens
         if token is None or token in job.request.eos_ids or is_long:
             self._finish(job, reason="length" if token is not None and is_long else "stop")
 
-    def _give(self, job: Job, token: int) -> None:
+    def _give(self, job: Job, token: int, told: Sequence[np.ndarray]) -> None:
+        if job.request.tells:
+            job.channel.told.append(told[job.given])
         job.given += 1
         job.channel.count = job.given
         job.channel.items.append(token)

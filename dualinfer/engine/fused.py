@@ -411,7 +411,9 @@ class FusedEngine(Likeness, EmbeddingCalls, TowerCalls, SpeechCalls, AsyncCalls)
         fields: dict[str, Any],
         default_length: int | None,
     ) -> list[Job]:
-        refuse_outputs("generate_async", arguments)
+        refuse_outputs("generate_async", arguments, tells=True)
+        if arguments.get("logprobs") is not None:
+            arguments = {**arguments, "return_dict_in_generate": True}
         if self._spec.transcribes:
             raise UnsupportedError(
                 "generate_async() does not serve a model that transcribes sounds window by window. "

@@ -88,9 +88,9 @@ class Live:
 
     def take(self, token: int, told: np.ndarray | None = None) -> None:
         """Book a token; the sequence ends where it ends on the device."""
-        self.tokens.append(token)
         if told is not None and self.request.tells:
-            self.told.append(told)
+            self.told.append(told)  # before its token, which another thread may look at
+        self.tokens.append(token)
         self.pauses = len(self.tokens) == self.pause
         full = len(self.tokens) >= self.request.max_new_tokens
         if full and self.request.last is not None:

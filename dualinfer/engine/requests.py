@@ -1,7 +1,7 @@
 """The requests of a call of generate: one for each sequence, and what the host does with logits."""
 
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -116,6 +116,24 @@ def _encoded(spec: ModelSpec, source: np.ndarray | None, is_encoded: bool) -> in
     if source is None or spec.encoder is None:
         return 0
     return len(source) // (1 if is_encoded else spec.encoder.stride)
+
+
+class TokenLogprobs(NamedTuple):
+    """The log-probability of a token, and the likeliest ids of its step with theirs.
+
+    They are by the model's own logits, before anything changes them.
+    """
+
+    logprob: float
+    top: list[tuple[int, float]]
+
+
+def told_of(told: np.ndarray, most: int) -> TokenLogprobs:
+    """What `sampling.tell` says of one token, with `most` likeliest ids."""
+    of_all = (len(told) - 1) // 2
+    most = min(most, of_all)
+    ids = told[1 + of_all : 1 + of_all + most].astype(np.int64).tolist()
+    return TokenLogprobs(float(told[0]), list(zip(ids, told[1 : 1 + most].tolist(), strict=True)))
 
 
 def told_fields(

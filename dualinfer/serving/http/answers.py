@@ -46,12 +46,23 @@ def _overlap(text: str, stop: str) -> int:
     return next((n for n in range(most, 0, -1) if text.endswith(stop[:n])), 0)
 
 
+@dataclass(frozen=True)
+class Told:
+    """The log-probability of a token, where its text begins, and the likeliest ones of its step."""
+
+    text: str
+    logprob: float
+    offset: int
+    top: list[tuple[str, float]]
+
+
 @dataclass
 class Part:
-    """A piece of a sequence's text, and how many tokens it took."""
+    """A piece of a sequence's text, its tokens, and what is told of them if that is asked for."""
 
     text: str
     tokens: list[int] = field(default_factory=list)
+    told: list[Told] = field(default_factory=list)
     reason: str | None = None  # why it ended, with the last part
 
 
@@ -68,8 +79,10 @@ class Answer:
     free: int  # tokens at the start in which no stop string is looked for
     metrics: Metrics
     begun: float
+    namer: Detokenizer | None = None  # of single tokens, where they are to be told of
     opening: str = ""  # the prompt, where it is to be echoed
     count: int = 0
+    length: int = 0  # of the texts of its tokens
 
     @property
     def prompt_tokens(self) -> int:
@@ -107,6 +120,8 @@ class Answer:
         """The text of tokens up to a stop string."""
         part = Part("")
         for token in tokens:
+            if self.namer is not None:
+                part.told.append(self._tell(self.namer, token))
             self.count += 1
             part.tokens.append(token)
             if token in self.stop_ids:
@@ -116,6 +131,18 @@ class Answer:
             if self.stop.found:
                 break
         return part
+
+    def _tell(self, namer: Detokenizer, token: int) -> Told:
+        """What is told of the next token."""
+
+        def name(token: int) -> str:
+            stream = namer.stream(self.handle.prompt_ids[-1:])  # as within a text
+            return stream.push(token) + stream.finish()
+
+        said, text = self.handle.logprobs_of(self.count), name(token)
+        told = Told(text, said.logprob, self.length, [(name(x), y) for x, y in said.top])
+        self.length += len(text)
+        return told
 
     def _observe(self, now: float, last: float | None, count: int) -> None:
         if last is None:

@@ -29,7 +29,7 @@ from ...errors import (
     UnsupportedError,
     shown,
 )
-from .answers import Answer, Part, StopText
+from .answers import Answer, Part, StopText, Told
 from .metrics import CONTENT_TYPE, Metrics
 from .protocol import (
     MOST_SEQUENCES,
@@ -208,6 +208,9 @@ class Server:
         skips = body.skip_special_tokens is not False
         keeps = bool(body.include_stop_str_in_output)
         detokenizer = Detokenizer(tokenizer_of(self.engine.tokenizer), skips)
+        namer = None
+        if arguments["logprobs"] is not None:
+            namer = Detokenizer(tokenizer_of(self.engine.tokenizer), skip_special_tokens=False)
         answers: list[Answer] = []
         try:
             for i, (ids, opening) in enumerate(prompts):
@@ -223,6 +226,7 @@ class Server:
                         body.min_tokens or 0,
                         self._metrics,
                         begun,
+                        namer,
                         opening,
                     )
                     answers.append(answer)
@@ -399,7 +403,9 @@ class _Form:
         """The choice of an event."""
         raise NotImplementedError
 
-    def choice(self, index: int, text: str, reason: str) -> dict[str, Any]:
+    def choice(
+        self, index: int, text: str, reason: str | None, told: list[Told] | None
+    ) -> dict[str, Any]:
         """The choice of a whole response."""
         raise NotImplementedError
 
@@ -413,11 +419,29 @@ class _ChatForm(_Form):
 
     def piece(self, index: int, part: Part) -> dict[str, Any]:
         delta = {"content": part.text} if part.text else {}
-        return {"index": index, "delta": delta, "logprobs": None, "finish_reason": part.reason}
+        told = _told_in_chat(part.told) if part.told else None
+        return {"index": index, "delta": delta, "logprobs": told, "finish_reason": part.reason}
 
-    def choice(self, index: int, text: str, reason: str) -> dict[str, Any]:
+    def choice(
+        self, index: int, text: str, reason: str | None, told: list[Told] | None
+    ) -> dict[str, Any]:
         message = {"role": "assistant", "content": text, "refusal": None}
-        return {"index": index, "message": message, "logprobs": None, "finish_reason": reason}
+        said = None if told is None else _told_in_chat(told)
+        return {"index": index, "message": message, "logprobs": said, "finish_reason": reason}
+
+
+def _told_in_chat(told: Sequence[Told]) -> dict[str, Any]:
+    content = [
+        {**_token(one.text, one.logprob), "top_logprobs": [_token(*x) for x in one.top]}
+        for one in told
+    ]
+    return {"content": content, "refusal": None}
+
+
+def _token(text: str, logprob: float) -> dict[str, Any]:
+    """A token as chats tell of it; its bytes are unknown where it is a part of a character."""
+    known = None if "\ufffd" in text else list(text.encode())
+    return {"token": text, "logprob": logprob, "bytes": known}
 
 
 class _TextForm(_Form):
@@ -427,10 +451,20 @@ class _TextForm(_Form):
         return None
 
     def piece(self, index: int, part: Part) -> dict[str, Any]:
-        return {"index": index, "text": part.text, "logprobs": None, "finish_reason": part.reason}
+        return self.choice(index, part.text, part.reason, part.told or None)
 
-    def choice(self, index: int, text: str, reason: str) -> dict[str, Any]:
-        return {"index": index, "text": text, "logprobs": None, "finish_reason": reason}
+    def choice(
+        self, index: int, text: str, reason: str | None, told: list[Told] | None
+    ) -> dict[str, Any]:
+        said = None
+        if told is not None:
+            said = {
+                "tokens": [one.text for one in told],
+                "token_logprobs": [one.logprob for one in told],
+                "text_offset": [one.offset for one in told],
+                "top_logprobs": [dict(one.top) for one in told],
+            }
+        return {"index": index, "text": text, "logprobs": said, "finish_reason": reason}
 
 
 async def _whole(answers: Sequence[Answer], form: _Form) -> dict[str, Any]:
@@ -438,10 +472,12 @@ async def _whole(answers: Sequence[Answer], form: _Form) -> dict[str, Any]:
 
     async def one(answer: Answer) -> dict[str, Any]:
         text, reason = "", ""
+        told: list[Told] = []
         async with aclosing(answer.parts()) as parts:  # type: ignore[type-var]
             async for part in parts:
                 text, reason = text + part.text, part.reason or reason
-        return form.choice(answer.index, text, reason)
+                told += part.told
+        return form.choice(answer.index, text, reason, None if answer.namer is None else told)
 
     choices = await asyncio.gather(*map(one, answers))
     return form.whole(choices, _usage(answers))
@@ -488,7 +524,9 @@ async def _events(
                     return
                 if item is None:
                     left -= 1
-                elif item[1].text or item[1].reason or options.continuous_usage_stats:
+                elif (
+                    item[1].text or item[1].reason or item[1].told or options.continuous_usage_stats
+                ):
                     data += event(form.piece(*item))
             if data:
                 yield data

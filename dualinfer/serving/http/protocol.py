@@ -41,8 +41,15 @@ class RequestError(Exception):
         """The error as OpenAI's API gives it."""
         kind = "invalid_request_error" if self.status < 500 else "server_error"
         kind = "authentication_error" if self.status == 401 else kind
-        error = {"message": self.message, "type": kind, "param": self.param, "code": self.code}
+        param = None if self.param is None else _writable(self.param)
+        error = {"message": _writable(self.message), "type": kind, "param": param}
+        error["code"] = self.code
         return {"error": error}
+
+
+def _writable(text: str) -> str:
+    """A text of the client's that UTF-8 can write."""
+    return text.encode("utf-8", "backslashreplace").decode()
 
 
 class _Body(BaseModel):
@@ -59,6 +66,7 @@ class StreamOptions(_Body):
 
 
 _Share = Annotated[float, Field(ge=0, le=1)]
+_Likely = Annotated[int, Field(ge=0, le=20)]
 _Penalty = Annotated[float, Field(ge=-2, le=2)]
 _Id = Annotated[int, Field(ge=0, lt=2**31)]
 _Stop = Annotated[str, Field(min_length=1, max_length=1000)]
@@ -105,6 +113,11 @@ class Generation(_Body):
         """How many new tokens were asked for."""
         return self.max_tokens
 
+    @property
+    def likely(self) -> int | None:
+        """Of how many likeliest tokens each step is to tell; None for no log-probabilities."""
+        raise NotImplementedError
+
     def sampling(self) -> dict[str, Any]:
         """The arguments of `generate` that say how tokens are chosen.
 
@@ -121,6 +134,7 @@ class Generation(_Body):
             "frequency_penalty": self.frequency_penalty or None,
             "logit_bias": bias,
             "min_new_tokens": self.min_tokens or None,
+            "logprobs": self.likely,
         }
         if temperature > 0:
             chosen |= {
@@ -145,6 +159,8 @@ class ChatRequest(Generation):
     """The body of /v1/chat/completions."""
 
     messages: Annotated[list[dict[str, Any]], Field(min_length=1)]
+    logprobs: bool | None = None
+    top_logprobs: _Likely | None = None
     max_completion_tokens: Annotated[int, Field(ge=1, lt=2**31)] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
 
@@ -156,12 +172,20 @@ class ChatRequest(Generation):
         new = self.max_completion_tokens
         return self.max_tokens if new is None else new
 
+    @property
+    def likely(self) -> int | None:
+        """As two fields ask for it."""
+        if not self.logprobs and self.top_logprobs:
+            raise RequestError("top_logprobs needs logprobs: true.", "top_logprobs")
+        return (self.top_logprobs or 0) if self.logprobs else None
+
 
 class CompletionRequest(Generation):
     """The body of /v1/completions."""
 
     prompt: str | list[str] | list[_Id] | list[list[_Id]]
     echo: bool | None = None
+    logprobs: _Likely | None = None
 
     DEFAULT_LENGTH: ClassVar[int] = 16  # OpenAI's
 
@@ -172,6 +196,17 @@ class CompletionRequest(Generation):
         if isinstance(given, str) or (given and isinstance(given[0], int)):
             return [given]
         return list(given)
+
+    @property
+    def likely(self) -> int | None:
+        """As the field says."""
+        if self.echo and self.logprobs is not None:
+            raise RequestError(
+                "logprobs: those of the prompt, which echo asks for, are not served. Leave out one "
+                "of both.",
+                "logprobs",
+            )
+        return self.logprobs
 
 
 class TokenizeRequest(_Body):
