@@ -70,6 +70,14 @@ def test_one_ends_by_itself_and_others_go_on(engine):
         assert len(rest) < 39
         assert await good == expected
         assert await chosen == alone(engine, ids, **how, no_repeat_ngram_size=2)
+        for more in ({}, {"no_repeat_ngram_size": 2}):
+            teller = engine.generate_async(ids, **how, **more, logprobs=2)
+            told = [teller.logprobs_of(i) for i in range(len(await teller))]
+            tells = {"logprobs": 2, "return_dict_in_generate": True}
+            whole = engine.generate(ids, **how, **more, **tells)
+            assert np.allclose([x.logprob for x in told], np.asarray(whole.logprobs)[0], atol=1e-5)
+            top = [[x for x, _ in each.top] for each in told]
+            assert top == np.asarray(whole.top_ids)[0].tolist()
         several = engine.generate_async(
             ids, max_new_tokens=4, do_sample=True, seed=3, num_return_sequences=2
         )

@@ -17,7 +17,7 @@ import typer
 from .. import backends
 from ..api import init_inference
 from ..checkpoint.described.tokenizer import load_tokenizer, tokenizer_folder
-from ..errors import BackendNotAvailableError, DualinferError, UnsupportedError
+from ..errors import ArgumentError, BackendNotAvailableError, DualinferError, UnsupportedError
 from ..system.command_options import KvCacheOption, QuantOption
 from ..system.terminal import say
 from .options import AdapterOption, One, RevisionOption
@@ -124,9 +124,9 @@ def serve(
                 "at a time. Only models of fused mode are served."
             )
         called = name or _name_of(model)
-        _warm_up(engine)
+        writes = _warm_up(engine)
         listener.listen(_BACKLOG)  # who calls from here on waits a moment
-        _show(engine, called, listener.getsockname(), api_key is not None)
+        _show(engine, called, writes, listener.getsockname(), api_key is not None)
         _run(engine, called, api_key, listener, grace)
 
 
@@ -156,20 +156,28 @@ def _listening(host: str, port: int) -> Iterator[socket.socket]:
         ) from error
 
 
-def _warm_up(engine: Any) -> None:
-    """Run two steps, so that what must be compiled is before the first client comes."""
-    with suppress(UnsupportedError):  # an encoder, which embeds alone
+def _warm_up(engine: Any) -> bool:
+    """Run two steps, so that what must be compiled is before the first client comes.
+
+    False for a model that writes no text.
+    """
+    with suppress(UnsupportedError, ArgumentError):  # an encoder, which embeds alone
         engine.generate([[0]], max_new_tokens=2, do_sample=False)
+        return True
+    return False
 
 
-def _show(engine: Any, name: str, address: Any, has_key: bool) -> None:
+def _show(engine: Any, name: str, writes: bool, address: Any, has_key: bool) -> None:
     """Say what runs, what memory it has, and how to call it."""
     report, (host, port) = engine.report(), address[:2]
     url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
-    body = json.dumps({"model": name, "messages": [{"role": "user", "content": "Hello"}]})
-    kind = "chat/completions"
-    if not getattr(engine.tokenizer, "chat_template", None):
-        body, kind = json.dumps({"model": name, "prompt": "Hello"}), "completions"
+    kind, field, value = "completions", "prompt", "Hello"
+    if not writes:
+        kind, field = "embeddings", "input"
+    elif getattr(engine.tokenizer, "chat_template", None):
+        kind, field = "chat/completions", "messages"
+        value = [{"role": "user", "content": "Hello"}]
+    body = json.dumps({"model": name, field: value})
     key = " -H 'Authorization: Bearer KEY'" if has_key else ""
     most = f"at most {report.max_tokens:,} tokens each" if report.max_tokens else "no limit"
     say(f"{name}: {report.architecture}, {report.dtype}, {report.backend} on {report.device_name}")

@@ -72,6 +72,7 @@ class Answer:
 
     index: int
     prompt: int  # which of the request's
+    prompt_tokens: int
     handle: Any
     detokenizer: Detokenizer
     stop: StopText
@@ -83,11 +84,6 @@ class Answer:
     opening: str = ""  # the prompt, where it is to be echoed
     count: int = 0
     length: int = 0  # of the texts of its tokens
-
-    @property
-    def prompt_tokens(self) -> int:
-        """The length of its prompt."""
-        return len(self.handle.prompt_ids)
 
     async def parts(self) -> AsyncIterator[Part]:
         """The text as it comes; the last part says why it ended."""

@@ -219,6 +219,7 @@ class Server:
                     answer = Answer(
                         len(answers),
                         i,
+                        len(ids),
                         handle,
                         detokenizer,
                         StopText(body.stops, keeps),
