@@ -254,6 +254,7 @@ REFUSED = [
     ({"prompt": PROMPT, "n": 0}, "n"),
     ({"prompt": PROMPT, "logit_bias": {"x": 1}}, "logit_bias"),
     ({"prompt": PROMPT, "max_tokens": 5000}, "prompt"),
+    ({"prompt": PROMPT, "max_tokens": 5, "min_tokens": 6}, "min_tokens"),
     ({"prompt": []}, "prompt"),
     ({"prompt": [-1]}, "prompt"),
     ({}, "prompt"),

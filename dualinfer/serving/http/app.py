@@ -259,9 +259,16 @@ class Server:
                 name,
                 code="context_length_exceeded",
             )
-        if asked is not None:
-            return asked
-        return body.DEFAULT_LENGTH if room is None else min(body.DEFAULT_LENGTH, room)
+        length = asked
+        if length is None:
+            length = body.DEFAULT_LENGTH if room is None else min(body.DEFAULT_LENGTH, room)
+        if (body.min_tokens or 0) > length:
+            raise RequestError(
+                f"min_tokens is {body.min_tokens}, and at most {length} new tokens are made. Ask "
+                "for fewer, or pass a larger max_tokens.",
+                "min_tokens",
+            )
+        return length
 
     async def _in_thread(self, function: Callable[..., list[Answer]], *arguments: Any) -> Any:
         """What a function gives that encodes and queues: the event loop goes on meanwhile."""

@@ -81,11 +81,11 @@ class Generation(_Body):
     n: Annotated[int, Field(ge=1, le=MOST_SEQUENCES)] | None = None
     seed: Annotated[int, Field(ge=-(2**63), lt=2**64)] | None = None
     stop: _Stop | Annotated[list[_Stop], Field(max_length=64)] | None = None
-    temperature: Annotated[float, Field(ge=0)] | None = None
+    temperature: Annotated[float, Field(ge=0, le=1e6)] | None = None
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
     top_k: Annotated[int, Field(ge=-1)] | None = None
     min_p: _Share | None = None
-    repetition_penalty: Annotated[float, Field(gt=0)] | None = None
+    repetition_penalty: Annotated[float, Field(gt=0, le=1e6)] | None = None
     presence_penalty: _Penalty | None = None
     frequency_penalty: _Penalty | None = None
     logit_bias: dict[str, Annotated[float, Field(ge=-100, le=100)]] | None = None
