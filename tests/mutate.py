@@ -950,8 +950,8 @@ ROWS: list[Row] = [
     ),
     Row(
         "engine/text.py",
-        "list(dict.fromkeys([*known, turn]))",
-        "[turn]",
+        "list(dict.fromkeys([*endings(config), *([] if turn is None else [turn])]))",
+        "[] if turn is None else [turn]",
         "A chat goes on behind the end that the model's own config names.",
         "tests/test_text.py -k ends_at",
     ),
@@ -1429,8 +1429,8 @@ ROWS: list[Row] = [
     ),
     Row(
         "ops/sampling.py",
-        """m.argmax(m.where(wrong, float("nan"), scores))""",
-        "m.argmax(scores)",
+        """return m.where(wrong, float("nan"), drawn)""",
+        "return drawn",
         "A NaN among scores is drawn away.",
         "tests/kernels/test_sampling.py -k nan",
     ),
@@ -1646,6 +1646,34 @@ ROWS: list[Row] = [
         "if False:",
         "MobileBERT on JAX reads what fills a bucket up as the token after the last.",
         "tests/test_encoders.py -k 'gives_what and mobilebert-masked-jax'",
+    ),
+    Row(
+        "ops/sampling.py",
+        "costs[:, 1:] * counts",
+        "costs[:, 1:] * (counts > 0)",
+        "A frequency penalty does not grow.",
+        "tests/test_logprobs.py -k 'api and torch and device'",
+    ),
+    Row(
+        "backends/slots.py",
+        "r.tokens[len(r.tokens) - r.generated :]",
+        "r.tokens[: r.generated]",
+        "A sequence that begins anew counts its prompt.",
+        "tests/test_logprobs.py -k 'begins_anew and torch'",
+    ),
+    Row(
+        "engine/loop.py",
+        "told[step, column]",
+        "told[0, column]",
+        "Each token of a chunk has the log-probability of its first.",
+        "tests/test_logprobs.py -k 'api and torch and device'",
+    ),
+    Row(
+        "backends/jax/steps.py",
+        "rows = book(rows, token).counted(moved)",
+        "rows = book(rows, token)",
+        "On JAX the first token costs nothing.",
+        "tests/test_logprobs.py -k 'api and jax and device'",
     ),
 ]
 

@@ -92,6 +92,9 @@ def test_a_request_that_weighs_leaves_those_beside_it_alone(engine, hf_model, ro
     assert tokens == reference(model, rows[1])[0]
 
 
+@pytest.mark.parametrize(
+    "engine", ["torch", pytest.param("jax", marks=pytest.mark.slow)], indirect=True
+)
 def test_rows_that_end_early_tell_no_more(engine, hf_model, rows):
     tokens, logs = reference(hf_model("llama-gqa"), rows[0])
     end = tokens[4]
@@ -105,18 +108,22 @@ def test_rows_that_end_early_tell_no_more(engine, hf_model, rows):
 
 def test_a_sequence_that_begins_anew_goes_on_counting(engine, hf_model, rows):
     """As one does that turns to other angles, or is computed again after it had to leave."""
-    from dataclasses import replace
-
     from dualinfer.backends.base import Request, Sampling
 
-    tokens, logs = reference(hf_model("llama-gqa"), rows[0], None, 9.0, 7.0)
-    costs = Sampling(presence_penalty=9.0, frequency_penalty=7.0)
-    prompt = np.array([*rows[0], *tokens[:5]], np.int32)
-    request = Request(prompt, 1, sampling=costs, generated=5, tells=True)
-    pending = engine.runner.prefill([request, replace(request, generated=0)], [0, 1])
-    assert pending.fetch()[0, 0] == tokens[5]
-    np.testing.assert_allclose(pending.told()[0, 0, 0], logs[5][tokens[5]], atol=1e-4)
-    engine.runner.release([0, 1])
+    bias = dict.fromkeys((11, 12, 13), 60.0)  # which take turns, each as often as the others
+    tokens, logs = reference(hf_model("llama-gqa"), rows[0], bias, 9.0, 7.0)
+    costs = Sampling(presence_penalty=9.0, frequency_penalty=7.0, bias=tuple(bias.items()))
+    requests = [
+        Request(
+            np.array([*rows[0], *tokens[:n]], np.int32), 1, sampling=costs, generated=n, tells=True
+        )
+        for n in (4, 5, 6, 7)
+    ]
+    pending = engine.runner.prefill(requests, range(4))
+    assert pending.fetch()[0].tolist() == tokens[4:8]
+    wanted = logs[range(4, 8), tokens[4:8]]
+    np.testing.assert_allclose(pending.told()[0, :, 0], wanted, atol=1e-4)
+    engine.runner.release(range(4))
 
 
 WRONG = {
