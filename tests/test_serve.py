@@ -21,6 +21,7 @@ import uvicorn
 import dualinfer
 from dualinfer.serving.http.answers import StopText
 from dualinfer.serving.http.app import Server
+from dualinfer.serving.http.protocol import CompletionRequest, RequestError, read
 
 KEY = "a-key"
 PROMPT = "def copy_file(source"
@@ -41,16 +42,24 @@ def engine(request):
         yield engine
 
 
+@contextlib.contextmanager
+def served(server, grace=None):
+    """The URL of a server on the loopback, which drains at the end."""
+    runs = uvicorn.Server(server.config(grace))
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        thread = threading.Thread(target=runs.run, args=([listener],))
+        thread.start()
+        try:
+            yield f"http://127.0.0.1:{listener.getsockname()[1]}"
+        finally:
+            server.is_draining = runs.should_exit = True
+            thread.join()
+
+
 @pytest.fixture(scope="module")
 def url(engine):
-    app = Server(engine, "small", KEY, most_bytes=100_000).app()
-    server = uvicorn.Server(uvicorn.Config(app, log_level="warning", lifespan="off", ws="none"))
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        thread = threading.Thread(target=server.run, args=([listener],))
-        thread.start()
-        yield f"http://127.0.0.1:{listener.getsockname()[1]}"
-        server.should_exit = True
-        thread.join()
+    with served(Server(engine, "small", KEY, most_bytes=100_000)) as url:
+        yield url
 
 
 @pytest.fixture(scope="module")
@@ -59,10 +68,10 @@ def client(url):
         yield client
 
 
-def post(url, route, body, key=KEY):
+def post(url, route, body, key=KEY, kind="application/json"):
     """Status and JSON of a plain request."""
     data = body if isinstance(body, bytes) else json.dumps(body).encode()
-    headers = {"Authorization": f"Bearer {key}", "Content-Type": "application/json"}
+    headers = {"Authorization": f"Bearer {key}".encode(), "Content-Type": kind}
     try:
         with urllib.request.urlopen(urllib.request.Request(url + route, data, headers)) as got:
             return got.status, json.load(got)
@@ -226,6 +235,7 @@ def test_a_client_that_leaves_frees_its_slots(engine, client, url):
     data = json.dumps(body).encode()
     host, port = url.removeprefix("http://").split(":")
     head = f"POST /v1/completions HTTP/1.1\r\nHost: {host}\r\nContent-Length: {len(data)}\r\n"
+    head += "Content-Type: application/json\r\n"
     with socket.create_connection((host, int(port))) as raw:
         raw.sendall(f"{head}Authorization: Bearer {KEY}\r\n\r\n".encode() + data)
         begun = time.monotonic()
@@ -252,6 +262,12 @@ REFUSED = [
     ({"prompt": PROMPT, "temperature": -1}, "temperature"),
     ({"prompt": PROMPT, "temperature": "hot"}, "temperature"),
     ({"prompt": PROMPT, "n": 0}, "n"),
+    ({"prompt": PROMPT, "stop_token_ids": [2**31 - 1]}, "stop_token_ids"),
+    ({"prompt": PROMPT, "stop_token_ids": [1] * 2000}, "stop_token_ids"),
+    ({"prompt": PROMPT, "stream_options": {"include_usage": True}}, "stream_options"),
+    ({"prompt": [PROMPT] * 129}, "prompt"),
+    ({"prompt": [[1], ["a"]]}, "prompt"),
+    ({"prompt": [PROMPT, 1]}, "prompt"),
     ({"prompt": PROMPT, "logit_bias": {"x": 1}}, "logit_bias"),
     ({"prompt": PROMPT, "max_tokens": 5000}, "prompt"),
     ({"prompt": PROMPT, "max_tokens": 5, "min_tokens": 6}, "min_tokens"),
@@ -270,6 +286,9 @@ def test_what_cannot_be_honoured_is_refused_by_name(client, url):
         assert post(url, "/v1/completions", body)[0] == 400
     assert post(url, "/v1/completions", {"prompt": "a" * 100_001})[0] == 413
     assert post(url, "/v1/completions", {"model": "small", "prompt": "a"}, "other")[0] == 401
+    assert post(url, "/v1/completions", {"model": "small"}, kind="text/plain")[0] == 415
+    many = {"model": "small", "input": ["a"] * 2049}
+    assert post(url, "/v1/embeddings", many)[1]["error"]["param"] == "input"
     assert post(url, "/nowhere", {})[0] == 404
     assert post(url, "/v1/models", {})[0] == 405
     with pytest.raises(openai.NotFoundError, match="no model 'large'"):
@@ -287,6 +306,76 @@ def test_what_cannot_be_honoured_is_refused_by_name(client, url):
             client.chat.completions.create(**{"model": "small", "messages": CHAT} | _split(extra))
     ignored = {"user": "me", "suffix": None, "best_of": 1, "extra_body": {"store": True}}
     assert complete(client, **ignored, max_tokens=2).usage.completion_tokens == 2
+
+
+@pytest.mark.parametrize(
+    "prompt", [[0.5] * 500_000, [[1]] * 500_000, ["a"] * 500_000, [1] * 499_999 + ["a"]]
+)
+def test_a_large_body_that_is_wrong_is_refused_at_once(prompt):
+    body = json.dumps({"model": "small", "prompt": prompt}).encode()
+    begun = time.process_time()
+    with pytest.raises(RequestError, match=r"^prompt\b.{10,300}$"):
+        read(body, CompletionRequest)
+    assert time.process_time() - begun < 1.5
+
+
+def test_headers_have_a_bound(url):
+    host, port = url.removeprefix("http://").split(":")
+    with socket.create_connection((host, int(port))) as raw:
+        raw.sendall(b"GET /health HTTP/1.1\r\n")
+        with contextlib.suppress(ConnectionError):
+            for _ in range(200):
+                raw.sendall(b"a: " + b"b" * 2**20 + b"\r\n")
+            raw.sendall(b"\r\n")
+        with contextlib.suppress(ConnectionError):
+            assert b" 200 " not in raw.recv(100)
+
+
+def test_a_key_may_have_any_characters(engine):
+    with served(Server(engine, "small", " schlüssel ")) as url:
+        for key, status in (("schlüssel", 200), ("schlussel", 401), ("", 401)):
+            body = {"model": "small", "prompt": PROMPT, "max_tokens": 1}
+            assert post(url, "/v1/completions", body, key)[0] == status
+
+
+def test_texts_are_embedded_no_longer_than_somebody_waits(engine, monkeypatch):
+    made, embed = [], engine.embed
+
+    def slowly(texts, **how):
+        made.append(len(texts))
+        time.sleep(0.2)
+        return embed(texts, **how)
+
+    monkeypatch.setattr(type(engine), "embed", lambda self, texts, **how: slowly(texts, **how))
+    with (
+        served(Server(engine, "small")) as url,
+        openai.OpenAI(base_url=f"{url}/v1", api_key="-", max_retries=0) as client,
+    ):
+        with pytest.raises(openai.APITimeoutError):
+            client.embeddings.create(model="small", input=["a"] * 2048, timeout=0.5)
+        time.sleep(0.5)
+        count = len(made)
+        time.sleep(0.5)
+        assert len(made) == count < 10
+
+
+def test_what_is_cut_by_the_end_of_the_server_says_so(engine, caplog):
+    found = []
+    body = {"model": "small", "prompt": PROMPT, "max_tokens": 950, "ignore_eos": True}
+
+    def ask(url):
+        found.append(post(url, "/v1/completions", body))
+
+    with served(Server(engine, "small"), grace=0) as url:
+        asks = threading.Thread(target=ask, args=(url,))
+        asks.start()
+        while not engine.traffic().live:
+            time.sleep(0.005)
+    asks.join()
+    ((status, said),) = found
+    assert (status, said["error"]["type"]) == (503, "server_error")
+    assert "Traceback" not in caplog.text
+    settle(engine)
 
 
 def test_the_other_routes(engine, client, url):

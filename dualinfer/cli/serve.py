@@ -4,6 +4,7 @@ import importlib.util
 import ipaddress
 import json
 import logging
+import os
 import shlex
 import signal
 import socket
@@ -24,6 +25,7 @@ from .options import AdapterOption, One, RevisionOption
 from .texts import find_asked
 
 _NEEDED = ("starlette", "uvicorn")
+_KEY = "DUALINFER_API_KEY"
 _BACKLOG = 2048  # connections that wait to be taken
 _MANY = 1024  # tokens of a sequence, for the number that have room
 
@@ -57,7 +59,7 @@ def serve(
         str | None,
         typer.Option(
             metavar="KEY",
-            envvar="DUALINFER_API_KEY",
+            envvar=_KEY,
             help="What clients must send; unset: nothing.",
         ),
     ] = None,
@@ -99,8 +101,9 @@ def serve(
         raise BackendNotAvailableError(
             f"`dualinfer serve` needs {' and '.join(absent)}. Install `dualinfer[serve]`."
         )
-    if api_key is not None and not api_key.strip():
-        raise typer.BadParameter("--api-key is empty.")
+    # typer takes a variable that is empty for none.
+    if not (os.environ.get(_KEY, "-") if api_key is None else api_key).strip():
+        raise typer.BadParameter(f"--api-key, or {_KEY}, is empty.")
     which = backend or backends.default_backend()
     backends.check_backend(which)
     found = find_asked(model, revision, adapter, "")
@@ -186,9 +189,7 @@ def _show(engine: Any, name: str, writes: bool, address: Any, has_key: bool) -> 
     typer.echo(f"listening on {url}; the base URL of OpenAI clients is {url}/v1", err=True)
     typer.echo(f"  curl {url}/v1/{kind}{head} -d {shlex.quote(body)}", err=True)
     if not has_key and not ipaddress.ip_address(host).is_loopback:
-        say(
-            "Anybody who reaches this address can use it: pass --api-key, or set DUALINFER_API_KEY."
-        )
+        say(f"Anybody who reaches this address can use it: pass --api-key, or set {_KEY}.")
 
 
 def _room(engine: Any) -> str:
@@ -215,15 +216,7 @@ def _run(engine: Any, name: str, key: str | None, listener: socket.socket, grace
             super().handle_exit(sig, frame)
 
     logging.getLogger("dualinfer.serve").addHandler(logging.StreamHandler())
-    config = uvicorn.Config(
-        server.app(),
-        log_level="warning",
-        access_log=False,
-        lifespan="off",
-        ws="none",
-        timeout_graceful_shutdown=grace,
-        backlog=_BACKLOG,
-    )
+    config = server.config(grace, backlog=_BACKLOG)
     # uvicorn raises the signal once more when it is done: the engine is to be closed then.
     before = signal.signal(signal.SIGTERM, lambda *_: None)
     try:

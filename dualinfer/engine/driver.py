@@ -215,10 +215,13 @@ class Driver:
             alone = id(job) if job.begin is not None else None
             key = alone, r.embeds is None, r.source is None, r.is_encoded
             groups.setdefault(key, []).append(job)
-        for group in groups.values():
-            self._start(group, others)
+        without_room = {id(job) for group in groups.values() for job in self._start(group, others)}
+        if without_room:  # they wait in their old order
+            self._scheduler.put_back([job for job in jobs if id(job) in without_room])
+            self._scheduler.hold(len(self._jobs) + others)
 
-    def _start(self, group: list[Job], others: int) -> None:
+    def _start(self, group: list[Job], others: int) -> list[Job]:
+        """Start jobs together; those for which there is no room while others are under way."""
         now = time.monotonic()
         try:
             if (begin := group[0].begin) is not None:
@@ -231,26 +234,20 @@ class Driver:
                     if job.stop is not None:
                         self._guarded(self._watch, job)
         except OutOfMemoryError as error:
-            if self._jobs or others:
-                self._scheduler.put_back(group)
-                self._scheduler.hold(len(self._jobs) + others)
-            else:
-                self._start_each(group, others, error)
-            return
+            return group if self._jobs or others else self._start_each(group, others, error)
         except BaseException as error:
-            self._start_each(group, others, error)
-            return
+            return self._start_each(group, others, error)
         for job in group:
             if job.state == "live":
                 job.channel.began = now
                 self._jobs.append(job)
+        return []
 
-    def _start_each(self, group: list[Job], others: int, error: BaseException) -> None:
+    def _start_each(self, group: list[Job], others: int, error: BaseException) -> list[Job]:
         if len(group) == 1:
             self._finish(group[0], error=error)
-            return
-        for job in group:
-            self._start([job], others)
+            return []
+        return [left for job in group for left in self._start([job], others)]
 
     def _watch(self, job: Job) -> None:
         assert job.stop is not None

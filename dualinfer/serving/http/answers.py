@@ -1,5 +1,6 @@
 """The text of one sequence on its way to a client: cut at a stop string, and counted."""
 
+import math
 import time
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
@@ -46,6 +47,11 @@ def _overlap(text: str, stop: str) -> int:
     return next((n for n in range(most, 0, -1) if text.endswith(stop[:n])), 0)
 
 
+def _finite(logprob: float) -> float:
+    """A log-probability that JSON has a word for; -9999 for none at all, as other servers say."""
+    return logprob if math.isfinite(logprob) else -9999.0
+
+
 @dataclass(frozen=True)
 class Told:
     """The log-probability of a token, where its text begins, and the likeliest ones of its step."""
@@ -82,12 +88,14 @@ class Answer:
     begun: float
     namer: Detokenizer | None = None  # of single tokens, where they are to be told of
     opening: str = ""  # the prompt, where it is to be echoed
+    before: list[int] = field(default_factory=list)  # the prompt's last id
     count: int = 0
     length: int = 0  # of the texts of its tokens
 
     async def parts(self) -> AsyncIterator[Part]:
         """The text as it comes; the last part says why it ended."""
-        text = self.detokenizer.stream(self.handle.prompt_ids)
+        prompt = self.handle.prompt_ids
+        self.before, text = prompt[-1:], self.detokenizer.stream(prompt)
         last: float | None = None
         if self.opening:
             yield Part(self.opening)
@@ -132,11 +140,12 @@ class Answer:
         """What is told of the next token."""
 
         def name(token: int) -> str:
-            stream = namer.stream(self.handle.prompt_ids[-1:])  # as within a text
+            stream = namer.stream(self.before)  # as within a text
             return stream.push(token) + stream.finish()
 
         said, text = self.handle.logprobs_of(self.count), name(token)
-        told = Told(text, said.logprob, self.length, [(name(x), y) for x, y in said.top])
+        top = [(name(x), _finite(y)) for x, y in said.top]
+        told = Told(text, _finite(said.logprob), self.length, top)
         self.length += len(text)
         return told
 

@@ -5,16 +5,19 @@ import base64
 import json
 import logging
 import secrets
+import threading
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
 from contextlib import aclosing
-from typing import Any
+from typing import Any, TypeVar
 
+import uvicorn
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
 from starlette.routing import Route
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from ...engine.chat import encode_chat
 from ...engine.text import chat_endings, endings
@@ -47,10 +50,10 @@ from .protocol import (
 
 MOST_BYTES = 8 * 2**20  # of a body
 MOST_WAITING = 4096  # sequences that wait for a slot
-STALLED = (
-    120.0  # seconds without a turn after which the engine counts as hung: compiling takes some
-)
+STALLED = 120.0  # seconds without a turn after which the engine counts as hung; some compile
+_TEXTS = 64  # that are embedded between two looks whether anybody still waits
 _log = logging.getLogger("dualinfer.serve")
+T = TypeVar("T")
 
 
 class Server:
@@ -60,10 +63,43 @@ class Server:
         self, engine: Any, name: str, api_key: str | None = None, most_bytes: int = MOST_BYTES
     ) -> None:
         self.engine, self.name = engine, name
-        self._key, self._most_bytes = api_key, most_bytes
+        self._key = None if api_key is None else api_key.strip().encode()
+        self._most_bytes = most_bytes
         self._metrics, self._created = Metrics(), int(time.time())
         self._most_tokens: int = engine.report().max_tokens
         self.is_draining = False
+
+    def config(self, grace: int | None = None, **how: Any) -> uvicorn.Config:
+        """How uvicorn serves the routes; open requests have `grace` seconds when it is to end.
+
+        h11 bounds the headers of a request, which httptools does not.
+        """
+        quiet = {"log_level": "warning", "access_log": False, "lifespan": "off", "ws": "none"}
+        how |= {"http": "h11", "timeout_graceful_shutdown": grace}
+        return uvicorn.Config(self._ended(self.app()), **quiet, **how)
+
+    def _ended(self, app: ASGIApp) -> ASGIApp:
+        """The application, whose requests are told so where the server ends before them."""
+
+        async def call(scope: Scope, receive: Receive, send: Send) -> None:
+            has_begun = False
+
+            async def note(message: Message) -> None:
+                nonlocal has_begun
+                has_begun = True
+                await send(message)
+
+            try:
+                await app(scope, receive, note)
+            except asyncio.CancelledError:
+                if not self.is_draining:
+                    raise
+                if not has_begun:
+                    refused = RequestError("The server has gone down.", status=503)
+                    response = JSONResponse(refused.body(), refused.status)
+                    await response(scope, receive, send)
+
+        return call
 
     def app(self) -> Starlette:
         """The application."""
@@ -95,6 +131,8 @@ class Server:
         async def call(request: Request) -> Response:
             try:
                 self._check_key(request)
+                if request.method == "POST":
+                    _check_type(request)
                 return await handler(request)
             except ClientDisconnect:
                 return Response(status_code=499)
@@ -108,7 +146,8 @@ class Server:
         if self._key is None:
             return
         scheme, _, given = request.headers.get("authorization", "").partition(" ")
-        same = secrets.compare_digest(given.strip().encode(), self._key.encode())
+        # Headers come as latin-1, whatever the client wrote.
+        same = secrets.compare_digest(given.strip().encode("latin-1"), self._key)
         if scheme.lower() != "bearer" or not same:
             raise RequestError(
                 "The API key is missing or wrong. Send it as `Authorization: Bearer KEY`.",
@@ -179,17 +218,13 @@ class Server:
             return encode(self.engine.tokenizer, given), given if echo else ""
         if not given:
             raise RequestError("prompt is empty; there is nothing to continue.", "prompt")
-        return given, self._text_of(given) if echo else ""
+        return given, self._text_of(given, "prompt") if echo else ""
 
-    def _text_of(self, ids: Sequence[int]) -> str:
-        self._check_ids(ids)
+    def _text_of(self, ids: Sequence[int], name: str) -> str:
+        """The text of ids that the field `name` gave."""
+        _check_ids(ids, len(tokenizer_of(self.engine.tokenizer)), name)
         stream = Detokenizer(tokenizer_of(self.engine.tokenizer), False).stream()
         return stream.push(*ids) + stream.finish()
-
-    def _check_ids(self, ids: Sequence[int]) -> None:
-        size = len(tokenizer_of(self.engine.tokenizer))
-        if (wrong := next((x for x in ids if x >= size), None)) is not None:
-            raise RequestError(f"The tokenizer has no id {wrong}; it has {size:,}.", "tokens")
 
     def _begin(
         self,
@@ -202,8 +237,11 @@ class Server:
         begun, count = time.monotonic(), body.n or 1
         if self.engine.traffic().waiting + len(prompts) * count > MOST_WAITING:
             raise RequestError("Too many requests wait. Try again later.", status=429)
+        if body.stream_options is not None and not body.stream:
+            raise RequestError("stream_options are for stream: true.", "stream_options")
         own = [] if body.ignore_eos else list(ends)
         stop_ids = body.stop_token_ids or []
+        _check_ids(stop_ids, self.engine.runner.spec.vocab, "stop_token_ids")
         arguments = body.sampling() | {"eos_token_id": [*dict.fromkeys([*own, *stop_ids])] or None}
         skips = body.skip_special_tokens is not False
         keeps = bool(body.include_stop_str_in_output)
@@ -287,16 +325,9 @@ class Server:
             return StreamingResponse(
                 events, media_type="text/event-stream", headers={"Cache-Control": "no-cache"}
             )
-        work = asyncio.ensure_future(_whole(answers, form))
-        gone = asyncio.ensure_future(_until_gone(request))
         try:
-            await asyncio.wait({work, gone}, return_when=asyncio.FIRST_COMPLETED)
-            if not work.done():
-                raise ClientDisconnect
-            return JSONResponse(work.result())
+            return JSONResponse(await _unless_gone(request, _whole(answers, form)))
         finally:
-            gone.cancel()
-            work.cancel()
             _cancel(answers)
 
     # The rest
@@ -333,7 +364,9 @@ class Server:
     async def _detokenize(self, request: Request) -> Response:
         body = read(await self._body(request), DetokenizeRequest)
         self._check_model(body.model)
-        return JSONResponse({"prompt": await asyncio.to_thread(self._text_of, body.tokens)})
+        return JSONResponse(
+            {"prompt": await asyncio.to_thread(self._text_of, body.tokens, "tokens")}
+        )
 
     async def _embed(self, request: Request) -> Response:
         body = read(await self._body(request), EmbeddingRequest)
@@ -343,20 +376,31 @@ class Server:
                 f"encoding_format is {shown(body.encoding_format)}; expected float or base64.",
                 "encoding_format",
             )
-        texts = [body.input] if isinstance(body.input, str) else body.input
-        vectors, tokens = await asyncio.to_thread(self._vectors, texts, body.dimensions)
-        data: list[dict[str, Any]] = []
-        for i, vector in enumerate(vectors):
-            numbers: Any = vector.tolist()
-            if body.encoding_format == "base64":
-                numbers = base64.b64encode(vector.astype("<f4").tobytes()).decode()
-            data.append({"object": "embedding", "index": i, "embedding": numbers})
-        usage = {"prompt_tokens": tokens, "total_tokens": tokens}
-        return JSONResponse({"object": "list", "data": data, "model": self.name, "usage": usage})
+        is_left = threading.Event()
+        try:
+            work = asyncio.to_thread(self._embedded, body, is_left)
+            return Response(await _unless_gone(request, work), media_type="application/json")
+        finally:
+            is_left.set()
 
-    def _vectors(self, texts: list[str], dimensions: int | None) -> tuple[Any, int]:
-        vectors = self.engine.embed(texts, truncate_dim=dimensions)
-        return vectors, sum(len(ids_of(self.engine.tokenizer, text)) for text in texts)
+    def _embedded(self, body: EmbeddingRequest, is_left: threading.Event) -> bytes:
+        """The body of a response, some texts at a time until nobody waits for it any more."""
+        texts = [body.input] if isinstance(body.input, str) else body.input
+        data, tokens = [], 0
+        for first in range(0, len(texts), _TEXTS):
+            if is_left.is_set():
+                return b""
+            some = texts[first : first + _TEXTS]
+            tokens += sum(len(ids_of(self.engine.tokenizer, text)) for text in some)
+            for vector in self.engine.embed(some, truncate_dim=body.dimensions):
+                numbers: Any = vector.tolist()
+                if body.encoding_format == "base64":
+                    numbers = base64.b64encode(vector.astype("<f4").tobytes()).decode()
+                one = {"object": "embedding", "index": len(data), "embedding": numbers}
+                data.append(json.dumps(one))
+        usage = {"prompt_tokens": tokens, "total_tokens": tokens}
+        rest = json.dumps({"object": "list", "model": self.name, "usage": usage})
+        return f'{rest[:-1]}, "data": [{", ".join(data)}]}}'.encode()
 
     async def _health(self, request: Request) -> Response:
         silent = self.engine.traffic().silent
@@ -567,10 +611,35 @@ def _cancel(answers: Sequence[Answer]) -> None:
         answer.handle.cancel()
 
 
-async def _until_gone(request: Request) -> None:
-    """Wait until the client leaves."""
-    while (await request.receive())["type"] != "http.disconnect":
-        pass
+async def _unless_gone(request: Request, work: Coroutine[Any, Any, T]) -> T:
+    """The result of `work`; ClientDisconnect where the client leaves before."""
+
+    async def until_gone() -> None:
+        while (await request.receive())["type"] != "http.disconnect":
+            pass
+
+    task, gone = asyncio.ensure_future(work), asyncio.ensure_future(until_gone())
+    try:
+        await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
+        if not task.done():
+            raise ClientDisconnect
+        return task.result()
+    finally:
+        gone.cancel()
+        task.cancel()
+
+
+def _check_type(request: Request) -> None:
+    """Refuse a body that a page of another site may send without a question: it is no JSON."""
+    kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if kind != "application/json":
+        raise RequestError(f"Content-Type is {shown(kind)}; expected application/json.", status=415)
+
+
+def _check_ids(ids: Sequence[int], size: int, name: str) -> None:
+    """Refuse a token that there is not, among those that the field `name` gave."""
+    if (wrong := next((x for x in ids if x >= size), None)) is not None:
+        raise RequestError(f"{name} has the id {wrong}, and there are {size:,}.", name)
 
 
 async def _unrouted(request: Request, error: Any) -> Response:

@@ -4,11 +4,13 @@ import json
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, ValidationError
 
 from ...errors import shown
 
 MOST_SEQUENCES = 128  # of one request
+_MOST_TEXTS = 2048  # to embed at a time; OpenAI's number
+_MOST_IDS = 2**20  # far beyond what any model reads
 _NO_TOOLS = "Tools are not served; describe them in a message, and read the text of the answer."
 _NO_FORMAT = "Only text is served; ask for the format in a message."
 _NOT_SERVED = "It is not served. Leave it out."
@@ -70,6 +72,9 @@ _Likely = Annotated[int, Field(ge=0, le=20)]
 _Penalty = Annotated[float, Field(ge=-2, le=2)]
 _Id = Annotated[int, Field(ge=0, lt=2**31)]
 _Stop = Annotated[str, Field(min_length=1, max_length=1000)]
+# One error of a list is told, and no more are made: a body may have millions of elements.
+_Ids = Annotated[list[_Id], Field(fail_fast=True, max_length=_MOST_IDS)]
+_Messages = Annotated[list[dict[str, Any]], Field(fail_fast=True, min_length=1)]
 
 
 class Generation(_Body):
@@ -80,7 +85,7 @@ class Generation(_Body):
     stream_options: StreamOptions | None = None
     n: Annotated[int, Field(ge=1, le=MOST_SEQUENCES)] | None = None
     seed: Annotated[int, Field(ge=-(2**63), lt=2**64)] | None = None
-    stop: _Stop | Annotated[list[_Stop], Field(max_length=64)] | None = None
+    stop: _Stop | Annotated[list[_Stop], Field(max_length=64, fail_fast=True)] | None = None
     temperature: Annotated[float, Field(ge=0, le=1e6)] | None = None
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
     top_k: Annotated[int, Field(ge=-1)] | None = None
@@ -92,7 +97,7 @@ class Generation(_Body):
     max_tokens: Annotated[int, Field(ge=0, lt=2**31)] | None = None
     min_tokens: Annotated[int, Field(ge=0)] | None = None
     ignore_eos: bool | None = None
-    stop_token_ids: list[_Id] | None = None
+    stop_token_ids: Annotated[list[_Id], Field(max_length=1024, fail_fast=True)] | None = None
     skip_special_tokens: bool | None = None
     include_stop_str_in_output: bool | None = None
     # Read and ignored: they are about OpenAI's own bookkeeping.
@@ -158,7 +163,7 @@ def _id(name: str) -> int:
 class ChatRequest(Generation):
     """The body of /v1/chat/completions."""
 
-    messages: Annotated[list[dict[str, Any]], Field(min_length=1)]
+    messages: _Messages
     logprobs: bool | None = None
     top_logprobs: _Likely | None = None
     max_completion_tokens: Annotated[int, Field(ge=1, lt=2**31)] | None = None
@@ -180,10 +185,26 @@ class ChatRequest(Generation):
         return (self.top_logprobs or 0) if self.logprobs else None
 
 
+def _kind_of_prompt(given: Any) -> str:
+    """By the first element, so that no other kind is tried."""
+    first = given[0] if isinstance(given, list) and given else given
+    kinds = {str: "texts", list: "prompts"}
+    return "text" if isinstance(given, str) else kinds.get(type(first), "ids")
+
+
+_Prompt = Annotated[
+    Annotated[str, Tag("text")]
+    | Annotated[list[str], Field(max_length=MOST_SEQUENCES, fail_fast=True), Tag("texts")]
+    | Annotated[_Ids, Tag("ids")]
+    | Annotated[list[_Ids], Field(max_length=MOST_SEQUENCES, fail_fast=True), Tag("prompts")],
+    Discriminator(_kind_of_prompt),
+]
+
+
 class CompletionRequest(Generation):
     """The body of /v1/completions."""
 
-    prompt: str | list[str] | list[_Id] | list[list[_Id]]
+    prompt: _Prompt
     echo: bool | None = None
     logprobs: _Likely | None = None
 
@@ -214,7 +235,7 @@ class TokenizeRequest(_Body):
 
     model: str | None = None
     prompt: str | None = None
-    messages: Annotated[list[dict[str, Any]], Field(min_length=1)] | None = None
+    messages: _Messages | None = None
     add_special_tokens: bool | None = None
 
 
@@ -222,14 +243,14 @@ class DetokenizeRequest(_Body):
     """The body of /detokenize."""
 
     model: str | None = None
-    tokens: list[_Id]
+    tokens: _Ids
 
 
 class EmbeddingRequest(_Body):
     """The body of /v1/embeddings."""
 
     model: str
-    input: str | Annotated[list[str], Field(min_length=1)]
+    input: str | Annotated[list[str], Field(min_length=1, max_length=_MOST_TEXTS, fail_fast=True)]
     encoding_format: str | None = None
     dimensions: Annotated[int, Field(ge=1)] | None = None
     user: Any = None
