@@ -126,6 +126,24 @@ def test_a_sequence_that_begins_anew_goes_on_counting(engine, hf_model, rows):
     engine.runner.release(range(4))
 
 
+@pytest.mark.parametrize(
+    "engine", ["torch", pytest.param("jax", marks=pytest.mark.slow)], indirect=True
+)
+def test_a_pool_weighs_and_tells_as_the_library_does(engine, hf_model, rows):
+    from dualinfer.backends.base import Pool
+
+    bias = dict.fromkeys((11, 12, 13), 60.0)
+    how: dict[str, Any] = {"max_new_tokens": NEW, "eos_token_id": None, "pad_token_id": 0}
+    engine.runner.open(Pool(4, 128))
+    try:
+        plain = engine.generate(rows, **how, **TELLS)
+        changed = engine.generate(rows, **how, **TELLS, **COSTS, logit_bias=bias)
+    finally:
+        engine.runner.open(None)
+    check(plain, rows, [reference(hf_model("llama-gqa"), row) for row in rows])
+    check(changed, rows, [reference(hf_model("llama-gqa"), row, bias, 9.0, 7.0) for row in rows])
+
+
 WRONG = {
     "logprobs": [(21, "at most 20"), (-1, "at least 0"), ("x", "expected an int")],
     "presence_penalty": [("x", "expected a number"), (float("inf"), "expected a number")],

@@ -420,6 +420,7 @@ def test_sigterm_lets_open_requests_end():
         process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
         stack.enter_context(process)
         stack.callback(process.kill)
+        assert process.stderr is not None
         lines = iter(process.stderr.readline, "")
         url = next(m[0] for line in lines if (m := re.search(r"http://[\d.:]+/v1", line)))
         client = stack.enter_context(openai.OpenAI(base_url=url, api_key="none", max_retries=0))

@@ -195,7 +195,7 @@ class Piece:
 
 @dataclass(frozen=True)
 class Pool:
-    """What a runner reserves at once: room for `slots` sequences of `tokens` cached tokens each.
+    """The room that a runner reserves at once: `slots` sequences of `tokens` cached tokens each.
 
     Of an encoder-decoder also for what its encoder gives of `encoded` tokens each, 0 for as many as
     `tokens`; an encoder of one length needs none. `eos` ids of a request, and whether some of them

@@ -93,7 +93,7 @@ class LiveSlots:
         )
 
     def room(self, spec: ModelSpec, tokens: int) -> Room:
-        """What a step over the live slots sees of a cache, for `tokens` of each, in buckets."""
+        """The part of a cache that a step over the live slots reads, for `tokens` of each."""
         if self.pool is not None:
             return part_of(self.pool, self.width, tokens)
         return Room(self.width, bucket(tokens, SMALLEST_CACHE), encoded_bucket(spec, self.encoded))
@@ -150,13 +150,13 @@ class LiveSlots:
 
 
 def room_of(pool: Pool, spec: ModelSpec) -> Room:
-    """What caches of a pool hold: whole grains of tokens."""
+    """Room in the caches of a pool: whole grains of tokens."""
     tokens = -(-pool.tokens // GRAIN) * GRAIN
     return Room(pool.slots, tokens, encoded_bucket(spec, pool.encoded or tokens))
 
 
 def part_of(pool: Room, slots: int, tokens: int) -> Room:
-    """What a step over the first `slots` slots of a pool sees, of which none has more `tokens`."""
+    """The part of a pool that a step reads: its first `slots` slots, of at most `tokens` each."""
     reach = _SMALLEST_REACH
     while reach < tokens:
         reach *= _REACHES
@@ -195,7 +195,7 @@ def panel_for(tokens: int, most: int) -> int:
 
 
 class WeightRows(NamedTuple):
-    """What `sampling.weigh` takes, as few numbers: int32 ids [B, K] and float32 values [B, K].
+    """The arguments of `sampling.weigh` as few numbers: ids int32 and values float32 [B, K].
 
     `new` int32 [B, T] are tokens that count, `costs` float32 [B, 2] as there.
     """
@@ -253,7 +253,7 @@ def sampling_rows(requests: Sequence[Request], eos_width: int) -> dict[str, np.n
 
 
 def weight_rows(requests: Sequence[Request], new: np.ndarray | None = None) -> WeightRows:
-    """What `sampling.weigh` takes of the requests, B rows; `new` [B, T] are their new tokens.
+    """The bias and the costs of B requests, and their `new` tokens [B, T], for `sampling.weigh`.
 
     Unset, these are the `generated` ones of their own tokens. Ids are filled up with NO_TOKEN.
     """

@@ -14,7 +14,7 @@ from ..api import init_inference
 from ..errors import ArgumentError, shown
 from ..system.tables import Table
 from ..system.terminal import without_controls
-from .options import One, RevisionOption
+from .options import BackendOption, RevisionOption
 from .texts import find_asked
 
 _SHOWN = 4  # numbers of a vector
@@ -31,9 +31,7 @@ def embed(
         list[str],
         typer.Argument(metavar="TEXT...", help="The texts; - for one of each input line."),
     ],
-    backend: Annotated[
-        One | None, typer.Option(metavar="torch|jax", help="What runs; unset: what is installed.")
-    ] = None,
+    backend: BackendOption = None,
     pooling: Annotated[
         str | None,
         typer.Option(

@@ -11,6 +11,24 @@ from ..system.command_options import KvCacheOption, QuantOption, with_options
 One = Literal["torch", "jax"]
 Choice = Literal["torch", "jax", "both"]
 
+BackendOption = Annotated[
+    One | None,
+    typer.Option(
+        metavar="torch|jax",
+        show_default=False,
+        help="What runs the model; unset: what is installed.",
+    ),
+]
+
+KernelsOption = Annotated[
+    bool | None,
+    typer.Option(
+        "--kernels/--no-kernels",
+        show_default=False,
+        help="Fused kernels, which need a GPU, or plain operations; unset: kernels where they run.",
+    ),
+]
+
 RevisionOption = Annotated[
     str | None,
     typer.Option(
@@ -84,15 +102,7 @@ class TextOptions:
     quant: QuantOption = None
     adapter: AdapterOption = None
     kv_cache_dtype: KvCacheOption = None
-    kernels: Annotated[
-        bool | None,
-        typer.Option(
-            "--kernels/--no-kernels",
-            show_default=False,
-            help="Fused kernels, which need a GPU, or plain operations; unset: kernels where they "
-            "run.",
-        ),
-    ] = None
+    kernels: KernelsOption = None
     revision: RevisionOption = None
 
     @property

@@ -21,7 +21,7 @@ from ..checkpoint.described.tokenizer import load_tokenizer, tokenizer_folder
 from ..errors import ArgumentError, BackendNotAvailableError, DualinferError, UnsupportedError
 from ..system.command_options import KvCacheOption, QuantOption
 from ..system.terminal import say
-from .options import AdapterOption, One, RevisionOption
+from .options import AdapterOption, BackendOption, KernelsOption, RevisionOption
 from .texts import find_asked
 
 _NEEDED = ("starlette", "uvicorn")
@@ -41,14 +41,7 @@ def serve(
             metavar="MODEL", help="A checkpoint's folder, a GGUF file or a model of the hub."
         ),
     ],
-    backend: Annotated[
-        One | None,
-        typer.Option(
-            metavar="torch|jax",
-            show_default=False,
-            help="What runs the model; unset: what is installed.",
-        ),
-    ] = None,
+    backend: BackendOption = None,
     host: Annotated[
         str, typer.Option(metavar="ADDRESS", help="Where to listen; 0.0.0.0 for all networks.")
     ] = "127.0.0.1",
@@ -82,14 +75,7 @@ def serve(
     quant: QuantOption = None,
     adapter: AdapterOption = None,
     kv_cache_dtype: KvCacheOption = None,
-    kernels: Annotated[
-        bool | None,
-        typer.Option(
-            "--kernels/--no-kernels",
-            show_default=False,
-            help="Fused kernels, or plain operations; unset: kernels where they run.",
-        ),
-    ] = None,
+    kernels: KernelsOption = None,
     revision: RevisionOption = None,
 ) -> None:
     """Serve a model to clients of OpenAI's API, many at once.

@@ -33,7 +33,7 @@ from ..errors import (
 )
 from ..opening import unserved
 from ..system.terminal import say, without_controls
-from .options import Choice, One, TextOptions, factors_of, with_text_options
+from .options import BackendOption, Choice, TextOptions, factors_of, with_text_options
 from .parity import first_difference
 from .quick_start import OWN_PROCESS, start_sooner
 from .wording import print_error
@@ -152,14 +152,7 @@ def chat(
     system: Annotated[
         str | None, typer.Option(metavar="TEXT", help="The system prompt: how it is to answer.")
     ] = None,
-    backend: Annotated[
-        One | None,
-        typer.Option(
-            metavar="torch|jax",
-            show_default=False,
-            help="What runs the model; unset: what is installed.",
-        ),
-    ] = None,
+    backend: BackendOption = None,
     max_new_tokens: Annotated[
         int | None,
         typer.Option(metavar="COUNT", help=f"Of an answer; unset: {_ANSWER}, or half of the room."),

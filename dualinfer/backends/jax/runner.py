@@ -60,11 +60,6 @@ def _kept(active: jax.Array, length: jax.Array, kept: jax.Array) -> tuple[jax.Ar
     return active & kept, jnp.where(kept, length, 0)
 
 
-def _has(state: SlotState) -> tuple[bool, bool]:
-    """If a state hides tokens, and if it weighs them."""
-    return state.hidden is not None, state.bias is not None
-
-
 # A part of the parameters: their structure and how they and the cache's arrays are split.
 Part = tuple[Any, list[Any], list[Any]]
 
@@ -529,7 +524,7 @@ class JaxRunner:
         return tokens
 
     def _take_steps(self, steps: int) -> PendingTokens | PendingSteps:
-        """What `decode` dispatches; over a pool, steps that the host does not wait for."""
+        """The steps of `decode`, dispatched; over a pool the host waits for none of them."""
         assert self._state is not None
         needs = SamplingFeatures.of(self._live.requests)
         if self._live.pool is not None:
@@ -602,7 +597,7 @@ class JaxRunner:
                 with contextlib.suppress(Exception):  # of an abandoned step
                     jax.block_until_ready(held)  # else its bytes still count as in use
                 self._cache = held = None
-            fits = old is not None and _has(old) == (hides, weighs)
+            fits = old is not None and old.has == (hides, weighs)
             if old is not None and (old.eos.shape != (count, eos_width) or not fits):
                 old = None
         if self._cache is not None:
@@ -613,8 +608,8 @@ class JaxRunner:
         if old is not None:
             count = max(count, old.active.shape[0])
             eos_width = max(eos_width, old.eos.shape[1])
-            hides, weighs = hides or _has(old)[0], weighs or _has(old)[1]
-            if old.eos.shape == (count, eos_width) and _has(old) == (hides, weighs):
+            hides, weighs = hides or old.has[0], weighs or old.has[1]
+            if old.eos.shape == (count, eos_width) and old.has == (hides, weighs):
                 return  # free rows in it are not active
         state = SlotState.make(count, eos_width, self.spec.vocab, hides, weighs)
         if old is not None:

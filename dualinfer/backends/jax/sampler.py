@@ -88,10 +88,14 @@ class SlotState(NamedTuple):
         return cls(**columns)
 
     @property
+    def has(self) -> tuple[bool, bool]:
+        """Whether it hides tokens, and whether it weighs them: for some requests alone."""
+        return self.hidden is not None, self.bias is not None
+
+    @property
     def parts(self) -> tuple[str, ...]:
-        """The names of what it has for some requests alone."""
-        pairs = ("hidden", self.hidden), ("weighed", self.bias)
-        return tuple(name for name, column in pairs if column is not None)
+        """The names of these, for the keys of steps."""
+        return tuple(n for n, there in zip(("hidden", "weighed"), self.has, strict=True) if there)
 
     def shown(self, logits: jax.Array) -> jax.Array:
         """Logits [N, V], weighed, and -inf where a token is hidden."""
@@ -110,12 +114,8 @@ class SlotState(NamedTuple):
 
     def weighing(self, rows: WeightRows) -> "SlotState":
         """With what `weight_rows` gives, of each row."""
-        count, vocab = self.seen.shape[0], self.seen.shape[1]
-        return self._replace(
-            bias=_summed(rows.ids, rows.values, count, vocab),
-            counts=_summed(rows.new, jnp.ones(rows.new.shape, jnp.float32), count, vocab),
-            costs=jnp.asarray(rows.costs),
-        )
+        bias, counts, costs = _dense(rows, *self.seen.shape)
+        return self._replace(bias=bias, counts=counts, costs=costs)
 
 
 def prompt_rows(
@@ -244,6 +244,13 @@ def _summed(ids: Any, values: Any, count: int, vocab: int) -> jax.Array:
     return whole.at[jnp.arange(count)[:, None], columns].add(values, mode="drop")
 
 
+def _dense(rows: WeightRows, count: int, vocab: int) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Bias and counts [count, vocab], and costs [count, 2], of what `weight_rows` gives."""
+    bias = _summed(rows.ids, rows.values, count, vocab)
+    counts = _summed(rows.new, jnp.ones(rows.new.shape, jnp.float32), count, vocab)
+    return bias, counts, jnp.asarray(rows.costs)
+
+
 def mark(seen: jax.Array, tokens: jax.Array) -> jax.Array:
     """`seen` [N, V] with `tokens` int32 [R, N], of which NO_TOKEN is none."""
     columns = jnp.where(tokens == NO_TOKEN, seen.shape[1], tokens)
@@ -317,9 +324,7 @@ def hide(scores: jax.Array, hidden: jax.Array, outweigh: int | None) -> jax.Arra
 @jax.jit
 def weigh(scores: jax.Array, rows: WeightRows) -> jax.Array:
     """See `base.Runner.weigh`."""
-    bias = _summed(rows.ids, rows.values, *scores.shape)
-    counts = _summed(rows.new, jnp.ones(rows.new.shape, jnp.float32), *scores.shape)
-    return sampling.weigh(MATHS, MATHS.wide(scores), bias, counts, rows.costs)
+    return sampling.weigh(MATHS, MATHS.wide(scores), *_dense(rows, *scores.shape))
 
 
 @jax.jit

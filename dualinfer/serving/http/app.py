@@ -3,12 +3,10 @@
 import asyncio
 import base64
 import json
-import logging
 import secrets
 import threading
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
-from contextlib import aclosing
+from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from typing import Any, TypeVar
 
 import uvicorn
@@ -24,15 +22,10 @@ from ...engine.text import chat_endings, endings
 from ...engine.text_stream import Detokenizer
 from ...engine.tokenizing import encode, ids_of, tokenizer_of
 from ...errors import (
-    ArgumentError,
-    ClosedError,
-    DualinferError,
-    LengthError,
-    OutOfMemoryError,
-    UnsupportedError,
     shown,
 )
-from .answers import Answer, Part, StopText, Told
+from .answers import Answer, StopText
+from .forms import ChatForm, Form, TextForm, cancel, events_of, whole
 from .metrics import CONTENT_TYPE, Metrics
 from .protocol import (
     MOST_SEQUENCES,
@@ -44,6 +37,7 @@ from .protocol import (
     RequestError,
     StreamOptions,
     TokenizeRequest,
+    as_refused,
     content_of,
     read,
 )
@@ -52,7 +46,6 @@ MOST_BYTES = 8 * 2**20  # of a body
 MOST_WAITING = 4096  # sequences that wait for a slot
 STALLED = 120.0  # seconds without a turn after which the engine counts as hung; some compile
 _TEXTS = 64  # that are embedded between two looks whether anybody still waits
-_log = logging.getLogger("dualinfer.serve")
 T = TypeVar("T")
 
 
@@ -187,7 +180,7 @@ class Server:
                 "chat_template is the server's: a client's own is not run.", "chat_template_kwargs"
             )
         answers = await self._in_thread(self._begin_chat, body, options)
-        return await self._respond(request, body, answers, _ChatForm(self.name))
+        return await self._respond(request, body, answers, ChatForm(self.name))
 
     def _begin_chat(self, body: ChatRequest, options: dict[str, Any]) -> list[Answer]:
         tokenizer = self.engine.tokenizer
@@ -199,7 +192,7 @@ class Server:
         body = read(await self._body(request), CompletionRequest)
         self._check_model(body.model)
         answers = await self._in_thread(self._begin_completion, body)
-        return await self._respond(request, body, answers, _TextForm(self.name))
+        return await self._respond(request, body, answers, TextForm(self.name))
 
     def _begin_completion(self, body: CompletionRequest) -> list[Answer]:
         if not body.prompts or len(body.prompts) * (body.n or 1) > MOST_SEQUENCES:
@@ -270,7 +263,7 @@ class Server:
                     )
                     answers.append(answer)
         except BaseException:
-            _cancel(answers)
+            cancel(answers)
             raise
         return answers
 
@@ -314,21 +307,21 @@ class Server:
         try:
             return await asyncio.shield(task)
         except asyncio.CancelledError:
-            task.add_done_callback(lambda t: None if t.exception() else _cancel(t.result()))
+            task.add_done_callback(lambda t: None if t.exception() else cancel(t.result()))
             raise
 
     async def _respond(
-        self, request: Request, body: Generation, answers: list[Answer], form: "_Form"
+        self, request: Request, body: Generation, answers: list[Answer], form: "Form"
     ) -> Response:
         if body.stream:
-            events = _events(body.stream_options or StreamOptions(), answers, form)
+            events = events_of(body.stream_options or StreamOptions(), answers, form)
             return StreamingResponse(
                 events, media_type="text/event-stream", headers={"Cache-Control": "no-cache"}
             )
         try:
-            return JSONResponse(await _unless_gone(request, _whole(answers, form)))
+            return JSONResponse(await _unless_gone(request, whole(answers, form)))
         finally:
-            _cancel(answers)
+            cancel(answers)
 
     # The rest
 
@@ -424,193 +417,6 @@ class Server:
         return Response(self._metrics.text(self.name, gauges), media_type=CONTENT_TYPE)
 
 
-class _Form:
-    """The objects of one response of a route."""
-
-    kind: str
-    prefix: str
-
-    def __init__(self, model: str) -> None:
-        self._base = {
-            "id": f"{self.prefix}-{secrets.token_hex(12)}",
-            "created": int(time.time()),
-            "model": model,
-        }
-
-    def whole(self, choices: list[dict[str, Any]], usage: dict[str, Any]) -> dict[str, Any]:
-        """The body of a response that is not streamed."""
-        return {**self._base, "object": self.kind, "choices": choices, "usage": usage}
-
-    def chunk(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
-        """An event of a stream."""
-        return {**self._base, "object": self.chunk_kind, "choices": choices}
-
-    chunk_kind: str
-
-    def opening(self, index: int) -> dict[str, Any] | None:
-        """The choice of a stream's first event; None where there is none."""
-        raise NotImplementedError
-
-    def piece(self, index: int, part: Part) -> dict[str, Any]:
-        """The choice of an event."""
-        raise NotImplementedError
-
-    def choice(
-        self, index: int, text: str, reason: str | None, told: list[Told] | None
-    ) -> dict[str, Any]:
-        """The choice of a whole response."""
-        raise NotImplementedError
-
-
-class _ChatForm(_Form):
-    kind, chunk_kind, prefix = "chat.completion", "chat.completion.chunk", "chatcmpl"
-
-    def opening(self, index: int) -> dict[str, Any]:
-        delta = {"role": "assistant", "content": ""}
-        return {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
-
-    def piece(self, index: int, part: Part) -> dict[str, Any]:
-        delta = {"content": part.text} if part.text else {}
-        told = _told_in_chat(part.told) if part.told else None
-        return {"index": index, "delta": delta, "logprobs": told, "finish_reason": part.reason}
-
-    def choice(
-        self, index: int, text: str, reason: str | None, told: list[Told] | None
-    ) -> dict[str, Any]:
-        message = {"role": "assistant", "content": text, "refusal": None}
-        said = None if told is None else _told_in_chat(told)
-        return {"index": index, "message": message, "logprobs": said, "finish_reason": reason}
-
-
-def _told_in_chat(told: Sequence[Told]) -> dict[str, Any]:
-    content = [
-        {**_token(one.text, one.logprob), "top_logprobs": [_token(*x) for x in one.top]}
-        for one in told
-    ]
-    return {"content": content, "refusal": None}
-
-
-def _token(text: str, logprob: float) -> dict[str, Any]:
-    """A token as chats tell of it; its bytes are unknown where it is a part of a character."""
-    known = None if "\ufffd" in text else list(text.encode())
-    return {"token": text, "logprob": logprob, "bytes": known}
-
-
-class _TextForm(_Form):
-    kind, chunk_kind, prefix = "text_completion", "text_completion", "cmpl"
-
-    def opening(self, index: int) -> None:
-        return None
-
-    def piece(self, index: int, part: Part) -> dict[str, Any]:
-        return self.choice(index, part.text, part.reason, part.told or None)
-
-    def choice(
-        self, index: int, text: str, reason: str | None, told: list[Told] | None
-    ) -> dict[str, Any]:
-        said = None
-        if told is not None:
-            said = {
-                "tokens": [one.text for one in told],
-                "token_logprobs": [one.logprob for one in told],
-                "text_offset": [one.offset for one in told],
-                "top_logprobs": [dict(one.top) for one in told],
-            }
-        return {"index": index, "text": text, "logprobs": said, "finish_reason": reason}
-
-
-async def _whole(answers: Sequence[Answer], form: _Form) -> dict[str, Any]:
-    """The body of a response, when all of its sequences have ended."""
-
-    async def one(answer: Answer) -> dict[str, Any]:
-        text, reason = "", ""
-        told: list[Told] = []
-        async with aclosing(answer.parts()) as parts:  # type: ignore[type-var]
-            async for part in parts:
-                text, reason = text + part.text, part.reason or reason
-                told += part.told
-        return form.choice(answer.index, text, reason, None if answer.namer is None else told)
-
-    choices = await asyncio.gather(*map(one, answers))
-    return form.whole(choices, _usage(answers))
-
-
-async def _events(
-    options: StreamOptions, answers: Sequence[Answer], form: _Form
-) -> AsyncIterator[bytes]:
-    """The events of a stream; what comes together is one write."""
-    queue: asyncio.Queue[tuple[int, Part] | Exception | None] = asyncio.Queue()
-
-    async def feed(answer: Answer) -> None:
-        try:
-            async with aclosing(answer.parts()) as parts:  # type: ignore[type-var]
-                async for part in parts:
-                    queue.put_nowait((answer.index, part))
-        except Exception as error:
-            queue.put_nowait(error)
-        else:
-            queue.put_nowait(None)
-
-    def event(choice: dict[str, Any]) -> bytes:
-        chunk = form.chunk([choice])
-        if options.continuous_usage_stats:
-            chunk["usage"] = _usage(answers)
-        elif options.include_usage:
-            chunk["usage"] = None
-        return _event(chunk)
-
-    tasks = [asyncio.ensure_future(feed(answer)) for answer in answers]
-    try:
-        openings = [form.opening(answer.index) for answer in answers]
-        if opened := b"".join(event(choice) for choice in openings if choice):
-            yield opened
-        left = len(answers)
-        while left:
-            items = [await queue.get()]
-            while not queue.empty():
-                items.append(queue.get_nowait())
-            data = b""
-            for item in items:
-                if isinstance(item, Exception):
-                    yield data + _event(as_refused(item).body()) + _DONE
-                    return
-                if item is None:
-                    left -= 1
-                elif (
-                    item[1].text or item[1].reason or item[1].told or options.continuous_usage_stats
-                ):
-                    data += event(form.piece(*item))
-            if data:
-                yield data
-        end = b""
-        if options.include_usage or options.continuous_usage_stats:
-            end = _event({**form.chunk([]), "usage": _usage(answers)})
-        yield end + _DONE
-    finally:
-        for task in tasks:
-            task.cancel()
-        _cancel(answers)
-
-
-_DONE = b"data: [DONE]\n\n"
-
-
-def _event(value: dict[str, Any]) -> bytes:
-    return f"data: {json.dumps(value, ensure_ascii=False)}\n\n".encode()
-
-
-def _usage(answers: Sequence[Answer]) -> dict[str, Any]:
-    """Tokens of the prompts, each counted once, and of what was made."""
-    prompts = {a.prompt: a.prompt_tokens for a in answers}
-    prompt, new = sum(prompts.values()), sum(a.count for a in answers)
-    return {"prompt_tokens": prompt, "completion_tokens": new, "total_tokens": prompt + new}
-
-
-def _cancel(answers: Sequence[Answer]) -> None:
-    for answer in answers:
-        answer.handle.cancel()
-
-
 async def _unless_gone(request: Request, work: Coroutine[Any, Any, T]) -> T:
     """The result of `work`; ClientDisconnect where the client leaves before."""
 
@@ -646,19 +452,3 @@ async def _unrouted(request: Request, error: Any) -> Response:
     said = f"{request.method} {request.url.path}: {error.detail}."
     refused = RequestError(said, status=error.status_code)
     return JSONResponse(refused.body(), refused.status, headers=error.headers)
-
-
-def as_refused(error: Exception) -> RequestError:
-    """What a client is told of an error."""
-    if isinstance(error, RequestError):
-        return error
-    if isinstance(error, LengthError):
-        return RequestError(str(error), code="context_length_exceeded")
-    if isinstance(error, ArgumentError | UnsupportedError):
-        return RequestError(str(error))
-    if isinstance(error, OutOfMemoryError | ClosedError):
-        return RequestError(str(error), status=503)
-    _log.error("A request failed.", exc_info=error)
-    if isinstance(error, DualinferError):
-        return RequestError(str(error), status=500)
-    return RequestError("The server failed; its log says how.", status=500)

@@ -1,13 +1,23 @@
 """The bodies of requests: which fields are taken, what they may be, and why others are refused."""
 
 import json
+import logging
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, ValidationError
 
-from ...errors import shown
+from ...errors import (
+    ArgumentError,
+    ClosedError,
+    DualinferError,
+    LengthError,
+    OutOfMemoryError,
+    UnsupportedError,
+    shown,
+)
 
+_log = logging.getLogger("dualinfer.serve")
 MOST_SEQUENCES = 128  # of one request
 _MOST_TEXTS = 2048  # to embed at a time; OpenAI's number
 _MOST_IDS = 2**20  # far beyond what any model reads
@@ -303,3 +313,19 @@ def content_of(messages: list[dict[str, Any]]) -> list[Mapping[str, Any]]:
         {key: value for key, value in message.items() if value is not None or key == "content"}
         for message in messages
     ]
+
+
+def as_refused(error: Exception) -> RequestError:
+    """An error as a client is told of it."""
+    if isinstance(error, RequestError):
+        return error
+    if isinstance(error, LengthError):
+        return RequestError(str(error), code="context_length_exceeded")
+    if isinstance(error, ArgumentError | UnsupportedError):
+        return RequestError(str(error))
+    if isinstance(error, OutOfMemoryError | ClosedError):
+        return RequestError(str(error), status=503)
+    _log.error("A request failed.", exc_info=error)
+    if isinstance(error, DualinferError):
+        return RequestError(str(error), status=500)
+    return RequestError("The server failed; its log says how.", status=500)

@@ -1,0 +1,210 @@
+"""OpenAI's objects of responses: of chats and of texts, whole and as streams of events."""
+
+import asyncio
+import json
+import secrets
+import time
+from collections.abc import AsyncIterator, Sequence
+from contextlib import aclosing
+from typing import Any
+
+from .answers import Answer, Part, Told
+from .protocol import StreamOptions, as_refused
+
+
+class Form:
+    """The objects of one response of a route."""
+
+    kind: str
+    prefix: str
+
+    def __init__(self, model: str) -> None:
+        self._base = {
+            "id": f"{self.prefix}-{secrets.token_hex(12)}",
+            "created": int(time.time()),
+            "model": model,
+        }
+
+    def whole(self, choices: list[dict[str, Any]], usage: dict[str, Any]) -> dict[str, Any]:
+        """The body of a response that is not streamed."""
+        return {**self._base, "object": self.kind, "choices": choices, "usage": usage}
+
+    def chunk(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
+        """An event of a stream."""
+        return {**self._base, "object": self.chunk_kind, "choices": choices}
+
+    chunk_kind: str
+
+    def opening(self, index: int) -> dict[str, Any] | None:
+        """The choice of a stream's first event; None where there is none."""
+        raise NotImplementedError
+
+    def piece(self, index: int, part: Part) -> dict[str, Any]:
+        """The choice of an event."""
+        raise NotImplementedError
+
+    def choice(
+        self, index: int, text: str, reason: str | None, told: list[Told] | None
+    ) -> dict[str, Any]:
+        """The choice of a whole response."""
+        raise NotImplementedError
+
+
+class ChatForm(Form):
+    """The objects of /v1/chat/completions."""
+
+    kind, chunk_kind, prefix = "chat.completion", "chat.completion.chunk", "chatcmpl"
+
+    def opening(self, index: int) -> dict[str, Any]:
+        """See `Form`."""
+        delta = {"role": "assistant", "content": ""}
+        return {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
+
+    def piece(self, index: int, part: Part) -> dict[str, Any]:
+        """See `Form`."""
+        delta = {"content": part.text} if part.text else {}
+        told = _told_in_chat(part.told) if part.told else None
+        return {"index": index, "delta": delta, "logprobs": told, "finish_reason": part.reason}
+
+    def choice(
+        self, index: int, text: str, reason: str | None, told: list[Told] | None
+    ) -> dict[str, Any]:
+        """See `Form`."""
+        message = {"role": "assistant", "content": text, "refusal": None}
+        said = None if told is None else _told_in_chat(told)
+        return {"index": index, "message": message, "logprobs": said, "finish_reason": reason}
+
+
+def _told_in_chat(told: Sequence[Told]) -> dict[str, Any]:
+    content = [
+        {**_token(one.text, one.logprob), "top_logprobs": [_token(*x) for x in one.top]}
+        for one in told
+    ]
+    return {"content": content, "refusal": None}
+
+
+def _token(text: str, logprob: float) -> dict[str, Any]:
+    """A token as chats tell of it; its bytes are unknown where it is a part of a character."""
+    known = None if "\ufffd" in text else list(text.encode())
+    return {"token": text, "logprob": logprob, "bytes": known}
+
+
+class TextForm(Form):
+    """The objects of /v1/completions."""
+
+    kind, chunk_kind, prefix = "text_completion", "text_completion", "cmpl"
+
+    def opening(self, index: int) -> None:
+        """See `Form`."""
+        return None
+
+    def piece(self, index: int, part: Part) -> dict[str, Any]:
+        """See `Form`."""
+        return self.choice(index, part.text, part.reason, part.told or None)
+
+    def choice(
+        self, index: int, text: str, reason: str | None, told: list[Told] | None
+    ) -> dict[str, Any]:
+        """See `Form`."""
+        said = None
+        if told is not None:
+            said = {
+                "tokens": [one.text for one in told],
+                "token_logprobs": [one.logprob for one in told],
+                "text_offset": [one.offset for one in told],
+                "top_logprobs": [dict(one.top) for one in told],
+            }
+        return {"index": index, "text": text, "logprobs": said, "finish_reason": reason}
+
+
+async def whole(answers: Sequence[Answer], form: Form) -> dict[str, Any]:
+    """The body of a response, when all of its sequences have ended."""
+
+    async def one(answer: Answer) -> dict[str, Any]:
+        text, reason = "", ""
+        told: list[Told] = []
+        async with aclosing(answer.parts()) as parts:  # type: ignore[type-var]
+            async for part in parts:
+                text, reason = text + part.text, part.reason or reason
+                told += part.told
+        return form.choice(answer.index, text, reason, None if answer.namer is None else told)
+
+    choices = await asyncio.gather(*map(one, answers))
+    return form.whole(choices, _usage(answers))
+
+
+async def events_of(
+    options: StreamOptions, answers: Sequence[Answer], form: Form
+) -> AsyncIterator[bytes]:
+    """The events of a stream; what comes together is one write."""
+    queue: asyncio.Queue[tuple[int, Part] | Exception | None] = asyncio.Queue()
+
+    async def feed(answer: Answer) -> None:
+        try:
+            async with aclosing(answer.parts()) as parts:  # type: ignore[type-var]
+                async for part in parts:
+                    queue.put_nowait((answer.index, part))
+        except Exception as error:
+            queue.put_nowait(error)
+        else:
+            queue.put_nowait(None)
+
+    def event(choice: dict[str, Any]) -> bytes:
+        chunk = form.chunk([choice])
+        if options.continuous_usage_stats:
+            chunk["usage"] = _usage(answers)
+        elif options.include_usage:
+            chunk["usage"] = None
+        return _event(chunk)
+
+    tasks = [asyncio.ensure_future(feed(answer)) for answer in answers]
+    try:
+        openings = [form.opening(answer.index) for answer in answers]
+        if opened := b"".join(event(choice) for choice in openings if choice):
+            yield opened
+        left = len(answers)
+        while left:
+            items = [await queue.get()]
+            while not queue.empty():
+                items.append(queue.get_nowait())
+            data = b""
+            for item in items:
+                if isinstance(item, Exception):
+                    yield data + _event(as_refused(item).body()) + _DONE
+                    return
+                if item is None:
+                    left -= 1
+                elif (
+                    item[1].text or item[1].reason or item[1].told or options.continuous_usage_stats
+                ):
+                    data += event(form.piece(*item))
+            if data:
+                yield data
+        end = b""
+        if options.include_usage or options.continuous_usage_stats:
+            end = _event({**form.chunk([]), "usage": _usage(answers)})
+        yield end + _DONE
+    finally:
+        for task in tasks:
+            task.cancel()
+        cancel(answers)
+
+
+_DONE = b"data: [DONE]\n\n"
+
+
+def _event(value: dict[str, Any]) -> bytes:
+    return f"data: {json.dumps(value, ensure_ascii=False)}\n\n".encode()
+
+
+def _usage(answers: Sequence[Answer]) -> dict[str, Any]:
+    """Tokens of the prompts, each counted once, and of what was made."""
+    prompts = {a.prompt: a.prompt_tokens for a in answers}
+    prompt, new = sum(prompts.values()), sum(a.count for a in answers)
+    return {"prompt_tokens": prompt, "completion_tokens": new, "total_tokens": prompt + new}
+
+
+def cancel(answers: Sequence[Answer]) -> None:
+    """End sequences that nobody waits for."""
+    for answer in answers:
+        answer.handle.cancel()
