@@ -38,7 +38,7 @@ FLOORS: dict[str, str] = {
     "api": "config quantization model model.families parallel checkpoint backends engine opening",
     "": "config embedded engine api",
     "bench": "embedded system config quantization model model.families parallel checkpoint ops "
-    "backends opening api",
+    "backends serving.http opening api",
     "bench.torch": "kernels.triton model ops backends backends.torch bench",
     "bench.jax": "kernels.triton kernels.xla model ops backends backends.jax bench",
     "cli": "embedded system config quantization model model.families parallel checkpoint ops "

@@ -1,8 +1,10 @@
-"""`dualinfer bench decode | prefill | forward | embed | ops`."""
+"""`dualinfer bench decode | prefill | forward | embed | serve | ops`."""
 
+import asyncio
 import importlib.util
 import sys
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, fields, replace
 from itertools import product
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -14,7 +16,7 @@ from rich.markup import escape
 from .. import backends
 from ..config import make_config
 from ..config.dtypes import dtype_name
-from ..errors import ArgumentError, BackendNotAvailableError
+from ..errors import ArgumentError, BackendNotAvailableError, DualinferError
 from ..parallel.launching import check_places
 from ..system.command_options import (
     KvCacheOption,
@@ -24,11 +26,14 @@ from ..system.command_options import (
     with_options,
 )
 from ..system.terminal import Command, print_folded
+from .client import run_all
+from .load import Load
 from .measure import Task
 from .runs import Row, document, run_tasks, write_json
+from .serving import SLOS, figures
 from .shapes import EMBEDDED, SHAPES, check_model
-from .systems import PEERS, side_of
-from .tables import label, limit_lines, make_table, side_by_side, write_plot
+from .systems import PEERS, SERVING_PEERS, side_of
+from .tables import failure_lines, label, limit_lines, make_table, side_by_side, write_plot
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -36,7 +41,7 @@ app = typer.Typer(
     help="Measure speed as a fraction of what the device can do.",
 )
 
-_FIGURES_OF_MODELS = ("decode", "prefill", "forward", "embed")
+_FIGURES_OF_MODELS = ("decode", "prefill", "forward", "embed", "serve")
 
 _TEXTS = 1024  # of `embed`, where nobody says how many
 Choice = Literal["torch", "jax", "both"]
@@ -115,22 +120,28 @@ PlotOption = Annotated[
 
 
 @dataclass(frozen=True, kw_only=True)
-class _Measured:
-    """What is measured of a model, and where the figures go."""
+class _Chosen:
+    """Which models and systems are measured, and where the figures go."""
 
     shape: ShapeOption = None
     backend: BackendOption = "torch"
     dtype: DtypeOption = None
-    batch: BatchOption = None
-    prompt: PromptOption = None
     peer: PeerOption = None
     quant: QuantOption = None
     kernels: KernelsOption = True
+    json: JsonOption = None
+    plot: PlotOption = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Measured(_Chosen):
+    """What is measured of a model."""
+
+    batch: BatchOption = None
+    prompt: PromptOption = None
     tp: TpOption = None
     oversubscribe: OversubscribeOption = False
     ep: EpOption = None
-    json: JsonOption = None
-    plot: PlotOption = None
 
 
 @app.command(cls=Command)
@@ -193,6 +204,227 @@ def embed(model: ModelArgument = None, repeats: RepeatsOption = 10, *, asked: _M
     _bench("embed", tasks, asked.json, asked.plot)
 
 
+@dataclass(frozen=True, kw_only=True)
+class _Asked(_Chosen):
+    """What is asked of servers, and how what comes of it is judged."""
+
+    peer: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="NAME", help="Another system beside it: hf, HF's continuous batching."
+        ),
+    ] = None
+    plot: Annotated[
+        Path | None, typer.Option(metavar="FILE", help="Draw how the times are spread (.png).")
+    ] = None
+    requests: Annotated[int, typer.Option(metavar="COUNT", min=1, help="Requests of each row.")] = (
+        1000
+    )
+    rate: Annotated[
+        list[float] | None,
+        typer.Option(
+            metavar="NUMBER",
+            help="Requests a second, as a Poisson process; several times for several rows. Unset: "
+            "all are there from the start.",
+        ),
+    ] = None
+    concurrency: Annotated[
+        list[int] | None,
+        typer.Option(
+            metavar="COUNT",
+            min=1,
+            help="Requests under way at a time; several times for several rows. Unset: any number.",
+        ),
+    ] = None
+    lengths: Annotated[
+        Literal["random", "chat"],
+        typer.Option(
+            metavar="random|chat", help="Of prompts and answers: those named below, or as chats'."
+        ),
+    ] = "random"
+    input_len: Annotated[
+        int | None, typer.Option(metavar="COUNT", min=1, help="Tokens of a prompt. [1024]")
+    ] = None
+    output_len: Annotated[
+        int | None, typer.Option(metavar="COUNT", min=1, help="Tokens of an answer. [128]")
+    ] = None
+    range_ratio: Annotated[
+        float,
+        typer.Option(metavar="SHARE", min=0, max=1, help="By how much each may differ from these."),
+    ] = 0.0
+    prefix_len: Annotated[
+        int,
+        typer.Option(metavar="COUNT", min=0, help="Tokens before a prompt that others have, too."),
+    ] = 0
+    prefixes: Annotated[
+        int, typer.Option(metavar="COUNT", min=1, help="How many such beginnings there are.")
+    ] = 1
+    seed: Annotated[
+        int, typer.Option(metavar="NUMBER", min=0, help="Of lengths, ids and times.")
+    ] = 0
+    warm_ups: Annotated[
+        int | None,
+        typer.Option(
+            metavar="COUNT",
+            min=0,
+            help="Requests before those that are measured. [as many as may be under way, at most "
+            "256; of a --url 1]",
+        ),
+    ] = None
+    goodput: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="NAME:MS",
+            help=f"Count requests within so many milliseconds of {', '.join(SLOS)}; several times "
+            "for all of several.",
+        ),
+    ] = None
+
+
+@app.command(cls=Command)
+@with_options(_Asked)
+def serve(
+    model: ModelArgument = None,
+    url: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="URL",
+            show_default=False,
+            help="Measure a server of OpenAI's API in place of one made here; MODEL is its name "
+            "there. Several times for several.",
+        ),
+    ] = None,
+    api_key: Annotated[
+        str | None,
+        typer.Option(metavar="KEY", envvar="DUALINFER_API_KEY", help="What the server wants."),
+    ] = None,
+    vocab: Annotated[
+        int,
+        typer.Option(metavar="COUNT", min=1, help="Prompts have ids below it, of a --url."),
+    ] = 1000,
+    http: Annotated[
+        bool,
+        typer.Option("--http/--no-http", help="By our server, or by generate_async without one."),
+    ] = True,
+    bare: Annotated[
+        bool,
+        typer.Option("--bare/--no-bare", help="Measure the same steps by generate alone, too."),
+    ] = True,
+    kv_cache_dtype: KvCacheOption = None,
+    *,
+    asked: _Asked,
+) -> None:
+    """Latency and throughput of many requests, beside the steps alone.
+
+    Of dualinfer's own server with random weights, of a checkpoint, of HF's continuous batching
+    (--peer hf), or of any server of OpenAI's API (--url). Figures are those of vLLM's benchmark.
+    """
+    goals = _goals(asked.goodput or [])
+    every = Load(
+        asked.requests,
+        chat=asked.lengths == "chat",
+        input_len=asked.input_len,
+        output_len=asked.output_len,
+        range_ratio=asked.range_ratio,
+        prefix_len=asked.prefix_len,
+        prefixes=asked.prefixes,
+        seed=asked.seed,
+    )
+    loads = [
+        replace(every, rate=rate, concurrency=concurrency)
+        for rate in dict.fromkeys(asked.rate or [None])
+        for concurrency in dict.fromkeys(asked.concurrency or [None])
+    ]
+    for load in loads:
+        if load.rate is not None and not load.rate > 0:
+            raise ArgumentError(f"--rate {load.rate:g}; expected a number above 0.")
+        if load.chat and (load.input_len or load.output_len or load.range_ratio):
+            raise ArgumentError(
+                "--lengths chat has lengths of its own. Leave --input-len, --output-len and "
+                "--range-ratio out."
+            )
+    if url:
+        tasks = [
+            _Remote(one, model, api_key, vocab, load, _warm_ups(asked, load, 1), goals)
+            for one in url
+            for load in loads
+        ]
+        _bench("serve", tasks, asked.json, asked.plot)
+        return
+    chosen = _Measured(**{field.name: getattr(asked, field.name) for field in fields(_Chosen)})
+    kept_in = make_config({"kv_cache_dtype": kv_cache_dtype}, {}).kv_cache_dtype
+    own_tasks = [
+        replace(
+            task,
+            kv_cache=kept_in if own else None,
+            serve={
+                "load": load.to_dict(),
+                "goals": goals,
+                "over_http": http and own,
+                "warm_ups": _warm_ups(asked, load, _MOST_WARM_UPS),
+                "is_bare": bare and own,
+            },
+        )
+        for task in _tasks("serve", model, EMBEDDED, 0, 0, 1, chosen, SERVING_PEERS)
+        for load in loads
+        for own in [task.system in backends.BACKENDS]
+    ]
+    _bench("serve", own_tasks, asked.json, asked.plot)
+
+
+_MOST_WARM_UPS = 256
+
+
+def _warm_ups(asked: _Asked, load: Load, most: int) -> int:
+    if asked.warm_ups is not None:
+        return asked.warm_ups
+    return min(most, load.concurrency or most, load.requests)
+
+
+def _goals(given: list[str]) -> dict[str, float]:
+    """What --goodput names, in milliseconds."""
+    goals = {}
+    for one in given:
+        name, _, value = one.partition(":")
+        try:
+            goals[name] = float(value)
+        except ValueError:
+            goals[name] = 0.0
+        if name not in SLOS or not goals[name] > 0:
+            raise ArgumentError(
+                f"--goodput {one}; expected one of {', '.join(SLOS)} and milliseconds, as ttft:200."
+            )
+    return goals
+
+
+@dataclass(frozen=True)
+class _Remote:
+    """A row of a server that is not ours."""
+
+    url: str
+    model: str | None
+    key: str | None
+    vocab: int
+    load: Load
+    warm_ups: int
+    goals: dict[str, float]
+
+    def row(self) -> Row:
+        """The figures, or why there are none."""
+        load = self.load.filled()
+        about = {"kind": "serve", "system": "url", "url": self.url, "model": self.model or ""}
+        about |= {"dtype": None, "kernels": True, "load": load.to_dict(), "what": load.describe()}
+        warm = replace(load, requests=self.warm_ups, rate=None, seed=load.seed + 1)
+        loads = [*([warm] if self.warm_ups else []), load]
+        first = min(16, self.vocab // 2)  # special ids are the first ones, mostly
+        try:
+            request = {"url": self.url, "model": self.model, "key": self.key, "first": first}
+            request |= {"vocab": self.vocab, "loads": [one.to_dict() for one in loads]}
+            return about | figures(asyncio.run(run_all(request))[-1], self.goals)
+        except (DualinferError, OSError) as error:
+            return about | {"error": str(error)}
+
+
 @app.command(cls=Command)
 def ops(
     only: Annotated[
@@ -242,6 +474,7 @@ def _tasks(
     new_tokens: int,
     repeats: int,
     asked: _Measured,
+    known_peers: Sequence[str] = PEERS,
 ) -> list[Task]:
     """Every combination of model, system, devices, batch and prompt.
 
@@ -254,8 +487,10 @@ def _tasks(
         check_model(model)
     peers = asked.peer or []
     for peer in peers:
-        if peer not in PEERS:
-            raise ArgumentError(f"--peer {peer} is not known. Peers: {', '.join(PEERS)}.")
+        if peer not in known_peers:
+            raise ArgumentError(
+                f"--peer {peer} is not known here. Peers: {', '.join(known_peers)}."
+            )
         side = side_of(peer)
         try:
             backends.check_backend(side)
@@ -287,13 +522,19 @@ def _tasks(
     ]
 
 
-def _bench(kind: str, tasks: list[Task], json: Path | None, plot: Path | None) -> None:
-    """Measure, show, and write; exit code 1 if a row failed."""
+def _check_files(json: Path | None, plot: Path | None) -> None:
     for path in (json, plot):
         if path is not None and not path.absolute().parent.is_dir():
             raise ArgumentError(f"{path}: the folder does not exist. Make it first.")
     if plot is not None and importlib.util.find_spec("matplotlib") is None:
         raise ArgumentError("--plot needs matplotlib. Install `dualinfer[bench]`, or leave it out.")
+
+
+def _bench(
+    kind: str, tasks: list[Task] | list[_Remote], json: Path | None, plot: Path | None
+) -> None:
+    """Measure, show, and write; exit code 1 if a row failed."""
+    _check_files(json, plot)
     progress = Console(stderr=True, soft_wrap=True)
     kept: list[Row] = []
 
@@ -303,7 +544,12 @@ def _bench(kind: str, tasks: list[Task], json: Path | None, plot: Path | None) -
             write_json(json, document(kind, kept, sys.argv))
         progress.print(_line(row), highlight=False)
 
-    rows = side_by_side(run_tasks(tasks, keep))
+    own = [task for task in tasks if isinstance(task, Task)]
+    for task in tasks:
+        if isinstance(task, _Remote):
+            keep(task.row())
+    run_tasks(own, keep)
+    rows = side_by_side(kept)
     console = Console()
     if any("op" in row or row["kind"] != "ops" for row in rows):  # else nothing was measured
         console.print(make_table(kind, rows, console.width))
@@ -313,7 +559,9 @@ def _bench(kind: str, tasks: list[Task], json: Path | None, plot: Path | None) -
         console.print("[dim]Figures from a CPU are no benchmark.[/]", highlight=False)
     if plot is not None:
         write_plot(kind, rows, plot)
-    if any("error" in row for row in rows):
+    for line in failure_lines(rows):
+        print_folded(console, line, style="red")
+    if any("error" in row or row.get("failed") for row in rows):
         raise typer.Exit(1)
 
 
@@ -322,6 +570,8 @@ def _line(row: dict[str, Any]) -> str:
     what = row.get("op") or row["model"] or "all ops"
     if row["kind"] == "ops":
         what += f" {row['description']} by {row['by']}" if "by" in row else ""
+    elif row["kind"] == "serve":
+        what += f" {row.get('what', '')}"
     else:
         what += f" batch {row['batch']} x {row['tokens']}"
     start = f"{escape(label(row))}: {escape(what)}"
@@ -329,4 +579,8 @@ def _line(row: dict[str, Any]) -> str:
         return f"[red]{start} failed:[/] {escape(row['error'])}"
     if "skipped" in row:
         return f"[dim]{start}: skipped: {escape(row['skipped'])}[/]"
+    if row["kind"] == "serve":
+        rate = f"{row['output_throughput']:,.0f} tokens/s"
+        failed = f", {row['failed']} of {row['failed'] + row['completed']} failed"
+        return f"[dim]{start}: {rate}{failed if row['failed'] else ''}[/]"
     return f"[dim]{start}: {row['of_limit']:.1%} of the limit[/]"

@@ -1,4 +1,4 @@
-"""The rows of decode, prefill, forward and embed: times, and the fraction of the limit."""
+"""The rows of decode, prefill, forward, embed and serve: times, and the fraction of the limit."""
 
 import statistics
 import time
@@ -11,6 +11,8 @@ import numpy as np
 from ..errors import ArgumentError
 from .counts import Counts
 from .limits import Device, Limits
+from .load import Load
+from .serving import measure_serving
 from .shapes import Model
 from .systems import System
 
@@ -26,7 +28,8 @@ class Task:
     For ops `model` is the part of a name to look for, and `batch`, `tokens` and `repeats` are 0.
     `tp` devices share the model, and the limit is that of all of them. `quant` is the config's.
     `resident` layers lie on the device and the others are streamed; None: all lie there.
-    `kv_cache` is the config's `kv_cache_dtype`, and `ep` its `moe.ep_size`.
+    `kv_cache` is the config's `kv_cache_dtype`, and `ep` its `moe.ep_size`. `serve` is what is
+    asked of a server: arguments of `measure_serving` by name.
     """
 
     kind: str
@@ -43,10 +46,14 @@ class Task:
     resident: int | None = None
     kv_cache: str | None = None
     ep: int = 1
+    serve: dict[str, Any] | None = None
 
     def to_dict(self) -> dict[str, Any]:
         """The row's first columns."""
-        return asdict(self)
+        fields = asdict(self)
+        if self.serve is None:
+            del fields["serve"]
+        return fields
 
 
 def measure(
@@ -72,6 +79,8 @@ def measure(
         "embed": _embed,
     }
     device.start_peak()
+    if task.serve is not None:
+        return _serve(task, model, counts, system, limits) | {"peak_bytes": device.peak_bytes()}
     row = rules[task.kind](task, ids, counts, system, limits)
     row |= {"peak_bytes": device.peak_bytes(), "system_facts": system.facts()} | more
     if task.resident is not None:
@@ -161,6 +170,17 @@ def _forward(
     nbytes = counts.read_bytes(task.batch * task.tokens)
     row = _compute_row(task, flops, limits, times, nbytes)
     return row | {"first_call_ms": first * 1e3}
+
+
+def _serve(
+    task: Task, model: Model, counts: Counts, system: System, limits: Limits
+) -> dict[str, Any]:
+    asked = task.serve or {}
+    load, rest = Load(**asked["load"]), {k: v for k, v in asked.items() if k != "load"}
+    most = model.describe()[0].max_positions or None
+    about = {"most": most, "vocab": model.vocab, "counts": counts}
+    row = measure_serving(load, **rest, **about, system=system, limits=limits)
+    return row | {"system_facts": system.facts()}
 
 
 def text_lengths(texts: int, longest: int) -> np.ndarray:

@@ -1,5 +1,6 @@
 """Other people's systems, run beside ours: HF on torch, eager and compiled; keras-hub on JAX."""
 
+import asyncio
 import importlib
 import importlib.util
 import os
@@ -9,6 +10,8 @@ from typing import Any
 import numpy as np
 
 from ..errors import UnsupportedError
+from .drive import Clock, Record, Run, drive
+from .load import Ask, Load
 from .random_weights import make_module
 from .shapes import Model
 
@@ -19,6 +22,8 @@ def make_peer(name: str, model: Model, dtype: str, kind: str) -> Any:
         return HfEager(model, dtype)
     if name == "hf-compile":
         return HfCompiled(model, dtype, kind)
+    if name == "hf":
+        return HfBatching(model, dtype)
     if name == "keras-hub":
         return KerasHub(model, dtype, kind)
     raise UnsupportedError(
@@ -118,6 +123,10 @@ class HfEager:
 
         return run
 
+    def answer(self, loads: list[Load], vocab: int, most: int | None, over_http: bool) -> list[Run]:
+        """Refused by the command: that is the peer hf."""
+        raise NotImplementedError
+
     def facts(self) -> dict[str, Any]:
         """Which attention HF chose, and the bytes in which it holds the weights."""
         return {
@@ -128,6 +137,64 @@ class HfEager:
     def close(self) -> None:
         """Drop the module."""
         self._module = None
+
+
+class HfBatching(HfEager):
+    """HF's continuous batching, with the settings that it takes by itself."""
+
+    def answer(self, loads: list[Load], vocab: int, most: int | None, over_http: bool) -> list[Run]:
+        """Each request by `add_request`, streamed; no server."""
+        from transformers import GenerationConfig
+
+        config = GenerationConfig(do_sample=False, eos_token_id=-1, pad_token_id=0)
+        before = self._module.config._attn_implementation
+        manager = self._module.init_continuous_batching(generation_config=config)
+        manager.start()
+        try:
+            return asyncio.run(self._answer(manager, loads, vocab, most))
+        finally:
+            self._attention = self._module.config._attn_implementation
+            manager.stop(block=True)
+            if self._module.config._attn_implementation != before:
+                self._module.set_attn_implementation(before)
+
+    async def _answer(
+        self, manager: Any, loads: list[Load], vocab: int, most: int | None
+    ) -> list[Run]:
+        count = 0
+
+        async def send(ask: Ask, record: Record, clock: Clock) -> None:
+            nonlocal count
+            count += 1
+            name, ended = f"bench-{count}", asyncio.get_running_loop().create_future()
+
+            def note(result: Any) -> None:
+                if (made := len(result.generated_tokens)) > record.output:
+                    record.stamps.append(clock())
+                    record.output = made
+                if result.is_finished() and not ended.done():
+                    ended.set_result(result.error)
+
+            manager.register_result_handler(name, note)
+            manager.add_request(
+                ask.ids,
+                request_id=name,
+                max_new_tokens=ask.new_tokens,
+                streaming=True,
+                eos_token_id=-1,
+            )
+            while not ended.done():
+                await asyncio.wait([ended], timeout=5)
+                if not ended.done() and not manager.is_running():
+                    raise RuntimeError("HF's generation thread has ended.")
+            if (error := ended.result()) is not None:
+                raise RuntimeError(str(error))
+
+        return [await drive(load, load.asks(vocab, most), send) for load in loads]
+
+    def facts(self) -> dict[str, Any]:
+        """Likewise, of the attention that served."""
+        return super().facts() | {"attention": self._attention}
 
 
 class HfCompiled(HfEager):
@@ -273,6 +340,10 @@ class KerasHub:
         raise NotImplementedError
 
     def embed(self, texts: list[list[int]]) -> Callable[[], Any]:
+        """Likewise."""
+        raise NotImplementedError
+
+    def answer(self, loads: list[Load], vocab: int, most: int | None, over_http: bool) -> list[Run]:
         """Likewise."""
         raise NotImplementedError
 

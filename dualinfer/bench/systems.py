@@ -1,24 +1,39 @@
 """What a row measures: dualinfer's engine, or a peer, behind the same three calls."""
 
+import asyncio
+import json
 import resource
+import subprocess
+import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
 
 from .. import backends
 from ..api import init_inference
+from ..errors import UnsupportedError
 from . import peers
+from .drive import Clock, Record, Run, drive
+from .load import Ask, Load
 from .random_weights import checkpoint, make_module, random_model
 from .shapes import Model
 
 SIDES = {
-    "torch": ("torch", "hf-eager", "hf-compile"),
+    "torch": ("torch", "hf-eager", "hf-compile", "hf"),
     "jax": ("jax", "keras-hub", "flax"),
 }
-PEERS = tuple(name for side, names in SIDES.items() for name in names if name != side)
+SERVING_PEERS = ("hf",)
+PEERS = tuple(
+    name
+    for side, names in SIDES.items()
+    for name in names
+    if name != side and name not in SERVING_PEERS
+)
 
 _PATIENCE = 120  # seconds that ranks wait for one that has failed
 
@@ -40,6 +55,10 @@ class System(Protocol):
 
     def embed(self, texts: list[list[int]]) -> Callable[[], Any]:
         """A call that makes a vector of each text's ids, mean pooling, on the host."""
+        ...
+
+    def answer(self, loads: list[Load], vocab: int, most: int | None, over_http: bool) -> list[Run]:
+        """What comes of many requests at once: of each load, one after another."""
         ...
 
     def facts(self) -> dict[str, Any]:
@@ -83,6 +102,26 @@ def opened(
         yield instance
     finally:
         instance.close()
+
+
+async def drive_all(send: Any, loads: list[Load], vocab: int, most: int | None) -> list[Run]:
+    """The runs of loads in this process, one after another."""
+    return [await drive(load, load.asks(vocab, most), send) for load in loads]
+
+
+def _over_http(engine: Any, loads: list[Load], vocab: int, most: int | None) -> list[Run]:
+    """The runs of loads by the server of `dualinfer serve` on a free port of this machine."""
+    from .local_server import running
+
+    with running(engine, vocab) as url, tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "request.json")
+        fields = {"url": url, "model": None, "vocab": vocab, "most": most}
+        path.write_text(json.dumps(fields | {"loads": [load.to_dict() for load in loads]}))
+        command = [sys.executable, "-m", f"{__package__}.client", str(path)]
+        ended = subprocess.run(
+            command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, check=True
+        )
+    return [Run.of(fields) for fields in json.loads(ended.stdout)]
 
 
 class Engine:
@@ -165,6 +204,23 @@ class Engine:
     def embed(self, texts: list[list[int]]) -> Callable[[], Any]:
         """`engine.embed`, which packs texts by itself."""
         return lambda: self._engine.embed(texts, pooling="mean", normalize=False)
+
+    def answer(self, loads: list[Load], vocab: int, most: int | None, over_http: bool) -> list[Run]:
+        """By a server of ours and a client in a process of its own, or by `generate_async`."""
+        if not hasattr(self._engine, "generate_async"):
+            raise UnsupportedError(
+                "This model runs in module mode, which serves one call at a time."
+            )
+        if over_http:
+            return _over_http(self._engine, loads, vocab, most)
+        return asyncio.run(drive_all(self._send, loads, vocab, most))
+
+    async def _send(self, ask: Ask, record: Record, clock: Clock) -> None:
+        how = {"do_sample": False, "repetition_penalty": 1.0, "eos_token_id": None}
+        handle = self._engine.generate_async(ask.ids, max_new_tokens=ask.new_tokens, **how)
+        while tokens := await handle.arrived():
+            record.stamps.append(clock())
+            record.output += len(tokens)
 
     def facts(self) -> dict[str, Any]:
         """From the engine's report: what served each op, and what was captured or compiled."""

@@ -20,6 +20,7 @@ _TITLES = {
     "prefill": "Prefill: from the prompt to its first token, medians",
     "forward": "One forward pass over whole sequences, medians",
     "embed": "Vectors of texts of many lengths, medians",
+    "serve": "Many requests at once: times in ms, medians and 99th percentiles",
     "ops": "Single ops, medians",
 }
 
@@ -48,6 +49,32 @@ _WORKLOAD: dict[str, Callable[[Row], str]] = {
     "cache": lambda row: row.get("kv_cache") or row["dtype"] or "",
     "batch x\ntokens": lambda row: f"{row['batch']} x {row['tokens']}",
 }
+_LOADS: dict[str, Callable[[Row], str]] = {
+    "model": _WORKLOAD["model"],
+    "dtype": _WORKLOAD["dtype"],
+    "weights": _WORKLOAD["weights"],
+    "cache": _WORKLOAD["cache"],
+    "requests": lambda row: f"{row['load']['requests']} of {row['what']}" if "what" in row else "",
+}
+
+
+def _spans(name: str) -> Callable[[Row], str]:
+    def show(row: Row) -> str:
+        if f"median_{name}_ms" not in row:
+            return "-"
+        return f"{_short(row[f'median_{name}_ms'])} {_short(row[f'p99_{name}_ms'])}"
+
+    return show
+
+
+def _short(value: float) -> str:
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
+
+
+def _known(name: str, show: Callable[[Any], str]) -> Callable[[Row], str]:
+    return lambda row: show(row[name]) if name in row else "-"
+
+
 _FIGURES: dict[str, dict[str, Callable[[Row], str]]] = {
     "decode": {
         "ms/token": _ms("ms_per_token"),
@@ -79,6 +106,19 @@ _FIGURES: dict[str, dict[str, Callable[[Row], str]]] = {
         "of\nlimit": _share,
         "peak,\nGB": _gb("peak_bytes"),
     },
+    "serve": {
+        "tokens/s": lambda row: f"{row['output_throughput']:,.0f}",
+        "failed": lambda row: str(row["failed"]) if row["failed"] else "-",
+        "first\ntoken": _spans("ttft"),
+        "between\ntokens": _spans("itl"),
+        "bare\nstep": _known("bare_step_ms", _short),
+        "of\nbare": _known("of_bare", "{:.1%}".format),
+        "of\nlimit": _known("of_limit", "{:.1%}".format),
+        "good\n/s": _known("request_goodput", "{:.3g}".format),
+        "requests\n/s": lambda row: f"{row['request_throughput']:.3g}",
+        "each\ntoken": _spans("tpot"),
+        "whole": _spans("e2el"),
+    },
     "ops": {
         "by": lambda row: _whose(row),
         "µs": lambda row: f"{row['us']:.2f}",
@@ -98,17 +138,21 @@ def _held(row: Row) -> str:
 
 def _workload(rows: Sequence[Row]) -> dict[str, Callable[[Row], str]]:
     """The columns that say what was run; those of weights and cache where some are in codes."""
+    columns = _LOADS if any(row["kind"] == "serve" for row in rows) else _WORKLOAD
     quantized = any(row.get("scheme") or row.get("quant") for row in rows)
     shown = {"weights": quantized, "cache": any(row.get("kv_cache") for row in rows)}
-    return {name: show for name, show in _WORKLOAD.items() if shown.get(name, True)}
+    return {name: show for name, show in columns.items() if shown.get(name, True)}
 
 
 def label(row: Row) -> str:
     """The system of a row, in words."""
+    if row["system"] == "url":
+        return row["url"]
     if row["system"] not in ("torch", "jax"):
         return row["system"]
     over = f" on {row['tp']}" if row.get("tp", 1) > 1 else ""
     over += f", ep {row['ep']}" if row.get("ep", 1) > 1 else ""
+    over += ", no HTTP" if row.get("over_http") is False else ""
     return f"dualinfer {row['system']}{over}" + ("" if row["kernels"] else ", no kernels")
 
 
@@ -116,7 +160,8 @@ def side_by_side(rows: Sequence[Row]) -> list[Row]:
     """The rows with the systems of one workload next to each other, in the order they came."""
 
     def workload(row: Row) -> tuple[object, ...]:
-        return tuple(row.get(n) for n in ("model", "batch", "tokens", "op", "description"))
+        names = ("model", "batch", "tokens", "op", "description", "what")
+        return tuple(row.get(name) for name in names)
 
     first: dict[tuple[object, ...], int] = {}
     for row in rows:
@@ -212,6 +257,19 @@ def limit_lines(rows: Iterable[Row]) -> list[str]:
     return sorted(lines)
 
 
+def failure_lines(rows: Iterable[Row]) -> list[str]:
+    """Why requests failed, were cut short or not sent in time, and what was not measured."""
+    lines = []
+    for row in rows:
+        start = f"{label(row)}, {row.get('what', '')}"
+        lines += [f"{start}: {n} x {what}" for what, n in row.get("errors", {}).items()]
+        if row.get("short"):
+            lines.append(f"{start}: {row['short']} answers are shorter than was asked for")
+        if "bare_error" in row:
+            lines.append(f"{start}: the steps alone were not measured: {row['bare_error']}")
+    return lines
+
+
 def _copies(row: Row) -> str:
     return f", copies {row['host_rate'] / 1e9:.3g} GB/s from the host" if "host_rate" in row else ""
 
@@ -220,6 +278,9 @@ def write_plot(kind: str, rows: Sequence[Row], path: Path) -> None:
     """A bar for each row that was measured: the fraction of the limit, with its time."""
     from matplotlib.figure import Figure
 
+    if kind == "serve":
+        _plot_latencies(rows, path)
+        return
     shown = [row for row in rows if "of_limit" in row]
     figure = Figure(figsize=(9, 1.2 + 0.35 * len(shown)), layout="constrained")
     axes = figure.add_subplot()
@@ -235,6 +296,29 @@ def write_plot(kind: str, rows: Sequence[Row], path: Path) -> None:
     axes.set_xlabel("% of the limit measured in the same process")
     axes.set_title(", ".join(sorted({row["device"] for row in shown})), fontsize=9)
     axes.spines[["top", "right"]].set_visible(False)
+    figure.savefig(path, dpi=160)
+
+
+def _plot_latencies(rows: Sequence[Row], path: Path) -> None:
+    """Of each row how many requests, or tokens, took at most so long."""
+    from matplotlib.figure import Figure
+
+    shown = [row for row in rows if "curves" in row]
+    figure = Figure(figsize=(11, 4.5), layout="constrained")
+    titles = {"ttft": "until the first token", "itl": "between tokens", "e2el": "of a request"}
+    panels = figure.subplots(1, len(titles), sharey=True)
+    for axes, (name, title) in zip(panels, titles.items(), strict=True):
+        for row in shown:
+            if name in row["curves"]:
+                text = f"{label(row)}, {row['what']}: {row['output_throughput']:,.0f} tokens/s"
+                axes.plot(row["curves"][name], range(101), label=text)
+        axes.set_xscale("log")
+        axes.set_xlabel(f"ms {title}")
+        axes.grid(alpha=0.3)
+        axes.spines[["top", "right"]].set_visible(False)
+    panels[0].set_ylabel("% that took at most so long")
+    figure.legend(*panels[0].get_legend_handles_labels(), loc="outside lower left", fontsize=8)
+    figure.suptitle(", ".join(sorted({row["device"] for row in shown if "device" in row})))
     figure.savefig(path, dpi=160)
 
 

@@ -1,0 +1,89 @@
+"""Requests sent as a load says, and when their tokens came."""
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from .load import Ask, Load
+
+
+@dataclass
+class Record:
+    """One request: seconds since the start, of when it was sent and when something of it came.
+
+    `at` is when it was to be sent. `output` is how many tokens came, by the server's own count.
+    """
+
+    at: float
+    input: int
+    asked: int
+    begun: float = 0.0
+    stamps: list[float] = field(default_factory=list)
+    output: int = 0
+    error: str | None = None
+
+    @property
+    def ended(self) -> float:
+        """When its last token came."""
+        return self.stamps[-1]
+
+
+@dataclass
+class Run:
+    """What came of a load: a record of each request, and the seconds that all of them took."""
+
+    records: list[Record]
+    seconds: float
+
+    def to_dict(self) -> dict[str, Any]:
+        """All of it, for another process."""
+        return asdict(self)
+
+    @classmethod
+    def of(cls, fields: dict[str, Any]) -> "Run":
+        """What `to_dict` gave."""
+        return cls([Record(**one) for one in fields["records"]], fields["seconds"])
+
+
+class Clock:
+    """Seconds since it was made."""
+
+    def __init__(self) -> None:
+        self._begun = time.perf_counter()
+
+    def __call__(self) -> float:
+        """The seconds."""
+        return time.perf_counter() - self._begun
+
+
+Send = Callable[[Ask, Record, Clock], Awaitable[None]]
+"""Sends one request, and notes in its record what came of it and when."""
+
+
+async def drive(load: Load, asks: Sequence[Ask], send: Send) -> Run:
+    """Send requests when they come, those that may be under way; what fails is in its record."""
+    gate = asyncio.Semaphore(load.concurrency or max(1, len(asks)))
+    clock = Clock()
+
+    async def one(ask: Ask) -> Record:
+        record = Record(ask.at, len(ask.ids), ask.new_tokens)
+        if (early := ask.at - clock()) > 0:
+            await asyncio.sleep(early)
+        async with gate:
+            record.begun = clock()
+            try:
+                await send(ask, record, clock)
+            except Exception as error:
+                record.error = _told(error)
+        return record
+
+    records = await asyncio.gather(*map(one, asks))
+    return Run(list(records), clock())
+
+
+def _told(error: Exception) -> str:
+    """An error in one line, without what differs from one request to the next."""
+    said = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {said[0][:200]}" if said else type(error).__name__
