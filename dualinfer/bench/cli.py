@@ -567,14 +567,14 @@ def _bench(
 
 def _line(row: dict[str, Any]) -> str:
     """One row as it comes: for those who wait, and the error of one that failed."""
-    what = row.get("op") or row["model"] or "all ops"
+    what = row.get("op") or row["model"] or ("all ops" if row["kind"] == "ops" else "")
     if row["kind"] == "ops":
         what += f" {row['description']} by {row['by']}" if "by" in row else ""
     elif row["kind"] == "serve":
         what += f" {row.get('what', '')}"
     else:
         what += f" batch {row['batch']} x {row['tokens']}"
-    start = f"{escape(label(row))}: {escape(what)}"
+    start = f"{escape(label(row))}: {escape(what.strip())}"
     if "error" in row:
         return f"[red]{start} failed:[/] {escape(row['error'])}"
     if "skipped" in row:

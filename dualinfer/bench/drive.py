@@ -13,12 +13,13 @@ from .load import Ask, Load
 class Record:
     """One request: seconds since the start, of when it was sent and when something of it came.
 
-    `at` is when it was to be sent. `output` is how many tokens came, by the server's own count.
+    `late` is by how much later than the load says. `output` is how many tokens came, by the
+    server's own count.
     """
 
-    at: float
     input: int
     asked: int
+    late: float = 0.0
     begun: float = 0.0
     stamps: list[float] = field(default_factory=list)
     output: int = 0
@@ -68,9 +69,10 @@ async def drive(load: Load, asks: Sequence[Ask], send: Send) -> Run:
     clock = Clock()
 
     async def one(ask: Ask) -> Record:
-        record = Record(ask.at, len(ask.ids), ask.new_tokens)
+        record = Record(len(ask.ids), ask.new_tokens)
         if (early := ask.at - clock()) > 0:
             await asyncio.sleep(early)
+        record.late = clock() - ask.at
         async with gate:
             record.begun = clock()
             try:

@@ -144,11 +144,13 @@ class HfBatching(HfEager):
 
     def answer(self, loads: list[Load], vocab: int, most: int | None, over_http: bool) -> list[Run]:
         """Each request by `add_request`, streamed; no server."""
-        from transformers import GenerationConfig
+        from transformers import ContinuousBatchingConfig, GenerationConfig
 
         config = GenerationConfig(do_sample=False, eos_token_id=-1, pad_token_id=0)
         before = self._module.config._attn_implementation
-        manager = self._module.init_continuous_batching(generation_config=config)
+        small = ContinuousBatchingConfig(max_memory_percent=0.05)  # else all that the host has
+        how = {} if self._place == "cuda" else {"continuous_batching_config": small}
+        manager = self._module.init_continuous_batching(generation_config=config, **how)
         manager.start()
         try:
             return asyncio.run(self._answer(manager, loads, vocab, most))

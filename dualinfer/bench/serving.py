@@ -4,9 +4,10 @@ docs/serving.md says what each figure means. Beside them stands what the same wo
 server: a step of as many sequences, and their prompts, by `generate` in the same process.
 """
 
+import re
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -32,7 +33,7 @@ def figures(run: Run, goals: Mapping[str, float] | None = None) -> Row:
     `goals` are the most milliseconds of `SLOS` that a good request takes.
     """
     good = [one for one in run.records if one.error is None]
-    failed = Counter(one.error for one in run.records if one.error is not None)
+    failed = _alike(one.error for one in run.records if one.error is not None)
     if not good:
         said = "; ".join(f"{count} x {what}" for what, count in failed.most_common(3))
         raise ArgumentError(f"None of {len(run.records)} requests was answered: {said}")
@@ -51,7 +52,7 @@ def figures(run: Run, goals: Mapping[str, float] | None = None) -> Row:
         "total_token_throughput": (read + made) / seconds,
         "chunk_tokens": made / sum(len(one.stamps) for one in good),
         "live": _live(good),
-        "late_ms": max(one.begun - one.at for one in good) * 1e3,
+        "late_ms": max(one.late for one in run.records) * 1e3,
     }
     of_each = {name: np.array(values) * 1e3 for name, values in _times(good).items()}
     for name, values in of_each.items():
@@ -66,6 +67,15 @@ def figures(run: Run, goals: Mapping[str, float] | None = None) -> Row:
         row["request_goodput"] = _in_time(good, goals) / seconds
         row["goals_ms"] = dict(goals)
     return row
+
+
+def _alike(errors: Iterable[str]) -> "Counter[str]":
+    """How often each error came; those that differ in numbers alone count under the first."""
+    found: Counter[str] = Counter()
+    names: dict[str, str] = {}
+    for error in errors:
+        found[names.setdefault(re.sub(r"[0-9,.]+", "0", error), error)] += 1
+    return found
 
 
 def _times(good: Sequence[Record]) -> dict[str, list[float]]:
