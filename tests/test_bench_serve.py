@@ -301,7 +301,7 @@ def test_bench_serve_measures_any_server(tmp_path):
         (["--goodput", "itl:5"], "--goodput itl:5; expected one of ttft, tpot, e2el"),
         (["--goodput", "ttft:x"], "--goodput ttft:x; expected one of"),
         (["--lengths", "chat", "--input-len", "5"], "--lengths chat has lengths of its own"),
-        (["--peer", "hf-eager"], "--peer hf-eager is not known here. Peers: hf."),
+        (["--peer", "hf-eager"], "--peer hf-eager is not known. Peers: hf."),
         (["--url", "here"], "'here' is no address of a server"),
     ],
 )

@@ -488,9 +488,7 @@ def _tasks(
     peers = asked.peer or []
     for peer in peers:
         if peer not in known_peers:
-            raise ArgumentError(
-                f"--peer {peer} is not known here. Peers: {', '.join(known_peers)}."
-            )
+            raise ArgumentError(f"--peer {peer} is not known. Peers: {', '.join(known_peers)}.")
         side = side_of(peer)
         try:
             backends.check_backend(side)

@@ -32,7 +32,8 @@ def running(engine: Any, vocab: int) -> Iterator[str]:
     except DualinferError:
         engine.tokenizer = _word_tokenizer(vocab)
     server = Server(engine, "bench")
-    runs = uvicorn.Server(server.config(backlog=_BACKLOG))
+    # Uvicorn's own logging would close the handlers of others, and absl's closes its stream then.
+    runs = uvicorn.Server(server.config(backlog=_BACKLOG, log_config=None))
     with socket.create_server(("127.0.0.1", 0), backlog=_BACKLOG) as listener:
         thread = threading.Thread(target=runs.run, args=([listener],), name="bench-server")
         thread.start()
