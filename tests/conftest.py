@@ -83,23 +83,9 @@ def pytest_collection_finish():
     gc.set_threshold(10_000, 10, 10)  # tracing makes objects by the million
     gc.enable()
     atexit.register(gc.unfreeze)  # or what jaxlib holds counts as leaked
-    _patch_once()
+    from .interpreter import quicken
 
-
-def _patch_once():
-    """Triton's interpreter patches its language at each call within a kernel: half of its time."""
-    interpreter = sys.modules.get("triton.runtime.interpreter")
-    if interpreter is None or not hasattr(interpreter, "_LangPatchScope"):
-        return
-    patch, language = interpreter._patch_lang, interpreter.tl
-
-    def once(function):
-        used = [x for x in function.__globals__.values() if x is language or x is language.core]
-        if any(language.core.is_builtin(module.load) for module in used):
-            return patch(function)
-        return interpreter._LangPatchScope()
-
-    interpreter._patch_lang = once
+    quicken()
 
 
 @pytest.fixture(scope="session")
