@@ -123,6 +123,32 @@ class SamplingFeatures:
         )
 
 
+class Progress(Protocol):
+    """Where one sequence is in its grammar.
+
+    It `accepts` the new tokens as a whole text, and `is_over` where none may follow.
+    """
+
+    accepts: bool
+    is_over: bool
+
+    def words(self) -> np.ndarray:
+        """The tokens that may come next, as in `Runner.allow`: uint32 [V / 32]."""
+        ...
+
+    def take(self, token: int) -> None:
+        """Go on by the token that was chosen."""
+        ...
+
+
+class Grammar(Protocol):
+    """Says for each sequence which tokens may come next."""
+
+    def begin(self) -> Progress:
+        """The state of a new sequence."""
+        ...
+
+
 @dataclass(frozen=True)
 class Request:
     """One sequence to continue: `tokens` int32 [T] without padding, T at least 1.
@@ -134,7 +160,8 @@ class Request:
     `first` before all others, and `last` as the last of `max_new_tokens`. Tokens that are `hidden`
     are never chosen, and those `hidden_at_first` not as the first one. The last `generated` of the
     tokens were new ones before, and count for the penalties. One that `tells` wants to know the
-    log-probabilities of its tokens.
+    log-probabilities of its tokens. With a `grammar`, which the loop follows, the next token is one
+    of those `allowed`, as in `Runner.allow`.
     """
 
     tokens: np.ndarray
@@ -152,6 +179,8 @@ class Request:
     hidden_at_first: tuple[int, ...] = ()
     generated: int = 0
     tells: bool = False
+    grammar: "Grammar | None" = None
+    allowed: np.ndarray | None = None
 
     @property
     def prompt(self) -> np.ndarray:
@@ -333,6 +362,13 @@ class Runner(Protocol):
 
     def log_probs(self, scores: Any, tokens: np.ndarray, temperature: float) -> Any:
         """Logs float32 [B] of the probabilities of `tokens` [B], by scores times `temperature`."""
+        ...
+
+    def allow(self, slots: Sequence[int], words: np.ndarray) -> None:
+        """Let the next tokens of `slots`, whose requests have a grammar, be certain ones alone.
+
+        These are the bits of uint32 `words` [B, V / 32], the lowest one first.
+        """
         ...
 
     def release(self, slots: Sequence[int]) -> None:

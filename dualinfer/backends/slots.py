@@ -85,6 +85,11 @@ class LiveSlots:
         return any(r.sampling.weighs for r in self._requests.values())
 
     @property
+    def hides(self) -> bool:
+        """True if some tokens may not be chosen in one of them."""
+        return any(r.hidden or r.grammar is not None for r in self._requests.values())
+
+    @property
     def reserved(self) -> int:
         """Cached tokens to have room for when a sequence starts."""
         return max(
@@ -220,6 +225,12 @@ def encoded_bucket(spec: ModelSpec, tokens: int) -> int:
     if spec.encoder is None:
         return 0
     return spec.encoder.one_length or bucket(tokens, SMALLEST_CACHE)
+
+
+def unpacked(words: np.ndarray, vocab: int) -> np.ndarray:
+    """bool [..., V] of the bits of uint32 `words` [..., V / 32], the lowest one first."""
+    given = np.ascontiguousarray(words).view(np.uint8)
+    return np.unpackbits(given, axis=-1, bitorder="little")[..., :vocab].view(bool)
 
 
 def sampling_rows(requests: Sequence[Request], eos_width: int) -> dict[str, np.ndarray]:

@@ -18,7 +18,8 @@ class GenerationArguments(TypedDict, total=False):
     an int below 2**64, or one for each prompt. Those from `language` on are Whisper's, of which
     `temperature` may also be several, to fall back on. `presence_penalty`, `frequency_penalty`,
     `logit_bias` (what the logit of an id gets more) and `logprobs` (log-probabilities of each new
-    token, and of up to 20 likeliest ones, in HF's output) are those of OpenAI's API.
+    token, and of up to 20 likeliest ones, in HF's output) are those of OpenAI's API. `grammar` says
+    what the new text must be: {"json": schema}, {"regex": ...}, {"choice": [...]} or {"lark": ...}.
     """
 
     max_new_tokens: int | None
@@ -35,6 +36,7 @@ class GenerationArguments(TypedDict, total=False):
     frequency_penalty: float | None
     logit_bias: Mapping[int, float] | None
     logprobs: int | None
+    grammar: Mapping[str, Any] | None
     num_return_sequences: int | None
     stop_strings: str | Sequence[str] | None
     seed: int | Sequence[int] | None
@@ -144,7 +146,7 @@ _CALLED = ("logits_processor", "stopping_criteria")
 _RETURNED = ("return_dict_in_generate", "output_scores", "output_logits")
 WEIGHED = ("presence_penalty", "frequency_penalty", "logit_bias")
 _SERVED = {*DEFAULTS, *PROCESSED, *_CALLED, *_RETURNED, "max_time", "renormalize_logits"}
-_SERVED |= {*WEIGHED, "logprobs"}
+_SERVED |= {*WEIGHED, "logprobs", "grammar"}
 _BESIDE = ("inputs_embeds", "seed", "streamer", "tokenizer")  # of generate itself, or ours
 _ENCODED = ("decoder_attention_mask", "decoder_input_ids", "decoder_start_token_id")
 _ENCODED += ("encoder_outputs", "input_features", "input_values", "pixel_values")
@@ -220,6 +222,7 @@ _ELSEWHERE = {
     **dict.fromkeys(("stop", "stop_sequences"), "stop_strings"),
     **{"stop_token_ids": "eos_token_id", "min_tokens": "min_new_tokens"},
     **{"n": "num_return_sequences", "repeat_penalty": "repetition_penalty"},
+    **dict.fromkeys(("response_format", "guided_json", "structured_outputs", "schema"), "grammar"),
     **dict.fromkeys(("random_seed", "generator"), "seed"),
 }
 

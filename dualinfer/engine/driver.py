@@ -285,14 +285,15 @@ class Driver:
         ended = live.ended  # before its tokens are looked at, which another thread books
         for token in live.tokens[job.given :]:
             self._give(job, token, live.told)
-            if job.watch is not None and job.watch.is_completed(token):
+            is_stop = job.watch is not None and job.watch.is_completed(token)
+            if is_stop and live.may_stop_at(job.given - 1):
                 self._finish(job, reason="stop")
                 return
         if live.error is not None:
             self._finish(job, error=live.error)
         elif ended:
-            is_eos = bool(live.tokens) and live.tokens[-1] in job.request.eos_ids
-            self._finish(job, reason="stop" if is_eos or job.given < most else "length")
+            is_whole = live.is_whole or job.given < most
+            self._finish(job, reason="stop" if is_whole else "length")
 
     def _choose(self, job: Job) -> None:
         """The next token of a job whose tokens the host chooses."""

@@ -30,6 +30,7 @@ from .base import CLOSED, About
 from .checks import by_name, is_zero, refuse_prefix
 from .driver import Driver, Job
 from .embedding import EmbeddingCalls
+from .grammar import make_grammar
 from .images import OF_PATCHES, make_image_inputs, make_tower_inputs, refuse_images
 from .inputs import make_forward_inputs, refuse_arguments
 from .labels import refuse_routers
@@ -60,6 +61,7 @@ from .towers import TowerCalls, as_fields
 from .whisper import SpeechCalls
 
 _INPUTS = "inputs", "inputs_embeds", "pixel_values"  # of generate, beside `source.NAMES`
+_HIDDEN = {"hidden": "suppress_tokens", "hidden_at_first": "begin_suppress_tokens"}
 ENDED = "The engine was closed during the call. Make a new one by init_inference()."
 _STREAM_CHUNK, _STOP_CHUNK, _WHOLE_CHUNK = 1, 4, 32
 _log = logging.getLogger(__name__)
@@ -643,13 +645,20 @@ class FusedEngine(Likeness, EmbeddingCalls, TowerCalls, SpeechCalls, AsyncCalls)
         self._check_length(prompts, new_tokens)
         options.check_sequences(len(prompts.rows))
         seeds = make_seeds(seed, len(prompts.rows))
-        how = options, new_tokens, least_tokens, seeds
+        grammar = None
+        if options.grammar is not None:
+            reader = self.tokenizer if tokenizer is None else tokenizer
+            hidden = {name: options.hidden(key, spec.vocab) for name, key in _HIDDEN.items()}
+            about = spec.vocab, options.eos_token_ids, least_tokens
+            grammar = make_grammar(options.grammar, reader, *about, **hidden)
+        how = options, new_tokens, least_tokens, seeds, grammar
         requests, names = make_requests(spec, prompts, source, is_encoded, *how)
         stop = StopStrings(options.stop_strings, tokenizer) if options.stop_strings else None
         rules = None
         if names:
             backend = self.inference_config.backend
-            rules = Rules(options, prompts, new_tokens, backend, self.runner, self._turns)
+            how = options, prompts, new_tokens, backend, self.runner, self._turns
+            rules = Rules(*how, grammar)
         return _Work(prompts, requests, options, stop, rules)
 
     def _encode(self, ids: Any, mask: Any) -> np.ndarray:

@@ -8,7 +8,7 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from ..backends.base import MAX_STEPS, NO_TOKEN, PendingTokens, Piece, Request, Runner
+from ..backends.base import MAX_STEPS, NO_TOKEN, PendingTokens, Piece, Progress, Request, Runner
 from ..backends.profiling import Profiler
 from ..errors import ClosedError, StepError, UnsupportedError
 from ..parallel.spmd import Turns
@@ -58,7 +58,8 @@ class Live:
     `error` says why tokens that it should have will never come. The slot ends once there are
     `pause` tokens, where that is not 0: the sequence then begins anew, as a longer prompt. Of a
     prompt that is read in pieces `unread` is the rest. `told` has what `sampling.tell` says of each
-    token, where the request `tells`.
+    token, where the request `tells`. Where it follows a grammar, `progress` is where it is there,
+    and `accepts` tells of each token whether the text is a whole one with it.
     """
 
     request: Request
@@ -71,10 +72,15 @@ class Live:
     pauses: bool = False
     unread: Piece | None = None
     told: list[np.ndarray] = field(default_factory=list)
+    progress: Progress | None = None
+    accepts: list[bool] = field(default_factory=list)
 
     def part(self) -> Request:
         """What the slot is asked for now: all, or what comes up to the pause."""
         whole, done = self.request, len(self.tokens)
+        if whole.grammar is not None:
+            self.progress = self.progress or whole.grammar.begin()
+            whole = replace(whole, allowed=self.progress.words())
         if not done and not self.pause:
             return whole
         return replace(
@@ -95,7 +101,38 @@ class Live:
         full = len(self.tokens) >= self.request.max_new_tokens
         if full and self.request.last is not None:
             token = self.tokens[-1] = self.request.last
-        self.ended = full or token in self.request.eos_ids
+        if self.progress is not None:
+            self._follow(self.progress, token)
+        self.ended = self.ended or full or token in self.request.eos_ids
+
+    def _follow(self, progress: Progress, token: int) -> None:
+        """Take a token in the grammar, which may end the sequence."""
+        try:
+            progress.take(token)
+        except Exception as error:
+            self.error, self.ended = error, True
+        self.accepts.append(progress.accepts)
+        self.ended = self.ended or progress.is_over
+
+    def allowed(self) -> np.ndarray | None:
+        """The words of the tokens that may come next; None where the grammar fails, and it ends."""
+        assert self.progress is not None
+        try:
+            return self.progress.words()
+        except Exception as error:
+            self.error, self.ended = error, True
+            return None
+
+    @property
+    def is_whole(self) -> bool:
+        """True where it ended because its grammar, or its EOS, says so."""
+        if self.progress is not None and self.progress.is_over:
+            return True
+        return bool(self.tokens) and self.tokens[-1] in self.request.eos_ids
+
+    def may_stop_at(self, index: int) -> bool:
+        """True if a stop string may end it with this token: not amid a grammar's text."""
+        return self.progress is None or self.accepts[index]
 
 
 _Chunk: TypeAlias = tuple[PendingTokens, dict[int, Live]]  # tokens, and whose the columns are
@@ -305,10 +342,12 @@ class Loop:
         """The oldest chunk, after enqueueing the next one behind it; None of a piece alone.
 
         At most one is beyond the one about to be fetched.
-        While passes are timed nothing is enqueued ahead: it may turn out that none is needed.
+        While passes are timed nothing is enqueued ahead: it may turn out that none is needed. Nor
+        is it while a grammar has to see a token before it says which ones may be the next.
         Where prompts are read in pieces, a piece goes behind each chunk of others.
         """
-        if len(self._chunks) <= 1 and not (self._profiler.enabled and self._chunks):
+        waits = self._profiler.enabled or bool(self._constrained())
+        if len(self._chunks) <= 1 and not (waits and self._chunks):
             reading = any(x.unread is not None for x in list(self._live.values()))
             self._enqueue(min(steps, _BESIDE) if reading else steps)
             self._read_on()
@@ -342,6 +381,7 @@ class Loop:
 
     def _begin_anew(self, lives: Sequence[Live]) -> None:
         """Fill the slots of sequences that have paused with all of their tokens."""
+        lives = [x for x in lives if x.progress is None or x.allowed() is not None]
         if not lives:
             return
         slots = [live.slot for live in lives]
@@ -357,14 +397,28 @@ class Loop:
             raise
         self._chunks.append((pending, dict(enumerate(lives))))
 
+    def _constrained(self) -> list[Live]:
+        """Those whose next token a grammar chooses from."""
+        lives = list(self._live.values())
+        return [x for x in lives if x.progress is not None and not x.ended and x.unread is None]
+
+    def _allow(self) -> bool:
+        """Tell the runner which tokens may be next where a grammar says so; False without one."""
+        lives = self._constrained()
+        rows = [(x.slot, words) for x in lives if (words := x.allowed()) is not None]
+        if rows:
+            self._runner.allow([slot for slot, _ in rows], np.stack([words for _, words in rows]))
+        return bool(lives)
+
     def _enqueue(self, steps: int) -> None:
         """Ask for the next chunk."""
+        one = self._allow() or self._profiler.enabled
         reading = {x.slot for x in list(self._live.values()) if x.unread is not None}
         unfinished = [x for x in list(self._live.values()) if not x.ended and x.slot not in reading]
         ahead = max((x.request.max_new_tokens - x.queued for x in unfinished), default=0)
         if ahead <= 0:
             return
-        steps = 1 if self._profiler.enabled else min(steps, ahead, MAX_STEPS)
+        steps = 1 if one else min(steps, ahead, MAX_STEPS)
         columns = {slot: live for slot, live in dict(self._live).items() if slot not in reading}
         try:
             pending = self._profiler.run(self._runner.decode, steps)
@@ -463,7 +517,9 @@ class Generation:
         tokenizer's error does not concern.
         """
         for live, watch in zip(self._lives, self._watches, strict=False):
-            if len(live.tokens) >= count and watch.is_completed(live.tokens[count - 1]):
+            if len(live.tokens) < count or not watch.is_completed(live.tokens[count - 1]):
+                continue
+            if live.may_stop_at(count - 1):
                 self._loop.finish([live])
                 del live.tokens[count:]
 

@@ -39,7 +39,7 @@ class GenerationOptions:
     not. `bias` are pairs of an id and what its logit gets more, and `logprobs` is how many likely
     tokens of each step the output tells of, None for no log-probabilities. `decoder_start` is the
     id, or are those, that an encoder-decoder begins with. `rule` is a `stepwise.Rule` of the
-    model's own.
+    model's own. `grammar` is what the caller says of the new text.
     """
 
     max_new_tokens: int | None
@@ -70,6 +70,7 @@ class GenerationOptions:
     logprobs: int | None = None
     decoder_start: Any = None
     rule: Any = None
+    grammar: Any = None
 
     def forced(self, name: str) -> int:
         """The one id that an option forces, NO_TOKEN where it is a list of several."""
@@ -80,7 +81,7 @@ class GenerationOptions:
 
     def hidden(self, name: str, vocab: int) -> tuple[int, ...]:
         """The ids that an option suppresses; NO_TOKEN alone where HF shall say what is wrong."""
-        ids = self.processed[name]
+        ids = self.processed.get(name, ())
         known = isinstance(ids, list | tuple) and all(type(i) is int and i >= 0 for i in ids)
         return tuple(i for i in dict.fromkeys(ids) if i < vocab) if known else (NO_TOKEN,)
 
@@ -201,7 +202,18 @@ def make_options(
         renormalize=_boolean({"renormalize_logits": None, **values}, "renormalize_logits"),
         returns=returns,
         decoder_start=values.get("decoder_start_token_id"),
+        grammar=_grammar(values.get("grammar"), processed),
     )
+
+
+def _grammar(given: Any, processed: Mapping[str, Any]) -> Any:
+    """A caller's grammar; ArgumentError beside what would end its text before it is whole."""
+    if given is not None and processed.get("forced_eos_token_id") is not None:
+        raise ArgumentError(
+            "forced_eos_token_id would end a text in the middle of its grammar. Pass "
+            "forced_eos_token_id=None, and enough max_new_tokens."
+        )
+    return given
 
 
 def _check_forced(processed: Mapping[str, Any]) -> None:

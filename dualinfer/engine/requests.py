@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ..arrays import Kind, kind_of, to_kind, to_numpy
-from ..backends.base import NO_TOKEN, Request, Sampling
+from ..backends.base import NO_TOKEN, Grammar, Request, Sampling
 from ..errors import ArgumentError, shown
 from ..model.spec import ModelSpec
 from .options import GenerationOptions
@@ -25,10 +25,12 @@ def make_requests(
     new_tokens: int,
     least_tokens: int,
     seeds: Sequence[int],
+    grammar: Grammar | None = None,
 ) -> tuple[list[Request], list[str]]:
     """A request for each sequence, and the names of the options that the host must serve.
 
-    `source` is what an encoder reads, or gave before where it `is_encoded`.
+    `source` is what an encoder reads, or gave before where it `is_encoded`. A `grammar` counts the
+    least tokens itself, and knows what is hidden.
     """
     names, fields = _served(spec, prompts, options, new_tokens)
     sources = source.rows if source else [None] * len(seeds)
@@ -36,7 +38,7 @@ def make_requests(
         Request(
             tokens=row,
             max_new_tokens=new_tokens,
-            min_new_tokens=least_tokens,
+            min_new_tokens=0 if grammar is not None else least_tokens,
             eos_ids=options.eos_token_ids,
             sampling=Sampling(
                 options.do_sample,
@@ -56,6 +58,7 @@ def make_requests(
             is_encoded=is_encoded,
             encoded=_encoded(spec, read, is_encoded),
             tells=options.logprobs is not None,
+            grammar=grammar,
             **fields,
         )
         for row, vectors, read, row_seed in zip(

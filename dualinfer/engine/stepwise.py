@@ -8,7 +8,8 @@ from typing import Any, Protocol
 import numpy as np
 
 from ..arrays import from_numpy, kind_of, to_jax, to_kind, to_numpy
-from ..backends.base import Request, Runner
+from ..backends.base import Grammar, Progress, Request, Runner
+from ..backends.slots import unpacked
 from ..errors import ArgumentError, ClosedError, UnsupportedError, a_type, shown
 from ..parallel.spmd import Turns
 from .loop import Loop, StopStrings
@@ -38,7 +39,8 @@ class Rules:
     `processors` change logits, in HF's order; `criteria` end sequences. Functions get what HF's
     get: ids int [B, T] of the padded prompts and all new tokens, and float32 logits [B, V]; on
     torch as tensors on the engine's device, on JAX as JAX arrays, but HF's own classes get torch
-    tensors in host memory there. A `rule` and what shapes sampling are the runner's to apply.
+    tensors in host memory there. A `rule`, a `grammar`, which comes first, and what shapes sampling
+    are the runner's to apply.
     """
 
     def __init__(
@@ -49,6 +51,7 @@ class Rules:
         backend: str,
         runner: Runner,
         turns: Turns,
+        grammar: Grammar | None = None,
     ) -> None:
         self._backend, self._device = backend, runner.device
         self._runner, self._turns = runner, turns
@@ -56,6 +59,8 @@ class Rules:
         self._start = time.monotonic()
         block = np.repeat(prompts.block, options.num_return_sequences, axis=0)
         self.block = block
+        self._grammar = grammar
+        self._progress: list[Progress] = []
         self._processors: Sequence[Any] = options.processors
         if options.rule is not None:
             self._processors = (self._ruled, *options.processors)
@@ -73,7 +78,9 @@ class Rules:
             return self._runner.hide(logits, hidden, rule.outweigh)
 
     def _least(self, prompts: Prompts) -> int:
-        """New tokens before which no EOS is chosen."""
+        """New tokens before which no EOS is chosen; a grammar counts them itself."""
+        if self._grammar is not None:
+            return 0
         return self._options.least_tokens(prompts.block.shape[1] or max(prompts.lengths))
 
     def _made(self, prompts: Prompts, count: int) -> Sequence[Any]:
@@ -128,6 +135,10 @@ class Rules:
         if any(request.sampling.weighs for request in requests):
             with self._turns:
                 logits = self._runner.weigh(logits, requests, ids[:, self.block.shape[1] :])
+        if self._grammar is not None:
+            hidden = np.stack([self._hidden(i, logits.shape[-1]) for i in range(len(requests))])
+            with self._turns:
+                logits = self._runner.hide(logits, hidden)
         given = _Ids(ids, self._backend, self._device)
         for processor in self._processors:
             if getattr(processor, "__self__", None) is self:
@@ -150,6 +161,29 @@ class Rules:
             return logits
         with self._turns:
             return self._runner.warm(logits, requests)
+
+    def _hidden(self, row: int, vocab: int) -> np.ndarray:
+        """The tokens that the grammar does not allow next, bool [V]; none behind its end."""
+        assert self._grammar is not None
+        if row == len(self._progress):
+            self._progress.append(self._grammar.begin())
+        progress = self._progress[row]
+        if progress.is_over:
+            return np.zeros(vocab, bool)
+        return ~unpacked(progress.words(), vocab)
+
+    def follow(self, row: int, token: int) -> None:
+        """Take the token that was chosen for a row that goes on."""
+        if self._grammar is not None:
+            self._progress[row].take(token)
+
+    def is_over(self, row: int) -> bool:
+        """True if the grammar lets nothing follow."""
+        return self._grammar is not None and self._progress[row].is_over
+
+    def may_stop(self, row: int) -> bool:
+        """True if a stop string may end a row: not amid a grammar's text."""
+        return self._grammar is None or self._progress[row].accepts
 
     def ended(self, ids: np.ndarray, scores: tuple[Any, ...] | None) -> np.ndarray:
         """Which sequences the criteria end, bool [B]; `scores` are those of all steps, if kept."""
@@ -341,9 +375,12 @@ class Stepwise:
         width = self._rules.block.shape[1]
         for i, request in enumerate(self._requests):
             new = ids[i, width:].tolist()
-            done[i] |= new[-1] in request.eos_ids
+            if not ended[i]:
+                self._rules.follow(i, new[-1])
+            done[i] |= new[-1] in request.eos_ids or self._rules.is_over(i)
             if self._watches and not done[i]:
-                done[i] = self._watches[i].is_completed(new[-1])
+                is_stop = self._watches[i].is_completed(new[-1])
+                done[i] = is_stop and self._rules.may_stop(i)
         return tokens, done
 
     @property

@@ -32,17 +32,24 @@ class Detokenizer:
     no later token can change it: one of several tokens with its last; bytes of a tokenizer that
     falls back on bytes when their run ends, since one wrong byte makes U+FFFD of all the run; a
     blank that cleaning up may take away with what follows. `eager` streams, for those who look for
-    strings, decode runs of bytes one by one and clean nothing up. Time and memory for a token do
-    not grow with the text.
+    strings, decode runs of bytes one by one and clean nothing up; `cleans` False leaves the latter
+    out alone, where a grammar has said what each blank is. Time and memory for a token do not grow
+    with the text.
 
     The decoders of the tokenizers library are followed step by step. Another tokenizer, of Python
     or with a decode of its own, is asked to decode the last tokens with some that might come next.
     """
 
-    def __init__(self, tokenizer: Any, skip_special_tokens: bool = True, eager: bool = False):
+    def __init__(
+        self,
+        tokenizer: Any,
+        skip_special_tokens: bool = True,
+        eager: bool = False,
+        cleans: bool = True,
+    ):
         tokenizer = held_tokenizer(tokenizer)
         with _told():
-            self._cleans = not eager and _cleans(tokenizer)
+            self._cleans = not eager and cleans and _cleans(tokenizer)
             self._source = _make_chain(tokenizer, skip_special_tokens, eager) or _Asked(
                 tokenizer, skip_special_tokens, self._cleans or eager
             )

@@ -582,7 +582,7 @@ class JaxRunner:
         """
         requests, pool = self._live.requests, self._pool
         eos_width = bucket(max((len(r.eos_ids) for r in requests), default=1), _SMALLEST_EOS)
-        old, hides = self._state, any(r.hidden or r.hidden_at_first for r in requests)
+        old, hides = self._state, self._live.hides or any(r.hidden_at_first for r in requests)
         weighs = self._live.weighs
         if pool is None:
             room = self._live.room(self.spec, self._live.reserved)
@@ -629,6 +629,19 @@ class JaxRunner:
         if room != held.room:
             self._check_room(room)
             self._cache = grow(held, self._cache_specs, room, self._place)
+
+    @in_place
+    def allow(self, slots: Sequence[int], words: np.ndarray) -> None:
+        """See `base.Runner`."""
+        if self._state is None or self._state.hidden is None:
+            raise StepError(_LOST)
+        count = bucket(len(slots))
+        rows = np.full(count, len(self._state.hidden), np.int32)  # those beyond are dropped
+        given = np.zeros((count, words.shape[1]), np.uint32)
+        rows[: len(slots)], given[: len(slots)] = slots, words
+        operands = self._place.operands((rows, given))
+        hidden = sampler.allow(self._state.hidden, *operands)
+        self._state = self._state._replace(hidden=hidden)
 
     @in_place
     def release(self, slots: Sequence[int]) -> None:

@@ -14,7 +14,7 @@ import numpy as np
 from ...ops import sampling
 from ...ops.sampling import WORDS
 from ..base import NO_TOKEN, Piece, Request, SamplingFeatures
-from ..slots import WeightRows, bucket, sampling_rows
+from ..slots import WeightRows, bucket, sampling_rows, unpacked
 from .maths import MATHS
 
 SMALLEST_PROMPT = 16
@@ -154,6 +154,8 @@ def hidden_rows(
     always, first = (np.zeros((count, vocab), bool) for _ in range(2))
     for i, r in enumerate(requests):
         always[i, list(r.hidden)], first[i, list(r.hidden_at_first)] = True, True
+        if r.allowed is not None:
+            first[i] |= ~unpacked(r.allowed, vocab)
     return always, first
 
 
@@ -319,6 +321,14 @@ def warm(scores: jax.Array, columns: Mapping[str, Any]) -> jax.Array:
 def hide(scores: jax.Array, hidden: jax.Array, outweigh: int | None) -> jax.Array:
     """See `base.Runner.hide`."""
     return sampling.hide(MATHS, scores, hidden, outweigh)
+
+
+@jax.jit
+def allow(hidden: jax.Array, slots: jax.Array, words: jax.Array) -> jax.Array:
+    """`hidden` [N, V] with what `base.Runner.allow` says of slots [B]; N is none."""
+    bits = words[..., None] >> jnp.arange(32, dtype=jnp.uint32) & 1
+    kept = bits.reshape(len(words), -1)[:, : hidden.shape[1]] != 0
+    return hidden.at[slots].set(~kept, mode="drop")
 
 
 @jax.jit

@@ -389,11 +389,16 @@ class TorchRunner:
     def _shown(self, requests: Sequence[Request], logits: torch.Tensor) -> torch.Tensor:
         """Logits [B, V] of first tokens, -inf where a request hides one."""
         hidden = [[*r.hidden, *r.hidden_at_first] for r in requests]
-        if not any(hidden):
+        allowed = {i: r.allowed for i, r in enumerate(requests) if r.allowed is not None}
+        if not any(hidden) and not allowed:
             return logits
         logits = logits.clone()
         for row, ids in enumerate(hidden):
             logits[row, ids] = -torch.inf
+        if allowed:
+            rows = torch.tensor(list(allowed), device=self.device)
+            kept = sampler.unpacked(np.stack(list(allowed.values())), self.spec.vocab, self.device)
+            logits[rows] = logits[rows].masked_fill(~kept, -torch.inf)
         return logits
 
     def _read(self, pieces: Sequence[Piece], rows: torch.Tensor) -> torch.Tensor:
@@ -644,7 +649,7 @@ class TorchRunner:
         """Grow cache and state to what the live slots need to start; `idle`: none held before."""
         pool, requests = self._pool, self._live.requests
         eos_width = max(1, *(len(r.eos_ids) for r in requests), pool.eos if pool else 0)
-        hides = any(r.hidden for r in requests) or (pool is not None and pool.hides)
+        hides = self._live.hides or (pool is not None and pool.hides)
         if pool is None:
             room = self._live.room(self.spec, self._live.reserved)
         else:
@@ -679,6 +684,15 @@ class TorchRunner:
         for slot, request in zip(slots, requests, strict=True):
             state.seen[slot] = False
             state.seen[slot, torch.as_tensor(request.tokens, device=self.device).long()] = True
+
+    @in_order
+    @torch.inference_mode()
+    def allow(self, slots: Sequence[int], words: np.ndarray) -> None:
+        """See `base.Runner`."""
+        assert self._state is not None and self._state.hidden is not None
+        rows = torch.tensor(slots, device=self.device)
+        kept = sampler.unpacked(words, self.spec.vocab, self.device)
+        self._state.hidden[rows] = ~kept
 
     @in_order
     @torch.inference_mode()

@@ -156,6 +156,13 @@ def dense(rows: WeightRows, vocab: int, device: torch.device) -> tuple[torch.Ten
     return *made, torch.as_tensor(rows.costs, device=device)
 
 
+def unpacked(words: np.ndarray, vocab: int, device: torch.device) -> torch.Tensor:
+    """bool [B, V] of the bits of uint32 `words` [B, V / 32], the lowest one first."""
+    given = torch.from_numpy(np.ascontiguousarray(words).view(np.int32)).to(device)
+    bits = given[..., None] >> torch.arange(32, dtype=torch.int32, device=device) & 1
+    return bits.flatten(-2)[..., :vocab] != 0
+
+
 @named("sampling")
 def sample(
     logits: torch.Tensor, state: SlotState, position: torch.Tensor, features: SamplingFeatures
