@@ -957,8 +957,8 @@ ROWS: list[Row] = [
     ),
     Row(
         "engine/text.py",
-        "return Detokenizer(tokenizer, how.skips), begun",
-        "return Detokenizer(tokenizer), begun",
+        "return Detokenizer(tokenizer, how.skips, cleans=cleans), begun",
+        "return Detokenizer(tokenizer, cleans=cleans), begun",
         "skip_special_tokens=False is accepted and does nothing.",
         "tests/test_text.py -k special",
     ),
@@ -1006,7 +1006,7 @@ ROWS: list[Row] = [
     ),
     Row(
         "engine/text_stream.py",
-        "self._cleans = not eager and _cleans(tokenizer)",
+        "self._cleans = not eager and cleans and _cleans(tokenizer)",
         "self._cleans = False",
         "Blanks before marks stay in the texts of tokenizers that take them away.",
         "tests/test_text_stream.py -k joined",
@@ -1572,10 +1572,24 @@ ROWS: list[Row] = [
     ),
     Row(
         "engine/loop.py",
-        "steps = 1 if self._profiler.enabled else min(steps, ahead, MAX_STEPS)",
+        "steps = 1 if one else min(steps, ahead, MAX_STEPS)",
         "steps = min(steps, ahead, MAX_STEPS)",
         "model_times has one entry for many passes of generate.",
         "tests/test_engine.py -k 'every_pass_of_generate'",
+    ),
+    Row(
+        "engine/loop.py",
+        "one = self._allow() or self._profiler.enabled",
+        "one = bool(self._constrained()) or self._profiler.enabled",
+        "A grammar is followed in the first token alone.",
+        "tests/test_grammar.py -k masked_logits",
+    ),
+    Row(
+        "engine/grammar.py",
+        "if is_end and self.accepts:",
+        "if is_end:",
+        "A processor may end a text amid of its grammar, as whole.",
+        "tests/test_grammar.py -k cannot_leave",
     ),
     Row(
         "backends/profiling.py",

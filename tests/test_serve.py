@@ -15,6 +15,7 @@ import urllib.request
 
 import numpy as np
 import openai
+import pydantic
 import pytest
 import uvicorn
 
@@ -197,6 +198,47 @@ def test_fields_have_the_meaning_of_generates_arguments(engine, client):
     assert complete(client, extra_body=late).usage.completion_tokens >= 9
 
 
+class Copy(pydantic.BaseModel, extra="forbid"):
+    path: str = pydantic.Field(max_length=6)
+    times: int = pydantic.Field(ge=0, le=9)
+
+
+def test_texts_under_a_grammar_are_valid_whole_and_streamed(engine, client):
+    chat = {"model": "small", "messages": CHAT, "temperature": 1.0, "max_tokens": 120}
+    ended = 0
+    for seed in range(3):
+        how = {**chat, "seed": seed, "n": 2, "stop": [",", "}"]}
+        parsed = client.chat.completions.parse(**how, response_format=Copy)
+        texts = ["", ""]
+        for event in client.chat.completions.create(
+            **how, response_format=_as_format(Copy), stream=True
+        ):
+            for choice in event.choices:
+                texts[choice.index] += choice.delta.content or ""
+        assert texts == [choice.message.content for choice in parsed.choices]
+        for choice in parsed.choices:
+            if choice.finish_reason == "stop":
+                ended += 1
+                assert isinstance(choice.message.parsed, Copy)
+    assert ended > 2
+    for fields, pattern in (
+        ({"response_format": {"type": "json_object"}}, r"\{.*"),
+        ({"guided_regex": "[0-9]{4}/a"}, "[0-9]{4}/a"),
+        ({"guided_choice": ["yes", "no"]}, "yes|no"),
+        ({"guided_grammar": 'start: "a" "b"'}, "ab"),
+        ({"structured_outputs": {"json": {"const": [1, "x"]}}}, r'\[\s*1\s*,\s*"x"\s*\]'),
+        ({"guided_json": '{"type": "boolean"}', "skip_special_tokens": False}, "true|false"),
+        ({"guided_regex": "a{3}", "ignore_eos": True, "stop_token_ids": [0]}, "aaa"),
+    ):
+        text = complete(client, max_tokens=30, extra_body=fields).choices[0].text
+        assert re.fullmatch(pattern, text, re.S), (fields, text)
+
+
+def _as_format(kind):
+    schema = {"name": "a", "schema": kind.model_json_schema()}
+    return {"type": "json_schema", "json_schema": schema}
+
+
 def test_many_at_once_have_what_each_has_alone(engine, url):
     asked = []
     for i in range(16):
@@ -251,9 +293,23 @@ def _split(fields):
     return fields if "messages" in fields else {"extra_body": fields}
 
 
+def _format(schema):
+    """A request for JSON of this schema."""
+    how = {"type": "json_schema", "json_schema": {"name": "a", "schema": schema, "strict": True}}
+    return {"prompt": PROMPT, "response_format": how}
+
+
 REFUSED = [
     ({"prompt": PROMPT, "tools": [{"type": "function"}]}, "tools"),
-    ({"prompt": PROMPT, "response_format": {"type": "json_object"}}, "response_format"),
+    ({"prompt": PROMPT, "response_format": {"type": "xml"}}, "response_format"),
+    ({"prompt": PROMPT, "response_format": {"type": "json_schema"}}, "response_format"),
+    (_format({"type": "nope"}), "response_format"),
+    (_format({"$ref": "#"}), "response_format"),
+    ({"prompt": PROMPT, "structured_outputs": {"json": {}, "regex": "a"}}, "structured_outputs"),
+    ({"prompt": PROMPT, "structured_outputs": {"structural_tag": "a"}}, "structured_outputs"),
+    (_format({"type": "object"}) | {"guided_regex": "a"}, "guided_regex"),
+    ({"prompt": PROMPT, "guided_regex": "(" * 4000}, "guided_regex"),
+    ({"prompt": PROMPT, "guided_json": "{" * 40_000}, "guided_json"),
     ({"prompt": PROMPT, "best_of": 3}, "best_of"),
     ({"prompt": PROMPT, "logprobs": 3, "echo": True}, "logprobs"),
     ({"prompt": PROMPT, "\ud800": 1}, r"\ud800"),

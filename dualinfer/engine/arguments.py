@@ -222,7 +222,7 @@ _ELSEWHERE = {
     **dict.fromkeys(("stop", "stop_sequences"), "stop_strings"),
     **{"stop_token_ids": "eos_token_id", "min_tokens": "min_new_tokens"},
     **{"n": "num_return_sequences", "repeat_penalty": "repetition_penalty"},
-    **dict.fromkeys(("response_format", "guided_json", "structured_outputs", "schema"), "grammar"),
+    **dict.fromkeys(("response_format", "guided_json", "structured_outputs"), "grammar"),
     **dict.fromkeys(("random_seed", "generator"), "seed"),
 }
 

@@ -65,6 +65,11 @@ class AsyncGeneration:
             raise ArgumentError("Nothing is told of tokens: pass logprobs=K to generate_async().")
         return told_of(self._channel.told[index], self._most)
 
+    @property
+    def grammar(self) -> Any:
+        """The compiled grammar that its text follows, if there is one."""
+        return self._job.request.grammar
+
     def cancel(self) -> None:
         """End it with the next step. Tokens that have come can still be read."""
         if not self._channel.has_ended:
@@ -179,7 +184,8 @@ class AsyncCalls(InferenceEngine):
 
         def make_text() -> Detokenizer:
             source = self.tokenizer if given is None else given
-            return Detokenizer(tokenizer_of(source), skip_special_tokens)
+            cleans = arguments.get("grammar") is None
+            return Detokenizer(tokenizer_of(source), skip_special_tokens, cleans=cleans)
 
         made = self._submit(
             ids, generation_config, given, dict(arguments), deadline, priority, default

@@ -27,6 +27,7 @@ _MOST_TEXT = 2**18  # characters of a grammar, far beyond what people write
 _MOST_CHOICES = 4096
 _MOST_GBNF = 2**14  # which is read by Python
 _MOST_MULTIPLES = 20_000  # states of an automaton, which llguidance does not bound itself
+_MOST_NAMES = 2000  # of properties; twice as many take four times as long
 _KEPT = 32  # compiled grammars
 # Of llguidance: what a grammar takes to compile, and what a step takes, of time and of memory.
 _LIMITS: dict[str, Any] = {
@@ -96,8 +97,9 @@ class Progress:
         if self._count == 0:
             _clear(made, grammar.hidden_at_first)
         if self.accepts and (self._count >= grammar.least or not made.any()):
-            ends = [x for x in grammar.ends if x not in grammar.hidden]
-            np.bitwise_or.at(made, [x // 32 for x in ends], [np.uint32(1 << x % 32) for x in ends])
+            for x in grammar.ends:
+                if x not in grammar.hidden:
+                    made[x // 32] |= np.uint32(1 << x % 32)
         if not made.any():
             raise ArgumentError(
                 f"After {self._count} new tokens the grammar leaves no token that may come next. "
@@ -109,11 +111,13 @@ class Progress:
     def take(self, token: int) -> None:
         """Go on by the token that was chosen; StepError for one that was not allowed."""
         self._count += 1
-        if token in self._grammar.ends:
+        is_end = token in self._grammar.ends
+        if is_end and self.accepts:
             self.is_over = True
             return
-        if not self._matcher.consume_token(token):
-            self._check()
+        if is_end or not self._matcher.consume_token(token):
+            if self._matcher.stop_reason().endswith("TooComplex"):
+                self._check()
             raise StepError(
                 f"The token {token} was chosen, which the grammar does not allow there. Do options "
                 "force it, or does every allowed one have the logit -inf?"
@@ -204,9 +208,11 @@ def _json_source(value: Any) -> str:
         raise ArgumentError(f"grammar: json is {a_type(schema)}; expected a JSON schema, a dict.")
     _check_size(text)
     _check_text(text)
-    _check_multiples([schema])
-    guidance = _llguidance()
-    return guidance.LLMatcher.grammar_from_json_schema(text, overrides=_JSON)
+    _check_schemas([schema])
+    try:
+        return _llguidance().LLMatcher.grammar_from_json_schema(text, overrides=_JSON)
+    except ValueError as error:
+        raise ArgumentError(f"grammar: the JSON schema is not served: {error}.") from error
 
 
 def _choice_source(value: Any) -> str:
@@ -240,7 +246,7 @@ def _lark_source(text: str) -> str:
             schemas.append(decoder.raw_decode(part.lstrip())[0])
         except (ValueError, RecursionError) as error:
             raise ArgumentError(f"grammar: no JSON schema is behind %json: {error}.") from error
-    _check_multiples(schemas)
+    _check_schemas(schemas)
     return json.dumps({"grammars": [{"lark_grammar": text}]})
 
 
@@ -258,8 +264,13 @@ def _check_text(text: str) -> None:
         raise ArgumentError("The grammar holds half a surrogate pair, which is no text.") from error
 
 
-def _check_multiples(schemas: Sequence[Any]) -> None:
-    """Refuse numbers of which multiples would need an automaton that is too large."""
+def _check_schemas(schemas: Sequence[Any]) -> None:
+    """Refuse what llguidance would take minutes for without a bound of its own."""
+    names = sum(len(x) for x in _values(schemas, "properties") if isinstance(x, Mapping))
+    if names > _MOST_NAMES:
+        raise ArgumentError(
+            f"The schema has {names:,} properties; at most {_MOST_NAMES:,} are served."
+        )
     total = 0
     for value in _values(schemas, "multipleOf"):
         if isinstance(value, int | float) and not isinstance(value, bool):

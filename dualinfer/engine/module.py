@@ -248,6 +248,12 @@ class ModuleEngine(InferenceEngine):
         Gives max_new_tokens where the caller asked for no length and the default is over the limit.
         """
         module = self.runner.module
+        own = inspect.signature(module.generate).parameters
+        if kwargs.get("grammar") is not None and "grammar" not in own:
+            raise UnsupportedError(
+                "grammar is served in fused mode alone: here the module's own generate chooses "
+                "tokens. Pass a logits_processor of llguidance or another library."
+            )
         named = _named(module.generate, args, kwargs)
         own = _options(getattr(module, "generation_config", None))
         given = _options(named.get("generation_config")) | named

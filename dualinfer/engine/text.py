@@ -204,7 +204,8 @@ class TextCalls:
         if isinstance(how.encode, _Chats):
             arguments = self._ending(how.config, tokenizer, arguments)
         begun = self._begin(rows, how.config, tokenizer, arguments, whole)
-        return Detokenizer(tokenizer, how.skips), begun
+        cleans = arguments.get("grammar") is None
+        return Detokenizer(tokenizer, how.skips, cleans=cleans), begun
 
     def _ending(self, config: Any, tokenizer: Any, arguments: dict[str, Any]) -> dict[str, Any]:
         """The arguments with the tokenizer's EOS beside the model's, unless the caller names one.

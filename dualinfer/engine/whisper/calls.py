@@ -215,6 +215,11 @@ class SpeechCalls(InferenceEngine):
                 "generate() does not support logprobs of a model that transcribes sounds window by "
                 "window. Pass output_scores=True, or return_timestamps with logprob_threshold."
             )
+        if options.grammar is not None:
+            raise ArgumentError(
+                "generate() does not support a grammar of a model that transcribes sounds window "
+                "by window. Leave it out."
+            )
         source, sounds = self._sounds(given, count)
         start = options.decoder_start
         settings = make_settings(

@@ -2,10 +2,11 @@
 
 import math
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from ...engine.grammar import Reader
 from ...engine.text_stream import Detokenizer
 from .metrics import Metrics
 
@@ -14,11 +15,13 @@ class StopText:
     """Text up to the first stop string; what may begin one is held back.
 
     The first is the one that ends first, so that it does not matter in which pieces the text comes.
-    With `keep` the stop string itself stays.
+    With `keep` the stop string itself stays. Where the text follows a grammar, of which `reader`
+    reads it, a stop string amid of it is passed over.
     """
 
-    def __init__(self, stops: Sequence[str], keep: bool) -> None:
+    def __init__(self, stops: Sequence[str], keep: bool, reader: Reader | None = None) -> None:
         self._stops, self._keep, self._held = stops, keep, ""
+        self._reader, self._read = reader, 0  # characters of what is held that it has read
         self.found = False
 
     def push(self, piece: str) -> str:
@@ -26,19 +29,46 @@ class StopText:
         if self.found or not self._stops:
             return "" if self.found else piece
         text = self._held + piece
-        ends = [(at + len(s), at) for s in self._stops if (at := text.find(s)) >= 0]
-        if ends:
-            end, start = min(ends)
-            self.found, self._held = True, ""
-            return text[: end if self._keep else start]
+        for end, start in sorted(set(_found(text, self._stops))):
+            cut = end if self._keep else start
+            if self._may_end(text, cut):
+                self.found, self._held = True, ""
+                return text[:cut]
         held = max(_overlap(text, stop) for stop in self._stops)
         self._held = text[len(text) - held :]
+        if self._reader is not None:
+            self._accepts(text, len(text) - held)
+            self._read -= len(text) - held
         return text[: len(text) - held]
+
+    def skip(self, piece: str) -> str:
+        """The piece, in which no stop string is looked for."""
+        if self._reader is not None:
+            self._reader.accepts(piece)
+        return piece
+
+    def _may_end(self, text: str, cut: int) -> bool:
+        """True unless the text would be cut amid of its grammar."""
+        return self._reader is None or (cut >= self._read and self._accepts(text, cut))
+
+    def _accepts(self, text: str, cut: int) -> bool:
+        assert self._reader is not None
+        piece, self._read = text[self._read : cut], max(self._read, cut)
+        return self._reader.accepts(piece)
 
     def finish(self) -> str:
         """What was held back."""
         rest, self._held = self._held, ""
         return rest
+
+
+def _found(text: str, stops: Sequence[str]) -> Iterator[tuple[int, int]]:
+    """Where each stop string ends and begins in a text."""
+    for stop in stops:
+        at = text.find(stop)
+        while at >= 0:
+            yield at + len(stop), at
+            at = text.find(stop, at + 1)
 
 
 def _overlap(text: str, stop: str) -> int:
@@ -131,7 +161,7 @@ class Answer:
             if token in self.stop_ids:
                 continue
             piece = text.push(token)
-            part.text += piece if self.count <= self.free else self.stop.push(piece)
+            part.text += (self.stop.skip if self.count <= self.free else self.stop.push)(piece)
             if self.stop.found:
                 break
         return part

@@ -18,12 +18,11 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from ...engine.chat import encode_chat
+from ...engine.grammar import make_grammar
 from ...engine.text import chat_endings, endings
 from ...engine.text_stream import Detokenizer
 from ...engine.tokenizing import encode, ids_of, tokenizer_of
-from ...errors import (
-    shown,
-)
+from ...errors import ArgumentError, UnsupportedError, shown
 from .answers import Answer, StopText
 from .forms import ChatForm, Form, TextForm, cancel, events_of, whole
 from .metrics import CONTENT_TYPE, Metrics
@@ -236,9 +235,12 @@ class Server:
         stop_ids = body.stop_token_ids or []
         _check_ids(stop_ids, self.engine.runner.spec.vocab, "stop_token_ids")
         arguments = body.sampling() | {"eos_token_id": [*dict.fromkeys([*own, *stop_ids])] or None}
+        if (grammar := body.grammar) is not None:
+            arguments["grammar"] = self._checked(*grammar)
         skips = body.skip_special_tokens is not False
         keeps = bool(body.include_stop_str_in_output)
-        detokenizer = Detokenizer(tokenizer_of(self.engine.tokenizer), skips)
+        tokenizer, cleans = tokenizer_of(self.engine.tokenizer), grammar is None
+        detokenizer = Detokenizer(tokenizer, skips, cleans=cleans)
         namer = None
         if arguments["logprobs"] is not None:
             namer = Detokenizer(tokenizer_of(self.engine.tokenizer), skip_special_tokens=False)
@@ -247,14 +249,17 @@ class Server:
             for i, (ids, opening) in enumerate(prompts):
                 length = self._length(body, len(ids), name)
                 for handle in self._submit(ids, arguments, length, count):
+                    reader, dropped = None, stop_ids if not keeps else []
+                    if handle.grammar is not None:  # whose ends are no text
+                        reader, dropped = handle.grammar.reader(), handle.grammar.ends
                     answer = Answer(
                         len(answers),
                         i,
                         len(ids),
                         handle,
                         detokenizer,
-                        StopText(body.stops, keeps),
-                        frozenset(() if keeps else stop_ids),
+                        StopText(body.stops, keeps, reader),
+                        frozenset(dropped),
                         body.min_tokens or 0,
                         self._metrics,
                         begun,
@@ -266,6 +271,15 @@ class Server:
             cancel(answers)
             raise
         return answers
+
+    def _checked(self, name: str, grammar: dict[str, Any]) -> dict[str, Any]:
+        """A grammar that can be served, which the field `name` gave."""
+        try:
+            vocab = self.engine.runner.spec.vocab
+            make_grammar(grammar, self.engine.tokenizer, vocab, (), 0)
+        except (ArgumentError, UnsupportedError) as error:
+            raise RequestError(f"{name}: {error}", name) from error
+        return grammar
 
     def _submit(
         self, ids: list[int], arguments: dict[str, Any], length: int, count: int

@@ -3,7 +3,7 @@
 import json
 import logging
 from collections.abc import Mapping
-from typing import Annotated, Any, ClassVar, TypeVar
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, ValidationError
 
@@ -22,7 +22,6 @@ MOST_SEQUENCES = 128  # of one request
 _MOST_TEXTS = 2048  # to embed at a time; OpenAI's number
 _MOST_IDS = 2**20  # far beyond what any model reads
 _NO_TOOLS = "Tools are not served; describe them in a message, and read the text of the answer."
-_NO_FORMAT = "Only text is served; ask for the format in a message."
 _NOT_SERVED = "It is not served. Leave it out."
 
 # Fields that are known and not served: values that ask for nothing, and why others are refused.
@@ -33,7 +32,6 @@ _REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
     "parallel_tool_calls": ((True, False), _NO_TOOLS),
     "functions": (([],), _NO_TOOLS),
     "function_call": (("none", "auto"), _NO_TOOLS),
-    "response_format": (({"type": "text"},), _NO_FORMAT),
     "modalities": ((["text"],), "Only text is served."),
     "suffix": (("",), "The model continues a prompt; it fills no gaps. Leave it out."),
     "best_of": ((1,), "Every sequence is returned. Use n."),
@@ -87,6 +85,68 @@ _Ids = Annotated[list[_Id], Field(fail_fast=True, max_length=_MOST_IDS)]
 _Messages = Annotated[list[dict[str, Any]], Field(fail_fast=True, min_length=1)]
 
 
+_Schema = dict[str, Any] | str
+_GUIDED = {"json": "json", "regex": "regex", "choice": "choice", "grammar": "lark"}  # vLLM's names
+
+
+class JsonSchema(_Body):
+    """OpenAI's wrapping of a schema; it is kept to whether `strict` or not."""
+
+    name: str | None = None
+    description: str | None = None
+    schema_: Annotated[dict[str, Any] | None, Field(alias="schema")] = None
+    strict: bool | None = None
+
+
+class ResponseFormat(_Body):
+    """What the text must be, as OpenAI's API says it."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchema | None = None
+
+    @property
+    def grammar(self) -> dict[str, Any] | None:
+        """As `generate` takes it."""
+        if (self.type == "json_schema") != (self.json_schema is not None):
+            raise RequestError(
+                f"response_format has the type {self.type}; json_schema belongs to the type "
+                "json_schema, which needs it.",
+                "response_format",
+            )
+        if self.json_schema is None:
+            return {"json": True} if self.type == "json_object" else None
+        if self.json_schema.schema_ is None:
+            raise RequestError("response_format.json_schema.schema is missing.", "response_format")
+        return {"json": self.json_schema.schema_}
+
+
+class StructuredOutputs(_Body):
+    """What the text must be, as vLLM's API says it; `grammar` is Lark's notation or GBNF's."""
+
+    json_: Annotated[_Schema | None, Field(alias="json")] = None
+    regex: str | None = None
+    choice: list[str] | None = None
+    grammar_: Annotated[str | None, Field(alias="grammar")] = None
+    json_object: bool | None = None
+
+    @property
+    def grammar(self) -> dict[str, Any]:
+        """As `generate` takes it."""
+        given = {
+            "json": self.json_ if not self.json_object else True,
+            "regex": self.regex,
+            "choice": self.choice,
+            "lark": self.grammar_,
+        }
+        asked = {key: value for key, value in given.items() if value is not None}
+        if len(asked) != 1 or (self.json_object and self.json_ is not None):
+            raise RequestError(
+                "structured_outputs: expected one of json, regex, choice, grammar, json_object.",
+                "structured_outputs",
+            )
+        return asked
+
+
 class Generation(_Body):
     """The fields that routes of new text share. None leaves a field to its default."""
 
@@ -110,6 +170,12 @@ class Generation(_Body):
     stop_token_ids: Annotated[list[_Id], Field(max_length=1024, fail_fast=True)] | None = None
     skip_special_tokens: bool | None = None
     include_stop_str_in_output: bool | None = None
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
+    guided_json: _Schema | None = None
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = None
+    guided_grammar: str | None = None
     # Read and ignored: they are about OpenAI's own bookkeeping.
     user: Any = None
     metadata: Any = None
@@ -127,6 +193,24 @@ class Generation(_Body):
     def asked_length(self) -> int | None:
         """How many new tokens were asked for."""
         return self.max_tokens
+
+    @property
+    def grammar(self) -> tuple[str, dict[str, Any]] | None:
+        """What the new text must be, as `generate` takes it, and the field that says so."""
+        asked: dict[str, dict[str, Any]] = {}
+        if self.response_format is not None and (made := self.response_format.grammar):
+            asked["response_format"] = made
+        if self.structured_outputs is not None:
+            asked["structured_outputs"] = self.structured_outputs.grammar
+        for kind, key in _GUIDED.items():
+            if (value := getattr(self, f"guided_{kind}")) is not None:
+                asked[f"guided_{kind}"] = {key: value}
+        if len(asked) > 1:
+            first, second = [*asked][:2]
+            raise RequestError(
+                f"{second}: {first} says already what the text must be. Send one of both.", second
+            )
+        return next(iter(asked.items()), None)
 
     @property
     def likely(self) -> int | None:
@@ -278,6 +362,9 @@ def read(body: bytes, kind: type[_B]) -> _B:
     if not isinstance(fields, dict):
         raise RequestError("The body is no JSON object.")
     kept = {name: value for name, value in fields.items() if _is_served(name, value, kind)}
+    for name in ("response_format", "structured_outputs"):
+        if isinstance(kept.get(name), dict):
+            kept[name] = {key: value for key, value in kept[name].items() if value is not None}
     try:
         return kind.model_validate(kept)
     except ValidationError as error:
