@@ -160,8 +160,9 @@ class Request:
     `first` before all others, and `last` as the last of `max_new_tokens`. Tokens that are `hidden`
     are never chosen, and those `hidden_at_first` not as the first one. The last `generated` of the
     tokens were new ones before, and count for the penalties. One that `tells` wants to know the
-    log-probabilities of its tokens. With a `grammar`, which the loop follows, the next token is one
-    of those `allowed`, as in `Runner.allow`.
+    log-probabilities of its tokens. The slot that it gets has the first `kept` tokens of the prompt
+    in its cache, fewer than all. With a `grammar`, which the loop follows, the next token is one of
+    those `allowed`, as in `Runner.allow`.
     """
 
     tokens: np.ndarray
@@ -181,6 +182,7 @@ class Request:
     tells: bool = False
     grammar: "Grammar | None" = None
     allowed: np.ndarray | None = None
+    kept: int = 0
 
     @property
     def prompt(self) -> np.ndarray:
@@ -208,8 +210,13 @@ class Piece:
 
     @classmethod
     def whole(cls, request: Request, slot: int) -> "Piece":
-        """One piece that has all of a request's prompt."""
-        return cls(request, slot, 0, len(request.prompt))
+        """One piece that has all of a request's prompt, but for what the slot has kept."""
+        return cls(request, slot, request.kept, len(request.prompt))
+
+    @property
+    def is_first(self) -> bool:
+        """True where none of the prompt was read into the slot for this request before."""
+        return self.start == self.request.kept
 
     @property
     def ends(self) -> bool:
@@ -229,7 +236,8 @@ class Pool:
     Of an encoder-decoder also for what its encoder gives of `encoded` tokens each, 0 for as many as
     `tokens`; an encoder of one length needs none. `eos` ids of a request, and whether some of them
     hide tokens or weigh them, are in the state from the start: the first request that needs more of
-    these makes a larger state, and its steps anew.
+    these makes a larger state, and its steps anew. The `spare` slots lie behind the others. No
+    request gets one and no step passes over it, so that it keeps what is copied there.
     """
 
     slots: int
@@ -238,6 +246,7 @@ class Pool:
     eos: int = 4
     hides: bool = False
     weighs: bool = False
+    spare: int = 0
 
     def __post_init__(self) -> None:
         """Raise ArgumentError for what is no room."""
@@ -368,6 +377,13 @@ class Runner(Protocol):
         """Let the next tokens of `slots`, whose requests have a grammar, be certain ones alone.
 
         These are the bits of uint32 `words` [B, V / 32], the lowest one first.
+        """
+        ...
+
+    def copy(self, source: int, target: int, tokens: int) -> None:
+        """Copy the first `tokens` cached tokens of one slot of a pool to another, in their order.
+
+        It is done behind all that was asked for before. Only where `spec.keeps_places`.
         """
         ...
 

@@ -115,8 +115,8 @@ class LiveSlots:
 
         A slot takes no step before its last one. LengthError for what a pool has no room for.
         """
-        first = [piece for piece in pieces if piece.start == 0]
-        if any(piece.start and piece.slot not in self._requests for piece in pieces):
+        first = [piece for piece in pieces if piece.is_first]
+        if any(not p.is_first and p.slot not in self._requests for p in pieces):
             raise StepError("A piece of a prompt came before the first one.")
         for piece in first:
             self._check(piece.request, piece.slot)
@@ -154,10 +154,11 @@ class LiveSlots:
             self._reading.discard(slot)
 
 
-def room_of(pool: Pool, spec: ModelSpec) -> Room:
-    """Room in the caches of a pool: whole grains of tokens."""
+def room_of(pool: Pool, spec: ModelSpec, whole: bool = False) -> Room:
+    """Room in the caches of a pool: whole grains of tokens; the `whole` has the spare slots too."""
     tokens = -(-pool.tokens // GRAIN) * GRAIN
-    return Room(pool.slots, tokens, encoded_bucket(spec, pool.encoded or tokens))
+    slots = pool.slots + (pool.spare if whole else 0)
+    return Room(slots, tokens, encoded_bucket(spec, pool.encoded or tokens))
 
 
 def part_of(pool: Room, slots: int, tokens: int) -> Room:

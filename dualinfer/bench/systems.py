@@ -152,6 +152,7 @@ class Engine:
             options["enable_cuda_graph"] = True
         self._backend = backend
         self._load_seconds = None
+        self._reserved = 0  # tokens of a slot
         if model.folder is None and (quant or resident is not None or model.is_quantized):
             given = random_model(model, dtype)
             self._engine: Any = init_inference(given, backend=backend, **options)
@@ -211,6 +212,11 @@ class Engine:
             raise UnsupportedError(
                 "This model runs in module mode, which serves one call at a time."
             )
+        asks = [ask for load in loads for ask in load.asks(vocab, most)]
+        longest = max(len(ask.ids) + ask.new_tokens for ask in asks)
+        if longest > self._reserved:  # as `dualinfer serve` does
+            more = 33  # that the steps alone take
+            self._reserved = self._engine.reserve(tokens=longest + more).tokens
         if over_http:
             return _over_http(self._engine, loads, vocab, most)
         return asyncio.run(drive_all(self._send, loads, vocab, most))

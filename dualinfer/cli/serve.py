@@ -18,7 +18,8 @@ import typer
 from .. import backends
 from ..api import init_inference
 from ..checkpoint.described.tokenizer import load_tokenizer, tokenizer_folder
-from ..errors import ArgumentError, BackendNotAvailableError, DualinferError, UnsupportedError
+from ..engine.fused import FusedEngine
+from ..errors import BackendNotAvailableError, DualinferError, UnsupportedError
 from ..system.command_options import KvCacheOption, QuantOption
 from ..system.terminal import say
 from .options import AdapterOption, BackendOption, KernelsOption, RevisionOption
@@ -27,7 +28,6 @@ from .texts import find_asked
 _NEEDED = ("starlette", "uvicorn")
 _KEY = "DUALINFER_API_KEY"
 _BACKLOG = 2048  # connections that wait to be taken
-_MANY = 1024  # tokens of a sequence, for the number that have room
 
 
 class ListenError(DualinferError, OSError):
@@ -68,6 +68,24 @@ def serve(
             metavar="SECONDS", min=0, help="How long open requests may go on after SIGTERM."
         ),
     ] = 30,
+    max_sequences: Annotated[
+        int | None,
+        typer.Option(
+            metavar="NUMBER", min=1, help="Sequences at a time; unset: what has room, at most 256."
+        ),
+    ] = None,
+    max_tokens: Annotated[
+        int | None,
+        typer.Option(
+            metavar="NUMBER",
+            min=2,
+            help="Tokens of a prompt and its answer; unset: the model's, at most 8,192.",
+        ),
+    ] = None,
+    prefix_cache: Annotated[
+        bool,
+        typer.Option(help="Read what prompts have in common once."),
+    ] = True,
     dtype: Annotated[
         str | None,
         typer.Option(metavar="NAME", help="float32, float16 or bfloat16; unset: as in generate."),
@@ -107,13 +125,15 @@ def serve(
         ) as engine,
     ):
         engine.tokenizer = tokenizer
-        if not hasattr(engine, "generate_async"):
+        if not isinstance(engine, FusedEngine):
             raise UnsupportedError(
                 "This model runs in module mode, by transformers' own code, which makes one call "
                 "at a time. Only models of fused mode are served."
             )
         called = name or _name_of(model)
-        writes = _warm_up(engine)
+        if writes := engine.can_generate():
+            engine.reserve(max_sequences, max_tokens, prefix_cache=prefix_cache)
+            engine.generate([[0]], max_new_tokens=2, do_sample=False)  # what is to be compiled
         listener.listen(_BACKLOG)  # who calls from here on waits a moment
         _show(engine, called, writes, listener.getsockname(), api_key is not None)
         _run(engine, called, api_key, listener, grace)
@@ -145,17 +165,6 @@ def _listening(host: str, port: int) -> Iterator[socket.socket]:
         ) from error
 
 
-def _warm_up(engine: Any) -> bool:
-    """Run two steps, so that what must be compiled is before the first client comes.
-
-    False for a model that writes no text.
-    """
-    with suppress(UnsupportedError, ArgumentError):  # an encoder, which embeds alone
-        engine.generate([[0]], max_new_tokens=2, do_sample=False)
-        return True
-    return False
-
-
 def _show(engine: Any, name: str, writes: bool, address: Any, has_key: bool) -> None:
     """Say what runs, what memory it has, and how to call it."""
     report, (host, port) = engine.report(), address[:2]
@@ -168,9 +177,8 @@ def _show(engine: Any, name: str, writes: bool, address: Any, has_key: bool) -> 
         value = [{"role": "user", "content": "Hello"}]
     body = json.dumps({"model": name, field: value})
     key = " -H 'Authorization: Bearer KEY'" if has_key else ""
-    most = f"at most {report.max_tokens:,} tokens each" if report.max_tokens else "no limit"
     say(f"{name}: {report.architecture}, {report.dtype}, {report.backend} on {report.device_name}")
-    say(f"weights {report.parameter_bytes / 2**20:,.0f} MiB; {_room(engine)}; {most}")
+    say(f"weights {report.parameter_bytes / 2**20:,.0f} MiB; {_room(engine, report)}")
     head = " -H 'Content-Type: application/json'" + key
     typer.echo(f"listening on {url}; the base URL of OpenAI clients is {url}/v1", err=True)
     typer.echo(f"  curl {url}/v1/{kind}{head} -d {shlex.quote(body)}", err=True)
@@ -178,14 +186,10 @@ def _show(engine: Any, name: str, writes: bool, address: Any, has_key: bool) -> 
         say(f"Anybody who reaches this address can use it: pass --api-key, or set {_KEY}.")
 
 
-def _room(engine: Any) -> str:
-    """How much of a cache there is room for."""
-    free = engine.runner.free_bytes()
-    if free is None:
-        return "free memory is unknown"
-    one = engine.runner.cache_bytes_for(1, _MANY)
-    fit = f", a cache of about {free // one * _MANY:,} tokens" if one else ""
-    return f"{free / 2**20:,.0f} MiB free{fit}"
+def _room(engine: Any, report: Any) -> str:
+    """How much of a cache there is."""
+    reserved = [note for note in report.notes if note.startswith("room is reserved")]
+    return "; ".join([f"cache {report.cache_bytes / 2**20:,.0f} MiB", *reserved])
 
 
 def _run(engine: Any, name: str, key: str | None, listener: socket.socket, grace: int) -> None:

@@ -8,10 +8,10 @@ from ..arrays import kind_of
 from ..errors import ArgumentError, UnsupportedError, shown
 from ..serving.room import MOST_SLOTS
 from .arguments import GenerationArguments, with_arguments
-from .base import InferenceEngine
 from .chat import encode_chat
 from .driver import Driver, Job
 from .requests import TokenLogprobs, told_of
+from .reserve import RoomCalls
 from .text_stream import Detokenizer
 from .tokenizing import encode, tokenizer_of
 
@@ -58,6 +58,12 @@ class AsyncGeneration:
     def began(self) -> float | None:
         """When it got its slot, by time.monotonic(); None before."""
         return self._channel.began
+
+    @property
+    def cached_tokens(self) -> int:
+        """Tokens of the prompt that another one left; known once the first token has come."""
+        live = self._job.live
+        return 0 if live is None else live.kept
 
     def logprobs_of(self, index: int) -> TokenLogprobs:
         """What `logprobs=K` tells of a new token that has come, by its place."""
@@ -148,10 +154,8 @@ class AsyncGeneration:
         self.cancel()
 
 
-class AsyncCalls(InferenceEngine):
+class AsyncCalls(RoomCalls):
     """What a fused engine offers to programs of asyncio."""
-
-    _driver: Driver | None = None
 
     @with_arguments
     def generate_async(
@@ -198,10 +202,11 @@ class AsyncCalls(InferenceEngine):
         """How many sequences of `generate_async` are under way, and whether they move."""
         driver = self._driver
         if driver is None:
-            return Traffic(0, 0, MOST_SLOTS, 0.0)
+            pool = self._pool
+            return Traffic(0, 0, MOST_SLOTS if pool is None else pool.slots, 0.0)
         live, waiting = driver.live, driver.waiting
         silent = time.monotonic() - driver.heartbeat if live or waiting else 0.0
-        return Traffic(live, waiting, MOST_SLOTS, silent)
+        return Traffic(live, waiting, driver.slots, silent)
 
     def _submit(
         self,

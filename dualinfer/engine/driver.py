@@ -118,6 +118,15 @@ class Driver:
         """Sequences that wait for one."""
         return self._scheduler.waiting + len(self._inbox)
 
+    @property
+    def slots(self) -> int:
+        """The most sequences that get a slot."""
+        return self._scheduler.slots
+
+    def set_room(self, slots: int, fits: Callable[[int, int], bool]) -> None:
+        """From the next turn on there is this room; nothing is under way."""
+        self._scheduler.slots, self._scheduler.fits = slots, fits
+
     def submit(self, jobs: Sequence[Job]) -> None:
         """Queue new jobs; ClosedError after `stop`."""
         with self._condition:

@@ -94,8 +94,13 @@ class FusedEngine(Likeness, EmbeddingCalls, TowerCalls, SpeechCalls, AsyncCalls)
         """Most prompt plus new tokens of generate: `max_out_tokens`, else what positions allow.
 
         That is one token more than the model has positions, since the last new one takes none. A
-        table of positions bounds it in any case.
+        table of positions bounds it in any case, and so does the room that is reserved.
         """
+        pool = self._pool
+        return self._longest if pool is None else min(self._longest, pool.tokens + 1)
+
+    @property
+    def _longest(self) -> int:
         return self._spec.most_tokens(self.inference_config.max_out_tokens)
 
     def can_generate(self) -> bool:
@@ -428,6 +433,7 @@ class FusedEngine(Likeness, EmbeddingCalls, TowerCalls, SpeechCalls, AsyncCalls)
                 "once for each: they run at the same time."
             )
         requests, stop = work.requests, work.stop
+        self._loop.check(requests)
         if work.rules is None:
             return [Job.of(request, stop=stop, **fields) for request in requests]
         jobs = []
@@ -464,7 +470,7 @@ class FusedEngine(Likeness, EmbeddingCalls, TowerCalls, SpeechCalls, AsyncCalls)
     def _driving(self) -> Driver:
         with self._turns:
             if self._driver is None:
-                room = make_room(self.runner)
+                room = make_room(self.runner, self._pool)
                 self._driver = Driver(self._loop, self._turns, Scheduler(*room), self._origin.check)
             return self._driver
 
@@ -674,7 +680,7 @@ class FusedEngine(Likeness, EmbeddingCalls, TowerCalls, SpeechCalls, AsyncCalls)
 
     def _check_length(self, prompts: Prompts, new_tokens: int) -> None:
         longest = max(prompts.lengths)
-        limit, asked = self.max_tokens, self.inference_config.max_out_tokens
+        limit, asked = self._longest, self.inference_config.max_out_tokens
         if longest + new_tokens <= limit:
             return
         table = self._spec.learned_positions or self._spec.most
@@ -710,7 +716,7 @@ class FusedEngine(Likeness, EmbeddingCalls, TowerCalls, SpeechCalls, AsyncCalls)
             max_tokens=self.max_tokens,
         )
         more = (self._stepwise,) if self._stepwise else ()
-        return replace(report, notes=(*report.notes, *more))
+        return replace(report, notes=(*report.notes, *more, *self._reserved_note()))
 
     def _name(self) -> str:
         return self._spec.architecture

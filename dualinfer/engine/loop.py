@@ -1,22 +1,35 @@
 """The neutral generation loop: prefill, decode in chunks, hand out; stop strings; streaming."""
 
+import threading
+import time
 from collections import deque
 from collections.abc import Callable, Collection, Generator, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeAlias
 
 import numpy as np
 
-from ..backends.base import MAX_STEPS, NO_TOKEN, PendingTokens, Piece, Progress, Request, Runner
+from ..backends.base import (
+    MAX_STEPS,
+    NO_TOKEN,
+    PendingTokens,
+    Piece,
+    Pool,
+    Progress,
+    Request,
+    Runner,
+)
 from ..backends.profiling import Profiler
-from ..errors import ClosedError, StepError, UnsupportedError
+from ..errors import ClosedError, LengthError, StepError, UnsupportedError
 from ..parallel.spmd import Turns
+from .sharing import Sharing
 from .text_stream import Detokenizer, TextStream
 
 PIECE = 2048  # tokens that are read at a time where others wait; an H100 takes 50 ms for 8B
 _GRAIN = 64  # at whose multiples prompts are cut, which changes no bit of a recurrence
 _BESIDE = 8  # steps of others between two pieces
+_PAUSE = 0.001  # seconds between looks for slots of sequences whose tokens other threads choose
 
 
 class StopStrings:
@@ -59,7 +72,8 @@ class Live:
     `pause` tokens, where that is not 0: the sequence then begins anew, as a longer prompt. Of a
     prompt that is read in pieces `unread` is the rest. `told` has what `sampling.tell` says of each
     token, where the request `tells`. Where it follows a grammar, `progress` is where it is there,
-    and `accepts` tells of each token whether the text is a whole one with it.
+    and `accepts` tells of each token whether the text is a whole one with it. The tokens of one
+    that is `chosen` come from its `owner`, a thread. `kept` tokens of its prompt were there before.
     """
 
     request: Request
@@ -74,6 +88,9 @@ class Live:
     told: list[np.ndarray] = field(default_factory=list)
     progress: Progress | None = None
     accepts: list[bool] = field(default_factory=list)
+    chosen: bool = False
+    kept: int = 0
+    owner: int = field(default_factory=threading.get_ident)
 
     def part(self) -> Request:
         """What the slot is asked for now: all, or what comes up to the pause."""
@@ -163,14 +180,54 @@ class Loop:
         self._chunks: deque[_Chunk] = deque()
         self._left: deque[Live] = deque()  # of `leave`, whose slots are to be freed
         self.longest = MAX_STEPS  # steps of a chunk: fewer where somebody may come or leave
+        self.pool: Pool | None = None
+        self.sharing: Sharing | None = None  # of prompts, where the pool's model can
+        self._wanted = 0  # slots that calls wait for
+
+    def open(self, pool: Pool | None, prepare: bool, shares: bool) -> None:
+        """Reserve a pool's room, or none; see `Runner.open`.
+
+        Prompts that begin alike then share what is read of them, if it `shares` and the model can.
+        UnsupportedError while a sequence is under way.
+        """
+        with self._turns:
+            self._finish_left()
+            if self._live:
+                raise UnsupportedError(
+                    "Room was to be reserved, or given back, while a generation is under way. "
+                    "Finish its stream, or call close() on it, first."
+                )
+            self.pool = self.sharing = None
+            self._runner.open(pool, prepare)
+            self.pool = pool
+            if pool is not None and shares and self._runner.spec.keeps_places:
+                self.sharing = Sharing(self._runner, pool)
 
     def tokens_beside(self, ours: Collection[int]) -> list[int]:
-        """Tokens that each sequence may come to hold, but for `ours`: the ids of their Lives."""
-        return [x.request.cache_tokens for x in list(self._live.values()) if id(x) not in ours]
+        """Tokens that each sequence may come to hold, but for `ours`: the ids of their Lives.
+
+        Also of those that wait in a call for their slots.
+        """
+        others = [x.request.cache_tokens for x in list(self._live.values()) if id(x) not in ours]
+        return others + [0] * self._wanted
+
+    def check(self, requests: Sequence[Request]) -> None:
+        """Raise LengthError for what a pool has no room for."""
+        longest = max((r.cache_tokens for r in requests), default=0)
+        if self.pool is not None and longest > self.pool.tokens:
+            raise LengthError(
+                f"A prompt with its new tokens, {longest + 1} in all, is longer than the "
+                f"{self.pool.tokens + 1} that there is room for in a slot. Ask for fewer new "
+                "tokens, pass a shorter prompt, or reserve more tokens a slot."
+            )
 
     def start(self, requests: Sequence[Request]) -> list[Live]:
         """Sequences for `requests`, in the lowest free slots, with their first token under way."""
-        with self._turns:
+        with self._with_slots(len(requests)):
+            if self.sharing is not None:
+                lives, _ = self._open(requests, self._plan, chosen=False)
+                self._read_on()
+                return lives
 
             def read(lives: list[Live], parts: list[Request]) -> None:
                 for live, part in zip(lives, parts, strict=True):
@@ -185,16 +242,80 @@ class Loop:
 
     def start_scores(self, requests: Sequence[Request]) -> tuple[list[Live], Any]:
         """Sequences whose tokens the caller chooses, and the logits [B, V] of the first ones."""
-        with self._turns:
+        with self._with_slots(len(requests)):
 
             def read(lives: list[Live], parts: list[Request]) -> Any:
                 slots = [live.slot for live in lives]
+                if self.sharing is not None:
+                    parts = list(map(self.sharing.begun, slots, parts))
                 return self._profiler.run(self._runner.prefill_scores, parts, slots)
 
             lives, scores = self._open(requests, read, chosen=True)
             for live in lives:
                 live.queued = live.request.max_new_tokens  # none that the device would choose
             return lives, scores
+
+    @contextmanager
+    def _with_slots(self, count: int) -> Generator[None, None, None]:
+        """The turn, once `count` slots are free; until then sequences under way are driven on.
+
+        LengthError where a pool has not so many, or where none of them will ever be free.
+        """
+        self._wanted += count
+        wanted = count
+        try:
+            while True:
+                with self._turns:
+                    if self._has_slots(count):
+                        self._wanted, wanted = self._wanted - wanted, 0
+                        yield
+                        return
+                self._make_way(count)
+        finally:
+            self._wanted -= wanted
+
+    def _has_slots(self, count: int) -> bool:
+        """True if so many are free; those of sequences that have ended are."""
+        pool = self.pool
+        if pool is None:
+            return True
+        self._finish_left()
+        if count > pool.slots:
+            raise LengthError(
+                f"A call of {count} sequences has no room in the {pool.slots} slots that were "
+                "reserved. Pass fewer at a time, or reserve more."
+            )
+        if count > pool.slots - len(self._live):
+            self.finish([live for live in self._live.values() if live.ended])
+        return count <= pool.slots - len(self._live)
+
+    def _make_way(self, count: int) -> None:
+        """Drive sequences on, so that some end; those whose tokens others choose are waited for."""
+        lives = [x for x in list(self._live.values()) if not x.ended]
+        if any(not live.chosen for live in lives):
+            self.turn(_BESIDE)
+        elif any(live.owner != threading.get_ident() for live in lives):
+            time.sleep(_PAUSE)
+        elif lives:
+            raise LengthError(
+                f"A call of {count} sequences waits for slots that this thread holds itself: all "
+                "are of calls whose tokens it chooses one by one. Finish or close these first."
+            )
+
+    def _plan(self, lives: Sequence[Live], parts: Sequence[Request]) -> None:
+        """Let prompts wait for `_read_on`."""
+        for live, part in zip(lives, parts, strict=True):
+            live.unread = Piece.whole(part, live.slot)
+
+    def _keep(self, lives: Sequence[Live]) -> None:
+        """Keep what sequences that end have cached, where a prompt may begin so."""
+        for live in lives if self.sharing is not None else ():
+            assert self.sharing is not None
+            if live.chosen or live.error is not None:
+                self.sharing.drop(live.slot)
+            else:
+                read = live.unread.start if live.unread else None
+                self.sharing.keep(live.slot, live.request, read, live.tokens)
 
     def scores(self, lives: Sequence[Live], tokens: Sequence[int]) -> Any:
         """The logits [B, V] after the `tokens` chosen for `lives` of `start_scores`."""
@@ -223,8 +344,12 @@ class Loop:
         self._finish_left()
         pauses = [self._pause_of(request, chosen) for request in requests]
         slots = [s for s in range(len(requests) + len(self._live)) if s not in self._live]
+        self.check(requests)
         self._turns.begin(requests, self._live)
-        lives = [Live(r, slot, p) for r, slot, p in zip(requests, slots, pauses, strict=False)]
+        lives = [
+            Live(r, slot, p, chosen=chosen)
+            for r, slot, p in zip(requests, slots, pauses, strict=False)
+        ]
         for live in lives:
             if live.request.first is not None:
                 live.tokens, live.queued = [live.request.first], 2
@@ -244,6 +369,8 @@ class Loop:
         for live, piece in zip(lives, pieces, strict=False):
             rest = Piece.whole(piece.request, live.slot)
             live.unread = None if piece.ends else replace(rest, start=piece.stop)
+            if self.sharing is not None:
+                self.sharing.read(piece)
             if piece.ends:
                 ended.append(live)
         if ended:
@@ -252,23 +379,12 @@ class Loop:
     def _read_on(self) -> None:
         """Read on in prompts of which there is more, PIECE tokens where others wait.
 
-        The prompt that came first is first; ids and embeddings go apart. Where it fails, those
-        whose prompts were read end, and others go on.
+        Where it fails, those whose prompts were read end, and others go on.
         """
-        lives = [x for x in list(self._live.values()) if not x.ended]
-        unread = [(x, x.unread) for x in lives if x.unread is not None]
-        waiting = len(unread) < len(lives)
-        served, pieces, left = [], [], PIECE
-        for live, piece in unread:
-            is_alike = (piece.request.embeds is None) == (unread[0][1].request.embeds is None)
-            if is_alike and left > 0:
-                served.append(live)
-                pieces.append(_first(piece, left) if waiting else piece)
-                left -= pieces[-1].stop - piece.start if waiting else 0
-        if not pieces:
-            return
+        served: list[Live] = []
         try:
-            self._read(served, pieces)
+            if pieces := self._next_pieces(served):
+                self._read(served, pieces)
         except BaseException as error:
             reason = StepError(f"Reading a prompt failed, and with it its sequence: {error!r}.")
             reason.__cause__ = error
@@ -277,6 +393,34 @@ class Loop:
             self.finish(served)
             if not isinstance(error, Exception):  # an interrupt is the caller's
                 raise
+
+    def _next_pieces(self, served: list[Live]) -> list[Piece]:
+        """What to read next, and whose it is, added to `served`.
+
+        The prompt that came first is first; ids and embeddings go apart. One waits where another
+        that is read now begins as it does.
+        """
+        lives = [x for x in list(self._live.values()) if not x.ended]
+        unread = [(x, x.unread) for x in lives if x.unread is not None]
+        waiting, sharing = len(unread) < len(lives), self.sharing
+        pieces: list[Piece] = []
+        reading: list[Request] = []
+        left = PIECE
+        for live, piece in unread:
+            if left <= 0:
+                break
+            if sharing is not None and sharing.waits(piece, reading):
+                continue
+            reading.append(piece.request)
+            if (piece.request.embeds is None) != (unread[0][1].request.embeds is None):
+                continue
+            served.append(live)
+            if sharing is not None and piece.is_first:
+                piece = Piece.whole(sharing.begun(live.slot, piece.request), live.slot)
+                live.kept = piece.start
+            pieces.append(_first(piece, left) if waiting else piece)
+            left -= pieces[-1].stop - piece.start if waiting else 0
+        return pieces
 
     def _pause_of(self, request: Request, chosen: bool) -> int:
         """New tokens after which a sequence begins anew, by other rotary angles; 0 for never.
@@ -308,6 +452,8 @@ class Loop:
         """Raise UnsupportedError while a sequence is under way, whose cache is of these weights."""
         with self._turns:
             self._finish_left()
+            if self.sharing is not None:
+                self.sharing.forget()
         if self._live:
             raise UnsupportedError(
                 "A generation is under way, and what it has cached was computed with the weights "
@@ -435,7 +581,11 @@ class Loop:
             lives = list(self._live.values())
             for live in lives:
                 live.error = None if live.ended else error
+            sharing, self.sharing = self.sharing, None  # what slots hold is not known any more
             self.finish(lives)
+            if sharing is not None:
+                sharing.forget()
+            self.sharing = sharing
 
     def close(self, error: Exception) -> None:
         """End every sequence, and refuse new ones, with `error`."""
@@ -446,9 +596,11 @@ class Loop:
     def finish(self, lives: Sequence[Live]) -> None:
         """Free the slots of these sequences, ended or not."""
         with self._turns:
-            slots = [live.slot for live in lives if self._live.get(live.slot) is live]
+            here = [live for live in lives if self._live.get(live.slot) is live]
+            slots = [live.slot for live in here]
             for live in lives:
                 live.ended = True
+            self._keep(here)
             for slot in slots:
                 del self._live[slot]
             if slots:

@@ -78,6 +78,11 @@ class FullCache(NamedTuple):
         """See `CacheView.kept`."""
         return kept(self, k, v)
 
+    def copied(self, source: Array | int, target: Array | int, tokens: int) -> Self:
+        """The cache with the first `tokens` places of slot `source` in slot `target`, too."""
+        at = slice(None), slice(tokens)
+        return over(self, lambda x: self.maths.put(x, (target, *at), x[source][at]))
+
     def read(self, slots: Array | None = None) -> tuple[Array, Array]:
         """See `CacheView.read`; no copy of every slot but of codes."""
         return values_of(self, self if slots is None else over(self, lambda x: x[slots]))
@@ -159,6 +164,13 @@ class BlockCache(NamedTuple):
     def kept(self, k: Array, v: Array) -> tuple[Array, Array]:
         """See `CacheView.kept`."""
         return kept(self, k, v)
+
+    def copied(self, source: Array | int, target: Array | int, tokens: int) -> Self:
+        """See `FullCache.copied`; whole blocks."""
+        count = -(-tokens // self._size)
+        there, here = (self.table[slot][:count] for slot in (source, target))
+        pools = over(self._pools, lambda pool: self.maths.put(pool, here, pool[there]))
+        return self._replace(**pools._asdict())
 
     def read(self, slots: Array | None = None) -> tuple[Array, Array]:
         """See `CacheView.read`; a copy."""
@@ -245,6 +257,11 @@ class LatentCache(NamedTuple):
     def kept(self, k: Array, v: Array) -> tuple[Array, Array]:
         """See `CacheView.kept`."""
         return k, v
+
+    def copied(self, source: Array | int, target: Array | int, tokens: int) -> Self:
+        """See `FullCache.copied`."""
+        new = self.shared[source][:tokens]
+        return type(self)(self.maths.put(self.shared, (target, slice(tokens)), new))
 
     def read(self, slots: Array | None = None) -> tuple[Array, Array]:
         """See `CacheView.read`; no copy of every slot."""

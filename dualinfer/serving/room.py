@@ -2,18 +2,25 @@
 
 from collections.abc import Callable
 
-from ..backends.base import Runner
+from ..backends.base import Pool, Runner
 
 MOST_SLOTS = 256  # above it a step is bound by arithmetic, and more gain nothing
+MOST_TOKENS = 8192  # of a slot, where nobody says how many
 # A cache that grows is copied, by powers of two: old and new take one and a half of the new.
 _SHARE = 0.6
+_SHARE_OF_POOL = 0.85  # passes and programs take the rest
+_ON_HOST = 1 << 30  # bytes of a pool in the host's memory, which others use too
+_SPARE = 8  # slots that serve for each spare one
 
 
-def make_room(runner: Runner) -> tuple[int, Callable[[int, int], bool]]:
+def make_room(runner: Runner, pool: Pool | None) -> tuple[int, Callable[[int, int], bool]]:
     """The most slots, and whether so many sequences of so many tokens have room.
 
-    A cache that grows as it is needed is as large as the most that it has held.
+    That of a `pool` is there. A cache that grows as it is needed is as large as the most that it
+    has held.
     """
+    if pool is not None:
+        return pool.slots, lambda slots, tokens: True
     free = runner.free_bytes()
     most = None if free is None else int(_SHARE * free)
     held = [0, 0]
@@ -26,3 +33,41 @@ def make_room(runner: Runner) -> tuple[int, Callable[[int, int], bool]]:
         return True
 
     return MOST_SLOTS, fits
+
+
+def pool_for(
+    runner: Runner, slots: int | None, tokens: int, shares: bool, free: int | None
+) -> Pool:
+    """The pool of slots of so many tokens; `slots` unset: as many as have room in `free` bytes.
+
+    Some of those that have room are spare if what prompts have in common is to be kept.
+    """
+    shares = shares and runner.spec.keeps_places
+    if slots is not None:
+        return Pool(slots, tokens, spare=-(-slots // _SPARE) if shares else 0)
+    each = MOST_SLOTS * (_SPARE + 1) // _SPARE if shares else MOST_SLOTS
+    if free is not None:
+        each = max(1, min(each, int(free // _slot_bytes(runner, tokens))))
+    spare = each // (_SPARE + 1) if shares else 0
+    return Pool(each - spare, tokens, spare=spare)
+
+
+def free_for_pool(runner: Runner) -> int | None:
+    """Bytes that a pool may take where nobody says how many slots it has; None if unknown."""
+    free = runner.free_bytes()
+    if free is None:
+        return None
+    free = int(_SHARE_OF_POOL * free)
+    return min(free, _ON_HOST) if is_on_host(runner) else free
+
+
+def is_on_host(runner: Runner) -> bool:
+    """True if it computes in the host's memory."""
+    return "cpu" in str(runner.device).lower()
+
+
+def _slot_bytes(runner: Runner, tokens: int) -> float:
+    """Bytes of a slot, whose cache is no power of two; and a bool for each id of the vocabulary."""
+    many = 1 << (tokens - 1).bit_length()
+    states, whole = (runner.cache_bytes_for(1, n) for n in (1, many))
+    return max(states, whole * tokens / many) + runner.spec.vocab

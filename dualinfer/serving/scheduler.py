@@ -45,7 +45,7 @@ class Scheduler:
     """
 
     def __init__(self, slots: int, fits: Callable[[int, int], bool]) -> None:
-        self.slots, self._fits = slots, fits
+        self.slots, self.fits = slots, fits
         self._waiting: dict[bool, deque[Entry]] = {True: deque(), False: deque()}
         self._live: set[Entry] = set()
         self._passed = 0  # urgent ones that were let in while others waited
@@ -94,7 +94,7 @@ class Scheduler:
             entry, count = queue[0], len(held) + len(admitted) + 1
             reach = max(reach, entry.tokens)
             if count > 1 and (
-                self._full is not None or count > self.slots or not self._fits(count, reach)
+                self._full is not None or count > self.slots or not self.fits(count, reach)
             ):
                 break
             if admitted and read + entry.prompt > PROMPTS:

@@ -1,7 +1,7 @@
 """The JAX cache: each layer's arrays, a row a slot, donated to every step; its room."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jax
@@ -93,6 +93,12 @@ def _grow(
 
     (lies,) = split([spec], place)
     return place.spread(grown, (lies,), lies)
+
+
+def copied(cache: Cache, pair: jax.Array, tokens: int) -> Cache:
+    """The cache with the first `tokens` places of slot pair[0] in slot pair[1], too."""
+    layers = [layer.copied(pair[0], pair[1], tokens) for layer in cache.layers]
+    return replace(cache, layers=layers)
 
 
 def free_bytes(device: jax.Device) -> int | None:

@@ -28,6 +28,7 @@ from ..held import describe_weights
 from ..slots import (
     LiveSlots,
     bucket,
+    part_of,
     parts_of,
     room_for,
     room_of,
@@ -36,7 +37,7 @@ from ..slots import (
 )
 from ..streaming import Streaming
 from . import ahead, sampler
-from .cache import Cache, grow, least_free_bytes, make_cache, split
+from .cache import Cache, copied, grow, least_free_bytes, make_cache, split
 from .executables import Clock, Executables, Job
 from .gradients import Derived, check_derivative
 from .maths import MATHS
@@ -292,7 +293,7 @@ class JaxRunner:
         if pool is None:
             return
         room = room_of(pool, self.spec)
-        self._check_room(room)
+        self._check_room(room_of(pool, self.spec, whole=True))
         self._live, self._pool = LiveSlots(room), pool
         try:
             self._reserve(True)
@@ -315,6 +316,9 @@ class JaxRunner:
                 steps.append(prefill_step(self.steps, own, state, self.spec.vocab, True))
         assert self._cache is not None
         jobs = [self._job(step, self._cache, self._state) for step in steps]
+        if self._pool is not None and self._pool.spare:
+            reaches = {part.tokens for part in parts_of(room)}
+            jobs += [self._copy_job(self._cache, tokens, 0, 0) for tokens in sorted(reaches)]
         self._executables.prepare([ahead.abstract(j, self.device) for j in jobs], "Compiling")
 
     @in_place
@@ -587,7 +591,7 @@ class JaxRunner:
         if pool is None:
             room = self._live.room(self.spec, self._live.reserved)
         else:
-            room = room_of(pool, self.spec)
+            room = room_of(pool, self.spec, whole=True)
             hides, weighs = hides or pool.hides, weighs or pool.weighs
             eos_width = max(eos_width, bucket(pool.eos, _SMALLEST_EOS))
         count = room.slots
@@ -642,6 +646,24 @@ class JaxRunner:
         operands = self._place.operands((rows, given))
         hidden = sampler.allow(self._state.hidden, *operands)
         self._state = self._state._replace(hidden=hidden)
+
+    @in_place
+    def copy(self, source: int, target: int, tokens: int) -> None:
+        """See `base.Runner`; as many as a step of that many reads."""
+        if self._cache is None or self._live.pool is None:
+            raise StepError(_LOST)
+        tokens = part_of(self._live.pool, 1, tokens).tokens
+        job = self._copy_job(self._cache, tokens, source, target)
+        args = job.args[0], *self._place.operands(job.args[1:])
+        with self._at_stake():
+            self._cache = self._executables.run(job.key, job.function, *args, donate=job.donate)
+
+    def _copy_job(self, cache: Cache, tokens: int, source: int, target: int) -> Job:
+        lies = replace(cache, layers=self._split)
+        function = self._place.spread(partial(copied, tokens=tokens), (lies, WHOLE), lies)
+        args, (whole, layers) = (cache, np.array([source, target], np.int32)), self._shardings
+        shardings = replace(cache, layers=layers), whole
+        return Job(("copy", tokens, *cache.room), function, args, donate=(0,), shardings=shardings)
 
     @in_place
     def release(self, slots: Sequence[int]) -> None:

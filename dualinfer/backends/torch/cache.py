@@ -108,6 +108,11 @@ class Cache:
         """All the buffers of the cache with this number, as `ModelSpec` has it."""
         return self._layers[number]
 
+    def copy(self, source: int, target: int, tokens: int) -> None:
+        """Copy the first tokens of one slot to another."""
+        for layer in self._layers:
+            layer.copied(source, target, tokens)
+
     @property
     def bytes(self) -> int:
         """Bytes allocated."""

@@ -310,7 +310,7 @@ class TorchRunner:
         if pool is None:
             return
         room = room_of(pool, self.spec)
-        self._cache.grow(room)
+        self._cache.grow(room_of(pool, self.spec, whole=True))
         self._pool, self._live = pool, LiveSlots(room)
         self._reserve(True)
         if prepare and self._graphs is not None:
@@ -653,7 +653,7 @@ class TorchRunner:
         if pool is None:
             room = self._live.room(self.spec, self._live.reserved)
         else:
-            room = room_of(pool, self.spec)
+            room = room_of(pool, self.spec, whole=True)
         count = room.slots
         if self._cache.smaller_than(room):
             self._forget_steps()
@@ -693,6 +693,12 @@ class TorchRunner:
         rows = torch.tensor(slots, device=self.device)
         kept = sampler.unpacked(words, self.spec.vocab, self.device)
         self._state.hidden[rows] = ~kept
+
+    @in_order
+    @torch.inference_mode()
+    def copy(self, source: int, target: int, tokens: int) -> None:
+        """See `base.Runner`."""
+        self._cache.copy(source, target, tokens)
 
     @in_order
     @torch.inference_mode()

@@ -620,6 +620,15 @@ class ModelSpec(Once):
         return self.causal and not whole and not any(own and own.sees_others for own in mixings)
 
     @property
+    def keeps_places(self) -> bool:
+        """True if what a cache has of a token serves every sequence that begins as its own did.
+
+        States of recurrences have no places, and some angles ask for the prompt's length.
+        """
+        parts = {part for _, part in self.caches}
+        return self.reads_pieces and parts == {"attention"} and not self.turns_by_length
+
+    @property
     def alibi(self) -> bool:
         """True if attention measures positions itself, so that they are no input of the model."""
         return any(layer.attention.alibi for layer in self.layers)

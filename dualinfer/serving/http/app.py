@@ -428,7 +428,13 @@ class Server:
             "num_requests_waiting": now.waiting,
             "kv_cache_usage_perc": share,
         }
-        return Response(self._metrics.text(self.name, gauges), media_type=CONTENT_TYPE)
+        counts = self.engine.prefix_counts()
+        totals = {
+            "prefix_cache_queries_total": counts.asked,
+            "prefix_cache_hits_total": counts.found,
+        }
+        text = self._metrics.text(self.name, gauges, totals)
+        return Response(text, media_type=CONTENT_TYPE)
 
 
 async def _unless_gone(request: Request, work: Coroutine[Any, Any, T]) -> T:

@@ -201,7 +201,13 @@ def _usage(answers: Sequence[Answer]) -> dict[str, Any]:
     """Tokens of the prompts, each counted once, and of what was made."""
     prompts = {a.prompt: a.prompt_tokens for a in answers}
     prompt, new = sum(prompts.values()), sum(a.count for a in answers)
-    return {"prompt_tokens": prompt, "completion_tokens": new, "total_tokens": prompt + new}
+    cached = {a.prompt: a.handle.cached_tokens for a in reversed(answers)}
+    return {
+        "prompt_tokens": prompt,
+        "completion_tokens": new,
+        "total_tokens": prompt + new,
+        "prompt_tokens_details": {"cached_tokens": sum(cached.values())},
+    }
 
 
 def cancel(answers: Sequence[Answer]) -> None:

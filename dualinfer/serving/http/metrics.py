@@ -45,22 +45,25 @@ class Metrics:
         self.inter_token = Histogram(_SHORT)
         self.whole = Histogram(_LONG)
 
-    def text(self, model: str, gauges: Mapping[str, float]) -> str:
-        """All metrics; `gauges` are the values of this moment."""
+    def text(self, model: str, gauges: Mapping[str, float], totals: Mapping[str, int]) -> str:
+        """All metrics; `gauges` are the values of this moment, `totals` counts of the engine."""
         escaped = model.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
         labels = f'model_name="{escaped}"'
         lines: list[str] = []
         for prefix in PREFIXES:
-            lines.extend(self._lines(prefix, labels, gauges))
+            lines.extend(self._lines(prefix, labels, gauges, totals))
         return "\n".join([*lines, ""])
 
-    def _lines(self, prefix: str, labels: str, gauges: Mapping[str, float]) -> Iterator[str]:
+    def _lines(
+        self, prefix: str, labels: str, gauges: Mapping[str, float], counted: Mapping[str, int]
+    ) -> Iterator[str]:
         for name, value in gauges.items():
             yield f"# TYPE {prefix}{name} gauge"
             yield f"{prefix}{name}{{{labels}}} {value}"
         totals = {
             "prompt_tokens_total": self.prompt_tokens,
             "generation_tokens_total": self.generation_tokens,
+            **counted,
         }
         for name, value in totals.items():
             yield f"# TYPE {prefix}{name} counter"

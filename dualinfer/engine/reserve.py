@@ -1,0 +1,116 @@
+"""Memory that an engine reserves for many sequences at once."""
+
+from typing import NamedTuple
+
+from ..backends.base import Pool
+from ..errors import ArgumentError, UnsupportedError, shown
+from ..serving.room import MOST_TOKENS, free_for_pool, is_on_host, make_room, pool_for
+from .base import InferenceEngine
+from .driver import Driver
+from .loop import Loop
+
+
+class Reserved(NamedTuple):
+    """What is reserved: `slots` sequences of `tokens` tokens each, new ones included.
+
+    What sequences leave is kept in `spare` slots more, for prompts that begin alike.
+    """
+
+    slots: int
+    tokens: int
+    spare: int
+
+
+class PrefixCounts(NamedTuple):
+    """Tokens of prompts so far, and those of them that were there and were not read again."""
+
+    asked: int
+    found: int
+
+
+class RoomCalls(InferenceEngine):
+    """What a fused engine offers to who answers many requests."""
+
+    _loop: Loop
+    _driver: Driver | None = None
+
+    @property
+    def _longest(self) -> int:
+        """Most prompt plus new tokens of a call, whatever is reserved."""
+        raise NotImplementedError
+
+    def reserve(
+        self,
+        slots: int | None = None,
+        tokens: int | None = None,
+        *,
+        prefix_cache: bool = True,
+        prepare: bool | None = None,
+    ) -> Reserved:
+        """Reserve memory for `slots` sequences of `tokens` tokens each, prompt and new ones.
+
+        A cache then neither grows nor is copied, and few programs serve all sizes: `prepare` makes
+        them now (unset: on a GPU). Unset, `tokens` are the model's most, at most 8,192, and `slots`
+        as many as have room, at most 256. Calls wait where all slots are taken; one that is longer
+        than `tokens`, or of more sequences than `slots`, raises LengthError. With `prefix_cache` a
+        prompt is not read where another one began as it does: what sequences leave is kept in
+        spare slots, one for eight of the others, and used by texts of models without recurrences.
+        Answers are as without it, to rounding. It replaces what was reserved before.
+        UnsupportedError while a generation is under way, OutOfMemoryError where there is no room.
+        Every process that shares the model must call it.
+        """
+        for name, value in (("slots", slots), ("tokens", tokens)):
+            if value is not None and (type(value) is not int or value < 1):
+                raise ArgumentError(f"reserve({name}={shown(value)}): expected 1 or more, or None.")
+        runner, most = self.runner, self._longest
+        if not runner.spec.can_generate:
+            raise UnsupportedError(
+                f"reserve() is for models that generate, and {runner.spec.architecture} does not."
+            )
+        if tokens is not None and tokens > most:
+            raise ArgumentError(
+                f"reserve(tokens={tokens}): the engine takes at most {most} tokens a sequence "
+                "(max_out_tokens, or the model's positions)."
+            )
+        with self._turns:
+            self._loop.open(None, False, False)  # its memory is free for the new one
+            each = max((tokens or min(most, MOST_TOKENS)) - 1, 1)  # the last is not fed back
+            said = self._turns.peers.tell("Reserving room", free=free_for_pool(runner))["free"]
+            free = None if None in said else min(said)
+            pool = pool_for(runner, slots, each, prefix_cache, free)
+            prepares = not is_on_host(runner) if prepare is None else prepare
+            try:
+                self._loop.open(pool, prepares, prefix_cache)
+            finally:
+                self._told_driver()
+        return Reserved(pool.slots, pool.tokens + 1, pool.spare)
+
+    def unreserve(self) -> None:
+        """Give back what was reserved: the cache grows as it is needed.
+
+        UnsupportedError while a generation is under way.
+        """
+        _ = self.runner
+        with self._turns:
+            self._loop.open(None, False, False)
+            self._told_driver()
+
+    def prefix_counts(self) -> PrefixCounts:
+        """How much of the prompts so far was found, since room was reserved; zeros without."""
+        sharing = self._loop.sharing
+        return PrefixCounts(0, 0) if sharing is None else PrefixCounts(*sharing.counts)
+
+    @property
+    def _pool(self) -> Pool | None:
+        return self._loop.pool
+
+    def _told_driver(self) -> None:
+        if self._driver is not None:
+            self._driver.set_room(*make_room(self._runner, self._pool))
+
+    def _reserved_note(self) -> tuple[str, ...]:
+        """What is reserved, for people."""
+        if (pool := self._pool) is None:
+            return ()
+        kept = f", and {pool.spare} to keep what prompts begin with" if pool.spare else ""
+        return (f"room is reserved for {pool.slots} sequences of {pool.tokens + 1:,} tokens{kept}",)

@@ -1,0 +1,250 @@
+"""Reserved room: calls wait for slots, and prompts that begin alike are read once."""
+
+import asyncio
+import threading
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+pytest.importorskip("torch")
+pytest.importorskip("jax")
+
+import dualinfer
+from dualinfer.errors import (
+    ArgumentError,
+    LengthError,
+    OutOfMemoryError,
+    StepError,
+    UnsupportedError,
+)
+from dualinfer.serving.prefixes import GRAIN, Prefixes, shared_by, waits
+
+from . import test_recurrent, test_relatives
+from .models import make_model, random_ids
+
+HOW = {"dtype": "fp32", "replace_with_kernel_inject": True, "max_out_tokens": 256}
+GREEDY: dict[str, Any] = {"do_sample": False, "eos_token_id": None, "max_new_tokens": 6}
+BACKENDS = ["torch", pytest.param("jax", marks=pytest.mark.slow)]
+
+
+def prompts_of(vocab: int) -> list[list[int]]:
+    """Some begin alike, one is all of another, and others share nothing."""
+    base = random_ids(1, 150, seed=1, vocab=vocab)[0].tolist()
+    rest = [random_ids(1, n, seed=n, vocab=vocab)[0].tolist() for n in (3, 60, 17, 80, 30)]
+    alike = [base[:130] + more for more in rest[:3]]
+    return [*alike, base, rest[3], base, rest[4], base[:64], base[:65]]
+
+
+def texts_of(engine: Any, prompts: list[list[int]], **how: Any) -> list[list[int]]:
+    rows = [engine.generate([p], **(GREEDY | how)) for p in prompts]
+    return [np.asarray(x)[0].tolist()[len(p) :] for p, x in zip(prompts, rows, strict=True)]
+
+
+def together(engine: Any, prompts: list[list[int]], **how: Any) -> tuple[Any, list[int]]:
+    """The texts of prompts that come at once, and how many tokens of each were there."""
+
+    async def all_of() -> Any:
+        made = [engine.generate_async(p, **(GREEDY | how)) for p in prompts]
+        return [await x for x in made], [x.cached_tokens for x in made]
+
+    return asyncio.run(all_of())
+
+
+@pytest.fixture(scope="module", params=BACKENDS)
+def engine(request):
+    model = make_model("llama-gqa")
+    with dualinfer.init_inference(model, backend=request.param, **HOW) as engine:
+        yield engine
+
+
+@pytest.fixture
+def prompts(engine):
+    return prompts_of(engine.runner.spec.vocab)
+
+
+@pytest.fixture
+def alone(engine, prompts):
+    """The texts without reserved room."""
+    engine.unreserve()
+    yield texts_of(engine, prompts)
+    engine.unreserve()
+
+
+def test_prompts_that_begin_alike_are_read_once(engine, prompts, alone):
+    made = engine.reserve(4, 250)
+    assert made == (4, 250, 1)
+    found, cached = together(engine, prompts)
+    assert found == alone
+    assert cached[:4] == [0, 128, 128, 128]  # the first is read, and the others wait for it
+    assert cached[4] == cached[6] == 0
+    assert cached[7:] == [0, 64]  # never all of a prompt
+    counts = engine.prefix_counts()
+    assert counts == (sum(map(len, prompts)), sum(cached))
+
+
+def test_a_turn_of_a_chat_begins_with_the_one_before(engine, prompts, alone):
+    chat, first = prompts[1], alone[1]  # 190 tokens, and 6
+    expected = texts_of(engine, [chat + first + [5, 6, 7]])
+    engine.reserve(4, 250)
+    assert texts_of(engine, [chat]) == [first]
+    found, cached = together(engine, [chat + first + [5, 6, 7]])
+    assert (found, cached) == (expected, [192])  # two new ones among them
+
+
+def test_several_texts_of_a_prompt_read_it_once(engine, prompts, alone):
+    how = {"do_sample": True, "seed": 3, "temperature": 2.0, "num_return_sequences": 3}
+    expected = np.asarray(engine.generate([prompts[0]], **(GREEDY | how))).tolist()
+    engine.reserve(4, 250)
+    assert np.asarray(engine.generate([prompts[0]], **(GREEDY | how))).tolist() == expected
+    assert engine.prefix_counts().found == 2 * 128
+
+
+def test_it_can_be_off(engine, prompts, alone):
+    assert engine.reserve(4, 250, prefix_cache=False) == (4, 250, 0)
+    found, cached = together(engine, prompts)
+    assert (found, set(cached), engine.prefix_counts()) == (alone, {0}, (0, 0))
+
+
+def test_penalties_and_host_choices_have_their_texts(engine, prompts, alone):
+    """A repetition penalty sees a prompt whole; tokens that the host chooses find what is there."""
+    how = [{"repetition_penalty": 1.7}, {"no_repeat_ngram_size": 2}, {"logprobs": 1}]
+    how[2]["return_dict_in_generate"] = True
+    expected = [np.asarray(texts_of(engine, prompts[:3], **x)) for x in how[:2]]
+    engine.reserve(4, 250)
+    for own, texts in zip(how, expected, strict=False):
+        found, _ = together(engine, prompts[:3], **own)
+        np.testing.assert_array_equal(found, texts)
+
+
+def test_calls_wait_for_slots(engine, prompts, alone):
+    engine.reserve(4, 250)
+    found: dict[int, list[int]] = {}
+
+    def call(i: int) -> None:
+        found[i] = texts_of(engine, [prompts[i]])[0]
+
+    threads = [threading.Thread(target=call, args=(i,)) for i in range(len(prompts))]
+    for thread in threads:
+        thread.start()
+    assert together(engine, prompts)[0] == alone  # beside them
+    for thread in threads:
+        thread.join(60)
+    assert [found[i] for i in range(len(prompts))] == alone
+    # Streams that nobody reads give way, and still have their tokens.
+    streams = [engine.stream([p], **GREEDY) for p in prompts[:4]]
+    first = [next(stream) for stream in streams]
+    assert texts_of(engine, prompts[4:6]) == alone[4:6]
+    assert [[a, *s] for a, s in zip(first, streams, strict=True)] == alone[:4]
+
+
+def test_what_never_fits_is_refused(engine, prompts, alone):
+    engine.reserve(3, 100)
+    with pytest.raises(LengthError, match="no room in the 3 slots"):
+        engine.generate([[5]] * 4, **GREEDY)
+    for call in (engine.generate, engine.generate_async):
+        with pytest.raises(LengthError, match="longer than the 100 that there is room for"):
+            call([prompts[0]], **GREEDY)
+    assert engine.max_tokens == engine.report().max_tokens == 100
+    held = [engine.stream([[5]], no_repeat_ngram_size=2, **GREEDY) for _ in range(3)]
+    for stream in held:
+        next(stream)
+    with pytest.raises(LengthError, match="this thread holds itself"):
+        engine.generate([[5]], **GREEDY)
+    with pytest.raises(UnsupportedError, match="under way"):
+        engine.reserve(2)
+    with pytest.raises(UnsupportedError, match="under way"):
+        engine.unreserve()
+    for stream in held:
+        stream.close()
+    with pytest.raises(ArgumentError, match=r"reserve\(slots=0\)"):
+        engine.reserve(0)
+    with pytest.raises(ArgumentError, match="at most 256"):
+        engine.reserve(2, 257)
+    with pytest.raises(OutOfMemoryError):
+        engine.reserve(1 << 40)
+    assert engine.max_tokens == 256  # what was reserved before is gone
+    assert texts_of(engine, prompts[:1]) == alone[:1]
+
+
+def test_a_failed_step_forgets_what_slots_hold(engine, prompts, alone, monkeypatch):
+    engine.reserve(4, 250)
+    together(engine, prompts[:1])
+
+    def fails(*args: Any) -> Any:
+        raise RuntimeError("on purpose")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(engine.runner, "decode", fails)
+        with pytest.raises(StepError):
+            together(engine, prompts[:1])
+    found, cached = together(engine, prompts[:1])
+    assert (found, cached) == (alone[:1], [0])
+    with monkeypatch.context() as patch:  # what cannot be copied is read
+        patch.setattr(engine.runner, "copy", fails)
+        assert together(engine, prompts[1:2]) == (alone[1:2], [0])
+    assert together(engine, prompts[1:2]) == (alone[1:2], [0])
+    assert together(engine, prompts[1:2]) == (alone[1:2], [128])
+
+
+@pytest.mark.parametrize(
+    ("name", "shares"), [("gemma2", True), ("latent", True), ("falcon_h1", False)]
+)
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_of_every_kind_of_cache(name, shares, backend):
+    """Windows, latent vectors and codes are copied; states of recurrences have no places."""
+    makes = {
+        "gemma2": lambda: make_model("gemma2"),
+        "latent": lambda: test_relatives.make("youtu"),
+        "falcon_h1": lambda: test_recurrent.make("falcon_h1"),
+    }
+    more = {"kv_cache_dtype": "int8"} if name == "gemma2" else {}
+    with dualinfer.init_inference(makes[name](), backend=backend, **HOW, **more) as engine:
+        prompts = prompts_of(engine.runner.spec.vocab)[:4]
+        alone = texts_of(engine, prompts)
+        engine.reserve(2, 250)
+        found, cached = together(engine, prompts)
+        assert found == alone
+        assert (sum(cached) > 0) == shares
+
+
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(st.data())
+def test_what_is_found_was_put_there(data):
+    """Against a dictionary of slots, over any order of beginnings and ends."""
+    slots, spare = 3, 2
+    prefixes, held = Prefixes(slots, spare), {}
+    words = [np.full(n, w, np.int32) for w, n in ((1, 64), (2, 64), (1, 30), (2, 70))]
+    for _ in range(data.draw(st.integers(1, 25))):
+        parts = data.draw(st.lists(st.sampled_from(range(4)), min_size=1, max_size=4))
+        ids = np.concatenate([words[i] for i in parts])
+        slot = data.draw(st.integers(0, slots - 1))
+        if data.draw(st.booleans()):
+            source, count = prefixes.longest(ids)
+            best = max((shared_by(x, ids) for x in held.values()), default=0)
+            assert count == best and count < len(ids) and count % GRAIN == 0
+            if count:
+                assert (held[source][:count] == ids[:count]).all()
+            prefixes.use(source, count, len(ids))
+            prefixes.fill(slot, ids)
+            held[slot] = ids
+        elif slot in held:
+            ids = held.pop(slot)
+            prefixes.drop(slot)
+            target = prefixes.keep(ids)
+            if target is None:
+                near = [x for s, x in held.items() if s >= slots and len(x) >= len(ids)]
+                assert len(ids) < GRAIN or any((x[: len(ids)] == ids).all() for x in near)
+            else:
+                assert slots <= target < slots + spare
+                held[target] = ids
+        for kept in held.values():
+            assert prefixes.longest(np.append(kept, np.int32(9)))[1] >= len(kept) // GRAIN * GRAIN
+
+
+def test_a_prompt_waits_for_another_that_gives_more():
+    a, b = np.arange(200, dtype=np.int32), np.arange(150, dtype=np.int32)
+    assert waits(a, 0, [b]) and waits(a, 64, [b]) and not waits(a, 128, [b])
+    assert not waits(a, 0, [b[1:]]) and not waits(a[:64], 0, [b])
