@@ -216,7 +216,8 @@ class Engine:
         longest = max(len(ask.ids) + ask.new_tokens for ask in asks)
         if longest > self._reserved:  # as `dualinfer serve` does
             more = 33  # that the steps alone take
-            self._reserved = self._engine.reserve(tokens=longest + more).tokens
+            tokens = min(longest + more, most or longest + more)
+            self._reserved = self._engine.reserve(tokens=tokens).tokens
         if over_http:
             return _over_http(self._engine, loads, vocab, most)
         return asyncio.run(drive_all(self._send, loads, vocab, most))
