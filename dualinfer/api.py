@@ -1,7 +1,7 @@
 """init_inference: model and config to the engine of the right mode."""
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
@@ -312,11 +312,18 @@ def _make_fused_engine(
             about = About(settings, peers, config, own, source.description, notes, load)
             of_torch = settings.backend == "jax" and not isinstance(model, Path | Opened)
             about = replace(about, load_embedding=_embedding_of(model), of_torch=of_torch)
+            about = replace(about, answer_rows=_answer_rows)
             engine = stack.enter_context(engine_type(runner, about, origin))
         if saving:
             notes.append(save_checkpoint(saving, saved, settings.tensor_parallel, peers))
         stack.pop_all()
     return engine
+
+
+def _answer_rows(engine: Any, rows: Any, name: str | None) -> Iterator[dict[str, Any]]:
+    from .serving.http.rows import answer_rows
+
+    return answer_rows(engine, rows, name)
 
 
 def quantize_checkpoint(

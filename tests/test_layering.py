@@ -35,7 +35,8 @@ FLOORS: dict[str, str] = {
     "engine": "config model parallel backends serving",
     "serving.http": "engine",
     "opening": "config quantization model model.families checkpoint backends",
-    "api": "config quantization model model.families parallel checkpoint backends engine opening",
+    "api": "config quantization model model.families parallel checkpoint backends engine "
+    "serving.http opening",
     "": "config embedded engine api",
     "bench": "embedded system config quantization model model.families parallel checkpoint ops "
     "backends serving.http opening api",

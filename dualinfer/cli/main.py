@@ -1,4 +1,4 @@
-"""The command line: generate, chat, serve, demo, parity, check, bench, plan, launch and others."""
+"""The command line: generate, chat, serve, batch, demo, parity, check, bench, plan and others."""
 
 import errno
 import importlib.metadata
@@ -33,6 +33,7 @@ from ..system.command_options import QuantOption
 from ..system.noise import leave_out_noise
 from ..system.tables import Table
 from ..system.terminal import Command, print_folded, without_controls
+from .batch import batch
 from .check import check
 from .devices import launch, plan
 from .embed import embed
@@ -77,6 +78,7 @@ app = typer.Typer(
 app.command(cls=Command)(generate)
 app.command(cls=Command, context_settings=_EXTRA)(chat)
 app.command(cls=Command)(serve)
+app.command(cls=Command)(batch)
 
 
 def _show_version(asked: bool) -> None:

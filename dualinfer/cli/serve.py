@@ -130,7 +130,7 @@ def serve(
                 "This model runs in module mode, by transformers' own code, which makes one call "
                 "at a time. Only models of fused mode are served."
             )
-        called = name or _name_of(model)
+        called = name or name_of(model)
         if writes := engine.can_generate():
             engine.reserve(max_sequences, max_tokens, prefix_cache=prefix_cache)
             engine.generate([[0]], max_new_tokens=2, do_sample=False)  # what is to be compiled
@@ -139,7 +139,7 @@ def serve(
         _run(engine, called, api_key, listener, grace)
 
 
-def _name_of(model: str) -> str:
+def name_of(model: str) -> str:
     """A hub id as it is; of a path its last part."""
     path = Path(model).expanduser()
     return path.resolve().name if path.exists() else model

@@ -1,7 +1,15 @@
 """Generation for programs of asyncio: many sequences at once, without a thread of theirs."""
 
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Generator, Mapping, Sequence
+from collections.abc import (
+    AsyncGenerator,
+    AsyncIterator,
+    Generator,
+    Iterable,
+    Iterator,
+    Mapping,
+    Sequence,
+)
 from typing import Any, Literal, NamedTuple, Self, Unpack
 
 from ..arrays import kind_of
@@ -197,6 +205,21 @@ class AsyncCalls(RoomCalls):
         most = arguments.get("logprobs") or 0
         handles = [AsyncGeneration(driver, job, make_text, most) for driver, job in made]
         return handles[0] if len(handles) == 1 else handles
+
+    def batch(
+        self, rows: Iterable[Mapping[str, Any]], name: str | None = None
+    ) -> Iterator[dict[str, Any]]:
+        """The results of rows of OpenAI's batch format, as they come, in any order.
+
+        A row has a `custom_id`, "POST" as its `method`, a `url` (/v1/chat/completions,
+        /v1/completions or /v1/embeddings) and a `body`, whose fields mean what they mean to
+        `dualinfer serve`. Each gives one result with its `custom_id`: a `response` with
+        `status_code` and `body`, or an `error`; a bad row fails alone. Rows are taken as they are
+        needed, so that there may be any number. `name` is what bodies call the model; None:
+        whatever they say. Needs `dualinfer[serve]`.
+        """
+        assert self._about.answer_rows is not None
+        return self._about.answer_rows(self, rows, name)
 
     def traffic(self) -> Traffic:
         """How many sequences of `generate_async` are under way, and whether they move."""

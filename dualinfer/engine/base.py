@@ -1,6 +1,6 @@
 """InferenceEngine: what every engine has, whatever runs in it: model, times, report, life cycle."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, Self
 
@@ -28,7 +28,7 @@ class About:
     tokenizer, and `load_embedding` how its folder embeds texts; they are None where nothing tells
     where that lies. A module that was `made_here` is
     nobody else's: it was made of a checkpoint. One `of_torch` is the caller's, of torch, in whose
-    place the engine stands.
+    place the engine stands. `answer_rows` is `engine.batch`, by the server's routes.
     """
 
     inference_config: InferenceConfig
@@ -41,6 +41,7 @@ class About:
     made_here: bool = False
     of_torch: bool = False
     load_embedding: Callable[[], TextEmbedding] | None = None
+    answer_rows: Callable[..., Iterator[dict[str, Any]]] | None = None
 
 
 class InferenceEngine(TextCalls):
