@@ -11,6 +11,7 @@ from rich.console import Console
 from .. import backends
 from ..api import init_inference
 from ..checkpoint.described.tokenizer import load_tokenizer, tokenizer_folder
+from ..engine.fused import FusedEngine
 from ..errors import ArgumentError
 from ..serving.http.batch import Progress, run_file
 from ..serving.http.rows import answer_rows
@@ -50,6 +51,14 @@ def batch(
         str,
         typer.Option(metavar="I/N", help="Every N-th row from the I-th on, I from 0: one job's."),
     ] = "0/1",
+    max_tokens: Annotated[
+        int | None,
+        typer.Option(
+            metavar="NUMBER",
+            min=2,
+            help="Tokens of a prompt and its answer; unset: the model's, at most 8,192.",
+        ),
+    ] = None,
     dtype: Annotated[
         str | None,
         typer.Option(metavar="NAME", help="float32, float16 or bfloat16; unset: as in generate."),
@@ -85,6 +94,8 @@ def batch(
     ) as engine:
         engine.tokenizer = tokenizer
         answer = partial(answer_rows, engine, name=name or name_of(model))
+        if isinstance(engine, FusedEngine) and engine.can_generate():
+            engine.reserve(tokens=max_tokens)
         with _Teller() as teller:
             progress = run_file(answer, source, target, part, teller.tell)
     say(f"{target}: {progress.describe()}")
