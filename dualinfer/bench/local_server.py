@@ -30,7 +30,7 @@ def running(engine: Any, vocab: int) -> Iterator[str]:
     try:
         _ = engine.tokenizer
     except DualinferError:
-        engine.tokenizer = _word_tokenizer(vocab)
+        engine.tokenizer = word_tokenizer(vocab)
     server = Server(engine, "bench")
     # Uvicorn's own logging would close the handlers of others, and absl's closes its stream then.
     runs = uvicorn.Server(server.config(backlog=_BACKLOG, log_config=None))
@@ -44,7 +44,8 @@ def running(engine: Any, vocab: int) -> Iterator[str]:
             thread.join()
 
 
-def _word_tokenizer(vocab: int) -> Any:
+def word_tokenizer(vocab: int) -> Any:
+    """A tokenizer that has a word for each id."""
     from tokenizers import Tokenizer, models
     from transformers import PreTrainedTokenizerFast
 
