@@ -5,6 +5,7 @@ import ipaddress
 import json
 import logging
 import os
+import re
 import shlex
 import signal
 import socket
@@ -25,8 +26,9 @@ from ..system.terminal import say
 from .options import AdapterOption, BackendOption, KernelsOption, RevisionOption
 from .texts import find_asked
 
-_NEEDED = ("starlette", "uvicorn")
+_NEEDED = ("llguidance", "starlette", "uvicorn")
 _KEY = "DUALINFER_API_KEY"
+_ORIGIN = re.compile(r"[a-z][a-z0-9+.\-]*://[^/\s?#@]+")
 _BACKLOG = 2048  # connections that wait to be taken
 
 
@@ -86,6 +88,28 @@ def serve(
         bool,
         typer.Option(help="Read what prompts have in common once."),
     ] = True,
+    tool_call_parser: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME",
+            help="How the model writes calls of tools: hermes (Qwen's too), llama3, mistral or none; "
+            "unset: as its chat template does.",
+        ),
+    ] = None,
+    reasoning_parser: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME",
+            help="How it marks its thoughts: think, by <think>, or none; unset: as its template does.",
+        ),
+    ] = None,
+    allow_origin: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="URL",
+            help="A web page that may call the server, as https://a.b; again for more.",
+        ),
+    ] = None,
     dtype: Annotated[
         str | None,
         typer.Option(metavar="NAME", help="float32, float16 or bfloat16; unset: as in generate."),
@@ -108,6 +132,18 @@ def serve(
     # typer takes a variable that is empty for none.
     if not (os.environ.get(_KEY, "-") if api_key is None else api_key).strip():
         raise typer.BadParameter(f"--api-key, or {_KEY}, is empty.")
+    for option, value, known in (
+        ("--tool-call-parser", tool_call_parser, ("hermes", "llama3", "mistral", "none")),
+        ("--reasoning-parser", reasoning_parser, ("think", "none")),
+    ):
+        if value is not None and value not in known:
+            raise typer.BadParameter(f"{option} {value}; expected one of {', '.join(known)}.")
+    for origin in allow_origin or []:
+        if origin != "*" and not _ORIGIN.fullmatch(origin):
+            raise typer.BadParameter(
+                f"--allow-origin {origin}; expected a scheme and a host, as http://localhost:3000, "
+                "without a path, or * for any page."
+            )
     which = backend or backends.default_backend()
     backends.check_backend(which)
     found = find_asked(model, revision, adapter, "")
@@ -136,7 +172,13 @@ def serve(
             engine.generate([[0]], max_new_tokens=2, do_sample=False)  # what is to be compiled
         listener.listen(_BACKLOG)  # who calls from here on waits a moment
         _show(engine, called, writes, listener.getsockname(), api_key is not None)
-        _run(engine, called, api_key, listener, grace)
+        how: dict[str, Any] = {
+            "api_key": api_key,
+            "tool_call_parser": tool_call_parser,
+            "reasoning_parser": reasoning_parser,
+            "origins": allow_origin or [],
+        }
+        _run(engine, called, listener, grace, how)
 
 
 def name_of(model: str) -> str:
@@ -192,13 +234,13 @@ def _room(engine: Any, report: Any) -> str:
     return "; ".join([f"cache {report.cache_bytes / 2**20:,.0f} MiB", *reserved])
 
 
-def _run(engine: Any, name: str, key: str | None, listener: socket.socket, grace: int) -> None:
+def _run(engine: Any, name: str, listener: socket.socket, grace: int, how: dict[str, Any]) -> None:
     """Serve until SIGTERM or Ctrl-C; then open requests end first."""
     import uvicorn
 
     from ..serving.http.app import Server
 
-    server = Server(engine, name, key)
+    server = Server(engine, name, **how)
 
     class Draining(uvicorn.Server):
         def handle_exit(self, sig: int, frame: Any) -> None:

@@ -1,6 +1,7 @@
 """What new text must be: a JSON schema, a regex, a choice of texts or a grammar, by llguidance."""
 
 import json
+import re
 import threading
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
@@ -22,9 +23,10 @@ from ..errors import (
 )
 from .tokenizing import tokenizer_of
 
-KINDS = ("json", "regex", "choice", "lark")
+KINDS = ("json", "regex", "choice", "lark", "any")
 _MOST_TEXT = 2**18  # characters of a grammar, far beyond what people write
 _MOST_CHOICES = 4096
+_MOST_PARTS = 8
 _MOST_GBNF = 2**14  # which is read by Python
 _MOST_MULTIPLES = 20_000  # states of an automaton, which llguidance does not bound itself
 _MOST_NAMES = 2000  # of properties; twice as many take four times as long
@@ -164,7 +166,8 @@ def make_grammar(
     """The grammar that a caller asks for; ArgumentError that says what is wrong with it.
 
     `given` is a dict of one of KINDS: a JSON schema (a dict, its text, True for any object, or a
-    pydantic class), a regex, a list of texts, or a grammar in Lark's notation or GBNF's.
+    pydantic class), a regex, a list of texts, a grammar in Lark's notation or GBNF's, or a list of
+    such dicts of which any may be followed. A `prefix` beside it is one of Lark that comes first.
     """
     source = source_of(given)
     compiled = _compiled(_tokenizer(tokenizer, vocab), source)
@@ -175,6 +178,11 @@ def make_grammar(
 
 def source_of(given: Any) -> str:
     """The text that llguidance compiles."""
+    if isinstance(given, Mapping) and "prefix" in given:
+        rest = {key: value for key, value in given.items() if key != "prefix"}
+        if given["prefix"] is None:
+            return source_of(rest)
+        return _joined("start: @part0 @part1", [{"lark": given["prefix"]}, rest])
     if not isinstance(given, Mapping) or len(given) != 1 or next(iter(given)) not in KINDS:
         raise ArgumentError(
             f"grammar={shown(given)}; expected a dict with one of {', '.join(KINDS)}, such as "
@@ -185,6 +193,11 @@ def source_of(given: Any) -> str:
         return _json_source(value)
     if kind == "choice":
         return _choice_source(value)
+    if kind == "any":
+        parts = list(value) if isinstance(value, list | tuple) else []
+        if not 0 < len(parts) <= _MOST_PARTS:
+            raise ArgumentError(f"grammar: any is {shown(value)}; expected a few grammars.")
+        return _joined("start: " + " | ".join(f"@part{i}" for i in range(len(parts))), parts)
     if not isinstance(value, str) or not value:
         raise ArgumentError(f"grammar: {kind} is {shown(value)}; expected a text.")
     _check_size(value)
@@ -192,6 +205,18 @@ def source_of(given: Any) -> str:
     if kind == "regex":
         return _llguidance().LLMatcher.grammar_from_regex(value)
     return _lark_source(value)
+
+
+def _joined(start: str, parts: Sequence[Any]) -> str:
+    """A grammar that refers to each of some as @part0 and so on."""
+    grammars = [{"lark_grammar": start}]
+    for i, part in enumerate(parts):
+        if isinstance(part, Mapping) and ("any" in part or "prefix" in part):
+            raise ArgumentError("grammar: any and prefix take plain grammars alone.")
+        source = source_of(part)
+        made = json.loads(source)["grammars"][0] if source[0] == "{" else {"lark_grammar": source}
+        grammars.append({**made, "name": f"part{i}"})
+    return json.dumps({"grammars": grammars})
 
 
 def _json_source(value: Any) -> str:
@@ -240,12 +265,15 @@ def _lark_source(text: str) -> str:
             text = any_to_lark(text)
         except Exception as error:
             raise ArgumentError(f"grammar: {shortened(error)}") from error
-    decoder, schemas = json.JSONDecoder(), []
-    for part in text.split("%json")[1:]:
+    decoder, schemas, at = json.JSONDecoder(), [], text.find("%json")
+    while at >= 0:
+        begin = re.compile(r"\s*").match(text, at + len("%json"))
         try:
-            schemas.append(decoder.raw_decode(part.lstrip())[0])
+            schema, at = decoder.raw_decode(text, begin.end() if begin else at)
         except (ValueError, RecursionError) as error:
             raise ArgumentError(f"grammar: no JSON schema is behind %json: {error}.") from error
+        schemas.append(schema)
+        at = text.find("%json", at)
     _check_schemas(schemas)
     return json.dumps({"grammars": [{"lark_grammar": text}]})
 

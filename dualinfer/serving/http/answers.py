@@ -8,6 +8,7 @@ from typing import Any
 
 from ...engine.grammar import Reader
 from ...engine.text_stream import Detokenizer
+from .calls import Delta, Reply
 from .metrics import Metrics
 
 
@@ -99,6 +100,7 @@ class Part:
     text: str
     tokens: list[int] = field(default_factory=list)
     told: list[Told] = field(default_factory=list)
+    said: Delta = field(default_factory=Delta)  # what the text says, where it is read as a reply
     reason: str | None = None  # why it ended, with the last part
 
 
@@ -117,6 +119,7 @@ class Answer:
     metrics: Metrics
     begun: float
     namer: Detokenizer | None = None  # of single tokens, where they are to be told of
+    reply: Reply | None = None  # reads the text for calls and thoughts
     opening: str = ""  # the prompt, where it is to be echoed
     before: list[int] = field(default_factory=list)  # the prompt's last id
     count: int = 0
@@ -135,20 +138,33 @@ class Answer:
                 self._observe(now, last, len(tokens))
                 last = now
                 part = self._take(text, tokens)
-                if self.stop.found:
-                    part.reason = "stop"
-                    self._end("stop")
-                    yield part
+                is_over = self.stop.found
+                if self.reply is not None:
+                    part.said = self.reply.push(part.text)
+                    is_over = is_over or self.reply.is_over
+                if is_over:
+                    yield self._last(part, "stop")
                     return
                 if part.text or part.tokens:
                     yield part
             rest = self.stop.push(text.finish())
             rest += self.stop.finish()
-            reason = "stop" if self.stop.found else self.handle.finish_reason
-            self._end(reason)
-            yield Part(rest, reason=reason)
+            end = Part(rest)
+            if self.reply is not None:
+                end.said = self.reply.push(rest)
+            yield self._last(end, "stop" if self.stop.found else self.handle.finish_reason)
         finally:
             self.handle.cancel()
+
+    def _last(self, part: Part, reason: str) -> Part:
+        """The last part, with why it ended."""
+        if self.reply is not None:
+            part.said.add(self.reply.finish())
+            if reason == "stop" and self.reply.count:
+                reason = "tool_calls"
+        part.reason = reason
+        self._end(reason)
+        return part
 
     def _take(self, text: Any, tokens: Sequence[int]) -> Part:
         """The text of tokens up to a stop string."""

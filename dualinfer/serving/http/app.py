@@ -12,6 +12,8 @@ from typing import Any, TypeVar
 import uvicorn
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
 from starlette.routing import Route
@@ -40,6 +42,7 @@ from .protocol import (
     content_of,
     read,
 )
+from .talks import Talk, TalkOf
 
 MOST_BYTES = 8 * 2**20  # of a body
 MOST_WAITING = 4096  # sequences that wait for a slot
@@ -52,9 +55,17 @@ class Server:
     """What the routes share: the engine, its name, and what is counted."""
 
     def __init__(
-        self, engine: Any, name: str, api_key: str | None = None, most_bytes: int = MOST_BYTES
+        self,
+        engine: Any,
+        name: str,
+        api_key: str | None = None,
+        most_bytes: int = MOST_BYTES,
+        tool_call_parser: str | None = None,
+        reasoning_parser: str | None = None,
+        origins: Sequence[str] = (),
     ) -> None:
         self.engine, self.name = engine, name
+        self._parsers, self._origins = (tool_call_parser, reasoning_parser), list(origins)
         self._key = None if api_key is None else api_key.strip().encode()
         self._most_bytes = most_bytes
         self._metrics, self._created = Metrics(), int(time.time())
@@ -113,7 +124,17 @@ class Server:
             Route("/ready", self._ready),
             Route("/metrics", self._show_metrics),
         ]
-        return Starlette(routes=routes, exception_handlers={HTTPException: _unrouted})
+        pages = Middleware(
+            CORSMiddleware,
+            allow_origins=self._origins,
+            allow_methods=["GET", "POST"],
+            allow_headers=["Authorization", "Content-Type"],
+        )
+        return Starlette(
+            routes=routes,
+            exception_handlers={HTTPException: _unrouted},
+            middleware=[pages] if self._origins else [],
+        )
 
     def _guarded(
         self, handler: Callable[[Request], Awaitable[Response]]
@@ -173,19 +194,27 @@ class Server:
     async def _chat(self, request: Request) -> Response:
         body = read(await self._body(request), ChatRequest)
         self._check_model(body.model)
-        options = dict(body.chat_template_kwargs or {})
-        if "chat_template" in options:
-            raise RequestError(
-                "chat_template is the server's: a client's own is not run.", "chat_template_kwargs"
-            )
-        answers = await self._in_thread(self._begin_chat, body, options)
-        return await self._respond(request, body, answers, ChatForm(self.name))
+        answers = await self._in_thread(self._begin_chat, body)
+        reads = answers[0].reply is not None
+        return await self._respond(request, body, answers, ChatForm(self.name, reads))
 
-    def _begin_chat(self, body: ChatRequest, options: dict[str, Any]) -> list[Answer]:
-        tokenizer = self.engine.tokenizer
+    def _begin_chat(self, body: ChatRequest) -> list[Answer]:
+        tokenizer, options = self.engine.tokenizer, body.template_options
+        tools, talk = body.callable, self._talk_of(body, options)
         ids = encode_chat(tokenizer, content_of(body.messages), options)
         ends = chat_endings(self.engine.generation_config, tokenizer_of(tokenizer))
-        return self._begin(body, [(ids, "")], ends, "messages")
+        return self._begin(body, [(ids, "")], ends, "messages", talk.of(ids, body, tools))
+
+    def _talk_of(self, body: ChatRequest, options: dict[str, Any]) -> "Talk":
+        """How the answers of the chat template are read."""
+        talk = Talk.of_template(self.engine.tokenizer, options, *self._parsers)
+        if body.callable and talk.style is None:
+            raise RequestError(
+                "tools: the model's chat template writes calls in no form that is known (hermes, "
+                "llama3, mistral), if any. `dualinfer serve --tool-call-parser` names one.",
+                "tools",
+            )
+        return talk
 
     async def _complete(self, request: Request) -> Response:
         body = read(await self._body(request), CompletionRequest)
@@ -224,6 +253,7 @@ class Server:
         prompts: Sequence[tuple[list[int], str]],
         ends: Sequence[int],
         name: str,
+        talk: "TalkOf | None" = None,
     ) -> list[Answer]:
         """The answers to some prompts, each sequence queued."""
         begun, count = time.monotonic(), body.n or 1
@@ -235,12 +265,17 @@ class Server:
         stop_ids = body.stop_token_ids or []
         _check_ids(stop_ids, self.engine.runner.spec.vocab, "stop_token_ids")
         arguments = body.sampling() | {"eos_token_id": [*dict.fromkeys([*own, *stop_ids])] or None}
-        if (grammar := body.grammar) is not None:
+        grammar = body.grammar
+        if talk is not None:
+            grammar = talk.grammar(grammar)
+        if grammar is not None:
             arguments["grammar"] = self._checked(*grammar)
+        reads = talk is not None and talk.reads
         skips = body.skip_special_tokens is not False
         keeps = bool(body.include_stop_str_in_output)
         tokenizer, cleans = tokenizer_of(self.engine.tokenizer), grammar is None
-        detokenizer = Detokenizer(tokenizer, skips, cleans=cleans)
+        detokenizer = Detokenizer(tokenizer, skips and not reads, cleans=cleans)
+        silent = talk.silent if talk is not None and reads and skips else ()
         namer = None
         if arguments["logprobs"] is not None:
             namer = Detokenizer(tokenizer_of(self.engine.tokenizer), skip_special_tokens=False)
@@ -259,11 +294,12 @@ class Server:
                         handle,
                         detokenizer,
                         StopText(body.stops, keeps, reader),
-                        frozenset(dropped),
+                        frozenset((*dropped, *silent)),
                         body.min_tokens or 0,
                         self._metrics,
                         begun,
                         namer,
+                        talk.reply() if talk is not None and reads else None,
                         opening,
                     )
                     answers.append(answer)

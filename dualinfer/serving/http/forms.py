@@ -9,6 +9,7 @@ from contextlib import aclosing
 from typing import Any
 
 from .answers import Answer, Part, Told
+from .calls import Delta
 from .protocol import StreamOptions, as_refused
 
 
@@ -35,6 +36,10 @@ class Form:
 
     chunk_kind: str
 
+    def tells(self, part: Part) -> bool:
+        """True if there is anything to tell of a part."""
+        return bool(part.text or part.reason or part.told)
+
     def opening(self, index: int) -> dict[str, Any] | None:
         """The choice of a stream's first event; None where there is none."""
         raise NotImplementedError
@@ -44,9 +49,9 @@ class Form:
         raise NotImplementedError
 
     def choice(
-        self, index: int, text: str, reason: str | None, told: list[Told] | None
+        self, index: int, text: str, reason: str | None, told: list[Told] | None, reply: Delta
     ) -> dict[str, Any]:
-        """The choice of a whole response."""
+        """The choice of a whole response, of its text and what that says."""
         raise NotImplementedError
 
 
@@ -55,6 +60,14 @@ class ChatForm(Form):
 
     kind, chunk_kind, prefix = "chat.completion", "chat.completion.chunk", "chatcmpl"
 
+    def __init__(self, model: str, reads: bool = False) -> None:
+        super().__init__(model)
+        self._reads = reads  # calls and thoughts
+
+    def tells(self, part: Part) -> bool:
+        """See `Form`."""
+        return bool(part.said or part.reason or part.told) if self._reads else super().tells(part)
+
     def opening(self, index: int) -> dict[str, Any]:
         """See `Form`."""
         delta = {"role": "assistant", "content": ""}
@@ -62,15 +75,18 @@ class ChatForm(Form):
 
     def piece(self, index: int, part: Part) -> dict[str, Any]:
         """See `Form`."""
-        delta = {"content": part.text} if part.text else {}
+        delta: dict[str, Any] = {"content": part.text} if part.text else {}
+        if self._reads:
+            delta = part.said.delta()
         told = _told_in_chat(part.told) if part.told else None
         return {"index": index, "delta": delta, "logprobs": told, "finish_reason": part.reason}
 
     def choice(
-        self, index: int, text: str, reason: str | None, told: list[Told] | None
+        self, index: int, text: str, reason: str | None, told: list[Told] | None, reply: Delta
     ) -> dict[str, Any]:
         """See `Form`."""
-        message = {"role": "assistant", "content": text, "refusal": None}
+        fields = reply.message() if self._reads else {"content": text}
+        message = {"role": "assistant", **fields, "refusal": None}
         said = None if told is None else _told_in_chat(told)
         return {"index": index, "message": message, "logprobs": said, "finish_reason": reason}
 
@@ -100,10 +116,10 @@ class TextForm(Form):
 
     def piece(self, index: int, part: Part) -> dict[str, Any]:
         """See `Form`."""
-        return self.choice(index, part.text, part.reason, part.told or None)
+        return self.choice(index, part.text, part.reason, part.told or None, part.said)
 
     def choice(
-        self, index: int, text: str, reason: str | None, told: list[Told] | None
+        self, index: int, text: str, reason: str | None, told: list[Told] | None, reply: Delta
     ) -> dict[str, Any]:
         """See `Form`."""
         said = None
@@ -121,13 +137,15 @@ async def whole(answers: Sequence[Answer], form: Form) -> dict[str, Any]:
     """The body of a response, when all of its sequences have ended."""
 
     async def one(answer: Answer) -> dict[str, Any]:
-        text, reason = "", ""
+        text, reason, said = "", "", Delta()
         told: list[Told] = []
         async with aclosing(answer.parts()) as parts:  # type: ignore[type-var]
             async for part in parts:
                 text, reason = text + part.text, part.reason or reason
                 told += part.told
-        return form.choice(answer.index, text, reason, None if answer.namer is None else told)
+                said.add(part.said)
+        known = None if answer.namer is None else told
+        return form.choice(answer.index, text, reason, known, said)
 
     choices = await asyncio.gather(*map(one, answers))
     return form.whole(choices, _usage(answers))
@@ -174,9 +192,7 @@ async def events_of(
                     return
                 if item is None:
                     left -= 1
-                elif (
-                    item[1].text or item[1].reason or item[1].told or options.continuous_usage_stats
-                ):
+                elif form.tells(item[1]) or options.continuous_usage_stats:
                     data += event(form.piece(*item))
             if data:
                 yield data

@@ -21,7 +21,7 @@ _log = logging.getLogger("dualinfer.serve")
 MOST_SEQUENCES = 128  # of one request
 _MOST_TEXTS = 2048  # to embed at a time; OpenAI's number
 _MOST_IDS = 2**20  # far beyond what any model reads
-_NO_TOOLS = "Tools are not served; describe them in a message, and read the text of the answer."
+_NO_TOOLS = "Tools are for /v1/chat/completions."
 _NOT_SERVED = "It is not served. Leave it out."
 
 # Fields that are known and not served: values that ask for nothing, and why others are refused.
@@ -30,8 +30,8 @@ _REFUSED: dict[str, tuple[tuple[Any, ...], str]] = {
     "tools": (([],), _NO_TOOLS),
     "tool_choice": (("none", "auto"), _NO_TOOLS),
     "parallel_tool_calls": ((True, False), _NO_TOOLS),
-    "functions": (([],), _NO_TOOLS),
-    "function_call": (("none", "auto"), _NO_TOOLS),
+    "functions": (([],), "Use tools, which took its place."),
+    "function_call": (("none", "auto"), "Use tool_choice, which took its place."),
     "modalities": ((["text"],), "Only text is served."),
     "suffix": (("",), "The model continues a prompt; it fills no gaps. Leave it out."),
     "best_of": ((1,), "Every sequence is returned. Use n."),
@@ -254,8 +254,47 @@ def _id(name: str) -> int:
     return int(name)
 
 
+class Function(_Body):
+    """A function that the model may call; with `strict` its arguments follow the schema."""
+
+    name: Annotated[str, Field(pattern=r"^[A-Za-z0-9_.\-]{1,64}$")]
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class Tool(_Body):
+    """A tool, which is a function."""
+
+    type: Literal["function"]
+    function: Function
+
+    def shown(self) -> dict[str, Any]:
+        """As chat templates take it."""
+        function = self.function.model_dump(exclude_none=True, exclude={"strict"})
+        return {"type": "function", "function": function}
+
+
+class _Name(_Body):
+    name: str
+
+
+class NamedTool(_Body):
+    """The function that must be called."""
+
+    type: Literal["function"]
+    function: _Name
+
+
 class ChatRequest(Generation):
     """The body of /v1/chat/completions."""
+
+    tools: Annotated[list[Tool], Field(max_length=128, fail_fast=True)] | None = None
+    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
+    parallel_tool_calls: bool | None = None
+    reasoning_effort: str | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
 
     messages: _Messages
     logprobs: bool | None = None
@@ -270,6 +309,53 @@ class ChatRequest(Generation):
         """How many new tokens were asked for, by the new name or the old."""
         new = self.max_completion_tokens
         return self.max_tokens if new is None else new
+
+    @property
+    def callable(self) -> list[Tool]:
+        """The tools that the answer may call."""
+        tools, choice = self.tools or [], self.tool_choice
+        if choice in ("required",) and not tools:
+            raise RequestError("tool_choice is required, and there are no tools.", "tool_choice")
+        if len({tool.function.name for tool in tools}) < len(tools):
+            raise RequestError("tools: two have the same name.", "tools")
+        if not isinstance(choice, NamedTool):
+            return [] if choice == "none" else tools
+        named = [tool for tool in tools if tool.function.name == choice.function.name]
+        if not named:
+            raise RequestError(
+                f"tool_choice names {shown(choice.function.name)}, which is not in tools.",
+                "tool_choice",
+            )
+        return named
+
+    @property
+    def must_call(self) -> bool:
+        """True where the answer must be a call."""
+        return self.tool_choice == "required" or isinstance(self.tool_choice, NamedTool)
+
+    @property
+    def calls_one(self) -> bool:
+        """True where it may be one call at most."""
+        return self.parallel_tool_calls is False or isinstance(self.tool_choice, NamedTool)
+
+    @property
+    def template_options(self) -> dict[str, Any]:
+        """What the chat template is told."""
+        made = dict(self.chat_template_kwargs or {})
+        if "chat_template" in made or "tools" in made:
+            raise RequestError(
+                "chat_template_kwargs: chat_template is the server's, a client's own is not run; "
+                "tools have a field of their own.",
+                "chat_template_kwargs",
+            )
+        for name in ("reasoning_effort", "add_generation_prompt", "continue_final_message"):
+            if (value := getattr(self, name)) is not None:
+                made[name] = value
+        if made.get("continue_final_message") is False:
+            del made["continue_final_message"]
+        if tools := self.tools if self.tool_choice != "none" else None:
+            made["tools"] = [tool.shown() for tool in tools]
+        return made
 
     @property
     def likely(self) -> int | None:
@@ -362,7 +448,7 @@ def read(body: bytes, kind: type[_B]) -> _B:
     if not isinstance(fields, dict):
         raise RequestError("The body is no JSON object.")
     kept = {name: value for name, value in fields.items() if _is_served(name, value, kind)}
-    for name in ("response_format", "structured_outputs"):
+    for name in ("response_format", "structured_outputs"):  # nulls are left out
         if isinstance(kept.get(name), dict):
             kept[name] = {key: value for key, value in kept[name].items() if value is not None}
     try:
@@ -397,9 +483,37 @@ def shortened_name(name: str) -> str:
 def content_of(messages: list[dict[str, Any]]) -> list[Mapping[str, Any]]:
     """The messages without the keys that clients send as null."""
     return [
-        {key: value for key, value in message.items() if value is not None or key == "content"}
+        {
+            key: _calls(value) if key == "tool_calls" else value
+            for key, value in message.items()
+            if (value is not None or key == "content") and not (key == "tool_calls" and not value)
+        }
         for message in messages
     ]
+
+
+def _calls(given: Any) -> Any:
+    """Calls of an assistant's message, their arguments as templates take them: no text, an object.
+
+    Clients send the text that they got.
+    """
+    made = []
+    for call in given if isinstance(given, list) else [given]:
+        function = call.get("function") if isinstance(call, dict) else None
+        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+            raise RequestError(
+                "messages: tool_calls are objects with a function, which has a name and arguments.",
+                "messages",
+            )
+        arguments = function.get("arguments")
+        if isinstance(arguments, str):
+            try:
+                parsed = json.loads(arguments or "{}")
+            except (ValueError, RecursionError):
+                parsed = None
+            arguments = parsed if isinstance(parsed, dict) else arguments
+        made.append({**call, "function": {**function, "arguments": arguments}})
+    return made
 
 
 def as_refused(error: Exception) -> RequestError:

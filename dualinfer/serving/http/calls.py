@@ -1,0 +1,462 @@
+"""Tools: calls of functions and thoughts in the text of an answer, and grammars that make calls."""
+
+import json
+import re
+import secrets
+import string
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+THINK = ("<think>", "</think>")
+# What marks calls, and may be a special token, by the name of the format.
+MARKS = {
+    "hermes": ("<tool_call>", "</tool_call>"),
+    "llama3": ("<|python_tag|>",),
+    "mistral": ("[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"),
+}
+_HEADER = re.compile(
+    r'\s*\{\s*"name"\s*:\s*("(?:[^"\\]|\\.){0,256}")\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\{)',
+    re.S,
+)
+_NAMED = re.compile(
+    r"\s*([A-Za-z0-9_.\-]{1,128})\s*(?:\[CALL_ID\]\s*(\w+)\s*)?(?:\[ARGS\])?\s*(?=\{)"
+)
+_BLANKS = {"x-guidance": {"whitespace_pattern": r"\x20|\r?\n[\x20\x09]{0,32}", "lenient": False}}
+
+
+@dataclass
+class Delta:
+    """What a piece of an answer's text says: content, thoughts, and parts of calls of tools."""
+
+    content: str = ""
+    thoughts: str = ""
+    calls: list[dict[str, Any]] = field(default_factory=list)
+
+    def __bool__(self) -> bool:
+        """True if it says anything."""
+        return bool(self.content or self.thoughts or self.calls)
+
+    def add(self, other: "Delta") -> None:
+        """Join what comes next, each call with its earlier parts."""
+        self.content += other.content
+        self.thoughts += other.thoughts
+        for part in other.calls:
+            known = next((x for x in self.calls if x["index"] == part["index"]), None)
+            if known is None:
+                self.calls.append({**part, "function": {**part["function"]}})
+            else:
+                known["function"]["arguments"] += part["function"]["arguments"]
+
+    def message(self) -> dict[str, Any]:
+        """The fields of a whole message."""
+        made: dict[str, Any] = {"content": self.content}
+        if self.thoughts:
+            made["reasoning_content"] = self.thoughts
+        if self.calls:
+            made["content"] = self.content or None
+            made["tool_calls"] = [
+                {k: v for k, v in call.items() if k != "index"} for call in self.calls
+            ]
+        return made
+
+    def delta(self) -> dict[str, Any]:
+        """The fields of the delta of a stream."""
+        made: dict[str, Any] = {"content": self.content} if self.content else {}
+        if self.thoughts:
+            made["reasoning_content"] = self.thoughts
+        if self.calls:
+            made["tool_calls"] = self.calls
+        return made
+
+
+class _Scan:
+    """Follows JSON through its text: how deep, and whether amid of a string."""
+
+    def __init__(self, depth: int = 0) -> None:
+        self.depth, self._quoted, self._escaped = depth, False, False
+
+    def until(self, text: str, depth: int) -> int:
+        """How many characters lead down to `depth`; -1 where they do not."""
+        for i, char in enumerate(text):
+            if self._quoted:
+                if self._escaped:
+                    self._escaped = False
+                elif char == "\\":
+                    self._escaped = True
+                elif char == '"':
+                    self._quoted = False
+            elif char == '"':
+                self._quoted = True
+            elif char in "{[":
+                self.depth += 1
+            elif char in "}]":
+                self.depth -= 1
+                if self.depth <= depth:
+                    return i + 1
+        return -1
+
+
+class Reply:
+    """Reads the text of an answer as it comes; in which pieces does not matter.
+
+    `style` is a format of MARKS or None for no calls, `known` the names of the tools. Thoughts are
+    what stands in `<think>`, which a prompt `opened` already; with `thinks` False they are content.
+    With `one` it `is_over` behind the first call.
+    """
+
+    def __init__(
+        self,
+        style: str | None,
+        known: Collection[str] = (),
+        thinks: bool = False,
+        opened: bool = False,
+        one: bool = False,
+    ) -> None:
+        self._style, self._known, self._one = style, frozenset(known), one
+        self.count, self.is_over = 0, False
+        self._text, self._blanks, self._trims = "", "", False
+        self._scan, self._whole = _Scan(), ""
+        self._seen = 0  # characters of an object that was scanned without a header
+        self._in_list = self._has_header = False
+        after = self._thinking if opened else self._before
+        self._state: Callable[[Delta, bool], bool] = after if thinks else self._first()
+
+    def push(self, piece: str) -> Delta:
+        """What is certain with another piece."""
+        self._text += piece
+        return self._read(False)
+
+    def finish(self) -> Delta:
+        """The rest."""
+        return self._read(True)
+
+    def _read(self, final: bool) -> Delta:
+        made = Delta()
+        while not self.is_over and self._state(made, final):
+            pass
+        if self.is_over:
+            self._text = ""
+        elif final:
+            made.content += self._blanks
+            self._blanks = ""
+        return made
+
+    def _first(self) -> Callable[[Delta, bool], bool]:
+        """The state where no thoughts are open."""
+        if self._style is None:
+            return self._plain
+        return self._start if self._style == "llama3" else self._content
+
+    # Thoughts
+
+    def _before(self, made: Delta, final: bool) -> bool:
+        """Nothing but blanks so far: there may be thoughts."""
+        text = self._text.lstrip()
+        if THINK[0].startswith(text) and not final and text != THINK[0]:
+            return False
+        if text.startswith(THINK[0]):
+            self._text, self._state = text[len(THINK[0]) :], self._thinking
+        else:
+            self._state = self._first()
+        return True
+
+    def _thinking(self, made: Delta, final: bool) -> bool:
+        """Within thoughts, whose blanks at both ends are nobody's."""
+        found, rest = _split(self._text, THINK[1], final)
+        said = found if rest is None else found.rstrip()
+        text = self._blanks + said
+        if not self._trims:
+            text = text.lstrip()
+            self._trims = bool(text)
+        kept = text.rstrip()
+        made.thoughts += kept
+        self._blanks = "" if rest is not None else text[len(kept) :]
+        self._text = self._text[len(found) :] if rest is None else rest
+        if rest is None:
+            if final:
+                self._blanks = ""
+            return False
+        self._state, self._trims = self._first(), True
+        return True
+
+    # Content
+
+    def _say(self, made: Delta, text: str) -> None:
+        """Content, without the blanks before a call and behind one."""
+        text = self._blanks + text
+        if self._trims:
+            text = text.lstrip()
+            self._trims = not text
+        kept = text.rstrip()
+        self._blanks = text[len(kept) :]
+        made.content += kept
+
+    def _plain(self, made: Delta, final: bool) -> bool:
+        """Content to the end."""
+        self._say(made, self._text)
+        self._text = ""
+        return False
+
+    def _content(self, made: Delta, final: bool) -> bool:
+        """Content up to the mark of a call."""
+        mark = MARKS[self._style or ""][0]
+        found, rest = _split(self._text, mark, final)
+        self._say(made, found)
+        self._text = self._text[len(found) :] if rest is None else rest
+        if rest is None:
+            return False
+        self._whole, self._in_list = "" if self._style == "llama3" else mark, False
+        states = {"hermes": self._object, "llama3": self._start, "mistral": self._listed}
+        self._state = states[self._style or ""]
+        return True
+
+    def _start(self, made: Delta, final: bool) -> bool:
+        """Where an answer of Llama 3's may be an object."""
+        text, mark = self._text.lstrip(), MARKS["llama3"][0]
+        if not final and (not text or (mark.startswith(text) and text != mark)):
+            return False
+        if text.startswith(mark):
+            self._text = text[len(mark) :]
+            return True
+        self._state = self._object if text.startswith("{") else self._content
+        return True
+
+    def _listed(self, made: Delta, final: bool) -> bool:
+        """Behind Mistral's mark: a list of objects, or a name and its arguments."""
+        text = self._text.lstrip()
+        if not text and not final:
+            return False
+        if text.startswith("["):
+            self._whole += self._text[: len(self._text) - len(text) + 1]
+            self._text, self._state, self._in_list = text[1:], self._object, True
+            return True
+        if (found := _NAMED.match(self._text)) is None:
+            return self._give_up(made) if final else False
+        self._open(made, found[1])
+        self._text, self._scan = self._text[found.end() :], _Scan()
+        self._has_header, self._state = False, self._arguments
+        return True
+
+    # Calls
+
+    def _object(self, made: Delta, final: bool) -> bool:
+        """At an object that says a name and arguments."""
+        found = _HEADER.match(self._text)
+        if found is not None:
+            name = _text_of(found[1])
+            if name is None or not self._is_known(name):
+                return self._give_up(made)
+            self._open(made, name)
+            self._text, self._scan = self._text[found.end() :], _Scan(1)
+            self._seen, self._has_header, self._state = 0, True, self._arguments
+            return True
+        text = self._text.lstrip()
+        if text and text[0] != "{":
+            return self._give_up(made)
+        if self._seen == 0:
+            self._scan = _Scan()
+        self._seen = max(self._seen, len(self._text) - len(text))
+        size = self._scan.until(self._text[self._seen :], 0)
+        if size < 0:
+            self._seen = len(self._text)
+            return self._give_up(made) if final else False
+        end, self._seen = self._seen + size, 0
+        call = _call_of(self._text[:end])
+        if call is None or not self._is_known(call[0]):
+            return self._give_up(made)
+        self._open(made, *call)
+        self._text = self._text[end:]
+        return self._close()
+
+    def _arguments(self, made: Delta, final: bool) -> bool:
+        """Within arguments, which are given on as they come."""
+        level = 1 if self._has_header else 0
+        size = self._scan.until(self._text, level)
+        said = self._text if size < 0 else self._text[:size]
+        self._text = self._text[len(said) :]
+        if said:
+            part = {"index": self.count - 1, "function": {"arguments": said}}
+            made.add(Delta(calls=[part]))
+        if size < 0:
+            return False
+        if not self._has_header:
+            return self._close()
+        self._state = self._tail
+        return True
+
+    def _tail(self, made: Delta, final: bool) -> bool:
+        """The rest of an object behind its arguments."""
+        size = self._scan.until(self._text, 0)
+        self._text = "" if size < 0 else self._text[size:]
+        return False if size < 0 else self._close()
+
+    def _close(self) -> bool:
+        """A call is whole."""
+        self._whole, self.is_over, self._state = "", self._one, self._behind
+        return True
+
+    def _behind(self, made: Delta, final: bool) -> bool:
+        """Behind a call: its closing mark, another call, or content."""
+        text = self._text.lstrip()
+        ends = {"hermes": ("</tool_call>",), "llama3": (";", ","), "mistral": (",", "]")}
+        marks = ends[self._style or ""]
+        if not final and (not text or any(m.startswith(text) and m != text for m in marks)):
+            return False
+        mark = next((m for m in marks if text.startswith(m)), "")
+        is_next = (self._style == "llama3" and (mark or text.startswith("{"))) or (
+            self._style == "mistral" and self._in_list and mark == ","
+        )
+        if self._style == "mistral" and not self._in_list:
+            mark = ""
+        self._text, self._trims = text[len(mark) :], True
+        if is_next:
+            self._whole = mark
+            self._state = self._start if self._style == "llama3" else self._object
+        else:
+            self._state = self._content
+        return True
+
+    def _give_up(self, made: Delta) -> bool:
+        """What looked like a call is content."""
+        self._text, self._whole = self._whole + self._text, ""
+        mark, self._seen = MARKS[self._style or ""][0], 0
+        size = len(mark) if self._text.startswith(mark) else 0
+        self._say(made, self._text[:size])
+        self._text, self._state = self._text[size:], self._content
+        return True
+
+    def _is_known(self, name: str) -> bool:
+        """Objects without a mark are calls of tools that there are alone."""
+        return self._style != "llama3" or name in self._known
+
+    def _open(self, made: Delta, name: str, arguments: str = "") -> None:
+        """Begin a call."""
+        self._blanks = ""
+        function = {"name": name, "arguments": arguments}
+        call = {"index": self.count, "id": self._new_id(), "type": "function"}
+        made.calls.append({**call, "function": function})
+        self.count += 1
+
+    def _new_id(self) -> str:
+        """Mistral's templates take nine letters and digits alone."""
+        if self._style == "mistral":
+            return "".join(secrets.choice(string.ascii_letters + string.digits) for _ in range(9))
+        return f"call_{secrets.token_hex(12)}"
+
+
+def _split(text: str, mark: str, final: bool) -> tuple[str, str | None]:
+    """What comes before a mark and behind it; None, and what is certain, where it is not there."""
+    at = text.find(mark)
+    if at >= 0:
+        return text[:at], text[at + len(mark) :]
+    if final:
+        return text, None
+    most = min(len(text), len(mark) - 1)
+    held = next((n for n in range(most, 0, -1) if text.endswith(mark[:n])), 0)
+    return text[: len(text) - held], None
+
+
+def _text_of(quoted: str) -> str | None:
+    try:
+        return json.loads(quoted, strict=False)
+    except ValueError:
+        return None
+
+
+def _call_of(text: str) -> tuple[str, str] | None:
+    """Name and arguments, as JSON, that an object says."""
+    try:
+        made = json.loads(text, strict=False)
+    except (ValueError, RecursionError):
+        return None
+    name = made.get("name") if isinstance(made, dict) else None
+    if not isinstance(name, str):
+        return None
+    given = made.get("arguments", made.get("parameters", {}))
+    return name, given if isinstance(given, str) else json.dumps(given, ensure_ascii=False)
+
+
+# --- what a template is made for, and grammars ---------------------------------------------------
+
+
+def style_of(template: str) -> str | None:
+    """The format of calls that a chat template writes; None where it knows none."""
+    if "[TOOL_CALLS]" in template:
+        return "mistral"
+    if "<tool_call>" in template and "<function=" not in template:
+        return "hermes"
+    if "<|python_tag|>" in template or '"parameters": ' in template:
+        return "llama3"
+    return None
+
+
+def calls_grammar(
+    style: str,
+    tools: Sequence[Mapping[str, Any]],
+    *,
+    must: bool,
+    one: bool,
+    has_args: bool,
+    token: Callable[[str], str],
+) -> str:
+    """A grammar of Lark, of calls of these functions, or of text and calls unless they `must` be.
+
+    `has_args` says that Mistral's template writes a name before its arguments. `token` gives a mark
+    as Lark has it.
+    """
+    key = "parameters" if style == "llama3" else "arguments"
+    named, rules = style == "mistral" and has_args, []
+    for i, tool in enumerate(tools):
+        schema = tool.get("parameters") or {"type": "object", "additionalProperties": False}
+        name = tool["name"]
+        rules.append(f"args_{i}: %json {json.dumps({**schema, **_BLANKS})}")
+        if named:
+            rules.append(f"call_{i}: {json.dumps(name)} {token('[ARGS]')} args_{i}")
+            continue
+        head = json.dumps(f'{{"name": {json.dumps(name)}, "{key}": ')
+        rules.append(f'call_{i}: {head} args_{i} "}}"')
+    rules.append("call: " + " | ".join(f"call_{i}" for i in range(len(tools))))
+    return "\n".join([*_starts(style, must, one, named, token), *rules]) + "\n"
+
+
+def _starts(
+    style: str, must: bool, one: bool, named: bool, token: Callable[[str], str]
+) -> list[str]:
+    """The rules that say where calls may stand."""
+    again = "" if one else "*"
+    if style == "hermes":
+        begin, end = (token(mark) for mark in MARKS["hermes"])
+        block = f'{begin} "\\n" call "\\n" {end}'
+        if must:
+            more = "" if one else f' ("\\n" {block})*'
+            return [f"start: {block}{more}"]
+        opening = "FREE?" if begin.startswith("<[") else ""
+        free = r"FREE: /(?s:.+)/ & ~/(?s:.*<tool_call>.*)/"
+        if opening:
+            return [f"start: (FREE? {block}){again or '?'} FREE?", free]
+        # One lexeme up to the mark: whether text goes on shows no earlier.
+        until = r'OPEN: (/(?s:.*)/ & ~/(?s:.*<tool_call>.*)/) "<tool_call>\n"'
+        block = f'OPEN call "\\n" {end}'
+        return [f"start: ({block}){again or '?'} FREE?", until, free]
+    if style == "llama3":
+        calls = "call" if one else 'call ("; " call)*'
+        if must:
+            return [f"start: {calls}"]
+        return [f"start: {calls} | FREE", r"FREE: /(?s:.+)/ & ~/(?s:\s*\{.*)/"]
+    mark = token("[TOOL_CALLS]")
+    if named:
+        calls = f"({mark} call)" + ("" if one else "+")
+    else:
+        calls = f'{mark} "[" call "]"' if one else f'{mark} "[" call (", " call)* "]"'
+    if must:
+        return [f"start: {calls}"]
+    return [f"start: {calls} | FREE ({calls})?", r"FREE: /(?s:.+)/ & ~/(?s:.*\[TOOL_CALLS\].*)/"]
+
+
+def thoughts_grammar(opened: bool) -> str:
+    """A grammar of Lark, of the thoughts that come before what must be."""
+    inner = r'(/(?s:.*)/ & ~/(?s:.*<\/think>.*)/) "</think>" /\s{0,4}/'
+    if opened:
+        return f"start: THOUGHTS\nTHOUGHTS: {inner}\n"
+    return f'start: THOUGHTS?\nTHOUGHTS: "<think>" {inner}\n'

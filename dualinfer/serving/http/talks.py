@@ -1,0 +1,99 @@
+"""How the answers of one chat template are read, and what a request asks of them."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+from ...engine.chat import find_template
+from ...engine.tokenizing import tokenizer_of
+from .calls import MARKS, THINK, Reply, calls_grammar, style_of, thoughts_grammar
+from .protocol import ChatRequest, RequestError, Tool
+
+NONE = "none"  # a parser that is switched off
+THOUGHTS = "think"  # the parser of `<think>`
+_LAST = 8  # tokens at the end of a prompt, in which thoughts may be opened
+
+
+class Talk(NamedTuple):
+    """The format of calls, if one is known, and whether thoughts are marked."""
+
+    tokenizer: Any
+    style: str | None
+    thinks: bool
+    has_args: bool  # Mistral's template writes a name before its arguments
+
+    @classmethod
+    def of_template(
+        cls, given: Any, options: Mapping[str, Any], calls: str | None, thoughts: str | None
+    ) -> "Talk":
+        """By the template's text, except where `calls` or `thoughts` name a parser."""
+        source = find_template(given, options) or ""
+        style = style_of(source) if calls is None else None if calls == NONE else calls
+        thinks = THINK[1] in source if thoughts is None else thoughts == THOUGHTS
+        return cls(tokenizer_of(given), style, thinks, "[ARGS]" in source)
+
+    def of(self, ids: Sequence[int], body: ChatRequest, tools: Sequence[Tool]) -> "TalkOf":
+        """With the prompt, and the tools that may be called."""
+        tail = self.tokenizer.decode(list(ids[-_LAST:]), skip_special_tokens=False)
+        opened = self.thinks and tail.rstrip().endswith(THINK[0])
+        return TalkOf(self, opened, body, tools)
+
+
+class TalkOf(NamedTuple):
+    """How the answers of one request are read."""
+
+    talk: Talk
+    opened: bool
+    body: ChatRequest
+    tools: Sequence[Tool]
+
+    @property
+    def reads(self) -> bool:
+        """True if the text may have calls or thoughts."""
+        return bool(self.tools) or self.talk.thinks
+
+    def reply(self) -> Reply:
+        """What reads one answer."""
+        names = [tool.function.name for tool in self.tools]
+        style = self.talk.style if self.tools else None
+        return Reply(style, names, self.talk.thinks, self.opened, self.body.calls_one)
+
+    @property
+    def silent(self) -> list[int]:
+        """Special tokens that are no text: all but the marks that are read."""
+        style = self.talk.style if self.tools else None
+        marks = {*(MARKS[style] if style else ()), *(THINK if self.talk.thinks else ())}
+        added = self.talk.tokenizer.added_tokens_decoder
+        return [x for x, token in added.items() if token.special and str(token) not in marks]
+
+    def grammar(self, asked: tuple[str, dict[str, Any]] | None) -> tuple[str, Any] | None:
+        """What the answer must be, and the field that says so; `asked` is the request's format."""
+        made, name = asked[1] if asked else None, asked[0] if asked else ""
+        is_strict = any(tool.function.strict for tool in self.tools)
+        if self.tools and (self.body.must_call or is_strict or made is not None):
+            must = self.body.must_call or made is not None
+            calls = {"lark": self._calls(must)}
+            if made is not None and not self.body.must_call:
+                made = {"any": [calls, made]}
+            else:
+                made, name = calls, "tools"
+        if made is None:
+            return None
+        if self.talk.thinks:
+            made = {**made, "prefix": thoughts_grammar(self.opened)}
+        return name or "tools", made
+
+    def _calls(self, must: bool) -> str:
+        """A grammar of calls."""
+        style = self.talk.style
+        if style is None:
+            raise RequestError("tools: no format of calls is known.", "tools")
+        tools = [tool.function.model_dump(exclude_none=True) for tool in self.tools]
+        how = {"one": self.body.calls_one, "has_args": self.talk.has_args}
+        return calls_grammar(style, tools, must=must, token=self._token, **how)
+
+    def _token(self, mark: str) -> str:
+        """A mark as Lark has it: a special token by its id, another by its text."""
+        for x, token in self.talk.tokenizer.added_tokens_decoder.items():
+            if str(token) == mark and token.special:
+                return f"<[{x}]>"
+        return '"' + mark.replace('"', '\\"') + '"'

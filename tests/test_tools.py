@@ -1,0 +1,314 @@
+"""Calls of tools and thoughts: read alike in whatever pieces, and made certain by grammars."""
+
+import json
+import re
+
+import numpy as np
+import openai
+import pydantic
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import dualinfer
+from dualinfer.backends.slots import unpacked
+from dualinfer.engine.grammar import make_grammar
+from dualinfer.serving.http.app import Server
+from dualinfer.serving.http.calls import Delta, Reply, calls_grammar, style_of, thoughts_grammar
+
+from .test_serve import served
+from .tokenizer_kinds import KINDS
+
+F = '{"name": "f", "arguments": {"a": "}{\\"<x", "b": [1, {}]}}'
+ARGS = '{"a": "}{\\"<x", "b": [1, {}]}'
+L = F.replace("arguments", "parameters")
+TURNED = '{"arguments": {"a": 1}, "name": "g"}'
+# Format, text, content, and the calls' names and arguments.
+ANSWERS = [
+    ("hermes", "Hello < <tool there.\n", "Hello < <tool there.\n", []),
+    ("hermes", f"Hm.\n<tool_call>\n{F}\n</tool_call>", "Hm.", [("f", ARGS)]),
+    ("hermes", f"<tool_call>{F}</tool_call>\n<tool_call>\n{TURNED}\n</tool_call>\n", "",
+     [("f", ARGS), ("g", '{"a": 1}')]),
+    ("hermes", f"<tool_call>\n{F}\n</tool_call> Done.", "Done.", [("f", ARGS)]),
+    ("hermes", "<tool_call>\nf(1)\n</tool_call>", "<tool_call>\nf(1)\n</tool_call>", []),
+    ("hermes", '<tool_call>\n{"name": "f", "arguments": {"a": ', "", [("f", '{"a": ')]),
+    ("hermes", '<tool_call>\n{"name": 3}</tool_call>', '<tool_call>\n{"name": 3}</tool_call>', []),
+    ("hermes", '<tool_call>{"name": "f"}</tool_call>', "", [("f", "{}")]),
+    ("hermes", '<tool_call>{"name": "f", "arguments": "{\\"a\\": 1}"}</tool_call>', "",
+     [("f", '{"a": 1}')]),
+    ("llama3", "Hello {\n", "Hello {\n", []),
+    ("llama3", L, "", [("f", ARGS)]),
+    ("llama3", f"<|python_tag|>{L}; {L}", "", [("f", ARGS), ("f", ARGS)]),
+    ("llama3", f"\n{L}\n{TURNED}", "", [("f", ARGS), ("g", '{"a": 1}')]),
+    ("llama3", '{"name": "other", "parameters": {}}', '{"name": "other", "parameters": {}}', []),
+    ("llama3", '{"answer": [1, 2]} so', '{"answer": [1, 2]} so', []),
+    ("llama3", "<|python_tag|>print(1)", "print(1)", []),
+    ("llama3", '{"answer": ', '{"answer": ', []),
+    ("mistral", "Hello [TOOL", "Hello [TOOL", []),
+    ("mistral", f"[TOOL_CALLS] [{F}, {TURNED}]", "", [("f", ARGS), ("g", '{"a": 1}')]),
+    ("mistral", f"Ok [TOOL_CALLS]f[ARGS]{ARGS}[TOOL_CALLS]g[CALL_ID]a1[ARGS]{{}}", "Ok",
+     [("f", ARGS), ("g", "{}")]),
+    ("mistral", f"[TOOL_CALLS]f{ARGS}", "", [("f", ARGS)]),
+    ("mistral", "[TOOL_CALLS] [1]", "[TOOL_CALLS] [1]", []),
+    ("mistral", "[TOOL_CALLS] oh", "[TOOL_CALLS] oh", []),
+]  # fmt: skip
+
+
+def answered(pieces, *how, **more):
+    """Content, thoughts and calls of an answer, of which each call begins once."""
+    reply, whole = Reply(*how, **more), Delta()
+    for delta in [*map(reply.push, pieces), reply.finish()]:
+        for call in delta.calls:
+            is_new = all(x["index"] != call["index"] for x in whole.calls)
+            assert is_new == ("id" in call) == ("name" in call["function"])
+        whole.add(delta)
+    calls = [(call["function"]["name"], call["function"]["arguments"]) for call in whole.calls]
+    assert len({call["id"] for call in whole.calls}) == len(calls) == reply.count
+    return whole.content, whole.thoughts, calls
+
+
+def pieces_of(text, cuts):
+    ends = sorted({*(c for c in cuts if c < len(text)), len(text)})
+    return [text[a:b] for a, b in zip([0, *ends], ends, strict=False)]
+
+
+@given(st.sampled_from(ANSWERS), st.lists(st.integers(0, 120)), st.booleans())
+@settings(max_examples=200, deadline=None)
+def test_calls_do_not_depend_on_the_pieces(answer, cuts, thinks):
+    style, text, content, calls = answer
+    if thinks:
+        text = f"\n<think>\nI {text} <b\n</think>\n\n{text}"
+    found = answered(pieces_of(text, cuts), style, ["f", "g"], thinks=thinks)
+    thoughts = f"I {answer[1]} <b".strip() if thinks else ""
+    assert found == (content.lstrip() if thinks else content, thoughts, calls)
+
+
+@given(
+    st.text(alphabet='{}[]",:<>/ntool_c\n\\TOLCARGS ', max_size=60), st.lists(st.integers(0, 60))
+)
+@settings(max_examples=200, deadline=None)
+def test_no_text_depends_on_the_pieces(text, cuts):
+    for style in ("hermes", "llama3", "mistral", None):
+        for opened in (False, True):
+            how = style, ["f", "g"], True, opened
+            assert answered(pieces_of(text, cuts), *how) == answered([text], *how)
+    assert answered([text], None)[0] == text
+
+
+def test_thoughts_may_be_open_already_and_may_stay_so():
+    assert answered(["a\n</thi", "nk>\n\nb "], None, thinks=True, opened=True) == ("b ", "a", [])
+    assert answered(["<think>a", " b "], None, thinks=True) == ("", "a b", [])
+    assert answered([" <think>"], None, thinks=False)[0] == " <think>"
+
+
+def test_one_call_may_be_the_last():
+    text = f"<tool_call>\n{F}\n</tool_call>\n<tool_call>\n{F}\n</tool_call>"
+    for size in (1, 7, len(text)):
+        reply = Reply("hermes", one=True)
+        for i in range(0, len(text), size):
+            reply.push(text[i : i + size])
+        assert reply.is_over
+        assert reply.count == 1
+
+
+class Place(pydantic.BaseModel, extra="forbid"):
+    city: str = pydantic.Field(max_length=5)
+    near: bool
+
+
+class Holder(pydantic.BaseModel, extra="forbid"):
+    place: Place
+
+
+MODELS = {"go": Place, "hold": Holder}  # the second has $defs
+FUNCTIONS = [
+    {"name": name, "parameters": kind.model_json_schema()} for name, kind in MODELS.items()
+]
+TOOLS = [{"type": "function", "function": function} for function in FUNCTIONS]
+
+
+def checked(calls):
+    for call in calls:
+        MODELS[call.function.name].model_validate_json(call.function.arguments, strict=True)
+
+
+@pytest.mark.parametrize("style", ["hermes", "llama3", "mistral"])
+def test_a_grammar_makes_calls_certain_with_special_tokens_too(style):
+    tokenizer = KINDS["llama-3"]()
+    tokenizer.add_special_tokens({"additional_special_tokens": ["[TOOL_CALLS]", "[ARGS]"]})
+    special = {str(t): x for x, t in tokenizer.added_tokens_decoder.items() if t.special}
+    rng, end = np.random.default_rng(1), tokenizer.eos_token_id
+
+    def token(mark):
+        return f"<[{special[mark]}]>" if mark in special else json.dumps(mark)
+
+    for must, has_args, one in ((True, True, False), (True, False, True), (False, False, False)):
+        how = {"must": must, "one": one, "has_args": has_args, "token": token}
+        prefix = thoughts_grammar(opened=False) if must else None
+        lark = {"lark": calls_grammar(style, FUNCTIONS, **how), "prefix": prefix}
+        grammar = make_grammar(lark, tokenizer, len(tokenizer), (end,), 0)
+        progress, text = grammar.begin(), ""
+        for _ in range(700):
+            ids = np.flatnonzero(unpacked(progress.words(), len(tokenizer)))
+            chosen = int(end) if end in ids and must else int(rng.choice(ids))
+            progress.take(chosen)
+            text += "" if chosen == end else tokenizer.decode([chosen])
+            if progress.is_over:
+                break
+        if not progress.is_over:
+            continue
+        content, _, calls = answered([text], style, MODELS, thinks=must)
+        if must:
+            assert content == ""
+            assert calls
+        for name, arguments in calls:
+            MODELS[name].model_validate_json(arguments, strict=True)
+
+
+TEMPLATES = {
+    "hermes": "{% for m in messages %}# {{ m.content }}{% for c in m.tool_calls or [] %}<tool_call>"
+    "\n{{ c.function | tojson }}\n</tool_call>{% endfor %}\n{% endfor %}{% if tools %}"
+    "{{ tools | tojson }}{% endif %}def ",
+    "llama3": "{% for m in messages %}# {{ m.content }}{% for c in m.tool_calls or [] %}"
+    '{"name": "{{ c.function.name }}", "parameters": {{ c.function.arguments | tojson }}}'
+    "{% endfor %}\n{% endfor %}{% if tools %}{{ tools | tojson }}{% endif %}def ",
+    "mistral": "{% for m in messages %}# {{ m.content }}{% for c in m.tool_calls or [] %}"
+    "[TOOL_CALLS]{{ c.function.name }}[ARGS]{{ c.function.arguments | tojson }}{% endfor %}\n"
+    "{% endfor %}{% if tools %}{{ tools | tojson }}{% endif %}def ",
+    "thinking": "{% for m in messages %}# {{ m.content }}{% for c in m.tool_calls or [] %}"
+    "<tool_call>\n{{ c.function | tojson }}\n</tool_call>{% endfor %}\n{% endfor %}{% if tools %}"
+    "{{ tools | tojson }}{% endif %}{% if budget %}{{ '</think>' }}{% endif %}<think>\n",
+}
+
+
+@pytest.fixture(scope="module", params=["torch", pytest.param("jax", marks=pytest.mark.slow)])
+def engine(request):
+    with dualinfer.init_inference(
+        dualinfer.embedded_model(), backend=request.param, dtype="fp32"
+    ) as engine:
+        yield engine
+
+
+@pytest.fixture(scope="module")
+def client(engine):
+    with (
+        served(Server(engine, "small")) as url,
+        openai.OpenAI(base_url=f"{url}/v1", api_key="-", max_retries=0) as client,
+    ):
+        yield client
+
+
+def test_templates_tell_their_format():
+    found = {name: style_of(text) for name, text in TEMPLATES.items()}
+    assert found == {**{n: n for n in found}, "thinking": "hermes"}
+    assert style_of("{{ messages }}") is None
+
+
+@pytest.mark.parametrize(
+    "style", [pytest.param(x, marks=pytest.mark.slow if x == "llama3" else ()) for x in TEMPLATES]
+)
+def test_calls_come_back_valid_whole_and_streamed(engine, client, style):
+    engine.tokenizer.chat_template = TEMPLATES[style]
+    ask = [{"role": "user", "content": "go there"}]
+    how = {"model": "small", "messages": ask, "tools": TOOLS, "temperature": 1.0}
+    how |= {"max_tokens": 110}
+    named = {"type": "function", "function": {"name": "hold"}}
+    ended = []
+    for seed, choice in enumerate(["required", named, "required"]):
+        if style == "thinking" and seed:
+            continue
+        more = {**how, "seed": seed, "tool_choice": choice, "parallel_tool_calls": seed < 2}
+        if style == "thinking":  # which a small model would not end
+            more |= {"logit_bias": {str(x): 20 for x in engine.tokenizer("</think>")["input_ids"]}}
+        whole = client.chat.completions.create(**more).choices[0]
+        calls, thoughts, reason = {}, "", None
+        for event in client.chat.completions.create(**more, stream=True):
+            delta = event.choices[0].delta
+            reason = event.choices[0].finish_reason or reason
+            thoughts += getattr(delta, "reasoning_content", None) or ""
+            for part in delta.tool_calls or []:
+                if part.id:
+                    calls[part.index] = [part.function.name, ""]
+                calls[part.index][1] += part.function.arguments or ""
+        made = whole.message.tool_calls or []
+        assert reason == whole.finish_reason
+        assert [*calls.values()] == [[c.function.name, c.function.arguments] for c in made]
+        assert thoughts == (getattr(whole.message, "reasoning_content", None) or "")
+        if reason == "length":
+            continue
+        assert reason == "tool_calls"
+        checked(made)
+        assert choice == "required" or [c.function.name for c in made] == ["hold"]
+        assert seed < 2 or len(made) == 1
+        ended.append(whole.message)
+    assert ended or style == "thinking"
+    # They go back, and so does what the tool says.
+    for message in ended[:1]:
+        ids = [call.id for call in message.tool_calls]
+        assert style != "mistral" or all(re.fullmatch("[A-Za-z0-9]{9}", x) for x in ids)
+        said = [{"role": "tool", "tool_call_id": x, "content": "done"} for x in ids]
+        back = [*ask, message.model_dump(exclude_none=True), *said]
+        more = {**how, "messages": back, "max_tokens": 2, "tool_choice": "none"}
+        assert client.chat.completions.create(**more).choices[0].finish_reason == "length"
+
+
+def test_tools_that_need_not_be_called(engine, client):
+    engine.tokenizer.chat_template = TEMPLATES["hermes"]
+    ask = [{"role": "user", "content": "go"}]
+    how = {"model": "small", "messages": ask, "temperature": 0, "max_tokens": 12}
+    plain = client.chat.completions.create(**how, tools=TOOLS).choices[0]
+    text = engine.chat(ask, max_new_tokens=12, do_sample=False, template_options={"tools": TOOLS})
+    assert (plain.message.content, plain.finish_reason) == (text, "length")
+    strict = [{**tool, "function": {**tool["function"], "strict": True}} for tool in TOOLS]
+    # Strict ones are called as they should be where they are called at all.
+    begins = {"logit_bias": {str(x): 30 for x in engine.tokenizer("<tool_call>\n")["input_ids"]}}
+    for tools in (TOOLS, strict):
+        more = {**how, **begins, "tools": tools, "max_tokens": 40}
+        message = client.chat.completions.create(**more).choices[0].message
+        if tools is strict and message.tool_calls:
+            checked(message.tool_calls[:-1])
+    both = client.chat.completions.create(
+        **{**how, "max_tokens": 120, "temperature": 1.0},
+        tools=TOOLS,
+        seed=1,
+        response_format={
+            "type": "json_schema",
+            "json_schema": {"name": "place", "schema": Place.model_json_schema()},
+        },
+    ).choices[0]
+    if both.finish_reason == "stop":
+        Place.model_validate_json(both.message.content)
+    elif both.finish_reason == "tool_calls":
+        checked(both.message.tool_calls)
+    bad = [
+        ({"tools": [], "tool_choice": "required"}, "tool_choice"),
+        ({"tool_choice": "any"}, "tool_choice"),
+        ({"tool_choice": {"type": "function", "function": {"name": "x"}}}, "tool_choice"),
+        ({"tools": [TOOLS[0], TOOLS[0]]}, "tools"),
+        ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools"),
+        ({"tools": [{"type": "function", "function": {"name": "a", "parameters": {"type": "x"}}}],
+          "tool_choice": "required"}, "tools"),
+        ({"functions": [{"name": "a"}]}, "functions"),
+        ({"messages": [*ask, {"role": "assistant", "tool_calls": [3]}]}, "messages"),
+        ({"reasoning_effort": "low"}, "reasoning_effort"),
+        ({"extra_body": {"chat_template_kwargs": {"tools": []}}}, "chat_template_kwargs"),
+    ]  # fmt: skip
+    for fields, name in bad:
+        with pytest.raises(openai.BadRequestError, match=name):
+            client.chat.completions.create(**{**how, "tools": TOOLS, **fields})
+    engine.tokenizer.chat_template = "{{ messages[0].content }}{{ tools }}"
+    with pytest.raises(openai.BadRequestError, match="--tool-call-parser"):
+        client.chat.completions.create(**how, tools=TOOLS)
+
+
+def test_a_format_after_thoughts(engine, client):
+    engine.tokenizer.chat_template = TEMPLATES["thinking"]
+    bias = {str(x): 20 for x in engine.tokenizer("</think>")["input_ids"]}
+    how = {"model": "small", "messages": [{"role": "user", "content": "a"}], "max_tokens": 60}
+    choice = client.chat.completions.create(
+        **how, temperature=0, logit_bias=bias, extra_body={"guided_choice": ["yes", "no"]}
+    ).choices[0]
+    if choice.finish_reason == "stop":
+        assert choice.message.content in ("yes", "no")
+    else:
+        assert choice.message.content == ""
