@@ -17,6 +17,8 @@ import numpy as np
 import openai
 import pydantic
 import pytest
+import torch
+import transformers
 import uvicorn
 
 import dualinfer
@@ -41,6 +43,12 @@ def engine(request):
     ) as engine:
         engine.tokenizer.chat_template = TEMPLATE
         yield engine
+
+
+@pytest.fixture(scope="module")
+def hf():
+    folder = dualinfer.embedded_model()
+    return transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
 
 
 @contextlib.contextmanager
@@ -198,6 +206,51 @@ def test_fields_have_the_meaning_of_generates_arguments(engine, client):
     assert complete(client, extra_body=late).usage.completion_tokens >= 9
 
 
+def test_log_probabilities_of_prompts_are_hfs(engine, client, hf):
+    ids = engine.tokenizer(PROMPT)["input_ids"]
+    with torch.no_grad():
+        logs = hf(torch.tensor([ids])).logits[0].log_softmax(-1)
+    expected = logs[range(len(ids) - 1), ids[1:]].tolist()
+    best = logs[:-1].topk(2)
+    for prompt in (PROMPT, ids):  # as lm-eval asks: ids, one token more
+        for length in (0, 1):
+            choice = complete(
+                client, prompt=prompt, echo=True, logprobs=2, max_tokens=length
+            ).choices[0]
+            told = choice.logprobs
+            assert choice.text.startswith(PROMPT)
+            assert len(told.tokens) == len(ids) + length
+            assert "".join(told.tokens) == choice.text
+            assert told.token_logprobs[0] is told.top_logprobs[0] is None
+            assert told.token_logprobs[1 : len(ids)] == pytest.approx(expected, abs=1e-4)
+            for top, values in zip(told.top_logprobs[1 : len(ids)], best.values, strict=True):
+                assert [*top.values()] == pytest.approx(values.tolist(), abs=1e-4)
+            assert told.text_offset[-1] == len(choice.text) - len(told.tokens[-1])
+            assert choice.finish_reason == "length"
+    whole = complete(client, echo=True, logprobs=0, max_tokens=4).choices[0].logprobs
+    events = complete(client, echo=True, logprobs=0, max_tokens=4, stream=True)
+    parts = [c.logprobs for e in events for c in e.choices if c.logprobs]
+    assert [x for part in parts for x in part.token_logprobs] == whole.token_logprobs
+    assert [x for part in parts for x in part.tokens] == whole.tokens
+    both = client.completions.create(
+        model="small", prompt=[PROMPT, "a b"], echo=True, max_tokens=0, logprobs=1, n=2
+    )
+    assert [c.text for c in both.choices] == [PROMPT, PROMPT, "a b", "a b"]
+    assert both.usage.completion_tokens == 0
+    found = complete(client, max_tokens=1, extra_body={"prompt_logprobs": 1}).choices[0]
+    rows = found.prompt_logprobs
+    assert rows[0] is None
+    told = [row[str(x)]["logprob"] for row, x in zip(rows[1:], ids[1:], strict=True)]
+    assert told == pytest.approx(expected, abs=1e-4)
+    firsts = best.indices[:, 0].tolist()
+    assert {row[str(x)]["rank"] for row, x in zip(rows[1:], firsts, strict=True)} == {1}
+    row = engine.prompt_logprobs(ids * 100)  # in parts
+    with torch.no_grad():
+        logs = hf(torch.tensor([ids * 100])).logits[0].log_softmax(-1)
+    expected = logs[range(len(ids) * 100 - 1), (ids * 100)[1:]].numpy()
+    assert np.allclose([x.logprob for x in row[1:]], expected, atol=2e-4)
+
+
 class Copy(pydantic.BaseModel, extra="forbid"):
     path: str = pydantic.Field(max_length=6)
     times: int = pydantic.Field(ge=0, le=9)
@@ -311,7 +364,8 @@ REFUSED = [
     ({"prompt": PROMPT, "guided_regex": "(" * 4000}, "guided_regex"),
     ({"prompt": PROMPT, "guided_json": "{" * 40_000}, "guided_json"),
     ({"prompt": PROMPT, "best_of": 3}, "best_of"),
-    ({"prompt": PROMPT, "logprobs": 3, "echo": True}, "logprobs"),
+    ({"prompt": PROMPT, "max_tokens": 0}, "max_tokens"),
+    ({"prompt": PROMPT, "prompt_logprobs": 1, "stream": True}, "prompt_logprobs"),
     ({"prompt": PROMPT, "\ud800": 1}, r"\ud800"),
     ({"prompt": PROMPT, "suffix": "end"}, "suffix"),
     ({"prompt": PROMPT, "no_such_field": 1}, "no_such_field"),

@@ -92,7 +92,7 @@ def serve(
         str | None,
         typer.Option(
             metavar="NAME",
-            help="How the model writes calls of tools: hermes (Qwen's too), llama3, mistral or none; "
+            help="How it writes calls of tools: hermes (Qwen's, too), llama3, mistral or none; "
             "unset: as its chat template does.",
         ),
     ] = None,
@@ -100,7 +100,8 @@ def serve(
         str | None,
         typer.Option(
             metavar="NAME",
-            help="How it marks its thoughts: think, by <think>, or none; unset: as its template does.",
+            help="How it marks its thoughts: think, by <think>, or none; unset: as its chat "
+            "template does.",
         ),
     ] = None,
     allow_origin: Annotated[

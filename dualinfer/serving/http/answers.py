@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ...engine.grammar import Reader
+from ...engine.requests import TokenLogprobs
 from ...engine.text_stream import Detokenizer
 from .calls import Delta, Reply
 from .metrics import Metrics
@@ -88,9 +89,25 @@ class Told:
     """The log-probability of a token, where its text begins, and the likeliest ones of its step."""
 
     text: str
-    logprob: float
+    logprob: float | None  # None of a prompt's first token
     offset: int
     top: list[tuple[str, float]]
+
+
+class Nothing:
+    """What stands for a sequence where only the prompt is asked for."""
+
+    grammar, finish_reason = None, "length"
+
+    def __init__(self, ids: Sequence[int]) -> None:
+        self.prompt_ids = list(ids)
+
+    async def arrived(self) -> list[int]:
+        """No token."""
+        return []
+
+    def cancel(self) -> None:
+        """Nothing is under way."""
 
 
 @dataclass
@@ -121,6 +138,8 @@ class Answer:
     namer: Detokenizer | None = None  # of single tokens, where they are to be told of
     reply: Reply | None = None  # reads the text for calls and thoughts
     opening: str = ""  # the prompt, where it is to be echoed
+    prompt_told: Sequence[TokenLogprobs | None] | None = None  # of the prompt's tokens
+    likely: int = 0  # ones of each step that are told
     before: list[int] = field(default_factory=list)  # the prompt's last id
     count: int = 0
     length: int = 0  # of the texts of its tokens
@@ -131,7 +150,13 @@ class Answer:
         self.before, text = prompt[-1:], self.detokenizer.stream(prompt)
         last: float | None = None
         if self.opening:
-            yield Part(self.opening)
+            part = Part(self.opening)
+            if self.prompt_told is not None and self.namer is not None:
+                self.before = []
+                for token, said in zip(prompt, self.prompt_told, strict=True):
+                    part.told.append(self._told(self.namer, token, said))
+                    self.before = [token]
+            yield part
         try:
             while tokens := await self.handle.arrived():
                 now = time.monotonic()
@@ -184,16 +209,44 @@ class Answer:
 
     def _tell(self, namer: Detokenizer, token: int) -> Told:
         """What is told of the next token."""
+        return self._told(namer, token, self.handle.logprobs_of(self.count))
+
+    def _told(self, namer: Detokenizer, token: int, said: TokenLogprobs | None) -> Told:
+        """A token with its log-probability, and those of the likeliest."""
 
         def name(token: int) -> str:
             stream = namer.stream(self.before)  # as within a text
             return stream.push(token) + stream.finish()
 
-        said, text = self.handle.logprobs_of(self.count), name(token)
-        top = [(name(x), _finite(y)) for x, y in said.top]
-        told = Told(text, _finite(said.logprob), self.length, top)
+        text = name(token)
+        top = [] if said is None else [(name(x), _finite(y)) for x, y in said.top[: self.likely]]
+        logprob = None if said is None else _finite(said.logprob)
+        told = Told(text, logprob, self.length, top)
         self.length += len(text)
         return told
+
+    def shown_prompt(self) -> list[dict[str, Any] | None] | None:
+        """The prompt's log-probabilities as vLLM gives them; ranks are known of the likeliest."""
+        if self.prompt_told is None:
+            return None
+        made: list[dict[str, Any] | None] = []
+        for token, said in zip(self.handle.prompt_ids, self.prompt_told, strict=True):
+            if said is None:
+                made.append(None)
+                continue
+            ranks = {x: i + 1 for i, (x, _) in enumerate(said.top)}
+            values = {**dict(said.top), token: said.logprob}
+            made.append(
+                {
+                    str(x): {
+                        "logprob": _finite(value),
+                        "rank": ranks.get(x),
+                        "decoded_token": self.detokenizer.stream().push(x),
+                    }
+                    for x, value in values.items()
+                }
+            )
+        return made
 
     def _observe(self, now: float, last: float | None, count: int) -> None:
         if last is None:

@@ -25,7 +25,7 @@ from ...engine.text import chat_endings, endings
 from ...engine.text_stream import Detokenizer
 from ...engine.tokenizing import encode, ids_of, tokenizer_of
 from ...errors import ArgumentError, UnsupportedError, shown
-from .answers import Answer, StopText
+from .answers import Answer, Nothing, StopText
 from .forms import ChatForm, Form, TextForm, cancel, events_of, whole
 from .metrics import CONTENT_TYPE, Metrics
 from .protocol import (
@@ -259,6 +259,8 @@ class Server:
         begun, count = time.monotonic(), body.n or 1
         if self.engine.traffic().waiting + len(prompts) * count > MOST_WAITING:
             raise RequestError("Too many requests wait. Try again later.", status=429)
+        if body.prompt_logprobs is not None and body.stream:
+            raise RequestError("prompt_logprobs are not for stream: true.", "prompt_logprobs")
         if body.stream_options is not None and not body.stream:
             raise RequestError("stream_options are for stream: true.", "stream_options")
         own = [] if body.ignore_eos else list(ends)
@@ -283,6 +285,9 @@ class Server:
         try:
             for i, (ids, opening) in enumerate(prompts):
                 length = self._length(body, len(ids), name)
+                told = None
+                if body.told is not None:
+                    told = self.engine.prompt_logprobs(ids, body.told)
                 for handle in self._submit(ids, arguments, length, count):
                     reader, dropped = None, stop_ids if not keeps else []
                     if handle.grammar is not None:  # whose ends are no text
@@ -301,6 +306,8 @@ class Server:
                         namer,
                         talk.reply() if talk is not None and reads else None,
                         opening,
+                        told,
+                        body.likely or 0,
                     )
                     answers.append(answer)
         except BaseException:
@@ -321,6 +328,8 @@ class Server:
         self, ids: list[int], arguments: dict[str, Any], length: int, count: int
     ) -> list[Any]:
         """So many sequences that continue a prompt; greedy ones are the same, each by itself."""
+        if length == 0:
+            return [Nothing(ids) for _ in range(count)]
         make = self.engine.generate_async
         how = {**arguments, "max_new_tokens": length}
         if count == 1 or not arguments["do_sample"]:
@@ -330,6 +339,8 @@ class Server:
     def _length(self, body: Generation, prompt: int, name: str) -> int:
         """How many new tokens there may be."""
         asked, most = body.asked_length, self._most_tokens
+        if asked == 0 and getattr(body, "echo", False):
+            return 0
         if asked == 0:
             raise RequestError("max_tokens is 0; expected at least 1.", "max_tokens")
         room = most - prompt if most else None
@@ -369,7 +380,8 @@ class Server:
                 events, media_type="text/event-stream", headers={"Cache-Control": "no-cache"}
             )
         try:
-            return JSONResponse(await _unless_gone(request, whole(answers, form)))
+            tells = body.prompt_logprobs is not None
+            return JSONResponse(await _unless_gone(request, whole(answers, form, tells)))
         finally:
             cancel(answers)
 

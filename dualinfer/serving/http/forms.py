@@ -99,7 +99,7 @@ def _told_in_chat(told: Sequence[Told]) -> dict[str, Any]:
     return {"content": content, "refusal": None}
 
 
-def _token(text: str, logprob: float) -> dict[str, Any]:
+def _token(text: str, logprob: float | None) -> dict[str, Any]:
     """A token as chats tell of it; its bytes are unknown where it is a part of a character."""
     known = None if "\ufffd" in text else list(text.encode())
     return {"token": text, "logprob": logprob, "bytes": known}
@@ -128,13 +128,24 @@ class TextForm(Form):
                 "tokens": [one.text for one in told],
                 "token_logprobs": [one.logprob for one in told],
                 "text_offset": [one.offset for one in told],
-                "top_logprobs": [dict(one.top) for one in told],
+                "top_logprobs": [None if x.logprob is None else _likeliest(x.top) for x in told],
             }
         return {"index": index, "text": text, "logprobs": said, "finish_reason": reason}
 
 
-async def whole(answers: Sequence[Answer], form: Form) -> dict[str, Any]:
-    """The body of a response, when all of its sequences have ended."""
+def _likeliest(top: Sequence[tuple[str, float]]) -> dict[str, float]:
+    """Likely tokens by their texts; of several ids with one text the likeliest counts."""
+    made: dict[str, float] = {}
+    for text, logprob in top:
+        made.setdefault(text, logprob)
+    return made
+
+
+async def whole(answers: Sequence[Answer], form: Form, prompts: bool = False) -> dict[str, Any]:
+    """The body of a response, when all of its sequences have ended.
+
+    With `prompts` it tells the log-probabilities of their tokens.
+    """
 
     async def one(answer: Answer) -> dict[str, Any]:
         text, reason, said = "", "", Delta()
@@ -148,7 +159,15 @@ async def whole(answers: Sequence[Answer], form: Form) -> dict[str, Any]:
         return form.choice(answer.index, text, reason, known, said)
 
     choices = await asyncio.gather(*map(one, answers))
-    return form.whole(choices, _usage(answers))
+    made = form.whole(choices, _usage(answers))
+    if prompts:
+        told = await asyncio.to_thread(lambda: [answer.shown_prompt() for answer in answers])
+        if form.kind == ChatForm.kind:
+            made["prompt_logprobs"] = told[0]
+        else:
+            for choice, one_told in zip(choices, told, strict=True):
+                choice["prompt_logprobs"] = one_told
+    return made
 
 
 async def events_of(

@@ -170,6 +170,7 @@ class Generation(_Body):
     stop_token_ids: Annotated[list[_Id], Field(max_length=1024, fail_fast=True)] | None = None
     skip_special_tokens: bool | None = None
     include_stop_str_in_output: bool | None = None
+    prompt_logprobs: _Likely | None = None
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
     guided_json: _Schema | None = None
@@ -211,6 +212,11 @@ class Generation(_Body):
                 f"{second}: {first} says already what the text must be. Send one of both.", second
             )
         return next(iter(asked.items()), None)
+
+    @property
+    def told(self) -> int | None:
+        """As `likely`, of the prompt's tokens."""
+        return self.prompt_logprobs
 
     @property
     def likely(self) -> int | None:
@@ -401,13 +407,13 @@ class CompletionRequest(Generation):
     @property
     def likely(self) -> int | None:
         """As the field says."""
-        if self.echo and self.logprobs is not None:
-            raise RequestError(
-                "logprobs: those of the prompt, which echo asks for, are not served. Leave out one "
-                "of both.",
-                "logprobs",
-            )
         return self.logprobs
+
+    @property
+    def told(self) -> int | None:
+        """With echo the prompt's are told like those of new tokens."""
+        asked = [self.prompt_logprobs, self.logprobs if self.echo else None]
+        return max((x for x in asked if x is not None), default=None)
 
 
 class TokenizeRequest(_Body):
