@@ -370,7 +370,7 @@ class FusedEngine(Likeness, EmbeddingCalls, TowerCalls, SpeechCalls, AsyncCalls)
             )
         if not (isinstance(logprobs, int) and 0 <= logprobs <= TOP):
             raise ArgumentError(f"logprobs={shown(logprobs)}; expected an int of at most {TOP}.")
-        told: list[TokenLogprobs | None] = [None]
+        told: list[TokenLogprobs | None] = [None] if ids else []
         for first in range(0, len(ids) - 1, _SCORED):
             places = np.arange(first, min(first + _SCORED, len(ids) - 1))
             with self._turns:

@@ -97,7 +97,7 @@ class Told:
 class Nothing:
     """What stands for a sequence where only the prompt is asked for."""
 
-    grammar, finish_reason = None, "length"
+    grammar, finish_reason, cached_tokens = None, "length", 0
 
     def __init__(self, ids: Sequence[int]) -> None:
         self.prompt_ids = list(ids)
