@@ -303,7 +303,7 @@ def _ids_of(
     if prompt is None or kind_of(prompt) is None:
         return prompt, None
     is_flat = getattr(prompt, "ndim", None) == 1 or (
-        isinstance(prompt, list | tuple) and all(kind_of(x) is None for x in prompt)
+        isinstance(prompt, list | tuple) and all(kind_of(x) is None for x in prompt[:1])
     )
     ids = [prompt] if is_flat else prompt
     if len(ids) != 1:

@@ -6,6 +6,7 @@ import os
 from collections.abc import Callable
 from typing import Any, TypeVar, cast
 
+import numpy as np
 import torch
 
 from ...errors import ConfigError
@@ -39,6 +40,31 @@ def in_order(method: M) -> M:
                 self.last_work = stream, event
 
     return cast(M, call)
+
+
+_STAGED_BYTES = 1 << 15  # that CUDA copies itself before a copy to the device returns
+
+
+def upload(values: Any, device: torch.device, dtype: torch.dtype | None = None) -> torch.Tensor:
+    """Values of host memory on the device, behind its work, for which the host does not wait."""
+    tensor = torch.as_tensor(values, dtype=dtype)
+    if device.type != "cuda":
+        return tensor.to(device)
+    return ready(tensor).to(device, non_blocking=True)
+
+
+def fill(buffer: torch.Tensor, array: np.ndarray) -> None:
+    """As `upload`, into a buffer that is there."""
+    tensor = torch.from_numpy(array)
+    if buffer.is_cuda:
+        buffer.copy_(ready(tensor), non_blocking=True)
+    else:
+        buffer.copy_(tensor)
+
+
+def ready(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor of host memory where it can be copied to a GPU beside the GPU's work."""
+    return tensor.pin_memory() if tensor.nbytes > _STAGED_BYTES else tensor
 
 
 def default_device() -> torch.device:

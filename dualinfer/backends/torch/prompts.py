@@ -19,6 +19,7 @@ from ..base import Piece
 from ..kernels import is_wide
 from ..slots import GRAIN, PANELS, SMALLEST_CACHE, bucket, in_grains, panel_for
 from .cache import Cache
+from .device import fill, upload
 from .graphs import MOST_STEPS, StepGraphs
 from .ops.plain import PlainOps
 from .params import Params
@@ -103,7 +104,7 @@ class Prompts:
             parts = []
             for first in range(0, len(tokens), at_once):
                 group = slice(first, first + at_once)
-                put = partial(torch.as_tensor, device=slots.device)
+                put = partial(upload, device=slots.device)
                 ids, last = map(put, _padded(tokens[group], max(map(len, tokens[group]))))
                 given = _padded(sources[group], max(map(len, sources[group])))
                 source, source_last = map(put, given)
@@ -120,7 +121,7 @@ class Prompts:
                 parts.append(self.go_on(params, cache, group, rows, [0], [len(group[0])]))
                 continue
             ids, last = _padded(group, max(map(len, group)))
-            put = partial(torch.as_tensor, device=slots.device)
+            put = partial(upload, device=slots.device)
             parts.append(self._pass(params, cache, put(ids), rows, put(last)))
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
@@ -153,7 +154,7 @@ class Prompts:
             x = self._panel(params, cache, rows, size if replays else 0)
             parts.append(x[: len(rows)].clone() if grains else x)
         x = parts[0] if len(parts) == 1 else torch.cat(parts)
-        return x[torch.tensor(list(ends.values()), device=device)]
+        return x[upload(list(ends.values()), device)]
 
     def _panel(
         self, params: Params, cache: Cache, rows: Sequence[Piece], size: int
@@ -165,7 +166,7 @@ class Prompts:
         slots, starts, wholes = np.array(numbers).T
         reach = max(p.stop for p in rows)
         if not size or size > self._most_replayed:
-            put = partial(torch.as_tensor, device=cache.device)
+            put = partial(upload, device=cache.device)
             how: dict[str, Any] = {"starts": put(starts), "wholes": put(wholes), "reach": reach}
             return self._pass(params, cache, put(ids), put(slots), put(last), **how)
         count, given = size // GRAIN, ids.shape[2:]
@@ -177,7 +178,7 @@ class Prompts:
             last, starts, wholes = (np.append(x, [0] * more) for x in (last, starts, wholes))
             slots = np.append(slots, [cache.room.slots] * more)
         for buffer, array in zip(b[:5], (ids, slots, last, starts, wholes), strict=True):
-            buffer.copy_(torch.from_numpy(array))
+            fill(buffer, array)
         self._replay_panel(params, cache, key, b, captures=not is_new)
         return b.out
 
@@ -269,13 +270,13 @@ class Prompts:
             )
             self._buffers[key] = b
         ids, last = _padded(tokens, width)
-        b.ids.copy_(torch.from_numpy(ids))
-        b.last.copy_(torch.from_numpy(last))
+        fill(b.ids, ids)
+        fill(b.last, last)
         b.slots.copy_(slots)
         if sources and b.source is not None and b.source_last is not None:
             source, source_last = _padded(sources, read)
-            b.source.copy_(torch.from_numpy(source))
-            b.source_last.copy_(torch.from_numpy(source_last))
+            fill(b.source, source)
+            fill(b.source_last, source_last)
         if graphs is not None and key in graphs:
             graphs.replay(key)
             return b.out
@@ -321,7 +322,7 @@ class Prompts:
                 self.go_on(params, cache, [prompts[i]], slots[i : i + 1], [starts[i]], [cut])
                 starts[i] = cut
         parts, order = [], []
-        put = partial(torch.as_tensor, device=slots.device)
+        put = partial(upload, device=slots.device)
         for is_later in (False, True):
             group = [i for i, start in enumerate(starts) if (start > 0) == is_later]
             while group:

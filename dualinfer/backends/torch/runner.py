@@ -46,7 +46,7 @@ from ..slots import (
 from . import sampler
 from .cache import Cache
 from .compiling import compile_options
-from .device import device_name, free_bytes, in_order
+from .device import device_name, free_bytes, in_order, ready, upload
 from .graphs import MOST_STEPS, CallGraphs, StepGraphs, graph_facts
 from .maths import MATHS
 from .ops.plain import PlainOps
@@ -64,7 +64,6 @@ from .threads import few_threads, threads_note
 _MOST_TEXT_WORK = 1 << 44
 # The kinds of steps that are captured ahead: requests that draw nothing, and those that do.
 _GREEDY, _DRAWN = SamplingFeatures(), SamplingFeatures(noise=True, filters=True)
-_STAGED_BYTES = 1 << 15  # that CUDA copies itself before a copy to the device returns
 
 
 class PendingTokens:
@@ -209,8 +208,7 @@ class TorchRunner:
     def _ready_to_upload(self, array: np.ndarray) -> torch.Tensor:
         """`array` in memory from which it can be copied to the device beside the device's work."""
         tensor = torch.from_numpy(array)
-        pins = self.device.type == "cuda" and array.nbytes > _STAGED_BYTES
-        return tensor.pin_memory() if pins else tensor
+        return ready(tensor) if self.device.type == "cuda" else tensor
 
     def _upload(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor.to(self.device, non_blocking=tensor.is_pinned())
@@ -368,14 +366,14 @@ class TorchRunner:
             self._begin([p.request for p in new], [p.slot for p in new], idle)
         state = self._state
         assert state is not None
-        rows = torch.tensor([p.slot for p in pieces], device=self.device)
-        state.length[rows] = torch.tensor([p.stop for p in pieces], device=self.device)
+        rows = upload([p.slot for p in pieces], self.device)
+        state.length[rows] = upload([p.stop for p in pieces], self.device)
         read = sum(p.stop - p.start for p in pieces) + sum(p.request.encoded for p in new)
         with self._own_settings(read):
             last = self._read(pieces, rows)
             ends = [i for i, p in enumerate(pieces) if p.ends]
             if len(ends) < len(pieces):
-                where = torch.tensor(ends, dtype=torch.int64, device=self.device)
+                where = upload(ends, self.device, torch.int64)
                 rows, last = rows[where], last[where]
             if not ends:
                 return rows, last
@@ -396,7 +394,7 @@ class TorchRunner:
         for row, ids in enumerate(hidden):
             logits[row, ids] = -torch.inf
         if allowed:
-            rows = torch.tensor(list(allowed), device=self.device)
+            rows = upload(list(allowed), self.device)
             kept = sampler.unpacked(np.stack(list(allowed.values())), self.spec.vocab, self.device)
             logits[rows] = logits[rows].masked_fill(~kept, -torch.inf)
         return logits
@@ -419,7 +417,7 @@ class TorchRunner:
         self._reserve(idle)
         state = self._state
         assert state is not None
-        rows = torch.tensor(slots, device=self.device)
+        rows = upload(slots, self.device)
         columns = sampling_rows(requests, max(len(r.eos_ids) for r in requests))
         state.write(rows, {"new": np.zeros(len(requests), np.int64), **columns})
         state.hide(slots, [r.hidden for r in requests])
@@ -438,8 +436,8 @@ class TorchRunner:
     def decode_scores(self, slots: Sequence[int], tokens: Sequence[int]) -> torch.Tensor:
         """The logits after `tokens` in `slots`; see `base.Runner`."""
         state, cache, room = self._views(1, slots)
-        rows = torch.tensor(slots, device=self.device)
-        state.last[rows] = torch.tensor(tokens, device=self.device)
+        rows = upload(slots, self.device)
+        state.last[rows] = upload(tokens, self.device)
         count, size = state.active.shape[0], self.spec.vocab
         if self._scores.shape[0] < count:
             self._forget_steps()
@@ -683,14 +681,14 @@ class TorchRunner:
         assert state is not None
         for slot, request in zip(slots, requests, strict=True):
             state.seen[slot] = False
-            state.seen[slot, torch.as_tensor(request.tokens, device=self.device).long()] = True
+            state.seen[slot, upload(request.tokens, self.device, torch.int64)] = True
 
     @in_order
     @torch.inference_mode()
     def allow(self, slots: Sequence[int], words: np.ndarray) -> None:
         """See `base.Runner`."""
         assert self._state is not None and self._state.hidden is not None
-        rows = torch.tensor(slots, device=self.device)
+        rows = upload(slots, self.device)
         kept = sampler.unpacked(words, self.spec.vocab, self.device)
         self._state.hidden[rows] = ~kept
 
@@ -708,7 +706,7 @@ class TorchRunner:
         if self._state is not None:
             size = self._state.active.shape[0]  # a prefill that failed may not have got so far
             rows = [slot for slot in slots if slot < size]
-            where = torch.tensor(rows, dtype=torch.int64, device=self.device)
+            where = upload(rows, self.device, torch.int64)
             self._state.active[where] = False
             self._state.length[where] = 0  # steps of others read what a slot seems to have
 

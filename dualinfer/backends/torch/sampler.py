@@ -14,6 +14,7 @@ from ...ops import sampling
 from ...ops.sampling import WORDS
 from ..base import NO_TOKEN, Request, SamplingFeatures
 from ..slots import WeightRows, weight_rows
+from .device import upload
 from .maths import MATHS
 from .profiling import named
 
@@ -95,7 +96,7 @@ class SlotState:
         """Set columns of `slots` in place."""
         for name, column in rows.items():
             buffer = getattr(self, name)
-            value = torch.as_tensor(column, dtype=buffer.dtype, device=buffer.device)
+            value = upload(column, buffer.device, buffer.dtype)
             if name == "eos":
                 buffer[slots] = NO_TOKEN
                 buffer[slots, : value.shape[1]] = value
@@ -115,13 +116,14 @@ class SlotState:
             return
         for slot, ids in zip(slots, tokens, strict=True):
             self.hidden[slot] = False
-            self.hidden[slot, list(ids)] = True
+            if len(ids):
+                self.hidden[slot, upload(list(ids), self.hidden.device)] = True
 
     def weigh(self, slots: Sequence[int], requests: Sequence[Request]) -> None:
         """Set what `sampling.weigh` takes of these `slots`, in place."""
         if self.bias is None or self.counts is None or self.costs is None:
             return
-        rows = torch.as_tensor(slots, device=self.bias.device)
+        rows = upload(slots, self.bias.device)
         vocab = self.bias.shape[1]
         bias, counts, costs = dense(weight_rows(requests), vocab, self.bias.device)
         self.bias[rows], self.counts[rows], self.costs[rows] = bias, counts, costs
@@ -147,18 +149,18 @@ def dense(rows: WeightRows, vocab: int, device: torch.device) -> tuple[torch.Ten
     """Bias and counts float32 [B, V], and costs [B, 2], of what `weight_rows` gives."""
     made = []
     for ids, values in ((rows.ids, rows.values), (rows.new, np.ones(rows.new.shape, np.float32))):
-        where = torch.as_tensor(ids, device=device).long()
+        where = upload(ids, device, torch.int64)
         # One place more takes what is no token.
         whole = torch.zeros(len(ids), vocab + 1, device=device)
         where = where.where(where >= 0, vocab)
-        whole.scatter_add_(1, where, torch.as_tensor(values, device=device))
+        whole.scatter_add_(1, where, upload(values, device))
         made.append(whole[:, :vocab])
-    return *made, torch.as_tensor(rows.costs, device=device)
+    return *made, upload(rows.costs, device)
 
 
 def unpacked(words: np.ndarray, vocab: int, device: torch.device) -> torch.Tensor:
     """bool [B, V] of the bits of uint32 `words` [B, V / 32], the lowest one first."""
-    given = torch.from_numpy(np.ascontiguousarray(words).view(np.int32)).to(device)
+    given = upload(np.ascontiguousarray(words).view(np.int32), device)
     bits = given[..., None] >> torch.arange(32, dtype=torch.int32, device=device) & 1
     return bits.flatten(-2)[..., :vocab] != 0
 
