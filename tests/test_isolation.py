@@ -77,9 +77,23 @@ assert not loaded, loaded
 
 
 @pytest.fixture(scope="module")
-def ids_on_jax(checkpoint: Path) -> str:
-    """The output of GENERATE on JAX, where neither torch nor triton is installed."""
-    return run(GENERATE, checkpoint, "jax", "torch", hidden=("torch", "triton"))
+def on_jax(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """Where neither torch nor triton is installed: GENERATE's output, of .bin as well, and a text.
+
+    One process says all of it, since each takes seconds to import what it needs.
+    """
+    folder = tmp_path_factory.mktemp("bin")
+    (folder / "config.json").write_bytes((checkpoint / "config.json").read_bytes())
+    torch.save(load_file(checkpoint / "model.safetensors"), folder / "pytorch_model.bin")
+    command = """
+    from dualinfer.cli.main import app
+
+    app(["generate", sys.argv[1], "ab", "--backend", "jax", "--max-new-tokens", "3"])
+    """
+    again = GENERATE.replace("sys.argv[1]", "sys.argv[4]")
+    code = "\nprint('---')\n".join((GENERATE, again, textwrap.dedent(command)))
+    hidden = ("torch", "triton")
+    return run(code, checkpoint, "jax", "torch", folder, hidden=hidden).split("---\n")
 
 
 def test_importing_dualinfer_loads_no_framework():
@@ -92,11 +106,11 @@ def test_importing_dualinfer_loads_no_framework():
     assert loaded.strip() == "[]"
 
 
-def test_each_backend_generates_without_the_other_and_both_agree(checkpoint, ids_on_jax):
+def test_each_backend_generates_without_the_other_and_both_agree(checkpoint, on_jax):
     on_torch = run(
         GENERATE, checkpoint, "torch", "jax,jaxlib,flax", hidden=("jax", "jaxlib", "flax")
     )
-    assert ids_on_jax == on_torch
+    assert on_jax[0] == on_torch
     assert on_torch.startswith("[[")
 
 
@@ -176,24 +190,12 @@ def test_backend_that_a_finder_refuses_counts_as_missing(checkpoint: Path):
     assert "needs flax" in message
 
 
-def test_bin_weights_are_read_on_jax_without_torch(checkpoint, ids_on_jax, tmp_path: Path):
-    (tmp_path / "config.json").write_bytes((checkpoint / "config.json").read_bytes())
-    torch.save(load_file(checkpoint / "model.safetensors"), tmp_path / "pytorch_model.bin")
-    assert run(GENERATE, tmp_path, "jax", "torch", hidden=("torch", "triton")) == ids_on_jax
+def test_bin_weights_are_read_on_jax_without_torch(on_jax):
+    assert on_jax[1] == on_jax[0]
 
 
-def test_command_line_generates_on_jax_without_torch(checkpoint: Path):
-    text = run(
-        """
-        from dualinfer.cli.main import app
-
-        model = sys.argv[1]
-        app(["generate", model, "ab", "--backend", "jax", "--max-new-tokens", "3"])
-        """,
-        checkpoint,
-        hidden=("torch",),
-    )
-    assert text.startswith("ab")
+def test_command_line_generates_on_jax_without_torch(on_jax):
+    assert on_jax[2].startswith("ab")
 
 
 def test_demo_without_jax_says_what_to_install():
