@@ -15,19 +15,15 @@ ROOT = Path(__file__).parents[1]
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("benchmarks/*.md")])
 CODE = ("dualinfer", "tests", "benchmarks", "training", "examples", "docs")
 CONTRIBUTING = ROOT / "docs" / "contributing"
-# Chains of pages whose examples go on from one another, and the tests of what the last one adds.
+# Chains of pages whose examples go on from one another, and the tests of what they add.
 EXAMPLES = {
-    ("family",): "tests/parity tests/test_report.py tests/test_generate.py tests/test_sharding.py "
-    "-k pebble",
-    ("family", "op"): "tests/test_decoder.py tests/kernels/test_damping.py tests/parity "
-    "tests/kernels/test_implementations.py -k 'pebble or damped or ops'",
-    ("family", "op", "kernel"): "tests/kernels tests/test_kernel_ops.py "
-    "tests/test_kernel_ops_jax.py tests/test_decoder.py -k 'damp or pebble or ops_take or spills'",
+    ("family", "op", "kernel"): "tests/parity tests/test_report.py tests/test_generate.py "
+    "tests/test_sharding.py tests/test_decoder.py tests/kernels tests/test_kernel_ops.py "
+    "tests/test_kernel_ops_jax.py -k 'pebble or damp or ops_take or spills or implementations'",
     ("scheme",): "tests/test_rows8.py tests/test_schemes.py -k 'rows8 or refused or llama'",
     ("cache-kind",): "tests/test_by_token.py tests/parity tests/test_cache_kinds.py "
     "-k 'by_token or window or gemma2 or different_kinds'",
 }
-WHOLE = [("family", "op", "kernel"), ("scheme",), ("cache-kind",)]
 
 
 def files() -> list[str]:
@@ -105,7 +101,7 @@ def test_files_that_a_page_names_exist(page):
     assert not [link for link in links if not (page.parent / link).exists()]
 
 
-@pytest.mark.parametrize("names", WHOLE, ids=lambda names: names[-1])
+@pytest.mark.parametrize("names", EXAMPLES, ids=lambda names: names[-1])
 def test_examples_fit_what_they_change(example):
     run(example, "ruff check --no-cache .")
     run(example, "ruff format --no-cache --check .")
