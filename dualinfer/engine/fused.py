@@ -42,6 +42,7 @@ from .prompts import Prompts, make_embedded, make_prompts
 from .pure import make_pure_inputs
 from .report import Report
 from .requests import TokenLogprobs, make_requests, make_seeds, told_fields, told_of
+from .scoring import ScoringCalls
 from .source import (
     NAMES,
     counts_hidden,
@@ -79,7 +80,7 @@ class _Work(NamedTuple):
     chunk: int = 1
 
 
-class FusedEngine(Likeness, EmbeddingCalls, TowerCalls, SpeechCalls, AsyncCalls):
+class FusedEngine(Likeness, EmbeddingCalls, TowerCalls, SpeechCalls, ScoringCalls, AsyncCalls):
     """dualinfer's own decoder in the place of the model's forward."""
 
     _mode = "fused"
