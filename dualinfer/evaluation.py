@@ -29,7 +29,7 @@ def lm_eval_model(engine: Any, max_gen_toks: int = 256) -> Any:
         base = importlib.import_module("lm_eval.api.model").LM
     except ImportError as error:
         raise BackendNotAvailableError(
-            "lm_eval_model() needs lm-evaluation-harness, which is not installed. Install `lm-eval`."
+            "lm_eval_model() needs lm-evaluation-harness. Install `lm-eval`."
         ) from error
     return type("DualinferLM", (_Calls, base), {})(engine, max_gen_toks)
 
@@ -123,9 +123,9 @@ class _Calls:
         stops = [until] if isinstance(until, str) else list(until)
         new = options.pop("max_gen_toks", None) or self._most_new
         drawn = options.pop("do_sample", False) and options.get("temperature", 1.0) != 0
-        how = {
-            name: options.pop(name) for name in ("temperature", "top_p", "top_k") if name in options
-        }
+        names = [name for name in ("temperature", "top_p", "top_k") if name in options]
+        how: dict[str, Any] = {name: options.pop(name) for name in names}
+        how = how if drawn else {}
         if options:
             raise ArgumentError(f"generate_until does not take {shown(next(iter(options)))}.")
         ids = ids_of(self._engine.tokenizer, context)
@@ -139,7 +139,7 @@ class _Calls:
             max_new_tokens=new,
             do_sample=bool(drawn),
             stop_strings=stops or None,
-            **(how if drawn else {}),
+            **how,
         )
         text = await handle.text()
         return text[: min((at for s in stops if (at := text.find(s)) >= 0), default=len(text))]

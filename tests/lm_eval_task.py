@@ -2,8 +2,8 @@
 
     python -m tests.lm_eval_task [torch|jax]
 
-It needs `lm-eval`, which the test suite does not install. Figures are printed side by side; the exit
-code is 1 where a likelihood differs by more than 1e-4 of it, or a text does.
+It needs `lm-eval`, which the test suite does not install. Figures are printed side by side; the
+exit code is 1 where a likelihood differs by more than 1e-4 of it, or a text does.
 """
 
 import json

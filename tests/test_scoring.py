@@ -161,7 +161,7 @@ def test_the_harness_gets_texts_up_to_what_ends_them(lm, engine):
         lm.generate_until(asked(("x", {"num_beams": 4})))
 
 
-def test_other_models_and_a_missing_harness_are_told(engine, monkeypatch):
+def test_other_models_and_a_missing_harness_are_told(engine, monkeypatch, tmp_path):
     with pytest.raises(ArgumentError, match="expected an engine of fused mode"):
         lm_eval_model(7)
     monkeypatch.setitem(sys.modules, "lm_eval.api.model", None)
@@ -170,8 +170,9 @@ def test_other_models_and_a_missing_harness_are_told(engine, monkeypatch):
     config = transformers.BertConfig(
         hidden_size=32, num_hidden_layers=1, num_attention_heads=2, intermediate_size=64
     )
+    transformers.BertModel(config).save_pretrained(tmp_path)
     with (
-        dualinfer.init_inference(transformers.BertModel(config), backend="torch") as encoder,
+        dualinfer.init_inference(tmp_path, backend="torch") as encoder,
         pytest.raises(UnsupportedError, match="is for causal models"),
     ):
         encoder.score([[3]], [[4]])
