@@ -37,6 +37,7 @@ FLOORS: dict[str, str] = {
     "opening": "config quantization model model.families checkpoint backends",
     "api": "config quantization model model.families parallel checkpoint backends engine "
     "serving.http opening",
+    "evaluation": "engine",
     "": "config embedded engine api",
     "bench": "embedded system config quantization model model.families parallel checkpoint ops "
     "backends serving.http opening api",

@@ -8,6 +8,7 @@ import numpy as np
 from ..arrays import from_numpy
 from ..backends.telling import tell_at
 from ..errors import ArgumentError, LengthError, UnsupportedError, a_type
+from .text import TextCalls
 from .tokenizing import ids_of, tokenizer_of
 
 _TOKENS = 16384  # of a pass
@@ -39,11 +40,10 @@ class _Pair(NamedTuple):
         return (*self.first, *self.then[:-1])
 
 
-class ScoringCalls:
+class ScoringCalls(TextCalls):
     """What an engine of a causal model offers over the logits of forward."""
 
     _spec: Any
-    tokenizer: Any
 
     def score(
         self, prompts: Sequence[Any], continuations: Sequence[Any], *, tokenizer: Any = None
