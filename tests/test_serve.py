@@ -20,11 +20,14 @@ import pytest
 import torch
 import transformers
 import uvicorn
+from typer.testing import CliRunner
 
 import dualinfer
+from dualinfer.cli import main as cli
 from dualinfer.serving.http.answers import StopText
 from dualinfer.serving.http.app import Server
 from dualinfer.serving.http.protocol import CompletionRequest, RequestError, read
+from dualinfer.system.terminal import without_controls
 
 KEY = "a-key"
 PROMPT = "def copy_file(source"
@@ -486,6 +489,60 @@ def test_what_is_cut_by_the_end_of_the_server_says_so(engine, caplog):
     assert (status, said["error"]["type"]) == (503, "server_error")
     assert "Traceback" not in caplog.text
     settle(engine)
+
+
+def test_a_chat_on_the_terminal_talks_with_a_server(engine, url):
+    def talk(*options, said):
+        arguments = ["chat", "--url", url, "--api-key", KEY, "--max-new-tokens", "9", *options]
+        return CliRunner().invoke(cli.app, arguments, input="\n".join(said))
+
+    ask = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "copy"}]
+    how = {"do_sample": True, "temperature": 1.0, "top_k": 0, "seed": 3, "max_new_tokens": 9}
+    first = engine.chat(ask, **how)
+    more = [*ask, {"role": "assistant", "content": first}, {"role": "user", "content": "more"}]
+    second = engine.chat(more, **how)
+    result = talk(
+        *("small", "--system", "Be brief.", "--seed", "3"),
+        said=["copy", "/retry", "more", "/reset", "/system", "/exit"],
+    )
+    assert result.exit_code == 0, result.output
+    assert result.stdout == "".join(f"{without_controls(x)}\n" for x in (first, first, second))
+    assert "Be brief." in result.stderr
+    assert f"small at {url}/v1" in result.stderr
+    # It goes on after what the server refuses.
+    result = talk(said=["word " * 3000, "copy"])
+    assert result.exit_code == 1
+    assert "begin anew (/reset)" in " ".join(result.stderr.split())
+    assert result.stdout.count("\n") >= 1
+    for options, what in (
+        (["--dtype", "float32"], "--dtype is about a model here"),
+        (["--api-key", "wrong"], "The API key is missing or wrong"),
+        (["--url", "http://127.0.0.1:1"], "Does the server run there?"),
+        (["--url", "ftp://a"], "expected an address"),
+        (["large"], "no model 'large'"),
+    ):
+        result = talk(*options, said=["copy"])
+        assert result.exit_code != 0
+        assert what in " ".join(result.stderr.split()), result.stderr
+
+
+def test_pages_of_other_sites_may_call_where_they_are_named(engine, url):
+    def asked(url, method, origin):
+        headers = {"Origin": origin, "Access-Control-Request-Method": "POST"}
+        headers |= {"Access-Control-Request-Headers": "content-type,authorization"}
+        request = urllib.request.Request(url + "/v1/models", headers=headers, method=method)
+        try:
+            with urllib.request.urlopen(request) as got:
+                return got.headers["access-control-allow-origin"]
+        except urllib.error.HTTPError as error:
+            with error:
+                return error.headers["access-control-allow-origin"]
+
+    with served(Server(engine, "small", origins=["http://a.b"])) as open_url:
+        for method in ("OPTIONS", "GET"):
+            assert asked(open_url, method, "http://a.b") == "http://a.b"
+            assert asked(open_url, method, "http://c.d") is None
+            assert asked(url, method, "http://a.b") is None
 
 
 def test_the_other_routes(engine, client, url):

@@ -116,6 +116,12 @@ class TextOptions:
         """The settings of the chat template that the options ask for."""
         return {"chat_template": self.chat_template} if self.chat_template else {}
 
+    def of_models(self) -> dict[str, Any]:
+        """The options that say how a model is loaded, or its template, by their names."""
+        names = ("chat_template", "dtype", "quant", "adapter", "kv_cache_dtype", "kernels")
+        given = {name: getattr(self, name) for name in (*names, "revision")}
+        return {f"--{name.replace('_', '-')}": value or None for name, value in given.items()}
+
     def arguments(self) -> dict[str, Any]:
         """What the options ask of generate."""
         names = ("temperature", "top_k", "top_p", "seed", "repetition_penalty")

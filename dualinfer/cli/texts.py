@@ -36,6 +36,7 @@ from ..system.terminal import say, without_controls
 from .options import BackendOption, Choice, TextOptions, factors_of, with_text_options
 from .parity import first_difference
 from .quick_start import OWN_PROCESS, start_sooner
+from .remote import Server
 from .wording import print_error
 
 NEW_TOKENS = 64
@@ -144,11 +145,22 @@ def generate(
 def chat(
     ctx: typer.Context,
     model: Annotated[
-        str,
+        str | None,
         typer.Argument(
-            metavar="MODEL", help="A checkpoint's folder, a GGUF file or a model of the hub."
+            metavar="MODEL",
+            show_default=False,
+            help="A checkpoint's folder, a GGUF file or a model of the hub; with --url what the "
+            "server calls it, its first one if left out.",
         ),
-    ],
+    ] = None,
+    url: Annotated[
+        str | None,
+        typer.Option(metavar="URL", help="Talk with a server that runs there, of OpenAI's API."),
+    ] = None,
+    api_key: Annotated[
+        str | None,
+        typer.Option(metavar="KEY", envvar="DUALINFER_API_KEY", help="The key of that server."),
+    ] = None,
     system: Annotated[
         str | None, typer.Option(metavar="TEXT", help="The system prompt: how it is to answer.")
     ] = None,
@@ -167,6 +179,16 @@ def chat(
     if ctx.args:
         way = f"echo {shlex.quote(' '.join(ctx.args))} | dualinfer chat {model}"
         raise typer.BadParameter(f"Messages are typed, or come from standard input: {way}")
+    if url is not None:
+        for option, value in {**options.of_models(), "--backend": backend}.items():
+            if value is not None:
+                raise typer.BadParameter(f"{option} is about a model here; with --url it has none.")
+        server = Server(url, model, api_key)
+        if not _FarTalk(server, system, max_new_tokens, options, ctx.command).run():
+            raise typer.Exit(1)
+        return
+    if model is None:
+        raise typer.BadParameter("Name a MODEL, or a running server by --url.")
     name = backend or backends.default_backend()
     backends.check_backend(name)
     found = find_model(model, options.revision, factors_of(options.adapter))
@@ -255,10 +277,7 @@ class _Talk:
         """Answer the last message, which is taken back where that cannot be done."""
         answer: list[str] = []
         try:
-            length = self._length()
-            kwargs = {**_arguments(self._engine, self._options), "max_new_tokens": length}
-            template = self._options.template_options
-            pieces = self._engine.stream_chat(self._messages, template_options=template, **kwargs)
+            pieces, length = self._pieces()
             _show(self._engine, pieces, length, "", answer)
         except KeyboardInterrupt:
             typer.echo(" [stopped]")
@@ -266,6 +285,14 @@ class _Talk:
             self._messages.pop()
             raise
         self._messages.append({"role": "assistant", "content": "".join(answer)})
+
+    def _pieces(self) -> tuple[Iterator[str], int]:
+        """The answer to the last message as it comes, and how long it may be."""
+        length = self._length()
+        kwargs = {**_arguments(self._engine, self._options), "max_new_tokens": length}
+        template = self._options.template_options
+        talk = self._engine.stream_chat
+        return talk(self._messages, template_options=template, **kwargs), length
 
     def _length(self) -> int:
         """How long the answer may be; LengthError where it has no room."""
@@ -298,6 +325,20 @@ class _Talk:
 
     def _system(self) -> list[dict[str, str]]:
         return [message for message in self._messages[:1] if message["role"] == "system"]
+
+
+class _FarTalk(_Talk):
+    """A conversation with a model of a server."""
+
+    def _pieces(self) -> tuple[Iterator[str], int]:
+        """See `_Talk`."""
+        fields = self._options.arguments()
+        fields.pop("do_sample", None)
+        if stops := fields.pop("stop_strings", None):
+            fields["stop"] = stops
+        if self._new_tokens is not None:
+            fields["max_tokens"] = self._new_tokens
+        return self._engine.stream_chat(self._messages, **fields), sys.maxsize
 
 
 def _opening(system: str | None) -> list[dict[str, str]]:
