@@ -226,7 +226,8 @@ class Loop:
         with self._with_slots(len(requests)):
             if self.sharing is not None:
                 lives, _ = self._open(requests, self._plan, chosen=False)
-                self._read_on()
+                if all(x.unread is not None for x in list(self._live.values()) if not x.ended):
+                    self._read_on()  # others have a step between two pieces: see `turn`
                 return lives
 
             def read(lives: list[Live], parts: list[Request]) -> None:
