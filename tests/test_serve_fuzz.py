@@ -48,8 +48,14 @@ values = st.recursive(
 )
 messages = st.lists(
     st.fixed_dictionaries(
-        {"role": st.sampled_from(["user", "assistant", "system", "tool"]) | texts},
-        optional={"content": texts | values, "tool_calls": values, "name": texts, "x": values},
+        {},
+        optional={
+            "role": st.sampled_from(["user", "assistant", "system", "tool"]) | texts,
+            "content": texts | values,
+            "tool_calls": values,
+            "name": texts,
+            "x": values,
+        },
     ),
     max_size=3,
 )

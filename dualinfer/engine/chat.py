@@ -269,6 +269,8 @@ def _as_hf(message: Mapping[str, Any]) -> dict[str, Any]:
 
 def _checked(message: Mapping[str, Any], name: str) -> dict[str, Any]:
     """A message with its parts in one form; ArgumentError for what no template could take."""
+    if "role" not in message:
+        raise ArgumentError(f"{name} has no role. Give it one, as 'user'.")
     role, content = message["role"], message.get("content")
     if not isinstance(role, str):
         raise ArgumentError(f"{name} has the role {shown(role)}; expected a str.")
