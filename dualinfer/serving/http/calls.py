@@ -15,8 +15,12 @@ MARKS = {
     "llama3": ("<|python_tag|>",),
     "mistral": ("[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"),
 }
+_FEW = r"\s{0,64}"  # blanks: a model may write them without an end
 _HEADER = re.compile(
-    r'\s*\{\s*"name"\s*:\s*("(?:[^"\\]|\\.){0,256}")\s*,\s*"(?:arguments|parameters)"\s*:\s*(?=\{)',
+    r'\s*\{\s*"name"\s*:\s*("(?:[^"\\]|\\.){0,256}")\s*,\s*"(?:arguments|parameters)"\s*:\s*'.replace(
+        r"\s*", _FEW
+    )
+    + r"(?=\{)",
     re.S,
 )
 _NAMED = re.compile(
@@ -242,6 +246,10 @@ class Reply:
 
     def _object(self, made: Delta, final: bool) -> bool:
         """At an object that says a name and arguments."""
+        if not self._seen and self._text[:1].isspace():  # kept apart: it is looked at once
+            text = self._text.lstrip()
+            self._whole += self._text[: len(self._text) - len(text)]
+            self._text = text
         found = _HEADER.match(self._text)
         if found is not None:
             name = _text_of(found[1])
