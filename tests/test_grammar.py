@@ -159,7 +159,8 @@ def test_ends_are_the_grammars(engine):
         engine.generate([ids], grammar=two, forced_eos_token_id=0, **how)
 
 
-def test_other_options_cannot_leave_it(engine):
+def test_other_options_cannot_leave_it(opened):
+    engine = opened("torch")
     ids = engine.tokenizer(PROMPT)["input_ids"]
 
     for forced in (5, 0):  # of the text, and the EOS
@@ -293,7 +294,8 @@ def test_stop_strings_amid_a_grammar_are_passed_over_however_the_text_is_cut():
             assert found + stop.finish() == expected, (stops, keep, size)
 
 
-def test_a_schema_may_be_a_dict_a_text_or_any_object(engine):
+def test_a_schema_may_be_a_dict_a_text_or_any_object(opened):
+    engine = opened("torch")
     schema = Person.model_json_schema()
     how = {"do_sample": True, "seed": 2, "max_new_tokens": 60}
     texts = [

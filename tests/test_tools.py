@@ -204,9 +204,12 @@ def test_templates_tell_their_format():
     assert style_of("{{ messages }}") is None
 
 
-@pytest.mark.parametrize(
-    "style", [pytest.param(x, marks=pytest.mark.slow if x == "llama3" else ()) for x in TEMPLATES]
-)
+QUICK = "hermes", "thinking"
+WAYS = [pytest.param("torch", x, marks=() if x in QUICK else pytest.mark.slow) for x in TEMPLATES]
+WAYS += [pytest.param("jax", "hermes", marks=pytest.mark.slow)]
+
+
+@pytest.mark.parametrize(("engine", "style"), WAYS, indirect=["engine"])
 def test_calls_come_back_valid_whole_and_streamed(engine, client, style):
     engine.tokenizer.chat_template = TEMPLATES[style]
     ask = [{"role": "user", "content": "go there"}]
