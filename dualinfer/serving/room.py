@@ -40,16 +40,18 @@ def pool_for(
 ) -> Pool:
     """The pool of slots of so many tokens; `slots` unset: as many as have room in `free` bytes.
 
-    Some of those that have room are spare if what prompts have in common is to be kept.
+    A grammar finds its place in the state. Some of those that have room are spare if what prompts
+    have in common is to be kept.
     """
     shares = shares and runner.spec.keeps_places
     if slots is not None:
-        return Pool(slots, tokens, spare=-(-slots // _SPARE) if shares else 0)
+        spare = -(-slots // _SPARE) if shares else 0
+        return Pool(slots, tokens, hides=True, spare=spare)
     each = MOST_SLOTS * (_SPARE + 1) // _SPARE if shares else MOST_SLOTS
     if free is not None:
         each = max(1, min(each, int(free // _slot_bytes(runner, tokens))))
     spare = each // (_SPARE + 1) if shares else 0
-    return Pool(each - spare, tokens, spare=spare)
+    return Pool(each - spare, tokens, hides=True, spare=spare)
 
 
 def free_for_pool(runner: Runner) -> int | None:

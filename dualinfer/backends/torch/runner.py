@@ -350,7 +350,7 @@ class TorchRunner:
         sampler.count(part, token)
         for name in ("active", "last", "new", "remaining"):
             getattr(state, name)[rows] = getattr(part, name)
-        state.seen[rows, token] = True
+        state.see(rows, token)
         if state.counts is not None:
             state.counts[rows, token] += 1
         told = sampling.tell(MATHS, logits, token)[None] if features.tells else None
@@ -681,7 +681,8 @@ class TorchRunner:
         assert state is not None
         for slot, request in zip(slots, requests, strict=True):
             state.seen[slot] = False
-            state.seen[slot, upload(request.tokens, self.device, torch.int64)] = True
+            ids = upload(request.tokens, self.device, torch.int64)
+            state.see(ids.new_full((), slot), ids)
 
     @in_order
     @torch.inference_mode()
@@ -707,8 +708,11 @@ class TorchRunner:
             size = self._state.active.shape[0]  # a prefill that failed may not have got so far
             rows = [slot for slot in slots if slot < size]
             where = upload(rows, self.device, torch.int64)
-            self._state.active[where] = False
-            self._state.length[where] = 0  # steps of others read what a slot seems to have
+            # An index with a number in the place of a tensor would wait for the device.
+            self._state.active.index_fill_(0, where, False)
+            self._state.length.index_fill_(
+                0, where, 0
+            )  # steps of others read what a slot seems to have
 
     @in_order
     @torch.inference_mode()

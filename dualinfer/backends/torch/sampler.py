@@ -98,10 +98,14 @@ class SlotState:
             buffer = getattr(self, name)
             value = upload(column, buffer.device, buffer.dtype)
             if name == "eos":
-                buffer[slots] = NO_TOKEN
+                buffer.index_fill_(0, slots, NO_TOKEN)
                 buffer[slots, : value.shape[1]] = value
             else:
                 buffer[slots] = value
+
+    def see(self, slots: torch.Tensor, tokens: torch.Tensor) -> None:
+        """Mark tokens [N] of `slots` [N], or of one [], as seen, in place."""
+        self.seen.index_put_((slots, tokens), torch.ones_like(tokens, dtype=torch.bool))
 
     def copy_from(self, other: "SlotState") -> None:
         """Take over the rows of a smaller state."""
@@ -117,7 +121,8 @@ class SlotState:
         for slot, ids in zip(slots, tokens, strict=True):
             self.hidden[slot] = False
             if len(ids):
-                self.hidden[slot, upload(list(ids), self.hidden.device)] = True
+                index = upload(list(ids), self.hidden.device)
+                self.hidden[slot].index_fill_(0, index, True)
 
     def weigh(self, slots: Sequence[int], requests: Sequence[Request]) -> None:
         """Set what `sampling.weigh` takes of these `slots`, in place."""
