@@ -15,12 +15,19 @@ from typing import Any
 ROOT = Path(__file__).parents[1]
 FOLDER, PAGE = ROOT / "benchmarks" / "results", ROOT / "benchmarks" / "results.md"
 OURS = "torch", "jax"
-TIMES = {"decode": "ms_per_token", "prefill": "ms", "forward": "ms", "embed": "ms"}
+TIMES = {
+    "decode": "ms_per_token",
+    "prefill": "ms",
+    "forward": "ms",
+    "embed": "ms",
+    "serve": "output_throughput",
+}
 TITLES = {
     "decode": "Decode: ms a token, sampling included",
     "prefill": "Prefill: ms to the first token",
     "forward": "One pass over whole sequences: ms",
     "embed": "Vectors of texts: ms of all texts",
+    "serve": "Many requests at once: new tokens a second",
 }
 CODE = ("kernels", "ops", "decoder", "engine")  # folders whose changes may move a figure
 HEAD = """# Results
@@ -53,7 +60,11 @@ def workload(row: Row) -> tuple[Any, ...]:
     parts += ["layers on the host"] if row.get("resident") is not None else []
     parts += [] if row.get("kernels", True) else ["no kernels"]
     device = row["device"].removeprefix("NVIDIA ").removesuffix(" 80GB HBM3")
-    return row["kind"], row["model"], ", ".join(parts), row["batch"], row["tokens"], device
+    size = (f"{row['batch']} x {row['tokens']}",) if "load" not in row else ()
+    if not size:
+        over = "" if row["over_http"] else ", without HTTP"
+        size = (f"{row['load']['requests']} of {row['what']}{over}",)
+    return row["kind"], row["model"], ", ".join(parts), *size, device
 
 
 def newest(folder: Path = FOLDER) -> dict[tuple[Any, ...], dict[str, tuple[str, Row, Row]]]:
@@ -90,8 +101,8 @@ def since(date: str, system: str) -> str:
 def figure(kind: str, row: Row) -> str:
     """A time and its share of the limit."""
     value = row[TIMES[kind]]
-    digits = 3 if value < 10 else 1
-    return f"{value:.{digits}f} ({row['of_limit']:.1%})"
+    digits = 0 if kind == "serve" else 3 if value < 10 else 1
+    return f"{value:,.{digits}f} ({row['of_limit']:.1%})"
 
 
 def command(run: Row) -> str:
@@ -125,7 +136,7 @@ def page(folder: Path = FOLDER, marks: bool = True) -> str:
                 line = command(run)
                 commands += [] if line in commands else [line]
                 numbers.append(f"[{commands.index(line) + 1}]")
-            cells = [key[1], key[2], f"{key[3]} x {key[4]}", key[5]]
+            cells = [*key[1:5]]
             cells += [figure(kind, own[s][1]) if s in own else "" for s in OURS]
             cells += [", ".join(peers)]
             cells += [", ".join(dict.fromkeys(date[:10] for _, date, _, _ in ours))]
