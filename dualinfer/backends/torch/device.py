@@ -47,7 +47,7 @@ _STAGED_BYTES = 1 << 15  # that CUDA copies itself before a copy to the device r
 
 def upload(values: Any, device: torch.device, dtype: torch.dtype | None = None) -> torch.Tensor:
     """Values of host memory on the device, behind its work, for which the host does not wait."""
-    tensor = torch.as_tensor(values, dtype=dtype)
+    tensor = torch.as_tensor(values, dtype=dtype, device="cpu")  # whatever the default device
     if device.type != "cuda":
         return tensor.to(device)
     return ready(tensor).to(device, non_blocking=True)
