@@ -189,6 +189,53 @@ def test_a_failed_step_forgets_what_slots_hold(engine, prompts, alone, monkeypat
     assert together(engine, prompts[1:2]) == (alone[1:2], [128])
 
 
+def test_what_a_failed_reading_has_lost_is_not_used(engine, prompts, alone, monkeypatch):
+    engine.reserve(4, 250)
+    together(engine, prompts[:1])
+
+    def fails(pieces: Any) -> Any:
+        raise RuntimeError("on purpose")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(engine.runner, "extend", fails)
+        with pytest.raises(StepError, match="on purpose"):
+            together(engine, prompts[4:5])
+    # On JAX the cache may have gone with the failed step.
+    assert together(engine, prompts[1:2]) == (alone[1:2], [0])
+
+
+def test_a_stream_that_is_collected_meanwhile_ends_behind(engine, prompts, alone, monkeypatch):
+    """What it leaves would take the place of what was just found."""
+    engine.reserve(2, 250)  # one spare slot
+    together(engine, prompts[:1])
+    held = engine.stream([prompts[4]], **GREEDY)
+    next(held)
+    longest = Prefixes.longest
+
+    def collects(self: Any, ids: Any) -> Any:
+        found = longest(self, ids)
+        held.close()
+        return found
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Prefixes, "longest", collects)
+        assert texts_of(engine, prompts[1:2]) == alone[1:2]
+    assert engine.traffic().live == 0 and texts_of(engine, prompts[4:6]) == alone[4:6]
+
+
+def test_an_interrupt_while_prompts_are_read_leaves_nothing(engine, prompts, alone, monkeypatch):
+    engine.reserve(4, 250)
+
+    def interrupts(pieces: Any) -> Any:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(engine.runner, "extend", interrupts)
+        with pytest.raises(KeyboardInterrupt):
+            engine.generate([*prompts[:2]], pad_token_id=0, **GREEDY)
+    engine.reserve(4, 250)  # nothing is under way
+
+
 @pytest.mark.parametrize(
     ("name", "shares"), [("gemma2", True), ("latent", True), ("falcon_h1", False)]
 )

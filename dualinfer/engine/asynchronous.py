@@ -70,8 +70,9 @@ class AsyncGeneration:
     @property
     def cached_tokens(self) -> int:
         """Tokens of the prompt that another one left; known once the first token has come."""
-        live = self._job.live
-        return 0 if live is None else live.kept
+        live, begun = self._job.live, self._job.begun
+        lives = begun.lives if begun is not None else [live] if live is not None else []
+        return sum(one.kept for one in lives)
 
     def logprobs_of(self, index: int) -> TokenLogprobs:
         """What `logprobs=K` tells of a new token that has come, by its place."""

@@ -237,7 +237,8 @@ class Driver:
                 group[0].begun = begin()
                 group[0].steps = iter(group[0].begun)
             else:
-                lives = self._loop.start([job.request for job in group])
+                waits = not (self._jobs or others)
+                lives = self._loop.start([job.request for job in group], waits)
                 for job, live in zip(group, lives, strict=True):
                     job.live = live
                     if job.stop is not None:

@@ -1,5 +1,6 @@
 """The neutral generation loop: prefill, decode in chunks, hand out; stop strings; streaming."""
 
+import logging
 import threading
 import time
 from collections import deque
@@ -21,7 +22,13 @@ from ..backends.base import (
     Runner,
 )
 from ..backends.profiling import Profiler
-from ..errors import ClosedError, LengthError, StepError, UnsupportedError
+from ..errors import (
+    ClosedError,
+    LengthError,
+    OutOfMemoryError,
+    StepError,
+    UnsupportedError,
+)
 from ..parallel.spmd import Turns
 from .sharing import Sharing
 from .text_stream import Detokenizer, TextStream
@@ -113,13 +120,14 @@ class Live:
         """Book a token; the sequence ends where it ends on the device."""
         if told is not None and self.request.tells:
             self.told.append(told)  # before its token, which another thread may look at
-        self.tokens.append(token)
-        self.pauses = len(self.tokens) == self.pause
-        full = len(self.tokens) >= self.request.max_new_tokens
+        count = len(self.tokens) + 1
+        full = count >= self.request.max_new_tokens
         if full and self.request.last is not None:
-            token = self.tokens[-1] = self.request.last
+            token = self.request.last
         if self.progress is not None:
             self._follow(self.progress, token)
+        self.tokens.append(token)
+        self.pauses = count == self.pause
         self.ended = self.ended or full or token in self.request.eos_ids
 
     def _follow(self, progress: Progress, token: int) -> None:
@@ -152,6 +160,7 @@ class Live:
         return self.progress is None or self.accepts[index]
 
 
+_log = logging.getLogger(__name__)
 _Chunk: TypeAlias = tuple[PendingTokens, dict[int, Live]]  # tokens, and whose the columns are
 
 
@@ -183,6 +192,7 @@ class Loop:
         self.pool: Pool | None = None
         self.sharing: Sharing | None = None  # of prompts, where the pool's model can
         self._wanted = 0  # slots that calls wait for
+        self._is_busy = False  # with what slots hold
 
     def open(self, pool: Pool | None, prepare: bool, shares: bool) -> None:
         """Reserve a pool's room, or none; see `Runner.open`.
@@ -192,6 +202,7 @@ class Loop:
         """
         with self._turns:
             self._finish_left()
+            self.finish([live for live in self._live.values() if live.ended])
             if self._live:
                 raise UnsupportedError(
                     "Room was to be reserved, or given back, while a generation is under way. "
@@ -208,6 +219,8 @@ class Loop:
 
         Also of those that wait in a call for their slots.
         """
+        if self._left:
+            self._free_left()
         others = [x.request.cache_tokens for x in list(self._live.values()) if id(x) not in ours]
         return others + [0] * self._wanted
 
@@ -221,13 +234,20 @@ class Loop:
                 "tokens, pass a shorter prompt, or reserve more tokens a slot."
             )
 
-    def start(self, requests: Sequence[Request]) -> list[Live]:
-        """Sequences for `requests`, in the lowest free slots, with their first token under way."""
-        with self._with_slots(len(requests)):
+    def start(self, requests: Sequence[Request], waits: bool = True) -> list[Live]:
+        """Sequences for `requests`, in the lowest free slots, with their first token under way.
+
+        One that does not wait for slots raises OutOfMemoryError where there are too few.
+        """
+        with self._with_slots(len(requests), waits):
             if self.sharing is not None:
                 lives, _ = self._open(requests, self._plan, chosen=False)
                 if all(x.unread is not None for x in list(self._live.values()) if not x.ended):
-                    self._read_on()  # others have a step between two pieces: see `turn`
+                    try:
+                        self._read_on()  # others have a step between two pieces: see `turn`
+                    except BaseException:  # an interrupt, before the caller has them
+                        self.finish(lives)
+                        raise
                 return lives
 
             def read(lives: list[Live], parts: list[Request]) -> None:
@@ -249,6 +269,8 @@ class Loop:
                 slots = [live.slot for live in lives]
                 if self.sharing is not None:
                     parts = list(map(self.sharing.begun, slots, parts))
+                    for live, part in zip(lives, parts, strict=True):
+                        live.kept = part.kept
                 return self._profiler.run(self._runner.prefill_scores, parts, slots)
 
             lives, scores = self._open(requests, read, chosen=True)
@@ -257,7 +279,7 @@ class Loop:
             return lives, scores
 
     @contextmanager
-    def _with_slots(self, count: int) -> Generator[None, None, None]:
+    def _with_slots(self, count: int, waits: bool = True) -> Generator[None, None, None]:
         """The turn, once `count` slots are free; until then sequences under way are driven on.
 
         LengthError where a pool has not so many, or where none of them will ever be free.
@@ -271,6 +293,8 @@ class Loop:
                         self._wanted, wanted = self._wanted - wanted, 0
                         yield
                         return
+                if not waits:
+                    raise OutOfMemoryError(f"There are not {count} free slots.")
                 self._make_way(count)
         finally:
             self._wanted -= wanted
@@ -294,7 +318,12 @@ class Loop:
         """Drive sequences on, so that some end; those whose tokens others choose are waited for."""
         lives = [x for x in list(self._live.values()) if not x.ended]
         if any(not live.chosen for live in lives):
-            self.turn(_BESIDE)
+            try:
+                self.turn(_BESIDE)
+            except (ClosedError, UnsupportedError):
+                raise
+            except Exception as error:  # it has ended those whom the step served, who are told
+                _log.info("A step failed, which a call waited for: %r", error)
         elif any(live.owner != threading.get_ident() for live in lives):
             time.sleep(_PAUSE)
         elif lives:
@@ -356,8 +385,10 @@ class Loop:
                 live.tokens, live.queued = [live.request.first], 2
         slots = slots[: len(lives)]
         try:
-            result = read(lives, [live.part() for live in lives])
+            with self._undisturbed():
+                result = read(lives, [live.part() for live in lives])
         except BaseException:
+            self._forget()
             self._runner.release(slots)
             raise
         self._live.update(zip(slots, lives, strict=True))
@@ -384,13 +415,15 @@ class Loop:
         """
         served: list[Live] = []
         try:
-            if pieces := self._next_pieces(served):
-                self._read(served, pieces)
+            with self._undisturbed():
+                if pieces := self._next_pieces(served):
+                    self._read(served, pieces)
         except BaseException as error:
             reason = StepError(f"Reading a prompt failed, and with it its sequence: {error!r}.")
             reason.__cause__ = error
             for live in served:
                 live.error = reason
+            self._forget()
             self.finish(served)
             if not isinstance(error, Exception):  # an interrupt is the caller's
                 raise
@@ -453,8 +486,7 @@ class Loop:
         """Raise UnsupportedError while a sequence is under way, whose cache is of these weights."""
         with self._turns:
             self._finish_left()
-            if self.sharing is not None:
-                self.sharing.forget()
+            self._forget()
         if self._live:
             raise UnsupportedError(
                 "A generation is under way, and what it has cached was computed with the weights "
@@ -601,7 +633,8 @@ class Loop:
             slots = [live.slot for live in here]
             for live in lives:
                 live.ended = True
-            self._keep(here)
+            with self._undisturbed():
+                self._keep(here)
             for slot in slots:
                 del self._live[slot]
             if slots:
@@ -615,11 +648,30 @@ class Loop:
         A stream may be collected on any thread, and be it one that the turn's holder waits for.
         """
         self._left.extend(lives)
+        self._free_left()
+
+    def _free_left(self) -> None:
+        """Free slots that were left, unless another thread, or a caller of this one, is at work."""
         if self._turns.take():
             try:
-                self._finish_left()
+                if not self._is_busy:
+                    self._finish_left()
             finally:
                 self._turns.__exit__()
+
+    @contextmanager
+    def _undisturbed(self) -> Generator[None, None, None]:
+        """Around work on what slots hold: a stream that is collected within it ends behind it."""
+        was, self._is_busy = self._is_busy, True
+        try:
+            yield
+        finally:
+            self._is_busy = was
+
+    def _forget(self) -> None:
+        """What slots hold is not known any more: JAX has lost it where a step has failed."""
+        if self.sharing is not None:
+            self.sharing.forget()
 
     def _finish_left(self) -> None:
         lives = []

@@ -74,12 +74,12 @@ class RoomCalls(InferenceEngine):
             )
         with self._turns:
             self._loop.open(None, False, False)  # its memory is free for the new one
-            each = max((tokens or min(most, MOST_TOKENS)) - 1, 1)  # the last is not fed back
-            said = self._turns.peers.tell("Reserving room", free=free_for_pool(runner))["free"]
-            free = None if None in said else min(said)
-            pool = pool_for(runner, slots, each, prefix_cache, free)
-            prepares = not is_on_host(runner) if prepare is None else prepare
             try:
+                each = max((tokens or min(most, MOST_TOKENS)) - 1, 1)  # the last is not fed back
+                said = self._turns.peers.tell("Reserving room", free=free_for_pool(runner))["free"]
+                free = None if None in said else min(said)
+                pool = pool_for(runner, slots, each, prefix_cache, free)
+                prepares = not is_on_host(runner) if prepare is None else prepare
                 self._loop.open(pool, prepares, prefix_cache)
             finally:
                 self._told_driver()

@@ -322,7 +322,7 @@ class Stepwise:
         self._tells = any(request.tells for request in requests)
         self._told: list[list[np.ndarray]] = [[] for _ in requests]
         self._temperature = options.temperature if options.do_sample else 1.0
-        self._lives, self._first = loop.start_scores(requests)
+        self.lives, self._first = loop.start_scores(requests)
 
     def __iter__(self) -> Generator[list[int | None], None, None]:
         """For every step, each sequence's new token; None once it has ended."""
@@ -332,7 +332,7 @@ class Stepwise:
         try:
             for step in range(self._requests[0].max_new_tokens):
                 if step:
-                    logits = self._loop.scores(self._lives, ids[:, -1].tolist())
+                    logits = self._loop.scores(self.lives, ids[:, -1].tolist())
                 before = done
                 with self._turns.together("The tokens that the host chose") as work:
                     tokens, done = self._chosen(ids, logits, step, before)
@@ -391,7 +391,7 @@ class Stepwise:
     def close(self) -> None:
         """End what is unfinished and free the slots."""
         with suppress(ClosedError):  # in a forked process, which has nothing to free
-            self._loop.leave(self._lives)
+            self._loop.leave(self.lives)
 
 
 def _own(logits: Any) -> Any:
