@@ -210,16 +210,19 @@ def test_a_stream_that_is_collected_meanwhile_ends_behind(engine, prompts, alone
     together(engine, prompts[:1])
     held = engine.stream([prompts[4]], **GREEDY)
     next(held)
-    longest = Prefixes.longest
+    longest, calls = Prefixes.longest, []
 
     def collects(self: Any, ids: Any) -> Any:
         found = longest(self, ids)
-        held.close()
+        calls.append(found)
+        if len(calls) == 2:  # the first one asks whether to wait
+            held.close()
         return found
 
     with monkeypatch.context() as patch:
         patch.setattr(Prefixes, "longest", collects)
         assert texts_of(engine, prompts[1:2]) == alone[1:2]
+    assert calls[1] == (2, 128)
     assert engine.traffic().live == 0 and texts_of(engine, prompts[4:6]) == alone[4:6]
 
 
