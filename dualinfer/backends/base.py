@@ -17,6 +17,7 @@ NO_LABEL = -100  # HF's, where no loss is asked for
 # Of a head for labels: cross-entropy, squared differences, or a yes or no for each label.
 LossKind = Literal["classes", "regression", "several"]
 MAX_STEPS = 32  # of one `decode` call
+GRAIN = 64  # tokens, at whose multiples a cut changes no bit of a recurrence
 NO_KERNELS = "no kernels run, plain operations serve: "  # a note that begins so says why
 
 

@@ -12,11 +12,10 @@ import numpy as np
 from ..errors import LengthError, StepError
 from ..model.spec import ModelSpec
 from ..ops.caches import Room
-from .base import NO_TOKEN, Piece, Pool, Request
+from .base import GRAIN, NO_TOKEN, Piece, Pool, Request
 
 SMALLEST_CACHE = 64
 RESERVED = 2048
-GRAIN = 64  # tokens, at whose multiples a cut changes no bit of a recurrence
 PANELS = (256, 512, 1024, 2048, 4096)  # tokens of the passes that read pieces into a pool
 _SMALLEST_REACH, _REACHES = 512, 4  # of steps over a pool, and how much farther the next goes
 

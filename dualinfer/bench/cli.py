@@ -135,7 +135,7 @@ class _Chosen:
 
 @dataclass(frozen=True, kw_only=True)
 class _Measured(_Chosen):
-    """What is measured of a model."""
+    """Options that name the model that is measured, and how it is held."""
 
     batch: BatchOption = None
     prompt: PromptOption = None
@@ -206,7 +206,7 @@ def embed(model: ModelArgument = None, repeats: RepeatsOption = 10, *, asked: _M
 
 @dataclass(frozen=True, kw_only=True)
 class _Asked(_Chosen):
-    """What is asked of servers, and how what comes of it is judged."""
+    """Options of the load on a server, and of how its answers are judged."""
 
     peer: Annotated[
         list[str] | None,
@@ -382,7 +382,7 @@ def _warm_ups(asked: _Asked, load: Load, most: int) -> int:
 
 
 def _goals(given: list[str]) -> dict[str, float]:
-    """What --goodput names, in milliseconds."""
+    """The goals that --goodput names, in milliseconds."""
     goals = {}
     for one in given:
         name, _, value = one.partition(":")

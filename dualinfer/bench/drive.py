@@ -33,18 +33,18 @@ class Record:
 
 @dataclass
 class Run:
-    """What came of a load: a record of each request, and the seconds that all of them took."""
+    """A load that was run: a record of each request, and the seconds that all of them took."""
 
     records: list[Record]
     seconds: float
 
     def to_dict(self) -> dict[str, Any]:
-        """All of it, for another process."""
+        """The fields as a plain dict, for another process."""
         return asdict(self)
 
     @classmethod
     def of(cls, fields: dict[str, Any]) -> "Run":
-        """What `to_dict` gave."""
+        """The Run that `to_dict` was called on."""
         return cls([Record(**one) for one in fields["records"]], fields["seconds"])
 
 

@@ -3,34 +3,34 @@
 import time
 from functools import partial
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
 
-from .. import backends
-from ..api import init_inference
-from ..checkpoint.described.tokenizer import load_tokenizer, tokenizer_folder
 from ..engine.fused import FusedEngine
 from ..errors import ArgumentError
 from ..serving.http.batch import Progress, run_file
 from ..serving.http.rows import answer_rows
 from ..system.command_options import KvCacheOption, QuantOption
 from ..system.terminal import say
-from .options import AdapterOption, BackendOption, KernelsOption, RevisionOption
+from .options import (
+    AdapterOption,
+    BackendOption,
+    DtypeOption,
+    KernelsOption,
+    MaxTokensOption,
+    ModelArgument,
+    RevisionOption,
+)
 from .serve import name_of
-from .texts import find_asked
+from .texts import opened
 
 _EVERY = 10.0  # seconds between lines where stderr is no terminal
 
 
 def batch(
-    model: Annotated[
-        str,
-        typer.Argument(
-            metavar="MODEL", help="A checkpoint's folder, a GGUF file or a model of the hub."
-        ),
-    ],
+    model: ModelArgument,
     source: Annotated[
         Path, typer.Argument(metavar="IN.jsonl", help="Requests in OpenAI's batch format.")
     ],
@@ -51,18 +51,8 @@ def batch(
         str,
         typer.Option(metavar="I/N", help="Every N-th row from the I-th on, I from 0: one job's."),
     ] = "0/1",
-    max_tokens: Annotated[
-        int | None,
-        typer.Option(
-            metavar="NUMBER",
-            min=2,
-            help="Tokens of a prompt and its answer; unset: the model's, at most 8,192.",
-        ),
-    ] = None,
-    dtype: Annotated[
-        str | None,
-        typer.Option(metavar="NAME", help="float32, float16 or bfloat16; unset: as in generate."),
-    ] = None,
+    max_tokens: MaxTokensOption = None,
+    dtype: DtypeOption = None,
     quant: QuantOption = None,
     adapter: AdapterOption = None,
     kv_cache_dtype: KvCacheOption = None,
@@ -79,20 +69,9 @@ def batch(
     if not target.absolute().parent.is_dir():
         raise ArgumentError(f"{target}: the folder does not exist. Make it first.")
     part = _shard(shard)
-    which = backend or backends.default_backend()
-    backends.check_backend(which)
-    found = find_asked(model, revision, adapter, "")
-    tokenizer = load_tokenizer(tokenizer_folder(*found))
-    with init_inference(
-        found.folder,
-        backend=which,
-        adapter=found.adapters,
-        dtype=dtype,
-        quant=quant,
-        kv_cache_dtype=kv_cache_dtype,
-        replace_with_kernel_inject=kernels,
-    ) as engine:
-        engine.tokenizer = tokenizer
+    how: dict[str, Any] = {"dtype": dtype, "quant": quant, "kv_cache_dtype": kv_cache_dtype}
+    how["replace_with_kernel_inject"] = kernels
+    with opened(model, backend, revision, adapter, **how) as engine:
         answer = partial(answer_rows, engine, name=name or name_of(model))
         if isinstance(engine, FusedEngine) and engine.can_generate():
             engine.reserve(tokens=max_tokens)

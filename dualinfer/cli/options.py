@@ -11,6 +11,24 @@ from ..system.command_options import KvCacheOption, QuantOption, with_options
 One = Literal["torch", "jax"]
 Choice = Literal["torch", "jax", "both"]
 
+ModelArgument = Annotated[
+    str,
+    typer.Argument(
+        metavar="MODEL", help="A checkpoint's folder, a GGUF file or a model of the hub."
+    ),
+]
+MaxTokensOption = Annotated[
+    int | None,
+    typer.Option(
+        metavar="NUMBER",
+        min=2,
+        help="Tokens of a prompt and its answer; unset: the model's, at most 8,192.",
+    ),
+]
+DtypeOption = Annotated[
+    str | None,
+    typer.Option(metavar="NAME", help="float32, float16 or bfloat16; unset: as in generate."),
+]
 BackendOption = Annotated[
     One | None,
     typer.Option(

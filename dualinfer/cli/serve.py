@@ -16,15 +16,20 @@ from typing import Annotated, Any
 
 import typer
 
-from .. import backends
-from ..api import init_inference
-from ..checkpoint.described.tokenizer import load_tokenizer, tokenizer_folder
 from ..engine.fused import FusedEngine
-from ..errors import BackendNotAvailableError, DualinferError, UnsupportedError
+from ..errors import ArgumentError, BackendNotAvailableError, DualinferError, UnsupportedError
 from ..system.command_options import KvCacheOption, QuantOption
 from ..system.terminal import say
-from .options import AdapterOption, BackendOption, KernelsOption, RevisionOption
-from .texts import find_asked
+from .options import (
+    AdapterOption,
+    BackendOption,
+    DtypeOption,
+    KernelsOption,
+    MaxTokensOption,
+    ModelArgument,
+    RevisionOption,
+)
+from .texts import opened
 
 _NEEDED = ("llguidance", "starlette", "uvicorn")
 _KEY = "DUALINFER_API_KEY"
@@ -37,12 +42,7 @@ class ListenError(DualinferError, OSError):
 
 
 def serve(
-    model: Annotated[
-        str,
-        typer.Argument(
-            metavar="MODEL", help="A checkpoint's folder, a GGUF file or a model of the hub."
-        ),
-    ],
+    model: ModelArgument,
     backend: BackendOption = None,
     host: Annotated[
         str, typer.Option(metavar="ADDRESS", help="Where to listen; 0.0.0.0 for all networks.")
@@ -76,14 +76,7 @@ def serve(
             metavar="NUMBER", min=1, help="Sequences at a time; unset: what has room, at most 256."
         ),
     ] = None,
-    max_tokens: Annotated[
-        int | None,
-        typer.Option(
-            metavar="NUMBER",
-            min=2,
-            help="Tokens of a prompt and its answer; unset: the model's, at most 8,192.",
-        ),
-    ] = None,
+    max_tokens: MaxTokensOption = None,
     prefix_cache: Annotated[
         bool,
         typer.Option(help="Read what prompts have in common once."),
@@ -111,10 +104,7 @@ def serve(
             help="A web page that may call the server, as https://a.b; again for more.",
         ),
     ] = None,
-    dtype: Annotated[
-        str | None,
-        typer.Option(metavar="NAME", help="float32, float16 or bfloat16; unset: as in generate."),
-    ] = None,
+    dtype: DtypeOption = None,
     quant: QuantOption = None,
     adapter: AdapterOption = None,
     kv_cache_dtype: KvCacheOption = None,
@@ -145,32 +135,20 @@ def serve(
                 f"--allow-origin {origin}; expected a scheme and a host, as http://localhost:3000, "
                 "without a path, or * for any page."
             )
-    which = backend or backends.default_backend()
-    backends.check_backend(which)
-    found = find_asked(model, revision, adapter, "")
-    tokenizer = load_tokenizer(tokenizer_folder(*found))
+    how: dict[str, Any] = {"dtype": dtype, "quant": quant, "kv_cache_dtype": kv_cache_dtype}
     with (
         _listening(host, port) as listener,
-        init_inference(
-            found.folder,
-            backend=which,
-            adapter=found.adapters,
-            dtype=dtype,
-            quant=quant,
-            kv_cache_dtype=kv_cache_dtype,
-            replace_with_kernel_inject=kernels,
+        opened(
+            model, backend, revision, adapter, replace_with_kernel_inject=kernels, **how
         ) as engine,
     ):
-        engine.tokenizer = tokenizer
         if not isinstance(engine, FusedEngine):
             raise UnsupportedError(
                 "This model runs in module mode, by transformers' own code, which makes one call "
                 "at a time. Only models of fused mode are served."
             )
         called = name or name_of(model)
-        if writes := engine.can_generate():
-            engine.reserve(max_sequences, max_tokens, prefix_cache=prefix_cache)
-            engine.generate([[0]], max_new_tokens=2, do_sample=False)  # what is to be compiled
+        writes = _writes(engine, max_sequences, max_tokens, prefix_cache)
         listener.listen(_BACKLOG)  # who calls from here on waits a moment
         _show(engine, called, writes, listener.getsockname(), api_key is not None)
         how: dict[str, Any] = {
@@ -180,6 +158,22 @@ def serve(
             "origins": allow_origin or [],
         }
         _run(engine, called, listener, grace, how)
+
+
+def _writes(engine: FusedEngine, slots: int | None, tokens: int | None, shares: bool) -> bool:
+    """Reserve room, and run two steps, so that what must be compiled is before the first client.
+
+    False for a model that writes no texts: it embeds, or sees, or hears.
+    """
+    if not engine.can_generate():
+        return False
+    engine.reserve(slots, tokens, prefix_cache=shares)
+    try:
+        engine.generate([[0]], max_new_tokens=2, do_sample=False)
+    except (UnsupportedError, ArgumentError):
+        engine.unreserve()
+        return False
+    return True
 
 
 def name_of(model: str) -> str:

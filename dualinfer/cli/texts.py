@@ -356,6 +356,20 @@ def find_asked(name: str, revision: str | None, adapters: Sequence[str] | None, 
         raise CheckpointNotFoundError(f"{error} {hint}") from error
 
 
+@contextmanager
+def opened(
+    model: str, backend: str | None, revision: str | None, adapter: Any, **how: Any
+) -> Iterator[Any]:
+    """An engine of what a command names, with its tokenizer; `how` are fields of the config."""
+    which = backend or backends.default_backend()
+    backends.check_backend(which)
+    found = find_asked(model, revision, adapter, "")
+    tokenizer = load_tokenizer(tokenizer_folder(*found))
+    with init_inference(found.folder, backend=which, adapter=found.adapters, **how) as engine:
+        engine.tokenizer = tokenizer
+        yield engine
+
+
 def _may_be_model(name: str) -> bool:
     """True for a name that is more likely a path or a hub id than words of a text."""
     if " " in name:

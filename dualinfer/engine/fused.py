@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, Unpack
 import numpy as np
 
 from ..arrays import ids_to_jax, kind_of, to_kind, to_numpy
-from ..backends.base import TOP, ForwardInputs, Request, Runner
+from ..backends.base import ForwardInputs, Request, Runner
 from ..errors import (
     ArgumentError,
     ClosedError,
@@ -41,7 +41,7 @@ from .origin import Origin
 from .prompts import Prompts, make_embedded, make_prompts
 from .pure import make_pure_inputs
 from .report import Report
-from .requests import TokenLogprobs, make_requests, make_seeds, told_fields, told_of
+from .requests import make_requests, make_seeds, told_fields
 from .scoring import ScoringCalls
 from .source import (
     NAMES,
@@ -64,7 +64,6 @@ from .whisper import SpeechCalls
 _INPUTS = "inputs", "inputs_embeds", "pixel_values"  # of generate, beside `source.NAMES`
 _HIDDEN = {"hidden": "suppress_tokens", "hidden_at_first": "begin_suppress_tokens"}
 ENDED = "The engine was closed during the call. Make a new one by init_inference()."
-_SCORED = 512  # places whose logits are held at a time
 _STREAM_CHUNK, _STOP_CHUNK, _WHOLE_CHUNK = 1, 4, 32
 _log = logging.getLogger(__name__)
 
@@ -354,31 +353,6 @@ class FusedEngine(Likeness, EmbeddingCalls, TowerCalls, SpeechCalls, ScoringCall
         if streamer is not None:
             streamer.end()
         return np.column_stack((block, *columns)), generation
-
-    def prompt_logprobs(
-        self, input_ids: Sequence[int], logprobs: int = 0
-    ) -> list[TokenLogprobs | None]:
-        """The log-probability of each token of a prompt behind those before it, None of the first.
-
-        `input_ids` are ints [T]; with `logprobs` up to 20 the so many likeliest ids of each place
-        are told, too. By the model's own logits, as a forward pass gives them.
-        """
-        ids = [int(x) for x in input_ids]
-        if not self._spec.can_generate or self._spec.encoder is not None:
-            raise UnsupportedError(
-                f"{self._spec.architecture} has no log-probabilities of a prompt: it is no causal "
-                "decoder."
-            )
-        if not (isinstance(logprobs, int) and 0 <= logprobs <= TOP):
-            raise ArgumentError(f"logprobs={shown(logprobs)}; expected an int of at most {TOP}.")
-        told: list[TokenLogprobs | None] = [None] if ids else []
-        for first in range(0, len(ids) - 1, _SCORED):
-            places = np.arange(first, min(first + _SCORED, len(ids) - 1))
-            with self._turns:
-                results = self.forward([ids], logits_to_keep=places)
-                rows = self.runner.tell(results.logits[0], np.array(ids)[places + 1])
-            told += [told_of(row, logprobs) for row in rows]
-        return told
 
     def _scores_after(self, requests: Sequence[Request]) -> Any:
         """The logits float32 [B, V] behind the prompts of requests, which end with it."""

@@ -12,6 +12,7 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from ..backends.base import (
+    GRAIN,
     MAX_STEPS,
     NO_TOKEN,
     PendingTokens,
@@ -34,7 +35,6 @@ from .sharing import Sharing
 from .text_stream import Detokenizer, TextStream
 
 PIECE = 2048  # tokens that are read at a time where others wait; an H100 takes 50 ms for 8B
-_GRAIN = 64  # at whose multiples prompts are cut, which changes no bit of a recurrence
 _BESIDE = 8  # steps of others between two pieces
 _PAUSE = 0.001  # seconds between looks for slots of sequences whose tokens other threads choose
 
@@ -166,7 +166,7 @@ _Chunk: TypeAlias = tuple[PendingTokens, dict[int, Live]]  # tokens, and whose t
 
 def _first(piece: Piece, most: int) -> Piece:
     """The first tokens of a piece, about `most`."""
-    grains = max(most // _GRAIN, 1) * _GRAIN
+    grains = max(most // GRAIN, 1) * GRAIN
     return replace(piece, stop=min(piece.stop, piece.start + grains))
 
 
@@ -429,7 +429,7 @@ class Loop:
                 raise
 
     def _next_pieces(self, served: list[Live]) -> list[Piece]:
-        """What to read next, and whose it is, added to `served`.
+        """The pieces to read next; whose they are is added to `served`.
 
         The prompt that came first is first; ids and embeddings go apart. One waits where another
         that is read now begins as it does.
@@ -486,12 +486,13 @@ class Loop:
         """Raise UnsupportedError while a sequence is under way, whose cache is of these weights."""
         with self._turns:
             self._finish_left()
+            if self._live:
+                raise UnsupportedError(
+                    "A generation is under way, and what it has cached was computed with the "
+                    "weights as they are. Finish its stream, or call close() on it, before "
+                    "engine.refresh()."
+                )
             self._forget()
-        if self._live:
-            raise UnsupportedError(
-                "A generation is under way, and what it has cached was computed with the weights "
-                "as they are. Finish its stream, or call close() on it, before engine.refresh()."
-            )
 
     def fill(self, lives: Sequence[Live], count: int, steps: int) -> None:
         """Wait until each of `lives` has `count` tokens or has ended, by chunks of `steps`."""
@@ -577,7 +578,7 @@ class Loop:
         self._chunks.append((pending, dict(enumerate(lives))))
 
     def _constrained(self) -> list[Live]:
-        """Those whose next token a grammar chooses from."""
+        """The sequences whose next token must follow a grammar."""
         lives = list(self._live.values())
         return [x for x in lives if x.progress is not None and not x.ended and x.unread is None]
 
@@ -614,11 +615,8 @@ class Loop:
             lives = list(self._live.values())
             for live in lives:
                 live.error = None if live.ended else error
-            sharing, self.sharing = self.sharing, None  # what slots hold is not known any more
-            self.finish(lives)
-            if sharing is not None:
-                sharing.forget()
-            self.sharing = sharing
+            self.finish(lives, keeps=False)
+            self._forget()
 
     def close(self, error: Exception) -> None:
         """End every sequence, and refuse new ones, with `error`."""
@@ -626,15 +624,16 @@ class Loop:
             self._closed = error
             self.lose(error)
 
-    def finish(self, lives: Sequence[Live]) -> None:
-        """Free the slots of these sequences, ended or not."""
+    def finish(self, lives: Sequence[Live], keeps: bool = True) -> None:
+        """Free the slots of these sequences, ended or not; it `keeps` beginnings of prompts."""
         with self._turns:
             here = [live for live in lives if self._live.get(live.slot) is live]
             slots = [live.slot for live in here]
             for live in lives:
                 live.ended = True
-            with self._undisturbed():
-                self._keep(here)
+            if keeps:
+                with self._undisturbed():
+                    self._keep(here)
             for slot in slots:
                 del self._live[slot]
             if slots:
@@ -669,7 +668,7 @@ class Loop:
             self._is_busy = was
 
     def _forget(self) -> None:
-        """What slots hold is not known any more: JAX has lost it where a step has failed."""
+        """Forget what slots hold: where a step has failed, JAX has lost it."""
         if self.sharing is not None:
             self.sharing.forget()
 

@@ -11,7 +11,7 @@ from .loop import Loop
 
 
 class Reserved(NamedTuple):
-    """What is reserved: `slots` sequences of `tokens` tokens each, new ones included.
+    """Reserved room: `slots` sequences of `tokens` tokens each, new ones included.
 
     What sequences leave is kept in `spare` slots more, for prompts that begin alike.
     """
@@ -29,7 +29,7 @@ class PrefixCounts(NamedTuple):
 
 
 class RoomCalls(InferenceEngine):
-    """What a fused engine offers to who answers many requests."""
+    """Calls of a fused engine that reserve room for many requests."""
 
     _loop: Loop
     _driver: Driver | None = None
@@ -109,7 +109,7 @@ class RoomCalls(InferenceEngine):
             self._driver.set_room(*make_room(self._runner, self._pool))
 
     def _reserved_note(self) -> tuple[str, ...]:
-        """What is reserved, for people."""
+        """A note on the reserved room, for people."""
         if (pool := self._pool) is None:
             return ()
         kept = f", and {pool.spare} to keep what prompts begin with" if pool.spare else ""

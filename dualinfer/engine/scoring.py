@@ -6,11 +6,13 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ..arrays import from_numpy
-from ..backends.telling import tell_at
-from ..errors import ArgumentError, LengthError, UnsupportedError, a_type
-from .text import TextCalls
+from ..backends.base import TOP
+from ..errors import ArgumentError, LengthError, UnsupportedError, a_type, shown
+from .base import InferenceEngine
+from .requests import TokenLogprobs, told_of
 from .tokenizing import ids_of, tokenizer_of
 
+_SCORED = 512  # places of a prompt whose logits are held at a time
 _TOKENS = 16384  # of a pass
 _LOGITS = 2**28  # numbers of a pass
 
@@ -40,8 +42,8 @@ class _Pair(NamedTuple):
         return (*self.first, *self.then[:-1])
 
 
-class ScoringCalls(TextCalls):
-    """What an engine of a causal model offers over the logits of forward."""
+class ScoringCalls(InferenceEngine):
+    """Calls of a causal model that tell how likely tokens are."""
 
     _spec: Any
 
@@ -57,11 +59,7 @@ class ScoringCalls(TextCalls):
         Prompts that several continuations of one token share are read once. LengthError where a
         pair is longer than the model takes.
         """
-        spec = self._spec
-        if not spec.can_generate or spec.encoder is not None:
-            raise UnsupportedError(
-                f"score() is for causal models that generate, and {spec.architecture} is none."
-            )
+        self._check_scored("score()")
         if isinstance(prompts, str) or isinstance(continuations, str):
             raise ArgumentError("score() takes a list of prompts and a list of continuations.")
         if len(prompts) != len(continuations):
@@ -76,9 +74,37 @@ class ScoringCalls(TextCalls):
         ]
         return self._scores(pairs)
 
+    def prompt_logprobs(
+        self, input_ids: Sequence[int], logprobs: int = 0
+    ) -> list[TokenLogprobs | None]:
+        """The log-probability of each token of a prompt behind those before it, None of the first.
+
+        `input_ids` are ints [T]; with `logprobs` up to 20 the so many likeliest ids of each place
+        are told, too. By the model's own logits, as a forward pass gives them.
+        """
+        ids = [int(x) for x in input_ids]
+        self._check_scored("prompt_logprobs()")
+        if not (isinstance(logprobs, int) and 0 <= logprobs <= TOP):
+            raise ArgumentError(f"logprobs={shown(logprobs)}; expected an int of at most {TOP}.")
+        told: list[TokenLogprobs | None] = [None] if ids else []
+        for first in range(0, len(ids) - 1, _SCORED):
+            places = np.arange(first, min(first + _SCORED, len(ids) - 1))
+            with self._turns:
+                results = self.forward([ids], logits_to_keep=places)
+                rows = self.runner.tell(results.logits[0], np.array(ids)[places + 1])
+            told += [told_of(row, logprobs) for row in rows]
+        return told
+
     def encode_pair(self, prompt: str, continuation: str) -> tuple[list[int], list[int]]:
         """The ids of a prompt and of its continuation, as `score` splits them."""
         return split_texts(self.tokenizer, prompt, continuation)
+
+    def _check_scored(self, call: str) -> None:
+        spec = self._spec
+        if not spec.can_generate or spec.encoder is not None:
+            raise UnsupportedError(
+                f"{call} is for causal models that generate, and {spec.architecture} is none."
+            )
 
     def _encoded(self, given: Any, prompt: Any, continuation: Any) -> _Pair:
         if isinstance(prompt, str) != isinstance(continuation, str):
@@ -142,7 +168,7 @@ class ScoringCalls(TextCalls):
             part = index[:, first : first + most]
             count = part.shape[1]
             part = np.pad(part, ((0, 0), (0, min(_power(count), most) - count)), mode="edge")
-            told.append(tell_at(name, logits, part)[:count])
+            told.append(self.runner.tell(logits[part[0], part[1]], part[2])[:count])
         return np.split(np.concatenate(told), np.cumsum(lengths)[:-1])
 
 

@@ -1,10 +1,10 @@
-"""What the slots of a pool hold of earlier prompts, and where a new one begins: pure."""
+"""A book of the prompts that a pool's slots hold, and of where a new one begins: pure."""
 
 from collections.abc import Iterable, Iterator
 
 import numpy as np
 
-GRAIN = 64  # tokens: what is found is cut at its multiples, which changes no bit of a prompt's rest
+from ..backends.base import GRAIN
 
 
 class Prefixes:
