@@ -107,6 +107,7 @@ CALLS = {
     "product": lambda m, own: m.product(own(X), own(W), m.float32, own(B)),
     "einsum": lambda m, own: m.einsum("bti,oi->bot", own(X), own(W)),
     "scores": lambda m, own: m.scores("bti,oi->bot", own(X), own(W)),
+    "solve": lambda m, own: m.solve(own(X[:, None, :, :3]), own(Y[:, None])),
     "convolution": lambda m, own: m.convolution(
         own(X), own(np.stack([W, W[::-1], W * W], -1)), own(B), 2
     ),

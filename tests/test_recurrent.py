@@ -93,8 +93,20 @@ CASES |= {
         | {"routed_scaling_factor": 1.3},
     ),
 }
+DELTA = {"linear_num_key_heads": 2, "linear_num_value_heads": 6, "linear_key_head_dim": 10}
+DELTA |= {"linear_value_head_dim": 14, "layer_types": MIXED, "head_dim": 20}
+SHARED = {**EXPERTS, "shared_expert_intermediate_size": 30}
+CASES |= {
+    "qwen3_next with experts": (
+        "Qwen3Next",
+        {**DELTA, **SHARED, "intermediate_size": 77, "mlp_only_layers": [2]}
+        | {"partial_rotary_factor": 0.5, "attention_bias": True},
+    ),
+}
 QUICK = ("lfm2 with biases", "mamba2")
-ODD = ("lfm2_moe", "mamba2", "falcon_h1, normed", "nemotron_h with experts")  # one of each kind
+# One of each kind.
+ODD = ("lfm2_moe", "mamba2", "falcon_h1, normed", "nemotron_h with experts")
+ODD += ("qwen3_next with experts",)
 LENGTHS = (11, 2, 17, 1)  # shorter than a kernel, too
 NEW = 9
 INJECTED = {"replace_with_kernel_inject": True}

@@ -309,6 +309,13 @@ class ExactMaths:
         weights = self.softmax(scores)[..., : k.shape[2]]
         return np.einsum("bhts,bhsd->bthd", weights, v)
 
+    def solve(self, lower: Array, right: Array) -> Array:
+        """See `Maths`."""
+        found = self.wide(right).copy()
+        for i in range(1, right.shape[-2]):
+            found[..., i, :] -= (lower[..., i, None, :i] @ found[..., :i, :])[..., 0, :]
+        return found
+
     def convolution(self, x: Array, kernel: Array, bias: Array, stride: int) -> Array:
         """See `Maths`."""
         taps = kernel.shape[2]

@@ -357,6 +357,13 @@ class Maths(Protocol):
         """
         ...
 
+    def solve(self, lower: Any, right: Any) -> Any:
+        """x of (1 + L) x = right [..., n, m], L what is below the diagonal of `lower` [..., n, n].
+
+        Both float32, of as many axes.
+        """
+        ...
+
     def convolution(self, x: Any, kernel: Any, bias: Any, stride: int) -> Any:
         """x [B, T, in] with kernel [out, in, taps] over time, zeros around it, plus bias [out]."""
         ...

@@ -318,11 +318,11 @@ def _count(spec: ModelSpec, groups: str, layer: int | None) -> int:
 
 
 def _in_order(row: Row, axis: str) -> list[str]:
-    """The parts of a joined axis as they follow one another in the row's."""
+    """The parts of a joined axis as they follow one another in the row's, which may have others."""
     names = _parts(axis)
     by_axis = {_divided(name)[0]: name for name in names}
-    fused = next(own for own in map(_parts, row.axes) if set(own) == set(by_axis))
-    return [by_axis[name] for name in fused]
+    fused = next(own for own in map(_parts, row.axes) if set(own) >= set(by_axis))
+    return [by_axis[name] for name in fused if name in by_axis]
 
 
 class Held(NamedTuple):

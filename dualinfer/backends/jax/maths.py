@@ -380,6 +380,11 @@ class JaxMaths:
         out = lax.map(lambda pair: part(*pair), (rows, parts))
         return out.swapaxes(0, 1).reshape(*lead, heads, -1).astype(dtype)
 
+    def solve(self, lower: jax.Array, right: jax.Array) -> jax.Array:
+        """See `Maths`."""
+        how = {"left_side": True, "lower": True, "unit_diagonal": True}
+        return lax.linalg.triangular_solve(lower, right, **how)
+
     def convolution(
         self, x: jax.Array, kernel: jax.Array, bias: jax.Array, stride: int
     ) -> jax.Array:

@@ -372,6 +372,10 @@ class TorchMaths:
         )
         return y.reshape(rows, heads, tokens, -1).transpose(1, 2).reshape(shape).to(dtype)
 
+    def solve(self, lower: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+        """See `Maths`."""
+        return torch.linalg.solve_triangular(lower, right, upper=False, unitriangular=True)
+
     def convolution(
         self, x: torch.Tensor, kernel: torch.Tensor, bias: torch.Tensor, stride: int
     ) -> torch.Tensor:

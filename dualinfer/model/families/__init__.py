@@ -45,6 +45,7 @@ from . import (
     multimodal,
     opt,
     privacy_filter,
+    qwen3_next,
     relatives,
     speech_to_text,
     t5,
@@ -76,7 +77,7 @@ _FAMILIES: dict[str, ModuleType] = {
         *(falcon, mpt, fairseq, modernbert, deberta, mobilebert, lilt, clip, vit),
         *(bart, fsmt, t5, t5gemma, encoder_decoder, whisper, deepseek, llama4, multimodal, dbrx),
         *(layered, ctrl, longcat, mllama, privacy_filter, jetmoe, doge, moonshine, speech_to_text),
-        *(lfm2, mamba),
+        *(lfm2, mamba, qwen3_next),
     )
     for model_type in family.CLASSES
 }

@@ -92,6 +92,8 @@ _LISTED = ("axk1", "axk2", "cohere2_moe", "exaone_moe", "glm4_moe_lite", "hy_v3"
 _LISTED += ("deepseek_v32", "glm_moe_dsa", "deepseek_ocr2_text", "laguna", "mimo_v2_flash")
 _LISTED += ("step3p5",)
 _SEVERAL = Mixture(shared="mlp.shared_experts", shares="num_shared_experts")
+# Those whose config has a width of the shared expert by Qwen's name.
+_SHARED = ("flint", "kolibri1", "laguna", "qwen2_moe", "qwen3_5_moe_text", "qwen3_next")
 _FACTOR = "routed_scaling_factor"
 _TRAINED = ("aux_loss_alpha", "seq_aux")
 MIXTURES: Mapping[str, Mixture] = {
@@ -218,7 +220,9 @@ MIXTURES: Mapping[str, Mixture] = {
         ignored=("router_aux_loss_coef", "input_jitter_noise", "num_experts_per_tok"),
     ),
     "qwen2_moe": Mixture(shared_gate="shared_expert_gate"),
+    "qwen3_5_moe_text": Mixture(shared_gate="shared_expert_gate"),
     "qwen3_moe": Mixture(),
+    "qwen3_next": Mixture(shared_gate="shared_expert_gate"),
     "solar_open": _DEEPSEEK,
     "step3p5": replace(
         _DEEPSEEK,
@@ -380,7 +384,7 @@ def _router(fields: ConfigFields) -> Router:
         # HF divides by the sum, but by moe_norm_min where that is more. Sums of probabilities are.
         fields.require("moe_norm_min", 1e-12)
         return Router(0, renormalized=True, eps=1e-12)
-    if family in ("hunyuan_v1_moe", "mixtral"):
+    if family in ("hunyuan_v1_moe", "mixtral", "qwen3_5_moe_text"):
         return Router(0, renormalized=True)
     return Router(0, renormalized=fields.flag("norm_topk_prob", False))
 
@@ -392,7 +396,7 @@ def _shared(fields: ConfigFields) -> int:
         return fields.size(own.shares) * fields.size(own.ffn) if fields.take(own.shares) else 0
     if fields.family == "step3p5":
         return fields.size("share_expert_dim")
-    if fields.family in ("flint", "kolibri1", "laguna", "qwen2_moe"):
+    if fields.family in _SHARED:
         return fields.size("shared_expert_intermediate_size")
     if fields.family in _GRANITES[1:]:
         width = "shared_intermediate_size"
@@ -442,7 +446,7 @@ def _which(fields: ConfigFields, layers: int) -> list[bool]:
             )
         end = layers - 1 if end == -1 else end
         return [start <= i <= end and (i + 1) % step == 0 for i in range(layers)]
-    if family in ("flint", "qwen2_moe", "qwen3_moe"):
+    if family in ("flint", "qwen2_moe", "qwen3_moe", "qwen3_next"):
         dense, step = fields.take("mlp_only_layers", []), fields.size("decoder_sparse_step", 1)
         if not isinstance(dense, list | tuple) or any(type(i) is not int for i in dense):
             raise ModelError(
