@@ -249,9 +249,10 @@ async def soak(
     import uvicorn
 
     from dualinfer.serving.http.app import Server
+    from dualinfer.serving.http.engines import LocalEngine
 
     asks = asks_of(count, vocab, most, seed, seconds)
-    config = Server(engine, "soak").config(log_config=None, backlog=4096)
+    config = Server(LocalEngine(engine), "soak").config(log_config=None, backlog=4096)
     server = uvicorn.Server(config)
     listener = socket.create_server(("127.0.0.1", 0), backlog=4096)
     serving = asyncio.create_task(server._serve([listener]))

@@ -33,7 +33,7 @@ FLOORS: dict[str, str] = {
     "parallel checkpoint ops backends decoder",
     "serving": "backends",
     "engine": "config model parallel backends serving",
-    "serving.http": "engine",
+    "serving.http": "system engine serving",
     "opening": "config quantization model model.families checkpoint backends",
     "api": "config quantization model model.families parallel checkpoint backends engine "
     "serving.http opening",

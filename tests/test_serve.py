@@ -19,13 +19,14 @@ import pydantic
 import pytest
 import torch
 import transformers
-import uvicorn
 from typer.testing import CliRunner
 
 import dualinfer
 from dualinfer.cli import main as cli
 from dualinfer.serving.http.answers import StopText
 from dualinfer.serving.http.app import Server
+from dualinfer.serving.http.beside import served
+from dualinfer.serving.http.engines import LocalEngine
 from dualinfer.serving.http.protocol import CompletionRequest, RequestError, read
 from dualinfer.system.terminal import without_controls
 
@@ -54,23 +55,9 @@ def hf():
     return transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
 
 
-@contextlib.contextmanager
-def served(server, grace=None):
-    """The URL of a server on the loopback, which drains at the end."""
-    runs = uvicorn.Server(server.config(grace))
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        thread = threading.Thread(target=runs.run, args=([listener],))
-        thread.start()
-        try:
-            yield f"http://127.0.0.1:{listener.getsockname()[1]}"
-        finally:
-            server.is_draining = runs.should_exit = True
-            thread.join()
-
-
 @pytest.fixture(scope="module")
 def url(engine):
-    with served(Server(engine, "small", KEY, most_bytes=100_000)) as url:
+    with served(Server(LocalEngine(engine), "small", KEY, most_bytes=100_000)) as url:
         yield url
 
 
@@ -445,7 +432,7 @@ def test_headers_have_a_bound(url):
 
 
 def test_a_key_may_have_any_characters(engine):
-    with served(Server(engine, "small", " schlüssel ")) as url:
+    with served(Server(LocalEngine(engine), "small", " schlüssel ")) as url:
         for key, status in (("schlüssel", 200), ("schlussel", 401), ("", 401)):
             body = {"model": "small", "prompt": PROMPT, "max_tokens": 1}
             assert post(url, "/v1/completions", body, key)[0] == status
@@ -461,7 +448,7 @@ def test_texts_are_embedded_no_longer_than_somebody_waits(engine, monkeypatch):
 
     monkeypatch.setattr(type(engine), "embed", lambda self, texts, **how: slowly(texts, **how))
     with (
-        served(Server(engine, "small")) as url,
+        served(Server(LocalEngine(engine), "small")) as url,
         openai.OpenAI(base_url=f"{url}/v1", api_key="-", max_retries=0) as client,
     ):
         with pytest.raises(openai.APITimeoutError):
@@ -479,7 +466,7 @@ def test_what_is_cut_by_the_end_of_the_server_says_so(engine, caplog):
     def ask(url):
         found.append(post(url, "/v1/completions", body))
 
-    with served(Server(engine, "small"), grace=0) as url:
+    with served(Server(LocalEngine(engine), "small"), grace=0) as url:
         asks = threading.Thread(target=ask, args=(url,))
         asks.start()
         while not engine.traffic().live:
@@ -538,7 +525,7 @@ def test_pages_of_other_sites_may_call_where_they_are_named(engine, url):
             with error:
                 return error.headers["access-control-allow-origin"]
 
-    with served(Server(engine, "small", origins=["http://a.b"])) as open_url:
+    with served(Server(LocalEngine(engine), "small", origins=["http://a.b"])) as open_url:
         for method in ("OPTIONS", "GET"):
             assert asked(open_url, method, "http://a.b") == "http://a.b"
             assert asked(open_url, method, "http://c.d") is None

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 import dualinfer
 from dualinfer.serving.http.app import Server
+from dualinfer.serving.http.engines import LocalEngine
 from dualinfer.serving.http.protocol import (
     ChatRequest,
     CompletionRequest,
@@ -79,7 +80,7 @@ def server():
     with dualinfer.init_inference(model, backend="torch", dtype="fp32") as engine:
         engine.tokenizer.chat_template = TEMPLATE
         engine.generate([[0]], max_new_tokens=2)
-        yield Server(engine, "fuzz", most_bytes=100_000)
+        yield Server(LocalEngine(engine), "fuzz", most_bytes=100_000)
 
 
 def ask(server, route, body):

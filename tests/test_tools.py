@@ -14,9 +14,10 @@ import dualinfer
 from dualinfer.backends.slots import unpacked
 from dualinfer.engine.grammar import make_grammar
 from dualinfer.serving.http.app import Server
+from dualinfer.serving.http.beside import served
 from dualinfer.serving.http.calls import Delta, Reply, calls_grammar, style_of, thoughts_grammar
+from dualinfer.serving.http.engines import LocalEngine
 
-from .test_serve import served
 from .tokenizer_kinds import KINDS
 
 F = '{"name": "f", "arguments": {"a": "}{\\"<x", "b": [1, {}]}}'
@@ -192,7 +193,7 @@ def engine(request):
 @pytest.fixture(scope="module")
 def client(engine):
     with (
-        served(Server(engine, "small")) as url,
+        served(Server(LocalEngine(engine), "small")) as url,
         openai.OpenAI(base_url=f"{url}/v1", api_key="-", max_retries=0) as client,
     ):
         yield client

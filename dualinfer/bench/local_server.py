@@ -1,16 +1,11 @@
 """The server of `dualinfer serve` in this process, for a client that measures it."""
 
-import importlib.util
-import socket
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-from ..errors import BackendNotAvailableError, DualinferError
-
-_NEEDED = "starlette", "uvicorn"
-_BACKLOG = 2048  # connections that wait to be taken
+from ..errors import DualinferError
+from ..serving.http.needed import check_needed
 
 
 @contextmanager
@@ -19,29 +14,18 @@ def running(engine: Any, vocab: int) -> Iterator[str]:
 
     An engine without a tokenizer gets one that has a word for each id.
     """
-    if absent := [name for name in _NEEDED if importlib.util.find_spec(name) is None]:
-        raise BackendNotAvailableError(
-            f"A server needs {' and '.join(absent)}. Install `dualinfer[serve]`, or pass --no-http."
-        )
-    import uvicorn
-
+    check_needed("A server needs", ", or pass --no-http")
     from ..serving.http.app import Server
+    from ..serving.http.beside import served
+    from ..serving.http.engines import LocalEngine
 
     try:
         _ = engine.tokenizer
     except DualinferError:
         engine.tokenizer = word_tokenizer(vocab)
-    server = Server(engine, "bench")
     # Uvicorn's own logging would close the handlers of others, and absl's closes its stream then.
-    runs = uvicorn.Server(server.config(backlog=_BACKLOG, log_config=None))
-    with socket.create_server(("127.0.0.1", 0), backlog=_BACKLOG) as listener:
-        thread = threading.Thread(target=runs.run, args=([listener],), name="bench-server")
-        thread.start()
-        try:
-            yield f"http://127.0.0.1:{listener.getsockname()[1]}"
-        finally:
-            server.is_draining = runs.should_exit = True
-            thread.join()
+    with served(Server(LocalEngine(engine), "bench"), log_config=None) as url:
+        yield url
 
 
 def word_tokenizer(vocab: int) -> Any:

@@ -1,6 +1,5 @@
 """`dualinfer serve`: a model behind OpenAI's HTTP routes."""
 
-import importlib.util
 import ipaddress
 import json
 import logging
@@ -17,7 +16,8 @@ from typing import Annotated, Any
 import typer
 
 from ..engine.fused import FusedEngine
-from ..errors import ArgumentError, BackendNotAvailableError, DualinferError, UnsupportedError
+from ..errors import ArgumentError, DualinferError, UnsupportedError
+from ..serving.http.needed import check_needed
 from ..system.command_options import KvCacheOption, QuantOption
 from ..system.terminal import say
 from .options import (
@@ -31,7 +31,6 @@ from .options import (
 )
 from .texts import opened
 
-_NEEDED = ("llguidance", "starlette", "uvicorn")
 _KEY = "DUALINFER_API_KEY"
 _ORIGIN = re.compile(r"[a-z][a-z0-9+.\-]*://[^/\s?#@]+")
 _BACKLOG = 2048  # connections that wait to be taken
@@ -116,10 +115,7 @@ def serve(
     Chats, completions, embeddings and metrics, on this machine unless --host says otherwise.
     SIGTERM lets open requests end.
     """
-    if absent := [x for x in _NEEDED if importlib.util.find_spec(x) is None]:
-        raise BackendNotAvailableError(
-            f"`dualinfer serve` needs {' and '.join(absent)}. Install `dualinfer[serve]`."
-        )
+    check_needed("`dualinfer serve` needs", more=("llguidance",))
     # typer takes a variable that is empty for none.
     if not (os.environ.get(_KEY, "-") if api_key is None else api_key).strip():
         raise typer.BadParameter(f"--api-key, or {_KEY}, is empty.")
@@ -234,8 +230,9 @@ def _run(engine: Any, name: str, listener: socket.socket, grace: int, how: dict[
     import uvicorn
 
     from ..serving.http.app import Server
+    from ..serving.http.engines import LocalEngine
 
-    server = Server(engine, name, **how)
+    server = Server(LocalEngine(engine), name, **how)
 
     class Draining(uvicorn.Server):
         def handle_exit(self, sig: int, frame: Any) -> None:

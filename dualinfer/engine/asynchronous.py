@@ -29,14 +29,16 @@ Priority = Literal["high", "normal"]
 class Traffic(NamedTuple):
     """What `generate_async` has under way.
 
-    Sequences that have a slot, those that wait for one, the most that get one, and for how many
-    seconds the thread that drives them has not come round; 0 where there is nothing to do.
+    Sequences that have a slot, those that wait for one, the most that get one, for how many seconds
+    the thread that drives them has not come round, 0 where there is nothing to do, and the tokens
+    of prompts that it may be reading.
     """
 
     live: int
     waiting: int
     slots: int
     silent: float
+    reading: int = 0
 
 
 class AsyncGeneration:
@@ -80,10 +82,8 @@ class AsyncGeneration:
             raise ArgumentError("Nothing is told of tokens: pass logprobs=K to generate_async().")
         return told_of(self._channel.told[index], self._most)
 
-    @property
-    def grammar(self) -> Any:
-        """The compiled grammar that its text follows, if there is one."""
-        return self._job.request.grammar
+    async def accepted(self) -> None:
+        """It was taken when it was made; what is refused raises there."""
 
     def cancel(self) -> None:
         """End it with the next step. Tokens that have come can still be read."""
@@ -230,7 +230,7 @@ class AsyncCalls(RoomCalls):
             return Traffic(0, 0, MOST_SLOTS if pool is None else pool.slots, 0.0)
         live, waiting = driver.live, driver.waiting
         silent = time.monotonic() - driver.heartbeat if live or waiting else 0.0
-        return Traffic(live, waiting, driver.slots, silent)
+        return Traffic(live, waiting, driver.slots, silent, driver.reading)
 
     def _submit(
         self,

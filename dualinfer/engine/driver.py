@@ -107,6 +107,7 @@ class Driver:
         self._seconds: float | None = None  # of a step
         self._woken: dict[asyncio.AbstractEventLoop, list[asyncio.Future[None]]] = {}
         self.heartbeat = time.monotonic()  # when the thread last came round
+        self.reading = 0  # tokens of prompts without a new token yet
 
     @property
     def live(self) -> int:
@@ -197,6 +198,7 @@ class Driver:
             )
             self._finish(job, error=error)
         self._check_model()
+        self.reading = sum(job.prompt for job in [*self._jobs, *turn.admitted] if not job.given)
         self._begin(turn.admitted, len(others))
         if not self._jobs:
             if self._scheduler.waiting:

@@ -469,6 +469,8 @@ class FusedEngine(Likeness, EmbeddingCalls, TowerCalls, SpeechCalls, ScoringCall
         return begun
 
     def _driving(self) -> Driver:
+        if self._driver is not None:
+            return self._driver
         with self._turns:
             if self._driver is None:
                 room = make_room(self.runner, self._pool)

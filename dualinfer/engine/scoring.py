@@ -82,18 +82,31 @@ class ScoringCalls(InferenceEngine):
         `input_ids` are ints [T]; with `logprobs` up to 20 the so many likeliest ids of each place
         are told, too. By the model's own logits, as a forward pass gives them.
         """
+        pieces = self.prompt_logprobs_pieces(input_ids, logprobs)
+        return [one for piece in pieces for one in piece]
+
+    def prompt_logprobs_pieces(
+        self, input_ids: Sequence[int], logprobs: int = 0
+    ) -> Iterator[list[TokenLogprobs | None]]:
+        """The same, some hundred places at a time; each piece is a pass over the whole prompt.
+
+        Arguments are checked at once.
+        """
         ids = [int(x) for x in input_ids]
         self._check_scored("prompt_logprobs()")
         if not (isinstance(logprobs, int) and 0 <= logprobs <= TOP):
             raise ArgumentError(f"logprobs={shown(logprobs)}; expected an int of at most {TOP}.")
-        told: list[TokenLogprobs | None] = [None] if ids else []
+        return self._told_pieces(ids, logprobs)
+
+    def _told_pieces(self, ids: list[int], likely: int) -> Iterator[list[TokenLogprobs | None]]:
+        if ids:
+            yield [None]
         for first in range(0, len(ids) - 1, _SCORED):
             places = np.arange(first, min(first + _SCORED, len(ids) - 1))
             with self._turns:
                 results = self.forward([ids], logits_to_keep=places)
                 rows = self.runner.tell(results.logits[0], np.array(ids)[places + 1])
-            told += [told_of(row, logprobs) for row in rows]
-        return told
+            yield [told_of(row, likely) for row in rows]
 
     def encode_pair(self, prompt: str, continuation: str) -> tuple[list[int], list[int]]:
         """The ids of a prompt and of its continuation, as `score` splits them."""

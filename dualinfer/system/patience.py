@@ -12,6 +12,7 @@ from contextlib import contextmanager
 
 _PATIENCE = 2.0  # seconds before anything is said
 _SWITCH = "DUALINFER_PROGRESS"
+_under_way: list[str] = []
 
 
 @contextmanager
@@ -20,6 +21,22 @@ def told_if_slow(what: str, patience: float = _PATIENCE) -> Iterator[None]:
 
     On a terminal the line stands behind what is written there, and goes when the work is done.
     """
+    _under_way.append(what)
+    try:
+        with _telling(what, patience):
+            yield
+    finally:
+        _under_way.remove(what)
+
+
+def under_way() -> str | None:
+    """What this process is at, of all that `told_if_slow` stands around; None for nothing."""
+    now = _under_way[-1:]
+    return now[0] if now else None
+
+
+@contextmanager
+def _telling(what: str, patience: float) -> Iterator[None]:
     asked = os.environ.get(_SWITCH, "")
     is_terminal = sys.stderr is not None and sys.stderr.isatty()
     if asked == "0" or not (is_terminal or asked):

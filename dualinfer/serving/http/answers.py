@@ -97,14 +97,21 @@ class Told:
 class Nothing:
     """What stands for a sequence where only the prompt is asked for."""
 
-    grammar, finish_reason, cached_tokens = None, "length", 0
+    finish_reason, cached_tokens = "length", 0
 
     def __init__(self, ids: Sequence[int]) -> None:
         self.prompt_ids = list(ids)
 
+    async def accepted(self) -> None:
+        """Nothing is asked for."""
+
     async def arrived(self) -> list[int]:
         """No token."""
         return []
+
+    def logprobs_of(self, index: int) -> TokenLogprobs:
+        """Nothing is told of tokens that there are not."""
+        raise IndexError(index)
 
     def cancel(self) -> None:
         """Nothing is under way."""

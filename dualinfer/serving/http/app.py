@@ -4,10 +4,9 @@ import asyncio
 import base64
 import json
 import secrets
-import threading
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import uvicorn
 from starlette.applications import Starlette
@@ -20,12 +19,14 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from ...engine.chat import encode_chat
-from ...engine.grammar import make_grammar
-from ...engine.text import chat_endings, endings
+from ...engine.grammar import Grammar, make_grammar
+from ...engine.requests import TokenLogprobs
+from ...engine.text import chat_endings
 from ...engine.text_stream import Detokenizer
 from ...engine.tokenizing import encode, ids_of, tokenizer_of
 from ...errors import ArgumentError, UnsupportedError, shown
 from .answers import Answer, Nothing, StopText
+from .engines import Handle, ServedEngine, State
 from .forms import ChatForm, Form, TextForm, cancel, events_of, whole
 from .metrics import CONTENT_TYPE, Metrics
 from .protocol import (
@@ -46,17 +47,28 @@ from .talks import Talk, TalkOf
 
 MOST_BYTES = 8 * 2**20  # of a body
 MOST_WAITING = 4096  # sequences that wait for a slot
-STALLED = 120.0  # seconds without a turn after which the engine counts as hung; some compile
 _TEXTS = 64  # that are embedded between two looks whether anybody still waits
 T = TypeVar("T")
 
 
+class Asked(NamedTuple):
+    """A request of new text that was read: its prompts, each with the text of it to be echoed.
+
+    `ends` are the ids that end a text, and `name` is the field of the prompts.
+    """
+
+    prompts: list[tuple[list[int], str]]
+    ends: Sequence[int]
+    name: str
+    talk: "TalkOf | None" = None
+
+
 class Server:
-    """What the routes share: the engine, its name, and what is counted."""
+    """Holds what the routes share: the engine, its name, and what is counted."""
 
     def __init__(
         self,
-        engine: Any,
+        engine: ServedEngine,
         name: str,
         api_key: str | None = None,
         most_bytes: int = MOST_BYTES,
@@ -69,7 +81,7 @@ class Server:
         self._key = None if api_key is None else api_key.strip().encode()
         self._most_bytes = most_bytes
         self._metrics, self._created = Metrics(), int(time.time())
-        self._most_tokens: int = engine.report().max_tokens
+        self._about = engine.about
         self.is_draining = False
 
     def config(self, grace: int | None = None, **how: Any) -> uvicorn.Config:
@@ -194,16 +206,16 @@ class Server:
     async def _chat(self, request: Request) -> Response:
         body = read(await self._body(request), ChatRequest)
         self._check_model(body.model)
-        answers = await self._in_thread(self._begin_chat, body)
+        answers = await self._begun(request, body, lambda: self._read_chat(body))
         reads = answers[0].reply is not None
         return await self._respond(request, body, answers, ChatForm(self.name, reads))
 
-    def _begin_chat(self, body: ChatRequest) -> list[Answer]:
+    def _read_chat(self, body: ChatRequest) -> Asked:
         tokenizer, options = self.engine.tokenizer, body.template_options
         tools, talk = body.callable, self._talk_of(body, options)
         ids = encode_chat(tokenizer, content_of(body.messages), options)
-        ends = chat_endings(self.engine.generation_config, tokenizer_of(tokenizer))
-        return self._begin(body, [(ids, "")], ends, "messages", talk.of(ids, body, tools))
+        ends = chat_endings({"eos_token_id": self._about.ends}, tokenizer_of(tokenizer))
+        return Asked([(ids, "")], ends, "messages", talk.of(ids, body, tools))
 
     def _talk_of(self, body: ChatRequest, options: dict[str, Any]) -> "Talk":
         """How the answers of the chat template are read."""
@@ -219,10 +231,10 @@ class Server:
     async def _complete(self, request: Request) -> Response:
         body = read(await self._body(request), CompletionRequest)
         self._check_model(body.model)
-        answers = await self._in_thread(self._begin_completion, body)
+        answers = await self._begun(request, body, lambda: self._read_completion(body))
         return await self._respond(request, body, answers, TextForm(self.name))
 
-    def _begin_completion(self, body: CompletionRequest) -> list[Answer]:
+    def _read_completion(self, body: CompletionRequest) -> Asked:
         if not body.prompts or len(body.prompts) * (body.n or 1) > MOST_SEQUENCES:
             raise RequestError(
                 f"prompt holds {len(body.prompts)} prompts; expected at least one, and at most "
@@ -230,8 +242,7 @@ class Server:
                 "prompt",
             )
         prompts = [self._prompt(one, bool(body.echo)) for one in body.prompts]
-        ends = endings(self.engine.generation_config)
-        return self._begin(body, prompts, ends, "prompt")
+        return Asked(prompts, self._about.ends, "prompt")
 
     def _prompt(self, given: str | list[int], echo: bool) -> tuple[list[int], str]:
         """The ids of a prompt, and its text where that is asked for."""
@@ -247,31 +258,59 @@ class Server:
         stream = Detokenizer(tokenizer_of(self.engine.tokenizer), False).stream()
         return stream.push(*ids) + stream.finish()
 
-    def _begin(
-        self,
-        body: Generation,
-        prompts: Sequence[tuple[list[int], str]],
-        ends: Sequence[int],
-        name: str,
-        talk: "TalkOf | None" = None,
+    async def _begun(
+        self, request: Request, body: Generation, read: Callable[[], Asked]
     ) -> list[Answer]:
-        """The answers to some prompts, each sequence queued."""
-        begun, count = time.monotonic(), body.n or 1
-        if self.engine.traffic().waiting + len(prompts) * count > MOST_WAITING:
+        """The answers to a request, each sequence queued, while its client waits.
+
+        What is `read` is encoded in a thread, so that the event loop goes on meanwhile.
+        """
+        if body.told is None:
+            answers = await _in_thread(lambda: self._begin(body, read(), None))
+        else:
+            asked, told = await asyncio.to_thread(lambda: self._checked(body, read())), []
+            for ids, _ in asked.prompts:
+                work = self.engine.prompt_logprobs(ids, body.told)
+                told.append(await _unless_gone(request, work))
+            answers = await _in_thread(lambda: self._begin(body, asked, told))
+        try:
+            await _unless_gone(request, _accepted(answers))
+        except BaseException:
+            cancel(answers)
+            raise
+        return answers
+
+    def _checked(self, body: Generation, asked: Asked) -> Asked:
+        """What is asked for, unless it cannot be served."""
+        if self.engine.state().waiting + len(asked.prompts) * (body.n or 1) > MOST_WAITING:
             raise RequestError("Too many requests wait. Try again later.", status=429)
         if body.prompt_logprobs is not None and body.stream:
             raise RequestError("prompt_logprobs are not for stream: true.", "prompt_logprobs")
         if body.stream_options is not None and not body.stream:
             raise RequestError("stream_options are for stream: true.", "stream_options")
-        own = [] if body.ignore_eos else list(ends)
+        _check_ids(body.stop_token_ids or [], self._about.vocab, "stop_token_ids")
+        for ids, _ in asked.prompts:
+            self._length(body, len(ids), asked.name)
+        return asked
+
+    def _begin(
+        self,
+        body: Generation,
+        asked: Asked,
+        told: Sequence[Sequence[TokenLogprobs | None]] | None,
+    ) -> list[Answer]:
+        """The answers to some prompts, of whose tokens this is `told`; each sequence is queued."""
+        begun, count, talk = time.monotonic(), body.n or 1, asked.talk
+        self._checked(body, asked)
+        own = [] if body.ignore_eos else list(asked.ends)
         stop_ids = body.stop_token_ids or []
-        _check_ids(stop_ids, self.engine.runner.spec.vocab, "stop_token_ids")
-        arguments = body.sampling() | {"eos_token_id": [*dict.fromkeys([*own, *stop_ids])] or None}
-        grammar = body.grammar
+        ends = list(dict.fromkeys([*own, *stop_ids]))
+        arguments = body.sampling() | {"eos_token_id": ends or None}
+        given, grammar = body.grammar, None
         if talk is not None:
-            grammar = talk.grammar(grammar)
-        if grammar is not None:
-            arguments["grammar"] = self._checked(*grammar)
+            given = talk.grammar(given)
+        if given is not None:
+            grammar, arguments["grammar"] = self._grammar(*given), given[1]
         reads = talk is not None and talk.reads
         skips = body.skip_special_tokens is not False
         keeps = bool(body.include_stop_str_in_output)
@@ -280,18 +319,15 @@ class Server:
         silent = talk.silent if talk is not None and reads and skips else ()
         namer = None
         if arguments["logprobs"] is not None:
-            namer = Detokenizer(tokenizer_of(self.engine.tokenizer), skip_special_tokens=False)
+            namer = Detokenizer(tokenizer, skip_special_tokens=False)
         answers: list[Answer] = []
         try:
-            for i, (ids, opening) in enumerate(prompts):
-                length = self._length(body, len(ids), name)
-                told = None
-                if body.told is not None:
-                    told = self.engine.prompt_logprobs(ids, body.told)
+            for i, (ids, opening) in enumerate(asked.prompts):
+                length = self._length(body, len(ids), asked.name)
                 for handle in self._submit(ids, arguments, length, count):
                     reader, dropped = None, stop_ids if not keeps else []
-                    if handle.grammar is not None:  # whose ends are no text
-                        reader, dropped = handle.grammar.reader(), handle.grammar.ends
+                    if grammar is not None and length:  # whose ends are no text
+                        reader, dropped = grammar.reader(), ends
                     answer = Answer(
                         len(answers),
                         i,
@@ -306,7 +342,7 @@ class Server:
                         namer,
                         talk.reply() if talk is not None and reads else None,
                         opening,
-                        told,
+                        None if told is None else told[i],
                         body.likely or 0,
                     )
                     answers.append(answer)
@@ -315,30 +351,24 @@ class Server:
             raise
         return answers
 
-    def _checked(self, name: str, grammar: dict[str, Any]) -> dict[str, Any]:
+    def _grammar(self, name: str, given: dict[str, Any]) -> Grammar:
         """A grammar that can be served, which the field `name` gave."""
         try:
-            vocab = self.engine.runner.spec.vocab
-            make_grammar(grammar, self.engine.tokenizer, vocab, (), 0)
+            return make_grammar(given, self.engine.tokenizer, self._about.vocab, (), 0)
         except (ArgumentError, UnsupportedError) as error:
             raise RequestError(f"{name}: {error}", name) from error
-        return grammar
 
     def _submit(
         self, ids: list[int], arguments: dict[str, Any], length: int, count: int
-    ) -> list[Any]:
-        """So many sequences that continue a prompt; greedy ones are the same, each by itself."""
+    ) -> list[Handle]:
+        """So many sequences that continue a prompt."""
         if length == 0:
             return [Nothing(ids) for _ in range(count)]
-        make = self.engine.generate_async
-        how = {**arguments, "max_new_tokens": length}
-        if count == 1 or not arguments["do_sample"]:
-            return [make(ids, **how) for _ in range(count)]
-        return make(ids, **how, num_return_sequences=count)
+        return self.engine.start(ids, {**arguments, "max_new_tokens": length}, count)
 
     def _length(self, body: Generation, prompt: int, name: str) -> int:
         """How many new tokens there may be."""
-        asked, most = body.asked_length, self._most_tokens
+        asked, most = body.asked_length, self._about.max_tokens
         if asked == 0 and getattr(body, "echo", False):
             return 0
         if asked == 0:
@@ -361,15 +391,6 @@ class Server:
                 "min_tokens",
             )
         return length
-
-    async def _in_thread(self, function: Callable[..., list[Answer]], *arguments: Any) -> Any:
-        """What a function gives that encodes and queues: the event loop goes on meanwhile."""
-        task = asyncio.ensure_future(asyncio.to_thread(function, *arguments))
-        try:
-            return await asyncio.shield(task)
-        except asyncio.CancelledError:
-            task.add_done_callback(lambda t: None if t.exception() else cancel(t.result()))
-            raise
 
     async def _respond(
         self, request: Request, body: Generation, answers: list[Answer], form: "Form"
@@ -395,7 +416,7 @@ class Server:
             "object": "model",
             "created": self._created,
             "owned_by": "dualinfer",
-            "max_model_len": self._most_tokens or None,
+            "max_model_len": self._about.max_tokens or None,
         }
         one = "name" in request.path_params
         return JSONResponse(model if one else {"object": "list", "data": [model]})
@@ -413,7 +434,7 @@ class Server:
         else:
             bare = body.add_special_tokens is False
             ids = await asyncio.to_thread(ids_of, tokenizer, body.prompt or "", bare)
-        most = self._most_tokens or None
+        most = self._about.max_tokens or None
         return JSONResponse({"count": len(ids), "max_model_len": most, "tokens": ids})
 
     async def _detokenize(self, request: Request) -> Response:
@@ -431,37 +452,43 @@ class Server:
                 f"encoding_format is {shown(body.encoding_format)}; expected float or base64.",
                 "encoding_format",
             )
-        is_left = threading.Event()
-        try:
-            work = asyncio.to_thread(self._embedded, body, is_left)
-            return Response(await _unless_gone(request, work), media_type="application/json")
-        finally:
-            is_left.set()
+        work = self._embedded(body)
+        return Response(await _unless_gone(request, work), media_type="application/json")
 
-    def _embedded(self, body: EmbeddingRequest, is_left: threading.Event) -> bytes:
-        """The body of a response, some texts at a time until nobody waits for it any more."""
+    async def _embedded(self, body: EmbeddingRequest) -> bytes:
+        """The body of a response; texts are embedded some at a time, while somebody waits."""
         texts = [body.input] if isinstance(body.input, str) else body.input
-        data, tokens = [], 0
+        data: list[str] = []
+        tokens = 0
         for first in range(0, len(texts), _TEXTS):
-            if is_left.is_set():
-                return b""
             some = texts[first : first + _TEXTS]
-            tokens += sum(len(ids_of(self.engine.tokenizer, text)) for text in some)
-            for vector in self.engine.embed(some, truncate_dim=body.dimensions):
-                numbers: Any = vector.tolist()
-                if body.encoding_format == "base64":
-                    numbers = base64.b64encode(vector.astype("<f4").tobytes()).decode()
-                one = {"object": "embedding", "index": len(data), "embedding": numbers}
-                data.append(json.dumps(one))
+            vectors = await self.engine.embed(some, body.dimensions)
+            read, made = await asyncio.to_thread(self._shown, some, vectors, first, body)
+            tokens += read
+            data += made
         usage = {"prompt_tokens": tokens, "total_tokens": tokens}
         rest = json.dumps({"object": "list", "model": self.name, "usage": usage})
         return f'{rest[:-1]}, "data": [{", ".join(data)}]}}'.encode()
 
+    def _shown(
+        self, texts: Sequence[str], vectors: Any, first: int, body: EmbeddingRequest
+    ) -> tuple[int, list[str]]:
+        """How many tokens texts have, and their vectors as JSON, the first one's index `first`."""
+        data = []
+        for i, vector in enumerate(vectors):
+            numbers: Any = vector.tolist()
+            if body.encoding_format == "base64":
+                numbers = base64.b64encode(vector.astype("<f4").tobytes()).decode()
+            data.append(
+                json.dumps({"object": "embedding", "index": first + i, "embedding": numbers})
+            )
+        return sum(len(ids_of(self.engine.tokenizer, text)) for text in texts), data
+
     async def _health(self, request: Request) -> Response:
-        silent = self.engine.traffic().silent
-        if silent > STALLED:
-            return PlainTextResponse(f"The engine has not moved for {silent:.0f} s.\n", 503)
-        return PlainTextResponse("ok\n")
+        trouble = self.engine.state().trouble
+        return PlainTextResponse(
+            "ok\n" if trouble is None else f"{trouble}\n", 503 if trouble else 200
+        )
 
     async def _ready(self, request: Request) -> Response:
         if self.is_draining:
@@ -469,20 +496,35 @@ class Server:
         return await self._health(request)
 
     async def _show_metrics(self, request: Request) -> Response:
-        now = self.engine.traffic()
+        now: State = self.engine.state()
         share = 1.0 if now.waiting else now.live / now.slots
         gauges = {
             "num_requests_running": now.live,
             "num_requests_waiting": now.waiting,
             "kv_cache_usage_perc": share,
         }
-        counts = self.engine.prefix_counts()
         totals = {
-            "prefix_cache_queries_total": counts.asked,
-            "prefix_cache_hits_total": counts.found,
+            "prefix_cache_queries_total": now.asked,
+            "prefix_cache_hits_total": now.found,
         }
         text = self._metrics.text(self.name, gauges, totals)
         return Response(text, media_type=CONTENT_TYPE)
+
+
+async def _in_thread(function: Callable[[], list[Answer]]) -> list[Answer]:
+    """Answers that a function gives in a thread; they end where nobody waits for it any more."""
+    task = asyncio.ensure_future(asyncio.to_thread(function))
+    try:
+        return await asyncio.shield(task)
+    except asyncio.CancelledError:
+        task.add_done_callback(lambda t: None if t.exception() else cancel(t.result()))
+        raise
+
+
+async def _accepted(answers: Sequence[Answer]) -> None:
+    """Wait until the engine has taken each sequence; raises where it refuses one."""
+    for answer in answers:
+        await answer.handle.accepted()
 
 
 async def _unless_gone(request: Request, work: Coroutine[Any, Any, T]) -> T:

@@ -1,18 +1,17 @@
 """Answers to rows of OpenAI's batches: each is a request to the server's routes, without HTTP."""
 
 import asyncio
-import importlib.util
 import json
 import secrets
 from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from ...errors import ArgumentError, BackendNotAvailableError, a_type, shown
+from ...errors import ArgumentError, a_type, shown
+from .needed import check_needed
 
 URLS = ("/v1/chat/completions", "/v1/completions", "/v1/embeddings")
 WINDOW = 512  # rows under way at a time; twice as many as there are slots
-_NEEDED = "starlette", "uvicorn"
 _PAUSE = 0.1  # seconds before a row is tried again for which there was no place
 
 Row = dict[str, Any]
@@ -39,10 +38,7 @@ def answer_rows(
     `window` are taken from `rows` before their results are. `name` is what bodies call the model;
     None: whatever they say.
     """
-    if absent := [x for x in _NEEDED if importlib.util.find_spec(x) is None]:
-        raise BackendNotAvailableError(
-            f"Batches need {' and '.join(absent)}. Install `dualinfer[serve]`."
-        )
+    check_needed("Batches need")
     if isinstance(rows, str | bytes | Mapping):
         raise ArgumentError(f"rows is {a_type(rows)}; expected an iterable of dicts.")
     if not hasattr(engine, "generate_async"):
@@ -58,10 +54,11 @@ class _Rows:
 
     def __init__(self, engine: Any, name: str | None, window: int) -> None:
         from .app import Server
+        from .engines import LocalEngine
 
         self._is_strict = name is not None
         self._name = name or "model"
-        self._app: Any = Server(engine, self._name).app()
+        self._app: Any = Server(LocalEngine(engine), self._name).app()
         self._window = window
 
     def answers(self, rows: Iterator[Any]) -> Iterator[Row]:

@@ -1,0 +1,36 @@
+"""When an engine counts as hung: pure, by how long it has been silent and what it does."""
+
+from typing import NamedTuple
+
+BEAT = 4.0  # seconds without a sign of life; a step of a GPU takes milliseconds
+_COMPILING = 600.0
+# Of a step, and of each token of prompts that are read: some ten times what large models take.
+_GPU, _HOST = (BEAT, 0.002), (60.0, 0.05)
+
+
+class Pulse(NamedTuple):
+    """What an engine does: seconds since its last turn, 0 where there is nothing to do.
+
+    `doing` is what it says that it makes or compiles, `reading` the tokens of prompts that it may
+    be at, and `on_host` whether the host's processor computes.
+    """
+
+    silent: float = 0.0
+    doing: str | None = None
+    reading: int = 0
+    on_host: bool = False
+
+    @property
+    def patience(self) -> float:
+        """Seconds of silence that are nothing unusual."""
+        if self.doing is not None:
+            return _COMPILING
+        step, token = _HOST if self.on_host else _GPU
+        return step + token * self.reading
+
+    @property
+    def trouble(self) -> str | None:
+        """What is wrong; None while nothing is."""
+        if self.silent <= self.patience:
+            return None
+        return f"The engine has not moved for {self.silent:.0f} s."

@@ -1,0 +1,154 @@
+"""The engine as the routes see it, in this process; `serving.remote` has the other one."""
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+
+from ...engine.requests import TokenLogprobs
+from ...engine.text import endings
+from ...system.patience import under_way
+from ..health import Pulse
+from ..room import is_on_host
+
+
+class About(NamedTuple):
+    """A model as the routes know it.
+
+    The size of its vocabulary, the most tokens of a sequence, 0 where nothing bounds them, and the
+    ids that end a text by its generation config.
+    """
+
+    vocab: int
+    max_tokens: int
+    ends: list[int]
+
+
+class State(NamedTuple):
+    """How an engine is: sequences that have a slot, those that wait, and how many slots there are.
+
+    `asked` and `found` count tokens of prompts, and those that were not read again. `trouble` is
+    why it does not serve; None where it does.
+    """
+
+    live: int
+    waiting: int
+    slots: int
+    asked: int = 0
+    found: int = 0
+    trouble: str | None = None
+
+
+class Handle(Protocol):
+    """One sequence under way, as `generate_async` gives it."""
+
+    @property
+    def prompt_ids(self) -> list[int]:
+        """The ids of the prompt."""
+        ...
+
+    @property
+    def finish_reason(self) -> str | None:
+        """Why it ended: "stop", "length" or "cancelled"."""
+        ...
+
+    @property
+    def cached_tokens(self) -> int:
+        """Tokens of the prompt that were not read again; known once the first token has come."""
+        ...
+
+    async def accepted(self) -> None:
+        """Wait until the engine has taken it; raises where it is refused."""
+        ...
+
+    async def arrived(self) -> list[int]:
+        """All tokens that have come since, at least one; none at the end."""
+        ...
+
+    def logprobs_of(self, index: int) -> TokenLogprobs:
+        """What is told of a new token that has come, by its place."""
+        ...
+
+    def cancel(self) -> None:
+        """End it within a step."""
+        ...
+
+
+class ServedEngine(Protocol):
+    """What the routes ask of an engine, wherever it runs."""
+
+    @property
+    def about(self) -> About:
+        """What is known of its model."""
+        ...
+
+    @property
+    def tokenizer(self) -> Any:
+        """The model's tokenizer, or a processor."""
+        ...
+
+    def start(self, ids: list[int], arguments: Mapping[str, Any], count: int) -> list[Handle]:
+        """Queue `count` sequences that continue a prompt, each a return index of one seed.
+
+        `arguments` are those of `generate_async` as JSON has them. Called from any thread.
+        """
+        ...
+
+    async def prompt_logprobs(self, ids: list[int], likely: int) -> list[TokenLogprobs | None]:
+        """As `engine.prompt_logprobs`; it ends between two pieces where nobody waits any more."""
+        ...
+
+    async def embed(self, texts: Sequence[str], size: int | None) -> np.ndarray:
+        """Vectors float32 [N, size] of a few texts, of the model's own size where that is None."""
+        ...
+
+    def state(self) -> State:
+        """How it is now."""
+        ...
+
+
+class LocalEngine:
+    """A fused engine of this process."""
+
+    def __init__(self, engine: Any) -> None:
+        self._engine = engine
+        config = getattr(engine, "generation_config", None)
+        vocab, most = engine.runner.spec.vocab, engine.report().max_tokens
+        self.about = About(vocab, most, endings(config))
+        self._on_host = is_on_host(engine.runner)
+
+    @property
+    def tokenizer(self) -> Any:
+        """See `ServedEngine`."""
+        return self._engine.tokenizer
+
+    def start(self, ids: list[int], arguments: Mapping[str, Any], count: int) -> list[Handle]:
+        """See `ServedEngine`; greedy sequences are the same, each by itself."""
+        make = self._engine.generate_async
+        if count == 1 or not arguments["do_sample"]:
+            return [make(ids, **arguments) for _ in range(count)]
+        return make(ids, **arguments, num_return_sequences=count)
+
+    async def prompt_logprobs(self, ids: list[int], likely: int) -> list[TokenLogprobs | None]:
+        """See `ServedEngine`."""
+        told: list[TokenLogprobs | None] = []
+        pieces = self._engine.prompt_logprobs_pieces(ids, likely)
+        while piece := await asyncio.to_thread(next, pieces, None):
+            told += piece
+        return told
+
+    async def embed(self, texts: Sequence[str], size: int | None) -> np.ndarray:
+        """See `ServedEngine`."""
+        return await asyncio.to_thread(self._engine.embed, list(texts), truncate_dim=size)
+
+    def pulse(self) -> Pulse:
+        """What it does, and how long it has been silent."""
+        now = self._engine.traffic()
+        return Pulse(now.silent, under_way(), now.reading, self._on_host)
+
+    def state(self) -> State:
+        """See `ServedEngine`."""
+        now, counts = self._engine.traffic(), self._engine.prefix_counts()
+        trouble = self.pulse().trouble
+        return State(now.live, now.waiting, now.slots, counts.asked, counts.found, trouble)
