@@ -158,7 +158,8 @@ class Request:
     has been seen, all or none. `source` is what an encoder reads, if there is one: int32 [S], a
     spectrogram float32 [2 S, mel] or, if it `is_encoded`, what the encoder gave float32 [S, E], and
     `encoded` is S. All requests of a prefill have the same kind of source. The loop gives the token
-    `first` before all others, and `last` as the last of `max_new_tokens`. Tokens that are `hidden`
+    `first` before all others, and `last` as the last of `max_new_tokens`; where new tokens are
+    `done`, which another engine has made, it goes on behind them. Tokens that are `hidden`
     are never chosen, and those `hidden_at_first` not as the first one. The last `generated` of the
     tokens were new ones before, and count for the penalties. One that `tells` wants to know the
     log-probabilities of its tokens. The slot that it gets has the first `kept` tokens of the prompt
@@ -177,6 +178,7 @@ class Request:
     encoded: int = 0
     first: int | None = None
     last: int | None = None
+    done: tuple[int, ...] = ()
     hidden: tuple[int, ...] = ()
     hidden_at_first: tuple[int, ...] = ()
     generated: int = 0

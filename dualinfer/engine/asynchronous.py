@@ -4,12 +4,14 @@ import time
 from collections.abc import (
     AsyncGenerator,
     AsyncIterator,
+    Callable,
     Generator,
     Iterable,
     Iterator,
     Mapping,
     Sequence,
 )
+from functools import partial
 from typing import Any, Literal, NamedTuple, Self, Unpack
 
 from ..arrays import kind_of
@@ -17,7 +19,7 @@ from ..errors import ArgumentError, UnsupportedError, shown
 from ..serving.room import MOST_SLOTS
 from .arguments import GenerationArguments, with_arguments
 from .chat import encode_chat
-from .driver import Driver, Job
+from .driver import Channel, Driver, Job
 from .requests import TokenLogprobs, told_of
 from .reserve import RoomCalls
 from .text_stream import Detokenizer
@@ -39,6 +41,13 @@ class Traffic(NamedTuple):
     slots: int
     silent: float
     reading: int = 0
+
+
+class Start(NamedTuple):
+    """Where a sequence begins: its return index, and the new tokens that are done."""
+
+    index: int
+    done: Sequence[int] = ()
 
 
 class AsyncGeneration:
@@ -72,9 +81,7 @@ class AsyncGeneration:
     @property
     def cached_tokens(self) -> int:
         """Tokens of the prompt that another one left; known once the first token has come."""
-        live, begun = self._job.live, self._job.begun
-        lives = begun.lives if begun is not None else [live] if live is not None else []
-        return sum(one.kept for one in lives)
+        return self._job.kept
 
     def logprobs_of(self, index: int) -> TokenLogprobs:
         """What `logprobs=K` tells of a new token that has come, by its place."""
@@ -231,6 +238,36 @@ class AsyncCalls(RoomCalls):
         live, waiting = driver.live, driver.waiting
         silent = time.monotonic() - driver.heartbeat if live or waiting else 0.0
         return Traffic(live, waiting, driver.slots, silent, driver.reading)
+
+    def submit_sequences(
+        self,
+        ids: Sequence[int],
+        arguments: Mapping[str, Any],
+        starts: Sequence[Start],
+        channels: Sequence[Channel],
+    ) -> list[Callable[[], None]]:
+        """Queue sequences that continue one prompt, each behind what of it is done before.
+
+        `arguments` are those of `generate_async`, with a seed where they sample. A sequence has the
+        tokens that the one of its return index has without a break, to rounding; they go to its
+        channel, but for those that are done. The result ends each of them.
+        """
+        fields = {"urgent": False, "deadline": None}
+        how = dict(arguments)
+        if how.get("do_sample"):
+            count = 1 + max(start.index for start in starts)
+            how["num_return_sequences"] = count
+            made = self._make_jobs([ids], None, None, how, fields, None)
+            jobs = [made[start.index] for start in starts]
+        else:  # all alike
+            jobs = [self._make_jobs([ids], None, None, dict(how), fields, None)[0] for _ in starts]
+        for job, start, channel in zip(jobs, starts, channels, strict=True):
+            job.resume(start.done)
+            job.channel = channel
+            channel.begins(job)
+        driver = self._driving()
+        driver.submit(jobs)
+        return [partial(driver.cancel, job) for job in jobs]
 
     def _submit(
         self,

@@ -8,13 +8,13 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 
 from ..backends.base import MAX_STEPS, Request
-from ..errors import ClosedError, DeadlineError, OutOfMemoryError, StepError
+from ..errors import ClosedError, DeadlineError, OutOfMemoryError, StepError, UnsupportedError
 from ..parallel.spmd import Turns
 from ..serving.scheduler import Entry, Scheduler, steps_for
 from .loop import Live, Loop, StopStrings, StopWatch
@@ -38,19 +38,22 @@ class Channel:
         self.error: BaseException | None = None
         self.count = 0  # of the tokens that have come
         self.began: float | None = None  # when it got its slot
-        self._waiter: tuple[asyncio.AbstractEventLoop, asyncio.Future[None]] | None = None
+        self._waiter: tuple[_Loop, asyncio.Future[None]] | None = None
 
     @property
     def has_ended(self) -> bool:
         """True if no token comes any more."""
         return self.reason is not None or self.error is not None
 
+    def begins(self, job: "Job") -> None:
+        """Be told of the job whose tokens come here, before any does."""
+
     async def wait(self) -> None:
         """Wait until there is a token, or an end."""
         while not self.items and not self.has_ended:
             loop = asyncio.get_running_loop()
             future: asyncio.Future[None] = loop.create_future()
-            self._waiter = loop, future
+            self._waiter = _Loop(loop), future
             if self.items or self.has_ended:  # came between
                 self._waiter = None
                 return
@@ -59,9 +62,23 @@ class Channel:
             finally:
                 self._waiter = None
 
-    def waiting(self) -> "tuple[asyncio.AbstractEventLoop, asyncio.Future[None]] | None":
-        """Who is to be woken, if anybody waits."""
+    def waiting(self) -> tuple[Callable[[list[Any]], None], Any] | None:
+        """What is to be called at the end of a turn, if anybody waits, and with what.
+
+        It is called once for all channels that name it.
+        """
         return self._waiter
+
+
+@dataclass(frozen=True)
+class _Loop:
+    """Wakes those who wait in an event loop, by one call."""
+
+    loop: asyncio.AbstractEventLoop
+
+    def __call__(self, futures: list["asyncio.Future[None]"]) -> None:
+        with suppress(RuntimeError):  # it was closed; who waited is gone
+            self.loop.call_soon_threadsafe(_set, futures)
 
 
 @dataclass(eq=False, kw_only=True)
@@ -87,6 +104,25 @@ class Job(Entry):
         how = {"tokens": request.cache_tokens, "prompt": len(request.prompt)}
         return cls(request=request, **how, **fields)
 
+    @property
+    def kept(self) -> int:
+        """Tokens of the prompt that were not read again."""
+        begun = self.begun.lives if self.begun is not None else []
+        return sum(live.kept for live in [*begun, *([] if self.live is None else [self.live])])
+
+    def resume(self, done: Sequence[int]) -> None:
+        """Go on behind new tokens that are done, before it is submitted.
+
+        UnsupportedError where the host chooses tokens, of whose state nothing is known.
+        """
+        if self.begin is not None and done:
+            raise UnsupportedError(
+                "A request cannot go on behind tokens of another engine whose tokens the host "
+                "chooses, as no_repeat_ngram_size and others ask for. Send it again."
+            )
+        self.request = replace(self.request, done=tuple(done))
+        self.given, self.prompt = len(done), self.prompt + len(done)
+
 
 class Driver:
     """Runs jobs in the slots of a loop, on a thread that lives while there are any.
@@ -105,7 +141,7 @@ class Driver:
         self._jobs: list[Job] = []  # that have slots
         self._left: deque[Job] = deque()  # to be cancelled
         self._seconds: float | None = None  # of a step
-        self._woken: dict[asyncio.AbstractEventLoop, list[asyncio.Future[None]]] = {}
+        self._woken: dict[Callable[[list[Any]], None], list[Any]] = {}
         self.heartbeat = time.monotonic()  # when the thread last came round
         self.reading = 0  # tokens of prompts without a new token yet
 
@@ -264,6 +300,8 @@ class Driver:
     def _watch(self, job: Job) -> None:
         assert job.stop is not None
         job.watch = job.stop.watch(job.request.tokens.tolist())
+        for token in job.request.done:
+            job.watch.is_completed(token)
 
     def _step(self, steps: int) -> None:
         """A chunk of steps; where it fails, sequences that it did not serve go on."""
@@ -358,16 +396,15 @@ class Driver:
     def _note(self, job: Job) -> None:
         """Wake who waits for a job at the end of the turn."""
         if (waiter := job.channel.waiting()) is not None:
-            futures = self._woken.setdefault(waiter[0], [])
-            if waiter[1] not in futures[-1:]:
-                futures.append(waiter[1])
+            waiters = self._woken.setdefault(waiter[0], [])
+            if waiter[1] not in waiters[-1:]:
+                waiters.append(waiter[1])
 
     def _wake(self) -> None:
         """Wake those who were noted, by one call for each event loop."""
         woken, self._woken = self._woken, {}
-        for loop, futures in woken.items():
-            with suppress(RuntimeError):  # a loop that was closed; who waited is gone
-                loop.call_soon_threadsafe(_set, futures)
+        for deliver, waiters in woken.items():
+            deliver(waiters)
 
 
 def _set(futures: Sequence["asyncio.Future[None]"]) -> None:

@@ -110,11 +110,28 @@ class Live:
         return replace(
             whole,
             first=None,
+            done=(),
+            hidden_at_first=whole.hidden_at_first if not done else (),
             tokens=np.append(whole.tokens, np.array(self.tokens, whole.tokens.dtype)),
             max_new_tokens=(self.pause or whole.max_new_tokens) - done,
             min_new_tokens=max(0, whole.min_new_tokens - done),
             generated=whole.generated + done,
         )
+
+    def resume(self) -> None:
+        """Book the tokens that are done; the error that they are none of its own."""
+        request = self.request
+        if request.grammar is not None:
+            self.progress = request.grammar.begin()
+        for token in request.done:
+            self.take(token)
+        if self.ended:
+            raise self.error or StepError("A sequence was to go on that had ended.")
+        if request.tells:
+            self.told = [np.zeros(0, np.float32)] * len(request.done)
+        self.queued, self.pauses = len(self.tokens) + 1, False
+        if self.pause <= len(self.tokens):  # it is read as a prompt beyond it
+            self.pause = 0
 
     def take(self, token: int, told: np.ndarray | None = None) -> None:
         """Book a token; the sequence ends where it ends on the device."""
@@ -344,8 +361,9 @@ class Loop:
             if live.chosen or live.error is not None:
                 self.sharing.drop(live.slot)
             else:
-                read = live.unread.start if live.unread else None
-                self.sharing.keep(live.slot, live.request, read, live.tokens)
+                piece, new = live.unread, live.tokens
+                request, new = (live.request, new) if piece is None else (piece.request, [])
+                self.sharing.keep(live.slot, request, None if piece is None else piece.start, new)
 
     def scores(self, lives: Sequence[Live], tokens: Sequence[int]) -> Any:
         """The logits [B, V] after the `tokens` chosen for `lives` of `start_scores`."""
@@ -381,7 +399,9 @@ class Loop:
             for r, slot, p in zip(requests, slots, pauses, strict=False)
         ]
         for live in lives:
-            if live.request.first is not None:
+            if live.request.done:
+                live.resume()
+            elif live.request.first is not None:
                 live.tokens, live.queued = [live.request.first], 2
         slots = slots[: len(lives)]
         try:
