@@ -34,6 +34,7 @@ FLOORS: dict[str, str] = {
     "serving": "backends",
     "engine": "config model parallel backends serving",
     "serving.http": "system engine serving",
+    "serving.remote": "system parallel serving serving.http engine",
     "opening": "config quantization model model.families checkpoint backends",
     "api": "config quantization model model.families parallel checkpoint backends engine "
     "serving.http opening",
@@ -44,7 +45,7 @@ FLOORS: dict[str, str] = {
     "bench.torch": "kernels.triton model ops backends backends.torch bench",
     "bench.jax": "kernels.triton kernels.xla model ops backends backends.jax bench",
     "cli": "embedded system config quantization model model.families parallel checkpoint ops "
-    "backends serving.http engine opening api bench",
+    "backends serving.http serving.remote engine opening api bench",
     "__main__": "cli",
 }
 OPEN_TO_ALL = {"errors", "arrays"}

@@ -4,10 +4,7 @@ import asyncio
 import contextlib
 import json
 import re
-import signal
 import socket
-import subprocess
-import sys
 import threading
 import time
 import urllib.error
@@ -565,25 +562,3 @@ def test_a_stop_string_is_found_however_the_text_is_cut(stops):
         found = "".join(stop.push(text[i : i + size]) for i in range(0, len(text), size))
         assert stop.found
         assert found + stop.finish() == expected
-
-
-def test_sigterm_lets_open_requests_end():
-    command = [sys.executable, "-m", "dualinfer", "serve", str(dualinfer.embedded_model())]
-    command += ["--backend", "torch", "--port", "0", "--name", "small"]
-    with contextlib.ExitStack() as stack:
-        process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
-        stack.enter_context(process)
-        stack.callback(process.kill)
-        assert process.stderr is not None
-        lines = iter(process.stderr.readline, "")
-        url = next(m[0] for line in lines if (m := re.search(r"http://[\d.:]+/v1", line)))
-        client = stack.enter_context(openai.OpenAI(base_url=url, api_key="none", max_retries=0))
-        how = {"max_tokens": 400, "extra_body": {"ignore_eos": True}}
-        stream = complete(client, **how, stream=True)
-        events = [next(iter(stream))]
-        process.send_signal(signal.SIGTERM)
-        events += [*stream]
-        assert events[-1].choices[0].finish_reason == "length"
-        with pytest.raises(openai.APIConnectionError):
-            complete(client)
-        assert process.wait(30) == 0

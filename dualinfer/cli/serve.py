@@ -1,5 +1,6 @@
 """`dualinfer serve`: a model behind OpenAI's HTTP routes."""
 
+import asyncio
 import ipaddress
 import json
 import logging
@@ -8,16 +9,19 @@ import re
 import shlex
 import signal
 import socket
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Coroutine, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 
+from .. import backends
+from ..checkpoint.described.tokenizer import load_tokenizer, tokenizer_folder
 from ..engine.fused import FusedEngine
 from ..errors import ArgumentError, DualinferError, UnsupportedError
 from ..serving.http.needed import check_needed
+from ..serving.remote.host import shown_of
 from ..system.command_options import KvCacheOption, QuantOption
 from ..system.terminal import say
 from .options import (
@@ -29,7 +33,8 @@ from .options import (
     ModelArgument,
     RevisionOption,
 )
-from .texts import opened
+from .quick_start import OWN_PROCESS, start_sooner
+from .texts import find_asked, opened_at
 
 _KEY = "DUALINFER_API_KEY"
 _ORIGIN = re.compile(r"[a-z][a-z0-9+.\-]*://[^/\s?#@]+")
@@ -41,6 +46,7 @@ class ListenError(DualinferError, OSError):
 
 
 def serve(
+    ctx: typer.Context,
     model: ModelArgument,
     backend: BackendOption = None,
     host: Annotated[
@@ -103,6 +109,13 @@ def serve(
             help="A web page that may call the server, as https://a.b; again for more.",
         ),
     ] = None,
+    one_process: Annotated[
+        bool,
+        typer.Option(
+            "--one-process",
+            help="Run the model in this process, for debuggers: where it dies, so does the server.",
+        ),
+    ] = False,
     dtype: DtypeOption = None,
     quant: QuantOption = None,
     adapter: AdapterOption = None,
@@ -132,35 +145,43 @@ def serve(
                 "without a path, or * for any page."
             )
     how: dict[str, Any] = {"dtype": dtype, "quant": quant, "kv_cache_dtype": kv_cache_dtype}
-    with (
-        _listening(host, port) as listener,
-        opened(
-            model, backend, revision, adapter, replace_with_kernel_inject=kernels, **how
-        ) as engine,
-    ):
-        if not isinstance(engine, FusedEngine):
-            raise UnsupportedError(
-                "This model runs in module mode, by transformers' own code, which makes one call "
-                "at a time. Only models of fused mode are served."
-            )
-        called = name or name_of(model)
-        writes = _writes(engine, max_sequences, max_tokens, prefix_cache)
-        listener.listen(_BACKLOG)  # who calls from here on waits a moment
-        _show(engine, called, writes, listener.getsockname(), api_key is not None)
-        how: dict[str, Any] = {
-            "api_key": api_key,
-            "tool_call_parser": tool_call_parser,
-            "reasoning_parser": reasoning_parser,
-            "origins": allow_origin or [],
-        }
-        _run(engine, called, listener, grace, how)
+    how["replace_with_kernel_inject"] = kernels
+    room = max_sequences, max_tokens, prefix_cache
+    routes: dict[str, Any] = {
+        "api_key": api_key,
+        "tool_call_parser": tool_call_parser,
+        "reasoning_parser": reasoning_parser,
+        "origins": allow_origin or [],
+    }
+    with _listening(host, port) as listener:
+        front = _Front(name or name_of(model), listener, grace, routes)
+        found = find_asked(model, revision, adapter, "")
+        if one_process:
+            with opened_at(*found, backend, **how) as engine:
+                does_write = writes(engine, *room)
+                front.run_beside(engine, shown_of(engine.report(), does_write))
+            return
+        which = backend or backends.default_backend()
+        backends.check_backend(which)
+        if ctx.obj == OWN_PROCESS:
+            start_sooner(found.folder)
+        opens = {"folder": str(found.folder), "adapters": found.adapters, "backend": which}
+        front.run_before(
+            {**opens, "how": how, "room": room}, load_tokenizer(tokenizer_folder(*found))
+        )
 
 
-def _writes(engine: FusedEngine, slots: int | None, tokens: int | None, shares: bool) -> bool:
+def writes(engine: Any, slots: int | None, tokens: int | None, shares: bool) -> bool:
     """Reserve room, and run two steps, so that what must be compiled is before the first client.
 
-    False for a model that writes no texts: it embeds, or sees, or hears.
+    False for a model that writes no texts: it embeds, or sees, or hears. UnsupportedError for one
+    that cannot be served.
     """
+    if not isinstance(engine, FusedEngine):
+        raise UnsupportedError(
+            "This model runs in module mode, by transformers' own code, which makes one call "
+            "at a time. Only models of fused mode are served."
+        )
     if not engine.can_generate():
         return False
     engine.reserve(slots, tokens, prefix_cache=shares)
@@ -198,53 +219,89 @@ def _listening(host: str, port: int) -> Iterator[socket.socket]:
         ) from error
 
 
-def _show(engine: Any, name: str, writes: bool, address: Any, has_key: bool) -> None:
-    """Say what runs, what memory it has, and how to call it."""
-    report, (host, port) = engine.report(), address[:2]
-    url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
-    kind, field, value = "completions", "prompt", "Hello"
-    if not writes:
-        kind, field = "embeddings", "input"
-    elif getattr(engine.tokenizer, "chat_template", None):
-        kind, field = "chat/completions", "messages"
-        value = [{"role": "user", "content": "Hello"}]
-    body = json.dumps({"model": name, field: value})
-    key = " -H 'Authorization: Bearer KEY'" if has_key else ""
-    say(f"{name}: {report.architecture}, {report.dtype}, {report.backend} on {report.device_name}")
-    say(f"weights {report.parameter_bytes / 2**20:,.0f} MiB; {_room(engine, report)}")
-    head = " -H 'Content-Type: application/json'" + key
-    typer.echo(f"listening on {url}; the base URL of OpenAI clients is {url}/v1", err=True)
-    typer.echo(f"  curl {url}/v1/{kind}{head} -d {shlex.quote(body)}", err=True)
-    if not has_key and not ipaddress.ip_address(host).is_loopback:
-        say(f"Anybody who reaches this address can use it: pass --api-key, or set {_KEY}.")
+class _Front:
+    """The routes at an address, before an engine that is in this process or in another."""
+
+    def __init__(
+        self, name: str, listener: socket.socket, grace: int, routes: dict[str, Any]
+    ) -> None:
+        self._name, self._listener, self._grace, self._routes = name, listener, grace, routes
+
+    def run_beside(self, engine: Any, shown: dict[str, Any]) -> None:
+        """Serve an engine of this process until SIGTERM or Ctrl-C."""
+        from ..serving.http.engines import LocalEngine
+
+        self._run(lambda: self._serve(LocalEngine(engine), shown))
+
+    def run_before(self, opens: dict[str, Any], tokenizer: Any) -> None:
+        """The same, of an engine that another process opens, and that is started where it dies."""
+        from ..serving.remote.keeper import Keeper, python
+
+        async def run() -> None:
+            keeper = Keeper(python("dualinfer.cli.engine_process"), opens, tokenizer)
+            async with keeper.running() as engine:
+                await self._serve(engine, keeper.shown, keeper.failed)
+            if keeper.failed.done():
+                raise keeper.failed.result()
+
+        self._run(run)
+
+    def _run(self, work: Callable[[], Coroutine[Any, Any, None]]) -> None:
+        import uvicorn
+
+        # With uvloop where that is installed, as uvicorn has it.
+        factory = uvicorn.Config(app="").get_loop_factory()
+        with asyncio.Runner(loop_factory=factory) as runner:
+            runner.run(work())
+
+    async def _serve(
+        self, engine: Any, shown: dict[str, Any], failed: "asyncio.Future[Any] | None" = None
+    ) -> None:
+        """Serve until a signal, or until the engine has `failed`; then open requests end first."""
+        import uvicorn
+
+        from ..serving.http.app import Server
+
+        server = Server(engine, self._name, **self._routes)
+
+        class Draining(uvicorn.Server):
+            def handle_exit(self, sig: int, frame: Any) -> None:  # it raises the signal no more
+                server.is_draining = True
+                self.force_exit = self.should_exit and sig == signal.SIGINT
+                self.should_exit = True
+
+        logging.getLogger("dualinfer.serve").addHandler(logging.StreamHandler())
+        runs = Draining(server.config(self._grace, backlog=_BACKLOG))
+        if failed is not None:
+            failed.add_done_callback(lambda _: setattr(runs, "should_exit", True))
+        self._listener.listen(_BACKLOG)
+        self._show(engine.tokenizer if shown["writes"] else None, shown)
+        await runs.serve(sockets=[self._listener])
+
+    def _show(self, tokenizer: Any, shown: dict[str, Any]) -> None:
+        """Say what runs, what memory it has, and how to call it."""
+        host, port = self._listener.getsockname()[:2]
+        url = f"http://{f'[{host}]' if ':' in host else host}:{port}"
+        kind, field, value = "completions", "prompt", "Hello"
+        if not shown["writes"]:
+            kind, field = "embeddings", "input"
+        elif getattr(tokenizer, "chat_template", None):
+            kind, field = "chat/completions", "messages"
+            value = [{"role": "user", "content": "Hello"}]
+        body = json.dumps({"model": self._name, field: value})
+        has_key = self._routes["api_key"] is not None
+        key = " -H 'Authorization: Bearer KEY'" if has_key else ""
+        what = "{architecture}, {dtype}, {backend} on {device_name}".format(**shown)
+        say(f"{self._name}: {what}")
+        say(f"weights {shown['parameter_bytes'] / 2**20:,.0f} MiB; {_room(shown)}")
+        head = " -H 'Content-Type: application/json'" + key
+        typer.echo(f"listening on {url}; the base URL of OpenAI clients is {url}/v1", err=True)
+        typer.echo(f"  curl {url}/v1/{kind}{head} -d {shlex.quote(body)}", err=True)
+        if not has_key and not ipaddress.ip_address(host).is_loopback:
+            say(f"Anybody who reaches this address can use it: pass --api-key, or set {_KEY}.")
 
 
-def _room(engine: Any, report: Any) -> str:
+def _room(shown: dict[str, Any]) -> str:
     """How much of a cache there is."""
-    reserved = [note for note in report.notes if note.startswith("room is reserved")]
-    return "; ".join([f"cache {report.cache_bytes / 2**20:,.0f} MiB", *reserved])
-
-
-def _run(engine: Any, name: str, listener: socket.socket, grace: int, how: dict[str, Any]) -> None:
-    """Serve until SIGTERM or Ctrl-C; then open requests end first."""
-    import uvicorn
-
-    from ..serving.http.app import Server
-    from ..serving.http.engines import LocalEngine
-
-    server = Server(LocalEngine(engine), name, **how)
-
-    class Draining(uvicorn.Server):
-        def handle_exit(self, sig: int, frame: Any) -> None:
-            server.is_draining = True
-            super().handle_exit(sig, frame)
-
-    logging.getLogger("dualinfer.serve").addHandler(logging.StreamHandler())
-    config = server.config(grace, backlog=_BACKLOG)
-    # uvicorn raises the signal once more when it is done: the engine is to be closed then.
-    before = signal.signal(signal.SIGTERM, lambda *_: None)
-    try:
-        with suppress(KeyboardInterrupt):
-            Draining(config).run(sockets=[listener])
-    finally:
-        signal.signal(signal.SIGTERM, before)
+    reserved = [note for note in shown["notes"] if note.startswith("room is reserved")]
+    return "; ".join([f"cache {shown['cache_bytes'] / 2**20:,.0f} MiB", *reserved])

@@ -361,11 +361,20 @@ def opened(
     model: str, backend: str | None, revision: str | None, adapter: Any, **how: Any
 ) -> Iterator[Any]:
     """An engine of what a command names, with its tokenizer; `how` are fields of the config."""
+    found = find_asked(model, revision, adapter, "")
+    with opened_at(*found, backend, **how) as engine:
+        yield engine
+
+
+@contextmanager
+def opened_at(
+    folder: Path, adapters: dict[str, float], backend: str | None, **how: Any
+) -> Iterator[Any]:
+    """An engine of what was found, with its tokenizer."""
     which = backend or backends.default_backend()
     backends.check_backend(which)
-    found = find_asked(model, revision, adapter, "")
-    tokenizer = load_tokenizer(tokenizer_folder(*found))
-    with init_inference(found.folder, backend=which, adapter=found.adapters, **how) as engine:
+    tokenizer = load_tokenizer(tokenizer_folder(folder, adapters))
+    with init_inference(folder, backend=which, adapter=adapters, **how) as engine:
         engine.tokenizer = tokenizer
         yield engine
 

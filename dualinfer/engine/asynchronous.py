@@ -11,6 +11,7 @@ from collections.abc import (
     Mapping,
     Sequence,
 )
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal, NamedTuple, Self, Unpack
 
@@ -43,7 +44,8 @@ class Traffic(NamedTuple):
     reading: int = 0
 
 
-class Start(NamedTuple):
+@dataclass(frozen=True)
+class Start:
     """Where a sequence begins: its return index, and the new tokens that are done."""
 
     index: int

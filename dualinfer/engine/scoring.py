@@ -1,6 +1,6 @@
 """How likely texts are: log-probabilities of continuations, exact, many at a time."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -28,6 +28,11 @@ class Score(NamedTuple):
     is_greedy: bool
     ids: list[int]
     logprobs: list[float]
+
+
+def prompt_told(pieces: Iterable[np.ndarray], likely: int) -> list[TokenLogprobs | None]:
+    """What is told of a prompt's tokens, None of the first, with `likely` ones of each place."""
+    return [None, *(told_of(row, likely) for piece in pieces for row in piece)]
 
 
 class _Pair(NamedTuple):
@@ -82,31 +87,27 @@ class ScoringCalls(InferenceEngine):
         `input_ids` are ints [T]; with `logprobs` up to 20 the so many likeliest ids of each place
         are told, too. By the model's own logits, as a forward pass gives them.
         """
-        pieces = self.prompt_logprobs_pieces(input_ids, logprobs)
-        return [one for piece in pieces for one in piece]
+        if not (isinstance(logprobs, int) and 0 <= logprobs <= TOP):
+            raise ArgumentError(f"logprobs={shown(logprobs)}; expected an int of at most {TOP}.")
+        told = prompt_told(self.prompt_told_pieces(input_ids), logprobs)
+        return told[: len(input_ids)]
 
-    def prompt_logprobs_pieces(
-        self, input_ids: Sequence[int], logprobs: int = 0
-    ) -> Iterator[list[TokenLogprobs | None]]:
-        """The same, some hundred places at a time; each piece is a pass over the whole prompt.
+    def prompt_told_pieces(self, input_ids: Sequence[int]) -> Iterator[np.ndarray]:
+        """What `sampling.tell` says of a prompt's tokens but the first, some hundred at a time.
 
-        Arguments are checked at once.
+        Arrays float32 [places, 1 + 2 K]; each is a pass over the whole prompt.
         """
         ids = [int(x) for x in input_ids]
         self._check_scored("prompt_logprobs()")
-        if not (isinstance(logprobs, int) and 0 <= logprobs <= TOP):
-            raise ArgumentError(f"logprobs={shown(logprobs)}; expected an int of at most {TOP}.")
-        return self._told_pieces(ids, logprobs)
+        return self._told_pieces(ids)
 
-    def _told_pieces(self, ids: list[int], likely: int) -> Iterator[list[TokenLogprobs | None]]:
-        if ids:
-            yield [None]
+    def _told_pieces(self, ids: list[int]) -> Iterator[np.ndarray]:
         for first in range(0, len(ids) - 1, _SCORED):
             places = np.arange(first, min(first + _SCORED, len(ids) - 1))
             with self._turns:
                 results = self.forward([ids], logits_to_keep=places)
                 rows = self.runner.tell(results.logits[0], np.array(ids)[places + 1])
-            yield [told_of(row, likely) for row in rows]
+            yield rows
 
     def encode_pair(self, prompt: str, continuation: str) -> tuple[list[int], list[int]]:
         """The ids of a prompt and of its continuation, as `score` splits them."""

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 
 from ...engine.requests import TokenLogprobs
+from ...engine.scoring import prompt_told
 from ...engine.text import endings
 from ...system.patience import under_way
 from ..health import Pulse
@@ -132,11 +133,10 @@ class LocalEngine:
 
     async def prompt_logprobs(self, ids: list[int], likely: int) -> list[TokenLogprobs | None]:
         """See `ServedEngine`."""
-        told: list[TokenLogprobs | None] = []
-        pieces = self._engine.prompt_logprobs_pieces(ids, likely)
-        while piece := await asyncio.to_thread(next, pieces, None):
-            told += piece
-        return told
+        rows, pieces = [], self._engine.prompt_told_pieces(ids)
+        while (piece := await asyncio.to_thread(next, pieces, None)) is not None:
+            rows.append(piece)
+        return prompt_told(rows, likely)
 
     async def embed(self, texts: Sequence[str], size: int | None) -> np.ndarray:
         """See `ServedEngine`."""

@@ -1,0 +1,32 @@
+"""The process of an engine, which `dualinfer serve` starts: `python -m ... DESCRIPTOR`."""
+
+import socket
+import sys
+from pathlib import Path
+
+from ..serving.remote.host import Host, shown_of
+
+
+def run() -> None:
+    """Open the model that the front describes, and serve it until the front leaves."""
+    host = Host(socket.socket(fileno=int(sys.argv[1])))
+    opens = host.received()
+    try:
+        from ..system.noise import leave_out_noise
+        from .quick_start import start_sooner
+        from .serve import writes
+        from .texts import opened_at
+
+        folder, adapters = Path(opens["folder"]), opens["adapters"]
+        start_sooner(folder)
+        leave_out_noise()
+        with opened_at(folder, adapters, opens["backend"], **opens["how"]) as engine:
+            does_write = writes(engine, *opens["room"])
+            host.run(engine, shown_of(engine.report(), does_write))
+    except BaseException as error:
+        host.fail(error)
+        raise SystemExit(1) from None
+
+
+if __name__ == "__main__":
+    run()

@@ -1,0 +1,1 @@
+"""The engine of a server in a process of its own."""

@@ -1,0 +1,304 @@
+"""`dualinfer serve` with its engine in a process of its own, which dies, hangs and comes again."""
+
+import contextlib
+import os
+import signal
+import threading
+import time
+import urllib.error
+import urllib.request
+
+import numpy as np
+import openai
+import pytest
+
+import dualinfer
+from dualinfer.errors import StepError
+from dualinfer.serving.health import Pulse
+from dualinfer.serving.remote.frames import Unpacker, packed
+
+from .server_process import is_there, server_process
+
+PROMPT = "def copy_file(source"
+LONG = {"max_tokens": 200, "extra_body": {"ignore_eos": True}}
+ROOM = "--max-sequences", "16", "--max-tokens", "400"
+
+
+@pytest.fixture(scope="module", params=["torch", pytest.param("jax", marks=pytest.mark.slow)])
+def backend(request):
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def engine(backend):
+    with dualinfer.init_inference(
+        dualinfer.embedded_model(), backend=backend, dtype="fp32"
+    ) as engine:
+        yield engine
+
+
+@pytest.fixture(scope="module")
+def server(backend):
+    with server_process(*ROOM, backend=backend) as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def client(server):
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="-", max_retries=0) as client:
+        yield client
+
+
+def complete(client, **fields):
+    fields = {"prompt": PROMPT, "temperature": 0, "max_tokens": 12} | fields
+    return client.completions.create(model="small", **fields)
+
+
+def get(url):
+    """Status and text."""
+    try:
+        with urllib.request.urlopen(url) as got:
+            return got.status, got.read().decode()
+    except urllib.error.HTTPError as error:
+        with error:
+            return error.code, error.read().decode()
+
+
+def wait_for(condition, seconds=30.0):
+    """Wait until it holds; how long that took."""
+    begun = time.monotonic()
+    while not condition():
+        assert time.monotonic() - begun < seconds
+        time.sleep(0.02)
+    return time.monotonic() - begun
+
+
+def test_frames_are_read_in_whatever_pieces_they_come():
+    arrays = {"a": np.arange(6, dtype=np.int32).reshape(2, 3), "b": np.zeros((0, 4), np.float32)}
+    data = packed({"is": "é\ud800", "n": [1, None]}, **arrays) + packed({})
+    for size in (1, 7, len(data)):
+        unpacker, found = Unpacker(), []
+        for i in range(0, len(data), size):
+            found += unpacker.feed(data[i : i + size])
+        first, second = found
+        assert (first["is"], first["n"], second) == ("é\ud800", [1, None], {})
+        for name, array in arrays.items():
+            assert first[name].dtype == array.dtype
+            assert np.array_equal(first[name], array)
+    for wrong in (b"\xff" * 8, b"\0\0\0\5\0\0\0\2{}"):
+        with pytest.raises(StepError):
+            list(Unpacker().feed(wrong))
+    with pytest.raises(StepError, match="holds an array"):
+        list(Unpacker().feed(packed({"arrays": {"x": ["|O", [1]]}})))
+
+
+def test_only_what_takes_longer_than_it_should_is_called_hung():
+    for pulse, is_hung in (
+        (Pulse(), False),
+        (Pulse(3.9), False),
+        (Pulse(4.5), True),
+        (Pulse(4.5, reading=8192), False),  # a long prompt
+        (Pulse(90, doing="compiling"), False),
+        (Pulse(700, doing="compiling"), True),
+        (Pulse(50, on_host=True), False),
+        (Pulse(70, on_host=True), True),
+    ):
+        assert (pulse.trouble is not None) == is_hung, pulse
+
+
+def test_answers_are_those_of_an_engine_here(engine, client, server):
+    expected = engine.generate_text(PROMPT, max_new_tokens=30, do_sample=False)
+    assert complete(client, max_tokens=30).choices[0].text == expected
+    events = complete(client, max_tokens=30, stream=True)
+    assert "".join(c.text for e in events for c in e.choices) == expected
+    ids = engine.tokenizer(PROMPT)["input_ids"]
+    how = {"do_sample": True, "temperature": 0.9, "top_k": 0, "seed": 7, "max_new_tokens": 12}
+    rows = np.asarray(engine.generate([ids], **how, num_return_sequences=3)).tolist()
+    found = complete(client, prompt=ids, temperature=0.9, seed=7, n=3)
+    assert [c.text for c in found.choices] == [engine.tokenizer.decode(r[len(ids) :]) for r in rows]
+    told = engine.generate(
+        [ids], max_new_tokens=6, do_sample=False, logprobs=2, return_dict_in_generate=True
+    )
+    logprobs = complete(client, max_tokens=6, logprobs=2).choices[0].logprobs
+    assert np.allclose(logprobs.token_logprobs, told.logprobs[0], atol=1e-4)
+    echoed = complete(client, max_tokens=1, echo=True, logprobs=0).choices[0].logprobs
+    row = engine.prompt_logprobs(ids)
+    assert np.allclose(echoed.token_logprobs[1:-1], [x.logprob for x in row[1:]], atol=1e-4)
+    vectors = client.embeddings.create(model="small", input=["def f(", "class A"])
+    assert np.allclose(
+        [x.embedding for x in vectors.data], engine.embed(["def f(", "class A"]), atol=1e-5
+    )
+    digits = complete(client, temperature=1, extra_body={"guided_regex": "[0-9]{4}"})
+    assert digits.choices[0].text.isdecimal()
+    for fields, what in (
+        ({"max_tokens": 5000}, "takes 400 tokens"),
+        ({"extra_body": {"guided_regex": "("}}, "guided_regex"),
+        ({"logit_bias": {"99999": 1}}, "logit_bias has the id 99999"),  # the engine says so
+    ):
+        with pytest.raises(openai.BadRequestError, match=what):
+            complete(client, **fields)
+    with complete(client, **LONG, n=3, stream=True) as stream:
+        next(iter(stream))
+        assert _running(server) == 3
+    wait_for(lambda: _running(server) == 0)
+    assert get(server.url + "/ready") == (200, "ok\n")
+
+
+def _running(server):
+    text = get(server.url + "/metrics")[1]
+    return int(text.partition('dualinfer:num_requests_running{model_name="small"} ')[2].split()[0])
+
+
+ASKED = [
+    LONG,
+    {**LONG, "temperature": 1, "seed": 3, "n": 2, "presence_penalty": 1.0, "logprobs": 2},
+    {**LONG, "temperature": 1, "seed": 5, "stop": "q", "frequency_penalty": 0.5},
+    {
+        **LONG,
+        "temperature": 1,
+        "seed": 4,
+        "extra_body": {"guided_regex": "([a-z]{2}, ){40}", "repetition_penalty": 1.2},
+    },
+    {"max_tokens": 200, "prompt": PROMPT * 9, "extra_body": {"ignore_eos": True}},
+]
+
+
+class Ask(threading.Thread):
+    """A request, whole or as a stream, and what came of it."""
+
+    def __init__(self, client, fields, stream):
+        super().__init__()
+        self._client, self._fields, self._stream = client, fields, stream
+        self.texts, self.logprobs, self.events = {}, {}, 0
+        self.start()
+
+    def run(self):
+        got = complete(self._client, **self._fields, stream=self._stream)
+        for event in got if self._stream else [got]:
+            self.events += 1
+            for c in event.choices:
+                self.texts[c.index] = self.texts.get(c.index, "") + c.text
+                if c.logprobs is not None:
+                    self.logprobs.setdefault(c.index, []).extend(c.logprobs.token_logprobs)
+
+
+def asked(client, count, between=lambda asks: None):
+    asks = [Ask(client, fields, stream) for fields in ASKED[:count] for stream in (False, True)]
+    between(asks)
+    for ask in asks:
+        ask.join(120)
+        assert not ask.is_alive()
+    return asks
+
+
+def test_an_engine_that_is_killed_is_followed_by_one_that_goes_on(client, server, backend):
+    count = 5 if backend == "torch" else 2  # which JAX compiles twice
+    quiet = asked(client, count)
+    first = server.engine
+
+    def kill_one(asks):
+        wait_for(lambda: all(ask.events > 4 for ask in asks[1::2]))
+        os.kill(first, signal.SIGKILL)
+        assert wait_for(lambda: get(server.url + "/health")[0] == 503) < 5
+        status, why = get(server.url + "/ready")
+        assert status == 503 and "SIGKILL" in why, why
+        late.append(Ask(client, LONG, False))
+
+    late = []
+    asks = asked(client, count, kill_one)
+    late[0].join(60)
+    assert late[0].texts == quiet[0].texts
+    for before, ask in zip(quiet, asks, strict=True):
+        assert ask.texts == before.texts
+        for index, values in before.logprobs.items():
+            assert ask.logprobs[index] == pytest.approx(values, abs=1e-4)
+    assert server.engine not in (None, first)
+    assert not is_there(first)
+    assert get(server.url + "/health") == (200, "ok\n")
+    server.wait_for(r"ended by SIGKILL\. It is started again\. Sequences that wait: [1-9]")
+    assert _running(server) == 0
+
+
+def test_an_engine_that_is_silent_is_ended_and_started_again(client, server):
+    expected = complete(client, **LONG).choices[0].text
+    first = server.engine
+    ask = Ask(client, LONG, True)
+    wait_for(lambda: ask.events > 4)
+    os.kill(first, signal.SIGSTOP)
+    assert 2 < wait_for(lambda: get(server.url + "/health")[0] == 503) < 5
+    ask.join(60)
+    assert ask.texts == {0: expected}
+    assert get(server.url + "/health")[0] == 200 and not is_there(first)
+    server.wait_for("The engine hung")
+
+
+@pytest.mark.slow
+def test_the_end_of_the_front_ends_the_engine():
+    with server_process(*ROOM) as server:
+        engine = server.engine
+        with openai.OpenAI(base_url=f"{server.url}/v1", api_key="-", max_retries=0) as client:
+            stream = complete(client, **LONG, stream=True)
+            next(iter(stream))
+            os.kill(engine, signal.SIGSTOP)  # it cannot end itself
+            server.process.kill()
+            with contextlib.suppress(openai.APIError, Exception):
+                list(stream)
+        wait_for(lambda: not is_there(engine), 15)
+
+
+def test_sigterm_lets_open_requests_end():
+    with (
+        server_process() as server,
+        openai.OpenAI(base_url=f"{server.url}/v1", api_key="-", max_retries=0) as client,
+    ):
+        engine = server.engine
+        stream = complete(client, max_tokens=400, extra_body={"ignore_eos": True}, stream=True)
+        events = [next(iter(stream))]
+        server.process.send_signal(signal.SIGTERM)
+        events += [*stream]
+        assert events[-1].choices[0].finish_reason == "length"
+        with pytest.raises(openai.APIConnectionError):
+            complete(client)
+        assert server.end() == 0
+        assert not is_there(engine)
+
+
+def kill(server):
+    """End the engine of a server, and wait until it is gone."""
+    wait_for(lambda: server.engine is not None)
+    engine = server.engine
+    os.kill(engine, signal.SIGKILL)
+    wait_for(lambda: not is_there(engine))
+
+
+@pytest.mark.slow
+def test_what_dies_again_and_again_is_given_up():
+    with (
+        server_process(*ROOM) as server,
+        openai.OpenAI(base_url=f"{server.url}/v1", api_key="-", max_retries=0) as client,
+    ):
+        # A request that three engines die with fails alone.
+        stream = complete(client, max_tokens=390, extra_body={"ignore_eos": True}, stream=True)
+        events = iter(stream)
+        for _ in range(3):
+            next(events)
+            wait_for(lambda: get(server.url + "/health")[0] == 200)
+            next(events)
+            kill(server)
+        with pytest.raises(openai.APIError, match="died 3 times while this request was under way"):
+            list(events)
+        wait_for(lambda: get(server.url + "/health")[0] == 200)
+        # Engines that die before they bring anything end the server.
+        for _ in range(3):
+            kill(server)
+        assert server.end() == 1
+        assert "died 3 times in a row without an answer between" in " ".join(server.said.split())
+
+
+@pytest.mark.slow
+def test_a_model_that_cannot_be_opened_is_told_as_in_one_process():
+    with (
+        pytest.raises(AssertionError, match=r"reserve\(tokens=10000000\)"),
+        server_process("--max-tokens", "10000000"),
+    ):
+        pass
