@@ -42,9 +42,9 @@ class ServerProcess:
         return code
 
     @property
-    def engine(self) -> int | None:
-        """The process of the engine, if there is one now."""
-        return next(iter(engines_of(self.process.pid)), None)
+    def engine(self) -> int:
+        """The process of the engine; 0 if there is none now."""
+        return next(iter(engines_of(self.process.pid)), 0)
 
 
 def engines_of(process: int) -> list[int]:
