@@ -35,6 +35,7 @@ CASES: dict[str, Callable[[], Any]] = {
     "latent": lambda: test_relatives.make("youtu"),
     "falcon_h1": lambda: test_recurrent.make("falcon_h1"),
     "lfm2_moe": lambda: test_recurrent.make("lfm2_moe"),
+    "jamba": lambda: test_recurrent.make("jamba"),
 }
 ON_JAX = ("latent", "falcon_h1")
 

@@ -15,7 +15,7 @@ import transformers as hf
 import dualinfer
 from dualinfer.backends.base import Request
 from dualinfer.backends.torch.ops.plain import PlainOps
-from dualinfer.blocks import state_space
+from dualinfer.blocks import selective_scan, state_space
 from dualinfer.checkpoint.described.hf_config import read_config
 from dualinfer.errors import ConfigError
 from dualinfer.model.families import describe_model
@@ -103,10 +103,19 @@ CASES |= {
         | {"partial_rotary_factor": 0.5, "attention_bias": True},
     ),
 }
-QUICK = ("lfm2 with biases", "mamba2")
+MAMBA = {**dict.fromkeys(_NO), "state_size": 5, "expand": 2, "time_step_rank": 7}
+JAMBA = {"attn_layer_period": 4, "attn_layer_offset": 2, "intermediate_size": 72}
+JAMBA |= {"mamba_d_state": 6, "mamba_dt_rank": 9, "num_experts": 5, "num_experts_per_tok": 2}
+CASES |= {
+    "mamba": ("Mamba", {**MAMBA, "use_bias": True, "conv_kernel": 3}),
+    "falcon_mamba": ("FalconMamba", {**MAMBA, "use_conv_bias": False, "mixer_rms_eps": 0.01}),
+    "jamba": ("Jamba", {**JAMBA, "mamba_proj_bias": True}),
+    "jamba without experts": ("Jamba", {**JAMBA, "num_experts": 1, "num_experts_per_tok": 1}),
+}
+QUICK = ("lfm2 with biases", "mamba2", "mamba")
 # One of each kind.
 ODD = ("lfm2_moe", "mamba2", "falcon_h1, normed", "nemotron_h with experts")
-ODD += ("qwen3_next with experts",)
+ODD += ("qwen3_next with experts", "falcon_mamba", "jamba")
 LENGTHS = (11, 2, 17, 1)  # shorter than a kernel, too
 NEW = 9
 INJECTED = {"replace_with_kernel_inject": True}
@@ -123,7 +132,7 @@ def make(case):
     model = getattr(hf, f"{CASES[case][0]}ForCausalLM")(make_config(case))
     randomize(model)
     for name, tensor in model.named_parameters():  # decays and steps as those of real models
-        if name.endswith(("A_log", "dt_bias")):
+        if name.endswith(("A_log", "dt_bias", "dt_proj.bias")):
             tensor.data.uniform_(-1.5, 1.5)
     for name, tensor in model.named_buffers():
         if name.endswith(("expert_bias", "correction_bias")):
@@ -189,7 +198,9 @@ BY_KIND = [(case, b) for case in CASES for b in BACKENDS if b == "torch" or case
 @pytest.mark.parametrize(("case", "backend"), ON_BACKENDS)
 def test_a_padded_batch_is_its_rows_alone(case, backend, monkeypatch):
     """Logits, and greedy text through the state; padding on either side enters neither."""
-    monkeypatch.setattr(state_space, "_CHUNK", 7)  # so that prompts have several
+    for block, tokens in ((state_space, 7), (selective_scan, 6)):  # so that prompts have several
+        monkeypatch.setattr(block, "_CHUNK", tokens)
+    monkeypatch.setattr(selective_scan, "_SIDE", 2)
     model, texts = make(case), rows()
     logits, expected = alone(model, texts)
     with dualinfer.init_inference(model, **INJECTED, dtype="fp32", backend=backend) as engine:
@@ -405,6 +416,24 @@ WRITTEN = {
     | {"conv_dim_out": 64, "conv_use_xavier_init": True, "full_attn_idxs": [1], "num_heads": 4}
     | {"norm_eps": 1e-5, "rope_theta": 1e6, "theta": 1e6, "tie_embedding": True}
     | {"use_pos_enc": True},
+    "mamba": {**_STEPS, "conv_kernel": 4, "d_inner": 128, "d_model": 64, "expand": 2, "n_layer": 2}
+    | {"fused_add_norm": True, "hidden_act": "silu", "intermediate_size": 128, "ssm_cfg": {}}
+    | {"layer_norm_epsilon": 1e-5, "pad_vocab_size_multiple": 8, "residual_in_fp32": True}
+    | {"rms_norm": True, "state_size": 8, "time_step_init_scheme": "random"}
+    | {"time_step_scale": 1.0, "use_bias": False, "use_conv_bias": True},
+    "falcon_mamba": {**_STEPS, "conv_kernel": 4, "expand": 16, "hidden_act": "silu"}
+    | {"intermediate_size": 128, "layer_norm_epsilon": 1e-5, "mixer_rms_eps": 1e-6}
+    | {"residual_in_fp32": True, "state_size": 16, "tie_word_embeddings": False}
+    | {"time_step_init_scheme": "random", "time_step_scale": 1.0, "use_falcon_mambapy": False}
+    | {"use_bias": False, "use_conv_bias": True},
+    "jamba": {**_HEADS, "attention_dropout": 0.0, "attn_layer_offset": 1, "attn_layer_period": 2}
+    | {"calc_logits_for_entire_prompt": False, "expert_layer_offset": 1, "hidden_act": "silu"}
+    | {"expert_layer_period": 2, "intermediate_size": 96, "mamba_conv_bias": True}
+    | {"mamba_d_conv": 4, "mamba_d_state": 16, "mamba_dt_rank": 8, "mamba_expand": 2}
+    | {"mamba_inner_layernorms": True, "mamba_proj_bias": False, "n_ctx": 262144}
+    | {"num_experts": 4, "num_experts_per_tok": 2, "num_logits_to_keep": 1}
+    | {"output_router_logits": False, "rms_norm_eps": 1e-6, "router_aux_loss_coef": 0.001}
+    | {"sliding_window": None, "tie_word_embeddings": False, "use_mamba_kernels": True},
     "mamba2": {**_STEPS, "chunk_size": 256, "conv_kernel": 4, "expand": 2, "head_dim": 16}
     | {"hidden_act": "silu", "intermediate_size": 128, "layer_norm_epsilon": 1e-5, "n_groups": 2}
     | {"norm_before_gate": True, "num_heads": 8, "residual_in_fp32": True, "rms_norm": True}
@@ -433,6 +462,8 @@ def test_a_config_as_its_makers_wrote_it_is_taken(family, tmp_path):
         ("lfm2", {"layer_types": ["conv", "mamba"] * 2}, "layer_types=.*conv and full_attention"),
         ("lfm2", {"unheard_of": 3}, "unheard_of=3"),
         ("lfm2_moe", {"num_experts_per_tok": 9}, "cannot choose more"),
+        ("mamba", {"d_inner": 7}, "d_inner=7.*192 only"),
+        ("jamba", {"mamba_inner_layernorms": False}, "mamba_inner_layernorms=False"),
         ("mamba2", {"num_heads": 7}, "num_heads=7, no multiple of 2 groups"),
         ("mamba2", {"head_dim": 10}, "8 heads of 10 elements, which are not the 192"),
         ("mamba2", {"time_step_limit": [0.1]}, "time_step_limit=.*two numbers"),
@@ -456,6 +487,16 @@ def test_a_state_is_counted_once_for_a_sequence():
     each = 4 * (3 * (192 + 2 * 2 * 10) * 2 + 4 * 8 * 24 * 10)
     assert state_bytes(cache_specs(spec), 2) == each and token_bytes(cache_specs(spec), 2) == 0
     assert cache_bytes(cache_specs(spec), Room(5, 999), 2) == 5 * each
+
+
+def test_channels_have_a_state_of_their_own():
+    """Of 2 * 96 channels by 2 taps before the last, and by 5 elements in float32, in 4 layers."""
+    _, table = describe_model(make_config("mamba").to_dict())
+    assert state_bytes(cache_specs(table.spec), 2) == 4 * (192 * 2 * 2 + 4 * 192 * 5)
+    shares = [own.share("scan", 0).real for own in make_plan(table, 3).shards]
+    assert shares == [64, 64, 64]
+    with pytest.raises(ConfigError, match=r"tp_size=193.*state channels of 192.*Use fewer"):
+        make_plan(table, 193)
 
 
 def test_devices_share_whole_groups_of_states():

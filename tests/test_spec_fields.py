@@ -11,8 +11,8 @@ FAMILIES = Path(__file__).parents[1] / "dualinfer" / "model" / "families"
 # object with a file of its own (docs/architecture.md). One that leaves it is taken out.
 RARE = {
     "ModelSpec": "dropped masks_labels prefixes embedders layers_ids shifts own_vocab towers mel "
-    "projected late_states",
-    "Layer": "bare keeps gated_norms mlp_normed multiplied convolution sub_norms adapter feeds "
+    "projected",
+    "Layer": "bare keeps gated_norms mlp_normed multiplied convolution sub_norms adapter "
     "attention_scale",
     "Attention": "clip_normed alibi_rounded chunk",
     "Mlp": "",

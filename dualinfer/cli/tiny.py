@@ -10,7 +10,8 @@ VOCAB = 131
 POSITIONS = 256
 _HEADS, _KV_HEADS, _HEAD_DIM = 6, 3, 40  # a head of which common shares turn even numbers
 _HEADS_OF = {"codegen": 8}  # whose fused projection has four parts
-_STATE = 16
+_STATE, _RANK = 16, 12
+_TURNS = {"period": 2, "offset": 1}
 _WINDOW, _ORIGINAL, _PATCH = 5, 64, 6
 _FFN = (
     *("intermediate_size", "ffn_dim", "n_inner", "ffn_hidden_size", "d_ff"),
@@ -149,6 +150,11 @@ def tiny_config(config: Any) -> Any:
         values |= {"mamba_num_heads": new_heads, "ssm_state_size": _STATE, "n_groups": 2}
     if config.model_type == "mamba2":
         values |= {"num_heads": 2 * new_heads, "state_size": _STATE, "expand": 2, "n_groups": 2}
+    if config.model_type in ("mamba", "falcon_mamba"):
+        values |= {"state_size": _STATE, "time_step_rank": _RANK}
+    if config.model_type == "jamba":
+        values |= {"mamba_d_state": _STATE, "mamba_dt_rank": _RANK}
+        values |= {f"{x}_layer_{y}": n for x in ("attn", "expert") for y, n in _TURNS.items()}
     if config.model_type in KINDS:  # what says it again
         values = {k: v for k, v in values.items() if k not in KINDS[config.model_type].twins}
     if values.get("kv_lora_rank") is not None:  # what turns has a width of its own

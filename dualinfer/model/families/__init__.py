@@ -37,6 +37,7 @@ from . import (
     llama4,
     longcat,
     mamba,
+    mamba1,
     mllama,
     mobilebert,
     modernbert,
@@ -77,7 +78,7 @@ _FAMILIES: dict[str, ModuleType] = {
         *(falcon, mpt, fairseq, modernbert, deberta, mobilebert, lilt, clip, vit),
         *(bart, fsmt, t5, t5gemma, encoder_decoder, whisper, deepseek, llama4, multimodal, dbrx),
         *(layered, ctrl, longcat, mllama, privacy_filter, jetmoe, doge, moonshine, speech_to_text),
-        *(lfm2, mamba, qwen3_next),
+        *(lfm2, mamba, mamba1, qwen3_next),
     )
     for model_type in family.CLASSES
 }

@@ -145,6 +145,7 @@ MIXTURES: Mapping[str, Mixture] = {
         renames=((".mlp.gate.e_score_", ".mlp.e_score_"),),
         unused=(r"(^|\.)mtp\.",),
     ),
+    "jamba": Mixture(block="feed_forward", router="router", ffn="intermediate_size"),
     "lfm2_moe": Mixture(block="feed_forward", expert=("w1", "w3", "w2"), choice_bias="expert_bias"),
     "flint": Mixture(renames=((".self_attn.sinks", ".self_attn.softmax_offset"),)),
     "flex_olmo": Mixture(ffn="intermediate_size"),
@@ -446,6 +447,9 @@ def _which(fields: ConfigFields, layers: int) -> list[bool]:
             )
         end = layers - 1 if end == -1 else end
         return [start <= i <= end and (i + 1) % step == 0 for i in range(layers)]
+    if family == "jamba":
+        step, first = fields.size("expert_layer_period"), fields.take("expert_layer_offset", 0)
+        return [i % step == first for i in range(layers)]
     if family in ("flint", "qwen2_moe", "qwen3_moe", "qwen3_next"):
         dense, step = fields.take("mlp_only_layers", []), fields.size("decoder_sparse_step", 1)
         if not isinstance(dense, list | tuple) or any(type(i) is not int for i in dense):
