@@ -184,12 +184,12 @@ class SelectiveScan:
                 a = a.reshape(rows, -1, _SIDE, *a.shape[2:])
                 return [a[:, :, i] for i in range(_SIDE)]
 
-            x, steps, b, c, *anew = (by_row(a) for a in (x, steps, b, c, *anew))
+            x, steps, b, c, *begins = (by_row(a) for a in (x, steps, b, c, *anew))
             since, kept = [], []  # states [B, rows, I, state] from zeros, and what earlier ones get
             for i in range(_SIDE):
                 logs = steps[i][..., None] * own
-                if anew:
-                    logs = m.where(anew[0][i][..., None, None], -float("inf"), logs)
+                if begins:
+                    logs = m.where(begins[0][i][..., None, None], -float("inf"), logs)
                 decay, added = m.exp(logs), (x[i] * steps[i])[..., None] * b[i][:, :, None]
                 since.append(m.add_product(added, since[-1], decay) if since else added)
                 kept.append(kept[-1] * decay if kept else decay)
