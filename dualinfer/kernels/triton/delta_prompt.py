@@ -1,0 +1,473 @@
+"""The gated delta rule over sequences, from their projections to their normed results.
+
+arXiv:2406.06484, arXiv:2412.06464, arXiv:2510.26692. Four launches: what is convolved; of each
+chunk of 64 tokens by itself, the products of tokens and the solution of what they take from one
+another; over the chunks, the states; norm and gate. Only the third goes from left to right.
+"""
+
+from typing import Any
+
+import triton
+import triton.language as tl
+
+from .delta_token import log_decay, sigmoid
+from .launch import dot, launch, let_next_start, next_power_of_2, wait_for_inputs
+from .operands import as_bytes
+
+CHUNK = 64
+_TILE = 16  # tokens of a program that norms
+_CHUNK: tl.constexpr = tl.constexpr(CHUNK)
+
+
+@triton.jit
+def _is_seen(mask_ptr, b, t, tokens, inside):
+    """Which tokens a row's mask shows."""
+    if mask_ptr is not None:
+        inside = inside & (tl.load(mask_ptr + b * tokens + t, mask=inside, other=0) != 0)
+    return inside
+
+
+@triton.jit
+def _slot_of(slots_ptr, starts_ptr, b, slots):
+    """The slot of a row, 1 if it is there, and 1 if the row goes on from what that has; else 0."""
+    slot = tl.load(slots_ptr + b).to(tl.int64)
+    there = tl.where((slot >= 0) & (slot < slots), 1, 0)
+    goes_on = there * 0
+    if starts_ptr is not None:
+        goes_on = there * tl.where(tl.load(starts_ptr + b) > 0, 1, 0)
+    return slot * there, there, goes_on
+
+
+@triton.jit
+def _convolve_kernel(
+    x_ptr, mask_ptr, past_ptr, slots_ptr, starts_ptr, taps_ptr, y_ptr, x_row, x_stride, tokens,
+    slots, root, KEYS: tl.constexpr, VALUES: tl.constexpr, KEY: tl.constexpr, VALUE: tl.constexpr,
+    TAPS: tl.constexpr, TILE: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """One program: a head's queries, keys or values of TILE tokens of a row."""
+    let_next_start(PDL)
+    CHANNELS: tl.constexpr = 2 * KEYS * KEY + VALUES * VALUE
+    tiles = tl.cdiv(tokens, TILE)
+    unit = tl.program_id(0)
+    b = (tl.program_id(1) // tiles).to(tl.int64)
+    t = tl.program_id(1) % tiles * TILE + tl.arange(0, TILE)[:, None]
+    column = tl.arange(0, BLOCK)[None, :]
+    is_key = unit < 2 * KEYS
+    in_head = column < tl.where(is_key, KEY, VALUE)
+    channel = tl.where(is_key, unit * KEY, 2 * KEYS * KEY + (unit - 2 * KEYS) * VALUE) + column
+    total = tl.zeros([TILE, BLOCK], tl.float32)
+    wait_for_inputs(PDL)
+    x_ptr += b * x_row
+    for i in tl.static_range(TAPS):
+        at = t - (TAPS - 1) + i
+        shown = _is_seen(mask_ptr, b, at, tokens, (at >= 0) & (at < tokens))
+        near = tl.load(x_ptr + at * x_stride + channel, mask=shown & in_head, other=0.0)
+        near = near.to(tl.float32)
+        if past_ptr is not None:
+            slot, _, goes_on = _slot_of(slots_ptr, starts_ptr, b, slots)
+            before = past_ptr + (slot * (TAPS - 1) + at + TAPS - 1) * CHANNELS + channel
+            near += tl.load(before, mask=(at * goes_on < 0) & in_head, other=0.0).to(tl.float32)
+        weight = tl.load(taps_ptr + channel * TAPS + i, mask=in_head, other=0.0)
+        total += near * weight.to(tl.float32)
+    total *= sigmoid(total)
+    if is_key:
+        total *= tl.rsqrt(tl.sum(total * total, 1, keep_dims=True) + 1e-6)
+        total *= tl.where(unit < KEYS, root, 1.0)
+    y_ptr += (b * tokens + t) * CHANNELS + channel
+    tl.store(y_ptr, total.to(y_ptr.dtype.element_ty), mask=(t < tokens) & in_head)
+
+
+@triton.jit
+def _product(a, b, FINE: tl.constexpr):
+    """a b of float32 [64, 64]; without FINE of operands rounded to 10 bits behind the point."""
+    zeros = tl.zeros([_CHUNK, _CHUNK], tl.float32)
+    if FINE:
+        found = dot(a, b, zeros)
+    else:
+        found = tl.dot(a, b, zeros, input_precision="tf32")
+    return found
+
+
+@triton.jit
+def _level(span):
+    """Pairs of tokens of which the earlier is in the first half of 2 span, the later in the second.
+
+    Each pair is of one of the levels 1, 2, 4 and so on.
+    """
+    at = tl.arange(0, _CHUNK)
+    same = at[:, None] // (2 * span) == at[None, :] // (2 * span)
+    return same & (at[:, None] // span > at[None, :] // span)
+
+
+@triton.jit
+def _inverse(low, FINE: tl.constexpr):
+    """The inverse of 1 + L, L float32 [64, 64] what is below the diagonal of `low`.
+
+    Of blocks of 1, 2, 4 and so on tokens: that of twice as many is T - T L T, with what of L is
+    between the two.
+    """
+    at = tl.arange(0, _CHUNK)
+    found = tl.where(at[:, None] == at[None, :], 1.0, 0.0) - tl.where(_level(1), low, 0.0)
+    for i in tl.static_range(1, 6):
+        between = tl.where(_level(1 << i), low, 0.0)
+        found -= _product(_product(found, between, FINE), found, FINE)
+    return found
+
+
+@triton.jit
+def _scores_by_channel(sums_ptr, q, k, sums, BLOCK_K: tl.constexpr):
+    """Products of queries, and of keys, with the keys before them, decayed since.
+
+    float32 [64, 64] each, queries' with their own keys as well. Both tokens of a pair decay to, or
+    from, the last token of the first half of their level, so that no factor is above 1.
+    """
+    at = tl.arange(0, _CHUNK)
+    wide_k = k.to(tl.float32)
+    wide_q = q.to(tl.float32)
+    own = tl.sum(wide_q * wide_k, 1)
+    by_q = tl.where(at[:, None] == at[None, :], own[:, None], 0.0)
+    by_k = tl.zeros([_CHUNK, _CHUNK], tl.float32)
+    for i in range(6):
+        middle = at // (2 << i) * (2 << i) + (1 << i) - 1
+        then = tl.load(sums_ptr + middle[:, None] * BLOCK_K + tl.arange(0, BLOCK_K)[None, :])
+        left = tl.exp(-tl.abs(sums - then))
+        later = (at // (1 << i) % 2 == 1)[:, None]
+        keys = (wide_k * left).to(k.dtype)
+        earlier = tl.trans(tl.where(later, tl.zeros_like(keys), keys))
+        zeros = tl.zeros([_CHUNK, _CHUNK], tl.float32)
+        pairs = _level(1 << i)
+        by_k += tl.where(pairs, dot(tl.where(later, keys, tl.zeros_like(keys)), earlier, zeros), 0.0)
+        queries = tl.where(later, (wide_q * left).to(k.dtype), tl.zeros_like(keys))
+        by_q += tl.where(pairs, dot(queries, earlier, zeros), 0.0)
+    return by_q, by_k
+
+
+@triton.jit
+def _within_kernel(
+    x_ptr, decays_ptr, mask_ptr, lengths_ptr, qkv_ptr, past_ptr, slots_ptr, starts_ptr, scale_ptr,
+    bias_ptr, solved_ptr, scores_ptr, sums_ptr, decayed_ptr, x_row, x_stride, decays_row, decays_stride, tokens,
+    chunks, slots, beta_at, floor, KEYS: tl.constexpr, VALUES: tl.constexpr, KEY: tl.constexpr,
+    VALUE: tl.constexpr, TAPS: tl.constexpr, BY_CHANNEL: tl.constexpr, BOUNDED: tl.constexpr,
+    DOUBLED: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """One program: a value head of a chunk. That of a row's first chunk keeps its last tokens."""
+    let_next_start(PDL)
+    SHARING: tl.constexpr = VALUES // KEYS
+    CHANNELS: tl.constexpr = 2 * KEYS * KEY + VALUES * VALUE
+    head = tl.program_id(0)
+    b = (tl.program_id(1) // chunks).to(tl.int64)
+    chunk = tl.program_id(1) % chunks
+    at = tl.arange(0, _CHUNK)
+    t = chunk * _CHUNK + at
+    at_k = tl.arange(0, BLOCK_K)
+    in_k = at_k < KEY
+    scale = tl.exp(tl.load(scale_ptr + head))
+    wait_for_inputs(PDL)
+    length = tokens
+    if lengths_ptr is not None:
+        length = tl.load(lengths_ptr + b).to(tl.int32)
+    real = _is_seen(mask_ptr, b, t, tokens, (t < tokens) & (t < length))
+    x_ptr += b * x_row
+    beta = sigmoid(tl.load(x_ptr + t * x_stride + beta_at + head, mask=real, other=0.0)
+                   .to(tl.float32))  # fmt: skip
+    if DOUBLED:
+        beta *= 2.0
+    beta = tl.where(real, beta, 0.0)
+    decays_ptr += b * decays_row
+    qkv_ptr += b * tokens * CHANNELS
+    key = head // SHARING * KEY + at_k
+    places = t[:, None] * CHANNELS + key[None, :]
+    loaded = real[:, None] & in_k[None, :]
+    q = tl.load(qkv_ptr + places, mask=loaded, other=0.0)
+    k = tl.load(qkv_ptr + KEYS * KEY + places, mask=loaded, other=0.0)
+    number = (b * VALUES + head) * chunks + chunk
+    upto = at[:, None] >= at[None, :]
+    if BY_CHANNEL:
+        bias = tl.load(bias_ptr + head * KEY + at_k, mask=in_k, other=0.0)
+        decay = tl.load(
+            decays_ptr + t[:, None] * decays_stride + (head * KEY + at_k)[None, :],
+            mask=loaded, other=0.0,
+        ).to(tl.float32)  # fmt: skip
+        decay = tl.where(loaded, log_decay(decay + bias[None, :], scale, floor, BOUNDED), 0.0)
+        sums = tl.cumsum(decay, 0)
+        sums_ptr += number * _CHUNK * BLOCK_K
+        tile = at[:, None] * BLOCK_K + at_k[None, :]
+        tl.store(sums_ptr + tile, sums)
+        tl.debug_barrier()
+        by_q, by_k = _scores_by_channel(sums_ptr, q, k, sums, BLOCK_K)
+        decayed_ptr += number * 3 * _CHUNK * BLOCK_K + tile
+        since = tl.exp(sums)
+        tl.store(decayed_ptr, (k.to(tl.float32) * since).to(k.dtype))
+        tl.store(decayed_ptr + _CHUNK * BLOCK_K, (q.to(tl.float32) * since).to(k.dtype))
+        last = tl.load(sums_ptr + (_CHUNK - 1) * BLOCK_K + at_k)
+        left = (k.to(tl.float32) * tl.exp(last[None, :] - sums)).to(k.dtype)
+        tl.store(decayed_ptr + 2 * _CHUNK * BLOCK_K, left)
+    else:
+        bias = tl.load(bias_ptr + head)
+        decay = tl.load(decays_ptr + t * decays_stride + head, mask=real, other=0.0)
+        decay = log_decay(decay.to(tl.float32) + bias, scale, floor, BOUNDED)
+        sums = tl.cumsum(tl.where(real, decay, 0.0), 0)
+        tl.store(sums_ptr + number * _CHUNK + at, sums)
+        since = tl.exp(tl.where(upto, sums[:, None] - sums[None, :], 0.0))
+        zeros = tl.zeros([_CHUNK, _CHUNK], tl.float32)
+        turned = tl.trans(k)
+        by_q = dot(q, turned, zeros) * since
+        by_k = dot(k, turned, zeros) * since
+    found = number * _CHUNK * _CHUNK + at[:, None] * _CHUNK + at[None, :]
+    by_q = tl.where(upto, by_q, 0.0)
+    tl.store(scores_ptr + found, by_q.to(scores_ptr.dtype.element_ty))
+    by_k = tl.where(at[:, None] > at[None, :], by_k, 0.0) * beta[:, None]
+    FINE: tl.constexpr = solved_ptr.dtype.element_ty == tl.float32
+    solved = _inverse(by_k, FINE) * beta[None, :]
+    tl.store(solved_ptr + found, solved.to(solved_ptr.dtype.element_ty))
+    if past_ptr is not None:
+        slot, there, goes_on = _slot_of(slots_ptr, starts_ptr, b, slots)
+        if there * (chunk + 1) == 1:
+            past_ptr += slot * (TAPS - 1) * CHANNELS
+            at_v = tl.arange(0, BLOCK_V)
+            value = 2 * KEYS * KEY + head * VALUE + at_v
+            _keep(x_ptr, mask_ptr, past_ptr, value, at_v < VALUE, b, tokens, length, goes_on,
+                  x_stride, CHANNELS, TAPS)  # fmt: skip
+            if head % SHARING == 0:
+                _keep(x_ptr, mask_ptr, past_ptr, key, in_k, b, tokens, length, goes_on, x_stride,
+                      CHANNELS, TAPS)  # fmt: skip
+                _keep(x_ptr, mask_ptr, past_ptr, KEYS * KEY + key, in_k, b, tokens, length,
+                      goes_on, x_stride, CHANNELS, TAPS)  # fmt: skip
+
+
+@triton.jit
+def _keep(
+    x_ptr, mask_ptr, past_ptr, channel, inside, b, tokens, length, goes_on, x_stride,
+    CHANNELS, TAPS: tl.constexpr,
+):  # fmt: skip
+    """Some channels of the last TAPS - 1 of a row's first `length` tokens; of those before it."""
+    for i in tl.static_range(TAPS - 1):
+        at = length - (TAPS - 1) + i
+        here = inside & (at + channel * 0 >= 0)
+        x = tl.load(x_ptr + at * x_stride + channel, mask=here, other=0.0)
+        if mask_ptr is not None:
+            x *= tl.load(mask_ptr + b * tokens + at + channel * 0, mask=here, other=0).to(x.dtype)
+        before = inside & (at * goes_on + channel * 0 < 0)
+        old = tl.load(past_ptr + (at + TAPS - 1) * CHANNELS + channel, mask=before, other=0.0)
+        tl.debug_barrier()
+        tl.store(past_ptr + i * CHANNELS + channel, tl.where(at < 0, old, x), mask=inside)
+
+
+@triton.jit
+def _over_kernel(
+    qkv_ptr, solved_ptr, scores_ptr, sums_ptr, decayed_ptr, state_ptr, slots_ptr, starts_ptr,
+    y_ptr, tokens, chunks, slots, KEYS: tl.constexpr, VALUES: tl.constexpr, KEY: tl.constexpr,
+    VALUE: tl.constexpr, BY_CHANNEL: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
+    PDL: tl.constexpr,
+):  # fmt: skip
+    """One program: BLOCK_V elements of a value head of a row, chunk by chunk."""
+    let_next_start(PDL)
+    SHARING: tl.constexpr = VALUES // KEYS
+    CHANNELS: tl.constexpr = 2 * KEYS * KEY + VALUES * VALUE
+    head = tl.program_id(1) % VALUES
+    b = (tl.program_id(1) // VALUES).to(tl.int64)
+    at = tl.arange(0, _CHUNK)
+    at_k = tl.arange(0, BLOCK_K)
+    at_v = tl.program_id(0) * BLOCK_V + tl.arange(0, BLOCK_V)
+    in_k = at_k < KEY
+    in_v = at_v < VALUE
+    wait_for_inputs(PDL)
+    held = in_k[:, None] & in_v[None, :]
+    state = tl.zeros([BLOCK_K, BLOCK_V], tl.float32)
+    there = 0
+    if state_ptr is not None:
+        slot, there, goes_on = _slot_of(slots_ptr, starts_ptr, b, slots)
+        state_ptr += (slot * VALUES + head) * KEY * VALUE
+        state_ptr += at_k[:, None] * VALUE + at_v[None, :]
+        state = tl.load(state_ptr, mask=held & (at_k[:, None] < KEY * goes_on), other=0.0)
+    qkv_ptr += b * tokens * CHANNELS
+    query = head // SHARING * KEY + at_k
+    value = 2 * KEYS * KEY + head * VALUE + at_v
+    number = (b * VALUES + head) * chunks
+    square = at[:, None] * _CHUNK + at[None, :]
+    solved_ptr += number * _CHUNK * _CHUNK + square
+    scores_ptr += number * _CHUNK * _CHUNK + square
+    y_ptr += (b * tokens * VALUES + head) * VALUE + at_v[None, :]
+    SUMS: tl.constexpr = BLOCK_K if BY_CHANNEL else 1
+    sums_ptr += number * _CHUNK * SUMS
+    if BY_CHANNEL:
+        decayed_ptr += number * 3 * _CHUNK * BLOCK_K + at[:, None] * BLOCK_K + at_k[None, :]
+    for chunk in range(chunks):
+        t = chunk * _CHUNK + at
+        inside = t[:, None] < tokens
+        rows = t[:, None] * CHANNELS
+        v = tl.load(qkv_ptr + rows + value[None, :], mask=inside & in_v[None, :], other=0.0)
+        solved = tl.load(solved_ptr)
+        scores = tl.load(scores_ptr)
+        zeros = tl.zeros([_CHUNK, BLOCK_V], tl.float32)
+        held_now = state.to(v.dtype)
+        if BY_CHANNEL:
+            k = tl.load(decayed_ptr)
+            q = tl.load(decayed_ptr + _CHUNK * BLOCK_K)
+            left = tl.load(decayed_ptr + 2 * _CHUNK * BLOCK_K)
+            last = tl.load(sums_ptr + (_CHUNK - 1) * BLOCK_K + at_k)
+            u = dot(solved, (v.to(tl.float32) - dot(k, held_now, zeros)).to(v.dtype), zeros)
+            y = dot(scores, u.to(v.dtype), dot(q, held_now, zeros))
+            state = dot(tl.trans(left), u.to(v.dtype), state * tl.exp(last)[:, None])
+        else:
+            loaded = inside & in_k[None, :]
+            q = tl.load(qkv_ptr + rows + query[None, :], mask=loaded, other=0.0)
+            k = tl.load(qkv_ptr + rows + (KEYS * KEY + query)[None, :], mask=loaded, other=0.0)
+            sums = tl.load(sums_ptr + at)
+            last = tl.load(sums_ptr + _CHUNK - 1)
+            since = tl.exp(sums)[:, None]
+            read = dot(k, held_now, zeros) * since
+            u = dot(solved, (v.to(tl.float32) - read).to(k.dtype), zeros)
+            y = dot(q, held_now, zeros) * since
+            y = dot(scores, u.to(k.dtype), y)
+            u *= tl.exp(last - sums)[:, None]
+            state = dot(tl.trans(k), u.to(k.dtype), state * tl.exp(last))
+        tl.store(
+            y_ptr + t[:, None] * (VALUES * VALUE),
+            y.to(y_ptr.dtype.element_ty),
+            mask=inside & in_v[None, :],
+        )
+        solved_ptr += _CHUNK * _CHUNK
+        scores_ptr += _CHUNK * _CHUNK
+        sums_ptr += _CHUNK * SUMS
+        if BY_CHANNEL:
+            decayed_ptr += 3 * _CHUNK * BLOCK_K
+    if state_ptr is not None:
+        tl.store(state_ptr, state, mask=held & (at_k[:, None] < KEY * there))
+
+
+@triton.jit
+def _gate_kernel(
+    y_ptr, gates_ptr, norm_ptr, gates_row, gates_stride, rows, tokens, eps, VALUES: tl.constexpr,
+    VALUE: tl.constexpr, SILU: tl.constexpr, TILE: tl.constexpr, BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
+):  # fmt: skip
+    """One program: a head of TILE tokens, normed and times a function of its gates, in place."""
+    let_next_start(PDL)
+    row = (tl.program_id(1) * TILE + tl.arange(0, TILE)).to(tl.int64)[:, None]
+    column = tl.arange(0, BLOCK)[None, :]
+    inside = (row < rows) & (column < VALUE)
+    norm = tl.load(norm_ptr + column, mask=column < VALUE, other=0.0).to(tl.float32)
+    wait_for_inputs(PDL)
+    channel = tl.program_id(0) * VALUE + column
+    y_ptr += row * (VALUES * VALUE) + channel
+    gates_ptr += row // tokens * gates_row + row % tokens * gates_stride + channel
+    y = tl.load(y_ptr, mask=inside, other=0.0).to(tl.float32)
+    gate = tl.load(gates_ptr, mask=inside, other=0.0).to(tl.float32)
+    y *= tl.rsqrt(tl.sum(y * y, 1, keep_dims=True) / VALUE + eps) * norm
+    y *= gate * sigmoid(gate) if SILU else sigmoid(gate)
+    tl.debug_barrier()
+    tl.store(y_ptr, y.to(y_ptr.dtype.element_ty), mask=inside)
+
+
+def delta_prompt(
+    x: Any,
+    past: Any = None,
+    state: Any = None,
+    *,
+    keys: int,
+    values: int,
+    key_dim: int,
+    value_dim: int,
+    beta_at: int,
+    taps: Any,
+    decay_scale: Any,
+    decay_bias: Any,
+    norm: Any,
+    eps: float,
+    gates: Any = None,
+    decays: Any = None,
+    mask: Any = None,
+    slots: Any = None,
+    lengths: Any = None,
+    starts: Any = None,
+    floor: float | None = None,
+    doubled: bool = False,
+    gate: str = "silu",
+    block: int | None = None,
+    warps: int = 4,
+    stages: int = 3,
+    tile: int = 64,
+    tile_warps: int = 8,
+    within_warps: int | None = None,
+    pdl: bool = False,
+) -> Any:
+    """What tokens of sequences give, [B, T, values * value_dim], from projections x [B, T, W].
+
+    Arguments as those of `delta_token.delta_token`, [B, T, ...] in the place of [N, ...]. bool
+    `mask` [B, T] hides tokens, which then change nothing. With `past` and `state` the slots int
+    `slots` [B] have what is behind the first int `lengths` [B] tokens; a row of a slot that there
+    is not gives it to none. With int `starts` [B] a row that does not start at 0 goes on from what
+    its slot has. `block` are the elements of a value that a program has.
+    """
+    batch, tokens, _ = x.shape
+    width, channels = values * value_dim, 2 * keys * key_dim + values * value_dim
+    by_channel = decay_bias.numel() != values
+    if gates is None:
+        gates = x.narrow(2, channels, width)
+    if decays is None:
+        decays = x.narrow(2, beta_at + values, decay_bias.numel())
+    if (past is None) != (slots is None) or (past is None) != (state is None):
+        raise ValueError("past, state and slots are given together.")
+    if past is not None and (past.shape[2] != channels or not past.is_contiguous()):
+        raise ValueError(f"past has shape {tuple(past.shape)}; [N, taps - 1, {channels}] expected.")
+    rows, chunks = batch * tokens, triton.cdiv(tokens, CHUNK)
+    slot_count = 0 if past is None else len(past)
+    block_k, block_v = (max(next_power_of_2(n), 16) for n in (key_dim, value_dim))
+    own = {"KEYS": keys, "VALUES": values, "KEY": key_dim, "VALUE": value_dim}
+    kinds = {"BY_CHANNEL": by_channel, "BLOCK_K": block_k}
+    mask = None if mask is None else as_bytes(mask)
+    qkv = x.new_empty((batch, tokens, channels))
+    solved, scores = (x.new_empty((batch, values, chunks, CHUNK, CHUNK)) for _ in range(2))
+    like = decay_bias
+    sums = like.new_empty((batch, values, chunks, CHUNK, *((block_k,) if by_channel else ())))
+    decayed = x.new_empty((batch, values, chunks, 3, CHUNK, block_k)) if by_channel else None
+    y = x.new_empty((batch, tokens, width))
+    if not rows:
+        return y
+    launch(
+        _convolve_kernel,
+        (2 * keys + values, batch * triton.cdiv(tokens, tile)),
+        *(x, mask, past, slots, starts, taps, qkv, x.stride(0), x.stride(1), tokens, slot_count),
+        key_dim**-0.5,
+        **own,
+        **{"TAPS": taps.shape[1], "TILE": tile, "BLOCK": max(block_k, block_v)},
+        num_warps=tile_warps,
+        pdl=pdl,
+    )
+    launch(
+        _within_kernel,
+        (values, batch * chunks),
+        *(x, decays, mask, lengths, qkv, past, slots, starts, decay_scale, decay_bias),
+        *(solved, scores, sums, decayed, x.stride(0), x.stride(1), decays.stride(0), decays.stride(1)),
+        *(tokens, chunks, slot_count, beta_at, floor or 0.0),
+        **own,
+        **kinds,
+        **{"TAPS": taps.shape[1], "BOUNDED": floor is not None, "DOUBLED": doubled},
+        **{"BLOCK_V": block_v},
+        num_warps=within_warps or (8 if by_channel else 4),
+        pdl=pdl,
+    )
+    block = min(block or 32, block_v)
+    launch(
+        _over_kernel,
+        (triton.cdiv(value_dim, block), batch * values),
+        *(qkv, solved, scores, sums, decayed, state, slots, starts, y, tokens, chunks, slot_count),
+        **own,
+        **kinds,
+        BLOCK_V=block,
+        num_warps=warps,
+        num_stages=stages,
+        pdl=pdl,
+    )
+    launch(
+        _gate_kernel,
+        (values, triton.cdiv(rows, _TILE)),
+        *(y, gates, norm, gates.stride(0), gates.stride(1), rows, tokens, eps),
+        **{"VALUES": values, "VALUE": value_dim, "SILU": gate == "silu"},
+        **{"TILE": _TILE, "BLOCK": block_v},
+        num_warps=4,
+        pdl=pdl,
+    )
+    return y
+

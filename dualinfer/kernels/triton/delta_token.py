@@ -1,0 +1,207 @@
+"""One token of the gated delta rule for each slot, from its projection to its normed result.
+
+arXiv:2412.06464, arXiv:2510.26692. A state is read and written once.
+"""
+
+from typing import Any
+
+import triton
+import triton.language as tl
+
+from .launch import fetch_ahead, launch, let_next_start, next_power_of_2, wait_for_inputs
+from .operands import as_bytes
+
+LARGEST = 128  # elements of a key, and of a value
+
+
+@triton.jit
+def sigmoid(x):
+    """The logistic function of float32 x."""
+    return 1.0 / (1.0 + tl.exp(-x))
+
+
+@triton.jit
+def log_decay(x, scale, floor, BOUNDED: tl.constexpr):
+    """The logarithm of what a state is times, of float32 x, with exp(A) as `scale`."""
+    if BOUNDED:
+        found = floor * sigmoid(scale * x)
+    else:
+        found = -scale * (tl.maximum(x, 0.0) + tl.log(1.0 + tl.exp(-tl.abs(x))))
+    return found
+
+
+@triton.jit
+def _convolved(x_ptr, past_ptr, taps_ptr, channel, inside, CHANNELS, TAPS: tl.constexpr):
+    """silu of some channels convolved over what came before and the token, float32."""
+    x = tl.load(x_ptr + channel, mask=inside, other=0.0).to(tl.float32)
+    last = tl.load(taps_ptr + channel * TAPS + TAPS - 1, mask=inside, other=0.0)
+    total = x * last.to(tl.float32)
+    for i in tl.static_range(TAPS - 1):
+        before = tl.load(past_ptr + i * CHANNELS + channel, mask=inside, other=0.0)
+        weight = tl.load(taps_ptr + channel * TAPS + i, mask=inside, other=0.0)
+        total += before.to(tl.float32) * weight.to(tl.float32)
+    return total * sigmoid(total)
+
+
+@triton.jit
+def _shift(x_ptr, past_ptr, channel, inside, CHANNELS, TAPS: tl.constexpr):
+    """The token becomes the last of what came before."""
+    # Where several threads hold one element, all must have read it before one writes.
+    for i in tl.static_range(TAPS - 2):
+        later = tl.load(past_ptr + (i + 1) * CHANNELS + channel, mask=inside, other=0.0)
+        tl.debug_barrier()
+        tl.store(past_ptr + i * CHANNELS + channel, later, mask=inside)
+    x = tl.load(x_ptr + channel, mask=inside, other=0.0)
+    tl.debug_barrier()
+    tl.store(past_ptr + (TAPS - 2) * CHANNELS + channel, x, mask=inside)
+
+
+@triton.jit
+def _token_kernel(
+    x_ptr, gates_ptr, decays_ptr, past_ptr, state_ptr, taps_ptr, scale_ptr, bias_ptr, norm_ptr,
+    moves_ptr, y_ptr, counters_ptr, x_stride, gates_stride, decays_stride, beta_at, eps, floor,
+    root, KEYS: tl.constexpr, VALUES: tl.constexpr, KEY: tl.constexpr, VALUE: tl.constexpr,
+    TAPS: tl.constexpr, BY_CHANNEL: tl.constexpr, BOUNDED: tl.constexpr, SILU: tl.constexpr,
+    DOUBLED: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, FETCH: tl.constexpr,
+    PDL: tl.constexpr,
+):  # fmt: skip
+    """One program: a value head of a slot."""
+    let_next_start(PDL)
+    SHARING: tl.constexpr = VALUES // KEYS
+    CHANNELS: tl.constexpr = 2 * KEYS * KEY + VALUES * VALUE
+    head = tl.program_id(0)
+    slot = tl.program_id(1).to(tl.int64)
+    at_k = tl.arange(0, BLOCK_K)
+    at_v = tl.arange(0, BLOCK_V)
+    in_k = at_k < KEY
+    in_v = at_v < VALUE
+    scale = tl.exp(tl.load(scale_ptr + head))
+    norm = tl.load(norm_ptr + at_v, mask=in_v, other=0.0).to(tl.float32)
+    if BY_CHANNEL:
+        bias = tl.load(bias_ptr + head * KEY + at_k, mask=in_k, other=0.0)
+    else:
+        bias = tl.load(bias_ptr + head)
+    if PDL and FETCH > 0:  # the state, by as many threads as there are
+        line = tl.arange(0, FETCH)
+        first = state_ptr + (slot * VALUES + head) * KEY * VALUE
+        fetch_ahead(first + line * (KEY * VALUE // FETCH), line >= 0, KEY * VALUE // FETCH * 4)
+    wait_for_inputs(PDL)
+    y_ptr += (slot * VALUES + head) * VALUE + at_v
+    if tl.load(moves_ptr + slot) != 0:
+        x_ptr += slot * x_stride
+        past_ptr += slot * (TAPS - 1) * CHANNELS
+        states = state_ptr + (slot * VALUES + head) * KEY * VALUE
+        states += at_k[:, None] * VALUE + at_v[None, :]
+        inside = in_k[:, None] & in_v[None, :]
+        state = tl.load(states, mask=inside, other=0.0)
+        query = head // SHARING * KEY + at_k
+        key = KEYS * KEY + query
+        value = 2 * KEYS * KEY + head * VALUE + at_v
+        q = _convolved(x_ptr, past_ptr, taps_ptr, query, in_k, CHANNELS, TAPS)
+        k = _convolved(x_ptr, past_ptr, taps_ptr, key, in_k, CHANNELS, TAPS)
+        v = _convolved(x_ptr, past_ptr, taps_ptr, value, in_v, CHANNELS, TAPS)
+        q *= tl.rsqrt(tl.sum(q * q, 0) + 1e-6) * root
+        k *= tl.rsqrt(tl.sum(k * k, 0) + 1e-6)
+        beta = sigmoid(tl.load(x_ptr + beta_at + head).to(tl.float32))
+        if DOUBLED:
+            beta *= 2.0
+        decays_ptr += slot * decays_stride
+        if BY_CHANNEL:
+            decay = tl.load(decays_ptr + head * KEY + at_k, mask=in_k, other=0.0).to(tl.float32)
+            state *= tl.exp(log_decay(decay + bias, scale, floor, BOUNDED))[:, None]
+        else:
+            decay = tl.load(decays_ptr + head).to(tl.float32)
+            state *= tl.exp(log_decay(decay + bias, scale, floor, BOUNDED))
+        u = beta * (v - tl.sum(state * k[:, None], 0))
+        state += k[:, None] * u[None, :]
+        y = tl.sum(state * q[:, None], 0)
+        tl.store(states, state, mask=inside)
+        y *= tl.rsqrt(tl.sum(y * y, 0) / VALUE + eps) * norm
+        gate = tl.load(gates_ptr + slot * gates_stride + head * VALUE + at_v, mask=in_v, other=0.0)
+        gate = gate.to(tl.float32)
+        y *= gate * sigmoid(gate) if SILU else sigmoid(gate)
+        tl.store(y_ptr, y.to(y_ptr.dtype.element_ty), mask=in_v)
+        _shift(x_ptr, past_ptr, value, in_v, CHANNELS, TAPS)
+        # Of the heads that share a key the last one to have read what came before writes it.
+        last = True
+        if SHARING > 1:
+            counter = counters_ptr + slot * KEYS + head // SHARING
+            tl.debug_barrier()
+            last = tl.atomic_add(counter, 1) == SHARING - 1
+        if last:
+            if SHARING > 1:
+                tl.store(counters_ptr + slot * KEYS + head // SHARING, 0)
+            _shift(x_ptr, past_ptr, query, in_k, CHANNELS, TAPS)
+            _shift(x_ptr, past_ptr, key, in_k, CHANNELS, TAPS)
+    else:
+        tl.store(y_ptr, tl.zeros([BLOCK_V], y_ptr.dtype.element_ty), mask=in_v)
+
+
+def serves(key_dim: int, value_dim: int) -> bool:
+    """True if the kernels take heads of so many elements."""
+    return max(key_dim, value_dim) <= LARGEST
+
+
+def delta_token(
+    x: Any,
+    past: Any,
+    state: Any,
+    moves: Any,
+    *,
+    keys: int,
+    values: int,
+    beta_at: int,
+    taps: Any,
+    decay_scale: Any,
+    decay_bias: Any,
+    norm: Any,
+    eps: float,
+    counters: Any,
+    gates: Any = None,
+    decays: Any = None,
+    floor: float | None = None,
+    doubled: bool = False,
+    gate: str = "silu",
+    warps: int = 4,
+    registers: int | None = None,
+    pdl: bool = False,
+) -> Any:
+    """What a token of each slot gives, [N, values * value_dim], from its projection x [N, W].
+
+    x has queries, keys and values, then gates and what decays are made of, if these are not given
+    as `gates` [N, values * value_dim] and `decays` [N, values] or [N, values * key_dim]; `beta_at`
+    is where it has a number of each head. `past` [N', taps - 1, C] and float32 `state` [N', values,
+    key_dim, value_dim], N' >= N, are written in the slots that bool `moves` [N] names; others give
+    zeros. `taps` [C, taps] and `norm` [value_dim] are weights; float32 `decay_scale` [values] and
+    `decay_bias`, as many as decays. int32 `counters`, N * keys at least, are zeros, and are left
+    so. The rest as in `blocks.delta_rule`.
+    """
+    key_dim, value_dim = state.shape[2:]
+    channels, rows = 2 * keys * key_dim + values * value_dim, len(x)
+    by_channel = decay_bias.numel() != values
+    width = values * value_dim
+    if gates is None:
+        gates = x.narrow(1, channels, width)
+    if decays is None:
+        decays = x.narrow(1, beta_at + values, decay_bias.numel())
+    if past.shape[2] != channels or not (past.is_contiguous() and state.is_contiguous()):
+        raise ValueError(f"past has shape {tuple(past.shape)}; [N, taps - 1, {channels}] expected.")
+    if values > keys and rows * keys > counters.numel():
+        raise ValueError(f"{counters.numel()} counters; {rows * keys} are needed.")
+    y = x.new_empty((rows, width))
+    launch(
+        _token_kernel,
+        (values, rows),
+        *(x, gates, decays, past, state, taps, decay_scale, decay_bias, norm),
+        *(as_bytes(moves), y, counters, x.stride(0), gates.stride(0), decays.stride(0)),
+        *(beta_at, eps, floor or 0.0, key_dim**-0.5),
+        **{"KEYS": keys, "VALUES": values, "KEY": key_dim, "VALUE": value_dim},
+        **{"TAPS": taps.shape[1], "BY_CHANNEL": by_channel, "BOUNDED": floor is not None},
+        **{"SILU": gate == "silu", "DOUBLED": doubled},
+        **{"BLOCK_K": next_power_of_2(key_dim), "BLOCK_V": next_power_of_2(value_dim)},
+        FETCH=0 if key_dim * value_dim % (128 * warps) else 32 * warps,
+        num_warps=warps,
+        pdl=pdl,
+        **({"maxnreg": registers} if registers else {}),
+    )
+    return y
