@@ -358,8 +358,8 @@ def test_products_of_recurrences_are_quantized(case, backend):
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*encountered in .*:RuntimeWarning")  # of the interpreter
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("case", QUICK)
-def test_kernels_serve_all_but_the_recurrence(case, backend, monkeypatch):
+@pytest.mark.parametrize("case", [*QUICK, "qwen3_next with experts"])
+def test_kernels_serve_all_but_some_recurrences(case, backend, monkeypatch):
     """And a long prompt is read in pieces, the last shorter than a kernel."""
     model, texts = make(case), rows((11, 9))
     logits, expected = alone(model, texts, new=3)
@@ -375,7 +375,8 @@ def test_kernels_serve_all_but_the_recurrence(case, backend, monkeypatch):
         monkeypatch.setattr(own.runner, "most_tokens", lambda *_: 8)
     with dualinfer.init_inference(model, **INJECTED, dtype="fp32", backend=backend) as engine:
         served = engine.report().ops
-        assert "Triton" in served["matmul"] and "Triton" not in served["recurrence"]
+        assert "Triton" in served["matmul"]
+        assert ("Triton" in served["recurrence"]) == (case not in QUICK)
         ids, mask = padded(texts, left=True)
         found = np.asarray(engine(ids, attention_mask=mask).logits)
         for row, real, whole in zip(found, mask > 0, logits, strict=True):

@@ -1,25 +1,24 @@
 """What both backends decide of ops by Triton's kernels: what is served, and how it is launched."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from math import prod
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
-from ..model.spec import Experts, ModelSpec, Router
+from ..model.spec import Experts, ModelSpec, Recurrence, Router
 from ..model.weights import Weight
 from ..ops.caches import CacheSpec, CacheView
-from ..ops.contract import Array, Epilogue, LayerAttention, NormOf, Routing, Unnormed, Weights
+from ..ops.contract import (
+    Array,
+    Epilogue,
+    FusedRecurrence,
+    Launch,
+    LayerAttention,
+    NormOf,
+    Routing,
+    Unnormed,
+    Weights,
+)
 from .served import served
-
-
-class Launch(NamedTuple):
-    """A function of `kernels/triton` and what it takes, but for what a backend adds.
-
-    That is `counters`, and the device's number of multiprocessors.
-    """
-
-    function: Callable[..., Any]
-    arguments: tuple[Any, ...]
-    options: Mapping[str, Any]
 
 
 class Launcher(Protocol):
@@ -79,7 +78,15 @@ def left_plain(spec: ModelSpec, layers: Sequence[Weights] | None = None) -> dict
     ]
     if not all(known):
         left["experts"] = "for some layers" if any(known) else ""
+    recurrences = [fused(own.recurrence) for own in spec.layers if own.recurrence is not None]
+    if None in recurrences:
+        left["recurrence"] = ""
     return left
+
+
+def fused(own: Recurrence) -> FusedRecurrence | None:
+    """A recurrence that kernels serve, or None."""
+    return own if isinstance(own, FusedRecurrence) and own.is_fused else None
 
 
 def has_wide_heads(head_dim: int) -> bool:

@@ -10,8 +10,8 @@ from typing import Any, ClassVar, Literal, Self
 from ..model import rows as make
 from ..model.spec import Activation, Norm
 from ..model.weights import Row, row
-from ..ops.caches import Buffer
-from ..ops.contract import Array, BlockOps, Seen, Weights
+from ..ops.caches import Buffer, StateView
+from ..ops.contract import Array, BlockOps, Launch, Seen, Weights
 from ..ops.maths import Maths, cut, flat, heads
 from ..ops.projection import project
 from ..ops.recurrences import convolve_past, last_tokens, visible
@@ -211,6 +211,60 @@ class DeltaRule:
         y, wide = convolve_past(m, w, given, past)
         y, state = self.step(m, *self._heads(m, y[:, 0]), steps[:, 0], decays[:, 0], state)
         return self._out(m, w, y[:, None], gates), (wide[:, 1:], state)
+
+    @property
+    def is_fused(self) -> bool:
+        """See `contract.FusedRecurrence`."""
+        from ..kernels.triton import delta_token
+
+        return self.activation == "silu" and delta_token.serves(self.key_dim, self.value_dim)
+
+    def token_launch(
+        self, ops: Any, w: Weights, x: Array, cache: StateView, moves: Array
+    ) -> Launch | None:
+        """See `contract.FusedRecurrence`."""
+        from ..kernels.triton import delta_token
+
+        if self.values > self.keys and len(x) * self.keys > delta_token.MOST_COUNTERS:
+            return None
+        how = self._launched(ops, w, x) | {"pdl": ops.starts_early(len(x))}
+        return Launch(delta_token.delta_token, (x, *cache.arrays, moves), how)
+
+    def sequence_launch(
+        self,
+        ops: Any,
+        w: Weights,
+        x: Array,
+        mask: Array | None,
+        cache: StateView | None,
+        slots: Array | None,
+        lengths: Array | None,
+        starts: Array | None,
+    ) -> Launch | None:
+        """See `contract.FusedRecurrence`."""
+        from ..kernels.triton import delta_prompt
+
+        how = self._launched(ops, w, x) | {"key_dim": self.key_dim, "value_dim": self.value_dim}
+        how |= {"mask": mask, "pdl": ops.starts_early(x.shape[0] * x.shape[1])}
+        if cache is not None:
+            how |= {"slots": slots, "lengths": lengths, "starts": starts}
+        held = () if cache is None else cache.arrays
+        return Launch(delta_prompt.delta_prompt, (x, *held), how)
+
+    def _launched(self, ops: BlockOps, w: Weights, x: Array) -> dict[str, Any]:
+        """What both kernels take of the layer, and second projections of x [..., W]."""
+        at = sum(self.sizes[:4])
+        how: dict[str, Any] = {"keys": self.keys, "values": self.values, "beta_at": at}
+        how |= {"floor": self.floor, "doubled": self.doubled, "gate": self.gate}
+        how |= {"taps": w["recurrence_kernel"], "decay_scale": w["delta_decay_scale"]}
+        how |= {"decay_bias": w["delta_decay_bias"], "norm": w["delta_norm.weight"]}
+        how["eps"] = self.norm.eps
+        _, gates, _, decays = cut(x, self.channels, *self.sizes[3:])
+        if self.gate_rank:
+            how["gates"] = project(ops, w, "delta_gate", gates)
+        if self.decay_rank:
+            how["decays"] = project(ops, w, "delta_decay", decays)
+        return how
 
     def _parted(self, ops: BlockOps, w: Weights, x: Array) -> tuple[Array, ...]:
         """What is convolved, gates, steps and log-decays of a projection x [B, T, ...].

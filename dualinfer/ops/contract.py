@@ -15,9 +15,9 @@ caller reads no more; on a backend whose arrays are values nothing happens to it
 see `model/spec`.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from typing import Any, NamedTuple, Protocol, TypeAlias
+from typing import Any, NamedTuple, Protocol, TypeAlias, runtime_checkable
 
 from ..model.spec import Activation, Attention, Experts, ModelSpec, Norm, Recurrence, Router
 from ..model.weights import Leaf, Weight
@@ -235,6 +235,17 @@ class LayerAttention(NamedTuple):
         )
 
 
+class Launch(NamedTuple):
+    """A function of `kernels/triton` and what it takes, but for what a backend adds.
+
+    That is `counters`, and the device's number of multiprocessors.
+    """
+
+    function: Callable[..., Any]
+    arguments: tuple[Any, ...]
+    options: Mapping[str, Any]
+
+
 class BlockOps(Protocol):
     """What the decoder's blocks compute with."""
 
@@ -364,6 +375,42 @@ class BlockOps(Protocol):
 
     def gather_logits(self, logits: Array) -> Array:
         """Logits [..., V] of each device's share of the vocabulary, in their dtype."""
+        ...
+
+
+@runtime_checkable
+class FusedRecurrence(Protocol):
+    """A `spec.Recurrence` with kernels of its own, which do what its plain functions say."""
+
+    @property
+    def is_fused(self) -> bool:
+        """True if the kernels know its sizes."""
+        ...
+
+    def token_launch(
+        self, ops: Any, w: Weights, x: Array, cache: StateView, moves: Array
+    ) -> Launch | None:
+        """The launch that serves `recur_token`; None for plain operations.
+
+        It takes x [N, W], gives [N, width], and writes the cache's arrays.
+        """
+        ...
+
+    def sequence_launch(
+        self,
+        ops: Any,
+        w: Weights,
+        x: Array,
+        mask: Array | None,
+        cache: StateView | None,
+        slots: Array | None,
+        lengths: Array | None,
+        starts: Array | None,
+    ) -> Launch | None:
+        """The launch that serves `recur` where no sequences are packed; None for plain operations.
+
+        It writes the cache's arrays, if there is one.
+        """
         ...
 
 

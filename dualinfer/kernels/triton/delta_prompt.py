@@ -5,6 +5,7 @@ chunk of 64 tokens by itself, the products of tokens and the solution of what th
 another; over the chunks, the states; norm and gate. Only the third goes from left to right.
 """
 
+# pyright: reportArgumentType=false, reportGeneralTypeIssues=false, reportAssignmentType=false
 from typing import Any
 
 import triton
@@ -17,6 +18,8 @@ from .operands import as_bytes
 CHUNK = 64
 _TILE = 16  # tokens of a program that norms
 _CHUNK: tl.constexpr = tl.constexpr(CHUNK)
+# A log-decay behind which nothing is left in float32; of larger ones sums would lose digits.
+_GONE: tl.constexpr = tl.constexpr(-30.0)
 
 
 @triton.jit
@@ -188,7 +191,8 @@ def _within_kernel(
             decays_ptr + t[:, None] * decays_stride + (head * KEY + at_k)[None, :],
             mask=loaded, other=0.0,
         ).to(tl.float32)  # fmt: skip
-        decay = tl.where(loaded, log_decay(decay + bias[None, :], scale, floor, BOUNDED), 0.0)
+        decay = log_decay(decay + bias[None, :], scale, floor, BOUNDED)
+        decay = tl.where(loaded, tl.maximum(decay, _GONE), 0.0)
         sums = tl.cumsum(decay, 0)
         sums_ptr += number * _CHUNK * BLOCK_K
         tile = at[:, None] * BLOCK_K + at_k[None, :]
@@ -206,7 +210,7 @@ def _within_kernel(
         bias = tl.load(bias_ptr + head)
         decay = tl.load(decays_ptr + t * decays_stride + head, mask=real, other=0.0)
         decay = log_decay(decay.to(tl.float32) + bias, scale, floor, BOUNDED)
-        sums = tl.cumsum(tl.where(real, decay, 0.0), 0)
+        sums = tl.cumsum(tl.where(real, tl.maximum(decay, _GONE), 0.0), 0)
         tl.store(sums_ptr + number * _CHUNK + at, sums)
         since = tl.exp(tl.where(upto, sums[:, None] - sums[None, :], 0.0))
         zeros = tl.zeros([_CHUNK, _CHUNK], tl.float32)

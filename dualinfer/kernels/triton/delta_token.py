@@ -3,6 +3,7 @@
 arXiv:2412.06464, arXiv:2510.26692. A state is read and written once.
 """
 
+# pyright: reportArgumentType=false, reportGeneralTypeIssues=false, reportAssignmentType=false
 from typing import Any
 
 import triton
@@ -12,6 +13,7 @@ from .launch import fetch_ahead, launch, let_next_start, next_power_of_2, wait_f
 from .operands import as_bytes
 
 LARGEST = 128  # elements of a key, and of a value
+MOST_COUNTERS = 4096  # slots times key heads, where several values share a key
 
 
 @triton.jit

@@ -33,9 +33,10 @@ from ....kernels.triton.linear import NormArguments
 from ....kernels.triton.mixture import Mixture
 from ....kernels.triton.operands import empty
 from ....kernels.xla.launches import call
-from ....model.spec import Experts, ModelSpec, Router
+from ....model.spec import Experts, ModelSpec, Recurrence, Router
 from ....model.weights import Weight
 from ....ops.cache_kinds import BlockCache, CrossCache, FullCache, LatentCache
+from ....ops.caches import StateView
 from ....ops.contract import (
     ALONE,
     Epilogue,
@@ -52,6 +53,7 @@ from ...kernels import (
     experts_launch,
     experts_of,
     few_rows_launch,
+    fused,
     left_plain,
     linear_key,
     reads_unnormed,
@@ -93,6 +95,7 @@ class KernelOps(KernelAttention):
         "decode_attention": "Triton, split KV, fused with rotary and append",
         "cross_attention": "Triton, split KV, of one token; XLA of more",
         "latent_attention": "Triton, split KV over latent vectors; norm, rotary and append before",
+        "recurrence": "Triton, a token in one launch, prompts by chunks of 64",
         "sampling": "Triton, threefry2x32; XLA for a prompt's first token",
     }
 
@@ -104,6 +107,56 @@ class KernelOps(KernelAttention):
     def left_plain(self, spec: ModelSpec, layers: Sequence[Weights]) -> Mapping[str, str]:
         """See `PlainOps.left_plain`."""
         return left_plain(spec, layers)
+
+    def recur(
+        self,
+        own: Recurrence,
+        w: Weights,
+        x: jax.Array,
+        *,
+        mask: jax.Array | None = None,
+        segments: jax.Array | None = None,
+        cache: StateView | None = None,
+        slots: jax.Array | None = None,
+        lengths: jax.Array | None = None,
+        starts: jax.Array | None = None,
+    ) -> tuple[jax.Array, StateView | None]:
+        """See `contract.Ops.recur`."""
+        kernels = fused(own) if segments is None else None
+        where: dict[str, Any] = {"cache": cache, "slots": slots, "lengths": lengths}
+        where |= {"starts": starts, "mask": mask}
+        launch = kernels.sequence_launch(self, w, x, **where) if kernels else None
+        if launch is None:
+            return super().recur(own, w, x, segments=segments, **where)
+        held = () if cache is None else cache.arrays
+        with jax.named_scope("recurrence"):
+            y, held = call(
+                launch.function,
+                *launch.arguments,
+                **launch.options,
+                capability=self.capability,
+                written=held,
+            )
+        return y, None if cache is None else type(cache)(*held)
+
+    def recur_token(
+        self, own: Recurrence, w: Weights, x: jax.Array, cache: StateView, moves: jax.Array
+    ) -> tuple[jax.Array, StateView]:
+        """See `contract.Ops.recur_token`."""
+        kernels = fused(own)
+        launch = kernels.token_launch(self, w, x[:, 0], cache, moves) if kernels else None
+        if launch is None:
+            return super().recur_token(own, w, x, cache, moves)
+        with jax.named_scope("recurrence"):
+            y, (*held, self._counters) = call(
+                launch.function,
+                *launch.arguments,
+                **launch.options,
+                counters=self._counters,
+                capability=self.capability,
+                written=(*cache.arrays, self._counters),
+            )
+        return y[:, None], type(cache)(*held)
 
     def embed(
         self,

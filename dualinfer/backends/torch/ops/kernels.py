@@ -27,9 +27,10 @@ from ....kernels.triton.mixture import Mixture
 from ....kernels.triton.quantized import QuantizedConfig
 from ....kernels.triton.routing import RouteConfig
 from ....kernels.triton.tuning import Configurations
-from ....model.spec import Experts, ModelSpec, Router
+from ....model.spec import Experts, ModelSpec, Recurrence, Router
 from ....model.weights import Weight
 from ....ops.cache_kinds import BlockCache, CrossCache, FullCache, LatentCache
+from ....ops.caches import StateView
 from ....ops.contract import (
     ALONE,
     Epilogue,
@@ -44,6 +45,7 @@ from ...kernels import (
     experts_launch,
     experts_of,
     few_rows_launch,
+    fused,
     left_plain,
     linear_key,
     reads_unnormed,
@@ -88,6 +90,7 @@ class KernelOps(KernelAttention):
         "decode_attention": "Triton, split KV, fused with rotary and append",
         "cross_attention": f"Triton, split KV, of one token; {SDPA} of more",
         "latent_attention": "Triton, split KV over latent vectors; norm, rotary and append before",
+        "recurrence": "Triton, a token in one launch, prompts by chunks of 64",
         "sampling": "Triton, threefry2x32",
     }
 
@@ -113,6 +116,47 @@ class KernelOps(KernelAttention):
     def left_plain(self, spec: ModelSpec, layers: Sequence[Weights]) -> Mapping[str, str]:
         """See `PlainOps.left_plain`."""
         return left_plain(spec, layers)
+
+    @named("recurrence")
+    def recur(
+        self,
+        own: Recurrence,
+        w: Weights,
+        x: torch.Tensor,
+        *,
+        mask: torch.Tensor | None = None,
+        segments: torch.Tensor | None = None,
+        cache: StateView | None = None,
+        slots: torch.Tensor | None = None,
+        lengths: torch.Tensor | None = None,
+        starts: torch.Tensor | None = None,
+    ) -> tuple[torch.Tensor, StateView | None]:
+        """See `contract.Ops.recur`."""
+        kernels = fused(own) if segments is None else None
+        where: dict[str, Any] = {"cache": cache, "slots": slots, "lengths": lengths}
+        where |= {"starts": starts, "mask": mask}
+        launch = kernels.sequence_launch(self, w, x, **where) if kernels else None
+        if launch is None:
+            return super().recur(own, w, x, segments=segments, **where)
+        return launch.function(*launch.arguments, **launch.options), cache
+
+    @named("recurrence")
+    def recur_token(
+        self,
+        own: Recurrence,
+        w: Weights,
+        x: torch.Tensor,
+        cache: StateView,
+        moves: torch.Tensor,
+    ) -> tuple[torch.Tensor, StateView]:
+        """See `contract.Ops.recur_token`."""
+        kernels = fused(own)
+        launch = kernels.token_launch(self, w, x[:, 0], cache, moves) if kernels else None
+        if launch is None:
+            return super().recur_token(own, w, x, cache, moves)
+        counters = self._zeros(linear.MOST_TILES)
+        y = launch.function(*launch.arguments, **launch.options, counters=counters)
+        return y[:, None], cache
 
     @named("embed")
     def embed(
