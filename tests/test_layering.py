@@ -23,7 +23,7 @@ FLOORS: dict[str, str] = {
     "parallel": "model config",
     "ops": "kernels.triton quantization model parallel",
     "decoder": "model ops",
-    "blocks": "model parallel ops decoder",
+    "blocks": "kernels.triton model parallel ops decoder",
     "model.families": "quantization model blocks",
     "checkpoint": "system config quantization model model.families parallel",
     "backends": "kernels.triton config quantization model parallel ops",

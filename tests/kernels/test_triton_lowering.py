@@ -24,6 +24,8 @@ from dualinfer.kernels.triton import (
     attention,
     attention_choice,
     decode_attention,
+    delta_prompt,
+    delta_token,
     eight_bit,
     experts,
     experts_choice,
@@ -636,6 +638,33 @@ def eight_bits(codes: str, gated: bool = False, scaled: bool = False, few: bool 
     )
 
 
+def delta_rule(keys: int, values: int, by_channel: bool) -> list[Variant]:
+    """A token and a prompt of the delta rule with heads of 128 elements."""
+    recording = operands.Recording()
+
+    def new(*shape: int, dtype: str = "bfloat16") -> operands.Operand:
+        return recording.operand(shape, dtype)
+
+    channels, decays = (2 * keys + values) * 128, values * (128 if by_channel else 1)
+    how = {
+        **{"keys": keys, "values": values, "beta_at": channels + values * 128, "eps": 1e-6},
+        **{"taps": new(channels, 4), "norm": new(128)},
+        "decay_scale": new(values, dtype="float32"),
+        "decay_bias": new(decays, dtype="float32"),
+        **{"gate": "sigmoid" if by_channel else "silu", "pdl": True},
+    }
+    width = channels + values * 129 + decays
+    held = new(8, 3, channels), new(8, values, 128, 128, dtype="float32")
+    own = {"counters": new(4096, dtype="int32")}
+    delta_token.delta_token(new(8, width), *held, new(8, dtype="bool"), **own, **how)
+    numbers = {name: new(1, dtype="int32") for name in ("slots", "lengths", "starts")}
+    own = {"key_dim": 128, "value_dim": 128, **numbers}
+    delta_prompt.delta_prompt(new(1, 8192, width), *held, **own, **how)
+    return [written(launch) for launch in recording.launches]
+
+
+VARIANTS += delta_rule(16, 32, by_channel=False)
+REPEATING += delta_rule(32, 32, by_channel=True)
 VARIANTS += [
     *choosing_experts(1, 2048, 128, 8, 768, router={"renormalized": True}),
     *choosing_experts(8, 4096, 8, 2, 14336, router={"score": "sparse", "jitter": 0.01}),

@@ -84,11 +84,7 @@ def _convolve_kernel(
 def _product(a, b, FINE: tl.constexpr):
     """a b of float32 [64, 64]; without FINE of operands rounded to 10 bits behind the point."""
     zeros = tl.zeros([_CHUNK, _CHUNK], tl.float32)
-    if FINE:
-        found = dot(a, b, zeros)
-    else:
-        found = tl.dot(a, b, zeros, input_precision="tf32")
-    return found
+    return dot(a, b, zeros) if FINE else tl.dot(a, b, zeros, input_precision="tf32")
 
 
 @triton.jit
@@ -139,7 +135,9 @@ def _scores_by_channel(sums_ptr, q, k, sums, BLOCK_K: tl.constexpr):
         earlier = tl.trans(tl.where(later, tl.zeros_like(keys), keys))
         zeros = tl.zeros([_CHUNK, _CHUNK], tl.float32)
         pairs = _level(1 << i)
-        by_k += tl.where(pairs, dot(tl.where(later, keys, tl.zeros_like(keys)), earlier, zeros), 0.0)
+        by_k += tl.where(
+            pairs, dot(tl.where(later, keys, tl.zeros_like(keys)), earlier, zeros), 0.0
+        )
         queries = tl.where(later, (wide_q * left).to(k.dtype), tl.zeros_like(keys))
         by_q += tl.where(pairs, dot(queries, earlier, zeros), 0.0)
     return by_q, by_k
@@ -148,10 +146,10 @@ def _scores_by_channel(sums_ptr, q, k, sums, BLOCK_K: tl.constexpr):
 @triton.jit
 def _within_kernel(
     x_ptr, decays_ptr, mask_ptr, lengths_ptr, qkv_ptr, past_ptr, slots_ptr, starts_ptr, scale_ptr,
-    bias_ptr, solved_ptr, scores_ptr, sums_ptr, decayed_ptr, x_row, x_stride, decays_row, decays_stride, tokens,
-    chunks, slots, beta_at, floor, KEYS: tl.constexpr, VALUES: tl.constexpr, KEY: tl.constexpr,
-    VALUE: tl.constexpr, TAPS: tl.constexpr, BY_CHANNEL: tl.constexpr, BOUNDED: tl.constexpr,
-    DOUBLED: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, PDL: tl.constexpr,
+    bias_ptr, solved_ptr, scores_ptr, sums_ptr, decayed_ptr, x_row, x_stride, decays_row,
+    decays_stride, tokens, chunks, slots, beta_at, floor, KEYS: tl.constexpr, VALUES: tl.constexpr,
+    KEY: tl.constexpr, VALUE: tl.constexpr, TAPS: tl.constexpr, BY_CHANNEL: tl.constexpr,
+    BOUNDED: tl.constexpr, DOUBLED: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One program: a value head of a chunk. That of a row's first chunk keeps its last tokens."""
     let_next_start(PDL)
@@ -443,7 +441,16 @@ def delta_prompt(
         _within_kernel,
         (values, batch * chunks),
         *(x, decays, mask, lengths, qkv, past, slots, starts, decay_scale, decay_bias),
-        *(solved, scores, sums, decayed, x.stride(0), x.stride(1), decays.stride(0), decays.stride(1)),
+        *(
+            solved,
+            scores,
+            sums,
+            decayed,
+            x.stride(0),
+            x.stride(1),
+            decays.stride(0),
+            decays.stride(1),
+        ),
         *(tokens, chunks, slot_count, beta_at, floor or 0.0),
         **own,
         **kinds,
@@ -474,4 +481,3 @@ def delta_prompt(
         pdl=pdl,
     )
     return y
-
