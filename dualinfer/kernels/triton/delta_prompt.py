@@ -149,7 +149,8 @@ def _within_kernel(
     bias_ptr, solved_ptr, scores_ptr, sums_ptr, decayed_ptr, x_row, x_stride, decays_row,
     decays_stride, tokens, chunks, slots, beta_at, floor, KEYS: tl.constexpr, VALUES: tl.constexpr,
     KEY: tl.constexpr, VALUE: tl.constexpr, TAPS: tl.constexpr, BY_CHANNEL: tl.constexpr,
-    BOUNDED: tl.constexpr, DOUBLED: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, PDL: tl.constexpr,
+    BOUNDED: tl.constexpr, DOUBLED: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """One program: a value head of a chunk. That of a row's first chunk keeps its last tokens."""
     let_next_start(PDL)
