@@ -1,13 +1,15 @@
 """Bad days of a server: many requests at once, of which some leave, are cut off or make no sense.
 
     python -m tests.soak --requests 10000 [--backend jax] [--shape llama-3-8b] [--minutes 60]
+    python -m tests.soak --requests 10000 --kills 3 [--backend jax]
 
 Server and clients share a process and an event loop. Every request must end in exactly one state,
 the one that its kind allows; a text that was completed, however long that took, is that of a run
 in which nobody disturbs anybody, and one that was cut off begins as it does (float32; in 16 bits
 texts are counted and not compared). In the end no sequence is under way, room can be reserved
 anew, and as many tasks, threads and file descriptors are there as before. With --minutes rounds
-follow one another, and what memory the process holds is told after each.
+follow one another, and what memory the process holds is told after each. With --kills the engine
+has a process of its own, as that of `dualinfer serve`, which is killed so many times under way.
 """
 
 import argparse
@@ -15,10 +17,12 @@ import asyncio
 import json
 import os
 import resource
+import signal
 import socket
 import threading
 import time
 from collections import Counter
+from collections.abc import Callable, Coroutine
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
@@ -36,6 +40,7 @@ KINDS = {
     "broken": 0.05,
     "grammar": 0.02,  # one that is none
 }
+HERE = {"direct": "whole", "abort": "disconnect", "deadline": "stream"}  # kinds without HTTP
 ENDS = {
     "whole": {"done"},
     "stream": {"done"},
@@ -79,7 +84,9 @@ class Outcome:
     text: str = ""
 
 
-def asks_of(count: int, vocab: int, most: int, seed: int, seconds: float) -> list[Ask]:
+def asks_of(
+    count: int, vocab: int, most: int, seed: int, seconds: float, over_http: bool = False
+) -> list[Ask]:
     """Requests whose prompts are few, so that many of them share what an undisturbed run gives."""
     random = np.random.default_rng(seed)
     prompts = [random.integers(5, vocab, n).tolist() for n in random.integers(1, most // 4, 24)]
@@ -92,15 +99,20 @@ def asks_of(count: int, vocab: int, most: int, seed: int, seconds: float) -> lis
         if kind == "oversize":
             prompt = prompt * (most // len(prompt) + 1)
         times = random.uniform(0, seconds), random.exponential(0.02)
-        found.append(Ask(str(kind), prompt, new, which if seeded else None, *times))
+        kind = HERE.get(str(kind), str(kind)) if over_http else str(kind)
+        found.append(Ask(kind, prompt, new, which if seeded else None, *times))
     return found
 
 
 class Soak:
-    """Runs requests against one engine and its server."""
+    """Runs requests against one engine and its server.
 
-    def __init__(self, engine: Any, url: tuple[str, int], most: int) -> None:
-        self.engine, self._url, self._most = engine, url, most
+    The engine is one of this process, or None; `served` is what the routes see of it.
+    """
+
+    def __init__(self, engine: Any, served: Any, url: tuple[str, int]) -> None:
+        self.engine, self.served, self._url = engine, served, url
+        self.ended = 0
 
     def _arguments(self, ask: Ask) -> dict[str, Any]:
         how: dict[str, Any] = {"max_new_tokens": ask.new_tokens, "eos_token_id": None}
@@ -127,6 +139,7 @@ class Soak:
             await getattr(self, f"_{kind}")(ask, outcome)
         except Exception as error:
             outcome.states.append(f"{type(error).__name__}: {error}")
+        self.ended += 1
         return outcome
 
     async def _direct(self, ask: Ask, outcome: Outcome) -> None:
@@ -211,20 +224,29 @@ class Soak:
         return int(head.split(b" ")[1]), rest
 
     async def expected(self, asks: list[Ask]) -> dict[tuple[Any, ...], str]:
-        """The text of each request that may be completed, of a run in which it is alone."""
-        texts: dict[tuple[Any, ...], str] = {}
-        for ask in asks:
-            if ask.kind not in ("oversize", "broken", "grammar") and key_of(ask) not in texts:
-                handle = self.engine.generate_async(
-                    ask.prompt, skip_special_tokens=False, **self._arguments(ask)
-                )
-                texts[key_of(ask)] = await handle.text()
-        return texts
+        """The text of each request that may be completed, of a run that nobody disturbs."""
+        kinds = ("oversize", "broken", "grammar")
+        first = {key_of(ask): ask for ask in asks if ask.kind not in kinds}
+        if self.engine is None:
+            texts = await asyncio.gather(*map(self._quiet, first.values()))
+        else:
+            texts = [await self._alone(ask) for ask in first.values()]
+        return dict(zip(first, texts, strict=True))
+
+    async def _alone(self, ask: Ask) -> str:
+        how = self._arguments(ask)
+        return await self.engine.generate_async(ask.prompt, skip_special_tokens=False, **how).text()
+
+    async def _quiet(self, ask: Ask) -> str:
+        outcome = Outcome([])
+        await self._whole(ask, outcome)
+        assert outcome.states == ["done"]
+        return outcome.text
 
     async def settle(self) -> None:
         """Wait until nothing is under way."""
         begun = time.monotonic()
-        while (now := self.engine.traffic()).live or now.waiting:
+        while (now := self.served.state()).live or now.waiting:
             assert time.monotonic() - begun < 60, f"still under way: {now}"
             await asyncio.sleep(0.02)
 
@@ -242,29 +264,73 @@ def _held(loop_tasks: int) -> dict[str, int]:
     }
 
 
-async def soak(
-    engine: Any, count: int, vocab: int, most: int, seed: int, seconds: float, exact: bool = True
+async def soak(engine: Any, asks: list[Ask], exact: bool = True) -> dict[str, Any]:
+    """What became of requests to an engine of this process; raises where something leaks."""
+    from dualinfer.serving.http.engines import LocalEngine
+
+    found = await _soaked(engine, LocalEngine(engine), asks, exact)
+    engine._loop.check_idle()
+    return found
+
+
+async def soak_killed(
+    backend: str, asks: list[Ask], kills: int, slots: int | None, tokens: int
 ) -> dict[str, Any]:
-    """What became of `count` requests that come within `seconds`; raises where something leaks."""
+    """The same, of an engine in a process of its own, which is killed so many times meanwhile."""
+    import dualinfer
+    from dualinfer.checkpoint.described.tokenizer import load_tokenizer
+    from dualinfer.serving.remote.keeper import Keeper, python
+
+    folder = dualinfer.embedded_model()
+    opens = {"folder": str(folder), "adapters": {}, "backend": backend}
+    opens |= {"how": {"dtype": "float32"}, "room": [slots, tokens, True]}
+    keeper = Keeper(python("dualinfer.cli.engine_process"), opens, load_tokenizer(folder))
+    killed = set()
+
+    async def kill(runs: Soak) -> None:
+        for i in range(kills):
+            while runs.ended < len(asks) * (i + 1) // (kills + 1) or keeper.engine.trouble:
+                await asyncio.sleep(0.002)
+            while not keeper.engine.state().live:  # something is under way
+                await asyncio.sleep(0.002)
+            killed.add(keeper.process_id)
+            os.kill(keeper.process_id or 0, signal.SIGKILL)
+
+    async with keeper.running() as engine:
+        found = await _soaked(None, engine, asks, True, kill)
+        assert keeper.process_id not in killed and len(killed) == kills
+    return found
+
+
+async def _soaked(
+    engine: Any,
+    served: Any,
+    asks: list[Ask],
+    exact: bool,
+    beside: Callable[[Soak], Coroutine[Any, Any, None]] | None = None,
+) -> dict[str, Any]:
     import uvicorn
 
     from dualinfer.serving.http.app import Server
-    from dualinfer.serving.http.engines import LocalEngine
 
-    asks = asks_of(count, vocab, most, seed, seconds)
-    config = Server(LocalEngine(engine), "soak").config(log_config=None, backlog=4096)
+    count = len(asks)
+    config = Server(served, "soak").config(log_config=None, backlog=4096)
     server = uvicorn.Server(config)
     listener = socket.create_server(("127.0.0.1", 0), backlog=4096)
     serving = asyncio.create_task(server._serve([listener]))
     try:
-        runs = Soak(engine, listener.getsockname()[:2], most)
+        runs = Soak(engine, served, listener.getsockname()[:2])
         expected = await runs.expected(asks)
         await runs.run(asks[:64])  # threads and connections that stay
         await runs.settle()
         await asyncio.sleep(0.2)
         before = _held(len(asyncio.all_tasks()))
         begun = time.monotonic()
+        runs.ended = 0
+        other = None if beside is None else asyncio.create_task(beside(runs))
         outcomes = await runs.run(asks)
+        if other is not None:
+            await asyncio.wait_for(other, 1)
         took = time.monotonic() - begun
         await runs.settle()
         after = before
@@ -295,7 +361,6 @@ async def soak(
     for name in ("tasks", "descriptors"):
         assert after[name] <= before[name], f"{name}: {before[name]} before, {after[name]} after"
     assert after["threads"] <= before["threads"] + 32, f"threads: {before} before, {after} after"
-    engine._loop.check_idle()
     states = Counter(f"{a.kind}: {o.states[0]}" for a, o in zip(asks, outcomes, strict=True))
     return {"seconds": took, "differing": differing, "states": dict(sorted(states.items()))} | after
 
@@ -310,9 +375,16 @@ def _main() -> None:
     parser.add_argument("--shape", help="random weights; unset: the embedded model in float32")
     parser.add_argument("--requests", type=int, default=10_000)
     parser.add_argument("--seconds", type=float, default=60, help="in which they come")
+    parser.add_argument("--kills", type=int, default=0, help="of the engine; of the embedded model")
     parser.add_argument("--minutes", type=float, default=0, help="rounds until then")
     options = parser.parse_args()
     shape = options.shape
+    if options.kills:
+        asks = asks_of(options.requests, 2048, 1024, 0, options.seconds, over_http=True)
+        print(
+            json.dumps(asyncio.run(soak_killed(options.backend, asks, options.kills, None, 1024)))
+        )
+        return
     model = dualinfer.embedded_model() if shape is None else random_model(open_model(shape), "bf16")
     dtype = "float32" if shape is None else "bfloat16"
     with dualinfer.init_inference(model, backend=options.backend, dtype=dtype) as engine:
@@ -324,8 +396,8 @@ def _main() -> None:
         engine.reserve(tokens=most)
         begun, round_ = time.monotonic(), 0
         while not round_ or time.monotonic() - begun < 60 * options.minutes:
-            how = options.requests, vocab, most, round_, options.seconds, shape is None
-            found = asyncio.run(soak(engine, *how))
+            asks = asks_of(options.requests, vocab, most, round_, options.seconds)
+            found = asyncio.run(soak(engine, asks, shape is None))
             found["peak_mib"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024
             print(json.dumps(found), flush=True)
             round_ += 1

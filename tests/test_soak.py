@@ -6,7 +6,7 @@ import pytest
 
 import dualinfer
 
-from .soak import soak
+from .soak import asks_of, soak, soak_killed
 
 
 @pytest.mark.parametrize("backend", ["torch", pytest.param("jax", marks=pytest.mark.slow)])
@@ -14,8 +14,15 @@ def test_every_request_ends_in_one_state_and_nothing_is_left(backend):
     model = dualinfer.embedded_model()
     with dualinfer.init_inference(model, backend=backend, dtype="float32") as engine:
         reserved = engine.reserve(16, 128)
-        found = asyncio.run(soak(engine, 120, 2048, 128, seed=0, seconds=1))
+        found = asyncio.run(soak(engine, asks_of(120, 2048, 128, seed=0, seconds=1)))
         assert engine.reserve(16, 128) == reserved
     kinds = {state.split(":")[0] for state in found["states"]}
     assert len(kinds) == 9 and {"disconnect: left", "deadline: late"} <= found["states"].keys()
     assert found["states"]["abort: cancelled"] > 0 and found["differing"] == 0
+
+
+@pytest.mark.parametrize("backend", ["torch", pytest.param("jax", marks=pytest.mark.slow)])
+def test_no_request_is_lost_where_the_engine_is_killed(backend):
+    asks = asks_of(64, 2048, 128, seed=1, seconds=0.5, over_http=True)
+    found = asyncio.run(soak_killed(backend, asks, kills=1, slots=8, tokens=128))
+    assert found["states"]["whole: done"] > 12 and found["differing"] == 0

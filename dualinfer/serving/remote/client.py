@@ -300,8 +300,10 @@ class RemoteEngine:
         last = self._state
         self._before = self._before[0] + last.asked, self._before[1] + last.found
         self._state = last._replace(live=0, asked=0, found=0)
+        handles = [x for x in self._work.values() if isinstance(x, RemoteHandle)]
+        waited = {id(x) for x in handles[last.slots :]}  # they had no slot: who is first is first
         for work in list(self._work.values()):
-            work.deaths += 1
+            work.deaths += id(work) not in waited
             if isinstance(work, RemoteHandle) and work.is_left:
                 self._forget(work)
                 work.end("cancelled")
