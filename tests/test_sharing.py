@@ -119,6 +119,60 @@ def test_penalties_and_host_choices_have_their_texts(engine, prompts, alone):
         np.testing.assert_array_equal(found, texts)
 
 
+def test_a_call_for_many_slots_is_not_passed_by_one_for_few(engine, prompts, alone):
+    engine.reserve(4, 250)
+    ended: list[str] = []
+    found: list[list[int]] = []
+    row = prompts[4][:50]
+    expected = texts_of(engine, [row], max_new_tokens=30)[0]
+    stream = engine.stream([row], **(GREEDY | {"max_new_tokens": 150}))
+    next(stream)  # one slot is taken
+
+    def call() -> None:
+        rows = np.asarray(engine.generate([row] * 4, **(GREEDY | {"max_new_tokens": 30})))
+        found.extend(rows[:, len(row) :].tolist())
+        ended.append("many")
+
+    thread = threading.Thread(target=call)
+    thread.start()
+    while not (engine._loop._queue or ended):
+        thread.join(0.001)
+    texts_of(engine, [row], max_new_tokens=20)  # for which there would be a slot
+    ended.append("one")
+    thread.join()
+    assert ended == ["many", "one"]
+    assert found == [expected] * 4
+    assert len([*stream]) == 149
+    assert not engine._loop._queue
+
+
+def test_jobs_are_not_passed_by_calls_for_ever(engine, prompts, alone):
+    engine.reserve(4, 250)
+    counts, is_over = [0] * 6, threading.Event()
+
+    def take(i: int) -> None:
+        while not is_over.is_set() and counts[i] < 40:
+            engine.generate([prompts[4]], **(GREEDY | {"max_new_tokens": 11 + 7 * i}))
+            counts[i] += 1
+
+    threads = [threading.Thread(target=take, args=(i,)) for i in range(6)]
+    for thread in threads:
+        thread.start()
+    try:
+        while sum(counts) < 6:
+            is_over.wait(0.01)
+        before = sum(counts)
+        found, _ = together(engine, prompts[:4])
+        passed = sum(counts) - before
+    finally:
+        is_over.set()
+        for thread in threads:
+            thread.join()
+    assert found == alone[:4]
+    assert passed < 60, counts  # of 240
+    assert not engine._loop._queue
+
+
 def test_calls_wait_for_slots(engine, prompts, alone):
     engine.reserve(4, 250)
     found: dict[int, list[int]] = {}

@@ -18,8 +18,8 @@ def run() -> None:
         from .texts import opened_at
 
         folder, adapters = Path(opens["folder"]), opens["adapters"]
-        start_sooner(folder)
         leave_out_noise()
+        start_sooner(folder)
         with opened_at(folder, adapters, opens["backend"], **opens["how"]) as engine:
             does_write = writes(engine, *opens["room"])
             host.run(engine, shown_of(engine.report(), does_write))

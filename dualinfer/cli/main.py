@@ -95,7 +95,6 @@ def _start(
     ] = False,
 ) -> None:
     """Run a Hugging Face model on PyTorch or on JAX."""
-    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # "PyTorch was not found"
     leave_out_noise()
 
 

@@ -194,12 +194,13 @@ class Driver:
 
     def _run(self) -> None:
         """Take turns until there is nothing to do."""
+        self._loop.driver = threading.get_ident()
         while True:
             with self._condition:
                 if self._stopped is None and not self._is_busy():
                     self._condition.wait(_LINGER)
                 if self._stopped is not None or not self._is_busy():
-                    self._thread = None
+                    self._thread = self._loop.driver = None
                     if self._stopped is None:
                         return
                     break
@@ -236,6 +237,7 @@ class Driver:
         self._check_model()
         self.reading = sum(job.prompt for job in [*self._jobs, *turn.admitted] if not job.given)
         self._begin(turn.admitted, len(others))
+        self._loop.claim(self._scheduler.waiting > 0, anew=bool(turn.admitted))
         if not self._jobs:
             if self._scheduler.waiting:
                 time.sleep(_PAUSE)
@@ -391,6 +393,7 @@ class Driver:
         for job in [*dropped, *waiting]:
             self._finish(job, error=error)
         self._jobs.clear()
+        self._loop.claim(False)
         self._loop.longest = MAX_STEPS
 
     def _note(self, job: Job) -> None:

@@ -177,6 +177,14 @@ class Live:
         return self.progress is None or self.accepts[index]
 
 
+@dataclass(eq=False)
+class _Ticket:
+    """The place of a call that waits for slots, or of the thread that drives jobs."""
+
+    count: int
+    is_driver: bool = False
+
+
 _log = logging.getLogger(__name__)
 _Chunk: TypeAlias = tuple[PendingTokens, dict[int, Live]]  # tokens, and whose the columns are
 
@@ -208,7 +216,8 @@ class Loop:
         self.longest = MAX_STEPS  # steps of a chunk: fewer where somebody may come or leave
         self.pool: Pool | None = None
         self.sharing: Sharing | None = None  # of prompts, where the pool's model can
-        self._wanted = 0  # slots that calls wait for
+        self._queue: list[_Ticket] = []  # who waits for slots; who came first is first
+        self.driver: int | None = None  # the thread whose jobs a scheduler lets in
         self._is_busy = False  # with what slots hold
 
     def open(self, pool: Pool | None, prepare: bool, shares: bool) -> None:
@@ -234,12 +243,27 @@ class Loop:
     def tokens_beside(self, ours: Collection[int]) -> list[int]:
         """Tokens that each sequence may come to hold, but for `ours`: the ids of their Lives.
 
-        Also of those that wait in a call for their slots.
+        Also of those that wait in a call for their slots, and came before what the driver has.
         """
         if self._left:
             self._free_left()
+        queue = list(self._queue)
+        last = next((i for i, x in enumerate(queue) if x.is_driver), len(queue))
+        wanted = sum(ticket.count for ticket in queue[:last])
         others = [x.request.cache_tokens for x in list(self._live.values()) if id(x) not in ours]
-        return others + [0] * self._wanted
+        return others + [0] * wanted
+
+    def claim(self, waits: bool, anew: bool = False) -> None:
+        """Keep the driver's place among the calls that wait while it `waits`, or give it up.
+
+        It goes behind them `anew` once one of its sequences got a slot.
+        """
+        there = [ticket for ticket in list(self._queue) if ticket.is_driver]
+        if there and (anew or not waits):
+            self._queue.remove(there[0])
+            there = []
+        if waits and not there:
+            self._queue.append(_Ticket(1, is_driver=True))
 
     def check(self, requests: Sequence[Request]) -> None:
         """Raise LengthError for what a pool has no room for."""
@@ -299,22 +323,41 @@ class Loop:
     def _with_slots(self, count: int, waits: bool = True) -> Generator[None, None, None]:
         """The turn, once `count` slots are free; until then sequences under way are driven on.
 
-        LengthError where a pool has not so many, or where none of them will ever be free.
+        Calls get them in the order in which they came. LengthError where a pool has not so many, or
+        where none of them will ever be free.
         """
-        self._wanted += count
-        wanted = count
+        ticket = _Ticket(count)
+        if waits:
+            self._queue.append(ticket)
         try:
             while True:
                 with self._turns:
-                    if self._has_slots(count):
-                        self._wanted, wanted = self._wanted - wanted, 0
+                    if self._has_slots(count) and (not waits or self._is_next(ticket)):
+                        if waits:
+                            self._queue.remove(ticket)
                         yield
                         return
                 if not waits:
                     raise OutOfMemoryError(f"There are not {count} free slots.")
                 self._make_way(count)
         finally:
-            self._wanted -= wanted
+            if ticket in self._queue:
+                self._queue.remove(ticket)
+
+    def _is_next(self, ticket: _Ticket) -> bool:
+        """True unless another call has waited longer, or the driver needs the slot.
+
+        A thread that others may wait for passes them: it holds sequences whose tokens it chooses,
+        or its jobs were let in.
+        """
+        me, pool = threading.get_ident(), self.pool
+        lives = [x for x in list(self._live.values()) if not x.ended]
+        if pool is None or me == self.driver or any(x.chosen and x.owner == me for x in lives):
+            return True
+        before = self._queue[: self._queue.index(ticket)]
+        if any(not x.is_driver for x in before):
+            return False
+        return ticket.count + sum(x.count for x in before) <= pool.slots - len(self._live)
 
     def _has_slots(self, count: int) -> bool:
         """True if so many are free; those of sequences that have ended are."""
@@ -341,9 +384,9 @@ class Loop:
                 raise
             except Exception as error:  # it has ended those whom the step served, who are told
                 _log.info("A step failed, which a call waited for: %r", error)
-        elif any(live.owner != threading.get_ident() for live in lives):
+        elif not lives or any(live.owner != threading.get_ident() for live in lives):
             time.sleep(_PAUSE)
-        elif lives:
+        else:
             raise LengthError(
                 f"A call of {count} sequences waits for slots that this thread holds itself: all "
                 "are of calls whose tokens it chooses one by one. Finish or close these first."

@@ -1,6 +1,7 @@
 """What other libraries say while they are imported, and tells nothing to who typed a command."""
 
 import logging
+import os
 
 _NOISE = {"torchao": "Failed to load", "torch.utils._pytree": "is an Enum subclass"}
 
@@ -22,5 +23,6 @@ _FILTERS = {name: _Without(text) for name, text in _NOISE.items()}
 
 def leave_out_noise() -> None:
     """Show nothing of the kinds that are known to be of no use in a command."""
+    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # "PyTorch was not found"
     for name, own in _FILTERS.items():
         logging.getLogger(name).addFilter(own)
