@@ -42,6 +42,8 @@ FLAMINGO = {"model_type": "audioflamingo3_encoder", **HEARS}
 WINDOWS = {**TEXT, "sliding_window": 5, "layer_types": TURNS}
 COHERE = {**WINDOWS, "logit_scale": 3.0}
 GLM = {**SIZES, "hidden_size": 96}
+DELTA = {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 10}
+DELTA |= {"linear_value_head_dim": 14, "layer_types": ["linear_attention", "full_attention"]}
 XDROPE = {"rope_parameters": {**ALPHA, "mrope_section": [2, 2, 2, 1]}}
 PIXTRAL = {"model_type": "pixtral", **IMAGES, "head_dim": 8}
 COMPASS = RELATIVES["cohere_compass_text"][1]
@@ -168,6 +170,13 @@ CASES = {
     "qwen3_omni_moe_thinker": (
         "Qwen3OmniMoeThinker",
         {**TEXT, **MROPE, **EXPERTS},
+        QWEN,
+    ),
+    "qwen3_5": ("Qwen3_5", {**GLM, **HALF, **DELTA, "head_dim": 16}, QWEN),
+    "qwen3_5_moe": (
+        "Qwen3_5Moe",
+        {**GLM, **HALF, **DELTA, **EXPERTS, "head_dim": 16, "intermediate_size": None}
+        | {"shared_expert_intermediate_size": 27},
         QWEN,
     ),
     "qwen3_vl": ("Qwen3VL", {**TEXT, **MROPE}, QWEN),
@@ -308,7 +317,7 @@ def test_the_base_model_is_served_and_may_be_of_a_file_of_the_whole(case, tmp_pa
     for source in (base, tmp_path / "base", tmp_path / "whole"):
         with dualinfer.init_inference(source, backend="torch", **FUSED) as engine:
             assert relative_rms(np.asarray(engine(ids).last_hidden_state), expected) < 1e-5
-            if source is base:
+            if source is base and "qwen3_5" not in case:  # HF lets its states go on
                 found = engine(torch.from_numpy(ids), **positions, use_cache=False)
                 assert relative_rms(found.last_hidden_state, anew) < 1e-5
 

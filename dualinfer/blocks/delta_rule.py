@@ -9,7 +9,7 @@ from typing import Any, ClassVar, Literal, Self
 
 from ..model import rows as make
 from ..model.spec import Activation, Norm
-from ..model.weights import Row, row
+from ..model.weights import Row, Source, row
 from ..ops.caches import Buffer, StateView
 from ..ops.contract import Array, BlockOps, Launch, Seen, Weights
 from ..ops.maths import Maths, cut, flat, heads
@@ -23,6 +23,7 @@ _LENGTH_EPS = 1e-6  # of the lengths of queries and keys
 
 # The input projection's outputs, in their order.
 READS = "delta_q", "delta_k", "delta_v", "delta_gate", "delta_beta", "delta_decay"
+KERNELS = "q_conv1d", "k_conv1d", "v_conv1d"  # as files of some families have them
 
 
 @dataclass(frozen=True)
@@ -101,38 +102,52 @@ class DeltaRule:
         reads: Sequence[tuple[str, str]],
         *,
         decay: str = "",
+        kernels: tuple[str, ...] = (),
         gate_up: str = "",
         decay_up: str = "",
+        stored_scale: str = "delta_heads",
         norm: str = "norm",
         out: str = "out_proj",
     ) -> list[Row]:
         """The rows of what HF calls `hf`.
 
-        `reads` are its projections, each by name and axes, in the order of `READS`; `decay` is the
-        module of A_log and dt_bias, and `gate_up` and `decay_up` are the second projections, which
-        are never quantized.
+        `reads` are its projections, each by name and axes, in the order of `READS`; files may have
+        three `kernels` in the place of one. `decay` is the module of A_log, whose axes are
+        `stored_scale`, and of dt_bias, and `gate_up` and `decay_up` are the second projections,
+        which are never quantized.
         """
         sources = [(f"{hf}.{name}.weight", f"{axes} embed") for name, axes in reads]
         convolved = "+".join(READS[:3])
-        kernel = (f"{hf}.conv1d.weight", f"{convolved} one recurrence_taps")
+        kernel = row(
+            "recurrence_kernel",
+            f"{convolved} recurrence_taps",
+            (f"{hf}.conv1d.weight", f"{convolved} one recurrence_taps"),
+        )
+        if kernels:
+            own = (
+                Source(f"{hf}.{name}.weight", (axis, "one", "recurrence_taps"))
+                for name, axis in zip(kernels, READS[:3], strict=True)
+            )
+            kernel = replace(kernel, sources=tuple(own), others=kernel.sources)
         found = [
             row("recurrence_in.weight", f"{'+'.join(READS)} embed", *sources),
             *make.linear("recurrence_out", f"{hf}.{out}", "embed delta_given", bias=False),
-            row("recurrence_kernel", f"{convolved} recurrence_taps", kernel),
+            kernel,
         ]
-        for own, rank, name, axes in (
+        for ours, rank, name, axes in (
             ("delta_gate", self.gate_rank, gate_up, "delta_given delta_gate"),
             ("delta_decay", self.decay_rank, decay_up, "delta_decays delta_decay"),
         ):
             if rank:
-                second = make.linear(own, f"{hf}.{name}", axes, bias=False)
+                second = make.linear(ours, f"{hf}.{name}", axes, bias=False)
                 found += [replace(each, dense=True) for each in second]
         inner = f"{hf}.{decay}." if decay else f"{hf}."
-        for own, axis, source in (
-            ("delta_decay_scale", "delta_heads", "A_log"),
-            ("delta_decay_bias", "delta_decays", "dt_bias"),
+        for ours, axis, source in (
+            ("delta_decay_scale", "delta_heads", ("A_log", stored_scale)),
+            ("delta_decay_bias", "delta_decays", ("dt_bias", "delta_decays")),
         ):
-            found.append(replace(row(own, axis, (inner + source, axis)), wide=True))
+            own = row(ours, axis, (inner + source[0], source[1]))
+            found.append(replace(own, wide=True))
         return found + make.norm(self.norm, "delta_norm", f"{hf}.{norm}", "delta_value")
 
     @property

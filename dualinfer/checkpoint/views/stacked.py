@@ -88,7 +88,8 @@ class StackedSource:
         self._stored = set(source.names())
         self.matrices: dict[str, Place] = {}
         for row in table.rows:
-            if not row.sources or not splits(row):
+            is_other = len(row.axes) > 1 and not row.is_weight  # such as a convolution's kernel
+            if not row.sources or is_other or not splits(row):
                 continue
             self._show_rows(row, table)
             for whole in row.others:

@@ -30,6 +30,7 @@ from . import (
     gpt_neox,
     gptj,
     jetmoe,
+    kimi,
     layered,
     lfm2,
     lilt,
@@ -44,6 +45,7 @@ from . import (
     moonshine,
     mpt,
     multimodal,
+    olmo_hybrid,
     opt,
     privacy_filter,
     qwen3_next,
@@ -78,7 +80,7 @@ _FAMILIES: dict[str, ModuleType] = {
         *(falcon, mpt, fairseq, modernbert, deberta, mobilebert, lilt, clip, vit),
         *(bart, fsmt, t5, t5gemma, encoder_decoder, whisper, deepseek, llama4, multimodal, dbrx),
         *(layered, ctrl, longcat, mllama, privacy_filter, jetmoe, doge, moonshine, speech_to_text),
-        *(lfm2, mamba, mamba1, qwen3_next),
+        *(lfm2, mamba, mamba1, qwen3_next, kimi, olmo_hybrid),
     )
     for model_type in family.CLASSES
 }

@@ -81,16 +81,18 @@ _LATENT = (
     "glm_moe_dsa",
     "axk1",
     "axk2",
+    "bailing_hybrid",
     "deepseek_v2",
     "deepseek_v3",
     "glm4_moe_lite",
+    "kimi_linear",
     "mistral4",
 )  # by their attention
 _DEEPSEEKS = ("dots1", "exaone_moe", "glm4_moe", "mimo_v2_flash", "solar_open", *_LATENT)
 # Those whose mlp_layer_types says which layers are mixtures.
 _LISTED = ("axk1", "axk2", "cohere2_moe", "exaone_moe", "glm4_moe_lite", "hy_v3", "mellum")
 _LISTED += ("deepseek_v32", "glm_moe_dsa", "deepseek_ocr2_text", "laguna", "mimo_v2_flash")
-_LISTED += ("step3p5",)
+_LISTED += ("step3p5", "bailing_hybrid", "kimi_linear")
 _SEVERAL = Mixture(shared="mlp.shared_experts", shares="num_shared_experts")
 # Those whose config has a width of the shared expert by Qwen's name.
 _SHARED = ("flint", "kolibri1", "laguna", "qwen2_moe", "qwen3_5_moe_text", "qwen3_next")
@@ -121,6 +123,17 @@ MIXTURES: Mapping[str, Mixture] = {
         renames=(
             *((".mlp.fc1.", ".W_down."), (".mlp.fc2.", ".W_up.")),
             (".self_attn.q_gate_proj.", ".self_attn.q_b_proj."),
+        ),
+    ),
+    "bailing_hybrid": replace(
+        _DEEPSEEK,
+        count="num_experts",
+        renames=(
+            (".forget_gate.", "."),
+            ("model.embed_tokens.", "model.word_embeddings."),
+            (".self_attn.", ".attention."),
+            (".attention.o_proj.", ".attention.dense."),
+            (".gate.e_score_correction_bias", ".gate.expert_bias"),
         ),
     ),
     "cohere2_moe": replace(_SEVERAL, ffn="intermediate_size"),
@@ -173,6 +186,12 @@ MIXTURES: Mapping[str, Mixture] = {
     ),
     "hunyuan_v1_moe": Mixture(
         router="gate.wg", shared="mlp.shared_mlp", chosen="moe_topk", ffn="intermediate_size"
+    ),
+    "kimi_linear": replace(
+        _DEEPSEEK,
+        expert=("w1", "w3", "w2"),
+        count="num_experts",
+        renames=((".forget_gate.", "."), (".mlp.", ".block_sparse_moe.")),
     ),
     "kolibri1": Mixture(
         shared="mlp.shared_experts",

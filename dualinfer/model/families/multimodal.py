@@ -14,14 +14,14 @@ from typing import Any
 from ...errors import ModelError, UnservedError, shown
 from ..spec import Head, ModelSpec
 from ..weights import WeightTable
-from . import deepseek, gemma, gpt_neox, layered, llama, mllama, relatives
+from . import deepseek, gemma, gpt_neox, layered, llama, mllama, qwen3_next, relatives
 from .fields import ConfigFields
 from .heads import under
 from .kinds import KINDS
 
 _MODULES: dict[str, ModuleType] = {
     family: module
-    for module in (llama, gemma, relatives, deepseek, gpt_neox, mllama, layered)
+    for module in (llama, gemma, relatives, deepseek, gpt_neox, mllama, layered, qwen3_next)
     for family in module.CLASSES
 }
 _QWENS = ("qwen2", "qwen2_moe", "qwen3", "qwen3_moe")
@@ -326,6 +326,8 @@ WRAPPERS: dict[str, Wrapper] = {
     "qwen2_5_vl": Wrapper("Qwen2_5_VL", ("qwen2_5_vl_text",), ("visual",), _FLAT),
     "qwen2_audio": Wrapper(*("Qwen2Audio", _ANY, _HEARS, _NESTED), ties=False, masks_labels=True),
     "qwen2_vl": Wrapper("Qwen2VL", ("qwen2_vl_text",), ("visual",), _FLAT),
+    "qwen3_5": Wrapper("Qwen3_5", ("qwen3_5_text",), ("visual", "mtp")),
+    "qwen3_5_moe": Wrapper("Qwen3_5Moe", ("qwen3_5_moe_text",), ("visual", "mtp")),
     "qwen3_asr": Wrapper(
         *("Qwen3ASR", _ANY, _HEARS),
         ignored=("timestamp_token_id", "token_classification_bias"),
