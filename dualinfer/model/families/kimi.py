@@ -35,8 +35,8 @@ def describe(fields: ConfigFields, architecture: str) -> tuple[ModelSpec, Weight
     """Spec and weight table of one of them."""
     is_kimi = fields.family == "kimi_linear"
     same = {ours: fields.take(theirs) for ours, theirs in _NAMES.items()}
-    if is_kimi:  # whose attention turns nothing
-        same["rope_theta"] = None
+    if is_kimi:  # whose attention turns nothing, and has heads of other sizes
+        same |= dict.fromkeys(("rope_theta", "head_dim"))
     fields = fields.of_family(fields.family, same)
     embed, count = fields.size("hidden_size"), fields.layers("num_hidden_layers")
     positions = fields.size("max_position_embeddings")
