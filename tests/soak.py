@@ -252,7 +252,7 @@ class Soak:
 
 
 def key_of(ask: Ask) -> tuple[Any, ...]:
-    """What a text follows from."""
+    """All that a text follows from."""
     return tuple(ask.prompt), ask.new_tokens, ask.seed
 
 
@@ -265,7 +265,7 @@ def _held(loop_tasks: int) -> dict[str, int]:
 
 
 async def soak(engine: Any, asks: list[Ask], exact: bool = True) -> dict[str, Any]:
-    """What became of requests to an engine of this process; raises where something leaks."""
+    """The outcome of requests to an engine of this process; raises where something leaks."""
     from dualinfer.serving.http.engines import LocalEngine
 
     found = await _soaked(engine, LocalEngine(engine), asks, exact)

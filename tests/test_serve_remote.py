@@ -246,12 +246,14 @@ def test_the_end_of_the_front_ends_the_engine():
         wait_for(lambda: not is_there(engine), 15)
 
 
-def test_sigterm_lets_open_requests_end():
+@pytest.mark.parametrize("option", [(), pytest.param(("--one-process",), marks=pytest.mark.slow)])
+def test_sigterm_lets_open_requests_end(option):
     with (
-        server_process() as server,
+        server_process(*option) as server,
         openai.OpenAI(base_url=f"{server.url}/v1", api_key="-", max_retries=0) as client,
     ):
         engine = server.engine
+        assert bool(engine) == (not option)
         stream = complete(client, max_tokens=400, extra_body={"ignore_eos": True}, stream=True)
         events = [next(iter(stream))]
         server.process.send_signal(signal.SIGTERM)
@@ -260,7 +262,7 @@ def test_sigterm_lets_open_requests_end():
         with pytest.raises(openai.APIConnectionError):
             complete(client)
         assert server.end() == 0
-        assert not is_there(engine)
+        assert not (engine and is_there(engine))
 
 
 def kill(server):

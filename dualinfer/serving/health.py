@@ -9,7 +9,7 @@ _GPU, _HOST = (BEAT, 0.002), (60.0, 0.05)
 
 
 class Pulse(NamedTuple):
-    """What an engine does: seconds since its last turn, 0 where there is nothing to do.
+    """The work of an engine: seconds since its last turn, 0 where there is nothing to do.
 
     `doing` is what it says that it makes or compiles, `reading` the tokens of prompts that it may
     be at, and `on_host` whether the host's processor computes.
@@ -30,7 +30,7 @@ class Pulse(NamedTuple):
 
     @property
     def trouble(self) -> str | None:
-        """What is wrong; None while nothing is."""
+        """The reason why it does not serve; None while it does."""
         if self.silent <= self.patience:
             return None
         return f"The engine has not moved for {self.silent:.0f} s."

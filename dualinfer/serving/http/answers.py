@@ -59,7 +59,7 @@ class StopText:
         return self._reader.accepts(piece)
 
     def finish(self) -> str:
-        """What was held back."""
+        """The text that was held back."""
         rest, self._held = self._held, ""
         return rest
 
@@ -95,7 +95,7 @@ class Told:
 
 
 class Nothing:
-    """What stands for a sequence where only the prompt is asked for."""
+    """Stands for a sequence where only the prompt is asked for."""
 
     finish_reason, cached_tokens = "length", 0
 
@@ -215,7 +215,7 @@ class Answer:
         return part
 
     def _tell(self, namer: Detokenizer, token: int) -> Told:
-        """What is told of the next token."""
+        """The log-probabilities of the next token."""
         return self._told(namer, token, self.handle.logprobs_of(self.count))
 
     def _told(self, namer: Detokenizer, token: int, said: TokenLogprobs | None) -> Told:

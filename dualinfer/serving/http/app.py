@@ -281,7 +281,7 @@ class Server:
         return answers
 
     def _checked(self, body: Generation, asked: Asked) -> Asked:
-        """What is asked for, unless it cannot be served."""
+        """The request itself, unless it cannot be served."""
         if self.engine.state().waiting + len(asked.prompts) * (body.n or 1) > MOST_WAITING:
             raise RequestError("Too many requests wait. Try again later.", status=429)
         if body.prompt_logprobs is not None and body.stream:

@@ -156,7 +156,7 @@ def _parsed(data: bytes | None) -> Any:
 
 
 def _key_of(number: int, row: Any) -> bytes:
-    """What tells a row from all others: its id, or the number of its line."""
+    """The key that tells a row from all others: its id, or the number of its line."""
     name = row.get("custom_id") if isinstance(row, dict) else None
     return _key(name) if isinstance(name, str) and name else _line_key(number)
 
@@ -166,7 +166,7 @@ def _in_shard(number: int, shard: tuple[int, int]) -> bool:
 
 
 def _scan(file: BinaryIO, source: Path, shard: tuple[int, int]) -> set[bytes]:
-    """What tells the rows of a shard; two of one id anywhere in the file are refused."""
+    """The keys of the rows of a shard; two of one id anywhere in the file are refused."""
     seen: dict[bytes, int] = {}
     for number, _, data in _lines(file):
         if data is not None and not data.strip():
@@ -185,7 +185,7 @@ def _scan(file: BinaryIO, source: Path, shard: tuple[int, int]) -> set[bytes]:
 
 
 def _answered(out: BinaryIO, target: Path, expected: set[bytes]) -> set[bytes]:
-    """What tells the rows whose results are there; what a crash has torn is cut off."""
+    """The keys of the rows whose results are there; what a crash has torn is cut off."""
     found: set[bytes] = set()
     for number, place, data in _lines(out, 2**31):
         if data is None or not data.endswith(b"\n"):

@@ -31,7 +31,7 @@ _BLANKS = {"x-guidance": {"whitespace_pattern": r"\x20|\r?\n[\x20\x09]{0,32}", "
 
 @dataclass
 class Delta:
-    """What a piece of an answer's text says: content, thoughts, and parts of calls of tools."""
+    """Holds what a piece of an answer's text says: content, thoughts, and parts of calls of tools."""
 
     content: str = ""
     thoughts: str = ""
@@ -127,7 +127,7 @@ class Reply:
         self._state: Callable[[Delta, bool], bool] = after if thinks else self._first()
 
     def push(self, piece: str) -> Delta:
-        """What is certain with another piece."""
+        """The parts that are certain with another piece."""
         self._text += piece
         return self._read(False)
 
@@ -326,7 +326,7 @@ class Reply:
         return True
 
     def _give_up(self, made: Delta) -> bool:
-        """What looked like a call is content."""
+        """Give as content what looked like a call."""
         self._text, self._whole = self._whole + self._text, ""
         mark, self._seen = MARKS[self._style or ""][0], 0
         size = len(mark) if self._text.startswith(mark) else 0
@@ -354,7 +354,7 @@ class Reply:
 
 
 def _split(text: str, mark: str, final: bool) -> tuple[str, str | None]:
-    """What comes before a mark and behind it; None, and what is certain, where it is not there."""
+    """The text before a mark and behind it; all that is certain, and None, where it is not there."""
     at = text.find(mark)
     if at >= 0:
         return text[:at], text[at + len(mark) :]

@@ -68,7 +68,7 @@ class Handle(Protocol):
         ...
 
     def logprobs_of(self, index: int) -> TokenLogprobs:
-        """What is told of a new token that has come, by its place."""
+        """The log-probabilities of a new token that has come, by its place."""
         ...
 
     def cancel(self) -> None:
@@ -77,11 +77,11 @@ class Handle(Protocol):
 
 
 class ServedEngine(Protocol):
-    """What the routes ask of an engine, wherever it runs."""
+    """Answers what the routes ask, wherever it runs."""
 
     @property
     def about(self) -> About:
-        """What is known of its model."""
+        """The facts of its model."""
         ...
 
     @property
@@ -143,7 +143,7 @@ class LocalEngine:
         return await asyncio.to_thread(self._engine.embed, list(texts), truncate_dim=size)
 
     def pulse(self) -> Pulse:
-        """What it does, and how long it has been silent."""
+        """Its work of this moment, and how long it has been silent."""
         now = self._engine.traffic()
         return Pulse(now.silent, under_way(), now.reading, self._on_host)
 

@@ -1,4 +1,4 @@
-"""What the server counts, in Prometheus's text format: by our names, and by vLLM's."""
+"""Counts of the server in Prometheus's text format: by our names, and by vLLM's."""
 
 import bisect
 from collections import Counter

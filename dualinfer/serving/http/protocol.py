@@ -69,7 +69,7 @@ class _Body(BaseModel):
 
 
 class StreamOptions(_Body):
-    """What a stream tells beside the text."""
+    """Says what a stream tells beside the text."""
 
     include_usage: bool | None = None
     continuous_usage_stats: bool | None = None
@@ -99,7 +99,7 @@ class JsonSchema(_Body):
 
 
 class ResponseFormat(_Body):
-    """What the text must be, as OpenAI's API says it."""
+    """Says what the text must be, as OpenAI's API does."""
 
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchema | None = None
@@ -121,7 +121,7 @@ class ResponseFormat(_Body):
 
 
 class StructuredOutputs(_Body):
-    """What the text must be, as vLLM's API says it; `grammar` is Lark's notation or GBNF's."""
+    """Says what the text must be, as vLLM's API does; `grammar` is Lark's notation or GBNF's."""
 
     json_: Annotated[_Schema | None, Field(alias="json")] = None
     regex: str | None = None
@@ -197,7 +197,7 @@ class Generation(_Body):
 
     @property
     def grammar(self) -> tuple[str, dict[str, Any]] | None:
-        """What the new text must be, as `generate` takes it, and the field that says so."""
+        """The field that says what the new text must be, and that as `generate` takes it."""
         asked: dict[str, dict[str, Any]] = {}
         if self.response_format is not None and (made := self.response_format.grammar):
             asked["response_format"] = made
@@ -346,7 +346,7 @@ class ChatRequest(Generation):
 
     @property
     def template_options(self) -> dict[str, Any]:
-        """What the chat template is told."""
+        """The options that the chat template is told."""
         made = dict(self.chat_template_kwargs or {})
         if "chat_template" in made or "tools" in made:
             raise RequestError(

@@ -157,7 +157,7 @@ def _id_of(row: Any) -> str | None:
 
 
 async def _through(app: Any, url: str, body: bytes) -> tuple[int, bytes]:
-    """What an ASGI application answers to one POST whose client waits for ever."""
+    """Status and body of an ASGI application for one POST whose client waits for ever."""
     scope = {
         "type": "http",
         "asgi": {"version": "3.0"},

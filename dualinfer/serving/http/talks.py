@@ -52,7 +52,7 @@ class TalkOf(NamedTuple):
         return bool(self.tools) or self.talk.thinks
 
     def reply(self) -> Reply:
-        """What reads one answer."""
+        """A reader of one answer."""
         names = [tool.function.name for tool in self.tools]
         style = self.talk.style if self.tools else None
         return Reply(style, names, self.talk.thinks, self.opened, self.body.calls_one)
@@ -66,7 +66,7 @@ class TalkOf(NamedTuple):
         return [x for x, token in added.items() if token.special and str(token) not in marks]
 
     def grammar(self, asked: tuple[str, dict[str, Any]] | None) -> tuple[str, Any] | None:
-        """What the answer must be, and the field that says so; `asked` is the request's format."""
+        """The field that says what the answer must be, and that; `asked` is the request's format."""
         made, name = asked[1] if asked else None, asked[0] if asked else ""
         is_strict = any(tool.function.strict for tool in self.tools)
         if self.tools and (self.body.must_call or is_strict or made is not None):

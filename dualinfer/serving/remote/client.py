@@ -26,7 +26,7 @@ Write = Callable[[bytes], None]
 
 
 class _Work:
-    """What the engine was asked for, and may be asked again."""
+    """A request to the engine, which may be sent again."""
 
     def __init__(self, engine: "RemoteEngine", number: int) -> None:
         self.engine, self.number = engine, number
@@ -273,7 +273,7 @@ class RemoteEngine:
 
     @property
     def pulse(self) -> Pulse:
-        """What the engine was at when it was last heard of."""
+        """The work that the engine was at when it was last heard of."""
         return self._pulse
 
     @property

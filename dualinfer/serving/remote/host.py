@@ -232,7 +232,7 @@ def error_of(told: Message) -> DualinferError:
 
 
 def shown_of(report: Any, writes: bool) -> Message:
-    """What people are told of an engine: its report, and whether it writes texts."""
+    """The facts that people are told of an engine: its report, and whether it writes texts."""
     names = "architecture", "dtype", "backend", "device_name", "parameter_bytes", "cache_bytes"
     whole = asdict(report)
     return {name: whole[name] for name in names} | {
