@@ -31,7 +31,7 @@ _BLANKS = {"x-guidance": {"whitespace_pattern": r"\x20|\r?\n[\x20\x09]{0,32}", "
 
 @dataclass
 class Delta:
-    """Holds what a piece of an answer's text says: content, thoughts, and parts of calls of tools."""
+    """Holds the content, the thoughts and the parts of calls that a piece of an answer says."""
 
     content: str = ""
     thoughts: str = ""
@@ -354,7 +354,7 @@ class Reply:
 
 
 def _split(text: str, mark: str, final: bool) -> tuple[str, str | None]:
-    """The text before a mark and behind it; all that is certain, and None, where it is not there."""
+    """The text before a mark and behind it; the certain part and None without one."""
     at = text.find(mark)
     if at >= 0:
         return text[:at], text[at + len(mark) :]

@@ -66,7 +66,7 @@ class TalkOf(NamedTuple):
         return [x for x, token in added.items() if token.special and str(token) not in marks]
 
     def grammar(self, asked: tuple[str, dict[str, Any]] | None) -> tuple[str, Any] | None:
-        """The field that says what the answer must be, and that; `asked` is the request's format."""
+        """The field that says what the answer must be, and that; `asked` is the request's own."""
         made, name = asked[1] if asked else None, asked[0] if asked else ""
         is_strict = any(tool.function.strict for tool in self.tools)
         if self.tools and (self.body.must_call or is_strict or made is not None):
