@@ -15,7 +15,7 @@ import transformers as hf
 import dualinfer
 from dualinfer.backends.base import Request
 from dualinfer.backends.torch.ops.plain import PlainOps
-from dualinfer.blocks import delta_rule, selective_scan, state_space
+from dualinfer.blocks import delta_rule, lightning, selective_scan, state_space
 from dualinfer.checkpoint.described.hf_config import read_config
 from dualinfer.errors import ConfigError
 from dualinfer.model.families import describe_model
@@ -137,6 +137,7 @@ CASES |= {
     ),
 }
 MAMBA = {**dict.fromkeys(_NO), "state_size": 5, "expand": 2, "time_step_rank": 7}
+MAMBA["residual_in_fp32"] = False  # the stream is in the model's dtype here
 JAMBA = {"attn_layer_period": 4, "attn_layer_offset": 2, "intermediate_size": 72}
 JAMBA |= {"mamba_d_state": 6, "mamba_dt_rank": 9, "num_experts": 5, "num_experts_per_tok": 2}
 CASES |= {
@@ -145,11 +146,20 @@ CASES |= {
     "jamba": ("Jamba", {**JAMBA, "mamba_proj_bias": True}),
     "jamba without experts": ("Jamba", {**JAMBA, "num_experts": 1, "num_experts_per_tok": 1}),
 }
+MINIMAX = {"layer_types": [*MIXED[:3], "full_attention"], "intermediate_size": 40}
+MINIMAX |= {"linear_attn_alpha_factor": 1.3, "linear_attn_beta_factor": 0.6, "head_dim": 14}
+MINIMAX |= {
+    "block_size": 4,
+    "full_attn_alpha_factor": 0.8,
+    "mlp_beta_factor": 1.7,
+    "num_local_experts": 5,
+}
+CASES["minimax with experts"] = ("MiniMax", {**MINIMAX, "mlp_alpha_factor": 0.7})
 ROUTED = ("kimi_linear with experts",)  # whose router chooses others in bfloat16
 QUICK = ("lfm2 with biases", "mamba2", "mamba")
 # One of each kind.
 ODD = ("lfm2_moe", "mamba2", "falcon_h1, normed", "nemotron_h with experts")
-ODD += ("kimi_linear with experts", "falcon_mamba", "jamba")
+ODD += ("kimi_linear with experts", "falcon_mamba", "jamba", "minimax with experts")
 LENGTHS = (11, 2, 17, 1)  # shorter than a kernel, too
 NEW = 9
 INJECTED = {"replace_with_kernel_inject": True}
@@ -236,7 +246,11 @@ BY_KIND = [(case, b) for case in CASES for b in BACKENDS if b == "torch" or case
 @pytest.mark.parametrize(("case", "backend"), ON_BACKENDS)
 def test_a_padded_batch_is_its_rows_alone(case, backend, monkeypatch):
     """Logits, and greedy text through the state; padding on either side enters neither."""
-    for block, tokens in ((state_space, 7), (selective_scan, 6)):  # so that prompts have several
+    for block, tokens in (
+        (state_space, 7),
+        (selective_scan, 6),
+        (lightning, 5),
+    ):  # so that prompts have several
         monkeypatch.setattr(block, "_CHUNK", tokens)
     monkeypatch.setattr(selective_scan, "_SIDE", 2)
     monkeypatch.setattr(delta_rule, "CHUNK", 8)
@@ -458,6 +472,14 @@ WRITTEN = {
     | {"conv_dim_out": 64, "conv_use_xavier_init": True, "full_attn_idxs": [1], "num_heads": 4}
     | {"norm_eps": 1e-5, "rope_theta": 1e6, "theta": 1e6, "tie_embedding": True}
     | {"use_pos_enc": True},
+    "minimax": {**_HEADS, "attention_dropout": 0.0, "block_size": 256, "head_dim": 16}
+    | {"full_attn_alpha_factor": 3.5, "full_attn_beta_factor": 1, "hidden_act": "silu"}
+    | {"intermediate_size": 96, "layer_types": ["linear_attention", "full_attention"]}
+    | {"linear_attn_alpha_factor": 3.5, "linear_attn_beta_factor": 1, "mlp_alpha_factor": 3.5}
+    | {"mlp_beta_factor": 1, "num_experts_per_tok": 2, "num_local_experts": 4}
+    | {"output_router_logits": False, "rms_norm_eps": 1e-5, "rope_theta": 1e7}
+    | {"rotary_dim": 16, "router_aux_loss_coef": 0.001, "router_jitter_noise": 0.0}
+    | {"sliding_window": None, "tie_word_embeddings": False},
     "mamba": {**_STEPS, "conv_kernel": 4, "d_inner": 128, "d_model": 64, "expand": 2, "n_layer": 2}
     | {"fused_add_norm": True, "hidden_act": "silu", "intermediate_size": 128, "ssm_cfg": {}}
     | {"layer_norm_epsilon": 1e-5, "pad_vocab_size_multiple": 8, "residual_in_fp32": True}
@@ -545,6 +567,7 @@ def test_a_config_as_its_makers_wrote_it_is_taken(family, tmp_path):
         ("lfm2", {"unheard_of": 3}, "unheard_of=3"),
         ("lfm2_moe", {"num_experts_per_tok": 9}, "cannot choose more"),
         ("mamba", {"d_inner": 7}, "d_inner=7.*192 only"),
+        ("minimax with experts", {"rotary_dim": 7}, "rotary_dim=7.*14 only"),
         ("jamba", {"mamba_inner_layernorms": False}, "mamba_inner_layernorms=False"),
         ("mamba2", {"num_heads": 7}, "num_heads=7, no multiple of 2 groups"),
         ("mamba2", {"head_dim": 10}, "8 heads of 10 elements, which are not the 192"),

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, Self
+from typing import ClassVar, Self
 
 from ..errors import ConfigError
 from ..model import rows as make
@@ -12,7 +12,7 @@ from ..model.weights import Row, row
 from ..ops.caches import Buffer
 from ..ops.contract import Array, BlockOps, Seen, Weights
 from ..ops.maths import Maths, cut, flat, heads
-from ..ops.recurrences import convolve_past, last_tokens, visible
+from ..ops.recurrences import convolve_past, last_tokens, scan_decaying, visible
 from ..parallel.sharding import Devices, Share
 
 _CHUNK = 64  # tokens whose pairs are scored at a time
@@ -208,36 +208,9 @@ class StateSpace:
         """Results of states over sequences, [B, T, heads, head_dim], and the last ones; float32.
 
         `x`, `b` and `c` as `_heads` gives them, `steps` and `decays` as `_steps`; `state` [B,
-        heads, head_dim, state] is the one before, None for zeros. Of a chunk of tokens all pairs
-        are scored, and a state goes from chunk to chunk.
+        heads, head_dim, state] is the one before, None for zeros.
         """
-        rows, by_group = len(x), (self.groups, self.heads // self.groups)
-        shape = self.head_dim, self.state
-        if state is None:
-            first = m.zeros((rows, *by_group, *shape), m.float32, x)
-        else:
-            first = state.reshape(rows, *by_group, *shape)
-
-        def advance(
-            last: Array, value: Array, b: Array, c: Array, decay: Array
-        ) -> tuple[Array, Any]:
-            at = m.arange(value.shape[1], value)
-            before, upto = at[:, None] > at, at[:, None] >= at
-            # Sums of decays between two tokens, each by itself: differences of sums would round.
-            spans = m.where(before, m.moveaxis(decay, 1, -1)[..., None], 0.0).cumsum(-2)
-            spans = m.exp(m.where(upto, spans, -float("inf")))
-            scores = m.einsum("blgs,bmgs->bglm", c, b)[:, :, None] * spans
-            y = m.einsum("bgrlm,bmgrp->blgrp", scores, value)
-            since = m.exp(decay.cumsum(1))
-            y = y + m.einsum("blgs,bgrps->blgrp", c, last) * since[..., None]
-            left = value * m.moveaxis(spans[..., -1, :], -1, 1)[..., None]
-            added = m.einsum("bmgrp,bmgs->bgrps", left, b)
-            return last * since[:, -1, ..., None, None] + added, y
-
-        x = x * steps[..., None]
-        x, decays = x.reshape(*x.shape[:2], *by_group, -1), decays.reshape(*x.shape[:2], *by_group)
-        y, last = m.scan(advance, first, (x, b, c, decays), _CHUNK)
-        return y.reshape(*y.shape[:2], self.heads, -1), last.reshape(rows, self.heads, *shape)
+        return scan_decaying(m, x * steps[..., None], b, c, decays, state, _CHUNK)
 
     def _out(self, ops: BlockOps, w: Weights, y: Array, x: Array, gate: Array) -> Array:
         """Results of heads, y and x float32 [..., heads, head_dim], gated, normed: [..., width]."""

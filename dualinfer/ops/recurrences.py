@@ -74,3 +74,41 @@ def last_tokens(m: Maths, w: Weights, wide: Array, lengths: Array) -> Array:
     """The taps - 1 tokens before the end of each sequence, of `convolve_past`'s second result."""
     before = w["recurrence_kernel"].shape[-1] - 1
     return m.places(wide, lengths[:, None] + m.arange(before, wide))
+
+
+def scan_decaying(
+    m: Maths, x: Array, b: Array, c: Array, decays: Array, state: Array | None, size: int
+) -> tuple[Array, Array]:
+    """Results of heads' states over sequences, [B, T, H, P], and the last ones [B, H, P, S].
+
+    A state is times the exponential of the head's float32 `decays` [B, T, H] at each token, and
+    x b^T is added; the state times c is a token's result. x is float32 [B, T, H, P]; b and c [B, T,
+    G, S] are those of as many heads in a row for each of G groups. `state` is the one before, None
+    for zeros. Of a chunk of `size` tokens all pairs are scored, and a state goes from chunk to
+    chunk.
+    """
+    rows, tokens, count, width = x.shape
+    by_group = b.shape[2], count // b.shape[2]
+    shape = width, b.shape[3]
+    if state is None:
+        first = m.zeros((rows, *by_group, *shape), m.float32, x)
+    else:
+        first = state.reshape(rows, *by_group, *shape)
+
+    def advance(last: Array, value: Array, b: Array, c: Array, decay: Array) -> tuple[Array, Array]:
+        at = m.arange(value.shape[1], value)
+        before, upto = at[:, None] > at, at[:, None] >= at
+        # Sums of decays between two tokens, each by itself: differences of sums would round.
+        spans = m.where(before, m.moveaxis(decay, 1, -1)[..., None], 0.0).cumsum(-2)
+        spans = m.exp(m.where(upto, spans, -float("inf")))
+        scores = m.einsum("blgs,bmgs->bglm", c, b)[:, :, None] * spans
+        y = m.einsum("bgrlm,bmgrp->blgrp", scores, value)
+        since = m.exp(decay.cumsum(1))
+        y = y + m.einsum("blgs,bgrps->blgrp", c, last) * since[..., None]
+        left = value * m.moveaxis(spans[..., -1, :], -1, 1)[..., None]
+        added = m.einsum("bmgrp,bmgs->bgrps", left, b)
+        return last * since[:, -1, ..., None, None] + added, y
+
+    x, decays = x.reshape(rows, tokens, *by_group, -1), decays.reshape(rows, tokens, *by_group)
+    y, last = m.scan(advance, first, (x, b, c, decays), size)
+    return y.reshape(rows, tokens, count, -1), last.reshape(rows, count, *shape)

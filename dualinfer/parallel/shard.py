@@ -243,6 +243,17 @@ class Shard:
         is_picked = row.picks and part == "data" and number == len(row.axes) - 1
         return joined[np.array(row.picks)] if is_picked else joined
 
+    def made(self, row: Row) -> np.ndarray:
+        """What the row's function makes of this device's share of the row; zeros for padding."""
+        assert callable(row.constant)
+        table = row.constant(self.table.shape(row))
+        for i in self.split_axes(row):
+            places = self.places(row, "data", i)
+            table = np.where(
+                (places >= 0).reshape(-1, *[1] * (table.ndim - i - 1)), table.take(places, i), 0
+            )
+        return table
+
     def assemble(
         self,
         row: Row,

@@ -327,10 +327,10 @@ def _assemble(
     shard: Shard, row: Row, part: str, found: Sequence[Found], dtype: Any, device: jax.Device
 ) -> jax.Array:
     if not row.sources:
-        shape, value = shard.shape(row), row.constant
-        if callable(value):
-            return jnp.asarray(value(shape), dtype, device=device)
-        return jnp.full(shape, value, dtype, device=device)
+        kind = jnp.float32 if row.wide else dtype
+        if callable(row.constant):
+            return jnp.asarray(shard.made(row), kind, device=device)
+        return jnp.full(shard.shape(row), row.constant, kind, device=device)
 
     def put(array: Any, order: tuple[int, ...]) -> jax.Array:
         turned = to_jax(array, device).transpose(order)

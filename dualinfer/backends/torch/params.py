@@ -150,10 +150,10 @@ def _assemble(
 ) -> dict[str, torch.Tensor]:
     """The row's arrays on the device: in `dtype`, or as they are stored if they are quantized."""
     if not row.sources:
-        shape, value = shard.shape(row), row.constant
-        if callable(value):
-            return {"data": from_numpy(value(shape), "torch").to(device=device, dtype=dtype)}
-        return {"data": torch.full(shape, value, dtype=dtype, device=device)}
+        own = torch.float32 if row.wide else dtype
+        if callable(row.constant):
+            return {"data": from_numpy(shard.made(row), "torch").to(device=device, dtype=own)}
+        return {"data": torch.full(shard.shape(row), row.constant, dtype=own, device=device)}
     target = None if row.scheme else torch.float32 if row.wide else dtype
 
     def place(array: np.ndarray | torch.Tensor, order: tuple[int, ...]) -> torch.Tensor:

@@ -39,6 +39,7 @@ from . import (
     longcat,
     mamba,
     mamba1,
+    minimax,
     mllama,
     mobilebert,
     modernbert,
@@ -80,7 +81,7 @@ _FAMILIES: dict[str, ModuleType] = {
         *(falcon, mpt, fairseq, modernbert, deberta, mobilebert, lilt, clip, vit),
         *(bart, fsmt, t5, t5gemma, encoder_decoder, whisper, deepseek, llama4, multimodal, dbrx),
         *(layered, ctrl, longcat, mllama, privacy_filter, jetmoe, doge, moonshine, speech_to_text),
-        *(lfm2, mamba, mamba1, qwen3_next, kimi, olmo_hybrid),
+        *(lfm2, mamba, mamba1, minimax, qwen3_next, kimi, olmo_hybrid),
     )
     for model_type in family.CLASSES
 }

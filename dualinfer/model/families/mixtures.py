@@ -229,6 +229,7 @@ MIXTURES: Mapping[str, Mixture] = {
         renames=((".self_attn.sinks", ".self_attn.attention_sink_bias"),),
         unused=(r"^model\.mtp\.",),
     ),
+    "minimax": _MIXTRAL,
     "minimax_m2": replace(_MIXTRAL, choice_bias="e_score_correction_bias"),
     "mistral4": replace(_DEEPSEEK, choice_bias=None),
     "mixtral": _MIXTRAL,
@@ -404,7 +405,7 @@ def _router(fields: ConfigFields) -> Router:
         # HF divides by the sum, but by moe_norm_min where that is more. Sums of probabilities are.
         fields.require("moe_norm_min", 1e-12)
         return Router(0, renormalized=True, eps=1e-12)
-    if family in ("hunyuan_v1_moe", "mixtral", "qwen3_5_moe_text"):
+    if family in ("hunyuan_v1_moe", "minimax", "mixtral", "qwen3_5_moe_text"):
         return Router(0, renormalized=True)
     return Router(0, renormalized=fields.flag("norm_topk_prob", False))
 
