@@ -154,7 +154,10 @@ MINIMAX |= {
     "mlp_beta_factor": 1.7,
     "num_local_experts": 5,
 }
-CASES["minimax with experts"] = ("MiniMax", {**MINIMAX, "mlp_alpha_factor": 0.7})
+CASES["minimax with experts"] = (
+    "MiniMax",
+    {**MINIMAX, "mlp_alpha_factor": 0.7, "num_experts_per_tok": 4},
+)
 ROUTED = ("kimi_linear with experts",)  # whose router chooses others in bfloat16
 QUICK = ("lfm2 with biases", "mamba2", "mamba")
 # One of each kind.
