@@ -117,9 +117,16 @@ def test_read_weights_are_hf_parameters_without_embeddings(name):
     assert counts_of(name).weight_bytes == 4 * expected
 
 
+def named_shape(name):
+    """The name, where transformers has its class: 5.17 lacks Kimi Linear's."""
+    if not hasattr(transformers, SHAPES[name].class_name):
+        pytest.skip(f"transformers {transformers.__version__} has no {SHAPES[name].class_name}")
+    return name
+
+
 @pytest.mark.parametrize("name", SHAPES)
 def test_every_shape_is_a_hf_config_of_its_class(name):
-    model = open_model(name)
+    model = open_model(named_shape(name))
     assert issubclass(getattr(transformers, model.class_name), transformers.PreTrainedModel)
     assert model.folder is None
     assert model.config.eos_token_id is None
@@ -127,7 +134,7 @@ def test_every_shape_is_a_hf_config_of_its_class(name):
 
 @pytest.mark.parametrize("name", SHAPES)
 def test_every_shape_comes_in_any_depth(name):
-    spec, table = open_model(f"{name}:2").describe()
+    spec, table = open_model(f"{named_shape(name)}:2").describe()
     assert len(spec.layers) == 2
     assert spec.encoder is None or len(spec.encoder.layers) == 2
     assert {row.layer for row in table.rows} == {None, *range(len(spec.all_layers))}

@@ -101,6 +101,25 @@ def _bloom(hidden: int, layers: int, heads: int) -> Shape:
     return Shape("BloomForCausalLM", "bloom", "bfloat16", fields)
 
 
+def _qwen3_5(hidden: int, layers: int, heads: int, kv: int, values: int, **more: Any) -> Shape:
+    """Qwen3.5's text; `values` are the value heads of its delta rules."""
+    kind = "Moe" if "num_experts" in more else ""
+    fields = {
+        "vocab_size": 248320,
+        "hidden_size": hidden,
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv,
+        "head_dim": 256,
+        "linear_num_value_heads": values,
+        "max_position_embeddings": 262144,
+        "rope_parameters": _rope(10000000.0, partial_rotary_factor=0.25),
+        **more,
+    }
+    name, family = f"Qwen3_5{kind}ForCausalLM", f"qwen3_5{kind and '_moe'}_text"
+    return Shape(name, family, "bfloat16", fields)
+
+
 def _gpt_oss(**more: Any) -> Shape:
     fields = {
         **{"vocab_size": 201088, "hidden_size": 2880, "intermediate_size": 2880},
@@ -411,6 +430,32 @@ SHAPES: dict[str, Shape] = {
             "num_experts_per_tok": 8,
             "max_position_embeddings": 4096,
         },
+    ),
+    "qwen3.5-9b": _qwen3_5(4096, 32, 16, 4, 32, intermediate_size=12288),
+    "qwen3.6-35b-a3b": _qwen3_5(
+        *(2048, 40, 16, 2, 32),
+        num_experts=256,
+        num_experts_per_tok=8,
+        moe_intermediate_size=512,
+        shared_expert_intermediate_size=512,
+    ),
+    "qwen3-next-80b-a3b": Shape(
+        *("Qwen3NextForCausalLM", "qwen3_next", "bfloat16"),
+        {
+            "vocab_size": 151936,
+            "hidden_size": 2048,
+            "num_hidden_layers": 48,
+            "num_attention_heads": 16,
+            "num_key_value_heads": 2,
+            "num_experts": 512,
+            "num_experts_per_tok": 10,
+            "max_position_embeddings": 262144,
+            "rope_parameters": _rope(10000000.0, partial_rotary_factor=0.25),
+        },
+    ),
+    "kimi-linear-48b-a3b": Shape(
+        *("KimiLinearForCausalLM", "kimi_linear", "bfloat16"),
+        {"num_hidden_layers": 27},
     ),
     "bert-base": _bert(768, 12, 12),
     "bert-large": _bert(1024, 24, 16),

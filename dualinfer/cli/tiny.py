@@ -32,12 +32,14 @@ _OTHERS = {
     **{"attention_window": 2 * _WINDOW, "local_radius": _WINDOW},
     **{"num_sparse_encoder_layers": 1, "num_sparse_decoder_layers": 1},
     **{"vocab_size_per_layer_input": VOCAB, "intra_bottleneck_size": 120},
+    **{"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 20},
+    **{"linear_value_head_dim": 28, "linear_num_heads": 3, "linear_head_dim": 20},
     "true_hidden_size": 120,
 }
 # Of mixtures; counts without a default are there as None.
 _EXPERTS = {
     **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts"), 6),
-    **dict.fromkeys(("num_experts_per_tok", "moe_k", "moe_topk"), 3),
+    **dict.fromkeys(("num_experts_per_tok", "num_experts_per_token", "moe_k", "moe_topk"), 3),
     **dict.fromkeys(("moe_intermediate_size", "shared_expert_intermediate_size"), 72),
     **{"share_expert_dim": 72, "gated_norm_rank": 12},
     **{"expert_ffn_hidden_size": 72, "zero_expert_num": 4},
@@ -117,6 +119,8 @@ def tiny_config(config: Any) -> Any:
         values["attn_config"] = own | {"rope_theta": values["rope_parameters"]["rope_theta"]}
     if (values.get("n_group") or 1) > 1:
         values |= _GROUPS
+    if (values.get("num_expert_group") or 1) > 1:
+        values |= {"num_expert_group": _GROUPS["n_group"], "topk_group": _GROUPS["topk_group"]}
     values |= {name: min(values[name], 1) for name in _FIRST if values.get(name)}
     if values.get("mlp_only_layers"):
         values["mlp_only_layers"] = [0]
