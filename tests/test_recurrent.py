@@ -146,6 +146,10 @@ CASES |= {
     "jamba": ("Jamba", {**JAMBA, "mamba_proj_bias": True}),
     "jamba without experts": ("Jamba", {**JAMBA, "num_experts": 1, "num_experts_per_tok": 1}),
 }
+CASES["nemotron_h with latent experts"] = (
+    "NemotronH",
+    {**CASES["nemotron_h with experts"][1], "moe_latent_size": 24},
+)
 MINIMAX = {"layer_types": [*MIXED[:3], "full_attention"], "intermediate_size": 40}
 MINIMAX |= {"linear_attn_alpha_factor": 1.3, "linear_attn_beta_factor": 0.6, "head_dim": 14}
 MINIMAX |= {
@@ -163,6 +167,7 @@ QUICK = ("lfm2 with biases", "mamba2", "mamba")
 # One of each kind.
 ODD = ("lfm2_moe", "mamba2", "falcon_h1, normed", "nemotron_h with experts")
 ODD += ("kimi_linear with experts", "falcon_mamba", "jamba", "minimax with experts")
+ODD += ("nemotron_h with latent experts",)
 LENGTHS = (11, 2, 17, 1)  # shorter than a kernel, too
 NEW = 9
 INJECTED = {"replace_with_kernel_inject": True}
@@ -582,7 +587,7 @@ def test_a_config_as_its_makers_wrote_it_is_taken(family, tmp_path):
         ("qwen3_5", {"mamba_ssm_dtype": "bfloat16"}, "mamba_ssm_dtype='bfloat16'"),
         ("kimi_linear with experts", {"mla_use_nope": False}, "mla_use_nope=False"),
         ("bailing_hybrid with experts", {"kda_lower_bound": 5.0}, "kda_lower_bound=5.0"),
-        ("nemotron_h with experts", {"moe_latent_size": 8}, "moe_latent_size=8"),
+        ("nemotron_h with experts", {"moe_latent_size": 0}, "moe_latent_size=0.*positive int"),
         ("nemotron_h with experts", {"n_group": 4}, "groups of one size"),
     ],
 )

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+from ...blocks.latent_experts import LatentExperts
 from ...blocks.state_space import StateSpace
 from ...errors import ModelError, shown
 from .. import rows as make
@@ -154,7 +155,6 @@ def _nemotron(fields: ConfigFields, embed: int, norm: Norm) -> tuple[list[Layer]
         "mlp": Layer(_NONE, mlp, norm, "pre", attends=False),
     }
     if "moe" in kinds:
-        fields.require("moe_latent_size")
         fields.require("mlp_bias", False)
         layers["moe"] = Layer(_NONE, _experts(fields, activation), norm, "pre", attends=False)
     fields.ignore("output_router_logits")
@@ -189,7 +189,10 @@ def _experts(fields: ConfigFields, activation: Any) -> Experts:
     router = Router(chosen, "sigmoid", groups, open_groups, "two", renormalized, 1e-20, scale)
     shared = fields.size("moe_shared_expert_intermediate_size")
     ffn = fields.size("moe_intermediate_size")
-    return Experts(count, ffn, activation, gated=False, router=router, shared=shared)
+    own = Experts(count, ffn, activation, gated=False, router=router, shared=shared)
+    if fields.take("moe_latent_size") is None:
+        return own
+    return replace(own, mixing=LatentExperts(fields.size("moe_latent_size")))
 
 
 def _attention(fields: ConfigFields, embed: int) -> tuple[Attention, int]:
@@ -264,7 +267,11 @@ def _feed_rows(layer: Layer, hf: str, bias: bool) -> Sequence[Row]:
     rows = make.linear("router", f"{hf}.gate", "choices embed", bias=False)
     choice = row("router.choice_bias", "choices", (f"{hf}.gate.e_score_correction_bias", "choices"))
     rows.append(replace(choice, wide=True, fixed=True))
-    for ours, axes in (("up", "ffn embed"), ("down", "embed ffn")):
+    width, mixing = "embed", layer.mlp.mixing
+    if isinstance(mixing, LatentExperts):
+        rows += mixing.rows(hf)
+        width = "expert_latent"
+    for ours, axes in (("up", f"ffn {width}"), ("down", f"{width} ffn")):
         each = row(
             f"experts.{ours}.weight",
             f"experts {axes}",

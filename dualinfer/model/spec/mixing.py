@@ -1,5 +1,6 @@
 """A mixing owns all that a mixture of another build needs, so that nobody else knows of it."""
 
+from collections.abc import Mapping
 from typing import Any
 
 
@@ -16,6 +17,11 @@ class Mixing:
     sees_others: bool = False  # what a token gets depends on the other tokens of its sequence
     leaves: bool = False  # a part of what it gives is added behind the next layer
     sums: int = 0  # sums over devices, besides that of the experts
+
+    @property
+    def axes(self) -> Mapping[str, int]:
+        """Elements of the axes of its own weights, by their names."""
+        return {}
 
     sublayer: Any = None  # (run, x, norm, residual, spend): all of it, a `SubLayer`
     routed: Any = None  # (run, routing): the routing that is taken in the place of the router's

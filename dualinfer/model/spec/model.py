@@ -487,6 +487,7 @@ class ModelSpec(Once):
             # What devices share out, what each of them knows of, and what a router tells apart.
             inner |= {"experts": mlp.count, "mixed": mlp.count, "choices": mlp.choices, "sides": 2}
             inner |= dict.fromkeys(("shared", "shared_gate", "shared_up"), mlp.shared)
+            inner |= mlp.mixing.axes if mlp.mixing else {}
         return inner[axis]
 
     @property
