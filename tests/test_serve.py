@@ -539,7 +539,7 @@ def test_the_other_routes(engine, client, url):
     texts = ["def f(", "class A"]
     vectors = client.embeddings.create(model="small", input=texts)  # in base64
     assert np.allclose([x.embedding for x in vectors.data], engine.embed(texts), atol=1e-6)
-    complete(client, max_tokens=2)
+    complete(client, max_tokens=3)
     for route in ("/health", "/ready"):
         with urllib.request.urlopen(url + route) as got:
             assert got.status == 200

@@ -21,16 +21,22 @@ def told_if_slow(what: str, patience: float = _PATIENCE) -> Iterator[None]:
 
     On a terminal the line stands behind what is written there, and goes when the work is done.
     """
+    with noted(what), _telling(what, patience):
+        yield
+
+
+@contextmanager
+def noted(what: str) -> Iterator[None]:
+    """Let `under_way` tell that this is at work, of what may take long."""
     _under_way.append(what)
     try:
-        with _telling(what, patience):
-            yield
+        yield
     finally:
         _under_way.remove(what)
 
 
 def under_way() -> str | None:
-    """What this process is at, of all that `told_if_slow` stands around; None for nothing."""
+    """The work of this process, of all that `noted` stands around; None for nothing."""
     now = _under_way[-1:]
     return now[0] if now else None
 

@@ -1,7 +1,7 @@
 """The engine as the routes see it, in this process; `serving.remote` has the other one."""
 
 import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -9,7 +9,7 @@ import numpy as np
 from ...engine.requests import TokenLogprobs
 from ...engine.scoring import prompt_told
 from ...engine.text import endings
-from ...system.patience import under_way
+from ...system.patience import noted, under_way
 from ..health import Pulse
 from ..room import is_on_host
 
@@ -109,6 +109,12 @@ class ServedEngine(Protocol):
         ...
 
 
+def _noted(function: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
+    """The result of a function that may hold up steps."""
+    with noted("whole texts are read"):
+        return function(*arguments, **named)
+
+
 class LocalEngine:
     """A fused engine of this process."""
 
@@ -134,13 +140,14 @@ class LocalEngine:
     async def prompt_logprobs(self, ids: list[int], likely: int) -> list[TokenLogprobs | None]:
         """See `ServedEngine`."""
         rows, pieces = [], self._engine.prompt_told_pieces(ids)
-        while (piece := await asyncio.to_thread(next, pieces, None)) is not None:
+        while (piece := await asyncio.to_thread(_noted, next, pieces, None)) is not None:
             rows.append(piece)
         return prompt_told(rows, likely)
 
     async def embed(self, texts: Sequence[str], size: int | None) -> np.ndarray:
         """See `ServedEngine`."""
-        return await asyncio.to_thread(self._engine.embed, list(texts), truncate_dim=size)
+        embed = self._engine.embed
+        return await asyncio.to_thread(_noted, embed, list(texts), truncate_dim=size)
 
     def pulse(self) -> Pulse:
         """Its work of this moment, and how long it has been silent."""

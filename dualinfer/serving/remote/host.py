@@ -19,7 +19,7 @@ from ... import errors
 from ...engine.asynchronous import Start
 from ...engine.driver import Channel, Job
 from ...errors import DualinferError, StepError
-from ...system.patience import under_way
+from ...system.patience import noted, under_way
 from ..http.engines import LocalEngine
 from .frames import Message, Unpacker, packed
 
@@ -206,7 +206,8 @@ class Host:
             if number not in self._calls:
                 return
             try:
-                array = np.asarray(work(), np.float32)
+                with noted("whole texts are read"):  # which holds up steps
+                    array = np.asarray(work(), np.float32)
             except BaseException as error:
                 self.send({"is": "refused", "numbers": [number], "error": told_error(error)})
             else:

@@ -22,7 +22,8 @@ from .host import error_of
 
 _log = logging.getLogger("dualinfer.serve")
 _TICK = 0.25  # seconds between two looks at the engine
-_OVER = 1.5  # times the patience after which one that is silent is ended
+_OVER = 1.5  # times the patience after which one that gives no sign of life is ended
+_OVER_STEP = 5.0  # the same of one whose step does not end, as where kernels are compiled unseen
 _STARTING = 120.0  # seconds of silence of one that starts, which may hold Python's lock
 _SOON, _MOST_SOON = 60.0, 3  # an engine that dies so soon, and so often in a row, is given up
 _PAUSES = 0.0, 1.0, 2.0  # seconds before it is started again
@@ -197,7 +198,7 @@ class Keeper:
             engine.unheard += min(now - last, 2 * _TICK)
             last = now
             silent = engine.pulse.silent
-            if engine.unheard > _OVER * BEAT or silent > _OVER * engine.pulse.patience:
+            if engine.unheard > _OVER * BEAT or silent > _OVER_STEP * engine.pulse.patience:
                 life.hung = (engine.trouble or "it is silent").rstrip(".")
                 return
 
