@@ -196,7 +196,7 @@ class Row:
 
     def _place(self, axis: str, source: Source) -> int | None:
         """Which of the source's axes is (a part of) the row's `axis`."""
-        parts = set(axis.split("+"))
+        parts = set(_blocks(axis))
         places = (i for i, own in enumerate(source.axes) if set(_blocks(own)) <= parts)
         return next(places, None)
 
