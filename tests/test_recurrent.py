@@ -9,6 +9,7 @@ import json
 
 import numpy as np
 import pytest
+import safetensors.torch
 import torch
 import transformers as hf
 
@@ -416,6 +417,28 @@ def test_products_of_recurrences_are_quantized(case, backend):
         assert 1e-4 < relative_rms(found, logits[0]) < most
         text = engine.generate(texts[0][None], max_new_tokens=3, do_sample=False)
         assert np.asarray(text).shape[1] == len(texts[0]) + 3
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_codes_beside_plain_tensors_give_what_they_mean(backend, tmp_path):
+    """Of projections that lie by key heads, one of two that are one weight here is quantized."""
+    model, text = make("qwen3_next with experts"), rows((11,))[0][None]
+    with dualinfer.init_inference(model, **INJECTED, dtype="fp32", quant="int8") as engine:
+        engine.save_pretrained(tmp_path)
+    file, name = tmp_path / "model.safetensors", "model.layers.0.linear_attn.in_proj_ba"
+    stored = safetensors.torch.load_file(file)
+    codes, scales = (stored[f"{name}.weight_{part}"] for part in ("packed", "scale"))
+    meant = codes.view(torch.uint8).int() - 128
+    kept = {key: own for key, own in stored.items() if not key.startswith(name)}
+    kept[f"{name}.weight"] = (meant * scales).contiguous()
+    config = json.loads((tmp_path / "config.json").read_text("utf-8"))
+    with dualinfer.init_inference(str(tmp_path), dtype="fp32", backend=backend) as engine:
+        expected = np.asarray(engine(text).logits)
+    safetensors.torch.save_file(kept, file, {"format": "pt"})
+    config["quantization_config"].setdefault("ignore", []).append(name)
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with dualinfer.init_inference(str(tmp_path), dtype="fp32", backend=backend) as engine:
+        assert relative_rms(np.asarray(engine(text).logits), expected) < 1e-5
 
 
 @pytest.mark.slow
