@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from .cases import assert_close, normal, unit
-from .tensors import get, needs_triton, put, strict
+from .tensors import get, needs_triton, put, strict, strided
 
 from dualinfer.blocks.delta_rule import DeltaRule  # isort: skip
 from dualinfer.kernels.triton import delta_prompt, delta_token  # isort: skip
@@ -165,7 +165,7 @@ def test_hidden_tokens_change_nothing():
             put(x),
             **case.how,
             **{"key_dim": case.rule.key_dim, "value_dim": case.rule.value_dim},
-            mask=put(mask),
+            mask=strided(mask),
         )
     )
     wanted, _ = case.rule.sequence(EXACT, case.weights, x, None, Seen(mask), None)

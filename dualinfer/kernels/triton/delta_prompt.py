@@ -14,6 +14,7 @@ import triton.language as tl
 from .delta_token import log_decay, sigmoid
 from .launch import dot, launch, let_next_start, next_power_of_2, wait_for_inputs
 from .operands import as_bytes
+from .rows import check_last_axis
 
 CHUNK = 64
 _TILE = 16  # tokens of a program that norms
@@ -23,10 +24,10 @@ _GONE: tl.constexpr = tl.constexpr(-30.0)
 
 
 @triton.jit
-def _is_seen(mask_ptr, b, t, tokens, inside):
-    """Which tokens a row's mask shows."""
+def _is_seen(mask_ptr, at, inside):
+    """Which tokens a row's mask, with its own at `at`, shows."""
     if mask_ptr is not None:
-        inside = inside & (tl.load(mask_ptr + b * tokens + t, mask=inside, other=0) != 0)
+        inside = inside & (tl.load(mask_ptr + at, mask=inside, other=0) != 0)
     return inside
 
 
@@ -43,28 +44,34 @@ def _slot_of(slots_ptr, starts_ptr, b, slots):
 
 @triton.jit
 def _convolve_kernel(
-    x_ptr, mask_ptr, past_ptr, slots_ptr, starts_ptr, taps_ptr, y_ptr, x_row, x_stride, tokens,
-    slots, root, KEYS: tl.constexpr, VALUES: tl.constexpr, KEY: tl.constexpr, VALUE: tl.constexpr,
-    TAPS: tl.constexpr, TILE: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+    x_ptr, mask_ptr, past_ptr, slots_ptr, starts_ptr, taps_ptr, y_ptr, x_row, x_stride, mask_row,
+    mask_stride, tokens, slots, root, KEYS: tl.constexpr, VALUES: tl.constexpr, KEY: tl.constexpr,
+    VALUE: tl.constexpr, TAPS: tl.constexpr, TILE: tl.constexpr, BLOCK: tl.constexpr, PDL:
+    tl.constexpr,
 ):  # fmt: skip
     """One program: a head's queries, keys or values of TILE tokens of a row."""
     let_next_start(PDL)
     CHANNELS: tl.constexpr = 2 * KEYS * KEY + VALUES * VALUE
     tiles = tl.cdiv(tokens, TILE)
-    unit = tl.program_id(0)
-    b = (tl.program_id(1) // tiles).to(tl.int64)
-    t = tl.program_id(1) % tiles * TILE + tl.arange(0, TILE)[:, None]
+    unit = tl.program_id(0) % (2 * KEYS + VALUES)
+    number = tl.program_id(0) // (2 * KEYS + VALUES)
+    b = (number // tiles).to(tl.int64)
+    first = number % tiles * TILE
+    row = tl.arange(0, TILE)[:, None]
+    t = first + row
     column = tl.arange(0, BLOCK)[None, :]
     is_key = unit < 2 * KEYS
     in_head = column < tl.where(is_key, KEY, VALUE)
     channel = tl.where(is_key, unit * KEY, 2 * KEYS * KEY + (unit - 2 * KEYS) * VALUE) + column
     total = tl.zeros([TILE, BLOCK], tl.float32)
     wait_for_inputs(PDL)
-    x_ptr += b * x_row
+    x_ptr += b * x_row + first.to(tl.int64) * x_stride
     for i in tl.static_range(TAPS):
-        at = t - (TAPS - 1) + i
-        shown = _is_seen(mask_ptr, b, at, tokens, (at >= 0) & (at < tokens))
-        near = tl.load(x_ptr + at * x_stride + channel, mask=shown & in_head, other=0.0)
+        by = row - (TAPS - 1) + i
+        at = first + by
+        in_mask = b * mask_row + at * mask_stride
+        shown = _is_seen(mask_ptr, in_mask, (at >= 0) & (at < tokens))
+        near = tl.load(x_ptr + by * x_stride + channel, mask=shown & in_head, other=0.0)
         near = near.to(tl.float32)
         if past_ptr is not None:
             slot, _, goes_on = _slot_of(slots_ptr, starts_ptr, b, slots)
@@ -76,7 +83,7 @@ def _convolve_kernel(
     if is_key:
         total *= tl.rsqrt(tl.sum(total * total, 1, keep_dims=True) + 1e-6)
         total *= tl.where(unit < KEYS, root, 1.0)
-    y_ptr += (b * tokens + t) * CHANNELS + channel
+    y_ptr += (b * tokens + first) * CHANNELS + row * CHANNELS + channel
     tl.store(y_ptr, total.to(y_ptr.dtype.element_ty), mask=(t < tokens) & in_head)
 
 
@@ -147,20 +154,21 @@ def _scores_by_channel(sums_ptr, q, k, sums, BLOCK_K: tl.constexpr):
 def _within_kernel(
     x_ptr, decays_ptr, mask_ptr, lengths_ptr, qkv_ptr, past_ptr, slots_ptr, starts_ptr, scale_ptr,
     bias_ptr, solved_ptr, scores_ptr, sums_ptr, decayed_ptr, x_row, x_stride, decays_row,
-    decays_stride, tokens, chunks, slots, beta_at, floor, KEYS: tl.constexpr, VALUES: tl.constexpr,
-    KEY: tl.constexpr, VALUE: tl.constexpr, TAPS: tl.constexpr, BY_CHANNEL: tl.constexpr,
-    BOUNDED: tl.constexpr, DOUBLED: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
-    PDL: tl.constexpr,
+    decays_stride, mask_row, mask_stride, tokens, chunks, slots, beta_at, floor, KEYS: tl.constexpr,
+    VALUES: tl.constexpr, KEY: tl.constexpr, VALUE: tl.constexpr, TAPS: tl.constexpr, BY_CHANNEL:
+    tl.constexpr, BOUNDED: tl.constexpr, DOUBLED: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V:
+    tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One program: a value head of a chunk. That of a row's first chunk keeps its last tokens."""
     let_next_start(PDL)
     SHARING: tl.constexpr = VALUES // KEYS
     CHANNELS: tl.constexpr = 2 * KEYS * KEY + VALUES * VALUE
-    head = tl.program_id(0)
-    b = (tl.program_id(1) // chunks).to(tl.int64)
-    chunk = tl.program_id(1) % chunks
+    head = tl.program_id(0) % VALUES
+    b = (tl.program_id(0) // VALUES // chunks).to(tl.int64)
+    chunk = tl.program_id(0) // VALUES % chunks
     at = tl.arange(0, _CHUNK)
     t = chunk * _CHUNK + at
+    first = (chunk * _CHUNK).to(tl.int64)
     at_k = tl.arange(0, BLOCK_K)
     in_k = at_k < KEY
     scale = tl.exp(tl.load(scale_ptr + head))
@@ -168,17 +176,18 @@ def _within_kernel(
     length = tokens
     if lengths_ptr is not None:
         length = tl.load(lengths_ptr + b).to(tl.int32)
-    real = _is_seen(mask_ptr, b, t, tokens, (t < tokens) & (t < length))
+    in_mask = b * mask_row + t * mask_stride
+    real = _is_seen(mask_ptr, in_mask, (t < tokens) & (t < length))
     x_ptr += b * x_row
-    beta = sigmoid(tl.load(x_ptr + t * x_stride + beta_at + head, mask=real, other=0.0)
-                   .to(tl.float32))  # fmt: skip
+    betas_ptr = x_ptr + first * x_stride + beta_at + head
+    beta = sigmoid(tl.load(betas_ptr + at * x_stride, mask=real, other=0.0).to(tl.float32))
     if DOUBLED:
         beta *= 2.0
     beta = tl.where(real, beta, 0.0)
-    decays_ptr += b * decays_row
-    qkv_ptr += b * tokens * CHANNELS
+    decays_ptr += b * decays_row + first * decays_stride
+    qkv_ptr += (b * tokens + first) * CHANNELS
     key = head // SHARING * KEY + at_k
-    places = t[:, None] * CHANNELS + key[None, :]
+    places = at[:, None] * CHANNELS + key[None, :]
     loaded = real[:, None] & in_k[None, :]
     q = tl.load(qkv_ptr + places, mask=loaded, other=0.0)
     k = tl.load(qkv_ptr + KEYS * KEY + places, mask=loaded, other=0.0)
@@ -187,7 +196,7 @@ def _within_kernel(
     if BY_CHANNEL:
         bias = tl.load(bias_ptr + head * KEY + at_k, mask=in_k, other=0.0)
         decay = tl.load(
-            decays_ptr + t[:, None] * decays_stride + (head * KEY + at_k)[None, :],
+            decays_ptr + at[:, None] * decays_stride + (head * KEY + at_k)[None, :],
             mask=loaded, other=0.0,
         ).to(tl.float32)  # fmt: skip
         decay = log_decay(decay + bias[None, :], scale, floor, BOUNDED)
@@ -207,7 +216,7 @@ def _within_kernel(
         tl.store(decayed_ptr + 2 * _CHUNK * BLOCK_K, left)
     else:
         bias = tl.load(bias_ptr + head)
-        decay = tl.load(decays_ptr + t * decays_stride + head, mask=real, other=0.0)
+        decay = tl.load(decays_ptr + at * decays_stride + head, mask=real, other=0.0)
         decay = log_decay(decay.to(tl.float32) + bias, scale, floor, BOUNDED)
         sums = tl.cumsum(tl.where(real, tl.maximum(decay, _GONE), 0.0), 0)
         tl.store(sums_ptr + number * _CHUNK + at, sums)
@@ -229,27 +238,30 @@ def _within_kernel(
             past_ptr += slot * (TAPS - 1) * CHANNELS
             at_v = tl.arange(0, BLOCK_V)
             value = 2 * KEYS * KEY + head * VALUE + at_v
-            _keep(x_ptr, mask_ptr, past_ptr, value, at_v < VALUE, b, tokens, length, goes_on,
-                  x_stride, CHANNELS, TAPS)  # fmt: skip
+            if mask_ptr is not None:
+                mask_ptr += b * mask_row
+            _keep(x_ptr, mask_ptr, past_ptr, value, at_v < VALUE, length, goes_on, x_stride,
+                  mask_stride, CHANNELS, TAPS)  # fmt: skip
             if head % SHARING == 0:
-                _keep(x_ptr, mask_ptr, past_ptr, key, in_k, b, tokens, length, goes_on, x_stride,
+                _keep(x_ptr, mask_ptr, past_ptr, key, in_k, length, goes_on, x_stride, mask_stride,
                       CHANNELS, TAPS)  # fmt: skip
-                _keep(x_ptr, mask_ptr, past_ptr, KEYS * KEY + key, in_k, b, tokens, length,
-                      goes_on, x_stride, CHANNELS, TAPS)  # fmt: skip
+                _keep(x_ptr, mask_ptr, past_ptr, KEYS * KEY + key, in_k, length, goes_on, x_stride,
+                      mask_stride, CHANNELS, TAPS)  # fmt: skip
 
 
 @triton.jit
 def _keep(
-    x_ptr, mask_ptr, past_ptr, channel, inside, b, tokens, length, goes_on, x_stride,
-    CHANNELS, TAPS: tl.constexpr,
+    x_ptr, mask_ptr, past_ptr, channel, inside, length, goes_on, x_stride, mask_stride, CHANNELS,
+    TAPS: tl.constexpr,
 ):  # fmt: skip
     """Some channels of the last TAPS - 1 of a row's first `length` tokens; of those before it."""
     for i in tl.static_range(TAPS - 1):
         at = length - (TAPS - 1) + i
         here = inside & (at + channel * 0 >= 0)
-        x = tl.load(x_ptr + at * x_stride + channel, mask=here, other=0.0)
+        x = tl.load(x_ptr + at.to(tl.int64) * x_stride + channel, mask=here, other=0.0)
         if mask_ptr is not None:
-            x *= tl.load(mask_ptr + b * tokens + at + channel * 0, mask=here, other=0).to(x.dtype)
+            shown = tl.load(mask_ptr + at * mask_stride + channel * 0, mask=here, other=0)
+            x *= shown.to(x.dtype)
         before = inside & (at * goes_on + channel * 0 < 0)
         old = tl.load(past_ptr + (at + TAPS - 1) * CHANNELS + channel, mask=before, other=0.0)
         tl.debug_barrier()
@@ -267,11 +279,12 @@ def _over_kernel(
     let_next_start(PDL)
     SHARING: tl.constexpr = VALUES // KEYS
     CHANNELS: tl.constexpr = 2 * KEYS * KEY + VALUES * VALUE
-    head = tl.program_id(1) % VALUES
-    b = (tl.program_id(1) // VALUES).to(tl.int64)
+    parts: tl.constexpr = (VALUE + BLOCK_V - 1) // BLOCK_V
+    head = tl.program_id(0) // parts % VALUES
+    b = (tl.program_id(0) // parts // VALUES).to(tl.int64)
     at = tl.arange(0, _CHUNK)
     at_k = tl.arange(0, BLOCK_K)
-    at_v = tl.program_id(0) * BLOCK_V + tl.arange(0, BLOCK_V)
+    at_v = tl.program_id(0) % parts * BLOCK_V + tl.arange(0, BLOCK_V)
     in_k = at_k < KEY
     in_v = at_v < VALUE
     wait_for_inputs(PDL)
@@ -298,7 +311,7 @@ def _over_kernel(
     for chunk in range(chunks):
         t = chunk * _CHUNK + at
         inside = t[:, None] < tokens
-        rows = t[:, None] * CHANNELS
+        rows = at[:, None] * CHANNELS
         v = tl.load(qkv_ptr + rows + value[None, :], mask=inside & in_v[None, :], other=0.0)
         solved = tl.load(solved_ptr)
         scores = tl.load(scores_ptr)
@@ -326,10 +339,12 @@ def _over_kernel(
             u *= tl.exp(last - sums)[:, None]
             state = dot(tl.trans(k), u.to(k.dtype), state * tl.exp(last))
         tl.store(
-            y_ptr + t[:, None] * (VALUES * VALUE),
+            y_ptr + at[:, None] * (VALUES * VALUE),
             y.to(y_ptr.dtype.element_ty),
             mask=inside & in_v[None, :],
         )
+        qkv_ptr += _CHUNK * CHANNELS
+        y_ptr += _CHUNK * VALUES * VALUE
         solved_ptr += _CHUNK * _CHUNK
         scores_ptr += _CHUNK * _CHUNK
         sums_ptr += _CHUNK * SUMS
@@ -347,12 +362,12 @@ def _gate_kernel(
 ):  # fmt: skip
     """One program: a head of TILE tokens, normed and times a function of its gates, in place."""
     let_next_start(PDL)
-    row = (tl.program_id(1) * TILE + tl.arange(0, TILE)).to(tl.int64)[:, None]
+    row = (tl.program_id(0) // VALUES * TILE + tl.arange(0, TILE)).to(tl.int64)[:, None]
     column = tl.arange(0, BLOCK)[None, :]
     inside = (row < rows) & (column < VALUE)
     norm = tl.load(norm_ptr + column, mask=column < VALUE, other=0.0).to(tl.float32)
     wait_for_inputs(PDL)
-    channel = tl.program_id(0) * VALUE + column
+    channel = tl.program_id(0) % VALUES * VALUE + column
     y_ptr += row * (VALUES * VALUE) + channel
     gates_ptr += row // tokens * gates_row + row % tokens * gates_stride + channel
     y = tl.load(y_ptr, mask=inside, other=0.0).to(tl.float32)
@@ -403,6 +418,7 @@ def delta_prompt(
     is not gives it to none. With int `starts` [B] a row that does not start at 0 goes on from what
     its slot has. `block` are the elements of a value that a program has.
     """
+    check_last_axis("x", x)
     batch, tokens, _ = x.shape
     width, channels = values * value_dim, 2 * keys * key_dim + values * value_dim
     by_channel = decay_bias.numel() != values
@@ -419,6 +435,7 @@ def delta_prompt(
     block_k, block_v = (max(next_power_of_2(n), 16) for n in (key_dim, value_dim))
     own = {"KEYS": keys, "VALUES": values, "KEY": key_dim, "VALUE": value_dim}
     kinds = {"BY_CHANNEL": by_channel, "BLOCK_K": block_k}
+    in_mask = (0, 0) if mask is None else mask.stride()
     mask = None if mask is None else as_bytes(mask)
     qkv = x.new_empty((batch, tokens, channels))
     solved, scores = (x.new_empty((batch, values, chunks, CHUNK, CHUNK)) for _ in range(2))
@@ -430,9 +447,9 @@ def delta_prompt(
         return y
     launch(
         _convolve_kernel,
-        (2 * keys + values, batch * triton.cdiv(tokens, tile)),
-        *(x, mask, past, slots, starts, taps, qkv, x.stride(0), x.stride(1), tokens, slot_count),
-        key_dim**-0.5,
+        ((2 * keys + values) * batch * triton.cdiv(tokens, tile),),
+        *(x, mask, past, slots, starts, taps, qkv, x.stride(0), x.stride(1), *in_mask),
+        *(tokens, slot_count, key_dim**-0.5),
         **own,
         **{"TAPS": taps.shape[1], "TILE": tile, "BLOCK": max(block_k, block_v)},
         num_warps=tile_warps,
@@ -440,7 +457,7 @@ def delta_prompt(
     )
     launch(
         _within_kernel,
-        (values, batch * chunks),
+        (values * batch * chunks,),
         *(x, decays, mask, lengths, qkv, past, slots, starts, decay_scale, decay_bias),
         *(
             solved,
@@ -452,7 +469,7 @@ def delta_prompt(
             decays.stride(0),
             decays.stride(1),
         ),
-        *(tokens, chunks, slot_count, beta_at, floor or 0.0),
+        *(*in_mask, tokens, chunks, slot_count, beta_at, floor or 0.0),
         **own,
         **kinds,
         **{"TAPS": taps.shape[1], "BOUNDED": floor is not None, "DOUBLED": doubled},
@@ -463,7 +480,7 @@ def delta_prompt(
     block = min(block or 32, block_v)
     launch(
         _over_kernel,
-        (triton.cdiv(value_dim, block), batch * values),
+        (triton.cdiv(value_dim, block) * batch * values,),
         *(qkv, solved, scores, sums, decayed, state, slots, starts, y, tokens, chunks, slot_count),
         **own,
         **kinds,
@@ -474,7 +491,7 @@ def delta_prompt(
     )
     launch(
         _gate_kernel,
-        (values, triton.cdiv(rows, _TILE)),
+        (values * triton.cdiv(rows, _TILE),),
         *(y, gates, norm, gates.stride(0), gates.stride(1), rows, tokens, eps),
         **{"VALUES": values, "VALUE": value_dim, "SILU": gate == "silu"},
         **{"TILE": _TILE, "BLOCK": block_v},

@@ -11,6 +11,7 @@ import triton.language as tl
 
 from .launch import fetch_ahead, launch, let_next_start, next_power_of_2, wait_for_inputs
 from .operands import as_bytes
+from .rows import check_last_axis
 
 LARGEST = 128  # elements of a key, and of a value
 MOST_COUNTERS = 4096  # slots times key heads, where several values share a key
@@ -178,6 +179,7 @@ def delta_token(
     `decay_bias`, as many as decays. int32 `counters`, N * keys at least, are zeros, and are left
     so. The rest as in `blocks.delta_rule`.
     """
+    check_last_axis("x", x)
     key_dim, value_dim = state.shape[2:]
     channels, rows = 2 * keys * key_dim + values * value_dim, len(x)
     by_channel = decay_bias.numel() != values
