@@ -443,8 +443,11 @@ def test_codes_beside_plain_tensors_give_what_they_mean(backend, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*encountered in .*:RuntimeWarning")  # of the interpreter
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("case", [*QUICK, "qwen3_next with experts"])
+@pytest.mark.parametrize(
+    ("case", "backend"),
+    [(case, backend) for case in QUICK for backend in BACKENDS]
+    + [("qwen3_next with experts", "jax"), ("kimi_linear with experts", "torch")],
+)
 def test_kernels_serve_all_but_some_recurrences(case, backend, monkeypatch):
     """And a long prompt is read in pieces, the last shorter than a kernel."""
     model, texts = make(case), rows((11, 9))
