@@ -37,6 +37,10 @@ class Shape:
             fields = self.fields | {"encoder_layers": count, "decoder_layers": count}
         if "attention_types" in fields:  # GPT-Neo's are listed
             fields["attention_types"] = [[["global", "local"][:count], max(1, count // 2)]]
+        for name in ("layer_types", "hybrid_override_pattern"):  # a kind for each layer, in turns
+            if name in fields:
+                kinds = fields[name]
+                fields[name] = (kinds * -(-count // len(kinds)))[:count]
         return replace(self, fields=fields)
 
 
