@@ -39,7 +39,7 @@ class Shape:
             fields["attention_types"] = [[["global", "local"][:count], max(1, count // 2)]]
         for name in ("layer_types", "hybrid_override_pattern"):  # a kind for each layer, in turns
             if name in fields:
-                kinds = fields[name]
+                kinds: Any = fields[name]
                 fields[name] = (kinds * -(-count // len(kinds)))[:count]
         return replace(self, fields=fields)
 
