@@ -95,3 +95,31 @@ def test_what_cannot_go_on_says_so(engine):
     with pytest.raises(UnsupportedError, match="no_repeat_ngram_size"):
         run(engine, {**plain, "no_repeat_ngram_size": 3}, Start(0, [5]))
     engine._loop.check_idle()
+
+
+class _Noted(Channel):
+    """Notes the tokens of prompts that are read as the first token comes."""
+
+    def __init__(self, engine):
+        super().__init__()
+        self.engine, self.reading = engine, None
+
+    def waiting(self):
+        self.reading = self.engine.traffic().reading if self.reading is None else self.reading
+        return super().waiting()
+
+
+@pytest.mark.parametrize("done", [(), (11, 12)])
+def test_prompts_count_as_read_until_their_first_token(engine, done):
+    """By that it is judged how long a turn may take, also where a text is read again."""
+
+    async def main():
+        channel, ids = _Noted(engine), engine.tokenizer(PROMPT)["input_ids"]
+        how = {"do_sample": False, "max_new_tokens": 9, "eos_token_id": None}
+        engine.submit_sequences(ids, how, [Start(0, done)], [channel])
+        tokens, *_ = await read(channel)
+        assert len(tokens) == 9 - len(done)
+        assert channel.reading == len(ids) + len(done)
+        assert engine.traffic().reading == 0
+
+    asyncio.run(main())

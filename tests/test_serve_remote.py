@@ -1,8 +1,11 @@
 """`dualinfer serve` with its engine in a process of its own, which dies, hangs and comes again."""
 
+import asyncio
 import contextlib
 import os
 import signal
+import subprocess
+import sys
 import threading
 import time
 import urllib.error
@@ -15,6 +18,7 @@ import pytest
 import dualinfer
 from dualinfer.errors import StepError
 from dualinfer.serving.health import Pulse
+from dualinfer.serving.http.engines import LocalEngine
 from dualinfer.serving.remote.frames import Unpacker, packed
 
 from .server_process import is_there, server_process
@@ -104,6 +108,75 @@ def test_only_what_takes_longer_than_it_should_is_called_hung():
         (Pulse(70, on_host=True), True),
     ):
         assert (pulse.trouble is not None) == is_hung, pulse
+    assert Pulse().limit == 20 and Pulse(doing="compiling").limit == 600
+
+
+def test_what_waits_behind_a_step_gives_that_no_more_time():
+    """Only a pass over whole texts that is under way may take long."""
+    with dualinfer.init_inference(dualinfer.embedded_model(), dtype="fp32") as engine:
+        local, begun, ended = LocalEngine(engine), threading.Event(), threading.Event()
+
+        def embed():
+            asyncio.run(local.embed(["a text"], None))
+            ended.set()
+
+        def whole():
+            with local.whole():
+                begun.set()
+                time.sleep(0.3)
+
+        with engine.turns:  # as a step holds it
+            threading.Thread(target=embed, daemon=True).start()
+            time.sleep(0.3)
+            assert local.pulse().doing is None
+        assert ended.wait(30)
+        thread = threading.Thread(target=whole)
+        thread.start()
+        assert begun.wait(30) and local.pulse().doing == "whole texts are read"
+        thread.join()
+
+
+_NO_DESCRIPTORS = """
+import asyncio, os, resource, signal
+import dualinfer
+from dualinfer.checkpoint.described.tokenizer import load_tokenizer
+from dualinfer.serving.remote.keeper import Keeper, python
+
+async def main():
+    folder = str(dualinfer.embedded_model())
+    opens = {"folder": folder, "adapters": {}, "backend": "torch", "how": {"dtype": "float32"}}
+    command = python("dualinfer.cli.engine_process")
+    keeper = Keeper(command, opens | {"room": [8, 1000, True]}, load_tokenizer(folder))
+    async with keeper.running() as engine:
+        how = {"max_new_tokens": 300, "eos_token_id": None, "do_sample": False, "logprobs": None}
+        handle = engine.start([5, 6, 7], how, 1)[0]
+        tokens = await handle.arrived()
+        most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+        resource.setrlimit(resource.RLIMIT_NOFILE, (64, most))
+        held = []
+        try:
+            while True:
+                held.append(os.open(os.devnull, os.O_RDONLY))
+        except OSError:
+            pass
+        os.kill(keeper.process_id, signal.SIGKILL)
+        while "No process" not in (engine.down or ""):
+            await asyncio.sleep(0.05)
+        for descriptor in held:
+            os.close(descriptor)
+        while found := await handle.arrived():
+            tokens += found
+        assert len(tokens) == 300 and not keeper.failed.done()
+
+asyncio.run(asyncio.wait_for(main(), 90))
+"""
+
+
+@pytest.mark.slow
+def test_an_engine_is_started_again_once_there_are_descriptors():
+    command = [sys.executable, "-c", _NO_DESCRIPTORS]
+    run = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert run.returncode == 0, run.stderr
 
 
 def test_answers_are_those_of_an_engine_here(engine, client, server):

@@ -232,7 +232,8 @@ class DeltaRule:
         """See `contract.FusedRecurrence`."""
         from ..kernels.triton import delta_token
 
-        return self.activation == "silu" and delta_token.serves(self.key_dim, self.value_dim)
+        known = delta_token.serves(self.key_dim, self.value_dim, self.taps)
+        return self.activation == "silu" and known
 
     def token_launch(
         self, ops: Any, w: Weights, x: Array, cache: StateView, moves: Array

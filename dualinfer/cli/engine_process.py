@@ -9,7 +9,9 @@ from ..serving.remote.host import Host, shown_of
 
 def run() -> None:
     """Open the model that the front describes, and serve it until the front leaves."""
-    host = Host(socket.socket(fileno=int(sys.argv[1])))
+    connection = socket.socket(fileno=int(sys.argv[1]))
+    connection.set_inheritable(False)  # a child of this process must not keep it open
+    host = Host(connection)
     opens = host.received()
     try:
         from ..system.noise import leave_out_noise

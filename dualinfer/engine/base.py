@@ -131,6 +131,11 @@ class InferenceEngine(TextCalls):
         _ = self.runner  # a closed engine says that it is
         return Call(self._turns, name, inputs, is_input, lambda: self.device)
 
+    @property
+    def turns(self) -> Turns:
+        """The lock by which calls take turns: what holds it runs alone."""
+        return self._turns
+
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """One forward pass of the model, without gradients."""
         raise NotImplementedError

@@ -235,7 +235,11 @@ class Driver:
             )
             self._finish(job, error=error)
         self._check_model()
-        self.reading = sum(job.prompt for job in [*self._jobs, *turn.admitted] if not job.given)
+        self.reading = sum(
+            job.prompt
+            for job in [*self._jobs, *turn.admitted]
+            if job.given == len(job.request.done)  # no token of its own yet
+        )
         self._begin(turn.admitted, len(others))
         self._loop.claim(self._scheduler.waiting > 0, anew=bool(turn.admitted))
         if not self._jobs:

@@ -6,6 +6,7 @@ BEAT = 4.0  # seconds without a sign of life; a step of a GPU takes milliseconds
 _COMPILING = 600.0
 # Of a step, and of each token of prompts that are read: some ten times what large models take.
 _GPU, _HOST = (BEAT, 0.002), (60.0, 0.05)
+_OVER = 5.0  # times the patience with a step, as where kernels are compiled unseen
 
 
 class Pulse(NamedTuple):
@@ -27,6 +28,11 @@ class Pulse(NamedTuple):
             return _COMPILING
         step, token = _HOST if self.on_host else _GPU
         return step + token * self.reading
+
+    @property
+    def limit(self) -> float:
+        """Seconds of silence after which it is ended."""
+        return self.patience if self.doing is not None else _OVER * self.patience
 
     @property
     def trouble(self) -> str | None:

@@ -1,5 +1,6 @@
 """Triton's gated delta rule: tokens of slots, and sequences chunk by chunk."""
 
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
@@ -77,6 +78,13 @@ def loop(case: Case, x: np.ndarray, past: Any, state: Any) -> tuple[Any, Any, An
         y, states = case.rule.token(EXACT, case.weights, token[None, None], states)
         found.append(y[0, 0])
     return np.stack(found), states[0][0], states[1][0]
+
+
+def test_sizes_that_kernels_do_not_know_are_plain():
+    rule = RULES["head"]
+    assert rule.is_fused
+    for other in ({"taps": 1}, {"key_dim": 129}, {"value_dim": 256}, {"activation": "gelu"}):
+        assert not replace(rule, **other).is_fused, other
 
 
 @pytest.mark.parametrize("name", RULES)

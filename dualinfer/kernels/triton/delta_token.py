@@ -140,9 +140,9 @@ def _token_kernel(
         tl.store(y_ptr, tl.zeros([BLOCK_V], y_ptr.dtype.element_ty), mask=in_v)
 
 
-def serves(key_dim: int, value_dim: int) -> bool:
-    """True if the kernels take heads of so many elements."""
-    return max(key_dim, value_dim) <= LARGEST
+def serves(key_dim: int, value_dim: int, taps: int) -> bool:
+    """True if the kernels take heads of so many elements, behind a convolution of so many taps."""
+    return max(key_dim, value_dim) <= LARGEST and taps > 1
 
 
 def delta_token(

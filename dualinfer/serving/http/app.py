@@ -81,7 +81,6 @@ class Server:
         self._key = None if api_key is None else api_key.strip().encode()
         self._most_bytes = most_bytes
         self._metrics, self._created = Metrics(), int(time.time())
-        self._about = engine.about
         self.is_draining = False
 
     def config(self, grace: int | None = None, **how: Any) -> uvicorn.Config:
@@ -214,7 +213,7 @@ class Server:
         tokenizer, options = self.engine.tokenizer, body.template_options
         tools, talk = body.callable, self._talk_of(body, options)
         ids = encode_chat(tokenizer, content_of(body.messages), options)
-        ends = chat_endings({"eos_token_id": self._about.ends}, tokenizer_of(tokenizer))
+        ends = chat_endings({"eos_token_id": self.engine.about.ends}, tokenizer_of(tokenizer))
         return Asked([(ids, "")], ends, "messages", talk.of(ids, body, tools))
 
     def _talk_of(self, body: ChatRequest, options: dict[str, Any]) -> "Talk":
@@ -242,7 +241,7 @@ class Server:
                 "prompt",
             )
         prompts = [self._prompt(one, bool(body.echo)) for one in body.prompts]
-        return Asked(prompts, self._about.ends, "prompt")
+        return Asked(prompts, self.engine.about.ends, "prompt")
 
     def _prompt(self, given: str | list[int], echo: bool) -> tuple[list[int], str]:
         """The ids of a prompt, and its text where that is asked for."""
@@ -288,7 +287,7 @@ class Server:
             raise RequestError("prompt_logprobs are not for stream: true.", "prompt_logprobs")
         if body.stream_options is not None and not body.stream:
             raise RequestError("stream_options are for stream: true.", "stream_options")
-        _check_ids(body.stop_token_ids or [], self._about.vocab, "stop_token_ids")
+        _check_ids(body.stop_token_ids or [], self.engine.about.vocab, "stop_token_ids")
         for ids, _ in asked.prompts:
             self._length(body, len(ids), asked.name)
         return asked
@@ -354,7 +353,7 @@ class Server:
     def _grammar(self, name: str, given: dict[str, Any]) -> Grammar:
         """A grammar that can be served, which the field `name` gave."""
         try:
-            return make_grammar(given, self.engine.tokenizer, self._about.vocab, (), 0)
+            return make_grammar(given, self.engine.tokenizer, self.engine.about.vocab, (), 0)
         except (ArgumentError, UnsupportedError) as error:
             raise RequestError(f"{name}: {error}", name) from error
 
@@ -368,7 +367,7 @@ class Server:
 
     def _length(self, body: Generation, prompt: int, name: str) -> int:
         """How many new tokens there may be."""
-        asked, most = body.asked_length, self._about.max_tokens
+        asked, most = body.asked_length, self.engine.about.max_tokens
         if asked == 0 and getattr(body, "echo", False):
             return 0
         if asked == 0:
@@ -416,7 +415,7 @@ class Server:
             "object": "model",
             "created": self._created,
             "owned_by": "dualinfer",
-            "max_model_len": self._about.max_tokens or None,
+            "max_model_len": self.engine.about.max_tokens or None,
         }
         one = "name" in request.path_params
         return JSONResponse(model if one else {"object": "list", "data": [model]})
@@ -434,7 +433,7 @@ class Server:
         else:
             bare = body.add_special_tokens is False
             ids = await asyncio.to_thread(ids_of, tokenizer, body.prompt or "", bare)
-        most = self._about.max_tokens or None
+        most = self.engine.about.max_tokens or None
         return JSONResponse({"count": len(ids), "max_model_len": most, "tokens": ids})
 
     async def _detokenize(self, request: Request) -> Response:

@@ -1,7 +1,8 @@
 """The engine as the routes see it, in this process; `serving.remote` has the other one."""
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -109,12 +110,6 @@ class ServedEngine(Protocol):
         ...
 
 
-def _noted(function: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
-    """The result of a function that may hold up steps."""
-    with noted("whole texts are read"):
-        return function(*arguments, **named)
-
-
 class LocalEngine:
     """A fused engine of this process."""
 
@@ -140,14 +135,25 @@ class LocalEngine:
     async def prompt_logprobs(self, ids: list[int], likely: int) -> list[TokenLogprobs | None]:
         """See `ServedEngine`."""
         rows, pieces = [], self._engine.prompt_told_pieces(ids)
-        while (piece := await asyncio.to_thread(_noted, next, pieces, None)) is not None:
+        while (piece := await asyncio.to_thread(self._whole, next, pieces, None)) is not None:
             rows.append(piece)
         return prompt_told(rows, likely)
 
     async def embed(self, texts: Sequence[str], size: int | None) -> np.ndarray:
         """See `ServedEngine`."""
         embed = self._engine.embed
-        return await asyncio.to_thread(_noted, embed, list(texts), truncate_dim=size)
+        return await asyncio.to_thread(self._whole, embed, list(texts), truncate_dim=size)
+
+    @contextmanager
+    def whole(self) -> Iterator[None]:
+        """The engine's turn, for a pass over whole texts, which holds up steps."""
+        with self._engine.turns, noted("whole texts are read"):
+            yield
+
+    def _whole(self, function: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
+        """The result of a function that makes such a pass."""
+        with self.whole():
+            return function(*arguments, **named)
 
     def pulse(self) -> Pulse:
         """Its work of this moment, and how long it has been silent."""

@@ -19,7 +19,7 @@ from ...errors import ClosedError, StepError
 from ..health import BEAT, Pulse
 from ..http.engines import About, Handle, State
 from .frames import Message, packed
-from .host import error_of
+from .host import failure_of
 
 MOST_DEATHS = 3  # of engines that had a request under way
 Write = Callable[[bytes], None]
@@ -303,7 +303,8 @@ class RemoteEngine:
         handles = [x for x in self._work.values() if isinstance(x, RemoteHandle)]
         waited = {id(x) for x in handles[last.slots :]}  # they had no slot: who is first is first
         for work in list(self._work.values()):
-            work.deaths += id(work) not in waited
+            had = isinstance(work, _Call) or work.is_taken  # it may have come in between
+            work.deaths += had and id(work) not in waited
             if isinstance(work, RemoteHandle) and work.is_left:
                 self._forget(work)
                 work.end("cancelled")
@@ -343,7 +344,7 @@ class RemoteEngine:
         elif kind == "refused":
             for number in message["numbers"]:
                 if (work := self._work.pop(number, None)) is not None:
-                    work.fail(error_of(message["error"]))
+                    work.fail(failure_of(message["error"]))
         elif kind == "result":
             work = self._work.pop(message["number"], None)
             if isinstance(work, _Call):
@@ -380,4 +381,4 @@ class RemoteEngine:
                 if error is None:
                     work.end(reason)
                 else:
-                    work.fail(error_of(error))
+                    work.fail(failure_of(error))

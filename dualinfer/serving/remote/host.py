@@ -4,6 +4,7 @@ The front is at the other end of a socket that this process has inherited. Where
 this process at once.
 """
 
+import logging
 import os
 import socket
 import threading
@@ -19,14 +20,15 @@ from ... import errors
 from ...engine.asynchronous import Start
 from ...engine.driver import Channel, Job
 from ...errors import DualinferError, StepError
-from ...system.patience import noted, under_way
+from ...system.patience import under_way
 from ..http.engines import LocalEngine
 from .frames import Message, Unpacker, packed
 
+_log = logging.getLogger("dualinfer.serve")
 BEAT_EVERY = 0.5  # seconds between two signs of life
 _READ = 2**18  # bytes
 _BUFFER = 2**22  # bytes that the front may be behind
-_THREADS = 4  # for what is no generation
+_THREADS, _GRAMMARS = 4, 2  # for what is no generation, and for grammars that are compiled
 
 
 class Outlet(Channel):
@@ -62,6 +64,7 @@ class Host:
         self._outlets: dict[int, Outlet] = {}
         self._calls: set[int] = set()  # that somebody waits for
         self._threads = ThreadPoolExecutor(_THREADS, "dualinfer-host")
+        self._grammars = ThreadPoolExecutor(_GRAMMARS, "dualinfer-grammars")
         threading.Thread(target=self._beat, name="dualinfer-beat", daemon=True).start()
 
     def received(self) -> Message:
@@ -107,7 +110,18 @@ class Host:
         does |= {"tell": self._tell, "embed": self._embed}
         while True:
             message = self.received()
-            does[message["do"]](message)
+            try:
+                does[message["do"]](message)
+            except Exception as error:  # which is that request's alone
+                numbers = message.get("numbers") or [message["number"]]
+                self._refuse(numbers, error)
+
+    def _refuse(self, numbers: Sequence[int], error: BaseException) -> None:
+        """Say why requests are not served."""
+        for number in numbers:
+            self._outlets.pop(number, None)
+            self._calls.discard(number)
+        self.send({"is": "refused", "numbers": [*numbers], "error": told_error(error)})
 
     # Sequences
 
@@ -115,24 +129,23 @@ class Host:
         outlets = [Outlet(self, number) for number in message["numbers"]]
         self._outlets |= {outlet.number: outlet for outlet in outlets}
         if "grammar" in message["arguments"]:  # compiling one may take a second
-            self._threads.submit(self._submit, message, outlets)
+            self._grammars.submit(self._submit, message, outlets)
         else:
             self._submit(message, outlets)
 
     def _submit(self, message: Message, outlets: Sequence[Outlet]) -> None:
         numbers = [outlet.number for outlet in outlets]
-        ends = np.cumsum(message["counts"])[:-1]
-        done = [x.tolist() for x in np.split(message["done"], ends)]
-        starts = [Start(*x) for x in zip(message["indices"], done, strict=True)]
-        ids, arguments = message["ids"].tolist(), message["arguments"]
-        if bias := arguments.get("logit_bias"):  # keys of JSON are texts
-            arguments = {**arguments, "logit_bias": {int(x): value for x, value in bias.items()}}
         try:
+            ends = np.cumsum(message["counts"])[:-1]
+            done = [x.tolist() for x in np.split(message["done"], ends)]
+            starts = [Start(*x) for x in zip(message["indices"], done, strict=True)]
+            ids, arguments = message["ids"].tolist(), message["arguments"]
+            if bias := arguments.get("logit_bias"):  # keys of JSON are texts
+                keyed = {int(x): value for x, value in bias.items()}
+                arguments = {**arguments, "logit_bias": keyed}
             made = self._engine.submit_sequences(ids, arguments, starts, outlets)
         except BaseException as error:
-            for number in numbers:
-                self._outlets.pop(number, None)
-            self.send({"is": "refused", "numbers": numbers, "error": told_error(error)})
+            self._refuse(numbers, error)
             return
         self.send({"is": "taken", "numbers": numbers})
         for outlet, end in zip(outlets, made, strict=True):
@@ -184,9 +197,12 @@ class Host:
 
     def _tell(self, message: Message) -> None:
         def work() -> np.ndarray:
-            rows: list[np.ndarray] = []
-            for piece in self._engine.prompt_told_pieces(message["ids"].tolist()):
-                if message["number"] not in self._calls:
+            assert self._local is not None
+            rows, pieces = [], self._engine.prompt_told_pieces(message["ids"].tolist())
+            while message["number"] in self._calls:
+                with self._local.whole():
+                    piece = next(pieces, None)
+                if piece is None:
                     break
                 rows.append(piece)
             return np.concatenate(rows) if rows else np.zeros((0, 1), np.float32)
@@ -195,8 +211,13 @@ class Host:
 
     def _embed(self, message: Message) -> None:
         texts, size = message["texts"], message["size"]
-        embed = self._engine.embed
-        self._call(message["number"], lambda: embed(texts, truncate_dim=size))
+
+        def work() -> np.ndarray:
+            assert self._local is not None
+            with self._local.whole():
+                return self._engine.embed(texts, truncate_dim=size)
+
+        self._call(message["number"], work)
 
     def _call(self, number: int, work: Callable[[], np.ndarray]) -> None:
         """Send what `work` gives in a thread, unless nobody waits for it by then."""
@@ -206,13 +227,12 @@ class Host:
             if number not in self._calls:
                 return
             try:
-                with noted("whole texts are read"):  # which holds up steps
-                    array = np.asarray(work(), np.float32)
+                array = np.asarray(work(), np.float32)
             except BaseException as error:
-                self.send({"is": "refused", "numbers": [number], "error": told_error(error)})
+                self._refuse([number], error)
             else:
                 self.send({"is": "result", "number": number}, array=array)
-            self._calls.discard(number)
+                self._calls.discard(number)
 
         self._threads.submit(run)
 
@@ -221,15 +241,21 @@ def told_error(error: BaseException) -> Message:
     """An error as a message has it: the class, if it is dualinfer's, and what it says."""
     if isinstance(error, DualinferError):
         return {"kind": type(error).__name__, "says": str(error)}
-    return {"kind": StepError.__name__, "says": f"{type(error).__name__}: {error}"}
+    _log.error("The engine failed in what is no error of a request.", exc_info=error)
+    return {"kind": None, "says": f"{type(error).__name__}: {error}"}
 
 
 def error_of(told: Message) -> DualinferError:
-    """The error that a message tells."""
-    kind = getattr(errors, told["kind"], None)
+    """The error that a message tells, as dualinfer's own."""
+    kind = getattr(errors, told["kind"] or "", None)
     if not (isinstance(kind, type) and issubclass(kind, DualinferError)):
         kind = StepError
     return kind(told["says"])
+
+
+def failure_of(told: Message) -> Exception:
+    """The error that a message tells, as it was raised: a bug's is none of dualinfer's."""
+    return RuntimeError(told["says"]) if told["kind"] is None else error_of(told)
 
 
 def shown_of(report: Any, writes: bool) -> Message:

@@ -23,11 +23,12 @@ from .host import error_of
 _log = logging.getLogger("dualinfer.serve")
 _TICK = 0.25  # seconds between two looks at the engine
 _OVER = 1.5  # times the patience after which one that gives no sign of life is ended
-_OVER_STEP = 5.0  # the same of one whose step does not end, as where kernels are compiled unseen
 _STARTING = 120.0  # seconds of silence of one that starts, which may hold Python's lock
 _SOON, _MOST_SOON = 60.0, 3  # an engine that dies so soon, and so often in a row, is given up
 _PAUSES = 0.0, 1.0, 2.0  # seconds before it is started again
 _GRACE, _REAP = 5.0, 10.0  # seconds for its end, and for that of one that was killed
+_LAST = 2.0  # seconds until the end of one that has left the socket can be seen
+_TRIES, _AGAIN = 30, 2.0  # where there are no descriptors for one, and seconds between
 _BUFFER = 2**22
 
 
@@ -74,7 +75,7 @@ class _Life:
 
     def __init__(self, process: "subprocess.Popen[bytes]", link: _Link) -> None:
         self.process, self.link = process, link
-        self.told: DualinferError | None = None  # why it could not start
+        self.told: DualinferError | None = None  # why it could not start, or go on
         self.hung: str | None = None
 
     @classmethod
@@ -124,7 +125,7 @@ class _Life:
         if self.hung is not None:
             return f"hung ({self.hung})"
         if self.told is not None:
-            return f"could not start: {self.told}"
+            return f"failed: {self.told}"
         code = self.process.poll()
         if code is not None and code < 0:
             return f"was ended by {signal.Signals(-code).name}"
@@ -152,20 +153,46 @@ class Keeper:
         """The process of the engine that there is."""
         return None if self._life is None else self._life.process.pid
 
-    async def _start(self) -> _Life:
+    async def _begun(self, tries: int) -> _Life:
+        """A process for an engine; where this machine has none to give it is asked again."""
+        while True:
+            tries -= 1
+            try:
+                return await _Life.begin(self._command, self._env, self._opens)
+            except OSError as error:
+                problem = (
+                    f"No process can be started for the engine: {error}. Raise the limit of open "
+                    "files (ulimit -n) or of processes, or free memory."
+                )
+                if tries <= 0:
+                    raise StepError(problem) from error
+            self.engine.down = problem
+            _log.warning("%s It is tried again.", problem)
+            await asyncio.sleep(_AGAIN)
+
+    async def _start(self, tries: int = 1) -> _Life:
         """An engine that serves; the error why there is none."""
-        self._life = life = await _Life.begin(self._command, self._env, self._opens)
+        self._life = None
+        self._life = life = await self._begun(tries)
         message = await self._ready(life)
         if message is None:
+            await life.end(0.0 if life.hung else _LAST)
             raise StepError(f"The engine {life.fate}.")
         if message["is"] == "failed":
             life.told = error_of(message["error"])
             raise life.told
         about, self.shown = About(**message["about"]), message["shown"]
-        life.link.take = self.engine.received
+
+        def take(message: Message) -> None:
+            if message["is"] == "failed":  # its last word
+                life.told = error_of(message["error"])
+            else:
+                self.engine.received(message)
+
+        life.link.take = take
         self.engine.attach(life.link.write, about)
         while not life.link.messages.empty():
-            self.engine.received(life.link.messages.get_nowait())
+            take(life.link.messages.get_nowait())
         return life
 
     async def _ready(self, life: _Life) -> Message | None:
@@ -198,7 +225,7 @@ class Keeper:
             engine.unheard += min(now - last, 2 * _TICK)
             last = now
             silent = engine.pulse.silent
-            if engine.unheard > _OVER * BEAT or silent > _OVER_STEP * engine.pulse.patience:
+            if engine.unheard > _OVER * BEAT or silent > engine.pulse.limit:
                 life.hung = (engine.trouble or "it is silent").rstrip(".")
                 return
 
@@ -208,7 +235,7 @@ class Keeper:
             began, progress = time.monotonic(), self.engine.progress
             await self._watch(life)
             self.engine.detach("The engine died, and is started again.")
-            await life.end()
+            await life.end(0.0 if life.hung else _LAST)
             soon = time.monotonic() - began < _SOON and self.engine.progress == progress
             self._fruitless = self._fruitless + 1 if soon else 0
             what = life.fate
@@ -224,12 +251,13 @@ class Keeper:
                 await asyncio.sleep(_PAUSES[self._fruitless])
                 begun = time.monotonic()
                 try:
-                    life = await self._start()
+                    life = await self._start(_TRIES)
                 except DualinferError as error:
-                    assert self._life is not None
-                    await self._life.end()
                     self._fruitless += 1
-                    what = self._life.fate if self._life.told is None else f"failed: {error}"
+                    what = f"could not be started: {error}"
+                    if self._life is not None:
+                        await self._life.end()
+                        what = self._life.fate
                 else:
                     break
             _log.warning("The engine serves again after %.1f s.", time.monotonic() - begun)
