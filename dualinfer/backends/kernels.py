@@ -80,7 +80,9 @@ def left_plain(spec: ModelSpec, layers: Sequence[Weights] | None = None) -> dict
         left["experts"] = "for some layers" if any(known) else ""
     recurrences = [fused(own.recurrence) for own in spec.layers if own.recurrence is not None]
     if None in recurrences:
-        left["recurrence"] = ""
+        left["recurrence"] = "for some layers" if any(recurrences) else ""
+    elif not all(own is not None and own.fuses_sequences for own in recurrences):
+        left["recurrence"] = "for prompts"
     return left
 
 

@@ -235,13 +235,18 @@ class DeltaRule:
         known = delta_token.serves(self.key_dim, self.value_dim, self.taps)
         return self.activation == "silu" and known
 
+    @property
+    def fuses_sequences(self) -> bool:
+        """See `contract.FusedRecurrence`."""
+        return True
+
     def token_launch(
         self, ops: Any, w: Weights, x: Array, cache: StateView, moves: Array
     ) -> Launch | None:
         """See `contract.FusedRecurrence`."""
         from ..kernels.triton import delta_token
 
-        if self.values > self.keys and len(x) * self.keys > delta_token.MOST_COUNTERS:
+        if not delta_token.counts(len(x), self.keys, self.values):
             return None
         how = self._launched(ops, w, x) | {"pdl": ops.starts_early(len(x))}
         return Launch(delta_token.delta_token, (x, *cache.arrays, moves), how)

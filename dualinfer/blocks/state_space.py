@@ -3,14 +3,14 @@
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import ClassVar, Self
+from typing import Any, ClassVar, Self
 
 from ..errors import ConfigError
 from ..model import rows as make
 from ..model.spec import Activation, Norm
 from ..model.weights import Row, row
-from ..ops.caches import Buffer
-from ..ops.contract import Array, BlockOps, Seen, Weights
+from ..ops.caches import Buffer, StateView
+from ..ops.contract import Array, BlockOps, Launch, Seen, Weights
 from ..ops.maths import Maths, cut, flat, heads
 from ..ops.recurrences import convolve_past, last_tokens, scan_decaying, visible
 from ..parallel.sharding import Devices, Share
@@ -174,6 +174,42 @@ class StateSpace:
         y = (state * c[:, :, None, None]).sum(-1).reshape(rows, self.heads, -1)
         y = self._out(ops, w, y, value, gate[:, 0])
         return y[:, None], (wide[:, 1:], state.reshape(held.shape))
+
+    @property
+    def is_fused(self) -> bool:
+        """See `contract.FusedRecurrence`; not where devices share what is normed."""
+        from ..kernels.triton import state_token
+
+        normed = self.normed if self.norm is not None else 1
+        known = state_token.serves(self.head_dim, self.state, normed, self.taps)
+        return self.activation == "silu" and normed <= self.width and known
+
+    @property
+    def fuses_sequences(self) -> bool:
+        """See `contract.FusedRecurrence`."""
+        return False
+
+    def token_launch(
+        self, ops: Any, w: Weights, x: Array, cache: StateView, moves: Array
+    ) -> Launch | None:
+        """See `contract.FusedRecurrence`."""
+        from ..kernels.triton import state_token
+
+        if not state_token.counts(len(x), self.heads, self.groups):
+            return None
+        how: dict[str, Any] = {"groups": self.groups, "taps": w["recurrence_kernel"]}
+        how |= {"taps_bias": w.get("recurrence_kernel_bias"), "skip": w["state_skip"]}
+        how |= {"step_bias": w["state_step_bias"], "decay": w["state_decay"]}
+        how |= {"limits": self.limits, "scales": self.scales, "out_scale": self.out_scale}
+        if self.norm is not None:
+            how |= {"norm": w["state_norm.weight"], "normed": self.normed, "eps": self.norm.eps}
+            how["gated_last"] = self.gated_last
+        how["pdl"] = ops.starts_early(len(x))
+        return Launch(state_token.state_token, (x, *cache.arrays, moves), how)
+
+    def sequence_launch(self, *_: Any, **__: Any) -> Launch | None:
+        """See `contract.FusedRecurrence`."""
+        return None
 
     def _parted(self, m: Maths, x: Array) -> list[Array]:
         """Gates [..., width], what is convolved [..., C], and the heads' numbers [..., heads]."""

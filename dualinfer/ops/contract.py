@@ -387,6 +387,11 @@ class FusedRecurrence(Protocol):
         """True if the kernels know its sizes."""
         ...
 
+    @property
+    def fuses_sequences(self) -> bool:
+        """True if there are kernels for sequences, and not for tokens alone."""
+        ...
+
     def token_launch(
         self, ops: Any, w: Weights, x: Array, cache: StateView, moves: Array
     ) -> Launch | None:

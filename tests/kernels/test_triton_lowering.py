@@ -34,6 +34,7 @@ from dualinfer.kernels.triton import (
     operands,
     quantized,
     routing,
+    state_token,
 )
 from dualinfer.kernels.triton import latent as latents
 from dualinfer.kernels.triton import mixture as mixtures
@@ -663,6 +664,26 @@ def delta_rule(keys: int, values: int, by_channel: bool) -> list[Variant]:
     return [written(launch) for launch in recording.launches]
 
 
+def state_space(heads: int, groups: int, dim: int, size: int, normed: int) -> list[Variant]:
+    """A token of Mamba-2."""
+    recording = operands.Recording()
+
+    def new(*shape: int, dtype: str = "bfloat16") -> operands.Operand:
+        return recording.operand(shape, dtype)
+
+    width, channels = heads * dim, heads * dim + 2 * groups * size
+    own = {name: new(heads, dtype="float32") for name in ("step_bias", "decay", "skip")}
+    state_token.state_token(
+        new(8, width + channels + heads),
+        *(new(8, 3, channels), new(8, heads, dim, size, dtype="float32"), new(8, dtype="bool")),
+        **{"groups": groups, "taps": new(channels, 4), "taps_bias": new(channels), **own},
+        **{"counters": new(4096, dtype="int32"), "norm": new(width), "normed": normed},
+        **{"eps": 1e-5, "pdl": True},
+    )
+    return [written(launch) for launch in recording.launches]
+
+
+VARIANTS += state_space(80, 1, 64, 128, 5120)
 VARIANTS += delta_rule(16, 32, by_channel=False)
 REPEATING += delta_rule(32, 32, by_channel=True)
 VARIANTS += [

@@ -11,9 +11,10 @@ from typing import Any
 import triton
 import triton.language as tl
 
-from .delta_token import log_decay, sigmoid
+from .delta_token import log_decay
 from .launch import dot, launch, let_next_start, next_power_of_2, wait_for_inputs
 from .operands import as_bytes
+from .past import sigmoid
 from .rows import check_last_axis
 
 CHUNK = 64

@@ -11,52 +11,16 @@ import triton.language as tl
 
 from .launch import fetch_ahead, launch, let_next_start, next_power_of_2, wait_for_inputs
 from .operands import as_bytes
+from .past import MOST_COUNTERS, convolved, is_last, shift, sigmoid, softplus
 from .rows import check_last_axis
 
 LARGEST = 128  # elements of a key, and of a value
-MOST_COUNTERS = 4096  # slots times key heads, where several values share a key
-
-
-@triton.jit
-def sigmoid(x):
-    """The logistic function of float32 x."""
-    return 1.0 / (1.0 + tl.exp(-x))
 
 
 @triton.jit
 def log_decay(x, scale, floor, BOUNDED: tl.constexpr):
     """The logarithm of what a state is times, of float32 x, with exp(A) as `scale`."""
-    if BOUNDED:
-        found = floor * sigmoid(scale * x)
-    else:
-        found = -scale * (tl.maximum(x, 0.0) + tl.log(1.0 + tl.exp(-tl.abs(x))))
-    return found
-
-
-@triton.jit
-def _convolved(x_ptr, past_ptr, taps_ptr, channel, inside, CHANNELS, TAPS: tl.constexpr):
-    """silu of some channels convolved over what came before and the token, float32."""
-    x = tl.load(x_ptr + channel, mask=inside, other=0.0).to(tl.float32)
-    last = tl.load(taps_ptr + channel * TAPS + TAPS - 1, mask=inside, other=0.0)
-    total = x * last.to(tl.float32)
-    for i in tl.static_range(TAPS - 1):
-        before = tl.load(past_ptr + i * CHANNELS + channel, mask=inside, other=0.0)
-        weight = tl.load(taps_ptr + channel * TAPS + i, mask=inside, other=0.0)
-        total += before.to(tl.float32) * weight.to(tl.float32)
-    return total * sigmoid(total)
-
-
-@triton.jit
-def _shift(x_ptr, past_ptr, channel, inside, CHANNELS, TAPS: tl.constexpr):
-    """The token becomes the last of what came before."""
-    # Where several threads hold one element, all must have read it before one writes.
-    for i in tl.static_range(TAPS - 2):
-        later = tl.load(past_ptr + (i + 1) * CHANNELS + channel, mask=inside, other=0.0)
-        tl.debug_barrier()
-        tl.store(past_ptr + i * CHANNELS + channel, later, mask=inside)
-    x = tl.load(x_ptr + channel, mask=inside, other=0.0)
-    tl.debug_barrier()
-    tl.store(past_ptr + (TAPS - 2) * CHANNELS + channel, x, mask=inside)
+    return floor * sigmoid(scale * x) if BOUNDED else -scale * softplus(x)
 
 
 @triton.jit
@@ -100,9 +64,9 @@ def _token_kernel(
         query = head // SHARING * KEY + at_k
         key = KEYS * KEY + query
         value = 2 * KEYS * KEY + head * VALUE + at_v
-        q = _convolved(x_ptr, past_ptr, taps_ptr, query, in_k, CHANNELS, TAPS)
-        k = _convolved(x_ptr, past_ptr, taps_ptr, key, in_k, CHANNELS, TAPS)
-        v = _convolved(x_ptr, past_ptr, taps_ptr, value, in_v, CHANNELS, TAPS)
+        q = convolved(x_ptr, past_ptr, taps_ptr, None, query, in_k, 1.0, CHANNELS, TAPS, False)
+        k = convolved(x_ptr, past_ptr, taps_ptr, None, key, in_k, 1.0, CHANNELS, TAPS, False)
+        v = convolved(x_ptr, past_ptr, taps_ptr, None, value, in_v, 1.0, CHANNELS, TAPS, False)
         q *= tl.rsqrt(tl.sum(q * q, 0) + 1e-6) * root
         k *= tl.rsqrt(tl.sum(k * k, 0) + 1e-6)
         beta = sigmoid(tl.load(x_ptr + beta_at + head).to(tl.float32))
@@ -124,18 +88,11 @@ def _token_kernel(
         gate = gate.to(tl.float32)
         y *= gate * sigmoid(gate) if SILU else sigmoid(gate)
         tl.store(y_ptr, y.to(y_ptr.dtype.element_ty), mask=in_v)
-        _shift(x_ptr, past_ptr, value, in_v, CHANNELS, TAPS)
+        shift(x_ptr, past_ptr, value, in_v, 1.0, CHANNELS, TAPS, False)
         # Of the heads that share a key the last one to have read what came before writes it.
-        last = True
-        if SHARING > 1:
-            counter = counters_ptr + slot * KEYS + head // SHARING
-            tl.debug_barrier()
-            last = tl.atomic_add(counter, 1) == SHARING - 1
-        if last:
-            if SHARING > 1:
-                tl.store(counters_ptr + slot * KEYS + head // SHARING, 0)
-            _shift(x_ptr, past_ptr, query, in_k, CHANNELS, TAPS)
-            _shift(x_ptr, past_ptr, key, in_k, CHANNELS, TAPS)
+        if is_last(counters_ptr + slot * KEYS + head // SHARING, SHARING):
+            shift(x_ptr, past_ptr, query, in_k, 1.0, CHANNELS, TAPS, False)
+            shift(x_ptr, past_ptr, key, in_k, 1.0, CHANNELS, TAPS, False)
     else:
         tl.store(y_ptr, tl.zeros([BLOCK_V], y_ptr.dtype.element_ty), mask=in_v)
 
@@ -143,6 +100,11 @@ def _token_kernel(
 def serves(key_dim: int, value_dim: int, taps: int) -> bool:
     """True if the kernels take heads of so many elements, behind a convolution of so many taps."""
     return max(key_dim, value_dim) <= LARGEST and taps > 1
+
+
+def counts(rows: int, keys: int, values: int) -> bool:
+    """True if there are counters for so many slots."""
+    return keys == values or rows * keys <= MOST_COUNTERS
 
 
 def delta_token(

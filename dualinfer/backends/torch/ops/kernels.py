@@ -90,7 +90,7 @@ class KernelOps(KernelAttention):
         "decode_attention": "Triton, split KV, fused with rotary and append",
         "cross_attention": f"Triton, split KV, of one token; {SDPA} of more",
         "latent_attention": "Triton, split KV over latent vectors; norm, rotary and append before",
-        "recurrence": "Triton, a token in one launch, prompts by chunks of 64",
+        "recurrence": "Triton, with the convolution before and the norm behind it",
         "sampling": "Triton, threefry2x32",
     }
 

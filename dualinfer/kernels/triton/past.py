@@ -1,0 +1,70 @@
+"""The convolution before a recurrence, of one token: what came before is kept in the cache."""
+
+# pyright: reportArgumentType=false, reportGeneralTypeIssues=false
+import triton
+import triton.language as tl
+
+MOST_COUNTERS = 4096  # slots times the parts of a token that several programs read
+
+
+@triton.jit
+def sigmoid(x):
+    """The logistic function of float32 x."""
+    return 1.0 / (1.0 + tl.exp(-x))
+
+
+@triton.jit
+def softplus(x):
+    """log(1 + exp(x)) of float32 x."""
+    return tl.maximum(x, 0.0) + tl.log(1.0 + tl.exp(-tl.abs(x)))
+
+
+@triton.jit
+def scaled(x, scale, SCALED: tl.constexpr):
+    """x times a factor, rounded as x is; as it is where that is not asked for."""
+    return (x.to(tl.float32) * scale).to(x.dtype) if SCALED else x
+
+
+@triton.jit
+def convolved(
+    x_ptr, past_ptr, taps_ptr, bias_ptr, channel, inside, scale, CHANNELS, TAPS: tl.constexpr,
+    SCALED: tl.constexpr,
+):  # fmt: skip
+    """silu of some channels convolved over what came before and the token, float32."""
+    x = scaled(tl.load(x_ptr + channel, mask=inside, other=0.0), scale, SCALED).to(tl.float32)
+    last = tl.load(taps_ptr + channel * TAPS + TAPS - 1, mask=inside, other=0.0)
+    total = x * last.to(tl.float32)
+    if bias_ptr is not None:
+        total += tl.load(bias_ptr + channel, mask=inside, other=0.0).to(tl.float32)
+    for i in tl.static_range(TAPS - 1):
+        before = tl.load(past_ptr + i * CHANNELS + channel, mask=inside, other=0.0)
+        weight = tl.load(taps_ptr + channel * TAPS + i, mask=inside, other=0.0)
+        total += before.to(tl.float32) * weight.to(tl.float32)
+    return total * sigmoid(total)
+
+
+@triton.jit
+def shift(
+    x_ptr, past_ptr, channel, inside, scale, CHANNELS, TAPS: tl.constexpr, SCALED: tl.constexpr
+):
+    """The token becomes the last of what came before; of two taps or more."""
+    # Where several threads hold one element, all must have read it before one writes.
+    for i in tl.static_range(TAPS - 2):
+        later = tl.load(past_ptr + (i + 1) * CHANNELS + channel, mask=inside, other=0.0)
+        tl.debug_barrier()
+        tl.store(past_ptr + i * CHANNELS + channel, later, mask=inside)
+    x = scaled(tl.load(x_ptr + channel, mask=inside, other=0.0), scale, SCALED)
+    tl.debug_barrier()
+    tl.store(past_ptr + (TAPS - 2) * CHANNELS + channel, x, mask=inside)
+
+
+@triton.jit
+def is_last(counter_ptr, SHARING: tl.constexpr):
+    """True in the last of SHARING programs to come here, which have all read what they share."""
+    last = True
+    if SHARING > 1:
+        tl.debug_barrier()
+        last = tl.atomic_add(counter_ptr, 1) == SHARING - 1
+        if last:
+            tl.store(counter_ptr, 0)
+    return last

@@ -1,0 +1,87 @@
+"""Triton's step of Mamba-2."""
+
+import math
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from .cases import assert_close, normal
+from .tensors import get, needs_triton, put, strict
+
+from dualinfer.blocks.state_space import StateSpace  # isort: skip
+from dualinfer.kernels.triton.state_token import state_token  # isort: skip
+from dualinfer.model.spec import Norm  # isort: skip
+from dualinfer.ops.exact import MATHS  # isort: skip
+
+pytestmark = [needs_triton, pytest.mark.usefixtures(strict.__name__)]
+EXACT: Any = SimpleNamespace(maths=MATHS)
+# Factors are powers of two: NumPy does not round products of bfloat16.
+WHOLE = StateSpace(6, 24, 2, 20, 4, "silu", Norm("rms", 1e-5), 144)
+SPACES = {
+    "normed whole": WHOLE,
+    "by groups, gated last": replace(WHOLE, normed=72, gated_last=True, limits=(0.01, 0.6)),
+    "alone": replace(WHOLE, groups=6, taps=2, norm=None, normed=0),
+    "scaled": replace(
+        *(WHOLE,),
+        groups=1,
+        norm=None,
+        normed=0,
+        scales=(0.5, 2.0, 0.25, 4.0, 0.5),
+        out_scale=0.3,
+    ),
+    "scaled, normed": replace(WHOLE, scales=(0.5, 2.0, 0.25, 4.0, 0.5), out_scale=1.7),
+}
+
+
+@pytest.mark.parametrize("name", SPACES)
+def test_a_token_moves_the_slots_that_are_named(dtype, name):
+    own, wide = SPACES[name], np.dtype(np.float32)
+    w = {
+        "recurrence_kernel": normal(1, own.channels, own.taps, dtype=dtype, scale=0.7),
+        "recurrence_kernel_bias": normal(2, own.channels, dtype=dtype),
+        "state_step_bias": normal(3, own.heads, dtype=wide),
+        "state_decay": normal(4, own.heads, dtype=wide),
+        "state_skip": normal(5, own.heads, dtype=wide),
+        "state_norm.weight": normal(6, own.width, dtype=dtype),
+    }
+    if name == "alone":
+        del w["recurrence_kernel_bias"]
+    x = normal(7, 3, own.width + own.channels + own.heads, dtype=dtype)
+    past = normal(8, 4, own.taps - 1, own.channels, dtype=dtype)
+    state = normal(9, 4, own.heads, own.head_dim, own.state, dtype=wide)
+    moves = np.array([True, False, True])
+    import torch
+
+    held = put(past), put(state)
+    counters = torch.zeros(3 * own.groups, dtype=torch.int32, device=held[0].device)
+    cache: Any = SimpleNamespace(arrays=held)
+    ops: Any = SimpleNamespace(starts_early=lambda rows: False)
+    assert own.is_fused
+    weights = {key: put(value) for key, value in w.items()}
+    launch = own.token_launch(ops, weights, put(x), cache, put(moves))
+    assert launch is not None and launch.function is state_token
+    y = get(launch.function(*launch.arguments, **launch.options, counters=counters))
+    assert not counters.any()
+    new_past, new_state = map(get, held)
+    for slot in (0, 2):
+        before = past[slot : slot + 1], state[slot : slot + 1].astype(np.float64)
+        wanted, (kept, last) = own.token(EXACT, w, x[slot : slot + 1, None], before)
+        assert_close(y[slot], wanted[0, 0].astype(np.float32), dtype, length=256)
+        assert (new_past[slot] == kept[0].astype(dtype)).all()
+        assert_close(new_state[slot], last[0].astype(np.float32), wide, length=256)
+    assert (y[1] == 0).all()
+    for slot in (1, 3):
+        assert (new_past[slot] == past[slot]).all()
+        assert (new_state[slot] == state[slot]).all()
+
+
+def test_sizes_that_the_kernel_does_not_know_are_plain():
+    assert WHOLE.is_fused
+    for other in ({"taps": 1}, {"activation": "gelu"}, {"head_dim": 256, "state": 128}):
+        assert not replace(WHOLE, **other).is_fused, other
+    assert not replace(WHOLE, heads=3, normed=144).is_fused  # devices share what is normed
+    assert not replace(WHOLE, head_dim=4096, normed=6 * 4096, state=2).is_fused
+    assert math.isinf(WHOLE.limits[1])
