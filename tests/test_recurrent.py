@@ -419,8 +419,7 @@ def test_products_of_recurrences_are_quantized(case, backend):
         assert np.asarray(text).shape[1] == len(texts[0]) + 3
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_codes_beside_plain_tensors_give_what_they_mean(backend, tmp_path):
+def test_codes_beside_plain_tensors_give_what_they_mean(tmp_path):
     """Of projections that lie by key heads, one of two that are one weight here is quantized."""
     model, text = make("qwen3_next with experts"), rows((11,))[0][None]
     with dualinfer.init_inference(model, **INJECTED, dtype="fp32", quant="int8") as engine:
@@ -432,12 +431,12 @@ def test_codes_beside_plain_tensors_give_what_they_mean(backend, tmp_path):
     kept = {key: own for key, own in stored.items() if not key.startswith(name)}
     kept[f"{name}.weight"] = (meant * scales).contiguous()
     config = json.loads((tmp_path / "config.json").read_text("utf-8"))
-    with dualinfer.init_inference(str(tmp_path), dtype="fp32", backend=backend) as engine:
+    with dualinfer.init_inference(str(tmp_path), dtype="fp32") as engine:
         expected = np.asarray(engine(text).logits)
     safetensors.torch.save_file(kept, file, {"format": "pt"})
     config["quantization_config"].setdefault("ignore", []).append(name)
     (tmp_path / "config.json").write_text(json.dumps(config))
-    with dualinfer.init_inference(str(tmp_path), dtype="fp32", backend=backend) as engine:
+    with dualinfer.init_inference(str(tmp_path), dtype="fp32") as engine:
         assert relative_rms(np.asarray(engine(text).logits), expected) < 1e-5
 
 
