@@ -6,7 +6,7 @@ everything that is under way is sent once more, with the tokens that have come.
 
 import asyncio
 import secrets
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from itertools import count
 from typing import Any
@@ -33,10 +33,6 @@ class _Work:
         self.deaths = 0
         self.error: Exception | None = None
         self._waiter: asyncio.Future[None] | None = None
-
-    def frame(self) -> bytes:
-        """The message that asks for it, or for what is left of it."""
-        raise NotImplementedError
 
     def fail(self, error: Exception) -> None:
         """End it with an error."""
@@ -127,10 +123,6 @@ class RemoteHandle(_Work):
             self.is_left = True
             self.engine.post(self.engine.cancel, self)
 
-    def frame(self) -> bytes:
-        """See `_Work`."""
-        return _started([self])
-
     def take(self, tokens: list[int], told: np.ndarray) -> None:
         """Book tokens that have come, and what is told of them."""
         self.tokens += tokens
@@ -163,11 +155,7 @@ class _Call(_Work):
 
     def __init__(self, engine: "RemoteEngine", number: int, frame: bytes) -> None:
         super().__init__(engine, number)
-        self._frame, self.array = frame, None
-
-    def frame(self) -> bytes:
-        """See `_Work`."""
-        return self._frame
+        self.frame, self.array = frame, None
 
     def take(self, array: np.ndarray) -> None:
         """Book the result."""
@@ -182,6 +170,19 @@ class _Call(_Work):
             raise self.error
         assert self.array is not None
         return self.array
+
+
+def _frames(works: Sequence[RemoteHandle | _Call]) -> Iterator[bytes]:
+    """The messages that ask for what is left; sequences of one prompt and seed go together."""
+    groups: dict[int, list[RemoteHandle]] = {}
+    for work in works:
+        if isinstance(work, RemoteHandle):
+            groups.setdefault(id(work.arguments), []).append(work)
+    for work in works:
+        if not isinstance(work, RemoteHandle):
+            yield work.frame
+        elif group := groups.pop(id(work.arguments), None):
+            yield _started(group)
 
 
 class RemoteEngine:
@@ -256,7 +257,7 @@ class RemoteEngine:
     async def _called(self, message: Message, **arrays: np.ndarray) -> np.ndarray:
         number = next(self._numbers)
         call = _Call(self, number, packed({**message, "number": number}, **arrays))
-        self._begin([call], call.frame())
+        self._begin([call], call.frame)
         try:
             return await call.result()
         finally:
@@ -291,8 +292,8 @@ class RemoteEngine:
         """Go on with an engine that serves: it is sent everything that is under way."""
         self._about, self._write, self.down = about, write, None
         self._state, self._pulse, self.unheard = self._state._replace(live=0), Pulse(), 0.0
-        for work in list(self._work.values()):
-            write(work.frame())
+        for frame in _frames(list(self._work.values())):
+            write(frame)
 
     def detach(self, why: str) -> None:
         """The engine is gone. What it had under way waits for another one, but not for ever."""
