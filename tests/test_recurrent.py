@@ -169,6 +169,10 @@ QUICK = ("lfm2 with biases", "mamba2", "mamba")
 ODD = ("lfm2_moe", "mamba2", "falcon_h1, normed", "nemotron_h with experts")
 ODD += ("kimi_linear with experts", "falcon_mamba", "jamba", "minimax with experts")
 ODD += ("nemotron_h with latent experts",)
+# Of a family that has another case, whose spec alone differs: torch shows them.
+VARIANTS = ("bailing_hybrid, unbounded", "jamba without experts", "olmo_hybrid without turns")
+# Whose products have codes on JAX, too; the rows are as neutral as the plan.
+CODED = ("lfm2_moe", "mamba2", "kimi_linear with experts", "falcon_mamba")
 LENGTHS = (11, 2, 17, 1)  # shorter than a kernel, too
 NEW = 9
 INJECTED = {"replace_with_kernel_inject": True}
@@ -245,6 +249,7 @@ ON_BACKENDS = [
     pytest.param(case, backend, marks=[] if case in QUICK else [pytest.mark.slow])
     for case in CASES
     for backend in BACKENDS
+    if backend == "torch" or case not in VARIANTS
 ]
 
 
@@ -403,8 +408,10 @@ def test_half_precision_is_as_exact_as_hf(case, backend):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("case", ODD)
+@pytest.mark.parametrize(
+    ("case", "backend"),
+    [(case, b) for case in ODD for b in BACKENDS if b == "torch" or case in CODED],
+)
 def test_products_of_recurrences_are_quantized(case, backend):
     """8-bit codes of every product; the state, convolutions and norms stay as they are."""
     model, texts = make(case), rows((11,))

@@ -292,6 +292,7 @@ def test_an_engine_that_is_killed_is_followed_by_one_that_goes_on(client, server
     assert _running(server) == 0
 
 
+@pytest.mark.parametrize("backend", ["torch"], indirect=True, scope="module")  # the front's part
 def test_an_engine_that_is_silent_is_ended_and_started_again(client, server):
     expected = complete(client, **LONG).choices[0].text
     first = server.engine
