@@ -91,6 +91,22 @@ def fused(own: Recurrence) -> FusedRecurrence | None:
     return own if isinstance(own, FusedRecurrence) and own.is_fused else None
 
 
+def sequence_launch(
+    ops: Any, own: Recurrence, w: Weights, x: Array, segments: Array | None, **where: Any
+) -> Launch | None:
+    """The launch that serves a recurrence over sequences; None for plain operations."""
+    kernels = fused(own) if segments is None else None
+    return kernels.sequence_launch(ops, w, x, **where) if kernels else None
+
+
+def token_launch(
+    ops: Any, own: Recurrence, w: Weights, x: Array, cache: Any, moves: Array
+) -> Launch | None:
+    """The launch that serves a recurrence's token, x [N, 1, W]; None for plain operations."""
+    kernels = fused(own)
+    return kernels.token_launch(ops, w, x[:, 0], cache, moves) if kernels else None
+
+
 def has_wide_heads(head_dim: int) -> bool:
     """True if heads have more elements than the kernels of attention take."""
     from ..kernels.triton import attention

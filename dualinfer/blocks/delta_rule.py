@@ -14,7 +14,7 @@ from ..ops.caches import Buffer, StateView
 from ..ops.contract import Array, BlockOps, Launch, Seen, Weights
 from ..ops.maths import Maths, cut, flat, heads
 from ..ops.projection import project
-from ..ops.recurrences import convolve_past, last_tokens, visible
+from ..ops.recurrences import begins_anew, convolve_past, counted, last_tokens, visible
 from ..parallel.sharding import Devices, Share
 
 CHUNK = 64  # tokens whose updates are solved at a time; cuts of a prompt at multiples change no bit
@@ -204,14 +204,12 @@ class DeltaRule:
         past, state = (None, None) if states is None else states
         given, gates, steps, decays = self._parted(ops, w, x)
         y, wide = convolve_past(m, w, visible(given, mask), past, segments)
-        if lengths is not None:
-            real = m.arange(x.shape[1], x) < lengths[:, None]
-            mask = real if mask is None else mask & real
+        mask = counted(m, x, mask, lengths)
         if mask is not None:  # other tokens leave a state as it is
             steps = m.where(mask[..., None, None], steps, 0.0)
             decays = m.where(mask[..., None, None, None], decays, 0.0)
         if segments is not None:
-            anew = m.pad(segments[:, 1:] != segments[:, :-1], 1, 1, 0)[..., None, None, None]
+            anew = begins_anew(m, segments)[..., None, None, None]
             decays = m.where(anew, -float("inf"), decays)
         y, state = self.scan(m, *self._heads(m, y), steps, decays, state)
         y = self._out(m, w, y, gates)
@@ -273,32 +271,37 @@ class DeltaRule:
         return Launch(delta_prompt.delta_prompt, (x, *held), how)
 
     def _launched(self, ops: BlockOps, w: Weights, x: Array) -> dict[str, Any]:
-        """What both kernels take of the layer, and second projections of x [..., W]."""
+        """The options of both kernels: the layer's facts and weights, and second projections."""
         at = sum(self.sizes[:4])
         how: dict[str, Any] = {"keys": self.keys, "values": self.values, "beta_at": at}
         how |= {"floor": self.floor, "doubled": self.doubled, "gate": self.gate}
         how |= {"taps": w["recurrence_kernel"], "decay_scale": w["delta_decay_scale"]}
         how |= {"decay_bias": w["delta_decay_bias"], "norm": w["delta_norm.weight"]}
         how["eps"] = self.norm.eps
-        _, gates, _, decays = cut(x, self.channels, *self.sizes[3:])
-        if self.gate_rank:
-            how["gates"] = project(ops, w, "delta_gate", gates)
-        if self.decay_rank:
-            how["decays"] = project(ops, w, "delta_decay", decays)
+        if self.gate_rank or self.decay_rank:
+            _, how["gates"], _, how["decays"] = self._projected(ops, w, x)
         return how
 
-    def _parted(self, ops: BlockOps, w: Weights, x: Array) -> tuple[Array, ...]:
-        """What is convolved, gates, steps and log-decays of a projection x [B, T, ...].
+    def _projected(self, ops: BlockOps, w: Weights, x: Array) -> list[Array]:
+        """The convolved channels, gates, steps and decays of x [..., W], behind both projections.
 
-        [B, T, C], [B, T, width], and float32 [B, T, keys, values of each] and [B, T, keys, values
-        of each, key_dim or 1].
+        [..., C], [..., width], [..., values] and [..., decays], in x's dtype.
         """
-        m = ops.maths
         given, gates, steps, decays = cut(x, self.channels, *self.sizes[3:])
         if self.gate_rank:
             gates = project(ops, w, "delta_gate", gates)
         if self.decay_rank:
             decays = project(ops, w, "delta_decay", decays)
+        return [given, gates, steps, decays]
+
+    def _parted(self, ops: BlockOps, w: Weights, x: Array) -> tuple[Array, ...]:
+        """The convolved channels, gates, steps and log-decays of a projection x [B, T, ...].
+
+        [B, T, C], [B, T, width], and float32 [B, T, keys, values of each] and [B, T, keys, values
+        of each, key_dim or 1].
+        """
+        m = ops.maths
+        given, gates, steps, decays = self._projected(ops, w, x)
         steps = m.sigmoid(m.wide(steps))
         decays = heads(m.wide(decays) + w["delta_decay_bias"], self.values)
         scale = m.exp(w["delta_decay_scale"])[:, None]
@@ -324,7 +327,7 @@ class DeltaRule:
     def step(
         self, m: Maths, q: Array, k: Array, v: Array, steps: Array, decays: Array, state: Array
     ) -> tuple[Array, Array]:
-        """What one token of each sequence gives, [N, values, value_dim], and its states.
+        """Results of one token of each sequence, [N, values, value_dim], and its states.
 
         All float32, as `_heads` and `_parted` give them; `state` is [N, values, key_dim,
         value_dim].
@@ -346,7 +349,7 @@ class DeltaRule:
         decays: Array,
         state: Array | None,
     ) -> tuple[Array, Array]:
-        """What sequences give, [B, T, values, value_dim], and the states behind them; float32.
+        """Results of sequences, [B, T, values, value_dim], and the states behind them; float32.
 
         Arguments as `_heads` and `_parted` give them; `state` [B, values, key_dim, value_dim] is
         the one before, None for zeros. In a chunk of tokens each u is what its own update would

@@ -12,7 +12,7 @@ from ..ops.streams import parted
 
 @dataclass(frozen=True)
 class GatedQueries(Wiring):
-    """What heads give is times the logistic function of gates, as many as it has elements.
+    """The results of heads are times the logistic function of gates, one for each element.
 
     They stand before queries, keys and values in the one projection, axis `given`; in files those
     of a head are behind its query.

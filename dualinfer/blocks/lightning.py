@@ -13,7 +13,7 @@ from ..ops.caches import Buffer
 from ..ops.contract import Array, BlockOps, Seen, Weights
 from ..ops.maths import cut, flat, heads
 from ..ops.norms import rms_norm
-from ..ops.recurrences import scan_decaying
+from ..ops.recurrences import begins_anew, counted, scan_decaying
 from ..parallel.sharding import Devices, Share
 
 _CHUNK = 64  # tokens whose pairs are scored at a time
@@ -21,7 +21,7 @@ _CHUNK = 64  # tokens whose pairs are scored at a time
 
 @dataclass(frozen=True)
 class Slopes:
-    """What heads' states lose at a token, float32 [H]: 2^(-8 h / H) of head h times a `factor`."""
+    """Log-decays of heads' states, float32 [H]: 2^(-8 h / H) of head h times a `factor`."""
 
     factor: float
 
@@ -114,15 +114,13 @@ class Lightning:
         """See `spec.Recurrence`."""
         m, (mask, segments) = ops.maths, seen
         q, k, v, gate = self._parted(ops, x)
-        if lengths is not None:
-            real = m.arange(x.shape[1], x) < lengths[:, None]
-            mask = real if mask is None else mask & real
+        mask = counted(m, x, mask, lengths)
         decays = m.zeros((*x.shape[:2], 1), m.float32, x) - w["lightning_slopes"]
         if mask is not None:  # other tokens leave a state as it is
             k = m.where(mask[..., None, None], k, 0.0)
             decays = m.where(mask[..., None], decays, 0.0)
         if segments is not None:
-            anew = m.pad(segments[:, 1:] != segments[:, :-1], 1, 1, 0)[..., None]
+            anew = begins_anew(m, segments)[..., None]
             decays = m.where(anew, -float("inf"), decays)
         state = None if states is None else states[0]
         y, state = scan_decaying(m, v, k, q, decays, state, _CHUNK)

@@ -11,7 +11,7 @@ from ..ops.caches import Buffer
 from ..ops.contract import Array, BlockOps, Seen, Weights
 from ..ops.maths import Maths, cut
 from ..ops.norms import rms_norm
-from ..ops.recurrences import convolve_past, last_tokens, visible
+from ..ops.recurrences import begins_anew, convolve_past, counted, last_tokens, visible
 from ..parallel.sharding import Devices, Share
 
 _CHUNK = 64  # tokens whose states are held at a time
@@ -111,14 +111,10 @@ class SelectiveScan:
         given, gate = cut(x, self.width, self.width)
         y, wide = convolve_past(m, w, visible(given, mask), past, segments)
         value, steps, b, c = self._parted(ops, w, y, x.dtype)
-        if lengths is not None:
-            real = m.arange(x.shape[1], x) < lengths[:, None]
-            mask = real if mask is None else mask & real
+        mask = counted(m, x, mask, lengths)
         if mask is not None:  # other tokens leave a state as it is
             steps = m.where(mask[..., None], steps, 0.0)
-        anew = None
-        if segments is not None:
-            anew = m.pad(segments[:, 1:] != segments[:, :-1], 1, 1, 0)
+        anew = None if segments is None else begins_anew(m, segments)
         y, state = self.scan(m, w, value, steps, b, c, state, anew)
         y = self._out(m, w, y, value, gate)
         return y, () if lengths is None else (last_tokens(m, w, wide, lengths), state)

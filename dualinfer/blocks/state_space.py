@@ -12,7 +12,14 @@ from ..model.weights import Row, row
 from ..ops.caches import Buffer, StateView
 from ..ops.contract import Array, BlockOps, Launch, Seen, Weights
 from ..ops.maths import Maths, cut, flat, heads
-from ..ops.recurrences import convolve_past, last_tokens, scan_decaying, visible
+from ..ops.recurrences import (
+    begins_anew,
+    convolve_past,
+    counted,
+    last_tokens,
+    scan_decaying,
+    visible,
+)
 from ..parallel.sharding import Devices, Share
 
 _CHUNK = 64  # tokens whose pairs are scored at a time
@@ -145,13 +152,11 @@ class StateSpace:
         gate, given, steps = self._parted(m, x)
         y, wide = convolve_past(m, w, visible(given, mask), past, segments)
         steps, decays = self._steps(m, w, steps)
-        if lengths is not None:
-            real = m.arange(x.shape[1], x) < lengths[:, None]
-            mask = real if mask is None else mask & real
+        mask = counted(m, x, mask, lengths)
         if mask is not None:  # other tokens leave a state as it is
             steps, decays = (m.where(mask[..., None], a, 0.0) for a in (steps, decays))
         if segments is not None:
-            anew = m.pad(segments[:, 1:] != segments[:, :-1], 1, 1, 0)[..., None]
+            anew = begins_anew(m, segments)[..., None]
             decays = m.where(anew, -float("inf"), decays)
         parts = self._heads(m.activation(y, self.activation))
         y, state = self.scan(m, *parts, steps, decays, state)

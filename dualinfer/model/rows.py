@@ -4,11 +4,11 @@ In a layer's template `{i}` stands for its number in HF's names; where a project
 several, `{p}` stands for the name of a part.
 """
 
-from collections.abc import Container, Iterable, Mapping
+from collections.abc import Callable, Container, Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
-from .spec import XIELU, Attention, ModelSpec, Norm, Places, RelativeBias
+from .spec import XIELU, Attention, Layer, ModelSpec, Norm, Places, RelativeBias
 from .weights import Row, WeightTable, row
 
 QKV = {"q": "q_proj", "k": "k_proj", "v": "v_proj"}
@@ -167,6 +167,13 @@ def xielu(theirs: str) -> list[Row]:
     rows = [row(f"xielu.{x}", "one", (f"{theirs}.{x}", "one")) for x in XIELU[:2]]
     numbers = [row(f"xielu.{x}", "", (f"{theirs}.{x}", "")) for x in XIELU[2:]]
     return rows + [replace(number, fixed=True) for number in numbers]
+
+
+def by_layer(table: WeightTable, rows_of: Callable[[Layer], Iterable[Row]]) -> WeightTable:
+    """The table where each layer has rows of its own; layers that are one object share them."""
+    layers = table.spec.layers
+    made = {id(layer): tuple(rows_of(layer)) for layer in layers}
+    return replace(table, layers=tuple(made[id(layer)] for layer in layers))
 
 
 def causal_table(

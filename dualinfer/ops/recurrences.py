@@ -49,6 +49,22 @@ def visible(x: Array, mask: Array | None) -> Array:
     return x if mask is None else x * mask[..., None]
 
 
+def counted(m: Maths, x: Array, mask: Array | None, lengths: Array | None) -> Array | None:
+    """The tokens of x [B, T, ...] that change a state, bool [B, T]: those shown, within lengths.
+
+    None for all.
+    """
+    if lengths is None:
+        return mask
+    real = m.arange(x.shape[1], x) < lengths[:, None]
+    return real if mask is None else mask & real
+
+
+def begins_anew(m: Maths, segments: Array) -> Array:
+    """The tokens that begin a packed sequence behind another, bool [B, T]."""
+    return m.pad(segments[:, 1:] != segments[:, :-1], 1, 1, 0)
+
+
 def convolve_past(
     m: Maths, w: Weights, x: Array, past: Array | None = None, segments: Array | None = None
 ) -> tuple[Array, Array]:

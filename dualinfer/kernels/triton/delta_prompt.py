@@ -18,7 +18,8 @@ from .past import sigmoid
 from .rows import check_last_axis
 
 CHUNK = 64
-_TILE = 16  # tokens of a program that norms
+# Tokens of a program that convolves, and of one that norms; elements of a value of one that walks.
+_TILE, _NORMED, _VALUES = 64, 16, 32
 _CHUNK: tl.constexpr = tl.constexpr(CHUNK)
 # A log-decay behind which nothing is left in float32; of larger ones sums would lose digits.
 _GONE: tl.constexpr = tl.constexpr(-30.0)
@@ -403,12 +404,6 @@ def delta_prompt(
     floor: float | None = None,
     doubled: bool = False,
     gate: str = "silu",
-    block: int | None = None,
-    warps: int = 4,
-    stages: int = 3,
-    tile: int = 64,
-    tile_warps: int = 8,
-    within_warps: int | None = None,
     pdl: bool = False,
 ) -> Any:
     """What tokens of sequences give, [B, T, values * value_dim], from projections x [B, T, W].
@@ -417,7 +412,7 @@ def delta_prompt(
     `mask` [B, T] hides tokens, which then change nothing. With `past` and `state` the slots int
     `slots` [B] have what is behind the first int `lengths` [B] tokens; a row of a slot that there
     is not gives it to none. With int `starts` [B] a row that does not start at 0 goes on from what
-    its slot has. `block` are the elements of a value that a program has.
+    its slot has.
     """
     check_last_axis("x", x)
     batch, tokens, _ = x.shape
@@ -448,12 +443,12 @@ def delta_prompt(
         return y
     launch(
         _convolve_kernel,
-        ((2 * keys + values) * batch * triton.cdiv(tokens, tile),),
+        ((2 * keys + values) * batch * triton.cdiv(tokens, _TILE),),
         *(x, mask, past, slots, starts, taps, qkv, x.stride(0), x.stride(1), *in_mask),
         *(tokens, slot_count, key_dim**-0.5),
         **own,
-        **{"TAPS": taps.shape[1], "TILE": tile, "BLOCK": max(block_k, block_v)},
-        num_warps=tile_warps,
+        **{"TAPS": taps.shape[1], "TILE": _TILE, "BLOCK": max(block_k, block_v)},
+        num_warps=8,
         pdl=pdl,
     )
     launch(
@@ -475,10 +470,10 @@ def delta_prompt(
         **kinds,
         **{"TAPS": taps.shape[1], "BOUNDED": floor is not None, "DOUBLED": doubled},
         **{"BLOCK_V": block_v},
-        num_warps=within_warps or (8 if by_channel else 4),
+        num_warps=8 if by_channel else 4,
         pdl=pdl,
     )
-    block = min(block or 32, block_v)
+    block = min(_VALUES, block_v)
     launch(
         _over_kernel,
         (triton.cdiv(value_dim, block) * batch * values,),
@@ -486,16 +481,16 @@ def delta_prompt(
         **own,
         **kinds,
         BLOCK_V=block,
-        num_warps=warps,
-        num_stages=stages,
+        num_warps=4,
+        num_stages=3,
         pdl=pdl,
     )
     launch(
         _gate_kernel,
-        (values * triton.cdiv(rows, _TILE),),
+        (values * triton.cdiv(rows, _NORMED),),
         *(y, gates, norm, gates.stride(0), gates.stride(1), rows, tokens, eps),
         **{"VALUES": values, "VALUE": value_dim, "SILU": gate == "silu"},
-        **{"TILE": _TILE, "BLOCK": block_v},
+        **{"TILE": _NORMED, "BLOCK": block_v},
         num_warps=4,
         pdl=pdl,
     )

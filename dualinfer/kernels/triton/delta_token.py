@@ -15,6 +15,7 @@ from .past import MOST_COUNTERS, convolved, is_last, shift, sigmoid, softplus
 from .rows import check_last_axis
 
 LARGEST = 128  # elements of a key, and of a value
+_WARPS = 4  # more would sum over keys by shared memory, fewer have no registers for a state
 
 
 @triton.jit
@@ -127,8 +128,6 @@ def delta_token(
     floor: float | None = None,
     doubled: bool = False,
     gate: str = "silu",
-    warps: int = 4,
-    registers: int | None = None,
     pdl: bool = False,
 ) -> Any:
     """What a token of each slot gives, [N, values * value_dim], from its projection x [N, W].
@@ -165,9 +164,8 @@ def delta_token(
         **{"TAPS": taps.shape[1], "BY_CHANNEL": by_channel, "BOUNDED": floor is not None},
         **{"SILU": gate == "silu", "DOUBLED": doubled},
         **{"BLOCK_K": next_power_of_2(key_dim), "BLOCK_V": next_power_of_2(value_dim)},
-        FETCH=0 if key_dim * value_dim % (128 * warps) else 32 * warps,
-        num_warps=warps,
+        FETCH=0 if key_dim * value_dim % (128 * _WARPS) else 32 * _WARPS,
+        num_warps=_WARPS,
         pdl=pdl,
-        **({"maxnreg": registers} if registers else {}),
     )
     return y

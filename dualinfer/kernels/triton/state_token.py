@@ -14,6 +14,7 @@ from .operands import as_bytes, empty
 from .past import MOST_COUNTERS, convolved, is_last, scaled, shift, sigmoid, softplus
 from .rows import check_last_axis
 
+_WARPS = 4
 LARGEST = 16384  # elements of a head's state, and of what is normed together
 
 
@@ -155,7 +156,7 @@ def state_token(
         raise ValueError(f"past has shape {tuple(past.shape)}, state {tuple(state.shape)}.")
     if heads > groups and rows * groups > counters.numel():
         raise ValueError(f"{counters.numel()} counters; {rows * groups} are needed.")
-    warps, many = 4, scales or (1.0,) * 5
+    many = scales or (1.0,) * 5
     y = x.new_empty((rows, width)) if norm is None else empty(x, (rows, width), "float32")
     launch(
         _token_kernel,
@@ -165,8 +166,8 @@ def state_token(
         **{"HEADS": heads, "GROUPS": groups, "DIM": dim, "STATE": size, "TAPS": taps.shape[1]},
         **{"GATED": norm is None or not gated_last, "SCALED": scales is not None},
         **{"BLOCK_D": next_power_of_2(dim), "BLOCK_S": next_power_of_2(size)},
-        FETCH=0 if dim * size % (128 * warps) else 32 * warps,
-        num_warps=warps,
+        FETCH=0 if dim * size % (128 * _WARPS) else 32 * _WARPS,
+        num_warps=_WARPS,
         pdl=pdl,
     )
     if norm is None:

@@ -8,18 +8,18 @@ from dataclasses import replace
 from ...blocks.delta_rule import KERNELS, READS, DeltaRule
 from ...errors import ModelError, shown
 from .. import rows as make
-from ..spec import Attention, Experts, Head, Layer, Mlp, ModelSpec, Norm, Rope
+from ..spec import Attention, Head, Layer, Mlp, ModelSpec, Norm, Rope
 from ..weights import Row, WeightTable
 from . import mixtures
 from .deepseek import latent_attention, latent_rows
 from .fields import ConfigFields
+from .qwen3_next import KINDS, layers_of
 from .rope import reach
 
 CLASSES = {
     "kimi_linear": ("KimiLinearForCausalLM", "KimiLinearModel"),
     "bailing_hybrid": ("BailingHybridForCausalLM", "BailingHybridModel"),
 }
-_KINDS = "linear_attention", "full_attention"
 # HF's names of DeepSeek's fields, and what configs have in their place.
 _NAMES = {
     "max_position_embeddings": "model_max_length",
@@ -49,23 +49,15 @@ def describe(fields: ConfigFields, architecture: str) -> tuple[ModelSpec, Weight
         attention = replace(latent_attention(fields, parameters, positions), gated=True)
         positions = reach(parameters, positions)
     recurrence = _recurrence(fields, norm)
-    kinds = fields.kinds("layer_types", count, _KINDS)
+    kinds = fields.kinds("layer_types", count, KINDS)
     mlp = Mlp(fields.size("intermediate_size"), fields.activation("hidden_act"), gated=True)
-    own = list(zip(kinds, mixtures.read_layers(fields, mlp, count), strict=True))
-    layers = {
-        key: Layer(
-            *(attention, key[1], norm, "pre"),
-            recurrence=recurrence if key[0] == _KINDS[0] else None,
-            attends=key[0] != _KINDS[0],
-        )
-        for key in dict.fromkeys(own)
-    }
+    mlps = mixtures.read_layers(fields, mlp, count)
     spec = ModelSpec(
         family=fields.family,
         architecture=architecture,
         vocab=fields.size("vocab_size"),
         embed=embed,
-        layers=tuple(layers[key] for key in own),
+        layers=layers_of(kinds, mlps, Layer(attention, mlp, norm, "pre"), recurrence),
         max_positions=positions,
         final_norm=norm,
         head=Head("causal") if architecture.endswith("ForCausalLM") else None,
@@ -117,10 +109,7 @@ def _table(fields: ConfigFields, spec: ModelSpec) -> WeightTable:
             rows += _recurrent_rows(layer.recurrence, f"{hf}self_attn")
         else:
             rows += _attention_rows(layer.attention, f"{hf}self_attn", bias)
-        if isinstance(layer.mlp, Experts):
-            return (*rows, *mixtures.make_rows(mixture, layer.mlp, hf))
-        rows += make.joined("up", hf + "mlp.{p}", make.GATE_UP, bias=False)
-        return (*rows, *make.linear("down", f"{hf}mlp.down_proj", "embed up", bias=False))
+        return (*rows, *mixtures.feed_rows(mixture, layer.mlp, hf, "mlp"))
 
     table = make.causal_table(
         spec,
@@ -132,8 +121,7 @@ def _table(fields: ConfigFields, spec: ModelSpec) -> WeightTable:
         unused=[r"rotary_emb\.", rf"^(model\.)?layers\.{len(spec.layers)}\."],
         renames=mixture.renames,
     )
-    by_kind = {id(layer): rows_of(layer) for layer in spec.layers}
-    return replace(table, layers=tuple(by_kind[id(layer)] for layer in spec.layers))
+    return make.by_layer(table, rows_of)
 
 
 def _recurrent_rows(own: DeltaRule, hf: str) -> list[Row]:

@@ -108,5 +108,4 @@ def _table(fields: ConfigFields, spec: ModelSpec) -> WeightTable:
         base="model.",
         unused=[r"rotary_emb\."],
     )
-    rows = {id(layer): rows_of(layer) for layer in spec.layers}
-    return replace(table, layers=tuple(rows[id(layer)] for layer in spec.layers))
+    return make.by_layer(table, rows_of)

@@ -253,8 +253,7 @@ def _table(fields: ConfigFields, spec: ModelSpec, norm: Norm, is_bare: bool) -> 
         unused=[r"rotary_emb\.", r"^mtp"],
         renames=renames.get(spec.family, ()),
     )
-    by_kind = {id(layer): rows_of(layer) for layer in spec.layers}
-    return replace(table, layers=tuple(by_kind[id(layer)] for layer in spec.layers))
+    return make.by_layer(table, rows_of)
 
 
 def _feed_rows(layer: Layer, hf: str, bias: bool) -> Sequence[Row]:

@@ -4,7 +4,6 @@ HF sources: models/mamba, models/falcon_mamba and models/jamba.
 """
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 from ...blocks.selective_scan import SelectiveScan
 from .. import rows as make
@@ -112,10 +111,8 @@ def _table(fields: ConfigFields, spec: ModelSpec, norm: Norm) -> WeightTable:
         if not layer.feeds:
             return tuple(rows)
         rows += make.norm(norm, "mlp_norm", f"{hf}pre_ff_layernorm")
-        if isinstance(layer.mlp, Experts):
-            return (*rows, *mixtures.make_rows(mixtures.MIXTURES["jamba"], layer.mlp, hf))
-        rows += make.joined("up", hf + "feed_forward.{p}", make.GATE_UP, bias=False)
-        return (*rows, *make.linear("down", f"{hf}feed_forward.down_proj", "embed up", bias=False))
+        names = mixtures.MIXTURES["jamba"]
+        return (*rows, *mixtures.feed_rows(names, layer.mlp, hf, "feed_forward"))
 
     final = "final_layernorm" if is_hybrid else "norm_f"
     table = make.causal_table(
@@ -127,5 +124,4 @@ def _table(fields: ConfigFields, spec: ModelSpec, norm: Norm) -> WeightTable:
         base=base,
         renames=() if is_hybrid else (("backbone.embeddings.", "backbone.embedding."),),
     )
-    rows = {id(layer): rows_of(layer) for layer in spec.layers}
-    return replace(table, layers=tuple(rows[id(layer)] for layer in spec.layers))
+    return make.by_layer(table, rows_of)

@@ -480,6 +480,18 @@ def _which(fields: ConfigFields, layers: int) -> list[bool]:
     return [True] * layers
 
 
+def feed_rows(names: Mixture | None, mlp: Mlp | Experts, layer: str, dense: str) -> list[Row]:
+    """The rows of a mixture, or of a gated feed-forward by the name `dense`, in a layer by HF's.
+
+    The layer's name ends in a dot.
+    """
+    if isinstance(mlp, Experts):
+        assert names is not None
+        return make_rows(names, mlp, layer)
+    rows = make.joined("up", f"{layer}{dense}.{{p}}", make.GATE_UP, bias=False)
+    return rows + make.linear("down", f"{layer}{dense}.down_proj", "embed up", bias=False)
+
+
 def make_rows(names: Mixture, mixture: Experts, layer: str) -> list[Row]:
     """The rows of a mixture in a layer by HF's name, which ends in a dot."""
     hf = f"{layer}{names.block}"

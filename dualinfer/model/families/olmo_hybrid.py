@@ -88,5 +88,4 @@ def _table(fields: ConfigFields, spec: ModelSpec) -> WeightTable:
             (".post_attention_layernorm.", ".feedforward_layer_norm."),
         ),
     )
-    by_kind = {id(layer): rows_of(layer) for layer in spec.layers}
-    return replace(table, layers=tuple(by_kind[id(layer)] for layer in spec.layers))
+    return make.by_layer(table, rows_of)

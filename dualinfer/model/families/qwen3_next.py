@@ -3,7 +3,7 @@
 HF sources: models/qwen3_next, models/qwen3_5 and models/qwen3_5_moe.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -22,7 +22,7 @@ CLASSES = {
     "qwen3_5_text": ("Qwen3_5ForCausalLM", "Qwen3_5TextModel"),
     "qwen3_5_moe_text": ("Qwen3_5MoeForCausalLM", "Qwen3_5MoeTextModel"),
 }
-_KINDS = "linear_attention", "full_attention"
+KINDS = "linear_attention", "full_attention"
 _PART = "partial_rotary_factor"
 _SECTIONS = "mrope_section", "mrope_interleaved"  # of positions, whose parts are alike in texts
 
@@ -34,28 +34,20 @@ def describe(fields: ConfigFields, architecture: str) -> tuple[ModelSpec, Weight
     attention, positions = _attention(fields, embed, norm)
     activation = fields.activation("hidden_act")
     recurrence = read(fields, replace(norm, unit_offset=False))
-    kinds = fields.kinds("layer_types", count, _KINDS)
+    kinds = fields.kinds("layer_types", count, KINDS)
     is_dense = fields.family == "qwen3_5_text"
     # Mixtures in all layers need no width of others.
     ffn = 1 if fields.family == "qwen3_5_moe_text" else fields.size("intermediate_size")
-    mlps: list[Mlp | Experts] = [Mlp(ffn, activation, gated=True)] * count
+    mlp = Mlp(ffn, activation, gated=True)
+    mlps: list[Mlp | Experts] = [mlp] * count
     if not is_dense:
-        mlps = mixtures.read_layers(fields, Mlp(ffn, activation, gated=True), count)
-    own = list(zip(kinds, mlps, strict=True))
-    layers = {
-        key: Layer(
-            *(attention, key[1], norm, "pre"),
-            recurrence=recurrence if key[0] == _KINDS[0] else None,
-            attends=key[0] != _KINDS[0],
-        )
-        for key in dict.fromkeys(own)
-    }
+        mlps = mixtures.read_layers(fields, mlp, count)
     spec = ModelSpec(
         family=fields.family,
         architecture=architecture,
         vocab=fields.size("vocab_size"),
         embed=embed,
-        layers=tuple(layers[key] for key in own),
+        layers=layers_of(kinds, mlps, Layer(attention, mlp, norm, "pre"), recurrence),
         max_positions=positions,
         final_norm=norm,
         head=Head("causal") if architecture.endswith("ForCausalLM") else None,
@@ -67,6 +59,19 @@ def describe(fields: ConfigFields, architecture: str) -> tuple[ModelSpec, Weight
     fields.ignore("num_nextn_predict_layers", "num_mtp_layers")
     fields.ignore("intermediate_size")  # of mixtures
     return spec, _table(fields, spec)
+
+
+def layers_of(
+    kinds: Sequence[str], mlps: Sequence[Mlp | Experts], attending: Layer, recurrence: DeltaRule
+) -> tuple[Layer, ...]:
+    """Layers that attend or have a recurrence by their kind, each with its feed-forward."""
+    own = list(zip(kinds, mlps, strict=True))
+    recurring = replace(attending, recurrence=recurrence, attends=False)
+    made = {
+        (kind, mlp): replace(recurring if kind == KINDS[0] else attending, mlp=mlp)
+        for kind, mlp in dict.fromkeys(own)
+    }
+    return tuple(made[key] for key in own)
 
 
 def read(fields: ConfigFields, norm: Norm) -> DeltaRule:
@@ -115,11 +120,7 @@ def _table(fields: ConfigFields, spec: ModelSpec) -> WeightTable:
             rows += layer.recurrence.rows(f"{hf}linear_attn", reads)
         else:
             rows += _attention_rows(layer.attention, f"{hf}self_attn", bias)
-        if isinstance(layer.mlp, Experts):
-            assert mixture is not None
-            return (*rows, *mixtures.make_rows(mixture, layer.mlp, hf))
-        rows += make.joined("up", hf + "mlp.{p}", make.GATE_UP, bias=False)
-        return (*rows, *make.linear("down", f"{hf}mlp.down_proj", "embed up", bias=False))
+        return (*rows, *mixtures.feed_rows(mixture, layer.mlp, hf, "mlp"))
 
     table = make.causal_table(
         spec,
@@ -132,8 +133,7 @@ def _table(fields: ConfigFields, spec: ModelSpec) -> WeightTable:
         # Of a whole model's file, which sees as well.
         renames=(("model.", "model.language_model."),) if spec.family != "qwen3_next" else (),
     )
-    by_kind = {id(layer): rows_of(layer) for layer in spec.layers}
-    return replace(table, layers=tuple(by_kind[id(layer)] for layer in spec.layers))
+    return make.by_layer(table, rows_of)
 
 
 def _reads_of(family: str) -> list[tuple[str, str]]:

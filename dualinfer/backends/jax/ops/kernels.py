@@ -53,13 +53,14 @@ from ...kernels import (
     experts_launch,
     experts_of,
     few_rows_launch,
-    fused,
     left_plain,
     linear_key,
     reads_unnormed,
     route_launch,
+    sequence_launch,
     serves_product,
     shares_launches,
+    token_launch,
 )
 from ...served import EightBit, describe_codes, served
 from ..sampler import CHANGED, FILTERED, SlotState
@@ -122,10 +123,9 @@ class KernelOps(KernelAttention):
         starts: jax.Array | None = None,
     ) -> tuple[jax.Array, StateView | None]:
         """See `contract.Ops.recur`."""
-        kernels = fused(own) if segments is None else None
         where: dict[str, Any] = {"cache": cache, "slots": slots, "lengths": lengths}
         where |= {"starts": starts, "mask": mask}
-        launch = kernels.sequence_launch(self, w, x, **where) if kernels else None
+        launch = sequence_launch(self, own, w, x, segments, **where)
         if launch is None:
             return super().recur(own, w, x, segments=segments, **where)
         held = () if cache is None else cache.arrays
@@ -143,8 +143,7 @@ class KernelOps(KernelAttention):
         self, own: Recurrence, w: Weights, x: jax.Array, cache: StateView, moves: jax.Array
     ) -> tuple[jax.Array, StateView]:
         """See `contract.Ops.recur_token`."""
-        kernels = fused(own)
-        launch = kernels.token_launch(self, w, x[:, 0], cache, moves) if kernels else None
+        launch = token_launch(self, own, w, x, cache, moves)
         if launch is None:
             return super().recur_token(own, w, x, cache, moves)
         with jax.named_scope("recurrence"):

@@ -45,13 +45,14 @@ from ...kernels import (
     experts_launch,
     experts_of,
     few_rows_launch,
-    fused,
     left_plain,
     linear_key,
     reads_unnormed,
     route_launch,
+    sequence_launch,
     serves_product,
     shares_launches,
+    token_launch,
 )
 from ...served import EightBit, describe_codes, served
 from ...slots import bucket
@@ -132,10 +133,9 @@ class KernelOps(KernelAttention):
         starts: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, StateView | None]:
         """See `contract.Ops.recur`."""
-        kernels = fused(own) if segments is None else None
         where: dict[str, Any] = {"cache": cache, "slots": slots, "lengths": lengths}
         where |= {"starts": starts, "mask": mask}
-        launch = kernels.sequence_launch(self, w, x, **where) if kernels else None
+        launch = sequence_launch(self, own, w, x, segments, **where)
         if launch is None:
             return super().recur(own, w, x, segments=segments, **where)
         return launch.function(*launch.arguments, **launch.options), cache
@@ -150,8 +150,7 @@ class KernelOps(KernelAttention):
         moves: torch.Tensor,
     ) -> tuple[torch.Tensor, StateView]:
         """See `contract.Ops.recur_token`."""
-        kernels = fused(own)
-        launch = kernels.token_launch(self, w, x[:, 0], cache, moves) if kernels else None
+        launch = token_launch(self, own, w, x, cache, moves)
         if launch is None:
             return super().recur_token(own, w, x, cache, moves)
         counters = self._zeros(linear.MOST_TILES)
