@@ -126,7 +126,9 @@ def test_the_client_sees_tokens_when_the_server_writes_them():
         assert served.body["model"] == "scripted" and served.body["ignore_eos"]
         assert len(record.stamps) == ask.new_tokens == len(served.written) - 1
     row = figures(got)
-    wrote = [[x - one.begun for x in one.written[:-1]] for one in server.served]
+    pairs = [(bodies[tuple(ask.ids)], one) for ask, one in zip(asks, got.records, strict=True)]
+    start = min(served.begun - one.begun for served, one in pairs)  # of the client's clock
+    wrote = [[x - start - one.begun for x in served.written[:-1]] for served, one in pairs]
     ttft = [times[0] for times in wrote]
     itl = [gap for times in wrote for gap in np.diff(times)]
     e2el = [times[-1] for times in wrote]
