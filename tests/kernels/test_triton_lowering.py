@@ -3,9 +3,15 @@
 Each line of VARIANTS is a kernel as some launch would specialise it. To add one, write the
 module and the kernel, the arguments by name, num_warps (num_stages) where they are not 4 (3), and
 `dtypes` where it does not run in all of them. ONLY_KERNELS=norm compiles that module's alone.
+
+Compiling all of them takes five minutes, so compiled.json keeps what became of each, by a digest of
+its source, its arguments and Triton's version. After a kernel has changed, write it anew:
+
+    python -m tests.kernels.test_triton_lowering record
 """
 
 import contextlib
+import hashlib
 import io
 import json
 import os
@@ -13,6 +19,7 @@ import re
 import subprocess
 import sys
 import tempfile
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +48,10 @@ from dualinfer.kernels.triton import mixture as mixtures
 from dualinfer.kernels.triton.launch import next_power_of_2
 
 pytestmark = pytest.mark.xdist_group("lowering")  # one process compiles for all tests
+
+RECORD = Path(__file__).with_name("compiled.json")
+TRITON = "3.9.0"  # of the record
+CHECKED = 60  # one of so many is compiled though it is recorded
 
 DTYPES = ("fp32", "bf16")  # float16 differs by conversions: one product has it
 NORM = {"CENTER": False, "UNIT_OFFSET": False, "EARLY": True, "AXES": 1, "ROWS": 1, "BLOCK": 4096}
@@ -522,14 +533,15 @@ def cases(rest: bool) -> list[tuple[Variant, str]]:
 
 
 def compile_all(rest: bool) -> None:
-    """Print what each of `cases` became, a line of JSON each."""
+    """Print what each of `cases` became, a line of JSON each: as it is recorded, or compiled."""
     import importlib
 
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
-    for (module_name, kernel_name, variant), dtype in cases(rest):
+    recorded = json.loads(RECORD.read_text()) if RECORD.exists() else {}
+    for i, ((module_name, kernel_name, variant), dtype) in enumerate(cases(rest)):
         module = importlib.import_module(f"dualinfer.kernels.triton.{module_name}")
         kernel = getattr(module, kernel_name)
         options = {k: v for k, v in variant.items() if k in OPTIONS}
@@ -544,16 +556,18 @@ def compile_all(rest: bool) -> None:
             constexprs={(names.index(n),): v for n, v in values.items()},
             attrs={(names.index(n),): [["tt.divisibility", 16]] for n in aligned},
         )
-        log = io.StringIO()
-        with contextlib.redirect_stdout(log):  # of ptxas, by TRITON_DUMP_PTXAS_LOG
-            compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
-        print(
-            json.dumps(
-                {"kernel": kernel_name, "variant": repr(variant), "dtype": dtype}
-                | facts(log.getvalue(), compiled.asm["ptx"])
-                | loop(compiled.asm["cubin"] if "TABLE" in variant else b"")
-            )
-        )
+        what = triton.__version__, kernel.cache_key, types, values, aligned, options
+        digest = hashlib.sha256(repr(what).encode()).hexdigest()[:32]
+        known = recorded.get(digest)
+        found: dict[str, Any] = known or {}
+        if not known or i % CHECKED == 0:
+            log = io.StringIO()
+            with contextlib.redirect_stdout(log):  # of ptxas, by TRITON_DUMP_PTXAS_LOG
+                made = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+            found = facts(log.getvalue(), made.asm["ptx"])
+            found |= loop(made.asm["cubin"] if "TABLE" in variant else b"")
+        line = {"kernel": kernel_name, "variant": repr(variant), "dtype": dtype, "known": known}
+        print(json.dumps(line | {"digest": digest} | found))
 
 
 def facts(log: str, ptx: str) -> dict[str, int]:
@@ -619,6 +633,16 @@ def compiled(folder: Path, rest: bool = False) -> list[dict[str, Any]]:
     lines = [json.loads(line) for line in run.stdout.splitlines()]
     assert len(lines) == len(cases(rest))
     return lines
+
+
+def record() -> None:
+    """Write to `RECORD` what became of every case; what is recorded is not compiled again."""
+    with tempfile.TemporaryDirectory() as folder:
+        lines = [line for rest in (False, True) for line in compiled(Path(folder), rest)]
+    beside = ("kernel", "variant", "dtype", "known", "digest")
+    found = {line["digest"]: {k: v for k, v in line.items() if k not in beside} for line in lines}
+    text = ",\n".join(f"{json.dumps(k)}: {json.dumps(v)}" for k, v in sorted(found.items()))
+    RECORD.write_text(f"{{\n{text}\n}}\n")
 
 
 def eight_bits(codes: str, gated: bool = False, scaled: bool = False, few: bool = False) -> Variant:
@@ -723,6 +747,21 @@ def report(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     return compiled(tmp_path_factory.mktemp("triton"))
 
 
+def check_record(report):
+    """What is recorded is what compiling gives, and of this Triton everything is recorded."""
+    checked = report[::CHECKED]
+    assert [x["known"] for x in checked if x["known"]] == [
+        {k: x[k] for k in x["known"]} for x in checked if x["known"]
+    ]
+    if version("triton") == TRITON and "ONLY_KERNELS" not in os.environ:
+        missing = {line["kernel"] for line in report if not line["known"]}
+        assert not missing, "Run: python -m tests.kernels.test_triton_lowering record"
+
+
+def test_kernels_are_as_recorded(report):
+    check_record(report)
+
+
 def test_no_kernel_spills(report):
     """But for a few words where a launch limits registers, so that programs run side by side.
 
@@ -738,6 +777,7 @@ def test_no_kernel_spills(report):
 def test_kernels_of_every_size_and_dtype_do_not_spill_and_load_16_bytes(tmp_path):
     """Those that the tests beside this one do not compile."""
     report = compiled(tmp_path, rest=True)
+    check_record(report)
     test_no_kernel_spills(report)
     test_kernels_load_16_bytes_at_a_time(report)
     check_tiles_of_codes(report, least=4)
@@ -826,4 +866,7 @@ def test_codes_are_multiplied_on_the_8_bit_matrix_units(report):
 
 
 if __name__ == "__main__":
-    compile_all(rest=sys.argv[1:] == ["rest"])
+    if sys.argv[1:] == ["record"]:
+        record()
+    else:
+        compile_all(rest=sys.argv[1:] == ["rest"])
