@@ -18,8 +18,8 @@ PYTEST := PYTHONDONTWRITEBYTECODE= CUDA_VISIBLE_DEVICES= JAX_PLATFORMS=cpu OMP_N
 test: $(INSTALLED)
 	$(PYTEST) -m "not gpu and not multi_gpu and not slow" $(ARGS)
 
-# What takes longer than half a minute: fuzzers and the like.
-test-slow: $(INSTALLED)
+# What takes longer than half a minute: fuzzers and the like. Ray's tests are skipped without it.
+test-slow: $(INSTALLED) $(VENV)/.ray
 	$(PYTEST) -m "slow and not gpu and not multi_gpu" $(ARGS)
 
 # The GPU suites: of one device, and of several of one host. They run in the Python that is active,
@@ -46,6 +46,10 @@ lint: $(INSTALLED)
 format: $(INSTALLED)
 	$(VENV)/bin/ruff format
 	$(VENV)/bin/ruff check --fix
+
+$(VENV)/.ray: $(INSTALLED)
+	$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check \
+		--constraint constraints.txt --editable '.[ray]' && touch $@ || echo "Ray was not installed."
 
 # What would go to PyPI, built by what is installed: no other environment is made.
 package: $(VENV)/.release

@@ -39,6 +39,7 @@ FLOORS: dict[str, str] = {
     "api": "config quantization model model.families parallel checkpoint backends engine "
     "serving.http opening",
     "evaluation": "engine",
+    "ray_data": "system engine serving.http api",
     "": "config embedded engine api",
     "bench": "embedded system config quantization model model.families parallel checkpoint ops "
     "backends serving.http opening api",

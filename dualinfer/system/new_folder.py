@@ -3,6 +3,7 @@
 import errno
 import os
 import re
+import secrets
 import shutil
 import socket
 import stat
@@ -85,6 +86,18 @@ def write_synced(path: Path, content: bytes, mode: int = 0o666) -> None:
         file.write(content)
         file.flush()
         os.fsync(descriptor)
+
+
+def write_whole(path: Path, content: bytes) -> None:
+    """Write a file, or replace it, at once: it is whole or as before, however the process ends."""
+    beside = path.with_name(f".{path.name}.{secrets.token_hex(6)}")
+    try:
+        write_synced(beside, content)
+        os.replace(beside, path)
+    except BaseException:
+        beside.unlink(missing_ok=True)
+        raise
+    _sync(path.parent)
 
 
 def _make_parents(folder: Path) -> None:

@@ -79,7 +79,7 @@ def run_file(
             _append(out, json.dumps(result).encode())  # in ASCII, so that no text ends a line
             unsynced += 1
             progress.done += 1
-            progress.failed += _has_failed(result)
+            progress.failed += has_failed(result)
             progress.tokens += _tokens_of(result)
             now = time.monotonic()
             progress.seconds = now - begun
@@ -145,7 +145,7 @@ def _line_key(number: int) -> bytes:
     return b"line %d" % number
 
 
-def _parsed(data: bytes | None) -> Any:
+def row_of_line(data: bytes | None) -> Any:
     """The row of a line, or a RowError in its place."""
     if data is None:
         return RowError("line_too_long", f"The line is longer than {MOST_LINE:,} bytes.")
@@ -171,7 +171,7 @@ def _scan(file: BinaryIO, source: Path, shard: tuple[int, int]) -> set[bytes]:
     for number, _, data in _lines(file):
         if data is not None and not data.strip():
             continue
-        row = _parsed(data)
+        row = row_of_line(data)
         key = _key_of(number, row)
         if key in seen:
             raise BatchFileError(
@@ -215,14 +215,14 @@ def _rows(lines: BinaryIO, shard: tuple[int, int], answered: set[bytes]) -> Iter
     for number, _, data in _lines(lines):
         if not _in_shard(number, shard) or (data is not None and not data.strip()):
             continue
-        row = _parsed(data)
+        row = row_of_line(data)
         key = _key_of(number, row)
         if key in answered:
             continue
-        yield _without_id(number, row) if key == _line_key(number) else row
+        yield without_id(number, row) if key == _line_key(number) else row
 
 
-def _without_id(number: int, row: Any) -> RowError:
+def without_id(number: int, row: Any) -> RowError:
     """Why a row has no id, with the number of its line, by which it is told."""
     if isinstance(row, RowError):
         return RowError(row.code, str(row), number + 1)
@@ -230,7 +230,8 @@ def _without_id(number: int, row: Any) -> RowError:
     return RowError("missing_custom_id", what, number + 1)
 
 
-def _has_failed(result: Row) -> bool:
+def has_failed(result: Row) -> bool:
+    """True unless a row was answered."""
     return result["response"] is None or result["response"]["status_code"] != 200
 
 
