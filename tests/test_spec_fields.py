@@ -12,8 +12,7 @@ FAMILIES = Path(__file__).parents[1] / "dualinfer" / "model" / "families"
 RARE = {
     "ModelSpec": "dropped masks_labels prefixes embedders layers_ids shifts own_vocab towers mel "
     "projected",
-    "Layer": "bare keeps gated_norms mlp_normed multiplied convolution sub_norms adapter "
-    "attention_scale",
+    "Layer": "sub_norms",
     "Attention": "clip_normed alibi_rounded chunk",
     "Mlp": "",
     "Experts": "offset weighs_input blended",

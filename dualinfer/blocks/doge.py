@@ -1,11 +1,11 @@
-"""Keys whose scores have a bias of the token's values (Doge)."""
+"""Keys whose scores have a bias of the token's values, and a stream that is kept in part (Doge)."""
 
 from dataclasses import dataclass, replace
 
 from ..decoder.attention import Projected
-from ..decoder.run import Run
+from ..decoder.run import Run, Step, SubLayer
 from ..model import rows as make
-from ..model.spec import Attention, Wiring
+from ..model.spec import Attention, Edit, Wiring
 from ..model.weights import Row, row
 from ..ops.contract import Array, NormOf, Weights
 from ..ops.maths import Maths, cut, flat, heads, named
@@ -55,6 +55,25 @@ class BiasedKeys(Wiring):
         """See `Wiring`."""
         a = run.layer.attention
         return flat(heads(y, a.heads)[..., : a.head_dim])
+
+
+@dataclass(frozen=True)
+class KeptStream(Edit):
+    """What a sub-layer adds to is times a learned vector."""
+
+    def rows(self, name: str, hf: str) -> list[Row]:
+        """The vector's row, of the sub-layer `name` and HF's name of the module."""
+        return [row(f"{name}_kept", "embed", (f"{hf}_residual", "embed"))]
+
+    def step(self, step: Step, name: str, sublayer: SubLayer, norm: str | None) -> Step:
+        """See `Edit`."""
+        assert norm is not None
+
+        def kept(run: Run, x: Array, spend: bool) -> Array:
+            x_kept = x * run.w[f"{name}_kept"]
+            return run.ops.add(x_kept, sublayer(run, x, run.norm(norm), None, False))
+
+        return kept
 
 
 @named("heads")

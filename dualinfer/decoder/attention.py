@@ -169,10 +169,10 @@ recurrence = _between("recurrence_in", Run.recur, "recurrence_out")
 
 
 def beside_recurrence(attention: SubLayer) -> SubLayer:
-    """Attention, times a factor, and a recurrence of the same (Falcon-H1)."""
+    """Attention, and a recurrence of the same (Falcon-H1)."""
 
     def both(run: Run, x: Array, norm: NormOf | None, residual: Array | None, spend: bool) -> Array:
-        y = attention(run, x, norm, None, False) * run.layer.attention_scale
+        y = attention(run, x, norm, None, False)
         y = run.ops.add(y, recurrence(run, x, norm, None, False))
         return y if residual is None else run.ops.add(residual, y)
 

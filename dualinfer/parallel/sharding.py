@@ -206,9 +206,8 @@ class _Cut(NamedTuple):
         streams = {}
         if layer.block is not None:
             streams |= layer.block.share(layer, self.query)
-        if layer.spans is not None:
-            streams["spans"] = self.query.times(q)
-            streams["mixtures"] = self.query.times(layer.spans.taps)
+        for edit in layer.edits:
+            streams |= edit.share(layer, self.query)
         if self.recurrent is not None:
             streams |= self.recurrent[1]
         a, query, key = layer.attention, self.query, self.key

@@ -6,11 +6,12 @@ Each is a row of `bert_kinds.KINDS`. HF sources: models/NAME/modeling_NAME.py.
 import re
 from dataclasses import replace
 
+from ...blocks.adapter import Adapter
+from ...blocks.spans import Spans
 from ...errors import ModelError, shown
 from .. import rows as make
 from ..spec import (
     Activation,
-    Adapter,
     Attention,
     Head,
     Layer,
@@ -18,7 +19,6 @@ from ..spec import (
     ModelSpec,
     Norm,
     RelativeBias,
-    Spans,
 )
 from ..weights import Row, Source, WeightTable, row
 from .bert_kinds import KINDS, OLD_NORMS, Kind
@@ -81,7 +81,8 @@ def describe(fields: ConfigFields, architecture: str) -> tuple[ModelSpec, Weight
     table_size = 0 if kind.rope else positions
     adapter, adapter_rows = _adapter(fields, kind, norm, embed, activation)
     placement = "pre" if kind.end else "post"
-    layer = Layer(attention, mlp, norm, placement, adapter=adapter, spans=spans)
+    edits = tuple(edit for edit in (spans, adapter) if edit is not None)
+    layer = Layer(attention, mlp, norm, placement, edits=edits)
     layers = [layer] * len(groups)
     if kind.windowed:
         layers = [_windowed(layer, n) for n in _windows(fields, kind.windowed, count)]
@@ -111,7 +112,7 @@ def describe(fields: ConfigFields, architecture: str) -> tuple[ModelSpec, Weight
     table = WeightTable(
         spec,
         (*_embeddings(kind, spec), *_final_norm(kind, norm), *head_rows),
-        tuple((*_layer(kind, norm, attention.bias, x), *adapter_rows) for x in groups),
+        tuple((*_layer(kind, norm, attention.bias, spans, x), *adapter_rows) for x in groups),
         base=kind.base,
         renames=(*kind.renames, *OLD_NORMS),
         unused=(*_unused(kind, head, head_rows, ties), *_others(fields, kind)),
@@ -239,13 +240,11 @@ def _adapter(
         )
     width = embed // fields.size("adapter_reduction_factor")
     own, reused = fields.flag("adapter_layer_norm", False), "adapter_reuse_layer_norm"
-    hf = f"{kind.base}{kind.layer}output."
-    rows = make.linear("adapter_up", f"{hf}adapter_modules.{language}.dense1", "adapter embed")
-    rows += make.linear("adapter_down", f"{hf}adapter_modules.{language}.dense2", "embed adapter")
+    named = None
     if fields.flag(reused, True) or own:
-        name = "adapter_layer_norm" if own else "LayerNorm"
-        rows += make.norm(norm, "adapter_norm", hf + name)
-    return Adapter(width, activation, fields.flag("ln_before_adapter", True)), rows
+        named = "adapter_layer_norm" if own else "LayerNorm"
+    adapter = Adapter(width, activation, fields.flag("ln_before_adapter", True))
+    return adapter, adapter.rows(f"{kind.base}{kind.layer}output.", language, norm, named)
 
 
 def _others(fields: ConfigFields, kind: Kind) -> list[str]:
@@ -255,7 +254,11 @@ def _others(fields: ConfigFields, kind: Kind) -> list[str]:
 
 
 def _layer(
-    kind: Kind, norm: Norm, bias: RelativeBias | None, group: tuple[int, int] | None
+    kind: Kind,
+    norm: Norm,
+    bias: RelativeBias | None,
+    spans: Spans | None,
+    group: tuple[int, int] | None,
 ) -> tuple[Row, ...]:
     hf = kind.base + kind.layer
     if group is not None:
@@ -264,11 +267,10 @@ def _layer(
     rows = make.joined("qkv", hf + "{p}", dict(zip("qkv", kind.qkv, strict=True)), kind.bias)
     if kind.packed:
         rows = _or_packed(rows, hf + kind.packed, "q+k+v")
-    out = make.linear("out", hf + kind.out, "embed q+spans" if kind.spans else "embed q", kind.bias)
+    out = make.linear("out", hf + kind.out, "embed q+spans" if spans else "embed q", kind.bias)
     # Words of 4-bit codes have 32 columns, which a device's part of heads or of spans may cut.
-    rows += [replace(own, dense=bool(kind.spans)) for own in out]
-    if kind.spans:
-        rows += _span_rows(f"{hf}attention.self.")
+    rows += [replace(own, dense=spans is not None) for own in out]
+    rows += spans.rows(f"{hf}attention.self.") if spans else []
     up_bias = kind.bias if kind.up_bias is None else kind.up_bias
     if len(first) > 1:
         parts: dict[str, str] = dict(zip(("gate", "up"), first, strict=True))
@@ -283,20 +285,6 @@ def _layer(
     if bias is not None:
         rows.append(make.relative_bias(bias, f"{kind.base}{kind.bias_table}"))
     return tuple(rows)
-
-
-def _span_rows(hf: str) -> list[Row]:
-    """The rows of heads that mix spans; a device makes the queries of all heads for its own."""
-    key = f"{hf}key_conv_attn_layer."
-    depth, point = f"{key}depthwise.weight", f"{key}pointwise.weight"
-    return [
-        row("span_depth", "embed span_taps", (depth, "embed one span_taps")),
-        row("span_key.weight", "all_q embed", (point, "all_q embed one")),
-        row("span_key.bias", "all_q", (f"{key}bias", "all_q one")),
-        *make.linear("span_query", f"{hf}query", "all_q embed"),
-        *make.linear("span_mixture", f"{hf}conv_kernel_layer", "mixtures all_q"),
-        *make.linear("span_value", f"{hf}conv_out_layer", "spans embed"),
-    ]
 
 
 def _or_packed(rows: list[Row], theirs: str, layout: str) -> list[Row]:

@@ -3,9 +3,10 @@
 from dataclasses import replace
 from typing import Any
 
+from ...blocks.convolved import Convolved
 from ...errors import ModelError, shown
 from .. import rows as make
-from ..spec import Attention, Convolution, Head, Layer, Mlp, ModelSpec, Norm, Places
+from ..spec import Attention, Head, Layer, Mlp, ModelSpec, Norm, Places
 from ..weights import Row, WeightTable, row
 from .fields import ConfigFields
 from .heads import Classifier, kind_of_head, make_head, masked_head
@@ -42,7 +43,8 @@ def describe(fields: ConfigFields, architecture: str) -> tuple[ModelSpec, Weight
     factored, layer = width != embed, Layer(attention, mlp, norm, "post")
     head, head_rows, ties = _head(fields, architecture, norm, mlp, factored)
     layers = [layer] * fields.layers("num_hidden_layers")
-    layers[0] = replace(layer, convolution=_convolution(fields, first))
+    convolution = _convolution(fields, first)
+    layers[0] = replace(layer, edits=(convolution,) if convolution else ())
     types = fields.take("type_vocab_size", 0)
     biased = fields.flag("position_biased_input", True)
     spec = ModelSpec(
@@ -58,7 +60,7 @@ def describe(fields: ConfigFields, architecture: str) -> tuple[ModelSpec, Weight
         factored=factored,
         normed="projected" if factored else "sum",
         embed_norm=norm,
-        blanks=layers[0].convolution is not None,
+        blanks=convolution is not None,
         head=head,
     )
     own = ["^pooler", "^classifier", "^qa_outputs", "^cls", "^lm_predictions", "^mask_predictions"]
@@ -78,7 +80,7 @@ def describe(fields: ConfigFields, architecture: str) -> tuple[ModelSpec, Weight
     )
 
 
-def _convolution(fields: ConfigFields, first: bool) -> Convolution | None:
+def _convolution(fields: ConfigFields, first: bool) -> Convolved | None:
     """That beside the first layer (v2-xlarge); no code of the first version has one."""
     if first or not fields.take("conv_kernel_size", 0):
         fields.require("conv_kernel_size", 0)
@@ -92,7 +94,7 @@ def _convolution(fields: ConfigFields, first: bool) -> Convolution | None:
         )
     fields.require("conv_groups", 1)
     activation = fields.activation("conv_act") if fields.take("conv_act") else "tanh"
-    return Convolution(taps, activation)
+    return Convolved(taps, activation)
 
 
 def _kinds(fields: ConfigFields) -> list[str]:
@@ -176,11 +178,9 @@ def _layer(family: str, layer: Layer, norm: Norm) -> list[Row]:
     rows += make.norm(norm, "attn_norm", f"{hf}attention.output.LayerNorm")
     rows += make.linear("up", f"{hf}intermediate.dense", "ffn embed")
     rows += make.linear("down", f"{hf}output.dense", "embed ffn")
-    if layer.convolution is not None:
-        conv, axes = "deberta.encoder.conv.", "embed embed_in taps"
-        rows.append(row("conv.kernel", axes, (f"{conv}conv.weight", axes)))
-        rows.append(row("conv.bias", "embed", (f"{conv}conv.bias", "embed")))
-        rows += make.norm(norm, "conv_norm", f"{conv}LayerNorm")
+    for edit in layer.edits:
+        assert isinstance(edit, Convolved)
+        rows += edit.rows("deberta.encoder.conv.", norm)
     return rows + make.norm(norm, "mlp_norm", f"{hf}output.LayerNorm")
 
 

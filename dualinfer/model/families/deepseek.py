@@ -7,11 +7,13 @@ one of the two with other numbers; A.X K2 gates norms, and what heads give.
 import math
 from collections.abc import Mapping
 from dataclasses import replace
+from itertools import chain
 from typing import Any
 
+from ...blocks.edited_norms import GatedNorms, NormBehindMlp
 from ...errors import ModelError, UnservedError, shown
 from .. import rows as make
-from ..spec import Attention, Experts, Head, Latent, Layer, Mlp, ModelSpec, Norm
+from ..spec import Attention, Edit, Experts, Head, Latent, Layer, Mlp, ModelSpec, Norm
 from ..weights import Row, WeightTable, row
 from . import mixtures
 from .fields import ConfigFields, is_positive, query_growth
@@ -56,8 +58,7 @@ def describe(fields: ConfigFields, architecture: str) -> tuple[ModelSpec, Weight
         own: Layer(
             *(attention, own, norm, "pre"),
             residual_scale=scale,
-            mlp_normed=family == "axk1" and isinstance(own, Experts),
-            gated_norms=fields.size("gated_norm_rank") if family == "axk2" else 0,
+            edits=_edits(fields, own),
         )
         for own in mlps
     }
@@ -158,10 +159,8 @@ def _table(fields: ConfigFields, spec: ModelSpec) -> WeightTable:
     if mlp_bias and any(isinstance(layer.mlp, Experts) for layer in spec.layers):
         fields.require("mlp_bias", False)
     hf, mixture = "model.layers.{i}.", mixtures.MIXTURES.get(fields.family)
-    inner = ".norm" if spec.layers[0].gated_norms else ""
     layer = [
-        *make.norm(norm, "attn_norm", f"{hf}input_layernorm{inner}"),
-        *_gated("attn_norm", f"{hf}input_layernorm", spec),
+        *_norm_rows(spec.layers[0], "attn_norm", f"{hf}input_layernorm"),
         *latent_rows(attention.latent, f"{hf}self_attn.", bias),
         *make.linear("out", f"{hf}self_attn.o_proj", "embed v", bias),
     ]
@@ -187,27 +186,32 @@ def _table(fields: ConfigFields, spec: ModelSpec) -> WeightTable:
         optional="router.choice_bias" if fields.family == "axk1" else None,
     )
 
-    def rows_of(mlp: Mlp | Experts) -> tuple[Row, ...]:
+    def rows_of(own: Layer) -> tuple[Row, ...]:
+        mlp = own.mlp
         if mixture is None or not isinstance(mlp, Experts):
             return (*layer, *make.norm(norm, "mlp_norm", f"{hf}post_attention_layernorm"), *dense)
-        rows = make.norm(norm, "mlp_norm", f"{hf}post_attention_layernorm{inner}")
+        rows = _norm_rows(own, "mlp_norm", f"{hf}post_attention_layernorm")
         rows += mixtures.make_rows(mixture, mlp, hf)
-        if fields.family == "axk1":
-            rows += make.norm(norm, "mlp_post_norm", f"{hf}mlp.post_mlp_layernorm")
-        return (*layer, *rows, *_gated("mlp_norm", f"{hf}post_attention_layernorm", spec))
+        behind = (edit.rows(hf, norm) for edit in own.edits if isinstance(edit, NormBehindMlp))
+        return (*layer, *rows, *chain(*behind))
 
-    by_kind = {mlp: rows_of(mlp) for mlp in dict.fromkeys(own.mlp for own in spec.layers)}
-    return replace(table, layers=tuple(by_kind[own.mlp] for own in spec.layers))
+    by_kind = {own: rows_of(own) for own in dict.fromkeys(spec.layers)}
+    return replace(table, layers=tuple(by_kind[own] for own in spec.layers))
 
 
-def _gated(ours: str, theirs: str, spec: ModelSpec) -> list[Row]:
-    """The rows of a norm's gate, where norms have one."""
-    if not spec.layers[0].gated_norms:
-        return []
-    return [
-        *make.linear(f"{ours}_down", f"{theirs}.mlp.fc1", "gating embed", bias=False),
-        *make.linear(f"{ours}_up", f"{theirs}.mlp.fc2", "embed gating", bias=False),
-    ]
+def _edits(fields: ConfigFields, mlp: Mlp | Experts) -> tuple[Edit, ...]:
+    """What the norms of SK Telecom's models have more than others."""
+    if fields.family == "axk2":
+        return (GatedNorms(fields.size("gated_norm_rank")),)
+    is_axk1 = fields.family == "axk1" and isinstance(mlp, Experts)
+    return (NormBehindMlp(),) if is_axk1 else ()
+
+
+def _norm_rows(layer: Layer, ours: str, theirs: str) -> list[Row]:
+    """The rows of a norm, and of its gate where norms have one."""
+    gates = [edit for edit in layer.edits if isinstance(edit, GatedNorms)]
+    rows = make.norm(layer.norm, ours, f"{theirs}.norm" if gates else theirs)
+    return rows + [row for edit in gates for row in edit.rows(ours, theirs)]
 
 
 def latent_rows(latent: Latent, hf: str, bias: bool) -> list[Row]:

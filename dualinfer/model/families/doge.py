@@ -4,10 +4,10 @@ HF source: models/doge. Of a sequence longer than `keep_window_size` HF's layers
 largest biases alone, which is not served; nor are mixtures, whose router in HF mixes tokens.
 """
 
-from ...blocks.doge import BiasedKeys
+from ...blocks.doge import BiasedKeys, KeptStream
 from .. import rows as make
 from ..spec import Attention, Head, Layer, Mlp, ModelSpec, Norm
-from ..weights import Row, WeightTable, row
+from ..weights import Row, WeightTable
 from .fields import ConfigFields
 from .rope import make_rope, reach
 
@@ -36,7 +36,7 @@ def describe(fields: ConfigFields, architecture: str) -> tuple[ModelSpec, Weight
         architecture=architecture,
         vocab=fields.size("vocab_size"),
         embed=embed,
-        layers=(Layer(attention, mlp, norm, "pre", keeps=True),)
+        layers=(Layer(attention, mlp, norm, "pre", edits=(KeptStream(),)),)
         * fields.layers("num_hidden_layers"),
         max_positions=reach(parameters, positions),
         final_norm=norm,
@@ -63,8 +63,8 @@ def _layer(a: Attention, norm: Norm, hf: str, bias: bool, mlp_bias: bool) -> lis
         *make.head_norms(a, f"{hf}self_attn"),
         *BiasedKeys().rows(attention, bias),
         *make.linear("out", f"{attention}o_proj", "embed q", bias),
-        row("attn_kept", "embed", (f"{hf}input_residual", "embed")),
+        *KeptStream().rows("attn", f"{hf}input"),
         *make.joined("up", hf + "mlp.{p}", make.GATE_UP, mlp_bias),
         *make.linear("down", f"{hf}mlp.down_proj", "embed up", mlp_bias),
-        row("mlp_kept", "embed", (f"{hf}post_attention_residual", "embed")),
+        *KeptStream().rows("mlp", f"{hf}post_attention"),
     ]

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+from ...blocks.multiplied import Multiplied
 from ...blocks.separate_norms import SeparateNorms
 from ...errors import ModelError, shown
 from .. import rows as make
@@ -83,7 +84,7 @@ def _describe(
     def layer(a: Attention) -> Layer:
         own = ffn * (1 if a.lender is None else wide)
         mlp = replace(experts, shared=own) if experts else Mlp(own, activation, gated=True)
-        return Layer(a, mlp, norm, "around", reads=reads, multiplied=True)
+        return Layer(a, mlp, norm, "around", reads=reads, edits=(Multiplied(),))
 
     layers = {a: layer(a) for a in attentions}
     softcap = fields.optional_number("final_logit_softcapping")
@@ -207,7 +208,7 @@ def _table(
         *make.norm(norm, "mlp_post_norm", f"{hf}post_feedforward_layernorm"),
         *make.linear("out", f"{hf}self_attn.o_proj", "embed q", bias),
         *make.norm(norm, "q_norm", f"{hf}self_attn.q_norm", "head_dim"),
-        replace(row("multiplier", "one", (f"{hf}layer_scalar", "one")), fixed=True),
+        *Multiplied().rows(hf),
     ]
     mlp = spec.layers[0].mlp
     if isinstance(mlp, Experts):

@@ -8,6 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from ...blocks.latent_experts import LatentExperts
+from ...blocks.scaled_attention import ScaledAttention
 from ...blocks.state_space import StateSpace
 from ...errors import ModelError, shown
 from .. import rows as make
@@ -115,7 +116,7 @@ def _falcon(fields: ConfigFields, embed: int, norm: Norm) -> tuple[list[Layer], 
     layer = Layer(
         *(replace(attention, scale=scale), replace(mlp, scales=(gate, down)), norm, "pre"),
         recurrence=own,
-        attention_scale=before * fields.number("attention_out_multiplier"),
+        edits=(ScaledAttention(before * fields.number("attention_out_multiplier")),),
     )
     fields.require("mamba_use_mlp", True)
     fields.require("attn_layer_indices", [])

@@ -7,6 +7,7 @@ HF sources: models/modernbert, models/eurobert.
 
 from dataclasses import replace
 
+from ...blocks.bare_attention import BareAttention
 from ...errors import UnservedError, shown
 from .. import rows as make
 from ..spec import Attention, Head, Layer, Mlp, ModelSpec, Norm
@@ -59,7 +60,7 @@ def _modern(fields: ConfigFields, architecture: str) -> tuple[ModelSpec, WeightT
         shape = heads, heads, head_dim, head_dim**-0.5
         blocks[kind] = Layer(Attention(*shape, decodes, window, rope), mlp, norm, "pre")
     first = blocks[kinds[0]]
-    bare = Layer(first.attention, mlp, norm, "pre", bare=True)
+    bare = replace(first, edits=(BareAttention(),))
     attention_bias, mlp_bias = (fields.flag(n, False) for n in ("attention_bias", "mlp_bias"))
     head, head_rows, ties = _modern_head(fields, architecture, norm, norm_bias)
     fields.ignore("attention_dropout", "mlp_dropout", "embedding_dropout", "classifier_dropout")

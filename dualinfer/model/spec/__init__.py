@@ -7,30 +7,27 @@ G = H/K, D head_dim, F ffn, V vocab, X experts.
 
 from .attention import Attention, Gate, Latent, Places, RelativeBias, Rope
 from .block import Block
+from .edit import Edit
 from .mixing import Mixing
 from .model import Head, Layer, ModelSpec, Patches, Pooled, Pooling, Probe, Sounds, Waves
 from .parts import (
     XIELU,
     Activation,
-    Adapter,
-    Convolution,
     Embedder,
     Experts,
     Mlp,
     Norm,
     Recurrence,
     Router,
-    Spans,
 )
 from .wiring import Wiring
 
 __all__ = [
     "XIELU",
     "Activation",
-    "Adapter",
     "Attention",
     "Block",
-    "Convolution",
+    "Edit",
     "Embedder",
     "Experts",
     "Gate",
@@ -51,7 +48,6 @@ __all__ = [
     "Rope",
     "Router",
     "Sounds",
-    "Spans",
     "Waves",
     "Wiring",
 ]

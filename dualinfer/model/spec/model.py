@@ -9,16 +9,14 @@ import numpy as np
 from ..once import Once
 from .attention import Attention
 from .block import Block
+from .edit import Edit
 from .parts import (
     Activation,
-    Adapter,
-    Convolution,
     Embedder,
     Experts,
     Mlp,
     Norm,
     Recurrence,
-    Spans,
 )
 from .wiring import Wiring
 
@@ -185,24 +183,16 @@ class Layer:
     - `residual_scale`: a factor of what a sub-layer adds.
     - `cross` (`pre`, `post` or `around`): a second attention stands between the two, whose keys and
       values are of what an encoder gives.
-    - `keeps` (always `pre`): what a sub-layer adds to is times a learned vector (Doge).
     - `scaled` (always `pre`): what a sub-layer adds is times a learned vector (DINOv2).
-    - `bare` (always `pre`): no norm stands before attention (ModernBERT's first block).
-    - `gated_norms` (always `pre`): what a norm before a sub-layer gives is times the logistic
-      function of two products of it, by way of so many elements, if these are there (A.X-K2).
-    - `mlp_normed` (always `pre`): a norm stands behind the MLP, within the residual (A.X-K1).
     - `reads`: a third sub-layer, normed behind: the MLP's activation of a projection to so many
       elements, times what each token's embedding gives this layer alone, projected back (Gemma 4).
-    - `multiplied`: what the block gives is times a learned number (Gemma 4).
-    - `convolution` (always `post`) comes last (DeBERTa-v2).
-    - `spans` (always `post`): heads beside those of attention (ConvBERT).
     - `sub_norms` (always `pre`): what heads give and the MLP's hidden values are normed before the
       products back, each as one of so many elements, which devices share (BitNet).
-    - `adapter` (`pre` or `post`): two more projections, before the last norm of a `post` block.
+    - `edits`: what is otherwise at one place, in their order, as each says.
     - `block`: it is built otherwise from top to bottom, as that says.
     - `recurrence` (always `pre`): a sub-layer that keeps a state of fixed size instead of keys and
       values. It stands in attention's place where the layer does not attend (LFM2), else beside
-      it: both read by one norm, and both are added, attention times `attention_scale` (Falcon-H1).
+      it: both read by one norm, and both are added (Falcon-H1).
     - `attends` and `feeds` (`pre` where one is false): it has attention, and an MLP. What is said
       of one that it has not is read by nobody.
     """
@@ -216,21 +206,13 @@ class Layer:
     residual_scale: float = 1.0
     cross: Attention | None = None
     scaled: bool = False
-    bare: bool = False
-    keeps: bool = False
-    gated_norms: int = 0
-    mlp_normed: bool = False
     reads: int = 0
-    multiplied: bool = False
-    convolution: Convolution | None = None
-    spans: Spans | None = None
     sub_norms: tuple[int, int] | None = None
-    adapter: Adapter | None = None
+    edits: tuple[Edit, ...] = ()
     block: Block | None = None
     recurrence: Recurrence | None = None
     attends: bool = True
     feeds: bool = True
-    attention_scale: float = 1.0
 
     @property
     def experts(self) -> int:
@@ -456,8 +438,6 @@ class ModelSpec(Once):
             outer["places"] = 2 * places.span
         if self.encoder:
             outer |= {"mel": self.encoder.mel, "taps": 3}  # of a convolution
-        if (convolution := self.layers[0].convolution) is not None:
-            outer["taps"] = convolution.taps
         if axis in outer:
             return outer[axis]
         assert layer is not None, f"{axis} is an axis of layers"
@@ -465,17 +445,15 @@ class ModelSpec(Once):
         q, k, v = attention.qkv_sizes
         inner = {
             **{"heads": attention.heads, "kv_heads": attention.kv_heads},
-            **{"head_dim": attention.head_dim, "q": q, "k": k, "v": v, "all_q": q},
+            **{"head_dim": attention.head_dim, "q": q, "k": k, "v": v},
             "given": attention.heads * attention.head_widths[2],  # by heads, to a product
             **dict.fromkeys(("ffn", "gate", "up"), mlp.ffn),
             "buckets": attention.bias.buckets if attention.bias else 0,
-            "adapter": own.width if (own := self.layers[layer].adapter) else 0,
-            "gating": self.layers[layer].gated_norms,
         }
         if (block := self.layers[layer].block) is not None:
             inner |= block.axes(self.layers[layer])
-        if (spans := self.layers[layer].spans) is not None:
-            inner |= {"spans": q, "span_taps": spans.taps, "mixtures": attention.heads * spans.taps}
+        for edit in self.layers[layer].edits:
+            inner |= edit.axes(self.layers[layer])
         if attention.wiring is not None:
             inner |= attention.wiring.axes(attention)
         if (recurrence := self.layers[layer].recurrence) is not None:
@@ -689,7 +667,7 @@ class ModelSpec(Once):
     def reads_near(self) -> bool:
         """True if what a token becomes is made of the tokens beside it, real or not."""
         return bool(self.block and self.block.reads_near) or any(
-            layer.spans is not None for layer in self.layers
+            edit.reads_near for layer in self.layers for edit in layer.edits
         )
 
     @property

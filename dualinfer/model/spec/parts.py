@@ -111,18 +111,6 @@ class Experts:
         return self.router.chosen + self.blended
 
 
-@dataclass(frozen=True)
-class Convolution:
-    """What a layer's own input adds to its output, through a norm over the sum (DeBERTa-v2).
-
-    It is the `activation` of a convolution over `taps` tokens, the one in the middle the token
-    itself.
-    """
-
-    taps: int
-    activation: Activation
-
-
 class Recurrence(Protocol):
     """What keeps a state of fixed size of all tokens, in attention's place or beside it.
 
@@ -183,31 +171,6 @@ class Recurrence(Protocol):
     ) -> tuple[Any, tuple[Any, ...]]:
         """As `sequence`, of one token each, x [B, 1, ...], behind `states`."""
         ...
-
-
-@dataclass(frozen=True)
-class Spans:
-    """Heads beside those of attention that mix `taps` tokens each (ConvBERT, arXiv:2008.02496).
-
-    There are as many, of the same size, behind them. A head's mixture around a token, whose middle
-    is the token itself, is the softmax of a product of its query, of all heads, times what a
-    convolution over as many tokens makes of the layer's input.
-    """
-
-    taps: int
-
-
-@dataclass(frozen=True)
-class Adapter:
-    """Two projections behind a layer's MLP, to `width` elements and back, which add (X-MOD).
-
-    They read the sum so far, through a norm if there is one among the weights; if `normed`, what
-    this gives is what they add to, too.
-    """
-
-    width: int
-    activation: Activation
-    normed: bool
 
 
 @dataclass(frozen=True)
