@@ -6,7 +6,7 @@ from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, Literal, Unpack, overload
 
 from . import backends
 from .checkpoint.described.auto_class import class_named
@@ -32,7 +32,9 @@ from .checkpoint.writing.saving import (
     save_folder,
 )
 from .config import InferenceConfig, dtype_name, make_config
+from .config.keywords import ConfigFields
 from .config.refusals import check_config
+from .engine.arguments import with_names
 from .engine.base import About
 from .engine.fused import FusedEngine
 from .engine.likeness import in_place_of, in_place_of_module
@@ -73,9 +75,73 @@ from .opening import (
 from .parallel.agreement import Peers, in_turn
 from .quantization.recipe import make_recipe
 
+if TYPE_CHECKING:
+    from .engines import JaxEngine, TorchEngine
+
 _Config = InferenceConfig | Mapping[str, Any] | str | os.PathLike[str] | None
 
 
+@overload
+def init_inference(
+    model: Any,
+    config: _Config = ...,
+    *,
+    backend: Literal["torch"],
+    params: Any = ...,
+    revision: str | None = ...,
+    **kwargs: Unpack[ConfigFields],
+) -> "TorchEngine": ...
+
+
+@overload
+def init_inference(
+    model: Any,
+    config: _Config,
+    backend: Literal["torch"],
+    *,
+    params: Any = ...,
+    revision: str | None = ...,
+    **kwargs: Unpack[ConfigFields],
+) -> "TorchEngine": ...
+
+
+@overload
+def init_inference(
+    model: Any,
+    config: _Config = ...,
+    *,
+    backend: Literal["jax"],
+    params: Any = ...,
+    revision: str | None = ...,
+    **kwargs: Unpack[ConfigFields],
+) -> "JaxEngine": ...
+
+
+@overload
+def init_inference(
+    model: Any,
+    config: _Config,
+    backend: Literal["jax"],
+    *,
+    params: Any = ...,
+    revision: str | None = ...,
+    **kwargs: Unpack[ConfigFields],
+) -> "JaxEngine": ...
+
+
+@overload
+def init_inference(
+    model: Any,
+    config: _Config = ...,
+    backend: str | None = ...,
+    *,
+    params: Any = ...,
+    revision: str | None = ...,
+    **kwargs: Unpack[ConfigFields],
+) -> "TorchEngine | JaxEngine": ...
+
+
+@with_names(ConfigFields)
 def init_inference(
     model: Any,
     config: _Config = None,
@@ -84,19 +150,29 @@ def init_inference(
     params: Any = None,
     revision: str | None = None,
     **kwargs: Any,
-) -> FusedEngine | ModuleEngine:
+) -> Any:
     """An engine that runs `model` on `backend`, "torch" or "jax"; unset: what is installed.
+
+    >>> engine = dualinfer.init_inference("Qwen/Qwen3-0.6B", backend="jax")  # or a folder
+    >>> engine.generate_text("def add(a, b):", max_new_tokens=32)
+    >>> engine = dualinfer.init_inference("gpt2", backend="torch", dtype="bfloat16", quant="int8")
+    >>> engine.chat([{"role": "user", "content": "Hello"}])  # needs a chat template
 
     `model` is the folder of a HF checkpoint, a GGUF file, the name of a model of the hub, which is
     fetched where the local cache does not hold it (`revision` is its branch, tag or commit), a live
     HF module, any other nn.Module (torch), or a Flax module (JAX): nnx, Linen bound to its
-    variables, or Linen with them as `params`. A checkpoint runs in fused mode, by dualinfer's own
-    decoder; so do HF modules on JAX, and on torch with `replace_with_kernel_inject=True`, and stay
-    as they are, their weights shared where layout, dtype and device agree. Everything else runs in
-    module mode: on torch the module itself, cast and moved in place, or one that is made of a
-    checkpoint whose family fused mode does not know. `config` is a dict, an InferenceConfig or the
-    path of a JSON file; keyword arguments are its fields. Raises ConfigError, ModelError,
-    CheckpointError, BackendNotAvailableError or OutOfMemoryError; nothing half done stays behind.
+    variables, or Linen with them as `params`.
+
+    A checkpoint runs in fused mode, by dualinfer's own decoder. So do HF modules on JAX, and on
+    torch with `replace_with_kernel_inject=True`; they stay as they are, their weights shared where
+    layout, dtype and device agree. Everything else runs in module mode: on torch the module itself,
+    cast and moved in place, or one that is made of a checkpoint whose family fused mode does not
+    know. The engine is a TorchEngine or a JaxEngine; in module mode it has the calls that the
+    module can serve.
+
+    `config` is a dict, an InferenceConfig or the path of a JSON file; keyword arguments are its
+    fields. docs/config.md says what each means. Raises ConfigError, ModelError, CheckpointError,
+    BackendNotAvailableError or OutOfMemoryError; nothing half done stays behind.
     """
     overrides = kwargs if backend is None else {"backend": backend, **kwargs}
     settings = make_config(config, overrides).with_int8_as_quant().with_experts_shared()

@@ -35,12 +35,13 @@ FLOORS: dict[str, str] = {
     "engine": "config model parallel backends serving",
     "serving.http": "system engine serving",
     "serving.remote": "system parallel serving serving.http engine",
+    "engines": "engine backends.torch backends.jax",
     "opening": "config quantization model model.families checkpoint backends",
     "api": "config quantization model model.families parallel checkpoint backends engine "
-    "serving.http opening",
+    "engines serving.http opening",
     "evaluation": "engine",
     "ray_data": "system engine serving.http api",
-    "": "config embedded engine api",
+    "": "config embedded engine engines api",
     "bench": "embedded system config quantization model model.families parallel checkpoint ops "
     "backends serving.http opening api",
     "bench.torch": "kernels.triton model ops backends backends.torch bench",
@@ -115,7 +116,9 @@ def imports(tree: ast.Module, path: Path) -> Iterator[Import]:
         elif isinstance(node, ast.Call) and _is_import_module(node):
             assert isinstance(node.args[0], ast.Constant)
             yield Import(str(node.args[0].value), node.lineno, at_module_level)
-        inside = isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda)
+        inside = isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda) or (
+            isinstance(node, ast.If) and getattr(node.test, "id", "") == "TYPE_CHECKING"
+        )
         for child in ast.iter_child_nodes(node):
             yield from visit(child, at_module_level and not inside)
 

@@ -68,8 +68,7 @@ def embed(
     name = backend or backends.default_backend()
     backends.check_backend(name)
     found = find_asked(model, revision, None, f"`dualinfer embed MODEL {shown(texts[0])}`")
-    options = {"backend": name, "dtype": dtype}
-    with init_inference(found.folder, **options) as engine:
+    with init_inference(found.folder, backend=name, dtype=dtype) as engine:
         vectors = engine.embed(
             texts,
             pooling=pooling,

@@ -297,7 +297,7 @@ def _row(ids: Any) -> Any:
 def _engines(
     folder: Path,
     dtype: str,
-    quant: str | None = None,
+    quant: Any = None,
     adapters: Mapping[str, float] | None = None,
 ) -> Iterator[dict[str, FusedEngine]]:
     """One engine a backend, closed at the end."""

@@ -422,14 +422,14 @@ def _most_tokens(engine: Any) -> int:
 @contextmanager
 def _engine(found: Found, backend: str, tokenizer: Any, options: TextOptions) -> Iterator[Any]:
     """The engine, closed at the end; it is said where kernels that were asked for do not run."""
+    words: Any = {"quant": options.quant, "kv_cache_dtype": options.kv_cache_dtype}  # any str
     with init_inference(
         found.folder,
         backend=backend,
         adapter=found.adapters,
         dtype=options.dtype,
-        quant=options.quant,
-        kv_cache_dtype=options.kv_cache_dtype,
         replace_with_kernel_inject=options.kernels,
+        **words,
     ) as engine:
         engine.tokenizer = tokenizer
         for note in engine.report().notes if options.kernels else ():

@@ -11,16 +11,8 @@ from .inputs import REASONS
 F = TypeVar("F", bound=Callable[..., Any])
 
 
-class GenerationArguments(TypedDict, total=False):
-    """The keyword arguments of generate and stream, of which HF's keep their names and meanings.
-
-    HF's other names pass where they ask for nothing. `stop_strings` needs a tokenizer. `seed` is
-    an int below 2**64, or one for each prompt. Those from `language` on are Whisper's, of which
-    `temperature` may also be several, to fall back on. `presence_penalty`, `frequency_penalty`,
-    `logit_bias` (what the logit of an id gets more) and `logprobs` (log-probabilities of each new
-    token, and of up to 20 likeliest ones, in HF's output) are those of OpenAI's API. `grammar` says
-    what the new text must be: {"json": schema}, {"regex": ...}, {"choice": [...]} or {"lark": ...}.
-    """
+class TextArguments(TypedDict, total=False):
+    """The arguments of generation that leave the kind of its result as it is."""
 
     max_new_tokens: int | None
     max_length: int | None
@@ -37,7 +29,6 @@ class GenerationArguments(TypedDict, total=False):
     logit_bias: Mapping[int, float] | None
     logprobs: int | None
     grammar: Mapping[str, Any] | None
-    num_return_sequences: int | None
     stop_strings: str | Sequence[str] | None
     seed: int | Sequence[int] | None
     bos_token_id: int | None
@@ -64,7 +55,6 @@ class GenerationArguments(TypedDict, total=False):
     eta_cutoff: float | None
     top_h: float | None
     max_time: float | None
-    return_dict_in_generate: bool | None
     output_scores: bool | None
     output_logits: bool | None
     token_type_ids: Any
@@ -96,24 +86,50 @@ class GenerationArguments(TypedDict, total=False):
     time_precision_features: float | None
 
 
-def with_arguments(function: F) -> F:
-    """`function` with the names of GenerationArguments in the signature that Python shows.
+class ArrayArguments(TextArguments, total=False):
+    """These, and how many sequences each prompt gets."""
+
+    num_return_sequences: int | None
+
+
+class GenerationArguments(ArrayArguments, total=False):
+    """The keyword arguments of generate and stream, of which HF's keep their names and meanings.
+
+    HF's other names pass where they ask for nothing. `stop_strings` needs a tokenizer. `seed` is
+    an int below 2**64, or one for each prompt. Those from `language` on are Whisper's, of which
+    `temperature` may also be several, to fall back on. `presence_penalty`, `frequency_penalty`,
+    `logit_bias` (what the logit of an id gets more) and `logprobs` (log-probabilities of each new
+    token, and of up to 20 likeliest ones, in HF's output) are those of OpenAI's API. `grammar` says
+    what the new text must be: {"json": schema}, {"regex": ...}, {"choice": [...]} or {"lark": ...}.
+    """
+
+    return_dict_in_generate: bool | None
+
+
+def with_names(of: type) -> Callable[[F], F]:
+    """A decorator: the names of a TypedDict in the signature that Python shows.
 
     A type checker reads them from the annotation; help() and notebooks read the signature.
     """
-    signature = inspect.signature(function)
-    *named, rest = signature.parameters.values()
-    names = {parameter.name for parameter in named}
-    added = [
-        inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=kind)
-        for name, kind in get_type_hints(GenerationArguments).items()
-        if name not in names
-    ]
-    rest = rest.replace(annotation=Any)  # HF's other names
-    shown: Any = function
-    shown.__signature__ = signature.replace(parameters=[*named, *added, rest])
-    return function
 
+    def decorate(function: F) -> F:
+        signature = inspect.signature(function)
+        *named, rest = signature.parameters.values()
+        names = {parameter.name for parameter in named}
+        added = [
+            inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=kind)
+            for name, kind in get_type_hints(of).items()
+            if name not in names
+        ]
+        rest = rest.replace(annotation=Any)  # HF's other names
+        shown: Any = function
+        shown.__signature__ = signature.replace(parameters=[*named, *added, rest])
+        return function
+
+    return decorate
+
+
+with_arguments = with_names(GenerationArguments)
 
 # HF's own defaults for what neither the caller nor the model sets.
 DEFAULTS: dict[str, Any] = {

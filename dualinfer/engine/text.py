@@ -6,7 +6,7 @@ from typing import Any, NamedTuple, Unpack, overload
 
 from ..errors import ArgumentError, UnsupportedError, a_type, shown
 from ..parallel.spmd import Call, Turns
-from .arguments import GenerationArguments, with_arguments
+from .arguments import GenerationArguments, TextArguments, with_arguments
 from .chat import Messages, encode_chat
 from .options import config_dict
 from .text_stream import Detokenizer
@@ -90,8 +90,31 @@ class TextCalls:
         *,
         tokenizer: Any = ...,
         skip_special_tokens: bool = ...,
-        **arguments: Unpack[GenerationArguments],
+        **arguments: Unpack[TextArguments],
     ) -> str: ...
+
+    @overload
+    def generate_text(
+        self,
+        prompt: str,
+        generation_config: Any = ...,
+        *,
+        num_return_sequences: int | None,
+        tokenizer: Any = ...,
+        skip_special_tokens: bool = ...,
+        **arguments: Unpack[TextArguments],
+    ) -> str | list[str]: ...
+
+    @overload
+    def generate_text(
+        self,
+        prompt: list[str] | tuple[str, ...],
+        generation_config: Any = ...,
+        *,
+        tokenizer: Any = ...,
+        skip_special_tokens: bool = ...,
+        **arguments: Unpack[GenerationArguments],
+    ) -> list[str]: ...
 
     @overload
     def generate_text(
@@ -116,6 +139,9 @@ class TextCalls:
     ) -> Any:
         """The text that continues `prompt`, without the prompt; a list of texts gives a list.
 
+        >>> engine.generate_text("import os", max_new_tokens=16)
+        >>> engine.generate_text(["One", "Two"], do_sample=True, temperature=0.7, seed=1)
+
         Arguments are those of `generate`. Where none of them, nor the model, gives a length, at
         most 256 new tokens. `tokenizer` is the engine's own where None; it may be a processor.
         Special tokens are left out of the text unless `skip_special_tokens` is False. With
@@ -124,6 +150,28 @@ class TextCalls:
         """
         how = _How(_texts, generation_config, tokenizer, skip_special_tokens)
         return self._whole(prompt, how, dict(arguments))
+
+    @overload
+    def stream_text(
+        self,
+        prompt: str,
+        generation_config: Any = ...,
+        *,
+        tokenizer: Any = ...,
+        skip_special_tokens: bool = ...,
+        **arguments: Unpack[TextArguments],
+    ) -> Iterator[str]: ...
+
+    @overload
+    def stream_text(
+        self,
+        prompt: Sequence[str] | None = ...,
+        generation_config: Any = ...,
+        *,
+        tokenizer: Any = ...,
+        skip_special_tokens: bool = ...,
+        **arguments: Unpack[GenerationArguments],
+    ) -> Iterator[Any]: ...
 
     @with_arguments
     def stream_text(
@@ -137,6 +185,9 @@ class TextCalls:
     ) -> Iterator[Any]:
         """An iterator of the text of `generate_text` as it comes, a piece for each token.
 
+        >>> for piece in engine.stream_text("import os", max_new_tokens=16):
+        ...     print(piece, end="", flush=True)
+
         Joined, the pieces are that text. A piece is empty while the next tokens may still change
         what it would say, as where a character is unfinished; several sequences give lists of
         pieces. Arguments are checked at once, the work starts with the first `next`, and leaving
@@ -144,6 +195,55 @@ class TextCalls:
         """
         how = _How(_texts, generation_config, tokenizer, skip_special_tokens)
         return self._pieces(prompt, how, dict(arguments))
+
+    @overload
+    def chat(
+        self,
+        messages: Messages,
+        generation_config: Any = ...,
+        *,
+        tokenizer: Any = ...,
+        template_options: Mapping[str, Any] | None = ...,
+        skip_special_tokens: bool = ...,
+        **arguments: Unpack[TextArguments],
+    ) -> str: ...
+
+    @overload
+    def chat(
+        self,
+        messages: Messages,
+        generation_config: Any = ...,
+        *,
+        num_return_sequences: int | None,
+        tokenizer: Any = ...,
+        template_options: Mapping[str, Any] | None = ...,
+        skip_special_tokens: bool = ...,
+        **arguments: Unpack[TextArguments],
+    ) -> str | list[str]: ...
+
+    @overload
+    def chat(
+        self,
+        messages: Sequence[Messages],
+        generation_config: Any = ...,
+        *,
+        tokenizer: Any = ...,
+        template_options: Mapping[str, Any] | None = ...,
+        skip_special_tokens: bool = ...,
+        **arguments: Unpack[GenerationArguments],
+    ) -> list[str]: ...
+
+    @overload
+    def chat(
+        self,
+        messages: None = ...,
+        generation_config: Any = ...,
+        *,
+        tokenizer: Any = ...,
+        template_options: Mapping[str, Any] | None = ...,
+        skip_special_tokens: bool = ...,
+        **arguments: Unpack[GenerationArguments],
+    ) -> Any: ...
 
     @with_arguments
     def chat(
@@ -158,6 +258,8 @@ class TextCalls:
     ) -> Any:
         """The answer to a chat, by the tokenizer's chat template; a list of chats gives a list.
 
+        >>> engine.chat([{"role": "user", "content": "Name three rivers."}], max_new_tokens=64)
+
         `messages` are dicts with `role` and `content`, as in HF, a str or a list of parts that are
         texts; what the template would lose of them is refused. `template_options` go to
         `apply_chat_template`: tools, enable_thinking and the like, and `chat_template`, which may
@@ -167,6 +269,30 @@ class TextCalls:
         chats = _Chats(template_options)
         how = _How(chats, generation_config, tokenizer, skip_special_tokens)
         return self._whole(messages, how, dict(arguments))
+
+    @overload
+    def stream_chat(
+        self,
+        messages: Messages,
+        generation_config: Any = ...,
+        *,
+        tokenizer: Any = ...,
+        template_options: Mapping[str, Any] | None = ...,
+        skip_special_tokens: bool = ...,
+        **arguments: Unpack[TextArguments],
+    ) -> Iterator[str]: ...
+
+    @overload
+    def stream_chat(
+        self,
+        messages: Messages | Sequence[Messages] | None = ...,
+        generation_config: Any = ...,
+        *,
+        tokenizer: Any = ...,
+        template_options: Mapping[str, Any] | None = ...,
+        skip_special_tokens: bool = ...,
+        **arguments: Unpack[GenerationArguments],
+    ) -> Iterator[Any]: ...
 
     @with_arguments
     def stream_chat(
@@ -179,7 +305,11 @@ class TextCalls:
         skip_special_tokens: bool = True,
         **arguments: Unpack[GenerationArguments],
     ) -> Iterator[Any]:
-        """The answer of `chat` as it comes, piece by piece, as `stream_text` gives it."""
+        """The answer of `chat` as it comes, piece by piece, as `stream_text` gives it.
+
+        >>> for piece in engine.stream_chat([{"role": "user", "content": "Hello"}]):
+        ...     print(piece, end="", flush=True)
+        """
         chats = _Chats(template_options)
         how = _How(chats, generation_config, tokenizer, skip_special_tokens)
         return self._pieces(messages, how, dict(arguments))

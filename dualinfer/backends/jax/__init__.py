@@ -19,6 +19,7 @@ from ...system.memory import host_free_bytes
 from ..base import NO_KERNELS
 from ..held import no_room
 from ..streaming import Streaming, check_host, choose_layers
+from .adapter import OnJax as OnJax
 from .adapter import engine_type as engine_type
 from .adapter import register_outputs
 from .cache import least_free_bytes

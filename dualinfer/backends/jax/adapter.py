@@ -5,7 +5,7 @@ import re
 import weakref
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 import jax
 import jax.numpy as jnp
@@ -29,8 +29,14 @@ class _Inference:
     """What scripts for HF's models call on one; no change is made here."""
 
     __slots__ = ()
-    device: Any
-    dtype: Any
+
+    if TYPE_CHECKING:
+
+        @property
+        def device(self) -> Any: ...
+
+        @property
+        def dtype(self) -> Any: ...
 
     def eval(self) -> Self:
         """Itself: there is no other mode."""
@@ -112,7 +118,9 @@ def _view(weights: Model, engine: Any) -> FusedModule:
     return view
 
 
-class _Engine(_Inference):
+class OnJax(_Inference):
+    """What every engine on JAX is."""
+
     @property
     def _modules(self) -> Any:
         """AttributeError: what takes an engine for a torch module looks for this."""
@@ -122,13 +130,14 @@ class _Engine(_Inference):
         )
 
     def __reduce_ex__(self, protocol: Any) -> Any:
+        """UnsupportedError: neither copied nor pickled."""
         raise UnsupportedError(
             "An engine holds executables and memory of its device, so that it cannot be copied or "
             "pickled. Make another one with init_inference()."
         )
 
 
-class _FusedEngine(_Engine):
+class FusedOnJax(OnJax):
     """Of a FusedEngine: its `module` is made when it is asked for, so that no cycle keeps it."""
 
     _view: Callable[[], FusedModule | None] = staticmethod(lambda: None)
@@ -142,10 +151,13 @@ class _FusedEngine(_Engine):
             self._view = weakref.ref(view)
         return view
 
-    def __getattr__(self: Any, name: str) -> Any:
-        if name.startswith("_"):
-            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
-        raise self._absent(name)
+    if not TYPE_CHECKING:  # a type checker flags what is not there
+
+        def __getattr__(self, name):
+            """AttributeError, which says what a fused engine has not."""
+            if name.startswith("_"):
+                raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+            raise self._absent(name)
 
     @property
     def model(self: Any) -> FusedModule:
@@ -186,6 +198,8 @@ class _FusedEngine(_Engine):
         output_hidden_states: bool = False,
     ) -> Any:
         """Forward's outputs, as a pure function: for jax.jit, jax.vmap, jax.grad.
+
+        >>> jax.jit(engine.apply)(engine.params, jnp.array([[2, 3, 4]])).logits  # [B, T, V]
 
         `params` as `engine.params` gives them, of the same names, shapes and dtype; `tokens` int
         [B, T], or [T] for one row, or what else the model reads first, as an image encoder's
@@ -257,10 +271,10 @@ def engine_type(base: type) -> type:
     """`base`, one of dualinfer's engines, with what JAX code and HF's scripts expect of it."""
     namespace: dict[str, Any] = {"__doc__": base.__doc__, "__module__": base.__module__}
     if base.__name__ != "FusedEngine":
-        return type(base.__name__, (_Engine, base), namespace)
+        return type(base.__name__, (OnJax, base), namespace)
     for name in ("forward", "generate", "stream", "refresh"):
         namespace[name] = _refuse_tracing(getattr(base, name))
-    return type(base.__name__, (_FusedEngine, base), namespace)
+    return type(base.__name__, (FusedOnJax, base), namespace)
 
 
 def _refuse_tracing(method: Callable[..., Any]) -> Callable[..., Any]:

@@ -16,6 +16,7 @@ from ...system.memory import host_free_bytes
 from ..base import NO_KERNELS
 from ..held import no_room
 from ..streaming import check_host, choose_layers
+from .adapter import OnTorch as OnTorch
 from .adapter import engine_type as engine_type
 from .device import (
     default_device,

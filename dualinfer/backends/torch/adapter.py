@@ -44,15 +44,17 @@ class _InferenceModule(torch.nn.Module):
         )
 
 
-class _Engine(_InferenceModule):
-    """An engine as a module whose one part, `module`, is set when it is made."""
+class OnTorch(_InferenceModule):
+    """What every engine on torch is: a module whose one part, `module`, is set when it is made."""
 
     def __setattr__(self, name: str, value: Any) -> None:
+        """As in nn.Module, but that `module` stays the one that it has."""
         if name == "module":
             _refuse_module("set")
         super().__setattr__(name, value)
 
     def __delattr__(self, name: str) -> None:
+        """As in nn.Module, but that `module` stays the one that it has."""
         if name == "module":
             _refuse_module("deleted")
         super().__delattr__(name)
@@ -147,7 +149,7 @@ def _weights_module(params: Params) -> torch.nn.Module:
     return root
 
 
-class _FusedEngine(_Engine, _FusedWeights):
+class FusedOnTorch(OnTorch, _FusedWeights):
     """Of a FusedEngine: its `module` is made when it is asked for, so that no cycle keeps it."""
 
     def _adopt(self: Any, runner: Any) -> None:
@@ -165,6 +167,7 @@ class _FusedEngine(_Engine, _FusedWeights):
         return view
 
     def __getattr__(self: Any, name: str) -> Any:
+        """Parts of the module; AttributeError says what a fused engine has not."""
         try:
             return super().__getattr__(name)
         except AttributeError as error:
@@ -183,7 +186,7 @@ class _FusedEngine(_Engine, _FusedWeights):
             parameter.data = weights[name].data
 
 
-class _ModuleEngine(_Engine):
+class _ModuleEngine(OnTorch):
     """Of a ModuleEngine: the caller's module is the one part, and answers for what it has."""
 
     def _adopt(self: Any, runner: Any) -> None:
@@ -221,7 +224,7 @@ class _ModuleEngine(_Engine):
 @functools.cache
 def engine_type(base: type) -> type:
     """`base`, one of dualinfer's engines, as an nn.Module as well."""
-    from_torch = _FusedEngine if base.__name__ == "FusedEngine" else _ModuleEngine
+    from_torch = FusedOnTorch if base.__name__ == "FusedEngine" else _ModuleEngine
 
     def __init__(self: Any, runner: Any, *args: Any) -> None:
         torch.nn.Module.__init__(self)
@@ -241,7 +244,7 @@ def engine_type(base: type) -> type:
         "__module__": base.__module__,
         "close": close,
     }
-    if from_torch is _FusedEngine:
+    if from_torch is FusedOnTorch:
 
         def refresh(self: Any) -> None:
             try:
@@ -250,5 +253,5 @@ def engine_type(base: type) -> type:
                 self._follow()
 
         refresh.__doc__ = base.refresh.__doc__  # pyright: ignore
-        namespace |= {"module": _FusedEngine.module, "refresh": refresh}
+        namespace |= {"module": FusedOnTorch.module, "refresh": refresh}
     return type(base.__name__, (base, from_torch), namespace)
