@@ -2,6 +2,7 @@
 
 import asyncio
 import threading
+from collections import Counter
 from typing import Any
 
 import numpy as np
@@ -20,7 +21,7 @@ from dualinfer.errors import (
     StepError,
     UnsupportedError,
 )
-from dualinfer.serving.prefixes import GRAIN, Prefixes, shared_by, waits
+from dualinfer.serving.prefixes import GRAIN, Prefixes, Snapshots, chain, cuts, shared_by, waits
 
 from . import test_recurrent, test_relatives
 from .models import make_model, random_ids
@@ -291,25 +292,28 @@ def test_an_interrupt_while_prompts_are_read_leaves_nothing(engine, prompts, alo
     engine.reserve(4, 250)  # nothing is under way
 
 
-@pytest.mark.parametrize(
-    ("name", "shares"), [("gemma2", True), ("latent", True), ("falcon_h1", False)]
-)
+@pytest.mark.parametrize("name", ["gemma2", "latent", "qwen3_next with experts", "mamba2"])
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_of_every_kind_of_cache(name, shares, backend):
-    """Windows, latent vectors and codes are copied; states of recurrences have no places."""
+def test_of_every_kind_of_cache(name, backend):
+    """Windows, latent vectors and codes are copied, and states where they stand."""
     makes = {
         "gemma2": lambda: make_model("gemma2"),
         "latent": lambda: test_relatives.make("youtu"),
-        "falcon_h1": lambda: test_recurrent.make("falcon_h1"),
     }
+    model = makes.get(name, lambda: test_recurrent.make(name))()
     more = {"kv_cache_dtype": "int8"} if name == "gemma2" else {}
-    with dualinfer.init_inference(makes[name](), backend=backend, **HOW, **more) as engine:
+    with dualinfer.init_inference(model, backend=backend, **HOW, **more) as engine:
         prompts = prompts_of(engine.runner.spec.vocab)[:4]
         alone = texts_of(engine, prompts)
         engine.reserve(2, 250)
-        found, cached = together(engine, prompts)
-        assert found == alone
-        assert (sum(cached) > 0) == shares
+        assert together(engine, prompts) == (alone, [0, 128, 128, 128])
+        again = together(engine, prompts[1:2])  # to the last whole grain that something has
+        assert again == (alone[1:2], [128])
+        longer = [[*prompts[1], *alone[1], 5]]  # as the next turn of a chat
+        expected, cached = together(engine, longer)
+        assert cached == [192] if engine.runner.spec.keeps_places else cached == [128]
+        assert engine.reserve(2, 250, prefix_cache=False).spare == 0
+        assert together(engine, [*longer, prompts[0]]) == ([*expected, alone[0]], [0, 0])
 
 
 @settings(max_examples=60, deadline=None, derandomize=True)
@@ -344,6 +348,41 @@ def test_what_is_found_was_put_there(data):
                 held[target] = ids
         for kept in held.values():
             assert prefixes.longest(np.append(kept, np.int32(9)))[1] >= len(kept) // GRAIN * GRAIN
+
+
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(st.data())
+def test_a_state_serves_what_begins_with_all_that_it_has_read(data):
+    """Against a dictionary of slots and the ids that each has read."""
+    book, held = Snapshots(3, 2), {}
+    words = [np.full(GRAIN, w, np.int32) for w in (1, 2)]
+    for _ in range(data.draw(st.integers(1, 25))):
+        parts = data.draw(st.lists(st.sampled_from(words), min_size=1, max_size=4))
+        ids = np.concatenate(parts)
+        prompt = np.append(ids, np.int32(9)) if data.draw(st.booleans()) else ids
+        serve = [x for x in held.values() if len(x) < len(prompt) and (x == ids[: len(x)]).all()]
+        slot, count = book.longest(prompt)
+        assert count == max(map(len, serve), default=0)
+        assert not count or len(held[slot]) == count
+        book.use(slot, count, len(prompt))
+        target = book.keep(ids)
+        there = [s for s, x in held.items() if len(x) == len(ids) and (x == ids).all()]
+        assert (target is None) == bool(there)
+        if target is not None:
+            assert target in (3, 4)
+            held[target] = ids
+        keys = [*chain(ids)]
+        begins = sum(len(x) >= len(ids) and (x[: len(ids)] == ids).all() for x in held.values())
+        assert book.beginning_with(keys[-1]) == begins
+
+
+def test_states_are_kept_where_prompts_part_and_at_their_ends():
+    rows = [np.repeat(np.array(x, np.int32), GRAIN) for x in ([1, 2, 3, 4], [1, 2, 5], [1, 6])]
+    chains = [[*chain(row)] for row in rows]
+    known = Counter(key for one in chains[1:] for key in one)
+    assert cuts(chains[0], known) == [64, 128, 256]
+    assert cuts(chains[0], {}) == [256] and cuts([], known) == []
+    assert cuts(chains[2], Counter(chains[0])) == [64, 128]
 
 
 def test_a_prompt_waits_for_another_that_gives_more():

@@ -386,7 +386,8 @@ class Runner(Protocol):
     def copy(self, source: int, target: int, tokens: int) -> None:
         """Copy the first `tokens` cached tokens of one slot of a pool to another, in their order.
 
-        It is done behind all that was asked for before. Only where `spec.keeps_places`.
+        It is done behind all that was asked for before. States of recurrences are copied as they
+        stand, which must be at `tokens`. Only where `spec.keeps_beginnings`.
         """
         ...
 

@@ -31,7 +31,7 @@ from ..errors import (
     UnsupportedError,
 )
 from ..parallel.spmd import Turns
-from .sharing import Sharing
+from .sharing import Sharing, sharing_of
 from .text_stream import Detokenizer, TextStream
 
 PIECE = 2048  # tokens that are read at a time where others wait; an H100 takes 50 ms for 8B
@@ -237,8 +237,8 @@ class Loop:
             self.pool = self.sharing = None
             self._runner.open(pool, prepare)
             self.pool = pool
-            if pool is not None and shares and self._runner.spec.keeps_places:
-                self.sharing = Sharing(self._runner, pool)
+            if pool is not None and shares:
+                self.sharing = sharing_of(self._runner, pool)
 
     def tokens_beside(self, ours: Collection[int]) -> list[int]:
         """Tokens that each sequence may come to hold, but for `ours`: the ids of their Lives.
@@ -476,10 +476,17 @@ class Loop:
 
         Where it fails, those whose prompts were read end, and others go on.
         """
+        left = PIECE
+        while left > 0 and (read := self._read_some(left)):
+            left -= read
+
+    def _read_some(self, left: int) -> int:
+        """Read on by one pass, of `left` tokens where others wait; how many were read."""
         served: list[Live] = []
+        pieces: list[Piece] = []
         try:
             with self._undisturbed():
-                if pieces := self._next_pieces(served):
+                if pieces := self._next_pieces(served, left):
                     self._read(served, pieces)
         except BaseException as error:
             reason = StepError(f"Reading a prompt failed, and with it its sequence: {error!r}.")
@@ -490,31 +497,33 @@ class Loop:
             self.finish(served)
             if not isinstance(error, Exception):  # an interrupt is the caller's
                 raise
+        return sum(piece.stop - piece.start for piece in pieces)
 
-    def _next_pieces(self, served: list[Live]) -> list[Piece]:
-        """The pieces to read next; whose they are is added to `served`.
+    def _next_pieces(self, served: list[Live], left: int) -> list[Piece]:
+        """The pieces to read next, `left` tokens of them where others wait.
 
-        The prompt that came first is first; ids and embeddings go apart. One waits where another
-        that is read now begins as it does.
+        Whose they are is added to `served`. The prompt that came first is first; ids and embeddings
+        go apart. One waits where another that is read now begins as it does.
         """
         lives = [x for x in list(self._live.values()) if not x.ended]
         unread = [(x, x.unread) for x in lives if x.unread is not None]
         waiting, sharing = len(unread) < len(lives), self.sharing
         pieces: list[Piece] = []
-        reading: list[Request] = []
-        left = PIECE
+        if sharing is not None:
+            sharing.meet([piece.request for _, piece in unread])
         for live, piece in unread:
             if left <= 0:
                 break
-            if sharing is not None and sharing.waits(piece, reading):
+            if sharing is not None and sharing.waits(piece, pieces):
                 continue
-            reading.append(piece.request)
             if (piece.request.embeds is None) != (unread[0][1].request.embeds is None):
                 continue
             served.append(live)
             if sharing is not None and piece.is_first:
                 piece = Piece.whole(sharing.begun(live.slot, piece.request), live.slot)
                 live.kept = piece.start
+            if sharing is not None:
+                piece = sharing.until(piece)
             pieces.append(_first(piece, left) if waiting else piece)
             left -= pieces[-1].stop - piece.start if waiting else 0
         return pieces

@@ -54,7 +54,8 @@ class RoomCalls(InferenceEngine):
         as many as have room, at most 256. Calls wait where all slots are taken; one that is longer
         than `tokens`, or of more sequences than `slots`, raises LengthError. With `prefix_cache` a
         prompt is not read where another one began as it does: what sequences leave is kept in
-        spare slots, one for eight of the others, and used by texts of models without recurrences.
+        spare slots, one for eight of the others; of recurrences it is what their states have read,
+        where prompts part and at the last whole 64 tokens of each.
         Answers are as without it, to rounding. It replaces what was reserved before.
         UnsupportedError while a generation is under way, OutOfMemoryError where there is no room.
         Every process that shares the model must call it.

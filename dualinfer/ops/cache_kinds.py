@@ -291,6 +291,10 @@ class StateCache(NamedTuple):
         """See `CacheView.view`."""
         return over(self, lambda x: x[:slots])
 
+    def copied(self, source: Array | int, target: Array | int, tokens: int) -> Self:
+        """See `FullCache.copied`; the state, whatever the number of tokens."""
+        return over(self, lambda x: self.maths.put(x, target, x[source]))
+
     def keep(self, slots: Array, *arrays: Array) -> Self:
         """See `StateView.keep`."""
         pairs = zip(self.arrays, arrays, strict=True)

@@ -43,9 +43,11 @@ def pool_for(
     A grammar finds its place in the state. Some of those that have room are spare if what prompts
     have in common is to be kept.
     """
-    shares = shares and runner.spec.keeps_places
+    shares = shares and runner.spec.keeps_beginnings
     if slots is not None:
-        spare = -(-slots // _SPARE) if shares else 0
+        # A state serves one length alone: that where prompts part, and that of a whole prompt.
+        least = 1 if runner.spec.keeps_places else 2
+        spare = max(least, -(-slots // _SPARE)) if shares else 0
         return Pool(slots, tokens, hides=True, spare=spare)
     each = MOST_SLOTS * (_SPARE + 1) // _SPARE if shares else MOST_SLOTS
     if free is not None:

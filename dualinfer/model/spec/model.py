@@ -608,6 +608,15 @@ class ModelSpec(Once):
         return self.reads_pieces and parts == {"attention"} and not self.turns_by_length
 
     @property
+    def keeps_beginnings(self) -> bool:
+        """True if a copy of what a cache has of a prompt's beginning serves others that begin so.
+
+        Where not all is in places, at the length alone at which the states of recurrences stand.
+        """
+        parts = {part for _, part in self.caches}
+        return self.reads_pieces and bool(parts) and not self.turns_by_length
+
+    @property
     def alibi(self) -> bool:
         """True if attention measures positions itself, so that they are no input of the model."""
         return any(layer.attention.alibi for layer in self.layers)
