@@ -29,7 +29,7 @@ FLOORS: dict[str, str] = {
     "backends": "kernels.triton config quantization model parallel ops",
     "backends.torch": "system kernels.triton config quantization model "
     "parallel checkpoint ops backends decoder",
-    "backends.jax": "system kernels.triton kernels.xla config quantization model "
+    "backends.jax": "system kernels.triton kernels.xla kernels.pallas config quantization model "
     "parallel checkpoint ops backends decoder",
     "serving": "backends",
     "engine": "config model parallel backends serving",
@@ -65,6 +65,7 @@ FORBIDDEN: dict[str, tuple[set[str], set[str]]] = {
     "bench.jax": (TORCH_SIDE, TORCH_SIDE),
     "kernels.triton": ({"torch"} | JAX_SIDE, JAX_SIDE),  # so that JAX can launch them
     "kernels.xla": (TORCH_SIDE | {"flax"}, {"triton", "flax"}),  # torch: to interpret
+    "kernels.pallas": (TORCH_SIDE | {"flax"}, TORCH_SIDE | {"flax"}),
     "kernels": (NEUTRAL, TORCH_SIDE | JAX_SIDE),
     "ops": (NEUTRAL, FRAMEWORKS),
     "decoder": (NEUTRAL, FRAMEWORKS),

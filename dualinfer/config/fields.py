@@ -102,6 +102,14 @@ class InferenceConfig(StaleFields):
     data-centre GPUs from Ampere on. DeepSpeed's serve BERT only.
     """
 
+    kernels: Literal["triton", "pallas", "xla"] | None = None
+    """Which kernels run fused mode on JAX; refused, with the reason, where they cannot run.
+
+    "triton": as `use_triton=True`. "pallas": Pallas, for TPUs. "xla": none, plain XLA. Unset: on a
+    TPU Pallas, on an NVIDIA GPU Triton where it can run, else plain XLA. DeepSpeed has no such
+    field.
+    """
+
     triton_autotune: bool = False
     """Measure which configurations of the Triton kernels serve the model best, when the engine is
     made: a minute or two the first time, then read from the user's cache.

@@ -19,6 +19,7 @@ def check_config(config: InferenceConfig, mode: Mode, device: str) -> None:
     if mode == "fused" and config.resident_layers is not None and not config.streams:
         reason = "without keep_module_on_host=True all layers are on the device. Set it, too."
         _refuse("resident_layers", config.resident_layers, reason)
+    _check_kernels(config, mode)
     _check_triton(config, mode, device)
     on_torch = config.backend == "torch"
     if config.enable_cuda_graph and on_torch and device != "cuda":
@@ -74,6 +75,23 @@ def _check_later(config: InferenceConfig) -> None:
             "Leave it unset."
         )
         _refuse("base_dir", config.base_dir, reason)
+
+
+def _check_kernels(config: InferenceConfig, mode: Mode) -> None:
+    """A choice of kernels by name is JAX's, of fused mode, and agrees with the other fields."""
+    name = config.kernels
+    if name is None:
+        return
+    if config.backend != "jax":
+        _refuse("kernels", name, "on torch there are Triton's alone; use_triton says whether.")
+    if mode == "module":
+        _refuse("kernels", name, f"the kernels are those of fused mode. {_OTHER_MODEL}")
+    if not config.replace_with_kernel_inject and name != "xla":
+        reason = "replace_with_kernel_inject=False says that there are none. Leave out one of them."
+        _refuse("kernels", name, reason)
+    if config.use_triton is not None and config.use_triton is not (name == "triton"):
+        reason = f"use_triton={config.use_triton} says otherwise. Leave out one of them."
+        _refuse("kernels", name, reason)
 
 
 def _check_triton(config: InferenceConfig, mode: Mode, device: str) -> None:

@@ -150,7 +150,7 @@ def experts(
         parts = groups(second, (down,), ((h, 1),), width, sums)
     else:
         parts = groups(both, (up, bias, down), read, width, sums)
-    return _weighted(
+    return weighted(
         m,
         parts.reshape(*routing.experts.shape, -1),
         None if mixture.weighs_input else routing.weights,
@@ -171,10 +171,10 @@ def hidden(m: Maths, h: Array, mixture: Experts) -> Array:
 
 def biases(m: Maths, bias: Array, routing: Routing) -> Array:
     """The share of down's bias [X, E] in the sum over experts: float32 [..., E]."""
-    return _weighted(m, bias[routing.experts], routing.weights)
+    return weighted(m, bias[routing.experts], routing.weights)
 
 
-def _weighted(m: Maths, parts: Array, weights: Array | None) -> Array:
+def weighted(m: Maths, parts: Array, weights: Array | None) -> Array:
     """The sum of parts [..., k, E] by float32 weights [..., k], one after another."""
     total = m.wide(parts[..., 0, :])
     if weights is None:

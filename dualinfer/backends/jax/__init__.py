@@ -24,7 +24,7 @@ from .adapter import engine_type as engine_type
 from .adapter import register_outputs
 from .cache import least_free_bytes
 from .compilation_cache import keep_all, use_compilation_cache
-from .device import KERNELS_NEED, NO_TRITON, has_triton, runs_kernels
+from .device import KERNELS_NEED, NO_TRITON, has_triton, pallas_obstacle, runs_kernels
 from .exchange import open_exchange
 from .executables import check_untraced, compiler_options
 from .forks import check_process
@@ -97,7 +97,7 @@ def create_runner(
     place, dtype = _place(config), jnp.dtype(config.dtype or default_dtype())
     register_outputs()
     use_compilation_cache(place.device)
-    if _wants_kernels(config) and runs_kernels(place.device):
+    if _kernels_of(config, place.device) == "triton" and runs_kernels(place.device):
         Thread(target=_prepare_kernels, args=(place.device,), name="dualinfer-triton").start()
     parts, tp = parts_of_experts(config.moe, spec, place.size), config.tensor_parallel
     how: Any = {"equal": True, "expert_parts": parts, "asked_by": tp.asked_by}
@@ -115,7 +115,7 @@ def create_runner(
             message = no_room(tp_plan.shards[0], rows, dtype.itemsize, free, _MORE_ROOM)
             raise OutOfMemoryError(message) from error
         ops = _make_ops(config, spec, place.device, Split.of(place, tp_plan), place)
-        options = compiler_options(config.enable_cuda_graph, place.device, bool(ops.kernels))
+        options = compiler_options(config.enable_cuda_graph, place.device, ops.launches)
         most = spec.most_tokens(config.max_out_tokens)
         streams = streaming is not None and streaming.layers
         runner = (StreamingRunner if streams else JaxRunner)(
@@ -125,7 +125,7 @@ def create_runner(
     runner.notes += (*notes, *describe_experts(tp_plan))
     if streaming:
         runner.notes += (streaming.describe(),)
-    if _wants_kernels(config) and not ops.kernels:
+    if _kernels_of(config, place.device) == "triton" and not ops.kernels:
         runner.notes += (f"{NO_KERNELS}{_obstacle(spec, place.device)}",)
     return runner
 
@@ -164,16 +164,27 @@ def _streaming(
 
 
 def describe_kernels() -> str:
-    """True if Triton's kernels can run here, for people."""
-    if not runs_kernels(default_device()):
-        return f"Triton: not usable here; {KERNELS_NEED}; plain XLA"
+    """Which kernels can run here, for people."""
+    device = default_device()
+    if not pallas_obstacle(device):
+        how = "usable" if device.platform == "tpu" else "interpreted"
+        return f"Pallas: {how}"
+    if not runs_kernels(device):
+        return f"Triton: not usable here; {KERNELS_NEED}; Pallas: for TPUs; plain XLA"
     if not has_triton():
         return f"{NO_TRITON}; plain XLA"
     return "Triton: usable"
 
 
-def _wants_kernels(config: InferenceConfig) -> bool:
-    return bool(config.replace_with_kernel_inject) and config.use_triton is not False
+def _kernels_of(config: InferenceConfig, device: jax.Device) -> str:
+    """Which kernels are wanted on a device: triton, pallas or xla; see `InferenceConfig`."""
+    if config.kernels is not None:
+        return config.kernels
+    if not config.replace_with_kernel_inject:
+        return "xla"
+    if config.use_triton is not None:
+        return "triton" if config.use_triton else "xla"
+    return "pallas" if device.platform == "tpu" else "triton"
 
 
 def _obstacle(spec: ModelSpec, device: jax.Device) -> str:
@@ -196,15 +207,32 @@ def _make_ops(
     split: Split | None = None,
     place: Place | None = None,
 ) -> PlainOps:
-    """Triton kernels where they are wanted and can run, else plain XLA."""
-    if not _wants_kernels(config):
+    """The kernels that are wanted where they can run, else plain XLA.
+
+    ConfigError for those that are asked for by name and cannot run.
+    """
+    wanted = _kernels_of(config, device)
+    if wanted == "xla":
         return PlainOps(split)
+    if wanted == "pallas":
+        return _make_pallas_ops(device, split)
     obstacle = _obstacle(spec, device)
     if obstacle:
+        if config.kernels:
+            raise ConfigError(f"kernels='triton': {obstacle}. Leave it unset.")
         if config.use_triton:
             raise ConfigError(f"use_triton=True: {obstacle}. Leave it unset.")
         return PlainOps(split)
     return _make_kernel_ops(config, spec, device, split, place)
+
+
+def _make_pallas_ops(device: jax.Device, split: Split | None) -> PlainOps:
+    from .ops.pallas import PallasOps
+
+    obstacle = pallas_obstacle(device)
+    if obstacle:
+        raise ConfigError(f"kernels='pallas': {obstacle}. Leave it unset.")
+    return PallasOps(split, interpret=device.platform != "tpu")
 
 
 def _make_kernel_ops(

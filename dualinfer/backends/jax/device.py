@@ -1,12 +1,15 @@
-"""Which of JAX's devices run Triton's kernels; nothing here imports Triton."""
+"""Which of JAX's devices run which kernels; nothing here imports Triton."""
 
 import importlib.util
 import sys
 
 import jax
 
+from ...kernels.pallas.launch import VARIABLE, interpreted
+
 KERNELS_NEED = "the kernels run on NVIDIA's data-centre GPUs (A100, H100, H200, B200)"
 NO_TRITON = "Triton is not installed (pip install triton)"
+_INTERPRET = f"{VARIABLE}=1 in the environment interprets them, slowly, as tests do"
 _CAPABILITIES = ("8.0", "9.0", "10.0", "10.3")
 
 
@@ -24,3 +27,11 @@ def has_triton() -> bool:
     if "triton" in sys.modules:
         return sys.modules["triton"] is not None
     return importlib.util.find_spec("triton") is not None
+
+
+def pallas_obstacle(device: jax.Device) -> str:
+    """Why Pallas' kernels do not run on a device; "" where they do, interpreted or not."""
+    if device.platform == "tpu" or interpreted():
+        return ""
+    kind = getattr(device, "device_kind", device.platform)
+    return f"Pallas' kernels run on TPUs, and this is a {kind}; {_INTERPRET}"

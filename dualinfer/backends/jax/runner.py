@@ -102,7 +102,7 @@ class JaxRunner:
         self.notes = split_notes(place, tp_plan, jax.tree.leaves(self.params))
         self.dtype, self.device, self._place = dtype, place.device, place
         self._specs = [place.spec_of(x) for x in self._leaves]
-        self._executables = Executables(options, launching=place.devices if ops.kernels else ())
+        self._executables = Executables(options, launching=place.devices if ops.launches else ())
         self._cache_specs = cache_specs(own, cache_codes) if spec.causal else ()
         self._split = split(self._cache_specs, place)
         self._shardings = place.sharding(), jax.tree.map(place.sharding, self._split)

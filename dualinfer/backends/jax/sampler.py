@@ -3,9 +3,9 @@
 How a token is chosen says `ops/sampling.py`.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -19,6 +19,7 @@ from .maths import MATHS
 
 SMALLEST_PROMPT = 16
 ALL = SamplingFeatures(noise=True, filters=True, penalty=True, hold_eos=True)
+Filter: TypeAlias = Callable[[jax.Array, jax.Array, jax.Array, jax.Array], jax.Array]
 BEST, CHANGED, FILTERED = range(3)  # what a step does to logits before it takes the best: its mode
 
 
@@ -222,9 +223,13 @@ def advance(
     mode: jax.Array | int,
     out: jax.Array,
     step: jax.Array | int,
+    filtered: Filter | None = None,
 ) -> tuple[SlotState, jax.Array]:
-    """Choose each active slot's next token and book it; row `step` of `out` int32 [R, N] has it."""
-    token = sample(logits, state, state.length + 1, mode, out)
+    """Choose each active slot's next token and book it; row `step` of `out` int32 [R, N] has it.
+
+    `filtered` as in `sample`.
+    """
+    token = sample(logits, state, state.length + 1, mode, out, filtered)
     shown = jnp.where(state.active, token, NO_TOKEN)
     length = state.length + state.active.astype(jnp.int32)
     return book(state._replace(length=length), token), out.at[step].set(shown)
@@ -272,32 +277,36 @@ def sample(
     position: jax.Array,
     mode: jax.Array | int,
     unmarked: jax.Array | None = None,
+    filtered: Filter | None = None,
 ) -> jax.Array:
     """The next token int32 [N] from float32 logits [N, V]; see `sampling.sample`.
 
     `mode` is the batch's, so that one executable serves every kind of request. `unmarked` [R, N]
-    are tokens that `seen` lacks as yet.
+    are tokens that `seen` lacks as yet. `filtered` takes the place of `filter_logits`.
     """
     logits = MATHS.wide(logits)
 
     def changed() -> jax.Array:
-        return _changed(logits, state, position, jnp.asarray(mode, jnp.int32), unmarked)
+        traced = jnp.asarray(mode, jnp.int32)
+        return _changed(logits, state, position, traced, unmarked, filtered or filter_logits)
 
     return MATHS.argmax(jax.lax.cond(mode == BEST, lambda: logits, changed))
 
 
-@jax.jit  # traced once for all steps of a size: it is a third of what a small model's takes
+# Traced once for all steps of a size: it is a third of what a small model's takes.
+@partial(jax.jit, static_argnums=5)
 def _changed(
     logits: jax.Array,
     state: SlotState,
     position: jax.Array,
     mode: jax.Array,
     unmarked: jax.Array | None,
+    filtered: Filter,
 ) -> jax.Array:
     """See `sampling.scores`."""
 
     def keep(warm: jax.Array, *filters: jax.Array) -> jax.Array:
-        return jax.lax.cond(mode == FILTERED, lambda: filter_logits(warm, *filters), lambda: warm)
+        return jax.lax.cond(mode == FILTERED, lambda: filtered(warm, *filters), lambda: warm)
 
     seen = state.seen if unmarked is None else mark(state.seen, unmarked)
     return sampling.scores(MATHS, logits, state._replace(seen=seen), position, ALL, keep)

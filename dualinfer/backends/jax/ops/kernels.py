@@ -74,6 +74,7 @@ class KernelOps(KernelAttention):
 
     cache_kinds = frozenset({FullCache.kind, BlockCache.kind, CrossCache.kind, LatentCache.kind})
     kernels = "Triton"
+    launches = True
     holds_scores = False
     modes = (CHANGED, FILTERED)  # without and with the launches that look for top-k and top-p
     implementations: Mapping[str, str] = {

@@ -42,6 +42,8 @@ class PlainOps(plain.PlainOps):
 
     maths, schemes, implementations = MATHS, SCHEMES, IMPLEMENTATIONS
     holds_scores = True  # of all pairs of tokens, while a layer attends
+    filtered: sampler.Filter | None = None  # in the place of `sampler.filter_logits`
+    launches = False  # True of ops whose kernels XLA calls by a handler of ours
     modes: tuple[int, ...] = ()  # of sampling, that want loops of their own; none: one has them all
 
     def __init__(self, split: Split | None = None) -> None:
@@ -99,7 +101,7 @@ class PlainOps(plain.PlainOps):
         features: jax.Array | int,
     ) -> jax.Array:
         """See `contract.Ops.sample`; `features` is a mode of `sampler`."""
-        return sampler.sample(logits, state, position, features)
+        return sampler.sample(logits, state, position, features, filtered=self.filtered)
 
     def advance(
         self,
@@ -113,7 +115,8 @@ class PlainOps(plain.PlainOps):
 
         What the state has seen lacks the tokens of `out` until `ended`.
         """
-        return *sampler.advance(logits, state, features, out, step[0]), step + 1
+        state, out = sampler.advance(logits, state, features, out, step[0], self.filtered)
+        return state, out, step + 1
 
     def ended(self, state: SlotState, out: jax.Array) -> SlotState:
         """The state after some steps, which gave the tokens `out` [R, N]."""

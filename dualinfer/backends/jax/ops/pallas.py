@@ -1,0 +1,532 @@
+"""The ops of the contract by Pallas' kernels, for TPUs; plain.py has them by plain XLA.
+
+Which kernel serves a call follows from its shapes alone. What a kernel cannot serve of a call goes
+to plain ops, and `implementations` and `left_plain` say so.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Any, cast
+
+import jax
+import jax.numpy as jnp
+
+from ....kernels.pallas import activation as activations
+from ....kernels.pallas import append as appending
+from ....kernels.pallas import attention as attending
+from ....kernels.pallas import experts as mixing
+from ....kernels.pallas import norm as norming
+from ....kernels.pallas import product as products
+from ....kernels.pallas import thresholds
+from ....model.spec import Activation, Attention, Experts, ModelSpec
+from ....model.weights import Weight
+from ....ops import attention, mixtures
+from ....ops.cache_kinds import BlockCache, CrossCache, FullCache, LatentCache
+from ....ops.caches import CacheView, CrossView
+from ....ops.contract import (
+    ALONE,
+    Epilogue,
+    LatentQkv,
+    LayerAttention,
+    NormOf,
+    Routing,
+    Weights,
+)
+from ....ops.maths import cut, flat, heads
+from ....ops.norms import layer_norm, rms_norm
+from ....ops.schemes import rounds_input
+from ....quantization import BlockScheme
+from .. import sampler
+from ..maths import MATHS
+from ..parallel import Split
+from .plain import IMPLEMENTATIONS, PlainOps
+from .schemes import SCHEMES
+
+_FEW = products.MOST_ROWS
+
+
+class PallasOps(PlainOps):
+    """Fused ops on a TPU; with `interpret`, for tests, on any device."""
+
+    kernels = "Pallas"
+    cache_kinds = frozenset({FullCache.kind, BlockCache.kind, CrossCache.kind, LatentCache.kind})
+    cache_codes = frozenset({"int8", "fp8_e4m3"})
+    implementations: Mapping[str, str] = {
+        **IMPLEMENTATIONS,
+        "matmul": f"Pallas, fused, up to {_FEW} rows; XLA above",
+        "rms_norm": "Pallas, fused into products with few rows; XLA for prompts",
+        "layer_norm": "Pallas, fused into products with few rows; XLA for prompts",
+        "qk_norm": "Pallas, fused with rotary, of a token; XLA for prompts and all heads as one",
+        "rotary": "Pallas, fused with the append to the cache, of a token; XLA for prompts",
+        "activation": "Pallas, fused into products with few rows; XLA for prompts",
+        "router": "XLA behind Pallas' norm",
+        "experts": "Pallas, rows sorted by expert",
+        "attention": "Pallas, by blocks of keys",
+        "decode_attention": "Pallas, by blocks of keys, behind rotary and append",
+        "cross_attention": "Pallas, by blocks of keys",
+        "latent_attention": "Pallas over latent vectors, a head's matrices by XLA",
+        "sampling": "XLA, threefry2x32; thresholds of filters by Pallas",
+    }
+
+    def __init__(self, split: Split | None = None, *, interpret: bool = False) -> None:
+        super().__init__(split)
+        self.interpret = interpret
+        self.holds_scores = False
+
+    # What is told of them
+
+    def reads_codes(self, weight: Weight) -> str | None:
+        """See `PlainOps.reads_codes`."""
+        codes = None if weight.pieces else _codes(weight)
+        if codes is None or not products.serves(1, codes, False, 2):
+            return None
+        return f"Pallas, fused, up to {_FEW} rows; above XLA, which makes values of them"
+
+    def left_plain(self, spec: ModelSpec, layers: Sequence[Weights]) -> Mapping[str, str]:
+        """See `PlainOps.left_plain`."""
+        left = {}
+        beyond = {_beyond(layer.attention) for layer in spec.all_layers} - {""}
+        if beyond:
+            left["attention"] = left["decode_attention"] = f"for {' and '.join(sorted(beyond))}"
+        known = [
+            _knows_experts(own.mlp, layers[i])
+            for i, own in enumerate(spec.all_layers)
+            if isinstance(own.mlp, Experts)
+        ]
+        if not all(known):
+            left["experts"] = "for some layers" if any(known) else ""
+        return left
+
+    # Products and norms
+
+    def norm(self, x: jax.Array, norm: NormOf, residual: jax.Array | None = None) -> jax.Array:
+        """See `PlainOps.norm`."""
+        own = _norm_of(norm)
+        if own is None or math.prod(x.shape[:-1]) > _FEW:
+            return super().norm(x, norm, residual)
+        return self._normed(x, own, residual)
+
+    def add(self, x: jax.Array, y: jax.Array, norm: NormOf | None = None) -> jax.Array:
+        """See `PlainOps.add`."""
+        own = None if norm is None else _norm_of(norm)
+        if own is None or math.prod(y.shape[:-1]) > _FEW:
+            return super().add(x, y, norm)
+        return self._normed(y, own, x, after=True)
+
+    def _normed(
+        self, x: jax.Array, own: Any, residual: jax.Array | None, after: bool = False
+    ) -> jax.Array:
+        rows = None if residual is None else residual.reshape(-1, x.shape[-1])
+        with jax.named_scope("norm"):
+            how: dict[str, Any] = {"after": after, "interpret": self.interpret}
+            y = norming.norm(x.reshape(-1, x.shape[-1]), *own, rows, **how)
+        return y.reshape(x.shape)
+
+    def linear(self, x: jax.Array, weight: Weight, epilogue: Epilogue = ALONE) -> jax.Array:
+        """See `contract.BlockOps.linear`."""
+        count = math.prod(x.shape[:-1])
+        matrix = None if weight.pieces else _matrix(weight)
+        if matrix is None or not products.serves(
+            count, matrix, epilogue.gated, x.dtype.itemsize
+        ):
+            return super().linear(x, weight, epilogue)
+        own = None
+        if epilogue.norm is not None:
+            own = None if rounds_input(weight) else _norm_of(epilogue.norm)
+            rows = x.reshape(count, -1)
+            if own is None or not products.norms(rows, matrix, epilogue.gated):
+                x, own = self.norm(x, epilogue.norm), None
+        if rounds_input(weight):
+            x = SCHEMES.quantize_input(x, weight)
+        act, residual = epilogue.activation, epilogue.residual
+        with jax.named_scope("matmul"):
+            y = products.product(
+                x.reshape(count, -1),
+                matrix,
+                dtype=jnp.float32 if epilogue.wide else x.dtype,
+                bias=epilogue.bias,
+                norm=own[0] if own else None,
+                norm_weights=own[1] if own else (),
+                activation=None if act is None else partial(_activation, act),
+                gated=epilogue.gated,
+                residual=None if residual is None else residual.reshape(count, -1),
+                interpret=self.interpret,
+            )
+        return y.reshape(*x.shape[:-1], -1)
+
+    def matmul(self, x: jax.Array, weight: Weight, bias: jax.Array | None) -> jax.Array:
+        """See `PlainOps.matmul`; the pieces of a weight are multiplied one by one."""
+        if not weight.pieces:
+            return super().matmul(x, weight, bias)
+        y = jnp.concatenate([self.linear(x, piece) for piece in weight.pieces], -1)
+        return y if bias is None else y + bias
+
+    def partial_product(self, x: jax.Array, weight: Weight) -> jax.Array:
+        """See `PlainOps.partial_product`."""
+        x, weight = self._share_input(x, weight)
+        matrix = None if weight.pieces else _matrix(weight)
+        count, itemsize = math.prod(x.shape[:-1]), x.dtype.itemsize
+        if matrix is None or not products.serves(count, matrix, False, itemsize):
+            return super().partial_product(x, weight)
+        return self.linear(x, weight, Epilogue(wide=True))
+
+    def experts(
+        self,
+        x: jax.Array,
+        mixture: Experts,
+        w: Weights,
+        routing: Routing,
+        epilogue: Epilogue = ALONE,
+        partial: jax.Array | None = None,
+    ) -> jax.Array:
+        """See `contract.BlockOps.experts`."""
+        is_shared = self.split is not None and self.split.own_experts(mixture.count) is not None
+        if is_shared or not _knows_experts(mixture, w):
+            return super().experts(x, mixture, w, routing, epilogue, partial)
+        rows = self.norm(x, epilogue.norm) if epilogue.norm else x
+        up, down = (w[f"experts.{name}.weight"].data for name in ("up", "down"))
+        count = routing.experts.shape[-1]
+        with jax.named_scope("experts"):
+            parts = mixing.experts(
+                rows.reshape(-1, rows.shape[-1]),
+                up,
+                down,
+                routing.experts.reshape(-1, count),
+                hidden=lambda h: mixtures.hidden(_KERNEL_MATHS, h, mixture),
+                gated=mixture.gated,
+                up_bias=w.get("experts.up.bias"),
+                interpret=self.interpret,
+            )
+            y = mixtures.weighted(
+                self.maths, parts.reshape(*routing.experts.shape, -1), routing.weights
+            )
+        y = self.sum(y if partial is None else y + partial)
+        if (bias := w.get("experts.down.bias")) is not None:
+            y = y + mixtures.biases(self.maths, bias, routing)
+        y = y.astype(x.dtype)
+        return y if epilogue.residual is None else epilogue.residual + y
+
+    # Attention
+
+    def attend(
+        self,
+        layer: LayerAttention,
+        qkv: jax.Array | LatentQkv,
+        angles: Any,
+        *,
+        mask: jax.Array | None = None,
+        segments: jax.Array | None = None,
+        positions: jax.Array | None = None,
+        cache: CacheView | None = None,
+        slots: jax.Array | None = None,
+    ) -> tuple[jax.Array, CacheView | None]:
+        """See `PlainOps.attend`."""
+        a = layer.spec
+        if _beyond(a):
+            how: dict[str, Any] = {"mask": mask, "segments": segments, "positions": positions}
+            return super().attend(layer, qkv, angles, cache=cache, slots=slots, **how)
+        if isinstance(qkv, LatentQkv):
+            q, shared, cache = self._latents(layer, qkv, angles, cache, slots)
+            k, v = self._of_latents(layer, shared)
+        else:
+            q, k, v = self._heads(layer, qkv, angles)
+            if cache is not None:
+                assert slots is not None
+                with self.span("append"):
+                    cache = cache.write(slots, k, v)
+                k, v = cache.kept(k, v)
+        batch, tokens = q.shape[:2]
+        segments = attention.chunks(MATHS, a, (batch, tokens), mask, segments, q)
+        numbers = {} if segments is None and mask is None else _numbers(q, segments, mask)
+        whole = jnp.zeros(batch, jnp.int32), jnp.full(batch, tokens, jnp.int32)
+        seen = attending.Seen(*whole, a.causal, a.window, **numbers)
+        scores = _scores(layer)
+        if scores.slopes is not None and positions is not None:
+            scores = scores._replace(queries=positions, keys=positions)
+        with jax.named_scope("attention"):
+            y = self._by_blocks(q, k.swapaxes(1, 2), v.swapaxes(1, 2), seen, scores)
+        return flat(y), cache
+
+    def attend_rows(
+        self,
+        layer: LayerAttention,
+        qkv: jax.Array | LatentQkv,
+        angles: Any,
+        cache: CacheView,
+        slots: jax.Array,
+        starts: jax.Array,
+        lengths: jax.Array,
+        reach: int | None = None,
+    ) -> tuple[jax.Array, CacheView]:
+        """See `PlainOps.attend_rows`; padding reads what is behind no row's end."""
+        a = layer.spec
+        if isinstance(qkv, LatentQkv) or _beyond(a):
+            return super().attend_rows(layer, qkv, angles, cache, slots, starts, lengths, reach)
+        q, k, v = self._heads(layer, qkv, angles)
+        with self.span("append"):
+            cache = cache.extend(slots, starts, lengths, k, v)
+        seen = attending.Seen(starts, starts + lengths, True, a.window, a.chunk)
+        slots = jnp.clip(slots, 0, _slots_of(cache) - 1)
+        with jax.named_scope("attention"):
+            y = self._in_cache(q, cache, slots, seen, _scores(layer), reach)
+        return flat(y), cache
+
+    def attend_token(
+        self,
+        layer: LayerAttention,
+        qkv: jax.Array | LatentQkv,
+        angles: Any,
+        cache: CacheView,
+        lengths: jax.Array,
+        reach: int | None = None,
+    ) -> tuple[jax.Array, CacheView]:
+        """See `PlainOps.attend_token`."""
+        a = layer.spec
+        if _beyond(a):
+            return super().attend_token(layer, qkv, angles, cache, lengths, reach)
+        seen = attending.Seen(lengths, lengths + 1, True, a.window, a.chunk)
+        if isinstance(qkv, LatentQkv):
+            assert a.latent is not None
+            q, _, written = self._latents(layer, qkv, angles, cache, None, lengths)
+            q = self._absorbed(layer, q[:, 0])[:, None]
+            keys = cast(LatentCache, written).shared[:, None]
+            how: dict[str, Any] = {"values": a.latent.rank, "reach": reach}
+            with jax.named_scope("decode_attention"):
+                y = self._by_blocks(q, keys, None, seen, _scores(layer), **how)
+            return self._values_of(layer, y[:, 0]), cast(CacheView, written)
+        q, cache = self._appended(layer, qkv, angles, cache, lengths)
+        slots = jnp.arange(len(lengths), dtype=jnp.int32)
+        with jax.named_scope("decode_attention"):
+            y = self._in_cache(q, cache, slots, seen, _scores(layer), reach)
+        return flat(y), cache
+
+    def attend_across(
+        self,
+        a: Attention,
+        q: jax.Array,
+        kv: jax.Array,
+        mask: jax.Array | None = None,
+        *,
+        cache: CrossView | None = None,
+        slots: jax.Array | None = None,
+        lengths: jax.Array | None = None,
+    ) -> tuple[jax.Array, CrossView | None]:
+        """See `contract.Ops.attend_across`."""
+        k, v = (heads(part, width=a.head_dim) for part in cut(kv, *[kv.shape[-1] // 2] * 2))
+        if cache is not None:
+            cache = cache.keep(slots, k, v, lengths)
+        q = heads(q, width=a.head_dim)
+        batch, count = k.shape[:2]
+        bounds = jnp.zeros(batch, jnp.int32), jnp.full(batch, count, jnp.int32)
+        numbers = {}
+        if mask is not None:
+            numbers["queries"] = jnp.zeros(q.shape[:2], jnp.int32)
+            numbers["keys"] = jnp.where(mask, 0, -1)
+        seen = attending.Seen(*bounds, False, **numbers)
+        scores = attending.Scores(a.scale, a.softcap)
+        with jax.named_scope("cross_attention"):
+            y = self._by_blocks(q, k.swapaxes(1, 2), v.swapaxes(1, 2), seen, scores)
+        return flat(y), cache
+
+    def attend_kept(self, a: Attention, q: jax.Array, cache: CrossView) -> jax.Array:
+        """See `contract.Ops.attend_kept`."""
+        own = cast(CrossCache, cache)
+        count = len(q)
+        limits = own.lengths[:count]
+        seen = attending.Seen(jnp.zeros_like(limits), limits, False)
+        scores = attending.Scores(a.scale, a.softcap)
+        with jax.named_scope("cross_attention"):
+            y = self._by_blocks(heads(q, width=a.head_dim), own.k, own.v, seen, scores)
+        return flat(y)
+
+    def _by_blocks(
+        self, q: jax.Array, k: jax.Array, v: jax.Array | None, *how: Any, **more: Any
+    ) -> jax.Array:
+        """Attention by the kernel, in the keys' dtype where that is wider than q's."""
+        dtype = jnp.promote_types(q.dtype, k.dtype) if more.get("scales") is None else jnp.float32
+        y = attending.attend(q.astype(dtype), k, v, *how, **more, interpret=self.interpret)
+        return y.astype(q.dtype)
+
+    def _in_cache(
+        self,
+        q: jax.Array,
+        cache: CacheView,
+        slots: jax.Array,
+        seen: attending.Seen,
+        scores: attending.Scores,
+        reach: int | None,
+    ) -> jax.Array:
+        """Attention of rows q [B, T, H, D] to what their slots have."""
+        own = cast(Any, cache)
+        scales = None if own.k_scale is None else (own.k_scale, own.v_scale)
+        where: dict[str, Any] = {"slots": slots}
+        if isinstance(own, BlockCache):
+            where = {"table": jnp.clip(own.table[slots], 0, len(own.k) - 1)}
+        where |= {"scales": scales, "reach": reach}
+        return self._by_blocks(q, own.k, own.v, seen, scores, **where)
+
+    def _appended(
+        self,
+        layer: LayerAttention,
+        qkv: jax.Array,
+        angles: Any,
+        cache: CacheView,
+        lengths: jax.Array,
+    ) -> tuple[jax.Array, CacheView]:
+        """Queries [N, 1, H, D] of one token a slot, turned, and the cache with its key and value."""
+        a, own = layer.spec, cast(Any, cache)
+        norm = _head_norm(layer)
+        clips = a.clip is not None and a.clip_normed
+        fits = isinstance(own, FullCache) and own.codes is None and own.k.dtype == qkv.dtype
+        if clips or norm is None or not fits or not appending.serves(own.k):
+            q, k, v = self._heads(layer, qkv, angles)
+            with self.span("append"):
+                return q, cache.append(k[:, 0], v[:, 0], lengths)
+        turn = None
+        if a.rope:
+            cos, sin = (x[:, 0] for x in angles[a.rope])
+            if a.rope.rounded:
+                cos, sin = (MATHS.rounded(x, qkv.dtype) for x in (cos, sin))
+            cos, sin = (jnp.broadcast_to(x, (len(qkv), x.shape[-1])) for x in (cos, sin))
+            turning, style = 2 * cos.shape[-1], a.rope.interleaved
+            wide = appending.widened(cos, sin, a.head_dim, style)
+            turn = appending.Turn(*wide, appending.pairs(a.head_dim, turning, style))
+        with jax.named_scope("rotary"):
+            q, k, v = appending.append(
+                qkv.reshape(len(qkv), -1, a.head_dim),
+                own.k,
+                own.v,
+                jnp.clip(lengths, 0, own.capacity - 1),
+                heads=a.heads,
+                turn=turn,
+                norm=norm or None,
+                interpret=self.interpret,
+            )
+        q = q[:, None]
+        if a.growth:
+            q = q * angles[a.growth][..., None, None].astype(q.dtype)
+        return q, own._replace(k=k, v=v)
+
+    # Sampling
+
+    def filtered(  # pyright: ignore[reportIncompatibleVariableOverride]
+        self, logits: jax.Array, top_k: jax.Array, top_p: jax.Array, min_p: jax.Array
+    ) -> jax.Array:
+        """See `sampler.filter_logits`."""
+        if not thresholds.serves(logits.shape[-1]):
+            return sampler.filter_logits(logits, top_k, top_p, min_p)
+        return thresholds.filter_logits(logits, top_k, top_p, min_p, interpret=self.interpret)
+
+
+def _beyond(a: Attention) -> str:
+    """What of a layer's attention the kernel does not know, for people; "" where it knows all."""
+    if a.places is not None or a.bias:
+        return "scores with the distances of tokens"
+    return "rounded slopes of ALiBi" if a.alibi_rounded else ""
+
+
+def _scores(layer: LayerAttention) -> attending.Scores:
+    a = layer.spec
+    return attending.Scores(a.scale, a.softcap, layer.sinks, layer.slopes)
+
+
+def _numbers(
+    q: jax.Array, segments: jax.Array | None, mask: jax.Array | None
+) -> dict[str, jax.Array]:
+    """By which numbers queries see keys: those of their segment which the mask shows."""
+    own = jnp.zeros(q.shape[:2], jnp.int32) if segments is None else segments.astype(jnp.int32)
+    return {"queries": own, "keys": own if mask is None else jnp.where(mask, own, -1)}
+
+
+def _slots_of(cache: CacheView) -> int:
+    own = cast(Any, cache)
+    return len(own.table if isinstance(own, BlockCache) else own.k)
+
+
+def _norm_of(norm: NormOf) -> tuple[Any, list[jax.Array]] | None:
+    """A norm as kernels take it: a function of rows and weights, and these; None if it is none."""
+    spec, weights = norm.spec, [norm.weight, norm.bias]
+    if spec.kind == "affine" or any(x is not None and x.ndim != 1 for x in weights):
+        return None
+    if spec.kind == "layer" and norm.weight is None:
+        return None
+
+    def made(x: jax.Array, *given: jax.Array) -> jax.Array:
+        rest = list(given)
+        weight, bias = (None if own is None else rest.pop(0) for own in weights)
+        if spec.kind == "rms":
+            return rms_norm(MATHS, x, weight, spec.eps, spec.unit_offset)
+        return layer_norm(MATHS, x, cast(Any, weight), bias, spec.eps, spec.unit_offset)
+
+    return made, [x for x in weights if x is not None]
+
+
+def _head_norm(layer: LayerAttention) -> appending.HeadNorm | bool | None:
+    """The norm of a layer's heads as the kernel takes it; False without one, None if it is none."""
+    if layer.q_norm is None or layer.k_norm is None:
+        return False
+    q, k = _norm_of(layer.q_norm), _norm_of(layer.k_norm)
+    if layer.spec.qk_norm_over == "all" or q is None or k is None:
+        return None
+    return appending.HeadNorm(q[0], q[1], k[1], layer.spec.norm_turned)
+
+
+def _activation(kind: Activation, y: jax.Array) -> jax.Array:
+    return activations.gelu(y) if kind == "gelu" else MATHS.activation(y, kind)
+
+
+class _KernelMaths(type(MATHS)):
+    """JAX's Maths within a kernel."""
+
+    def activation(self, a: jax.Array, kind: Activation) -> jax.Array:
+        """See `Maths`."""
+        return _activation(kind, a)
+
+
+_KERNEL_MATHS = _KernelMaths()
+
+
+def _matrix(weight: Weight) -> Any:
+    """A matrix as the kernel takes it; None if it knows no such."""
+    return weight.data if weight.scheme is None else _codes(weight)
+
+
+def _codes(weight: Weight) -> products.Codes | None:
+    """A matrix of codes as the kernel takes it; None if it knows no such."""
+    scheme = weight.scheme
+    if not isinstance(scheme, BlockScheme) or scheme.groups or scheme.codes not in products.KNOWN:
+        return None
+    rows, columns, width = weight.blocks
+    features, zero = weight.data.shape[0], weight.beside.get("zero")
+
+    def of_rows(x: jax.Array) -> jax.Array:
+        if rows == 1:
+            return x
+        return jnp.repeat(x, rows or features, 0, total_repeat_length=len(x) * (rows or features))[
+            :features
+        ]
+
+    scale = weight.beside["scale"]
+    if scheme.scale_dtype.startswith("float8"):
+        scale = MATHS.float8(scale, scheme.scale_dtype)
+    return products.Codes(
+        weight.data,
+        of_rows(scale),
+        None if zero is None else of_rows(zero),
+        weight.beside.get("outer"),
+        scheme.codes,
+        0 if columns >= width else columns,
+        width,
+        8 if scheme.codes == "int4" and not scheme.zeros else 0,
+    )
+
+
+def _knows_experts(mixture: Experts, w: Weights) -> bool:
+    """True if the kernel does what a layer's experts do, with matrices of floats."""
+    if mixture.weighs_input or mixture.idle:
+        return False
+    return all(
+        w[f"experts.{name}.weight"].scheme is None and not w[f"experts.{name}.weight"].pieces
+        for name in ("up", "down")
+    )

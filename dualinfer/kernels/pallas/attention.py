@@ -1,0 +1,299 @@
+"""Attention by blocks of keys with a running softmax: of prompts, of pieces, of a token.
+
+Queries of the heads that share a key lie side by side, so that a block of keys is read once for all
+of them. Where keys lie in a cache, only blocks that some query of a program sees are copied.
+"""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+
+from .launch import LANES, Block, dot, rounded_up, run, sublanes
+from .product import float8
+
+_ROWS = 256  # queries times heads of a program
+_KEYS = 512  # of a block, for many queries
+_MANY_KEYS = 2048  # for those of one token
+_BLOCK = 1 << 20  # bytes of keys
+_NONE = -1e30  # less than any score
+
+
+class Seen(NamedTuple):
+    """Which keys queries see, of queries that stand at `starts` [B] and behind, int32.
+
+    Keys from `limits` [B] on are none. A query sees those at its own place and before if `causal`,
+    and of these its `window` and its own `chunk` of tokens. Keys int32 `keys` [B, S] and queries
+    `queries` [B, T] see their own number alone, None of both if all are alike.
+    """
+
+    starts: jax.Array
+    limits: jax.Array
+    causal: bool
+    window: int | None = None
+    chunk: int | None = None
+    queries: jax.Array | None = None
+    keys: jax.Array | None = None
+
+
+class Scores(NamedTuple):
+    """What scores are: times `scale`, capped softly, with the bias of ALiBi, beside sinks [H].
+
+    Slopes are float32 [H], what they count int32 `queries` [B, T] and `keys` [B, S].
+    """
+
+    scale: float
+    softcap: float | None = None
+    sinks: jax.Array | None = None
+    slopes: jax.Array | None = None
+    queries: jax.Array | None = None
+    keys: jax.Array | None = None
+
+
+def attend(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array | None,
+    seen: Seen,
+    scores: Scores,
+    *,
+    slots: jax.Array | None = None,
+    table: jax.Array | None = None,
+    scales: Sequence[jax.Array] | None = None,
+    values: int = 0,
+    reach: int | None = None,
+    interpret: bool,
+) -> jax.Array:
+    """Attention [B, T, H, Dv] of q [B, T, H, D] to keys and values [N, K, S, D] and [N, K, S, Dv].
+
+    Row b reads int32 `slots` [B] of them, its own number if None; or blocks `table` [B, blocks] of
+    [blocks, K, size, D]. `v` None are the first `values` elements of the keys. With float32
+    `scales`, two of [N, K, S] or [blocks, K, size], keys and values are codes, int8 or floats of 8
+    bits. No key that is seen lies at `reach` or behind, None says nothing. A query that sees nothing
+    gives zeros.
+    """
+    batch, tokens, heads, dim = q.shape
+    kv_heads, size, width = k.shape[1], k.shape[2], values or (v if v is not None else k).shape[3]
+    group = heads // kv_heads
+    own = _tokens_of(tokens, group, q.dtype)
+    padded = rounded_up(tokens, own)
+    rows = rounded_up(own * group, sublanes(q.dtype))
+    blocks_of_rows = padded // own
+    keys = size if table is not None else min(size, _keys_of(tokens, k))
+    total = size * table.shape[1] if table is not None else size
+    steps = pl.cdiv(total if reach is None else min(reach, total), keys)
+
+    def by_rows(x: jax.Array) -> jax.Array:
+        """[B, T, K, G, ...] as [B, K, rows of all programs, ...]."""
+        x = jnp.pad(x, ((0, 0), (0, padded - tokens), *[(0, 0)] * (x.ndim - 2)))
+        x = jnp.moveaxis(x, 2, 1).reshape(
+            batch, kv_heads, blocks_of_rows, own * group, *x.shape[4:]
+        )
+        x = jnp.pad(
+            x, ((0, 0), (0, 0), (0, 0), (0, rows - own * group), *[(0, 0)] * (x.ndim - 4))
+        )
+        return x.reshape(batch, kv_heads, -1, *x.shape[4:])
+
+    def column(x: jax.Array) -> jax.Array:
+        """int [B, T] as [B, 1, rows of all programs, 1]."""
+        wide = jnp.broadcast_to(x[:, :, None, None, None], (*x.shape, 1, group, 1))
+        return _rows_of(wide, own, group, rows, blocks_of_rows, padded)
+
+    def of_heads(x: jax.Array) -> jax.Array:
+        """float32 [H] as [K, rows, 1]."""
+        x = jnp.broadcast_to(x.astype(jnp.float32).reshape(kv_heads, 1, group), (kv_heads, own, group))
+        x = jnp.pad(x.reshape(kv_heads, -1), ((0, 0), (0, rows - own * group)))
+        return x[..., None]
+
+    def bounds(b: Any, i: Any, starts: Any, limits: Any) -> tuple[Any, Any]:
+        """The first and the last block of keys that a program sees."""
+        first, stop = 0, limits[b]
+        begin = starts[b] + i * own
+        if seen.causal:
+            stop = jnp.minimum(stop, begin + own)
+        if seen.window is not None:
+            first = _div(jnp.maximum(begin - seen.window + 1, 0), keys)
+        if seen.chunk is not None:
+            chunk = _div(begin, seen.chunk) * seen.chunk
+            first = jnp.maximum(first, _div(chunk, keys))
+        return first, jnp.maximum(_div(stop + keys - 1, keys) - 1, 0)
+
+    def block(b: Any, i: Any, j: Any, starts: Any, limits: Any) -> Any:
+        first, final = bounds(b, i, starts, limits)
+        return jnp.minimum(jnp.maximum(j, first), final)
+
+    def of_keys(b: Any, h: Any, i: Any, j: Any, *given: Any) -> tuple[Any, ...]:
+        starts, limits, places = given
+        j = block(b, i, j, starts, limits)
+        return (places[b, j], h, 0, 0) if table is not None else (places[b], h, j, 0)
+
+    def of_scales(b: Any, h: Any, i: Any, j: Any, *given: Any) -> tuple[Any, ...]:
+        first, head, at, _ = of_keys(b, h, i, j, *given)
+        return first, head, 0, at
+
+    def of_row(b: Any, h: Any, i: Any, j: Any, *given: Any) -> tuple[Any, ...]:
+        return b, 0, block(b, i, j, *given[:2])
+
+    queries = by_rows(q.reshape(batch, tokens, kv_heads, group, dim))
+    names = ["q", "at", "k"]
+    places = jnp.broadcast_to(jnp.arange(padded, dtype=jnp.int32)[None], (1, padded))
+    at = _rows_of(
+        jnp.broadcast_to(places[:, :, None, None, None], (1, padded, 1, group, 1)),
+        *(own, group, rows, blocks_of_rows, padded),
+    )
+    inputs = [
+        Block(queries, (None, None, rows, dim), lambda b, h, i, j, *_: (b, h, i, 0)),
+        Block(at, (None, None, rows, 1), lambda b, h, i, j, *_: (0, 0, i, 0)),
+        Block(k, (None, None, keys, k.shape[3]), of_keys),
+    ]
+    if v is not None:
+        names.append("v")
+        inputs.append(Block(v, (None, None, keys, width), of_keys))
+    for name, scale in zip(("k_scale", "v_scale"), scales or (), strict=False):
+        names.append(name)
+        inputs.append(Block(scale[:, :, None], (None, None, 1, keys), of_scales))
+    for name, pair in (("own", seen), ("place", scores)):
+        if pair.queries is None or pair.keys is None:
+            continue
+        names += [f"{name}_q", f"{name}_k"]
+        shape = (None, None, rows, 1)
+        inputs.append(Block(column(pair.queries), shape, lambda b, h, i, j, *_: (b, 0, i, 0)))
+        inputs.append(Block(pair.keys[:, None], (None, 1, keys), of_row))
+    for name, each in (("slopes", scores.slopes), ("sinks", scores.sinks)):
+        if each is not None:
+            names.append(name)
+            inputs.append(Block(of_heads(each), (None, rows, 1), lambda b, h, i, j, *_: (h, 0, 0)))
+
+    def body(starts: Any, limits: Any, _: Any, *refs: Any) -> None:
+        ref = dict(zip([*names, "out", "most", "total", "sums"], refs, strict=True))
+        b, i, j = pl.program_id(0), pl.program_id(2), pl.program_id(3)
+        first, final = bounds(b, i, starts, limits)
+
+        @pl.when(j == 0)
+        def _() -> None:
+            ref["most"][...] = jnp.full((rows, 1), _NONE, jnp.float32)
+            ref["total"][...] = jnp.zeros((rows, 1), jnp.float32)
+            ref["sums"][...] = jnp.zeros((rows, width), jnp.float32)
+
+        @pl.when((j >= first) & (j <= final))
+        def _() -> None:
+            _step(ref, starts[b], limits[b], j * keys)
+
+        @pl.when(j == steps - 1)
+        def _() -> None:
+            most, total, sums = ref["most"][...], ref["total"][...], ref["sums"][...]
+            if "sinks" in ref:
+                sinks = ref["sinks"][...]
+                new = jnp.maximum(most, sinks)
+                share = jnp.exp(most - new)
+                total, sums = total * share + jnp.exp(sinks - new), sums * share
+            ref["out"][...] = (sums / jnp.where(total == 0, 1, total)).astype(q.dtype)
+
+    def _step(ref: Any, start: Any, limit: Any, base: Any) -> None:
+        key = _values(ref["k"][...], q.dtype)
+        found = dot(ref["q"][...], key) * scores.scale
+        if "k_scale" in ref:
+            found = found * ref["k_scale"][...]
+        if scores.softcap is not None:
+            found = jnp.tanh(found / scores.softcap) * scores.softcap
+        column = base + jax.lax.broadcasted_iota(jnp.int32, (rows, keys), 1)
+        place = start + ref["at"][...]
+        visible = column < limit
+        if seen.causal:
+            visible = visible & (column <= place)
+        if seen.window is not None:
+            visible = visible & (column > place - seen.window)
+            if not seen.causal:
+                visible = visible & (column < place + seen.window)
+        if seen.chunk is not None:  # of one token, or of rows that lie in one
+            visible = visible & (column >= place - jax.lax.rem(place, jnp.int32(seen.chunk)))
+        if "own_q" in ref:
+            visible = visible & (ref["own_q"][...] == ref["own_k"][...])
+        if "slopes" in ref:
+            if "place_q" in ref:
+                away = ref["place_k"][...] - ref["place_q"][...]
+            else:
+                away = column - place
+            found = found + ref["slopes"][...] * away.astype(jnp.float32)
+        found = jnp.where(visible, found, _NONE)
+        most = ref["most"][...]
+        new = jnp.maximum(most, found.max(-1, keepdims=True))
+        weights = jnp.where(visible, jnp.exp(found - new), 0.0)
+        share = jnp.exp(most - new)
+        ref["most"][...] = new
+        ref["total"][...] = ref["total"][...] * share + weights.sum(-1, keepdims=True)
+        value = key[:, :width] if "v" not in ref else _values(ref["v"][...], q.dtype)
+        inside = base + jax.lax.broadcasted_iota(jnp.int32, (keys, 1), 0) < limit
+        value = jnp.where(inside, value, jnp.zeros_like(value))
+        if "v_scale" in ref:
+            weights = weights * jnp.where(visible, ref["v_scale"][...], 0.0)
+        ref["sums"][...] = ref["sums"][...] * share + _times(weights.astype(value.dtype), value)
+
+    if table is not None:
+        places_of_keys = table.astype(jnp.int32)
+    else:
+        places_of_keys = jnp.arange(batch, dtype=jnp.int32) if slots is None else slots
+    out = jax.ShapeDtypeStruct((batch, kv_heads, blocks_of_rows * rows, width), q.dtype)
+    (y,) = run(
+        body,
+        "attention",
+        (batch, kv_heads, blocks_of_rows, steps),
+        inputs,
+        [Block(out, (None, None, rows, width), lambda b, h, i, j, *_: (b, h, i, 0))],
+        scratch=[((rows, 1), jnp.float32), ((rows, 1), jnp.float32), ((rows, width), jnp.float32)],
+        prefetch=[x.astype(jnp.int32) for x in (seen.starts, seen.limits, places_of_keys)],
+        parallel=[True, True, True, False],
+        interpret=interpret,
+    )
+    y = y.reshape(batch, kv_heads, blocks_of_rows, rows, width)[:, :, :, : own * group]
+    y = y.reshape(batch, kv_heads, padded, group, width)[:, :, :tokens]
+    return y.transpose(0, 2, 1, 3, 4).reshape(batch, tokens, heads, width)
+
+
+def _tokens_of(tokens: int, group: int, dtype: Any) -> int:
+    """Tokens whose queries a program has."""
+    if tokens == 1:
+        return 1
+    least = sublanes(dtype)
+    return min(rounded_up(tokens, least), max(least, _ROWS // group // least * least))
+
+
+def _keys_of(tokens: int, k: jax.Array) -> int:
+    """Keys of a block."""
+    count = _MANY_KEYS if tokens == 1 else _KEYS
+    while count > LANES and count * k.shape[3] * k.dtype.itemsize > _BLOCK:
+        count //= 2
+    return count
+
+
+def _rows_of(
+    x: jax.Array, own: int, group: int, rows: int, blocks: int, padded: int
+) -> jax.Array:
+    """[B, T, 1, G, 1] as [B, 1, rows of all programs, 1]."""
+    x = jnp.pad(x, ((0, 0), (0, padded - x.shape[1]), (0, 0), (0, 0), (0, 0)))
+    x = x.reshape(len(x), 1, blocks, own * group)
+    x = jnp.pad(x, ((0, 0), (0, 0), (0, 0), (0, rows - own * group)))
+    return x.reshape(len(x), 1, -1, 1)
+
+
+def _div(a: Any, b: int) -> Any:
+    """a // b of int32 that is not negative, which Mosaic lowers for any chip."""
+    return jax.lax.div(a, jnp.int32(b))
+
+
+def _values(x: jax.Array, dtype: Any) -> jax.Array:
+    """Keys or values in a dtype, of codes without their scale."""
+    if x.dtype == jnp.uint8:
+        return float8(x, "fp8_e4m3").astype(dtype)
+    return x.astype(dtype)
+
+
+def _times(a: jax.Array, b: jax.Array) -> jax.Array:
+    """a [M, K] times b [K, N] in float32."""
+    precision = jax.lax.Precision.HIGHEST if a.dtype == jnp.float32 else None
+    dimensions = (((1,), (0,)), ((), ()))
+    return jax.lax.dot_general(
+        a, b, dimensions, precision=precision, preferred_element_type=jnp.float32
+    )

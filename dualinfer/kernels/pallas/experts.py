@@ -1,0 +1,137 @@
+"""Experts of few and of many tokens: rows sorted by expert, in tiles of one expert each."""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+
+from .launch import LANES, Block, dot, run, sublanes
+
+_BLOCK = 2 << 20  # bytes of an expert's first matrix that a program reads
+_MANY = 128  # rows of a tile where experts have many
+
+
+class Tiles(NamedTuple):
+    """Where pairs of token and expert lie: `rows` int32 [tiles m] the token of each row.
+
+    A row without one has a number that there is not. `experts` int32 [tiles] are whose they are,
+    `used` int32 [1] how many tiles are, and `places` int32 [P] the row of each pair.
+    """
+
+    rows: jax.Array
+    experts: jax.Array
+    used: jax.Array
+    places: jax.Array
+
+
+def tile_rows(pairs: int, total: int, dtype: Any) -> int:
+    """Rows of a tile."""
+    return sublanes(dtype) if pairs < total * _MANY // 4 else _MANY
+
+
+def tiles_of(chosen: jax.Array, count: int, total: int, m: int) -> Tiles:
+    """Tiles of `m` rows for pairs of tokens with experts `chosen`, int32 [P], of `total`.
+
+    Each token is in `count` pairs that follow one another.
+    """
+    pairs = len(chosen)
+    most = pairs // m + min(pairs, total)
+    order = jnp.argsort(chosen, stable=True)
+    sizes = jnp.zeros(total, jnp.int32).at[chosen].add(1)
+    tiles = (sizes + m - 1) // m
+    first_tile = jnp.cumsum(tiles) - tiles
+    first_pair = jnp.cumsum(sizes) - sizes
+    ranked = chosen[order]
+    places = first_tile[ranked] * m + jnp.arange(pairs, dtype=jnp.int32) - first_pair[ranked]
+    tokens = (order // count).astype(jnp.int32)
+    rows = jnp.full(most * m, pairs // count, jnp.int32).at[places].set(tokens)
+    used = tiles.sum()
+    at = jnp.minimum(jnp.arange(most, dtype=jnp.int32), used - 1)
+    own = jnp.searchsorted(jnp.cumsum(tiles), at, side="right").astype(jnp.int32)
+    placed = jnp.zeros(pairs, jnp.int32).at[order].set(places.astype(jnp.int32))
+    return Tiles(rows, own, used[None].astype(jnp.int32), placed)
+
+
+def columns_of(features: int, width: int, parts: int, itemsize: int) -> int:
+    """Hidden features that a program computes: they divide all, in multiples of 128."""
+    fit = [n for n in range(LANES, features, LANES) if features % n == 0]
+    fit = [n for n in fit if parts * n * width * itemsize <= _BLOCK]
+    return max(fit, default=LANES if features % LANES == 0 else features)
+
+
+def experts(
+    x: jax.Array,
+    up: jax.Array,
+    down: jax.Array,
+    chosen: jax.Array,
+    *,
+    hidden: Callable[[jax.Array], jax.Array],
+    gated: bool,
+    up_bias: jax.Array | None = None,
+    interpret: bool,
+) -> jax.Array:
+    """What experts int32 `chosen` [R, k] make of each row of x [R, E]: float32 [R, k, out].
+
+    `up` [X, F or 2F, E] holds gate, then up if `gated`; `down` is [X, out, F]. `hidden` takes
+    float32 [rows, F or 2F] to [rows, F], element by element.
+    """
+    (total, out, features), count = down.shape, chosen.shape[1]
+    parts, width = 2 if gated else 1, x.shape[1]
+    m = tile_rows(chosen.size, total, x.dtype)
+    tiles = tiles_of(chosen.reshape(-1).astype(jnp.int32), count, total, m)
+    rows = x.at[tiles.rows].get(mode="fill", fill_value=0)
+    own = columns_of(features, width, parts, x.dtype.itemsize)
+    steps, most = features // own, len(tiles.experts)
+    names = ["x", "up", "down"]
+    inputs = [
+        Block(rows, (m, width), lambda i, j, *_: (i, 0)),
+        Block(
+            up.reshape(total, parts, features, width),
+            (None, parts, own, width),
+            lambda i, j, number, _: (number[i], 0, j, 0),
+        ),
+        Block(down, (None, out, own), lambda i, j, number, _: (number[i], 0, j)),
+    ]
+    if up_bias is not None:
+        names.append("bias")
+        inputs.append(
+            Block(
+                up_bias.reshape(total, parts, 1, features),
+                (None, parts, 1, own),
+                lambda i, j, number, _: (number[i], 0, 0, j),
+            )
+        )
+
+    def body(_: Any, used: Any, *refs: Any) -> None:
+        ref = dict(zip([*names, "out"], refs, strict=True))
+        i, j = pl.program_id(0), pl.program_id(1)
+
+        @pl.when(j == 0)
+        def _() -> None:
+            ref["out"][...] = jnp.zeros((m, out), jnp.float32)
+
+        @pl.when(i < used[0])
+        def _() -> None:
+            found = []
+            for part in range(parts):
+                y = dot(ref["x"][...], ref["up"][part])
+                if "bias" in ref:
+                    y = y + ref["bias"][part].astype(jnp.float32)
+                found.append(y.astype(x.dtype).astype(jnp.float32))
+            h = hidden(found[0] if not gated else jnp.concatenate(found, -1))
+            ref["out"][...] += dot(h.astype(x.dtype), ref["down"][...])
+
+    result = jax.ShapeDtypeStruct((most * m, out), jnp.float32)
+    (y,) = run(
+        body,
+        "experts",
+        (most, steps),
+        inputs,
+        [Block(result, (m, out), lambda i, j, *_: (i, 0))],
+        prefetch=[tiles.experts, tiles.used],
+        parallel=[True, False],
+        interpret=interpret,
+    )
+    return y[tiles.places].reshape(*chosen.shape, out)

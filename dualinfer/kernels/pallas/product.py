@@ -1,0 +1,296 @@
+"""Products of few rows with a matrix of floats or codes, and all that goes with them.
+
+The matrix is read once, in blocks of its rows, by a kernel that holds all rows of x. Codes are
+multiplied as they are, block by block of a scale; sums take scales and zeros.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+
+from .launch import LANES, Block, dot, held_bytes, rounded_up, run, sublanes
+
+MOST_ROWS = 256  # of x
+_BLOCK = 2 << 20  # bytes of the matrix that a program reads
+_WIDEST = 1024  # results of a program
+KNOWN = ("int8", "uint8", "int4", "uint4", "fp8_e4m3", "fp8_e5m2")
+_PACKED = 32  # columns of 4-bit codes that lie together, see `quantization.packing`
+
+
+class Codes(NamedTuple):
+    """A matrix [out, width] of codes: see `model.weights.Weight`.
+
+    `data` uint8 or int8 [out, bytes]; `scale` float [out, G] and `zero` [out, G] of each row's
+    blocks of `columns` columns, 0 for all, and `outer` [out] lie beside it. Codes are `raised` by
+    so much.
+    """
+
+    data: jax.Array
+    scale: jax.Array
+    zero: jax.Array | None
+    outer: jax.Array | None
+    kind: str
+    columns: int
+    width: int
+    raised: int = 0
+
+
+class Blocks(NamedTuple):
+    """What a program reads of the matrix: so many rows and columns."""
+
+    rows: int
+    columns: int
+
+
+def blocks_of(features: int, width: int, itemsize: int, parts: int, least: int = LANES) -> Blocks:
+    """Blocks of a matrix of `parts` times `features` rows of `width` elements.
+
+    Columns are cut into multiples of `least` where a row is too long.
+    """
+    rows = min(_WIDEST, rounded_up(features, LANES))
+    while rows > LANES and parts * rows * width * itemsize > _BLOCK:
+        rows = max(LANES, rounded_up(rows // 2, LANES))
+    columns = width
+    if parts * rows * width * itemsize > 2 * _BLOCK:
+        fit = [n for n in range(least, width, least) if width % n == 0]
+        fit = [n for n in fit if parts * rows * n * itemsize <= _BLOCK]
+        columns = max(fit, default=width)
+    return Blocks(min(rows, features), columns)
+
+
+def product(
+    x: jax.Array,
+    matrix: jax.Array | Codes,
+    *,
+    dtype: Any,
+    bias: jax.Array | None = None,
+    norm: Callable[..., jax.Array] | None = None,
+    norm_weights: Sequence[jax.Array] = (),
+    activation: Callable[[jax.Array], jax.Array] | None = None,
+    gated: bool = False,
+    residual: jax.Array | None = None,
+    interpret: bool,
+) -> jax.Array:
+    """residual + activation(norm(x) matrix^T + bias): [M, out] in `dtype`, of x [M, width].
+
+    All in float32 until the result is rounded. With `gated` the matrix holds gate, then up, and the
+    result is activation(gate) * up. `norm` takes rows and `norm_weights` as `norm.norm` has them,
+    and x is as wide as one block of the matrix then: see `norms`.
+    """
+    count, width = x.shape
+    codes = matrix if isinstance(matrix, Codes) else None
+    data = codes.data if codes else matrix
+    parts = 2 if gated else 1
+    features = data.shape[0] // parts
+    planes, groups, at = 1, 1, _at(x, matrix, parts)
+    rows, columns = at
+    held = data.shape[1] // (width // columns)  # elements of a row of data in a block
+    if codes is not None:
+        planes = 2 if _is_packed(codes) else 1
+        groups = columns // codes.columns if codes.columns else 1
+        if codes.columns == 0 and columns < width:  # one scale for all blocks of a row
+            groups = 1
+    steps = width // columns
+    m = rounded_up(count, sublanes(x.dtype))
+    x = jnp.pad(x, ((0, m - count), (0, 0)))
+    if residual is not None:
+        residual = jnp.pad(residual, ((0, m - count), (0, 0)))
+
+    # x as [steps, planes, m, columns of a plane]
+    if planes == 2:
+        quads = x.reshape(m, width // _PACKED, 4, 2, 4)  # column 8 i + 4 half + c of 32
+        x4 = quads.transpose(3, 0, 1, 4, 2).reshape(2, m, steps, columns // 2)
+        x4 = x4.transpose(2, 0, 1, 3)
+    else:
+        x4 = x.reshape(m, steps, 1, columns).transpose(1, 2, 0, 3)
+    inputs = [Block(x4, x4.shape, lambda i, j: (0, 0, 0, 0))]
+    shaped = data.reshape(parts, features, data.shape[1])
+    inputs.append(Block(shaped, (parts, rows, held), lambda i, j: (0, i, j)))
+
+    def of_rows(array: jax.Array, own: int, moves: bool) -> Block:
+        array = array.reshape(parts, features, -1)
+        return Block(array, (parts, rows, own), lambda i, j: (0, i, j if moves else 0))
+
+    names = ["x", "data"]
+    if codes is not None:
+        moves = codes.columns > 0 and steps > 1
+        for name, array in (("scale", codes.scale), ("zero", codes.zero)):
+            if array is not None:
+                inputs.append(of_rows(array, groups, moves))
+                names.append(name)
+        if codes.outer is not None:
+            inputs.append(of_rows(codes.outer, 1, False))
+            names.append("outer")
+    if bias is not None:
+        inputs.append(Block(bias.reshape(parts, 1, features), (parts, 1, rows), _results))
+        names.append("bias")
+    for i, weight in enumerate(norm_weights):
+        inputs.append(Block(weight.reshape(1, width), (1, width), lambda i, j: (0, 0)))
+        names.append(f"norm{i}")
+    if residual is not None:
+        inputs.append(Block(residual, (m, rows), lambda i, j: (0, i)))
+        names.append("residual")
+    assert norm is None or (steps == 1 and planes == 1)
+
+    transposed = codes is not None
+    shape = (parts, rows, m) if transposed else (parts, m, rows)
+    scratch: list[tuple[tuple[int, ...], Any]] = [(shape, jnp.float32)]
+    if norm is not None:
+        scratch.append(((m, width), x.dtype))
+
+    def body(*refs: Any) -> None:
+        ref = dict(zip([*names, "out", "sums", "normed"], refs, strict=False))
+        i, j = pl.program_id(0), pl.program_id(1)
+        sums = ref["sums"]
+
+        @pl.when(j == 0)
+        def _() -> None:
+            sums[...] = jnp.zeros_like(sums)
+
+        if norm is not None:
+
+            @pl.when(i == 0)
+            def _() -> None:
+                gains = [ref[f"norm{n}"][...].astype(jnp.float32) for n in range(len(norm_weights))]
+                y = norm(ref["x"][0, 0].astype(jnp.float32), *gains)
+                ref["normed"][...] = y.astype(x.dtype)
+
+        for part in range(parts):
+            if codes is None:
+                own = ref["normed"][...] if norm is not None else ref["x"][j, 0]
+                sums[part] += dot(own, ref["data"][part])
+            else:
+                sums[part] += _of_codes(codes, ref, part, j, groups, x.dtype)
+
+        @pl.when(j == steps - 1)
+        def _() -> None:
+            found = []
+            for part in range(parts):
+                y = sums[part]
+                if "outer" in ref:
+                    y = y * ref["outer"][part].astype(jnp.float32)
+                y = y.T if transposed else y
+                if "bias" in ref:
+                    y = y + ref["bias"][part].astype(jnp.float32)
+                found.append(y)
+            y = found[0] if activation is None else activation(found[0])
+            if gated:
+                y = y * found[1]
+            if "residual" in ref:
+                y = ref["residual"][...].astype(jnp.float32) + y
+            ref["out"][...] = y.astype(dtype)
+
+    out = jax.ShapeDtypeStruct((m, features), dtype)
+    (y,) = run(
+        body,
+        "product",
+        (pl.cdiv(features, rows), steps),
+        inputs,
+        [Block(out, (m, rows), lambda i, j: (0, i))],
+        scratch=scratch,
+        parallel=[norm is None, False],
+        interpret=interpret,
+    )
+    return y[:count]
+
+
+def norms(x: jax.Array, matrix: jax.Array | Codes, gated: bool) -> bool:
+    """True if a product can norm rows of x itself."""
+    if isinstance(matrix, Codes) or held_bytes(x.shape, x.dtype) > 2 * _BLOCK:
+        return False
+    return _at(x, matrix, 2 if gated else 1).columns == x.shape[1]
+
+
+def serves(count: int, matrix: jax.Array | Codes, gated: bool, itemsize: int) -> bool:
+    """True if the kernel multiplies so many rows with a matrix, and has room for them."""
+    if count > MOST_ROWS:
+        return False
+    if isinstance(matrix, Codes):
+        if matrix.kind not in KNOWN or _short(matrix):
+            return False
+    width = matrix.width if isinstance(matrix, Codes) else matrix.shape[1]
+    shape = rounded_up(count, sublanes(jnp.bfloat16 if itemsize == 2 else jnp.float32)), width
+    x = jax.ShapeDtypeStruct(shape, jnp.bfloat16 if itemsize == 2 else jnp.float32)
+    at = _at(x, matrix, 2 if gated else 1)
+    block = 2 * at.rows * at.columns * (1 if isinstance(matrix, Codes) else itemsize)
+    return held_bytes(shape, x.dtype) <= 4 * _BLOCK and block <= 4 * _BLOCK
+
+
+def _at(x: Any, matrix: jax.Array | Codes, parts: int) -> Blocks:
+    width = x.shape[1]
+    if isinstance(matrix, Codes):
+        features, bits = matrix.data.shape[0] // parts, 4 if _is_packed(matrix) else 8
+        if matrix.columns:  # a block of scales is cut like lanes, so that it is whole
+            return Blocks(blocks_of(features, width, 1, parts, width).rows, width)
+        least = LANES * 8 // bits
+        return blocks_of(features, width, 1, parts, least)
+    return blocks_of(matrix.shape[0] // parts, width, matrix.dtype.itemsize, parts)
+
+
+def _results(i: Any, j: Any) -> tuple[Any, ...]:
+    return 0, 0, i
+
+
+def _is_packed(codes: Codes) -> bool:
+    return codes.kind in ("int4", "uint4")
+
+
+def _short(codes: Codes) -> bool:
+    """True if codes lie otherwise than the kernel takes them: blocks or rows with padding."""
+    least = _PACKED if _is_packed(codes) else 1
+    own = codes.columns or codes.width
+    return bool(own % least or codes.width % own)
+
+
+def _of_codes(
+    codes: Codes, ref: dict[str, Any], part: int, j: Any, groups: int, dtype: Any
+) -> jax.Array:
+    """Sums [rows, m] of a block of codes times x, with scales and zeros."""
+    data = ref["data"][part]
+    planes = _planes(codes, data)
+    own = planes[0].shape[1] // groups
+    scale = ref["scale"][part].astype(jnp.float32)
+    zero = ref["zero"][part].astype(jnp.float32) if "zero" in ref else None
+    total = jnp.zeros((data.shape[0], ref["x"].shape[2]), jnp.float32)
+    for g in range(groups):
+        cut = slice(g * own, (g + 1) * own)
+        y = None
+        for plane, values in enumerate(planes):
+            rows = ref["x"][j, plane][:, cut]
+            part_of_sum = dot(values[:, cut].astype(dtype), rows)
+            if zero is not None:
+                ones = jnp.ones((1, own), dtype)
+                part_of_sum = part_of_sum - zero[:, g : g + 1] * dot(ones, rows)
+            y = part_of_sum if y is None else y + part_of_sum
+        total = total + y * scale[:, g : g + 1]
+    return total
+
+
+def _planes(codes: Codes, data: jax.Array) -> list[jax.Array]:
+    """Codes as float32, of 4 bits the low and the high ones of each byte."""
+    if codes.kind.startswith("fp8"):
+        return [float8(data, codes.kind)]
+    wide = data.astype(jnp.int32)
+    if not _is_packed(codes):
+        return [wide.astype(jnp.float32)]
+    wide = wide & 0xFF
+    return [(x - codes.raised).astype(jnp.float32) for x in (wide & 15, wide >> 4)]
+
+
+def float8(data: jax.Array, kind: str) -> jax.Array:
+    """float32 of bytes that are floats of 8 bits, by integers alone: every chip has these."""
+    mantissa, bias = (3, 7) if kind == "fp8_e4m3" else (2, 15)
+    bits = data.astype(jnp.int32) & 0xFF
+    size, most = bits & 0x7F, (1 << mantissa) - 1
+    normal = (size << (23 - mantissa)) + ((127 - bias) << 23)
+    values = jax.lax.bitcast_convert_type(normal, jnp.float32)
+    small = size.astype(jnp.float32) * 2.0 ** (1 - bias - mantissa)
+    values = jnp.where(size <= most, small, values)
+    if kind == "fp8_e4m3":
+        values = jnp.where(size == 0x7F, jnp.nan, values)
+    else:
+        values = jnp.where(size == 0x7C, jnp.inf, jnp.where(size > 0x7C, jnp.nan, values))
+    return jnp.where(bits >= 0x80, -values, values)
