@@ -248,6 +248,7 @@ OTHER_DATA = {
     "backends.torch.adapter": "a torch Parameter",
     "backends.torch.streaming": "an address of a NumPy array",
     "checkpoint.files.safetensors": "a NumPy array's memory",
+    "kernels.pallas.product": "the codes of a Codes",
     "kernels.triton.experts": "the codes of a Packed",
     "kernels.triton.mixture": "the codes of a Packed",
     "kernels.triton.quantized": "the codes of a Packed",

@@ -82,7 +82,14 @@ def append(
     kv_heads, size = k.shape[1], min(sublanes(k.dtype), k.shape[2])
     names = ["qkv", "k", "v"]
     inputs = [Block(qkv, (None, packed, dim), lambda n, at: (n, 0, 0))]
-    inputs += [Block(x, (None, kv_heads, size, dim), lambda n, at: (n, 0, jax.lax.div(at[n], jnp.int32(size)), 0)) for x in (k, v)]
+    inputs += [
+        Block(
+            x,
+            (None, kv_heads, size, dim),
+            lambda n, at: (n, 0, jax.lax.div(at[n], jnp.int32(size)), 0),
+        )
+        for x in (k, v)
+    ]
     changed = inputs[1:]
     if turn is not None:
         names += ["cos", "sin", "pairs"]
@@ -97,7 +104,9 @@ def append(
 
     def normed(ref: Any, x: jax.Array, name: str) -> jax.Array:
         assert norm is not None
-        weights = [ref[f"norm_{name}{i}"][...].astype(jnp.float32) for i in range(len(norm.queries))]
+        weights = [
+            ref[f"norm_{name}{i}"][...].astype(jnp.float32) for i in range(len(norm.queries))
+        ]
         return norm.function(x, *weights).astype(qkv.dtype).astype(jnp.float32)
 
     def body(at: Any, *refs: Any) -> None:
@@ -125,7 +134,9 @@ def append(
         for name, new in (("k", found["k"]), ("v", x[heads + kv_heads :])):
             held = ref[name][...]
             spread = jnp.broadcast_to(new[:, None], (kv_heads, size, dim))
-            ref[f"out_{name}"][...] = jnp.where(here, spread, held.astype(jnp.float32)).astype(held.dtype)
+            ref[f"out_{name}"][...] = jnp.where(here, spread, held.astype(jnp.float32)).astype(
+                held.dtype
+            )
 
     out = jax.ShapeDtypeStruct((count, heads, dim), qkv.dtype)
     q, k, v = run(

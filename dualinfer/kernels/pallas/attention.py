@@ -71,8 +71,8 @@ def attend(
     Row b reads int32 `slots` [B] of them, its own number if None; or blocks `table` [B, blocks] of
     [blocks, K, size, D]. `v` None are the first `values` elements of the keys. With float32
     `scales`, two of [N, K, S] or [blocks, K, size], keys and values are codes, int8 or floats of 8
-    bits. No key that is seen lies at `reach` or behind, None says nothing. A query that sees nothing
-    gives zeros.
+    bits. No key that is seen lies at `reach` or behind; None says nothing. A query that sees
+    nothing gives zeros.
     """
     batch, tokens, heads, dim = q.shape
     kv_heads, size, width = k.shape[1], k.shape[2], values or (v if v is not None else k).shape[3]
@@ -91,9 +91,7 @@ def attend(
         x = jnp.moveaxis(x, 2, 1).reshape(
             batch, kv_heads, blocks_of_rows, own * group, *x.shape[4:]
         )
-        x = jnp.pad(
-            x, ((0, 0), (0, 0), (0, 0), (0, rows - own * group), *[(0, 0)] * (x.ndim - 4))
-        )
+        x = jnp.pad(x, ((0, 0), (0, 0), (0, 0), (0, rows - own * group), *[(0, 0)] * (x.ndim - 4)))
         return x.reshape(batch, kv_heads, -1, *x.shape[4:])
 
     def column(x: jax.Array) -> jax.Array:
@@ -103,7 +101,9 @@ def attend(
 
     def of_heads(x: jax.Array) -> jax.Array:
         """float32 [H] as [K, rows, 1]."""
-        x = jnp.broadcast_to(x.astype(jnp.float32).reshape(kv_heads, 1, group), (kv_heads, own, group))
+        x = jnp.broadcast_to(
+            x.astype(jnp.float32).reshape(kv_heads, 1, group), (kv_heads, own, group)
+        )
         x = jnp.pad(x.reshape(kv_heads, -1), ((0, 0), (0, rows - own * group)))
         return x[..., None]
 
@@ -212,10 +212,9 @@ def attend(
         if "own_q" in ref:
             visible = visible & (ref["own_q"][...] == ref["own_k"][...])
         if "slopes" in ref:
+            away = column - place
             if "place_q" in ref:
                 away = ref["place_k"][...] - ref["place_q"][...]
-            else:
-                away = column - place
             found = found + ref["slopes"][...] * away.astype(jnp.float32)
         found = jnp.where(visible, found, _NONE)
         most = ref["most"][...]
@@ -268,9 +267,7 @@ def _keys_of(tokens: int, k: jax.Array) -> int:
     return count
 
 
-def _rows_of(
-    x: jax.Array, own: int, group: int, rows: int, blocks: int, padded: int
-) -> jax.Array:
+def _rows_of(x: jax.Array, own: int, group: int, rows: int, blocks: int, padded: int) -> jax.Array:
     """[B, T, 1, G, 1] as [B, 1, rows of all programs, 1]."""
     x = jnp.pad(x, ((0, 0), (0, padded - x.shape[1]), (0, 0), (0, 0), (0, 0)))
     x = x.reshape(len(x), 1, blocks, own * group)

@@ -14,9 +14,9 @@ _MANY = 128  # rows of a tile where experts have many
 
 
 class Tiles(NamedTuple):
-    """Where pairs of token and expert lie: `rows` int32 [tiles m] the token of each row.
+    """Where pairs of token and expert lie: `rows` int32 [tiles m] the pair of each row.
 
-    A row without one has a number that there is not. `experts` int32 [tiles] are whose they are,
+    A row without one has the number of pairs. `experts` int32 [tiles] are whose they are,
     `used` int32 [1] how many tiles are, and `places` int32 [P] the row of each pair.
     """
 
@@ -31,11 +31,8 @@ def tile_rows(pairs: int, total: int, dtype: Any) -> int:
     return sublanes(dtype) if pairs < total * _MANY // 4 else _MANY
 
 
-def tiles_of(chosen: jax.Array, count: int, total: int, m: int) -> Tiles:
-    """Tiles of `m` rows for pairs of tokens with experts `chosen`, int32 [P], of `total`.
-
-    Each token is in `count` pairs that follow one another.
-    """
+def tiles_of(chosen: jax.Array, total: int, m: int) -> Tiles:
+    """Tiles of `m` rows for pairs of tokens with experts `chosen`, int32 [P], of `total`."""
     pairs = len(chosen)
     most = pairs // m + min(pairs, total)
     order = jnp.argsort(chosen, stable=True)
@@ -45,8 +42,7 @@ def tiles_of(chosen: jax.Array, count: int, total: int, m: int) -> Tiles:
     first_pair = jnp.cumsum(sizes) - sizes
     ranked = chosen[order]
     places = first_tile[ranked] * m + jnp.arange(pairs, dtype=jnp.int32) - first_pair[ranked]
-    tokens = (order // count).astype(jnp.int32)
-    rows = jnp.full(most * m, pairs // count, jnp.int32).at[places].set(tokens)
+    rows = jnp.full(most * m, pairs, jnp.int32).at[places].set(order.astype(jnp.int32))
     used = tiles.sum()
     at = jnp.minimum(jnp.arange(most, dtype=jnp.int32), used - 1)
     own = jnp.searchsorted(jnp.cumsum(tiles), at, side="right").astype(jnp.int32)
@@ -70,18 +66,23 @@ def experts(
     hidden: Callable[[jax.Array], jax.Array],
     gated: bool,
     up_bias: jax.Array | None = None,
+    factors: jax.Array | None = None,
     interpret: bool,
 ) -> jax.Array:
     """What experts int32 `chosen` [R, k] make of each row of x [R, E]: float32 [R, k, out].
 
+    With float32 `factors` [R, k] they read rows times these, in x's dtype.
     `up` [X, F or 2F, E] holds gate, then up if `gated`; `down` is [X, out, F]. `hidden` takes
     float32 [rows, F or 2F] to [rows, F], element by element.
     """
     (total, out, features), count = down.shape, chosen.shape[1]
     parts, width = 2 if gated else 1, x.shape[1]
     m = tile_rows(chosen.size, total, x.dtype)
-    tiles = tiles_of(chosen.reshape(-1).astype(jnp.int32), count, total, m)
-    rows = x.at[tiles.rows].get(mode="fill", fill_value=0)
+    tiles = tiles_of(chosen.reshape(-1).astype(jnp.int32), total, m)
+    rows = x.at[tiles.rows // count].get(mode="fill", fill_value=0)
+    if factors is not None:
+        own = factors.reshape(-1).at[tiles.rows].get(mode="fill", fill_value=0)
+        rows = (rows * own[:, None]).astype(x.dtype)
     own = columns_of(features, width, parts, x.dtype.itemsize)
     steps, most = features // own, len(tiles.experts)
     names = ["x", "up", "down"]

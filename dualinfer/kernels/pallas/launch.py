@@ -22,7 +22,7 @@ class NoRoomError(ValueError):
 
 
 class Block(NamedTuple):
-    """An argument or result, and the part of it that a program has: `index` gives its number.
+    """An argument or result, and the part of it that a program has, whose number is `number`'s.
 
     None in `shape` is an axis of which a program has one element, and which it does not see. A
     result's `array` is a ShapeDtypeStruct.
@@ -30,7 +30,7 @@ class Block(NamedTuple):
 
     array: Any
     shape: tuple[int | None, ...]
-    index: Callable[..., tuple[Any, ...]]
+    number: Callable[..., tuple[Any, ...]]
 
 
 def interpreted() -> bool:
@@ -97,8 +97,8 @@ def run(
         grid_spec=pltpu.PrefetchScalarGridSpec(
             num_scalar_prefetch=len(prefetch),
             grid=grid,
-            in_specs=[pl.BlockSpec(b.shape, b.index) for b in inputs],
-            out_specs=[pl.BlockSpec(b.shape, b.index) for b in outputs],
+            in_specs=[pl.BlockSpec(b.shape, b.number) for b in inputs],
+            out_specs=[pl.BlockSpec(b.shape, b.number) for b in outputs],
             scratch_shapes=[pltpu.VMEM(shape, dtype) for shape, dtype in scratch],
         ),
         input_output_aliases={i + len(prefetch): o for i, o in (changes or {}).items()},

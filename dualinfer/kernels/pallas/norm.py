@@ -28,7 +28,7 @@ def norm(
     after: bool = False,
     interpret: bool,
 ) -> jax.Array:
-    """norm(x + residual) of x [R, E] in its dtype, or `after` it residual + norm(x).
+    """The norm of x + residual, rows [R, E] in x's dtype; `after`: residual + the norm of x.
 
     `norm` takes rows and `weights` [E] as float32 [R, E] and [1, E]; what it gives is rounded once.
     """

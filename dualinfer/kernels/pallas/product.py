@@ -4,6 +4,7 @@ The matrix is read once, in blocks of its rows, by a kernel that holds all rows 
 multiplied as they are, block by block of a scale; sums take scales and zeros.
 """
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -16,7 +17,8 @@ from .launch import LANES, Block, dot, held_bytes, rounded_up, run, sublanes
 MOST_ROWS = 256  # of x
 _BLOCK = 2 << 20  # bytes of the matrix that a program reads
 _WIDEST = 1024  # results of a program
-KNOWN = ("int8", "uint8", "int4", "uint4", "fp8_e4m3", "fp8_e5m2")
+_MOST_SCALES = 32  # of a row in a block: each has a product of its own
+_KNOWN = ("int8", "uint8", "int4", "uint4", "fp4_e2m1", "fp8_e4m3", "fp8_e5m2")
 _PACKED = 32  # columns of 4-bit codes that lie together, see `quantization.packing`
 
 
@@ -82,7 +84,7 @@ def product(
     """
     count, width = x.shape
     codes = matrix if isinstance(matrix, Codes) else None
-    data = codes.data if codes else matrix
+    data: Any = codes.data if codes else matrix
     parts = 2 if gated else 1
     features = data.shape[0] // parts
     planes, groups, at = 1, 1, _at(x, matrix, parts)
@@ -91,8 +93,6 @@ def product(
     if codes is not None:
         planes = 2 if _is_packed(codes) else 1
         groups = columns // codes.columns if codes.columns else 1
-        if codes.columns == 0 and columns < width:  # one scale for all blocks of a row
-            groups = 1
     steps = width // columns
     m = rounded_up(count, sublanes(x.dtype))
     x = jnp.pad(x, ((0, m - count), (0, 0)))
@@ -110,19 +110,21 @@ def product(
     shaped = data.reshape(parts, features, data.shape[1])
     inputs.append(Block(shaped, (parts, rows, held), lambda i, j: (0, i, j)))
 
-    def of_rows(array: jax.Array, own: int, moves: bool) -> Block:
-        array = array.reshape(parts, features, -1)
-        return Block(array, (parts, rows, own), lambda i, j: (0, i, j if moves else 0))
+    def of_rows(array: jax.Array, steps: int = 1) -> Block:
+        """What rows have for each block of columns, or once: float [out, any]."""
+        array = array.reshape(parts, features, steps, -1).swapaxes(1, 2)
+        shape = (parts, None, rows, array.shape[-1])
+        return Block(array, shape, lambda i, j: (0, j if steps > 1 else 0, i, 0))
 
     names = ["x", "data"]
     if codes is not None:
-        moves = codes.columns > 0 and steps > 1
+        own = steps if codes.columns else 1
         for name, array in (("scale", codes.scale), ("zero", codes.zero)):
             if array is not None:
-                inputs.append(of_rows(array, groups, moves))
+                inputs.append(of_rows(array, own))
                 names.append(name)
         if codes.outer is not None:
-            inputs.append(of_rows(codes.outer, 1, False))
+            inputs.append(of_rows(codes.outer))
             names.append("outer")
     if bias is not None:
         inputs.append(Block(bias.reshape(parts, 1, features), (parts, 1, rows), _results))
@@ -155,6 +157,7 @@ def product(
             @pl.when(i == 0)
             def _() -> None:
                 gains = [ref[f"norm{n}"][...].astype(jnp.float32) for n in range(len(norm_weights))]
+                assert norm is not None
                 y = norm(ref["x"][0, 0].astype(jnp.float32), *gains)
                 ref["normed"][...] = y.astype(x.dtype)
 
@@ -206,28 +209,34 @@ def norms(x: jax.Array, matrix: jax.Array | Codes, gated: bool) -> bool:
 
 def serves(count: int, matrix: jax.Array | Codes, gated: bool, itemsize: int) -> bool:
     """True if the kernel multiplies so many rows with a matrix, and has room for them."""
-    if count > MOST_ROWS:
+    codes = matrix if isinstance(matrix, Codes) else None
+    if count > MOST_ROWS or (codes and (codes.kind not in _KNOWN or _is_ragged(codes))):
         return False
-    if isinstance(matrix, Codes):
-        if matrix.kind not in KNOWN or _short(matrix):
-            return False
-    width = matrix.width if isinstance(matrix, Codes) else matrix.shape[1]
-    shape = rounded_up(count, sublanes(jnp.bfloat16 if itemsize == 2 else jnp.float32)), width
-    x = jax.ShapeDtypeStruct(shape, jnp.bfloat16 if itemsize == 2 else jnp.float32)
+    dtype = jnp.bfloat16 if itemsize == 2 else jnp.float32
+    width = codes.width if codes else _floats(matrix).shape[1]
+    x = jax.ShapeDtypeStruct((rounded_up(count, sublanes(dtype)), width), dtype)
     at = _at(x, matrix, 2 if gated else 1)
-    block = 2 * at.rows * at.columns * (1 if isinstance(matrix, Codes) else itemsize)
-    return held_bytes(shape, x.dtype) <= 4 * _BLOCK and block <= 4 * _BLOCK
+    block = 2 * at.rows * at.columns * (1 if codes else itemsize)
+    return held_bytes(x.shape, dtype) <= 4 * _BLOCK and block <= 4 * _BLOCK
 
 
 def _at(x: Any, matrix: jax.Array | Codes, parts: int) -> Blocks:
     width = x.shape[1]
-    if isinstance(matrix, Codes):
-        features, bits = matrix.data.shape[0] // parts, 4 if _is_packed(matrix) else 8
-        if matrix.columns:  # a block of scales is cut like lanes, so that it is whole
-            return Blocks(blocks_of(features, width, 1, parts, width).rows, width)
-        least = LANES * 8 // bits
+    if not isinstance(matrix, Codes):
+        return blocks_of(matrix.shape[0] // parts, width, matrix.dtype.itemsize, parts)
+    features = matrix.data.shape[0] // parts
+    least = LANES * (2 if _is_packed(matrix) else 1)
+    if not matrix.columns:
         return blocks_of(features, width, 1, parts, least)
-    return blocks_of(matrix.shape[0] // parts, width, matrix.dtype.itemsize, parts)
+    unit = math.lcm(least, matrix.columns)
+    fit = [n for n in range(unit, width, unit) if width % n == 0]
+    fit = [n for n in fit if n <= _MOST_SCALES * matrix.columns]
+    columns = width if width <= _MOST_SCALES * matrix.columns else max(fit, default=width)
+    return Blocks(blocks_of(features, columns, 1, parts, columns).rows, columns)
+
+
+def _floats(matrix: Any) -> jax.Array:
+    return matrix
 
 
 def _results(i: Any, j: Any) -> tuple[Any, ...]:
@@ -235,10 +244,10 @@ def _results(i: Any, j: Any) -> tuple[Any, ...]:
 
 
 def _is_packed(codes: Codes) -> bool:
-    return codes.kind in ("int4", "uint4")
+    return codes.kind in ("int4", "uint4", "fp4_e2m1")
 
 
-def _short(codes: Codes) -> bool:
+def _is_ragged(codes: Codes) -> bool:
     """True if codes lie otherwise than the kernel takes them: blocks or rows with padding."""
     least = _PACKED if _is_packed(codes) else 1
     own = codes.columns or codes.width
@@ -277,7 +286,16 @@ def _planes(codes: Codes, data: jax.Array) -> list[jax.Array]:
     if not _is_packed(codes):
         return [wide.astype(jnp.float32)]
     wide = wide & 0xFF
+    if codes.kind == "fp4_e2m1":
+        return [_float4(x) for x in (wide & 15, wide >> 4)]
     return [(x - codes.raised).astype(jnp.float32) for x in (wide & 15, wide >> 4)]
+
+
+def _float4(codes: jax.Array) -> jax.Array:
+    """float32 of int32 that are floats of 4 bits, e2m1."""
+    size = (codes & 7).astype(jnp.float32)
+    values = jnp.where(size < 4, size / 2, jnp.where(size < 6, size - 2, 2 * size - 8))
+    return jnp.where(codes >= 8, -values, values)
 
 
 def float8(data: jax.Array, kind: str) -> jax.Array:

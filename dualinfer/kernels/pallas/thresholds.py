@@ -4,7 +4,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.experimental import pallas as pl
 
 from .launch import BUDGET, Block, held_bytes, rounded_up, run
 
@@ -36,7 +35,9 @@ def filter_logits(
     padded = [jnp.pad(x, (0, rows - count))[:, None] for x in columns]
     padded_logits = jnp.pad(logits, ((0, rows - count), (0, 0)))
 
-    def body(x_ref: Any, below_ref: Any, p_ref: Any, least_ref: Any, out_ref: Any, *work: Any) -> None:
+    def body(
+        x_ref: Any, below_ref: Any, p_ref: Any, least_ref: Any, out_ref: Any, *work: Any
+    ) -> None:
         keys_ref, shares_ref = work
         x = x_ref[...]
         keys_ref[...] = _keys(x)

@@ -120,16 +120,14 @@ class PallasOps(PlainOps):
         rows = None if residual is None else residual.reshape(-1, x.shape[-1])
         with jax.named_scope("norm"):
             how: dict[str, Any] = {"after": after, "interpret": self.interpret}
-            y = norming.norm(x.reshape(-1, x.shape[-1]), *own, rows, **how)
+            y = norming.norm(x.reshape(-1, x.shape[-1]), own[0], own[1], rows, **how)
         return y.reshape(x.shape)
 
     def linear(self, x: jax.Array, weight: Weight, epilogue: Epilogue = ALONE) -> jax.Array:
         """See `contract.BlockOps.linear`."""
         count = math.prod(x.shape[:-1])
         matrix = None if weight.pieces else _matrix(weight)
-        if matrix is None or not products.serves(
-            count, matrix, epilogue.gated, x.dtype.itemsize
-        ):
+        if matrix is None or not products.serves(count, matrix, epilogue.gated, x.dtype.itemsize):
             return super().linear(x, weight, epilogue)
         own = None
         if epilogue.norm is not None:
@@ -196,11 +194,12 @@ class PallasOps(PlainOps):
                 hidden=lambda h: mixtures.hidden(_KERNEL_MATHS, h, mixture),
                 gated=mixture.gated,
                 up_bias=w.get("experts.up.bias"),
+                factors=routing.weights if mixture.weighs_input else None,
                 interpret=self.interpret,
             )
-            y = mixtures.weighted(
-                self.maths, parts.reshape(*routing.experts.shape, -1), routing.weights
-            )
+            parts = parts.reshape(*routing.experts.shape, -1)
+            weights = None if mixture.weighs_input else routing.weights
+            y = mixtures.weighted(self.maths, parts, weights)
         y = self.sum(y if partial is None else y + partial)
         if (bias := w.get("experts.down.bias")) is not None:
             y = y + mixtures.biases(self.maths, bias, routing)
@@ -239,8 +238,9 @@ class PallasOps(PlainOps):
         batch, tokens = q.shape[:2]
         segments = attention.chunks(MATHS, a, (batch, tokens), mask, segments, q)
         numbers = {} if segments is None and mask is None else _numbers(q, segments, mask)
-        whole = jnp.zeros(batch, jnp.int32), jnp.full(batch, tokens, jnp.int32)
-        seen = attending.Seen(*whole, a.causal, a.window, **numbers)
+        first, all_of_it = jnp.zeros(batch, jnp.int32), jnp.full(batch, tokens, jnp.int32)
+        own: Any = numbers
+        seen = attending.Seen(first, all_of_it, a.causal, a.window, **own)
         scores = _scores(layer)
         if scores.slopes is not None and positions is not None:
             scores = scores._replace(queries=positions, keys=positions)
@@ -374,7 +374,7 @@ class PallasOps(PlainOps):
         cache: CacheView,
         lengths: jax.Array,
     ) -> tuple[jax.Array, CacheView]:
-        """Queries [N, 1, H, D] of one token a slot, turned, and the cache with its key and value."""
+        """Turned queries [N, 1, H, D] of one token a slot, and the cache with its key, value."""
         a, own = layer.spec, cast(Any, cache)
         norm = _head_norm(layer)
         clips = a.clip is not None and a.clip_normed
@@ -400,7 +400,7 @@ class PallasOps(PlainOps):
                 jnp.clip(lengths, 0, own.capacity - 1),
                 heads=a.heads,
                 turn=turn,
-                norm=norm or None,
+                norm=norm if isinstance(norm, appending.HeadNorm) else None,
                 interpret=self.interpret,
             )
         q = q[:, None]
@@ -495,7 +495,7 @@ def _matrix(weight: Weight) -> Any:
 def _codes(weight: Weight) -> products.Codes | None:
     """A matrix of codes as the kernel takes it; None if it knows no such."""
     scheme = weight.scheme
-    if not isinstance(scheme, BlockScheme) or scheme.groups or scheme.codes not in products.KNOWN:
+    if not isinstance(scheme, BlockScheme) or scheme.groups or scheme.table:
         return None
     rows, columns, width = weight.blocks
     features, zero = weight.data.shape[0], weight.beside.get("zero")
@@ -524,7 +524,7 @@ def _codes(weight: Weight) -> products.Codes | None:
 
 def _knows_experts(mixture: Experts, w: Weights) -> bool:
     """True if the kernel does what a layer's experts do, with matrices of floats."""
-    if mixture.weighs_input or mixture.idle:
+    if mixture.idle:
         return False
     return all(
         w[f"experts.{name}.weight"].scheme is None and not w[f"experts.{name}.weight"].pieces

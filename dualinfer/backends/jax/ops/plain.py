@@ -101,7 +101,7 @@ class PlainOps(plain.PlainOps):
         features: jax.Array | int,
     ) -> jax.Array:
         """See `contract.Ops.sample`; `features` is a mode of `sampler`."""
-        return sampler.sample(logits, state, position, features, filtered=self.filtered)
+        return sampler.sample(logits, state, position, features, None, self.filtered)
 
     def advance(
         self,

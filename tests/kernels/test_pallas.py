@@ -1,0 +1,340 @@
+"""Pallas' kernels, interpreted on any device, against the meaning of what they compute."""
+
+from typing import Any, cast
+
+import numpy as np
+import pytest
+
+jax = pytest.importorskip("jax")
+
+import jax.numpy as jnp  # noqa: E402
+
+from dualinfer.backends.jax.maths import MATHS  # noqa: E402
+from dualinfer.kernels.pallas import activation as activations  # noqa: E402
+from dualinfer.kernels.pallas import append as appending  # noqa: E402
+from dualinfer.kernels.pallas import attention as attending  # noqa: E402
+from dualinfer.kernels.pallas import experts as mixing  # noqa: E402
+from dualinfer.kernels.pallas import launch, norm, product, thresholds  # noqa: E402
+from dualinfer.quantization import BlockScheme  # noqa: E402
+from dualinfer.quantization.packing import pack, raised  # noqa: E402
+
+from ..quantized import dequantize, quantize  # noqa: E402
+from . import oracles  # noqa: E402
+from .cases import DTYPES, GARBAGE, assert_close, normal  # noqa: E402
+
+FLOAT32, BFLOAT16 = DTYPES[:2]
+EPS = 1e-5
+INTERPRET: dict[str, Any] = {"interpret": True}
+attend: Any = attending.attend
+both = pytest.mark.parametrize("dtype", [FLOAT32, BFLOAT16], ids=str)
+
+
+def rms(x: Any, weight: Any) -> Any:
+    """A norm as kernels take it."""
+    return x * jax.lax.rsqrt((x * x).mean(-1, keepdims=True) + EPS) * weight
+
+
+def silu(y: Any) -> Any:
+    return MATHS.activation(y, "silu")
+
+
+@both
+@pytest.mark.parametrize("after", [False, True], ids=["residual in front", "residual behind"])
+def test_norms_take_residuals_in_front_or_behind(dtype, after, monkeypatch):
+    """Seven rows in blocks of a tile, the last of which is ragged."""
+    monkeypatch.setattr(norm, "_BLOCK", 1)
+    x, residual, gain = (
+        normal(i, *s, dtype=dtype) for i, s in enumerate([(21, 24), (21, 24), (24,)])
+    )
+    given = jnp.asarray(x), rms, [jnp.asarray(gain)], jnp.asarray(residual)
+    found = np.asarray(norm.norm(*given, after=after, **INTERPRET))
+    wide = residual.astype(np.float32)
+    if after:
+        wanted = wide + oracles.rms_norm(x, gain, EPS)
+    else:
+        summed = (wide + x.astype(np.float32)).astype(dtype)
+        wanted = oracles.rms_norm(summed, gain, EPS)
+    assert_close(found, wanted, dtype, length=24, roundings=2)
+
+
+@both
+@pytest.mark.parametrize(
+    ("rows", "features", "width", "split"),
+    [(1, 33, 24, False), (19, 130, 512, True), (3, 130, 24, False)],
+    ids=["a row", "blocks of columns", "blocks of rows"],
+)
+def test_products_carry_bias_activation_gate_and_residual(
+    dtype, rows, features, width, split, monkeypatch
+):
+    monkeypatch.setattr(product, "_WIDEST", 128)
+    if split:
+        monkeypatch.setattr(product, "_BLOCK", 2 * 128 * 128 * dtype.itemsize)
+    shapes = [(rows, width), (2 * features, width), (2 * features,), (rows, features), (width,)]
+    x, weight, bias, residual, gain = (normal(i, *s, dtype=dtype) for i, s in enumerate(shapes))
+    blocks = product.blocks_of(features, width, dtype.itemsize, 2)
+    assert (blocks.columns < width) is split and (blocks.rows < features) is (features > 128)
+    how: dict[str, Any] = {"bias": jnp.asarray(bias), "residual": jnp.asarray(residual)}
+    if not split:
+        how |= {"norm": rms, "norm_weights": [jnp.asarray(gain)]}
+    found = product.product(
+        jnp.asarray(x),
+        jnp.asarray(weight),
+        dtype=dtype,
+        activation=silu,
+        gated=True,
+        **how,
+        **INTERPRET,
+    )
+    rows_of = x if split else oracles.rms_norm(x, gain, EPS).astype(dtype)
+    y = rows_of.astype(np.float64) @ weight.astype(np.float64).T + bias.astype(np.float64)
+    gate, up = np.split(y, 2, -1)
+    wanted = gate / (1 + np.exp(-gate)) * up + residual.astype(np.float64)
+    roundings = 1 if split else 3
+    assert_close(np.asarray(found), wanted, dtype, length=width, roundings=roundings)
+
+
+FORMS = {
+    "int8": BlockScheme("int8"),
+    "int8 zeros": BlockScheme("uint8", zeros=True),
+    "int4": BlockScheme("int4", columns=64, scale_dtype="bfloat16"),
+    "int4 rows": BlockScheme("int4", scale_dtype="float16"),
+    "int4 zeros": BlockScheme("int4", columns=32, zeros=True),
+    "uint4": BlockScheme("uint4", columns=32, scale_dtype="float16", zeros=True),
+    "fp8": BlockScheme("fp8_e4m3"),
+    "fp8 e5m2": BlockScheme("fp8_e5m2"),
+    "fp4": BlockScheme("fp4_e2m1", columns=32),
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_products_with_codes_are_those_with_what_they_mean(form, monkeypatch):
+    """Of four blocks of columns, of which two have the same scales."""
+    scheme, width, features = FORMS[form], 512, 66
+    arrays = quantize(scheme, normal(1, features, width, dtype=FLOAT32))
+    meant = dequantize(scheme, arrays)
+    if scheme.codes == "int4" and scheme.zeros:
+        arrays["zero"] = arrays["zero"].view(np.uint8) + np.uint8(raised(scheme))
+    codes = product.Codes(
+        jnp.asarray(pack(arrays["codes"], scheme)),
+        jnp.asarray(arrays["scale"]),
+        jnp.asarray(arrays["zero"]) if "zero" in arrays else None,
+        None,
+        scheme.codes,
+        scheme.columns,
+        width,
+        8 if scheme.codes == "int4" and not scheme.zeros else 0,
+    )
+    assert product.serves(3, codes, True, 4)
+    monkeypatch.setattr(product, "_MOST_SCALES", 8)
+    monkeypatch.setattr(product, "_BLOCK", 33 * 2 * 128)
+    x = normal(2, 3, width, dtype=FLOAT32)
+    found = product.product(
+        jnp.asarray(x), codes, dtype=FLOAT32, activation=silu, gated=True, **INTERPRET
+    )
+    gate, up = np.split(x.astype(np.float64) @ meant.astype(np.float64).T, 2, -1)
+    wanted = gate / (1 + np.exp(-gate)) * up
+    assert_close(np.asarray(found), wanted, FLOAT32, length=width, roundings=4)
+
+
+def test_floats_of_8_bits_are_those_of_ml_dtypes():
+    """All but NaN's payloads, those near zero too."""
+    import ml_dtypes
+
+    every = np.arange(256, dtype=np.uint8)
+    for kind, dtype in (("fp8_e4m3", ml_dtypes.float8_e4m3fn), ("fp8_e5m2", ml_dtypes.float8_e5m2)):
+        found = np.asarray(product.float8(jnp.asarray(every), kind))
+        np.testing.assert_array_equal(found, every.view(dtype).astype(np.float32))
+
+
+@pytest.mark.parametrize(
+    "option", ["", "window", "softcap", "sinks", "alibi", "mask", "segments", "both ways"]
+)
+def test_attention_of_prompts_is_the_reference(option, monkeypatch):
+    """Three heads a key, values of another width, two blocks of queries by three of keys."""
+    monkeypatch.setattr(attending, "_ROWS", 24)
+    monkeypatch.setattr(attending, "_KEYS", 8)
+    batch, tokens, heads, kv_heads, dim = 2, 20, 6, 2, 16
+    q = normal(1, batch, tokens, heads, dim, dtype=FLOAT32)
+    k = normal(2, batch, tokens, kv_heads, dim, dtype=FLOAT32)
+    v = normal(3, batch, tokens, kv_heads, 8, dtype=FLOAT32)
+    how: dict[str, Any] = {"scale": 0.25, "causal": option != "both ways"}
+    seen: dict[str, Any] = {}
+    scores: dict[str, Any] = {}
+    shown = np.ones((batch, tokens), bool)
+    if option in ("window", "both ways"):
+        how["window"] = seen["window"] = 5
+    if option == "softcap":
+        how["softcap"] = scores["softcap"] = 0.7
+    if option == "sinks":
+        how["sinks"] = scores["sinks"] = normal(4, heads, dtype=FLOAT32)
+    if option == "alibi":
+        how["alibi"] = scores["slopes"] = np.abs(normal(4, heads, dtype=FLOAT32))
+        how["positions"] = np.arange(tokens)[None] * np.array([[1], [2]])
+        scores["queries"] = scores["keys"] = jnp.asarray(how["positions"], jnp.int32)
+    if option == "mask":
+        shown[1, :7] = False
+        how["mask"] = shown
+        numbers = np.where(shown, 0, -1).astype(np.int32)
+        seen |= {"queries": jnp.zeros((batch, tokens), jnp.int32), "keys": jnp.asarray(numbers)}
+    if option == "segments":
+        how["segments"] = np.arange(tokens)[None].repeat(batch, 0) // 7
+        seen["queries"] = seen["keys"] = jnp.asarray(how["segments"], jnp.int32)
+    scores = {
+        name: jnp.asarray(x) if isinstance(x, np.ndarray) else x for name, x in scores.items()
+    }
+    whole: Any = (jnp.zeros(batch, jnp.int32), jnp.full(batch, tokens, jnp.int32))
+    found = attend(
+        *(jnp.asarray(x) for x in (q, k.swapaxes(1, 2), v.swapaxes(1, 2))),
+        attending.Seen(*whole, how["causal"], **seen),
+        attending.Scores(0.25, **scores),
+        **INTERPRET,
+    )
+    assert np.isfinite(np.asarray(found)).all()
+    wanted = oracles.attention(q, k, v, **how)
+    assert_close(np.asarray(found)[shown], wanted[shown], FLOAT32, length=tokens, roundings=2)
+
+
+@both
+@pytest.mark.parametrize("table", [False, True], ids=["slots", "blocks"])
+def test_a_token_attends_to_its_slot_alone(dtype, table, monkeypatch):
+    """Garbage lies behind; a window and a chunk begin in other blocks than the first."""
+    monkeypatch.setattr(attending, "_MANY_KEYS", 8)
+    slots, kv_heads, size, dim = 3, 2, 24, 16
+    lengths = np.array([1, 23, 14], np.int32)
+    k, v = (normal(i, slots, kv_heads, size, dim, dtype=dtype) for i in (1, 2))
+    for n, length in enumerate(lengths):
+        k[n, :, length:], v[n, :, length:] = GARBAGE, np.nan
+    q = normal(3, slots, 4, dim, dtype=dtype)
+    where: dict[str, Any] = {}
+    held = [jnp.asarray(k), jnp.asarray(v)]
+    if table:
+        blocks = np.random.default_rng(4).permutation(9).reshape(3, 3)
+        pools = [np.empty((9, kv_heads, 8, dim), dtype) for _ in held]
+        for pool, part in zip(pools, (k, v), strict=True):
+            pool[blocks] = part.reshape(slots, kv_heads, 3, 8, dim).swapaxes(1, 2)
+        held, where = [jnp.asarray(pool) for pool in pools], {"table": jnp.asarray(blocks)}
+    for name, most in (("window", 5), ("chunk", 9)):
+        own: dict[str, Any] = {name: most}
+        seen = attending.Seen(jnp.asarray(lengths - 1), jnp.asarray(lengths), True, **own)
+        how: Any = (seen, attending.Scores(0.25))
+        found = attend(jnp.asarray(q)[:, None], *held, *how, **where, **INTERPRET)
+        wanted = oracles.decode_attention(q, (k, v), lengths, scale=0.25, **own)
+        assert_close(np.asarray(found)[:, 0], wanted, dtype, length=size, roundings=3)
+
+
+@pytest.mark.parametrize("codes", ["int8", "fp8_e4m3"])
+def test_attention_reads_keys_and_values_in_codes(codes):
+    q = normal(3, 2, 4, 16, dtype=FLOAT32)
+    lengths = np.array([5, 8], np.int32)
+    pairs = [oracles.encode_heads(normal(i, 2, 2, 8, 16, dtype=FLOAT32), codes) for i in (1, 2)]
+    cache: Any = tuple(oracles.decode_heads(*pair) for pair in pairs)
+    held, scales = ([jnp.asarray(x) for x in part] for part in zip(*pairs, strict=True))
+    seen = attending.Seen(jnp.asarray(lengths - 1), jnp.asarray(lengths), True)
+    how: Any = (seen, attending.Scores(0.25))
+    found = attend(jnp.asarray(q)[:, None], *held, *how, scales=scales, **INTERPRET)
+    wanted = oracles.decode_attention(q, cache, lengths, scale=0.25)
+    assert_close(np.asarray(found)[:, 0], wanted, FLOAT32, length=8, roundings=3)
+
+
+def test_values_may_be_the_first_elements_of_keys():
+    """Latent attention: one key of a token for all heads."""
+    q, keys = normal(3, 2, 4, 24, dtype=FLOAT32), normal(1, 2, 1, 8, 24, dtype=FLOAT32)
+    lengths = np.array([5, 8], np.int32)
+    seen = attending.Seen(jnp.asarray(lengths - 1), jnp.asarray(lengths), True)
+    how: Any = (jnp.asarray(q)[:, None], jnp.asarray(keys), None, seen, attending.Scores(0.25))
+    found = np.asarray(attend(*how, values=16, **INTERPRET))[:, 0]
+    padded = keys.copy()
+    padded[..., 16:] = 0
+    wanted = oracles.decode_attention(q, (keys, padded), lengths, scale=0.25)[..., :16]
+    assert_close(found, wanted, FLOAT32, length=8, roundings=3)
+
+
+@both
+@pytest.mark.parametrize("interleaved", [False, True], ids=["halves", "pairs"])
+def test_a_token_is_normed_turned_and_put_in_its_place(dtype, interleaved):
+    """The first 8 of 16 elements turn; nothing else of the cache changes, nor a third slot."""
+    heads, kv_heads, size, dim, lengths = 4, 2, 32, 16, np.array([17, 2], np.int32)
+    qkv = normal(1, 2, heads + 2 * kv_heads, dim, dtype=dtype)
+    held = [normal(i, 3, kv_heads, size, dim, dtype=dtype) for i in (2, 3)]
+    gain = normal(4, dim, dtype=dtype)
+    angles = normal(5, 2, 4, dtype=FLOAT32)
+    cos, sin = np.cos(angles), np.sin(angles)
+    wide = appending.widened(jnp.asarray(cos), jnp.asarray(sin), dim, interleaved)
+    found = cast(Any, appending.append)(
+        jnp.asarray(qkv),
+        *map(jnp.asarray, held),
+        jnp.asarray(lengths),
+        heads=heads,
+        turn=appending.Turn(*wide, appending.pairs(dim, 8, interleaved)),
+        norm=appending.HeadNorm(rms, [jnp.asarray(gain)], [jnp.asarray(gain)]),
+        **INTERPRET,
+    )
+    q, k, v = map(np.asarray, found)
+    normed = oracles.rms_norm(qkv[:, : heads + kv_heads], gain, EPS).astype(dtype)
+    turned = oracles.rotary(normed[:, None], cos[:, None], sin[:, None], interleaved)[:, 0]
+    assert_close(q, turned[:, :heads], dtype, roundings=2)
+    for new, old, values in (
+        (k, held[0], turned[:, heads:]),
+        (v, held[1], qkv[:, heads + kv_heads :]),
+    ):
+        for n, at in enumerate(lengths):
+            assert_close(new[n, :, at], np.asarray(values[n]), dtype, roundings=2)
+            old[n, :, at] = new[n, :, at]
+        np.testing.assert_array_equal(new, old)
+
+
+@pytest.mark.parametrize("rows", [1, 40])
+def test_experts_give_what_each_gives_by_itself(rows, monkeypatch):
+    """Two blocks of hidden features; some experts have no row, one has more than a tile."""
+    monkeypatch.setattr(mixing, "_BLOCK", 2 * 128 * 24 * 4)
+    monkeypatch.setattr(mixing, "_MANY", 16)
+    total, width, features = 5, 24, 256
+    x = normal(1, rows, width, dtype=FLOAT32)
+    up = normal(2, total, 2 * features, width, dtype=FLOAT32, scale=0.2)
+    bias = normal(3, total, 2 * features, dtype=FLOAT32)
+    down = normal(4, total, width, features, dtype=FLOAT32, scale=0.1)
+    chosen = np.random.default_rng(5).permuted(np.tile([0, 1, 3], (rows, 1)), axis=1)[:, :2]
+    chosen = np.sort(chosen, -1).astype(np.int32)
+    weights = np.array([[0.3, 0.7]], np.float32).repeat(rows, 0)
+    assert mixing.columns_of(features, width, 2, 4) == 128
+    parts = mixing.experts(
+        *map(jnp.asarray, (x, up, down, chosen)),
+        hidden=lambda h: silu(h[:, : h.shape[1] // 2]) * h[:, h.shape[1] // 2 :],
+        gated=True,
+        up_bias=jnp.asarray(bias),
+        **INTERPRET,
+    )
+    found = (np.asarray(parts) * weights[..., None]).sum(1)
+    how: dict[str, Any] = {"activation": "silu", "gated": True}
+    wanted = oracles.experts(x, up, down, bias, None, chosen, weights, **how)
+    assert_close(found, wanted, FLOAT32, length=features, roundings=2)
+
+
+def test_filters_keep_what_the_reference_keeps():
+    logits = normal(1, 4, 97, dtype=FLOAT32, scale=3)
+    logits[3, :90] = logits[3, 90]  # ties stay or go together
+    top_k, top_p = np.array([5, 0, 200, 7], np.int32), np.array([0.9, 0.5, 1, 1], np.float32)
+    min_p = np.array([0.02, 0, 0.1, 0], np.float32)
+    given = logits, top_k, top_p, min_p
+    found = np.asarray(thresholds.filter_logits(*map(jnp.asarray, given), **INTERPRET))
+    np.testing.assert_array_equal(found, oracles.filter_logits(*given))
+
+
+def test_gelu_is_that_of_the_error_function():
+    x = np.linspace(-6, 6, 97, dtype=np.float32)
+    found = np.asarray(activations.gelu(jnp.asarray(x)))
+    np.testing.assert_allclose(found, oracles.activation(x, "gelu"), rtol=0, atol=6e-7)
+
+
+def test_a_kernel_that_would_hold_too_much_is_refused():
+    x = jax.ShapeDtypeStruct((4096, 8192), jnp.float32)
+    block = launch.Block(x, (4096, 8192), lambda i: (0, 0))
+    with pytest.raises(launch.NoRoomError, match=r"product would hold 268,435,456 bytes of VMEM"):
+        launch.check_room("product", [block], [])
+
+
+def test_vmem_is_counted_in_tiles():
+    """Rows of 8, or 16 of half the size, by 128 lanes."""
+    counts = [launch.held_bytes((1, 3), dtype) for dtype in (jnp.float32, jnp.bfloat16, jnp.int8)]
+    assert counts == [4096, 4096, 4096]
+    assert launch.held_bytes((None, 2, 9, 129), jnp.float32) == 2 * 16 * 256 * 4

@@ -1,0 +1,84 @@
+"""Every step of models by Pallas' kernels, lowered for a TPU without one; no kernel is run.
+
+Mosaic's own compiler is part of a TPU's runtime, and is not asked: what is shown is that JAX lowers
+each kernel to Mosaic's dialect, with blocks that a TPU's tiles allow, and what each holds.
+"""
+
+import re
+from typing import Any
+
+import pytest
+
+jax = pytest.importorskip("jax")
+torch = pytest.importorskip("torch")
+
+import dualinfer  # noqa: E402
+from dualinfer.backends import jax as backend  # noqa: E402
+from dualinfer.backends.jax import ahead  # noqa: E402
+from dualinfer.backends.jax.ops.pallas import PallasOps  # noqa: E402
+from dualinfer.kernels.pallas import launch  # noqa: E402
+
+from ..models import make_model, slow_but  # noqa: E402
+from ..test_kernel_ops import CASES, MIXTURES, VOCAB, tiny  # noqa: E402
+
+_LLAMA = {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 2}
+_LLAMA |= {"num_key_value_heads": 1, "num_hidden_layers": 1}
+# What a step of each kind is made of, besides sampling.
+DENSE = {"prefill": {"attention", "product"}, "decode": {"append", "attention", "product"}}
+
+
+def lowered(
+    model: Any, monkeypatch: pytest.MonkeyPatch, dtype: str = "bf16", **more: Any
+) -> dict[str, set[str]]:
+    """The kernels of a model's steps by the steps' names, as they are lowered for a TPU."""
+    counts: dict[str, int] = {}
+    check = launch.check_room
+
+    def counted(name: str, *what: Any) -> int:
+        counts[name] = check(name, *what)
+        return counts[name]
+
+    found: dict[str, set[str]] = {}
+    with monkeypatch.context() as patch:
+        patch.setattr(backend, "_make_ops", lambda *args: PallasOps(args[3]))
+        patch.setattr(launch, "check_room", counted)
+        engine = dualinfer.init_inference(model, backend="jax", dtype=dtype, **more)
+        for job in ahead.jobs(engine.runner, ahead.Wanted((2,), (40,), 4), 4):
+            args = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), job.args)
+            exported = jax.export.export(jax.jit(job.function), platforms=["tpu"])(*args)
+            assert exported.platforms == ("tpu",)
+            kernels = re.findall(r'kernel_name = "(\w+)"', exported.mlir_module())
+            key: Any = job.key
+            found[key[0]] = set(kernels) - {"thresholds"}
+            assert "thresholds" in kernels
+    assert counts and max(counts.values()) <= launch.BUDGET
+    return found
+
+
+@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
+def test_steps_of_a_tpus_sizes_lower(dtype, monkeypatch):
+    """Heads of 128 and features in multiples of 128."""
+    model = make_model("llama-gqa", vocab_size=512, **_LLAMA)
+    assert lowered(model, monkeypatch, dtype) == DENSE
+
+
+@pytest.mark.parametrize("quant", ["int8", "int4"])
+def test_steps_with_codes_lower(quant, monkeypatch):
+    """Weights in codes, and keys and values in codes, whose append is XLA's."""
+    model = make_model("llama-gqa", vocab_size=512, **_LLAMA)
+    found = lowered(model, monkeypatch, quant=quant, kv_cache_dtype="int8")
+    both = {"attention", "norm", "product"}
+    assert found == {"prefill": both, "decode": both}
+
+
+QUICK = ("gpt_oss",)
+
+
+@pytest.mark.parametrize("name", slow_but(QUICK, CASES | MIXTURES))
+def test_steps_of_odd_sizes_lower(name, monkeypatch):
+    """Of the sizes of tests, which are no multiples of anything."""
+    found = lowered(tiny(name, **(CASES | MIXTURES)[name]), monkeypatch)
+    own = {"append"} if "clipped" in name else set()  # XLA's, behind the clip
+    assert all(DENSE[step] - own <= kernels for step, kernels in found.items())
+    assert ("experts" in found["decode"]) == (name in MIXTURES)
+    assert VOCAB % launch.LANES

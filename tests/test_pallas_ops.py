@@ -1,0 +1,137 @@
+"""The JAX decoder on Pallas' kernels, interpreted on any device, against the one on plain XLA."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+jax = pytest.importorskip("jax")
+torch = pytest.importorskip("torch")
+
+import dualinfer  # noqa: E402
+from dualinfer.backends import jax as backend  # noqa: E402
+from dualinfer.backends.jax.device import pallas_obstacle  # noqa: E402
+from dualinfer.errors import ConfigError, UnsupportedError  # noqa: E402
+from dualinfer.kernels.pallas.launch import VARIABLE  # noqa: E402
+
+from .models import make_model, noted_logits, relative_rms, slow_but  # noqa: E402
+from .test_kernel_ops import CASES, ENCODER, MIXTURES, VOCAB, batch, tiny  # noqa: E402
+
+_WIDE = {"hidden_size": 256, "intermediate_size": 256, "num_attention_heads": 4}
+_WIDE |= {"num_key_value_heads": 2, "num_hidden_layers": 1}
+GREEDY = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+OPTIONS: dict[str, Any] = {"backend": "jax", "dtype": "fp32"}
+
+
+@pytest.fixture
+def engines(monkeypatch):
+    """A function from a tiny model, or its name, to engines of it: by kernels, by plain XLA."""
+    monkeypatch.setenv(VARIABLE, "1")
+
+    def make(model: Any, **more: Any):
+        if isinstance(model, str):
+            model = tiny(model, **(CASES | MIXTURES)[model])
+        fast, plain = (
+            dualinfer.init_inference(model, kernels=kernels, **OPTIONS | more)
+            for kernels in ("pallas", "xla")
+        )
+        assert "Pallas" in fast.report().ops["matmul"]
+        assert "Pallas" not in str(plain.report().ops)
+        return fast, plain
+
+    return make
+
+
+@pytest.mark.parametrize("name", slow_but(("llama-gqa",), CASES | MIXTURES))
+def test_kernels_give_what_plain_xla_gives(name, engines):
+    """Three prompts of one length, into the cache and on."""
+    fast, plain = engines(name)
+    ids = np.random.default_rng(2).integers(3, VOCAB, (3, 13))
+    with noted_logits("jax") as logits:
+        text = np.asarray(fast.generate(ids, max_new_tokens=3, **GREEDY))
+    expected = np.asarray(plain(text).logits)[:, 12:-1]
+    np.testing.assert_array_equal(text[:, 13:], expected.argmax(-1))
+    found = np.stack([logits[at][:3] for at in range(13, 16)], 1)
+    assert relative_rms(found, expected) < 1e-6
+
+
+def test_the_choice_is_told_and_refused_where_it_cannot_run(monkeypatch):
+    """On a CPU Pallas' kernels run where the environment asks for it, and Triton's never."""
+    model = make_model("llama-gqa", vocab_size=VOCAB, **CASES["llama-gqa"])
+    monkeypatch.delenv(VARIABLE, raising=False)
+    for kernels, why in (("pallas", f"run on TPUs.*{VARIABLE}=1"), ("triton", "data-centre GPUs")):
+        with pytest.raises(ConfigError, match=f"kernels='{kernels}'.*{why}.*Leave it unset"):
+            dualinfer.init_inference(model, kernels=kernels, **OPTIONS)
+    assert "Pallas" in pallas_obstacle(jax.devices("cpu")[0])
+    monkeypatch.setenv(VARIABLE, "1")
+    assert backend.describe_kernels() == "Pallas: interpreted"
+    unset = dualinfer.init_inference(model, **OPTIONS)
+    assert unset.report().ops["matmul"] == "XLA dot"
+    engine: Any = dualinfer.init_inference(model, kernels="pallas", **OPTIONS)
+    assert engine.report().ops["attention"].startswith("Pallas")
+    assert not any("kernels" in note for note in engine.report().notes)
+    with pytest.raises(UnsupportedError, match="Pallas kernels"):
+        jax.grad(lambda p: engine.apply(p, np.ones((1, 4), int)).logits.sum())(engine.params)
+
+
+@pytest.mark.parametrize(
+    ("fields", "why"),
+    [
+        ({"backend": "torch", "kernels": "xla"}, "on torch there are Triton's alone"),
+        ({"kernels": "pallas", "replace_with_kernel_inject": False}, "says that there are none"),
+        ({"kernels": "pallas", "use_triton": True}, "use_triton=True says otherwise"),
+        ({"kernels": "triton", "use_triton": False}, "use_triton=False says otherwise"),
+    ],
+    ids=lambda x: str(x) if isinstance(x, dict) else None,
+)
+def test_fields_that_disagree_are_refused(fields, why):
+    model = make_model("llama-gqa", vocab_size=VOCAB, **CASES["llama-gqa"])
+    with pytest.raises(ConfigError, match=why):
+        dualinfer.init_inference(model, **{"backend": "jax", **fields})
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "how", [{"kv_cache_dtype": "int8"}, {"quant": "int4"}, {"quant": "int8_w8a8"}], ids=str
+)
+def test_codes_give_what_they_give_on_plain_xla(how, engines):
+    """Of a hidden size that blocks of scales divide."""
+    model = make_model("llama-gqa", vocab_size=VOCAB, **_WIDE)
+    fast, plain = engines(model, **how)
+    ids = np.random.default_rng(2).integers(3, VOCAB, (2, 13))
+    texts = [np.asarray(e.generate(ids, max_new_tokens=4, **GREEDY)) for e in (fast, plain)]
+    np.testing.assert_array_equal(texts[0], texts[1])
+
+
+@pytest.mark.slow
+def test_sampled_text_is_that_of_the_plain_ops(engines):
+    fast, plain = engines("gpt2")
+    sampling = {"do_sample": True, "seed": 3, "temperature": 1.5, "repetition_penalty": 1.4}
+    sampling |= {"top_k": 20, "top_p": 0.9, "min_p": 0.02, "min_new_tokens": 3}
+    prompts = [[5, 6, 7], [8, 9, 10, 11, 12]]
+    texts = [np.asarray(e.generate(prompts, max_new_tokens=7, **sampling)) for e in (fast, plain)]
+    np.testing.assert_array_equal(texts[0], texts[1])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["llama-gqa", "gemma2"])
+def test_sequences_of_a_pool_go_on_in_rows(name, engines):
+    """Their prompts are read as rows of tokens of slots that others have had."""
+    fast, plain = engines(name)
+    ids = np.random.default_rng(4).integers(3, VOCAB, 70).tolist()
+    texts = []
+    for engine in (fast, plain):
+        engine.reserve(2, 128)
+        own = [engine.generate([prompt], max_new_tokens=4, **GREEDY) for prompt in (ids, ids[:67])]
+        texts.append([np.asarray(text).tolist() for text in own])
+    assert texts[0] == texts[1]
+
+
+@pytest.mark.slow
+def test_encoders_hide_padding(engines):
+    model = make_model("bert", vocab_size=VOCAB, **ENCODER)
+    fast, plain = engines(model)
+    call = batch()
+    seen = call["attention_mask"] > 0
+    found, wanted = (np.asarray(e(**call)["last_hidden_state"])[seen] for e in (fast, plain))
+    assert relative_rms(found, wanted) < 1e-6
