@@ -56,6 +56,7 @@ FIELDS = [
     ("tensor_parallel", "tp", {"tp_size": 4}, TensorParallelConfig(tp_size=4)),
     ("enable_cuda_graph", None, True, True),
     ("use_triton", None, True, True),
+    ("kernels", None, "pallas", "pallas"),
     ("triton_autotune", None, True, True),
     ("moe", None, {"ep_size": 2}, MoEConfig(ep_size=2)),
     ("keep_module_on_host", None, True, True),

@@ -20,6 +20,7 @@ from .test_kernel_ops import CASES, ENCODER, MIXTURES, VOCAB, batch, tiny  # noq
 _WIDE = {"hidden_size": 256, "intermediate_size": 256, "num_attention_heads": 4}
 _WIDE |= {"num_key_value_heads": 2, "num_hidden_layers": 1}
 GREEDY = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0}
+init_inference: Any = dualinfer.init_inference
 OPTIONS: dict[str, Any] = {"backend": "jax", "dtype": "fp32"}
 
 
@@ -32,7 +33,7 @@ def engines(monkeypatch):
         if isinstance(model, str):
             model = tiny(model, **(CASES | MIXTURES)[model])
         fast, plain = (
-            dualinfer.init_inference(model, kernels=kernels, **OPTIONS | more)
+            init_inference(model, kernels=kernels, **OPTIONS | more)
             for kernels in ("pallas", "xla")
         )
         assert "Pallas" in fast.report().ops["matmul"]
@@ -61,13 +62,13 @@ def test_the_choice_is_told_and_refused_where_it_cannot_run(monkeypatch):
     monkeypatch.delenv(VARIABLE, raising=False)
     for kernels, why in (("pallas", f"run on TPUs.*{VARIABLE}=1"), ("triton", "data-centre GPUs")):
         with pytest.raises(ConfigError, match=f"kernels='{kernels}'.*{why}.*Leave it unset"):
-            dualinfer.init_inference(model, kernels=kernels, **OPTIONS)
+            init_inference(model, kernels=kernels, **OPTIONS)
     assert "Pallas" in pallas_obstacle(jax.devices("cpu")[0])
     monkeypatch.setenv(VARIABLE, "1")
     assert backend.describe_kernels() == "Pallas: interpreted"
-    unset = dualinfer.init_inference(model, **OPTIONS)
+    unset = init_inference(model, **OPTIONS)
     assert unset.report().ops["matmul"] == "XLA dot"
-    engine: Any = dualinfer.init_inference(model, kernels="pallas", **OPTIONS)
+    engine: Any = init_inference(model, kernels="pallas", **OPTIONS)
     assert engine.report().ops["attention"].startswith("Pallas")
     assert not any("kernels" in note for note in engine.report().notes)
     with pytest.raises(UnsupportedError, match="Pallas kernels"):
@@ -87,7 +88,7 @@ def test_the_choice_is_told_and_refused_where_it_cannot_run(monkeypatch):
 def test_fields_that_disagree_are_refused(fields, why):
     model = make_model("llama-gqa", vocab_size=VOCAB, **CASES["llama-gqa"])
     with pytest.raises(ConfigError, match=why):
-        dualinfer.init_inference(model, **{"backend": "jax", **fields})
+        init_inference(model, **{"backend": "jax", **fields})
 
 
 @pytest.mark.slow

@@ -111,6 +111,7 @@ class ConfigFields(TypedDict, total=False):
     tp: TensorParallelFields | TensorParallelConfig
     enable_cuda_graph: bool | None
     use_triton: bool | None
+    kernels: Literal["triton", "pallas", "xla"] | None
     triton_autotune: bool
     moe: bool | MoEFields | MoEConfig
     keep_module_on_host: bool

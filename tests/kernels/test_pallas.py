@@ -185,7 +185,7 @@ def test_attention_of_prompts_is_the_reference(option, monkeypatch):
     whole: Any = (jnp.zeros(batch, jnp.int32), jnp.full(batch, tokens, jnp.int32))
     found = attend(
         *(jnp.asarray(x) for x in (q, k.swapaxes(1, 2), v.swapaxes(1, 2))),
-        attending.Seen(*whole, how["causal"], **seen),
+        cast(Any, attending.Seen)(*whole, how["causal"], **seen),
         attending.Scores(0.25, **scores),
         **INTERPRET,
     )
