@@ -1122,3 +1122,21 @@ def test_a_step_of_a_decoder_reads_no_weight_of_its_encoder():
     assert counts.once is not None and spec.encoder is not None
     read = 2 * (4 * embed * inner + 3 * embed * ffn) + 2 * 2 * embed * inner
     assert counts.once.body == read
+
+
+def test_an_estimate_counts_bytes_and_flops_against_the_data_sheet(tmp_path):
+    """Of Llama 3 8B, by hand: every matrix but the embedding once, and 32 heads of 32 layers."""
+    file, sheet = tmp_path / "rows.json", ("--device", "tpu-v5e", "--estimate")
+    asked = ("decode", "--shape", "llama-3-8b", "--prompt", 1000, "--new-tokens", 3, "--tp", 4)
+    shown = bench(*asked, *sheet, "--json", file)
+    assert shown.exit_code == 0 and "computed from the data sheet, not measured" in shown.stdout
+    (row,) = json.loads(file.read_text())["rows"]
+    layer = 4096 * (4096 + 2 * 1024) + 4096 * 4096 + 3 * 4096 * 14336
+    matrices, norms = 32 * layer + 128256 * 4096, 65 * 4096
+    assert row["weight_bytes"] == 2 * (matrices + norms)
+    assert row["kv_bytes"] == 1000.5 * 32 * 2 * 1024 * 2  # the mean of two steps
+    assert row["flops"] == 2 * matrices + 32 * 4 * 4096 * 1002
+    read = (row["weight_bytes"] + row["kv_bytes"]) / (4 * 819e9) * 1e3
+    assert row["computed"] and row["fits"] and row["limit_ms"] == pytest.approx(read)
+    for more, why in ((sheet[:2], "add --estimate"), (sheet[2:], "needs --device")):
+        assert why in " ".join(bench("decode", *more).stderr.split())

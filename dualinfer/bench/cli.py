@@ -27,6 +27,8 @@ from ..system.command_options import (
 )
 from ..system.terminal import Command, print_folded
 from .client import run_all
+from .estimate import SHEETS, check_device, estimate
+from .estimate import make_table as estimates
 from .load import Load
 from .measure import Task
 from .runs import Row, document, run_tasks, write_json
@@ -144,8 +146,28 @@ class _Measured(_Chosen):
     ep: EpOption = None
 
 
+@dataclass(frozen=True, kw_only=True)
+class _Estimated(_Measured):
+    """Options by which nothing is measured."""
+
+    device: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME",
+            help=f"With --estimate, a device by its data sheet: {', '.join(SHEETS)}.",
+        ),
+    ] = None
+    estimate: Annotated[
+        bool,
+        typer.Option(
+            "--estimate",
+            help="Measure nothing: bytes and FLOPs against the data sheet of --device, computed.",
+        ),
+    ] = False
+
+
 @app.command(cls=Command)
-@with_options(_Measured)
+@with_options(_Estimated)
 def decode(
     model: ModelArgument = None,
     new_tokens: Annotated[
@@ -155,12 +177,13 @@ def decode(
     resident_layers: ResidentOption = None,
     kv_cache_dtype: KvCacheOption = None,
     *,
-    asked: _Measured,
+    asked: _Estimated,
 ) -> None:
     """Time of each new token, as a fraction of the read bandwidth.
 
     Where layers are streamed, of the rate from host to device, if that takes longer.
     """
+    asked = _checked(asked)
     tasks = _tasks("decode", model, EMBEDDED, 128, new_tokens, repeats, asked)
     kept_in = make_config({"kv_cache_dtype": kv_cache_dtype}, {}).kv_cache_dtype
     own = [
@@ -169,15 +192,16 @@ def decode(
         else task
         for task in tasks
     ]
-    _bench("decode", own, asked.json, asked.plot)
+    _bench_or_estimate("decode", own, asked)
 
 
 @app.command(cls=Command)
-@with_options(_Measured)
-def prefill(model: ModelArgument = None, repeats: RepeatsOption = 5, *, asked: _Measured) -> None:
+@with_options(_Estimated)
+def prefill(model: ModelArgument = None, repeats: RepeatsOption = 5, *, asked: _Estimated) -> None:
     """Time to the first token, as a fraction of the matrix units' rate."""
+    asked = _checked(asked)
     tasks = _tasks("prefill", model, EMBEDDED, 512, 1, repeats, asked)
-    _bench("prefill", tasks, asked.json, asked.plot)
+    _bench_or_estimate("prefill", tasks, asked)
 
 
 @app.command(cls=Command)
@@ -526,6 +550,29 @@ def _check_files(json: Path | None, plot: Path | None) -> None:
             raise ArgumentError(f"{path}: the folder does not exist. Make it first.")
     if plot is not None and importlib.util.find_spec("matplotlib") is None:
         raise ArgumentError("--plot needs matplotlib. Install `dualinfer[bench]`, or leave it out.")
+
+
+def _checked(asked: _Estimated) -> _Estimated:
+    """The options, with --estimate those of the backend that has the device."""
+    check_device(asked.device, asked.estimate)
+    if not asked.estimate:
+        return asked
+    if asked.plot is not None or asked.peer:
+        raise ArgumentError("--plot and --peer are of what is measured. Leave out --estimate.")
+    return replace(asked, backend="jax")
+
+
+def _bench_or_estimate(kind: str, tasks: list[Task], asked: _Estimated) -> None:
+    """Measure, or with --estimate compute, once for each row whatever runs it."""
+    if not asked.estimate or asked.device is None:
+        _bench(kind, tasks, asked.json, asked.plot)
+        return
+    _check_files(asked.json, None)
+    own = dict.fromkeys(replace(task, system="", resident=None) for task in tasks)
+    rows = [estimate(task, asked.device) for task in own]
+    if asked.json is not None:
+        write_json(asked.json, document(f"{kind}, estimated", rows, sys.argv))
+    Console().print(estimates(rows))
 
 
 def _bench(
