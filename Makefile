@@ -4,7 +4,7 @@ PYTHON ?= $(shell command -v python3.11 || command -v python3)
 VENV := .venv
 INSTALLED := $(VENV)/.installed
 
-.PHONY: demo test test-slow test-gpu test-multi-gpu lint format package clean
+.PHONY: demo test test-slow test-gpu test-multi-gpu test-versions lint format docs package clean
 
 demo: $(INSTALLED)
 	$(VENV)/bin/dualinfer demo
@@ -50,6 +50,14 @@ format: $(INSTALLED)
 $(VENV)/.ray: $(INSTALLED)
 	$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check \
 		--constraint constraints.txt --editable '.[ray]' && touch $@ || echo "Ray was not installed."
+
+# The site; a dead link or anchor is an error.
+docs: $(INSTALLED)
+	PYTHONPATH=. NO_MKDOCS_2_WARNING=1 JAX_PLATFORMS=cpu $(VENV)/bin/python -m mkdocs build --quiet
+
+# A small suite in environments of its own, under a folder that is removed: see the script.
+test-versions:
+	bash tests/versions.sh $(ARGS)
 
 # What would go to PyPI, built by what is installed: no other environment is made.
 package: $(VENV)/.release

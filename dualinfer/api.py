@@ -153,10 +153,11 @@ def init_inference(
 ) -> Any:
     """An engine that runs `model` on `backend`, "torch" or "jax"; unset: what is installed.
 
-    >>> engine = dualinfer.init_inference("Qwen/Qwen3-0.6B", backend="jax")  # or a folder
-    >>> engine.generate_text("def add(a, b):", max_new_tokens=32)
-    >>> engine = dualinfer.init_inference("gpt2", backend="torch", dtype="bfloat16", quant="int8")
-    >>> engine.chat([{"role": "user", "content": "Hello"}])  # needs a chat template
+    Examples:
+        >>> engine = dualinfer.init_inference("Qwen/Qwen3-0.6B", backend="jax")  # or a folder
+        >>> engine.generate_text("def add(a, b):", max_new_tokens=32)
+        >>> engine = dualinfer.init_inference("gpt2", backend="torch", quant="int8")
+        >>> engine.chat([{"role": "user", "content": "Hello"}])  # needs a chat template
 
     `model` is the folder of a HF checkpoint, a GGUF file, the name of a model of the hub, which is
     fetched where the local cache does not hold it (`revision` is its branch, tag or commit), a live

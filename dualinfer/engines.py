@@ -24,9 +24,10 @@ if TYPE_CHECKING:
     class TorchEngine(FusedOnTorch, FusedEngine):
         """An engine on PyTorch, and an nn.Module: `state_dict()`, `parameters()`, `eval()`.
 
-        >>> engine = dualinfer.init_inference("Qwen/Qwen3-0.6B", backend="torch")
-        >>> engine.generate_text("The capital of France is", max_new_tokens=8)
-        >>> engine(torch.tensor([[1, 2, 3]])).logits  # [B, T, V]
+        Examples:
+            >>> engine = dualinfer.init_inference("Qwen/Qwen3-0.6B", backend="torch")
+            >>> engine.generate_text("The capital of France is", max_new_tokens=8)
+            >>> engine(torch.tensor([[1, 2, 3]])).logits  # [B, T, V]
         """
 
         @property
@@ -75,9 +76,10 @@ if TYPE_CHECKING:
     class JaxEngine(FusedOnJax, FusedEngine):
         """An engine on JAX: `params` is a pytree of its weights, `apply` the pure forward.
 
-        >>> engine = dualinfer.init_inference("Qwen/Qwen3-0.6B", backend="jax")
-        >>> engine.generate_text("The capital of France is", max_new_tokens=8)
-        >>> jax.jit(engine.apply)(engine.params, jnp.array([[1, 2, 3]])).logits  # [B, T, V]
+        Examples:
+            >>> engine = dualinfer.init_inference("Qwen/Qwen3-0.6B", backend="jax")
+            >>> engine.generate_text("The capital of France is", max_new_tokens=8)
+            >>> jax.jit(engine.apply)(engine.params, jnp.array([[1, 2, 3]])).logits  # [B, T, V]
         """
 
         @property

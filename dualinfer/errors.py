@@ -10,9 +10,17 @@ from contextlib import AbstractContextManager, contextmanager
 from types import FrameType
 from typing import Any, TypeVar
 
+SITE = "https://dualinfer.example/"  # as in mkdocs.yml
+
 
 class DualinferError(Exception):
     """Base of every error that dualinfer raises on purpose."""
+
+    @property
+    def help(self) -> str:
+        """The address of the page that says what causes such an error, and the way on."""
+        own = next(c for c in type(self).__mro__ if c.__module__ == __name__)
+        return f"{SITE}troubleshooting/#{own.__name__.lower()}"
 
 
 class ConfigError(DualinferError, ValueError):

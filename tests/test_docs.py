@@ -11,6 +11,9 @@ from pathlib import Path
 
 import pytest
 
+from dualinfer import errors
+from dualinfer.symptoms import SYMPTOMS
+
 ROOT = Path(__file__).parents[1]
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("benchmarks/*.md")])
 CODE = ("dualinfer", "tests", "benchmarks", "training", "examples", "docs")
@@ -55,6 +58,56 @@ def apply(root: Path, kind: str, path: str, text: str) -> None:
 def test_the_tables_of_families_are_those_of_the_registry():
     for path, text in runpy.run_path(str(ROOT / "docs" / "families.py"))["pages"]().items():
         assert path.read_text("utf-8") == text, f"{path.name}: run python docs/families.py"
+
+
+def test_pages_made_of_the_code_are_as_it_says():
+    for path, text in runpy.run_path(str(ROOT / "docs" / "site.py"))["pages"]().items():
+        assert path.read_text("utf-8") == text, f"{path.name}: run python docs/site.py"
+
+
+def test_each_error_has_a_symptom_and_each_symptom_is_in_the_code():
+    known = {kind for kind in vars(errors).values() if isinstance(kind, type)}
+    known = {kind for kind in known if issubclass(kind, errors.DualinferError)}
+    assert {s.error for s in SYMPTOMS} == known - {errors.DualinferError}
+    code = "".join(path.read_text() for path in (ROOT / "dualinfer").rglob("*.py"))
+    code = re.sub(r'"\s*\n\s*f?"', "", code)
+    for symptom in SYMPTOMS:
+        parts = [part.strip() for part in symptom.seen.split("...")]
+        assert all(part in code for part in parts if part != "tensor_parallel.tp_size="), symptom
+    help = errors.LengthError("too long").help
+    assert help == f"{errors.SITE}troubleshooting/#lengtherror"
+    assert f"site_url: {errors.SITE}\n" in (ROOT / "mkdocs.yml").read_text()
+
+
+@pytest.mark.slow
+def test_the_site_builds_without_a_dead_link(tmp_path):
+    command = [sys.executable, "-m", "mkdocs", "build", "--quiet", "--site-dir", str(tmp_path)]
+    env = os.environ | {"PYTHONPATH": str(ROOT), "NO_MKDOCS_2_WARNING": "1"}
+    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True)
+    assert done.returncode == 0 and not done.stdout + done.stderr
+    models = (tmp_path / "models" / "index.html").read_text()
+    assert models.count("<code>Qwen3MoeForCausalLM</code>") == 1 and 'id="find-model"' in models
+    assert "max_new_tokens" in (tmp_path / "api" / "index.html").read_text()
+
+
+RECIPES = re.findall(
+    r"^## ([^\n]*)\n(?:(?!^## ).)*?^```python\n(.*?)^```",
+    (ROOT / "docs" / "cookbook.md").read_text(),
+    re.M | re.S,
+)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "code"), RECIPES, ids=[name for name, _ in RECIPES])
+def test_a_recipe_runs(name, code, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    exec(compile(code, name, "exec"), {"__name__": "__main__"})
+    out = capsys.readouterr().out
+    assert out
+    if "loss" in out:
+        assert float(re.findall(r"loss (\d+\.\d+)", out)[-1]) < 1
+    if name.startswith("Train LoRA"):
+        assert out.count("Bonjour") == 2  # the adapter's, on both backends
 
 
 def test_the_page_of_results_is_made_of_the_files_of_results():

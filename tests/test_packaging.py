@@ -52,6 +52,7 @@ def test_source_release_is_the_repository(built):
     files = {p for part in PARTS for p in (built / part).rglob("*") if p.is_file()}
     assert {str(p.relative_to(built)) for p in files} <= held
     assert {"Makefile", "constraints.txt", "LICENSE", "CHANGELOG.md", ".ci/run"} <= held
+    assert {"mkdocs.yml", "SECURITY.md", "CITATION.cff"} <= held
     assert said["License-Expression"] == "Apache-2.0"
     links = re.findall(r"\]\(([^)]*)\)", str(said.get_payload()))
     assert links and all(re.match("https://|#", link) for link in links)

@@ -86,7 +86,8 @@ def hidden_states(
     kept: list[Array] = [x]
     blocks = spec.made(blocks_of)
     given = Pass(attend, across, recur, Seen(mask, segments), not keep, {}, [])
-    # One after another, not a scan over stacked weights: see docs/measured-and-left-out.md.
+    # One after another, not a scan over stacked weights: see
+    # docs/contributing/measured-and-left-out.md.
     for i in range(len(spec.layers)) if layers is None else layers:
         with ops.span(f"layer.{i}"):
             x = blocks[i](Run(spec.layers[i], params.layers[i], i, ops, given, own[i]), x)

@@ -190,7 +190,8 @@ class AsyncCalls(RoomCalls):
     ) -> Any:
         """An AsyncGeneration of the tokens that continue one prompt: `async for token in ...`.
 
-        >>> text = await engine.generate_async("import os", max_new_tokens=16).text()
+        Examples:
+            >>> text = await engine.generate_async("import os", max_new_tokens=16).text()
 
         `prompt` is a text, the messages of a chat, or token ids [T] or [1, T]. Arguments are those
         of `generate`; where nobody names a length, a text gets at most 256 new tokens. Any number

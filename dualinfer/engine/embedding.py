@@ -76,8 +76,9 @@ class EmbeddingCalls(InferenceEngine):
     ) -> np.ndarray:
         """Vectors float32 [N, E] of N texts, as sentence-transformers makes them; [E] of one str.
 
-        >>> vectors = engine.embed(["a cat", "a dog", "a car"], normalize=True)  # [3, E]
-        >>> vectors @ vectors.T  # how alike each pair is
+        Examples:
+            >>> vectors = engine.embed(["a cat", "a dog", "a car"], normalize=True)  # [3, E]
+            >>> vectors @ vectors.T  # how alike each pair is
 
         `inputs` are a str, texts (a list, tuple, array or column), lists of token ids of any
         lengths, ids [N, T], or what a HF tokenizer gives, with its mask. `pooling` ("cls", "mean",

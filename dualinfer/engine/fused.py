@@ -167,8 +167,9 @@ class FusedEngine(Likeness, EmbeddingCalls, TowerCalls, SpeechCalls, ScoringCall
     ) -> Any:
         """HF's forward over whole sequences: logits, or last_hidden_state and pooler_output.
 
-        >>> engine([[2, 3, 4]]).logits  # [B, T, V]
-        >>> engine([[2, 3, 4]], output_hidden_states=True).hidden_states  # one [B, T, E] a layer
+        Examples:
+            >>> engine([[2, 3, 4]]).logits  # [B, T, V]
+            >>> engine([[2, 3, 4]], output_hidden_states=True).hidden_states  # [B, T, E] each
 
         `input_ids` [B, T] ints; `attention_mask` [B, T] of 0 and 1; `position_ids` [T] or [B, T],
         counted from zero when absent; `token_type_ids` [B, T]. Arrays of torch, NumPy, JAX or lists
@@ -298,8 +299,9 @@ class FusedEngine(Likeness, EmbeddingCalls, TowerCalls, SpeechCalls, ScoringCall
     ) -> Any:
         """Prompt plus new tokens [B * num_return_sequences, width + new], as HF's generate.
 
-        >>> engine.generate([[2, 3, 4], [5, 6]], max_new_tokens=8)  # lists of ids, any lengths
-        >>> engine.generate(**tokenizer(["One", "Two"], padding=True, return_tensors="pt"))
+        Examples:
+            >>> engine.generate([[2, 3, 4], [5, 6]], max_new_tokens=8)  # lists of ids, any lengths
+            >>> engine.generate(**tokenizer(["One", "Two"], padding=True, return_tensors="pt"))
 
         `input_ids` is an array [B, T] (padded left, right or anywhere, told by `attention_mask`) or
         a list of lists of any lengths, what a HF tokenizer gives, or None for the model's BOS
@@ -386,8 +388,9 @@ class FusedEngine(Likeness, EmbeddingCalls, TowerCalls, SpeechCalls, ScoringCall
     ) -> Iterator[Any]:
         """An iterator of new tokens, as they are made; the arguments of `generate`.
 
-        >>> for token in engine.stream([[2, 3, 4]], max_new_tokens=8):
-        ...     print(token)
+        Examples:
+            >>> for token in engine.stream([[2, 3, 4]], max_new_tokens=8):
+            ...     print(token)
 
         One sequence gives ints; several give lists with an int for each, None once it has ended.
         Arguments are checked at once; the work starts with the first `next`. Leaving the loop, or

@@ -57,7 +57,8 @@ class ScoringCalls(InferenceEngine):
     ) -> list[Score]:
         """A `Score` for each continuation of the prompt that stands beside it.
 
-        >>> engine.score(["The sky is", "The sky is"], [" blue", " green"])
+        Examples:
+            >>> engine.score(["The sky is", "The sky is"], [" blue", " green"])
 
         Both are texts or lists of ids. Texts are split as lm-evaluation-harness does it: the ids of
         both together, behind those of the prompt alone; blanks at a prompt's end belong to the

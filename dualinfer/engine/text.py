@@ -139,8 +139,9 @@ class TextCalls:
     ) -> Any:
         """The text that continues `prompt`, without the prompt; a list of texts gives a list.
 
-        >>> engine.generate_text("import os", max_new_tokens=16)
-        >>> engine.generate_text(["One", "Two"], do_sample=True, temperature=0.7, seed=1)
+        Examples:
+            >>> engine.generate_text("import os", max_new_tokens=16)
+            >>> engine.generate_text(["One", "Two"], do_sample=True, temperature=0.7, seed=1)
 
         Arguments are those of `generate`. Where none of them, nor the model, gives a length, at
         most 256 new tokens. `tokenizer` is the engine's own where None; it may be a processor.
@@ -185,8 +186,9 @@ class TextCalls:
     ) -> Iterator[Any]:
         """An iterator of the text of `generate_text` as it comes, a piece for each token.
 
-        >>> for piece in engine.stream_text("import os", max_new_tokens=16):
-        ...     print(piece, end="", flush=True)
+        Examples:
+            >>> for piece in engine.stream_text("import os", max_new_tokens=16):
+            ...     print(piece, end="", flush=True)
 
         Joined, the pieces are that text. A piece is empty while the next tokens may still change
         what it would say, as where a character is unfinished; several sequences give lists of
@@ -258,7 +260,8 @@ class TextCalls:
     ) -> Any:
         """The answer to a chat, by the tokenizer's chat template; a list of chats gives a list.
 
-        >>> engine.chat([{"role": "user", "content": "Name three rivers."}], max_new_tokens=64)
+        Examples:
+            >>> engine.chat([{"role": "user", "content": "Name three rivers."}], max_new_tokens=64)
 
         `messages` are dicts with `role` and `content`, as in HF, a str or a list of parts that are
         texts; what the template would lose of them is refused. `template_options` go to
@@ -307,8 +310,9 @@ class TextCalls:
     ) -> Iterator[Any]:
         """The answer of `chat` as it comes, piece by piece, as `stream_text` gives it.
 
-        >>> for piece in engine.stream_chat([{"role": "user", "content": "Hello"}]):
-        ...     print(piece, end="", flush=True)
+        Examples:
+            >>> for piece in engine.stream_chat([{"role": "user", "content": "Hello"}]):
+            ...     print(piece, end="", flush=True)
         """
         chats = _Chats(template_options)
         how = _How(chats, generation_config, tokenizer, skip_special_tokens)

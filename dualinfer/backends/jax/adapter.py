@@ -166,7 +166,7 @@ class FusedOnJax(OnJax):
 
     @property
     def params(self: Any) -> dict[str, Any]:
-        """The weights as a pytree of arrays by name: params["layers"][0]["qkv"]["weight"].
+        """The weights as a pytree of arrays by name: `params["layers"][0]["qkv"]["weight"]`.
 
         A fresh dict of the engine's own buffers, which must not be donated: copy them first. Of
         several devices each array is one over all of them, sharded: along the axis that is split,
@@ -199,7 +199,8 @@ class FusedOnJax(OnJax):
     ) -> Any:
         """Forward's outputs, as a pure function: for jax.jit, jax.vmap, jax.grad.
 
-        >>> jax.jit(engine.apply)(engine.params, jnp.array([[2, 3, 4]])).logits  # [B, T, V]
+        Examples:
+            >>> jax.jit(engine.apply)(engine.params, jnp.array([[2, 3, 4]])).logits  # [B, T, V]
 
         `params` as `engine.params` gives them, of the same names, shapes and dtype; `tokens` int
         [B, T], or [T] for one row, or what else the model reads first, as an image encoder's

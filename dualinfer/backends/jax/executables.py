@@ -69,7 +69,7 @@ def compiler_options(
     the host then has no part between two tokens. XLA's products are cuBLAS' then, which adds a bias
     before it rounds; Triton's products of XLA round it twice wherever they are taken as faster,
     and to find that out takes most of a compilation. The figures are in
-    docs/measured-and-left-out.md and benchmarks/README.md.
+    docs/contributing/measured-and-left-out.md and benchmarks/README.md.
     """
     if device.platform != "gpu":
         return None

@@ -167,7 +167,7 @@ def shipped(kinds: Sequence[str]) -> list[tuple[str, Table]]:
     """The package's tables by kind of device, for the one whose `kinds` these are, nearest first.
 
     Those of other kinds are without what memory bounds, products of a single row and attention of a
-    token, where the defaults serve better: see docs/measured-and-left-out.md.
+    token, where the defaults serve better: see docs/contributing/measured-and-left-out.md.
     """
     text = Path(__file__).with_name("tuned.json").read_text(encoding="utf-8")
     devices = json.loads(text)

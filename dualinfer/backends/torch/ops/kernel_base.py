@@ -52,7 +52,7 @@ class KernelBase(PlainOps):
         """True if kernels over so many rows start before the one in front has ended.
 
         Between a few rows and many it is slower, as programs that wait take room from those that
-        work: see docs/measured-and-left-out.md.
+        work: see docs/contributing/measured-and-left-out.md.
         """
         return self.pdl and (rows <= 4 or rows >= 64)
 
