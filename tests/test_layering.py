@@ -14,6 +14,7 @@ FILES = sorted(ROOT.rglob("*.py"))
 FLOORS: dict[str, str] = {
     "errors": "",
     "arrays": "",
+    "symptoms": "",
     "embedded": "",
     "system": "",
     "kernels": "",
