@@ -476,7 +476,11 @@ def test_a_plain_call_is_not_the_hosts(engine, monkeypatch, caplog):
         ({"output_attentions": True, "return_dict_in_generate": True}, "attention is fused"),
         ({"output_hidden_states": True, "return_dict_in_generate": True}, "hidden_states=True"),
         ({"past_key_values": ((1,),)}, "the cache is the engine's own"),
-        ({"prompt_lookup_num_tokens": 3}, "Speculation is not there yet"),
+        ({"prompt_lookup_num_tokens": -1}, "prompt_lookup_num_tokens=-1"),
+        (
+            {"prompt_lookup_num_tokens": 3, "max_matching_ngram_size": 0},
+            "max_matching_ngram_size=0",
+        ),
         ({"encoder_no_repeat_ngram_size": 3}, "use no_repeat_ngram_size"),
         ({"guidance_scale": 2.0}, "twice a step"),
     ],

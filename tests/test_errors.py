@@ -341,7 +341,6 @@ UNSUPPORTED = {
     "watermarking_config": {"greenlist_ratio": 0.2},
     "token_healing": True,
     "dola_layers": "high",
-    "prompt_lookup_num_tokens": 3,
     "assistant_model": object(),
     "assistant_early_exit": 1,
     "cache_implementation": "quantized",

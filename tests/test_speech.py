@@ -402,7 +402,7 @@ def test_the_rules_of_timestamps_are_those_of_transformers():
         ({"monitor_progress": 3}, "expected a function"),
         ({"time_precision": 0}, "above 0"),
         ({"inputs_embeds": [[1.0]]}, "reads input_features alone"),
-        ({"assistant_model": object()}, "Speculation is not there"),
+        ({"assistant_model": object()}, "needs no second model"),
         ({"num_beams": 5}, "num_beams=1"),
         ({"input_features": np.zeros((2, 3, 200), np.float32)}, r"\[batch, 20, frames\]"),
         ({"decoder_input_ids": [[291]]}, "they are pairs"),

@@ -285,6 +285,7 @@ class Runner(Protocol):
     dtype: Any
     is_compiled: bool
     kernels: str  # "Triton" where it serves the ops, else ""
+    verifies: bool  # it has a `decode_several`
 
     def forward(self, inputs: ForwardInputs) -> dict[str, Any]:
         """`logits` [B, T, V], or `last_hidden_state` [B, T, E] and `pooler_output` [B, E].
@@ -342,6 +343,18 @@ class Runner(Protocol):
 
     def decode_scores(self, slots: Sequence[int], tokens: Sequence[int]) -> Any:
         """Float32 logits [B, V] after the `tokens` chosen for `slots` of `prefill_scores`."""
+        ...
+
+    def decode_several(self, slots: Sequence[int], tokens: np.ndarray) -> Any:
+        """Float32 logits [B, K, V] after each of `tokens` int [B, K], drafts that may be wrong.
+
+        They are of slots of `prefill_scores`, and lie behind what these have. None is taken before
+        `keep`. Only where `verifies`.
+        """
+        ...
+
+    def keep(self, slots: Sequence[int], tokens: np.ndarray) -> None:
+        """Take `tokens` int [B, K], the first ones of the last `decode_several` of these slots."""
         ...
 
     def choose(self, scores: Any, requests: Sequence[Request], step: int) -> np.ndarray:

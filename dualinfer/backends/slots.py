@@ -73,6 +73,11 @@ class LiveSlots:
         next_places = (min(self._reach[s] + 1, self._requests[s].cache_tokens) for s in others)
         return max(self.reach, *next_places, 0)
 
+    def reach_after(self, steps: int, slots: Sequence[int]) -> int:
+        """`reach_beside` once these slots have so many tokens more."""
+        own = (min(self._reach[s] + steps, self._requests[s].cache_tokens) for s in slots)
+        return max(self.reach_beside(slots), *own)
+
     @property
     def encoded(self) -> int:
         """The most places that one of them needs for what an encoder gives."""

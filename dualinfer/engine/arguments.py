@@ -55,6 +55,8 @@ class TextArguments(TypedDict, total=False):
     eta_cutoff: float | None
     top_h: float | None
     max_time: float | None
+    prompt_lookup_num_tokens: int | None
+    max_matching_ngram_size: int | None
     output_scores: bool | None
     output_logits: bool | None
     token_type_ids: Any
@@ -162,7 +164,7 @@ _CALLED = ("logits_processor", "stopping_criteria")
 _RETURNED = ("return_dict_in_generate", "output_scores", "output_logits")
 WEIGHED = ("presence_penalty", "frequency_penalty", "logit_bias")
 _SERVED = {*DEFAULTS, *PROCESSED, *_CALLED, *_RETURNED, "max_time", "renormalize_logits"}
-_SERVED |= {*WEIGHED, "logprobs", "grammar"}
+_SERVED |= {*WEIGHED, "logprobs", "grammar", "prompt_lookup_num_tokens", "max_matching_ngram_size"}
 _BESIDE = ("inputs_embeds", "seed", "streamer", "tokenizer")  # of generate itself, or ours
 _ENCODED = ("decoder_attention_mask", "decoder_input_ids", "decoder_start_token_id")
 _ENCODED += ("encoder_outputs", "input_features", "input_values", "pixel_values")
@@ -191,10 +193,10 @@ INERT = frozenset(
 _OFF = frozenset(
     """assistant_early_exit assistant_ensemble_weight assistant_model assistant_tokenizer
     constraints continuous_batching_config custom_generate dola_layers feature_attention_mask
-    force_words_ids image_grid_thw image_sizes is_assistant low_memory max_matching_ngram_size
+    force_words_ids image_grid_thw image_sizes is_assistant low_memory
     mm_token_type_ids negative_prompt_attention_mask negative_prompt_ids output_attentions
     output_hidden_states past_key_values pixel_values pixel_values_videos position_ids
-    prompt_lookup_num_tokens speculation_type token_healing token_type_ids use_mtp video_grid_thw
+    speculation_type token_healing token_type_ids use_mtp video_grid_thw
     watermarking_config""".split()
 )
 # Values, beside None, False and empty ones, at which an unsupported argument does nothing.
@@ -219,9 +221,8 @@ OUTPUTS = ("output_attentions", "output_hidden_states")
 # Why fused mode does not serve some arguments, and what to do.
 _REASONS = {
     "output_hidden_states": "Call engine(ids, output_hidden_states=True) for those of a text.",
-    "assistant_model": "Speculation is not there yet; leave it out, the tokens are the same.",
-    "prompt_lookup_num_tokens": (
-        "Speculation is not there yet; leave it out, the tokens are the same."
+    "assistant_model": (
+        "Leave it out, the tokens are the same; prompt_lookup_num_tokens needs no second model."
     ),
     "encoder_repetition_penalty": "It is about an encoder's input; use repetition_penalty.",
     "encoder_no_repeat_ngram_size": "It is about an encoder's input; use no_repeat_ngram_size.",

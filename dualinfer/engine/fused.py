@@ -675,6 +675,8 @@ class FusedEngine(Likeness, EmbeddingCalls, TowerCalls, SpeechCalls, ScoringCall
         how = options, new_tokens, least_tokens, seeds, grammar
         requests, names = make_requests(spec, prompts, source, is_encoded, *how)
         stop = StopStrings(options.stop_strings, tokenizer) if options.stop_strings else None
+        if options.lookup:
+            self._check_drafts(options.lookup)
         rules = None
         if names:
             backend = self.inference_config.backend
@@ -692,6 +694,17 @@ class FusedEngine(Likeness, EmbeddingCalls, TowerCalls, SpeechCalls, ScoringCall
         inputs = make_pair_inputs(self._spec, given, pad=None, output_hidden_states=False, **how)
         results = self.runner.forward(inputs)
         return to_numpy(results["encoder_last_hidden_state"]).astype(np.float32)
+
+    def _check_drafts(self, count: int) -> None:
+        """Raise UnsupportedError where several tokens at once are not what they are one by one."""
+        if self.runner.verifies:
+            return
+        why = f"{self._spec.architecture} reads a token otherwise where others come with it"
+        if self._spec.verifies:
+            why = "layers that are streamed one by one on JAX read one token at a time"
+        raise UnsupportedError(
+            f"prompt_lookup_num_tokens={count}: {why}. Leave it out; the tokens are the same."
+        )
 
     def _check_length(self, prompts: Prompts, new_tokens: int) -> None:
         longest = max(prompts.lengths)

@@ -410,6 +410,17 @@ class Loop:
 
     def scores(self, lives: Sequence[Live], tokens: Sequence[int]) -> Any:
         """The logits [B, V] after the `tokens` chosen for `lives` of `start_scores`."""
+        return self._step_of(lives, self._runner.decode_scores, tokens)
+
+    def scores_of(self, lives: Sequence[Live], tokens: np.ndarray) -> Any:
+        """The logits [B, K, V] after each of tokens [B, K], of which none is taken yet."""
+        return self._step_of(lives, self._runner.decode_several, tokens)
+
+    def keep(self, lives: Sequence[Live], tokens: np.ndarray) -> None:
+        """Take tokens [B, K], the first ones of the last `scores_of`."""
+        self._step_of(lives, self._runner.keep, tokens)
+
+    def _step_of(self, lives: Sequence[Live], run: Callable[..., Any], tokens: Any) -> Any:
         with self._turns:
             self._finish_left()
             for live in lives:
@@ -418,7 +429,7 @@ class Loop:
             self._turns.go_on(self._live)
             slots = [live.slot for live in lives]
             try:
-                return self._profiler.run(self._runner.decode_scores, slots, tokens)
+                return self._profiler.run(run, slots, tokens)
             except BaseException as error:
                 self.lose(StepError(f"A step failed, and with it its sequences: {error!r}."))
                 raise

@@ -23,6 +23,8 @@ from .arguments import (
 
 DEFAULT_NEW_TOKENS = 20
 _MOST_SEQUENCES = 1 << 16  # of one call; each takes some of the host's memory
+_LOOKUP, _NGRAM = "prompt_lookup_num_tokens", "max_matching_ngram_size"
+_MOST_DRAFTS = 255  # a pass over as many tokens takes no longer than one over a few
 _MOST_WEIGHT = 1e4  # far beyond the logits of any model
 _MOST = 2**31 - 1  # the largest id of a result on JAX
 
@@ -39,7 +41,8 @@ class GenerationOptions:
     not. `bias` are pairs of an id and what its logit gets more, and `logprobs` is how many likely
     tokens of each step the output tells of, None for no log-probabilities. `decoder_start` is the
     id, or are those, that an encoder-decoder begins with. `rule` is a `stepwise.Rule` of the
-    model's own. `grammar` is what the caller says of the new text.
+    model's own. `grammar` is what the caller says of the new text. At most `lookup` tokens are
+    drafted at a time, found by the last `lookup_ngram` tokens of a text.
     """
 
     max_new_tokens: int | None
@@ -71,6 +74,8 @@ class GenerationOptions:
     decoder_start: Any = None
     rule: Any = None
     grammar: Any = None
+    lookup: int = 0
+    lookup_ngram: int = 2
 
     def forced(self, name: str) -> int:
         """The one id that an option forces, NO_TOKEN where it is a list of several."""
@@ -90,6 +95,7 @@ class GenerationOptions:
         """Arguments for which the host chooses each token, by name."""
         asked = {"logits_processor": self.processors, "stopping_criteria": self.criteria}
         asked |= {"max_time": self.max_time is not None}
+        asked |= {"prompt_lookup_num_tokens": self.lookup}
         asked |= {f"output_{name}": True for name in self.returns or ()}
         if self.rule is not None:
             asked |= dict.fromkeys(self.rule.names, True)
@@ -203,6 +209,8 @@ def make_options(
         returns=returns,
         decoder_start=values.get("decoder_start_token_id"),
         grammar=_grammar(values.get("grammar"), processed),
+        lookup=_integer({_LOOKUP: None, **values}, _LOOKUP, 0, 0, _MOST_DRAFTS),
+        lookup_ngram=_integer({_NGRAM: None, **values}, _NGRAM, 1, 2),
     )
 
 

@@ -1,8 +1,10 @@
 """Generation one step at a time: the host chooses each token, by HF's processors and criteria."""
 
+import logging
 import time
 from collections.abc import Generator, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from functools import partial
 from typing import Any, Protocol
 
 import numpy as np
@@ -12,9 +14,12 @@ from ..backends.base import Grammar, Progress, Request, Runner
 from ..backends.slots import unpacked
 from ..errors import ArgumentError, ClosedError, UnsupportedError, a_type, shown
 from ..parallel.spmd import Turns
+from .lookup import Drafts
 from .loop import Loop, StopStrings
 from .options import GenerationOptions
 from .prompts import Prompts
+
+_log = logging.getLogger(__name__)
 
 
 class Rule(Protocol):
@@ -323,6 +328,12 @@ class Stepwise:
         self._told: list[list[np.ndarray]] = [[] for _ in requests]
         self._temperature = options.temperature if options.do_sample else 1.0
         self.lives, self._first = loop.start_scores(requests)
+        self._drafts = None
+        if options.lookup:
+            how = options.lookup, options.lookup_ngram
+            texts = [request.tokens.tolist() for request in requests]
+            read, keep = partial(loop.scores_of, self.lives), partial(loop.keep, self.lives)
+            self._drafts = Drafts(texts, *how, read, keep)
 
     def __iter__(self) -> Generator[list[int | None], None, None]:
         """For every step, each sequence's new token; None once it has ended."""
@@ -332,7 +343,7 @@ class Stepwise:
         try:
             for step in range(self._requests[0].max_new_tokens):
                 if step:
-                    logits = self._loop.scores(self.lives, ids[:, -1].tolist())
+                    logits = self._after(ids[:, -1], ~done, step)
                 before = done
                 with self._turns.together("The tokens that the host chose") as work:
                     tokens, done = self._chosen(ids, logits, step, before)
@@ -348,6 +359,15 @@ class Stepwise:
                     return
         finally:
             self.close()
+
+    def _after(self, newest: np.ndarray, going: np.ndarray, step: int) -> Any:
+        """The logits [B, V] of a step, after the newest tokens [B]."""
+        if self._drafts is not None:
+            left = self._requests[0].max_new_tokens - 1 - step
+            logits = self._drafts.after(newest, going, left)
+            if logits is not None:
+                return logits
+        return self._loop.scores(self.lives, newest.tolist())
 
     def _chosen(
         self, ids: np.ndarray, logits: Any, step: int, ended: np.ndarray
@@ -390,6 +410,8 @@ class Stepwise:
 
     def close(self) -> None:
         """End what is unfinished and free the slots."""
+        if self._drafts is not None:
+            _log.info("Of %d tokens that were looked up, %d were right.", *self._drafts.counts)
         with suppress(ClosedError):  # in a forked process, which has nothing to free
             self._loop.leave(self.lives)
 

@@ -97,6 +97,7 @@ class JaxRunner:
         self.module: Model | None = module
         self._most_tokens, self._tp_plan, self._streaming = most_tokens, tp_plan, streaming
         self._exchange, self.kernels = ops.exchange, ops.kernels
+        self.verifies = spec.verifies and streaming is None
         self.params = params
         self._flatten()
         self.notes = split_notes(place, tp_plan, jax.tree.leaves(self.params))
@@ -382,6 +383,37 @@ class JaxRunner:
             scores, flags = self._advance(Step(("scores", part), run, (chosen,)))
         self._check(flags)
         return scores[np.array(slots)]
+
+    @in_place
+    def decode_several(self, slots: Sequence[int], tokens: np.ndarray) -> jax.Array:
+        """See `base.Runner`; few widths are compiled."""
+        scores = self._read_on(slots, tokens, keeps=False)
+        return scores[:, : tokens.shape[1]]
+
+    @in_place
+    def keep(self, slots: Sequence[int], tokens: np.ndarray) -> None:
+        """See `base.Runner`."""
+        self._read_on(slots, tokens, keeps=True)
+        self._live.advance(tokens.shape[1], slots)
+
+    def _read_on(self, slots: Sequence[int], tokens: np.ndarray, keeps: bool) -> jax.Array:
+        """What `Steps.decode_several` gives of tokens [B, K], in a bucket of columns."""
+        if self._state is None or self._cache is None:
+            raise StepError(_LOST)
+        reach = self._live.reach_after(tokens.shape[1], slots)
+        self._make_room(self._cache, reach)
+        seen = (
+            self._cache.tokens if self._live.pool is None else self._live.room(self.spec, reach)[1]
+        )
+        width = bucket(tokens.shape[1])
+        ids = np.zeros((len(tokens), width + 1), np.int32)
+        ids[:, : tokens.shape[1]], ids[:, -1] = tokens, tokens.shape[1]
+        run = partial(self.steps.decode_several, reach=seen, keeps=keeps)
+        step = Step(("several", ids.shape, seen, keeps), run, (ids, np.array(slots, np.int32)))
+        with jax.profiler.TraceAnnotation("dualinfer/decode"):
+            scores, flags = self._advance(step)
+        self._check(flags)
+        return scores
 
     @in_place
     def choose(self, scores: Any, requests: Sequence[Request], step: int) -> np.ndarray:

@@ -439,6 +439,62 @@ class Steps:
         state = state._replace(length=state.length + is_chosen.astype(jnp.int32))
         return cache, _with_part(whole, state), scores, ops.given_up()
 
+    @jax.named_scope("dualinfer")
+    def decode_several(
+        self,
+        params: Params,
+        cache: Cache,
+        state: SlotState,
+        ids: jax.Array,
+        slots: jax.Array,
+        *,
+        reach: int,
+        keeps: bool,
+    ) -> tuple[Cache, SlotState, jax.Array, jax.Array | None]:
+        """Logits float32 [B, K, V] after each of ids [B, K], which go on from what `slots` have.
+
+        The first `ids[:, -1]` of a row are real, and there is a column more for that. None reaches
+        place `reach`. It `keeps` them, or gives back lengths and states of recurrences as they are.
+        """
+        ids, counts = ids[:, :-1], ids[:, -1]
+        ops = self.ops.using(self._scratch(params, ids.shape[0]))
+        model = self.spec, params, ops
+        filled: list[Any] = list(cache.layers)
+        starts = state.length[slots]
+        positions = jnp.arange(ids.shape[1]) + starts[:, None]
+        angles = ops.angles(self.spec, params, positions, positions[:, -1])
+        numbers, states = self.spec.cache_numbers, self.spec.state_numbers
+
+        def attend(i: int, qkv: jax.Array) -> jax.Array:
+            layer, n = ops.layer_attention(self.spec, params, i), numbers[i]
+            where = filled[n], slots, starts, counts, reach
+            y, filled[n] = ops.attend_rows(layer, qkv, angles, *where)
+            return y
+
+        def recur(i: int, x: jax.Array) -> jax.Array:
+            own, n = self.spec.layers[i].recurrence, states[i]
+            assert own is not None
+            where: dict[str, Any] = {"cache": filled[n], "slots": slots, "lengths": counts}
+            y, kept = ops.recur(own, params.layers[i], x, starts=starts, **where)
+            if keeps:
+                filled[n] = kept
+            return y
+
+        x = None
+        if states or not keeps:  # keys and values that are to be kept are there
+            x = decoder.hidden_states(*model, ids, positions, None, attend, recur=recur)[-1]
+        scores = jnp.zeros((*ids.shape, 0))
+        if keeps:
+            last = jnp.take_along_axis(ids, counts[:, None] - 1, axis=1)[:, 0]
+            state = state._replace(
+                length=state.length.at[slots].add(counts), last=state.last.at[slots].set(last)
+            )
+        else:
+            assert x is not None
+            flat = decoder.logits(*model, x.reshape(-1, x.shape[-1]), wide=True)
+            scores = flat.reshape(*ids.shape, -1)
+        return replace(cache, layers=filled), state, scores, ops.given_up()
+
     def _step(
         self,
         params: Params,

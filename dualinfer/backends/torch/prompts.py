@@ -340,6 +340,22 @@ class Prompts:
         x = parts[0] if len(parts) == 1 else torch.cat(parts)
         return x if order == sorted(order) else x[put(np.argsort(order))]
 
+    def every(
+        self,
+        params: Params,
+        cache: Cache,
+        ids: torch.Tensor,
+        slots: torch.Tensor,
+        starts: torch.Tensor,
+        reach: int,
+    ) -> torch.Tensor:
+        """The states [B, T, E] of tokens `ids` [B, T] that go on from place `starts` [B] of slots.
+
+        None reaches place `reach`.
+        """
+        last = torch.full_like(starts, ids.shape[1] - 1)
+        return self._pass(params, cache, ids, slots, last, starts, reach, every=True)
+
     def _pass(
         self,
         params: Params,
@@ -353,8 +369,11 @@ class Prompts:
         source: torch.Tensor | None = None,
         source_last: torch.Tensor | None = None,
         is_encoded: bool = False,
+        every: bool = False,
     ) -> torch.Tensor:
         """One pass over ids [B, T], or embeddings: hidden state [B, E] of those at `last` [B].
+
+        Or of `every` one [B, T, E].
 
         With `starts` [B] these are rows of tokens from there on, of which none reaches place
         `reach`; `wholes` [B] are the last positions of the prompts of which these are pieces. An
@@ -394,6 +413,8 @@ class Prompts:
             across = self._across(params, cache, source, slots, source_last, is_encoded)
         how: dict[str, Any] = {"embeds": embeds, "across": across, "recur": recur}
         x = decoder.hidden_states(*model, ids, at, None, attend, **how)[-1]
+        if every:
+            return x
         return x[torch.arange(len(ids), device=ids.device), last]
 
     def _across(

@@ -115,7 +115,7 @@ class TorchRunner:
         self.dtype, self.device = dtype, device
         self._parameters = count_leaves(params.leaves())["parameters"]
         self.notes = params.notes + threads_note(device, self._parameters)
-        self.kernels = ops.kernels
+        self.kernels, self.verifies = ops.kernels, spec.verifies
         specs = cache_specs(spec, cache_codes) if spec.causal else ()
         self._cache = Cache(specs, dtype, device, peers)
         self._state: SlotState | None = None
@@ -456,6 +456,58 @@ class TorchRunner:
         state.length[rows] += 1
         self._check_exchange()
         return out[rows]
+
+    @in_order
+    @torch.inference_mode()
+    def decode_several(self, slots: Sequence[int], tokens: np.ndarray) -> torch.Tensor:
+        """See `base.Runner`."""
+        state, x = self._read_on(slots, tokens, keeps=False)
+        with self._own_settings(tokens.size):
+            flat = decoder.logits(self.spec, self.params, self.ops, x.flatten(0, 1), wide=True)
+        scores = flat.unflatten(0, tokens.shape)
+        if state.hidden is not None:
+            hidden = state.hidden[upload(slots, self.device)]
+            scores = scores.masked_fill(hidden[:, None], -torch.inf)
+        self._check_exchange()
+        return scores
+
+    @in_order
+    @torch.inference_mode()
+    def keep(self, slots: Sequence[int], tokens: np.ndarray) -> None:
+        """See `base.Runner`; keys and values are there, states of recurrences are not."""
+        state = self._state
+        assert state is not None
+        if self.spec.state_numbers:
+            self._read_on(slots, tokens, keeps=True)
+        rows = upload(slots, self.device)
+        self._live.advance(tokens.shape[1], slots)
+        state.length[rows] += tokens.shape[1]
+        state.last[rows] = upload(tokens[:, -1], self.device, torch.int64)
+
+    def _read_on(
+        self, slots: Sequence[int], tokens: np.ndarray, keeps: bool
+    ) -> tuple[SlotState, torch.Tensor]:
+        """The slots' state, and the hidden states [B, K, E] of tokens [B, K] behind what they have.
+
+        States of recurrences change if it `keeps` them.
+        """
+        assert self._state is not None
+        reach = self._live.reach_after(tokens.shape[1], slots)
+        room = self._live.room(self.spec, reach)
+        if self._cache.smaller_than(room):
+            self._forget_steps()
+        self._cache.grow(room)
+        rows = upload(slots, self.device)
+        ids = upload(tokens, self.device, torch.int64)
+        held = [self._cache.number(n) for n in self.spec.state_numbers.values()]
+        before = [[x[rows] for x in own.arrays] for own in held] if not keeps else []
+        with self._own_settings(tokens.size):
+            where = self._passed, self._cache, ids, rows, self._state.length[rows], reach
+            x = self._prompts.every(*where)
+        if not keeps:
+            for own, arrays in zip(held, before, strict=True):
+                own.keep(rows, *arrays)
+        return self._state, x
 
     @in_order
     def choose(self, scores: Any, requests: Sequence[Request], step: int) -> np.ndarray:

@@ -599,6 +599,14 @@ class ModelSpec(Once):
         return self.causal and not whole and not any(own and own.sees_others for own in mixings)
 
     @property
+    def verifies(self) -> bool:
+        """True if several tokens of a sequence may be read at once as they would be one by one.
+
+        Angles that ask for its length differ from one to the next.
+        """
+        return self.reads_pieces and not self.turns_by_length
+
+    @property
     def keeps_places(self) -> bool:
         """True if what a cache has of a token serves every sequence that begins as its own did.
 

@@ -1,0 +1,87 @@
+"""Drafts of what comes next, from what a text has said before: HF's prompt lookup."""
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+
+def draft(tokens: Sequence[int], most: int, longest: int) -> list[int]:
+    """At most `most` tokens that may follow; none where the text has not ended so before.
+
+    They are what came behind the last place before that has the text's last tokens: `longest` of
+    them, or the most that are found.
+    """
+    text = np.asarray(tokens)
+    for size in range(min(longest, len(text) - 1), 0, -1):
+        starts = np.ones(len(text) - size, bool)
+        for i in range(size):
+            starts &= text[i : len(text) - size + i] == text[len(text) - size + i]
+        if len(found := np.flatnonzero(starts)):
+            behind = int(found[-1]) + size
+            return text[behind : behind + most].tolist()
+    return []
+
+
+class Drafts:
+    """The logits of tokens that were read before they were chosen, as long as they are right.
+
+    `read(tokens)` gives the logits [B, K, V] after each of tokens [B, K], and `keep(tokens)` takes
+    the first ones of those that were read last. At most `most` drafts are read at a time, and they
+    are found by up to `longest` tokens.
+    """
+
+    def __init__(
+        self,
+        texts: Sequence[Sequence[int]],
+        most: int,
+        longest: int,
+        read: Callable[[np.ndarray], Any],
+        keep: Callable[[np.ndarray], None],
+    ) -> None:
+        self._texts = [list(text) for text in texts]
+        self._most, self._longest = most, longest
+        self._read, self._keep = read, keep
+        self._read_tokens = np.zeros((len(texts), 0), np.int64)
+        self._taken = 0  # of these: what was chosen
+        self._logits: deque[Any] = deque()
+        self.counts = (0, 0)  # drafts that were read, and that were right
+
+    def after(self, newest: np.ndarray, going: np.ndarray, left: int) -> Any:
+        """The logits [B, V] after the `newest` tokens [B]; None where no drafts are read.
+
+        `going` [B] are the sequences that have not ended, and `left` how many tokens may follow.
+        """
+        for text, token in zip(self._texts, newest.tolist(), strict=True):
+            text.append(token)
+        if self._logits:
+            logits = self._logits.popleft()
+            if (newest == self._read_tokens[:, self._taken])[going].all():
+                self._taken += 1
+                self.counts = self.counts[0], self.counts[1] + 1
+                if not self._logits:
+                    self._settle()
+                return logits
+        self._settle()
+        most = min(self._most, left)
+        found = [
+            draft(x, most, self._longest) for x, on in zip(self._texts, going, strict=True) if on
+        ]
+        count = min(map(len, found), default=0)
+        if not count:
+            return None
+        drafts = np.zeros((len(newest), count), np.int64)
+        drafts[going] = [tokens[:count] for tokens in found]
+        self._read_tokens = np.column_stack((newest, drafts))
+        logits = self._read(self._read_tokens)
+        self._logits = deque(logits[:, i] for i in range(1, count + 1))
+        self._taken, self.counts = 1, (self.counts[0] + count, self.counts[1])
+        return logits[:, 0]
+
+    def _settle(self) -> None:
+        """Take what was right."""
+        self._logits.clear()
+        if self._taken:
+            self._keep(self._read_tokens[:, : self._taken])
+        self._taken = 0
