@@ -60,7 +60,10 @@ def test_the_choice_is_told_and_refused_where_it_cannot_run(monkeypatch):
     """On a CPU Pallas' kernels run where the environment asks for it, and Triton's never."""
     model = make_model("llama-gqa", vocab_size=VOCAB, **CASES["llama-gqa"])
     monkeypatch.delenv(VARIABLE, raising=False)
-    for kernels, why in (("pallas", f"run on TPUs.*{VARIABLE}=1"), ("triton", "data-centre GPUs")):
+    for kernels, why in (
+        ("pallas", f"run on TPUs and on NVIDIA.*{VARIABLE}=1"),
+        ("triton", "data-centre GPUs"),
+    ):
         with pytest.raises(ConfigError, match=f"kernels='{kernels}'.*{why}.*Leave it unset"):
             init_inference(model, kernels=kernels, **OPTIONS)
     assert "Pallas" in pallas_obstacle(jax.devices("cpu")[0])

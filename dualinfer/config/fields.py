@@ -105,9 +105,9 @@ class InferenceConfig(StaleFields):
     kernels: Literal["triton", "pallas", "xla"] | None = None
     """Which kernels run fused mode on JAX; refused, with the reason, where they cannot run.
 
-    "triton": as `use_triton=True`. "pallas": Pallas, for TPUs. "xla": none, plain XLA. Unset: on a
-    TPU Pallas, on an NVIDIA GPU Triton where it can run, else plain XLA. DeepSpeed has no such
-    field.
+    "triton": as `use_triton=True`. "pallas": Pallas, for TPUs, and for products of a row on NVIDIA
+    GPUs from Hopper on. "xla": none, plain XLA. Unset: on a TPU Pallas, on an NVIDIA GPU Triton
+    where it can run, else plain XLA. DeepSpeed has no such field.
     """
 
     triton_autotune: bool = False

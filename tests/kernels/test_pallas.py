@@ -14,7 +14,7 @@ from dualinfer.kernels.pallas import activation as activations  # noqa: E402
 from dualinfer.kernels.pallas import append as appending  # noqa: E402
 from dualinfer.kernels.pallas import attention as attending  # noqa: E402
 from dualinfer.kernels.pallas import experts as mixing  # noqa: E402
-from dualinfer.kernels.pallas import launch, norm, product, thresholds  # noqa: E402
+from dualinfer.kernels.pallas import launch, norm, product, ring, thresholds  # noqa: E402
 from dualinfer.quantization import BlockScheme  # noqa: E402
 from dualinfer.quantization.packing import pack, raised  # noqa: E402
 
@@ -318,6 +318,36 @@ def test_filters_keep_what_the_reference_keeps():
     given = logits, top_k, top_p, min_p
     found = np.asarray(thresholds.filter_logits(*map(jnp.asarray, given), **INTERPRET))
     np.testing.assert_array_equal(found, oracles.filter_logits(*given))
+
+
+def test_a_row_goes_through_a_ring_of_weights():
+    """As JAX simulates a GPU's shared memory and barriers: more rows than programs have slots."""
+    from jax._src.pallas.mosaic_gpu.interpret.params import InterpretGPUParams
+
+    width, features = 768, 16  # loads of two sizes
+    shapes = [(width,), (2 * features, width), (2 * features,), (width,), (features,)]
+    x, weight, bias, gain, residual = (
+        normal(i, *shape, dtype=BFLOAT16) for i, shape in enumerate(shapes)
+    )
+    assert ring.serves(1, 2 * features, width, 2, True)
+    found = ring.product(
+        jnp.asarray(x),
+        jnp.asarray(weight),
+        dtype=jnp.float32,
+        bias=jnp.asarray(bias),
+        eps=EPS,
+        gain=jnp.asarray(gain),
+        activation=silu,
+        gated=True,
+        residual=jnp.asarray(residual),
+        sms=1,
+        interpret=InterpretGPUParams(),
+    )
+    normed = oracles.rms_norm(x.astype(np.float32), gain.astype(np.float32), EPS)
+    y = weight.astype(np.float64) @ normed.astype(np.float64) + bias.astype(np.float64)
+    gate, up = np.split(y, 2)
+    wanted = gate / (1 + np.exp(-gate)) * up + residual.astype(np.float64)
+    assert_close(np.asarray(found), wanted, FLOAT32, length=width, roundings=2)
 
 
 def test_gelu_is_that_of_the_error_function():

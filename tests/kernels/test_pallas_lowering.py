@@ -1,4 +1,4 @@
-"""Every step of models by Pallas' kernels, lowered for a TPU without one; no kernel is run.
+"""Every step of models by Pallas' kernels, lowered without a device; no kernel is run.
 
 Mosaic's own compiler is part of a TPU's runtime, and is not asked: what is shown is that JAX lowers
 each kernel to Mosaic's dialect, with blocks that a TPU's tiles allow, and what each holds.
@@ -16,15 +16,31 @@ import dualinfer  # noqa: E402
 from dualinfer.backends import jax as backend  # noqa: E402
 from dualinfer.backends.jax import ahead  # noqa: E402
 from dualinfer.backends.jax.ops.pallas import PallasOps  # noqa: E402
+from dualinfer.backends.jax.ops.pallas_gpu import PallasGpuOps  # noqa: E402
 from dualinfer.kernels.pallas import launch  # noqa: E402
 
 from ..models import make_model, slow_but  # noqa: E402
 from ..test_kernel_ops import CASES, MIXTURES, VOCAB, tiny  # noqa: E402
 
 _LLAMA = {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 2}
-_LLAMA |= {"num_key_value_heads": 1, "num_hidden_layers": 1}
+_LLAMA |= {"num_key_value_heads": 1, "num_hidden_layers": 1, "head_dim": 128}
 # What a step of each kind is made of, besides sampling.
 DENSE = {"prefill": {"attention", "product"}, "decode": {"append", "attention", "product"}}
+
+
+def test_a_token_lowers_for_a_gpu_by_mosaic(monkeypatch):
+    """Products of a row alone, for which features come in multiples of 256; the rest is XLA's."""
+    model, calls = make_model("llama-gqa", vocab_size=768, **_LLAMA), {}
+    with monkeypatch.context() as patch:
+        patch.setattr(backend, "_make_ops", lambda *args: PallasGpuOps(args[3]))
+        engine = dualinfer.init_inference(model, backend="jax", dtype="bf16")
+    for job in ahead.jobs(engine.runner, ahead.Wanted((1,), (40,), 4), 4):
+        args = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), job.args)
+        exported = jax.export.export(jax.jit(job.function), platforms=["cuda"])(*args)
+        key: Any = job.key
+        calls[key[0]] = exported.mlir_module().count("@mosaic_gpu")
+    # qkv, out, gate with up, down, and the head, which of a prompt reads its last token.
+    assert calls == {"prefill": 1, "decode": 5}
 
 
 def lowered(

@@ -166,11 +166,12 @@ def _streaming(
 def describe_kernels() -> str:
     """Which kernels can run here, for people."""
     device = default_device()
-    if not pallas_obstacle(device):
+    if device.platform != "gpu" and not pallas_obstacle(device):
         how = "usable" if device.platform == "tpu" else "interpreted"
         return f"Pallas: {how}"
     if not runs_kernels(device):
-        return f"Triton: not usable here; {KERNELS_NEED}; Pallas: for TPUs; plain XLA"
+        others = "Pallas: on TPUs, and on GPUs from Hopper on"
+        return f"Triton: not usable here; {KERNELS_NEED}; {others}; plain XLA"
     if not has_triton():
         return f"{NO_TRITON}; plain XLA"
     return "Triton: usable"
@@ -227,11 +228,15 @@ def _make_ops(
 
 
 def _make_pallas_ops(device: jax.Device, split: Split | None) -> PlainOps:
+    """Pallas' kernels for a TPU or a GPU, else interpreted ones; ConfigError without any."""
     from .ops.pallas import PallasOps
+    from .ops.pallas_gpu import PallasGpuOps
 
     obstacle = pallas_obstacle(device)
     if obstacle:
         raise ConfigError(f"kernels='pallas': {obstacle}. Leave it unset.")
+    if device.platform == "gpu":
+        return PallasGpuOps(split, sms=getattr(device, "core_count", None) or 132)
     return PallasOps(split, interpret=device.platform != "tpu")
 
 

@@ -11,6 +11,7 @@ KERNELS_NEED = "the kernels run on NVIDIA's data-centre GPUs (A100, H100, H200, 
 NO_TRITON = "Triton is not installed (pip install triton)"
 _INTERPRET = f"{VARIABLE}=1 in the environment interprets them, slowly, as tests do"
 _CAPABILITIES = ("8.0", "9.0", "10.0", "10.3")
+_MOSAIC = ("9.0", "10.0", "10.3")  # which Pallas' lowering for GPUs knows
 
 
 def runs_kernels(device: jax.Device) -> bool:
@@ -31,7 +32,10 @@ def has_triton() -> bool:
 
 def pallas_obstacle(device: jax.Device) -> str:
     """Why Pallas' kernels do not run on a device; "" where they do, interpreted or not."""
-    if device.platform == "tpu" or interpreted():
+    capability = str(getattr(device, "compute_capability", ""))
+    is_known_gpu = device.platform == "gpu" and capability in _MOSAIC
+    if device.platform == "tpu" or is_known_gpu or interpreted():
         return ""
     kind = getattr(device, "device_kind", device.platform)
-    return f"Pallas' kernels run on TPUs, and this is a {kind}; {_INTERPRET}"
+    where = "TPUs and on NVIDIA's GPUs from Hopper on"
+    return f"Pallas' kernels run on {where}, and this is a {kind}; {_INTERPRET}"

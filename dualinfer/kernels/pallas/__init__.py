@@ -1,5 +1,6 @@
-"""Kernels in Pallas, for TPUs by JAX's Mosaic lowering; `interpret` runs them on any device.
+"""Kernels in Pallas, by the lowerings that JAX keeps; `interpret` runs them on any device.
 
-Each file has one kernel. A function of it takes JAX arrays, under `jax.jit` too, checks nothing of
-their values, and calls `launch.run`, which counts what the kernel holds in fast memory.
+Each file has one kernel, a function of JAX arrays, under `jax.jit` too. Those for TPUs call
+`launch.run`, which counts what they hold in fast memory; `ring` is for NVIDIA's GPUs, whose
+lowering has other memories and sums.
 """

@@ -146,7 +146,7 @@ class PallasOps(PlainOps):
                 bias=epilogue.bias,
                 norm=own[0] if own else None,
                 norm_weights=own[1] if own else (),
-                activation=None if act is None else partial(_activation, act),
+                activation=None if act is None else partial(in_kernel, act),
                 gated=epilogue.gated,
                 residual=None if residual is None else residual.reshape(count, -1),
                 interpret=self.interpret,
@@ -472,8 +472,12 @@ def _head_norm(layer: LayerAttention) -> appending.HeadNorm | bool | None:
     return appending.HeadNorm(q[0], q[1], k[1], layer.spec.norm_turned)
 
 
-def _activation(kind: Activation, y: jax.Array) -> jax.Array:
-    return activations.gelu(y) if kind == "gelu" else MATHS.activation(y, kind)
+_OWN = {"gelu": activations.gelu, "relu": activations.relu, "relu2": activations.relu2}
+
+
+def in_kernel(kind: Activation, y: jax.Array) -> jax.Array:
+    """An activation of float32 as kernels compute it."""
+    return _OWN[kind](y) if kind in _OWN else MATHS.activation(y, kind)
 
 
 class _KernelMaths(type(MATHS)):
@@ -481,7 +485,7 @@ class _KernelMaths(type(MATHS)):
 
     def activation(self, a: jax.Array, kind: Activation) -> jax.Array:
         """See `Maths`."""
-        return _activation(kind, a)
+        return in_kernel(kind, a)
 
 
 _KERNEL_MATHS = _KernelMaths()
