@@ -16,7 +16,7 @@ from dualinfer.engine.loop import Loop
 from dualinfer.errors import OutOfMemoryError, StepError
 from dualinfer.parallel.agreement import Peers
 from dualinfer.parallel.spmd import Turns
-from dualinfer.serving.scheduler import PROMPTS, Entry, Scheduler, steps_for
+from dualinfer.serving.scheduler import PAUSES, PROMPTS, Entry, Scheduler, steps_for
 
 SLOTS, ROOM = 4, 4096
 EVENT = st.tuples(
@@ -33,7 +33,7 @@ def fits(slots, tokens):
 @given(st.lists(EVENT, max_size=60))
 @settings(max_examples=150, deadline=None)
 def test_whatever_happens_each_entry_ends_once_and_no_slot_leaks(events):
-    scheduler, entries, left, ended, now = Scheduler(SLOTS, fits), [], {}, [], 0
+    scheduler, entries, left, ended, now = Scheduler(SLOTS, fits, pauses=True), [], {}, [], 0
 
     def end(some):
         for entry in some:
@@ -44,6 +44,10 @@ def test_whatever_happens_each_entry_ends_once_and_no_slot_leaks(events):
     def turn(others=()):
         made = scheduler.turn(now, others)
         end([*made.cancelled, *made.expired])
+        for entry in made.paused:
+            assert entry.may_pause and not entry.urgent and entry.paused <= PAUSES
+            assert entry.state == "waiting" and any(x.urgent for x in made.admitted)
+            del left[entry]
         left.update((entry, entry.prompt % 7 + 1) for entry in made.admitted)
         held = [*others, *(entry.tokens for entry in left)]
         assert scheduler.live == len(left)
@@ -63,7 +67,9 @@ def test_whatever_happens_each_entry_ends_once_and_no_slot_leaks(events):
         now += 1
         if kind in ("submit", "urgent"):
             deadline = now + number if tokens % 3 == 0 else None
-            entries.append(Entry(tokens, tokens // 2 + 1, kind == "urgent", deadline))
+            entry = Entry(tokens, tokens // 2 + 1, kind == "urgent", deadline)
+            entry.may_pause = number % 2 == 0
+            entries.append(entry)
             scheduler.submit(entries[-1])
         elif kind == "cancel" and entries:
             scheduler.cancel(entries[tokens % len(entries)])
@@ -112,6 +118,44 @@ def test_urgent_ones_come_first_but_others_are_not_left_for_ever():
         if entry is patient:
             return
         scheduler.end(entry)
+    raise AssertionError("It waits for ever.")
+
+
+def test_an_urgent_one_takes_the_slot_of_the_last_that_may_pause():
+    scheduler = Scheduler(3, lambda slots, tokens: True, pauses=True)
+    first, second, fixed, later = (Entry(10, 1, may_pause=i != 2) for i in range(4))
+    for entry in (first, second, fixed, later):
+        scheduler.submit(entry)
+    assert scheduler.turn(0).admitted == [first, second, fixed]
+    urgent = [Entry(10, 1, urgent=True) for _ in range(3)]
+    for entry in urgent:
+        scheduler.submit(entry)
+    turn = scheduler.turn(0)
+    assert (turn.admitted, turn.paused) == (urgent[:2], [second, first])
+    assert scheduler.turn(0).paused == []  # those that are left may not
+    for entry in (*urgent[:2], fixed):
+        scheduler.end(entry)
+    assert scheduler.turn(0).admitted == [urgent[2], first, second]  # before the later one
+    scheduler.submit(last := Entry(10, 1, urgent=True))
+    assert scheduler.turn(0).paused == [second]
+    scheduler.end(second)  # it had ended by its last step
+    assert scheduler.waiting == 1 and last.state == "live"
+
+
+def test_one_that_pauses_gets_on_however_many_urgent_ones_come():
+    scheduler = Scheduler(1, lambda slots, tokens: True, pauses=True)
+    scheduler.submit(patient := Entry(10, 1, may_pause=True))
+    running = None
+    for _ in range(500):
+        scheduler.submit(Entry(10, 1, urgent=True))
+        turn = scheduler.turn(0)
+        running = turn.admitted[0] if turn.admitted else running
+        if running is patient and patient.paused == PAUSES:
+            assert scheduler.turn(0).paused == []
+            return
+        if running is not patient:
+            scheduler.end(running)
+            running = None
     raise AssertionError("It waits for ever.")
 
 

@@ -134,15 +134,15 @@ def test_a_call_for_many_slots_is_not_passed_by_one_for_few(engine, prompts, alo
 
     thread = threading.Thread(target=call)
     thread.start()
-    while not engine._loop._queue and thread.is_alive():
+    while not engine._loop.queue and thread.is_alive():
         thread.join(0.001)
-    (ticket,) = engine._loop._queue
+    (ticket,) = engine._loop.queue
     texts_of(engine, [row], max_new_tokens=20)  # for which there would be a slot
-    assert ticket not in engine._loop._queue  # those who waited had their slots before
+    assert ticket not in engine._loop.queue  # those who waited had their slots before
     thread.join()
     assert found == [expected] * 4
     assert len([*stream]) == 149
-    assert not engine._loop._queue
+    assert not engine._loop.queue
 
 
 def test_jobs_are_not_passed_by_calls_for_ever(engine, prompts, alone):
@@ -169,7 +169,7 @@ def test_jobs_are_not_passed_by_calls_for_ever(engine, prompts, alone):
             thread.join()
     assert found == alone[:4]
     assert passed < 60, counts  # of 240
-    assert not engine._loop._queue
+    assert not engine._loop.queue
 
 
 def test_calls_wait_for_slots(engine, prompts, alone):

@@ -258,6 +258,19 @@ class Pool:
                 raise ArgumentError(f"Pool({name}={getattr(self, name)}): expected 1 or more.")
 
 
+@dataclass(eq=False)
+class Saved:
+    """What a slot had cached of its first `tokens`, in `nbytes` of the host's memory.
+
+    `data` is the backend's own. It `is_stale` once weights or the pool are others.
+    """
+
+    tokens: int
+    nbytes: int
+    data: Any
+    is_stale: bool = False
+
+
 class PendingTokens(Protocol):
     """Tokens that the device may still be computing."""
 
@@ -402,6 +415,17 @@ class Runner(Protocol):
         It is done behind all that was asked for before. States of recurrences are copied as they
         stand, which must be at `tokens`. Only where `spec.keeps_beginnings`.
         """
+        ...
+
+    def save(self, slot: int, tokens: int) -> Saved:
+        """The first `tokens` cached tokens of a slot of a pool, copied to the host's memory.
+
+        As `copy` has them; where the device computes meanwhile, it need not be waited for.
+        """
+        ...
+
+    def restore(self, slot: int, saved: Saved) -> None:
+        """Put back what `save` gave, into any slot, as `copy` does."""
         ...
 
     def release(self, slots: Sequence[int]) -> None:

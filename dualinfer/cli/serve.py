@@ -19,6 +19,7 @@ import typer
 from .. import backends
 from ..checkpoint.described.tokenizer import load_tokenizer, tokenizer_folder
 from ..engine.fused import FusedEngine
+from ..engine.pausing import SWAP_GIB
 from ..errors import ArgumentError, DualinferError, UnsupportedError
 from ..serving.http.needed import check_needed
 from ..serving.remote.host import shown_of
@@ -86,6 +87,15 @@ def serve(
         bool,
         typer.Option(help="Read what prompts have in common once."),
     ] = True,
+    swap_space: Annotated[
+        float,
+        typer.Option(
+            metavar="GIB",
+            min=0,
+            help="Host memory for what sequences had cached that gave their slots to urgent ones; "
+            "0: they are read again.",
+        ),
+    ] = SWAP_GIB,
     tool_call_parser: Annotated[
         str | None,
         typer.Option(
@@ -146,7 +156,7 @@ def serve(
             )
     how: dict[str, Any] = {"dtype": dtype, "quant": quant, "kv_cache_dtype": kv_cache_dtype}
     how["replace_with_kernel_inject"] = kernels
-    room = max_sequences, max_tokens, prefix_cache
+    room = max_sequences, max_tokens, prefix_cache, swap_space
     routes: dict[str, Any] = {
         "api_key": api_key,
         "tool_call_parser": tool_call_parser,
@@ -171,7 +181,9 @@ def serve(
         )
 
 
-def writes(engine: Any, slots: int | None, tokens: int | None, shares: bool) -> bool:
+def writes(
+    engine: Any, slots: int | None, tokens: int | None, shares: bool, swap_space: float
+) -> bool:
     """Reserve room, and run two steps, so that what must be compiled is before the first client.
 
     False for a model that writes no texts: it embeds, or sees, or hears. UnsupportedError for one
@@ -184,7 +196,7 @@ def writes(engine: Any, slots: int | None, tokens: int | None, shares: bool) -> 
         )
     if not engine.can_generate():
         return False
-    engine.reserve(slots, tokens, prefix_cache=shares)
+    engine.reserve(slots, tokens, prefix_cache=shares, swap_space=swap_space)
     try:
         engine.generate([[0]], max_new_tokens=2, do_sample=False)
     except (UnsupportedError, ArgumentError):

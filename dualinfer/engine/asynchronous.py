@@ -34,7 +34,8 @@ class Traffic(NamedTuple):
 
     Sequences that have a slot, those that wait for one, the most that get one, for how many seconds
     the thread that drives them has not come round, 0 where there is nothing to do, and the tokens
-    of prompts that it may be reading.
+    of prompts that it may be reading. `preemptions` counts slots that were taken from sequences for
+    ones of high priority.
     """
 
     live: int
@@ -42,6 +43,7 @@ class Traffic(NamedTuple):
     slots: int
     silent: float
     reading: int = 0
+    preemptions: int = 0
 
 
 @dataclass(frozen=True)
@@ -197,10 +199,12 @@ class AsyncCalls(RoomCalls):
         of `generate`; where nobody names a length, a text gets at most 256 new tokens. Any number
         of calls may be under way, from any event loop and thread, beside `generate` and `stream`:
         each sequence has the tokens that it has alone. A request waits where there is no slot or no
-        room for it; those of `priority` "high" come before others. `deadline` seconds after the
-        call it ends with DeadlineError, wherever it is. With `num_return_sequences` above 1 a list
-        of as many. With `logprobs=K` each tells of its tokens. Arguments are checked at once. Where
-        several processes share the model it raises UnsupportedError.
+        room for it; those of `priority` "high" come before others, and in reserved room take the
+        slots of others, which go on later with the tokens that they would have had. `deadline`
+        seconds after the call it ends with DeadlineError, wherever it is. With
+        `num_return_sequences` above 1 a list of as many. With `logprobs=K` each tells of its
+        tokens. Arguments are checked at once. Where several processes share the model it raises
+        UnsupportedError.
         """
         given = self.tokenizer if tokenizer is None and not _is_ids(prompt) else tokenizer
         ids, default = _ids_of(given, prompt, template_options)
@@ -242,7 +246,7 @@ class AsyncCalls(RoomCalls):
             return Traffic(0, 0, MOST_SLOTS if pool is None else pool.slots, 0.0)
         live, waiting = driver.live, driver.waiting
         silent = time.monotonic() - driver.heartbeat if live or waiting else 0.0
-        return Traffic(live, waiting, driver.slots, silent, driver.reading)
+        return Traffic(live, waiting, driver.slots, silent, driver.reading, driver.preemptions)
 
     def submit_sequences(
         self,
@@ -257,8 +261,8 @@ class AsyncCalls(RoomCalls):
         tokens that the one of its return index has without a break, to rounding; they go to its
         channel, but for those that are done. The result ends each of them.
         """
-        fields = {"urgent": False, "deadline": None}
         how = dict(arguments)
+        fields = {"urgent": how.pop("priority", "normal") == "high", "deadline": None}
         if how.get("do_sample"):
             count = 1 + max(start.index for start in starts)
             how["num_return_sequences"] = count

@@ -17,7 +17,9 @@ from ..backends.base import MAX_STEPS, Request
 from ..errors import ClosedError, DeadlineError, OutOfMemoryError, StepError, UnsupportedError
 from ..parallel.spmd import Turns
 from ..serving.scheduler import Entry, Scheduler, steps_for
-from .loop import Live, Loop, StopStrings, StopWatch
+from .loop import Loop, StopStrings, StopWatch
+from .pausing import Paused
+from .sequence import Live
 from .stepwise import Stepwise
 
 _LINGER = 1.0  # seconds that the thread waits for more before it ends
@@ -97,16 +99,21 @@ class Job(Entry):
     steps: "Generator[list[int | None], None, None] | None" = None
     watch: StopWatch | None = None
     given: int = 0
+    left: Paused | None = None
+    found: int | None = None
 
     @classmethod
     def of(cls, request: Request, **fields: Any) -> "Job":
         """The job of a request."""
         how = {"tokens": request.cache_tokens, "prompt": len(request.prompt)}
-        return cls(request=request, **how, **fields)
+        reads = request.embeds is None and request.source is None and fields.get("begin") is None
+        return cls(request=request, may_pause=reads, **how, **fields)
 
     @property
     def kept(self) -> int:
         """Tokens of the prompt that were not read again."""
+        if self.found is not None:
+            return self.found
         begun = self.begun.lives if self.begun is not None else []
         return sum(live.kept for live in [*begun, *([] if self.live is None else [self.live])])
 
@@ -122,6 +129,21 @@ class Job(Entry):
             )
         self.request = replace(self.request, done=tuple(done))
         self.given, self.prompt = len(done), self.prompt + len(done)
+
+    def pause(self, left: Paused) -> None:
+        """Wait without a slot, to go on later."""
+        if self.given:
+            self.found = self.kept
+        self.request = replace(self.request, done=left.done)
+        self.prompt = len(self.request.prompt) + len(left.done)
+        self.live, self.left = None, left
+
+    def go_on(self, live: Live) -> None:
+        """Have a slot, once more if it was paused."""
+        self.live = live
+        if self.left is not None:
+            live.told[: len(self.left.told)] = self.left.told
+            self.left = None
 
 
 class Driver:
@@ -144,6 +166,7 @@ class Driver:
         self._woken: dict[Callable[[list[Any]], None], list[Any]] = {}
         self.heartbeat = time.monotonic()  # when the thread last came round
         self.reading = 0  # tokens of prompts without a new token yet
+        self.preemptions = 0  # slots taken from sequences for urgent ones
 
     @property
     def live(self) -> int:
@@ -160,9 +183,13 @@ class Driver:
         """The most sequences that get a slot."""
         return self._scheduler.slots
 
-    def set_room(self, slots: int, fits: Callable[[int, int], bool]) -> None:
-        """From the next turn on there is this room; nothing is under way."""
-        self._scheduler.slots, self._scheduler.fits = slots, fits
+    def set_room(self, slots: int, fits: Callable[[int, int], bool], pauses: bool) -> None:
+        """From the next turn on there is this room; nothing is under way.
+
+        If it `pauses`, slots are room, and an urgent sequence is given that of another.
+        """
+        own = self._scheduler
+        own.slots, own.fits, own.pauses = slots, fits, pauses
 
     def submit(self, jobs: Sequence[Job]) -> None:
         """Queue new jobs; ClosedError after `stop`."""
@@ -234,6 +261,8 @@ class Driver:
                 "more time, or ask for fewer tokens."
             )
             self._finish(job, error=error)
+        for job in turn.paused:
+            self._pause(job)
         self._check_model()
         self.reading = sum(
             job.prompt
@@ -241,7 +270,7 @@ class Driver:
             if job.given == len(job.request.done)  # no token of its own yet
         )
         self._begin(turn.admitted, len(others))
-        self._loop.claim(self._scheduler.waiting > 0, anew=bool(turn.admitted))
+        self._loop.queue.claim(self._scheduler.waiting > 0, anew=bool(turn.admitted))
         if not self._jobs:
             if self._scheduler.waiting:
                 time.sleep(_PAUSE)
@@ -252,6 +281,21 @@ class Driver:
             self._guarded(self._choose if job.begin is not None else self._hand_out, job)
         if not self._jobs:
             self._loop.longest = MAX_STEPS
+
+    def _pause(self, job: Job) -> None:
+        """Take the slot of a job, which waits and goes on as if nothing had been."""
+        assert job.live is not None
+        try:
+            left = self._loop.suspend(job.live)
+        except BaseException as error:
+            self._finish(job, error=error)
+            return
+        if left is None:  # it has ended meanwhile
+            self._guarded(self._hand_out, job)
+            return
+        self.preemptions += 1
+        self._jobs.remove(job)
+        job.pause(left)
 
     def _check_model(self) -> None:
         try:
@@ -282,10 +326,11 @@ class Driver:
                 group[0].steps = iter(group[0].begun)
             else:
                 waits = not (self._jobs or others)
-                lives = self._loop.start([job.request for job in group], waits)
+                saved = [None if job.left is None else job.left.saved for job in group]
+                lives = self._loop.start([job.request for job in group], waits, saved)
                 for job, live in zip(group, lives, strict=True):
-                    job.live = live
-                    if job.stop is not None:
+                    job.go_on(live)
+                    if job.stop is not None and job.watch is None:
                         self._guarded(self._watch, job)
         except OutOfMemoryError as error:
             return group if self._jobs or others else self._start_each(group, others, error)
@@ -293,7 +338,7 @@ class Driver:
             return self._start_each(group, others, error)
         for job in group:
             if job.state == "live":
-                job.channel.began = now
+                job.channel.began = job.channel.began or now
                 self._jobs.append(job)
         return []
 
@@ -380,7 +425,7 @@ class Driver:
                 job.steps.close()
         if job in self._jobs:
             self._jobs.remove(job)
-        if job.state == "live":
+        if job.state in ("live", "waiting"):  # paused, and not yet waiting for long
             self._scheduler.end(job)
         if error is not None and not isinstance(error, Exception):
             cause, error = error, StepError(f"A request was interrupted: {error!r}.")
@@ -397,7 +442,7 @@ class Driver:
         for job in [*dropped, *waiting]:
             self._finish(job, error=error)
         self._jobs.clear()
-        self._loop.claim(False)
+        self._loop.queue.claim(False)
         self._loop.longest = MAX_STEPS
 
     def _note(self, job: Job) -> None:

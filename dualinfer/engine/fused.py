@@ -486,7 +486,8 @@ class FusedEngine(Likeness, EmbeddingCalls, TowerCalls, SpeechCalls, ScoringCall
         with self._turns:
             if self._driver is None:
                 room = make_room(self.runner, self._pool)
-                self._driver = Driver(self._loop, self._turns, Scheduler(*room), self._origin.check)
+                scheduler = Scheduler(*room, pauses=self._pool is not None)
+                self._driver = Driver(self._loop, self._turns, scheduler, self._origin.check)
             return self._driver
 
     def _end_threads(self) -> None:

@@ -6,7 +6,8 @@ import time
 from collections import deque
 from collections.abc import Callable, Collection, Generator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
+from itertools import zip_longest
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -18,9 +19,9 @@ from ..backends.base import (
     PendingTokens,
     Piece,
     Pool,
-    Progress,
     Request,
     Runner,
+    Saved,
 )
 from ..backends.profiling import Profiler
 from ..errors import (
@@ -31,8 +32,11 @@ from ..errors import (
     UnsupportedError,
 )
 from ..parallel.spmd import Turns
+from .pausing import Paused, Pauses
+from .sequence import Live
 from .sharing import Sharing, sharing_of
 from .text_stream import Detokenizer, TextStream
+from .waiting import Queue, Ticket
 
 PIECE = 2048  # tokens that are read at a time where others wait; an H100 takes 50 ms for 8B
 _BESIDE = 8  # steps of others between two pieces
@@ -71,120 +75,6 @@ class StopWatch:
         return found
 
 
-@dataclass(eq=False)
-class Live:
-    """One sequence being generated in a slot. `queued` counts tokens that were asked for.
-
-    `error` says why tokens that it should have will never come. The slot ends once there are
-    `pause` tokens, where that is not 0: the sequence then begins anew, as a longer prompt. Of a
-    prompt that is read in pieces `unread` is the rest. `told` has what `sampling.tell` says of each
-    token, where the request `tells`. Where it follows a grammar, `progress` is where it is there,
-    and `accepts` tells of each token whether the text is a whole one with it. The tokens of one
-    that is `chosen` come from its `owner`, a thread. `kept` tokens of its prompt were there before.
-    """
-
-    request: Request
-    slot: int
-    pause: int = 0
-    tokens: list[int] = field(default_factory=list)
-    ended: bool = False
-    queued: int = 1
-    error: Exception | None = None
-    pauses: bool = False
-    unread: Piece | None = None
-    told: list[np.ndarray] = field(default_factory=list)
-    progress: Progress | None = None
-    accepts: list[bool] = field(default_factory=list)
-    chosen: bool = False
-    kept: int = 0
-    owner: int = field(default_factory=threading.get_ident)
-
-    def part(self) -> Request:
-        """What the slot is asked for now: all, or what comes up to the pause."""
-        whole, done = self.request, len(self.tokens)
-        if whole.grammar is not None:
-            self.progress = self.progress or whole.grammar.begin()
-            whole = replace(whole, allowed=self.progress.words())
-        if not done and not self.pause:
-            return whole
-        return replace(
-            whole,
-            first=None,
-            done=(),
-            hidden_at_first=whole.hidden_at_first if not done else (),
-            tokens=np.append(whole.tokens, np.array(self.tokens, whole.tokens.dtype)),
-            max_new_tokens=(self.pause or whole.max_new_tokens) - done,
-            min_new_tokens=max(0, whole.min_new_tokens - done),
-            generated=whole.generated + done,
-        )
-
-    def resume(self) -> None:
-        """Book the tokens that are done; the error that they are none of its own."""
-        request = self.request
-        if request.grammar is not None:
-            self.progress = request.grammar.begin()
-        for token in request.done:
-            self.take(token)
-        if self.ended:
-            raise self.error or StepError("A sequence was to go on that had ended.")
-        if request.tells:
-            self.told = [np.zeros(0, np.float32)] * len(request.done)
-        self.queued, self.pauses = len(self.tokens) + 1, False
-        if self.pause <= len(self.tokens):  # it is read as a prompt beyond it
-            self.pause = 0
-
-    def take(self, token: int, told: np.ndarray | None = None) -> None:
-        """Book a token; the sequence ends where it ends on the device."""
-        if told is not None and self.request.tells:
-            self.told.append(told)  # before its token, which another thread may look at
-        count = len(self.tokens) + 1
-        full = count >= self.request.max_new_tokens
-        if full and self.request.last is not None:
-            token = self.request.last
-        if self.progress is not None:
-            self._follow(self.progress, token)
-        self.tokens.append(token)
-        self.pauses = count == self.pause
-        self.ended = self.ended or full or token in self.request.eos_ids
-
-    def _follow(self, progress: Progress, token: int) -> None:
-        """Take a token in the grammar, which may end the sequence."""
-        try:
-            progress.take(token)
-        except Exception as error:
-            self.error, self.ended = error, True
-        self.accepts.append(progress.accepts)
-        self.ended = self.ended or progress.is_over
-
-    def allowed(self) -> np.ndarray | None:
-        """The words of the tokens that may come next; None where the grammar fails, and it ends."""
-        assert self.progress is not None
-        try:
-            return self.progress.words()
-        except Exception as error:
-            self.error, self.ended = error, True
-            return None
-
-    @property
-    def is_whole(self) -> bool:
-        """True where it ended because its grammar, or its EOS, says so."""
-        if self.progress is not None and self.progress.is_over:
-            return True
-        return bool(self.tokens) and self.tokens[-1] in self.request.eos_ids
-
-    def may_stop_at(self, index: int) -> bool:
-        """True if a stop string may end it with this token: not amid a grammar's text."""
-        return self.progress is None or self.accepts[index]
-
-
-@dataclass(eq=False)
-class _Ticket:
-    """The place of a call that waits for slots, or of the thread that drives jobs."""
-
-    count: int
-    is_driver: bool = False
-
-
 _log = logging.getLogger(__name__)
 _Chunk: TypeAlias = tuple[PendingTokens, dict[int, Live]]  # tokens, and whose the columns are
 
@@ -216,14 +106,18 @@ class Loop:
         self.longest = MAX_STEPS  # steps of a chunk: fewer where somebody may come or leave
         self.pool: Pool | None = None
         self.sharing: Sharing | None = None  # of prompts, where the pool's model can
-        self._queue: list[_Ticket] = []  # who waits for slots; who came first is first
+        self.queue = Queue()  # of those who wait for slots
+        self._pauses = Pauses(runner, 0)
         self.driver: int | None = None  # the thread whose jobs a scheduler lets in
         self._is_busy = False  # with what slots hold
 
-    def open(self, pool: Pool | None, prepare: bool, shares: bool) -> None:
+    def open(
+        self, pool: Pool | None, prepare: bool = False, shares: bool = False, swap: int = 0
+    ) -> None:
         """Reserve a pool's room, or none; see `Runner.open`.
 
         Prompts that begin alike then share what is read of them, if it `shares` and the model can.
+        What paused sequences have cached may take `swap` bytes of the host's memory.
         UnsupportedError while a sequence is under way.
         """
         with self._turns:
@@ -237,6 +131,8 @@ class Loop:
             self.pool = self.sharing = None
             self._runner.open(pool, prepare)
             self.pool = pool
+            self._pauses.forget()
+            self._pauses = Pauses(self._runner, 0 if pool is None else swap)
             if pool is not None and shares:
                 self.sharing = sharing_of(self._runner, pool)
 
@@ -247,23 +143,9 @@ class Loop:
         """
         if self._left:
             self._free_left()
-        queue = list(self._queue)
-        last = next((i for i, x in enumerate(queue) if x.is_driver), len(queue))
-        wanted = sum(ticket.count for ticket in queue[:last])
+        wanted = self.queue.wanted_before_driver()
         others = [x.request.cache_tokens for x in list(self._live.values()) if id(x) not in ours]
         return others + [0] * wanted
-
-    def claim(self, waits: bool, anew: bool = False) -> None:
-        """Keep the driver's place among the calls that wait while it `waits`, or give it up.
-
-        It goes behind them `anew` once one of its sequences got a slot.
-        """
-        there = [ticket for ticket in list(self._queue) if ticket.is_driver]
-        if there and (anew or not waits):
-            self._queue.remove(there[0])
-            there = []
-        if waits and not there:
-            self._queue.append(_Ticket(1, is_driver=True))
 
     def check(self, requests: Sequence[Request]) -> None:
         """Raise LengthError for what a pool has no room for."""
@@ -275,14 +157,20 @@ class Loop:
                 "tokens, pass a shorter prompt, or reserve more tokens a slot."
             )
 
-    def start(self, requests: Sequence[Request], waits: bool = True) -> list[Live]:
+    def start(
+        self,
+        requests: Sequence[Request],
+        waits: bool = True,
+        saved: Sequence[Saved | None] = (),
+    ) -> list[Live]:
         """Sequences for `requests`, in the lowest free slots, with their first token under way.
 
-        One that does not wait for slots raises OutOfMemoryError where there are too few.
+        One that does not wait for slots raises OutOfMemoryError where there are too few. `saved` is
+        what those that were paused had cached.
         """
         with self._with_slots(len(requests), waits):
             if self.sharing is not None:
-                lives, _ = self._open(requests, self._plan, chosen=False)
+                lives, _ = self._open(requests, self._plan, chosen=False, saved=saved)
                 if all(x.unread is not None for x in list(self._live.values()) if not x.ended):
                     try:
                         self._read_on()  # others have a step between two pieces: see `turn`
@@ -293,14 +181,14 @@ class Loop:
 
             def read(lives: list[Live], parts: list[Request]) -> None:
                 for live, part in zip(lives, parts, strict=True):
-                    live.unread = Piece.whole(part, live.slot)
+                    live.unread = Piece.whole(self._pauses.restore(live, part), live.slot)
                 pieces = [live.unread for live in lives if live.unread is not None]
                 running = any(not live.ended for live in list(self._live.values()))
                 if running and self._runner.spec.reads_pieces:  # some of each: all have room
                     pieces = [_first(piece, PIECE // len(pieces)) for piece in pieces]
                 self._read(lives, pieces)
 
-            return self._open(requests, read, chosen=False)[0]
+            return self._open(requests, read, chosen=False, saved=saved)[0]
 
     def start_scores(self, requests: Sequence[Request]) -> tuple[list[Live], Any]:
         """Sequences whose tokens the caller chooses, and the logits [B, V] of the first ones."""
@@ -326,25 +214,25 @@ class Loop:
         Calls get them in the order in which they came. LengthError where a pool has not so many, or
         where none of them will ever be free.
         """
-        ticket = _Ticket(count)
+        ticket = Ticket(count)
         if waits:
-            self._queue.append(ticket)
+            self.queue.append(ticket)
         try:
             while True:
                 with self._turns:
                     if self._has_slots(count) and (not waits or self._is_next(ticket)):
                         if waits:
-                            self._queue.remove(ticket)
+                            self.queue.remove(ticket)
                         yield
                         return
                 if not waits:
                     raise OutOfMemoryError(f"There are not {count} free slots.")
                 self._make_way(count)
         finally:
-            if ticket in self._queue:
-                self._queue.remove(ticket)
+            if ticket in self.queue:
+                self.queue.remove(ticket)
 
-    def _is_next(self, ticket: _Ticket) -> bool:
+    def _is_next(self, ticket: Ticket) -> bool:
         """True unless another call has waited longer, or the driver needs the slot.
 
         A thread that others may wait for passes them: it holds sequences whose tokens it chooses,
@@ -354,10 +242,7 @@ class Loop:
         lives = [x for x in list(self._live.values()) if not x.ended]
         if pool is None or me == self.driver or any(x.chosen and x.owner == me for x in lives):
             return True
-        before = self._queue[: self._queue.index(ticket)]
-        if any(not x.is_driver for x in before):
-            return False
-        return ticket.count + sum(x.count for x in before) <= pool.slots - len(self._live)
+        return self.queue.lets(ticket, pool.slots - len(self._live))
 
     def _has_slots(self, count: int) -> bool:
         """True if so many are free; those of sequences that have ended are."""
@@ -439,6 +324,7 @@ class Loop:
         requests: Sequence[Request],
         read: Callable[[list[Live], list[Request]], Any],
         chosen: bool,
+        saved: Sequence[Saved | None] = (),
     ) -> tuple[list[Live], Any]:
         """Sequences in the lowest free slots, and what `read` gives for them."""
         if self._closed is not None:
@@ -452,7 +338,8 @@ class Loop:
             Live(r, slot, p, chosen=chosen)
             for r, slot, p in zip(requests, slots, pauses, strict=False)
         ]
-        for live in lives:
+        for live, own in zip_longest(lives, saved[: len(lives)]):
+            live.saved = own
             if live.request.done:
                 live.resume()
             elif live.request.first is not None:
@@ -531,7 +418,8 @@ class Loop:
                 continue
             served.append(live)
             if sharing is not None and piece.is_first:
-                piece = Piece.whole(sharing.begun(live.slot, piece.request), live.slot)
+                request = self._pauses.restore(live, piece.request)
+                piece = Piece.whole(sharing.begun(live.slot, request), live.slot)
                 live.kept = piece.start
             if sharing is not None:
                 piece = sharing.until(piece)
@@ -576,6 +464,7 @@ class Loop:
                     "engine.refresh()."
                 )
             self._forget()
+            self._pauses.forget()
 
     def fill(self, lives: Sequence[Live], count: int, steps: int) -> None:
         """Wait until each of `lives` has `count` tokens or has ended, by chunks of `steps`."""
@@ -691,6 +580,24 @@ class Loop:
         for live in columns.values():
             live.queued += steps
         self._chunks.append((pending, columns))
+
+    def suspend(self, live: Live) -> Paused | None:
+        """Free the slot of a sequence that is to go on later; None where it has ended.
+
+        All tokens that were asked for have come then.
+        """
+        while True:
+            with self._turns:
+                if live.ended:
+                    return None
+                if not any(live in columns.values() for _, columns in self._chunks):
+                    with self._undisturbed():
+                        saved = self._pauses.save(live)
+                    paused = Paused(tuple(live.tokens), live.told[: len(live.tokens)], saved)
+                    self.finish([live])
+                    return paused
+                chunk = self._chunks[0]
+            self._hand_out(chunk)
 
     def lose(self, error: Exception) -> None:
         """End every sequence; whoever waits for more of its tokens gets `error`."""

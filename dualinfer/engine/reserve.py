@@ -1,5 +1,6 @@
 """Memory that an engine reserves for many sequences at once."""
 
+import math
 from typing import NamedTuple
 
 from ..backends.base import Pool
@@ -8,6 +9,7 @@ from ..serving.room import MOST_TOKENS, free_for_pool, is_on_host, make_room, po
 from .base import InferenceEngine
 from .driver import Driver
 from .loop import Loop
+from .pausing import SWAP_GIB
 
 
 class Reserved(NamedTuple):
@@ -45,6 +47,7 @@ class RoomCalls(InferenceEngine):
         tokens: int | None = None,
         *,
         prefix_cache: bool = True,
+        swap_space: float = SWAP_GIB,
         prepare: bool | None = None,
     ) -> Reserved:
         """Reserve memory for `slots` sequences of `tokens` tokens each, prompt and new ones.
@@ -56,13 +59,19 @@ class RoomCalls(InferenceEngine):
         prompt is not read where another one began as it does: what sequences leave is kept in
         spare slots, one for eight of the others; of recurrences it is what their states have read,
         where prompts part and at the last whole 64 tokens of each.
-        Answers are as without it, to rounding. It replaces what was reserved before.
+        Answers are as without it, to rounding. A sequence that gives its slot to one of high
+        priority goes on later: what it had cached waits in `swap_space` GiB of the host's memory,
+        or is read again where that is full, or 0. It replaces what was reserved before.
         UnsupportedError while a generation is under way, OutOfMemoryError where there is no room.
         Every process that shares the model must call it.
         """
         for name, value in (("slots", slots), ("tokens", tokens)):
             if value is not None and (type(value) is not int or value < 1):
                 raise ArgumentError(f"reserve({name}={shown(value)}): expected 1 or more, or None.")
+        if type(swap_space) not in (int, float) or not 0 <= swap_space < math.inf:
+            raise ArgumentError(
+                f"reserve(swap_space={shown(swap_space)}): expected GiB, 0 or more."
+            )
         runner, most = self.runner, self._longest
         if not runner.spec.can_generate:
             raise UnsupportedError(
@@ -74,14 +83,14 @@ class RoomCalls(InferenceEngine):
                 "(max_out_tokens, or the model's positions)."
             )
         with self._turns:
-            self._loop.open(None, False, False)  # its memory is free for the new one
+            self._loop.open(None)  # its memory is free for the new one
             try:
                 each = max((tokens or min(most, MOST_TOKENS)) - 1, 1)  # the last is not fed back
                 said = self._turns.peers.tell("Reserving room", free=free_for_pool(runner))["free"]
                 free = None if None in said else min(said)
                 pool = pool_for(runner, slots, each, prefix_cache, free)
                 prepares = not is_on_host(runner) if prepare is None else prepare
-                self._loop.open(pool, prepares, prefix_cache)
+                self._loop.open(pool, prepares, prefix_cache, int(swap_space * 2**30))
             finally:
                 self._told_driver()
         return Reserved(pool.slots, pool.tokens + 1, pool.spare)
@@ -93,7 +102,7 @@ class RoomCalls(InferenceEngine):
         """
         _ = self.runner
         with self._turns:
-            self._loop.open(None, False, False)
+            self._loop.open(None)
             self._told_driver()
 
     def prefix_counts(self) -> PrefixCounts:
@@ -107,7 +116,8 @@ class RoomCalls(InferenceEngine):
 
     def _told_driver(self) -> None:
         if self._driver is not None:
-            self._driver.set_room(*make_room(self._runner, self._pool))
+            room = make_room(self._runner, self._pool)
+            self._driver.set_room(*room, pauses=self._pool is not None)
 
     def _reserved_note(self) -> tuple[str, ...]:
         """A note on the reserved room, for people."""

@@ -29,7 +29,7 @@ class Sharing:
 
     def begun(self, slot: int, request: Request) -> Request:
         """The request, after what is held of its prompt was copied to its slot."""
-        if not _is_shared(request):
+        if request.kept or not _is_shared(request):
             return request
         source, count = self._book.longest(request.tokens)
         if count and source != slot and not self._copied(source, slot, count):

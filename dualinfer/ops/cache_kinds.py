@@ -24,6 +24,14 @@ class LayerCache(CacheView, Protocol):
         """The same contents in new arrays of this size, no smaller in either."""
         ...
 
+    def taken(self, slot: Array | int, tokens: int) -> Self:
+        """A cache of one slot, with the first `tokens` places of `slot`: views where there are."""
+        ...
+
+    def given(self, slot: Array | int, own: Self) -> Self:
+        """The cache with what another of one slot has in the first places of `slot`."""
+        ...
+
 
 class FullCache(NamedTuple):
     """Keys and values of every token, [N, K, S, D] each; of codes their scales, [N, K, S] each."""
@@ -78,10 +86,14 @@ class FullCache(NamedTuple):
         """See `CacheView.kept`."""
         return kept(self, k, v)
 
-    def copied(self, source: Array | int, target: Array | int, tokens: int) -> Self:
-        """The cache with the first `tokens` places of slot `source` in slot `target`, too."""
-        at = slice(None), slice(tokens)
-        return over(self, lambda x: self.maths.put(x, (target, *at), x[source][at]))
+    def taken(self, slot: Array | int, tokens: int) -> Self:
+        """See `LayerCache.taken`."""
+        return over(self, lambda x: x[slot][:, :tokens][None])
+
+    def given(self, slot: Array | int, own: Self) -> Self:
+        """See `LayerCache.given`."""
+        places = slice(None), slice(own.capacity)
+        return with_of(self, own, lambda x, y: self.maths.put(x, (slot, *places), y[0]))
 
     def read(self, slots: Array | None = None) -> tuple[Array, Array]:
         """See `CacheView.read`; no copy of every slot but of codes."""
@@ -165,11 +177,16 @@ class BlockCache(NamedTuple):
         """See `CacheView.kept`."""
         return kept(self, k, v)
 
-    def copied(self, source: Array | int, target: Array | int, tokens: int) -> Self:
-        """See `FullCache.copied`; whole blocks."""
-        count = -(-tokens // self._size)
-        there, here = (self.table[slot][:count] for slot in (source, target))
-        pools = over(self._pools, lambda pool: self.maths.put(pool, here, pool[there]))
+    def taken(self, slot: Array | int, tokens: int) -> Self:
+        """See `LayerCache.taken`; whole blocks."""
+        there = self.table[slot][: -(-tokens // self._size)]
+        pools = over(self._pools, lambda pool: pool[there])
+        return self._replace(**pools._asdict(), table=self.table[:1, : len(there)])
+
+    def given(self, slot: Array | int, own: Self) -> Self:
+        """See `LayerCache.given`."""
+        here = self.table[slot][: own.table.shape[1]]
+        pools = with_of(self._pools, own._pools, lambda x, y: self.maths.put(x, here, y))
         return self._replace(**pools._asdict())
 
     def read(self, slots: Array | None = None) -> tuple[Array, Array]:
@@ -258,10 +275,14 @@ class LatentCache(NamedTuple):
         """See `CacheView.kept`."""
         return k, v
 
-    def copied(self, source: Array | int, target: Array | int, tokens: int) -> Self:
-        """See `FullCache.copied`."""
-        new = self.shared[source][:tokens]
-        return type(self)(self.maths.put(self.shared, (target, slice(tokens)), new))
+    def taken(self, slot: Array | int, tokens: int) -> Self:
+        """See `LayerCache.taken`."""
+        return type(self)(self.shared[slot][:tokens][None])
+
+    def given(self, slot: Array | int, own: Self) -> Self:
+        """See `LayerCache.given`."""
+        places = slot, slice(own.capacity)
+        return type(self)(self.maths.put(self.shared, places, own.shared[0]))
 
     def read(self, slots: Array | None = None) -> tuple[Array, Array]:
         """See `CacheView.read`; no copy of every slot."""
@@ -291,9 +312,13 @@ class StateCache(NamedTuple):
         """See `CacheView.view`."""
         return over(self, lambda x: x[:slots])
 
-    def copied(self, source: Array | int, target: Array | int, tokens: int) -> Self:
-        """See `FullCache.copied`; the state, whatever the number of tokens."""
-        return over(self, lambda x: self.maths.put(x, target, x[source]))
+    def taken(self, slot: Array | int, tokens: int) -> Self:
+        """See `LayerCache.taken`; the state, whatever the number of tokens."""
+        return over(self, lambda x: x[slot][None])
+
+    def given(self, slot: Array | int, own: Self) -> Self:
+        """See `LayerCache.given`."""
+        return with_of(self, own, lambda x, y: self.maths.put(x, slot, y[0]))
 
     def keep(self, slots: Array, *arrays: Array) -> Self:
         """See `StateView.keep`."""
@@ -340,6 +365,12 @@ def codes_of(k: Array) -> str | None:
 def over(cache: Any, change: Callable[[Array], Array]) -> Any:
     """The cache with each of its arrays changed."""
     return type(cache)(*(x if x is None else change(x) for x in cache))
+
+
+def with_of(cache: Any, own: Any, change: Callable[[Array, Array], Array]) -> Any:
+    """The cache with each of its arrays changed by the one of another."""
+    pairs = zip(cache, own, strict=True)
+    return type(cache)(*(x if x is None else change(x, y) for x, y in pairs))
 
 
 def changed(cache: Any, put: Callable[[Array, Array], Array], k: Array, v: Array) -> Any:

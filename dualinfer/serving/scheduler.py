@@ -7,6 +7,7 @@ from typing import Literal, NamedTuple
 
 State = Literal["new", "waiting", "live", "ended"]
 PROMPTS = 8192  # tokens of prompts that are let in at a time, so that the first need not wait
+PAUSES = 3  # of one entry, so that it ends however many urgent ones come
 _PASSED = 32  # urgent entries that are let in before one that came earlier and is not
 _CHUNK_SECONDS, _MOST_STEPS = 0.004, 8
 
@@ -16,7 +17,8 @@ class Entry:
     """One sequence that waits for a slot, has one, or has ended.
 
     `tokens` is how many its cache may come to hold, and `prompt` how many are read first. Past its
-    `deadline`, of the clock that `turn` is given, it ends.
+    `deadline`, of the clock that `turn` is given, it ends. One that `may_pause` gives its slot to
+    an urgent one, and waits before all others of its kind; it was `paused` so often.
     """
 
     tokens: int
@@ -25,14 +27,20 @@ class Entry:
     deadline: float | None = None
     state: State = "new"
     is_cancelled: bool = False
+    may_pause: bool = False
+    paused: int = 0
 
 
 class Turn(NamedTuple):
-    """The entries that get a slot now, and those that end: cancelled, or past their deadline."""
+    """The entries that get a slot now, and those that end: cancelled, or past their deadline.
+
+    Those that are `paused` wait from now on.
+    """
 
     admitted: list[Entry]
     cancelled: list[Entry]
     expired: list[Entry]
+    paused: list[Entry]
 
 
 class Scheduler:
@@ -41,13 +49,15 @@ class Scheduler:
     `fits(slots, tokens)` says whether there is room for so many sequences of so many tokens. Who
     comes first is let in first, urgent entries before others, but not for ever; what does not fit
     waits. Where nothing is under way the first one is let in whatever it needs, so that it runs or
-    fails, and nobody waits behind it for ever. An entry that was let in holds its slot until `end`.
+    fails, and nobody waits behind it for ever. An entry that was let in holds its slot until `end`,
+    or until an urgent one finds none: then the last one that came and may pause gives way, if the
+    scheduler `pauses`.
     """
 
-    def __init__(self, slots: int, fits: Callable[[int, int], bool]) -> None:
-        self.slots, self.fits = slots, fits
+    def __init__(self, slots: int, fits: Callable[[int, int], bool], pauses: bool = False) -> None:
+        self.slots, self.fits, self.pauses = slots, fits, pauses
         self._waiting: dict[bool, deque[Entry]] = {True: deque(), False: deque()}
-        self._live: set[Entry] = set()
+        self._live: dict[Entry, None] = {}  # who came last is last
         self._passed = 0  # urgent ones that were let in while others waited
         self._full: int | None = None  # sequences beside which there was no room after all
 
@@ -82,31 +92,45 @@ class Scheduler:
             self._end(entry)
         cancelled = [x for x in ended if x.is_cancelled]
         expired = [x for x in ended if not x.is_cancelled]
-        return Turn(self._admit([*others, *(x.tokens for x in self._live)]), cancelled, expired)
+        admitted, paused = self._admit([*others, *(x.tokens for x in self._live)])
+        return Turn(admitted, cancelled, expired, paused)
 
-    def _admit(self, held: list[int]) -> list[Entry]:
-        """Let in who fits beside sequences that hold so many tokens each."""
+    def _admit(self, held: list[int]) -> tuple[list[Entry], list[Entry]]:
+        """Let in who fits beside sequences that hold so many tokens each; and who gives way."""
         if self._full is not None and len(held) < self._full:
             self._full = None
         admitted: list[Entry] = []
+        paused: list[Entry] = []
+        pausable = [x for x in self._live if self._may_pause(x)]
         reach, read = max(held, default=0), 0
         while (queue := self._next()) is not None:
-            entry, count = queue[0], len(held) + len(admitted) + 1
+            entry, count = queue[0], len(held) + len(admitted) - len(paused) + 1
             reach = max(reach, entry.tokens)
+            if admitted and read + entry.prompt > PROMPTS:
+                break
+            gives_way = count > self.slots and entry.urgent and bool(pausable)
+            count -= gives_way
             if count > 1 and (
                 self._full is not None or count > self.slots or not self.fits(count, reach)
             ):
                 break
-            if admitted and read + entry.prompt > PROMPTS:
-                break
+            if gives_way:
+                paused.append(pausable.pop())
             queue.popleft()
             read += entry.prompt
             others_wait = bool(self._waiting[False])
             self._passed = self._passed + 1 if entry.urgent and others_wait else 0
             entry.state = "live"
-            self._live.add(entry)
+            self._live[entry] = None
             admitted.append(entry)
-        return admitted
+        for entry in paused:  # the last one that came is the last one of them
+            del self._live[entry]
+            entry.state, entry.paused = "waiting", entry.paused + 1
+            self._waiting[entry.urgent].appendleft(entry)
+        return admitted, paused
+
+    def _may_pause(self, entry: Entry) -> bool:
+        return self.pauses and not entry.urgent and entry.may_pause and entry.paused < PAUSES
 
     def _next(self) -> deque[Entry] | None:
         """The queue whose first entry is next."""
@@ -123,7 +147,7 @@ class Scheduler:
         for entry in reversed(entries):
             assert entry.state == "live"
             entry.state = "waiting"
-            self._live.remove(entry)
+            del self._live[entry]
             self._waiting[entry.urgent].appendleft(entry)
 
     def hold(self, count: int) -> None:
@@ -131,12 +155,14 @@ class Scheduler:
         self._full = count
 
     def end(self, entry: Entry) -> None:
-        """Free the slot of an entry that has ended or failed."""
-        assert entry.state == "live"
+        """Free the slot of an entry that has ended or failed, or its place if it was paused."""
+        assert entry.state in ("live", "waiting")
+        if entry.state == "waiting":
+            self._waiting[entry.urgent].remove(entry)
         self._end(entry)
 
     def _end(self, entry: Entry) -> None:
-        self._live.discard(entry)
+        self._live.pop(entry, None)
         entry.state = "ended"
 
     def drop(self) -> list[Entry]:

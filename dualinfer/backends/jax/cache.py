@@ -97,8 +97,19 @@ def _grow(
 
 def copied(cache: Cache, pair: jax.Array, tokens: int) -> Cache:
     """The cache with the first `tokens` places of slot pair[0] in slot pair[1], too."""
-    layers = [layer.copied(pair[0], pair[1], tokens) for layer in cache.layers]
+    layers = [layer.given(pair[1], layer.taken(pair[0], tokens)) for layer in cache.layers]
     return replace(cache, layers=layers)
+
+
+def taken(cache: Cache, slot: jax.Array, tokens: int) -> Cache:
+    """The first `tokens` places of a slot, a cache of one slot for each layer."""
+    return replace(cache, layers=[layer.taken(slot, tokens) for layer in cache.layers])
+
+
+def given(cache: Cache, own: Cache, slot: jax.Array) -> Cache:
+    """The cache with what `taken` gave in a slot."""
+    pairs = zip(cache.layers, own.layers, strict=True)
+    return replace(cache, layers=[layer.given(slot, one) for layer, one in pairs])
 
 
 def free_bytes(device: jax.Device) -> int | None:

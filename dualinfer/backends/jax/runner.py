@@ -23,7 +23,16 @@ from ...ops.caches import Room, cache_bytes, cache_specs, check_room, describe_c
 from ...ops.pooling import contrast
 from ...parallel.agreement import Peers
 from ...parallel.sharding import ShardingPlan
-from ..base import MAX_STEPS, NO_TOKEN, ForwardInputs, Piece, Pool, Request, SamplingFeatures
+from ..base import (
+    MAX_STEPS,
+    NO_TOKEN,
+    ForwardInputs,
+    Piece,
+    Pool,
+    Request,
+    SamplingFeatures,
+    Saved,
+)
 from ..held import describe_weights
 from ..slots import (
     LiveSlots,
@@ -37,7 +46,7 @@ from ..slots import (
 )
 from ..streaming import Streaming
 from . import ahead, sampler
-from .cache import Cache, copied, grow, least_free_bytes, make_cache, split
+from .cache import Cache, copied, given, grow, least_free_bytes, make_cache, split, taken
 from .executables import Clock, Executables, Job
 from .gradients import Derived, check_derivative
 from .maths import MATHS
@@ -696,6 +705,36 @@ class JaxRunner:
         args, (whole, layers) = (cache, np.array([source, target], np.int32)), self._shardings
         shardings = replace(cache, layers=layers), whole
         return Job(("copy", tokens, *cache.room), function, args, donate=(0,), shardings=shardings)
+
+    @in_place
+    def save(self, slot: int, tokens: int) -> Saved:
+        """See `base.Runner`; it waits for what the device does."""
+        cache = self._cache
+        if cache is None or self._live.pool is None:
+            raise StepError(_LOST)
+        part = part_of(self._live.pool, 1, tokens).tokens
+        lies = replace(cache, layers=self._split)
+        function = self._place.spread(partial(taken, tokens=part), (lies, WHOLE), lies)
+        operands = self._place.operands((np.array(slot, np.int32),))
+        own = self._executables.run(("save", part, *cache.room), function, cache, *operands)
+        leaves, tree = jax.tree.flatten(own)
+        held = [(np.asarray(x), x.sharding) for x in leaves]
+        return Saved(tokens, sum(x.nbytes for x, _ in held), (part, held, tree))
+
+    @in_place
+    def restore(self, slot: int, saved: Saved) -> None:
+        """See `base.Runner`."""
+        cache = self._cache
+        if cache is None:
+            raise StepError(_LOST)
+        part, held, tree = saved.data
+        own = jax.tree.unflatten(tree, [jax.device_put(x, lies) for x, lies in held])
+        lies = replace(cache, layers=self._split)
+        function = self._place.spread(given, (lies, lies, WHOLE), lies)
+        args = cache, own, *self._place.operands((np.array(slot, np.int32),))
+        key = "restore", part, *cache.room
+        with self._at_stake():
+            self._cache = self._executables.run(key, function, *args, donate=(0,))
 
     @in_place
     def release(self, slots: Sequence[int]) -> None:

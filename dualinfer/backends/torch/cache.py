@@ -111,7 +111,25 @@ class Cache:
     def copy(self, source: int, target: int, tokens: int) -> None:
         """Copy the first tokens of one slot to another."""
         for layer in self._layers:
-            layer.copied(source, target, tokens)
+            layer.given(target, layer.taken(source, tokens))
+
+    def save(self, slot: int, tokens: int) -> list[Any]:
+        """The first tokens of a slot in the host's memory, a cache of one slot for each layer."""
+
+        def saved(x: torch.Tensor | None) -> torch.Tensor | None:
+            if x is None:
+                return None
+            host = torch.empty(x.shape, dtype=x.dtype, pin_memory=x.is_cuda)
+            return host.copy_(x, non_blocking=True)  # done before work that is enqueued later
+
+        taken = [layer.taken(slot, tokens) for layer in self._layers]
+        return [type(one)(*map(saved, one)) for one in taken]
+
+    def restore(self, slot: int, saved: Sequence[Any]) -> None:
+        """Put back what `save` gave, into any slot."""
+        for layer, own in zip(self._layers, saved, strict=True):
+            there = [None if x is None else x.to(self.device, non_blocking=True) for x in own]
+            layer.given(slot, type(own)(*there))
 
     @property
     def bytes(self) -> int:

@@ -31,6 +31,7 @@ from ..base import (
     Pool,
     Request,
     SamplingFeatures,
+    Saved,
 )
 from ..held import describe_weights
 from ..profiling import Stopwatch
@@ -44,7 +45,7 @@ from ..slots import (
     weight_rows,
 )
 from . import sampler
-from .cache import Cache
+from .cache import Cache, size_of
 from .compiling import compile_options
 from .device import device_name, free_bytes, in_order, ready, upload
 from .graphs import MOST_STEPS, CallGraphs, StepGraphs, graph_facts
@@ -750,6 +751,19 @@ class TorchRunner:
     def copy(self, source: int, target: int, tokens: int) -> None:
         """See `base.Runner`."""
         self._cache.copy(source, target, tokens)
+
+    @in_order
+    @torch.inference_mode()
+    def save(self, slot: int, tokens: int) -> Saved:
+        """See `base.Runner`; on a GPU in pinned memory, and without a wait."""
+        layers = self._cache.save(slot, tokens)
+        return Saved(tokens, sum(map(size_of, layers)), layers)
+
+    @in_order
+    @torch.inference_mode()
+    def restore(self, slot: int, saved: Saved) -> None:
+        """See `base.Runner`."""
+        self._cache.restore(slot, saved.data)
 
     @in_order
     @torch.inference_mode()

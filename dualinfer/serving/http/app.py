@@ -505,6 +505,7 @@ class Server:
         totals = {
             "prefix_cache_queries_total": now.asked,
             "prefix_cache_hits_total": now.found,
+            "num_preemptions_total": now.preemptions,
         }
         text = self._metrics.text(self.name, gauges, totals)
         return Response(text, media_type=CONTENT_TYPE)

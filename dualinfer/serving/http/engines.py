@@ -31,7 +31,8 @@ class State(NamedTuple):
     """How an engine is: sequences that have a slot, those that wait, and how many slots there are.
 
     `asked` and `found` count tokens of prompts, and those that were not read again. `trouble` is
-    why it does not serve; None where it does.
+    why it does not serve; None where it does. `preemptions` counts slots that sequences gave to
+    urgent ones.
     """
 
     live: int
@@ -40,6 +41,7 @@ class State(NamedTuple):
     asked: int = 0
     found: int = 0
     trouble: str | None = None
+    preemptions: int = 0
 
 
 class Handle(Protocol):
@@ -164,4 +166,4 @@ class LocalEngine:
         """See `ServedEngine`."""
         now, counts = self._engine.traffic(), self._engine.prefix_counts()
         trouble = self.pulse().trouble
-        return State(now.live, now.waiting, now.slots, counts.asked, counts.found, trouble)
+        return State(now.live, now.waiting, now.slots, *counts, trouble, now.preemptions)

@@ -167,6 +167,7 @@ class Generation(_Body):
     max_tokens: Annotated[int, Field(ge=0, lt=2**31)] | None = None
     min_tokens: Annotated[int, Field(ge=0)] | None = None
     ignore_eos: bool | None = None
+    priority: int | None = None
     stop_token_ids: Annotated[list[_Id], Field(max_length=1024, fail_fast=True)] | None = None
     skip_special_tokens: bool | None = None
     include_stop_str_in_output: bool | None = None
@@ -241,6 +242,8 @@ class Generation(_Body):
             "min_new_tokens": self.min_tokens or None,
             "logprobs": self.likely,
         }
+        if (self.priority or 0) < 0:  # as in vLLM, where lower ones are earlier
+            chosen["priority"] = "high"
         if temperature > 0:
             chosen |= {
                 "temperature": temperature,

@@ -201,7 +201,7 @@ class RemoteEngine:
         self._state = State(0, 0, 1)
         self._pulse = Pulse()
         self.unheard = 0.0  # seconds without a sign of life
-        self._before = 0, 0  # tokens that earlier engines have counted
+        self._before = 0, 0, 0  # what earlier engines have counted
         self._closed: Exception | None = None
         self.down: str | None = "The engine starts."
         self.progress = 0  # tokens and results that have come
@@ -268,9 +268,14 @@ class RemoteEngine:
         """See `ServedEngine`."""
         there = sum(isinstance(work, RemoteHandle) for work in list(self._work.values()))
         live = 0 if self._write is None else min(self._state.live, there)
-        asked, found = self._before
-        counts = asked + self._state.asked, found + self._state.found
-        return State(live, there - live, self._state.slots, *counts, self.trouble)
+        asked, found, preemptions = self._counts()
+        room = live, there - live, self._state.slots
+        return State(*room, asked, found, self.trouble, preemptions)
+
+    def _counts(self) -> tuple[int, int, int]:
+        """What all engines so far have counted."""
+        (asked, found, preemptions), now = self._before, self._state
+        return asked + now.asked, found + now.found, preemptions + now.preemptions
 
     @property
     def pulse(self) -> Pulse:
@@ -299,8 +304,8 @@ class RemoteEngine:
         """The engine is gone. What it had under way waits for another one, but not for ever."""
         self._write, self.down = None, why
         last = self._state
-        self._before = self._before[0] + last.asked, self._before[1] + last.found
-        self._state = last._replace(live=0, asked=0, found=0)
+        self._before = self._counts()
+        self._state = last._replace(live=0, asked=0, found=0, preemptions=0)
         handles = [x for x in self._work.values() if isinstance(x, RemoteHandle)]
         waited = {id(x) for x in handles[last.slots :]}  # they had no slot: who is first is first
         for work in list(self._work.values()):

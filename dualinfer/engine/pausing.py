@@ -1,0 +1,77 @@
+"""Sequences that give their slots to others: what they had cached waits in the host's memory."""
+
+import logging
+import weakref
+from dataclasses import replace
+from typing import NamedTuple
+
+import numpy as np
+
+from ..backends.base import GRAIN, Request, Runner, Saved
+from .sequence import Live
+
+_log = logging.getLogger(__name__)
+SWAP_GIB = 4.0
+
+
+class Paused(NamedTuple):
+    """A sequence without a slot: its new tokens, what is told of them, and what was `saved`.
+
+    Where nothing was saved, it is read again as a longer prompt.
+    """
+
+    done: tuple[int, ...]
+    told: list[np.ndarray]
+    saved: Saved | None
+
+
+class Pauses:
+    """Saves what sequences have cached, together in at most `most` bytes."""
+
+    def __init__(self, runner: Runner, most: int) -> None:
+        self._runner, self._most = runner, most
+        self._saved: weakref.WeakSet[Saved] = weakref.WeakSet()
+
+    def save(self, live: Live) -> Saved | None:
+        """What a sequence has cached, whose tokens have all come; None where it is read again.
+
+        So is what is short, and what has no room. Whole grains of places, whose rest is read again,
+        and states as they stand: behind all tokens but the last, which was not fed back.
+        """
+        spec, request = self._runner.spec, live.request
+        is_simple = request.embeds is None and request.sampling.repetition_penalty == 1
+        count = len(request.tokens) + len(live.tokens) - 1
+        if live.unread is not None or not live.tokens or count < GRAIN:
+            return None
+        if not (is_simple and spec.keeps_beginnings):
+            return None
+        held = sum(saved.nbytes for saved in self._saved)
+        if held + self._runner.cache_bytes_for(1, count) > self._most:
+            return None
+        count = count // GRAIN * GRAIN if spec.keeps_places else count
+        try:
+            saved = self._runner.save(live.slot, count)
+        except Exception:
+            _log.warning("What a sequence had cached was not saved.", exc_info=True)
+            return None
+        self._saved.add(saved)
+        return saved
+
+    def restore(self, live: Live, request: Request) -> Request:
+        """The request of a sequence, after what was saved of it was put in its slot."""
+        saved, live.saved = live.saved, None
+        if saved is None or saved.is_stale:
+            return request
+        self._saved.discard(saved)
+        try:
+            self._runner.restore(live.slot, saved)
+        except Exception:
+            _log.warning("What a sequence had cached was not put back.", exc_info=True)
+            return request
+        return replace(request, kept=saved.tokens)
+
+    def forget(self) -> None:
+        """Let nothing be put back: weights, or the pool, are others."""
+        for saved in self._saved:
+            saved.is_stale = True
+        self._saved.clear()
