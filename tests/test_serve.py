@@ -305,6 +305,23 @@ def test_many_at_once_have_what_each_has_alone(engine, url):
     assert asyncio.run(main()) == expected
 
 
+def test_a_request_of_a_lower_priority_number_takes_the_slot_of_another(engine, client, url):
+    settle(engine)
+    engine.reserve(1, 500)
+    try:
+        expected = complete(client, max_tokens=300, extra_body={"ignore_eos": True}).choices[0].text
+        extra = {"ignore_eos": True, "priority": 5}
+        stream = complete(client, max_tokens=300, extra_body=extra, stream=True)
+        text = next(stream).choices[0].text
+        urgent = complete(client, max_tokens=3, extra_body={"priority": -1})
+        assert expected.startswith(urgent.choices[0].text)
+        assert metrics(url)['vllm:num_preemptions_total{model_name="small"}'] == "1"
+        assert text + "".join(event.choices[0].text for event in stream) == expected
+        settle(engine)
+    finally:
+        engine.unreserve()
+
+
 def test_a_client_that_leaves_frees_its_slots(engine, client, url):
     settle(engine)
     made = generated(url)

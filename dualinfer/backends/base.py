@@ -262,12 +262,12 @@ class Pool:
 class Saved:
     """What a slot had cached of its first `tokens`, in `nbytes` of the host's memory.
 
-    `data` is the backend's own. It `is_stale` once weights or the pool are others.
+    `copies` are the backend's own. It `is_stale` once weights or the pool are others.
     """
 
     tokens: int
     nbytes: int
-    data: Any
+    copies: Any
     is_stale: bool = False
 
 

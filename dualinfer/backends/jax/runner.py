@@ -727,7 +727,7 @@ class JaxRunner:
         cache = self._cache
         if cache is None:
             raise StepError(_LOST)
-        part, held, tree = saved.data
+        part, held, tree = saved.copies
         own = jax.tree.unflatten(tree, [jax.device_put(x, lies) for x, lies in held])
         lies = replace(cache, layers=self._split)
         function = self._place.spread(given, (lies, lies, WHOLE), lies)

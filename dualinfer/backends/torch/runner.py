@@ -763,7 +763,7 @@ class TorchRunner:
     @torch.inference_mode()
     def restore(self, slot: int, saved: Saved) -> None:
         """See `base.Runner`."""
-        self._cache.restore(slot, saved.data)
+        self._cache.restore(slot, saved.copies)
 
     @in_order
     @torch.inference_mode()

@@ -166,4 +166,5 @@ class LocalEngine:
         """See `ServedEngine`."""
         now, counts = self._engine.traffic(), self._engine.prefix_counts()
         trouble = self.pulse().trouble
-        return State(now.live, now.waiting, now.slots, *counts, trouble, now.preemptions)
+        found = counts.asked, counts.found, trouble, now.preemptions
+        return State(now.live, now.waiting, now.slots, *found)
