@@ -14,6 +14,7 @@ from dualinfer.backends.jax.device import pallas_obstacle  # noqa: E402
 from dualinfer.errors import ConfigError, UnsupportedError  # noqa: E402
 from dualinfer.kernels.pallas.launch import VARIABLE  # noqa: E402
 
+from . import test_encoder_decoders, test_recurrent, test_relatives  # noqa: E402
 from .models import make_model, noted_logits, relative_rms, slow_but  # noqa: E402
 from .test_kernel_ops import CASES, ENCODER, MIXTURES, VOCAB, batch, tiny  # noqa: E402
 
@@ -139,3 +140,29 @@ def test_encoders_hide_padding(engines):
     seen = call["attention_mask"] > 0
     found, wanted = (np.asarray(e(**call)["last_hidden_state"])[seen] for e in (fast, plain))
     assert relative_rms(found, wanted) < 1e-6
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["deepseek_v3", "bart", "lfm2"])
+def test_other_kinds_of_layers_give_what_plain_xla_gives(name, engines):
+    """Latent attention, attention to an encoder, and recurrences, which are XLA's, beside it."""
+    makers = {"deepseek_v3": test_relatives.make, "bart": test_encoder_decoders.model_of}
+    fast, plain = engines(makers.get(name, test_recurrent.make)(name))
+    ids = np.random.default_rng(2).integers(5, 40, (2, 13))
+    how: dict[str, Any] = {"max_new_tokens": 5, "do_sample": False}
+    texts = [np.asarray(engine.generate(ids, **how)) for engine in (fast, plain)]
+    np.testing.assert_array_equal(texts[0], texts[1])
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(jax.device_count() < 2, reason="two devices, which conftest.py asks XLA for")
+def test_two_devices_give_what_one_gives(monkeypatch):
+    monkeypatch.setenv(VARIABLE, "1")
+    model = tiny("llama-gqa", **CASES["llama-gqa"])
+    ids, texts = np.random.default_rng(2).integers(3, VOCAB, (2, 13)), []
+    for kernels, size in (("pallas", 2), ("xla", 1)):
+        how = OPTIONS | {"kernels": kernels, "tensor_parallel": {"tp_size": size}}
+        engine = init_inference(model, **how)
+        texts.append(np.asarray(engine.generate(ids, max_new_tokens=4, **GREEDY)))
+        assert ("sum over devices" in engine.report().ops) == (size == 2)
+    np.testing.assert_array_equal(texts[0], texts[1])
