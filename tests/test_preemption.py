@@ -1,8 +1,10 @@
 """Sequences that give their slots to urgent ones have the texts that they have alone."""
 
 import asyncio
+import sys
 from typing import Any
 
+import numpy as np
 import pytest
 
 pytest.importorskip("torch")
@@ -151,3 +153,78 @@ def test_a_stop_string_and_a_grammar_go_over_a_pause():
         expected = asyncio.run(run(False))
         assert asyncio.run(run(True)) == expected
         assert engine.traffic().preemptions >= 1
+
+
+def random_requests(vocab, count, seed=0):
+    """Rows, options and whether they are urgent; many begin as others do."""
+    draw = np.random.default_rng(seed)
+    bases = [draw.integers(2, vocab, 140).tolist() for _ in range(4)]
+    made = []
+    for i in range(count):
+        base = bases[draw.integers(4)][: draw.choice([0, 64, 70, 128, 140])]
+        row = base + draw.integers(2, vocab, draw.integers(1, 40)).tolist()
+        how = OPTIONS[draw.integers(len(OPTIONS))] | {"max_new_tokens": int(draw.integers(4, 30))}
+        how |= {"seed": i} if how["do_sample"] else {}
+        how.pop("min_new_tokens", None)
+        made.append((row, how | {"eos_token_id": None}, bool(draw.integers(3) == 0)))
+    return made
+
+
+def compare_ways(engine, count):
+    """Each request's text alone is that of all at once, cold, from what is there, and paused.
+
+    Of each way how many tokens were found, and how many slots were taken away.
+    """
+    requests, told = random_requests(engine.runner.spec.vocab, count), {}
+
+    async def one(row, how, priority="normal"):
+        return await engine.generate_async(row, priority=priority, **how)
+
+    async def at_once():
+        return await asyncio.gather(*(one(row, how) for row, how, _ in requests))
+
+    async def with_urgent():
+        """Urgent ones come one by one, while the others run."""
+        tasks = {}
+        for i, (row, how, urgent) in enumerate(requests):
+            if not urgent:
+                tasks[i] = asyncio.ensure_future(one(row, how))
+        for i, (row, how, urgent) in enumerate(requests):
+            if urgent:
+                tasks[i] = asyncio.ensure_future(one(row, how, "high"))
+                await asyncio.wait([tasks[i]])
+        return [await tasks[i] for i in range(count)]
+
+    engine.unreserve()
+    expected = [asyncio.run(one(row, how)) for row, how, _ in requests]
+    ways = {
+        "at once": ({"prefix_cache": False}, at_once),
+        "cold": ({}, at_once),
+        "found": (None, at_once),
+        "read again": ({"prefix_cache": False, "swap_space": 0}, with_urgent),
+        "swapped": ({"prefix_cache": False, "swap_space": 1}, with_urgent),
+        "swapped beside what is found": ({"swap_space": 1}, with_urgent),
+    }
+    for name, (room, way) in ways.items():
+        if room is not None:
+            engine.reserve(8 if way is at_once else 3, 250, **room)
+        before = engine.traffic().preemptions
+        found = asyncio.run(way())
+        wrong = [i for i in range(count) if found[i] != expected[i]]
+        assert not wrong, (name, len(wrong), wrong[:5])
+        told[name] = engine.prefix_counts().found, engine.traffic().preemptions - before
+    return told
+
+
+@pytest.mark.slow
+def test_random_requests_have_one_text_in_every_way(engine):
+    told = compare_ways(engine, 60)
+    assert told["at once"] == (0, 0) and told["found"][0] > told["cold"][0] > 0
+    assert all(told[name][1] for name in ("read again", "swapped"))
+
+
+if __name__ == "__main__":  # python -m tests.test_preemption COUNT BACKEND MODEL
+    count, backend, name = sys.argv[1:]
+    model = make_model(name) if name == "llama-gqa" else test_recurrent.make(name)
+    with dualinfer.init_inference(model, backend=backend, **HOW) as engine:
+        print(compare_ways(engine, int(count)))
