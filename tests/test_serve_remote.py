@@ -10,6 +10,7 @@ import threading
 import time
 import urllib.error
 import urllib.request
+from types import SimpleNamespace
 
 import numpy as np
 import openai
@@ -19,6 +20,7 @@ import dualinfer
 from dualinfer.errors import StepError
 from dualinfer.serving.health import Pulse
 from dualinfer.serving.http.engines import LocalEngine
+from dualinfer.serving.remote import keeper
 from dualinfer.serving.remote.frames import Unpacker, packed
 
 from .server_process import is_there, server_process
@@ -146,8 +148,9 @@ async def main():
     folder = str(dualinfer.embedded_model())
     opens = {"folder": folder, "adapters": {}, "backend": "torch", "how": {"dtype": "float32"}}
     command = python("dualinfer.cli.engine_process")
-    keeper = Keeper(command, opens | {"room": [8, 1000, True]}, load_tokenizer(folder))
+    keeper = Keeper(command, opens | {"room": [8, 1000, True, 1.0]}, load_tokenizer(folder))
     async with keeper.running() as engine:
+        assert engine.state().slots == 8  # before the first beat
         how = {"max_new_tokens": 300, "eos_token_id": None, "do_sample": False, "logprobs": None}
         handle = engine.start([5, 6, 7], how, 1)[0]
         tokens = await handle.arrived()
@@ -177,6 +180,29 @@ def test_an_engine_is_started_again_once_there_are_descriptors():
     command = [sys.executable, "-c", _NO_DESCRIPTORS]
     run = subprocess.run(command, capture_output=True, text=True, timeout=120)
     assert run.returncode == 0, run.stderr
+
+
+def test_one_that_starts_again_and_only_beats_is_ended(monkeypatch):
+    monkeypatch.setattr(keeper, "_AGAIN_MOST", 0.3)
+
+    async def main():
+        own, messages = keeper.Keeper([], {}, None), asyncio.Queue()
+        life = SimpleNamespace(link=SimpleNamespace(messages=messages), has_ended=False, hung=None)
+
+        async def beat():
+            while True:
+                messages.put_nowait({"is": "beat", "doing": "weights are read"})
+                await asyncio.sleep(0.05)
+
+        beats = asyncio.ensure_future(beat())
+        with pytest.raises(TimeoutError):  # the first one may take as long as it takes
+            await asyncio.wait_for(own._ready(life), 0.6)
+        own._took = 0.01
+        assert await asyncio.wait_for(own._ready(life), 5) is None
+        beats.cancel()
+        return life.hung
+
+    assert asyncio.run(main()) == "it has not served after 0 s"
 
 
 def test_answers_are_those_of_an_engine_here(engine, client, server):

@@ -293,10 +293,10 @@ class RemoteEngine:
 
     # What comes from the engine, and of it
 
-    def attach(self, write: Write, about: About) -> None:
-        """Go on with an engine that serves: it is sent everything that is under way."""
+    def attach(self, write: Write, about: About, state: State) -> None:
+        """Go on with an engine that serves, and is so: it is sent everything that is under way."""
         self._about, self._write, self.down = about, write, None
-        self._state, self._pulse, self.unheard = self._state._replace(live=0), Pulse(), 0.0
+        self._state, self._pulse, self.unheard = state, Pulse(), 0.0
         for frame in _frames(list(self._work.values())):
             write(frame)
 

@@ -105,7 +105,8 @@ class Host:
     def run(self, engine: Any, shown: Message) -> None:
         """Serve an engine until the front leaves; `shown` is what people are told of it."""
         self._engine, self._local = engine, LocalEngine(engine)
-        self.send({"is": "ready", "about": self._local.about._asdict(), "shown": shown})
+        knows = {"about": self._local.about._asdict(), "state": self._local.state()._asdict()}
+        self.send({"is": "ready", **knows, "shown": shown})
         does = {"start": self._start, "cancel": self._cancel, "leave": self._leave}
         does |= {"tell": self._tell, "embed": self._embed}
         while True:

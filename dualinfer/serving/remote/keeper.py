@@ -15,7 +15,7 @@ from typing import Any
 from ...errors import ClosedError, DualinferError, StepError
 from ...parallel.launching import guarded
 from ..health import BEAT
-from ..http.engines import About
+from ..http.engines import About, State
 from .client import RemoteEngine
 from .frames import Message, Unpacker, packed
 from .host import error_of
@@ -24,6 +24,8 @@ _log = logging.getLogger("dualinfer.serve")
 _TICK = 0.25  # seconds between two looks at the engine
 _OVER = 1.5  # times the patience after which one that gives no sign of life is ended
 _STARTING = 120.0  # seconds of silence of one that starts, which may hold Python's lock
+# Of one that starts again and never serves: seconds, and times of what the first one needed.
+_AGAIN_MOST, _AGAIN_TIMES = 600.0, 5.0
 _SOON, _MOST_SOON = 60.0, 3  # an engine that dies so soon, and so often in a row, is given up
 _PAUSES = 0.0, 1.0, 2.0  # seconds before it is started again
 _GRACE, _REAP = 5.0, 10.0  # seconds for its end, and for that of one that was killed
@@ -143,6 +145,7 @@ class Keeper:
         self._command, self._opens = command, dict(opens)
         self._env: dict[str, str] = {}
         self._life: _Life | None = None
+        self._took: float | None = None  # seconds until the first engine served
         self._fruitless = 0  # engines in a row that died soon and brought nothing
         self.engine = RemoteEngine(tokenizer)
         self.shown: Message = {}
@@ -174,6 +177,7 @@ class Keeper:
         """An engine that serves; the error why there is none."""
         self._life = None
         self._life = life = await self._begun(tries)
+        begun = time.monotonic()
         message = await self._ready(life)
         if message is None:
             await life.end(0.0 if life.hung else _LAST)
@@ -181,6 +185,7 @@ class Keeper:
         if message["is"] == "failed":
             life.told = error_of(message["error"])
             raise life.told
+        self._took = self._took or time.monotonic() - begun
         about, self.shown = About(**message["about"]), message["shown"]
 
         def take(message: Message) -> None:
@@ -190,15 +195,19 @@ class Keeper:
                 self.engine.received(message)
 
         life.link.take = take
-        self.engine.attach(life.link.write, about)
+        self.engine.attach(life.link.write, about, State(**message["state"]))
         while not life.link.messages.empty():
             take(life.link.messages.get_nowait())
         return life
 
     async def _ready(self, life: _Life) -> Message | None:
         """The message that an engine serves, or that it failed; None where it ends or hangs."""
-        unheard = 0.0
+        unheard, begun = 0.0, time.monotonic()
+        most = None if self._took is None else max(_AGAIN_MOST, _AGAIN_TIMES * self._took)
         while True:
+            if most is not None and time.monotonic() - begun > most:
+                life.hung = f"it has not served after {most:.0f} s"
+                return None
             try:
                 message = await asyncio.wait_for(life.link.messages.get(), _TICK)
             except TimeoutError:
