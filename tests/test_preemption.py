@@ -195,7 +195,7 @@ def compare_ways(engine, count):
                 await asyncio.wait([tasks[i]])
         return [await tasks[i] for i in range(count)]
 
-    engine.unreserve()
+    engine.reserve(3, 250, prefix_cache=False)
     expected = [asyncio.run(one(row, how)) for row, how, _ in requests]
     ways = {
         "at once": ({"prefix_cache": False}, at_once),
@@ -207,7 +207,7 @@ def compare_ways(engine, count):
     }
     for name, (room, way) in ways.items():
         if room is not None:
-            engine.reserve(8 if way is at_once else 3, 250, **room)
+            engine.reserve(3, 250, **room)
         before = engine.traffic().preemptions
         found = asyncio.run(way())
         wrong = [i for i in range(count) if found[i] != expected[i]]
@@ -218,6 +218,8 @@ def compare_ways(engine, count):
 
 @pytest.mark.slow
 def test_random_requests_have_one_text_in_every_way(engine):
+    if engine.report().backend == "jax":
+        pytest.skip("minutes of compiling: by hand, as below")
     told = compare_ways(engine, 60)
     assert told["at once"] == (0, 0) and told["found"][0] > told["cold"][0] > 0
     assert all(told[name][1] for name in ("read again", "swapped"))
