@@ -33,7 +33,7 @@ from .errors import (
 if TYPE_CHECKING:
     from .engines import JaxEngine, TorchEngine
 
-__version__ = "0.1.0"
+__version__ = "1.0.0"
 
 __all__ = [
     "ArgumentError",

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+import dualinfer
 from dualinfer import errors
 from dualinfer.symptoms import SYMPTOMS
 
@@ -77,6 +78,17 @@ def test_each_error_has_a_symptom_and_each_symptom_is_in_the_code():
     help = errors.LengthError("too long").help
     assert help == f"{errors.SITE}troubleshooting/#lengtherror"
     assert f"site_url: {errors.SITE}\n" in (ROOT / "mkdocs.yml").read_text()
+
+
+def test_the_release_says_one_version_and_the_workflow_runs_what_ci_does():
+    citation = (ROOT / "CITATION.cff").read_text()
+    assert f"\nversion: {dualinfer.__version__}\n" in citation
+    assert f"\n## {dualinfer.__version__}" in (ROOT / "CHANGELOG.md").read_text()
+    workflow = (ROOT / ".github" / "workflows" / "ci.yml").read_text()
+    named = re.findall(r"name: (\w+), python: \"([\d.]+)\"", workflow)
+    script = (ROOT / "tests" / "versions.sh").read_text()
+    assert named == re.findall(r"^(\w+) +(3\.\d+)", script, re.M)
+    assert "run: bash .ci/run\n" in workflow and "run: make docs\n" in workflow
 
 
 @pytest.mark.slow

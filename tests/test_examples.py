@@ -71,8 +71,9 @@ def test_two_devices_share_a_model():
 
 
 @pytest.mark.slow
-def test_the_notebook_prints_what_it_stores():
-    cells = json.loads((EXAMPLES / "jax.ipynb").read_text(encoding="utf-8"))["cells"]
+@pytest.mark.parametrize("name", ["torch", "jax"])
+def test_the_notebook_prints_what_it_stores(name):
+    cells = json.loads((EXAMPLES / f"{name}.ipynb").read_text(encoding="utf-8"))["cells"]
     names = {}
     for cell in cells:
         if cell["cell_type"] == "code":
