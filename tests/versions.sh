@@ -37,7 +37,7 @@ while read -r name version wanted; do
     # The extra test alone: tools of lint and docs may have other bounds.
     # shellcheck disable=SC2086
     "$FOLDER/$name/bin/python" -m pip install --quiet --disable-pip-version-check ".[torch,jax,test]" \
-        pytest pytest-timeout optax $wanted || { failed+=("$name"); continue; }
+        "pytest>=9,<9.2" pytest-timeout pytest-xdist optax $wanted || { failed+=("$name"); continue; }
     "$FOLDER/$name/bin/python" -m pip list 2>/dev/null | grep -iE "^(torch|jax|flax|transformers|numpy|pydantic|huggingface_hub) "
     PYTHONPATH= CUDA_VISIBLE_DEVICES= JAX_PLATFORMS=cpu OMP_NUM_THREADS=1 HF_HUB_OFFLINE=1 \
         "$FOLDER/$name/bin/python" -m pytest -q -m "not slow and not gpu and not multi_gpu" "${TESTS[@]}" \
