@@ -448,7 +448,7 @@ ROWS: list[Row] = [
     ),
     Row(
         "backends/jax/sampler.py",
-        "lambda: filter_logits(warm, *filters), lambda: warm)",
+        "lambda: filtered(warm, *filters), lambda: warm)",
         "lambda: warm, lambda: warm)",
         "Top-k, top-p and min-p do nothing on JAX.",
         "tests/kernels/test_sampling.py -k 'hf_scores and jax'",
@@ -1683,9 +1683,9 @@ ROWS: list[Row] = [
         "tests/kernels/test_mixtures.py -k full_gives",
     ),
     Row(
-        "decoder/post.py",
-        "own.activation, run.given.seen.segments)",
-        "own.activation, None)",
+        "blocks/convolved.py",
+        "self.activation, segments)",
+        "self.activation, None)",
         "Packed texts reach into each other through DeBERTa-v2-xlarge's convolution.",
         "tests/test_encoders.py -k 'packed and xlarge and torch'",
     ),

@@ -27,7 +27,7 @@ PICKER = {"vllm:num_requests_waiting", "vllm:num_requests_running", "vllm:kv_cac
 @pytest.fixture(scope="module")
 def url():
     """The address of the server that the example for Ray Serve makes."""
-    make = runpy.run_path(str(EXAMPLES / "ray_serve.py"))["server"]
+    make = runpy.run_path(str(EXAMPLES / "deploy" / "ray_serve.py"))["server"]
     with served(make(str(dualinfer.embedded_model()), "torch")) as url:
         yield url
 

@@ -1,7 +1,7 @@
 """Our routes behind Ray Serve: each replica has a model of its own, and the proxy shares requests.
 
 pip install "dualinfer[torch,serve]" "ray[serve]"
-serve run examples.ray_serve:app model=Qwen/Qwen3-0.6B backend=torch replicas=2 gpus=1
+serve run examples.deploy.ray_serve:app model=Qwen/Qwen3-0.6B backend=torch replicas=2 gpus=1
 curl http://127.0.0.1:8000/v1/models
 """
 
