@@ -227,7 +227,7 @@ _Make = Callable[[Any, InferenceConfig, Peers, list[str]], FusedEngine | ModuleE
 def _choose_mode(
     model: Any, kind: str, settings: InferenceConfig
 ) -> tuple[_Make, Any, InferenceConfig, list[str]]:
-    """What makes the engine, and of what: model, config without open choices, notes.
+    """The function that makes the engine, and its model, config without open choices, and notes.
 
     A folder whose model fused mode does not serve becomes a module, on the meta device, and what
     fills it. What cannot be honoured is refused.
@@ -258,7 +258,7 @@ def _choose_mode(
 
 
 def _way_to_module_mode(folder: Path, settings: InferenceConfig) -> str:
-    """How a folder's model runs in module mode, tried as far as without weights; or why not."""
+    """A sentence: how a folder's model runs in module mode, tried without weights; or why not."""
     on_jax = settings.backend == "jax"
     way = "With backend='torch'" if on_jax else "Without replace_with_kernel_inject"
     there = {"backend": "torch", "replace_with_kernel_inject": False, "config": settings.config}
@@ -328,7 +328,7 @@ def _kind_of_model(model: Any, backend: str) -> str:
 
 
 def _tokenizer_of(model: Any, settings: InferenceConfig) -> Callable[[], Any] | None:
-    """What loads the model's tokenizer; None where it lies in no folder on this machine.
+    """A function that loads the model's tokenizer; None where it is in no folder on this machine.
 
     It is looked for where the model is, was loaded from, or is filled from.
     """
@@ -343,7 +343,7 @@ def _tokenizer_of(model: Any, settings: InferenceConfig) -> Callable[[], Any] | 
 
 
 def _embedding_of(model: Any) -> Callable[[], TextEmbedding] | None:
-    """What reads how the model embeds texts; None where it is of no folder and no hub."""
+    """A function that reads how the model embeds texts; None for one of no folder and no hub."""
     place: Any = model if isinstance(model, Path) else getattr(model, "name_or_path", None)
     if not place or not isinstance(place, str | os.PathLike):
         return None
@@ -428,7 +428,7 @@ def quantize_checkpoint(
 
 
 def _origin(model: Any, described: Described, watch: Watch | None = None) -> Origin:
-    """Where the weights are read again from; a live module is held no longer than by its owner."""
+    """The origin to read weights from again; a live module is held no longer than by its owner."""
     settings, hf_model, spec, plan, _ = described
     lasting = model if isinstance(model, Path | Opened) else None
     filled = hf_model if settings.checkpoint is not None else None
@@ -500,7 +500,7 @@ def _make_module_engine(
 
 
 def _shared(settings: InferenceConfig) -> list[tuple[str, str]]:
-    """What of a config must be the same in every process; groups and units are objects of each.
+    """Config fields that must be the same in every process; groups and units are objects of each.
 
     Sets have an order of their own in each.
     """

@@ -197,7 +197,7 @@ def listing(names: Sequence[str], most: int = 8) -> str:
 
 
 def counted(names: Sequence[str]) -> str:
-    """How many names there are, and the first few."""
+    """The number of names, and the first few of them."""
     return f"{len(names)}: {listing(names)}"
 
 

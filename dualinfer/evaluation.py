@@ -150,7 +150,7 @@ def _columns(pairs: Sequence[tuple[list[int], list[int]]]) -> tuple[list[Any], l
 
 
 def _windows(ids: list[int], prefix: int, most: int) -> list[tuple[list[int], list[int]]]:
-    """What is read before the tokens of each window, and these: together every id once."""
+    """The ids read before each window, and its own ids, which together are every id once."""
     found = [([prefix], ids[:most])] if ids else []
     for first in range(most, len(ids), most):
         last = min(first + most, len(ids))

@@ -88,7 +88,7 @@ Described = tuple[InferenceConfig, HFModel, ModelSpec, LoadPlan, TensorSource]
 
 
 def describe_fused(model: Any, settings: InferenceConfig, notes: list[str]) -> Described:
-    """What is known of a model before its weights are read; `notes` gets what users should know."""
+    """Describe a model before its weights are read; `notes` gets what users should know."""
     other_way = _other_way(model, settings)
     if isinstance(model, Path):
         hf_model = _from_folder(model, other_way)
@@ -115,7 +115,7 @@ def describe_fused(model: Any, settings: InferenceConfig, notes: list[str]) -> D
 
 
 def describe(found: HFModel, settings: InferenceConfig, notes: list[str]) -> Described:
-    """What is known of a HF model that is found already; see `describe_fused`."""
+    """Describe a HF model that is found already; see `describe_fused`."""
     make_model = partial(empty_model, found.config, found.class_names)
     adapters = [*found.own_adapters(), *open_adapters(settings, make_model)]
     try:
@@ -199,7 +199,7 @@ def _from_module(live: Any, other_way: str) -> HFModel:
 
 
 def _other_way(model: Any, settings: InferenceConfig) -> str:
-    """How to run a live model that fused mode does not serve; empty of another one."""
+    """A hint at how to run a live model that fused mode does not serve; empty for another one."""
     if isinstance(model, Path | Opened):
         return ""
     if settings.backend == "jax":
@@ -348,7 +348,7 @@ def own_dtype(config: Any, stored: Counter[str]) -> str:
 
 
 def count_elements(source: TensorSource, names: Iterable[str]) -> Counter[str]:
-    """How many elements of each dtype a source holds under these names."""
+    """The number of elements of each dtype that a source holds under these names."""
     elements: Counter[str] = Counter()
     for name in names:
         elements[source.dtype(name)] += prod(source.shape(name))

@@ -1,4 +1,4 @@
-"""What a backend says of an op that `dualinfer bench ops` can measure, and what backends share."""
+"""The description of an op that `dualinfer bench ops` can measure, and what backends share."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -62,7 +62,7 @@ class TracedCall:
 
 
 class Shape(NamedTuple):
-    """What a model's ops are as large as; Llama's blocks if `gated`, else GPT-2's."""
+    """The sizes of a model's ops; Llama's blocks if `gated`, else GPT-2's."""
 
     name: str
     embed: int
@@ -84,7 +84,7 @@ QUANTIZED_ROWS = (8, 16, 32, 64, 128, 2048)
 
 
 def recipe_of(quant: str | None) -> Recipe | None:
-    """What a config's field `quant` asks for."""
+    """The recipe that a config's field `quant` asks for."""
     return make_recipe(make_config({"quant": quant}, {}).quant)
 
 
@@ -105,7 +105,7 @@ class Filling(NamedTuple):
 
 
 def fillings(scheme: BlockScheme, *shape: int) -> dict[str, Filling]:
-    """What makes a matrix [rows, width] of random codes, or several, by the names of its parts.
+    """The fillings of a matrix [rows, width] of random codes, or of several, by its parts' names.
 
     Codes mean values of the size that random weights have.
     """

@@ -123,7 +123,7 @@ PlotOption = Annotated[
 
 @dataclass(frozen=True, kw_only=True)
 class _Chosen:
-    """Which models and systems are measured, and where the figures go."""
+    """The models and systems that are measured, and where the figures go."""
 
     shape: ShapeOption = None
     backend: BackendOption = "torch"

@@ -1,4 +1,4 @@
-"""What a model must read and multiply: the bytes and FLOPs that the limit of a row is made of."""
+"""The bytes and FLOPs that a model must read and multiply, of which a row's limit is made."""
 
 from collections import Counter
 from collections.abc import Iterable
@@ -184,7 +184,7 @@ class Mixture:
 
 
 def describe_held(plan: LoadPlan, dtype: str) -> dict[str, Any]:
-    """How the weights are held: all of them, most of the layers', and the head, for a row.
+    """The schemes of the weights: of all of them, most of the layers', and the head, for a row.
 
     `group` are the elements that have a scale, None for a whole row.
     """

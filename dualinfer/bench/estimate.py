@@ -1,4 +1,4 @@
-"""What a device's data sheet allows a step: bytes and FLOPs, computed and not measured."""
+"""Estimates of a step by a device's data sheet: bytes and FLOPs, computed and not measured."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -46,7 +46,7 @@ def check_device(device: str | None, estimate: bool) -> None:
 
 
 def estimate(task: Task, device: str) -> dict[str, Any]:
-    """What a step of decode, or a prefill, reads and computes, and its least time by `device`.
+    """The bytes and FLOPs of a step of decode, or a prefill, and its least time by `device`.
 
     `task.tp` chips share both evenly; sums over them count nothing.
     """

@@ -32,7 +32,7 @@ _FASTEST_READ, _FASTEST_PRODUCT, _SHORTEST = 4e12, 1e15, 2e-6
 
 @dataclass(frozen=True)
 class Limits:
-    """What the device reaches in this process: bytes read and FLOPs in `dtype`, per second."""
+    """Rates that the device reaches in this process: bytes read and FLOPs in `dtype`, a second."""
 
     backend: str
     device: str

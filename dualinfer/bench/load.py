@@ -28,7 +28,7 @@ class Ask(NamedTuple):
 
 @dataclass(frozen=True)
 class Load:
-    """What is asked of a server.
+    """The requests that are sent to a server.
 
     `rate` requests a second come as a Poisson process, None all at once; at most `concurrency` of
     them are under way at a time, None any number. Prompts begin with one of `prefixes` beginnings
@@ -65,7 +65,7 @@ class Load:
         return replace(self, input_len=own, output_len=new)
 
     def describe(self) -> str:
-        """What comes, in a few words."""
+        """The requests in a few words."""
         if self.chat:
             what = "chats"
         else:
@@ -76,7 +76,7 @@ class Load:
         return f"{what}, {self.arrival()}"
 
     def arrival(self) -> str:
-        """How requests come, in a few words."""
+        """The way requests come, in a few words."""
         at_once = f"{self.concurrency} at a time" if self.concurrency else ""
         if self.rate is None:
             return at_once or "all at once"

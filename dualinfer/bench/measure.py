@@ -89,7 +89,7 @@ def measure(
 
 
 def streaming_figures(row: dict[str, Any], nbytes: int, rate: float) -> dict[str, Any]:
-    """What changes in a row of decode where each token has `nbytes` copied to the device.
+    """The figures that change in a row of decode where each token copies `nbytes` to the device.
 
     `rate` is in bytes per second. The copies run beside everything else.
     """

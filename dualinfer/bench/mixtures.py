@@ -55,7 +55,7 @@ QUANTIZED_ROWS = (1, 8, 64, 2048)
 
 
 class Bench(Protocol):
-    """What makes arrays, see `inputs.py` of each backend."""
+    """A maker of arrays, see `inputs.py` of each backend."""
 
     dtype: Any
 
@@ -90,7 +90,7 @@ class RouterOp:
         return "router", described, moved, 2 * self.rows * own.count * width
 
     def inputs(self, bench: Bench) -> tuple[Any, ...]:
-        """What `run` takes behind the ops."""
+        """The arguments of `run` behind the ops."""
         draw, (count, width) = bench.draws(), (self.shape.experts.count, self.shape.embed)
         bias = draw(count) if self.shape.biased else None
         return draw(self.rows, 1, width), draw(count, width, scale=0.02), bias, draw(width)
@@ -103,7 +103,7 @@ class RouterOp:
 
 @dataclass(frozen=True)
 class ExpertsOp:
-    """What rows' experts make of them, with norm and residual; weights plain or in codes."""
+    """The op of rows' experts, with norm and residual; weights plain or in codes."""
 
     shape: MixtureShape
     rows: int
@@ -154,7 +154,7 @@ class ExpertsOp:
         return "experts", described, moved, 2 * self.rows * k * elements
 
     def inputs(self, bench: Bench, is_quantized: bool = True) -> tuple[Any, ...]:
-        """What `run` takes behind the ops; with plain weights unless `is_quantized`."""
+        """The arguments of `run` behind the ops; with plain weights unless `is_quantized`."""
         draw = bench.draws()
         x, residual = (draw(self.rows, 1, self.shape.embed) for _ in range(2))
         scale, matrices, biases = draw(self.shape.embed), {}, {}
@@ -197,7 +197,7 @@ class ExpertsOp:
 def mixture_ops(
     itemsize: int, recipe: Recipe | None = None, is_tiny: bool = False
 ) -> Iterator[RouterOp | ExpertsOp]:
-    """What is measured, all of it by kernels; with a `recipe` experts of quantized weights.
+    """The ops that are measured, all by kernels; with a `recipe` experts of quantized weights.
 
     There are none where inputs are quantized, too: those experts run by plain ops.
     """

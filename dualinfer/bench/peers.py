@@ -128,7 +128,7 @@ class HfEager:
         raise NotImplementedError
 
     def facts(self) -> dict[str, Any]:
-        """Which attention HF chose, and the bytes in which it holds the weights."""
+        """The attention that HF chose, and the bytes in which it holds the weights."""
         return {
             "attention": self._module.config._attn_implementation,
             "parameter_bytes": self._module.get_memory_footprint(),

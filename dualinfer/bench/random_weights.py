@@ -202,7 +202,7 @@ def random_model(model: Model, dtype: str) -> Opened:
 
 
 def plan_weights(model: Model, dtype: str, quant: str | None) -> LoadPlan:
-    """What an engine in `dtype` loads of a model, quantized as the config's field `quant` says."""
+    """The plan of an engine in `dtype` to load a model, quantized as the config's `quant` says."""
     _, table = model.describe()
     source: TensorSource
     if model.folder is not None:
@@ -250,7 +250,7 @@ def code_size(scheme: BlockScheme) -> float:
 def _part(
     block: np.ndarray, name: str, shape: tuple[int, ...], index: tuple[slice, ...]
 ) -> np.ndarray:
-    """What is at `index` of a tensor that is `block` over and over, from where its name says."""
+    """The part at `index` of a tensor that is `block` over and over, from where its name says."""
     rows, *rest = (slice(*i.indices(n)) for i, n in zip(index, shape, strict=True))
     width, count = prod(shape[1:]), max(0, rows.stop - rows.start)
     start = (crc32(name.encode()) + rows.start * width) % len(block)

@@ -58,7 +58,7 @@ def run_tasks(tasks: Sequence[Task], on_row: Callable[[Row], None]) -> list[Row]
 
 
 def _process_key(task: Task) -> tuple[Any, ...]:
-    """What one process can measure: several of torch's share the weights of one model on disk."""
+    """The key of tasks for one process: several of torch's share one model's weights on disk."""
     if task.tp == 1 or side_of(task.system) != "torch":
         return (1,)
     return task.tp, task.ep, task.model, task.dtype, task.quant, task.resident, task.kv_cache
@@ -85,7 +85,7 @@ def _run_process(waiting: deque[Task]) -> Iterator[Row]:
 
 
 def _rows_of(command: Sequence[str], waiting: deque[Task]) -> Iterator[Row]:
-    """What the command says; see `_run_process`."""
+    """The rows that the command says; see `_run_process`."""
     with guarded() as marks:
         yield from _rows_of_process(command, waiting, worker_environment() | marks)
 
@@ -141,7 +141,7 @@ def worker_environment() -> dict[str, str]:
 
 
 def document(kind: str, rows: Sequence[Row], command: Sequence[str]) -> dict[str, Any]:
-    """What `--json` writes: everything about the run, and its rows."""
+    """The document that `--json` writes: everything about the run, and its rows."""
     return {
         "schema": _SCHEMA,
         "kind": kind,

@@ -28,7 +28,7 @@ _MOST_ROWS = 256  # more gain nothing: a step is bound by arithmetic
 
 
 def figures(run: Run, goals: Mapping[str, float] | None = None) -> Row:
-    """What a run shows, under the names of vLLM's JSON. Times are in milliseconds.
+    """The figures of a run, under the names of vLLM's JSON. Times are in milliseconds.
 
     `goals` are the most milliseconds of `SLOS` that a good request takes.
     """
@@ -70,7 +70,7 @@ def figures(run: Run, goals: Mapping[str, float] | None = None) -> Row:
 
 
 def _alike(errors: Iterable[str]) -> "Counter[str]":
-    """How often each error came; those that differ in numbers alone count under the first."""
+    """Count each error; those that differ in numbers alone count under the first."""
     found: Counter[str] = Counter()
     names: dict[str, str] = {}
     for error in errors:
@@ -103,7 +103,7 @@ def _spread(name: str, values: np.ndarray) -> Row:
 
 
 def _in_time(good: Sequence[Record], goals: Mapping[str, float]) -> int:
-    """How many requests met every goal."""
+    """The number of requests that met every goal."""
 
     def meets(one: Record) -> bool:
         took = {"ttft": one.stamps[0] - one.begun, "e2el": one.ended - one.begun}
@@ -178,7 +178,7 @@ def limit_seconds(asks: Sequence[Ask], rows: int, counts: Counts, limits: Limits
 
 
 def _bare(asks: Sequence[Ask], row: Row, most: int | None, vocab: int, system: System) -> Row:
-    """What the work takes by `generate` alone, of as many sequences as were live.
+    """The figures of the work by `generate` alone, of as many sequences as were live.
 
     All have the mean length that a sequence has halfway.
     """

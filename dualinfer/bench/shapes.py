@@ -551,7 +551,7 @@ SHAPES: dict[str, Shape] = {
 
 @dataclass(frozen=True)
 class Model:
-    """What one row of a benchmark runs. `folder` holds its weights; None: random ones are made."""
+    """The model that a row of a benchmark runs. `folder` holds its weights; None: random ones."""
 
     name: str
     config: Any

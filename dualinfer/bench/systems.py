@@ -1,4 +1,4 @@
-"""What a row measures: dualinfer's engine, or a peer, behind the same three calls."""
+"""The systems that rows measure: dualinfer's engine, or a peer, behind the same three calls."""
 
 import asyncio
 import json
@@ -58,11 +58,11 @@ class System(Protocol):
         ...
 
     def answer(self, loads: list[Load], vocab: int, most: int | None, over_http: bool) -> list[Run]:
-        """What comes of many requests at once: of each load, one after another."""
+        """Answer many requests at once: those of each load, one after another."""
         ...
 
     def facts(self) -> dict[str, Any]:
-        """What the row says of the system."""
+        """The facts that the row says of the system."""
         ...
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""What a bench command shows: a table with a row for each system, and a bar chart."""
+"""The output of a bench command: a table with a row for each system, and a bar chart."""
 
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
@@ -130,7 +130,7 @@ _FIGURES: dict[str, dict[str, Callable[[Row], str]]] = {
 
 
 def _held(row: Row) -> str:
-    """How most of the layers' weights and the head are held; of plain ones the dtype says all."""
+    """The scheme of most layers' weights, and the head's; of plain ones the dtype says all."""
     if row.get("scheme"):
         return f"{row['scheme']};\nhead {row['head']}" if row["head"] else row["scheme"]
     return row.get("quant") or row["dtype"] or ""

@@ -165,7 +165,7 @@ def _measure_ops(task: Task, device: Device) -> Iterator[Row]:
 
 
 def _resolved_dtype(task: Task, model: Model, device: Device) -> str:
-    """What was asked for; else float32 on a CPU, and the shape's own or the default on a GPU."""
+    """The dtype asked for; else float32 on a CPU, and the shape's own or the default on a GPU."""
     if task.dtype:
         return task.dtype
     default = backends.default_dtype(device.backend)

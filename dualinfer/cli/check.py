@@ -94,7 +94,7 @@ def _check(console: Console, target: str, tolerance: float) -> bool:
 
 
 class _Given(NamedTuple):
-    """What models are given: whole sequences, the same padded, and of the latter what begins text.
+    """The inputs of models: whole sequences, the same padded, and of these the prompts of text.
 
     `real` are the logits of a padded batch that mean something.
     """
@@ -212,7 +212,7 @@ def _make_model(target: str) -> Any:
 
 
 def _of_transformers(model: Any, given: _Given) -> dict[str, Any]:
-    """What HF's model gives: hidden states by name, logits, those of the padded batch, text."""
+    """The results of HF's model: hidden states by name, logits, those of the padded batch, text."""
     import torch
 
     options: dict[str, Any] = {"return_dict": True}

@@ -229,7 +229,7 @@ def plan_folder(
 def _needs_weights(
     error: CheckpointNotFoundError, model: str, revision: str | None
 ) -> CheckpointNotFoundError:
-    """What a quantized model without weights needs for a plan, and how to get it."""
+    """An error that a plan needs the weights of a quantized model, and how to get them."""
     way = "Copy them into that folder"
     if not os.path.exists(os.path.expanduser(model)):
         of = f" --revision {revision}" if revision else ""
@@ -281,7 +281,7 @@ def _plan_module(
     backend: str,
     error: ModelError,
 ) -> None:
-    """What module mode makes of a model that fused mode does not serve."""
+    """Print what module mode makes of a model that fused mode does not serve."""
     name = class_named(written)
     if backend != "torch" or name is None:
         raise ModelError(
@@ -363,7 +363,7 @@ def _devices_table(parts: Sequence[DevicePart]) -> Table:
 
 
 def _held(parts: Sequence[DevicePart], whole: int) -> list[str]:
-    """What all devices hold together, where they are several, and why that is more."""
+    """A line on what all devices hold together, where they are several, and why that is more."""
     if len(parts) == 1:
         return []
     held = sum(part.weights for part in parts)
@@ -372,7 +372,7 @@ def _held(parts: Sequence[DevicePart], whole: int) -> list[str]:
 
 
 def _active(found: PlanTable) -> list[str]:
-    """What a step reads of a mixture, whose experts are chosen as if by lot."""
+    """A line on what a step reads of a mixture, whose experts are chosen as if by lot."""
     if not found.active:
         return []
     one, *more = found.active
@@ -398,7 +398,7 @@ def _collectives(found: PlanTable) -> list[str]:
 
 
 def _streamed(devices: Sequence[Streaming], rate: float | None) -> list[str]:
-    """What is streamed, and how long that takes at a rate in GB/s; of the device with most."""
+    """Lines on the streamed bytes and their time at a rate in GB/s; of the device with most."""
     if not devices:
         return []
     most = max(devices, key=lambda one: one.streamed)
@@ -436,7 +436,7 @@ def _runs(extents: tuple[int, ...]) -> list[tuple[int, int]]:
 
 
 def _legend(rows: Sequence[_Shapes]) -> list[str]:
-    """What `_on_each` means, where devices differ."""
+    """A line that explains `_on_each`, where devices differ."""
     for shapes in rows:
         for extents in zip(*shapes, strict=True):
             if len(set(extents)) > 1:

@@ -1,4 +1,4 @@
-"""What this machine offers: versions, devices, and which backends and kernels can be used."""
+"""Facts of this machine: versions, devices, and which backends and kernels can be used."""
 
 import importlib
 import importlib.metadata

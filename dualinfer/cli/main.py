@@ -100,7 +100,7 @@ def _start(
 
 @dataclass
 class _Run:
-    """What the demo knows of one backend."""
+    """The demo's run on one backend."""
 
     engine: FusedEngine
     text: str = ""

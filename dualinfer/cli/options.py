@@ -71,7 +71,7 @@ def factors_of(adapters: Sequence[str] | None) -> dict[str, float]:
 
 @dataclass(frozen=True, kw_only=True)
 class TextOptions:
-    """How a command makes text; None leaves it to the model and the device."""
+    """The options of commands that make text; None leaves one to the model and the device."""
 
     temperature: Annotated[
         float | None,
@@ -141,7 +141,7 @@ class TextOptions:
         return {f"--{name.replace('_', '-')}": value or None for name, value in given.items()}
 
     def arguments(self) -> dict[str, Any]:
-        """What the options ask of generate."""
+        """The arguments of generate that the options ask for."""
         names = ("temperature", "top_k", "top_p", "seed", "repetition_penalty")
         asked = {name: getattr(self, name) for name in names} | {"stop_strings": self.stop or None}
         if self.samples:

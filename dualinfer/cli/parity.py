@@ -17,7 +17,7 @@ ROUNDING = {"float32": 1e-4, "float16": 1e-2, "bfloat16": 5e-2}
 
 @dataclass(frozen=True)
 class Difference:
-    """How far one array lies from the other's. `relative_rms` is RMS(a - b) / RMS(b)."""
+    """The distance of one array from the other. `relative_rms` is RMS(a - b) / RMS(b)."""
 
     name: str
     max_error: float
@@ -26,7 +26,7 @@ class Difference:
 
 @dataclass(frozen=True)
 class Parity:
-    """What `compare` found.
+    """The result of `compare`.
 
     `layers` has L+1 entries: the embedding, then each layer's output, the last one after the final
     norm; those of an encoder first. `logits` is None for a model without a head. Of `positions`
@@ -54,7 +54,7 @@ class Parity:
 
 
 def compare(engine_a: InferenceEngine, engine_b: InferenceEngine, input_ids: Any) -> Parity:
-    """How far `engine_a` lies from `engine_b` in one forward pass over `input_ids` [B, T].
+    """Compare `engine_a` with `engine_b` in one forward pass over `input_ids` [B, T].
 
     Raises ArgumentError if the two do not run the same architecture.
     """
@@ -73,7 +73,7 @@ def compare(engine_a: InferenceEngine, engine_b: InferenceEngine, input_ids: Any
 
 
 def difference(name: str, a: np.ndarray, b: np.ndarray) -> Difference:
-    """How far `a` lies from `b`, arrays of one shape, computed in float64."""
+    """The distance of `a` from `b`, arrays of one shape, computed in float64."""
     a, b = a.astype(np.float64), b.astype(np.float64)
     error, size = _rms(a - b), _rms(b)
     relative = error / size if size else (0.0 if error == 0 else float("inf"))

@@ -1,4 +1,4 @@
-"""Which device holds what under tensor parallelism, for people, from a model's config alone."""
+"""A table of each device's part under tensor parallelism, for people, by a model's config alone."""
 
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -43,7 +43,7 @@ class PlanRow:
 
 @dataclass(frozen=True)
 class DevicePart:
-    """What one device holds: bytes of weights and, for each token, of the cache; its shares.
+    """The part of one device: bytes of weights and, for each token, of the cache; its shares.
 
     `cache` is None where it is a module's own.
     """
@@ -160,7 +160,7 @@ _TOKENS = (1, 8, 64)  # of a step: what one reads, and what sequences that run t
 
 
 def _active(table: WeightTable, rows: Sequence[Row], itemsize: int) -> dict[int, int]:
-    """What so many tokens read of a mixture's weights; nothing of a model without one."""
+    """The bytes that so many tokens read of a mixture's weights; nothing without a mixture."""
     spec = table.spec
     if not any(isinstance(layer.mlp, Experts) for layer in spec.layers):
         return {}
@@ -212,7 +212,7 @@ def _joined_layers(table: Sequence[Row], rows: Sequence[PlanRow]) -> Iterator[Pl
 def _part(
     shard: Shard, itemsize: int, counts: Sequence[tuple[Row, int]], codes: str | None
 ) -> DevicePart:
-    """What a device holds; `counts` has a row of each kind, and how many there are of it."""
+    """The part of a device; `counts` has a row of each kind, and how many there are of it."""
     weights = sum(count * held_bytes(shard, row, itemsize) for row, count in counts)
     cache = 0
     if shard.spec.causal:
@@ -230,7 +230,7 @@ def _part(
 
 
 def _cache_notes(plan: ShardingPlan, codes: str | None, itemsize: int) -> Iterator[str]:
-    """What the cache keeps where that is codes, states, or what all heads share."""
+    """Notes on the cache where it keeps codes, states, or what all heads share."""
     spec, size = plan.table.spec, plan.size
     if not spec.causal:
         return
@@ -247,7 +247,7 @@ def _cache_notes(plan: ShardingPlan, codes: str | None, itemsize: int) -> Iterat
 
 
 def _notes(plan: ShardingPlan, rows: Sequence[Row]) -> Iterator[str]:
-    """What a reader of the shapes would wonder about."""
+    """Notes on what a reader of the shapes would wonder about."""
     table = plan.table
     present = {row.name for row in rows}
     for row, twin in table.tied:

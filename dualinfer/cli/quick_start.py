@@ -1,4 +1,4 @@
-"""What the command's own process does to start sooner, and a library must not do.
+"""Steps that let the command's own process start sooner, and that a library must not take.
 
 With torch installed, transformers imports it with its config classes, and half of torch's compiler
 behind it; and it reads the source of every model for the names in it. That is seconds, of which

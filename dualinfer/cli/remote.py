@@ -36,7 +36,7 @@ class Server:
         self.model = self._first_model() if model is None else model
 
     def __repr__(self) -> str:
-        """Which model at which address."""
+        """Name the model and its address."""
         return f"Server({self.model} at {self.url})"
 
     def _first_model(self) -> str:

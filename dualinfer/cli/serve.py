@@ -314,6 +314,6 @@ class _Front:
 
 
 def _room(shown: dict[str, Any]) -> str:
-    """How much of a cache there is."""
+    """A phrase on the size of the cache."""
     reserved = [note for note in shown["notes"] if note.startswith("room is reserved")]
     return "; ".join([f"cache {shown['cache_bytes'] / 2**20:,.0f} MiB", *reserved])

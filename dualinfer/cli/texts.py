@@ -295,7 +295,7 @@ class _Talk:
         return talk(self._messages, template_options=template, **kwargs), length
 
     def _length(self) -> int:
-        """How long the answer may be; LengthError where it has no room."""
+        """The number of tokens that the answer may have; LengthError where it has no room."""
         most, asked = _most_tokens(self._engine), self._new_tokens
         if not most:
             return _ANSWER if asked is None else asked
@@ -346,7 +346,7 @@ def _opening(system: str | None) -> list[dict[str, str]]:
 
 
 def find_asked(name: str, revision: str | None, adapters: Sequence[str] | None, hint: str) -> Found:
-    """What is asked for; where no model is there, and its name may be a text, there is a hint."""
+    """Find the model; the error gives a hint where there is none and the name may be a text."""
     try:
         return find_model(name, revision, factors_of(adapters))
     except CheckpointNotFoundError as error:

@@ -74,7 +74,7 @@ def _in_options(sentence: str, options: Mapping[str, tuple[str, str]]) -> str:
 
 
 def _options(command: Any) -> dict[str, tuple[str, str]]:
-    """What sets each argument of Python's on the command line, and what unsets it, or ""."""
+    """The command-line options that set each argument of Python's, and that unset it, or ""."""
     commands = getattr(command, "commands", None)
     parts = [command] if commands is None else list(commands.values())
     typed = {p.name: p for part in parts for p in part.params if p.opts[0].startswith("--")}

@@ -20,7 +20,7 @@ DTYPES = MappingProxyType(
 
 
 def serving_dtype(own: str, default: str) -> tuple[str, str]:
-    """What a checkpoint of the dtype `own` computes in where nobody asks for a dtype, and why.
+    """The dtype to compute in for a checkpoint of the dtype `own` if nobody asks for one, and why.
 
     `default` is the contract's on the device: float16 on a GPU, float32 on a CPU.
     """

@@ -28,7 +28,7 @@ _JSON = (
 
 
 class InferenceConfig(StaleFields):
-    """How a model is turned into an engine; frozen once built. Unset fields serve the user.
+    """Settings that turn a model into an engine; frozen once built. Unset fields serve the user.
 
     What depends on the mode, the device or this version is checked by `init_inference`.
     """

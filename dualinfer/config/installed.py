@@ -1,4 +1,4 @@
-"""Which backends are installed: told without importing their frameworks."""
+"""The backends that are installed, found without importing their frameworks."""
 
 import importlib.util
 from typing import Literal
@@ -13,7 +13,7 @@ def requirements(name: str) -> tuple[str, ...]:
 
 
 def missing(name: str) -> list[str]:
-    """Those of them that are not installed."""
+    """The packages that a backend needs and that are not installed."""
     return [package for package in _NEEDS[name] if not _is_installed(package)]
 
 

@@ -116,7 +116,7 @@ class _Given:
 
 
 class Gathering:
-    """What several sources give to one model.
+    """The values that several sources give to one model.
 
     `values` are nested and keyed by field names, ready to be validated with the context GATHERED;
     `problems` are unknown keys, keys given twice, conflicts, and what `add` reads from pydantic.
@@ -149,7 +149,7 @@ class Gathering:
             self._refuse(loc, e["input"], text)
 
     def _given_at(self, loc: tuple[int | str, ...]) -> _Given | None:
-        """What the user gave for the field that an error is about."""
+        """The value that the user gave for the field that an error is about."""
         heads = (tuple(map(str, loc[:n])) for n in range(len(loc), 0, -1))
         return next((self._given[head][0] for head in heads if head in self._given), None)
 
@@ -344,7 +344,7 @@ def _own_copy(value: Any) -> Any:
 
 
 def _unknown(model: type[Model], path: str, key: Any) -> str:
-    """What to say of a key that `model` does not have; `path` is what the user wrote before it."""
+    """A message on a key that `model` does not have; `path` is what the user wrote before it."""
     places, fields = model.places(), model.model_fields.items()
     inner = [(name, nested_model(field)) for name, field in fields if not is_stale(field)]
     near = [f"{name}.{key}" for name, nested in inner if nested and key in nested.places()]

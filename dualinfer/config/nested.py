@@ -20,7 +20,7 @@ def _as_list(value: Any) -> Any:
 
 
 class TensorParallelConfig(Model):
-    """How one model is shared by several devices."""
+    """Settings for sharing one model among several devices."""
 
     enabled: bool = True
     """False: one device, whatever `tp_size` says. DeepSpeed never reads it."""
@@ -73,7 +73,7 @@ class TensorParallelConfig(Model):
 
 
 class MoEConfig(Model):
-    """How a mixture of experts is shared by several devices. `True` is `{"enabled": True}`."""
+    """Settings for sharing experts among several devices. `True` is `{"enabled": True}`."""
 
     enabled: bool = True
     """False: the other fields ask for nothing. DeepSpeed never reads it."""
@@ -119,7 +119,7 @@ class MoEConfig(Model):
 
 
 class OffloadParamConfig(Model):
-    """Where ZeRO keeps parameters."""
+    """The place where ZeRO keeps parameters."""
 
     device: Annotated[Literal["none", "cpu"], AnyCase] = "none"
     """"cpu": layers are streamed from the host's memory. "nvme" is refused: no weights are read
@@ -130,7 +130,7 @@ class OffloadParamConfig(Model):
 
 
 class ZeroConfig(Model):
-    """What ZeRO means without training."""
+    """The settings of ZeRO that mean something without training."""
 
     stage: Annotated[Integer, AfterValidator(one_of(0, 3))] = 0
     """0, or 3 with `offload_param`; the others are about gradients and optimizers."""
@@ -155,7 +155,7 @@ class ZeroConfig(Model):
 
 
 class BaseQuantConfig(Model):
-    """How one kind of tensor is quantized."""
+    """Settings for quantizing one kind of tensor."""
 
     enabled: bool = True
     """True if this kind of tensor is quantized at all."""
@@ -171,11 +171,11 @@ class BaseQuantConfig(Model):
 
 
 class ActivationQuantConfig(BaseQuantConfig):
-    """How activations are quantized."""
+    """Settings for quantizing activations."""
 
 
 class WeightQuantConfig(BaseQuantConfig):
-    """How weights are quantized."""
+    """Settings for quantizing weights."""
 
     group_size: Count | None = None
     """Elements of a row that share a scale, in the place of `q_groups`, which counts groups."""
@@ -188,7 +188,7 @@ class WeightQuantConfig(BaseQuantConfig):
 
 
 class QKVQuantConfig(Model):
-    """How the query, key and value projections are quantized."""
+    """Settings for quantizing the query, key and value projections."""
 
     enabled: bool = True
     """True if they are quantized as the other weights are."""

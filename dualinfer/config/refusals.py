@@ -1,4 +1,4 @@
-"""What a backend, a mode or this version cannot honour: refused before anything is loaded."""
+"""Refusals, before anything is loaded, of what a backend, a mode or this version cannot honour."""
 
 import importlib.util
 from typing import Any, Literal
@@ -38,7 +38,7 @@ def _refuse(name: str, value: Any, reason: str) -> None:
 
 
 def _check_parallelism(config: InferenceConfig) -> None:
-    """How devices share the model; how many there are is checked by the backend, in `join`."""
+    """Check how devices share the model; the backend checks their number, in `join`."""
     tp, moe = config.tensor_parallel, config.moe
     if config.backend == "jax":
         sizes = {"mpu": "get_model_parallel_world_size", "tp_group": "size"}
@@ -64,7 +64,7 @@ _OTHER_MODEL = "A Flax module runs as it is: leave this unset, or pass a HF mode
 
 
 def _check_later(config: InferenceConfig) -> None:
-    """What the contract has and this version does not serve yet."""
+    """Refuse what the contract has and this version does not serve yet."""
     if str(config.checkpoint).endswith(".index.json"):
         reason = "this is the index of a HF checkpoint. Pass its folder."
         _refuse("checkpoint", config.checkpoint, reason)
@@ -95,7 +95,7 @@ def _check_kernels(config: InferenceConfig, mode: Mode) -> None:
 
 
 def _check_triton(config: InferenceConfig, mode: Mode, device: str) -> None:
-    """What asks for Triton kernels needs the mode, backend and device that they run in."""
+    """Refuse Triton kernels without the mode, backend and device that they run in."""
     asked = [name for name in ("use_triton", "triton_autotune") if getattr(config, name)]
     if not asked:
         return
@@ -198,7 +198,7 @@ def _check_fused_mode(config: InferenceConfig, device: str) -> None:
 
 
 def _check_streaming(config: InferenceConfig) -> None:
-    """What needs weights that lie still on the device."""
+    """Refuse what needs weights that lie still on the device."""
     way = "Leave it unset, or keep_module_on_host."
     if config.backend == "torch" and config.enable_cuda_graph:
         reason = "with weights on the host passes are launched one by one, and copies beside them."

@@ -30,7 +30,7 @@ Priority = Literal["high", "normal"]
 
 
 class Traffic(NamedTuple):
-    """What `generate_async` has under way.
+    """The work that `generate_async` has under way.
 
     Sequences that have a slot, those that wait for one, the most that get one, for how many seconds
     the thread that drives them has not come round, 0 where there is nothing to do, and the tokens
@@ -48,7 +48,7 @@ class Traffic(NamedTuple):
 
 @dataclass(frozen=True)
 class Start:
-    """Where a sequence begins: its return index, and the new tokens that are done."""
+    """The start of a sequence: its return index, and the new tokens that are done."""
 
     index: int
     done: Sequence[int] = ()
@@ -88,7 +88,7 @@ class AsyncGeneration:
         return self._job.kept
 
     def logprobs_of(self, index: int) -> TokenLogprobs:
-        """What `logprobs=K` tells of a new token that has come, by its place."""
+        """The log-probabilities (`logprobs=K`) of a new token that has come, by its place."""
         if not self._job.request.tells:
             raise ArgumentError("Nothing is told of tokens: pass logprobs=K to generate_async().")
         return told_of(self._channel.told[index], self._most)
@@ -175,7 +175,7 @@ class AsyncGeneration:
 
 
 class AsyncCalls(RoomCalls):
-    """What a fused engine offers to programs of asyncio."""
+    """The calls of a fused engine for programs of asyncio."""
 
     @with_arguments
     def generate_async(
@@ -239,7 +239,7 @@ class AsyncCalls(RoomCalls):
         return self._about.answer_rows(self, rows, name)
 
     def traffic(self) -> Traffic:
-        """How many sequences of `generate_async` are under way, and whether they move."""
+        """Count the sequences of `generate_async` under way, and tell whether they move."""
         driver = self._driver
         if driver is None:
             pool = self._pool

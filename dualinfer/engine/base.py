@@ -20,7 +20,7 @@ CLOSED = "This engine was closed. Make a new one with init_inference()."
 
 @dataclass(frozen=True)
 class About:
-    """What an engine knows of its model beside the runner.
+    """Facts that an engine knows of its model beside the runner.
 
     `peers` are the processes that share it, and the engine's to close. `config` and
     `generation_config` are the model's own, HF's objects, or None; `source` says where the weights
@@ -205,7 +205,7 @@ class InferenceEngine(TextCalls):
         return self.runner.is_compiled
 
     def report(self) -> Report:
-        """What runs, where, and what it holds."""
+        """Report what runs, where, and what it holds."""
         raise NotImplementedError
 
     def _make_report(self, **facts: Any) -> Report:
@@ -252,7 +252,7 @@ class InferenceEngine(TextCalls):
         self.close()
 
     def __repr__(self) -> str:
-        """What runs, in which mode, on which backend, in which dtype, by whose kernels."""
+        """Name what runs, in which mode, on which backend, in which dtype, by whose kernels."""
         kernels = "" if self._kernels is None else f", {self._kernels or 'no'} kernels"
         state = "closed" if self._runner is None else f"{self.inference_config.dtype}{kernels}"
         mode, backend = self._mode, self.inference_config.backend

@@ -19,7 +19,7 @@ _NOT_OF_TOKENIZERS = ("position_ids", "inputs_embeds", "past_key_values", "decod
 
 
 def by_name(inputs: Any) -> dict[str, Any] | None:
-    """What a HF tokenizer has made: ids, mask and token types by name; None for other values.
+    """The output of a HF tokenizer: ids, mask and token types by name; None for other values.
 
     Behind them is what a processor has made of images, sounds and pages, where it has. Raises
     ArgumentError for what no tokenizer makes, and which would change the answer.

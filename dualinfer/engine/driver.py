@@ -65,7 +65,7 @@ class Channel:
                 self._waiter = None
 
     def waiting(self) -> tuple[Callable[[list[Any]], None], Any] | None:
-        """What is to be called at the end of a turn, if anybody waits, and with what.
+        """The function to call at the end of a turn, and its argument; None if nobody waits.
 
         It is called once for all channels that name it.
         """

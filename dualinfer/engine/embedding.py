@@ -38,14 +38,14 @@ _AHEAD = 2  # passes that are enqueued before the result of the first is waited 
 
 
 class EmbeddingCalls(InferenceEngine):
-    """What a fused engine offers over the last hidden state of whole texts."""
+    """The calls of a fused engine over the last hidden state of whole texts."""
 
     _spec: ModelSpec
     _text_embedding: TextEmbedding | None = None
 
     @property
     def text_embedding(self) -> TextEmbedding:
-        """How the model's folder says that texts become vectors; mean pooling if it says nothing.
+        """The way texts become vectors by the model's folder; mean pooling if it says nothing.
 
         It is read when it is first asked for; what the hub's cache lacks is fetched then. Raises
         CheckpointError and UnsupportedError.
@@ -225,7 +225,7 @@ class EmbeddingCalls(InferenceEngine):
         return arguments | {"prompt_name": name} if is_known else arguments
 
     def _most_numbers(self, asked: Any, how: TextEmbedding, layers: Sequence[Dense | None]) -> int:
-        """How many numbers of a vector stay."""
+        """The number of a vector's elements that stay."""
         width = self._width(layers)
         if asked is None:
             return min(how.truncate_dim or width, width)

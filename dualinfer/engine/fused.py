@@ -370,7 +370,7 @@ class FusedEngine(Likeness, EmbeddingCalls, TowerCalls, SpeechCalls, ScoringCall
         return scores
 
     def _watched(self, inputs: ForwardInputs) -> np.ndarray:
-        """How the heads that `inputs` watch attend to their source, float32 [B, T, A, S]."""
+        """The attention to their source of the heads that `inputs` watch, float32 [B, T, A, S]."""
         with self._turns:
             self._check_model(alone=True)
             outputs = self._profiler.run(self.runner.forward, inputs)
@@ -578,7 +578,7 @@ class FusedEngine(Likeness, EmbeddingCalls, TowerCalls, SpeechCalls, ScoringCall
         default_length: int | None,
         rule: Rule | None = None,
     ) -> "_Work":
-        """What `_prepare` derives in one process, before the others are asked."""
+        """Derive the work of `_prepare` in one process, before the others are asked."""
         spec = self.runner.spec
         ids, mask, inputs = given["input_ids"], given["attention_mask"], given["inputs"]
         embeds = given["inputs_embeds"]
@@ -737,7 +737,7 @@ class FusedEngine(Likeness, EmbeddingCalls, TowerCalls, SpeechCalls, ScoringCall
         return to_kind(ids, kind, like=prompts.like)
 
     def report(self) -> Report:
-        """What runs, where, and what it holds."""
+        """Report what runs, where, and what it holds."""
         report = self._make_report(
             family=self._spec.family,
             architecture=self._spec.architecture,
@@ -756,7 +756,7 @@ class FusedEngine(Likeness, EmbeddingCalls, TowerCalls, SpeechCalls, ScoringCall
 
 
 def _gathered(ids: Any, mask: Any, kwargs: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """What a call of generate reads, by name, and its other arguments."""
+    """The inputs of a call of generate, by name, and its other arguments."""
     if (named := by_name(ids)) is not None:
         ids, own = named.pop("input_ids"), named.pop("attention_mask")
         mask, kwargs = own if mask is None else mask, named | kwargs

@@ -1,4 +1,4 @@
-"""What new text must be: a JSON schema, a regex, a choice of texts or a grammar, by llguidance."""
+"""Rules for new text: a JSON schema, a regex, a choice of texts or a grammar, by llguidance."""
 
 import json
 import re
@@ -75,7 +75,7 @@ class Grammar:
 
 
 class Progress:
-    """Where one sequence is in its grammar.
+    """The place of one sequence in its grammar.
 
     It `accepts` the text so far as a whole one, and `is_over` where nothing may follow.
     """

@@ -1,4 +1,4 @@
-"""What encoders of images, and models of images and texts, read: each patch's pixels as a token."""
+"""Inputs of image encoders and of models of images and texts: each patch's pixels as a token."""
 
 from collections.abc import Mapping
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""What forward reads: the caller's arguments, checked, as the inputs of one pass."""
+"""The inputs of one forward pass, made of the caller's arguments, which are checked."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -152,7 +152,7 @@ def make_forward_inputs(
 
 
 def _check_boxes(spec: ModelSpec, boxes: Any, shape: tuple[int, int]) -> np.ndarray:
-    """Where tokens lie on a page, int32 [B, T, 4], of a caller's bbox [B, T, 4]."""
+    """The places of tokens on a page, int32 [B, T, 4], from a caller's bbox [B, T, 4]."""
     array = read_array(boxes, "bbox", "rows differ in length; pad them.")
     if array.dtype.kind not in "iu" or array.shape != (*shape, 4):
         raise ArgumentError(
@@ -170,7 +170,7 @@ def _check_boxes(spec: ModelSpec, boxes: Any, shape: tuple[int, int]) -> np.ndar
 
 
 def _beside_each_other(name: str, given: dict[str, Any]) -> tuple[int, list[Any]]:
-    """How many sequences a choice is made among, and arrays [B, choices, ...] as [B choices, ...].
+    """The number of choices in a row, and arrays [B, choices, ...] as [B choices, ...].
 
     Raises ArgumentError where an array's first axes are not those of `name`.
     """

@@ -1,4 +1,4 @@
-"""What the loss of a forward pass is computed of: labels, the ends of answers, what divides it."""
+"""The inputs of a forward pass's loss: labels, the ends of answers, what divides it."""
 
 from typing import Any
 
@@ -13,7 +13,7 @@ from .checks import read_array
 
 
 def loss_kind(spec: ModelSpec, labels: Any, problem: Any) -> LossKind:
-    """Which loss HF computes of `labels`, by the config's `problem_type` or by themselves."""
+    """The loss that HF computes of `labels`, by the config's `problem_type` or by themselves."""
     if labels is None or spec.head is None or spec.head.kind != "sequence":
         return "classes"
     kinds: dict[Any, LossKind] = {
@@ -111,7 +111,7 @@ def check_numbers(spec: ModelSpec, labels: Any, batch: int) -> np.ndarray:
 
 
 def check_ends(ends: tuple[Any, Any], shape: tuple[int, int]) -> np.ndarray:
-    """Where each row's answer starts and ends, int32 [B, 2]; NO_LABEL behind the last token.
+    """The start and end of each row's answer, int32 [B, 2]; NO_LABEL behind the last token.
 
     As in HF these count nowhere, and negative ones are 0.
     """

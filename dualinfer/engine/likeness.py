@@ -1,4 +1,4 @@
-"""What code around a Hugging Face model reads of an engine in its place: names, signatures, facts.
+"""Names, signatures and facts that code around a HF model reads of an engine in its place.
 
 Trainer, pipelines and evaluation harnesses go by these. What is there is what HF's class has; what
 an engine has not is absent, so that they say so.
@@ -56,7 +56,7 @@ class Likeness:
 
     @property
     def name_or_path(self: Any) -> str:
-        """Where the model is from, as its config says."""
+        """The name or path that the model is from, as its config says."""
         return getattr(self.config, "name_or_path", "") or ""
 
     def num_parameters(

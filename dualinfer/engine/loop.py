@@ -701,7 +701,7 @@ class Generation:
 
     @property
     def told(self) -> list[list[np.ndarray]]:
-        """What `sampling.tell` says of each sequence's tokens, in order; none where none tells."""
+        """Arrays of `sampling.tell` for each sequence's tokens, in order; none where none tells."""
         return [live.told[: len(live.tokens)] for live in self._lives]
 
     def _stop_at(self, count: int) -> None:

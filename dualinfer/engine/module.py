@@ -48,7 +48,7 @@ class ModuleEngine(InferenceEngine):
             self.runner.module.generation_config = value
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """What the module returns for these arguments."""
+        """Return what the module returns for these arguments."""
         return self._run("forward", args, kwargs)
 
     def refresh(self) -> None:
@@ -71,7 +71,7 @@ class ModuleEngine(InferenceEngine):
                 runner.refresh()
 
     def can_generate(self) -> bool:
-        """What the module says, if it says; else whether it has a generate."""
+        """True if the module says so; where it does not say, if it has a generate."""
         module = self.runner.module
         own = getattr(module, "can_generate", None)
         return bool(own()) if callable(own) else hasattr(module, "generate")
@@ -206,7 +206,7 @@ class ModuleEngine(InferenceEngine):
         return value
 
     def _run(self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """What the runner's method gives; a process that has no arrays for it takes rank 0's."""
+        """Call the runner's method; a process that has no arrays for it takes rank 0's."""
         named = {str(i): value for i, value in enumerate(args)} | kwargs
         wrong = None
         try:
@@ -300,7 +300,7 @@ class ModuleEngine(InferenceEngine):
         runner.watch(self._profiler)
 
     def report(self) -> Report:
-        """What runs, where, and what it holds."""
+        """Report what runs, where, and what it holds."""
         return self._make_report(
             family="",
             architecture=self._architecture,

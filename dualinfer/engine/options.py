@@ -275,7 +275,7 @@ def _tokens_in(value: Any) -> Iterator[int]:
 
 
 def _returns(values: Mapping[str, Any], asked: Mapping[str, Any]) -> tuple[str, ...] | None:
-    """What HF's output holds beside the ids; None where it is not asked for, as in HF."""
+    """The fields of HF's output beside the ids; None where it is not asked for, as in HF."""
     wanted = tuple(
         name
         for name in ("scores", "logits")
@@ -323,7 +323,7 @@ def _bias(value: Any, vocab: int) -> tuple[tuple[int, float], ...]:
 
 
 def _logprobs(value: Any, returns: tuple[str, ...] | None) -> int | None:
-    """How many likely tokens of a step to tell of; None for no log-probabilities at all."""
+    """The number of likely tokens to tell of in a step; None for no log-probabilities at all."""
     if value is None:
         return None
     if returns is None:
@@ -377,7 +377,7 @@ def config_dict(generation_config: Any) -> dict[str, Any]:
 
 
 def over_limit(prompt: int, new: int, name: str, limit: int, way: str = "") -> str:
-    """What to say of a prompt and new tokens over a limit; `new` 0 where none were asked for."""
+    """A message on a prompt and new tokens over a limit; `new` is 0 where none were asked for."""
     if new == 0:
         return (
             f"A prompt of {count_of(prompt)} leaves no room for a new one within {name} ({limit}). "
@@ -395,7 +395,7 @@ def count_of(tokens: int) -> str:
 
 
 def shorter(way: str) -> str:
-    """What to ask for instead; `way` is one more thing to do, or empty."""
+    """A hint at what to ask for instead; `way` is one more thing to do, or empty."""
     if not way:
         return "Ask for fewer new tokens, or shorten the prompt."
     return f"Ask for fewer new tokens, shorten the prompt, {way}."

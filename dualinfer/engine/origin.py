@@ -1,4 +1,4 @@
-"""Where a fused engine's weights are from: whether they are still so, and reading them again."""
+"""The origin of a fused engine's weights: whether they are unchanged, and reading them again."""
 
 from collections.abc import Callable
 from typing import Any

@@ -33,7 +33,7 @@ class Pauses:
         self._saved: weakref.WeakSet[Saved] = weakref.WeakSet()
 
     def save(self, live: Live) -> Saved | None:
-        """What a sequence has cached, whose tokens have all come; None where it is read again.
+        """Save the cache of a sequence whose tokens have all come; None where it is read again.
 
         So is what is short, and what has no room. Whole grains of places, whose rest is read again,
         and states as they stand: behind all tokens but the last, which was not fed back.

@@ -1,4 +1,4 @@
-"""What an engine is made of, for people and tests: nothing falls back silently."""
+"""The report on an engine's parts, for people and tests: nothing falls back silently."""
 
 from dataclasses import asdict, dataclass, field
 from typing import Any

@@ -132,7 +132,7 @@ class TokenLogprobs(NamedTuple):
 
 
 def told_of(told: np.ndarray, most: int) -> TokenLogprobs:
-    """What `sampling.tell` says of one token, with `most` likeliest ids."""
+    """Read what `sampling.tell` says of one token, with `most` likeliest ids."""
     of_all = (len(told) - 1) // 2
     most = min(most, of_all)
     ids = told[1 + of_all : 1 + of_all + most].astype(np.int64).tolist()

@@ -106,7 +106,7 @@ class RoomCalls(InferenceEngine):
             self._told_driver()
 
     def prefix_counts(self) -> PrefixCounts:
-        """How much of the prompts so far was found, since room was reserved; zeros without."""
+        """Count how much of the prompts was found since room was reserved; zeros without room."""
         sharing = self._loop.sharing
         return PrefixCounts(0, 0) if sharing is None else PrefixCounts(*sharing.counts)
 

@@ -1,4 +1,4 @@
-"""How likely texts are: log-probabilities of continuations, exact, many at a time."""
+"""Scores of texts: log-probabilities of continuations, exact, many at a time."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
@@ -18,7 +18,7 @@ _LOGITS = 2**28  # numbers of a pass
 
 
 class Score(NamedTuple):
-    """How likely a continuation is after its prompt.
+    """The probability of a continuation after its prompt.
 
     `logprob` is the sum of those of its `ids`, which are in `logprobs`. It is greedy where no other
     token is likelier than it at any place.
@@ -31,7 +31,7 @@ class Score(NamedTuple):
 
 
 def prompt_told(pieces: Iterable[np.ndarray], likely: int) -> list[TokenLogprobs | None]:
-    """What is told of a prompt's tokens, None of the first, with `likely` ones of each place."""
+    """Log-probabilities of a prompt's tokens, None of the first; `likely` ones of each place."""
     return [None, *(told_of(row, likely) for piece in pieces for row in piece)]
 
 
@@ -96,7 +96,7 @@ class ScoringCalls(InferenceEngine):
         return told[: len(input_ids)]
 
     def prompt_told_pieces(self, input_ids: Sequence[int]) -> Iterator[np.ndarray]:
-        """What `sampling.tell` says of a prompt's tokens but the first, some hundred at a time.
+        """Yield `sampling.tell` of a prompt's tokens but the first, some hundred at a time.
 
         Arrays float32 [places, 1 + 2 K]; each is a pass over the whole prompt.
         """

@@ -39,7 +39,7 @@ class Live:
     owner: int = field(default_factory=threading.get_ident)
 
     def part(self) -> Request:
-        """What the slot is asked for now: all, or what comes up to the pause."""
+        """The request that the slot gets now: all, or what comes up to the pause."""
         whole, done = self.request, len(self.tokens)
         if whole.grammar is not None:
             self.progress = self.progress or whole.grammar.begin()

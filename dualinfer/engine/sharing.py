@@ -155,7 +155,7 @@ class StateSharing(Sharing):
 
 
 def sharing_of(runner: Runner, pool: Pool) -> Sharing | None:
-    """What shares beginnings of prompts in a pool; None where the model cannot."""
+    """The object that shares beginnings of prompts in a pool; None where the model cannot."""
     if runner.spec.keeps_places:
         return Sharing(runner, pool, Prefixes(pool.slots, pool.spare))
     if runner.spec.keeps_beginnings and pool.spare:

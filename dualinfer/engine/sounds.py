@@ -1,4 +1,4 @@
-"""What encoders of sounds of any length read: of each token all frames that convolutions see."""
+"""Inputs of encoders of sounds of any length: for each token all frames that convolutions see."""
 
 from typing import Any
 
@@ -86,7 +86,7 @@ def as_tokens(sounds: Sounds | Waves, array: Any, count: int, visible: Any, xp: 
 def visible_of_frames(
     sounds: Sounds | Waves, mask: Any, shape: tuple[int, int]
 ) -> np.ndarray | None:
-    """Which tokens [B, S] are real, bool of `shape`, by the mask of frames [B, F]; None for all."""
+    """The real tokens [B, S], bool of `shape`, by the mask of frames [B, F]; None for all."""
     array = read_array(mask, "attention_mask", "rows differ in length; pad them.")
     frames = array.shape[1] if array.ndim == 2 else 0
     if sounds.tokens(frames) != shape[1]:

@@ -1,4 +1,4 @@
-"""What an encoder-decoder reads: its encoder's sequences, and how its decoder's begin."""
+"""The inputs of an encoder-decoder: its encoder's sequences, and how its decoder's begin."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -75,7 +75,7 @@ def encoder_states(outputs: Any) -> Any:
 
 
 def check_states(spec: ModelSpec, states: Any) -> np.ndarray:
-    """What the encoder gave, as float32 [B, S, E]; ArgumentError for what does not fit."""
+    """The encoder's output as float32 [B, S, E]; ArgumentError for what does not fit."""
     assert spec.encoder is not None
     size, most = spec.encoder.embed, spec.encoder.one_length
     expected = f"[batch, {most or 'tokens'}, {size}]"
@@ -110,7 +110,7 @@ def make_encoded(spec: ModelSpec, states: Any, given: Mapping[str, Any]) -> Prom
 
 
 def _shown_states(spec: ModelSpec, mask: Any, states: np.ndarray) -> np.ndarray | None:
-    """Which places of states [B, S, E] layers see, bool [B, S]; None for all, as in HF.
+    """The places of states [B, S, E] that layers see, bool [B, S]; None for all, as in HF.
 
     Decoders of sounds and images of one length see all of them in any case. Of other sounds the
     mask is that of the frames.
@@ -358,7 +358,7 @@ def make_images(spec: ModelSpec, pixels: Any, first: Any, mask: Any) -> Prompts:
 
 
 def make_source(spec: ModelSpec, ids: Any, mask: Any, pad: int | None) -> Prompts:
-    """What the encoder reads for each sequence, without padding, which the mask alone tells.
+    """The encoder's tokens for each sequence, without padding, which the mask alone tells.
 
     As in HF, without a mask every token counts, but for the id that the encoder hides. Raises
     ArgumentError as `make_prompts`, and LengthError for more tokens than it has positions.
@@ -399,7 +399,7 @@ def counts_hidden(spec: ModelSpec, ids: Any, mask: Any) -> bool:
 def make_decoder_prompts(
     spec: ModelSpec, source: Prompts, ids: Any, mask: Any, start: Any, pad: int | None
 ) -> Prompts:
-    """How the decoder begins, beside each sequence of `source`: `ids`, else the id `start`.
+    """The decoder's first tokens for each sequence of `source`: `ids`, else the id `start`.
 
     As in HF, `start` is put before ids of which none begins with it, but for Whisper's. The result
     goes back to where `source` is from.

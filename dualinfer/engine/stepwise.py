@@ -39,7 +39,7 @@ class Rule(Protocol):
 
 
 class Rules:
-    """What the host does with the logits of a call's steps.
+    """The host's rules for the logits of a call's steps.
 
     `processors` change logits, in HF's order; `criteria` end sequences. Functions get what HF's
     get: ids int [B, T] of the padded prompts and all new tokens, and float32 logits [B, V]; on
@@ -191,7 +191,7 @@ class Rules:
         return self._grammar is None or self._progress[row].accepts
 
     def ended(self, ids: np.ndarray, scores: tuple[Any, ...] | None) -> np.ndarray:
-        """Which sequences the criteria end, bool [B]; `scores` are those of all steps, if kept."""
+        """The sequences that the criteria end, bool [B]; `scores` are all steps' own, if kept."""
         limit = self._options.max_time
         over = limit is not None and time.monotonic() - self._start > limit
         done = np.full(len(ids), over)
@@ -236,7 +236,7 @@ class Rules:
 
 
 class _DecoderConfig:
-    """What HF's generation reads of a model's config where it makes processors."""
+    """The facts of a model's config that HF's generation reads where it makes processors."""
 
     is_encoder_decoder = False
 
@@ -405,7 +405,7 @@ class Stepwise:
 
     @property
     def told(self) -> list[list[np.ndarray]]:
-        """What `sampling.tell` says of each sequence's tokens, in order; none where none tells."""
+        """Arrays of `sampling.tell` for each sequence's tokens, in order; none where none tells."""
         return self._told
 
     def close(self) -> None:

@@ -33,7 +33,7 @@ class Sequences(NamedTuple):
 
 
 class TextCalls:
-    """What every engine offers over its tokens. An engine says how it begins sequences."""
+    """Calls that every engine offers over its tokens. An engine says how it begins sequences."""
 
     device: Any
     runner: Any
@@ -386,7 +386,7 @@ def chat_endings(config: Any, tokenizer: Any) -> list[int]:
 
 
 class _How(NamedTuple):
-    """How a call goes from prompts to text: what makes ids of them, and what text of ids."""
+    """The means of a call from prompts to text: what makes ids of them, and what text of ids."""
 
     encode: Callable[[Any, Any], list[list[int]]]
     config: Any

@@ -1,4 +1,4 @@
-"""What a fused engine offers of a model of two towers: the vectors of texts alone, or of images."""
+"""The calls of a fused engine with two towers: the vectors of texts alone, or of images."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -12,7 +12,7 @@ from .images import make_image_tower_inputs, make_text_tower_inputs
 
 
 def as_fields(results: Mapping[str, Any], kind: Any) -> dict[str, Any]:
-    """What a runner's forward gave, in HF's order, as arrays of the framework `kind`."""
+    """The results of a runner's forward, in HF's order, as arrays of the framework `kind`."""
 
     def converted(value: Any) -> Any:
         if isinstance(value, tuple):

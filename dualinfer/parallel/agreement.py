@@ -1,4 +1,4 @@
-"""What processes that share a model say to each other on the host: the same calls, the same inputs.
+"""Agreement on the host of processes that share a model: the same calls, the same inputs.
 
 Each process of a group makes the same calls. What fails in one of them is raised in all, and
 inputs that differ are refused in all, so that no process waits for one that does not come.
@@ -56,7 +56,7 @@ class Peers:
         return Work(self, what)
 
     def tell(self, what: str, **said: Any) -> dict[str, list[Any]]:
-        """What every process says in the exchange `what`, as `Work.meet` gives it."""
+        """Exchange what every process says under the name `what`; returns as `Work.meet`."""
         with self.together(what) as work:
             return work.meet(**said)
 
@@ -73,7 +73,7 @@ class Work:
         self._peers, self._what, self._met = peers, what, False
 
     def meet(self, alike: Callable[[], Any] | None = None, **said: Any) -> dict[str, list[Any]]:
-        """What every process has `said`, by name and in the order of ranks, once all are here.
+        """Return all processes' `said`, by name and in the order of ranks, once all are here.
 
         It ends the work: what fails in the context after it is this process's own affair. Where
         what `alike` gives (arrays, numbers, strings, and what holds them) differs, it raises a
@@ -172,7 +172,7 @@ class _Job:
         return "done" if self._error is None else "failed"
 
     def result(self) -> Any:
-        """What came out, None where it has not ended; raises what it raised."""
+        """Return the work's result, None where it has not ended; raises what it raised."""
         if self._error is not None:
             raise self._error
         return self._result
@@ -239,7 +239,7 @@ def _message(what: str, mark: str | None, error: str | None, said: Mapping[str, 
 
 
 def _read(what: str, messages: list[bytes]) -> list[dict[str, Any]]:
-    """What every process said at the work `what`; DistributedError where one is at another."""
+    """Messages of all processes at the work `what`; DistributedError where one is at another."""
     bodies: list[dict[str, Any]] = []
     for message in messages:
         try:

@@ -1,4 +1,4 @@
-"""How devices share the experts of a mixture: what `moe` asks for, checked against the model."""
+"""The sharing of a mixture's experts by devices: what `moe` asks, checked against the model."""
 
 from collections.abc import Sequence
 from math import comb
@@ -72,7 +72,7 @@ def parts_of(moe: MoEConfig, counts: Sequence[int], architecture: str, size: int
 
 
 def _has(counts: Sequence[int]) -> str:
-    """What a model has, for people; `counts` are the experts of its layers with some."""
+    """A phrase on a model's experts, for people; `counts` are those of its layers with some."""
     if not counts:
         return "has no experts"
     if len(set(counts)) > 1:
@@ -87,7 +87,7 @@ def _listed(numbers: Sequence[int]) -> str:
 
 
 def describe_experts(plan: ShardingPlan) -> list[str]:
-    """How the devices of a plan share experts, for people; nothing where there are none, or one."""
+    """Lines for people on how devices share experts; none without experts, or on one device."""
     mixtures = [layer.mlp for layer in plan.table.spec.all_layers if layer.experts]
     if plan.size == 1 or not mixtures:
         return []

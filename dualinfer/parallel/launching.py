@@ -149,7 +149,7 @@ def loopback_only() -> dict[str, str]:
 
 
 def place_of(rank: int, count: int, port: int) -> dict[str, str]:
-    """What torchrun tells a process, where the store of `open_store` serves the job."""
+    """The variables that torchrun sets for a process, where `open_store`'s store serves the job."""
     return {
         "RANK": str(rank),
         "LOCAL_RANK": str(rank),
@@ -237,7 +237,7 @@ def _events_until(
     deadline: float,
     children: Iterable[subprocess.Popen[bytes]],
 ) -> Iterator[_Event]:
-    """What happens until then, or until no process is left."""
+    """The events until `deadline`, or until no process is left."""
     while any(child.poll() is None for child in children):
         try:
             yield events.get(timeout=max(0.0, deadline - time.monotonic()))

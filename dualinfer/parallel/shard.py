@@ -1,4 +1,4 @@
-"""What one device holds of a model: its part of each axis, and what it reads of stored tensors.
+"""One device's part of a model: its part of each axis, and what it reads of stored tensors.
 
 Axes are those of the weight table, so that one text serves every family and both backends.
 """
@@ -43,7 +43,7 @@ class Share:
 
 @dataclass(frozen=True)
 class Shard:
-    """What device `rank` of `size` holds: its share of each axis that is split, all of the others.
+    """The part of device `rank` of `size`: its share of each split axis, all of the others.
 
     `spec` is the model as this device computes it: with its own heads, slopes and MLP widths.
     `outer` are the shares of the axes outside of the layers, `layers` those of each layer's own.
@@ -100,7 +100,7 @@ class Shard:
         ]
 
     def held(self, layer: int = 0) -> list["Held"]:
-        """What this device holds of the axes that people know; nothing where it holds all.
+        """This device's shares of the axes that people know; nothing where it holds all.
 
         Of experts where they are shared out.
         """
@@ -127,7 +127,7 @@ class Shard:
         ]
 
     def describe(self) -> str:
-        """What this device holds, for people, padding included; layers that are alike once."""
+        """A text on this device's shares, for people, with padding; layers that are alike once."""
         firsts = {id(layer): i for i, layer in reversed(list(enumerate(self.spec.all_layers)))}
         kinds = {tuple(self.held(layer)): None for layer in sorted(firsts.values())}
         return "; ".join(
@@ -135,7 +135,7 @@ class Shard:
         )
 
     def reads(self, row: Row, part: Source) -> list["Read"]:
-        """What to read of one stored tensor, in the order of the row's fused axis.
+        """The reads of one stored tensor, in the order of the row's fused axis.
 
         One read, unless the tensor holds several blocks one after another, each split; none of a
         tensor that is stacked with others along an axis of which this device has another share.
@@ -222,7 +222,7 @@ class Shard:
     def places(
         self, row: Row, part: str, number: int, names: Sequence[str] | None = None
     ) -> np.ndarray:
-        """Where elements here of an axis of a part of the row lie in all of it: int [n].
+        """The places of this device's elements in the whole axis of a part of the row: int [n].
 
         -1 for those of padding, and of axes that it joins beside `names`: by default those that no
         stored tensor has.
@@ -244,7 +244,7 @@ class Shard:
         return joined[np.array(row.picks)] if is_picked else joined
 
     def made(self, row: Row) -> np.ndarray:
-        """What the row's function makes of this device's share of the row; zeros for padding."""
+        """The values that the row's function gives to this device's share; zeros for padding."""
         assert callable(row.constant)
         table = row.constant(self.table.shape(row))
         for i in self.split_axes(row):
@@ -324,7 +324,7 @@ def _interleaved(axis: str) -> tuple[str, str, int]:
 
 
 def _count(spec: ModelSpec, groups: str, layer: int | None) -> int:
-    """How many groups an axis is interleaved by: the extent of another, or a number."""
+    """The number of groups an axis is interleaved by: the extent of another, or a number."""
     return int(groups) if groups.isdecimal() else spec.extent(groups, layer)
 
 
@@ -359,7 +359,7 @@ class Read:
 
 
 class Found(NamedTuple):
-    """What was read of one stored tensor: NumPy's, or torch's where that lends it."""
+    """An array read from one stored tensor: NumPy's, or torch's where that lends it."""
 
     read: Read
     array: Any

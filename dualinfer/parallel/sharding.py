@@ -21,7 +21,7 @@ from .shard import Shard, Share, whole
 
 @dataclass(frozen=True)
 class ShardingPlan:
-    """How a model is split over devices: a shard for each."""
+    """The split of a model over devices: a shard for each."""
 
     table: WeightTable
     shards: tuple[Shard, ...]
@@ -86,7 +86,7 @@ class Devices:
 
 
 class Place(NamedTuple):
-    """Which part of the experts a device has, and which part of their width, by number."""
+    """The part of the experts that a device has, and the part of their width, by number."""
 
     part: int
     width: int

@@ -126,7 +126,7 @@ class Snapshots:
             self._held[slot] = self._held.pop(slot)
 
     def beginning_with(self, key: int) -> int:
-        """How many held ones have a beginning with this key of `chain`."""
+        """The number of held prompts that have a beginning with this key of `chain`."""
         return self._beginnings[key]
 
     def keep(self, ids: np.ndarray) -> int | None:
@@ -171,7 +171,7 @@ def cuts(keys: Sequence[int], known: Mapping[int, int]) -> list[int]:
 
 
 def shared_by(held: np.ndarray, ids: np.ndarray) -> int:
-    """How much of a prompt's beginning is held: whole grains, and not all of the prompt."""
+    """The length of a prompt's beginning that is held: whole grains, and not all of the prompt."""
     most = min(len(held), len(ids) - 1)
     same = held[:most] == ids[:most]
     return int(most if same.all() else same.argmin()) // GRAIN * GRAIN

@@ -1,4 +1,4 @@
-"""How many sequences a runner has room for."""
+"""The number of sequences that a runner has room for."""
 
 from collections.abc import Callable
 

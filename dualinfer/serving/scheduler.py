@@ -1,4 +1,4 @@
-"""Which of many sequences are under way: pure, without a clock, a thread or a framework."""
+"""The choice of sequences that are under way: pure, without a clock, a thread or a framework."""
 
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -82,7 +82,7 @@ class Scheduler:
         entry.is_cancelled = True
 
     def turn(self, now: float, others: Sequence[int] = ()) -> Turn:
-        """What begins and what ends now. `others` are the tokens of slots that are not ours."""
+        """Choose what begins and ends now. `others` are the tokens of slots that are not ours."""
         ended = [x for x in self._live if x.is_cancelled or _is_over(x, now)]
         for urgent, queue in self._waiting.items():
             ended += [x for x in queue if x.is_cancelled or _is_over(x, now)]

@@ -1,4 +1,4 @@
-"""How much of the host's memory is free."""
+"""The amount of the host's memory that is free."""
 
 import os
 from collections.abc import Iterator
@@ -32,7 +32,7 @@ def _system_free(proc: Path) -> int | None:
 
 
 def _cgroups_free(proc: Path, cgroup: Path) -> Iterator[int]:
-    """What each cgroup with a limit has left, from the process' own up to the root."""
+    """The bytes that each cgroup with a limit has left, from the process' own up to the root."""
     try:
         lines = (proc / "self" / "cgroup").read_text(encoding="utf-8").splitlines()
     except OSError:

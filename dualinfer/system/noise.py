@@ -1,4 +1,4 @@
-"""What other libraries say while they are imported, and tells nothing to who typed a command."""
+"""Messages of other libraries' imports, which tell nothing to a person who typed a command."""
 
 import logging
 import os

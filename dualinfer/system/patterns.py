@@ -78,7 +78,7 @@ class Patterns:
         )
 
     def find(self, name: str) -> list[int]:
-        """Which of the patterns match the name from its first letter on, as re.match does."""
+        """The numbers of the patterns that match the name from its start on, as re.match does."""
         if len(name) > _LONGEST:
             raise UnsupportedError(
                 f"{self._where} has patterns, and a name of {len(name):,} letters is there to try "
@@ -303,7 +303,7 @@ class _Reached:
 
 
 class _State:
-    """Where the automaton is: tests of the next letter with the code behind each, and ends."""
+    """A state of the automaton: tests of the next letter with the code behind each, and ends."""
 
     __slots__ = ("ends", "following", "letters")
 

@@ -10,7 +10,7 @@ _ROOT = 0
 
 
 def cache_folder() -> Path:
-    """Where the cache is; it need not exist. RuntimeError where the user has none.
+    """The folder of the cache; it need not exist. RuntimeError where the user has none.
 
     A relative DUALINFER_CACHE belongs to the working folder in which it was first asked for.
     """

@@ -1,4 +1,4 @@
-"""What commands share on the terminal: lines of its width, and help in one style."""
+"""The style that commands share on the terminal: lines of its width, and help."""
 
 import pydoc
 import re
@@ -66,7 +66,7 @@ class Command(TyperCommand):
         return option
 
     def collect_usage_pieces(self, ctx: Any) -> list[str]:
-        """What follows the command's name."""
+        """The words of the usage line behind the command's name."""
         arguments = [p for p in self.get_params(ctx) if p.param_type_name == "argument"]
         return ["[OPTIONS]", *(str(p.metavar) for p in arguments)]
 

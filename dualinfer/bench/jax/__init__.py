@@ -1,1 +1,1 @@
-"""What JAX's ops offer to be measured."""
+"""The ops of JAX that can be measured."""

@@ -1,4 +1,4 @@
-"""What the ops of `dualinfer bench ops` share: ours, their inputs, and how a case is made."""
+"""Parts that the ops of `dualinfer bench ops` share: ours, their inputs, and how a case is made."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -37,7 +37,7 @@ class Bench:
         return KernelOps(self.device)
 
     def launch(self, function: Callable[..., Any], *args: Any, **how: Any) -> Any:
-        """What a function of kernels/triton gives for these arrays, as an engine launches it."""
+        """Run a function of kernels/triton on these arrays, as an engine launches it."""
         from ...kernels.xla.launches import call
 
         return call(function, *args, capability=self.kernels.capability, **how)[0]

@@ -11,7 +11,7 @@ from .inputs import Bench, Op
 
 
 def mixture(bench: Bench, own: RouterOp | ExpertsOp) -> Iterator[OpCase]:
-    """Which experts rows choose, or what these make of them."""
+    """Cases of the choice of experts for rows, or of what these make of them."""
 
     def run(ops: PlainOps, state: None, *inputs: Any) -> tuple[Any, None]:
         return own.run(ops, *inputs), state

@@ -1,1 +1,1 @@
-"""What torch's ops offer to be measured."""
+"""The ops of torch that can be measured."""

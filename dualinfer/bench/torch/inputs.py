@@ -1,4 +1,4 @@
-"""What the ops of `dualinfer bench ops` share: our kernels, inputs, and how a case is made."""
+"""Parts that the ops of `dualinfer bench ops` share: our kernels, inputs, and making of cases."""
 
 from collections.abc import Callable
 from dataclasses import dataclass

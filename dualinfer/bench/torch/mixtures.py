@@ -17,7 +17,7 @@ from .inputs import Bench, Op
 
 
 def router(bench: Bench, own: RouterOp) -> Iterator[OpCase]:
-    """Which experts rows choose; torch's product is in the dtype of its input."""
+    """Cases of the choice of experts for rows; torch's product is in the dtype of its input."""
     how = own.shape.experts.router
 
     def ours(*inputs: Any) -> Routing:
@@ -39,7 +39,7 @@ def router(bench: Bench, own: RouterOp) -> Iterator[OpCase]:
 
 
 def experts(bench: Bench, own: ExpertsOp) -> Iterator[OpCase]:
-    """What experts make of rows; torch's products by groups find pairs in the order of experts."""
+    """Cases of experts on rows; torch's products by groups find pairs in the order of experts."""
 
     def ours(*inputs: Any) -> torch.Tensor:
         return own.run(bench.ops, *inputs)

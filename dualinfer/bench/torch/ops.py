@@ -87,7 +87,7 @@ def bench_cases(dtype: str, quant: str | None = None) -> list[OpCase]:
 
 
 def experts_and_routers(bench: Bench, recipe: Recipe | None = None) -> Iterator[OpCase]:
-    """Those of mixtures, see `mixture_ops`."""
+    """Cases of mixtures, see `mixture_ops`."""
     for own in mixture_ops(bench.dtype.itemsize, recipe):
         yield from router(bench, own) if isinstance(own, RouterOp) else experts(bench, own)
 
@@ -174,7 +174,7 @@ def _product(
 
 
 def between_products(bench: Bench, shape: Shape, rows: int) -> Iterator[OpCase]:
-    """What stands between products: embedding, norms, rotary with append, activation."""
+    """Cases of the ops between products: embedding, norms, rotary with append, activation."""
     yield from _embed(bench, shape, rows)
     yield from _norms(bench, shape, rows)
     yield from rotary(bench, shape, rows)

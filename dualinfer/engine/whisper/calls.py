@@ -1,4 +1,4 @@
-"""What a fused engine does of Whisper's own: generate by windows, and the language of a sound."""
+"""The calls of a fused Whisper: generate by windows, and the language of a sound."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace

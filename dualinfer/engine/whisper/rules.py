@@ -1,4 +1,4 @@
-"""Which tokens of a transcript may come next: HF's rules of timestamps, and suppressed ids."""
+"""The tokens of a transcript that may come next: HF's rules of timestamps, and suppressed ids."""
 
 from collections.abc import Collection
 

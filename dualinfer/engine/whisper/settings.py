@@ -1,4 +1,4 @@
-"""What one call of Whisper's generate asks for: its arguments, then the generation configs."""
+"""The settings of one call of Whisper's generate: its arguments, then the generation configs."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -152,7 +152,7 @@ def first_tokens(
     batch: int,
     detect: Callable[[], Sequence[int]],
 ) -> np.ndarray:
-    """How the decoder begins for each sound, int [B, T]: its start, language, task, and so on.
+    """The decoder's first tokens for each sound, int [B, T]: start, language, task, and so on.
 
     `detect` hears the language of each, where neither the caller nor a config names one. `config`
     is the model's, whose old forced_decoder_ids count as the generation config's do.

@@ -297,7 +297,7 @@ class Windows:
         return int(np.random.SeedSequence((own, *where)).generate_state(1, np.uint64)[0])
 
     def _silence(self, windows: Any, begin: Begin, new: int) -> Sequence[float]:
-        """How likely each window has no speech, by what follows the start of its transcript."""
+        """The probability that a window has no speech, by what follows its transcript's start."""
         if self.settings.no_speech is None:
             return [0.0] * len(windows)
         rest, prompts = self.begins.shape[1] - 1, []

@@ -65,7 +65,7 @@ class StopText:
 
 
 def _found(text: str, stops: Sequence[str]) -> Iterator[tuple[int, int]]:
-    """Where each stop string ends and begins in a text."""
+    """The places where each stop string ends and begins in a text."""
     for stop in stops:
         at = text.find(stop)
         while at >= 0:
@@ -74,7 +74,7 @@ def _found(text: str, stops: Sequence[str]) -> Iterator[tuple[int, int]]:
 
 
 def _overlap(text: str, stop: str) -> int:
-    """How many characters at the end of `text` may begin `stop`."""
+    """The number of characters at the end of `text` that may begin `stop`."""
     most = min(len(text), len(stop) - 1)
     return next((n for n in range(most, 0, -1) if text.endswith(stop[:n])), 0)
 

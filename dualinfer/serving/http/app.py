@@ -84,7 +84,7 @@ class Server:
         self.is_draining = False
 
     def config(self, grace: int | None = None, **how: Any) -> uvicorn.Config:
-        """How uvicorn serves the routes; open requests have `grace` seconds when it is to end.
+        """Uvicorn's config for the routes; open requests have `grace` seconds when it is to end.
 
         h11 bounds the headers of a request, which httptools does not.
         """
@@ -217,7 +217,7 @@ class Server:
         return Asked([(ids, "")], ends, "messages", talk.of(ids, body, tools))
 
     def _talk_of(self, body: ChatRequest, options: dict[str, Any]) -> "Talk":
-        """How the answers of the chat template are read."""
+        """The rules by which the answers of the chat template are read."""
         talk = Talk.of_template(self.engine.tokenizer, options, *self._parsers)
         if body.callable and talk.style is None:
             raise RequestError(
@@ -366,7 +366,7 @@ class Server:
         return self.engine.start(ids, {**arguments, "max_new_tokens": length}, count)
 
     def _length(self, body: Generation, prompt: int, name: str) -> int:
-        """How many new tokens there may be."""
+        """The number of new tokens that there may be."""
         asked, most = body.asked_length, self.engine.about.max_tokens
         if asked == 0 and getattr(body, "echo", False):
             return 0
@@ -472,7 +472,7 @@ class Server:
     def _shown(
         self, texts: Sequence[str], vectors: Any, first: int, body: EmbeddingRequest
     ) -> tuple[int, list[str]]:
-        """How many tokens texts have, and their vectors as JSON, the first one's index `first`."""
+        """The number of the texts' tokens, and their vectors as JSON, with indices from `first`."""
         data = []
         for i, vector in enumerate(vectors):
             numbers: Any = vector.tolist()

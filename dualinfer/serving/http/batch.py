@@ -30,7 +30,7 @@ class BatchFileError(DualinferError, ValueError):
 
 @dataclass
 class Progress:
-    """How far a job is: rows of it, those answered before and now, and how many in vain.
+    """The progress of a job: its rows, those answered before and now, and those in vain.
 
     `tokens` are those that were made now.
     """

@@ -81,7 +81,7 @@ class _Scan:
         self.depth, self._quoted, self._escaped = depth, False, False
 
     def until(self, text: str, depth: int) -> int:
-        """How many characters lead down to `depth`; -1 where they do not."""
+        """The number of characters that lead down to `depth`; -1 where they do not."""
         for i, char in enumerate(text):
             if self._quoted:
                 if self._escaped:
@@ -216,7 +216,7 @@ class Reply:
         return True
 
     def _start(self, made: Delta, final: bool) -> bool:
-        """Where an answer of Llama 3's may be an object."""
+        """The start of an answer of Llama 3's, which may be an object."""
         text, mark = self._text.lstrip(), MARKS["llama3"][0]
         if not final and (not text or (mark.startswith(text) and text != mark)):
             return False

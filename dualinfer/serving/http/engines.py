@@ -28,7 +28,7 @@ class About(NamedTuple):
 
 
 class State(NamedTuple):
-    """How an engine is: sequences that have a slot, those that wait, and how many slots there are.
+    """The state of an engine: sequences with a slot, those that wait, and the number of slots.
 
     `asked` and `found` count tokens of prompts, and those that were not read again. `trouble` is
     why it does not serve; None where it does. `preemptions` counts slots that sequences gave to
@@ -108,7 +108,7 @@ class ServedEngine(Protocol):
         ...
 
     def state(self) -> State:
-        """How it is now."""
+        """The engine's state now."""
         ...
 
 

@@ -12,7 +12,7 @@ _SHORT = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.25, 0.5, 
 
 
 class Histogram:
-    """How many values lie below each bound, their number and their sum."""
+    """A count of the values below each bound, of all values, and their sum."""
 
     def __init__(self, bounds: tuple[float, ...]) -> None:
         self._bounds = bounds

@@ -193,7 +193,7 @@ class Generation(_Body):
 
     @property
     def asked_length(self) -> int | None:
-        """How many new tokens were asked for."""
+        """The number of new tokens that were asked for."""
         return self.max_tokens
 
     @property
@@ -315,7 +315,7 @@ class ChatRequest(Generation):
 
     @property
     def asked_length(self) -> int | None:
-        """How many new tokens were asked for, by the new name or the old."""
+        """The number of new tokens that were asked for, by the new name or the old."""
         new = self.max_completion_tokens
         return self.max_tokens if new is None else new
 

@@ -1,4 +1,4 @@
-"""How the answers of one chat template are read, and what a request asks of them."""
+"""Rules to read the answers of one chat template, and what a request asks of them."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
@@ -39,7 +39,7 @@ class Talk(NamedTuple):
 
 
 class TalkOf(NamedTuple):
-    """How the answers of one request are read."""
+    """The rules by which the answers of one request are read."""
 
     talk: Talk
     opened: bool

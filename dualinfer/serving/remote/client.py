@@ -273,7 +273,7 @@ class RemoteEngine:
         return State(*room, asked, found, self.trouble, preemptions)
 
     def _counts(self) -> tuple[int, int, int]:
-        """What all engines so far have counted."""
+        """The counts of all engines so far."""
         (asked, found, preemptions), now = self._before, self._state
         return asked + now.asked, found + now.found, preemptions + now.preemptions
 

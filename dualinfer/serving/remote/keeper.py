@@ -123,7 +123,7 @@ class _Life:
 
     @property
     def fate(self) -> str:
-        """How it ended, in words."""
+        """The way the process ended, in words."""
         if self.hung is not None:
             return f"hung ({self.hung})"
         if self.told is not None:
