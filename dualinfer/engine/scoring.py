@@ -96,7 +96,7 @@ class ScoringCalls(InferenceEngine):
         return told[: len(input_ids)]
 
     def prompt_told_pieces(self, input_ids: Sequence[int]) -> Iterator[np.ndarray]:
-        """Yield `sampling.tell` of a prompt's tokens but the first, some hundred at a time.
+        """The `sampling.tell` arrays of a prompt's tokens but the first, some hundred at a time.
 
         Arrays float32 [places, 1 + 2 K]; each is a pass over the whole prompt.
         """
