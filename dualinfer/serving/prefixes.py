@@ -126,7 +126,7 @@ class Snapshots:
             self._held[slot] = self._held.pop(slot)
 
     def beginning_with(self, key: int) -> int:
-        """The number of held prompts that have a beginning with this key of `chain`."""
+        """The number of held states whose ids have a beginning with this key of `chain`."""
         return self._beginnings[key]
 
     def keep(self, ids: np.ndarray) -> int | None:
