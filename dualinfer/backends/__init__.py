@@ -33,7 +33,7 @@ def default_dtype(name: str) -> str:
 
 
 def device_kind(name: str) -> str:
-    """What an engine of this backend would run on now: "cpu", "cuda", "gpu" or another platform."""
+    """The platform for an engine of this backend now: "cpu", "cuda", "gpu" or another one."""
     return _import(name).device_kind()
 
 
@@ -53,7 +53,7 @@ def _import(name: str) -> Any:
 
 
 def describe_split(class_name: str, config: Any, size: int, grain: int) -> Any:
-    """What each layer of a HF class of transformers becomes over `size` ranks in module mode.
+    """Tell how module mode splits each layer of a HF class of transformers over `size` ranks.
 
     By its config alone, on torch; a line for layers alike. See `autotp.table.Described`.
     """

@@ -73,7 +73,7 @@ class ForwardInputs:
 
 @dataclass(frozen=True)
 class Sampling:
-    """How one sequence's tokens are chosen; HF's names and meanings.
+    """The settings that choose one sequence's tokens; HF's names and meanings.
 
     `top_k` 0, `top_p` 1, `min_p` 0 and `repetition_penalty` 1 are off. Noise is drawn only with
     `do_sample`; its key is (seed, return_index, position), its counter the vocabulary id. The
@@ -101,7 +101,7 @@ class Sampling:
 
 @dataclass(frozen=True)
 class SamplingFeatures:
-    """Which parts of sampling any live sequence needs; a compiled step holds only these."""
+    """The parts of sampling that any live sequence needs; a compiled step holds only these."""
 
     noise: bool = False
     filters: bool = False
@@ -125,7 +125,7 @@ class SamplingFeatures:
 
 
 class Progress(Protocol):
-    """Where one sequence is in its grammar.
+    """The state of one sequence in its grammar.
 
     It `accepts` the new tokens as a whole text, and `is_over` where none may follow.
     """
@@ -189,7 +189,7 @@ class Request:
 
     @property
     def prompt(self) -> np.ndarray:
-        """What the layers read: tokens, or embeddings."""
+        """The input of the layers: tokens, or embeddings."""
         return self.tokens if self.embeds is None else self.embeds
 
     @property
@@ -260,7 +260,7 @@ class Pool:
 
 @dataclass(eq=False)
 class Saved:
-    """What a slot had cached of its first `tokens`, in `nbytes` of the host's memory.
+    """The cached state of a slot's first `tokens`, in `nbytes` of the host's memory.
 
     `copies` are the backend's own. It `is_stale` once weights or the pool are others.
     """
@@ -478,11 +478,11 @@ class ModuleRunner(Protocol):
     is_compiled: bool
 
     def forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """What the module returns for these arguments, without gradients."""
+        """Run the module on these arguments, without gradients, and return its result."""
         ...
 
     def generate(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """What the module's own `generate` returns; only called where `module` has one."""
+        """Run the module's own `generate`; only called where `module` has one."""
         ...
 
     def refresh(self) -> None:

@@ -1,4 +1,4 @@
-"""What a device holds of a model's weights, in bytes and for people: planned, or loaded."""
+"""Tell how a device holds a model's weights, in bytes and for people: planned, or loaded."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from math import prod
@@ -11,7 +11,7 @@ from ..quantization.packing import held_width
 
 
 def describe_weights(named: Mapping[str, Leaf]) -> dict[str, str]:
-    """How many weights are held in which way, and the head, for people; `named` are all leaves."""
+    """Tell people how many weights are held in which way, and the head; `named` are all leaves."""
     leaves = [own for whole in named.values() for own in leaves_of(whole)]
     head = named.get("head.weight", named.get("embed.weight"))
     return _described(
@@ -21,7 +21,7 @@ def describe_weights(named: Mapping[str, Leaf]) -> dict[str, str]:
 
 
 def describe_rows(rows: Sequence[Row], shard: Shard, dtype: str) -> dict[str, str]:
-    """What `describe_weights` says of a device that has loaded `rows` in `dtype`."""
+    """The text of `describe_weights` for a device that has loaded `rows` in `dtype`."""
     size = numpy_dtype(dtype).itemsize
     named = {row.name: row for row in rows}
     head = named.get("head.weight", named.get("embed.weight"))
@@ -47,7 +47,7 @@ def held_bytes(shard: Shard, row: Row, itemsize: int) -> int:
 
 
 def no_room(shard: Shard, rows: Sequence[Row], itemsize: int, free: int | None, way: str) -> str:
-    """What to say where a device's share of `rows` found no room; `way` is one out of it."""
+    """The message where a device's share of `rows` found no room; `way` is one out of it."""
     needed = sum(held_bytes(shard, row, itemsize) for row in rows)
     there = "" if free is None else f", and {free:,} were free"
     return (

@@ -1,4 +1,4 @@
-"""What both backends decide of ops by Triton's kernels: what is served, and how it is launched."""
+"""The decisions on Triton's kernels that both backends share: what is served, and how launched."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from math import prod
@@ -22,7 +22,7 @@ from .served import served
 
 
 class Launcher(Protocol):
-    """What is asked of ops by kernels."""
+    """The interface that launches need of ops by kernels."""
 
     configurations: Any
 
@@ -36,7 +36,7 @@ class Launcher(Protocol):
 
 
 def unserved(spec: ModelSpec) -> str | None:
-    """What of a model is beyond the kernels, for people; None if they serve it."""
+    """Name the parts of a model beyond the kernels, for people; None if they serve it."""
     from ..kernels.triton import attention, latent, norm, thresholds
 
     attentions = [layer.attention for layer in spec.layers]
@@ -122,7 +122,7 @@ def is_wide(cache: CacheSpec | CacheView) -> bool:
 
 
 def head_arguments(layer: LayerAttention, frequencies: Array | None) -> dict[str, Any]:
-    """How a layer's queries and keys are normed and turned, as the kernels take it."""
+    """The kernels' arguments for the norms and the rotation of a layer's queries and keys."""
     rope, q_norm, k_norm = layer.spec.rope, layer.q_norm, layer.k_norm
     return {
         "inv_freq": frequencies,

@@ -41,7 +41,7 @@ class Profiler:
         self._times.append(watch.stop(result))
 
     def run(self, work: Callable[..., Any], *args: Any) -> Any:
-        """What `work(*args)` gives, timed if profiling is on."""
+        """Run `work(*args)`, timed if profiling is on, and return its result."""
         if not self.enabled:
             return work(*args)
         watch = self.start()

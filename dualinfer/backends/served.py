@@ -1,4 +1,4 @@
-"""Which kernels read a weight is found when it is first seen; a launch looks it up."""
+"""Find which kernels read a weight when it is first seen; a launch looks it up."""
 
 from typing import Any, NamedTuple
 
@@ -40,7 +40,7 @@ class Served(NamedTuple):
         return self.dense or self.codes is not None
 
     def in_eight_bits(self, count: int, itemsize: int) -> EightBit | None:
-        """How `count` rows of elements of so many bytes are multiplied in 8 bits, if they are."""
+        """The product in 8 bits for `count` rows of elements of so many bytes, if there is one."""
         from ..kernels.triton import eight_bit
 
         own = self.eight
@@ -95,7 +95,7 @@ def _packed(weight: Weight) -> Any:
 
 
 def _eight_bit(weight: Weight, codes: Any) -> EightBit | None:
-    """How rows of x are multiplied in 8 bits, where many are; None if they never are."""
+    """The product in 8 bits for many rows of x; None if they are never multiplied so."""
     from ..kernels.triton import eight_bit
 
     assert isinstance(weight.scheme, BlockScheme)

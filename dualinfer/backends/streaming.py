@@ -15,7 +15,7 @@ _FOR_WEIGHTS = 0.75  # of what is free; the rest is left to the cache and to act
 
 @dataclass(frozen=True)
 class Streaming:
-    """Which layers' matrices lie in host memory, and how large they are on one device.
+    """The layers whose matrices lie in host memory, and how large these are on one device.
 
     `layers` are numbered, in order; `sizes` has the bytes of the matrices of every layer. Biases
     and norms' weights are small and lie on the device.
@@ -39,7 +39,7 @@ class Streaming:
         return row.is_weight and row.layer in self.layers
 
     def describe(self) -> str:
-        """What lies where, for people."""
+        """Say for people which weights lie where."""
         if not self.layers:
             return f"all {len(self.sizes)} layers fit on the device, so that none is streamed"
         return (
@@ -67,7 +67,7 @@ def choose_layers(
     free: int | None,
     on_cpu: bool = False,
 ) -> Streaming | None:
-    """What a device streams of its share of `rows`, None where the config asks for no streaming.
+    """Choose what a device streams of its share of `rows`; None where the config asks for none.
 
     `free` are the device's bytes. Where it is the host, weights lie there already, and only a
     config that sets `resident_layers` streams, in the way that it would on a GPU. Raises

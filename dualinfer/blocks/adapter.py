@@ -44,7 +44,7 @@ class Adapter(Edit):
         return Unnormed(*self._parted(run, run.ops.add(residual, y)), norm)
 
     def _parted(self, run: Run, x: Array) -> tuple[Array, Array]:
-        """What the projections make of x [B, T, E], and what that adds to."""
+        """Project x [B, T, E]; return the result, and what it is added to."""
         h = run.ops.norm(x, run.norm("adapter_norm")) if "adapter_norm.weight" in run.w else x
         y = run.project("adapter_up", h, Epilogue(activation=self.activation))
         return run.project("adapter_down", y), h if self.normed else x

@@ -59,7 +59,7 @@ class BiasedKeys(Wiring):
 
 @dataclass(frozen=True)
 class KeptStream(Edit):
-    """What a sub-layer adds to is times a learned vector."""
+    """Multiply what a sub-layer adds to by a learned vector."""
 
     def rows(self, name: str, hf: str) -> list[Row]:
         """The vector's row, of the sub-layer `name` and HF's name of the module."""

@@ -26,7 +26,7 @@ class NormBehindMlp(Edit):
 
 @dataclass(frozen=True)
 class GatedNorms(Edit):
-    """What a norm gives is times the logistic function of two products of it (A.X-K2).
+    """Multiply a norm's output by the logistic function of two products of it (A.X-K2).
 
     They go by way of `width` elements. A norm without them among the weights is as others are.
     """

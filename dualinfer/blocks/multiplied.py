@@ -11,7 +11,7 @@ from ..ops.contract import Array
 
 @dataclass(frozen=True)
 class Multiplied(Edit):
-    """What the layer gives is times a learned number."""
+    """Multiply the layer's output by a learned number."""
 
     def rows(self, hf: str) -> list[Row]:
         """The number's row, of the layer that HF calls `hf`."""

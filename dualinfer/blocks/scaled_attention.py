@@ -9,7 +9,7 @@ from ..ops.contract import Array, NormOf
 
 @dataclass(frozen=True)
 class ScaledAttention(Edit):
-    """What attention gives is times `factor`."""
+    """Multiply attention's output by `factor`."""
 
     factor: float
 

@@ -13,7 +13,7 @@ from ..ops.maths import Maths
 
 @dataclass(frozen=True)
 class SharedScaled(Mixing):
-    """What the expert of all tokens gives is times `scale` (Cohere's mean of the two)."""
+    """Multiply the output of the expert of all tokens by `scale` (Cohere's mean of the two)."""
 
     scale: float
 

@@ -58,7 +58,7 @@ class Spans(Edit):
         return written(run, y, "out", x, "attn_norm")
 
     def _mixed(self, run: Run, x: Array) -> Array:
-        """What the heads give of x [B, T, E]."""
+        """The output of the heads for x [B, T, E]."""
         m, segments = run.ops.maths, run.given.seen.segments
         key = run.project("span_key", convolve_each(m, x, run.w["span_depth"], segments))
         scores = run.project("span_mixture", key * run.project("span_query", x))

@@ -134,7 +134,7 @@ def _find_base(folder: Path) -> Path:
 
 
 def find_weights(path: str, revision: str | None = None) -> Found:
-    """What `checkpoint=` names, a hub id as the folder of its files, and an adapter beside them."""
+    """Find what `checkpoint=` names, a hub id as a folder, and an adapter beside the weights."""
     file = Path(os.path.expanduser(path))
     if not os.path.exists(file) and is_hub_id(path):
         return find_model(path, revision)
@@ -143,7 +143,7 @@ def find_weights(path: str, revision: str | None = None) -> Found:
 
 
 def find_embedding(place: str | os.PathLike[str], revision: str | None = None) -> TextEmbedding:
-    """How the model at `place` embeds texts: a folder, or a hub id that a module names.
+    """Find how the model at `place` embeds texts: a folder, or a hub id that a module names.
 
     What a folder of the hub's cache lacks of sentence-transformers' files is fetched. Where that
     fails it is said in the result's `unknown`. Raises as `read_text_embedding` does.
@@ -335,7 +335,7 @@ class _Repository:
         return f"Fetch the file that you want (`{command}`) and pass its path."
 
     def _error(self, error: Exception) -> CheckpointError:
-        """What to do about an error of the client's."""
+        """Turn an error of the client's into one that says what to do."""
         from huggingface_hub import constants, errors
 
         name = f"{self._name!r}"

@@ -137,7 +137,7 @@ class RowReader:
                     self._odd.beyond[name] = None
 
     def notes(self) -> tuple[str, ...]:
-        """How much was read so far and how fast, unless it was lent; warns of what is odd in it."""
+        """Tell how much was read and how fast, unless it was lent; warn of what is odd in it."""
         seconds = time.perf_counter() - self._start
         if not self._copied:
             return ()

@@ -1,4 +1,4 @@
-"""What some layers have in the place of `layer.attention`, or beside it."""
+"""Parts of some layers in the place of `layer.attention`, or beside it."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple, TypeAlias
@@ -14,7 +14,7 @@ from .run import Run, SubLayer
 
 
 class Projected(NamedTuple):
-    """What attention takes, and what it was projected from: norm(x), where there is a norm.
+    """The input of attention, and what it was projected from: norm(x), where there is a norm.
 
     `beside` is what another projection gave: gates of what heads give, or what a `Wiring` made.
     """
@@ -53,7 +53,7 @@ def attention_of(layer: Layer, lends: bool) -> SubLayer:
 
 
 def changes_of_qkv(layer: Layer, lends: bool) -> list[Change]:
-    """What is done to packed queries, keys and values before their heads are widened."""
+    """The changes to packed queries, keys and values before their heads are widened."""
     a, changes = layer.attention, []
     if a.clip is not None and not a.clip_normed:
         changes.append(_clip)

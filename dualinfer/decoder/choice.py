@@ -1,4 +1,4 @@
-"""How each layer of a spec computes, chosen once: what a pass then asks of a layer is to run."""
+"""Choose once how each layer of a spec computes: what a pass then asks of a layer is to run."""
 
 from ..model.spec import Layer, ModelSpec
 from ..ops.contract import Array
@@ -11,7 +11,7 @@ from .run import Block, Run, Step, SubLayer, in_turn, normed
 
 
 def blocks_of(spec: ModelSpec) -> tuple[Block, ...]:
-    """What runs each layer, by its number; alike layers have the same."""
+    """The function that runs each layer, by its number; alike layers have the same."""
     known: dict[tuple[Layer, bool, bool], Block] = {}
     found, after_late = [], False
     for i, layer in enumerate(spec.layers):
@@ -61,7 +61,7 @@ def _sublayers(layer: Layer, lends: bool) -> Block:
 
 
 def _mixing(layer: Layer, lends: bool) -> SubLayer:
-    """What mixes tokens: attention, a recurrence or both."""
+    """The sub-layer that mixes tokens: attention, a recurrence or both."""
     if not layer.attends:
         return recurrence
     own = _attention(layer, lends)

@@ -1,4 +1,4 @@
-"""What an encoder gives of a sequence, and how the layers of a decoder attend to it."""
+"""Encode a sequence, and make the layers of a decoder attend to the result."""
 
 from collections.abc import Sequence
 

@@ -1,4 +1,4 @@
-"""What some layers have in the place of `layer.feed_forward`."""
+"""Parts of some layers in the place of `layer.feed_forward`."""
 
 from collections.abc import Callable
 from typing import TypeAlias

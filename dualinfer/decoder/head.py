@@ -1,4 +1,4 @@
-"""What becomes of the last layer's output: final norm, scores of a head, embeddings of texts."""
+"""Treat the last layer's output: final norm, scores of a head, embeddings of texts."""
 
 from typing import Any
 
@@ -67,7 +67,7 @@ def _vector(own: Pooled, params: Params, ops: Ops, x: Array, weights: Array) -> 
 
 
 def _probed(probe: Probe, params: Params, ops: Ops, x: Array, weights: Array) -> Array:
-    """What a learned query makes of the tokens whose weight is not 0."""
+    """Pool the tokens whose weight is not 0 by a learned query."""
     w, queries = params.outer, probe.attention.qkv_sizes[0]
 
     token = project(ops, w, "probe.qkv", w["probe.token"][None, None])[..., :queries]
@@ -84,7 +84,7 @@ def _probed(probe: Probe, params: Params, ops: Ops, x: Array, weights: Array) ->
 def _scores(
     head: Head, params: Params, ops: BlockOps, x: Array, weights: Array | None
 ) -> dict[str, Array]:
-    """What a head for labels makes of the last hidden state [B, T, E]: HF's outputs by name."""
+    """Run a head for labels over the last hidden state [B, T, E]: HF's outputs by name."""
     w, norm = params.outer, None
 
     def vectors(x: Array) -> Array:

@@ -16,7 +16,7 @@ _SIDES = Router(2)  # the softmax of two numbers
 
 
 def mixture_of(experts: Experts) -> SubLayer:
-    """What the experts of each token make of it, in the one sum with the expert of all tokens."""
+    """The sub-layer of a token's own experts, in one sum with the expert of all tokens."""
     mixing = experts.mixing
     if mixing is not None and mixing.sublayer is not None:
         return mixing.sublayer
@@ -56,7 +56,7 @@ def weighed(
     shared: Shared | None,
     epilogue: Epilogue,
 ) -> Array:
-    """What the chosen experts and the one of all tokens make of norm(x), with a residual."""
+    """The sum of the chosen experts and the one of all tokens for norm(x), with a residual."""
     own, w, ops, partial = run.layer.mlp, run.w, run.ops, None
     assert isinstance(own, Experts)
     if shared is not None and not ops.adds_shared(x, own, w):

@@ -1,4 +1,4 @@
-"""What some layers do with the residual stream otherwise than `layer.within`."""
+"""Other ways of some layers with the residual stream than `layer.within`."""
 
 from ..ops.contract import Array, Epilogue
 from .run import Block, Run, Step, SubLayer, activation_of, normed

@@ -25,7 +25,7 @@ _SAME = 1e-5  # relative RMS in float32
 
 @dataclass(frozen=True)
 class Form:
-    """What an expert computes: down(activation(up(x))), or with two `ups` activation(gate) * up.
+    """The formula of an expert: down(activation(up(x))), or with two `ups` activation(gate) * up.
 
     `ups` and `down` are the names of its matrices, each with that of its bias if it has one;
     `turned` ones are stored with inputs before outputs.
@@ -112,7 +112,7 @@ def draws_second(gate: Any) -> bool:
 
 
 def describe_layers(counts: Sequence[int], dropping: int, drawn: bool) -> str:
-    """What a report says of layers with so many experts each, of which some drop tokens."""
+    """A report's line on layers with so many experts each, of which some drop tokens."""
     known = " or ".join(map(str, sorted(set(counts))))
     how = f"tokens over capacity are dropped in {dropping}" if dropping else "no token is dropped"
     more = ", second experts are not drawn" if drawn else ""
@@ -203,7 +203,7 @@ def _place(path: str, parts: Mapping[str, Any], expected: Mapping[str, Any]) -> 
 
 
 def _beside(place: str, parts: Mapping[str, Any], expected: Mapping[str, Any]) -> tuple[str, ...]:
-    """Where an MLP is parts of a larger one: the others, which must do nothing."""
+    """The other parts, which must do nothing, where an MLP is parts of a larger one."""
     import torch
 
     parent, _, name = place.rpartition(".")
@@ -221,7 +221,7 @@ def _beside(place: str, parts: Mapping[str, Any], expected: Mapping[str, Any]) -
 
 
 def _likeness(expert: Any) -> Any:
-    """What two experts that compute alike have in common: classes, settings, names and shapes."""
+    """A key that experts share which compute alike: classes, settings, names and shapes."""
     simple = (bool, int, float, str, type(None), FunctionType, BuiltinFunctionType)
     settings = tuple(
         (name, type(part), *sorted(_plain(part, simple), key=lambda own: own[0]))
@@ -266,7 +266,7 @@ def _copy(part: Any, stands_for: Mapping[Any, Any]) -> Any:
 
 
 def _run(module: Any, *inputs: Any) -> Any:
-    """What a copy gives, of several results the first."""
+    """Run a copy and return its result, of several the first."""
     import torch
 
     try:
@@ -295,7 +295,7 @@ def _is_same(found: Any, wanted: Any) -> bool:
 
 
 def _form_of(expert: Any, width: int) -> Form | None:
-    """What an expert of inputs and outputs of this width computes; None for what is not known."""
+    """Find the formula of an expert of this input and output width; None where it is not known."""
     import torch
     from transformers.activations import ACT2FN
 

@@ -1,4 +1,4 @@
-"""What makes one vector of a text's hidden states: pooling, dense layers, normalizing, prompts."""
+"""Make one vector of a text's hidden states: pooling, dense layers, normalizing, prompts."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -38,7 +38,7 @@ assert set(get_args(Activation)) >= DENSE_ACTIVATIONS
 
 @dataclass(frozen=True)
 class TextEmbedding:
-    """How a model's folder says that texts become vectors; the defaults are those of no folder.
+    """A model folder's way from texts to vectors; the defaults are those of no folder.
 
     `pooling` is one of POOLINGS. Without `include_prompt` the tokens of a prompt are not pooled.
     `layers` are Dense, or None for normalizing to length 1. `max_length` cuts texts. `prompts` go
@@ -91,7 +91,7 @@ def pooling_weights(pooling: str, lengths: Sequence[int], skipped: int = 0) -> l
 
 
 def _weights(pooling: str, tokens: int, skipped: int) -> np.ndarray:
-    """Those of one text."""
+    """The pooling weights of one text's tokens."""
     weights, first = np.zeros(tokens, np.float32), skipped if skipped < tokens else 0
     if pooling == "cls":
         weights[first] = 1

@@ -1,4 +1,4 @@
-"""What HF's configs say of generation: the names of the fields, and the types of their values."""
+"""The generation fields of HF's configs: their names, and the types of their values."""
 
 from collections.abc import Mapping
 from typing import Any

@@ -1,4 +1,4 @@
-"""What a live HF module is: its classes, and whether its parts are what its config makes."""
+"""Look at a live HF module: its classes, and whether its parts are what its config makes."""
 
 import copy
 from typing import Any

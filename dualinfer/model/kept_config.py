@@ -13,7 +13,7 @@ class KeptConfig:
         self._made: Any = None
 
     def to_dict(self) -> dict[str, Any]:
-        """What the object's `to_dict` gives, to keep."""
+        """Return a copy of what the object's `to_dict` gave, as it was kept."""
         return copy.deepcopy(self._fields)
 
     def make(self) -> Any:

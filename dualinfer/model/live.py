@@ -54,7 +54,7 @@ class Watch:
             self._seen, self._change = seen, None
 
     def change(self) -> str | None:
-        """What has changed, for people, as often as it is asked; None if nothing has."""
+        """Tell people what has changed, as often as it is asked; None if nothing has."""
         with self._lock:
             seen = self._seen
             if seen is not None and self._change is None and (change := seen.change()):
@@ -62,7 +62,7 @@ class Watch:
             return self._change
 
     def late_change(self) -> str | None:
-        """What a GPU has compared since `change` was asked, where it differed; it costs little."""
+        """The change that a GPU has found since `change` was asked; it costs little."""
         with self._lock:
             seen = self._seen
             if seen is not None and self._change is None and (change := seen.late_change()):
@@ -140,7 +140,7 @@ class _Seen:
         return None
 
     def late_change(self) -> str | None:
-        """What the turn that was compared last has found on a GPU."""
+        """The change that the turn compared last has found on a GPU."""
         return self._turns[self._compared].late_change() if self._turns else None
 
     def _replaced(self) -> str | None:
@@ -190,7 +190,7 @@ class _Turn:
         return any(samples.is_pending for samples in self._on_devices)
 
     def late_change(self) -> str | None:
-        """What a GPU has found, if it has found a difference."""
+        """The change that a GPU has found, if any."""
         return self._written() if any(s.differ() for s in self._on_devices) else None
 
     def _written(self) -> str:
@@ -269,7 +269,7 @@ class _DeviceSamples:
         return self._asked and not self._event.query()
 
     def differ(self) -> bool:
-        """What the last comparison found, told once; False while it has not ended."""
+        """The result of the last comparison, told once; False while it has not ended."""
         if not self._asked or not self._event.query():
             return False
         self._asked = False  # an event is not asked for again what it has said

@@ -195,7 +195,7 @@ _PREFIXES = {
 
 
 def prefix_hint(missing: Iterable[str], stored: Collection[str]) -> str:
-    """What to do about a prefix that all tensors have in the file; empty if there is none.
+    """Say what to do about a prefix that all stored names have; empty if there is none.
 
     `missing` are names that a checkpoint should have; `stored` those of what nothing asked for.
     """

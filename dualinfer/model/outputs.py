@@ -1,4 +1,4 @@
-"""What forward returns: transformers' ModelOutput with the fields that dualinfer's models have."""
+"""The results of forward: transformers' ModelOutput with the fields of dualinfer's models."""
 
 import threading
 from collections.abc import Callable, Mapping
@@ -73,7 +73,7 @@ def make_outputs(fields: Mapping[str, Any]) -> Any:
 
 
 def make_generate_outputs(fields: Mapping[str, Any]) -> Any:
-    """What generate returns for return_dict_in_generate: as HF's GenerateDecoderOnlyOutput."""
+    """The result of generate for return_dict_in_generate: as HF's GenerateDecoderOnlyOutput."""
     return _outputs_type("GenerateOutputs")(**fields)
 
 

@@ -29,7 +29,7 @@ UNMERGED = {
 
 
 def class_path(cls: type) -> str:
-    """Where a class is from, and its name."""
+    """The module that a class is from, and its name."""
     return f"{cls.__module__}.{cls.__qualname__}"
 
 
@@ -124,7 +124,7 @@ def _package(layer: Any) -> str:
 
 
 def adapters_in_use(module: Any) -> list[Any]:
-    """Which adapters each of peft's layers runs, and how much of each; empty without any."""
+    """The adapters that each of peft's layers runs, and how much of each; empty without any."""
     return [
         (part.disable_adapters, list(part.active_adapters), dict(getattr(part, "scaling", {})))
         for part in module.modules()

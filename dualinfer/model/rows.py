@@ -114,7 +114,7 @@ def recurrence(
 
 
 def relative_bias(bias: RelativeBias, theirs: str) -> Row:
-    """What a layer adds to scores by distance, of a table by buckets that HF stores as `theirs`."""
+    """The row of a layer's score terms by distance, of a bucket table stored as `theirs` by HF."""
     table = row("relative_bias", "heads buckets", (theirs, "buckets heads"))
     return replace(table, picks=bias.by_distance)
 

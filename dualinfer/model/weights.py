@@ -101,7 +101,7 @@ def leaves_of(leaf: Leaf) -> tuple[Leaf, ...]:
 
 
 def part_name(name: str, part: str) -> str:
-    """What people call an array of the leaf `name`: its data has the leaf's own name."""
+    """The name for people of an array of the leaf `name`: its data has the leaf's own name."""
     return name if part == "data" else f"{name}_{part}"
 
 
@@ -115,7 +115,7 @@ def named_arrays(leaves: Mapping[str, Leaf]) -> dict[str, Any]:
 
 
 def count_leaves(leaves: Iterable[Leaf]) -> dict[str, int]:
-    """What a report says of leaves: their elements, and the bytes that hold them."""
+    """A report's counts of leaves: their elements, and the bytes that hold them."""
     leaves = list(leaves)
     return {
         "parameters": sum(prod(leaf.shape) for leaf in leaves),
@@ -195,7 +195,7 @@ class Row:
         return tuple(place for place in places if place is not None)
 
     def _place(self, axis: str, source: Source) -> int | None:
-        """Which of the source's axes is (a part of) the row's `axis`."""
+        """The source's axis that is (a part of) the row's `axis`."""
         parts = set(_blocks(axis))
         places = (i for i, own in enumerate(source.axes) if set(_blocks(own)) <= parts)
         return next(places, None)
@@ -378,7 +378,7 @@ def _scale_axes(axes: tuple[str, ...], blocks: tuple[int, int]) -> tuple[str, ..
 
 
 def make_leaf(row: Row, parts: Mapping[str, Any], dtype: Any, width: int) -> Leaf:
-    """What the row's arrays make, in a model that computes in `dtype`.
+    """Make the leaf of a row's arrays, in a model that computes in `dtype`.
 
     `width` are the columns of a device's share.
     """
@@ -435,7 +435,7 @@ def _blocks(axis: str) -> list[str]:
 
 
 def _divisor(axis: str) -> str:
-    """What an axis of scales has behind its name."""
+    """The end of a scales' axis name, behind its base."""
     return axis[len(re.split("[:=]", axis, maxsplit=1)[0]) :]
 
 

@@ -1,1 +1,1 @@
-"""What the decoder computes with: the contract of ops, and what they mean, over any framework."""
+"""The decoder's operations: the contract of ops, and what they mean, over any framework."""

@@ -10,7 +10,7 @@ from .maths import Maths, halves, heads, named
 
 
 def scoring(layer: LayerAttention) -> dict[str, Any]:
-    """How attention scores the layer's keys: arguments that are facts of the layer."""
+    """Arguments that say how attention scores the layer's keys: facts of the layer."""
     a = layer.spec
     alibi = {"alibi": layer.slopes, "alibi_scale": layer.alibi_scale}
     shared = {"window": a.window, "softcap": a.softcap, "sinks": layer.sinks}
@@ -194,7 +194,7 @@ def cross_attention(
 def weigh_across(
     m: Maths, a: Attention, q: Array, kv: Array, of: Sequence[int], mask: Array | None = None
 ) -> list[Array]:
-    """How the heads `of` attend, float32 [B, T, S] each, where `Ops.attend_across` has the same.
+    """The weights of the heads `of`, float32 [B, T, S] each, as in `Ops.attend_across`.
 
     On one device, which has all heads.
     """

@@ -1,4 +1,4 @@
-"""How keys and values become codes of 8 bits and values again: those of a head share one scale."""
+"""Turn keys and values into codes of 8 bits and back: those of a head share one scale."""
 
 from typing import Any
 

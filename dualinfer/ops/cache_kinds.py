@@ -1,4 +1,4 @@
-"""What each kind of cache does with its arrays, once over Maths; backends ask `kinds_over`.
+"""The work of each kind of cache on its arrays, once over Maths; backends ask `kinds_over`.
 
 A class is a named tuple of its layout's arrays, of which some may be views: the first slots, with
 room for fewer tokens. Where arrays are memory, what is written changes them and stays in its place,
@@ -291,7 +291,7 @@ class LatentCache(NamedTuple):
 
 
 class StateCache(NamedTuple):
-    """What a recurrence keeps: as many arrays as its `layout` has, a row a slot."""
+    """The states of a recurrence: as many arrays as its `layout` has, a row a slot."""
 
     first: Array
     second: Array | None = None
@@ -357,7 +357,7 @@ def places_of(
 
 
 def codes_of(k: Array) -> str | None:
-    """What keys are kept in where these are codes."""
+    """The name of the codes that keys are kept in; None where they are no codes."""
     names = {dtype: codes for codes, dtype in caches.CODE_DTYPES.items()}
     return names.get(str(k.dtype).removeprefix("torch."))
 

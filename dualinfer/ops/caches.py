@@ -1,4 +1,4 @@
-"""What a layer's cache is: its kind, the arrays that it takes, and what ops know of it.
+"""Describe a layer's cache: its kind, the arrays that it takes, and what ops know of it.
 
 A cache has N slots, one for each sequence under way. How a kind lays out its arrays stands here,
 so that bytes are counted without a framework; how it grows, writes and reads them in
@@ -96,7 +96,7 @@ def cross_layout(spec: CacheSpec, slots: int, tokens: int) -> tuple[Buffer, ...]
 
 
 def state_layout(spec: CacheSpec, slots: int, tokens: int) -> tuple[Buffer, ...]:
-    """What a recurrence keeps of all tokens so far, as it says itself."""
+    """The arrays that a recurrence keeps of all tokens so far, as it says itself."""
     assert spec.recurrence is not None
     return spec.recurrence.layout(slots)
 
@@ -179,7 +179,7 @@ def check_kinds(specs: Sequence[CacheSpec], known: Collection[str], backend: str
 
 
 class Room(NamedTuple):
-    """How much caches hold: so many slots, with so many tokens each, and of what is encoded."""
+    """The size of caches: so many slots, with so many tokens each, and of what is encoded."""
 
     slots: int = 0
     tokens: int = 0
@@ -331,7 +331,7 @@ class CrossView(Protocol):
 
     @property
     def lengths(self) -> Any:
-        """How many of each slot's places are real, int [N]."""
+        """The number of real places of each slot, int [N]."""
         ...
 
     def view(self, slots: int | None, tokens: int) -> Self:
@@ -360,7 +360,7 @@ class StateView(Protocol):
 
     @property
     def arrays(self) -> tuple[Any, ...]:
-        """Those that the recurrence has laid out, a row a slot."""
+        """The arrays that the recurrence has laid out, a row a slot."""
         ...
 
     def view(self, slots: int | None, tokens: int) -> Self:
@@ -391,7 +391,7 @@ def served(
     specs: Sequence[CacheSpec],
     left_plain: Mapping[str, str] | None = None,
 ) -> dict[str, str]:
-    """What serves each op, for people, where the layers' caches are `specs`.
+    """The implementation of each op, for people, where the layers' caches are `specs`.
 
     Kernels serve those that they know, plain ops all others, and the ops `left_plain` for what
     these say, "" for all; `knows` None: there are no kernels.
@@ -418,7 +418,7 @@ def served(
 
 
 def _with_latents(ops: Mapping[str, str], specs: Sequence[CacheSpec]) -> dict[str, str]:
-    """What serves each op, attention to latent caches as decode_attention."""
+    """The implementation of each op, attention to latent caches as decode_attention."""
     ops = dict(ops)
     latent, kinds = ops.pop("latent_attention"), {spec.kind for spec in specs}
     if kinds == {"latent"}:

@@ -65,7 +65,7 @@ class NormOf(NamedTuple):
 
 
 class Epilogue(NamedTuple):
-    """What a product carries: residual + activation(norm(x) weight^T + bias).
+    """The operations that a product carries: residual + activation(norm(x) weight^T + bias).
 
     With `gated` the product holds gate, then up, and gives activation(gate) * up, half as wide. The
     residual has the result's shape; with `spend` it may be overwritten and become the result.
@@ -85,7 +85,7 @@ ALONE = Epilogue()
 
 
 class Seen(NamedTuple):
-    """Which tokens of a batch are real, bool [B, T], and int [B, T] the sequence of each.
+    """Real tokens of a batch, bool [B, T], and the sequence of each, int [B, T].
 
     None where all are, and where a row is one sequence.
     """
@@ -121,7 +121,7 @@ class Unnormed(NamedTuple):
 
 
 class LatentQkv(NamedTuple):
-    """What latent attention takes in the place of packed queries, keys and values.
+    """The input of latent attention in the place of packed queries, keys and values.
 
     Queries [B, T, H D], the turning elements at the end of each head, and what all heads share,
     [B, T, rank + turning], before its norm and its rotary embedding (`spec.Latent`).
@@ -142,7 +142,7 @@ class Routing(NamedTuple):
 
 
 class PlaceWeights(NamedTuple):
-    """What makes keys and queries of distances (`spec.Places`).
+    """The weights that make keys and queries of distances (`spec.Places`).
 
     `table` [E, 2M+1] has the vector of keys that lie -M to M tokens behind the query, before its
     `norm`. `keys` and `queries` are a projection each, or None; where `shared`, both are that of
@@ -157,7 +157,7 @@ class PlaceWeights(NamedTuple):
 
     @classmethod
     def named(cls, a: Attention, w: Weights, outer: Weights) -> "PlaceWeights | None":
-        """Those of the layer whose weights are `w`."""
+        """The place weights of the layer whose weights are `w`."""
         places = a.places
         if places is None:
             return None
@@ -171,7 +171,7 @@ class PlaceWeights(NamedTuple):
 
 
 class LayerAttention(NamedTuple):
-    """What one layer's attention needs beside its projections.
+    """The facts and weights that one layer's attention needs beside its projections.
 
     `frequencies` float32 [R/2] of its rotary embedding and `slopes` float32 [H] of its ALiBi are
     the spec's as arrays on the device; None where there are none, or where the ops make their own.
@@ -198,7 +198,7 @@ class LayerAttention(NamedTuple):
 
     @property
     def alibi_scale(self) -> float | None:
-        """What rounded products of slopes and positions are multiplied with; None without them."""
+        """The factor of rounded products of slopes and positions; None without them."""
         return self.spec.scale if self.spec.alibi_rounded else None
 
     @classmethod
@@ -247,7 +247,7 @@ class Launch(NamedTuple):
 
 
 class BlockOps(Protocol):
-    """What the decoder's blocks compute with."""
+    """The ops that the decoder's blocks compute with."""
 
     @property
     def maths(self) -> Maths:
@@ -429,17 +429,17 @@ class Ops(BlockOps, Protocol):
 
     @property
     def implementations(self) -> Mapping[str, str]:
-        """What serves each op, for people."""
+        """The implementation of each op, for people."""
         ...
 
     def layer_attention(self, spec: ModelSpec, params: Any, index: int) -> LayerAttention:
-        """What `attend` and `attend_token` need of the layer with this number."""
+        """The arguments that `attend` and `attend_token` need of the layer with this number."""
         ...
 
     def angles(
         self, spec: ModelSpec, params: Any, positions: Array, last: Array | None = None
     ) -> Any:
-        """What `attend` and `attend_token` need of int positions [B, T], made once a pass.
+        """Angles for `attend` and `attend_token`, of int positions [B, T], made once a pass.
 
         int `last` [B] is the position of each sequence's last token, by which its rotary embedding
         is chosen; None for the largest of its own positions.
@@ -523,7 +523,7 @@ class Ops(BlockOps, Protocol):
         lengths: Array | None = None,
         starts: Array | None = None,
     ) -> tuple[Array, StateView | None]:
-        """What a layer's recurrence makes of whole sequences that it has projected, and the cache.
+        """Run a layer's recurrence over whole sequences that it has projected, and fill the cache.
 
         x is [B, T, ...], and the result [B, T, width], before the projection back: see
         `spec.Recurrence`. Tokens that bool `mask` [B, T] hides change no state, and int `segments`

@@ -1,4 +1,4 @@
-"""What tokens are before the first layer: rows of tables, patches of images, sounds, positions."""
+"""Make the first layer's input: rows of tables, patches of images, sounds, positions."""
 
 from typing import Any, TypeAlias
 

@@ -1,4 +1,4 @@
-"""What stands between the products of a feed-forward: activations, gates and what bounds them."""
+"""The steps between the products of a feed-forward: activations, gates and what bounds them."""
 
 from ..model.spec import Activation, Gate
 from .contract import Array, BlockOps, Epilogue, NormOf, Weights

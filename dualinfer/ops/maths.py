@@ -236,7 +236,7 @@ class Maths(Protocol):
         ...
 
     def argmax(self, a: Any) -> Any:
-        """Where the largest along the last axis is: of equal ones the first, and NaN before all."""
+        """Index of the largest along the last axis: of equal ones the first, and NaN before all."""
         ...
 
     def softmax(self, a: Any, /) -> Any:
@@ -267,7 +267,7 @@ class Maths(Protocol):
         ...
 
     def largest(self, a: Any, count: int) -> Any:
-        """Where so many of the largest along the last axis are; of equal ones the first."""
+        """Indices of so many of the largest along the last axis; of equal ones the first."""
         ...
 
     def sort(self, a: Any, /) -> Any:

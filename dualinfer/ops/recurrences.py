@@ -1,4 +1,4 @@
-"""What recurrences have in common: their states in a cache, and the convolution before most."""
+"""The common parts of recurrences: their states in a cache, and the convolution before most."""
 
 from ..model.spec import Recurrence
 from .caches import StateView

@@ -1,4 +1,4 @@
-"""What sampling means: penalty and held EOS, temperature and filters, noise; of N rows at once.
+"""Sample tokens: penalty and held EOS, temperature and filters, noise; of N rows at once.
 
 Meaning and order are those of transformers' `generation/logits_process.py`. The noise is
 threefry2x32 (Salmon et al., 2011), so that a seed gives the same text on every framework.

@@ -1,4 +1,4 @@
-"""What both backends compute with quantized weights: one arithmetic over few functions of each.
+"""The arithmetic of quantized weights on both backends, over few functions of each.
 
 Values are made in float32 and rounded once. Inputs are quantized and made values again as
 `compressed_tensors.quantization.lifecycle.forward` does: by steps in the input's dtype.
@@ -187,7 +187,7 @@ class BlockArithmetic:
         )
 
     def _lie(self, weight: Weight, a: Any, shape: tuple[int, ...], ids: Any = None) -> Any:
-        """What blocks have, for each element of a matrix of `shape`, or of its rows by ids."""
+        """Spread blocks over the elements of a matrix of `shape`, or of its rows by ids."""
         m, (rows, columns, _) = self.maths, weight.blocks
         if ids is not None:
             a = m.rows(a, ids // rows if rows else ids * 0)
@@ -203,7 +203,7 @@ class BlockArithmetic:
     def implementations(
         self, leaves: Iterable[Leaf], kernels: Callable[[Weight], str | None] = lambda _: None
     ) -> dict[str, str]:
-        """What serves the products of each scheme among a model's leaves, for people.
+        """The implementation of each scheme's products among a model's leaves, for people.
 
         `kernels` says how those read a weight's codes, None where they do not.
         """

@@ -29,7 +29,7 @@ __all__ = [
 
 
 def read_quantization(config: Mapping[str, Any]) -> Callable[[Any], Opener] | None:
-    """What opens the quantized weights of a HF config's TensorSource; None where there are none.
+    """Find the opener of a HF config's quantized TensorSource; None where nothing is quantized.
 
     Raises UnsupportedError for a quantization that is not known.
     """

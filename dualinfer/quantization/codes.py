@@ -1,4 +1,4 @@
-"""What codes and scales mean, in NumPy: the reference of both backends' arithmetic."""
+"""The meaning of codes and scales, in NumPy: the reference of both backends' arithmetic."""
 
 from dataclasses import replace
 from functools import cache
@@ -66,7 +66,7 @@ def _nearest(codes: str) -> np.ndarray:
 def spread(
     scheme: BlockScheme, blocks: np.ndarray, shape: tuple[int, int], group: np.ndarray | None = None
 ) -> np.ndarray:
-    """What blocks have, in float32, for each element of a matrix of `shape`."""
+    """Spread the values of blocks, in float32, over each element of a matrix of `shape`."""
     rows, columns = scheme.rows or shape[0], scheme.columns or shape[1]
     wide = blocks.astype(np.float32)
     if rows > 1:

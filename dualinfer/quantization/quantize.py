@@ -104,7 +104,7 @@ def largest_size(rows: np.ndarray) -> float:
 
 
 class _Quantizer:
-    """How a scheme finds scales, in float32 throughout."""
+    """The search for a scheme's scales, in float32 throughout."""
 
     def __init__(self, scheme: BlockScheme, outer: np.float32 | None) -> None:
         self.dtype = numpy_dtype(scheme.scale_dtype)
@@ -148,7 +148,7 @@ class _Quantizer:
     def divided(
         self, x: np.ndarray, scale: np.ndarray, zero: np.ndarray | None, out: np.ndarray
     ) -> np.ndarray:
-        """What is rounded to codes."""
+        """The values to be rounded to codes."""
         by = scale if self._outer is None else scale * self._outer
         np.divide(x, by[..., None], out=out)
         return out if zero is None else np.add(out, zero[..., None], out=out)
@@ -221,7 +221,7 @@ def _along(fold: np.ufunc, x: np.ndarray) -> np.ndarray:
 
 
 def _epsilon(dtype: np.dtype) -> np.float32:
-    """What stands for a scale of zero, as in compressed-tensors: the dtype's epsilon."""
+    """The value in place of a scale of zero, as in compressed-tensors: the dtype's epsilon."""
     return np.float32(ml_dtypes.finfo(dtype).eps)
 
 
@@ -243,7 +243,7 @@ class _Part(NamedTuple):
 
 
 class Recent:
-    """What was quantized last, as readers ask for codes and scales one after another.
+    """The results quantized last, as readers ask for codes and scales one after another.
 
     One matrix at a time is quantized, by all threads. Its codes are as they will be held, those of
     4 bits packed. What is taken goes.
@@ -255,7 +255,7 @@ class Recent:
         self._made: dict[tuple[Any, _Part], Quantized] = {}  # the last one is last
 
     def get(self, matrix: Any, part: _Part, what: str) -> tuple[_Part, Quantized] | None:
-        """What holds a part of a matrix, with its codes, scales or zeros; or None."""
+        """The result that holds a part of a matrix, with its codes, scales or zeros; or None."""
         for (own, larger), made in self._made.items():
             if own is matrix and larger.holds(part) and getattr(made, what) is not _TAKEN:
                 self.put(matrix, larger, made)
@@ -406,7 +406,7 @@ class Quantizing:
         return held[at]
 
     def _made(self, part: _Part, what: str) -> tuple[_Part, Quantized]:
-        """What holds a part, quantized; to be called with the lock held."""
+        """The result that holds a part, quantized; to be called with the lock held."""
         found = self._recent.get(self, part, what)
         if found is None:
             part = self._grown(part)
@@ -476,7 +476,7 @@ class Quantizing:
         return array.T if self._transposed else array
 
     def _checked(self, function: Callable[..., T], *args: Any) -> T:
-        """What a function of rows gives. Raises CheckpointError where one is no finite number."""
+        """Call a function of rows. Raises CheckpointError where a value is no finite number."""
         try:
             return function(*args)
         except FloatingPointError:

@@ -1,4 +1,4 @@
-"""What `quant` asks for: the scheme of each of a model's matrices, quantized while it is loaded."""
+"""Read the request of `quant`: a scheme for each of a model's matrices, applied while it loads."""
 
 from dataclasses import dataclass, replace
 from typing import Any
@@ -37,7 +37,7 @@ class Recipe:
 
 
 def make_recipe(quant: Any) -> Recipe | None:
-    """What a config's block `quant` asks for; None where it asks for nothing.
+    """The recipe that a config's block `quant` asks for; None where it asks for nothing.
 
     Raises ConfigError for what cannot be honoured.
     """

@@ -1,4 +1,4 @@
-"""What a scheme is: the codes and scales that stand in a weight's place, and what they mean."""
+"""Describe a scheme: the codes and scales that stand in a weight's place, and what they mean."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ ScaleDtype = Literal["float32", "bfloat16", "float16", "float8_e4m3fn", "float8_
 
 @dataclass(frozen=True)
 class Activation:
-    """How the input of a product is quantized: to `codes`, symmetrically but for `zeros`.
+    """The quantization of a product's input: to `codes`, symmetrically but for `zeros`.
 
     `dynamic` scales come from the input, one for `block` columns of a token (0: for all of them);
     others are the checkpoint's, one for the whole input. With `outer` a block's scale is rounded
@@ -32,7 +32,7 @@ class Activation:
 
     @property
     def name(self) -> str:
-        """What people read."""
+        """The name that people read."""
         kind = _NAMES.get(self.codes, self.codes)
         how = "by the checkpoint's scale" if not self.dynamic else "for each token"
         if self.dynamic and self.block:
@@ -85,7 +85,7 @@ class BlockScheme:
 
     @property
     def name(self) -> str:
-        """What people read."""
+        """The name that people read."""
         parts = [_NAMES.get(self.codes, self.codes)]
         if self.groups:
             parts.append(f"{self.groups} groups by activation order")
@@ -106,7 +106,7 @@ class BlockScheme:
 
 
 class Blocks(NamedTuple):
-    """How a device holds a matrix: what a scale serves, and the columns of a device's share.
+    """The form of a matrix on a device: what a scale serves, and the columns of a device's share.
 
     0 rows or columns are all of them.
     """

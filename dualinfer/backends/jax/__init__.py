@@ -67,7 +67,7 @@ def default_dtype() -> str:
 
 
 def device_kind() -> str:
-    """What JAX runs on: cpu, gpu or tpu."""
+    """The platform that JAX runs on: cpu, gpu or tpu."""
     return default_device().platform
 
 
@@ -85,7 +85,7 @@ def join(config: InferenceConfig, is_module: bool = False) -> Peers:
 
 
 def _place(config: InferenceConfig, is_module: bool = False) -> Place:
-    """Where the config wants the model; one kept on the host runs there in module mode only."""
+    """The config's place for the model; one kept on the host runs there in module mode only."""
     on_host = is_module and config.keep_module_on_host and device_kind() != "cpu"
     return find_place(config.tensor_parallel, host_device() if on_host else default_device())
 
@@ -151,7 +151,7 @@ def _streaming(
     itemsize: int,
     peers: Peers,
 ) -> Streaming | None:
-    """What each device streams, the same in all processes that share the model."""
+    """Choose what each device streams, the same in all processes that share the model."""
     if not config.streams:
         return None
     rows = [row for row, _ in fit_blocks(plan, tp_plan.shards).rows]
@@ -164,7 +164,7 @@ def _streaming(
 
 
 def describe_kernels() -> str:
-    """Which kernels can run here, for people."""
+    """Name the kernels that can run here, for people."""
     device = default_device()
     if device.platform != "gpu" and not pallas_obstacle(device):
         how = "usable" if device.platform == "tpu" else "interpreted"
@@ -178,7 +178,7 @@ def describe_kernels() -> str:
 
 
 def _kernels_of(config: InferenceConfig, device: jax.Device) -> str:
-    """Which kernels are wanted on a device: triton, pallas or xla; see `InferenceConfig`."""
+    """Name the kernels wanted on a device: triton, pallas or xla; see `InferenceConfig`."""
     if config.kernels is not None:
         return config.kernels
     if not config.replace_with_kernel_inject:

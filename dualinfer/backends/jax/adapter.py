@@ -26,7 +26,7 @@ _DEVICE = re.compile(r"(cpu|cuda|gpu|tpu)(?::(\d+))?")
 
 
 class _Inference:
-    """What scripts for HF's models call on one; no change is made here."""
+    """The calls that scripts for HF's models make on one; no change is made here."""
 
     __slots__ = ()
 
@@ -104,7 +104,7 @@ class FusedModule(_Inference, _Holder, Model):  # pyright: ignore[reportIncompat
         return engine.forward(*args, **kwargs)
 
     def __getattr__(self, name: str) -> Any:
-        """What the engine has: generate, config, device, dtype and so on."""
+        """Return an attribute of the engine: generate, config, device, dtype and so on."""
         if name.startswith("_"):
             raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
         return getattr(self._engine, name)
@@ -119,7 +119,7 @@ def _view(weights: Model, engine: Any) -> FusedModule:
 
 
 class OnJax(_Inference):
-    """What every engine on JAX is."""
+    """The base of every engine on JAX."""
 
     @property
     def _modules(self) -> Any:

@@ -1,4 +1,4 @@
-"""What `engine.compile(compile_kwargs=...)` asks to have compiled before the first request."""
+"""Find the work that `engine.compile(compile_kwargs=...)` compiles before the first request."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields

@@ -47,12 +47,12 @@ class Cache:
 
     @property
     def room(self) -> Room:
-        """What it has room for."""
+        """The room that the cache has."""
         return Room(self.slots, self.tokens, self.encoded)
 
 
 def split(specs: Sequence[CacheSpec], place: Place) -> list[Any]:
-    """How every layer's arrays are split over devices: over KV heads, where they have them."""
+    """The split of every layer's arrays over devices: over KV heads, where they have them."""
     check_kinds(specs, KINDS, "jax")
     return [
         KINDS[spec.kind](*(place.split(b.heads) for b in buffers(spec, 1, 1))) for spec in specs

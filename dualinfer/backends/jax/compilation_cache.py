@@ -68,7 +68,7 @@ def _folder() -> Path:
 
 @cache
 def _processor(described: Path = Path("/proc/cpuinfo")) -> str | None:
-    """What Linux says of the kinds of cores and their instructions; None where nothing does."""
+    """Linux's facts of the kinds of cores and their instructions; None where it tells none."""
     try:
         lines = described.read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:

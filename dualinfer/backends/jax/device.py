@@ -1,4 +1,4 @@
-"""Which of JAX's devices run which kernels; nothing here imports Triton."""
+"""Tell which of JAX's devices run which kernels; nothing here imports Triton."""
 
 import importlib.util
 import sys

@@ -55,7 +55,7 @@ class Exchange:
 
     @property
     def _state(self) -> int:
-        """Where the kernels' state is in a device's memory, in bytes: behind the words."""
+        """The offset of the kernels' state in a device's memory, in bytes: behind the words."""
         return 16 * self.size * self.capacity
 
     def _table(self, addresses: Sequence[int]) -> np.ndarray:
@@ -139,7 +139,7 @@ class Exchange:
             raise self.error()
 
     def error(self) -> DistributedError:
-        """What is raised then."""
+        """The error to raise when a device gave up an exchange."""
         return DistributedError(
             f"A device of {self._name} gave up an exchange: another one did not come to it within "
             f"about {self._timeout:g} seconds. What was computed since is wrong. Another program "
@@ -193,7 +193,7 @@ def find_obstacle(place: Place) -> str | None:
 
 
 def _peers_obstacle(devices: Sequence[jax.Device]) -> str | None:
-    """What CUDA says against peer access."""
+    """CUDA's reason against peer access, if there is one."""
     try:
         cuda = ctypes.CDLL("libcuda.so.1")
     except OSError:

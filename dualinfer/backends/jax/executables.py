@@ -141,7 +141,7 @@ class Executables:
 
     @property
     def facts(self) -> dict[str, int]:
-        """What a report says of them; of code that XLA does not tell the size of, as on CPUs, 0."""
+        """Counts for a report; of code that XLA does not tell the size of, as on CPUs, 0 bytes."""
         with self._lock:
             return {
                 "compilations": self.compilations,
@@ -159,7 +159,7 @@ class Executables:
         results: jax.sharding.Sharding | None = None,
         beside: Callable[[], None] | None = None,
     ) -> Any:
-        """What `function(*args)` gives, compiled at the key's first use; `donate` as in jax.jit.
+        """Run `function(*args)`, compiled at the key's first use; `donate` as in jax.jit.
 
         `function` itself is taken from the first call only. `results` as in Job. `beside` is called
         where this compiles, once it is traced: to `begin` what comes after it.
@@ -211,7 +211,7 @@ class Executables:
     def _compile_early(
         self, key: Hashable, lower: Callable[[], jax.stages.Lowered] | None, coming: "Future[Any]"
     ) -> None:
-        """What `begin` does in its thread; without `lower` it gives up."""
+        """Compile in the thread that `begin` started; without `lower` it gives up."""
         with suppress(CancelledError), self._book({key: coming}):
             try:
                 lowered = lower() if lower else None

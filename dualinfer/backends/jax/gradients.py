@@ -44,7 +44,7 @@ def check_derivative(leaves: Sequence[Leaf], kernels: str) -> None:
 
 
 class _Held(NamedTuple):
-    """How devices hold an array, elements of which are held twice, or are none of a stored tensor.
+    """The way devices hold an array, with elements held twice, or that are none of a stored tensor.
 
     `places` int32 [devices, n] of each of `axes`, which have `extents` in the whole: the place of
     each element that a device holds, beyond the extent for one that no tensor has. With `is_split`
@@ -166,7 +166,7 @@ def _lent(rows: Sequence[Row], plan: ShardingPlan) -> list[list[tuple[Row, Any]]
 
 
 def _block(plan: ShardingPlan, row: Row, source: Source) -> tuple[slice, ...]:
-    """Where a stored tensor lies in the row's array."""
+    """The place of a stored tensor in the row's array."""
     at = []
     for number, axis in enumerate(row.axes):
         places = plan.shards[0].places(row, "data", number, row.names_of(source, axis))
@@ -176,7 +176,7 @@ def _block(plan: ShardingPlan, row: Row, source: Source) -> tuple[slice, ...]:
 
 
 def _how_held(shards: Sequence[Shard], row: Row, part: str) -> _Held | None:
-    """How devices hold a part of the row; None where each element is a parameter, held once."""
+    """The way devices hold a row's part; None where each element is a parameter, held once."""
     if not row.sources:
         return None
     spec, axes = shards[0].table.spec, row.parts[part]

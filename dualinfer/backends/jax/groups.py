@@ -49,7 +49,7 @@ class Blocks(NamedTuple):
 
 
 class Way(NamedTuple):
-    """How pairs are made: what `make` gives of what `take` takes, as `like` [P, F].
+    """A way to make pairs: what `make` gives of what `take` takes, as `like` [P, F].
 
     A block has `width` pairs. What pairs have is told by rows, of each array for so many pairs one
     after another: `counts`.

@@ -1,4 +1,4 @@
-"""Where a model lies: on one device, or on those of a mesh that share it."""
+"""The place of a model: one device, or the devices of a mesh that share it."""
 
 import functools
 from collections.abc import Callable
@@ -45,15 +45,15 @@ class OneDevice:
         return f"{self.device.platform}:{self.device.id}"
 
     def split(self, dim: int | None) -> PartitionSpec:
-        """How arrays are split that devices share along axis number `dim`: not at all."""
+        """The split of arrays that devices share along axis number `dim`: none here."""
         return WHOLE
 
     def sharding(self, spec: PartitionSpec = WHOLE) -> Sharding:
-        """How an array lies: here."""
+        """The sharding of an array: on this device."""
         return SingleDeviceSharding(self.device)
 
     def spec_of(self, array: jax.Array) -> PartitionSpec:
-        """How an array is split: not at all."""
+        """The split of an array: none."""
         return WHOLE
 
     def put(self, tree: Any) -> Any:
@@ -131,21 +131,21 @@ class ManyDevices:
 
     @property
     def over_devices(self) -> PartitionSpec:
-        """How arrays [devices, ...] are split: a row each."""
+        """The split of arrays [devices, ...]: a row each."""
         return self.split(0)
 
     def split(self, dim: int | None) -> PartitionSpec:
-        """How arrays are split that devices share along axis number `dim`."""
+        """The split of arrays that devices share along axis number `dim`."""
         if dim is None or self.size == 1:
             return WHOLE
         return PartitionSpec(*(None,) * dim, self.axis)
 
     def sharding(self, spec: PartitionSpec = WHOLE) -> NamedSharding:
-        """How an array lies that is split by `spec`; without one, whole on every device."""
+        """The sharding of an array that is split by `spec`; without one, whole on every device."""
         return NamedSharding(self.mesh, spec)
 
     def spec_of(self, array: jax.Array) -> PartitionSpec:
-        """How an array of this mesh is split."""
+        """The split of an array of this mesh."""
         assert isinstance(array.sharding, NamedSharding)
         return array.sharding.spec
 

@@ -1,4 +1,4 @@
-"""What forward gives: outputs cut back from their bucket, and the loss."""
+"""The results of forward: outputs cut back from their bucket, and the loss."""
 
 from collections.abc import Callable, Mapping
 from functools import partial

@@ -16,7 +16,7 @@ _ALL = 1e30  # as a logit it takes the whole softmax, and none of it where it is
 
 
 class Split(NamedTuple):
-    """How a device's ops are joined with those of the others along a mesh's `axis`, by `plan`.
+    """The seams that join a device's ops with the others' along a mesh's `axis`, by `plan`.
 
     All devices trace the same code: what differs between them follows from their place.
     """

@@ -164,7 +164,7 @@ class Part(nnx.Module):
 
 
 def _weight_of(part: Any, name: str) -> Weight:
-    """What `Model.show` has hung into a part, as a Weight."""
+    """The Weight of the arrays that `Model.show` has hung into a part."""
     param = getattr(part, name)
     arrays = {kind: getattr(part, part_name(name, kind))[...] for kind in param.kinds}
     beside = {kind: array for kind, array in arrays.items() if kind != "data"}

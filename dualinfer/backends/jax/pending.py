@@ -1,4 +1,4 @@
-"""What a dispatched step is computing, until the host asks for it."""
+"""The results that a dispatched step is computing, until the host asks for them."""
 
 from collections.abc import Sequence
 from typing import Any

@@ -63,7 +63,7 @@ class Pass(NamedTuple):
 
 
 class Passes:
-    """How a runner's prompts are cut and put together; `most_of` says `most_tokens` of a width."""
+    """Cut a runner's prompts and put them together; `most_of` says `most_tokens` of a width."""
 
     def __init__(
         self,

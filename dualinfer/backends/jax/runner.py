@@ -406,7 +406,7 @@ class JaxRunner:
         self._live.advance(tokens.shape[1], slots)
 
     def _read_on(self, slots: Sequence[int], tokens: np.ndarray, keeps: bool) -> jax.Array:
-        """What `Steps.decode_several` gives of tokens [B, K], in a bucket of columns."""
+        """The result of `Steps.decode_several` for tokens [B, K], in a bucket of columns."""
         if self._state is None or self._cache is None:
             raise StepError(_LOST)
         reach = self._live.reach_after(tokens.shape[1], slots)

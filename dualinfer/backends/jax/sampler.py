@@ -151,7 +151,7 @@ def prompt_rows(
 def hidden_rows(
     requests: Sequence[Request], count: int, vocab: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """What `count` rows hide, bool [B, V] each: always, and of their first token beside that."""
+    """The tokens that `count` rows hide, bool [B, V] each: always, and beside that at first."""
     always, first = (np.zeros((count, vocab), bool) for _ in range(2))
     for i, r in enumerate(requests):
         always[i, list(r.hidden)], first[i, list(r.hidden_at_first)] = True, True
@@ -163,7 +163,7 @@ def hidden_rows(
 def source_rows(
     requests: Sequence[Request], count: int, of_one_length: bool
 ) -> tuple[np.ndarray, np.ndarray] | tuple[()]:
-    """What an encoder reads for `count` rows, in buckets, and how many places are real, [B].
+    """Inputs of an encoder for `count` rows, in buckets, and how many places are real, [B].
 
     Ids [B, S], what an encoder gave [B, S, E], or spectrograms [B, 2 S, mel]; () for none. Those
     `of_one_length` are in no bucket.
@@ -181,7 +181,7 @@ def source_rows(
 
 
 def piece_rows(pieces: Sequence[Piece], count: int, free: int) -> tuple[np.ndarray, ...]:
-    """Where `count` rows start, how long their prompts are, and which slots' state they become.
+    """The starts of `count` rows, their prompts' lengths, and the slots whose state they become.
 
     [B] each; of several rows of a slot the last one becomes its state, and others that of `free`.
     """

@@ -54,7 +54,7 @@ class StreamingRunner(JaxRunner):
         self._alike = [0, *(kinds.index(kind, 1) for kind in kinds[1:last]), last]
 
     def _kind(self, index: int) -> Any:
-        """What fixes a layer's step."""
+        """The key of a layer's step: layers of one key can share a step."""
         leaves, tree = jax.tree.flatten(self.params.layers[index])
         cached = self._cache_specs[index] if self._cache_specs else None
         layer = self.steps.spec.layers[index]

@@ -46,7 +46,7 @@ _KERNELS_NEED = (
 
 
 def device_kind() -> str:
-    """What torch runs on: cuda or cpu."""
+    """The platform that torch runs on: cuda or cpu."""
     return default_device().type
 
 
@@ -68,7 +68,7 @@ def join(config: InferenceConfig, is_module: bool = False) -> Ranks:
 
 
 def describe_split(class_name: str, config: Any, size: int, grain: int) -> "Described":
-    """What each layer of a class of transformers becomes over `size` ranks; no weights are made.
+    """Tell how each layer of a class of transformers splits over `size` ranks; no weights are made.
 
     Raises ModelError where transformers has no such model.
     """

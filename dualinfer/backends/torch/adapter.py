@@ -13,7 +13,7 @@ from .params import Params
 
 
 class _InferenceModule(torch.nn.Module):
-    """What the engine takes of nn.Module, and refuses: it is for inference, where it was made."""
+    """Methods of nn.Module as an engine has them: it is for inference, where it was made."""
 
     _modules: dict[str, Any]
 
@@ -45,7 +45,7 @@ class _InferenceModule(torch.nn.Module):
 
 
 class OnTorch(_InferenceModule):
-    """What every engine on torch is: a module whose one part, `module`, is set when it is made."""
+    """The base of every engine on torch: one part, `module`, which is set when it is made."""
 
     def __setattr__(self, name: str, value: Any) -> None:
         """As in nn.Module, but that `module` stays the one that it has."""
@@ -68,7 +68,7 @@ def _refuse_module(what: str) -> None:
 
 
 class _FusedWeights(_InferenceModule):
-    """What holds fused weights, which may be the memory of the caller's own model."""
+    """The holder of fused weights, which may be the memory of the caller's own model."""
 
     def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
         """UnsupportedError: the weights are given when the engine is made."""

@@ -1,4 +1,4 @@
-"""What torch.compile is called with, and what it makes."""
+"""Make options for torch.compile, and recognize the modules that it makes."""
 
 import inspect
 import sys

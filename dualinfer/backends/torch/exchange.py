@@ -68,7 +68,7 @@ class Exchange:
         return self._mailbox.state[2:]
 
     def error(self) -> DistributedError:
-        """What is raised then."""
+        """The error to raise when a rank gave up an exchange."""
         ranks = self._split.ranks
         return DistributedError(
             f"Rank {ranks.rank} of {ranks.size} gave up an exchange on the GPU: another rank did "

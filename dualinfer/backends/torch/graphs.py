@@ -129,7 +129,7 @@ class CallGraphs:
     def run(
         self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> Any:
-        """What `function(*args, **kwargs)` returns, replayed; captured first where it is new."""
+        """Replay `function(*args, **kwargs)` and return its result; captured first if new."""
         return self.ready(function, args, kwargs)()
 
     @torch.inference_mode(False)  # else a caller's inference mode would mark the buffers as its own
@@ -327,7 +327,7 @@ class CallGraphs:
 
 
 def graph_facts(*kinds: StepGraphs | CallGraphs | None) -> dict[str, int]:
-    """What a report says of graphs. CUDA does not tell what memory one takes."""
+    """Counts of graphs for a report. CUDA does not tell what memory one takes."""
     graphs = [kind for kind in kinds if kind is not None]
     return {
         "compilations": sum(kind.captures for kind in graphs),
@@ -338,7 +338,7 @@ def graph_facts(*kinds: StepGraphs | CallGraphs | None) -> dict[str, int]:
 
 
 class _Names:
-    """What to call the leaves of a call's arguments; worked out only for an error."""
+    """Names of the leaves of a call's arguments; worked out only for an error."""
 
     def __init__(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]):
         self._call = args, dict(sorted(kwargs.items()))

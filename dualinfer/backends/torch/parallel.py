@@ -114,7 +114,7 @@ class Ranks(Peers):
             dist.destroy_process_group(host)
 
     def _why(self, error: RuntimeError) -> str:
-        """What those that are gone have said; after a timeout the store might not answer either."""
+        """The reasons that lost members left; after a timeout the store might not answer either."""
         reasons = []
         if "timed out" not in str(error).lower():
             with suppress(RuntimeError, ValueError):
@@ -173,7 +173,7 @@ class Ranks(Peers):
 
 
 class Split(NamedTuple):
-    """How one rank's ops are joined with the others', by `plan`.
+    """The seams that join one rank's ops with the others', by `plan`.
 
     `vocab` are the rows of each rank's share, `first` is the token of the first row of this one's.
     """

@@ -140,7 +140,7 @@ def _place(tensor: torch.Tensor) -> tuple[int, torch.Size]:
 
 
 def _memory(found: list[Found]) -> set[int]:
-    """Where the torch tensors among what was read lie."""
+    """Addresses of the torch tensors among what was read."""
     arrays = (part.array for part in found)
     return {a.untyped_storage().data_ptr() for a in arrays if isinstance(a, torch.Tensor)}
 

@@ -11,7 +11,7 @@ _backends: Any = torch.backends  # some parts have no types of their own
 
 
 def _parts() -> list[Any]:
-    """Where torch keeps the precision of float32 products, by library and operation."""
+    """The objects that hold torch's precision of float32 products, by library and operation."""
     cudnn, mkldnn = _backends.cudnn, _backends.mkldnn
     return [
         *(_backends.cuda.matmul, cudnn.conv, cudnn.rnn),

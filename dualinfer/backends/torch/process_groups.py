@@ -226,7 +226,7 @@ def _join_given(given: Any, device: torch.device, timeout: timedelta) -> Ranks:
 
 
 def find_places(moe: MoEConfig, parts: int, ranks: Ranks) -> list[Place]:
-    """Which part of the experts, of `parts`, and of their width each rank has, in order.
+    """The part of the experts, of `parts`, and of their width that each rank has, in order.
 
     The caller's groups say it where they are given, which all ranks must then do. Raises
     ConfigError.

@@ -1,4 +1,4 @@
-"""What profilers see of the torch backend: named ranges, and stopwatches on the device."""
+"""The torch backend for profilers: named ranges, and stopwatches on the device."""
 
 import functools
 import time

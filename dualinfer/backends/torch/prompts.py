@@ -35,7 +35,7 @@ _MOST_AT_ONCE = 32768
 
 
 class _Buffers(NamedTuple):
-    """What a graph reads and writes, for B prompts of T tokens, or of as many embeddings.
+    """The arrays that a graph reads and writes, for B prompts of T tokens, or as many embeddings.
 
     With an encoder also what it reads, and the place of each one's last token.
     """
@@ -49,7 +49,7 @@ class _Buffers(NamedTuple):
 
 
 class _Panel(NamedTuple):
-    """What the graph of a panel reads and writes, for R rows of GRAIN tokens or embeddings."""
+    """The arrays that a panel's graph reads and writes, for R rows of GRAIN tokens or embeds."""
 
     ids: torch.Tensor
     slots: torch.Tensor
@@ -183,7 +183,7 @@ class Prompts:
         return b.out
 
     def _panel_buffers(self, params: Params, cache: Cache, key: Any) -> tuple["_Panel", bool]:
-        """What the panel's graph reads and writes; True if it is new."""
+        """The arrays that the panel's graph reads and writes; True if they are new."""
         _, count, given = key
         if (b := self._panels.get(key)) is not None:
             return b, False

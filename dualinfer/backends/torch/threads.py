@@ -1,4 +1,4 @@
-"""How many of torch's threads a pass on the CPU takes."""
+"""Choose how many of torch's threads a pass on the CPU takes."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -25,7 +25,7 @@ def few_threads(device: torch.device, parameters: int, tokens: int) -> Iterator[
 
 
 def threads_note(device: torch.device, parameters: int) -> tuple[str, ...]:
-    """What a report says of it, where it concerns a model of so many parameters."""
+    """A report's note of threads, where it concerns a model of so many parameters."""
     most = (_LEAST - 1) // max(1, parameters)
     if device.type != "cpu" or not most or torch.get_num_threads() == 1:
         return ()

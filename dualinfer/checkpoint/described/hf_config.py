@@ -102,7 +102,7 @@ def notes_on(folder: Path) -> list[str]:
 
 
 def config_place(folder: Path) -> str:
-    """Where the config of a checkpoint stands, in words for errors."""
+    """Name the place of a checkpoint's config, in words for errors."""
     if is_gguf(folder):
         return f"the config of {folder.name}"
     is_meta = not os.path.isfile(folder / "config.json") and is_meta_folder(folder)

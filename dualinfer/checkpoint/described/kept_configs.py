@@ -1,4 +1,4 @@
-"""What transformers makes of a config, kept on disk for processes that have not imported it.
+"""Keep transformers' reading of a config on disk, for processes that have not imported it.
 
 transformers imports torch where that is installed, and both take seconds: most of the start of an
 engine on JAX. To know a model takes its fields alone, which are kept by what was written and by

@@ -28,7 +28,7 @@ _ACTIVATIONS = {"Identity": None, "Tanh": "tanh", "ReLU": "relu"}
 
 @reads()
 def read_text_embedding(folder: Path) -> TextEmbedding:
-    """How the model in `folder` embeds texts, by modules.json and what it names.
+    """Read how the model in `folder` embeds texts, by modules.json and what it names.
 
     Without that file, mean pooling and nothing more, and if others say that the folder is a part of
     one of sentence-transformers', `unknown` says so. Raises CheckpointError for files that are none

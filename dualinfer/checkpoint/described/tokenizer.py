@@ -78,7 +78,7 @@ def processors_template(folder: Path) -> str | None:
 
 
 def tokenizer_folder(folder: Path, adapters: Iterable[str] | None) -> Path:
-    """Where the tokenizer of a model with adapters lies: in the first of them that has one.
+    """The folder with the tokenizer of a model with adapters: the first adapter that has one.
 
     Else in the model's `folder`. An adapter was trained with the tokenizer beside it.
     """

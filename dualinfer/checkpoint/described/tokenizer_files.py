@@ -28,7 +28,7 @@ class TokenizerFile(NamedTuple):
 
 
 def tokenizer_files(folder: Any) -> Iterator[TokenizerFile]:
-    """Those that lie in `folder`, if it is one; of a GGUF file those that transformers writes.
+    """The tokenizer files in `folder`, if it is one; of a GGUF file those that transformers writes.
 
     A link may lead to a file of the folder itself, or as in HF's cache from snapshots/X to blobs:
     a checkpoint from elsewhere must not get other files of the user's copied. Raises

@@ -60,7 +60,7 @@ class Storage(NamedTuple):
 
 
 class StoredTensor(NamedTuple):
-    """Where a tensor lies: offset and strides in its own elements.
+    """The place of a tensor: offset and strides in its own elements.
 
     `dtype` is torch's name of it where it is not that of the storage.
     """
@@ -130,7 +130,7 @@ class _Machine:
         return value
 
     def _from_mark(self) -> list[Any]:
-        """What lies above the last mark."""
+        """Take the values above the last mark from the stack."""
         values = []
         while True:
             value = self._stack.pop()
@@ -290,7 +290,7 @@ class _Machine:
         self._stack.append(self._called(what, arguments))
 
     def _called(self, what: Any, arguments: Any) -> Any:
-        """What a call would give."""
+        """The value that a call would give."""
         if not isinstance(what, Global) or not _is_few(arguments):
             return self._made(what)
         if what == ("collections", "OrderedDict") and len(arguments) < 2:

@@ -47,7 +47,7 @@ class Box(NamedTuple):
         return prod(self.shape)
 
     def overlap(self, other: "Box") -> "Box":
-        """What lies in both; its size is 0 where nothing does."""
+        """The box that lies in both; its size is 0 where nothing does."""
         starts = tuple(map(max, self.starts, other.starts))
         return Box(starts, tuple(map(max, starts, map(min, self.stops, other.stops))))
 
@@ -144,7 +144,7 @@ def cut_pieces(
     dtype: str,
     kept: Sequence[str] = (),
 ) -> list[list[Cut]]:
-    """What the file of each shard holds: what it reads, and no shard before it.
+    """Cut the tensors for each shard's file: those that it reads, and no shard before it.
 
     All is in `dtype`, but the tensors of a quantized checkpoint's weights and those that are `kept`
     of it, by their stored names: they stay as they are stored. Of these and of what is kept of

@@ -69,7 +69,7 @@ class TorchFile(StoredFile):
         return read_pickle(self.bytes_at(*records["data.pkl"])), data
 
     def _find_records(self) -> dict[str, tuple[int, int]]:
-        """Where each record starts and how long it is, without the archive's name before it."""
+        """The start and length of each record, without the archive's name before its own."""
         records: dict[str, tuple[int, int]] = {}
         with os.fdopen(os.dup(self._fd), "rb") as file, zipfile.ZipFile(file) as archive:
             end = archive.start_dir
@@ -85,7 +85,7 @@ class TorchFile(StoredFile):
         return records
 
     def _find_record(self, info: zipfile.ZipInfo, stop: int) -> int:
-        """Where the bytes of a record start, which end at `stop`.
+        """The offset of the bytes of a record, which end at `stop`.
 
         Its own header says of them what the archive's end does.
         """
@@ -165,7 +165,7 @@ class TorchFile(StoredFile):
 
 
 def _place(path: Path, name: str, tensor: StoredTensor, record: tuple[int, int] | None) -> Entry:
-    """Where a tensor's elements lie; CheckpointError if the storage's `record` does not hold them.
+    """Find a tensor's elements; CheckpointError if the storage's `record` does not hold them.
 
     `record` is where that begins and how many bytes it has.
     """

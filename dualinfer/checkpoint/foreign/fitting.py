@@ -21,7 +21,7 @@ _MOST_WRAPPERS = 3
 
 @dataclass(frozen=True)
 class Wanted:
-    """What a model asks for: the shape of each tensor, by any name that a checkpoint may have.
+    """The needs of a model: the shape of each tensor, by any name that a checkpoint may have.
 
     `blocks` are the tensors in which several lie one after another, with the axis and the length of
     each; those that hold them head by head are not among them. `config` is HF's, as a dict.
@@ -48,7 +48,7 @@ class Unfitted(Protocol):
 
 
 def wanted_by_table(table: WeightTable, config: Mapping[str, Any]) -> Wanted:
-    """What a weight table asks for."""
+    """The tensors that a weight table asks for."""
     shapes: dict[str, tuple[int, ...]] = {}
     blocks: dict[str, tuple[int, tuple[int, ...]]] = {}
     rows = [(row, source) for row in table.rows for source in row.sources]
@@ -67,7 +67,7 @@ def wanted_by_table(table: WeightTable, config: Mapping[str, Any]) -> Wanted:
 
 
 def wanted_by_module(module: Any) -> Wanted:
-    """What a torch module asks for, on the meta device or not; a HF one's names with its prefix."""
+    """The tensors that a torch module asks for, on the meta device or not; HF's with its prefix."""
     config = getattr(module, "config", None)
     fields = config.to_dict() if config is not None and hasattr(config, "to_dict") else {}
     shapes = {}

@@ -21,7 +21,7 @@ _PART = re.compile(
 
 
 class _Family(NamedTuple):
-    """How HF calls what a layer of DeepSpeed's has, behind `prefix` and its number.
+    """HF's names for the parts of a DeepSpeed layer, behind `prefix` and its number.
 
     `qkv` is one name or three; `up` a name, or those that are joined. `by_head`: a joined qkv lies
     head by head in HF's model, and if it is `kept`, in DeepSpeed's, too. `conv`: HF stores matrices
@@ -118,7 +118,7 @@ def is_injected(names: Iterable[str]) -> bool:
 
 
 def layers_of(wanted: Wanted) -> list[str]:
-    """How the names of the model's layers begin, with and without the prefix of its base."""
+    """The starts of the names of the model's layers, with and without the prefix of its base."""
     family = _FAMILIES.get(str(wanted.config.get("model_type")))
     return [family.prefix, family.prefix.partition(".")[2]] if family else []
 
@@ -174,7 +174,7 @@ def _make(
     wanted: Wanted,
     description: str,
 ) -> Iterable[tuple[str, Merge]]:
-    """What a tensor of DeepSpeed's is in HF's model: names in the layer, and how each is made."""
+    """The names in HF's layer that a tensor of DeepSpeed's becomes, and how each is made."""
     whole = {
         "norm_w": f"{family.norm}.weight",
         "norm_b": f"{family.norm}.bias",

@@ -57,7 +57,7 @@ class Patch(NamedTuple):
 
 @dataclass(frozen=True)
 class Merge:
-    """How a tensor is made: `patches` joined to `shape`, which are all of it.
+    """The recipe of a tensor: `patches` joined to `shape`, which are all of it.
 
     Then `order`, if there is one, says for each place along `axis` which of the joined it is; and a
     `turned` matrix is transposed.

@@ -127,7 +127,7 @@ class MetaShards(Shards):
 
 @reads("params.json")
 def read_meta_config(folder: Path) -> dict[str, Any]:
-    """What config.json would hold: what params.json says, and the tensors of the files.
+    """Make what config.json would hold, of params.json and the tensors of the files.
 
     How many positions a model was trained for is not in the files: 2048 is Llama's, 4096 Llama 2's,
     8192 Llama 3's and 16384 Code Llama's, told apart by norm_eps and rope_theta. Raises

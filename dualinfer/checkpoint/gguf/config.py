@@ -155,7 +155,7 @@ def _is_nothing(value: Any) -> bool:
 
 @dataclass(frozen=True)
 class Architecture:
-    """How llama.cpp calls what HF's model type has.
+    """llama.cpp's names for the parts of one of HF's model types.
 
     `fields` map its fields to config.json's, and `complete` adds the rest. `outer` and `layer` name
     modules; a layer's are behind `prefix`.
@@ -388,7 +388,7 @@ def _rope(model: GgufModel, fields: _Fields, theta: float = 10000.0) -> dict[str
 
 
 def architecture_of(model: GgufModel) -> Architecture:
-    """What is known of the model's architecture; UnservedError where nothing is."""
+    """The facts known of the model's architecture; UnservedError where there are none."""
     kind = model.fields.get("general.type", "model")
     kind = kind if isinstance(kind, str) else "a list"
     if kind != "model" or model.architecture not in _ARCHITECTURES:
@@ -401,7 +401,7 @@ def architecture_of(model: GgufModel) -> Architecture:
 
 
 def make_config(model: GgufModel) -> dict[str, Any]:
-    """What config.json would hold."""
+    """Make the fields that config.json would hold."""
     own, fields = architecture_of(model), _Fields(model.files[0], str(model.architecture))
     config: dict[str, Any] = {
         "model_type": own.model_type,
@@ -421,7 +421,7 @@ def make_config(model: GgufModel) -> dict[str, Any]:
 
 
 def _make_generation(model: GgufModel) -> dict[str, Any]:
-    """What generation_config.json would hold: ids that end a text, and the maker's sampling."""
+    """Make generation_config.json's fields: ids that end a text, and the maker's sampling."""
     fields = _ids(model)
     ends = [fields["eos_token_id"]]
     ends += [model.token_id(name) for name in ("eot", "eom")]
@@ -459,20 +459,20 @@ def _is_tied(model: GgufModel, own: Architecture) -> bool:
 
 
 def _dtype(model: GgufModel) -> str:
-    """That of most elements; bfloat16 has the range of what blocks stand for."""
+    """The dtype of most elements; bfloat16 has the range of what blocks stand for."""
     kind = max(model.counts().items(), key=lambda item: item[1])[0]
     return kind.dtype if kind.is_plain else "bfloat16"
 
 
 @reads()
 def read_gguf_config(path: Path) -> dict[str, Any]:
-    """What config.json would hold."""
+    """Read the fields that config.json would hold."""
     return make_config(GgufModel(path))
 
 
 @reads()
 def read_gguf_generation(path: Path) -> dict[str, Any]:
-    """What generation_config.json would hold."""
+    """Read the fields that generation_config.json would hold."""
     return _make_generation(_known(path))
 
 

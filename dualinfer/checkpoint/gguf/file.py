@@ -128,7 +128,7 @@ class GgufFile(StoredFile):
 
 
 class _Header:
-    """What lies in a file from `at` on, read in turn; ValueError where it goes on too long."""
+    """The bytes of a file from `at` on, read in turn; ValueError where they go on too long."""
 
     def __init__(self, file: GgufFile, at: int = 0):
         self._file, self.at = file, at

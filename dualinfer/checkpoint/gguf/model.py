@@ -103,7 +103,7 @@ class GgufModel:
         return file.read(name).astype(np.float32)
 
     def counts(self) -> Counter[GgmlType]:
-        """How many elements there are of each type."""
+        """The number of elements of each type."""
         counts: Counter[GgmlType] = Counter()
         for name, file in self.place.items():
             counts[file.types[name]] += math.prod(file.shape(name))

@@ -38,7 +38,7 @@ class _Tensor(NamedTuple):
     raised: bool
 
     def blocks(self, rows: slice, rest: tuple[slice, ...]) -> np.ndarray:
-        """What the file holds of some rows, floats or blocks."""
+        """Read some rows from the file, floats or blocks."""
         if self.order is None:
             return self.file.read(self.name, (rows, *rest))
         places = self.order[rows]
@@ -175,7 +175,7 @@ def _order(model: GgufModel, name: str, rows: int, axes: tuple[int, int, int]) -
 
 
 def _notes(kinds: Iterable[GgmlType]) -> tuple[str, ...]:
-    """What becomes of a file's blocks, for people."""
+    """Tell people what becomes of a file's blocks."""
     counts = Counter(kind for kind in kinds if not kind.is_plain)
     kept = [f"{n} tensors of {kind.name}" for kind, n in counts.items() if kind.scheme]
     made = [f"{n} tensors of {kind.name}" for kind, n in counts.items() if not kind.scheme]

@@ -27,7 +27,7 @@ _DEFAULTS: dict[str, dict[str, int]] = {
 
 
 class Split(NamedTuple):
-    """How text is cut into words before a byte-level BPE merges letters.
+    """The rules that cut text into words before a byte-level BPE merges letters.
 
     Each pattern cuts what those before it have left. With `whole` a word of the vocabulary is not
     merged from parts; `bos` says that one stands in front, and `nfc` that text is composed first.

@@ -1,4 +1,4 @@
-"""What adapters make of a model beside its weights: its class, its labels and its vocabulary."""
+"""Apply adapters to a model's facts beside its weights: class, labels and vocabulary."""
 
 import copy
 import re

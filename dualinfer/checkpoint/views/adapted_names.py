@@ -126,7 +126,7 @@ class Whole(NamedTuple):
 
 
 class Names:
-    """Which stored tensor HF's name of a weight means.
+    """Find the stored tensor that HF's name of a weight means.
 
     With a table it is found under each of the names that a checkpoint may have for it, and where
     tensors are tied under the other one's; without, by the name itself, or its end.
@@ -226,7 +226,7 @@ class Names:
         return {name: i for i, name in enumerate(self._rows)}
 
     def _axes(self, name: str) -> int:
-        """How many axes a parameter has."""
+        """The number of axes of a parameter."""
         if self._table is None:
             found = self.find(name)
             assert found is not None

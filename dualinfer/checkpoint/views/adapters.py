@@ -181,7 +181,7 @@ class Stack:
 
     @property
     def count(self) -> int:
-        """How many matrices there are."""
+        """The number of matrices."""
         return self.down.shape[0] // self.rank
 
     def matrix(self, place: int, held: Held) -> LowRank:

@@ -23,7 +23,7 @@ class Place(NamedTuple):
     turned: bool = False
 
     def within(self, part: tuple[slice, ...] | None = None) -> tuple[slice, ...]:
-        """Where the tensor has the part of what the name means; an expert's with its own axis."""
+        """The tensor's slices for a part of what the name means; an expert's with its own axis."""
         part = part or (slice(None),) * len(self.shape)
         *lead, rows = part if len(part) == 1 else part[:-1]
         start, stop, _ = rows.indices(self.shape[len(lead)])

@@ -18,7 +18,7 @@ Spec = dict[str, tuple[str, tuple[int, ...]]]  # dtype and shape of stored tenso
 
 
 class Stored(NamedTuple):
-    """How a matrix is stored: `form` is compressed-tensors' word, `group` its part of the config.
+    """The stored form of a matrix: `form` is compressed-tensors' word, `group` its config entry.
 
     `make()` gives the tensors that `spec` describes.
     """
@@ -133,7 +133,7 @@ def describe(stored: Mapping[str, Stored], plain: list[str]) -> dict[str, Any]:
 
 
 def _pattern(name: str) -> str:
-    """What compressed-tensors takes for a name in which numbers are open."""
+    """The pattern that compressed-tensors takes for a name in which numbers are open."""
     return "re:^" + re.sub(r"\d+", r"\\d+", re.escape(name)) + "$"
 
 

@@ -50,7 +50,7 @@ _LONGEST_NAME = 240  # bytes; a folder beside it has some more
 
 @dataclass(frozen=True)
 class Saved:
-    """What a checkpoint is made of.
+    """The parts that a checkpoint is made of.
 
     `config` and `generation_config` are HF's objects; `dtype` is the engine's, by NumPy's name.
     Tokenizer files are taken from `folder` if it is one.
@@ -202,7 +202,7 @@ def save_folder(
 
 
 class _Entry(NamedTuple):
-    """What is written of one weight, in one file."""
+    """The part of one weight that is written in one file."""
 
     written: Written
     spec: Spec
@@ -220,7 +220,7 @@ def _arrays(
 
 
 def _entries(saved: Saved) -> tuple[list[_Entry], dict[str, Any] | None, bool]:
-    """What to write, the quantization_config, and whether the head is its own weight now."""
+    """List what to write, the quantization_config, and whether the head is its own weight now."""
     source, table = saved.source, saved.plan.table
     if table.added:
         raise UnsupportedError(
@@ -302,7 +302,7 @@ def _kept(saved: Saved) -> list[str]:
 
 
 def _kept_plain(saved: Saved) -> list[str]:
-    """Those that `save_folder` writes, which holds no codes of other formats."""
+    """Names of kept tensors that `save_folder` writes, which holds no codes of other formats."""
     names = _kept(saved)
     if names and quantization_of(saved.config.to_dict()) is not None:
         warn_caller(
@@ -375,7 +375,7 @@ def _resolved(path: str, option: str = _OPTION) -> Path:
 
 @contextmanager
 def _told(path: str, option: str = _OPTION) -> Iterator[None]:
-    """What the system refuses, as an error that names the option."""
+    """Report what the system refuses as an error that names the option."""
     try:
         yield
     except DualinferError:  # of the weights that are read; one of these is an OSError, too

@@ -1,4 +1,4 @@
-"""What tells BERT's relatives from one another: a row of `KINDS` for each.
+"""The differences between BERT's relatives: a row of `KINDS` for each.
 
 HF sources: models/NAME/modeling_NAME.py.
 """
@@ -25,7 +25,7 @@ _ROBERTA_MASKED = ("lm_head.dense", "lm_head.layer_norm", "lm_head.decoder", "lm
 
 @dataclass(frozen=True)
 class Kind:
-    """What tells one family from another.
+    """The facts that tell one family from another.
 
     `name` begins HF's classes, `base` the names of their tensors, `layer` those of a layer's; `mlp`
     are a layer's names from gate or up to down, `norms` after attention and MLP. `masked` are the

@@ -110,7 +110,7 @@ def _table(
 
 
 def _stack(fields: ConfigFields, architecture: str, hf: str, causal: bool) -> Any:
-    """What both kinds of towers have: the spec of the layers, and a layer's rows."""
+    """The parts common to both kinds of towers: the spec of the layers, and a layer's rows."""
     embed, heads, head_dim = fields.split("hidden_size", "num_attention_heads")
     fields.ignore("attention_dropout", "dropout", "initializer_factor")
     norm = Norm("layer", fields.number("layer_norm_eps"))
@@ -217,7 +217,7 @@ def _probe(norm: Norm, hf: str) -> list[Row]:
 
 
 def _given_patches(fields: ConfigFields) -> Patches:
-    """How images are cut that come as patches, of a square grid of positions."""
+    """The patches of images that come as patches, of a square grid of positions."""
     count, size = fields.size("num_patches"), fields.size("patch_size")
     side = isqrt(count)
     if side * side != count:
@@ -232,7 +232,7 @@ def _flat_kernel(hf: str, bias: bool) -> list[Row]:
 
 
 def make_patches(fields: ConfigFields, learned: int) -> Patches:
-    """How images are cut, with so many learned tokens in front."""
+    """Read how images are cut into patches, with so many learned tokens in front."""
 
     def pair(name: str) -> tuple[int, int]:
         value: Any = fields.take(name)

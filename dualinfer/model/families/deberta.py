@@ -81,7 +81,7 @@ def describe(fields: ConfigFields, architecture: str) -> tuple[ModelSpec, Weight
 
 
 def _convolution(fields: ConfigFields, first: bool) -> Convolved | None:
-    """That beside the first layer (v2-xlarge); no code of the first version has one."""
+    """The convolution beside the first layer (v2-xlarge); no code of the first version has one."""
     if first or not fields.take("conv_kernel_size", 0):
         fields.require("conv_kernel_size", 0)
         fields.ignore("conv_act", "conv_groups")
@@ -98,7 +98,7 @@ def _convolution(fields: ConfigFields, first: bool) -> Convolved | None:
 
 
 def _kinds(fields: ConfigFields) -> list[str]:
-    """What adds to scores, as HF names it: `c2p`, `p2c`."""
+    """The terms added to scores, as HF names them: `c2p`, `p2c`."""
     kinds: Any = fields.take("pos_att_type", [])
     kinds = [kind.strip() for kind in kinds.lower().split("|")] if isinstance(kinds, str) else kinds
     if not isinstance(kinds, list | tuple) or not set(map(str, kinds)) <= {"c2p", "p2c", ""}:

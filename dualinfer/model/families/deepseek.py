@@ -139,7 +139,7 @@ def _of_all_heads(fields: ConfigFields, parameters: Mapping[str, Any]) -> dict[s
 
 
 def _magnitude(parameters: Mapping[str, Any]) -> float:
-    """What scores are scaled by, twice, where the rotary embedding is scaled (yarn's mscale)."""
+    """The factor of scores, used twice, where the rotary embedding is scaled (yarn's mscale)."""
     mscale, factor = parameters.get("mscale_all_dim"), parameters.get("factor")
     if parameters.get("rope_type", "default") == "default" or not is_positive(mscale):
         return 1.0
@@ -200,7 +200,7 @@ def _table(fields: ConfigFields, spec: ModelSpec) -> WeightTable:
 
 
 def _edits(fields: ConfigFields, mlp: Mlp | Experts) -> tuple[Edit, ...]:
-    """What the norms of SK Telecom's models have more than others."""
+    """The edits by which norms of SK Telecom's models differ from others."""
     if fields.family == "axk2":
         return (GatedNorms(fields.size("gated_norm_rank")),)
     is_axk1 = fields.family == "axk1" and isinstance(mlp, Experts)

@@ -80,7 +80,7 @@ def describe(fields: ConfigFields, architecture: str) -> tuple[ModelSpec, Weight
 
 
 def _cross_rows(decoder: str, spec: ModelSpec) -> Iterable[Row]:
-    """What a layer of a decoder has beside, to attend across."""
+    """The rows of a decoder's layer for attention across, beside its others."""
     if decoder == "trocr":
         return trocr.cross_rows(spec)
     if decoder == "gpt2":

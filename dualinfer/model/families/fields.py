@@ -268,7 +268,7 @@ def read_by_transformers(model_type: str, names: Sequence[str]) -> list[str]:
 
 
 def query_growth(fields: ConfigFields) -> tuple[float, float, int] | None:
-    """What the newest Mistrals scale queries by, of the rotary embedding's parameters."""
+    """Read the newest Mistrals' scaling of queries from the rotary embedding's parameters."""
     parameters = fields.take("rope_parameters")
     if not isinstance(parameters, Mapping):
         return None

@@ -105,7 +105,7 @@ def describe(fields: ConfigFields, architecture: str) -> tuple[ModelSpec, Weight
 
 
 def cross_rows(spec: ModelSpec) -> Iterable[Row]:
-    """What a layer of GPT-2's has beside, where it attends to what an encoder gives."""
+    """The rows of a layer of GPT-2's for attention to what an encoder gives."""
     hf = "transformer.h.{i}.crossattention."
     yield from make.linear("cross_q", f"{hf}q_attn", "q embed", stored="embed q")
     kv = "k+v source_embed", "source_embed k+v"

@@ -44,7 +44,7 @@ class Classifier:
 
 
 def kind_of_head(architecture: str) -> Kind | None:
-    """What a HF class scores by labels; None for other classes."""
+    """The kind of a HF class that scores by labels; None for other classes."""
     return next((k for suffix, k in _SUFFIXES.items() if architecture.endswith(suffix)), None)
 
 

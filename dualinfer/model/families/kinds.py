@@ -1,4 +1,4 @@
-"""What tells Llama's relatives from one another: a row of `KINDS` for each.
+"""The differences between Llama's relatives: a row of `KINDS` for each.
 
 HF sources: models/NAME/modeling_NAME.py.
 """
@@ -14,7 +14,7 @@ _SHARED = {"attn_norm": "input_layernorm"}
 
 @dataclass(frozen=True)
 class Kind:
-    """What tells one family from another.
+    """The facts that tell one family from another.
 
     `eps` is the field of the norms' epsilon; without one it is 1e-5. `weighted` norms have weights.
     `norms` are HF's names by ours; without `norm_bias` LayerNorm has a weight alone. `qkv` is HF's

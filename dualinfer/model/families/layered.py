@@ -100,7 +100,7 @@ def _sizes(fields: ConfigFields, embed: int, kinds: list[str]) -> list[tuple[int
 
 
 def _more(fields: ConfigFields, norm: Norm) -> dict[str, Any]:
-    """What else the attention of all layers has."""
+    """The fields that the attention of all layers has beside the common ones."""
     if fields.family == "laguna":
         fields.require("gating", True, "per-head", "per-element")
         return {"qk_norm": norm, "gated": True, "gate": "softplus"}

@@ -17,7 +17,7 @@ from .fields import ConfigFields
 
 @dataclass(frozen=True)
 class Mixture:
-    """What HF calls the parts of a mixture, and its fields of a config.
+    """HF's names for the parts of a mixture, and its fields of a config.
 
     `expert` are the parts of one expert in files, gate, up and down; Granite's files have all
     experts in one tensor, as modules do. `shared` is a layer's module of the shared expert, which
@@ -260,7 +260,7 @@ MIXTURES: Mapping[str, Mixture] = {
 
 
 def read_layers(fields: ConfigFields, dense: Mlp, layers: int) -> list[Mlp | Experts]:
-    """What stands for a feed-forward in each layer of a family of `MIXTURES`."""
+    """The feed-forward, dense or mixed, of each layer of a family of `MIXTURES`."""
     own, activation = MIXTURES[fields.family], dense.activation
     assert activation != "xielu"
     fields.ignore(*own.ignored)
@@ -312,7 +312,7 @@ def _name_of_count(fields: ConfigFields) -> str:
 
 
 def _chosen(fields: ConfigFields, name: str, layer: int, layers: int) -> int:
-    """How many experts a token of a layer chooses; HunYuan's may differ by layer."""
+    """The number of experts that a token of a layer chooses; HunYuan's may differ by layer."""
     if fields.family == "phimoe":
         return 2  # whatever the field says: HF's router has two picks written out
     value = fields.take(name)
@@ -343,7 +343,7 @@ def _groups(fields: ConfigFields, least: int) -> tuple[int, int]:
 
 
 def _router(fields: ConfigFields) -> Router:
-    """How a family's router chooses, but for how many."""
+    """The router of a family, but for how many experts it chooses."""
     family = fields.family
     if family in ("aria_text", "gpt_oss", *_GRANITES):
         return Router(0, "chosen")

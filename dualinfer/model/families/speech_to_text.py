@@ -85,7 +85,7 @@ def describe(fields: ConfigFields, architecture: str) -> tuple[ModelSpec, Weight
 
 
 def _sounds(fields: ConfigFields) -> Sounds:
-    """What the encoder reads."""
+    """Read the form of the encoder's input from the config."""
     fields.require("num_conv_layers", 2)
     taps, channels = fields.take("conv_kernel_sizes"), fields.size("conv_channels")
     fits = isinstance(taps, list | tuple) and all(type(n) is int and n % 2 > 0 for n in taps)

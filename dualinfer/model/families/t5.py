@@ -150,7 +150,7 @@ def _switch(fields: ConfigFields, mlp: Mlp) -> Experts:
 
 
 def _sparse(fields: ConfigFields, side: str, count: int) -> list[bool]:
-    """Which layers of a stack have a mixture, by the step between them."""
+    """Tell which layers of a stack have a mixture, by the step between them."""
     given, step = fields.take(f"num_sparse_{side}_layers", 0), fields.take(f"{side}_sparse_step")
     if not all(type(n) is int and n >= 0 for n in (given, step)):
         raise ModelError(

@@ -71,7 +71,7 @@ def describe(fields: ConfigFields, architecture: str) -> tuple[ModelSpec, Weight
 
 
 def cross_rows(spec: ModelSpec) -> Iterable[Row]:
-    """What a layer has beside, where it attends to an image."""
+    """The rows of a layer for attention to an image, beside its others."""
     names = _LAYER + "encoder_attn.{p}", make.QKV, "out_proj", True
     yield from make.cross(*names, width="source_embed")
     yield from make.norm(spec.layers[0].norm, "cross_norm", f"{_LAYER}encoder_attn_layer_norm")

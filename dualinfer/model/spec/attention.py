@@ -45,7 +45,7 @@ class Rope:
 
 @dataclass(frozen=True)
 class Latent:
-    """What latent attention (DeepSeek-V2, arXiv:2405.04434) makes keys and values of.
+    """The form of latent attention's keys and values (DeepSeek-V2, arXiv:2405.04434).
 
     A token has one latent vector of `rank` elements, normed by `norm`, and `turning` elements of a
     key that all heads share and that the rotary embedding turns. A head's key is its own projection
@@ -67,7 +67,7 @@ class Latent:
 
     @property
     def width(self) -> int:
-        """What a token is kept in: the latent vector and the shared part of a key."""
+        """Elements kept of a token: the latent vector and the shared part of a key."""
         return self.rank + self.turning
 
 

@@ -57,7 +57,7 @@ class Block:
         raise NotImplementedError
 
     def enter(self, ops: Any, spec: "ModelSpec", w: Any, x: Any, where: Any) -> Any:
-        """What the first layer reads, of embedded tokens [B, T, E]; `where` is as in `embed`."""
+        """The first layer's input, of embedded tokens [B, T, E]; `where` is as in `embed`."""
         return x
 
     def leave(self, ops: Any, w: Any, states: Sequence[Any], keep: bool) -> list[Any]:

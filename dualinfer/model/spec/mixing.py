@@ -5,7 +5,7 @@ from typing import Any
 
 
 class Mixing:
-    """What a mixture of experts does otherwise.
+    """The ways in which a kind of mixture of experts differs from others.
 
     A kind is a frozen dataclass in a file of `blocks/`, and its docstring tells what it computes.
     What a kind leaves out is as with other mixtures. A function that a kind has not is None here,

@@ -25,7 +25,7 @@ Pooling = Literal["first", "real", "last", "final", "mean", "eos", "patches", "b
 
 @dataclass(frozen=True)
 class Patches:
-    """What an encoder of images reads: a token of each patch, behind `learned` ones.
+    """The input of an encoder of images: a token of each patch, behind `learned` ones.
 
     Images have `channels` and `grid` rows and columns of patches, each `size` pixels high and wide.
     Of other images positions are interpolated, where a caller asks for it, or without being asked
@@ -61,7 +61,7 @@ class Patches:
 
 @dataclass(frozen=True)
 class Sounds:
-    """What an encoder of sounds of any length reads: a token of every four frames (Speech2Text).
+    """The input of an encoder of sounds of any length: a token of every four frames (Speech2Text).
 
     Frames of `bins` numbers pass through two convolutions over `taps` each, odd and of stride 2,
     with zeros around the sequence; what one gives has twice the channels, of which the logistic
@@ -82,7 +82,7 @@ class Sounds:
         return self.taps[1] * (self.taps[0] * self.bins + 1) + 1
 
     def halved(self, count: Any) -> Any:
-        """What one convolution leaves of so many places."""
+        """The number of places that one convolution leaves of so many."""
         return (count - 1) // 2 + 1
 
     def tokens(self, frames: int) -> int:
@@ -90,7 +90,7 @@ class Sounds:
         return self.halved(self.halved(frames))
 
     def visible(self, mask: np.ndarray) -> np.ndarray:
-        """Which tokens [B, S] are real, where frames [B, F] are: as many as theirs would make."""
+        """Tokens [B, S] that are real, where frames [B, F] are: as many as theirs would make."""
         counts = self.halved(self.halved(mask.sum(1)))
         return np.arange(self.tokens(mask.shape[1])) < counts[:, None]
 
@@ -138,7 +138,7 @@ class Waves:
         return samples
 
     def visible(self, mask: np.ndarray) -> np.ndarray:
-        """Which tokens [B, S] are real: by the first sample of each, of [B, F], as HF has it."""
+        """Tokens [B, S] that are real: by the first sample of each, of [B, F], as HF has it."""
         return mask[:, :: self.own * self.strides[0]][:, : self.tokens(mask.shape[1])]
 
 
@@ -157,7 +157,7 @@ class Probe:
 
 @dataclass(frozen=True)
 class Pooled:
-    """What a model without a head makes of its last hidden state.
+    """The vector that a model without a head makes of its last hidden state.
 
     It is that of the `first` token, of the `final` one, padding too, or of the `end`: the first
     with the id `end_id`, or with the largest id if that is None; or what a `probe` makes of all.
@@ -216,7 +216,7 @@ class Layer:
 
     @property
     def experts(self) -> int:
-        """How many experts a layer has; 0 of one without a mixture."""
+        """The number of experts of a layer; 0 of one without a mixture."""
         return self.mlp.count if isinstance(self.mlp, Experts) else 0
 
     @property
@@ -228,7 +228,7 @@ class Layer:
 
 @dataclass(frozen=True)
 class Head:
-    """What makes scores of the last hidden state: for the vocabulary, or for `labels`.
+    """The head that makes scores of the last hidden state: for the vocabulary, or for `labels`.
 
     `causal` and `masked` heads project to the vocabulary. One without a projection of its own among
     its weights reads the input embedding as one. A logit is times `scale`; then `softcap` c makes
@@ -482,7 +482,7 @@ class ModelSpec(Once):
 
     @property
     def block(self) -> Block | None:
-        """What layers are that are built otherwise: that of the first one, for all of them."""
+        """The block of layers that are built otherwise: the first one's, for all of them."""
         return self.layers[0].block
 
     @property
@@ -575,7 +575,7 @@ class ModelSpec(Once):
 
     @property
     def stride(self) -> int:
-        """What an encoder reads for each token: frames of a spectrogram, else one of what it is."""
+        """The places that an encoder reads for each token: 2 frames of a spectrogram, else 1."""
         return 2 if self.mel else 1
 
     @property

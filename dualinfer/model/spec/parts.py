@@ -1,4 +1,4 @@
-"""What layers are made of beside attention: norms, MLPs, mixtures of experts, and rarer parts."""
+"""The parts of layers beside attention: norms, MLPs, mixtures of experts, and rarer ones."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -41,7 +41,7 @@ class Mlp:
 
 @dataclass(frozen=True)
 class Router:
-    """How a token chooses its experts and weighs them, by a product with the router's weights.
+    """The way a token chooses its experts and weighs them, by a product with the router's weights.
 
     Logits are within `softcap` c as c * tanh(logit / c). Scores of them are their `softmax` or
     their `sigmoid`; or the choice is among logits, and of the chosen ones alone it is the softmax
@@ -112,7 +112,7 @@ class Experts:
 
 
 class Recurrence(Protocol):
-    """What keeps a state of fixed size of all tokens, in attention's place or beside it.
+    """A part that keeps a state of fixed size of all tokens, in attention's place or beside it.
 
     A kind is a frozen class in a file of `blocks/`, which says all of it; its class's docstring
     tells what it computes. Arrays are of a framework, and `ops` the backend's.
@@ -141,7 +141,7 @@ class Recurrence(Protocol):
         ...
 
     def share(self, devices: Any) -> Sequence[tuple[Self, Mapping[str, Any]]]:
-        """What each of `sharding.Devices` computes, and its shares by the names of axes."""
+        """The share of each of `sharding.Devices`, and the shares of its axes by name."""
         ...
 
     def layout(self, slots: int) -> tuple[Any, ...]:
@@ -157,7 +157,7 @@ class Recurrence(Protocol):
         seen: Any,
         lengths: Any | None,
     ) -> tuple[Any, tuple[Any, ...]]:
-        """What it makes of projected sequences x [B, T, ...], [B, T, width], and states.
+        """Run over projected sequences x [B, T, ...]; return [B, T, width] and the new states.
 
         It begins from `states`, the arrays of its cache, a row a sequence, None for a new one.
         Tokens that `seen`, a `contract.Seen`, hides change none, and packed sequences do not meet.

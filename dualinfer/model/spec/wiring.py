@@ -8,7 +8,7 @@ if TYPE_CHECKING:
 
 
 class Wiring:
-    """How queries, keys and values are made otherwise, or what is made of what heads give.
+    """Another way to make queries, keys and values, or to use what heads give.
 
     A kind is a frozen dataclass in a file of `blocks/`, and its docstring tells what it computes.
     What a kind leaves out is as with other layers. `run` is a `decoder.run.Run`, `made` the
@@ -46,7 +46,7 @@ class Wiring:
         return qkv
 
     def narrow(self, run: Any, y: Any, made: Any) -> Any:
-        """What the heads of `widened` gave, as the product back reads it."""
+        """The output of the heads of `widened`, as the product back reads it."""
         return y
 
     def project_back(self, run: Any, y: Any, made: Any, epilogue: Any) -> Any:

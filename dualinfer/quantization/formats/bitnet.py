@@ -84,7 +84,7 @@ class RoundedMatrix(StoredMatrix):
         self._mean: np.float32 | None = None
 
     def _factor(self) -> np.float32:
-        """What values are times before they are rounded: 1 over their mean, in float32."""
+        """The factor of values before they are rounded: 1 over their mean, in float32."""
         if self._mean is None:
             values = np.abs(self._from.read(self._name).astype(np.float32))
             self._mean = np.float32(max(float(values.mean(dtype=np.float64)), _LEAST))

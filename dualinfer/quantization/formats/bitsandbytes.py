@@ -85,7 +85,7 @@ class TableMatrix(StoredMatrix):
         )
 
     def _state(self, name: str) -> dict[str, Any]:
-        """What the tensor of JSON says, checked."""
+        """Read the tensor of JSON, and check it."""
         self._from.check(name, ("uint8",))
         try:
             fields = json.loads(self._from.read(name).tobytes().decode())

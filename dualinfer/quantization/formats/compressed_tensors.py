@@ -41,7 +41,7 @@ _NUMBERS = {"float32", "float16", "bfloat16"}
 
 @dataclass(frozen=True)
 class Group:
-    """How the weights of a config group are stored, and its inputs are quantized."""
+    """The storage of the weights of a config group, and the quantization of its inputs."""
 
     form: str
     bits: int
@@ -281,7 +281,7 @@ def _read_group(name: str, fields: Any, form: str, cache: Any) -> dict[str, Grou
 
 
 class _Args:
-    """What a config says of weights or inputs, with its defaults, checked."""
+    """A config's arguments for weights or inputs, with its defaults, checked."""
 
     def __init__(self, label: str, field: str, given: Any):
         self.label, self.field = label, field
@@ -379,7 +379,7 @@ class _Args:
 
 
 def _activation(label: str, fields: Mapping[str, Any]) -> Activation | None:
-    """How the inputs of a group are quantized."""
+    """The quantization of a group's inputs."""
     given = fields.get("input_activations")
     if not given:
         return None

@@ -1,4 +1,4 @@
-"""What the formats of quantized checkpoints share: reading their tensors, and their configs."""
+"""The common parts of quantized checkpoints' formats: reading tensors, and their configs."""
 
 import re
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
@@ -17,7 +17,7 @@ ALL = slice(None)
 
 
 class Tensors(Protocol):
-    """Where tensors are read from; a checkpoint's source."""
+    """The place that tensors are read from; a checkpoint's source."""
 
     description: str
 
@@ -129,7 +129,7 @@ class StoredMatrix:
 
 
 def blocks(size: int, block: int) -> int:
-    """How many blocks an axis has; a block of 0 is all of it."""
+    """The number of blocks of an axis; a block of 0 is all of it."""
     return ceil(size / block) if block else 1
 
 

@@ -149,7 +149,7 @@ class PlainMatrix(StoredMatrix):
     _tensorwise = False
 
     def _activation(self, fields: Mapping[str, Any]) -> Activation | None:
-        """How inputs are quantized, of the fields that say it."""
+        """The quantization of inputs, of the fields that say it."""
         if fields.get("activation_quantization") == "int8_asym_per_token":
             return Activation("int8", zeros=True)
         if fields.get("activation_quantization") is not None:

@@ -41,7 +41,7 @@ class Parts:
 
 
 class Target(NamedTuple):
-    """What is to become of a module's arrays: floating point in `dtype`, at `place`.
+    """The form that a module's arrays are to take: floating point in `dtype`, at `place`.
 
     `policy` says which parameters the devices there share.
     """
@@ -217,5 +217,5 @@ def _split(leaves: list[Any]) -> tuple[list[Any], list[Any]]:
 
 
 def join(arrays: list[Any], others: list[Any]) -> list[Any]:
-    """What `_split` took apart."""
+    """Put together again what `_split` took apart."""
     return [y if x is None else x for x, y in zip(arrays, others, strict=True)]

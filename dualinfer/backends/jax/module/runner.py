@@ -71,7 +71,7 @@ class JaxModuleRunner:
         return self._executables.compilations
 
     def forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """What the module returns, its arrays as JAX arrays.
+        """Run the module and return its result, arrays as JAX arrays.
 
         Compiled once for each signature: shapes and dtypes of the arrays (of JAX, NumPy or torch,
         anywhere in dicts, lists and other pytrees), and the values of all else: flags, strings,
@@ -139,7 +139,7 @@ class JaxModuleRunner:
         return self._place.local(opened)
 
     def generate(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """What the module's own `generate` returns, run as it is on a fresh copy.
+        """Run the module's own `generate` as it is, on a fresh copy.
 
         To a profiler it is one entry: the forward passes within may be one compiled loop.
         """

@@ -1,4 +1,4 @@
-"""How devices share a Flax module's parameters: a policy of path patterns, and its checks."""
+"""Share a Flax module's parameters over devices: a policy of path patterns, and its checks."""
 
 from collections.abc import Mapping
 from fnmatch import fnmatchcase
@@ -16,7 +16,7 @@ _EXAMPLE = 'injection_policy={"*.up.kernel": (None, "tp"), "*.down.kernel": ("tp
 def read_policy(
     policy: Mapping[Any, Any] | None, shapes: Mapping[str, tuple[int, ...]], place: Place
 ) -> dict[str, PartitionSpec]:
-    """How each parameter of these `shapes`, by dotted path, is split over the devices of `place`.
+    """The split of each parameter of these `shapes`, by dotted path, over the devices of `place`.
 
     A key of `policy` is a pattern with `*`, `?` and `[...]`, as of file names, for a whole path; a
     `*` passes over dots. Its value has an entry for each axis of the array: the mesh's axis that

@@ -43,7 +43,7 @@ class KernelAttention(KernelBase):
     def _prepared(
         self, layer: LayerAttention, qkv: jax.Array, positions: jax.Array
     ) -> tuple[LayerAttention, jax.Array]:
-        """What is left of a layer's norms for the launch that turns heads, and qkv with others."""
+        """Norm qkv where that is its own launch; return the layer with the norms left, and qkv."""
         a = layer.spec
         if not head_norm.is_apart(a):
             return layer, qkv
@@ -235,7 +235,7 @@ class KernelAttention(KernelBase):
         slots: jax.Array | None,
         last: jax.Array | None,
     ) -> dict[str, Any]:
-        """How queries and keys [B, T, ...] are turned, and put into `slots` of a cache."""
+        """The kernels' arguments to turn queries and keys [B, T, ...], and put them in a cache."""
         a, rows = layer.spec, qkv.shape[0] * qkv.shape[1]
         turn: dict[str, Any] = {"heads": a.heads, "kv_heads": a.kv_heads, "head_dim": a.head_dim}
         turn |= {"ends": last, "cache": None if known is None else known[:2]}
@@ -244,7 +244,7 @@ class KernelAttention(KernelBase):
         return turn | turn_arguments(layer, _frequencies(a.rope) if a.rope else None)
 
     def _attending(self, layer: LayerAttention, qkv: jax.Array) -> dict[str, Any]:
-        """How the queries of [B, T, ...] attend, but for what they see."""
+        """Arguments by which the queries of [B, T, ...] attend, but for what they see."""
         a, (batch, tokens, _) = layer.spec, qkv.shape
         shape = qkv.dtype.itemsize, a.head_dim, tokens, batch * a.heads, a.causal
         how: dict[str, Any] = {"causal": a.causal, "sms": self.sms, **scoring(layer)}
@@ -441,7 +441,7 @@ def _table_of(cache: FullCache | BlockCache | None) -> jax.Array | None:
 
 
 def _held(cache: FullCache | BlockCache | None) -> list[jax.Array]:
-    """What kernels change: keys and values and, of codes, their scales."""
+    """The arrays that kernels change: keys and values and, of codes, their scales."""
     if cache is None:
         return []
     parts = (cache.k, cache.v, cache.k_scale, cache.v_scale)

@@ -1,4 +1,4 @@
-"""What all ops by kernels share on JAX: device, configurations, counters."""
+"""The base of all ops by kernels on JAX: device, configurations, counters."""
 
 import copy
 from typing import Any, Self

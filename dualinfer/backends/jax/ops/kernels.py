@@ -329,7 +329,7 @@ class KernelOps(KernelAttention):
         epilogue: Epilogue,
         partial: jax.Array | None,
     ) -> jax.Array:
-        """What all experts make of x, with all that is added."""
+        """The output of all experts for x, with all that is added."""
         if self.split is None:
             return self.own_part(x, mixture, routing, epilogue, partial)
         bias, own = mixture.down_bias, mixture._replace(down_bias=None)

@@ -420,7 +420,7 @@ class PallasOps(PlainOps):
 
 
 def _beyond(a: Attention) -> str:
-    """What of a layer's attention the kernel does not know, for people; "" where it knows all."""
+    """Name the parts of a layer's attention that the kernel does not know; "" if it knows all."""
     if a.places is not None or a.bias:
         return "scores with the distances of tokens"
     return "rounded slopes of ALiBi" if a.alibi_rounded else ""

@@ -21,7 +21,7 @@ _FLOATS = ("float16", "bfloat16", "float32", "float64")
 
 
 class Slot(NamedTuple):
-    """Where a module holds one tensor: in `owner`'s parameters, buffers or plain attributes."""
+    """The place of one tensor in a module: in `owner`'s parameters, buffers or plain attributes."""
 
     name: str
     owner: torch.nn.Module

@@ -19,7 +19,7 @@ from ....parallel.experts import check_type, parts_of
 
 
 class Summing(Protocol):
-    """Where ranks' parts come together; see `autotp.layers.Seam`."""
+    """The seam where ranks' parts come together; see `autotp.layers.Seam`."""
 
     def sum(self, x: torch.Tensor) -> torch.Tensor:
         """The sum of every rank's `x`, which may be overwritten."""
@@ -42,7 +42,7 @@ class Routes(NamedTuple):
 def route(
     logits: torch.Tensor, k: int, capacity: int | None = None, used: torch.Tensor | None = None
 ) -> Routes:
-    """Where tokens go by float32 logits [S, X], as DeepSpeed's gates have it without noise.
+    """Route tokens by float32 logits [S, X], as DeepSpeed's gates do it without noise.
 
     One expert has its probability as its weight, more have theirs over the sum of those kept. An
     expert takes the first `capacity` tokens: with k = 2 by position, first choices before second
@@ -87,7 +87,7 @@ def route(
 
 
 class MixtureLayer(nn.Module):
-    """What stands where DeepSpeed's MOELayer stood, with the same `gate` and `experts`.
+    """The layer in the place of DeepSpeed's MOELayer, with the same `gate` and `experts`.
 
     x [..., E] to the weighted sum of the chosen experts' outputs [..., E]; `l_aux` and `exp_counts`
     are those of the last call. Tokens are dropped only with `drops`. Of `count` experts it holds
@@ -177,7 +177,7 @@ class MixtureLayer(nn.Module):
         self.held = held
 
     def extra_repr(self) -> str:
-        """How many experts, and those of this rank."""
+        """The number of experts, and those of this rank."""
         here = "" if len(self.held) == self.count else f", here {self.held.start} to "
         return f"experts={self.count}{here}{self.held.stop - 1 if here else ''}, k={self.gate.k}"
 
@@ -346,7 +346,7 @@ class Mixtures:
             self._added.append((layer, names, before))
 
     def undo(self) -> None:
-        """What fails leaves the module as it was."""
+        """Take everything back after a failure, so that the module is as it was."""
         for layer, names, before in self._added:
             for name in names:
                 layer.experts.deepspeed_experts._modules.pop(name, None)

@@ -33,14 +33,14 @@ from .fill import is_hf, slots
 
 
 class Target(NamedTuple):
-    """How the matrix of a linear layer is quantized; `transposed` if it is stored [in, out]."""
+    """The way to quantize the matrix of a linear layer; `transposed` if it is stored [in, out]."""
 
     scheme: BlockScheme
     transposed: bool
 
 
 class _Codes(nn.Module):
-    """What each quantized layer has: codes, and what lies beside them, as buffers."""
+    """The base of each quantized layer: codes, and what lies beside them, as buffers."""
 
     form: Weight  # of None in the place of arrays
 
@@ -208,7 +208,7 @@ def held_sizes(
     dtype: torch.dtype,
     kept: Mapping[int, int],
 ) -> dict[int, int]:
-    """How much room weights take, as elements of `dtype`, by their ids; `kept` as `check_room`."""
+    """Room that weights take, as elements of `dtype`, by their ids; `kept` as `check_room`."""
     sizes = dict(kept)
     for path, (scheme, _) in targets.items():
         weight: Any = module.get_submodule(path).weight
@@ -227,7 +227,7 @@ def quantize_layers(
     source: TensorSource | None,
     dtype_of: Callable[[torch.Tensor], torch.dtype],
 ) -> dict[str, Weight]:
-    """What a rank holds of each target's matrix, on the host; the module stays as it is.
+    """The rank's quantized part of each target's matrix, on the host; the module stays as it is.
 
     Weights are quantized as they are stored, in `source` if that filled the module. `dtype_of` says
     in which dtype a weight will compute. Raises CheckpointError for values that are not finite.
@@ -381,7 +381,7 @@ def is_scale(module: nn.Module, name: str) -> bool:
 
 @contextmanager
 def restored(module: nn.Module) -> Iterator[None]:
-    """Whatever fails inside leaves the module with the tensors that it had."""
+    """Give the module back the tensors that it had if anything inside fails."""
     before = [(slot, slot.tensor) for slot in slots(module)]
     try:
         yield

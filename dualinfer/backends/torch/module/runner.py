@@ -131,7 +131,7 @@ def create_module_runner(
 
 
 def _marks(module: torch.nn.Module, own_parts: tuple[str, ...] = ()) -> list[Any]:
-    """What tells modules apart: parts, tensors and a few of their values. All ranks have one.
+    """Marks that tell modules apart: parts, tensors and a few of their values. All ranks have one.
 
     Values are left out in `own_parts`, by the start of their names, which are each rank's own.
     """
@@ -201,7 +201,7 @@ class TorchModuleRunner:
 
     @property
     def device(self) -> torch.device:
-        """Where the module is."""
+        """The device of the module."""
         sample = None if self.module is None else self._sample()
         if sample is not None and not sample.is_meta:
             self._device = sample.device
@@ -259,7 +259,7 @@ class TorchModuleRunner:
 
     @torch.no_grad()
     def forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """What the module returns in eval mode, into which it is put again if need be.
+        """Run the module in eval mode, into which it is put again if need be.
 
         From a graph, copies of what it returned when captured. Raises ModelError if the module is
         no longer in the engine's dtype.
@@ -303,7 +303,7 @@ class TorchModuleRunner:
 
     @torch.no_grad()
     def generate(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """What the module's own generate returns, its `reset_cache()` called first if it has one.
+        """Run the module's own generate, its `reset_cache()` called first if it has one.
 
         In eval mode and the engine's dtype, as `forward`. Its forward passes are not replayed from
         graphs. Ranks draw from rank 0's random state: other tokens in one would be other lengths.

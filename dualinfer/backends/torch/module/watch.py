@@ -48,7 +48,7 @@ class ModuleWatch:
         return self._profiler() if self._undo.alive else None
 
     def run(self, work: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-        """What `work` gives, one entry; none if it raises, or profiling ends meanwhile."""
+        """Run `work`, one entry; none if it raises, or profiling ends meanwhile."""
         profiler = self.profiler
         if profiler is None or not profiler.enabled or getattr(self._thread, "muted", False):
             return work(*args, **kwargs)
@@ -118,7 +118,7 @@ def _leave(
 
 
 def compiled_call(module: Any) -> Any:
-    """What torch.compile put in the module's place of its own call, or None."""
+    """The call that torch.compile put in the place of the module's own, or None."""
     call = vars(module).get(_PLACE)
     while isinstance(call, _TimedCall):
         call = call.compiled

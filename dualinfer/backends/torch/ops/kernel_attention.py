@@ -77,7 +77,7 @@ class KernelAttention(KernelBase):
     def _prepared(
         self, layer: LayerAttention, qkv: torch.Tensor, positions: torch.Tensor
     ) -> LayerAttention:
-        """What is left of a layer's norms for the launch that turns heads; `qkv` has the others."""
+        """Norm `qkv` where that is a launch of its own; return the layer with the norms left."""
         a = layer.spec
         if not head_norm.is_apart(a):
             return layer
@@ -375,5 +375,5 @@ def _table_of(cache: FullCache | BlockCache | None) -> torch.Tensor | None:
 
 
 def _scales_of(cache: FullCache | BlockCache | None) -> Any:
-    """Those of keys and values; None where these are no codes."""
+    """The scales of keys and values; None where these are no codes."""
     return None if cache is None or cache.codes is None else (cache.k_scale, cache.v_scale)

@@ -1,4 +1,4 @@
-"""What all ops by kernels share on torch: device, configurations, scratch memory."""
+"""The base of all ops by kernels on torch: device, configurations, scratch memory."""
 
 from typing import Any
 

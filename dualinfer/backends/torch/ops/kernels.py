@@ -106,7 +106,7 @@ class KernelOps(KernelAttention):
 
     @property
     def implementations(self) -> Mapping[str, str]:  # pyright: ignore[reportIncompatibleVariableOverride]
-        """What serves each op, and where the kernels' configurations come from."""
+        """The implementation of each op, and where the kernels' configurations come from."""
         return {**self._IMPLEMENTATIONS, "configurations": str(self.configurations)}
 
     def reads_codes(self, weight: Weight) -> str | None:
@@ -339,7 +339,7 @@ class KernelOps(KernelAttention):
         epilogue: Epilogue,
         partial: torch.Tensor | None,
     ) -> torch.Tensor:
-        """What all experts make of x, with all that is added."""
+        """The output of all experts for x, with all that is added."""
         return self.own_part(x, mixture, routing, epilogue, partial)
 
     def own_part(

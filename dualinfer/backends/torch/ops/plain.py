@@ -88,5 +88,5 @@ class PlainOps(plain.PlainOps):
         return state, out, step
 
     def launches_of(self, features: SamplingFeatures) -> Hashable:
-        """What of `features` tells launches of `advance` apart: a graph serves one such kind."""
+        """The part of `features` that tells launches of `advance` apart, one graph for each."""
         return features

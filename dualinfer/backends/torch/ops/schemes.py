@@ -1,4 +1,4 @@
-"""What torch does with quantized weights."""
+"""The arithmetic of quantized weights on torch."""
 
 from ....ops.schemes import BlockArithmetic
 from ..maths import MATHS

@@ -50,7 +50,7 @@ class SplitKernelOps(KernelOps):
 
     @property
     def implementations(self) -> Mapping[str, str]:  # pyright: ignore[reportIncompatibleVariableOverride]
-        """What serves each op, sums over ranks included."""
+        """The implementation of each op, sums over ranks included."""
         sums = "NCCL"
         if self.exchange is not None:
             sums = f"Triton, peer to peer, up to {self.exchange.capacity:,} values; NCCL above"
@@ -148,5 +148,5 @@ class SplitKernelOps(KernelOps):
         return y if residual is None else residual + y
 
     def _exchange_for(self, values: int) -> Exchange | None:
-        """What exchanges so many values of each rank; None where NCCL does."""
+        """The exchange for so many values of each rank; None where NCCL does it."""
         return self.exchange if self.exchange and self.exchange.serves(values) else None

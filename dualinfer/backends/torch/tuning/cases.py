@@ -1,4 +1,4 @@
-"""What a model's steps ask of the kernels, as cases to measure: its own weights, real shapes."""
+"""Cases to measure, as a model's steps ask the kernels: its own weights, real shapes."""
 
 from collections.abc import Callable, Iterable, Sequence
 from itertools import cycle, islice
@@ -60,7 +60,7 @@ def tuning_cases(
     prompts: Iterable[int] = PROMPTS,
     cache_codes: str | None = None,
 ) -> list[TuningCase]:
-    """What a model's steps ask of the kernels with so many rows (by default the likely ones).
+    """Cases of a model's steps with so many rows (by default the likely ones).
 
     One row comes first, and what matters less later: the time may not last.
     """
@@ -85,7 +85,7 @@ def tuning_cases(
 def _steps(
     spec: ModelSpec, params: Params, ops: KernelOps, rows: int, whole: bool = True
 ) -> list[TuningCase]:
-    """What a step with `rows` rows asks of products with few rows, routers and experts.
+    """Cases of a step with `rows` rows: products with few rows, routers and experts.
 
     Those of a shape are together. Unless it is the `whole`, only routers and experts are there.
     """
@@ -145,7 +145,7 @@ def _adding(epilogue: Epilogue, residual: torch.Tensor) -> Epilogue:
 
 
 def _in_turn(calls: Sequence[Call], call: Callable[[Call, Any], torch.Tensor]) -> tuple[Run, int]:
-    """What a `Prepare` gives, of calls one after another."""
+    """The result of a `Prepare` that makes calls one after another."""
 
     def run(config: Any) -> torch.Tensor:
         first, *others = calls
@@ -158,7 +158,7 @@ def _in_turn(calls: Sequence[Call], call: Callable[[Call, Any], torch.Tensor]) -
 
 
 def _beyond(ops: KernelOps, group: list[_Weighed], total: int) -> list[_Weighed]:
-    """Those of a shape, and copies, so that weights come from memory as in a step.
+    """Calls of one shape, and copies, so that weights come from memory as in a step.
 
     `total` are the bytes that the model has.
     """

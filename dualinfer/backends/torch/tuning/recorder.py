@@ -1,4 +1,4 @@
-"""What a pass of the decoder asks of the kernels that are tuned, noted instead of computed."""
+"""Note what a pass of the decoder asks of the kernels that are tuned, instead of computing."""
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -34,7 +34,7 @@ class RouterCall(NamedTuple):
 
 
 class ExpertsCall(NamedTuple):
-    """What a layer's experts make of x, but for the values of x, routing and residual."""
+    """A call of a layer's experts for x, but for the values of x, routing and residual."""
 
     held: Mixture
     chosen: int

@@ -35,7 +35,7 @@ _PATIENCE, _PAUSE = 10.0, 0.02  # seconds, for the lock
 
 @dataclass(frozen=True)
 class Machine:
-    """What a measurement holds for; `kernels` is a hash of their sources."""
+    """The machine that a measurement holds for; `kernels` is a hash of their sources."""
 
     device: str
     processors: int
@@ -69,7 +69,7 @@ def _hash_of_kernels() -> str:
 
 
 def load_configurations(device: torch.device) -> Configurations:
-    """What is known for `device`: the user's cache, then the package's tables for its kinds."""
+    """Load configurations for `device`: the user's cache, then the package's for its kinds."""
     if device.type != "cuda":
         return Configurations()
     machine = Machine.of(device)
@@ -80,7 +80,7 @@ def load_configurations(device: torch.device) -> Configurations:
 
 
 def load_cache(machine: Machine) -> Table:
-    """What was measured on `machine`: empty, with one warning, if the file cannot be trusted."""
+    """The table measured on `machine`: empty, with one warning, if the file cannot be trusted."""
     try:
         path = cache_folder().resolve() / machine.file_name
     except (OSError, RuntimeError):

@@ -54,7 +54,7 @@ _KV_WIDTHS = ("kv_dim",)
 
 
 def head_count(part: nn.Module) -> int | None:
-    """How many heads a module says it has, if it does."""
+    """The number of heads that a module says it has, if it does."""
     return _number(part, _HEADS)
 
 
@@ -211,7 +211,7 @@ def attention_changes(
 
 
 def _local_numbers(values: Mapping[str, Any], heads: Heads, own: Heads) -> dict[str, int]:
-    """What numbers of heads and widths become on a rank, by name."""
+    """The values of numbers of heads and widths on a rank, by name."""
     queries, keys, dim = len(own.query), len(own.key), heads.head_dim
     group = heads.heads // heads.kv_heads
     roles = (

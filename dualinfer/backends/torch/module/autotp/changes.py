@@ -1,4 +1,4 @@
-"""What a plan of tensor parallelism is made of: changes of layers, and units of changes."""
+"""The parts of a plan of tensor parallelism: changes of layers, and units of changes."""
 
 import inspect
 import re
@@ -17,7 +17,7 @@ Numbers = tuple[Mapping[str, int], ...]
 
 @dataclass(frozen=True)
 class Change:
-    """What one module or parameter becomes.
+    """The change of one module or parameter.
 
     `becomes` is column, row, gathered (linear layers), vocab (an embedding), table (an embedding
     with a column a head), by head (a parameter), heads (norms, one a head), experts, mixture (of
@@ -59,7 +59,7 @@ class Unit:
 
 @dataclass(frozen=True)
 class SurgeryPlan:
-    """How a module is split over `size` ranks; `kept` are layers that are not, and why."""
+    """The split of a module over `size` ranks; `kept` are layers that are not split, and why."""
 
     size: int
     changes: tuple[Change, ...]

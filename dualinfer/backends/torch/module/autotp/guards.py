@@ -1,4 +1,4 @@
-"""What a split or quantized HF model refuses: it would act on parts of weights, or on codes."""
+"""Refuse calls on a split or quantized HF model that act on parts of weights, or on codes."""
 
 import inspect
 from typing import Any

@@ -12,7 +12,7 @@ from .layouts import Runs, extent, take
 
 
 class Seam(Protocol):
-    """Where the ranks' parts come together."""
+    """The seam where the ranks' parts come together."""
 
     def sum(self, x: torch.Tensor) -> torch.Tensor:
         """The sum of every rank's `x`, which may be overwritten."""
@@ -72,7 +72,7 @@ _BIASES = ("alibi", "attention_mask", "position_bias")
 
 
 class Part:
-    """What each split layer has: `whole`, the shape of the weight before it was split."""
+    """The base of each split layer: `whole`, the shape of the weight before it was split."""
 
     whole: tuple[int, ...]
 

@@ -1,4 +1,4 @@
-"""Where the rows of each attention head lie in projections, fused or not."""
+"""Find the rows of each attention head in projections, fused or not."""
 
 from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple

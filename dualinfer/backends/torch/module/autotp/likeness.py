@@ -1,4 +1,4 @@
-"""What tells the layers of a stack apart: whatever their forward may go by but their weights."""
+"""The marks that tell layers of a stack apart: all their forward may go by but their weights."""
 
 import functools
 import hashlib

@@ -126,7 +126,7 @@ def make_calls(module: nn.Module, rows: int) -> list[Call]:
 
 
 def _doubt(layer: nn.Module) -> str:
-    """What a layer takes beside the hidden states, if anything."""
+    """Name the arguments that a layer takes beside the hidden states, if any."""
     more = [*inspect.signature(layer.forward).parameters][1:]
     return f"{type(layer).__name__} takes {', '.join(more)}, too" if more else ""
 

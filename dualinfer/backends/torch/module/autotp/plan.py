@@ -42,7 +42,7 @@ _ATTEMPTS = (
 def describe(
     module: nn.Module, size: int, grain: int = 64, policy: Mapping[Any, Any] | None = None
 ) -> Described:
-    """What each layer of `module` becomes over `size` ranks; nothing is changed.
+    """Tell how each layer of `module` splits over `size` ranks; nothing is changed.
 
     A module on the meta device will do; it cannot be tried out, and loading may tell otherwise.
     Raises what `make_plan` does.
@@ -280,7 +280,7 @@ def _alone(
 
 
 def _own_lookup(part: nn.Embedding) -> str | None:
-    """What an embedding does beside looking up; None for nothing, or for a known scale."""
+    """The work of an embedding beside looking up; None for none, or for a known scale."""
     scaled = hasattr(part, "embed_scale")
     if type(part).forward is not nn.Embedding.forward and not scaled:
         return f"{a_type(part)} has a forward of its own"

@@ -15,7 +15,7 @@ _LISTS = nn.ModuleList | nn.ModuleDict | nn.Sequential
 
 
 class Readings:
-    """What the methods of a module's parts do with its layers but call them."""
+    """The uses that methods of a module's parts make of its layers, but for calling them."""
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module

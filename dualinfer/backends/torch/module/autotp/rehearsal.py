@@ -95,7 +95,7 @@ class Rehearsal:
             self._expected.append(once)
 
     def check(self, size: int, split: Callable[[nn.Module, int, Any], None]) -> str:
-        """What goes wrong once `split(module, rank, seam)` is applied; "" if all stays the same."""
+        """Say what goes wrong once `split(module, rank, seam)` is applied; "" if nothing does."""
         if not self._calls:
             return ""
         ranks = _Threads(size)
@@ -120,7 +120,7 @@ class _Threads:
         self.given: list[Any] = [None] * size
 
     def run(self, works: list[Callable[[], Any]], expected: list[torch.Tensor]) -> str:
-        """What is wrong with the works' outputs, or ""."""
+        """Say what is wrong with the works' outputs, or ""."""
         problems: dict[int, str] = {}
 
         def work(rank: int) -> None:
@@ -186,7 +186,7 @@ def _difference(found: list[torch.Tensor], expected: list[torch.Tensor]) -> str:
 
 @contextmanager
 def _settings() -> Iterator[None]:
-    """Those that a comparison needs, in the caller's thread or another one."""
+    """Set what a comparison needs, in the caller's thread or another one."""
     cpu = torch.device("cpu")
     # A device as a context turns off fused operations, which the real calls would take.
     place = nullcontext() if torch.get_default_device() == cpu else cpu

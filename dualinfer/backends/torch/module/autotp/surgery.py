@@ -60,7 +60,7 @@ def experts_of(runs: Runs) -> range:
 
 
 def _change_inside(part: Any, change: Change, runs: Runs, rank: int, shards: Shards) -> None:
-    """What is changed within a module that stays."""
+    """Apply a change within a module that stays."""
     if change.becomes == "by head":
         key = change.path.rpartition(".")[2]
         part._parameters[key] = shards.take(part._parameters[key], runs, 0)

@@ -160,7 +160,7 @@ def _by_reason(lines: Sequence[Line]) -> str:
 
 
 def hf_differences(module: nn.Module, plan: SurgeryPlan) -> dict[str, tuple[str, str]]:
-    """Where HF's own tp_plan says something else: its style and ours, by pattern of the path."""
+    """Differences from HF's own tp_plan: its style and ours, by pattern of the path."""
     theirs: Any = getattr(module, "tp_plan", None) or getattr(module, "_tp_plan", None) or {}
     ours = {pattern(change.path): change.becomes for change in plan.changes}
     present = {pattern(path) for path, _ in module.named_modules()}

@@ -1,4 +1,4 @@
-"""What of a module is split together: attention, MLPs and experts, found by names and shapes.
+"""Find units to split together: attention, MLPs and experts, found by names and shapes.
 
 A unit begins with column-parallel layers and ends with a row-parallel one, whose sum over ranks is
 its only collective. What is not understood in full is no unit, and says why.
@@ -187,7 +187,7 @@ def _mixture(path: str, part: MixtureLayer, size: int, grain: int) -> Unit:
 
 
 def _shared_out(unit: Unit, part: MixtureLayer, size: int, places: list[Place]) -> list[Change]:
-    """Which experts each rank has."""
+    """The change that gives each rank its experts."""
     parts = max(place.part for place in places) + 1
     shares = split_evenly(part.count, parts, 1)
     own = [shares[place.part] for place in places]
