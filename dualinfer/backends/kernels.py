@@ -1,4 +1,4 @@
-"""The decisions on Triton's kernels that both backends share: what is served, and how launched."""
+"""Decide for both backends what Triton's kernels serve, and how they are launched."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from math import prod

@@ -39,7 +39,7 @@ class Streaming:
         return row.is_weight and row.layer in self.layers
 
     def describe(self) -> str:
-        """Say for people which weights lie where."""
+        """Tell people which weights lie where."""
         if not self.layers:
             return f"all {len(self.sizes)} layers fit on the device, so that none is streamed"
         return (

@@ -13,7 +13,7 @@ from ..ops.convolutions import convolve
 
 @dataclass(frozen=True)
 class Convolved(Edit):
-    """Add a convolution of a layer's own input to its output, through a norm over the sum.
+    """A term of a layer's own input that is added to its output, with a norm over the sum.
 
     It is the `activation` of a convolution over `taps` tokens, the one in the middle the token
     itself.

@@ -59,7 +59,7 @@ class BiasedKeys(Wiring):
 
 @dataclass(frozen=True)
 class KeptStream(Edit):
-    """Multiply what a sub-layer adds to by a learned vector."""
+    """A learned vector that multiplies what a sub-layer adds to."""
 
     def rows(self, name: str, hf: str) -> list[Row]:
         """The vector's row, of the sub-layer `name` and HF's name of the module."""

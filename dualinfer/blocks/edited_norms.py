@@ -26,7 +26,7 @@ class NormBehindMlp(Edit):
 
 @dataclass(frozen=True)
 class GatedNorms(Edit):
-    """Multiply a norm's output by the logistic function of two products of it (A.X-K2).
+    """Norms whose output is times the logistic function of two products of it (A.X-K2).
 
     They go by way of `width` elements. A norm without them among the weights is as others are.
     """

@@ -11,7 +11,7 @@ from ..ops.contract import Array
 
 @dataclass(frozen=True)
 class Multiplied(Edit):
-    """Multiply the layer's output by a learned number."""
+    """A learned number that multiplies the layer's output."""
 
     def rows(self, hf: str) -> list[Row]:
         """The number's row, of the layer that HF calls `hf`."""

@@ -9,7 +9,7 @@ from ..ops.contract import Array, NormOf
 
 @dataclass(frozen=True)
 class ScaledAttention(Edit):
-    """Multiply attention's output by `factor`."""
+    """A `factor` that multiplies attention's output."""
 
     factor: float
 

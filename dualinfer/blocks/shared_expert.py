@@ -13,7 +13,7 @@ from ..ops.maths import Maths
 
 @dataclass(frozen=True)
 class SharedScaled(Mixing):
-    """Multiply the output of the expert of all tokens by `scale` (Cohere's mean of the two)."""
+    """A `scale` on the output of the expert of all tokens (Cohere's mean of the two)."""
 
     scale: float
 

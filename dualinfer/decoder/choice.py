@@ -1,4 +1,4 @@
-"""Choose once how each layer of a spec computes: what a pass then asks of a layer is to run."""
+"""Choose once how each layer of a spec computes, so that a pass only has to run it."""
 
 from ..model.spec import Layer, ModelSpec
 from ..ops.contract import Array

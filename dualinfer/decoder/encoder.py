@@ -1,4 +1,4 @@
-"""Encode a sequence, and make the layers of a decoder attend to the result."""
+"""Encode a sequence, and attend to it from a decoder's layers."""
 
 from collections.abc import Sequence
 

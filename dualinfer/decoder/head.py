@@ -1,4 +1,4 @@
-"""Treat the last layer's output: final norm, scores of a head, embeddings of texts."""
+"""Turn the last layer's output into results: final norm, scores of a head, embeddings of texts."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""Other ways of some layers with the residual stream than `layer.within`."""
+"""Uses of the residual stream by layers that differ from `layer.within`."""
 
 from ..ops.contract import Array, Epilogue
 from .run import Block, Run, Step, SubLayer, activation_of, normed

@@ -15,7 +15,7 @@ Recur: TypeAlias = Callable[[int, Array], Array]
 
 
 class Pass(NamedTuple):
-    """The arguments that a pass gives all of its layers.
+    """The values that a pass gives all of its layers.
 
     `across` attends to what an encoder gave, and `recur` is that of layers with a recurrence. With
     `spend` a layer's input may be overwritten. `lent` has the packed queries, keys and values of

@@ -435,7 +435,7 @@ def _blocks(axis: str) -> list[str]:
 
 
 def _divisor(axis: str) -> str:
-    """The end of a scales' axis name, behind its base."""
+    """The end that scales add to the name of an axis."""
     return axis[len(re.split("[:=]", axis, maxsplit=1)[0]) :]
 
 

@@ -1,1 +1,1 @@
-"""The decoder's operations: the contract of ops, and what they mean, over any framework."""
+"""The decoder's operations: their contract, and what they mean, over any framework."""

@@ -201,7 +201,7 @@ class BlockCache(NamedTuple):
 
 
 class CrossCache(NamedTuple):
-    """What slots keep of an encoder's output: keys, values [N, K, S, D] and how many, int32 [N]."""
+    """An encoder's output as slots keep it: keys, values [N, K, S, D] and how many, int32 [N]."""
 
     k: Array
     v: Array
@@ -238,7 +238,7 @@ class CrossCache(NamedTuple):
 
 
 class LatentCache(NamedTuple):
-    """What all heads share of every token, [N, S, rank + turning]; it keeps no codes."""
+    """The vectors that all heads share of every token, [N, S, rank + turning], never in codes."""
 
     shared: Array
     kind, codes, maths = "latent", None, _NONE

@@ -260,7 +260,7 @@ class CacheView(Protocol):
 
     @property
     def codes(self) -> str | None:
-        """What keys and values are kept in where these are codes, as in `CacheSpec`."""
+        """The codes that keys and values are kept in, as in `CacheSpec`; None for none."""
         ...
 
     @property

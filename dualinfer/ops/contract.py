@@ -433,7 +433,7 @@ class Ops(BlockOps, Protocol):
         ...
 
     def layer_attention(self, spec: ModelSpec, params: Any, index: int) -> LayerAttention:
-        """The arguments that `attend` and `attend_token` need of the layer with this number."""
+        """Facts and arrays of the layer with this number that `attend` and `attend_token` need."""
         ...
 
     def angles(
@@ -523,7 +523,7 @@ class Ops(BlockOps, Protocol):
         lengths: Array | None = None,
         starts: Array | None = None,
     ) -> tuple[Array, StateView | None]:
-        """Run a layer's recurrence over whole sequences that it has projected, and fill the cache.
+        """Run a layer's recurrence over whole projected sequences; return the result and the cache.
 
         x is [B, T, ...], and the result [B, T, width], before the projection back: see
         `spec.Recurrence`. Tokens that bool `mask` [B, T] hides change no state, and int `segments`

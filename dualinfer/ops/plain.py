@@ -51,7 +51,7 @@ class PlainBlocks:
         return {}
 
     def reads_codes(self, weight: Weight) -> str | None:
-        """Say for people how kernels read a quantized weight; None where they do not."""
+        """The way kernels read a quantized weight, for people; None where they do not."""
         return None
 
     def knows(self, cache: CacheSpec | CacheView) -> bool:

@@ -1,4 +1,4 @@
-"""Find the work that `engine.compile(compile_kwargs=...)` compiles before the first request."""
+"""The work that `engine.compile(compile_kwargs=...)` compiles before the first request."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields

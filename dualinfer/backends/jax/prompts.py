@@ -63,7 +63,7 @@ class Pass(NamedTuple):
 
 
 class Passes:
-    """Cut a runner's prompts and put them together; `most_of` says `most_tokens` of a width."""
+    """The cutting and joining of a runner's prompts; `most_of` says `most_tokens` of a width."""
 
     def __init__(
         self,

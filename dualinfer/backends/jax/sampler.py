@@ -151,7 +151,7 @@ def prompt_rows(
 def hidden_rows(
     requests: Sequence[Request], count: int, vocab: int
 ) -> tuple[np.ndarray, np.ndarray]:
-    """The tokens that `count` rows hide, bool [B, V] each: always, and beside that at first."""
+    """The tokens that `count` rows hide, bool [B, V] each: always, and more at the first one."""
     always, first = (np.zeros((count, vocab), bool) for _ in range(2))
     for i, r in enumerate(requests):
         always[i, list(r.hidden)], first[i, list(r.hidden_at_first)] = True, True

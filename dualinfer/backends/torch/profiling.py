@@ -1,4 +1,4 @@
-"""The torch backend for profilers: named ranges, and stopwatches on the device."""
+"""Show the torch backend to profilers: named ranges, and stopwatches on the device."""
 
 import functools
 import time

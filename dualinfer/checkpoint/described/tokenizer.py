@@ -80,7 +80,7 @@ def processors_template(folder: Path) -> str | None:
 def tokenizer_folder(folder: Path, adapters: Iterable[str] | None) -> Path:
     """The folder with the tokenizer of a model with adapters: the first adapter that has one.
 
-    Else in the model's `folder`. An adapter was trained with the tokenizer beside it.
+    Else the model's `folder`. An adapter was trained with the tokenizer beside it.
     """
     return next((Path(a) for a in adapters or () if has_tokenizer(Path(a))), folder)
 

@@ -126,7 +126,7 @@ class Whole(NamedTuple):
 
 
 class Names:
-    """Find the stored tensor that HF's name of a weight means.
+    """The search for the stored tensor that HF's name of a weight means.
 
     With a table it is found under each of the names that a checkpoint may have for it, and where
     tensors are tied under the other one's; without, by the name itself, or its end.

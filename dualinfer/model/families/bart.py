@@ -21,7 +21,7 @@ from .heads import kind_of_head, pair_head
 
 @dataclass(frozen=True)
 class _Kind:
-    """The differences between the families.
+    """The facts that tell the families apart.
 
     Norms before the sub-layers have one behind the last layer as well. Tables of positions are
     learned or computed, in tensor2tensor's way (`fairseq`) or in XLM's (`marian`), and begin with

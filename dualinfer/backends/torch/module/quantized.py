@@ -40,7 +40,7 @@ class Target(NamedTuple):
 
 
 class _Codes(nn.Module):
-    """The base of each quantized layer: codes, and what lies beside them, as buffers."""
+    """The base of quantized layers: codes, and what lies beside them, as buffers."""
 
     form: Weight  # of None in the place of arrays
 

@@ -60,7 +60,7 @@ def tuning_cases(
     prompts: Iterable[int] = PROMPTS,
     cache_codes: str | None = None,
 ) -> list[TuningCase]:
-    """Cases of a model's steps with so many rows (by default the likely ones).
+    """Tuning cases of a model's steps with so many rows (by default the likely ones).
 
     One row comes first, and what matters less later: the time may not last.
     """
@@ -85,7 +85,7 @@ def tuning_cases(
 def _steps(
     spec: ModelSpec, params: Params, ops: KernelOps, rows: int, whole: bool = True
 ) -> list[TuningCase]:
-    """Cases of a step with `rows` rows: products with few rows, routers and experts.
+    """Tuning cases of a step with `rows` rows: products with few rows, routers and experts.
 
     Those of a shape are together. Unless it is the `whole`, only routers and experts are there.
     """

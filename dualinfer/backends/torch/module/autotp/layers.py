@@ -72,7 +72,7 @@ _BIASES = ("alibi", "attention_mask", "position_bias")
 
 
 class Part:
-    """The base of each split layer: `whole`, the shape of the weight before it was split."""
+    """The base of split layers, with `whole`, the shape of the weight before it was split."""
 
     whole: tuple[int, ...]
 
