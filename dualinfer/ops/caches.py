@@ -85,7 +85,7 @@ def _held(spec: CacheSpec, rows: int, tokens: int) -> tuple[tuple[Buffer, ...], 
 
 
 def latent_layout(spec: CacheSpec, slots: int, tokens: int) -> tuple[Buffer, ...]:
-    """What all heads share of every token, [N, S, rank + turning], on each device all of it."""
+    """The vectors of every token that all heads share, [N, S, rank + turning], on each device."""
     return (Buffer((slots, tokens, spec.key_dim), heads=None),)
 
 

@@ -75,7 +75,7 @@ def _counts_up(positions: np.ndarray) -> bool:
 
 
 def _pad_source(spec: ModelSpec, source: ForwardInputs, rows: int) -> list[Array]:
-    """Pad the inputs of an encoder to so many rows.
+    """The padded inputs of an encoder, for so many rows.
 
     Ids, positions, mask, embeddings and what it gave before.
     """

@@ -1,4 +1,4 @@
-"""Find the class of transformers that a config.json means: the one its Auto classes would make.
+"""Find the transformers class that a config.json means: the one that Auto classes would make.
 
 They go by `model_type`. A name in `architectures` chooses among the classes of that type alone, and
 names that transformers does not know (of a wrapper, of FSDP, of a class that is gone) choose none.

@@ -259,7 +259,7 @@ class TorchModuleRunner:
 
     @torch.no_grad()
     def forward(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run the module in eval mode, into which it is put again if need be.
+        """The module's result in eval mode, into which it is put again if need be.
 
         From a graph, copies of what it returned when captured. Raises ModelError if the module is
         no longer in the engine's dtype.
