@@ -85,7 +85,7 @@ def _held(spec: CacheSpec, rows: int, tokens: int) -> tuple[tuple[Buffer, ...], 
 
 
 def latent_layout(spec: CacheSpec, slots: int, tokens: int) -> tuple[Buffer, ...]:
-    """The vectors of every token that all heads share, [N, S, rank + turning], on each device."""
+    """The vectors of a token that all heads share, [N, S, rank + turning], whole on each device."""
     return (Buffer((slots, tokens, spec.key_dim), heads=None),)
 
 
