@@ -27,6 +27,7 @@ from .models import BACKENDS, GENERATING, VARIED, VOCAB, make_model, random_ids,
 INJECT: dict[str, Any] = {"dtype": "fp32", "replace_with_kernel_inject": True}
 NAME, NEW = "gpt2", 7
 QUICK = ("gpt2", "opt-post", "granite", "bert-masked")
+ODD = ("gemma3n", "gemma4", "longcat_flash", "axk2", "jetmoe", "doge", "deepseek_v3", "granite")
 # Families that differ in what they make of embeddings, and of the rest all.
 FORWARD = [
     *QUICK,
@@ -60,13 +61,19 @@ def batch(side="left", rows=3, tokens=6):
 
 
 def slow_forward():
-    return [pytest.param(n, marks=[] if n in QUICK else [pytest.mark.slow]) for n in FORWARD]
+    """On JAX, which runs the same text, those alone that are built otherwise."""
+    return [
+        pytest.param(n, b, marks=[] if n in QUICK else [pytest.mark.slow])
+        for n in FORWARD
+        for b in BACKENDS
+        if b == "torch" or n in ODD or n not in test_relatives.CASES
+    ]
 
 
 # --- forward --------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", slow_forward())
+@pytest.mark.parametrize(("name", "backend"), slow_forward())
 def test_forward_takes_what_hf_takes(name, backend, hf_model, engine_of):
     """Embeddings, labels and logits_to_keep; each compiled once, for ids or embeddings."""
     if name in test_relatives.CASES:

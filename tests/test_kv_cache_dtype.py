@@ -114,7 +114,11 @@ def test_logits_are_those_of_hf_over_the_same_codes(name, codes, backend, hf_mod
 
 @pytest.mark.parametrize(
     ("kind", "codes", "backend"),
-    combined({("blocks", "int8", "torch")}, ("full", "blocks"), CODES, BACKENDS),
+    [
+        own
+        for own in combined({("blocks", "int8", "torch")}, ("full", "blocks"), CODES, BACKENDS)
+        if own.values not in (("full", "fp8_e4m3", "jax"), ("blocks", "int8", "jax"))
+    ],
 )
 def test_backends_and_kinds_make_the_same_text_where_the_cache_grows(
     kind, codes, backend, hf_model, add_blocks
