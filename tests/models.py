@@ -27,7 +27,7 @@ def on_backends(cases: Iterable[str], repeating: Iterable[str] = ()) -> list[Any
     ]
 
 
-def slow_but(quick: Iterable[str], cases: Iterable[str], *more: str) -> list[Any]:
+def slow_but(quick: Iterable[Any], cases: Iterable[Any], *more: Any) -> list[Any]:
     """Each case, with `more` parameters; those that are not `quick` show the same and are slow."""
     quick = set(quick)
     return [

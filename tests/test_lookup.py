@@ -112,15 +112,14 @@ def test_options_have_their_texts(engine, how):
 
 
 @pytest.mark.parametrize(
-    ("name", "backend"),
+    ("name", "backend", "pool"),
     [
-        *slow_but(QUICK, (*QUICK, *MORE), "torch"),
-        *slow_but(
-            ("llama-gqa",), ("llama-gqa", "mamba2", "qwen3_next with experts", "youtu"), "jax"
-        ),
+        *slow_but(QUICK, (*QUICK, *MORE), "torch", False),
+        *slow_but((), (*QUICK, *MORE), "torch", True),
+        *slow_but(("llama-gqa",), ("llama-gqa", "youtu"), "jax", False),
+        *slow_but((), ("mamba2",), "jax", True),
     ],
 )
-@pytest.mark.parametrize("pool", slow_but([False], [False, True]), ids=["alone", "pool"])
 def test_drafts_that_are_right_wrong_and_in_part_right_change_no_text(
     name, backend, pool, monkeypatch
 ):
