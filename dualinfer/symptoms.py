@@ -79,7 +79,7 @@ SYMPTOMS = (
         "... was not fetched",
         "A folder or a file of it is missing, or the hub could not be reached.",
         "Check the spelling and the network; `HF_HUB_OFFLINE=1` forbids to fetch. Gated models "
-        "need `huggingface-cli login`.",
+        "need `hf auth login`.",
     ),
     Symptom(
         e.CheckpointError,
@@ -144,7 +144,7 @@ SYMPTOMS = (
         e.StepError,
         "A step failed, and with it its sequences",
         "Work on the device failed while several sequences shared it; the cause stands behind it.",
-        "Read the cause. The engine goes on with new calls; a server starts its engine again.",
+        "Read the cause. The engine goes on with new calls.",
     ),
     Symptom(
         e.DeadlineError,

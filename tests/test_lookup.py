@@ -146,6 +146,10 @@ def test_drafts_that_are_right_wrong_and_in_part_right_change_no_text(
         assert max(lengths) == 5 and len(lengths) < 1.6 * NEW
         found = new_of(engine, rows, prompt_lookup_num_tokens=5)
         assert found.tolist() == texts
+        streams = [engine.stream([rows[0]], **GREEDY, prompt_lookup_num_tokens=5)]
+        streams.append(engine.stream([rows[1]], **GREEDY))  # whose steps lie between
+        pairs = zip(*streams, strict=True)
+        assert [list(text) for text in zip(*pairs, strict=True)] == texts
 
 
 @both
@@ -156,6 +160,16 @@ def test_a_text_ends_where_it_ends_without(engine):
     for how in (ends, ends | {"min_new_tokens": 20}, {"max_new_tokens": 1}, {"max_new_tokens": 2}):
         found = [np.asarray(engine.generate(ROWS, **(GREEDY | how | x))) for x in ({}, LOOKED_UP)]
         np.testing.assert_array_equal(*found)
+
+
+def test_scores_of_what_has_ended_are_those_without(engine_of):
+    engine = engine_of("llama-gqa", "torch")
+    expected = new_of(engine, ROWS)
+    how = {"eos_token_id": int(expected[0, 6]), "pad_token_id": 1, "output_scores": True}
+    how |= {"return_dict_in_generate": True, "max_new_tokens": NEW, "do_sample": False}
+    plain, found = (engine.generate(ROWS, **how, **more) for more in ({}, LOOKED_UP))
+    for one, other in zip(plain.scores, found.scores, strict=True):
+        np.testing.assert_allclose(one, other, atol=1e-4)
 
 
 @both

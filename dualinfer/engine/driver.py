@@ -423,6 +423,9 @@ class Driver:
                 self._loop.leave([job.live])
             if job.steps is not None:
                 job.steps.close()
+        job.left = None  # what it had saved, which its caller's handle would keep
+        if job.live is not None:
+            job.live.saved = None
         if job in self._jobs:
             self._jobs.remove(job)
         if job.state in ("live", "waiting"):  # paused, and not yet waiting for long

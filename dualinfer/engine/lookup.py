@@ -29,7 +29,7 @@ class Drafts:
 
     `read(tokens)` gives the logits [B, K, V] after each of tokens [B, K], and `keep(tokens)` takes
     the first ones of those that were read last. At most `most` drafts are read at a time, and they
-    are found by up to `longest` tokens.
+    are found by up to `longest` tokens. Sequences that have ended go on with the id `fill`.
     """
 
     def __init__(
@@ -37,11 +37,12 @@ class Drafts:
         texts: Sequence[Sequence[int]],
         most: int,
         longest: int,
+        fill: int,
         read: Callable[[np.ndarray], Any],
         keep: Callable[[np.ndarray], None],
     ) -> None:
         self._texts = [list(text) for text in texts]
-        self._most, self._longest = most, longest
+        self._most, self._longest, self._fill = most, longest, fill
         self._read, self._keep = read, keep
         self._read_tokens = np.zeros((len(texts), 0), np.int64)
         self._taken = 0  # of these: what was chosen
@@ -57,7 +58,7 @@ class Drafts:
             text.append(token)
         if self._logits:
             logits = self._logits.popleft()
-            if (newest == self._read_tokens[:, self._taken])[going].all():
+            if (newest == self._read_tokens[:, self._taken]).all():
                 self._taken += 1
                 self.counts = self.counts[0], self.counts[1] + 1
                 if not self._logits:
@@ -71,7 +72,7 @@ class Drafts:
         count = min(map(len, found), default=0)
         if not count:
             return None
-        drafts = np.zeros((len(newest), count), np.int64)
+        drafts = np.full((len(newest), count), self._fill, np.int64)
         drafts[going] = [tokens[:count] for tokens in found]
         self._read_tokens = np.column_stack((newest, drafts))
         logits = self._read(self._read_tokens)

@@ -586,18 +586,16 @@ class Loop:
 
         All tokens that were asked for have come then.
         """
-        while True:
-            with self._turns:
-                if live.ended:
-                    return None
-                if not any(live in columns.values() for _, columns in self._chunks):
-                    with self._undisturbed():
-                        saved = self._pauses.save(live)
-                    paused = Paused(tuple(live.tokens), live.told[: len(live.tokens)], saved)
-                    self.finish([live])
-                    return paused
-                chunk = self._chunks[0]
-            self._hand_out(chunk)
+        with self._turns:  # or others would ask for more of its tokens meanwhile
+            while not live.ended and any(live in columns.values() for _, columns in self._chunks):
+                self._hand_out(self._chunks[0])
+            if live.ended:
+                return None
+            with self._undisturbed():
+                saved = self._pauses.save(live)
+            paused = Paused(tuple(live.tokens), live.told[: len(live.tokens)], saved)
+            self.finish([live])
+            return paused
 
     def lose(self, error: Exception) -> None:
         """End every sequence; whoever waits for more of its tokens gets `error`."""

@@ -330,7 +330,7 @@ class Stepwise:
         self.lives, self._first = loop.start_scores(requests)
         self._drafts = None
         if options.lookup:
-            how = options.lookup, options.lookup_ngram
+            how = options.lookup, options.lookup_ngram, self._fill
             texts = [request.tokens.tolist() for request in requests]
             read, keep = partial(loop.scores_of, self.lives), partial(loop.keep, self.lives)
             self._drafts = Drafts(texts, *how, read, keep)

@@ -493,6 +493,8 @@ class Steps:
             assert x is not None
             flat = decoder.logits(*model, x.reshape(-1, x.shape[-1]), wide=True)
             scores = flat.reshape(*ids.shape, -1)
+            # A step of others writes the last token of every slot anew, in its next place.
+            state = state._replace(last=state.last.at[slots].set(ids[:, 0]))
         return replace(cache, layers=filled), state, scores, ops.given_up()
 
     def _step(

@@ -508,6 +508,8 @@ class TorchRunner:
         if not keeps:
             for own, arrays in zip(held, before, strict=True):
                 own.keep(rows, *arrays)
+            # A step of others writes the last token of every slot anew, in its next place.
+            self._state.last[rows] = ids[:, 0]
         return self._state, x
 
     @in_order
