@@ -119,6 +119,7 @@ def test_one_that_waits_for_its_slot_again_can_be_cancelled(engine):
         made.cancel()
         rest = [token async for token in made]
         assert made.finish_reason == "cancelled" and len(rest) < 99
+        assert not [*engine._loop._pauses._saved]  # though its caller has the handle
         return len([token async for token in urgent])
 
     assert asyncio.run(main()) == 19
