@@ -283,7 +283,7 @@ async def soak_killed(
 
     folder = dualinfer.embedded_model()
     opens = {"folder": str(folder), "adapters": {}, "backend": backend}
-    opens |= {"how": {"dtype": "float32"}, "room": [slots, tokens, True]}
+    opens |= {"how": {"dtype": "float32"}, "room": [slots, tokens, True, 1.0]}
     keeper = Keeper(python("dualinfer.cli.engine_process"), opens, load_tokenizer(folder))
     killed = set()
 

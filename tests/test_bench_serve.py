@@ -238,7 +238,7 @@ def test_bench_serve_shows_servers_beside_the_steps_alone(here, tmp_path, system
         assert row["request_goodput"] == row["request_throughput"]
         assert 1 <= row["live"] <= 3 and 0 < row["of_limit"] < 1
         assert row["median_ttft_ms"] < row["median_e2el_ms"]
-    assert rows[0]["bare_step_ms"] > 0 and rows[0]["of_bare"] > 0
+    assert rows[0]["bare_step_ms"] and rows[0]["of_bare"]  # a difference, which noise may turn
     assert rows[0]["over_http"] and plot.stat().st_size > 10_000
     assert "12 of 20/6 ± 20%, 3 at a time" in result.stdout
 

@@ -382,6 +382,7 @@ def by_layer(name):
 @pytest.mark.parametrize("kind", ["Llama", "BitNet"])
 def test_heads_of_padding_change_no_answer(kind, tmp_path):
     """JAX: query heads of padding read a real KV head; BitNet norms what all heads give as one."""
+    torch.manual_seed(0)  # some inputs lie between two codes, which rounding tells apart
     sizes = {"num_hidden_layers": 3 if kind == "Llama" else 1, "vocab_size": VOCAB}
     sizes |= {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0}
     config = getattr(transformers, f"{kind}Config")(**mixtures.SIZES | sizes)
