@@ -372,11 +372,12 @@ class Loop:
     def _read_on(self) -> None:
         """Read on in prompts of which there is more, PIECE tokens where others wait.
 
+        Prompts that share what is read of them may be cut short, and take several passes of it.
         Where it fails, those whose prompts were read end, and others go on.
         """
         left = PIECE
         while left > 0 and (read := self._read_some(left)):
-            left -= read
+            left = left - read if self.sharing is not None else 0
 
     def _read_some(self, left: int) -> int:
         """Read on by one pass, of `left` tokens where others wait; how many were read."""
@@ -395,6 +396,7 @@ class Loop:
             self.finish(served)
             if not isinstance(error, Exception):  # an interrupt is the caller's
                 raise
+            return 0
         return sum(piece.stop - piece.start for piece in pieces)
 
     def _next_pieces(self, served: list[Live], left: int) -> list[Piece]:
