@@ -354,11 +354,15 @@ def test_data_centre_gpus_from_ampere_on_get_kernels(capability, spec):
 @pytest.mark.parametrize(
     "device",
     [gpu("7.5"), gpu("8.6"), gpu("8.9"), gpu("12.0"), gpu("7.0"), gpu("gfx942"), gpu("")]
-    + [SimpleNamespace(platform=name, device_kind=name) for name in ("gpu", "cpu", "tpu")],
+    + [SimpleNamespace(platform=name, device_kind=name) for name in ("gpu", "cpu")],
     ids=str,
 )
 def test_other_devices_get_plain_xla(device, spec):
     assert type(chosen(spec, device)) is PlainOps
+
+
+def test_a_tpu_gets_the_kernels_of_pallas(spec):
+    assert chosen(spec, SimpleNamespace(platform="tpu", device_kind="tpu")).kernels == "Pallas"
 
 
 @pytest.mark.parametrize("refused", [{"replace_with_kernel_inject": False}, {"use_triton": False}])
