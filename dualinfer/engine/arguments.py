@@ -89,7 +89,7 @@ class TextArguments(TypedDict, total=False):
 
 
 class ArrayArguments(TextArguments, total=False):
-    """These, and how many sequences each prompt gets."""
+    """The arguments of text, and how many sequences each prompt gets."""
 
     num_return_sequences: int | None
 

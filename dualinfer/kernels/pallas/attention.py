@@ -39,7 +39,7 @@ class Seen(NamedTuple):
 
 
 class Scores(NamedTuple):
-    """What scores are: times `scale`, capped softly, with the bias of ALiBi, beside sinks [H].
+    """The form of scores: times `scale`, capped softly, with the bias of ALiBi, beside sinks [H].
 
     Slopes are float32 [H], what they count int32 `queries` [B, T] and `keys` [B, S].
     """

@@ -69,7 +69,7 @@ def experts(
     factors: jax.Array | None = None,
     interpret: bool,
 ) -> jax.Array:
-    """What experts int32 `chosen` [R, k] make of each row of x [R, E]: float32 [R, k, out].
+    """The products of rows x [R, E] with their experts int32 `chosen` [R, k]: float32 [R, k, out].
 
     With float32 `factors` [R, k] they read rows times these, in x's dtype.
     `up` [X, F or 2F, E] holds gate, then up if `gated`; `down` is [X, out, F]. `hidden` takes

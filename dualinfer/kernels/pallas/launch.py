@@ -39,7 +39,7 @@ def interpreted() -> bool:
 
 
 def whole(array: jax.Array) -> Block:
-    """All of an array, for every program."""
+    """A block that is the whole array, for every program."""
     return Block(array, array.shape, lambda *_: (0,) * array.ndim)
 
 

@@ -41,7 +41,7 @@ class Codes(NamedTuple):
 
 
 class Blocks(NamedTuple):
-    """What a program reads of the matrix: so many rows and columns."""
+    """The block of the matrix that a program reads: so many rows and columns."""
 
     rows: int
     columns: int
@@ -111,7 +111,7 @@ def product(
     inputs.append(Block(shaped, (parts, rows, held), lambda i, j: (0, i, j)))
 
     def of_rows(array: jax.Array, steps: int = 1) -> Block:
-        """What rows have for each block of columns, or once: float [out, any]."""
+        """Scales of rows, for each block of columns or one for all: float [out, any]."""
         array = array.reshape(parts, features, steps, -1).swapaxes(1, 2)
         shape = (parts, None, rows, array.shape[-1])
         return Block(array, shape, lambda i, j: (0, j if steps > 1 else 0, i, 0))
