@@ -18,8 +18,9 @@ PYTEST := PYTHONDONTWRITEBYTECODE= CUDA_VISIBLE_DEVICES= JAX_PLATFORMS=cpu OMP_N
 test: $(INSTALLED)
 	$(PYTEST) -m "not gpu and not multi_gpu and not slow" $(ARGS)
 
-# What takes longer than half a minute: fuzzers and the like. Ray's tests are skipped without it.
-test-slow: $(INSTALLED) $(VENV)/.ray
+# What takes longer than half a minute: fuzzers and the like. Tests of Ray and of lm-eval are skipped
+# where these cannot be installed.
+test-slow: $(INSTALLED) $(VENV)/.slow
 	$(PYTEST) -m "slow and not gpu and not multi_gpu" $(ARGS)
 
 # The GPU suites: of one device, and of several of one host. They run in the Python that is active,
@@ -47,9 +48,10 @@ format: $(INSTALLED)
 	$(VENV)/bin/ruff format
 	$(VENV)/bin/ruff check --fix
 
-$(VENV)/.ray: $(INSTALLED)
+$(VENV)/.slow: $(INSTALLED)
 	$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check \
-		--constraint constraints.txt --editable '.[ray]' && touch $@ || echo "Ray was not installed."
+		--constraint constraints.txt --editable '.[ray,evaluation]' && touch $@ \
+		|| echo "Ray and lm-eval were not installed."
 
 # The site; a dead link or anchor is an error.
 docs: $(INSTALLED)

@@ -29,7 +29,7 @@ def lm_eval_model(engine: Any, max_gen_toks: int = 256) -> Any:
         base = importlib.import_module("lm_eval.api.model").LM
     except ImportError as error:
         raise BackendNotAvailableError(
-            "lm_eval_model() needs lm-evaluation-harness. Install `lm-eval`."
+            "lm_eval_model() needs lm-evaluation-harness: `pip install lm-eval`."
         ) from error
     return type("DualinferLM", (_Calls, base), {})(engine, max_gen_toks)
 

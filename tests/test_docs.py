@@ -1,5 +1,6 @@
 """The docs: the files that they name exist, and the examples of the pages for contributors run."""
 
+import json
 import os
 import re
 import runpy
@@ -14,6 +15,9 @@ import pytest
 import dualinfer
 from dualinfer import errors
 from dualinfer.symptoms import SYMPTOMS
+
+from .recipes import RECIPES
+from .server_process import server_process
 
 ROOT = Path(__file__).parents[1]
 PAGES = sorted([*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("benchmarks/*.md")])
@@ -102,24 +106,78 @@ def test_the_site_builds_without_a_dead_link(tmp_path):
     assert "max_new_tokens" in (tmp_path / "api" / "index.html").read_text()
 
 
-RECIPES = re.findall(
-    r"^## ([^\n]*)\n(?:(?!^## ).)*?^```python\n(.*?)^```",
-    (ROOT / "docs" / "cookbook.md").read_text(),
-    re.M | re.S,
-)
+NEEDED = {"Evaluate with lm-eval": "lm_eval"}
+ELSEWHERE = {
+    "Stream into a web page",
+    "Ray Data",
+}  # the first below, the second in test_ray_data.py
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "code"), RECIPES, ids=[name for name, _ in RECIPES])
-def test_a_recipe_runs(name, code, tmp_path, monkeypatch, capsys):
+@pytest.mark.filterwarnings("default")  # the harness's own
+@pytest.mark.parametrize("name", RECIPES.keys() - ELSEWHERE)
+def test_a_recipe_runs(name, tmp_path, monkeypatch, capfd):
+    if name in NEEDED:
+        pytest.importorskip(NEEDED[name], reason="Not installed: make test-slow does it.")
     monkeypatch.chdir(tmp_path)
-    exec(compile(code, name, "exec"), {"__name__": "__main__"})
-    out = capsys.readouterr().out
-    assert out
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
+    monkeypatch.setenv("PATH", f"{Path(sys.executable).parent}:{os.environ['PATH']}")
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "hf"))
+    ran = 0
+    for language, file, code in RECIPES[name]:
+        if file:
+            Path(file).write_text(code)
+        elif language == "python":
+            exec(compile(code, name, "exec"), {"__name__": "__main__"})
+        elif language == "bash":
+            code = code.replace("MODEL", str(dualinfer.embedded_model()))
+            subprocess.run(["bash", "-ec", code], check=True)
+        ran += language in ("python", "bash")
+    out = capfd.readouterr().out
+    assert ran and out
     if "loss" in out:
         assert float(re.findall(r"loss (\d+\.\d+)", out)[-1]) < 1
-    if name.startswith("Train LoRA"):
-        assert out.count("Bonjour") == 2  # the adapter's, on both backends
+    for said, times in SAID.get(name, {}).items():
+        assert out.count(said) == times, out
+
+
+SAID = {  # what a recipe prints, and how often
+    "Batch a file": {"3 answers": 1},
+    "Train LoRA on JAX, and use it": {
+        "Bonjour": 3
+    },  # the adapter's, on both backends and in a shell
+    "Quantize and publish": {"import os.path": 2},
+    "Evaluate with lm-eval": {"1.0\n": 1},
+    "Several GPUs": {"import sys\n": 3},  # two processes, and one over two devices
+    "A policy of your own": {"*.up (column), *.down (row)": 2, "split over 2 devices": 1},
+}
+
+
+@pytest.mark.slow
+def test_the_page_of_the_recipe_shows_the_text(tmp_path):
+    """Its script runs in Node, which reads streams as a browser does."""
+    node = shutil.which("node")
+    if node is None:
+        pytest.skip("Node.js is not installed.")
+    (_, _, command), (_, _, page) = RECIPES["Stream into a web page"]
+    options = shlex.split(command)[3:]
+    with server_process(*options) as server:
+        script = re.findall(r"<script.*?>(.*)</script>", page, re.S)[0]
+        script = script.replace("http://127.0.0.1:8000", server.url).replace('"MODEL"', '"small"')
+        (tmp_path / "page.mjs").write_text(
+            "const shown = [''], answer = {get textContent() {return shown.at(-1)}, "
+            "set textContent(text) {shown.push(text)}};\n"
+            "const document = {getElementById: id => id === 'answer' ? answer : null};\n"
+            f"{script}\nconsole.log(JSON.stringify(shown));\n"
+        )
+        done = subprocess.run(
+            [node, tmp_path / "page.mjs"], capture_output=True, text=True, timeout=60
+        )
+    assert done.returncode == 0, done.stderr
+    shown = json.loads(done.stdout)
+    with dualinfer.init_inference(dualinfer.embedded_model(), dtype="float32") as engine:
+        assert shown[-1] == engine.generate_text("import os", max_new_tokens=64, do_sample=False)
+    assert len(shown) > 4  # as it comes
 
 
 def test_the_page_of_results_is_made_of_the_files_of_results():

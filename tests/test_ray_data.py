@@ -1,6 +1,7 @@
 """Batches by Ray Data: two real workers, each with the model; rows that fail; jobs that go on."""
 
 import json
+from typing import Any
 
 import numpy as np
 import pytest
@@ -9,6 +10,8 @@ import dualinfer
 from dualinfer.errors import ArgumentError
 from dualinfer.ray_data import BatchActor
 from dualinfer.serving.http.batch import BatchFileError
+
+from .recipes import RECIPES
 
 
 def line(name, prompt, **body):
@@ -64,37 +67,36 @@ def test_what_is_no_batch_is_refused(model, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("default")  # Ray's own
-def test_two_workers_share_a_file_and_a_second_run_asks_what_is_left(tmp_path):
+def test_the_workers_of_the_recipe_share_a_file_and_a_second_run_asks_what_is_left(
+    tmp_path, monkeypatch, capsys
+):
     ray = pytest.importorskip("ray", reason='Ray is not installed: pip install "dualinfer[ray]".')
     pytest.importorskip("pyarrow", reason='pyarrow is missing: pip install "dualinfer[ray]".')
-    source, output = tmp_path / "in.jsonl", tmp_path / "out"
-    lines = [line(f"r{i}", f"def f{i}(") for i in range(40)]
-    lines[7] = "no JSON"
-    source.write_text("\n".join(lines[:30]) + "\n")
-    reserve = {"slots": 8, "tokens": 64}
-    how = {"backend": "torch", "dtype": "fp32", "output": str(output), "reserve": reserve}
-
-    def run(workers):
-        data = ray.data.read_text(str(source)).repartition(8)
-        model = {"fn_constructor_kwargs": {"model": str(dualinfer.embedded_model())} | how}
-        made = data.map_batches(BatchActor, **model, compute=workers, batch_size=5)
-        return made.take_all()
-
+    monkeypatch.chdir(tmp_path)
+    ((_, _, code),) = RECIPES["Ray Data"]
+    names: dict[str, Any] = {}
     ray.init(num_cpus=3, include_dashboard=False, logging_level="error", log_to_driver=False)
     try:
         ray.data.DataContext.get_current().enable_progress_bars = False
-        first = run(ray.data.ActorPoolStrategy(size=2))
-        source.write_text("\n".join(lines) + "\n")
-        second = run(ray.data.ActorPoolStrategy(size=1))
+        exec(compile(code, "Ray Data", "exec"), names)
+        assert capsys.readouterr().out.endswith("30 answers\n")
+        lines = [line(f"r{i}", f"def f{i}(") for i in range(40)]
+        lines[37] = "no JSON"
+        (tmp_path / "in.jsonl").write_text("\n".join(lines) + "\n")
+        data = ray.data.read_text("in.jsonl").repartition(2)
+        one = ray.data.ActorPoolStrategy(size=1)
+        second = data.map_batches(
+            BatchActor, fn_constructor_kwargs=names["model"], compute=one, batch_size=5
+        ).take_all()
     finally:
         ray.shutdown()
-    assert len(first) == 30 and sum(row["failed"] for row in first) == 1
-    assert {row["custom_id"] for row in second} == {f"r{i}" for i in range(30, 40)}
-    rows = {row["custom_id"]: row for row in results_in(output)}
-    assert len(results_in(output)) == 40 and len(rows) == 40
-    with dualinfer.init_inference(
-        dualinfer.embedded_model(), backend="torch", dtype="fp32"
-    ) as engine:
+    assert len(names["made"]) == 30
+    left = {f"r{i}" for i in range(30, 40)} - {"r37"}
+    assert {row["custom_id"] for row in second if not row["failed"]} == left
+    assert len(second) == 10
+    rows = {row["custom_id"]: row for row in results_in(tmp_path / "results")}
+    assert len(results_in(tmp_path / "results")) == 40 and len(rows) == 40
+    with dualinfer.init_inference(dualinfer.embedded_model(), backend="torch") as engine:
         for i in (0, 13, 29, 30, 39):
             text = rows[f"r{i}"]["response"]["body"]["choices"][0]["text"]
             assert text == engine.generate_text(f"def f{i}(", max_new_tokens=4, do_sample=False)

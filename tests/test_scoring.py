@@ -165,7 +165,7 @@ def test_other_models_and_a_missing_harness_are_told(engine, monkeypatch, tmp_pa
     with pytest.raises(ArgumentError, match="expected an engine of fused mode"):
         lm_eval_model(7)
     monkeypatch.setitem(sys.modules, "lm_eval.api.model", None)
-    with pytest.raises(BackendNotAvailableError, match="Install `lm-eval`"):
+    with pytest.raises(BackendNotAvailableError, match="pip install lm-eval"):
         lm_eval_model(engine)
     config = transformers.BertConfig(
         hidden_size=32, num_hidden_layers=1, num_attention_heads=2, intermediate_size=64
