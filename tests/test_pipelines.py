@@ -33,7 +33,13 @@ def make_tokenizer(**options):
 def make_gpt2():
     torch.manual_seed(0)
     config = hf.GPT2Config(
-        vocab_size=len(VOCAB), n_embd=32, n_layer=2, n_head=2, n_positions=64, eos_token_id=2
+        vocab_size=len(VOCAB),
+        n_embd=32,
+        n_layer=2,
+        n_head=2,
+        n_positions=64,
+        bos_token_id=1,
+        eos_token_id=2,
     )
     return hf.GPT2LMHeadModel(config).eval()
 
@@ -59,7 +65,6 @@ def backend(request):
 def test_text_generation_pipeline(backend):
     tokenizer = make_tokenizer(padding_side="left")
     pipe = hf.pipeline("text-generation", model=make_gpt2(), tokenizer=tokenizer)
-    pipe.model.generation_config.bos_token_id = 1
     batch = ["the cat sat", "a dog ran far away"]
 
     def texts():
