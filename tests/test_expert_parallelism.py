@@ -374,14 +374,14 @@ def test_bench_measures_experts_in_parts(tmp_path, monkeypatch):
     make("qwen2_moe").save_pretrained(tmp_path / "model")
     monkeypatch.setenv("XLA_FLAGS", "--xla_force_host_platform_device_count=2")
     command = ["bench", "decode", str(tmp_path / "model"), "--tp", "2", "--ep", "2"]
-    command += ["--backend", "both", "--prompt", "5", "--new-tokens", "16", "--repeats", "2"]
+    command += ["--backend", "jax", "--prompt", "5", "--new-tokens", "16", "--repeats", "2"]
     command += ["--dtype", "fp32", "--json", str(tmp_path / "rows.json")]
     result = testing.CliRunner(env={"COLUMNS": "200"}).invoke(app, command)
     assert result.exit_code == 0, result.output
     assert "on 2, ep 2" in result.output
     rows = json.loads((tmp_path / "rows.json").read_text())["rows"]
     found = sorted((row["system"], row["tp"], row["ep"]) for row in rows)
-    assert found == [("jax", 2, 2), ("torch", 2, 2)]
+    assert found == [("jax", 2, 2)]  # of torch, test_bench runs two processes
     assert all(row["tokens_per_s"] > 0 for row in rows)
 
 

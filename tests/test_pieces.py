@@ -239,7 +239,7 @@ def calls_of(engine: Any, name: str) -> list[Any]:
         *((name, "torch") for name in ("gpt2", "gpt2 on the host", "t5")),
         *(
             pytest.param(name, "jax", marks=pytest.mark.slow)
-            for name in ("gpt2 on two devices", "gpt2 on the host", "t5")
+            for name in ("gpt2 on two devices", "t5")
         ),
     ],
 )

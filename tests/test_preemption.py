@@ -221,7 +221,7 @@ def compare_ways(engine, count):
 def test_random_requests_have_one_text_in_every_way(engine):
     if engine.report().backend == "jax":
         pytest.skip("minutes of compiling: by hand, as below")
-    told = compare_ways(engine, 60)
+    told = compare_ways(engine, 30)
     assert told["at once"] == (0, 0) and told["found"][0] > told["cold"][0] > 0
     assert all(told[name][1] for name in ("read again", "swapped"))
 
