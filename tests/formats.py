@@ -8,7 +8,6 @@ import numpy as np
 import dualinfer
 from dualinfer.checkpoint.described.hf_config import read_written
 from dualinfer.checkpoint.sources import open_checkpoint
-from dualinfer.quantization.codes import decode
 from dualinfer.quantization.formats import METHODS, find_method
 
 from .models import random_ids, relative_rms
@@ -27,7 +26,7 @@ def values(matrix, rows=ALL, columns=ALL):
     """What a part of a QuantizedMatrix means, in float32."""
     n, k = matrix.shape
     scheme = matrix.scheme
-    decoded = decode(matrix.codes(rows, columns), scheme)
+    decoded = scheme.code.decode(matrix.codes(rows, columns))
     i = np.arange(n)[rows] // (scheme.rows or n)
     j = np.arange(k)[columns] // (scheme.columns or k)
     if scheme.groups:

@@ -1421,7 +1421,7 @@ ROWS: list[Row] = [
         "tests/test_schemes.py -k told_apart",
     ),
     Row(
-        "quantization/codes.py",
+        "quantization/meaning.py",
         "                values = values - spread(by_row, zero[blocks], (count, k), group)",
         "                pass",
         "Codes that overflow by their zero points are not told.",

@@ -31,7 +31,7 @@ from dualinfer.errors import (
 from dualinfer.model.families import describe_model
 from dualinfer.model.peft_modules import MERGING
 from dualinfer.quantization import read_quantization
-from dualinfer.quantization.codes import dequantize
+from dualinfer.quantization.meaning import dequantize
 from dualinfer.system.terminal import without_controls
 from tests.adapters import IDS, QUIET, adapt, logits, relative, wanted
 from tests.encoders import make as make_encoder

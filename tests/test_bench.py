@@ -49,7 +49,7 @@ from dualinfer.model.load_plan import TableSource, make_load_plan
 from dualinfer.model.spec import Attention
 from dualinfer.model.weights import named_arrays
 from dualinfer.ops.caches import CacheSpec
-from dualinfer.quantization.codes import dequantize
+from dualinfer.quantization.meaning import dequantize
 
 from .checkpoints import EMBED, FFN, HEAD_DIM, HEADS, KV_HEADS, LAYERS, write_llama
 from .models import relative_rms, slow_but

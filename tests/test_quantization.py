@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from dualinfer import CheckpointError
 from dualinfer.quantization import BlockScheme
 from dualinfer.quantization import quantize as quantizers
-from dualinfer.quantization.codes import decode, dequantize, encode, spread
+from dualinfer.quantization.meaning import dequantize, spread
 from dualinfer.quantization.quantize import SCHEMES, Quantizing, outer_factor, quantize
 
 INT4 = [
@@ -56,7 +56,7 @@ def weights(rows=13, width=150, seed=0):
 
 
 def values_of(scheme, made, outer=None):
-    plain = decode(made.codes, scheme)
+    plain = scheme.code.decode(made.codes)
     if made.zero is not None:
         plain = plain - spread(scheme, made.zero, plain.shape)
     values = plain * spread(scheme, made.scale, plain.shape)
@@ -67,20 +67,20 @@ def values_of(scheme, made, outer=None):
 def test_every_code_is_the_nearest_to_what_it_means(codes):
     table = tuple(np.linspace(-1, 1, 16).tolist()) if codes == "table" else ()
     scheme = BlockScheme(codes, table=table)
-    every = np.arange(1 << scheme.bits, dtype=np.uint8).view(scheme.stored)
-    values = decode(every, scheme)
+    every = np.arange(1 << scheme.code.bits, dtype=np.uint8).view(scheme.code.stored)
+    values = scheme.code.decode(every)
     finite = np.isfinite(values) & (np.abs(values) > 0)
-    assert np.array_equal(encode(values[finite], scheme), every[finite])
-    assert np.isnan(decode(np.uint8([0x7F]), BlockScheme("fp8_e4m3"))).all()
+    assert np.array_equal(scheme.code.encode(values[finite]), every[finite])
+    assert np.isnan(BlockScheme("fp8_e4m3").code.decode(np.uint8([0x7F]))).all()
 
 
 @settings(deadline=None, max_examples=40)
 @given(st.sampled_from(["fp8_e4m3", "fp4_e2m1", "int8"]), st.floats(-1000, 1000, width=32))
 def test_no_code_is_nearer(codes, value):
-    scheme = BlockScheme(codes)
-    every = decode(np.arange(1 << scheme.bits, dtype=np.uint8).view(scheme.stored), scheme)
+    code = BlockScheme(codes).code
+    every = code.decode(np.arange(1 << code.bits, dtype=np.uint8).view(code.stored))
     every = every[np.isfinite(every)].astype(np.float64)
-    own = float(decode(encode(np.float32([value]), scheme), scheme)[0])
+    own = float(code.decode(code.encode(np.float32([value])))[0])
     assert abs(own - value) == abs(every - value).min()
 
 

@@ -37,8 +37,7 @@ from dualinfer.parallel.shard import fit_blocks  # noqa: E402
 from dualinfer.parallel.sharding import make_plan  # noqa: E402
 from dualinfer.quantization import BlockScheme, read_quantization  # noqa: E402
 from dualinfer.quantization import quantize as quantizers  # noqa: E402
-from dualinfer.quantization.codes import dequantize  # noqa: E402
-from dualinfer.quantization.packing import unpack  # noqa: E402
+from dualinfer.quantization.meaning import dequantize  # noqa: E402
 from dualinfer.quantization.quantize import SCHEMES, Quantizing  # noqa: E402
 from dualinfer.quantization.recipe import make_recipe  # noqa: E402
 
@@ -223,9 +222,9 @@ def opened(model, asked, folder=None):
 
 
 def unpacked(array, matrix, part, width):
-    if part or matrix is None or matrix.scheme.bits == 8:
+    if part or matrix is None or matrix.scheme.code.bits == 8:
         return array
-    return unpack(array, np.stack)[:, :width]
+    return matrix.scheme.code.packing.unpack(array, np.stack)[:, :width]
 
 
 ROWS_OF_FOUR_BITS = {"weight": {"num_bits": 4, "q_groups": 1}}

@@ -14,7 +14,7 @@ from dualinfer.checkpoint.views.stacked import StackedSource
 from dualinfer.model.families import describe_model
 from dualinfer.model.load_plan import make_load_plan
 from dualinfer.parallel.shard import fit_row, whole
-from dualinfer.quantization.codes import dequantize
+from dualinfer.quantization.meaning import dequantize
 from dualinfer.quantization.quantize import SCHEMES
 from dualinfer.quantization.recipe import Recipe
 

@@ -20,7 +20,7 @@ from dualinfer import ArgumentError, ConfigError, UnsupportedError  # noqa: E402
 from dualinfer.checkpoint.sources import open_checkpoint  # noqa: E402
 from dualinfer.cli.main import app  # noqa: E402
 from dualinfer.quantization import METHODS  # noqa: E402
-from dualinfer.quantization.codes import dequantize  # noqa: E402
+from dualinfer.quantization.meaning import dequantize  # noqa: E402
 
 from .compressed import write  # noqa: E402
 from .encoders import make as make_encoder  # noqa: E402

@@ -35,8 +35,7 @@ from dualinfer.model.weights import Weight, leaves_of, named_arrays, parts_of  #
 from dualinfer.parallel.shard import fit_blocks, whole  # noqa: E402
 from dualinfer.parallel.sharding import make_plan  # noqa: E402
 from dualinfer.quantization import Activation, Blocks, BlockScheme  # noqa: E402
-from dualinfer.quantization.codes import RANGES  # noqa: E402
-from dualinfer.quantization.packing import pack, packed_width, unpack  # noqa: E402
+from dualinfer.quantization.packing import NIBBLES  # noqa: E402
 
 from . import latent, mixtures  # noqa: E402
 from .models import (  # noqa: E402
@@ -282,7 +281,7 @@ def test_padding_means_zero_by_any_scheme(name, joint):
 
 
 def hold_every_code(scheme, arrays):
-    count = 1 << scheme.bits
+    count = 1 << scheme.code.bits
     arrays["codes"].reshape(-1)[:count] = np.arange(count, dtype=np.uint8).view(
         arrays["codes"].dtype
     )
@@ -303,7 +302,7 @@ def scale_all(scheme, arrays):
 def lie_far_from_zero(scheme, arrays):
     """Codes of 0 that are great numbers, since their zero point is not."""
     if "zero" in arrays:
-        low, high = RANGES[scheme.codes]
+        low, high = scheme.code.low, scheme.code.high
         arrays["codes"][:], arrays["zero"][:] = low, high
         arrays["scale"][:] = 30000
 
@@ -515,18 +514,18 @@ def test_packed_codes_lie_in_the_order_that_kernels_read():
     """Nibble j of 32-bit word c is column 4 j + c, of 32."""
     codes = np.random.default_rng(0).integers(0, 16, (3, 60), np.uint8)
     wide = np.pad(codes, ((0, 0), (0, 4)))
-    packed = pack(codes, BlockScheme("uint4"))
+    packed = BlockScheme("uint4").code.pack(codes)
     words = packed.view("<u4").reshape(3, 2, 4)
     for j in range(8):
         for c in range(4):
             np.testing.assert_array_equal(
                 words[..., c] >> (4 * j) & 15, wide.reshape(3, 2, 32)[..., 4 * j + c]
             )
-    np.testing.assert_array_equal(unpack(packed, np.stack), wide)
-    signed = pack(codes.view(np.int8) - np.int8(8), BlockScheme("int4"))
-    np.testing.assert_array_equal(unpack(signed, np.stack)[:, :60], codes)
-    assert (unpack(signed, np.stack)[:, 60:] == 8).all()  # zero
-    assert [packed_width(n) for n in (1, 32, 33)] == [16, 16, 32]
+    np.testing.assert_array_equal(NIBBLES.unpack(packed, np.stack), wide)
+    signed = BlockScheme("int4").code.pack(codes.view(np.int8) - np.int8(8))
+    np.testing.assert_array_equal(NIBBLES.unpack(signed, np.stack)[:, :60], codes)
+    assert (NIBBLES.unpack(signed, np.stack)[:, 60:] == 8).all()  # zero
+    assert [NIBBLES.width(n) for n in (1, 32, 33)] == [16, 16, 32]
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32"])
@@ -537,7 +536,7 @@ def test_products_of_large_inputs_are_those_of_the_values(scheme, dtype):
     arrays = quantize(scheme, 0.01 * rng.standard_normal((24, 512)).astype(np.float32))
     x = (100 * rng.standard_normal((3, 512))).astype(ml_dtypes.bfloat16).astype(np.float32)
     expected = x @ dequantize(scheme, arrays).T
-    held = {"data": pack(arrays.pop("codes"), scheme), **arrays}
+    held = {"data": scheme.code.pack(arrays.pop("codes")), **arrays}
     step = float(ml_dtypes.finfo(dtype).eps)
     for to, ops in ((torch.from_numpy, torch_ops.SCHEMES), (jax.numpy.asarray, jax_ops.SCHEMES)):
         kind = getattr(torch if ops is torch_ops.SCHEMES else jax.numpy, dtype)

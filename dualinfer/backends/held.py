@@ -7,7 +7,6 @@ from ..arrays import numpy_dtype
 from ..model.spec import Experts, ModelSpec
 from ..model.weights import Leaf, Row, leaves_of, parts_of
 from ..parallel.shard import Shard, fit_row
-from ..quantization.packing import held_width
 
 
 def describe_weights(named: Mapping[str, Leaf]) -> dict[str, str]:
@@ -41,7 +40,7 @@ def held_bytes(shard: Shard, row: Row, itemsize: int) -> int:
     for part, axes in row.parts.items():
         *rest, last = shard.shape(row, axes) or (1,)
         if part == "data":
-            last = held_width(scheme, last)
+            last = scheme.code.packing.width(last)
         size += prod(rest) * last * sizes[part]
     return size
 

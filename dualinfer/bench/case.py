@@ -13,7 +13,6 @@ from ..model.spec import Attention, Norm
 from ..model.weights import Weight
 from ..ops.contract import NormOf
 from ..quantization import Blocks, BlockScheme
-from ..quantization.packing import held_width
 from ..quantization.recipe import HEAD, Recipe, make_recipe
 from .random_weights import OUTER, code_size
 
@@ -117,7 +116,7 @@ def fillings(scheme: BlockScheme, *shape: int) -> dict[str, Filling]:
     scales = (*rows, -(-width // scheme.columns) if scheme.columns else 1)
     scale = size.view(np.uint8).item() if is_bytes else size.astype(np.float32).item()
     found = {
-        "data": Filling((*rows, held_width(scheme, width)), scheme.stored, 0, mask),
+        "data": Filling((*rows, scheme.code.packing.width(width)), scheme.code.stored, 0, mask),
         "scale": Filling(scales, "uint8" if is_bytes else scheme.scale_dtype, scale),
     }
     if scheme.outer:

@@ -26,7 +26,6 @@ from ..model.load_plan import LoadPlan, TableSource, TensorSource, make_load_pla
 from ..model.weights import WeightTable
 from ..opening import Opened
 from ..quantization import BlockScheme, QuantizedMatrix
-from ..quantization.codes import decode
 from ..quantization.formats import Opener
 from ..quantization.recipe import Recipe, make_recipe
 from .shapes import Model
@@ -230,11 +229,9 @@ def _byte_block() -> np.ndarray:
 @cache
 def _values(scheme: BlockScheme) -> np.ndarray:
     """All codes that are numbers, as `QuantizedMatrix.codes` has them."""
-    count = 1 << scheme.bits
-    signed = scheme.codes in ("int4", "int8")
-    codes = np.arange(-count // 2, count // 2, dtype=np.int8) if signed else np.arange(count)
-    codes = codes if signed else codes.astype(np.uint8)
-    return codes[np.isfinite(decode(codes, scheme))]
+    code = scheme.code
+    codes = (np.arange(1 << code.bits) - (1 << code.bits - 1) * code.signed).astype(code.dtype)
+    return codes[np.isfinite(code.decode(codes))]
 
 
 @cache
@@ -244,7 +241,7 @@ def _code_block(scheme: BlockScheme) -> np.ndarray:
 
 def code_size(scheme: BlockScheme) -> float:
     """The scale by which codes mean values of the common deviation."""
-    return float(_DEVIATION / np.sqrt(np.mean(decode(_values(scheme), scheme) ** 2)))
+    return float(_DEVIATION / np.sqrt(np.mean(scheme.code.decode(_values(scheme)) ** 2)))
 
 
 def _part(

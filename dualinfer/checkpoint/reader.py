@@ -18,7 +18,8 @@ from ..model.load_plan import LoadPlan, TensorSource
 from ..model.weights import Row
 from ..parallel.shard import Found, Read, Shard
 from ..quantization import BlockScheme
-from ..quantization.codes import FLOAT8, bound, overflows, span
+from ..quantization.codes.floats import Floats8
+from ..quantization.meaning import bound, overflows, span
 from ..system.progress import track_bytes
 from .files.pieces import Box
 
@@ -117,8 +118,8 @@ class RowReader:
             self._odd.look(name, array, "float32" if row.wide else None)
             return array, part, 0.0
         name = name.partition(":")[0]
-        if part == "data" and scheme.codes in FLOAT8:
-            self._odd.look(name, array.view(FLOAT8[scheme.codes]))
+        if part == "data" and isinstance(scheme.code, Floats8):
+            self._odd.look(name, array.view(scheme.code.float_dtype))
         if part not in ("scale", "outer", "input"):
             return array, part, 0.0
         is_byte = array.dtype == np.uint8

@@ -14,13 +14,13 @@ from .nested import (
     OffloadParamConfig,
     QKVQuantConfig,
     QuantizationConfig,
+    QuantWord,
     TensorParallelConfig,
     WeightQuantConfig,
     ZeroConfig,
 )
 
 Path = str | PathLike[str]
-Scheme = Literal["int8", "int4", "fp8", "nvfp4", "mxfp4", "int8_w8a8", "fp8_w8a8"]
 DType = Literal["float32", "float16", "bfloat16", "int8", "auto"] | Any  # or a framework's own
 
 
@@ -92,7 +92,7 @@ class QuantizationFields(TypedDict, total=False):
     """The fields of QuantizationConfig, as a dict."""
 
     enabled: bool
-    scheme: Scheme | None
+    scheme: QuantWord | None
     activation: ActivationQuantFields | ActivationQuantConfig
     weight: WeightQuantFields | WeightQuantConfig
     qkv: QKVQuantFields | QKVQuantConfig
@@ -117,7 +117,7 @@ class ConfigFields(TypedDict, total=False):
     keep_module_on_host: bool
     resident_layers: int | None
     zero: ZeroFields | ZeroConfig
-    quant: Scheme | bool | QuantizationFields | QuantizationConfig | None
+    quant: QuantWord | bool | QuantizationFields | QuantizationConfig | None
     kv_cache_dtype: Literal["fp8_e4m3", "fp8", "int8", "auto"] | None
     checkpoint: Path | dict[str, Any] | None
     adapter: Path | Sequence[Path] | Mapping[str, float] | None

@@ -154,6 +154,18 @@ class ZeroConfig(Model):
         return self
 
 
+# The names of `quantization.quantize.SCHEMES`.
+QuantWord = Literal[
+    "int8",
+    "int4",
+    "fp8",
+    "nvfp4",
+    "mxfp4",
+    "int8_w8a8",
+    "fp8_w8a8",
+]
+
+
 class BaseQuantConfig(Model):
     """Settings for quantizing one kind of tensor."""
 
@@ -200,9 +212,7 @@ class QuantizationConfig(Model):
     enabled: bool = True
     """False: nothing is quantized, whatever the rest says."""
 
-    scheme: Annotated[
-        Literal["int8", "int4", "fp8", "nvfp4", "mxfp4", "int8_w8a8", "fp8_w8a8"] | None, AnyCase
-    ] = None
+    scheme: Annotated[QuantWord | None, AnyCase] = None
     """How weights are quantized, in a word, in the place of `weight`: int8 and fp8 with a scale for
     each row, int4 in groups of 64, nvfp4 of 16, mxfp4 of 32. With `_w8a8` inputs of products become
     codes of the same kind, too, a scale for each token. `quant="int4"` is short for it."""

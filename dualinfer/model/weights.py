@@ -11,7 +11,6 @@ import numpy as np
 
 from ..errors import UnsupportedError, listing
 from ..quantization import Blocks, BlockScheme, Matrices, QuantizedMatrix
-from ..quantization.packing import packed_width
 from .once import Once
 from .spec import ModelSpec
 
@@ -52,10 +51,10 @@ class Weight(Once):
             first, *_ = shapes = [piece.shape for piece in self.pieces]
             return (sum(shape[0] for shape in shapes), *first[1:])
         shape = tuple(self.data.shape)
-        if not isinstance(self.scheme, BlockScheme) or self.scheme.bits == 8:
+        if not isinstance(self.scheme, BlockScheme) or self.scheme.code.bits == 8:
             return shape
         width = self.blocks.width  # of each device's share: they lie side by side
-        return (*shape[:-1], shape[-1] // packed_width(width) * width)
+        return (*shape[:-1], shape[-1] // self.scheme.code.packing.width(width) * width)
 
     @property
     def dtype(self) -> Any:
@@ -333,7 +332,7 @@ def _canonical(source: Source, matrix: QuantizedMatrix, later: bool) -> Iterable
     `later`: another one has given what the joined matrices have in common.
     """
     scheme, name, axes = matrix.scheme, source.name, source.axes
-    yield replace(source, dtypes=(scheme.stored,))
+    yield replace(source, dtypes=(scheme.code.stored,))
     blocks = scheme.rows, scheme.columns
     scales = _scale_axes(axes, blocks)
     if scheme.groups:

@@ -10,8 +10,7 @@ from typing import Any
 
 from ..model.weights import Leaf, Weight, leaves_of
 from ..quantization import BlockScheme
-from ..quantization.codes import E2M1, RANGES
-from ..quantization.packing import packed_width, unpack
+from ..quantization.codes import TABLE, code_of
 from .maths import Maths, named
 
 _LEAST_E4M3 = 0.125  # in the place of a scale of 0
@@ -86,7 +85,8 @@ class BlockArithmetic:
         if how is None:
             return x
         m, dtype, shape = self.maths, x.dtype, tuple(x.shape)
-        low, high = RANGES[how.codes]
+        code = code_of(how.codes)
+        low, high = code.low, code.high
         given = weight.beside.get("input")
         wide = m.wide(x)
         if how.dynamic and how.block:
@@ -114,8 +114,7 @@ class BlockArithmetic:
         else:
             most = top(m.most(abs(wide)))
             if how.powers:
-                biggest = 256.0 if how.codes == "fp8_e4m3" else 4.0
-                scale = m.clip(m.power(most, 1) / biggest, 2.0**-126, 2.0**127)
+                scale = m.clip(m.power(most, 1) / code.power, 2.0**-126, 2.0**127)
             else:
                 scale = m.rounded(m.quotient(most, (high - low) / 2), dtype)
             if how.outer:
@@ -125,22 +124,11 @@ class BlockArithmetic:
             else:
                 scale = m.where(scale == 0, m.epsilon(dtype), scale)
         codes = rounded(rounded(m.quotient(wide, scale)) + zero)
-        codes = self._nearest(m.clip(codes, low, high), how.codes)
+        codes = code.nearest(m, m.clip(codes, low, high))
         values = rounded((codes - zero) * scale)
         if how.dynamic and how.block:
             values = values.reshape(*shape[:-1], -1)[..., : shape[-1]]
         return m.cast(values, dtype)
-
-    def _nearest(self, a: Any, codes: str) -> Any:
-        """The values of codes that are nearest to `a`, ties to even."""
-        m = self.maths
-        if codes == "fp8_e4m3":
-            return m.nearest_e4m3(a)
-        if codes != "fp4_e2m1":
-            return m.round(a)
-        size = abs(a)
-        halves, wholes, twos = m.round(2 * a) / 2, m.round(a), 2 * m.round(a / 2)
-        return m.where(size < 2, halves, m.where(size < 4, wholes, twos))
 
     def _values(self, weight: Weight, ids: Any = None) -> Any:
         """float32 of a weight, or of its rows by ids."""
@@ -160,21 +148,14 @@ class BlockArithmetic:
         """float32 values of codes, before zeros and scales."""
         m, scheme = self.maths, weight.scheme
         assert isinstance(scheme, BlockScheme)
-        if scheme.bits == 8:
-            if scheme.codes.startswith("fp8"):
-                return m.float8(data, f"float8_{scheme.codes[4:]}" + _FN.get(scheme.codes, ""))
-            return m.wide(data)
-        *lead, size = data.shape
-        width = weight.blocks.width
-        shares = size // packed_width(width)
-        codes = unpack(data.reshape(*lead, shares, packed_width(width)), m.stack)
-        codes = codes[..., :width].reshape(*lead, shares * width)
-        if scheme.codes == "int4":
-            return m.wide(codes) - (0 if scheme.zeros else 8)
-        if scheme.codes == "uint4":
-            return m.wide(codes)
-        values = scheme.table if scheme.codes == "table" else E2M1
-        return m.table(values, codes)
+        code, width = scheme.code, weight.blocks.width
+        if code.bits < 8:
+            *lead, size = data.shape
+            own = code.packing.width(width)
+            shares = size // own
+            codes = code.packing.unpack(data.reshape(*lead, shares, own), m.stack)
+            data = codes[..., :width].reshape(*lead, shares * width)
+        return code.values(m, data, scheme.zeros)
 
     def _scale(self, weight: Weight) -> Any:
         """Scales in float32."""
@@ -218,9 +199,6 @@ class BlockArithmetic:
         return ways
 
 
-_FN = {"fp8_e4m3": "fn"}
-
-
 def _scales_rows(weight: Weight) -> bool:
     """True if the product is made with codes, and each of its rows scaled.
 
@@ -228,7 +206,7 @@ def _scales_rows(weight: Weight) -> bool:
     """
     scheme = weight.scheme
     assert isinstance(scheme, BlockScheme)
-    alike = not weight.blocks.columns and not scheme.groups and scheme.codes != "table"
+    alike = not weight.blocks.columns and not scheme.groups and scheme.codes != TABLE
     return alike and str(weight.dtype) not in ("torch.float16", "float16")
 
 

@@ -16,8 +16,7 @@ import numpy as np
 
 from ..arrays import numpy_dtype, to_numpy
 from ..errors import CheckpointError
-from .codes import RANGES, code_dtype, dequantize, encode
-from .packing import held_width, pack, unpack
+from .meaning import dequantize
 from .scheme import Activation, BlockScheme
 
 T = TypeVar("T")
@@ -74,7 +73,7 @@ def quantize(
     groups = -(-width // size)
     start, stop, _ = columns.indices(width)
     assert not scheme.columns or (start, stop) == (0, width)
-    codes = np.empty((count, stop - start), code_dtype(scheme))
+    codes = np.empty((count, stop - start), scheme.code.dtype)
     scale = np.empty((count, groups), how.dtype)
     zero = np.empty((count, groups), codes.dtype) if scheme.zeros else None
     few = max(1, min(count, _AT_ONCE // max(1, groups * size)))
@@ -87,7 +86,7 @@ def quantize(
         if not scheme.columns:
             x, one = x[..., start:stop], one[..., start:stop]
         values = how.divided(x, *scales, one).reshape(len(x), -1)[:, : stop - start]
-        codes[part] = encode(values, scheme)
+        codes[part] = scheme.code.encode(values)
         if zero is not None:
             zero[part] = its_zero
     return Quantized(codes, scale, zero)
@@ -109,7 +108,7 @@ class _Quantizer:
     def __init__(self, scheme: BlockScheme, outer: np.float32 | None) -> None:
         self.dtype = numpy_dtype(scheme.scale_dtype)
         self._scheme, self._outer = scheme, outer
-        self._low, self._high = RANGES[scheme.codes]
+        self._low, self._high = scheme.code.low, scheme.code.high
         self._epsilon = _epsilon(self.dtype)
 
     def scales(
@@ -126,10 +125,10 @@ class _Quantizer:
         if not (np.isfinite(least).all() and np.isfinite(most).all()):
             raise FloatingPointError
         if self._scheme.scale_dtype == "float8_e8m0fnu":
-            return _power_of_two(most), None
+            return _power_of_two(most, self._scheme.code.power), None
         scale = self._held(size if self._outer is None else size / self._outer)
         zero = self._zero(least, scale, 1.0)
-        if self._scheme.codes in ("int4", "uint4"):
+        if self._scheme.code.is_searched:
             return self._searched(x, least, scale, zero, one, two)
         return scale, zero
 
@@ -200,13 +199,14 @@ class _Quantizer:
         return scale, zero
 
 
-def _power_of_two(most: np.ndarray) -> np.ndarray:
-    """The scale of fp4 codes whose largest value is `most`, float32 from 2**-127 to 2**125.
+def _power_of_two(most: np.ndarray, largest: float) -> np.ndarray:
+    """The scale of codes whose largest value is `most`; `largest` is their largest power of two.
 
-    As compressed-tensors has it: what is largest becomes 3.5 to 7 scales, of which 6 can be said.
+    It is float32, of fp4 from 2**-127 to 2**125. As compressed-tensors has it: what is largest
+    becomes 3.5 to 7 scales of fp4, of which 6 can be said.
     """
     power = (most.view(np.uint32) + np.uint32(1 << 21)) & np.uint32(0x7F800000)
-    return np.clip(power.view(np.float32), 2.0**-125, 2.0**127) / np.float32(4)
+    return np.clip(power.view(np.float32), 2.0**-125, 2.0**127) / np.float32(largest)
 
 
 def _along(fold: np.ufunc, x: np.ndarray) -> np.ndarray:
@@ -332,9 +332,7 @@ class Quantizing:
         with self._recent.lock:
             ((first, _), (start, _)), made = self._made(part, "codes")
         held = made.codes[part.rows[0] - first : part.rows[1] - first]
-        if self.scheme.bits == 4:
-            held = unpack(held, np.stack)
-            held = (held - 8).view(np.int8) if self.scheme.codes == "int4" else held
+        held = self.scheme.code.unpack(held)
         return held[:, part.columns[0] - start : part.columns[1] - start]
 
     def take(self, rows: slice, columns: slice) -> np.ndarray | None:
@@ -388,7 +386,7 @@ class Quantizing:
         (start, stop), size, width = part.columns, self.scheme.columns, self.shape[1]
         if size:
             start, stop = start // size * size, min(-(-stop // size) * size, width)
-        elif self.scheme.bits == 4 or start == stop:
+        elif self.scheme.code.bits < 8 or start == stop:
             start, stop = 0, width
         return part._replace(columns=(start, stop))
 
@@ -419,16 +417,17 @@ class Quantizing:
         scheme, outer = self.scheme, self._outer() if self.scheme.outer else None
         (first, last), (start, stop) = part
         groups = -(-part.width // scheme.columns) if scheme.columns else 1
-        codes = np.empty((last - first, held_width(scheme, part.width)), scheme.stored)
+        code = scheme.code
+        codes = np.empty((last - first, code.packing.width(part.width)), code.stored)
         scale = np.empty((last - first, groups), numpy_dtype(scheme.scale_dtype))
-        zero = np.empty(scale.shape, code_dtype(scheme)) if scheme.zeros else None
+        zero = np.empty(scale.shape, code.dtype) if scheme.zeros else None
         whole = not scheme.columns  # rows have one scale each, which no part of them tells
         read, own = (0, self.shape[1]) if whole else (start, stop), slice(start, stop)
 
         def work(number: int, rows: np.ndarray) -> None:
             made = self._checked(quantize, rows, scheme, outer, own if whole else slice(None))
             at = slice(number - first, number - first + len(rows))
-            codes[at] = pack(made.codes, scheme)
+            codes[at] = code.pack(made.codes)
             scale[at] = made.scale
             if zero is not None:
                 zero[at] = made.zero

@@ -65,13 +65,13 @@ def make_recipe(quant: Any) -> Recipe | None:
         scheme, groups = SCHEMES[quant.scheme], 0
     else:
         zeros = weight.q_type == "asymmetric"
-        codes: Any = f"{'u' if zeros else ''}int{weight.num_bits}"
+        codes = f"{'u' if zeros else ''}int{weight.num_bits}"
         scheme = BlockScheme(codes, columns=weight.group_size or 0, zeros=zeros)
         groups = 0 if weight.q_groups == 1 else weight.q_groups
         if scheme.columns:
             _check_use(scheme, scheme.columns, f"group_size={scheme.columns}")
     if asked:
-        if not scheme.codes.endswith(("int8", "int4")):
+        if scheme.code.is_float:
             reason = "inputs become integers, which goes with weights of integers."
             raise _refused("activation", {"enabled": True}, f"{reason} Use int8 or int4.")
         if activation.num_bits != 8:
@@ -86,7 +86,7 @@ def make_recipe(quant: Any) -> Recipe | None:
 
 def _check_use(scheme: BlockScheme, columns: int, asked: str) -> None:
     """Warn where groups are so small that a scale for each takes more than int8 would."""
-    bits = scheme.bits + (16 + scheme.bits * scheme.zeros) / columns
+    bits = scheme.code.bits + (16 + scheme.code.bits * scheme.zeros) / columns
     if bits <= _MOST_BITS:
         return
     way = "Use larger groups, or int8."

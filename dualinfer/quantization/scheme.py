@@ -2,12 +2,12 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Literal, NamedTuple, Protocol, runtime_checkable
+from typing import Any, Literal, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 
-Codes = Literal["int4", "uint4", "int8", "uint8", "fp8_e4m3", "fp8_e5m2", "fp4_e2m1", "table"]
-_NAMES = {"fp8_e4m3": "fp8", "fp8_e5m2": "fp8 (e5m2)", "fp4_e2m1": "fp4", "table": "4-bit table"}
+from .codes import Code, code_of
+
 ScaleDtype = Literal["float32", "bfloat16", "float16", "float8_e4m3fn", "float8_e8m0fnu"]
 
 
@@ -22,7 +22,7 @@ class Activation:
     1e-5, by which the input is multiplied, in float32 (`wide`) or rounded to its dtype (BitNet).
     """
 
-    codes: Codes
+    codes: str
     dynamic: bool = True
     block: int = 0
     zeros: bool = False
@@ -33,7 +33,7 @@ class Activation:
     @property
     def name(self) -> str:
         """The name that people read."""
-        kind = _NAMES.get(self.codes, self.codes)
+        kind = code_of(self.codes).label or self.codes
         how = "by the checkpoint's scale" if not self.dynamic else "for each token"
         if self.dynamic and self.block:
             how = f"in groups of {self.block}"
@@ -46,12 +46,12 @@ class Activation:
 class BlockScheme:
     """Codes of a matrix [out N, in K] with a scale for each block of `rows` x `columns`.
 
-    0 rows or columns are all of them. An element is (code - zero) * scale, times `outer`'s factor
-    of its row. With `groups` (act-order) column k has scale number group[k] of as many, wherever it
-    lies. `table` are the values of the codes where `codes` is "table".
+    `codes` names a row of `codes.CODES`, or is "table", whose values are those of `table`. 0 rows
+    or columns are all of them. An element is (code - zero) * scale, times `outer`'s factor of its
+    row. With `groups` (act-order) column k has scale number group[k] of as many, wherever it lies.
     """
 
-    codes: Codes
+    codes: str
     rows: int = 1
     columns: int = 0
     scale_dtype: ScaleDtype = "float32"
@@ -63,17 +63,12 @@ class BlockScheme:
 
     def __post_init__(self) -> None:
         """Zeros of 8 bits are held without a sign, as codes beside them are."""
-        assert not (self.zeros and self.codes == "int8")
+        assert not (self.zeros and self.code.stored == "int8")
 
     @property
-    def bits(self) -> int:
-        """Bits of a code."""
-        return 8 if self.codes.startswith(("int8", "uint8", "fp8")) else 4
-
-    @property
-    def stored(self) -> str:
-        """NumPy's name of the dtype of a code on its own."""
-        return "int8" if self.codes == "int8" else "uint8"
+    def code(self) -> Code:
+        """The code itself: its bits, its range, its packing and its meaning."""
+        return code_of(self.codes, self.table)
 
     @property
     def zero_code(self) -> bool:
@@ -81,12 +76,12 @@ class BlockScheme:
 
         int4 is read as two's complement and held as code + 8.
         """
-        return not self.zeros and self.codes not in ("uint4", "uint8", "table")
+        return not self.zeros and self.code.has_zero
 
     @property
     def name(self) -> str:
         """The name that people read."""
-        parts = [_NAMES.get(self.codes, self.codes)]
+        parts = [self.code.label or self.codes]
         if self.groups:
             parts.append(f"{self.groups} groups by activation order")
         elif self.rows == 1:
@@ -103,6 +98,27 @@ class BlockScheme:
         if self.activation is not None:
             parts.append(self.activation.name)
         return ", ".join(parts)
+
+
+def padding(
+    scheme: BlockScheme | None, part: str, pad: Callable[[Any, tuple[int, ...], int], Any]
+) -> Callable[[Any, tuple[int, ...]], Any]:
+    """Adds to a part of a weight, as it is held, codes of zero or else zeros, up to a shape.
+
+    The shape counts elements. `pad` adds a value up to the shape of an array. A column of padding
+    has a group of its own, by activation order, where a code of zero bits needs a scale of zero.
+    """
+    fill = scheme.code.raised if scheme is not None and part in ("data", "zero") else 0
+    if scheme is not None and part == "group" and not scheme.zero_code:
+        fill = scheme.groups
+
+    def padded(block: Any, shape: tuple[int, ...]) -> Any:
+        if scheme is None or part != "data":
+            return pad(block, shape, fill)
+        packing = scheme.code.packing
+        return pad(block, (*shape[:-1], packing.width(shape[-1])), packing.padding(fill))
+
+    return padded
 
 
 class Blocks(NamedTuple):

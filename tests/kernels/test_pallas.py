@@ -16,7 +16,6 @@ from dualinfer.kernels.pallas import attention as attending  # noqa: E402
 from dualinfer.kernels.pallas import experts as mixing  # noqa: E402
 from dualinfer.kernels.pallas import launch, norm, product, ring, thresholds  # noqa: E402
 from dualinfer.quantization import BlockScheme  # noqa: E402
-from dualinfer.quantization.packing import pack, raised  # noqa: E402
 
 from ..quantized import dequantize, quantize  # noqa: E402
 from . import oracles  # noqa: E402
@@ -113,9 +112,9 @@ def test_products_with_codes_are_those_with_what_they_mean(form, monkeypatch):
     arrays = quantize(scheme, normal(1, features, width, dtype=FLOAT32))
     meant = dequantize(scheme, arrays)
     if scheme.codes == "int4" and scheme.zeros:
-        arrays["zero"] = arrays["zero"].view(np.uint8) + np.uint8(raised(scheme))
+        arrays["zero"] = arrays["zero"].view(np.uint8) + np.uint8(scheme.code.raised)
     codes = product.Codes(
-        jnp.asarray(pack(arrays["codes"], scheme)),
+        jnp.asarray(scheme.code.pack(arrays["codes"])),
         jnp.asarray(arrays["scale"]),
         jnp.asarray(arrays["zero"]) if "zero" in arrays else None,
         None,

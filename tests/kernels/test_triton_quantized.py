@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 
 from dualinfer.quantization import BlockScheme
-from dualinfer.quantization.packing import pack, raised
 
 from ..quantized import NF, NVFP4, SCHEMES, dequantize, quantize
 from .cases import DTYPES, assert_close, normal
@@ -67,9 +66,9 @@ def make(
     scheme = FORMS[form] if isinstance(form, str) else form
     arrays = quantize(scheme, normal(seed, features, width, dtype=FLOAT32))
     meant = dequantize(scheme, arrays)
-    arrays["codes"] = pack(arrays["codes"], scheme)
+    arrays["codes"] = scheme.code.pack(arrays["codes"])
     if scheme.codes == "int4" and scheme.zeros:
-        arrays["zero"] = arrays["zero"].view(np.uint8) + np.uint8(raised(scheme))
+        arrays["zero"] = arrays["zero"].view(np.uint8) + np.uint8(scheme.code.raised)
     if scheme.scale_dtype.startswith("float8"):
         arrays["scale"] = arrays["scale"].view(np.uint8)
     names = ("codes", "scale", "zero", "outer")

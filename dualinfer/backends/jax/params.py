@@ -28,7 +28,7 @@ from ...model.weights import (
 )
 from ...parallel.shard import Found, Shard, fit_blocks
 from ...parallel.sharding import ShardingPlan
-from ...quantization.packing import padding
+from ...quantization.scheme import padding
 from ..streaming import Streaming
 from .mesh import Place
 from .ops.schemes import SCHEMES

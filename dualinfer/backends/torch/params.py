@@ -24,7 +24,7 @@ from ...model.weights import (
     with_parts,
 )
 from ...parallel.shard import Found, Shard, fit_blocks
-from ...quantization.packing import padding
+from ...quantization.scheme import padding
 from ..streaming import Streaming
 from .streaming import pack
 

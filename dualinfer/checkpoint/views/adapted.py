@@ -16,7 +16,7 @@ from ...errors import CheckpointError, counted, listing
 from ...model.load_plan import TensorSource
 from ...model.weights import FLOATS, WeightTable
 from ...quantization import Matrices, QuantizedMatrix
-from ...quantization.codes import dequantize
+from ...quantization.meaning import dequantize
 from .adapted_names import RESIZED, Names, settled, shape_of
 from .adapters import (
     Adapter,

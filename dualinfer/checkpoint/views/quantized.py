@@ -18,9 +18,8 @@ from ...quantization import (
     quantization_of,
     read_quantization,
 )
-from ...quantization.codes import dequantize
 from ...quantization.formats import Opener
-from ...quantization.packing import held_width, pack, raised
+from ...quantization.meaning import dequantize
 from ...quantization.quantize import Quantizing, Recent
 from ...quantization.recipe import HEAD, Recipe
 from ...quantization.scheme import TakesBlocks
@@ -102,7 +101,7 @@ class QuantizedSource:
         scheme = matrix.scheme
         if part == "scale":
             return "uint8" if scheme.scale_dtype.startswith("float8") else scheme.scale_dtype
-        names = {"": scheme.stored, "zero": "uint8", "group": "int32"}
+        names = {"": scheme.code.stored, "zero": "uint8", "group": "int32"}
         return names.get(part, "float32")
 
     def read(self, name: str, index: tuple[slice, ...] | None = None) -> Any:
@@ -141,7 +140,7 @@ class QuantizedSource:
             held = self._whole(name.partition("@")[0], matrix, part)
         array = held[np.ix_(*places)]
         if part == "zero":
-            return array.view(np.uint8) + np.uint8(raised(matrix.scheme))
+            return array.view(np.uint8) + np.uint8(matrix.scheme.code.raised)
         return array.view(np.uint8) if matrix.scheme.scale_dtype.startswith("float8") else array
 
     def _whole(self, key: str, matrix: QuantizedMatrix, part: str) -> np.ndarray:
@@ -313,23 +312,24 @@ _AT_ONCE = 1 << 20  # codes that are not packed yet
 
 def _codes(matrix: QuantizedMatrix, rows: slice, columns: slice) -> np.ndarray:
     """Codes of a part as a device holds them: few rows at a time are one byte a code."""
-    scheme, width = matrix.scheme, columns.stop - columns.start
-    held = np.empty((rows.stop - rows.start, held_width(scheme, width)), scheme.stored)
+    code, width = matrix.scheme.code, columns.stop - columns.start
+    held = np.empty((rows.stop - rows.start, code.packing.width(width)), code.stored)
     if not held.size:
         return held
     taken = matrix.take(rows, columns) if isinstance(matrix, Quantizing) else None
     if taken is not None:
         return taken
-    if scheme.bits == 8:
+    if code.bits == 8:
         return matrix.codes(rows, columns)
     if matrix.inputs_first:
         few = max(32, _AT_ONCE // max(1, len(held)) // 32 * 32)
         for i in range(0, width, few):
             part = slice(columns.start + i, min(columns.start + i + few, columns.stop))
-            held[:, i // 2 :][:, : few // 2] = pack(matrix.codes(rows, part), scheme)
+            packed = code.pack(matrix.codes(rows, part))
+            held[:, code.packing.width(i) :][:, : packed.shape[1]] = packed
         return held
     few = max(1, _AT_ONCE // max(1, width))
     for i in range(0, len(held), few):
         part = slice(rows.start + i, min(rows.start + i + few, rows.stop))
-        held[i : i + few] = pack(matrix.codes(part, columns), scheme)
+        held[i : i + few] = code.pack(matrix.codes(part, columns))
     return held

@@ -10,6 +10,7 @@ import numpy as np
 from ...arrays import numpy_dtype
 from ...errors import UnsupportedError
 from ...quantization import Activation, BlockScheme, QuantizedMatrix
+from ...quantization.codes import code_of
 
 _WAY = "Keep the checkpoint that it was loaded from, or quantize the plain model by `quant`."
 _E4M3, _E8M0 = "float8_e4m3fn", "float8_e8m0fnu"
@@ -45,7 +46,7 @@ def store(name: str, matrix: QuantizedMatrix) -> Stored:
     blocks = _count(n, scheme.rows), _count(k, scheme.columns)
     spec: Spec = {}
     if form == "pack-quantized":
-        per_word = 32 // scheme.bits
+        per_word = 32 // scheme.code.bits
         spec["weight_packed"] = "int32", (n, -(-k // per_word))
         spec["weight_shape"] = "int64", (2,)
         if scheme.zeros:
@@ -72,12 +73,13 @@ def store(name: str, matrix: QuantizedMatrix) -> Stored:
         if is_power:
             made["weight_scale"] = made["weight_scale"].view(np.uint8)
         if form == "pack-quantized":
-            middle = 0 if scheme.codes.startswith("u") else 1 << (scheme.bits - 1)
-            made["weight_packed"] = _words((codes + np.int16(middle)).astype(np.uint8), scheme.bits)
+            bits = scheme.code.bits
+            middle = 1 << (bits - 1) if scheme.code.signed else 0
+            made["weight_packed"] = _words((codes + np.int16(middle)).astype(np.uint8), bits)
             made["weight_shape"] = np.array([n, k], np.int64)
             if zero is not None:
                 zeros = (zero + np.int16(middle)).astype(np.uint8)
-                made["weight_zero_point"] = _words(zeros.T, scheme.bits).T
+                made["weight_zero_point"] = _words(zeros.T, bits).T
         elif form == "int-quantized":
             made["weight"] = codes.astype(np.int8)
         elif form in ("float-quantized", "mxfp8-quantized"):
@@ -153,7 +155,7 @@ def _form(name: str, scheme: BlockScheme, k: int) -> str:
         )
     if scheme.activation is not None and scheme.activation.inverse:
         raise _unsayable(name, "inputs that are rounded as BitNet's")
-    if codes.startswith("u") and not scheme.zeros:
+    if not (scheme.zeros or scheme.code.signed or scheme.code.is_float or scheme.table):
         raise _unsayable(name, "codes without a sign or zero points")
     if codes in ("int4", "uint4", "int8", "uint8") and scheme.rows <= 1:
         return "int-quantized" if codes == "int8" and rounds_inputs else "pack-quantized"
@@ -166,8 +168,8 @@ def _form(name: str, scheme: BlockScheme, k: int) -> str:
 
 def _weights(name: str, scheme: BlockScheme, n: int, k: int) -> dict[str, Any]:
     said: dict[str, Any] = {
-        "num_bits": scheme.bits,
-        "type": "float" if scheme.codes.startswith("fp") else "int",
+        "num_bits": scheme.code.bits,
+        "type": "float" if scheme.code.is_float else "int",
         "symmetric": not scheme.zeros,
         "dynamic": False,
     }
@@ -186,9 +188,10 @@ def _weights(name: str, scheme: BlockScheme, n: int, k: int) -> dict[str, Any]:
 
 
 def _inputs(name: str, how: Activation, k: int) -> dict[str, Any]:
+    code = code_of(how.codes)
     said: dict[str, Any] = {
-        "num_bits": 4 if how.codes == "fp4_e2m1" else 8,
-        "type": "float" if how.codes.startswith("fp") else "int",
+        "num_bits": code.bits,
+        "type": "float" if code.is_float else "int",
         "symmetric": not how.zeros,
         "dynamic": how.dynamic,
     }

@@ -35,7 +35,7 @@ from ...model.weights import FLOATS
 from ...parallel.agreement import Peers
 from ...parallel.sharding import make_plan
 from ...quantization import QuantizedMatrix, quantization_of
-from ...quantization.codes import dequantize
+from ...quantization.meaning import dequantize
 from ...system.new_folder import NewFolder, TakenError, write_synced
 from ...system.progress import track_bytes
 from ..described.tokenizer_files import tokenizer_files

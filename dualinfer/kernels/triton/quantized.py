@@ -62,9 +62,9 @@ def bits_of(codes: str) -> int:
 
 
 def serves(codes: str, columns: int, zeros: bool) -> bool:
-    """True if the kernels know blocks of so many columns, 0 for all."""
+    """True if the kernels know such codes, in blocks of so many columns, 0 for all."""
     quad = 128 // bits_of(codes)
-    return columns % quad == 0 or (columns == _HALF and not zeros)
+    return codes in _CODES and (columns % quad == 0 or (columns == _HALF and not zeros))
 
 
 class QuantizedStreamConfig(NamedTuple):

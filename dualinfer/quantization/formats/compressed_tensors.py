@@ -14,7 +14,7 @@ import numpy as np
 
 from ...errors import shortened
 from ...system.patterns import Patterns
-from ..scheme import Activation, BlockScheme, Codes
+from ..scheme import Activation, BlockScheme
 from .row_major import E4M3, E8M0, FP8, POWERS, Factor, RowMajor, lies_as, matrix_shape
 from .stored import FLOATS, Checkpoint, Opener, Tensors, blocks, check_fields, name_list, refuse
 
@@ -54,13 +54,11 @@ class Group:
     activation: Activation | None
 
     @cached_property
-    def codes(self) -> Codes:
+    def codes(self) -> str:
         """The codes of the canonical scheme; with zeros they have no sign."""
         if self.is_float:
             return "fp8_e4m3" if self.bits == 8 else "fp4_e2m1"
-        signed: dict[int, Codes] = {4: "int4", 8: "int8"}
-        unsigned: dict[int, Codes] = {4: "uint4", 8: "uint8"}
-        return (signed if self.symmetric else unsigned)[self.bits]
+        return f"{'' if self.symmetric else 'u'}int{self.bits}"
 
 
 class IntegerMatrix(RowMajor):
@@ -116,7 +114,7 @@ class IntegerMatrix(RowMajor):
     def codes(self, rows: slice, columns: slice) -> np.ndarray:
         """See QuantizedMatrix."""
         codes = super().codes(rows, columns)
-        least = -self._middle if self.scheme.codes.startswith("int") else 0
+        least = -self._middle if self.scheme.code.signed else 0
         if codes.size and not (least <= codes.min() and codes.max() < least + 2 * self._middle):
             raise self._from.error(f"{self._data} holds codes of more than its bits.")
         return codes

@@ -1,7 +1,7 @@
 """GPTQ: codes of 4 or 8 bits in words along the inputs, groups of inputs, act-order."""
 
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 
@@ -98,7 +98,6 @@ class PackedWords(StoredMatrix):
         else:
             self.stored, self._zero = (words, scales), None
         self._middle = middle if self._zero is None else 0
-        codes: dict[tuple[int, bool], Literal["int4", "uint4", "int8", "uint8"]]
         codes = {(4, True): "int4", (4, False): "uint4", (8, True): "int8", (8, False): "uint8"}
         self.scheme = BlockScheme(
             codes[bits, bool(self._middle)],

@@ -97,7 +97,7 @@ class RowMajor(StoredMatrix):
             octets = codes.reshape(len(octets), 2 * octets.shape[1])
         taken = octets[:, start - first * held : stop - first * held]
         codes = taken - np.uint8(self._raised % 256)
-        return codes.view(np.int8) if self.scheme.codes.startswith("int") else codes
+        return codes.view(self.scheme.code.dtype)
 
     def scale(self) -> np.ndarray:
         """See QuantizedMatrix."""

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from ...errors import shortened
-from ..scheme import Activation, BlockScheme, Codes
+from ..scheme import Activation, BlockScheme
 from .stored import (
     FLOATS,
     Checkpoint,
@@ -40,7 +40,7 @@ CLASSES: dict[str, tuple[str, ...]] = {
     "IntxUnpackedToInt8Tensor": ("dtype", "target_dtype", "activation_quantization"),
 }
 _INT4 = {"_type": "torch.dtype", "_data": "int4"}
-_FP8: dict[str, Codes] = {"float8_e4m3fn": "fp8_e4m3", "float8_e5m2": "fp8_e5m2"}
+_FP8: dict[str, str] = {"float8_e4m3fn": "fp8_e4m3", "float8_e5m2": "fp8_e5m2"}
 
 
 class PlainMatrix(StoredMatrix):
@@ -84,7 +84,7 @@ class PlainMatrix(StoredMatrix):
         if found != stored and not single and not flat:
             raise checkpoint.error(f"{self._scale} has the shape {found}, expected {stored}.")
         self._zero = self._read_zero()
-        codes: Codes = _FP8[checkpoint.source.dtype(self._data)] if floats8 else "int8"
+        codes = _FP8[checkpoint.source.dtype(self._data)] if floats8 else "int8"
         if self._four:
             codes = "int4"
         elif self._zero is not None:  # zero points of 8 bits have no sign, nor have their codes

@@ -522,7 +522,7 @@ def _codes(weight: Weight) -> products.Codes | None:
         scheme.codes,
         0 if columns >= width else columns,
         width,
-        8 if scheme.codes == "int4" and not scheme.zeros else 0,
+        0 if scheme.zeros else scheme.code.raised,
     )
 
 

@@ -21,7 +21,6 @@ from ....model.load_plan import TensorSource
 from ....model.weights import Leaf, Weight, at_blocks, parts_of, with_parts
 from ....quantization import Blocks, BlockScheme
 from ....quantization.formats import Opener
-from ....quantization.packing import pack
 from ....quantization.quantize import Quantizing
 from ....quantization.recipe import HEAD, Recipe
 from ..ops.schemes import SCHEMES
@@ -213,7 +212,7 @@ def held_sizes(
     for path, (scheme, _) in targets.items():
         weight: Any = module.get_submodule(path).weight
         scale = {"float8_e4m3fn": 1}.get(scheme.scale_dtype, 4) + scheme.zeros
-        each = scheme.bits / 8 + scale / (scheme.columns or min(weight.shape))
+        each = scheme.code.bits / 8 + scale / (scheme.columns or min(weight.shape))
         count = kept.get(id(weight), weight.numel())
         sizes[id(weight)] = int(count * each / dtype.itemsize) + 1
     return sizes
@@ -286,7 +285,7 @@ def _quantized(
     if scheme.outer:
         parts["outer"] = _read(lambda *index: shown.read(f"{name}:outer", index), (rows,))
     parts = {part: array.contiguous() for part, array in parts.items()}
-    data = from_numpy(pack(to_numpy(codes.contiguous()), scheme), "torch")
+    data = from_numpy(scheme.code.pack(to_numpy(codes.contiguous())), "torch")
     blocks = Blocks(1, block, extent(columns))
     return Weight(data, ("out", "in"), scheme, parts, dtype, blocks)
 
