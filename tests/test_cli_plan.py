@@ -137,7 +137,7 @@ def test_plan_prints_what_goes_where(run, tmp_path, monkeypatch):
     assert "[26, 48]" in on_jax
     many = " ".join(run("plan", folder, "--tp", 6).stdout.split())
     assert "5x17 | 1x16 in a shape: 17 on the first 5, 16 on 1 more and so on" in many
-    alone = run("plan", folder, "--tp", 1, "--dtype", "bf16").stdout
+    alone = run("plan", folder, "--dtype", "bf16").stdout
     assert "in bfloat16 on one device" in alone and "sums" not in alone
     assert "counted in" not in alone and " in a shape" not in alone
     monkeypatch.setenv("COLUMNS", "37")

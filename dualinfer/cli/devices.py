@@ -76,7 +76,7 @@ def plan(
         typer.Option(
             metavar="COUNT", min=1, max=_MOST_DEVICES, help="Devices that share the model."
         ),
-    ],
+    ] = 1,
     dtype: Annotated[
         str | None,
         typer.Option(

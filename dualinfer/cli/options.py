@@ -34,7 +34,7 @@ BackendOption = Annotated[
     typer.Option(
         metavar="torch|jax",
         show_default=False,
-        help="What runs the model; unset: what is installed.",
+        help="What runs the model; unset: what is installed, torch first.",
     ),
 ]
 

@@ -102,6 +102,7 @@ class Rules:
             **dict.fromkeys(("temperature", "top_k", "top_p", "min_p")),
             **options.processed,
             "num_beams": 1,
+            "num_return_sequences": options.num_return_sequences,
             "do_sample": options.do_sample,
             "repetition_penalty": options.repetition_penalty,
             "min_new_tokens": self._least(prompts) or None,
