@@ -7,7 +7,7 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 FOLDER=$(mktemp -d)
 trap 'rm -rf "$FOLDER"' EXIT
 TESTS=(tests/test_config.py tests/test_types.py tests/test_text.py tests/test_jax_users.py)
-TESTS+=(tests/test_pipelines.py tests/test_quantize_on_load.py)
+TESTS+=(tests/test_pipelines.py tests/test_quantize_on_load.py tests/test_deploy.py)
 
 # The lower bounds of pyproject.toml, as pins.
 lowest() {

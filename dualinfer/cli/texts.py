@@ -67,7 +67,8 @@ def generate(
         typer.Option(
             metavar="torch|jax|both",
             show_default=False,
-            help="What runs the model; both: one after the other; unset: what is installed, torch first.",
+            help="What runs the model; both: one after the other; unset: what is installed, "
+            "torch first.",
         ),
     ] = None,
     chat: Annotated[

@@ -62,7 +62,7 @@ def default_device() -> jax.Device:
 
 
 def default_dtype() -> str:
-    """float16 where there is a GPU, as in the contract; float32 on a CPU."""
+    """float16 where there is a GPU, as in DeepSpeed; float32 on a CPU."""
     return "float32" if default_device().platform == "cpu" else "float16"
 
 

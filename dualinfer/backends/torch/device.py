@@ -102,7 +102,7 @@ def number_of(name: str) -> int:
 
 
 def default_dtype() -> str:
-    """float16 where there is a GPU, as in the contract; float32 on a CPU."""
+    """float16 where there is a GPU, as in DeepSpeed; float32 on a CPU."""
     return "float16" if default_device().type == "cuda" else "float32"
 
 
