@@ -15,14 +15,19 @@ from types import SimpleNamespace
 import numpy as np
 import openai
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 import dualinfer
+from dualinfer.checkpoint.described.tokenizer import load_tokenizer
 from dualinfer.errors import StepError
 from dualinfer.serving.health import Pulse
 from dualinfer.serving.http.engines import LocalEngine
 from dualinfer.serving.remote import keeper
 from dualinfer.serving.remote.frames import Unpacker, packed
+from dualinfer.serving.remote.suspects import Line, Party
 
+from .poisoned_engine import POISON
 from .server_process import is_there, server_process
 
 PROMPT = "def copy_file(source"
@@ -365,6 +370,141 @@ def test_sigterm_lets_open_requests_end(option):
         assert not (engine and is_there(engine))
 
 
+class Text:
+    """A sequence of some length; an engine dies `at` a place of it, or `after` so many tokens."""
+
+    def __init__(self, length, at=None, after=None):
+        self.length, self.at, self.after = length, at, after
+        self.size, self.sent, self.is_refused = 0, 0, False
+
+    @property
+    def has_ended(self):
+        return self.is_refused or self.size >= self.length
+
+    @property
+    def kills(self):
+        """True if an engine that goes on with its next eight tokens dies."""
+        if self.after is not None:
+            return self.size + 8 > self.sent + self.after
+        return self.at is not None and self.size <= self.at < self.size + 8
+
+
+TEXTS = st.lists(
+    st.tuples(
+        st.sampled_from([4, 60, 200, 200]),
+        st.sampled_from([None, None, None, None, "at", "at", "after"]),
+        st.integers(0, 150),
+        st.sampled_from([0, 0, 3, 40]),
+    ),
+    min_size=1,
+    max_size=6,
+)
+
+
+@given(TEXTS, st.lists(st.integers(1, 100), max_size=2))
+@settings(max_examples=200, deadline=None)
+def test_only_what_engines_die_of_is_refused(given_texts, outside):
+    """Whatever kills, and wherever: all others come to their ends, in a bounded number of lives.
+
+    An engine tells of its tokens by eights, and forgets those when it dies. Now and then it is
+    killed from `outside`, where that could not be the fault of one alone.
+    """
+    parties, coming, line, deaths, now = [], [], Line(), 0, 0
+    for length, kind, place, when in given_texts:
+        place = min(place, length - 1)
+        party, how = Party(), {} if kind is None else {kind: max(place, 40 * (kind == "after"))}
+        party.works.append(Text(length, **how))
+        coming.append((when, party))
+    texts = [party.works[0] for _, party in coming]
+    at = sum(text.at is not None for text in texts)
+    after = sum(text.after is not None for text in texts)
+    while coming or any(not party.has_ended for party in parties):
+        now += 1
+        for party in [party for when, party in coming if when <= now]:
+            parties.append(party)
+            line.put(party)
+        coming = [(when, party) for when, party in coming if when > now]
+        for party in line.sent():
+            party.works[0].sent = party.works[0].size
+        live = [x for x in parties if x.is_sent and not x.has_ended]
+        if any(x.works[0].kills for x in live) or (now in outside and len(live) > 1):
+            deaths += 1
+            refused = line.blame(live)
+            for party in parties:
+                party.take_back()
+            if refused is not None:
+                refused.works[0].is_refused = True
+            line.begin([x for x in parties if not x.has_ended])
+            continue
+        for party in live:
+            party.works[0].size += 8
+    for text in texts:
+        assert not (text.is_refused and text.at is text.after is None)
+        assert text.is_refused or text.at is None
+    assert deaths <= 5 * at + 6 * after + 2 * len(outside)
+
+
+@pytest.mark.slow
+def test_what_engines_die_of_is_refused_alone(backend, engine):
+    """One of four requests kills the engine in the middle of its text."""
+    count = 60 if backend == "torch" else 45
+    greedy = {"max_new_tokens": count, "eos_token_id": None, "do_sample": False, "logprobs": None}
+    drawn = greedy | {"do_sample": True, "seed": 5, "temperature": 1.0}
+    prompts = [[5, 6, 7], [*POISON, 3], [8, 9, 10, 11]]
+    folder = str(dualinfer.embedded_model())
+    opens = {"folder": folder, "adapters": {}, "backend": backend, "how": {"dtype": "float32"}}
+    command = keeper.python("tests.poisoned_engine")
+    own = [command, opens | {"room": [8, 200, True, 1.0]}, load_tokenizer(folder)]
+
+    async def told(handle):
+        tokens = []
+        while found := await handle.arrived():
+            tokens += found
+        return tokens
+
+    async def main():
+        kept = keeper.Keeper(*own)
+        async with kept.running() as served:
+            handles = [served.start(ids, greedy, 1)[0] for ids in prompts]
+            handles += served.start([5, 6, 7], drawn, 2)
+            found = await asyncio.gather(*map(told, handles), return_exceptions=True)
+            pid = kept.process_id
+            again = served.start(prompts[1], dict(greedy), 1)[0]
+            with pytest.raises(StepError, match="not tried again"):
+                await again.accepted()
+            assert await told(served.start(prompts[0], greedy, 1)[0]) == found[0]
+            assert kept.process_id == pid and not kept.failed.done()
+            return found
+
+    found = asyncio.run(asyncio.wait_for(main(), 300))
+    assert isinstance(found[1], StepError) and "nothing beside it" in str(found[1])
+    expected = [
+        *(engine.generate([prompts[i]], **greedy)[0] for i in (0, 2)),
+        *engine.generate([prompts[0]], **drawn, num_return_sequences=2),
+    ]
+    for tokens, row in zip([found[0], *found[2:]], expected, strict=True):
+        assert tokens == np.asarray(row).tolist()[-count:]
+
+
+@pytest.mark.slow
+def test_a_request_that_kills_at_once_does_not_end_the_server():
+    """Nothing beside it brings a token between its deaths."""
+    folder = str(dualinfer.embedded_model())
+    opens = {"folder": folder, "adapters": {}, "backend": "torch", "how": {"dtype": "float32"}}
+    how = {"max_new_tokens": 4, "eos_token_id": None, "do_sample": False, "logprobs": None}
+
+    async def main():
+        opened = opens | {"room": [8, 200, True, 1.0]}
+        kept = keeper.Keeper(keeper.python("tests.poisoned_engine"), opened, load_tokenizer(folder))
+        async with kept.running() as served:
+            with pytest.raises(StepError, match="died 3 times"):
+                await served.start([*POISON, 0], how, 1)[0].arrived()
+            assert len(await served.start([5, 6], how, 1)[0].arrived()) > 0
+            assert not kept.failed.done()
+
+    asyncio.run(asyncio.wait_for(main(), 120))
+
+
 def kill(server):
     """End the engine of a server, and wait until it is gone."""
     wait_for(lambda: server.engine != 0)
@@ -390,6 +530,7 @@ def test_what_dies_again_and_again_is_given_up():
         with pytest.raises(openai.APIError, match="died 3 times while this request was under way"):
             list(events)
         wait_for(lambda: get(server.url + "/health")[0] == 200)
+        complete(client)
         # Engines that die before they bring anything end the server.
         for _ in range(3):
             kill(server)

@@ -5,8 +5,11 @@ everything that is under way is sent once more, with the tokens that have come.
 """
 
 import asyncio
+import hashlib
+import json
 import secrets
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from itertools import count
 from typing import Any
@@ -20,17 +23,19 @@ from ..health import BEAT, Pulse
 from ..http.engines import About, Handle, State
 from .frames import Message, packed
 from .host import failure_of
+from .suspects import MOST_DEATHS, Line, Party
 
-MOST_DEATHS = 3  # of engines that had a request under way
+_REFUSED_FOR = 600.0  # seconds in which one that engines died of is refused when it comes again
+_MOST_REFUSED = 64
 Write = Callable[[bytes], None]
 
 
 class _Work:
-    """A request to the engine, which may be sent again."""
+    """A request to the engine, which may be sent again, with others of its party."""
 
-    def __init__(self, engine: "RemoteEngine", number: int) -> None:
-        self.engine, self.number = engine, number
-        self.deaths = 0
+    def __init__(self, engine: "RemoteEngine", number: int, party: Party) -> None:
+        self.engine, self.number, self.party = engine, number, party
+        self.is_left = False
         self.error: Exception | None = None
         self._waiter: asyncio.Future[None] | None = None
 
@@ -63,15 +68,16 @@ class RemoteHandle(_Work):
         ids: np.ndarray,
         arguments: Mapping[str, Any],
         index: int,
+        party: Party,
     ) -> None:
-        super().__init__(engine, number)
+        super().__init__(engine, number, party)
         self.ids, self.arguments, self.index = ids, arguments, index
         self.tokens: list[int] = []  # all that have come
         self._given = 0
         self._told: list[np.ndarray] = []
         self._kept: int | None = None
         self._reason: str | None = None
-        self.is_taken = self.is_left = False
+        self.is_taken = False
 
     @property
     def prompt_ids(self) -> list[int]:
@@ -92,6 +98,11 @@ class RemoteHandle(_Work):
     def has_ended(self) -> bool:
         """True if no token comes any more."""
         return self._reason is not None or self.error is not None
+
+    @property
+    def size(self) -> int:
+        """See `suspects.Work`."""
+        return len(self.tokens)
 
     def logprobs_of(self, index: int) -> TokenLogprobs:
         """See `Handle`."""
@@ -153,9 +164,16 @@ def _started(handles: Sequence[RemoteHandle]) -> bytes:
 class _Call(_Work):
     """A call that gives one array."""
 
+    size = 0
+
     def __init__(self, engine: "RemoteEngine", number: int, frame: bytes) -> None:
-        super().__init__(engine, number)
+        super().__init__(engine, number, Party())
         self.frame, self.array = frame, None
+
+    @property
+    def has_ended(self) -> bool:
+        """True if nobody waits for it, or nothing comes any more."""
+        return self.is_left or self.array is not None or self.error is not None
 
     def take(self, array: np.ndarray) -> None:
         """Book the result."""
@@ -172,17 +190,31 @@ class _Call(_Work):
         return self.array
 
 
-def _frames(works: Sequence[RemoteHandle | _Call]) -> Iterator[bytes]:
-    """The messages that ask for what is left; sequences of one prompt and seed go together."""
-    groups: dict[int, list[RemoteHandle]] = {}
-    for work in works:
-        if isinstance(work, RemoteHandle):
-            groups.setdefault(id(work.arguments), []).append(work)
-    for work in works:
-        if not isinstance(work, RemoteHandle):
-            yield work.frame
-        elif group := groups.pop(id(work.arguments), None):
-            yield _started(group)
+def _frame_of(party: Party) -> bytes:
+    """The message that asks for what is left of a party."""
+    first = party.works[0]
+    if isinstance(first, _Call):
+        return first.frame
+    return _started([x for x in party.works if isinstance(x, RemoteHandle) and not x.has_ended])
+
+
+def _parties(works: Iterable[RemoteHandle | _Call]) -> list[Party]:
+    return list(dict.fromkeys(work.party for work in works))
+
+
+def _digest(ids: np.ndarray, arguments: Mapping[str, Any]) -> bytes:
+    """The same for the same prompt and arguments."""
+    made = hashlib.blake2b(json.dumps(arguments, sort_keys=True).encode())
+    made.update(ids.tobytes())
+    return made.digest()
+
+
+def _died_of(deaths: int) -> StepError:
+    """The error of a request that is not tried again."""
+    return StepError(
+        f"The engine died {deaths} times while this request was under way, the last time with "
+        "nothing beside it. It is not tried again."
+    )
 
 
 class RemoteEngine:
@@ -196,6 +228,9 @@ class RemoteEngine:
         self._loop = asyncio.get_running_loop()
         self._numbers = count()
         self._work: dict[int, RemoteHandle | _Call] = {}  # in the order in which it came
+        self._line = Line()
+        self._refused: dict[bytes, float] = {}  # that engines died of, and when
+        self.in_vain = 0  # requests that engines died of, since anything came
         self._write: Write | None = None
         self._about: About | None = None
         self._state = State(0, 0, 1)
@@ -221,25 +256,39 @@ class RemoteEngine:
 
     def start(self, ids: list[int], arguments: Mapping[str, Any], count: int) -> list[Handle]:
         """See `ServedEngine`."""
-        how, array = dict(arguments), np.array(ids, np.int32)
+        how, array, party = dict(arguments), np.array(ids, np.int32), Party()
+        party.asked = array, dict(arguments)
         if how["do_sample"] and how.get("seed") is None:
             how["seed"] = secrets.randbits(63)  # which another engine needs as well
-        handles = [RemoteHandle(self, next(self._numbers), array, how, i) for i in range(count)]
-        self.post(self._begin, handles, _started(handles))
+        numbers = [next(self._numbers) for _ in range(count)]
+        handles = [RemoteHandle(self, n, array, how, i, party) for i, n in enumerate(numbers)]
+        self.post(self._begin, handles)
         return [*handles]
 
-    def _begin(self, works: Sequence[RemoteHandle | _Call], frame: bytes) -> None:
+    def _begin(self, works: Sequence[RemoteHandle | _Call]) -> None:
+        party = works[0].party
+        party.works.extend(works)
+        error = self._closed
+        if error is None and self._refused and self._is_refused(party):
+            error = _died_of(MOST_DEATHS)
         for work in works:
-            if self._closed is not None:
-                work.fail(self._closed)
-                continue
-            self._work[work.number] = work
+            if error is not None:
+                work.fail(error)
+            else:
+                self._work[work.number] = work
+        if error is None:
+            self._line.put(party)
+            self._send()
+
+    def _send(self) -> None:
+        """Send the engine what it may have by now."""
         if self._write is not None and self._closed is None:
-            self._write(frame)
+            for party in self._line.sent():
+                self._write(_frame_of(party))
 
     def cancel(self, handle: RemoteHandle) -> None:
         """Let a sequence end that nobody reads."""
-        if self._write is not None:
+        if self._write is not None and handle.party.is_sent:
             self._write(packed({"do": "cancel", "numbers": [handle.number]}))
         else:  # nothing is under way
             self._work.pop(handle.number, None)
@@ -257,12 +306,14 @@ class RemoteEngine:
     async def _called(self, message: Message, **arrays: np.ndarray) -> np.ndarray:
         number = next(self._numbers)
         call = _Call(self, number, packed({**message, "number": number}, **arrays))
-        self._begin([call], call.frame)
+        self._begin([call])
         try:
             return await call.result()
         finally:
+            call.is_left = True
             if self._work.pop(number, None) is not None and self._write is not None:
                 self._write(packed({"do": "leave", "number": number}))
+                self._send()
 
     def state(self) -> State:
         """See `ServedEngine`."""
@@ -297,8 +348,8 @@ class RemoteEngine:
         """Go on with an engine that serves, and is so: it is sent everything that is under way."""
         self._about, self._write, self.down = about, write, None
         self._state, self._pulse, self.unheard = state, Pulse(), 0.0
-        for frame in _frames(list(self._work.values())):
-            write(frame)
+        self._line.begin(_parties(self._work.values()))
+        self._send()
 
     def detach(self, why: str) -> None:
         """The engine is gone. What it had under way waits for another one, but not for ever."""
@@ -306,22 +357,39 @@ class RemoteEngine:
         last = self._state
         self._before = self._counts()
         self._state = last._replace(live=0, asked=0, found=0, preemptions=0)
-        handles = [x for x in self._work.values() if isinstance(x, RemoteHandle)]
-        waited = {id(x) for x in handles[last.slots :]}  # they had no slot: who is first is first
+        blamed = self._line.blame(_parties(self._under_way(last.slots)))
         for work in list(self._work.values()):
-            had = isinstance(work, _Call) or work.is_taken  # it may have come in between
-            work.deaths += had and id(work) not in waited
+            work.party.take_back()
             if isinstance(work, RemoteHandle) and work.is_left:
                 self._forget(work)
                 work.end("cancelled")
-            elif work.deaths >= MOST_DEATHS:
+            elif blamed is not None and work.party is blamed:
                 self._forget(work)
-                work.fail(
-                    StepError(
-                        f"The engine died {work.deaths} times while this request was under way. "
-                        "It is not tried again."
-                    )
-                )
+                work.fail(_died_of(blamed.deaths))
+        if blamed is not None:
+            self.in_vain += 1
+            self._note_refused(blamed)
+
+    def _under_way(self, slots: int) -> Iterable[RemoteHandle | _Call]:
+        """What an engine that is gone may have been at: what had a slot, and calls."""
+        sent = [work for work in self._work.values() if work.party.is_sent]
+        handles = [work for work in sent if isinstance(work, RemoteHandle)]
+        handles.sort(key=lambda x: x.arguments.get("priority") != "high")  # who is first is first
+        waited = {id(x) for x in handles[slots:] if not x.party.has_begun}
+        return [work for work in sent if id(work) not in waited]
+
+    def _note_refused(self, party: Party) -> None:
+        """Remember a request that engines died of: its client may send it again."""
+        if party.asked is not None:
+            self._refused[_digest(*party.asked)] = time.monotonic()
+        while len(self._refused) > _MOST_REFUSED:
+            self._refused.pop(next(iter(self._refused)))
+
+    def _is_refused(self, party: Party) -> bool:
+        """True for a request that engines have died of, a while ago."""
+        late = time.monotonic() - _REFUSED_FOR
+        self._refused = {digest: at for digest, at in self._refused.items() if at > late}
+        return party.asked is not None and _digest(*party.asked) in self._refused
 
     def close(self, error: Exception | None = None) -> None:
         """End everything, and take nothing any more."""
@@ -338,6 +406,11 @@ class RemoteEngine:
     def received(self, message: Message) -> None:
         """Take a message of the engine."""
         self.unheard = 0.0
+        self._take(message)
+        if self._line.is_held:
+            self._send()
+
+    def _take(self, message: Message) -> None:
         kind = message["is"]
         if kind == "turn":
             self._turn(message)
@@ -354,7 +427,7 @@ class RemoteEngine:
         elif kind == "result":
             work = self._work.pop(message["number"], None)
             if isinstance(work, _Call):
-                self.progress += 1
+                self.progress, self.in_vain = self.progress + 1, 0
                 work.take(message["array"])
 
     def _beaten(self, message: Message) -> None:
@@ -371,7 +444,8 @@ class RemoteEngine:
         tokens, told = message["tokens"].tolist(), message["told"]
         self._state = self._state._replace(live=message["live"])
         self._pulse = self._pulse._replace(silent=0.0)
-        self.progress += len(tokens)
+        if tokens:
+            self.progress, self.in_vain = self.progress + len(tokens), 0
         at = row = 0
         for number, size, rows in message["sizes"].tolist():
             handle = self._work.get(number)

@@ -26,7 +26,9 @@ _OVER = 1.5  # times the patience after which one that gives no sign of life is 
 _STARTING = 120.0  # seconds of silence of one that starts, which may hold Python's lock
 # Of one that starts again and never serves: seconds, and times of what the first one needed.
 _AGAIN_MOST, _AGAIN_TIMES = 600.0, 5.0
-_SOON, _MOST_SOON = 60.0, 3  # an engine that dies so soon, and so often in a row, is given up
+# An engine that dies so soon, and so often in a row, is given up; so often more for each request
+# that was found to kill it, of so many.
+_SOON, _MOST_SOON, _MOST_BLAMED = 60.0, 3, 2
 _PAUSES = 0.0, 1.0, 2.0  # seconds before it is started again
 _GRACE, _REAP = 5.0, 10.0  # seconds for its end, and for that of one that was killed
 _LAST = 2.0  # seconds until the end of one that has left the socket can be seen
@@ -249,7 +251,7 @@ class Keeper:
             self._fruitless = self._fruitless + 1 if soon else 0
             what = life.fate
             while True:
-                if self._fruitless >= _MOST_SOON:
+                if self._fruitless >= _MOST_SOON * (1 + min(self.engine.in_vain, _MOST_BLAMED)):
                     raise StepError(
                         f"The engine died {self._fruitless} times in a row without an answer "
                         f"between; the last time it {what}. The server ends."
@@ -257,7 +259,7 @@ class Keeper:
                 self.engine.down = f"The engine {what}. It is started again."
                 waits = self.engine.state().waiting
                 _log.warning("%s Sequences that wait: %d.", self.engine.down, waits)
-                await asyncio.sleep(_PAUSES[self._fruitless])
+                await asyncio.sleep(_PAUSES[min(self._fruitless, len(_PAUSES) - 1)])
                 begun = time.monotonic()
                 try:
                     life = await self._start(_TRIES)
