@@ -28,8 +28,9 @@ EXAMPLES = {
     ("family", "op", "kernel"): "tests/parity tests/test_report.py tests/test_generate.py "
     "tests/test_sharding.py tests/test_decoder.py tests/kernels tests/test_kernel_ops.py "
     "tests/test_kernel_ops_jax.py -k 'pebble or damp or ops_take or spills or implementations'",
-    ("scheme", "code"): "tests/test_rows8.py tests/test_int3.py tests/test_schemes.py "
-    "-k 'rows8 or int3 or packed or refused or means_zero'",
+    ("scheme", "code", "router"): "tests/test_rows8.py tests/test_int3.py tests/test_schemes.py "
+    "tests/kernels/test_rooted.py "
+    "-k 'rows8 or int3 or rooted or packed or refused or means_zero or plain_ops'",
     ("cache-kind",): "tests/test_by_token.py tests/parity tests/test_cache_kinds.py "
     "-k 'by_token or smallest_windows or different_kinds'",
 }

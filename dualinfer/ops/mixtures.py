@@ -10,6 +10,7 @@ from .contract import Array, Routing, Weights
 from .feed_forward import activation
 from .maths import Maths, flat, halves, heads, named
 from .schemes import BlockArithmetic, of_each, rounds_input
+from .scorings import SCORINGS
 
 # What is multiplied with the experts' down matrices, and these, as several devices take them.
 ShareInput: TypeAlias = Callable[[Array, Weight], tuple[Array, Weight]]
@@ -30,12 +31,11 @@ def route(
     scores = m.product(m.wide(x), m.wide(s.dequantize(weight)), m.float32, bias)
     if router.softcap is not None:
         scores = router.softcap * m.tanh(scores / router.softcap)
-    if router.score == "sparse":
-        return _sparse(m, scores, router)
-    if router.score == "sigmoid":
-        scores = m.sigmoid(scores)
-    elif router.score == "softmax":
-        scores = m.softmax(scores)
+    scoring = SCORINGS[router.score]
+    if scoring.whole is not None:
+        return scoring.whole(m, scores, router)
+    if scoring.scores is not None:
+        scores = scoring.scores(m, scores)
     choice = scores if choice_bias is None else scores + m.wide(choice_bias)
     if router.groups > 1:
         by_group = heads(choice, router.groups)
@@ -44,28 +44,11 @@ def route(
         choice = flat(m.where(is_open[..., None], by_group, -float("inf")))
     experts = m.sort(m.largest(choice, router.chosen))
     weights = m.along(scores, experts)
-    if router.score == "chosen":
-        weights = m.softmax(weights)
-    elif router.score == "gates":
-        weights = m.sigmoid(weights)
+    if scoring.weights is not None:
+        weights = scoring.weights(m, weights)
     if router.renormalized:
         weights = weights / (weights.sum(-1, keepdims=True) + router.eps)
     return Routing(m.cast(experts, m.int32), weights * router.scale)
-
-
-def _sparse(m: Maths, scores: Array, router: Router) -> Routing:
-    """The two largest of scores [..., X]; each weighs as much as near ones leave it."""
-    picks = m.largest(scores, 2)
-    rest, weights = scores, []
-    for pick in (picks[..., :1], picks[..., 1:]):
-        best = m.along(scores, pick)
-        far = (best - scores) / m.maximum(abs(scores), best) > 2 * router.jitter
-        near = m.softmax(m.where(far, -float("inf"), rest))
-        weights.append(m.along(near, pick))
-        rest = m.without(rest, pick)
-    experts, order = m.ascending(picks)
-    ordered = m.along(m.join(weights, -1), order)
-    return Routing(m.cast(experts, m.int32), ordered * router.scale)
 
 
 @named("router")

@@ -43,11 +43,12 @@ class Mlp:
 class Router:
     """The way a token chooses its experts and weighs them, by a product with the router's weights.
 
-    Logits are within `softcap` c as c * tanh(logit / c). Scores of them are their `softmax` or
-    their `sigmoid`; or the choice is among logits, and of the chosen ones alone it is the softmax
-    (`chosen`) or the sigmoid (`gates`), all in float32. A bias for the choice, if there is one
-    among the weights, is added for the choice alone. Of equal `groups` of experts those
-    `groups_chosen` are open whose best score (`max`), or sum of their `two` best, is the largest.
+    Logits are within `softcap` c as c * tanh(logit / c). `score` names a row of `ops.scorings`.
+    Scores of them are their `softmax` or their `sigmoid`; or the choice is among logits, and of the
+    chosen ones alone it is the softmax (`chosen`) or the sigmoid (`gates`), all in float32. A bias
+    for the choice, if there is one among the weights, is added for the choice alone. Of equal
+    `groups` of experts those `groups_chosen` are open whose best score (`max`), or sum of their
+    `two` best, is the largest.
     `renormalized` weights are over their sum plus `eps`; then they are times `scale`. Of equal
     scores that of the lower number goes first.
 
@@ -57,7 +58,7 @@ class Router:
     """
 
     chosen: int
-    score: Literal["softmax", "sigmoid", "chosen", "gates", "sparse"] = "softmax"
+    score: str = "softmax"
     groups: int = 1
     groups_chosen: int = 1
     group_score: Literal["max", "two"] = "max"
