@@ -4,7 +4,7 @@ PYTHON ?= $(shell command -v python3.11 || command -v python3)
 VENV := .venv
 INSTALLED := $(VENV)/.installed
 
-.PHONY: demo test test-slow test-gpu test-multi-gpu test-versions lint format docs package clean
+.PHONY: demo test test-slow test-tpu test-gpu test-multi-gpu test-versions lint format docs package clean
 
 demo: $(INSTALLED)
 	$(VENV)/bin/dualinfer demo
@@ -16,12 +16,16 @@ PYTEST := PYTHONDONTWRITEBYTECODE= CUDA_VISIBLE_DEVICES= JAX_PLATFORMS=cpu OMP_N
 	$(VENV)/bin/python -m pytest -n 2 --dist loadgroup -q
 
 test: $(INSTALLED)
-	$(PYTEST) -m "not gpu and not multi_gpu and not slow" $(ARGS)
+	$(PYTEST) -m "not gpu and not multi_gpu and not tpu and not slow" $(ARGS)
 
-# What takes longer than half a minute: fuzzers and the like. Tests of Ray and of lm-eval are skipped
-# where these cannot be installed.
-test-slow: $(INSTALLED) $(VENV)/.slow
+# What takes longer than half a minute: fuzzers and the like. Tests of Ray, of lm-eval and of the
+# compiler for TPUs are skipped where these cannot be installed.
+test-slow: $(INSTALLED) $(VENV)/.slow $(VENV)/.tpu
 	$(PYTEST) -m "slow and not gpu and not multi_gpu" $(ARGS)
+
+# Every family's steps by Pallas' kernels, interpreted, and compiled for TPUs by their own compiler.
+test-tpu: $(INSTALLED) $(VENV)/.tpu
+	$(PYTEST) -m tpu $(ARGS) tests/test_tpu.py
 
 # The GPU suites: of one device, and of several of one host. They run in the Python that is active,
 # since the user chooses a CUDA build of torch; `make test-gpu GPU_PYTHON=.venv/bin/python` names another.
@@ -52,6 +56,12 @@ $(VENV)/.slow: $(INSTALLED)
 	$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check \
 		--constraint constraints.txt --editable '.[ray,evaluation]' && touch $@ \
 		|| echo "Ray and lm-eval were not installed."
+
+# The compiler for TPUs, in a folder of its own: JAX looks for a TPU wherever it finds libtpu.
+$(VENV)/.tpu: $(INSTALLED)
+	$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --upgrade \
+		--constraint constraints.txt --target $(VENV)/tpu libtpu && touch $@ \
+		|| echo "libtpu was not installed."
 
 # The site; a dead link or anchor is an error.
 docs: $(INSTALLED)

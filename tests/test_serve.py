@@ -435,7 +435,7 @@ def test_a_large_body_that_is_wrong_is_refused_at_once(prompt):
         read(body, CompletionRequest)
     took = time.process_time() - begun
     gc.enable()
-    assert took < 2.5  # an error for each item would take ten
+    assert took < 2.5  # an error for each item would take seven
 
 
 def test_headers_have_a_bound(url):

@@ -1,7 +1,7 @@
 """Every step of models by Pallas' kernels, lowered without a device; no kernel is run.
 
-Mosaic's own compiler is part of a TPU's runtime, and is not asked: what is shown is that JAX lowers
-each kernel to Mosaic's dialect, with blocks that a TPU's tiles allow, and what each holds.
+What is shown is that JAX lowers each kernel to Mosaic's dialect, with blocks that a TPU's tiles
+allow, and what each holds. tests/test_tpu.py compiles them, where libtpu is installed.
 """
 
 import re

@@ -1,0 +1,151 @@
+"""Steps by Pallas' kernels, compiled for TPUs by their own compiler, which needs no TPU.
+
+No kernel runs on one. `make test-slow` compiles a few; `make test-tpu` every family's, and runs
+each interpreted, too.
+"""
+
+from typing import Any
+
+import pytest
+
+jax = pytest.importorskip("jax")
+torch = pytest.importorskip("torch")
+
+import numpy as np  # noqa: E402
+
+import dualinfer  # noqa: E402
+from dualinfer.backends import jax as backend  # noqa: E402
+from dualinfer.backends.jax import ahead  # noqa: E402
+from dualinfer.backends.jax.executables import Executables, Job  # noqa: E402
+from dualinfer.backends.jax.ops.pallas import PallasOps  # noqa: E402
+
+from . import (  # noqa: E402
+    encoders,
+    mixtures,
+    test_encoder_decoders,
+    test_mixtures,
+    test_recurrent,
+    test_relatives,
+)
+from .kernels.tpu_compiler import compiled, needs_compiler  # noqa: E402
+from .models import CASES, make_model, random_ids, relative_rms  # noqa: E402
+
+WIDE = {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 2, "head_dim": 128}
+WIDE |= {"num_key_value_heads": 1, "num_hidden_layers": 1, "vocab_size": 512}
+WIDE |= {"max_position_embeddings": 2048}
+CACHE = (2, 1, 1024, 128)  # keys of two sequences of 1,000 tokens
+
+pytestmark = needs_compiler
+
+
+def programs(model: Any, chip: str, monkeypatch: Any, count: int = 1, **options: Any) -> Any:
+    """A prompt's and a token's programs of two sequences of 1,000 tokens, by name."""
+    options = {"dtype": "bf16", "tensor_parallel": {"tp_size": count}} | options
+    with monkeypatch.context() as patch:
+        patch.setattr(backend, "_make_ops", lambda *args: PallasOps(args[3]))
+        with dualinfer.init_inference(model, backend="jax", **options) as engine:
+            jobs = ahead.jobs(engine.runner, ahead.Wanted((2,), (1000,), 4), 4)
+            keys: list[Any] = [job.key for job in jobs]
+            return {k[0]: compiled(job, chip, count) for k, job in zip(keys, jobs, strict=True)}
+
+
+@pytest.mark.parametrize(
+    ("chip", "how"),
+    [
+        pytest.param("v5e", {}, marks=pytest.mark.slow),
+        pytest.param("v5p", {"dtype": "fp32"}, marks=pytest.mark.tpu),
+        pytest.param("v6e", {"quant": "int4", "kv_cache_dtype": "int8"}, marks=pytest.mark.slow),
+        pytest.param("v5e", {"quant": "int8"}, marks=pytest.mark.tpu),
+    ],
+    ids=str,
+)
+def test_steps_compile(chip, how, monkeypatch):
+    """And copy neither a cache nor a weight: results take the memory of the caches."""
+    made = programs(make_model("llama-gqa", **WIDE), chip, monkeypatch, **how)
+    own = set() if "quant" in how else {"append"}
+    assert made["decode"].kernels >= {"product", "attention", "thresholds", *own}
+    assert made["prefill"].kernels >= {"product", "attention"}
+    for program in made.values():
+        assert program.aliased >= 2 * np.prod(CACHE)  # keys and values
+    assert not {shape for shape in made["decode"].copied if np.prod(shape) >= np.prod(CACHE)}
+
+
+@pytest.mark.parametrize(
+    "count",
+    [
+        pytest.param(4, marks=pytest.mark.slow),
+        pytest.param(8, marks=[pytest.mark.tpu]),
+    ],
+)
+def test_a_mesh_compiles(count, monkeypatch):
+    """Weights of several chips by the plan that any devices have, two sums a layer."""
+    if jax.device_count() < count:
+        pytest.skip(f"{count} devices, of which conftest.py asks XLA for 4; see XLA_FLAGS")
+    model = make_model("llama-gqa", **WIDE | {"num_attention_heads": 8, "num_key_value_heads": 4})
+    for program in programs(model, "v6e", monkeypatch, count=count).values():
+        assert {"product", "attention"} <= program.kernels and "all-reduce" in program.collectives
+
+
+# Every family
+
+
+def _made(make: Any, names: Any) -> dict[str, Any]:
+    return {name: (make, name) for name in names}
+
+
+FAMILIES = {
+    **_made(make_model, [n for n, case in CASES.items() if case.family != "bert"]),
+    **_made(test_relatives.make, test_relatives.CASES),
+    **_made(test_mixtures.make, mixtures.CASES),
+    **_made(test_recurrent.make, test_recurrent.CASES),
+    **_made(
+        test_encoder_decoders.model_of,
+        [name for name in test_encoder_decoders.CASES if not name.endswith("-base")],
+    ),
+    **_made(encoders.make, encoders.BASES),
+}
+
+
+@pytest.mark.tpu
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_family_runs_interpreted_and_compiles(name, monkeypatch):
+    make, case = FAMILIES[name]
+    model, jobs, made_ops = make(case), [], []
+    lower, ids = Executables.lower, random_ids(2, 7, vocab=40) + 5
+
+    def kept(self: Any, job: Job) -> Any:
+        jobs.append(job)
+        return lower(self, job)
+
+    def make_ops(*args: Any) -> PallasOps:
+        made_ops.append(PallasOps(args[3], interpret=True))
+        return made_ops[-1]
+
+    def answers(by_kernels: bool) -> list[Any]:
+        how = {"dtype": "fp32", "replace_with_kernel_inject": True}
+        with monkeypatch.context() as patch:
+            if by_kernels:
+                patch.setattr(backend, "_make_ops", make_ops)
+                patch.setattr(Executables, "lower", kept)
+            with dualinfer.init_inference(model, backend="jax", **how) as engine:
+                if make is encoders.make:
+                    return [np.asarray(x) for x in engine(ids).values()]
+                new = {"max_new_tokens": 4, "do_sample": False, "return_dict_in_generate": True}
+                made: Any = engine.generate(ids, output_logits=True, **new)
+                return [made.sequences, *made.logits]
+
+    expected, found = answers(False), answers(True)
+    for own, other in zip(found, expected, strict=True):
+        own, other = np.asarray(own), np.asarray(other)
+        if own.dtype.kind == "i":
+            np.testing.assert_array_equal(own, other)
+        else:
+            assert relative_rms(own, other) < 1e-5
+    assert jobs
+    for ops in made_ops:
+        ops.interpret = False
+    jax.clear_caches()  # or what was traced to be interpreted would be compiled
+    kernels: set[str] = set()
+    for job in jobs:
+        kernels |= compiled(job, "v5e").kernels
+    assert kernels
