@@ -545,3 +545,16 @@ def test_a_model_that_cannot_be_opened_is_told_as_in_one_process():
         server_process("--max-tokens", "10000000"),
     ):
         pass
+
+
+@pytest.mark.slow
+def test_one_process_of_jax_serves_a_model_over_two_devices():
+    model = dualinfer.embedded_model()
+    with (
+        server_process(*ROOM, "--tp", "2", backend="jax") as server,
+        openai.OpenAI(base_url=f"{server.url}/v1", api_key="-", max_retries=0) as client,
+        dualinfer.init_inference(model, backend="jax", dtype="fp32") as engine,
+    ):
+        text = engine.generate_text(PROMPT, max_new_tokens=12, do_sample=False)
+        assert complete(client).choices[0].text == text
+        assert "2 devices" in server.said

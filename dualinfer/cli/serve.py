@@ -126,6 +126,10 @@ def serve(
             help="Run the model in this process, for debuggers: where it dies, so does the server.",
         ),
     ] = False,
+    tp: Annotated[
+        int,
+        typer.Option(metavar="COUNT", min=1, help="Devices that share the model, on JAX."),
+    ] = 1,
     dtype: DtypeOption = None,
     quant: QuantOption = None,
     adapter: AdapterOption = None,
@@ -156,6 +160,14 @@ def serve(
             )
     how: dict[str, Any] = {"dtype": dtype, "quant": quant, "kv_cache_dtype": kv_cache_dtype}
     how["replace_with_kernel_inject"] = kernels
+    if tp > 1:
+        if (backend or backends.default_backend()) != "jax":
+            raise UnsupportedError(
+                f"--tp {tp}: on torch each device has a process of its own, and engines that "
+                "processes share are not served. Serve it on JAX, where one process drives all "
+                f"devices: --backend jax --tp {tp}"
+            )
+        how["tensor_parallel"] = {"tp_size": tp}
     room = max_sequences, max_tokens, prefix_cache, swap_space
     routes: dict[str, Any] = {
         "api_key": api_key,
@@ -164,7 +176,7 @@ def serve(
         "origins": allow_origin or [],
     }
     with _listening(host, port) as listener:
-        front = _Front(name or name_of(model), listener, grace, routes)
+        front = _Front(name or name_of(model), listener, grace, routes, tp)
         found = find_asked(model, revision, adapter, "")
         if one_process:
             with opened_at(*found, backend, **how) as engine:
@@ -235,9 +247,10 @@ class _Front:
     """The routes at an address, before an engine that is in this process or in another."""
 
     def __init__(
-        self, name: str, listener: socket.socket, grace: int, routes: dict[str, Any]
+        self, name: str, listener: socket.socket, grace: int, routes: dict[str, Any], devices: int
     ) -> None:
         self._name, self._listener, self._grace, self._routes = name, listener, grace, routes
+        self._devices = devices
 
     def run_beside(self, engine: Any, shown: dict[str, Any]) -> None:
         """Serve an engine of this process until SIGTERM or Ctrl-C."""
@@ -304,7 +317,7 @@ class _Front:
         has_key = self._routes["api_key"] is not None
         key = " -H 'Authorization: Bearer KEY'" if has_key else ""
         what = "{architecture}, {dtype}, {backend} on {device_name}".format(**shown)
-        say(f"{self._name}: {what}")
+        say(f"{self._name}: {what}{f', {self._devices} devices' if self._devices > 1 else ''}")
         say(f"weights {shown['parameter_bytes'] / 2**20:,.0f} MiB; {_room(shown)}")
         head = " -H 'Content-Type: application/json'" + key
         typer.echo(f"listening on {url}; the base URL of OpenAI clients is {url}/v1", err=True)
