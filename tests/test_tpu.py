@@ -28,7 +28,7 @@ from . import (  # noqa: E402
     test_relatives,
 )
 from .kernels.tpu_compiler import compiled, needs_compiler  # noqa: E402
-from .models import CASES, make_model, random_ids, relative_rms  # noqa: E402
+from .models import GENERATING, make_model, random_ids, relative_rms  # noqa: E402
 
 WIDE = {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 2, "head_dim": 128}
 WIDE |= {"num_key_value_heads": 1, "num_hidden_layers": 1, "vocab_size": 512}
@@ -94,7 +94,7 @@ def _made(make: Any, names: Any) -> dict[str, Any]:
 
 
 FAMILIES = {
-    **_made(make_model, [n for n, case in CASES.items() if case.family != "bert"]),
+    **_made(make_model, GENERATING),
     **_made(test_relatives.make, test_relatives.CASES),
     **_made(test_mixtures.make, mixtures.CASES),
     **_made(test_recurrent.make, test_recurrent.CASES),

@@ -19,8 +19,9 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec, SingleDeviceShardin
 from dualinfer.backends.jax.executables import Job
 
 LIBRARY = Path(sys.prefix, "tpu", "libtpu", "libtpu.so")
-# What libtpu would ask a TPU's machine for.
+# What libtpu would ask a TPU's machine for; two workers may have it, as there is no TPU to share.
 _SETTINGS = {
+    "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
     "TPU_WORKER_HOSTNAMES": "localhost",
     "TPU_ACCELERATOR_TYPE": "v5litepod-4",
     "TPU_SKIP_MDS_QUERY": "1",
