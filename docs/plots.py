@@ -36,7 +36,7 @@ def draw(name, labels, pairs, title, form):
     axes.invert_yaxis()
     axes.set_title(title, fontsize=11, loc="left")
     axes.spines[["top", "right"]].set_visible(False)
-    axes.legend(loc="lower right", frameon=False)
+    axes.legend(loc="upper left", bbox_to_anchor=(1, 1), frameon=False)
     axes.margins(x=0.12)
     drawn.patch.set_facecolor("white")
     path = ROOT / "docs" / "assets" / f"{name}.svg"
@@ -48,7 +48,7 @@ if __name__ == "__main__":
     kinds = {"gpt2": "float16", "opt-6.7b": "float16"}
     shares = [figures(m, kinds.get(m, "bfloat16"), "of_limit") for m in MODELS]
     percent = [[100 * share for share in pair] for pair in shares]
-    title = "Decoding one sequence on an H100: % of the time to read the weights"
+    title = "Decoding one sequence on an H100: % of the rate at which weights are read"
     draw("decode-share", MODELS, percent, title, ".0f")
     times = [figures("llama-3-8b", s, "ms_per_token") for s in SCHEMES]
     title = "Llama-3-8B's shape, one sequence, H100: ms for a token"
