@@ -15,8 +15,8 @@ from ..errors import ArgumentError, LengthError, a_type
 from ..model.spec import ModelSpec
 from .images import OF_PATCHES, as_patches, blend_of, grid_of, resized
 from .inputs import default_positions, pooling_weights
+from .pairs import behind_start, last_places
 from .sounds import as_tokens, count_tokens
-from .source import behind_start, last_places
 
 _OF_TEXT = ("attention_mask", "position_ids", "token_type_ids", "inputs_embeds")
 

@@ -15,15 +15,10 @@ from ..arguments import TRANSCRIBING
 from ..base import InferenceEngine
 from ..checks import check_ids, check_mask
 from ..options import GenerationOptions, config_dict, make_options
+from ..pairs import make_pair_inputs, refuse_names
 from ..prompts import Prompts
 from ..requests import make_requests, make_seeds
-from ..source import (
-    check_features,
-    encoder_states,
-    make_encoded,
-    make_pair_inputs,
-    refuse_names,
-)
+from ..source import check_features, encoder_states, make_encoded
 from .alignment import token_times
 from .rules import TokenRule
 from .segments import STRIDE, Segment, joined, padded

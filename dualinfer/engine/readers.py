@@ -1,0 +1,78 @@
+"""What a model reads in a forward pass, and the reader of its kind, chosen once."""
+
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple, TypeAlias
+
+from ..backends.base import ForwardInputs
+from ..model.spec import ModelSpec
+from .images import OF_PATCHES, make_image_inputs, make_tower_inputs
+from .inputs import make_forward_inputs
+from .pairs import make_pair_inputs
+from .source import NAMES
+
+_SPANS = "start_positions", "end_positions"
+
+
+class Asked(NamedTuple):
+    """What a caller asks of a pass: `how` are the arguments that all readers know.
+
+    Positions that start anew may `pack` sequences, images are `interpolate`d, and `pad` is the
+    model's id.
+    """
+
+    how: Mapping[str, Any]
+    pack: bool
+    interpolate: Any
+    pad: int | None
+
+
+# The inputs of a pass of the caller's arguments by name.
+Reader: TypeAlias = Callable[[ModelSpec, dict[str, Any], Asked], ForwardInputs]
+
+
+def read_by(spec: ModelSpec, given: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The arguments of a forward that a model reads, and others that were given."""
+    spans = spec.head is not None and spec.head.kind == "span"
+    known: dict[str, Any] = {
+        **dict.fromkeys(_SPANS, spans),
+        **dict.fromkeys(NAMES, spec.crosses),
+        "pixel_values": spec.sees,
+        **dict.fromkeys(OF_PATCHES, spec.reads_patches),
+        "bbox": spec.boxes,
+    }
+    arguments = {name: value for name, value in given.items() if known.get(name, True)}
+    told = (*NAMES, "pixel_values")  # by errors of their own
+    others = {n: x for n, x in given.items() if n not in (*arguments, *told) and x is not None}
+    return arguments, others
+
+
+def _pairs(spec: ModelSpec, values: dict[str, Any], asked: Asked) -> ForwardInputs:
+    ends = _ends(values)
+    return make_pair_inputs(spec, values, pad=asked.pad, ends=ends, **asked.how)
+
+
+def _towers(spec: ModelSpec, values: dict[str, Any], asked: Asked) -> ForwardInputs:
+    return make_tower_inputs(spec, values, interpolate=asked.interpolate, **asked.how)
+
+
+def _images(spec: ModelSpec, values: dict[str, Any], asked: Asked) -> ForwardInputs:
+    return make_image_inputs(spec, values, interpolate=asked.interpolate, **asked.how)
+
+
+def _texts(spec: ModelSpec, values: dict[str, Any], asked: Asked) -> ForwardInputs:
+    how = {"may_pack": asked.pack, "ends": _ends(values), "boxes": values.pop("bbox", None)}
+    return make_forward_inputs(spec, *values.values(), **how, **asked.how)
+
+
+def _ends(values: dict[str, Any]) -> tuple[Any, Any]:
+    """The places of answers, taken out of a caller's arguments."""
+    return values.pop(_SPANS[0], None), values.pop(_SPANS[1], None)
+
+
+def reader_of(spec: ModelSpec) -> Reader:
+    """The reader of a model's kind of input."""
+    if spec.crosses:
+        return _pairs
+    if spec.towers:
+        return _towers
+    return _images if spec.patches else _texts
