@@ -106,9 +106,9 @@ class Waves:
     `windows` places of the first convolution, each with a 1 behind where it counts in the mean.
     """
 
-    taps: tuple[int, int, int] = (127, 7, 3)
-    strides: tuple[int, int, int] = (64, 3, 2)
-    eps: float = 1e-5
+    taps: ClassVar[tuple[int, int, int]] = (127, 7, 3)
+    strides: ClassVar[tuple[int, int, int]] = (64, 3, 2)
+    eps: ClassVar[float] = 1e-5
     name: ClassVar[str] = "input_values"
 
     @property
