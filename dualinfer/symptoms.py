@@ -41,7 +41,7 @@ SYMPTOMS = (
     ),
     Symptom(
         e.ConfigError,
-        "tensor_parallel.tp_size=..., but ... processes",
+        "tensor_parallel.tp_size=... needs ... processes, and this one was started alone",
         "On torch each device has a process of its own, and fewer or more of them run than "
         "`tp_size` says.",
         "Start the script by `dualinfer launch --tp N script.py` or torchrun, with N as `tp_size`.",
@@ -76,6 +76,14 @@ SYMPTOMS = (
     ),
     Symptom(
         e.CheckpointNotFoundError,
+        "... is no folder here, and the local cache ... does not hold it whole",
+        "The model's name is neither a folder, seen from the one in which Python was started, nor "
+        "a model of the hub that could be fetched.",
+        "Check the spelling. The message says whether the network failed or `HF_HUB_OFFLINE=1` "
+        "forbade to fetch, and the `hf download` that fetches it.",
+    ),
+    Symptom(
+        e.CheckpointNotFoundError,
         "... was not fetched",
         "A folder or a file of it is missing, or the hub could not be reached.",
         "Check the spelling and the network; `HF_HUB_OFFLINE=1` forbids to fetch. Gated models "
@@ -86,6 +94,21 @@ SYMPTOMS = (
         "... cannot be read: ... Is it damaged?",
         "A file was cut short or changed, as by a download that was interrupted.",
         "Fetch it again. Pickled files that hold more than tensors are refused on purpose.",
+    ),
+    Symptom(
+        e.ArgumentError,
+        "... is ..., outside the vocabulary of ...",
+        "An id is larger than the model's table of embeddings, as where another model's tokenizer "
+        "made it.",
+        "Take the tokenizer of the model's own folder: `engine.tokenizer`, or give the text to "
+        "`engine.generate_text`.",
+    ),
+    Symptom(
+        e.ArgumentError,
+        "The tokenizer has no chat template",
+        "The model is a base model, which continues texts and has not been trained to answer.",
+        "Use `generate_text`, or take the variant of the model that was trained for chats "
+        "(its name often ends in Instruct).",
     ),
     Symptom(
         e.ArgumentError,
@@ -108,7 +131,7 @@ SYMPTOMS = (
     ),
     Symptom(
         e.LengthError,
-        "A prompt of ... and ... new ones make ..., over ...",
+        "A prompt of ... and ... new ones ..., over ...",
         "Prompt and new tokens together are more than the model's positions or `max_out_tokens`.",
         "Shorten the prompt, ask for fewer new tokens, or raise `max_out_tokens` if it is set.",
     ),

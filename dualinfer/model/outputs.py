@@ -52,7 +52,10 @@ def _make_type(name: str) -> Any:
 
     from transformers.utils.generic import ModelOutput
 
-    fields = [(field, Any, None) for field in _CLASSES[name]]
+    # transformers 5.24 calls the cache so, and warns of each object with the older name.
+    cache = "cache" if hasattr(ModelOutput, "past_key_values") else "past_key_values"
+    names = [cache if field == "past_key_values" else field for field in _CLASSES[name]]
+    fields = [(field, Any, None) for field in names]
     namespace = {"__repr__": _describe, "__module__": __name__, "__post_init__": _keep}
     return make_dataclass(name, fields, bases=(ModelOutput,), namespace=namespace, repr=False)
 
