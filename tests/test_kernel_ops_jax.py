@@ -392,8 +392,10 @@ def test_without_triton_plain_xla_serves_and_says_so(spec, monkeypatch):
         patch.setattr(backend, "default_device", gpu)
         said = backend.describe_kernels()
     assert said == "Triton is not installed (pip install triton); plain XLA"
+    asked: Any = {"backend": "jax", "use_triton": True, "replace_with_kernel_inject": True}
+    config = InferenceConfig(**asked)
     with pytest.raises(dualinfer.ConfigError, match="use_triton=True: Triton is not installed"):
-        chosen(spec, gpu(), use_triton=True)
+        backend._check_kernels(config, spec, gpu())
     monkeypatch.setattr(backend, "runs_kernels", lambda device: True)
     model = make_model("llama-gqa", vocab_size=VOCAB, **CASES["llama-gqa"])
     with dualinfer.init_inference(model, **OPTIONS) as engine:

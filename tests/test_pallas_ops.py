@@ -61,12 +61,16 @@ def test_the_choice_is_told_and_refused_where_it_cannot_run(monkeypatch):
     """On a CPU Pallas' kernels run where the environment asks for it, and Triton's never."""
     model = make_model("llama-gqa", vocab_size=VOCAB, **CASES["llama-gqa"])
     monkeypatch.delenv(VARIABLE, raising=False)
+    read = []
+    monkeypatch.setattr(backend, "load_params", lambda *args: read.append(args))
     for kernels, why in (
         ("pallas", f"run on TPUs and on NVIDIA.*{VARIABLE}=1"),
         ("triton", "data-centre GPUs"),
     ):
         with pytest.raises(ConfigError, match=f"kernels='{kernels}'.*{why}.*Leave it unset"):
             init_inference(model, kernels=kernels, **OPTIONS)
+    assert not read  # no weight, before that
+    monkeypatch.undo()
     assert "Pallas" in pallas_obstacle(jax.devices("cpu")[0])
     monkeypatch.setenv(VARIABLE, "1")
     assert backend.describe_kernels() == "Pallas: interpreted"

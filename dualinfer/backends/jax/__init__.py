@@ -95,6 +95,7 @@ def create_runner(
 ) -> JaxRunner:
     """A runner on the config's devices with the plan's weights in its dtype."""
     place, dtype = _place(config), jnp.dtype(config.dtype or default_dtype())
+    _check_kernels(config, spec, place.device)  # before any weight is read
     register_outputs()
     use_compilation_cache(place.device)
     if _kernels_of(config, place.device) == "triton" and runs_kernels(place.device):
@@ -201,6 +202,20 @@ def _obstacle(spec: ModelSpec, device: jax.Device) -> str:
     return "" if beyond is None else f"the kernels do not serve {beyond}"
 
 
+def _check_kernels(config: InferenceConfig, spec: ModelSpec, device: jax.Device) -> None:
+    """ConfigError for kernels that are asked for by name and cannot run here."""
+    wanted = _kernels_of(config, device)
+    if wanted == "pallas":
+        obstacle = pallas_obstacle(device)
+    elif wanted == "triton" and (config.kernels or config.use_triton):
+        obstacle = _obstacle(spec, device)
+    else:
+        return
+    if obstacle:
+        asked = f"kernels={wanted!r}" if config.kernels else "use_triton=True"
+        raise ConfigError(f"{asked}: {obstacle}. Leave it unset.")
+
+
 def _make_ops(
     config: InferenceConfig,
     spec: ModelSpec,
@@ -208,33 +223,20 @@ def _make_ops(
     split: Split | None = None,
     place: Place | None = None,
 ) -> PlainOps:
-    """The kernels that are wanted where they can run, else plain XLA.
-
-    ConfigError for those that are asked for by name and cannot run.
-    """
+    """The kernels that are wanted where they can run, else plain XLA; see `_check_kernels`."""
     wanted = _kernels_of(config, device)
-    if wanted == "xla":
-        return PlainOps(split)
     if wanted == "pallas":
         return _make_pallas_ops(device, split)
-    obstacle = _obstacle(spec, device)
-    if obstacle:
-        if config.kernels:
-            raise ConfigError(f"kernels='triton': {obstacle}. Leave it unset.")
-        if config.use_triton:
-            raise ConfigError(f"use_triton=True: {obstacle}. Leave it unset.")
+    if wanted == "xla" or _obstacle(spec, device):
         return PlainOps(split)
     return _make_kernel_ops(config, spec, device, split, place)
 
 
 def _make_pallas_ops(device: jax.Device, split: Split | None) -> PlainOps:
-    """Pallas' kernels for a TPU or a GPU, else interpreted ones; ConfigError without any."""
+    """Pallas' kernels for a TPU or a GPU, else interpreted ones."""
     from .ops.pallas import PallasOps
     from .ops.pallas_gpu import PallasGpuOps
 
-    obstacle = pallas_obstacle(device)
-    if obstacle:
-        raise ConfigError(f"kernels='pallas': {obstacle}. Leave it unset.")
     if device.platform == "gpu":
         return PallasGpuOps(split, sms=getattr(device, "core_count", None) or 132)
     return PallasOps(split, interpret=device.platform != "tpu")
