@@ -68,7 +68,14 @@ def test_those_that_give_way_go_on_as_if_nothing_had_been(engine, swap_space, mo
     saved, restored = [], []
     runner = engine.runner
     save, restore = runner.save, runner.restore
-    monkeypatch.setattr(runner, "save", lambda *x: saved.append(x) or save(*x))
+
+    def counted(*given):
+        made = save(*given)
+        assert made.nbytes == runner.saved_bytes(given[1])  # by which swap_space is kept
+        saved.append(given)
+        return made
+
+    monkeypatch.setattr(runner, "save", counted)
     monkeypatch.setattr(runner, "restore", lambda *x: restored.append(x) or restore(*x))
 
     async def alone():
@@ -124,6 +131,37 @@ def test_one_that_waits_for_its_slot_again_can_be_cancelled(engine):
 
     assert asyncio.run(main()) == 19
     assert not [x for x in engine._loop._pauses._saved if x is not None]
+
+
+def test_no_pause_passes_what_there_is_room_for(engine):
+    rows = rows_of(engine)
+
+    async def pause():
+        made = start(engine, rows[0], 0, max_new_tokens=60)
+        async for _ in made:
+            break
+        await start(engine, rows[1], 0, priority="high", max_new_tokens=2)
+        return await made
+
+    engine.reserve(1, 250, swap_space=1)
+    seen, save = [], engine.runner.save
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(engine.runner, "save", lambda *x: seen.append(save(*x)) or seen[-1])
+        text = asyncio.run(pause())
+        size = seen[0].nbytes
+        for space, count in ((size, 2), (size - 1, 2)):
+            engine.reserve(1, 250, swap_space=space / 2**30)
+            assert asyncio.run(pause()) == text
+            assert len(seen) == count
+
+
+def test_what_saves_and_restores_is_there_before_the_first_pause(engine):
+    if engine.report().backend == "torch" or not engine.runner.spec.keeps_places:
+        pytest.skip("nothing is compiled, or minutes of it")
+    engine.reserve(2, 250, prefix_cache=False, prepare=True)
+    before = engine.runner.compilations
+    engine.runner.restore(1, engine.runner.save(0, 64))
+    assert engine.runner.compilations == before
 
 
 def test_what_is_no_space_is_refused(engine):

@@ -118,6 +118,31 @@ def test_only_what_takes_longer_than_it_should_is_called_hung():
     assert Pulse().limit == 20 and Pulse(doing="compiling").limit == 600
 
 
+def test_turns_that_fail_one_after_another_are_trouble(engine, monkeypatch):
+    local = LocalEngine(engine)
+
+    async def ask(count):
+        made = [engine.generate_async([5, 6, 7], max_new_tokens=4) for _ in range(count)]
+        for one in made:
+            await one
+
+    def failing(*args):
+        raise RuntimeError("CUDA error: out of luck")
+
+    asyncio.run(ask(1))
+    for calls, is_lost in ((("decode",), False), (("decode", "probe"), True)):
+        with monkeypatch.context() as patch:
+            for call in calls:
+                patch.setattr(engine.runner, call, failing)
+            for i in range(9):
+                assert (local.state().trouble is not None) == (i >= 8 or (is_lost and i > 0))
+                with pytest.raises(StepError):
+                    asyncio.run(ask(1))
+        assert "out of luck" in (local.state().trouble or "")
+        asyncio.run(ask(2))
+        assert local.state().trouble is None
+
+
 def test_what_waits_behind_a_step_gives_that_no_more_time():
     """Only a pass over whole texts that is under way may take long."""
     with dualinfer.init_inference(dualinfer.embedded_model(), dtype="fp32") as engine:
@@ -484,6 +509,42 @@ def test_what_engines_die_of_is_refused_alone(backend, engine):
     ]
     for tokens, row in zip([found[0], *found[2:]], expected, strict=True):
         assert tokens == np.asarray(row).tolist()[-count:]
+
+
+@pytest.mark.slow
+def test_a_device_that_computes_no_more_gives_way_to_another_process(
+    backend, engine, tmp_path, monkeypatch
+):
+    (tmp_path / "there").touch()
+    monkeypatch.setenv("LOSES", str(tmp_path / "there"))
+    how = {"max_new_tokens": 30, "eos_token_id": None, "do_sample": False, "logprobs": None}
+    folder = str(dualinfer.embedded_model())
+    opens = {"folder": folder, "adapters": {}, "backend": backend, "how": {"dtype": "float32"}}
+    opens["room"] = [8, 200, True, 1.0]
+    prompts = [[5, 6, 7], [*POISON, 3], [8, 9, 10, 11]]
+
+    async def told(handle):
+        tokens = []
+        while found := await handle.arrived():
+            tokens += found
+        return tokens
+
+    async def main():
+        command = keeper.python("tests.poisoned_engine")
+        kept = keeper.Keeper(command, opens, load_tokenizer(folder))
+        async with kept.running() as served:
+            first, why = kept.process_id, set()
+            made = [told(served.start(ids, how, 1)[0]) for ids in prompts]
+            task = asyncio.gather(*made)
+            while not task.done():
+                why.add(str(served.state().trouble))
+                await asyncio.sleep(0.05)
+            assert any("computes no more" in x for x in why) and kept.process_id != first
+            return await task
+
+    found = asyncio.run(asyncio.wait_for(main(), 300))
+    for tokens, ids in zip(found, prompts, strict=True):
+        assert tokens == np.asarray(engine.generate([ids], **how))[0].tolist()[-30:]
 
 
 @pytest.mark.slow

@@ -240,7 +240,8 @@ class Pool:
     `tokens`; an encoder of one length needs none. `eos` ids of a request, and whether some of them
     hide tokens or weigh them, are in the state from the start: the first request that needs more of
     these makes a larger state, and its steps anew. The `spare` slots lie behind the others. No
-    request gets one and no step passes over it, so that it keeps what is copied there.
+    request gets one and no step passes over it, so that it keeps what is copied there. Where slots
+    are `saved`, to the host's memory, what does so is prepared with the rest.
     """
 
     slots: int
@@ -250,6 +251,7 @@ class Pool:
     hides: bool = False
     weighs: bool = False
     spare: int = 0
+    saved: bool = False
 
     def __post_init__(self) -> None:
         """Raise ArgumentError for what is no room."""
@@ -449,6 +451,14 @@ class Runner(Protocol):
 
     def compile(self, backend: Any, compile_kwargs: Mapping[str, Any]) -> None:
         """Compile forward where that is a choice; UnsupportedError where it cannot be done."""
+        ...
+
+    def probe(self) -> None:
+        """Raise unless the device computes: after some errors it does so never again."""
+        ...
+
+    def saved_bytes(self, tokens: int) -> int:
+        """Bytes of the host's memory that `save` of so many tokens takes."""
         ...
 
     def free_bytes(self) -> int | None:

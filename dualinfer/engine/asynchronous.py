@@ -35,7 +35,8 @@ class Traffic(NamedTuple):
     Sequences that have a slot, those that wait for one, the most that get one, for how many seconds
     the thread that drives them has not come round, 0 where there is nothing to do, and the tokens
     of prompts that it may be reading. `preemptions` counts slots that were taken from sequences for
-    ones of high priority.
+    ones of high priority. `lost` says why the device computes no more: it did not when a turn had
+    failed, or turn after turn fails; None otherwise.
     """
 
     live: int
@@ -44,6 +45,7 @@ class Traffic(NamedTuple):
     silent: float
     reading: int = 0
     preemptions: int = 0
+    lost: str | None = None
 
 
 @dataclass(frozen=True)
@@ -246,7 +248,8 @@ class AsyncCalls(RoomCalls):
             return Traffic(0, 0, MOST_SLOTS if pool is None else pool.slots, 0.0)
         live, waiting = driver.live, driver.waiting
         silent = time.monotonic() - driver.heartbeat if live or waiting else 0.0
-        return Traffic(live, waiting, driver.slots, silent, driver.reading, driver.preemptions)
+        known = driver.reading, driver.preemptions, driver.lost
+        return Traffic(live, waiting, driver.slots, silent, *known)
 
     def submit_sequences(
         self,

@@ -14,7 +14,14 @@ from typing import Any
 import numpy as np
 
 from ..backends.base import MAX_STEPS, Request
-from ..errors import ClosedError, DeadlineError, OutOfMemoryError, StepError, UnsupportedError
+from ..errors import (
+    ClosedError,
+    DeadlineError,
+    DualinferError,
+    OutOfMemoryError,
+    StepError,
+    UnsupportedError,
+)
 from ..parallel.spmd import Turns
 from ..serving.scheduler import Entry, Scheduler, steps_for
 from .loop import Loop, StopStrings, StopWatch
@@ -24,6 +31,7 @@ from .stepwise import Stepwise
 
 _LINGER = 1.0  # seconds that the thread waits for more before it ends
 _PAUSE = 0.005  # seconds between looks for room that other callers hold
+_MOST_FAILURES = 8  # turns in a row that failed, without a token between
 _SOME = 0.2  # the share of a new time in the time that a step is taken to need
 
 
@@ -167,6 +175,9 @@ class Driver:
         self.heartbeat = time.monotonic()  # when the thread last came round
         self.reading = 0  # tokens of prompts without a new token yet
         self.preemptions = 0  # slots taken from sequences for urgent ones
+        self.lost: str | None = None  # why the device computes no more
+        self._failed: BaseException | None = None  # of this turn
+        self._failures = 0  # turns in a row that failed
 
     @property
     def live(self) -> int:
@@ -236,9 +247,27 @@ class Driver:
                 self._turn()
             except BaseException as error:
                 self._fail_all(error)
+            self._look()
             self._wake()
         self._fail_all(self._stopped)
         self._wake()
+
+    def _look(self) -> None:
+        """Behind a turn that failed: see whether the device still computes, and turns bring some.
+
+        After an error of CUDA's that stays, no call of the process succeeds any more.
+        """
+        failed, self._failed = self._failed, None
+        if failed is None:
+            return
+        self._failures += 1
+        try:
+            self._loop.probe()
+        except Exception as error:
+            self.lost = f"The device computes no more: {error!r}."
+        else:
+            if self._failures >= _MOST_FAILURES:
+                self.lost = f"{self._failures} turns in a row have failed, the last one: {failed!r}."
 
     def _is_busy(self) -> bool:
         return bool(self._inbox or self._scheduler.live or self._scheduler.waiting)
@@ -409,6 +438,7 @@ class Driver:
     def _give(self, job: Job, token: int, told: Sequence[np.ndarray]) -> None:
         if job.request.tells:
             job.channel.told.append(told[job.given])
+        self._failures, self.lost = 0, None
         job.given += 1
         job.channel.count = job.given
         job.channel.items.append(token)
@@ -423,6 +453,8 @@ class Driver:
                 self._loop.leave([job.live])
             if job.steps is not None:
                 job.steps.close()
+        if isinstance(error, StepError) or _is_of_device(error):
+            self._failed = error
         job.left = None  # what it had saved, which its caller's handle would keep
         if job.live is not None:
             job.live.saved = None
@@ -466,6 +498,11 @@ def _set(futures: Sequence["asyncio.Future[None]"]) -> None:
     for future in futures:
         if not future.done():
             future.set_result(None)
+
+
+def _is_of_device(error: BaseException | None) -> bool:
+    """True for an error that may be the device's: frameworks raise RuntimeError for these."""
+    return isinstance(error, RuntimeError) and not isinstance(error, DualinferError)
 
 
 _drivers: "weakref.WeakSet[Driver]" = weakref.WeakSet()

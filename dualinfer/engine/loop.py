@@ -455,6 +455,11 @@ class Loop:
             )
         return pause
 
+    def probe(self) -> None:
+        """Raise unless the device computes."""
+        with self._turns:
+            self._runner.probe()
+
     def check_idle(self) -> None:
         """Raise UnsupportedError while a sequence is under way, whose cache is of these weights."""
         with self._turns:

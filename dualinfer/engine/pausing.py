@@ -45,11 +45,11 @@ class Pauses:
             return None
         if not (is_simple and spec.keeps_beginnings):
             return None
-        held = sum(saved.nbytes for saved in self._saved)
-        if held + self._runner.cache_bytes_for(1, count) > self._most:
-            return None
         count = count // GRAIN * GRAIN if spec.keeps_places else count
+        held = sum(saved.nbytes for saved in self._saved)
         try:
+            if held + self._runner.saved_bytes(count) > self._most:
+                return None
             saved = self._runner.save(live.slot, count)
         except Exception:
             _log.warning("What a sequence had cached was not saved.", exc_info=True)

@@ -1,6 +1,7 @@
 """Memory that an engine reserves for many sequences at once."""
 
 import math
+from dataclasses import replace
 from typing import NamedTuple
 
 from ..backends.base import Pool
@@ -89,6 +90,7 @@ class RoomCalls(InferenceEngine):
                 said = self._turns.peers.tell("Reserving room", free=free_for_pool(runner))["free"]
                 free = None if None in said else min(said)
                 pool = pool_for(runner, slots, each, prefix_cache, free)
+                pool = replace(pool, saved=swap_space > 0)
                 prepares = not is_on_host(runner) if prepare is None else prepare
                 self._loop.open(pool, prepares, prefix_cache, int(swap_space * 2**30))
             finally:

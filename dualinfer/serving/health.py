@@ -13,13 +13,14 @@ class Pulse(NamedTuple):
     """The work of an engine: seconds since its last turn, 0 where there is nothing to do.
 
     `doing` is what it says that it makes or compiles, `reading` the tokens of prompts that it may
-    be at, and `on_host` whether the host's processor computes.
+    be at, and `on_host` whether the host's processor computes. `lost` is why it cannot go on.
     """
 
     silent: float = 0.0
     doing: str | None = None
     reading: int = 0
     on_host: bool = False
+    lost: str | None = None
 
     @property
     def patience(self) -> float:
@@ -37,6 +38,8 @@ class Pulse(NamedTuple):
     @property
     def trouble(self) -> str | None:
         """The reason why it does not serve; None while it does."""
+        if self.lost is not None:
+            return self.lost
         if self.silent <= self.patience:
             return None
         return f"The engine has not moved for {self.silent:.0f} s."

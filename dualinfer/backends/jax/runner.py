@@ -329,6 +329,11 @@ class JaxRunner:
         if self._pool is not None and self._pool.spare:
             reaches = {part.tokens for part in parts_of(room)}
             jobs += [self._copy_job(self._cache, tokens, 0, 0) for tokens in sorted(reaches)]
+        if self._pool is not None and self._pool.saved:
+            for part in sorted({part.tokens for part in parts_of(room)}):
+                own = self._own_of(self._cache, part)
+                jobs += [self._save_job(self._cache, part, 0)]
+                jobs += [self._restore_job(self._cache, own, part, 0)]
         self._executables.prepare([ahead.abstract(j, self.device) for j in jobs], "Compiling")
 
     @in_place
@@ -713,10 +718,9 @@ class JaxRunner:
         if cache is None or self._live.pool is None:
             raise StepError(_LOST)
         part = part_of(self._live.pool, 1, tokens).tokens
-        lies = replace(cache, layers=self._split)
-        function = self._place.spread(partial(taken, tokens=part), (lies, WHOLE), lies)
-        operands = self._place.operands((np.array(slot, np.int32),))
-        own = self._executables.run(("save", part, *cache.room), function, cache, *operands)
+        job = self._save_job(cache, part, slot)
+        operands = self._place.operands(job.args[1:])
+        own = self._executables.run(job.key, job.function, cache, *operands)
         leaves, tree = jax.tree.flatten(own)
         held = [(np.asarray(x), x.sharding) for x in leaves]
         return Saved(tokens, sum(x.nbytes for x, _ in held), (part, held, tree))
@@ -729,12 +733,38 @@ class JaxRunner:
             raise StepError(_LOST)
         part, held, tree = saved.copies
         own = jax.tree.unflatten(tree, [jax.device_put(x, lies) for x, lies in held])
+        job = self._restore_job(cache, own, part, slot)
+        args = cache, own, *self._place.operands(job.args[2:])
+        with self._at_stake():
+            self._cache = self._executables.run(job.key, job.function, *args, donate=job.donate)
+
+    def _save_job(self, cache: Cache, part: int, slot: int) -> Job:
+        lies = replace(cache, layers=self._split)
+        function = self._place.spread(partial(taken, tokens=part), (lies, WHOLE), lies)
+        shardings = replace(cache, layers=self._shardings[1]), self._shardings[0]
+        args = cache, np.array(slot, np.int32)
+        return Job(("save", part, *cache.room), function, args, shardings=shardings)
+
+    def _restore_job(self, cache: Cache, own: Any, part: int, slot: int) -> Job:
         lies = replace(cache, layers=self._split)
         function = self._place.spread(given, (lies, lies, WHOLE), lies)
-        args = cache, own, *self._place.operands((np.array(slot, np.int32),))
-        key = "restore", part, *cache.room
-        with self._at_stake():
-            self._cache = self._executables.run(key, function, *args, donate=(0,))
+        whole, layers = self._shardings
+        shardings = replace(cache, layers=layers), replace(own, layers=layers), whole
+        args, key = (cache, own, np.array(slot, np.int32)), ("restore", part, *cache.room)
+        return Job(key, function, args, donate=(0,), shardings=shardings)
+
+    def _own_of(self, cache: Cache, part: int) -> Any:
+        """The shapes of a slot's first `part` tokens."""
+        job = self._save_job(cache, part, 0)
+        return jax.eval_shape(job.function, *job.args)
+
+    def saved_bytes(self, tokens: int) -> int:
+        """See `base.Runner`; of all devices, and as many tokens as a step of that many reads."""
+        if self._cache is None or self._live.pool is None:
+            raise StepError(_LOST)
+        part = part_of(self._live.pool, 1, tokens).tokens
+        leaves = jax.tree.leaves(self._own_of(self._cache, part))
+        return sum(x.size * x.dtype.itemsize for x in leaves)
 
     @in_place
     def release(self, slots: Sequence[int]) -> None:
@@ -751,6 +781,10 @@ class JaxRunner:
     def draw_seeds(self, count: int) -> list[int]:
         """Seeds from the operating system."""
         return [secrets.randbits(63) for _ in range(count)]
+
+    def probe(self) -> None:
+        """See `base.Runner`."""
+        np.asarray(jax.device_put(np.ones(1, np.float32), self.device) + 1)
 
     def free_bytes(self) -> int | None:
         """Bytes that each device here can still allocate; None if one does not say."""

@@ -125,6 +125,10 @@ class Cache:
         taken = [layer.taken(slot, tokens) for layer in self._layers]
         return [type(one)(*map(saved, one)) for one in taken]
 
+    def saved_bytes(self, tokens: int) -> int:
+        """Bytes that `save` of so many tokens takes."""
+        return sum(size_of(layer.taken(0, tokens)) for layer in self._layers)
+
     def restore(self, slot: int, saved: Sequence[Any]) -> None:
         """Put back what `save` gave, into any slot."""
         for layer, own in zip(self._layers, saved, strict=True):

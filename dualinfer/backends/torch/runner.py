@@ -761,6 +761,10 @@ class TorchRunner:
         layers = self._cache.save(slot, tokens)
         return Saved(tokens, sum(map(size_of, layers)), layers)
 
+    def saved_bytes(self, tokens: int) -> int:
+        """See `base.Runner`."""
+        return self._cache.saved_bytes(tokens)
+
     @in_order
     @torch.inference_mode()
     def restore(self, slot: int, saved: Saved) -> None:
@@ -823,6 +827,10 @@ class TorchRunner:
             )
         self._compiled = torch.compile(self._outputs, **options)
         self._forget_calls()
+
+    def probe(self) -> None:
+        """See `base.Runner`."""
+        torch.ones(1, device=self.device).add_(1).item()
 
     def free_bytes(self) -> int | None:
         """Bytes that can still be allocated on the device; None if that is unknown."""

@@ -160,7 +160,7 @@ class LocalEngine:
     def pulse(self) -> Pulse:
         """Its work of this moment, and how long it has been silent."""
         now = self._engine.traffic()
-        return Pulse(now.silent, under_way(), now.reading, self._on_host)
+        return Pulse(now.silent, under_way(), now.reading, self._on_host, now.lost)
 
     def state(self) -> State:
         """See `ServedEngine`."""

@@ -162,7 +162,16 @@ class Host:
                     outlet.end()
 
     def deliver(self, outlets: list[Outlet]) -> None:
-        """Send what a turn has brought, as one message; on the thread that took the turn."""
+        """Send what a turn has brought, as one message; on the thread that took the turn.
+
+        Where the device computes no more, this process ends instead: what is under way goes on with
+        the one that takes its place.
+        """
+        now = self._engine.traffic()
+        if now.lost is not None:
+            _log.error("%s This process ends.", now.lost)
+            self.fail(StepError(now.lost))
+            os._exit(1)
         sizes: list[tuple[int, int, int]] = []
         tokens: list[int] = []
         told: list[np.ndarray] = []
@@ -181,7 +190,7 @@ class Host:
             if outlet.has_ended and self._outlets.pop(outlet.number, None) is not None:
                 error = None if outlet.error is None else told_error(outlet.error)
                 ended.append([outlet.number, outlet.reason, error])
-        message: Message = {"is": "turn", "live": self._engine.traffic().live}
+        message: Message = {"is": "turn", "live": now.live}
         message |= {"kept": kept} if kept else {}
         message |= {"ended": ended} if ended else {}
         self.send(

@@ -129,7 +129,7 @@ class _Life:
         if self.hung is not None:
             return f"hung ({self.hung})"
         if self.told is not None:
-            return f"failed: {self.told}"
+            return f"failed: {str(self.told).rstrip('.')}"
         code = self.process.poll()
         if code is not None and code < 0:
             return f"was ended by {signal.Signals(-code).name}"
