@@ -24,6 +24,11 @@ F = '{"name": "f", "arguments": {"a": "}{\\"<x", "b": [1, {}]}}'
 ARGS = '{"a": "}{\\"<x", "b": [1, {}]}'
 L = F.replace("arguments", "parameters")
 TURNED = '{"arguments": {"a": 1}, "name": "g"}'
+TAGS = (
+    "<tool_call>\n<function=f>\n<parameter=a>\n<x>\n\n</parameter>\n<parameter=b>\n[1, {}]\n"
+    "</parameter>\n<parameter=n>\nNaN\n</parameter>\n</function>"
+)
+TAG_ARGS = '{"a": "<x>\\n", "b": [1, {}], "n": "NaN"}'
 # Format, text, content, and the calls' names and arguments.
 ANSWERS = [
     ("hermes", "Hello < <tool there.\n", "Hello < <tool there.\n", []),
@@ -45,6 +50,16 @@ ANSWERS = [
     ("llama3", '{"answer": [1, 2]} so', '{"answer": [1, 2]} so', []),
     ("llama3", "<|python_tag|>print(1)", "print(1)", []),
     ("llama3", '{"answer": ', '{"answer": ', []),
+    ("qwen3_coder", "Hello <tool", "Hello <tool", []),
+    ("qwen3_coder", f"Hm.\n{TAGS}\n</tool_call>", "Hm.", [("f", TAG_ARGS)]),
+    ("qwen3_coder", f"{TAGS}</tool_call>\n<tool_call><function=g></function>\n</tool_call> So.",
+     "So.", [("f", TAG_ARGS), ("g", "{}")]),
+    ("qwen3_coder", "<tool_call>\n<function=f>\n<parameter=a>\n1\n</parameter>\n<parameter=b>\n[1",
+     "", [("f", '{"a": 1')]),
+    ("qwen3_coder", "<tool_call>\n<function=f>\n<parameter=a>1</parameter> so\n</function>",
+     "so\n</function>", [("f", '{"a": 1}')]),
+    ("qwen3_coder", "<tool_call>\n<function f>", "<tool_call>\n<function f>", []),
+    ("qwen3_coder", f"<tool_call>\n{F}", f"<tool_call>\n{F}", []),
     ("mistral", "Hello [TOOL", "Hello [TOOL", []),
     ("mistral", f"[TOOL_CALLS] [{F}, {TURNED}]", "", [("f", ARGS), ("g", '{"a": 1}')]),
     ("mistral", f"Ok [TOOL_CALLS]f[ARGS]{ARGS}[TOOL_CALLS]g[CALL_ID]a1[ARGS]{{}}", "Ok",
@@ -85,11 +100,16 @@ def test_calls_do_not_depend_on_the_pieces(answer, cuts, thinks):
 
 
 @given(
-    st.text(alphabet='{}[]",:<>/ntool_c\n\\TOLCARGS ', max_size=60), st.lists(st.integers(0, 60))
-)
+    st.one_of(
+        st.text(alphabet='{}[]",:<>/ntool_c\n\\TOLCARGS ', max_size=60),
+        st.lists(st.sampled_from(["<tool_call>", "<function=", "<parameter=", "a>", "</parameter>",
+                                  "</function>", "</tool_call>", "\n", " b", "<"])).map("".join),
+    ),
+    st.lists(st.integers(0, 90)),
+)  # fmt: skip
 @settings(max_examples=200, deadline=None)
 def test_no_text_depends_on_the_pieces(text, cuts):
-    for style in ("hermes", "llama3", "mistral", None):
+    for style in ("hermes", "llama3", "mistral", "qwen3_coder", None):
         for opened in (False, True):
             how = style, ["f", "g"], True, opened
             assert answered(pieces_of(text, cuts), *how) == answered([text], *how)
@@ -133,7 +153,22 @@ def checked(calls):
         MODELS[call.function.name].model_validate_json(call.function.arguments, strict=True)
 
 
-@pytest.mark.parametrize("style", ["hermes", "llama3", "mistral"])
+def test_tags_are_read_by_the_schema_of_their_function():
+    kinds = {"a": {"type": "string"}, "b": {"$ref": "#/$defs/x"}, "c": {"type": ["string", "null"]}}
+    schema = {"properties": kinds, "$defs": {"x": {"enum": ["1", "2"]}}}
+    pairs = [("a", "1"), ("b", "2"), ("c", "null"), ("d", "true"), ("c", "x y")]
+    values = "".join(f"<parameter={key}>\n{x}\n</parameter>\n" for key, x in pairs)
+    text = f"<tool_call>\n<function=f>\n{values}</function>\n</tool_call>"
+    said = '{"a": "1", "b": "2", "c": null, "d": true, "c": "x y"}'
+    assert answered([text], "qwen3_coder", {"f": schema}) == ("", "", [("f", said)])
+    one = {"properties": {"a": {"type": "string", "pattern": "a"}}}
+    for parameters, what in ((one, "pattern"), ({"anyOf": []}, "anyOf")):
+        tool = [{"name": "f", "parameters": parameters}]
+        with pytest.raises(ValueError, match=what):
+            calls_grammar("qwen3_coder", tool, must=True, one=True, has_args=False, token=repr)
+
+
+@pytest.mark.parametrize("style", ["hermes", "llama3", "mistral", "qwen3_coder"])
 def test_a_grammar_makes_calls_certain_with_special_tokens_too(style):
     tokenizer = KINDS["llama-3"]()
     tokenizer.add_special_tokens({"additional_special_tokens": ["[TOOL_CALLS]", "[ARGS]"]})
@@ -158,7 +193,8 @@ def test_a_grammar_makes_calls_certain_with_special_tokens_too(style):
                 break
         if not progress.is_over:
             continue
-        content, _, calls = answered([text], style, MODELS, thinks=must)
+        schemas = {tool["name"]: tool["parameters"] for tool in FUNCTIONS}
+        content, _, calls = answered([text], style, schemas, thinks=must)
         if must:
             assert content == ""
             assert calls
@@ -176,6 +212,10 @@ TEMPLATES = {
     "mistral": "{% for m in messages %}# {{ m.content }}{% for c in m.tool_calls or [] %}"
     "[TOOL_CALLS]{{ c.function.name }}[ARGS]{{ c.function.arguments | tojson }}{% endfor %}\n"
     "{% endfor %}{% if tools %}{{ tools | tojson }}{% endif %}def ",
+    "qwen3_coder": "{% for m in messages %}# {{ m.content }}{% for c in m.tool_calls or [] %}"
+    "<tool_call>\n<function={{ c.function.name }}>\n{% for k, v in c.function.arguments.items() %}"
+    "<parameter={{ k }}>\n{{ v | tojson }}\n</parameter>\n{% endfor %}</function>\n</tool_call>"
+    "{% endfor %}\n{% endfor %}{% if tools %}{{ tools | tojson }}{% endif %}def ",
     "thinking": "{% for m in messages %}# {{ m.content }}{% for c in m.tool_calls or [] %}"
     "<tool_call>\n{{ c.function | tojson }}\n</tool_call>{% endfor %}\n{% endfor %}{% if tools %}"
     "{{ tools | tojson }}{% endif %}{% if budget %}{{ '</think>' }}{% endif %}<think>\n",

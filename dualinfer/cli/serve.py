@@ -100,8 +100,8 @@ def serve(
         str | None,
         typer.Option(
             metavar="NAME",
-            help="How it writes calls of tools: hermes (Qwen's, too), llama3, mistral or none; "
-            "unset: as its chat template does.",
+            help="How it writes calls of tools: hermes (Qwen's, too), llama3, mistral, "
+            "qwen3_coder or none; unset: as its chat template does.",
         ),
     ] = None,
     reasoning_parser: Annotated[
@@ -147,7 +147,11 @@ def serve(
     if not (os.environ.get(_KEY, "-") if api_key is None else api_key).strip():
         raise typer.BadParameter(f"--api-key, or {_KEY}, is empty.")
     for option, value, known in (
-        ("--tool-call-parser", tool_call_parser, ("hermes", "llama3", "mistral", "none")),
+        (
+            "--tool-call-parser",
+            tool_call_parser,
+            ("hermes", "llama3", "mistral", "qwen3_coder", "none"),
+        ),
         ("--reasoning-parser", reasoning_parser, ("think", "none")),
     ):
         if value is not None and value not in known:

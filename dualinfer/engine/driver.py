@@ -267,7 +267,9 @@ class Driver:
             self.lost = f"The device computes no more: {error!r}."
         else:
             if self._failures >= _MOST_FAILURES:
-                self.lost = f"{self._failures} turns in a row have failed, the last one: {failed!r}."
+                self.lost = (
+                    f"{self._failures} turns in a row have failed, the last one: {failed!r}."
+                )
 
     def _is_busy(self) -> bool:
         return bool(self._inbox or self._scheduler.live or self._scheduler.waiting)

@@ -222,7 +222,8 @@ class Server:
         if body.callable and talk.style is None:
             raise RequestError(
                 "tools: the model's chat template writes calls in no form that is known (hermes, "
-                "llama3, mistral), if any. `dualinfer serve --tool-call-parser` names one.",
+                "llama3, mistral, qwen3_coder), if any. `dualinfer serve --tool-call-parser` names "
+                "one.",
                 "tools",
             )
         return talk

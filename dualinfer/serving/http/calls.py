@@ -14,7 +14,11 @@ MARKS = {
     "hermes": ("<tool_call>", "</tool_call>"),
     "llama3": ("<|python_tag|>",),
     "mistral": ("[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"),
+    "qwen3_coder": ("<tool_call>", "</tool_call>"),
 }
+_FUNCTION, _FUNCTION_END = "<function=", "</function>"
+_PARAMETER, _PARAMETER_END = "<parameter=", "</parameter>"
+_TAGGED = re.compile(r"([^<>\n]{1,128})>")
 _FEW = r"\s{0,64}"  # blanks: a model may write them without an end
 _HEADER = re.compile(
     r'\s*\{\s*"name"\s*:\s*("(?:[^"\\]|\\.){0,256}")\s*,\s*"(?:arguments|parameters)"\s*:\s*'.replace(
@@ -104,7 +108,8 @@ class _Scan:
 class Reply:
     """Reads the text of an answer as it comes; in which pieces does not matter.
 
-    `style` is a format of MARKS or None for no calls, `known` the names of the tools. Thoughts are
+    `style` is a format of MARKS or None for no calls, `known` the names of the tools, or these with
+    the schemas of their arguments, by which tags of Qwen3-Coder's are read. Thoughts are
     what stands in `<think>`, which a prompt `opened` already; with `thinks` False they are content.
     With `one` it `is_over` behind the first call.
     """
@@ -118,6 +123,9 @@ class Reply:
         one: bool = False,
     ) -> None:
         self._style, self._known, self._one = style, frozenset(known), one
+        self._schemas = known if isinstance(known, Mapping) else {}
+        self._properties: Mapping[str, Any] = {}  # of the call that is read
+        self._parameters = 0  # that it has
         self.count, self.is_over = 0, False
         self._text, self._blanks, self._trims = "", "", False
         self._scan, self._whole = _Scan(), ""
@@ -212,6 +220,7 @@ class Reply:
             return False
         self._whole, self._in_list = "" if self._style == "llama3" else mark, False
         states = {"hermes": self._object, "llama3": self._start, "mistral": self._listed}
+        states["qwen3_coder"] = self._function
         self._state = states[self._style or ""]
         return True
 
@@ -284,14 +293,61 @@ class Reply:
         said = self._text if size < 0 else self._text[:size]
         self._text = self._text[len(said) :]
         if said:
-            part = {"index": self.count - 1, "function": {"arguments": said}}
-            made.add(Delta(calls=[part]))
+            self._argue(made, said)
         if size < 0:
             return False
         if not self._has_header:
             return self._close()
         self._state = self._tail
         return True
+
+    def _function(self, made: Delta, final: bool) -> bool:
+        """Behind Qwen3-Coder's mark: the tag with a function's name."""
+        text = self._text.lstrip()
+        found = _TAGGED.match(text, len(_FUNCTION)) if text.startswith(_FUNCTION) else None
+        if found is None:
+            may_come = _FUNCTION.startswith(text) or (
+                text.startswith(_FUNCTION) and ">" not in text and len(text) < 160
+            )
+            return False if may_come and not final else self._give_up(made)
+        self._open(made, found[1])
+        schema = self._schemas.get(found[1]) or {}
+        self._properties, self._parameters = properties_of(schema), 0
+        self._text, self._state = text[found.end() :], self._tagged
+        return True
+
+    def _tagged(self, made: Delta, final: bool) -> bool:
+        """Within a call of tags, each of whose arguments is given on once it is whole."""
+        text = self._text.lstrip()
+        if text.startswith(_FUNCTION_END):
+            self._argue(made, "{}" if not self._parameters else "}")
+            self._text = text[len(_FUNCTION_END) :]
+            return self._close()
+        if text.startswith(_PARAMETER):
+            if (end := text.find(_PARAMETER_END)) >= 0:
+                self._text = text[end + len(_PARAMETER_END) :]
+                if (found := _TAGGED.match(text, len(_PARAMETER), end)) is not None:
+                    self._parameter(made, found[1], text[found.end() : end])
+                return True
+        elif not any(mark.startswith(text) for mark in (_FUNCTION_END, _PARAMETER)):
+            self._argue(made, "{}" if not self._parameters else "}")  # it is over without a mark
+            self._text = text
+            return self._close()
+        if final:  # it was cut off
+            self._text = ""
+        return False
+
+    def _parameter(self, made: Delta, key: str, value: str) -> None:
+        """Give on one argument of a call of tags."""
+        value = value.removeprefix("\n").removesuffix("\n")
+        said = json.dumps(_value_of(value, self._properties.get(key)), ensure_ascii=False)
+        begins = ", " if self._parameters else "{"
+        self._argue(made, f"{begins}{json.dumps(key, ensure_ascii=False)}: {said}")
+        self._parameters += 1
+
+    def _argue(self, made: Delta, said: str) -> None:
+        """Give on a part of the arguments of the call that is read."""
+        made.add(Delta(calls=[{"index": self.count - 1, "function": {"arguments": said}}]))
 
     def _tail(self, made: Delta, final: bool) -> bool:
         """The rest of an object behind its arguments."""
@@ -307,7 +363,8 @@ class Reply:
     def _behind(self, made: Delta, final: bool) -> bool:
         """Behind a call: its closing mark, another call, or content."""
         text = self._text.lstrip()
-        ends = {"hermes": ("</tool_call>",), "llama3": (";", ","), "mistral": (",", "]")}
+        ends = dict.fromkeys(("hermes", "qwen3_coder"), ("</tool_call>",))
+        ends |= {"llama3": (";", ","), "mistral": (",", "]")}
         marks = ends[self._style or ""]
         if not final and (not text or any(m.startswith(text) and m != text for m in marks)):
             return False
@@ -365,6 +422,48 @@ def _split(text: str, mark: str, final: bool) -> tuple[str, str | None]:
     return text[: len(text) - held], None
 
 
+def resolved(schema: Any, root: Mapping[str, Any]) -> Mapping[str, Any]:
+    """A schema, or the one that its `$ref` names in `root`."""
+    for _ in range(8):
+        name = schema.get("$ref") if isinstance(schema, Mapping) else None
+        if not isinstance(name, str) or not name.startswith("#/"):
+            break
+        there: Any = root
+        for part in name[2:].split("/"):
+            there = there.get(part) if isinstance(there, Mapping) else None
+        schema = there
+    return schema if isinstance(schema, Mapping) else {}
+
+
+def properties_of(schema: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
+    """The schemas of a function's arguments, by their names."""
+    given = schema.get("properties")
+    return {k: resolved(v, schema) for k, v in given.items()} if isinstance(given, Mapping) else {}
+
+
+def is_text(schema: Mapping[str, Any]) -> bool:
+    """True for a schema of texts alone, which stand in tags without quotes."""
+    choices = schema.get("enum", [schema["const"]] if "const" in schema else [])
+    if isinstance(choices, list) and choices:
+        return all(isinstance(x, str) for x in choices)
+    return schema.get("type") == "string"
+
+
+def _value_of(text: str, schema: Mapping[str, Any] | None) -> Any:
+    """The value of an argument that stands in tags: JSON, unless its schema is that of a text."""
+    if schema is not None and is_text(schema):
+        return text
+    try:
+        return json.loads(text, parse_constant=_refuse)
+    except (ValueError, RecursionError):
+        return text
+
+
+def _refuse(name: str) -> None:
+    """Refuse NaN and infinities, which are no JSON."""
+    raise ValueError(name)
+
+
 def _text_of(quoted: str) -> str | None:
     try:
         return json.loads(quoted, strict=False)
@@ -392,8 +491,8 @@ def style_of(template: str) -> str | None:
     """The format of calls that a chat template writes; None where it knows none."""
     if "[TOOL_CALLS]" in template:
         return "mistral"
-    if "<tool_call>" in template and "<function=" not in template:
-        return "hermes"
+    if "<tool_call>" in template:
+        return "qwen3_coder" if _FUNCTION in template else "hermes"
     if "<|python_tag|>" in template or '"parameters": ' in template:
         return "llama3"
     return None
@@ -419,6 +518,10 @@ def calls_grammar(
         schema = tool.get("parameters") or {"type": "object", "additionalProperties": False}
         name = tool["name"]
         rules.append(f"args_{i}: %json {json.dumps({**schema, **_BLANKS})}")
+        if style == "qwen3_coder":
+            rules.pop()
+            rules += _tag_rules(i, name, schema)
+            continue
         if named:
             rules.append(f"call_{i}: {json.dumps(name)} {token('[ARGS]')} args_{i}")
             continue
@@ -428,12 +531,48 @@ def calls_grammar(
     return "\n".join([*_starts(style, must, one, named, token), *rules]) + "\n"
 
 
+def _tag_rules(i: int, name: str, schema: Mapping[str, Any]) -> list[str]:
+    """The rules of Lark of a call in tags; ValueError for texts of which not all can be told."""
+    rules, parts = [], []
+    if several := {"anyOf", "oneOf", "allOf", "$ref"} & set(schema):
+        raise ValueError(
+            f"the parameters of {name} have {min(several)}, which calls in tags cannot be held to. "
+            "Name them by properties."
+        )
+    needed = schema.get("required", ())
+    rest = {k: v for k, v in schema.items() if k in ("$defs", "definitions")}
+    for j, (key, value) in enumerate(properties_of(schema).items()):
+        begin, end = f"<parameter={key}>\n", f"\n{_PARAMETER_END}\n"
+        if is_text(value):
+            rules.append(f"P_{i}_{j}: {_text_rule(name, key, value)} {json.dumps(end)}")
+            parts.append((key, f"{json.dumps(begin)} P_{i}_{j}"))
+        else:
+            rules.append(f"v_{i}_{j}: %json {json.dumps({**value, **rest, **_BLANKS})}")
+            parts.append((key, f"{json.dumps(begin)} v_{i}_{j} {json.dumps(end)}"))
+    body = " ".join(part if key in needed else f"({part})?" for key, part in parts)
+    begins = json.dumps(f"{_FUNCTION}{name}>\n")
+    return [*rules, f"call_{i}: {begins} {body} {json.dumps(_FUNCTION_END)}"]
+
+
+def _text_rule(name: str, key: str, schema: Mapping[str, Any]) -> str:
+    """What a text in tags may be."""
+    if choices := schema.get("enum", [schema["const"]] if "const" in schema else []):
+        return "(" + " | ".join(json.dumps(x, ensure_ascii=False) for x in choices) + ")"
+    if other := {"pattern", "format"} & set(schema):
+        raise ValueError(
+            f"{key} of {name} has a {min(other)}, which calls in tags cannot be held to. Leave it "
+            "out, or take an enum."
+        )
+    least, most = schema.get("minLength", 0), schema.get("maxLength", "")
+    return f"(/(?s:.{{{least},{most}}})/ & ~/(?s:.*<\\/parameter>.*)/)"
+
+
 def _starts(
     style: str, must: bool, one: bool, named: bool, token: Callable[[str], str]
 ) -> list[str]:
     """The rules that say where calls may stand."""
     again = "" if one else "*"
-    if style == "hermes":
+    if style in ("hermes", "qwen3_coder"):
         begin, end = (token(mark) for mark in MARKS["hermes"])
         block = f'{begin} "\\n" call "\\n" {end}'
         if must:

@@ -53,7 +53,7 @@ class TalkOf(NamedTuple):
 
     def reply(self) -> Reply:
         """A reader of one answer."""
-        names = [tool.function.name for tool in self.tools]
+        names = {tool.function.name: tool.function.parameters for tool in self.tools}
         style = self.talk.style if self.tools else None
         return Reply(style, names, self.talk.thinks, self.opened, self.body.calls_one)
 
@@ -89,7 +89,10 @@ class TalkOf(NamedTuple):
             raise RequestError("tools: no format of calls is known.", "tools")
         tools = [tool.function.model_dump(exclude_none=True) for tool in self.tools]
         how = {"one": self.body.calls_one, "has_args": self.talk.has_args}
-        return calls_grammar(style, tools, must=must, token=self._token, **how)
+        try:
+            return calls_grammar(style, tools, must=must, token=self._token, **how)
+        except ValueError as error:
+            raise RequestError(f"tools: {error}", "tools") from error
 
     def _token(self, mark: str) -> str:
         """A mark as Lark has it: a special token by its id, another by its text."""
