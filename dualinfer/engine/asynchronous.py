@@ -11,7 +11,7 @@ from collections.abc import (
     Mapping,
     Sequence,
 )
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Literal, NamedTuple, Self, Unpack
 
@@ -272,7 +272,12 @@ class AsyncCalls(RoomCalls):
             made = self._make_jobs([ids], None, None, how, fields, None)
             jobs = [made[start.index] for start in starts]
         else:  # all alike
-            jobs = [self._make_jobs([ids], None, None, dict(how), fields, None)[0] for _ in starts]
+            jobs = self._make_jobs([ids], None, None, dict(how), fields, None)
+            for _ in starts[1:]:
+                if jobs[0].begin is None:
+                    jobs.append(replace(jobs[0]))
+                else:  # whose rules are its own
+                    jobs += self._make_jobs([ids], None, None, dict(how), fields, None)
         for job, start, channel in zip(jobs, starts, channels, strict=True):
             job.resume(start.done)
             job.channel = channel
