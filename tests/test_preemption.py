@@ -10,8 +10,12 @@ import pytest
 pytest.importorskip("torch")
 pytest.importorskip("jax")
 
+import torch
+
 import dualinfer
+from dualinfer.backends.torch.maths import TorchMaths
 from dualinfer.errors import ArgumentError
+from dualinfer.ops.sampling import gumbel
 
 from . import test_recurrent
 from .models import make_model, random_ids
@@ -209,10 +213,24 @@ def random_requests(vocab, count, seed=0):
     return made
 
 
+def is_near(engine, row, how, text, other):
+    """True if texts part where two tokens' scores, with their noise, are closer than rounding."""
+    at = next(i for i, (a, b) in enumerate(zip(text, other, strict=True)) if a != b)
+    how = {k: v for k, v in how.items() if k != "logprobs"} | {"output_scores": True}
+    made = engine.generate([row], return_dict_in_generate=True, **how)
+    scores = np.asarray(made.scores[at], np.float64)
+    if how["do_sample"]:
+        parts = how["seed"], 0, 0, len(row) + at  # seed's words, return index, position
+        noise = gumbel(TorchMaths(), *(torch.tensor([x]).int() for x in parts), scores.shape[-1])
+        scores = scores + noise.numpy()
+    return abs(scores[0, text[at]] - scores[0, other[at]]) < 2e-4
+
+
 def compare_ways(engine, count):
     """Each request's text alone is that of all at once, cold, from what is there, and paused.
 
-    Of each way how many tokens were found, and how many slots were taken away.
+    Of each way how many tokens were found, and how many slots were taken away. A text may differ
+    where two tokens are closer than rounding.
     """
     requests, told = random_requests(engine.runner.spec.vocab, count), {}
 
@@ -250,7 +268,9 @@ def compare_ways(engine, count):
         before = engine.traffic().preemptions
         found = asyncio.run(way())
         wrong = [i for i in range(count) if found[i] != expected[i]]
-        assert not wrong, (name, len(wrong), wrong[:5])
+        for i in wrong:
+            is_tie = is_near(engine, *requests[i][:2], expected[i], found[i])
+            assert is_tie and len(wrong) <= 1 + count // 500, (name, len(wrong), wrong[:5])
         told[name] = engine.prefix_counts().found, engine.traffic().preemptions - before
     return told
 
