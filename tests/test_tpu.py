@@ -18,6 +18,7 @@ from dualinfer.backends import jax as backend  # noqa: E402
 from dualinfer.backends.jax import ahead  # noqa: E402
 from dualinfer.backends.jax.executables import Executables, Job  # noqa: E402
 from dualinfer.backends.jax.ops.pallas import PallasOps  # noqa: E402
+from dualinfer.kernels.pallas import product as products  # noqa: E402
 
 from . import (  # noqa: E402
     encoders,
@@ -84,6 +85,33 @@ def test_a_mesh_compiles(count, monkeypatch):
     model = make_model("llama-gqa", **WIDE | {"num_attention_heads": 8, "num_key_value_heads": 4})
     for program in programs(model, "v6e", monkeypatch, count=count).values():
         assert {"product", "attention"} <= program.kernels and "all-reduce" in program.collectives
+
+
+@pytest.mark.parametrize(
+    ("kind", "columns", "rows"),
+    [
+        pytest.param("int4", 64, 16, marks=pytest.mark.slow),
+        pytest.param("uint4", 128, 256, marks=pytest.mark.tpu),
+        pytest.param("fp4_e2m1", 32, 16, marks=pytest.mark.tpu),
+        pytest.param("fp8_e4m3", 0, 256, marks=pytest.mark.tpu),
+    ],
+)
+def test_products_with_codes_have_room_for_their_values(kind, columns, rows):
+    """Gate and up of an 8B model, of whose blocks a program makes megabytes of float32."""
+    width, out = 4096, 28672
+
+    def run(x: Any, data: Any, scale: Any) -> Any:
+        codes = products.Codes(data, scale, None, None, kind, columns, width)
+        assert products.serves(rows, codes, True, 2)
+        how: Any = {"activation": jax.nn.silu, "gated": True, "interpret": False}
+        return products.product(x, codes, dtype=x.dtype, **how)
+
+    x = jax.ShapeDtypeStruct((rows, width), "bfloat16")
+    data = jax.ShapeDtypeStruct(
+        (out, width // (2 if kind in products.PACKED_KINDS else 1)), "uint8"
+    )
+    scale = jax.ShapeDtypeStruct((out, width // columns if columns else 1), "bfloat16")
+    assert compiled(Job("product", run, (x, data, scale)), "v5p").kernels == {"product"}
 
 
 # Every family

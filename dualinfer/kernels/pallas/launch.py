@@ -79,6 +79,7 @@ def run(
     prefetch: Sequence[jax.Array] = (),
     parallel: Sequence[bool] = (),
     changes: Mapping[int, int] | None = None,
+    between: int = 0,
     interpret: bool,
 ) -> list[jax.Array]:
     """The results of a kernel over a grid; NoRoomError if it would hold too much.
@@ -86,7 +87,7 @@ def run(
     `body` takes references to int32 `prefetch`, which indices of blocks take as well, then to
     inputs, outputs and scratch. `parallel` says of each axis of the grid whether its programs do
     not depend on one another, None of all if left out. `changes` maps inputs to the outputs that
-    take their memory.
+    take their memory. `between` are bytes of what the body makes on its way, where it is much.
     """
     count = check_room(name, [*inputs, *outputs], scratch)
     semantics = [pltpu.PARALLEL if p else pltpu.ARBITRARY for p in parallel or [False] * len(grid)]
@@ -103,7 +104,7 @@ def run(
         ),
         input_output_aliases={i + len(prefetch): o for i, o in (changes or {}).items()},
         compiler_params=pltpu.CompilerParams(
-            dimension_semantics=semantics, vmem_limit_bytes=count + _SLACK
+            dimension_semantics=semantics, vmem_limit_bytes=count + between + _SLACK
         ),
         interpret=interpret,
     )
