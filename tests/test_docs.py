@@ -109,15 +109,13 @@ def test_the_site_builds_without_a_dead_link(tmp_path):
 
 
 NEEDED = {"Evaluate with lm-eval": "lm_eval"}
-ELSEWHERE = {
-    "Stream into a web page",
-    "Ray Data",
-}  # the first below, the second in test_ray_data.py
+# The first below, the second in test_ray_data.py.
+ELSEWHERE = {"Stream into a web page", "Ray Data"}
 
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("default")  # the harness's own
-@pytest.mark.parametrize("name", RECIPES.keys() - ELSEWHERE)
+@pytest.mark.parametrize("name", [name for name in RECIPES if name not in ELSEWHERE])
 def test_a_recipe_runs(name, tmp_path, monkeypatch, capfd):
     if name in NEEDED:
         pytest.importorskip(NEEDED[name], reason="Not installed: make test-slow does it.")
