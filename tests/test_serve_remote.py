@@ -143,6 +143,23 @@ def test_turns_that_fail_one_after_another_are_trouble(engine, monkeypatch):
         assert local.state().trouble is None
 
 
+def test_a_pass_over_texts_finds_a_device_that_computes_no_more(engine, monkeypatch):
+    local = LocalEngine(engine)
+
+    def failing(*args):
+        raise RuntimeError("CUDA error: out of luck")
+
+    for calls in (("forward",), ("forward", "probe")):
+        with monkeypatch.context() as patch:
+            for call in calls:
+                patch.setattr(engine.runner, call, failing)
+            with pytest.raises(RuntimeError, match="out of luck"):
+                asyncio.run(local.embed(["a text"], None))
+        assert (engine.traffic().lost is not None) == ("probe" in calls)
+    engine.look()
+    assert engine.traffic().lost is None
+
+
 def test_what_waits_behind_a_step_gives_that_no_more_time():
     """Only a pass over whole texts that is under way may take long."""
     with dualinfer.init_inference(dualinfer.embedded_model(), dtype="fp32") as engine:

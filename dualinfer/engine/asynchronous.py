@@ -179,6 +179,8 @@ class AsyncGeneration:
 class AsyncCalls(RoomCalls):
     """The calls of a fused engine for programs of asyncio."""
 
+    _lost: str | None = None  # why the device computed no more when it was last looked at
+
     @with_arguments
     def generate_async(
         self,
@@ -245,11 +247,20 @@ class AsyncCalls(RoomCalls):
         driver = self._driver
         if driver is None:
             pool = self._pool
-            return Traffic(0, 0, MOST_SLOTS if pool is None else pool.slots, 0.0)
+            slots = MOST_SLOTS if pool is None else pool.slots
+            return Traffic(0, 0, slots, 0.0, lost=self._lost)
         live, waiting = driver.live, driver.waiting
-        silent = time.monotonic() - driver.heartbeat if live or waiting else 0.0
-        known = driver.reading, driver.preemptions, driver.lost
+        is_busy = live or waiting or driver.is_looking
+        silent = time.monotonic() - driver.heartbeat if is_busy else 0.0
+        known = driver.reading, driver.preemptions, driver.lost or self._lost
         return Traffic(live, waiting, driver.slots, silent, *known)
+
+    def look(self) -> None:
+        """Ask the device for a sum behind an error of a pass over whole texts.
+
+        Where it does not give one, `traffic` says so from then on.
+        """
+        self._lost = self._loop.trouble()
 
     def submit_sequences(
         self,

@@ -176,6 +176,7 @@ class Driver:
         self.reading = 0  # tokens of prompts without a new token yet
         self.preemptions = 0  # slots taken from sequences for urgent ones
         self.lost: str | None = None  # why the device computes no more
+        self.is_looking = False  # whether it does, behind a turn that failed
         self._failed: BaseException | None = None  # of this turn
         self._failures = 0  # turns in a row that failed
 
@@ -261,15 +262,11 @@ class Driver:
         if failed is None:
             return
         self._failures += 1
-        try:
-            self._loop.probe()
-        except Exception as error:
-            self.lost = f"The device computes no more: {error!r}."
-        else:
-            if self._failures >= _MOST_FAILURES:
-                self.lost = (
-                    f"{self._failures} turns in a row have failed, the last one: {failed!r}."
-                )
+        self.is_looking = True  # a device that hangs hangs here
+        self.lost = self._loop.trouble()
+        self.is_looking = False
+        if self.lost is None and self._failures >= _MOST_FAILURES:
+            self.lost = f"{self._failures} turns in a row have failed, the last one: {failed!r}."
 
     def _is_busy(self) -> bool:
         return bool(self._inbox or self._scheduler.live or self._scheduler.waiting)

@@ -455,10 +455,14 @@ class Loop:
             )
         return pause
 
-    def probe(self) -> None:
-        """Raise unless the device computes."""
-        with self._turns:
-            self._runner.probe()
+    def trouble(self) -> str | None:
+        """Why the device computes no more; None where it does."""
+        try:
+            with self._turns:
+                self._runner.probe()
+        except Exception as error:
+            return f"The device computes no more: {error!r}."
+        return None
 
     def check_idle(self) -> None:
         """Raise UnsupportedError while a sequence is under way, whose cache is of these weights."""

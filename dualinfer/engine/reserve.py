@@ -90,7 +90,7 @@ class RoomCalls(InferenceEngine):
                 said = self._turns.peers.tell("Reserving room", free=free_for_pool(runner))["free"]
                 free = None if None in said else min(said)
                 pool = pool_for(runner, slots, each, prefix_cache, free)
-                pool = replace(pool, saved=swap_space > 0)
+                pool = replace(pool, saved=swap_space > 0 and runner.spec.keeps_beginnings)
                 prepares = not is_on_host(runner) if prepare is None else prepare
                 self._loop.open(pool, prepares, prefix_cache, int(swap_space * 2**30))
             finally:

@@ -120,6 +120,7 @@ class JaxRunner:
         self._state: SlotState | None = None
         self._live = LiveSlots()
         self._pool: Pool | None = None
+        self._saved_bytes: dict[int, int] = {}  # of a slot of the pool, by tokens
         specs = self._cache_specs
         self._passes = Passes(self.steps.spec, self.steps.ops, specs, self._most_tokens_of)
         self._longest = 1  # chunk of steps since the first of what is live began
@@ -299,7 +300,7 @@ class JaxRunner:
         with contextlib.suppress(Exception):  # of an abandoned step
             jax.block_until_ready(self._cache)  # else its bytes still count as in use
         self._cache = self._state = None
-        self._live, self._pool = LiveSlots(), None
+        self._live, self._pool, self._saved_bytes = LiveSlots(), None, {}
         if pool is None:
             return
         room = room_of(pool, self.spec)
@@ -763,8 +764,10 @@ class JaxRunner:
         if self._cache is None or self._live.pool is None:
             raise StepError(_LOST)
         part = part_of(self._live.pool, 1, tokens).tokens
-        leaves = jax.tree.leaves(self._own_of(self._cache, part))
-        return sum(x.size * x.dtype.itemsize for x in leaves)
+        if part not in self._saved_bytes:  # a trace of all layers
+            leaves = jax.tree.leaves(self._own_of(self._cache, part))
+            self._saved_bytes[part] = sum(x.size * x.dtype.itemsize for x in leaves)
+        return self._saved_bytes[part]
 
     @in_place
     def release(self, slots: Sequence[int]) -> None:
@@ -782,9 +785,11 @@ class JaxRunner:
         """Seeds from the operating system."""
         return [secrets.randbits(63) for _ in range(count)]
 
+    @in_place
     def probe(self) -> None:
         """See `base.Runner`."""
-        np.asarray(jax.device_put(np.ones(1, np.float32), self.device) + 1)
+        for device in self._place.devices:
+            np.asarray(jax.device_put(np.ones(1, np.float32), device) + 1)
 
     def free_bytes(self) -> int | None:
         """Bytes that each device here can still allocate; None if one does not say."""

@@ -12,7 +12,7 @@ from jax.experimental.pallas import tpu as pltpu
 
 VARIABLE = "DUALINFER_PALLAS_INTERPRET"  # "1": kernels are interpreted where there is no TPU
 LANES = 128
-BUDGET = 32 << 20  # bytes of VMEM for a kernel; a core of v5e and v6e has 128 MiB, of v5p 64
+BUDGET = 32 << 20  # bytes of VMEM for blocks; a core of v5e and v6e has 128 MiB, of v5p 64
 _SLACK = 4 << 20  # what Mosaic holds beside blocks and scratch
 _PIPELINED = 2  # buffers of a block: one is copied while the other is read
 

@@ -10,6 +10,7 @@ import numpy as np
 from ...engine.requests import TokenLogprobs
 from ...engine.scoring import prompt_told
 from ...engine.text import endings
+from ...errors import DualinferError
 from ...system.patience import noted, under_way
 from ..health import Pulse
 from ..room import is_on_host
@@ -148,9 +149,18 @@ class LocalEngine:
 
     @contextmanager
     def whole(self) -> Iterator[None]:
-        """The engine's turn, for a pass over whole texts, which holds up steps."""
-        with self._engine.turns, noted("whole texts are read"):
-            yield
+        """The engine's turn, for a pass over whole texts, which holds up steps.
+
+        Behind an error that is none of dualinfer's it asks whether the device computes at all.
+        """
+        try:
+            with self._engine.turns, noted("whole texts are read"):
+                yield
+        except DualinferError:
+            raise
+        except Exception:
+            self._engine.look()
+            raise
 
     def _whole(self, function: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
         """The result of a function that makes such a pass."""

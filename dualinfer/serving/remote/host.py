@@ -168,10 +168,7 @@ class Host:
         the one that takes its place.
         """
         now = self._engine.traffic()
-        if now.lost is not None:
-            _log.error("%s This process ends.", now.lost)
-            self.fail(StepError(now.lost))
-            os._exit(1)
+        self._end_if(now.lost)
         sizes: list[tuple[int, int, int]] = []
         tokens: list[int] = []
         told: list[np.ndarray] = []
@@ -199,6 +196,13 @@ class Host:
             tokens=np.array(tokens, np.int32),
             told=np.stack(told) if told else np.zeros((0, 0), np.float32),
         )
+
+    def _end_if(self, lost: str | None) -> None:
+        """End this process where the device is lost: another one takes its place."""
+        if lost is not None:
+            _log.error("%s This process ends.", lost)
+            self.fail(StepError(lost))
+            os._exit(1)
 
     # Other calls
 
@@ -239,6 +243,7 @@ class Host:
             try:
                 array = np.asarray(work(), np.float32)
             except BaseException as error:
+                self._end_if(self._engine.traffic().lost)
                 self._refuse([number], error)
             else:
                 self.send({"is": "result", "number": number}, array=array)
