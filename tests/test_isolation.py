@@ -86,8 +86,12 @@ def on_jax(checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> list[s
     (folder / "config.json").write_bytes((checkpoint / "config.json").read_bytes())
     torch.save(load_file(checkpoint / "model.safetensors"), folder / "pytorch_model.bin")
     command = """
+    from typer.testing import CliRunner
     from dualinfer.cli.main import app
 
+    split = ["serve", sys.argv[1], "--backend", "torch", "--tp", "2"]
+    said = CliRunner().invoke(app, split)
+    assert "needs torch" in f"{said.stderr}{said.exception}", said
     app(["generate", sys.argv[1], "ab", "--backend", "jax", "--max-new-tokens", "3"])
     """
     again = GENERATE.replace("sys.argv[1]", "sys.argv[4]")

@@ -103,7 +103,9 @@ def test_calls_do_not_depend_on_the_pieces(answer, cuts, thinks):
     st.one_of(
         st.text(alphabet='{}[]",:<>/ntool_c\n\\TOLCARGS ', max_size=60),
         st.lists(st.sampled_from(["<tool_call>", "<function=", "<parameter=", "a>", "</parameter>",
-                                  "</function>", "</tool_call>", "\n", " b", "<"])).map("".join),
+                                  "</function>", "</tool_call>", "\n", " b", "<", "f>",
+                                  "<function=f>\n<parameter=b>\n", "\n<parameter=a>"]))
+        .map("".join),
     ),
     st.lists(st.integers(0, 90)),
 )  # fmt: skip
@@ -111,7 +113,7 @@ def test_calls_do_not_depend_on_the_pieces(answer, cuts, thinks):
 def test_no_text_depends_on_the_pieces(text, cuts):
     for style in ("hermes", "llama3", "mistral", "qwen3_coder", None):
         for opened in (False, True):
-            how = style, ["f", "g"], True, opened
+            how = style, {"f": {"properties": {"a": {}, "b": {}}}, "g": None}, True, opened
             assert answered(pieces_of(text, cuts), *how) == answered([text], *how)
     assert answered([text], None)[0] == text
 
@@ -156,16 +158,155 @@ def checked(calls):
 def test_tags_are_read_by_the_schema_of_their_function():
     kinds = {"a": {"type": "string"}, "b": {"$ref": "#/$defs/x"}, "c": {"type": ["string", "null"]}}
     schema = {"properties": kinds, "$defs": {"x": {"enum": ["1", "2"]}}}
-    pairs = [("a", "1"), ("b", "2"), ("c", "null"), ("d", "true"), ("c", "x y")]
+    pairs = [("a", "1"), ("b", "2"), ("c", "null"), ("d", "true")]
+    assert tagged(schema, pairs) == '{"a": "1", "b": "2", "c": null, "d": true}'
+
+
+def tagged(schema, pairs):
+    """The arguments of one call in tags."""
     values = "".join(f"<parameter={key}>\n{x}\n</parameter>\n" for key, x in pairs)
     text = f"<tool_call>\n<function=f>\n{values}</function>\n</tool_call>"
-    said = '{"a": "1", "b": "2", "c": null, "d": true, "c": "x y"}'
-    assert answered([text], "qwen3_coder", {"f": schema}) == ("", "", [("f", said)])
-    one = {"properties": {"a": {"type": "string", "pattern": "a"}}}
-    for parameters, what in ((one, "pattern"), ({"anyOf": []}, "anyOf")):
+    content, _, [(name, arguments)] = answered([text], "qwen3_coder", {"f": schema})
+    assert (content, name) == ("", "f")
+    arguments.encode()
+    return arguments
+
+
+class Kinds(pydantic.BaseModel):
+    text: str | None = None
+    flag: bool | None = None
+    count: int | str = 0
+    ratio: float | None = None
+    place: Place | None = None
+    words: list[str] | str = ""
+    both: bool | str = ""
+
+
+MAYBE = {"type": ["string", "null"]}
+
+
+@pytest.mark.parametrize(
+    ("key", "said", "value"),
+    [
+        ("text", "12345", "12345"), ("text", "true", "true"), ("text", "null", None),
+        ("text", '"a"', "a"), ("text", "None", "None"), ("listed", "1.5", "1.5"),
+        ("listed", "null", None), ("flag", "True", True), ("flag", "None", None),
+        ("flag", "false", False), ("both", "False", "False"), ("both", "true", True),
+        ("count", "7", 7), ("count", "7.5", "7.5"), ("count", "7.0", 7.0), ("ratio", "7", 7),
+        ("place", '{"city": "a"}', {"city": "a"}), ("words", '["a"]', ["a"]),
+        ("words", '{"a": 1}', '{"a": 1}'), ("other", "True", "True"), ("again", "1", "1"),
+        ("ratio", "1e999", None), ("ratio", "-Infinity", None), ("count", "1e999", "1e999"),
+        ("other", "[-1e999]", "[-1e999]"), ("other", r'"\ud83d"', "\ud83d"), ("k\u00e9y", "é", "é"),
+    ],
+)  # fmt: skip
+def test_a_value_in_tags_is_of_a_type_that_its_schema_names(key, said, value):
+    schema = Kinds.model_json_schema()
+    schema["properties"] |= {"listed": MAYBE, "again": {"$ref": "#/$defs/again"}}
+    schema["$defs"]["again"] = {"anyOf": [{"$ref": "#/$defs/again"}, {"type": "string"}]}
+    found = json.loads(tagged(schema, [(key, said)]), parse_constant=pytest.fail)
+    assert found == {key: value}
+    assert type(found[key]) is type(value)
+
+
+def test_an_argument_in_tags_is_given_once():
+    pairs = [("a", "1"), ("b", "2"), ("a", "3")]
+    assert tagged({}, pairs) == '{"a": 1, "b": 2}'
+
+
+A, B, G = "<parameter=a>\n1\n", "<parameter=b>\n2\n", "<tool_call>\n<function=g>\n"
+END, OVER = "</parameter>\n", "</function>\n</tool_call>"
+ONE, BOTH = '{"a": 1}', '{"a": 1, "b": 2}'
+INNER = r'{"a": "1\n</function>\n"}'
+
+
+@pytest.mark.parametrize(
+    ("text", "content", "calls"),
+    [
+        (f"{A}{OVER}\n{G}{B}{END}{OVER}", "", [("f", ONE), ("g", '{"b": 2}')]),
+        (f"{A}</tool_call>\n{G}{B}{END}{OVER}", "", [("f", ONE), ("g", '{"b": 2}')]),
+        (f"{A}{B}{END}{OVER} So.", "So.", [("f", BOTH)]),  # b is a name of an argument
+        (f"{A}<parameter=c>\n2\n{OVER}", "", [("f", '{"a": 1, "c": 2}')]),
+        (f"{A}<parameter=c>\n{END}{OVER}", "", [("f", r'{"a": "1\n<parameter=c>"}')]),
+        (f"{A}</function>\n\n{END}{OVER}", "", [("f", INNER)]),
+        (f"{A}{OVER}", "", [("f", ONE)]),
+        (f"{A}</function>", "", [("f", ONE)]),
+        (f"{A}</tool_call>", "", [("f", ONE)]),
+        (f"{A}", "", [("f", "{}")]),
+        ("<param", "", [("f", "{}")]),
+        ("", "", [("f", "{}")]),
+        (f"{OVER} Then <function=g>\n{A}{OVER}", "Then", [("f", "{}"), ("g", ONE)]),
+        (f"{OVER}\n<function=g></function>", "", [("f", "{}"), ("g", "{}")]),
+        (f"{OVER}\n<function=h></function>", "<function=h></function>", [("f", "{}")]),
+        (f"{OVER}\n<function=g> is.", "<function=g> is.", [("f", "{}")]),
+        (f"{OVER}\n<function=g>\n", "<function=g>\n", [("f", "{}")]),
+    ],
+)  # fmt: skip
+def test_tags_may_be_left_out(text, content, calls):
+    text = f"<tool_call>\n<function=f>\n{text}"
+    known = {"f": {"properties": {"a": {}, "b": {}}}, "g": None}
+    for size in (1, 7, len(text)):
+        pieces = [text[i : i + size] for i in range(0, len(text), size)]
+        assert answered(pieces, "qwen3_coder", known) == (content, "", calls)
+
+
+def test_objects_with_half_a_pair_of_surrogates_can_be_sent():
+    half = r'{"arguments": {"a": "\ud83d"}, "name": "g"}'
+    _, _, [(_, arguments)] = answered([f"<tool_call>{half}"], "hermes")
+    assert json.loads(arguments.encode()) == {"a": "\ud83d"}
+    for named in (r'{"arguments": {}, "name": "\ud83d"}', r'{"name": "\ud83d", "arguments": {}}'):
+        assert answered([f"<tool_call>{named}"], "hermes")[2] == []
+
+
+@pytest.mark.parametrize(
+    ("parameters", "what"),
+    [
+        ({"properties": {"a": {"type": "string", "pattern": "a"}}}, "pattern"),
+        ({"anyOf": []}, "anyOf"),
+        ({"type": "object", "additionalProperties": True}, "any names"),
+        ({"additionalProperties": {}, "properties": {}}, "any names"),
+        ({"type": "object", "patternProperties": {"^a": {}}}, "any names"),
+        ({"properties": {"a": {}}, "required": ["a", "b"]}, "required of f"),
+        ({"properties": {"a": {}}, "required": True}, "required of f"),
+        ({"properties": {"a": {"type": "string"}}, "required": None}, None),
+        ({"additionalProperties": False}, None),
+        ({"properties": {"a": {}}, "additionalProperties": True}, None),
+    ],
+)
+def test_tags_that_cannot_be_made_certain(parameters, what):
+    def grammar():
         tool = [{"name": "f", "parameters": parameters}]
+        return calls_grammar("qwen3_coder", tool, must=True, one=True, has_args=False, token=repr)
+
+    if what is None:
+        assert "<function=f>" in grammar()
+    else:
         with pytest.raises(ValueError, match=what):
-            calls_grammar("qwen3_coder", tool, must=True, one=True, has_args=False, token=repr)
+            grammar()
+
+
+def test_no_text_of_a_grammar_ends_a_value_in_tags():
+    tokenizer = KINDS["llama-3"]()
+    end, text = tokenizer.eos_token_id, {"type": "string"}
+    tool = {"name": "f", "parameters": {"properties": {"a": text}, "required": ["a"]}}
+
+    def takes(text, must):
+        """True if a grammar of calls has a text that begins so."""
+        how = {"must": must, "one": False, "has_args": False, "token": json.dumps}
+        lark = {"lark": calls_grammar("qwen3_coder", [tool], **how)}
+        progress = make_grammar(lark, tokenizer, len(tokenizer), (end,), 0).begin()
+        for token in tokenizer(text, add_special_tokens=False)["input_ids"]:
+            if token not in np.flatnonzero(unpacked(progress.words(), len(tokenizer))):
+                return False
+            progress.take(token)
+        return True
+
+    call = "<tool_call>\n<function=f>\n<parameter=a>\n"
+    for said in ("<a>", "a <parameter=b>\n</functions>", "</tool_call> <tool_call"):
+        assert takes(f"{call}{said}\n{END}{OVER}", True)
+    for said in ("<parameter=b>", "a\n</function>", "</tool_call>\n<tool_call>", "</parameter>"):
+        assert not takes(f"{call}{said}\n{END}{OVER}", True)
+    assert takes(f"So <function {call}", False)
+    assert not takes("So <function=f>\n", False)
 
 
 @pytest.mark.parametrize("style", ["hermes", "llama3", "mistral", "qwen3_coder"])

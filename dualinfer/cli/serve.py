@@ -21,6 +21,7 @@ from ..checkpoint.described.tokenizer import load_tokenizer, tokenizer_folder
 from ..engine.fused import FusedEngine
 from ..engine.pausing import SWAP_GIB
 from ..errors import ArgumentError, DualinferError, UnsupportedError
+from ..serving.http.calls import MARKS
 from ..serving.http.needed import check_needed
 from ..serving.remote.host import shown_of
 from ..system.command_options import KvCacheOption, QuantOption
@@ -100,8 +101,8 @@ def serve(
         str | None,
         typer.Option(
             metavar="NAME",
-            help="How it writes calls of tools: hermes (Qwen's, too), llama3, mistral, "
-            "qwen3_coder or none; unset: as its chat template does.",
+            help=f"How it writes calls of tools: {', '.join(MARKS)} or none (hermes is Qwen's, "
+            "too); unset: as its chat template does.",
         ),
     ] = None,
     reasoning_parser: Annotated[
@@ -147,11 +148,7 @@ def serve(
     if not (os.environ.get(_KEY, "-") if api_key is None else api_key).strip():
         raise typer.BadParameter(f"--api-key, or {_KEY}, is empty.")
     for option, value, known in (
-        (
-            "--tool-call-parser",
-            tool_call_parser,
-            ("hermes", "llama3", "mistral", "qwen3_coder", "none"),
-        ),
+        ("--tool-call-parser", tool_call_parser, (*MARKS, "none")),
         ("--reasoning-parser", reasoning_parser, ("think", "none")),
     ):
         if value is not None and value not in known:
@@ -164,8 +161,10 @@ def serve(
             )
     how: dict[str, Any] = {"dtype": dtype, "quant": quant, "kv_cache_dtype": kv_cache_dtype}
     how["replace_with_kernel_inject"] = kernels
+    which = backend or backends.default_backend()
+    backends.check_backend(which)
     if tp > 1:
-        if (backend or backends.default_backend()) != "jax":
+        if which != "jax":
             raise UnsupportedError(
                 f"--tp {tp}: on torch each device has a process of its own, and engines that "
                 "processes share are not served. Serve it on JAX, where one process drives all "
@@ -187,8 +186,6 @@ def serve(
                 does_write = writes(engine, *room)
                 front.run_beside(engine, shown_of(engine.report(), does_write))
             return
-        which = backend or backends.default_backend()
-        backends.check_backend(which)
         if ctx.obj == OWN_PROCESS:
             start_sooner(found.folder)
         opens = {"folder": str(found.folder), "adapters": found.adapters, "backend": which}

@@ -26,6 +26,7 @@ from ...engine.text_stream import Detokenizer
 from ...engine.tokenizing import encode, ids_of, tokenizer_of
 from ...errors import ArgumentError, UnsupportedError, shown
 from .answers import Answer, Nothing, StopText
+from .calls import MARKS
 from .engines import Handle, ServedEngine, State
 from .forms import ChatForm, Form, TextForm, cancel, events_of, whole
 from .metrics import CONTENT_TYPE, Metrics
@@ -221,9 +222,8 @@ class Server:
         talk = Talk.of_template(self.engine.tokenizer, options, *self._parsers)
         if body.callable and talk.style is None:
             raise RequestError(
-                "tools: the model's chat template writes calls in no form that is known (hermes, "
-                "llama3, mistral, qwen3_coder), if any. `dualinfer serve --tool-call-parser` names "
-                "one.",
+                "tools: the model's chat template writes calls in no form that is known "
+                f"({', '.join(MARKS)}), if any. `dualinfer serve --tool-call-parser` names one.",
                 "tools",
             )
         return talk

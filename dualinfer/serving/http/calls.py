@@ -1,6 +1,7 @@
 """Tools: calls of functions and thoughts in the text of an answer, and grammars that make calls."""
 
 import json
+import math
 import re
 import secrets
 import string
@@ -19,6 +20,12 @@ MARKS = {
 _FUNCTION, _FUNCTION_END = "<function=", "</function>"
 _PARAMETER, _PARAMETER_END = "<parameter=", "</parameter>"
 _TAGGED = re.compile(r"([^<>\n]{1,128})>")
+_NEXT = re.compile(r"\n<parameter=([^<>\n]{1,128})>")
+_CUT = re.compile(r"\n(?=<parameter=|</function>)")
+_ANOTHER = re.compile(r"</tool_call>\s*<tool_call>\s*<function=")
+# Texts that hold what ends a value, as grammars have it.
+_ENDING = r"(?s:(.*\n)?<(parameter=|\/function>).*|.*<\/(parameter>|tool_call>\s*<tool_call>).*)"
+_WORDS = {"True": True, "False": False, "None": None}  # as templates write what is no JSON
 _FEW = r"\s{0,64}"  # blanks: a model may write them without an end
 _HEADER = re.compile(
     r'\s*\{\s*"name"\s*:\s*("(?:[^"\\]|\\.){0,256}")\s*,\s*"(?:arguments|parameters)"\s*:\s*'.replace(
@@ -30,6 +37,7 @@ _HEADER = re.compile(
 _NAMED = re.compile(
     r"\s*([A-Za-z0-9_.\-]{1,128})\s*(?:\[CALL_ID\]\s*(\w+)\s*)?(?:\[ARGS\])?\s*(?=\{)"
 )
+Kinds = frozenset[str] | None  # names of JSON's types
 _BLANKS = {"x-guidance": {"whitespace_pattern": r"\x20|\r?\n[\x20\x09]{0,32}", "lenient": False}}
 
 
@@ -124,8 +132,11 @@ class Reply:
     ) -> None:
         self._style, self._known, self._one = style, frozenset(known), one
         self._schemas = known if isinstance(known, Mapping) else {}
-        self._properties: Mapping[str, Any] = {}  # of the call that is read
-        self._parameters = 0  # that it has
+        tags = [f"{_FUNCTION}{name}>" for name in known] if style == "qwen3_coder" else []
+        self._marks = [MARKS[style][0], *tags] if style else []
+        self._schema: Mapping[str, Any] = {}  # of the function that is called
+        self._properties: Mapping[str, Any] = {}
+        self._given: set[str] = set()  # the arguments that the call has
         self.count, self.is_over = 0, False
         self._text, self._blanks, self._trims = "", "", False
         self._scan, self._whole = _Scan(), ""
@@ -212,12 +223,14 @@ class Reply:
 
     def _content(self, made: Delta, final: bool) -> bool:
         """Content up to the mark of a call."""
-        mark = MARKS[self._style or ""][0]
-        found, rest = _split(self._text, mark, final)
+        splits = [(*_split(self._text, mark, final), mark) for mark in self._marks]
+        found, rest, mark = min(splits, key=lambda one: len(one[0]))
         self._say(made, found)
         self._text = self._text[len(found) :] if rest is None else rest
         if rest is None:
             return False
+        if mark.startswith(_FUNCTION):
+            self._text, mark = mark + self._text, ""
         self._whole, self._in_list = "" if self._style == "llama3" else mark, False
         states = {"hermes": self._object, "llama3": self._start, "mistral": self._listed}
         states["qwen3_coder"] = self._function
@@ -302,7 +315,10 @@ class Reply:
         return True
 
     def _function(self, made: Delta, final: bool) -> bool:
-        """Behind Qwen3-Coder's mark: the tag with a function's name."""
+        """At a tag with a function's name: behind Qwen3-Coder's mark, or where that was left out.
+
+        Without the mark an argument or an end must follow, or it is content.
+        """
         text = self._text.lstrip()
         found = _TAGGED.match(text, len(_FUNCTION)) if text.startswith(_FUNCTION) else None
         if found is None:
@@ -310,40 +326,70 @@ class Reply:
                 text.startswith(_FUNCTION) and ">" not in text and len(text) < 160
             )
             return False if may_come and not final else self._give_up(made)
+        rest = text[found.end() :].lstrip()
+        if not self._whole and not rest.startswith((_PARAMETER, _FUNCTION_END)):
+            may_come = any(mark.startswith(rest) for mark in (_PARAMETER, _FUNCTION_END))
+            return False if may_come and not final else self._give_up(made)
         self._open(made, found[1])
-        schema = self._schemas.get(found[1]) or {}
-        self._properties, self._parameters = properties_of(schema), 0
-        self._text, self._state = text[found.end() :], self._tagged
+        self._schema, self._given = self._schemas.get(found[1]) or {}, set()
+        self._properties = properties_of(self._schema)
+        self._text, self._state = rest, self._tagged
         return True
 
     def _tagged(self, made: Delta, final: bool) -> bool:
         """Within a call of tags, each of whose arguments is given on once it is whole."""
-        text = self._text.lstrip()
+        text = self._text = self._text.lstrip()
         if text.startswith(_FUNCTION_END):
-            self._argue(made, "{}" if not self._parameters else "}")
+            self._argue(made, "}" if self._given else "{}")
             self._text = text[len(_FUNCTION_END) :]
             return self._close()
         if text.startswith(_PARAMETER):
-            if (end := text.find(_PARAMETER_END)) >= 0:
-                self._text = text[end + len(_PARAMETER_END) :]
-                if (found := _TAGGED.match(text, len(_PARAMETER), end)) is not None:
-                    self._parameter(made, found[1], text[found.end() : end])
+            found = _TAGGED.match(text, len(_PARAMETER))
+            key, begin = (found[1], found.end()) if found else ("", len(_PARAMETER))
+            if (ends := self._end_of(text, begin, key, final)) is not None:
+                if found is not None:
+                    self._parameter(made, key, text[begin : ends[0]])
+                self._text = text[ends[1] :]
                 return True
         elif not any(mark.startswith(text) for mark in (_FUNCTION_END, _PARAMETER)):
-            self._argue(made, "{}" if not self._parameters else "}")  # it is over without a mark
-            self._text = text
+            self._argue(made, "}" if self._given else "{}")  # it is over without a mark
             return self._close()
         if final:  # it was cut off
             self._text = ""
+            if not self._given:
+                self._argue(made, "{}")
         return False
 
+    def _end_of(self, text: str, begin: int, key: str, final: bool) -> tuple[int, int] | None:
+        """The end of the value that begins there, and where the text goes on; None while unknown.
+
+        A model may leave `</parameter>` out. So a value is over, too, where another argument of
+        the function begins, and at a line's tag if `</tool_call>` or the end of the text comes
+        before its own.
+        """
+        closed, over = text.find(_PARAMETER_END, begin), text.find(MARKS["qwen3_coder"][1], begin)
+        bound = min((x for x in (closed, over) if x >= 0), default=len(text))
+        for found in _NEXT.finditer(text, begin, bound):
+            if found[1] in self._properties and found[1] not in {key, *self._given}:
+                return found.start(), found.start()
+        if closed >= 0 and bound == closed:
+            return closed, closed + len(_PARAMETER_END)
+        if (over >= 0 or final) and (found := _CUT.search(text, begin, bound)):
+            return found.start(), found.start()
+        if over >= 0 and _ANOTHER.match(text, over):
+            return over, over
+        if closed >= 0:
+            return closed, closed + len(_PARAMETER_END)
+        return (over, over) if final and over >= 0 else None
+
     def _parameter(self, made: Delta, key: str, value: str) -> None:
-        """Give on one argument of a call of tags."""
+        """Give on one argument of a call of tags; the first one of a name."""
+        if key in self._given:
+            return
         value = value.removeprefix("\n").removesuffix("\n")
-        said = json.dumps(_value_of(value, self._properties.get(key)), ensure_ascii=False)
-        begins = ", " if self._parameters else "{"
-        self._argue(made, f"{begins}{json.dumps(key, ensure_ascii=False)}: {said}")
-        self._parameters += 1
+        said = json.dumps(_value_of(value, self._properties.get(key), self._schema))
+        self._argue(made, f"{', ' if self._given else '{'}{json.dumps(key)}: {said}")
+        self._given.add(key)
 
     def _argue(self, made: Delta, said: str) -> None:
         """Give on a part of the arguments of the call that is read."""
@@ -385,8 +431,7 @@ class Reply:
     def _give_up(self, made: Delta) -> bool:
         """Give as content what looked like a call."""
         self._text, self._whole = self._whole + self._text, ""
-        mark, self._seen = MARKS[self._style or ""][0], 0
-        size = len(mark) if self._text.startswith(mark) else 0
+        size, self._seen = next((len(x) for x in self._marks if self._text.startswith(x)), 0), 0
         self._say(made, self._text[:size])
         self._text, self._state = self._text[size:], self._content
         return True
@@ -446,29 +491,91 @@ def is_text(schema: Mapping[str, Any]) -> bool:
     choices = schema.get("enum", [schema["const"]] if "const" in schema else [])
     if isinstance(choices, list) and choices:
         return all(isinstance(x, str) for x in choices)
-    return schema.get("type") == "string"
+    return schema.get("type") in ("string", ["string"])
 
 
-def _value_of(text: str, schema: Mapping[str, Any] | None) -> Any:
-    """The value of an argument that stands in tags: JSON, unless its schema is that of a text."""
+def kinds_of(
+    schema: Any, root: Mapping[str, Any], known: dict[int, Kinds] | None = None, depth: int = 32
+) -> Kinds:
+    """JSON's types that a schema in `root` names; None where it names none, and all may be.
+
+    `known` are those of schemas that were met, each of which is looked at once.
+    """
+    known = {} if known is None else known
+    schema = resolved(schema, root)
+    if id(schema) in known or not schema or not depth:
+        return known.get(id(schema)) if schema else None
+    known[id(schema)] = frozenset()  # for one that has itself as a part
+    known[id(schema)] = found = _named_kinds(
+        schema, lambda part: kinds_of(part, root, known, depth - 1)
+    )
+    return found
+
+
+def _named_kinds(schema: Mapping[str, Any], of: Callable[[Any], Kinds]) -> Kinds:
+    """JSON's types that a schema names, with those `of` its parts."""
+    choices = schema.get("enum", [schema["const"]] if "const" in schema else [])
+    if isinstance(choices, list) and choices:
+        return frozenset(_kind_of(x) for x in choices)
+    if (named := schema.get("type")) is not None:
+        listed = named if isinstance(named, list) else [named]
+        return frozenset(x for x in listed if isinstance(x, str))
+    for key in ("anyOf", "oneOf", "allOf"):
+        parts = schema.get(key)
+        found = [of(part) for part in parts] if isinstance(parts, list) else []
+        said = [kinds for kinds in found if kinds is not None]
+        if said and key == "allOf":
+            return frozenset.intersection(*said)
+        if said and len(said) == len(found):
+            return frozenset().union(*said)
+    return None
+
+
+def _kind_of(value: Any) -> str:
+    """JSON's type of a value."""
+    kinds = {bool: "boolean", int: "integer", float: "number", str: "string", list: "array"}
+    return kinds.get(type(value), "null" if value is None else "object")
+
+
+def _fits(value: Any, kinds: Collection[str]) -> bool:
+    """True for a value of one of JSON's types; 1.0 is an integer, too."""
+    if type(value) in (int, float):
+        return "number" in kinds or ("integer" in kinds and value == int(value))
+    return _kind_of(value) in kinds
+
+
+def _value_of(text: str, schema: Mapping[str, Any] | None, root: Mapping[str, Any]) -> Any:
+    """The value of an argument in tags: JSON of a type that its schema in `root` names, or text.
+
+    Where that may not be a text, JSON of other types is kept, and Python's words are understood.
+    """
     if schema is not None and is_text(schema):
         return text
+    kinds = None if schema is None else kinds_of(schema, root)
+    takes_text = kinds is None or "string" in kinds
     try:
-        return json.loads(text, parse_constant=_refuse)
+        value = json.loads(text, parse_constant=_finite, parse_float=_finite)
+    except OverflowError:
+        value = None if kinds is not None and "null" in kinds and not takes_text else text
     except (ValueError, RecursionError):
-        return text
+        value = text if takes_text else _WORDS.get(text.strip(), text)
+        return value if kinds is None or _fits(value, kinds) else text
+    return value if kinds is None or not takes_text or _fits(value, kinds) else text
 
 
-def _refuse(name: str) -> None:
-    """Refuse NaN and infinities, which are no JSON."""
-    raise ValueError(name)
+def _finite(text: str) -> float:
+    """A number; OverflowError for infinities and NaN, for which JSON has no names."""
+    if math.isfinite(value := float(text)):
+        return value
+    raise OverflowError(text)
 
 
 def _text_of(quoted: str) -> str | None:
     try:
-        return json.loads(quoted, strict=False)
+        name = json.loads(quoted, strict=False)
     except ValueError:
         return None
+    return name if name.isprintable() else None  # half of a pair of surrogates is not
 
 
 def _call_of(text: str) -> tuple[str, str] | None:
@@ -478,10 +585,10 @@ def _call_of(text: str) -> tuple[str, str] | None:
     except (ValueError, RecursionError):
         return None
     name = made.get("name") if isinstance(made, dict) else None
-    if not isinstance(name, str):
+    if not isinstance(name, str) or not name.isprintable():
         return None
     given = made.get("arguments", made.get("parameters", {}))
-    return name, given if isinstance(given, str) else json.dumps(given, ensure_ascii=False)
+    return name, given if isinstance(given, str) else json.dumps(given)
 
 
 # --- what a template is made for, and grammars ---------------------------------------------------
@@ -517,11 +624,10 @@ def calls_grammar(
     for i, tool in enumerate(tools):
         schema = tool.get("parameters") or {"type": "object", "additionalProperties": False}
         name = tool["name"]
-        rules.append(f"args_{i}: %json {json.dumps({**schema, **_BLANKS})}")
         if style == "qwen3_coder":
-            rules.pop()
             rules += _tag_rules(i, name, schema)
             continue
+        rules.append(f"args_{i}: %json {json.dumps({**schema, **_BLANKS})}")
         if named:
             rules.append(f"call_{i}: {json.dumps(name)} {token('[ARGS]')} args_{i}")
             continue
@@ -532,16 +638,24 @@ def calls_grammar(
 
 
 def _tag_rules(i: int, name: str, schema: Mapping[str, Any]) -> list[str]:
-    """The rules of Lark of a call in tags; ValueError for texts of which not all can be told."""
+    """The rules of Lark of a call in tags; ValueError for what tags cannot be held to."""
     rules, parts = [], []
     if several := {"anyOf", "oneOf", "allOf", "$ref"} & set(schema):
         raise ValueError(
             f"the parameters of {name} have {min(several)}, which calls in tags cannot be held to. "
             "Name them by properties."
         )
-    needed = schema.get("required", ())
+    properties, needed = properties_of(schema), schema.get("required") or []
+    more = schema.get("additionalProperties") not in (None, False)
+    if not properties and (more or schema.get("patternProperties")):
+        raise ValueError(
+            f"the parameters of {name} have any names, which calls in tags cannot be held to. Name "
+            "them by properties."
+        )
+    if not isinstance(needed, list) or any(key not in list(properties) for key in needed):
+        raise ValueError(f"required of {name} is no list of its properties' names.")
     rest = {k: v for k, v in schema.items() if k in ("$defs", "definitions")}
-    for j, (key, value) in enumerate(properties_of(schema).items()):
+    for j, (key, value) in enumerate(properties.items()):
         begin, end = f"<parameter={key}>\n", f"\n{_PARAMETER_END}\n"
         if is_text(value):
             rules.append(f"P_{i}_{j}: {_text_rule(name, key, value)} {json.dumps(end)}")
@@ -564,7 +678,7 @@ def _text_rule(name: str, key: str, schema: Mapping[str, Any]) -> str:
             "out, or take an enum."
         )
     least, most = schema.get("minLength", 0), schema.get("maxLength", "")
-    return f"(/(?s:.{{{least},{most}}})/ & ~/(?s:.*<\\/parameter>.*)/)"
+    return f"(/(?s:.{{{least},{most}}})/ & ~/{_ENDING}/)"
 
 
 def _starts(
@@ -579,11 +693,14 @@ def _starts(
             more = "" if one else f' ("\\n" {block})*'
             return [f"start: {block}{more}"]
         opening = "FREE?" if begin.startswith("<[") else ""
-        free = r"FREE: /(?s:.+)/ & ~/(?s:.*<tool_call>.*)/"
+        no = r"~/(?s:.*<tool_call>.*)/" + (
+            r" & ~/(?s:.*<function=.*)/" if style == "qwen3_coder" else ""
+        )
+        free = f"FREE: /(?s:.+)/ & {no}"
         if opening:
             return [f"start: (FREE? {block}){again or '?'} FREE?", free]
         # One lexeme up to the mark: whether text goes on shows no earlier.
-        until = r'OPEN: (/(?s:.*)/ & ~/(?s:.*<tool_call>.*)/) "<tool_call>\n"'
+        until = f'OPEN: (/(?s:.*)/ & {no}) "<tool_call>\\n"'
         block = f'OPEN call "\\n" {end}'
         return [f"start: ({block}){again or '?'} FREE?", until, free]
     if style == "llama3":
