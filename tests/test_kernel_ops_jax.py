@@ -338,6 +338,9 @@ def spec():
         return engine.runner.spec
 
 
+REQUIRED = InferenceConfig(backend="jax", use_triton=True, replace_with_kernel_inject=True)
+
+
 def chosen(spec: Any, device: Any, **options: Any) -> Any:
     settings = {"backend": "jax", "replace_with_kernel_inject": True, **options}
     return backend._make_ops(InferenceConfig(**settings), spec, device)
@@ -392,10 +395,8 @@ def test_without_triton_plain_xla_serves_and_says_so(spec, monkeypatch):
         patch.setattr(backend, "default_device", gpu)
         said = backend.describe_kernels()
     assert said == "Triton is not installed (pip install triton); plain XLA"
-    asked: Any = {"backend": "jax", "use_triton": True, "replace_with_kernel_inject": True}
-    config = InferenceConfig(**asked)
     with pytest.raises(dualinfer.ConfigError, match="use_triton=True: Triton is not installed"):
-        backend._check_kernels(config, spec, gpu())
+        backend._check_kernels(REQUIRED, spec, gpu())
     monkeypatch.setattr(backend, "runs_kernels", lambda device: True)
     model = make_model("llama-gqa", vocab_size=VOCAB, **CASES["llama-gqa"])
     with dualinfer.init_inference(model, **OPTIONS) as engine:
@@ -408,10 +409,10 @@ def test_without_triton_plain_xla_serves_and_says_so(spec, monkeypatch):
 def test_required_kernels_that_cannot_run_are_an_error(spec):
     assert type(chosen(spec, gpu(), use_triton=True)) is KernelOps
     with pytest.raises(dualinfer.ConfigError, match=r"data-centre GPUs .* this is a NVIDIA L4"):
-        chosen(spec, gpu("8.9", device_kind="NVIDIA L4"), use_triton=True)
+        backend._check_kernels(REQUIRED, spec, gpu("8.9", device_kind="NVIDIA L4"))
     wide = replace(spec, embed=norm.WIDEST + 1)
     with pytest.raises(dualinfer.ConfigError, match="do not serve a hidden size of"):
-        chosen(wide, gpu(), use_triton=True)
+        backend._check_kernels(REQUIRED, wide, gpu())
 
 
 def test_the_report_names_what_serves(engines):

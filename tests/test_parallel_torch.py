@@ -385,22 +385,22 @@ def test_calls_that_differ_are_told_by_their_names(crew):
 
 def interrupts_one():
     rank = int(os.environ["RANK"])
-    from dualinfer.engine import fused
+    from dualinfer.engine import readers
 
-    engine, original = _engine("llama-gqa", 2), fused.make_forward_inputs
+    engine, original = _engine("llama-gqa", 2), readers.make_forward_inputs
 
     def interrupted(*args, **kwargs):
         raise KeyboardInterrupt
 
     start = time.monotonic()
     if rank == 1:
-        fused.make_forward_inputs = interrupted
+        readers.make_forward_inputs = interrupted
     try:
         engine(torch.tensor([[5, 6, 7]]))
     except BaseException as error:
         return type(error).__name__, str(error), time.monotonic() - start
     finally:
-        fused.make_forward_inputs = original
+        readers.make_forward_inputs = original
         engine.close()
     return None
 

@@ -82,20 +82,20 @@ def scene_all_devices(me: int, folder: str) -> Any:
 
 def interrupted(engine: Any, me: int) -> str:
     """What forward raises where process 1 is interrupted while it prepares the inputs."""
-    from dualinfer.engine import fused
+    from dualinfer.engine import readers
 
     def interrupt(*args: Any, **kwargs: Any) -> Any:
         raise KeyboardInterrupt
 
-    original = fused.make_forward_inputs
+    original = readers.make_forward_inputs
     try:
         if me == 1:
-            fused.make_forward_inputs = interrupt
+            readers.make_forward_inputs = interrupt
         return error_of(lambda: engine(IDS))
     except KeyboardInterrupt:
         return "KeyboardInterrupt"
     finally:
-        fused.make_forward_inputs = original
+        readers.make_forward_inputs = original
 
 
 def answers(engine: Any, me: int, options: dict[str, Any]) -> dict[str, Any]:
