@@ -15,7 +15,8 @@ from dualinfer.backends.slots import unpacked
 from dualinfer.engine.grammar import make_grammar
 from dualinfer.serving.http.app import Server
 from dualinfer.serving.http.beside import served
-from dualinfer.serving.http.calls import Delta, Reply, calls_grammar, style_of, thoughts_grammar
+from dualinfer.serving.http.call_grammars import calls_grammar, style_of, thoughts_grammar
+from dualinfer.serving.http.calls import Delta, Reply
 from dualinfer.serving.http.engines import LocalEngine
 
 from .tokenizer_kinds import KINDS

@@ -1,4 +1,4 @@
-"""What calls of generate check and derive of their arguments before anything runs."""
+"""The arguments of generate, checked and completed before anything runs."""
 
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
@@ -205,7 +205,7 @@ class Preparing(InferenceEngine):
         return prompts, None, is_encoded
 
     def _make_source(self, given: Mapping[str, Any], pad: int | None) -> tuple[Prompts, bool]:
-        """What the encoder reads, and if it has read it before."""
+        """The encoder's inputs, and whether it has read them before."""
         spec, is_encoded = self.runner.spec, given["encoder_outputs"] is not None
         assert spec.encoder is not None
         if given["inputs_embeds"] is not None and not is_encoded:

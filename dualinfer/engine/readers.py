@@ -1,4 +1,4 @@
-"""What a model reads in a forward pass, and the reader of its kind, chosen once."""
+"""Readers of a forward pass's arguments: each model has the one of its kind of input."""
 
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, TypeAlias
@@ -14,7 +14,7 @@ _SPANS = "start_positions", "end_positions"
 
 
 class Asked(NamedTuple):
-    """What a caller asks of a pass: `how` are the arguments that all readers know.
+    """Holds what a caller asks of a pass: `how` are the arguments that all readers know.
 
     Positions that start anew may `pack` sequences, images are `interpolate`d, and `pad` is the
     model's id.

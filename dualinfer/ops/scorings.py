@@ -1,4 +1,4 @@
-"""What routers make of logits: a row of SCORINGS each, by the `score` of a `Router`.
+"""Scores that routers make of logits: a row of SCORINGS each, by the `score` of a `Router`.
 
 A new one is a row, or a file beside this one and a row; see docs/contributing/adding-a-router.md.
 """

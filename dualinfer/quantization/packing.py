@@ -1,4 +1,4 @@
-"""How rows of codes lie on a device: a byte each, or two of four bits to a byte.
+"""The order of codes on a device: a byte each, or two of four bits to a byte.
 
 Nibbles lie in the order in which kernels of both toolchains read them: within 32 columns, as four
 little-endian words of 32 bits, nibble j of word c is column 4 j + c.

@@ -1,4 +1,4 @@
-"""Which layers of a family have a mixture: rows of `mixtures.MIXTURES` name one of these functions.
+"""The choice of layers that have a mixture: rows of `mixtures.MIXTURES` name these functions.
 
 Each gives a flag for each of so many layers.
 """
@@ -24,7 +24,7 @@ def every_by_one(fields: ConfigFields, layers: int) -> list[bool]:
 
 
 def numbered(fields: ConfigFields, layers: int) -> list[bool]:
-    """Those that `moe_layers` lists (Llama 4)."""
+    """The layers that `moe_layers` lists have one (Llama 4)."""
     fields.ignore("interleave_moe_layer_step")  # HF folds it into moe_layers
     mixed = fields.take("moe_layers")
     if not isinstance(mixed, list | tuple) or any(type(i) is not int for i in mixed):
@@ -33,7 +33,7 @@ def numbered(fields: ConfigFields, layers: int) -> list[bool]:
 
 
 def listed(fields: ConfigFields, layers: int) -> list[bool]:
-    """Those that `mlp_layer_types` calls sparse."""
+    """The layers that `mlp_layer_types` calls sparse have one."""
     kinds = fields.kinds("mlp_layer_types", layers, ("dense", "sparse"))
     return [kind == "sparse" for kind in kinds]
 
@@ -46,13 +46,13 @@ def listed_behind(fields: ConfigFields, layers: int) -> list[bool]:
 
 
 def behind_dense(fields: ConfigFields, layers: int) -> list[bool]:
-    """Those behind so many dense ones."""
+    """All layers behind so many dense ones have one."""
     dense = fields.size("num_dense_layers") if fields.take("num_dense_layers") else 0
     return [i >= dense for i in range(layers)]
 
 
 def behind_first(fields: ConfigFields, layers: int) -> list[bool]:
-    """Those behind the first so many (DeepSeek)."""
+    """All layers behind the first so many have one (DeepSeek)."""
     fields.require("moe_layer_freq", 1)
     dense = fields.take("first_k_dense_replace", 0)
     if type(dense) is not int or dense < 0:

@@ -1,4 +1,4 @@
-"""How mixtures of a family route: rows of `mixtures.MIXTURES` name one of these functions.
+"""Routers of families with mixtures: rows of `mixtures.MIXTURES` name one of these functions.
 
 Each reads a config, and the names that its row gives to fields. What a router makes of logits is a
 row of `ops.scorings`.

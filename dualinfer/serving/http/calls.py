@@ -1,13 +1,25 @@
-"""Tools: calls of functions and thoughts in the text of an answer, and grammars that make calls."""
+"""Tools: calls of functions and thoughts in the text of an answer."""
 
 import json
-import math
 import re
 import secrets
 import string
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
+
+from .tags import (
+    ANOTHER,
+    CUT,
+    FUNCTION,
+    FUNCTION_END,
+    NEXT,
+    PARAMETER,
+    PARAMETER_END,
+    TAGGED,
+    properties_of,
+    value_of,
+)
 
 THINK = ("<think>", "</think>")
 # What marks calls, and may be a special token, by the name of the format.
@@ -17,15 +29,6 @@ MARKS = {
     "mistral": ("[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"),
     "qwen3_coder": ("<tool_call>", "</tool_call>"),
 }
-_FUNCTION, _FUNCTION_END = "<function=", "</function>"
-_PARAMETER, _PARAMETER_END = "<parameter=", "</parameter>"
-_TAGGED = re.compile(r"([^<>\n]{1,128})>")
-_NEXT = re.compile(r"\n<parameter=([^<>\n]{1,128})>")
-_CUT = re.compile(r"\n(?=<parameter=|</function>)")
-_ANOTHER = re.compile(r"</tool_call>\s*<tool_call>\s*<function=")
-# Texts that hold what ends a value, as grammars have it.
-_ENDING = r"(?s:(.*\n)?<(parameter=|\/function>).*|.*<\/(parameter>|tool_call>\s*<tool_call>).*)"
-_WORDS = {"True": True, "False": False, "None": None}  # as templates write what is no JSON
 _FEW = r"\s{0,64}"  # blanks: a model may write them without an end
 _HEADER = re.compile(
     r'\s*\{\s*"name"\s*:\s*("(?:[^"\\]|\\.){0,256}")\s*,\s*"(?:arguments|parameters)"\s*:\s*'.replace(
@@ -37,8 +40,6 @@ _HEADER = re.compile(
 _NAMED = re.compile(
     r"\s*([A-Za-z0-9_.\-]{1,128})\s*(?:\[CALL_ID\]\s*(\w+)\s*)?(?:\[ARGS\])?\s*(?=\{)"
 )
-Kinds = frozenset[str] | None  # names of JSON's types
-_BLANKS = {"x-guidance": {"whitespace_pattern": r"\x20|\r?\n[\x20\x09]{0,32}", "lenient": False}}
 
 
 @dataclass
@@ -132,7 +133,7 @@ class Reply:
     ) -> None:
         self._style, self._known, self._one = style, frozenset(known), one
         self._schemas = known if isinstance(known, Mapping) else {}
-        tags = [f"{_FUNCTION}{name}>" for name in known] if style == "qwen3_coder" else []
+        tags = [f"{FUNCTION}{name}>" for name in known] if style == "qwen3_coder" else []
         self._marks = [MARKS[style][0], *tags] if style else []
         self._schema: Mapping[str, Any] = {}  # of the function that is called
         self._properties: Mapping[str, Any] = {}
@@ -229,7 +230,7 @@ class Reply:
         self._text = self._text[len(found) :] if rest is None else rest
         if rest is None:
             return False
-        if mark.startswith(_FUNCTION):
+        if mark.startswith(FUNCTION):
             self._text, mark = mark + self._text, ""
         self._whole, self._in_list = "" if self._style == "llama3" else mark, False
         states = {"hermes": self._object, "llama3": self._start, "mistral": self._listed}
@@ -320,15 +321,15 @@ class Reply:
         Without the mark an argument or an end must follow, or it is content.
         """
         text = self._text.lstrip()
-        found = _TAGGED.match(text, len(_FUNCTION)) if text.startswith(_FUNCTION) else None
+        found = TAGGED.match(text, len(FUNCTION)) if text.startswith(FUNCTION) else None
         if found is None:
-            may_come = _FUNCTION.startswith(text) or (
-                text.startswith(_FUNCTION) and ">" not in text and len(text) < 160
+            may_come = FUNCTION.startswith(text) or (
+                text.startswith(FUNCTION) and ">" not in text and len(text) < 160
             )
             return False if may_come and not final else self._give_up(made)
         rest = text[found.end() :].lstrip()
-        if not self._whole and not rest.startswith((_PARAMETER, _FUNCTION_END)):
-            may_come = any(mark.startswith(rest) for mark in (_PARAMETER, _FUNCTION_END))
+        if not self._whole and not rest.startswith((PARAMETER, FUNCTION_END)):
+            may_come = any(mark.startswith(rest) for mark in (PARAMETER, FUNCTION_END))
             return False if may_come and not final else self._give_up(made)
         self._open(made, found[1])
         self._schema, self._given = self._schemas.get(found[1]) or {}, set()
@@ -339,19 +340,19 @@ class Reply:
     def _tagged(self, made: Delta, final: bool) -> bool:
         """Within a call of tags, each of whose arguments is given on once it is whole."""
         text = self._text = self._text.lstrip()
-        if text.startswith(_FUNCTION_END):
+        if text.startswith(FUNCTION_END):
             self._argue(made, "}" if self._given else "{}")
-            self._text = text[len(_FUNCTION_END) :]
+            self._text = text[len(FUNCTION_END) :]
             return self._close()
-        if text.startswith(_PARAMETER):
-            found = _TAGGED.match(text, len(_PARAMETER))
-            key, begin = (found[1], found.end()) if found else ("", len(_PARAMETER))
+        if text.startswith(PARAMETER):
+            found = TAGGED.match(text, len(PARAMETER))
+            key, begin = (found[1], found.end()) if found else ("", len(PARAMETER))
             if (ends := self._end_of(text, begin, key, final)) is not None:
                 if found is not None:
                     self._parameter(made, key, text[begin : ends[0]])
                 self._text = text[ends[1] :]
                 return True
-        elif not any(mark.startswith(text) for mark in (_FUNCTION_END, _PARAMETER)):
+        elif not any(mark.startswith(text) for mark in (FUNCTION_END, PARAMETER)):
             self._argue(made, "}" if self._given else "{}")  # it is over without a mark
             return self._close()
         if final:  # it was cut off
@@ -367,19 +368,19 @@ class Reply:
         the function begins, and at a line's tag if `</tool_call>` or the end of the text comes
         before its own.
         """
-        closed, over = text.find(_PARAMETER_END, begin), text.find(MARKS["qwen3_coder"][1], begin)
+        closed, over = text.find(PARAMETER_END, begin), text.find(MARKS["qwen3_coder"][1], begin)
         bound = min((x for x in (closed, over) if x >= 0), default=len(text))
-        for found in _NEXT.finditer(text, begin, bound):
+        for found in NEXT.finditer(text, begin, bound):
             if found[1] in self._properties and found[1] not in {key, *self._given}:
                 return found.start(), found.start()
         if closed >= 0 and bound == closed:
-            return closed, closed + len(_PARAMETER_END)
-        if (over >= 0 or final) and (found := _CUT.search(text, begin, bound)):
+            return closed, closed + len(PARAMETER_END)
+        if (over >= 0 or final) and (found := CUT.search(text, begin, bound)):
             return found.start(), found.start()
-        if over >= 0 and _ANOTHER.match(text, over):
+        if over >= 0 and ANOTHER.match(text, over):
             return over, over
         if closed >= 0:
-            return closed, closed + len(_PARAMETER_END)
+            return closed, closed + len(PARAMETER_END)
         return (over, over) if final and over >= 0 else None
 
     def _parameter(self, made: Delta, key: str, value: str) -> None:
@@ -387,7 +388,7 @@ class Reply:
         if key in self._given:
             return
         value = value.removeprefix("\n").removesuffix("\n")
-        said = json.dumps(_value_of(value, self._properties.get(key), self._schema))
+        said = json.dumps(value_of(value, self._properties.get(key), self._schema))
         self._argue(made, f"{', ' if self._given else '{'}{json.dumps(key)}: {said}")
         self._given.add(key)
 
@@ -467,109 +468,6 @@ def _split(text: str, mark: str, final: bool) -> tuple[str, str | None]:
     return text[: len(text) - held], None
 
 
-def resolved(schema: Any, root: Mapping[str, Any]) -> Mapping[str, Any]:
-    """A schema, or the one that its `$ref` names in `root`."""
-    for _ in range(8):
-        name = schema.get("$ref") if isinstance(schema, Mapping) else None
-        if not isinstance(name, str) or not name.startswith("#/"):
-            break
-        there: Any = root
-        for part in name[2:].split("/"):
-            there = there.get(part) if isinstance(there, Mapping) else None
-        schema = there
-    return schema if isinstance(schema, Mapping) else {}
-
-
-def properties_of(schema: Mapping[str, Any]) -> dict[str, Mapping[str, Any]]:
-    """The schemas of a function's arguments, by their names."""
-    given = schema.get("properties")
-    return {k: resolved(v, schema) for k, v in given.items()} if isinstance(given, Mapping) else {}
-
-
-def is_text(schema: Mapping[str, Any]) -> bool:
-    """True for a schema of texts alone, which stand in tags without quotes."""
-    choices = schema.get("enum", [schema["const"]] if "const" in schema else [])
-    if isinstance(choices, list) and choices:
-        return all(isinstance(x, str) for x in choices)
-    return schema.get("type") in ("string", ["string"])
-
-
-def kinds_of(
-    schema: Any, root: Mapping[str, Any], known: dict[int, Kinds] | None = None, depth: int = 32
-) -> Kinds:
-    """JSON's types that a schema in `root` names; None where it names none, and all may be.
-
-    `known` are those of schemas that were met, each of which is looked at once.
-    """
-    known = {} if known is None else known
-    schema = resolved(schema, root)
-    if id(schema) in known or not schema or not depth:
-        return known.get(id(schema)) if schema else None
-    known[id(schema)] = frozenset()  # for one that has itself as a part
-    known[id(schema)] = found = _named_kinds(
-        schema, lambda part: kinds_of(part, root, known, depth - 1)
-    )
-    return found
-
-
-def _named_kinds(schema: Mapping[str, Any], of: Callable[[Any], Kinds]) -> Kinds:
-    """JSON's types that a schema names, with those `of` its parts."""
-    choices = schema.get("enum", [schema["const"]] if "const" in schema else [])
-    if isinstance(choices, list) and choices:
-        return frozenset(_kind_of(x) for x in choices)
-    if (named := schema.get("type")) is not None:
-        listed = named if isinstance(named, list) else [named]
-        return frozenset(x for x in listed if isinstance(x, str))
-    for key in ("anyOf", "oneOf", "allOf"):
-        parts = schema.get(key)
-        found = [of(part) for part in parts] if isinstance(parts, list) else []
-        said = [kinds for kinds in found if kinds is not None]
-        if said and key == "allOf":
-            return frozenset.intersection(*said)
-        if said and len(said) == len(found):
-            return frozenset().union(*said)
-    return None
-
-
-def _kind_of(value: Any) -> str:
-    """JSON's type of a value."""
-    kinds = {bool: "boolean", int: "integer", float: "number", str: "string", list: "array"}
-    return kinds.get(type(value), "null" if value is None else "object")
-
-
-def _fits(value: Any, kinds: Collection[str]) -> bool:
-    """True for a value of one of JSON's types; 1.0 is an integer, too."""
-    if type(value) in (int, float):
-        return "number" in kinds or ("integer" in kinds and value == int(value))
-    return _kind_of(value) in kinds
-
-
-def _value_of(text: str, schema: Mapping[str, Any] | None, root: Mapping[str, Any]) -> Any:
-    """The value of an argument in tags: JSON of a type that its schema in `root` names, or text.
-
-    Where that may not be a text, JSON of other types is kept, and Python's words are understood.
-    """
-    if schema is not None and is_text(schema):
-        return text
-    kinds = None if schema is None else kinds_of(schema, root)
-    takes_text = kinds is None or "string" in kinds
-    try:
-        value = json.loads(text, parse_constant=_finite, parse_float=_finite)
-    except OverflowError:
-        value = None if kinds is not None and "null" in kinds and not takes_text else text
-    except (ValueError, RecursionError):
-        value = text if takes_text else _WORDS.get(text.strip(), text)
-        return value if kinds is None or _fits(value, kinds) else text
-    return value if kinds is None or not takes_text or _fits(value, kinds) else text
-
-
-def _finite(text: str) -> float:
-    """A number; OverflowError for infinities and NaN, for which JSON has no names."""
-    if math.isfinite(value := float(text)):
-        return value
-    raise OverflowError(text)
-
-
 def _text_of(quoted: str) -> str | None:
     try:
         name = json.loads(quoted, strict=False)
@@ -589,138 +487,3 @@ def _call_of(text: str) -> tuple[str, str] | None:
         return None
     given = made.get("arguments", made.get("parameters", {}))
     return name, given if isinstance(given, str) else json.dumps(given)
-
-
-# --- what a template is made for, and grammars ---------------------------------------------------
-
-
-def style_of(template: str) -> str | None:
-    """The format of calls that a chat template writes; None where it knows none."""
-    if "[TOOL_CALLS]" in template:
-        return "mistral"
-    if "<tool_call>" in template:
-        return "qwen3_coder" if _FUNCTION in template else "hermes"
-    if "<|python_tag|>" in template or '"parameters": ' in template:
-        return "llama3"
-    return None
-
-
-def calls_grammar(
-    style: str,
-    tools: Sequence[Mapping[str, Any]],
-    *,
-    must: bool,
-    one: bool,
-    has_args: bool,
-    token: Callable[[str], str],
-) -> str:
-    """A grammar of Lark, of calls of these functions, or of text and calls unless they `must` be.
-
-    `has_args` says that Mistral's template writes a name before its arguments. `token` gives a mark
-    as Lark has it.
-    """
-    key = "parameters" if style == "llama3" else "arguments"
-    named, rules = style == "mistral" and has_args, []
-    for i, tool in enumerate(tools):
-        schema = tool.get("parameters") or {"type": "object", "additionalProperties": False}
-        name = tool["name"]
-        if style == "qwen3_coder":
-            rules += _tag_rules(i, name, schema)
-            continue
-        rules.append(f"args_{i}: %json {json.dumps({**schema, **_BLANKS})}")
-        if named:
-            rules.append(f"call_{i}: {json.dumps(name)} {token('[ARGS]')} args_{i}")
-            continue
-        head = json.dumps(f'{{"name": {json.dumps(name)}, "{key}": ')
-        rules.append(f'call_{i}: {head} args_{i} "}}"')
-    rules.append("call: " + " | ".join(f"call_{i}" for i in range(len(tools))))
-    return "\n".join([*_starts(style, must, one, named, token), *rules]) + "\n"
-
-
-def _tag_rules(i: int, name: str, schema: Mapping[str, Any]) -> list[str]:
-    """The rules of Lark of a call in tags; ValueError for what tags cannot be held to."""
-    rules, parts = [], []
-    if several := {"anyOf", "oneOf", "allOf", "$ref"} & set(schema):
-        raise ValueError(
-            f"the parameters of {name} have {min(several)}, which calls in tags cannot be held to. "
-            "Name them by properties."
-        )
-    properties, needed = properties_of(schema), schema.get("required") or []
-    more = schema.get("additionalProperties") not in (None, False)
-    if not properties and (more or schema.get("patternProperties")):
-        raise ValueError(
-            f"the parameters of {name} have any names, which calls in tags cannot be held to. Name "
-            "them by properties."
-        )
-    if not isinstance(needed, list) or any(key not in list(properties) for key in needed):
-        raise ValueError(f"required of {name} is no list of its properties' names.")
-    rest = {k: v for k, v in schema.items() if k in ("$defs", "definitions")}
-    for j, (key, value) in enumerate(properties.items()):
-        begin, end = f"<parameter={key}>\n", f"\n{_PARAMETER_END}\n"
-        if is_text(value):
-            rules.append(f"P_{i}_{j}: {_text_rule(name, key, value)} {json.dumps(end)}")
-            parts.append((key, f"{json.dumps(begin)} P_{i}_{j}"))
-        else:
-            rules.append(f"v_{i}_{j}: %json {json.dumps({**value, **rest, **_BLANKS})}")
-            parts.append((key, f"{json.dumps(begin)} v_{i}_{j} {json.dumps(end)}"))
-    body = " ".join(part if key in needed else f"({part})?" for key, part in parts)
-    begins = json.dumps(f"{_FUNCTION}{name}>\n")
-    return [*rules, f"call_{i}: {begins} {body} {json.dumps(_FUNCTION_END)}"]
-
-
-def _text_rule(name: str, key: str, schema: Mapping[str, Any]) -> str:
-    """What a text in tags may be."""
-    if choices := schema.get("enum", [schema["const"]] if "const" in schema else []):
-        return "(" + " | ".join(json.dumps(x, ensure_ascii=False) for x in choices) + ")"
-    if other := {"pattern", "format"} & set(schema):
-        raise ValueError(
-            f"{key} of {name} has a {min(other)}, which calls in tags cannot be held to. Leave it "
-            "out, or take an enum."
-        )
-    least, most = schema.get("minLength", 0), schema.get("maxLength", "")
-    return f"(/(?s:.{{{least},{most}}})/ & ~/{_ENDING}/)"
-
-
-def _starts(
-    style: str, must: bool, one: bool, named: bool, token: Callable[[str], str]
-) -> list[str]:
-    """The rules that say where calls may stand."""
-    again = "" if one else "*"
-    if style in ("hermes", "qwen3_coder"):
-        begin, end = (token(mark) for mark in MARKS["hermes"])
-        block = f'{begin} "\\n" call "\\n" {end}'
-        if must:
-            more = "" if one else f' ("\\n" {block})*'
-            return [f"start: {block}{more}"]
-        opening = "FREE?" if begin.startswith("<[") else ""
-        no = r"~/(?s:.*<tool_call>.*)/" + (
-            r" & ~/(?s:.*<function=.*)/" if style == "qwen3_coder" else ""
-        )
-        free = f"FREE: /(?s:.+)/ & {no}"
-        if opening:
-            return [f"start: (FREE? {block}){again or '?'} FREE?", free]
-        # One lexeme up to the mark: whether text goes on shows no earlier.
-        until = f'OPEN: (/(?s:.*)/ & {no}) "<tool_call>\\n"'
-        block = f'OPEN call "\\n" {end}'
-        return [f"start: ({block}){again or '?'} FREE?", until, free]
-    if style == "llama3":
-        calls = "call" if one else 'call ("; " call)*'
-        if must:
-            return [f"start: {calls}"]
-        return [f"start: {calls} | FREE", r"FREE: /(?s:.+)/ & ~/(?s:\s*\{.*)/"]
-    mark = token("[TOOL_CALLS]")
-    if named:
-        calls = f"({mark} call)" + ("" if one else "+")
-    else:
-        calls = f'{mark} "[" call "]"' if one else f'{mark} "[" call (", " call)* "]"'
-    if must:
-        return [f"start: {calls}"]
-    return [f"start: {calls} | FREE ({calls})?", r"FREE: /(?s:.+)/ & ~/(?s:.*\[TOOL_CALLS\].*)/"]
-
-
-def thoughts_grammar(opened: bool) -> str:
-    """A grammar of Lark, of the thoughts that come before what must be."""
-    inner = r'(/(?s:.*)/ & ~/(?s:.*<\/think>.*)/) "</think>" /\s{0,4}/'
-    if opened:
-        return f"start: THOUGHTS\nTHOUGHTS: {inner}\n"
-    return f'start: THOUGHTS?\nTHOUGHTS: "<think>" {inner}\n'

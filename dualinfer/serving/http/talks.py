@@ -5,7 +5,8 @@ from typing import Any, NamedTuple
 
 from ...engine.chat import find_template
 from ...engine.tokenizing import tokenizer_of
-from .calls import MARKS, THINK, Reply, calls_grammar, style_of, thoughts_grammar
+from .call_grammars import calls_grammar, style_of, thoughts_grammar
+from .calls import MARKS, THINK, Reply
 from .protocol import ChatRequest, RequestError, Tool
 
 NONE = "none"  # a parser that is switched off

@@ -371,7 +371,7 @@ class RemoteEngine:
             self._note_refused(blamed)
 
     def _under_way(self, slots: int) -> Iterable[RemoteHandle | _Call]:
-        """What an engine that is gone may have been at: what had a slot, and calls."""
+        """The work that an engine which is gone may have been at: what had a slot, and calls."""
         sent = [work for work in self._work.values() if work.party.is_sent]
         handles = [work for work in sent if isinstance(work, RemoteHandle)]
         handles.sort(key=lambda x: x.arguments.get("priority") != "high")  # who is first is first

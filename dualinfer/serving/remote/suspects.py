@@ -33,7 +33,7 @@ class Work(Protocol):
 
 
 class Party:
-    """What is sent together: the sequences of one prompt, or one call."""
+    """Holds what is sent together: the sequences of one prompt, or one call."""
 
     def __init__(self) -> None:
         self.works: list[Any] = []  # each a Work
@@ -77,7 +77,7 @@ class Party:
 
 
 class Line:
-    """What is not sent yet, in order, and who is watched."""
+    """Holds what is not sent yet, in order, and who is watched."""
 
     def __init__(self) -> None:
         self._held: deque[Party] = deque()
@@ -100,7 +100,7 @@ class Line:
         self._held, self._watched = deque(by_deaths), None
 
     def sent(self) -> Iterator[Party]:
-        """Those that may be sent now, which then are."""
+        """Send the parties that may be sent now, and give each."""
         while self._held:
             if self._watched is not None and not self._watched.has_passed:
                 return
