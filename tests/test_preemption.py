@@ -147,16 +147,18 @@ def test_no_pause_passes_what_there_is_room_for(engine):
         await start(engine, rows[1], 0, priority="high", max_new_tokens=2)
         return await made
 
-    engine.reserve(1, 250, swap_space=1)
     seen, save = [], engine.runner.save
+    size = 2**20  # of any pause: how many tokens one has here is chance
     with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(engine.runner, "saved_bytes", lambda tokens: size)
         patch.setattr(engine.runner, "save", lambda *x: seen.append(save(*x)) or seen[-1])
-        text = asyncio.run(pause())
-        size = seen[0].nbytes
-        for space, count in ((size, 2), (size - 1, 2)):
+        texts = []
+        for space, count in ((size, 1), (size - 1, 1), (2 * size, 2)):
             engine.reserve(1, 250, swap_space=space / 2**30)
-            assert asyncio.run(pause()) == text
-            assert len(seen) == count
+            before = engine.traffic().preemptions
+            texts.append(asyncio.run(pause()))
+            assert engine.traffic().preemptions - before == 1 and len(seen) == count
+    assert texts[0] == texts[1] == texts[2]
 
 
 def test_what_saves_and_restores_is_there_before_the_first_pause(engine):
