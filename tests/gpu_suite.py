@@ -3,15 +3,23 @@
 Tests of one family and backend go to one worker, which then compiles each kernel once and keeps
 the family's model. The groups that take longest come first. XLA does not search for the fastest
 of its own kernels, which took three quarters of a test's time; `XLA_FLAGS= make test-gpu` does it.
+A failure is told when it happens, since the command may be stopped before its end. A test that
+takes longer than GPU_TEST_SECONDS (180) ends its process, with the stack of each thread.
 """
 
+import faulthandler
+import hashlib
 import os
+import tempfile
 from collections import defaultdict
 from pathlib import Path
 
 import pytest
 
 os.environ.setdefault("XLA_FLAGS", "--xla_gpu_autotune_level=0")
+
+_SECONDS = int(os.environ.get("GPU_TEST_SECONDS", "180"))
+_STDERR = os.fdopen(os.dup(2), "w")  # before pytest captures it
 
 # Seconds of a group on a worker, longest first, as an H100's host took them.
 _HEAVY = ("test_gpu_tuning", "test_bench", "test_gpu_kernels_jax", "test_gpu_kernels")
@@ -40,6 +48,43 @@ def _group(item):
 def _weight(item):
     file = Path(item.fspath).stem
     return _HEAVY.index(file) if file in _HEAVY else len(_HEAVY)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item):
+    """A test that hangs ends its process; xdist says which it was and goes on with another.
+
+    A file stands while a test runs: xdist gives the test to another process, where it fails.
+    """
+    begun = _begun(item)
+    item.ended_its_process = begun.exists()
+    begun.parent.mkdir(exist_ok=True)
+    begun.touch()
+    faulthandler.dump_traceback_later(_SECONDS, exit=True, file=_STDERR)
+    try:
+        return (yield)
+    finally:
+        faulthandler.cancel_dump_traceback_later()
+        begun.unlink()
+
+
+def pytest_runtest_setup(item):
+    """What ended its process once is not tried again."""
+    if item.ended_its_process:
+        pytest.fail(f"it ended its process, perhaps since it took over {_SECONDS} s", pytrace=False)
+
+
+def _begun(item):
+    run = os.environ.get("PYTEST_XDIST_TESTRUNUID", str(os.getpid()))
+    name = hashlib.sha256(item.nodeid.encode()).hexdigest()
+    return Path(tempfile.gettempdir()) / f"gpu-{run}" / name
+
+
+def pytest_runtest_logreport(report):
+    """A failure's last lines are printed at once, by the process that prints."""
+    if report.failed and not os.environ.get("PYTEST_XDIST_WORKER"):
+        lines = report.longreprtext.splitlines()[-12:]
+        print("\n" + "\n".join([f"FAILED {report.nodeid}", *lines]), file=_STDERR, flush=True)
 
 
 def pytest_terminal_summary(terminalreporter):
