@@ -1,30 +1,35 @@
 """Bad days of a server: many requests at once, of which some leave, are cut off or make no sense.
 
-    python -m tests.soak --requests 10000 [--backend jax] [--shape llama-3-8b] [--minutes 60]
-    python -m tests.soak --requests 10000 --kills 3 [--backend jax]
+    python -m tests.soak --requests 10000 [--backend jax|both] [--shape llama-3-8b] [--kills 3]
+    python -m tests.soak --requests 500 --seconds 20 --minutes 60
 
 Server and clients share a process and an event loop. Every request must end in exactly one state,
 the one that its kind allows; a text that was completed, however long that took, is that of a run
 in which nobody disturbs anybody, and one that was cut off begins as it does (float32; in 16 bits
 texts are counted and not compared). In the end no sequence is under way, room can be reserved
-anew, and as many tasks, threads and file descriptors are there as before. With --minutes rounds
-follow one another, and what memory the process holds is told after each. With --kills the engine
-has a process of its own, as that of `dualinfer serve`, which is killed so many times under way.
+anew, and as many tasks, threads and file descriptors are there as before. With --kills the engine
+has a process of its own, as that of `dualinfer serve`, which is killed so many times in a round.
+With --minutes rounds follow one another, and memory must be flat over the last two thirds of them.
 """
 
 import argparse
 import asyncio
+import faulthandler
+import gc
 import json
 import os
 import resource
 import signal
 import socket
+import subprocess
+import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Coroutine
-from contextlib import suppress
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -40,7 +45,6 @@ KINDS = {
     "broken": 0.05,
     "grammar": 0.02,  # one that is none
 }
-HERE = {"direct": "whole", "abort": "disconnect", "deadline": "stream"}  # kinds without HTTP
 ENDS = {
     "whole": {"done"},
     "stream": {"done"},
@@ -84,9 +88,7 @@ class Outcome:
     text: str = ""
 
 
-def asks_of(
-    count: int, vocab: int, most: int, seed: int, seconds: float, over_http: bool = False
-) -> list[Ask]:
+def asks_of(count: int, vocab: int, most: int, seed: int, seconds: float) -> list[Ask]:
     """Requests whose prompts are few, so that many of them share what an undisturbed run gives."""
     random = np.random.default_rng(seed)
     prompts = [random.integers(5, vocab, n).tolist() for n in random.integers(1, most // 4, 24)]
@@ -99,8 +101,7 @@ def asks_of(
         if kind == "oversize":
             prompt = prompt * (most // len(prompt) + 1)
         times = random.uniform(0, seconds), random.exponential(0.02)
-        kind = HERE.get(str(kind), str(kind)) if over_http else str(kind)
-        found.append(Ask(kind, prompt, new, which if seeded else None, *times))
+        found.append(Ask(str(kind), prompt, new, which if seeded else None, *times))
     return found
 
 
@@ -112,7 +113,9 @@ class Soak:
 
     def __init__(self, engine: Any, served: Any, url: tuple[str, int]) -> None:
         self.engine, self.served, self._url = engine, served, url
-        self.ended = 0
+        self.ended = self.retried = 0
+        files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+        self._gate = asyncio.Semaphore((files - 256) // 2)  # both ends of a connection are here
 
     def _arguments(self, ask: Ask) -> dict[str, Any]:
         how: dict[str, Any] = {"max_new_tokens": ask.new_tokens, "eos_token_id": None}
@@ -146,6 +149,9 @@ class Soak:
         from dualinfer import DeadlineError
 
         how = self._arguments(ask)
+        if self.engine is None:
+            await self._apart(ask, how, outcome)
+            return
         if ask.kind == "deadline":
             how["deadline"] = ask.patience + 1e-4
         handle = self.engine.generate_async(ask.prompt, skip_special_tokens=False, **how)
@@ -158,6 +164,22 @@ class Soak:
             outcome.states.append("late")
             return
         outcome.states.append("cancelled" if handle.finish_reason == "cancelled" else "done")
+
+    async def _apart(self, ask: Ask, how: dict[str, Any], outcome: Outcome) -> None:
+        """The same of an engine of another process, whose deadlines are the callers'."""
+        from dualinfer.engine.text_stream import Detokenizer
+
+        text = Detokenizer(self.served.tokenizer, False).stream(ask.prompt)
+        (handle,) = self.served.start(ask.prompt, how, 1)
+        if ask.kind != "direct":
+            asyncio.get_running_loop().call_later(ask.patience, handle.cancel)
+        while tokens := await handle.arrived():
+            outcome.text += text.push(*tokens)
+        if handle.finish_reason == "cancelled":
+            outcome.states.append("late" if ask.kind == "deadline" else "cancelled")
+        else:
+            outcome.text += text.finish()
+            outcome.states.append("done")
 
     async def _whole(self, ask: Ask, outcome: Outcome) -> None:
         status, body = await self._post(self._body(ask))
@@ -208,8 +230,21 @@ class Soak:
         outcome.states.append(str(status))
 
     async def _post(self, body: bytes, got: bytearray | None = None) -> tuple[int, bytes]:
-        """Status and body of a request; what has come by then is in `got`."""
+        """Status and body of a request; what has come by then is in `got`.
+
+        One that comes while too many wait is sent again, as clients do.
+        """
         got = bytearray() if got is None else got
+        async with self._gate:
+            while True:
+                status, answer = await self._posted(body, got)
+                if status != 429:
+                    return status, answer
+                self.retried += 1
+                got.clear()
+                await asyncio.sleep(0.5)
+
+    async def _posted(self, body: bytes, got: bytearray) -> tuple[int, bytes]:
         reader, writer = await asyncio.open_connection(*self._url)
         try:
             head = "POST /v1/completions HTTP/1.0\r\nContent-Type: application/json\r\n"
@@ -256,6 +291,12 @@ def key_of(ask: Ask) -> tuple[Any, ...]:
     return tuple(ask.prompt), ask.new_tokens, ask.seed
 
 
+def memory_of(process: int) -> int:
+    """MiB that a process has in memory."""
+    pages = Path(f"/proc/{process}/statm").read_text().split()[1]
+    return int(pages) * os.sysconf("SC_PAGE_SIZE") >> 20
+
+
 def _held(loop_tasks: int) -> dict[str, int]:
     return {
         "tasks": loop_tasks,
@@ -273,33 +314,49 @@ async def soak(engine: Any, asks: list[Ask], exact: bool = True) -> dict[str, An
     return found
 
 
-async def soak_killed(
-    backend: str, asks: list[Ask], kills: int, slots: int | None, tokens: int
-) -> dict[str, Any]:
-    """The same, of an engine in a process of its own, which is killed so many times meanwhile."""
+class Apart:
+    """An engine in a process of its own, which may be killed."""
+
+    def __init__(self, keeper: Any, engine: Any) -> None:
+        self._keeper, self._engine = keeper, engine
+
+    async def soak(self, asks: list[Ask], kills: int, exact: bool = True) -> dict[str, Any]:
+        """The outcome of requests, amid of which the engine is killed so many times."""
+        keeper, killed = self._keeper, set()
+
+        async def kill(runs: Soak) -> None:
+            for i in range(kills):
+                while runs.ended < len(asks) * (i + 1) // (kills + 1) or keeper.engine.trouble:
+                    await asyncio.sleep(0.002)
+                while not keeper.engine.state().live:  # something is under way
+                    await asyncio.sleep(0.002)
+                killed.add(keeper.process_id)
+                os.kill(keeper.process_id or 0, signal.SIGKILL)
+
+        found = await _soaked(None, self._engine, asks, exact, kill)
+        assert keeper.process_id not in killed and len(killed) == kills
+        return found | {"kills": kills, "engine_mib": memory_of(keeper.process_id)}
+
+
+@asynccontextmanager
+async def apart(module: str, opens: dict[str, Any], tokenizer: Any) -> AsyncIterator[Apart]:
+    """An engine that a process of the module opens."""
+    from dualinfer.serving.remote.keeper import Keeper, python
+
+    keeper = Keeper(python(module), opens, tokenizer)
+    async with keeper.running() as engine:
+        yield Apart(keeper, engine)
+
+
+def embedded_apart(backend: str, slots: int | None, tokens: int) -> Any:
+    """The embedded model as `apart` gives it."""
     import dualinfer
     from dualinfer.checkpoint.described.tokenizer import load_tokenizer
-    from dualinfer.serving.remote.keeper import Keeper, python
 
     folder = dualinfer.embedded_model()
     opens = {"folder": str(folder), "adapters": {}, "backend": backend}
     opens |= {"how": {"dtype": "float32"}, "room": [slots, tokens, True, 1.0]}
-    keeper = Keeper(python("dualinfer.cli.engine_process"), opens, load_tokenizer(folder))
-    killed = set()
-
-    async def kill(runs: Soak) -> None:
-        for i in range(kills):
-            while runs.ended < len(asks) * (i + 1) // (kills + 1) or keeper.engine.trouble:
-                await asyncio.sleep(0.002)
-            while not keeper.engine.state().live:  # something is under way
-                await asyncio.sleep(0.002)
-            killed.add(keeper.process_id)
-            os.kill(keeper.process_id or 0, signal.SIGKILL)
-
-    async with keeper.running() as engine:
-        found = await _soaked(None, engine, asks, True, kill)
-        assert keeper.process_id not in killed and len(killed) == kills
-    return found
+    return apart("dualinfer.cli.engine_process", opens, load_tokenizer(folder))
 
 
 async def _soaked(
@@ -362,46 +419,126 @@ async def _soaked(
         assert after[name] <= before[name], f"{name}: {before[name]} before, {after[name]} after"
     assert after["threads"] <= before["threads"] + 32, f"threads: {before} before, {after} after"
     states = Counter(f"{a.kind}: {o.states[0]}" for a, o in zip(asks, outcomes, strict=True))
-    return {"seconds": took, "differing": differing, "states": dict(sorted(states.items()))} | after
+    found = {"requests": count, "seconds": took, "differing": differing, "retried": runs.retried}
+    gc.collect()
+    after |= {"mib": memory_of(os.getpid()), "objects": len(gc.get_objects())}
+    return found | {"states": dict(sorted(states.items()))} | after
+
+
+def check_flat(rounds: Sequence[dict[str, Any]], mib: float, objects: int) -> None:
+    """Raise where memory, or Python's objects, have grown over the last two thirds of the rounds.
+
+    That is from their first half to their second, by their medians, which one round cannot move.
+    """
+    later = rounds[len(rounds) // 3 :]
+    half = len(later) // 2
+    for name, most in (("mib", mib), ("engine_mib", mib), ("objects", objects)):
+        values = [found[name] for found in later if name in found]
+        if len(values) >= 2:
+            grown = float(np.median(values[-half:]) - np.median(values[:half]))
+            assert grown <= most, f"{name}: {grown:+.0f} over {len(later)} rounds: {values}"
+
+
+def _table(backend: str, rounds: Sequence[dict[str, Any]]) -> str:
+    """What came of the rounds on a backend, for people."""
+    lines = []
+    for found in rounds:
+        states = ", ".join(f"{name} {count}" for name, count in found["states"].items())
+        numbers = {name: x for name, x in found.items() if name not in ("states", "seconds")}
+        facts = ", ".join(f"{name} {x}" for name, x in numbers.items())
+        lines.append(f"{backend}: {found['seconds']:.1f} s, {facts}\n  {states}")
+    return "\n".join(lines)
+
+
+def _rounds(options: argparse.Namespace) -> list[dict[str, Any]]:
+    """Rounds on one backend, each told as it ends."""
+    from dualinfer.bench.local_server import word_tokenizer
+    from dualinfer.bench.shapes import open_model
+
+    dtype = options.dtype or ("float32" if options.shape is None else "bfloat16")
+    exact, rounds, begun = dtype == "float32", [], time.monotonic()
+    most, vocab = 1024, 2048
+    if options.shape is not None:
+        vocab = open_model(options.shape).vocab
+        config = open_model(options.shape).config
+        most = min(most, getattr(config, "max_position_embeddings", most))
+
+    def is_over() -> bool:
+        return bool(rounds) and time.monotonic() - begun >= 60 * options.minutes
+
+    def asks() -> list[Ask]:
+        return asks_of(options.requests, vocab, most, len(rounds), options.seconds)
+
+    def note(found: dict[str, Any]) -> None:
+        rounds.append({"backend": options.backend, "dtype": dtype} | found)
+        print(_table(options.backend, rounds[-1:]), flush=True)
+
+    async def killed() -> None:
+        opens = {"shape": options.shape, "dtype": dtype, "backend": options.backend}
+        opens |= {"room": [options.slots, most, True, 1.0]}
+        if options.shape is None:
+            there = embedded_apart(options.backend, options.slots, most)
+        else:
+            there = apart("tests.random_engine", opens, word_tokenizer(vocab))
+        async with there as engine:
+            print(f"{options.backend}: ready after {time.monotonic() - begun:.1f} s", flush=True)
+            while not is_over():
+                note(await engine.soak(asks(), options.kills, exact))
+
+    def here() -> None:
+        import dualinfer
+
+        from .random_engine import opened
+
+        opens = {"shape": options.shape, "dtype": dtype, "backend": options.backend}
+        if options.shape is None:
+            model = dualinfer.embedded_model()
+            there = dualinfer.init_inference(model, backend=options.backend, dtype=dtype)
+        else:
+            there = opened(opens)
+        with there as engine:
+            room = engine.reserve(options.slots, most)
+            print(f"{options.backend}: ready after {time.monotonic() - begun:.1f} s", flush=True)
+            while not is_over():
+                note(asyncio.run(soak(engine, asks(), exact)))
+            assert engine.reserve(options.slots, most) == room  # nothing is under way
+
+    asyncio.run(killed()) if options.kills else here()
+    if len(rounds) >= 6:
+        check_flat(rounds, 32, 2000)
+        print(f"{options.backend}: memory is flat", flush=True)
+    return rounds
 
 
 def _main() -> None:
-    import dualinfer
-    from dualinfer.bench.random_weights import random_model
-    from dualinfer.bench.shapes import open_model
-
     parser = argparse.ArgumentParser()
-    parser.add_argument("--backend", default="torch", choices=["torch", "jax"])
-    parser.add_argument("--shape", help="random weights; unset: the embedded model in float32")
+    parser.add_argument("--backend", default="torch", choices=["torch", "jax", "both"])
+    parser.add_argument("--shape", help="random weights; unset: the embedded model")
+    parser.add_argument(
+        "--dtype", choices=["float32", "bfloat16"], help="unset: of a shape 16 bits"
+    )
     parser.add_argument("--requests", type=int, default=10_000)
     parser.add_argument("--seconds", type=float, default=60, help="in which they come")
-    parser.add_argument("--kills", type=int, default=0, help="of the engine; of the embedded model")
+    parser.add_argument("--slots", type=int, help="unset: what has room")
+    parser.add_argument("--kills", type=int, default=0, help="of the engine, in each round")
     parser.add_argument("--minutes", type=float, default=0, help="rounds until then")
+    parser.add_argument("--within", type=float, help="seconds for a backend; then it is ended")
+    parser.add_argument("--json", type=Path, help="what came of each round")
     options = parser.parse_args()
-    shape = options.shape
-    if options.kills:
-        asks = asks_of(options.requests, 2048, 1024, 0, options.seconds, over_http=True)
-        print(
-            json.dumps(asyncio.run(soak_killed(options.backend, asks, options.kills, None, 1024)))
-        )
-        return
-    model = dualinfer.embedded_model() if shape is None else random_model(open_model(shape), "bf16")
-    dtype = "float32" if shape is None else "bfloat16"
-    with dualinfer.init_inference(model, backend=options.backend, dtype=dtype) as engine:
-        if shape is not None:
-            from dualinfer.bench.local_server import word_tokenizer
-
-            engine.tokenizer = word_tokenizer(open_model(shape).vocab)
-        most, vocab = min(1024, engine.report().max_tokens), engine.runner.spec.vocab
-        engine.reserve(tokens=most)
-        begun, round_ = time.monotonic(), 0
-        while not round_ or time.monotonic() - begun < 60 * options.minutes:
-            asks = asks_of(options.requests, vocab, most, round_, options.seconds)
-            found = asyncio.run(soak(engine, asks, shape is None))
-            found["peak_mib"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024
-            print(json.dumps(found), flush=True)
-            round_ += 1
-        engine.reserve(tokens=most)  # nothing is under way
+    files = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    resource.setrlimit(resource.RLIMIT_NOFILE, (files, files))
+    if options.backend == "both":  # one after the other, so that each has the device's memory
+        codes = []
+        for backend in ("torch", "jax"):
+            command = [sys.executable, "-m", "tests.soak", *sys.argv[1:], "--backend", backend]
+            codes.append(subprocess.run(command).returncode)
+        raise SystemExit(max(codes, key=abs))
+    if options.within is not None:
+        faulthandler.dump_traceback_later(options.within, exit=True)
+    rounds = _rounds(options)
+    if options.json is not None:
+        before = json.loads(options.json.read_text()) if options.json.exists() else []
+        options.json.write_text(json.dumps(before + rounds, indent=1) + "\n")
 
 
 if __name__ == "__main__":

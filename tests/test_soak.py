@@ -6,10 +6,12 @@ import pytest
 
 import dualinfer
 
-from .soak import asks_of, soak, soak_killed
+from .soak import asks_of, embedded_apart, soak
+
+BACKENDS = ["torch", pytest.param("jax", marks=pytest.mark.slow)]
 
 
-@pytest.mark.parametrize("backend", ["torch", pytest.param("jax", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("backend", BACKENDS)
 def test_every_request_ends_in_one_state_and_nothing_is_left(backend):
     model = dualinfer.embedded_model()
     with dualinfer.init_inference(model, backend=backend, dtype="float32") as engine:
@@ -21,8 +23,12 @@ def test_every_request_ends_in_one_state_and_nothing_is_left(backend):
     assert found["states"]["abort: cancelled"] > 0 and found["differing"] == 0
 
 
-@pytest.mark.parametrize("backend", ["torch", pytest.param("jax", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("backend", BACKENDS)
 def test_no_request_is_lost_where_the_engine_is_killed(backend):
-    asks = asks_of(64, 2048, 128, seed=1, seconds=0.5, over_http=True)
-    found = asyncio.run(soak_killed(backend, asks, kills=1, slots=8, tokens=128))
+    async def run():
+        async with embedded_apart(backend, 8, 128) as engine:
+            return await engine.soak(asks_of(64, 2048, 128, seed=1, seconds=0.5), 1)
+
+    found = asyncio.run(run())
     assert found["states"]["whole: done"] > 12 and found["differing"] == 0
+    assert found["kills"] == 1

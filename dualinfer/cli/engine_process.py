@@ -2,12 +2,25 @@
 
 import socket
 import sys
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from pathlib import Path
+from typing import Any
 
 from ..serving.remote.host import Host, shown_of
 
 
-def run() -> None:
+def _opened(opens: dict[str, Any]) -> AbstractContextManager[Any]:
+    """The engine of a folder, which is closed at the end."""
+    from .quick_start import start_sooner
+    from .texts import opened_at
+
+    folder = Path(opens["folder"])
+    start_sooner(folder)
+    return opened_at(folder, opens["adapters"], opens["backend"], **opens["how"])
+
+
+def run(opened: Callable[[dict[str, Any]], AbstractContextManager[Any]] = _opened) -> None:
     """Open the model that the front describes, and serve it until the front leaves."""
     connection = socket.socket(fileno=int(sys.argv[1]))
     connection.set_inheritable(False)  # a child of this process must not keep it open
@@ -15,14 +28,10 @@ def run() -> None:
     opens = host.received()
     try:
         from ..system.noise import leave_out_noise
-        from .quick_start import start_sooner
         from .serve import writes
-        from .texts import opened_at
 
-        folder, adapters = Path(opens["folder"]), opens["adapters"]
         leave_out_noise()
-        start_sooner(folder)
-        with opened_at(folder, adapters, opens["backend"], **opens["how"]) as engine:
+        with opened(opens) as engine:
             does_write = writes(engine, *opens["room"])
             host.run(engine, shown_of(engine.report(), does_write))
     except BaseException as error:
