@@ -45,7 +45,7 @@ def loads(vocab: int, count: int, most: int) -> dict[str, list[Pair]]:
     choices, letters = [], []
     for _ in range(count // 4):
         context = ids(draw.lognormal(np.log(100), 0.6))
-        choices += [(context, ids(draw.integers(1, 25))) for _ in range(4)]
+        choices += [(context, ids(float(draw.integers(1, 25)))) for _ in range(4)]
         context = ids(draw.lognormal(np.log(400), 0.4))
         letters += [(context, ids(1)) for _ in range(4)]
     texts = [(ids(1), draw.integers(5, vocab, most // 2).tolist()) for _ in range(count // 16)]

@@ -5,13 +5,14 @@ import contextlib
 import json
 import sys
 import threading
+from dataclasses import replace
 
 import numpy as np
 import pytest
 from scipy import stats
 
 from dualinfer.bench.client import Client, run_all
-from dualinfer.bench.drive import Record, Run
+from dualinfer.bench.drive import Record, Run, drive
 from dualinfer.bench.load import Load
 from dualinfer.bench.serving import figures
 from dualinfer.errors import ArgumentError
@@ -66,6 +67,20 @@ def test_a_request_that_the_model_does_not_take_is_refused():
     small = Load(9).filled(most=64)
     assert (small.input_len, small.output_len) == (32, 8)
     assert (Load(9).filled().input_len, Load(9).filled().output_len) == (1024, 128)
+
+
+def test_what_has_not_ended_within_the_time_is_given_up():
+    async def send(ask, record, clock):
+        await asyncio.sleep(0 if len(ask.ids) == 1 else 60)
+        record.stamps.append(clock())
+
+    load = Load(4, input_len=2, output_len=1, range_ratio=0.5, seed=5, within=0.3)
+    for most, expected in ((3, [True, True, False, True]), (2, [True] * 4)):  # two wait for a place
+        load = replace(load, concurrency=most)
+        run = asyncio.run(drive(load, load.asks(9), send))
+        errors = [one.error for one in run.records]
+        assert [error is not None for error in errors] == expected and run.seconds < 10
+        assert {*errors} - {None} == {"It had not ended within 0.3 s."}
 
 
 # The figures

@@ -295,6 +295,13 @@ class _Asked(_Chosen):
             "256; of a --url 1]",
         ),
     ] = None
+    within: Annotated[
+        float | None,
+        typer.Option(
+            metavar="SECONDS",
+            help="Give up requests of a row that have not ended by then. Unset: none.",
+        ),
+    ] = None
     goodput: Annotated[
         list[str] | None,
         typer.Option(
@@ -353,6 +360,7 @@ def serve(
         prefix_len=asked.prefix_len,
         prefixes=asked.prefixes,
         seed=asked.seed,
+        within=asked.within,
     )
     loads = [
         replace(every, rate=rate, concurrency=concurrency)
@@ -367,6 +375,8 @@ def serve(
                 "--lengths chat has lengths of its own. Leave --input-len, --output-len and "
                 "--range-ratio out."
             )
+        if load.within is not None and not load.within > 0:
+            raise ArgumentError(f"--within {load.within:g}; expected seconds above 0.")
     if url:
         tasks = [
             _Remote(one, model, api_key, vocab, load, _warm_ups(asked, load, 1), goals)

@@ -66,19 +66,26 @@ Send = Callable[[Ask, Record, Clock], Awaitable[None]]
 async def drive(load: Load, asks: Sequence[Ask], send: Send) -> Run:
     """Send requests when they come, those that may be under way; what fails is in its record."""
     gate = asyncio.Semaphore(load.concurrency or max(1, len(asks)))
-    clock = Clock()
+    clock, loop = Clock(), asyncio.get_running_loop()
+    end = None if load.within is None else loop.time() + load.within
 
-    async def one(ask: Ask) -> Record:
-        record = Record(len(ask.ids), ask.new_tokens)
+    async def sent(ask: Ask, record: Record) -> None:
         if (early := ask.at - clock()) > 0:
             await asyncio.sleep(early)
         record.late = clock() - ask.at
         async with gate:
             record.begun = clock()
-            try:
-                await send(ask, record, clock)
-            except Exception as error:
-                record.error = _told(error)
+            await send(ask, record, clock)
+
+    async def one(ask: Ask) -> Record:
+        record = Record(len(ask.ids), ask.new_tokens)
+        try:
+            async with asyncio.timeout_at(end):
+                await sent(ask, record)
+        except Exception as error:
+            record.error = _told(error)
+            if load.within is not None and isinstance(error, TimeoutError):
+                record.error = f"It had not ended within {load.within:g} s."
         return record
 
     records = await asyncio.gather(*map(one, asks))

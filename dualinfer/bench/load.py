@@ -34,7 +34,8 @@ class Load:
     them are under way at a time, None any number. Prompts begin with one of `prefixes` beginnings
     of `prefix_len` tokens; what follows has `input_len` tokens, and `output_len` are made, each at
     random by up to `range_ratio` of it more or less. With `chat` these two come from a mixture of
-    lognormal distributions. A `seed` makes one row of requests.
+    lognormal distributions. A `seed` makes one row of requests. What has not ended `within` so many
+    seconds is given up; None: nothing.
     """
 
     requests: int
@@ -47,6 +48,7 @@ class Load:
     prefix_len: int = 0
     prefixes: int = 1
     seed: int = 0
+    within: float | None = None
 
     def to_dict(self) -> dict[str, Any]:
         """Its fields."""

@@ -1,11 +1,12 @@
 """Other people's systems, run beside ours: HF on torch, eager and compiled; keras-hub on JAX."""
 
 import asyncio
+import functools
 import importlib
 import importlib.util
 import os
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
@@ -139,8 +140,25 @@ class HfEager:
         self._module = None
 
 
+_FLASH = "flash_attn_interface", "flash_attn_3", "flash_attn"  # packages that HF looks for
+_STOPPING = 60.0  # seconds that its thread has for the step that it is at
+
+
 class HfBatching(HfEager):
-    """HF's continuous batching, with the settings that it takes by itself."""
+    """HF's continuous batching, with the settings that it takes by itself.
+
+    Without flash attention a step's attention is one product over all its sequences' keys behind a
+    mask, so that 256 sequences cost 256 times what they need; there a step has `_FEW` of them.
+    """
+
+    _FEW: ClassVar[dict[str, int]] = {"max_requests_per_batch": 32, "max_batch_tokens": 2048}
+
+    def _settings(self) -> dict[str, Any]:
+        """Those of its config that are not its own choice."""
+        if any(importlib.util.find_spec(name) for name in _FLASH):
+            return {}
+        how = self._FEW | {"auto_switch_to_flash": False}  # nor is a kernel fetched
+        return how if self._place == "cuda" else how | {"max_memory_percent": 0.05}  # of the host's
 
     def answer(self, loads: list[Load], vocab: int, most: int | None, over_http: bool) -> list[Run]:
         """Each request by `add_request`, streamed; no server."""
@@ -148,15 +166,14 @@ class HfBatching(HfEager):
 
         config = GenerationConfig(do_sample=False, eos_token_id=-1, pad_token_id=0)
         before = self._module.config._attn_implementation
-        small = ContinuousBatchingConfig(max_memory_percent=0.05)  # else all that the host has
-        how = {} if self._place == "cuda" else {"continuous_batching_config": small}
-        manager = self._module.init_continuous_batching(generation_config=config, **how)
+        manager = self._module.init_continuous_batching(
+            generation_config=config,
+            continuous_batching_config=ContinuousBatchingConfig(**self._settings()),
+        )
         manager.start()
         try:
             return asyncio.run(self._answer(manager, loads, vocab, most))
         finally:
-            self._attention = self._module.config._attn_implementation
-            manager.stop(block=True)
             if self._module.config._attn_implementation != before:
                 self._module.set_attn_implementation(before)
 
@@ -185,18 +202,27 @@ class HfBatching(HfEager):
                 streaming=True,
                 eos_token_id=-1,
             )
-            while not ended.done():
-                await asyncio.wait([ended], timeout=5)
-                if not ended.done() and not manager.is_running():
-                    raise RuntimeError("HF's generation thread has ended.")
+            try:
+                while not ended.done():
+                    await asyncio.wait([ended], timeout=5)
+                    if not ended.done() and not manager.is_running():
+                        raise RuntimeError("HF's generation thread has ended.")
+            finally:
+                if not ended.done():
+                    manager.cancel_request(name)
             if (error := ended.result()) is not None:
                 raise RuntimeError(str(error))
 
-        return [await drive(load, load.asks(vocab, most), send) for load in loads]
+        try:
+            return [await drive(load, load.asks(vocab, most), send) for load in loads]
+        finally:  # while the loop is there that it tells of what it gives up
+            self._attention = self._module.config._attn_implementation
+            stop = functools.partial(manager.stop, timeout=_STOPPING, hard_stop=True)
+            await asyncio.to_thread(stop)
 
     def facts(self) -> dict[str, Any]:
-        """Likewise, of the attention that served."""
-        return super().facts() | {"attention": self._attention}
+        """Likewise, of the attention that served, and what was set."""
+        return super().facts() | {"attention": self._attention, "settings": self._settings()}
 
 
 class HfCompiled(HfEager):
