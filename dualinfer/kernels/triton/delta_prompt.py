@@ -2,7 +2,8 @@
 
 arXiv:2406.06484, arXiv:2412.06464, arXiv:2510.26692. Four launches: what is convolved; of each
 chunk of 64 tokens by itself, the products of tokens and the solution of what they take from one
-another; over the chunks, the states; norm and gate. Only the third goes from left to right.
+another; over the chunks, the states; norm and gate. Only the third goes from left to right. Where
+each channel decays by itself, the products of tokens are a launch of their own.
 """
 
 # pyright: reportArgumentType=false, reportGeneralTypeIssues=false, reportAssignmentType=false
@@ -20,6 +21,9 @@ from .rows import check_last_axis
 CHUNK = 64
 # Tokens of a program that convolves, and of one that norms; elements of a value of one that walks.
 _TILE, _NORMED, _VALUES = 64, 16, 32
+# Channels that a program of pairs holds at a time, its warps, and a thread's registers: so a
+# multiprocessor has two programs.
+_SLICE, _WARPS, _REGISTERS = 32, 8, 128
 _CHUNK: tl.constexpr = tl.constexpr(CHUNK)
 # A log-decay behind which nothing is left in float32; of larger ones sums would lose digits.
 _GONE: tl.constexpr = tl.constexpr(-30.0)
@@ -97,14 +101,14 @@ def _product(a, b, FINE: tl.constexpr):
 
 
 @triton.jit
-def _level(span):
-    """Pairs of tokens of which the earlier is in the first half of 2 span, the later in the second.
+def _level(i):
+    """Pairs of tokens of which the earlier is in the first half of 2 << i, the later in the second.
 
-    Each pair is of one of the levels 1, 2, 4 and so on.
+    Each pair is of one of the levels 0, 1, 2 and so on.
     """
     at = tl.arange(0, _CHUNK)
-    same = at[:, None] // (2 * span) == at[None, :] // (2 * span)
-    return same & (at[:, None] // span > at[None, :] // span)
+    same = at[:, None] >> (i + 1) == at[None, :] >> (i + 1)
+    return same & (at[:, None] >> i > at[None, :] >> i)
 
 
 @triton.jit
@@ -115,53 +119,115 @@ def _inverse(low, FINE: tl.constexpr):
     between the two.
     """
     at = tl.arange(0, _CHUNK)
-    found = tl.where(at[:, None] == at[None, :], 1.0, 0.0) - tl.where(_level(1), low, 0.0)
-    for i in tl.static_range(1, 6):
-        between = tl.where(_level(1 << i), low, 0.0)
-        found -= _product(_product(found, between, FINE), found, FINE)
+    found = tl.where(at[:, None] == at[None, :], 1.0, 0.0) - tl.where(_level(0), low, 0.0)
+    if FINE:  # a product is thousands of instructions, which ptxas took two minutes over
+        for i in range(1, 6):
+            found = _twice(found, low, i, FINE)
+    else:
+        for i in tl.static_range(1, 6):
+            found = _twice(found, low, i, FINE)
     return found
 
 
 @triton.jit
-def _scores_by_channel(sums_ptr, q, k, sums, BLOCK_K: tl.constexpr):
-    """Products of queries, and of keys, with the keys before them, decayed since.
+def _twice(found, low, i, FINE: tl.constexpr):
+    """The inverse of blocks of 2 << i tokens from that of blocks of 1 << i."""
+    between = tl.where(_level(i), low, 0.0)
+    return found - _product(_product(found, between, FINE), found, FINE)
 
-    float32 [64, 64] each, queries' with their own keys as well. Both tokens of a pair decay to, or
-    from, the last token of the first half of their level, so that no factor is above 1.
+
+@triton.jit
+def _pairs_kernel(
+    decays_ptr, mask_ptr, lengths_ptr, qkv_ptr, scale_ptr, bias_ptr, products_ptr, scores_ptr,
+    sums_ptr, decayed_ptr, decays_row, decays_stride, mask_row, mask_stride, tokens,
+    chunks, floor, KEYS: tl.constexpr, VALUES: tl.constexpr, KEY: tl.constexpr, VALUE: tl.constexpr,
+    BOUNDED: tl.constexpr, BLOCK_K: tl.constexpr, SLICE: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """One program: a value head of a chunk, whose channels decay each by itself.
+
+    Products of queries, and of keys, with the keys before them, decayed since: float32 [64, 64]
+    each, queries' with their own keys as well. Both tokens of a pair decay to, or from, the last
+    token of the first half of their level, so that no factor is above 1. SLICE channels at a time:
+    registers for all would leave a multiprocessor one program.
     """
+    let_next_start(PDL)
+    SHARING: tl.constexpr = VALUES // KEYS
+    CHANNELS: tl.constexpr = 2 * KEYS * KEY + VALUES * VALUE
+    head = tl.program_id(0) % VALUES
+    b = (tl.program_id(0) // VALUES // chunks).to(tl.int64)
+    chunk = tl.program_id(0) // VALUES % chunks
     at = tl.arange(0, _CHUNK)
-    wide_k = k.to(tl.float32)
-    wide_q = q.to(tl.float32)
-    own = tl.sum(wide_q * wide_k, 1)
-    by_q = tl.where(at[:, None] == at[None, :], own[:, None], 0.0)
+    t = chunk * _CHUNK + at
+    first = (chunk * _CHUNK).to(tl.int64)
+    scale = tl.exp(tl.load(scale_ptr + head))
+    wait_for_inputs(PDL)
+    length = tokens
+    if lengths_ptr is not None:
+        length = tl.load(lengths_ptr + b).to(tl.int32)
+    real = _is_seen(mask_ptr, b * mask_row + t * mask_stride, (t < tokens) & (t < length))
+    number = (b * VALUES + head) * chunks + chunk
+    decays_ptr += b * decays_row + first * decays_stride + at[:, None] * decays_stride
+    qkv_ptr += (b * tokens + first) * CHANNELS + at[:, None] * CHANNELS
+    sums_ptr += number * _CHUNK * BLOCK_K
+    decayed_ptr += number * 3 * _CHUNK * BLOCK_K + at[:, None] * BLOCK_K
+    by_q = tl.zeros([_CHUNK, _CHUNK], tl.float32)
     by_k = tl.zeros([_CHUNK, _CHUNK], tl.float32)
-    for i in range(6):
-        middle = at // (2 << i) * (2 << i) + (1 << i) - 1
-        then = tl.load(sums_ptr + middle[:, None] * BLOCK_K + tl.arange(0, BLOCK_K)[None, :])
-        left = tl.exp(-tl.abs(sums - then))
-        later = (at // (1 << i) % 2 == 1)[:, None]
-        keys = (wide_k * left).to(k.dtype)
-        earlier = tl.trans(tl.where(later, tl.zeros_like(keys), keys))
-        zeros = tl.zeros([_CHUNK, _CHUNK], tl.float32)
-        pairs = _level(1 << i)
-        by_k += tl.where(
-            pairs, dot(tl.where(later, keys, tl.zeros_like(keys)), earlier, zeros), 0.0
-        )
-        queries = tl.where(later, (wide_q * left).to(k.dtype), tl.zeros_like(keys))
-        by_q += tl.where(pairs, dot(queries, earlier, zeros), 0.0)
-    return by_q, by_k
+    own = tl.zeros([_CHUNK], tl.float32)
+    for start in range(0, BLOCK_K, SLICE):
+        at_k = start + tl.arange(0, SLICE)
+        in_k = at_k < KEY
+        loaded = real[:, None] & in_k[None, :]
+        bias = tl.load(bias_ptr + head * KEY + at_k, mask=in_k, other=0.0)
+        decay = tl.load(decays_ptr + (head * KEY + at_k)[None, :], mask=loaded, other=0.0)
+        decay = log_decay(decay.to(tl.float32) + bias[None, :], scale, floor, BOUNDED)
+        sums = tl.cumsum(tl.where(loaded, tl.maximum(decay, _GONE), 0.0), 0)
+        tl.store(sums_ptr + at[:, None] * BLOCK_K + at_k[None, :], sums)
+        key = (head // SHARING * KEY + at_k)[None, :]
+        q = tl.load(qkv_ptr + key, mask=loaded, other=0.0)
+        k = tl.load(qkv_ptr + KEYS * KEY + key, mask=loaded, other=0.0)
+        dtype = k.dtype
+        wide_q = q.to(tl.float32)
+        wide_k = k.to(tl.float32)
+        own += tl.sum(wide_q * wide_k, 1)
+        since = tl.exp(sums)
+        tl.store(decayed_ptr + at_k[None, :], (wide_k * since).to(dtype))
+        tl.store(decayed_ptr + _CHUNK * BLOCK_K + at_k[None, :], (wide_q * since).to(dtype))
+        tl.debug_barrier()
+        last = tl.load(sums_ptr + (_CHUNK - 1) * BLOCK_K + at_k)
+        left = (wide_k * tl.exp(last[None, :] - sums)).to(dtype)
+        tl.store(decayed_ptr + 2 * _CHUNK * BLOCK_K + at_k[None, :], left)
+        for i in range(6):
+            middle = (at >> (i + 1) << (i + 1)) + (1 << i) - 1
+            then = tl.load(sums_ptr + middle[:, None] * BLOCK_K + at_k[None, :])
+            since = tl.exp(-tl.abs(sums - then))
+            later = ((at >> i) & 1 == 1)[:, None]
+            keys = (wide_k * since).to(dtype)
+            earlier = tl.trans(tl.where(later, tl.zeros_like(keys), keys))
+            zeros = tl.zeros([_CHUNK, _CHUNK], tl.float32)
+            pairs = _level(i)
+            late = tl.where(later, keys, tl.zeros_like(keys))
+            by_k += tl.where(pairs, dot(late, earlier, zeros), 0.0)
+            late = tl.where(later, (wide_q * since).to(dtype), tl.zeros_like(keys))
+            by_q += tl.where(pairs, dot(late, earlier, zeros), 0.0)
+    by_q += tl.where(at[:, None] == at[None, :], own[:, None], 0.0)
+    found = number * _CHUNK * _CHUNK + at[:, None] * _CHUNK + at[None, :]
+    tl.store(scores_ptr + found, by_q.to(scores_ptr.dtype.element_ty))
+    tl.store(products_ptr + found, by_k)
 
 
 @triton.jit
 def _within_kernel(
     x_ptr, decays_ptr, mask_ptr, lengths_ptr, qkv_ptr, past_ptr, slots_ptr, starts_ptr, scale_ptr,
-    bias_ptr, solved_ptr, scores_ptr, sums_ptr, decayed_ptr, x_row, x_stride, decays_row,
+    bias_ptr, products_ptr, solved_ptr, scores_ptr, sums_ptr, x_row, x_stride, decays_row,
     decays_stride, mask_row, mask_stride, tokens, chunks, slots, beta_at, floor, KEYS: tl.constexpr,
     VALUES: tl.constexpr, KEY: tl.constexpr, VALUE: tl.constexpr, TAPS: tl.constexpr, BY_CHANNEL:
     tl.constexpr, BOUNDED: tl.constexpr, DOUBLED: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V:
     tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """One program: a value head of a chunk. That of a row's first chunk keeps its last tokens."""
+    """One program: a value head of a chunk. That of a row's first chunk keeps its last tokens.
+
+    Products of pairs of tokens are there where each channel decays by itself.
+    """
     let_next_start(PDL)
     SHARING: tl.constexpr = VALUES // KEYS
     CHANNELS: tl.constexpr = 2 * KEYS * KEY + VALUES * VALUE
@@ -173,7 +239,6 @@ def _within_kernel(
     first = (chunk * _CHUNK).to(tl.int64)
     at_k = tl.arange(0, BLOCK_K)
     in_k = at_k < KEY
-    scale = tl.exp(tl.load(scale_ptr + head))
     wait_for_inputs(PDL)
     length = tokens
     if lengths_ptr is not None:
@@ -186,50 +251,31 @@ def _within_kernel(
     if DOUBLED:
         beta *= 2.0
     beta = tl.where(real, beta, 0.0)
-    decays_ptr += b * decays_row + first * decays_stride
-    qkv_ptr += (b * tokens + first) * CHANNELS
     key = head // SHARING * KEY + at_k
-    places = at[:, None] * CHANNELS + key[None, :]
-    loaded = real[:, None] & in_k[None, :]
-    q = tl.load(qkv_ptr + places, mask=loaded, other=0.0)
-    k = tl.load(qkv_ptr + KEYS * KEY + places, mask=loaded, other=0.0)
     number = (b * VALUES + head) * chunks + chunk
-    upto = at[:, None] >= at[None, :]
+    found = number * _CHUNK * _CHUNK + at[:, None] * _CHUNK + at[None, :]
     if BY_CHANNEL:
-        bias = tl.load(bias_ptr + head * KEY + at_k, mask=in_k, other=0.0)
-        decay = tl.load(
-            decays_ptr + at[:, None] * decays_stride + (head * KEY + at_k)[None, :],
-            mask=loaded, other=0.0,
-        ).to(tl.float32)  # fmt: skip
-        decay = log_decay(decay + bias[None, :], scale, floor, BOUNDED)
-        decay = tl.where(loaded, tl.maximum(decay, _GONE), 0.0)
-        sums = tl.cumsum(decay, 0)
-        sums_ptr += number * _CHUNK * BLOCK_K
-        tile = at[:, None] * BLOCK_K + at_k[None, :]
-        tl.store(sums_ptr + tile, sums)
-        tl.debug_barrier()
-        by_q, by_k = _scores_by_channel(sums_ptr, q, k, sums, BLOCK_K)
-        decayed_ptr += number * 3 * _CHUNK * BLOCK_K + tile
-        since = tl.exp(sums)
-        tl.store(decayed_ptr, (k.to(tl.float32) * since).to(k.dtype))
-        tl.store(decayed_ptr + _CHUNK * BLOCK_K, (q.to(tl.float32) * since).to(k.dtype))
-        last = tl.load(sums_ptr + (_CHUNK - 1) * BLOCK_K + at_k)
-        left = (k.to(tl.float32) * tl.exp(last[None, :] - sums)).to(k.dtype)
-        tl.store(decayed_ptr + 2 * _CHUNK * BLOCK_K, left)
+        by_k = tl.load(products_ptr + found)
     else:
+        scale = tl.exp(tl.load(scale_ptr + head))
+        qkv_ptr += (b * tokens + first) * CHANNELS
+        places = at[:, None] * CHANNELS + key[None, :]
+        loaded = real[:, None] & in_k[None, :]
+        q = tl.load(qkv_ptr + places, mask=loaded, other=0.0)
+        k = tl.load(qkv_ptr + KEYS * KEY + places, mask=loaded, other=0.0)
         bias = tl.load(bias_ptr + head)
+        decays_ptr += b * decays_row + first * decays_stride
         decay = tl.load(decays_ptr + at * decays_stride + head, mask=real, other=0.0)
         decay = log_decay(decay.to(tl.float32) + bias, scale, floor, BOUNDED)
         sums = tl.cumsum(tl.where(real, tl.maximum(decay, _GONE), 0.0), 0)
         tl.store(sums_ptr + number * _CHUNK + at, sums)
+        upto = at[:, None] >= at[None, :]
         since = tl.exp(tl.where(upto, sums[:, None] - sums[None, :], 0.0))
         zeros = tl.zeros([_CHUNK, _CHUNK], tl.float32)
         turned = tl.trans(k)
-        by_q = dot(q, turned, zeros) * since
+        by_q = tl.where(upto, dot(q, turned, zeros) * since, 0.0)
+        tl.store(scores_ptr + found, by_q.to(scores_ptr.dtype.element_ty))
         by_k = dot(k, turned, zeros) * since
-    found = number * _CHUNK * _CHUNK + at[:, None] * _CHUNK + at[None, :]
-    by_q = tl.where(upto, by_q, 0.0)
-    tl.store(scores_ptr + found, by_q.to(scores_ptr.dtype.element_ty))
     by_k = tl.where(at[:, None] > at[None, :], by_k, 0.0) * beta[:, None]
     FINE: tl.constexpr = solved_ptr.dtype.element_ty == tl.float32
     solved = _inverse(by_k, FINE) * beta[None, :]
@@ -451,26 +497,32 @@ def delta_prompt(
         num_warps=8,
         pdl=pdl,
     )
+    in_decays = decays.stride(0), decays.stride(1)
+    is_bounded = floor is not None
+    products = None
+    if by_channel:
+        products = like.new_empty((batch, values, chunks, CHUNK, CHUNK))
+        launch(
+            _pairs_kernel,
+            (values * batch * chunks,),
+            *(decays, mask, lengths, qkv, decay_scale, decay_bias, products, scores, sums),
+            *(decayed, *in_decays, *in_mask, tokens, chunks, floor or 0.0),
+            **own,
+            **{"BOUNDED": is_bounded, "BLOCK_K": block_k, "SLICE": min(block_k, _SLICE)},
+            num_warps=_WARPS,
+            maxnreg=_REGISTERS,
+            pdl=pdl,
+        )
     launch(
         _within_kernel,
         (values * batch * chunks,),
-        *(x, decays, mask, lengths, qkv, past, slots, starts, decay_scale, decay_bias),
-        *(
-            solved,
-            scores,
-            sums,
-            decayed,
-            x.stride(0),
-            x.stride(1),
-            decays.stride(0),
-            decays.stride(1),
-        ),
+        *(x, decays, mask, lengths, qkv, past, slots, starts, decay_scale, decay_bias, products),
+        *(solved, scores, sums, x.stride(0), x.stride(1), *in_decays),
         *(*in_mask, tokens, chunks, slot_count, beta_at, floor or 0.0),
         **own,
         **kinds,
-        **{"TAPS": taps.shape[1], "BOUNDED": floor is not None, "DOUBLED": doubled},
-        **{"BLOCK_V": block_v},
-        num_warps=8 if by_channel else 4,
+        **{"TAPS": taps.shape[1], "BOUNDED": is_bounded, "DOUBLED": doubled, "BLOCK_V": block_v},
+        num_warps=4 if not str(solved.dtype).endswith("float32") else 8,
         pdl=pdl,
     )
     block = min(_VALUES, block_v)

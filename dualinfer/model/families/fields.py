@@ -183,6 +183,17 @@ class ConfigFields:
                 f"honour ({honoured} only); ignoring it would give wrong results."
             )
 
+    def within(self, parameters: Mapping[str, Any], *names: str) -> None:
+        """Mark fields that `parameters` have, too: HF reads them there. Others are refused.
+
+        transformers 4 wrote them twice, and some classes keep a default beside what is given.
+        """
+        for name in names:
+            if parameters.get(name) is None:
+                self.require(name)
+            else:
+                self.ignore(name)
+
     def activation(self, name: str) -> Activation:
         """An activation field, as our name of it."""
         value = self.take(name)

@@ -200,8 +200,8 @@ def _attention(fields: ConfigFields, embed: int) -> tuple[Attention, int]:
     """Attention with a rotary embedding, perhaps of a part of each head, and its positions."""
     heads, kv_heads, head_dim = fields.grouped_heads(embed)
     positions, parameters = fields.size("max_position_embeddings"), fields.take("rope_parameters")
-    fields.require(_PART, parameters.get(_PART) if isinstance(parameters, dict) else None)
     size = rotary_size(parameters, head_dim)
+    fields.within(parameters, _PART)
     rope = make_rope({**parameters, _PART: None}, size, positions)
     attention = Attention(heads, kv_heads, head_dim, head_dim**-0.5, rope=rope)
     return attention, reach(parameters, positions)

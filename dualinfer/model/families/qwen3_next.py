@@ -95,8 +95,7 @@ def _attention(fields: ConfigFields, embed: int, norm: Norm) -> tuple[Attention,
     parameters: Any = given
     if isinstance(given, Mapping):
         parameters = {**given, **dict.fromkeys(_SECTIONS)}
-        for name in ("rope_theta", _PART):  # transformers 4 wrote them twice
-            fields.require(name, given.get(name))
+        fields.within(given, "rope_theta", _PART)
     turning = rotary_size(parameters, head_dim)
     rope = make_rope({**parameters, _PART: None}, turning, positions)
     attention = Attention(

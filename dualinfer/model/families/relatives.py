@@ -203,9 +203,7 @@ def _rope_parameters(
         parameters = {theta: {**given, "rope_theta": float(theta)} for theta in thetas}
         fields.ignore("rope_theta")  # which layer_rope_theta says again for each layer
     for own in parameters.values():
-        for name in ("rope_theta", "partial_rotary_factor"):  # transformers 4 wrote them twice
-            default = (10000.0,) * (fields.family == "cohere2_moe")  # HF's, which it does not read
-            fields.require(name, own.get(name), *default)
+        fields.within(own, "rope_theta", "partial_rotary_factor")
         for name in ("rope_pct", "rope_percent"):  # of StableLM's makers, and Nemotron's
             fields.require(name, own.get("partial_rotary_factor"))
     if fields.family == "cohere_compass_text":  # of texts alone all parts count the same
