@@ -177,22 +177,20 @@ class ConfigFields:
         """Refuse the field unless it is absent, None or one of `allowed`."""
         value = self.take(name)
         if value is not None and value not in allowed:
-            honoured = " or ".join(repr(a) for a in allowed) or "nothing"
+            honoured = " or ".join(repr(a) for a in allowed if a is not None) or "nothing"
             raise UnservedError(
                 f"config.json has {name}={shown(value)}, which the {self.family} family does not "
                 f"honour ({honoured} only); ignoring it would give wrong results."
             )
 
-    def within(self, parameters: Mapping[str, Any], *names: str) -> None:
-        """Mark fields that `parameters` have, too: HF reads them there. Others are refused.
+    def within(self, parameters: Mapping[str, Any], **defaults: Any) -> None:
+        """Refuse fields that say other than `parameters`, where HF reads them; mark the rest.
 
-        transformers 4 wrote them twice, and some classes keep a default beside what is given.
+        transformers 4 wrote them twice. Some of HF's classes keep their default of a field beside
+        what is given, and do not read it.
         """
-        for name in names:
-            if parameters.get(name) is None:
-                self.require(name)
-            else:
-                self.ignore(name)
+        for name, default in defaults.items():
+            self.require(name, parameters.get(name), default)
 
     def activation(self, name: str) -> Activation:
         """An activation field, as our name of it."""

@@ -41,7 +41,7 @@ def describe(fields: ConfigFields, architecture: str) -> tuple[ModelSpec, Weight
         raise ModelError(
             f"config.json has rope_parameters={shown(parameters)}; expected an object."
         )
-    fields.within(parameters, "rope_theta", "partial_rotary_factor")
+    fields.within(parameters, rope_theta=None, partial_rotary_factor=None)
     rotary_dim = rotary_size(parameters, head_dim)
     parameters = {k: v for k, v in parameters.items() if k != "partial_rotary_factor"}
     rope = make_rope(parameters, rotary_dim, positions)

@@ -201,7 +201,7 @@ def _attention(fields: ConfigFields, embed: int) -> tuple[Attention, int]:
     heads, kv_heads, head_dim = fields.grouped_heads(embed)
     positions, parameters = fields.size("max_position_embeddings"), fields.take("rope_parameters")
     size = rotary_size(parameters, head_dim)
-    fields.within(parameters, _PART)
+    fields.within(parameters, partial_rotary_factor=None)
     rope = make_rope({**parameters, _PART: None}, size, positions)
     attention = Attention(heads, kv_heads, head_dim, head_dim**-0.5, rope=rope)
     return attention, reach(parameters, positions)

@@ -95,7 +95,7 @@ def _attention(fields: ConfigFields, embed: int, norm: Norm) -> tuple[Attention,
     parameters: Any = given
     if isinstance(given, Mapping):
         parameters = {**given, **dict.fromkeys(_SECTIONS)}
-        fields.within(given, "rope_theta", _PART)
+        fields.within(given, rope_theta=None, partial_rotary_factor=0.25)
     turning = rotary_size(parameters, head_dim)
     rope = make_rope({**parameters, _PART: None}, turning, positions)
     attention = Attention(

@@ -203,7 +203,8 @@ def _rope_parameters(
         parameters = {theta: {**given, "rope_theta": float(theta)} for theta in thetas}
         fields.ignore("rope_theta")  # which layer_rope_theta says again for each layer
     for own in parameters.values():
-        fields.within(own, "rope_theta", "partial_rotary_factor")
+        theta = 10000.0 if fields.family == "cohere2_moe" else None
+        fields.within(own, rope_theta=theta, partial_rotary_factor=None)
         for name in ("rope_pct", "rope_percent"):  # of StableLM's makers, and Nemotron's
             fields.require(name, own.get("partial_rotary_factor"))
     if fields.family == "cohere_compass_text":  # of texts alone all parts count the same
