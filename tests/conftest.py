@@ -120,6 +120,35 @@ def engine_of(hf_model):
     return get
 
 
+@pytest.fixture
+def greedy(request, monkeypatch):
+    """Tokens are the best ones: JAX's steps lack what draws, a third of what a tiny one takes.
+
+    Files use it of whose tests few draw, and these use `drawing`; one that does not fails. Its
+    engines draw in no later test.
+    """
+    if find_spec("jax") is None or "drawing" in request.fixturenames:
+        return
+    import jax.numpy as jnp
+
+    from dualinfer.backends.jax import prompts, runner, sampler, streaming_runner
+
+    mode_of = sampler.mode_of
+
+    def best(needs):
+        assert mode_of(needs) == sampler.BEST, "a test that draws uses the fixture `drawing`"
+        return sampler.BEST
+
+    for module in (prompts, runner, streaming_runner):
+        monkeypatch.setattr(module, "mode_of", best)
+    monkeypatch.setattr(sampler, "_changed", lambda logits, *_: jnp.full_like(logits, jnp.nan))
+
+
+@pytest.fixture
+def drawing():
+    """A test that draws tokens, in a file that uses `greedy`, uses this."""
+
+
 @pytest.fixture(scope="session")
 def crew():
     """Processes that run a function as the ranks of one job; see `ranks.Crew`."""

@@ -17,7 +17,7 @@ from .adapters import IDS, QUIET, adapt, logits, relative, wanted
 from .encoders import make as make_encoder
 from .models import BACKENDS, make_model, slow_but
 
-pytestmark = QUIET
+pytestmark = [*QUIET, pytest.mark.usefixtures("greedy")]
 ROWS = 90
 SIZES = {"vocab_size": ROWS, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1}
 SIZES |= {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 64}

@@ -37,7 +37,7 @@ from tests.adapters import IDS, QUIET, adapt, logits, relative, wanted
 from tests.encoders import make as make_encoder
 from tests.models import BACKENDS, make_model, slow_but
 
-pytestmark = QUIET
+pytestmark = [*QUIET, pytest.mark.usefixtures("greedy")]
 KINDS = {
     "lora": ("llama-gqa", {"target_modules": ["q_proj", "down_proj"], "lora_alpha": 8}),
     "rslora": (

@@ -15,6 +15,8 @@ from dualinfer.quantization.scheme import Activation
 from .formats import check_logits, check_shapes, check_slices, open_folder, values
 from .models import EOS, PAD, VOCAB, on_backends, random_ids, randomize, relative_rms
 
+pytestmark = pytest.mark.usefixtures("greedy")
+
 with pytest.MonkeyPatch.context() as patch:
     patch.setattr(torch, "compile", lambda function: function)  # which takes long on a CPU
     from transformers.integrations.bitnet import pack_weights, replace_with_bitnet_linear

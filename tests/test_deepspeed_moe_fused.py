@@ -14,6 +14,8 @@ from . import deepspeed_files, deepspeed_moe
 from .deepspeed_moe import Feed, MoE, Odd
 from .models import on_backends, relative_rms
 
+pytestmark = pytest.mark.usefixtures("greedy")
+
 VOCAB = 61
 COMMON = {"vocab_size": VOCAB, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 GREEDY = {"max_new_tokens": 5, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}

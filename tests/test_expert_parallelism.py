@@ -21,7 +21,10 @@ from .models import make_model, random_ids, relative_rms
 from .ranks import RankError
 from .test_mixtures import remember_routes
 
-pytestmark = pytest.mark.xdist_group("ranks")  # whose processes live through a run
+pytestmark = [
+    pytest.mark.xdist_group("ranks"),  # whose processes live through a run
+    pytest.mark.usefixtures("greedy"),
+]
 FUSED = {"dtype": "fp32", "replace_with_kernel_inject": True}
 GREEDY = {"max_new_tokens": 6, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
 EVEN = {"hidden_size": 64, "intermediate_size": 64, "num_attention_heads": 4}

@@ -44,6 +44,8 @@ from .test_cache_kinds import (  # noqa: E402
     windowed,
 )
 
+pytestmark = pytest.mark.usefixtures("greedy")
+
 assert add_blocks and by_kernels and windowed  # fixtures
 CODES = ("fp8_e4m3", "int8")
 torch_first = pytest.mark.parametrize("backend", slow_but(["torch"], BACKENDS))

@@ -18,6 +18,8 @@ from dualinfer.ops import mixtures
 from .mixtures import CASES, LONGROPE, VOCAB, chosen_by, config_of, make
 from .models import BACKENDS, on_backends, random_ids, relative_rms
 
+pytestmark = pytest.mark.usefixtures("greedy")
+
 FUSED = {"dtype": "fp32", "replace_with_kernel_inject": True}
 GREEDY = {"max_new_tokens": 6, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
 LINEAR = {"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0}

@@ -23,6 +23,8 @@ from .test_gptq_awq import FORMS, random_parts
 from .test_relatives import ALPHA, DEFAULT, SIZES, TURNS
 from .test_relatives import CASES as RELATIVES
 
+pytestmark = pytest.mark.usefixtures("greedy")
+
 FUSED = {"replace_with_kernel_inject": True, "dtype": "fp32"}
 TEXT = {**SIZES, "head_dim": 14}
 MROPE = {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [3, 2, 2]}}

@@ -21,6 +21,8 @@ from dualinfer.quantization.recipe import Recipe
 from .mixtures import VOCAB, make
 from .models import BACKENDS, random_ids, relative_rms
 
+pytestmark = pytest.mark.usefixtures("greedy")
+
 FUSED = {"dtype": "fp32", "replace_with_kernel_inject": True}
 SIZES = {"hidden_size": 64, "intermediate_size": 64, "num_attention_heads": 4}
 SIZES |= {"num_key_value_heads": 2}

@@ -17,6 +17,8 @@ from . import early, latent
 from .models import BACKENDS, EOS, PAD, VOCAB, on_backends, random_ids, randomize, relative_rms
 from .test_pipelines import make_tokenizer
 
+pytestmark = pytest.mark.usefixtures("greedy")
+
 SIZES = {
     "hidden_size": 84,
     "intermediate_size": 100,
@@ -575,7 +577,7 @@ def test_a_relative_without_a_head_gives_its_last_hidden_state():
 
 
 @pytest.mark.parametrize("backend", ["torch", "jax"])
-def test_longrope_turns_all_of_a_sequence_by_its_length(backend):
+def test_longrope_turns_all_of_a_sequence_by_its_length(backend, drawing):
     """Below the original length, at it, beyond it from the start, and across it as text grows."""
     model = make("phi3, long")
     lengths, options = (5, 13, 14, 15, 20), {"max_new_tokens": 12, "do_sample": False}
@@ -614,7 +616,7 @@ _SLOWER = ("phi", "nanochat, long", "minicpm3, long", "cohere, dynamic", "deepse
         *(pytest.param(x, marks=[pytest.mark.slow] if x in _SLOWER else []) for x in BY_LENGTH),
     ],
 )
-def test_a_sequence_turns_by_its_own_length_whatever_is_beside_it(case, backend):
+def test_a_sequence_turns_by_its_own_length_whatever_is_beside_it(case, backend, drawing):
     """HF's rotary embedding takes the longest of a batch, and remembers that of earlier calls."""
     if case in BY_LENGTH:
         name, fields = BY_LENGTH[case]

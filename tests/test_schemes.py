@@ -86,7 +86,7 @@ SPLIT = (
 )
 LIMIT = 1e-5
 GREEDY = {"max_new_tokens": 6, "do_sample": False}
-pytestmark = pytest.mark.xdist_group("ranks")
+pytestmark = [pytest.mark.xdist_group("ranks"), pytest.mark.usefixtures("greedy")]
 
 
 def known():

@@ -105,11 +105,9 @@ FORMS = {
 }
 
 
-@pytest.mark.parametrize("form", FORMS)
-def test_products_with_codes_are_those_with_what_they_mean(form, monkeypatch):
-    """Of four blocks of columns, of which two have the same scales."""
-    scheme, width, features = FORMS[form], 512, 66
-    arrays = quantize(scheme, normal(1, features, width, dtype=FLOAT32))
+def coded(scheme: BlockScheme, matrix: np.ndarray) -> tuple[product.Codes, np.ndarray]:
+    """A matrix in codes as kernels take it, and what the codes mean."""
+    arrays = quantize(scheme, matrix)
     meant = dequantize(scheme, arrays)
     if scheme.codes == "int4" and scheme.zeros:
         arrays["zero"] = arrays["zero"].view(np.uint8) + np.uint8(scheme.code.raised)
@@ -120,9 +118,17 @@ def test_products_with_codes_are_those_with_what_they_mean(form, monkeypatch):
         None,
         scheme.codes,
         scheme.columns,
-        width,
+        matrix.shape[1],
         8 if scheme.codes == "int4" and not scheme.zeros else 0,
     )
+    return codes, meant
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_products_with_codes_are_those_with_what_they_mean(form, monkeypatch):
+    """Of four blocks of columns, of which two have the same scales."""
+    scheme, width, features = FORMS[form], 512, 66
+    codes, meant = coded(scheme, normal(1, features, width, dtype=FLOAT32))
     assert product.serves(3, codes, True, 4)
     monkeypatch.setattr(product, "_MOST_SCALES", 8)
     monkeypatch.setattr(product, "_BLOCK", 33 * 2 * 128)
@@ -307,6 +313,40 @@ def test_experts_give_what_each_gives_by_itself(rows, monkeypatch):
     how: dict[str, Any] = {"activation": "silu", "gated": True}
     wanted = oracles.experts(x, up, down, bias, None, chosen, weights, **how)
     assert_close(found, wanted, FLOAT32, length=features, roundings=2)
+
+
+@pytest.mark.parametrize("rows", [1, 40])
+@pytest.mark.parametrize("form", ["int8", "int4", "int4 zeros", "fp8", "fp4"])
+def test_experts_in_codes_are_those_of_what_they_mean(form, rows, monkeypatch):
+    """Two blocks of columns and two of hidden features; experts have no row, or several tiles."""
+    monkeypatch.setattr(product, "_WIDEST", 128)
+    monkeypatch.setattr(product, "_MOST_SCALES", 4)
+    monkeypatch.setattr(mixing, "_MANY", 16)
+    scheme, total, width, features = FORMS[form], 4, 512, 128
+    x, bias = (normal(i, *s, dtype=FLOAT32) for i, s in enumerate([(rows, width), (4, 256)]))
+    stacks, means = [], []
+    for shape in ((2 * features, width), (width, features)):
+        made = [coded(scheme, normal(i, *shape, dtype=FLOAT32, scale=0.1)) for i in range(total)]
+        parts = zip(*(own[0] for own in made), strict=True)
+        stacked = [jnp.stack(p) if isinstance(p[0], jax.Array) else p[0] for p in parts]
+        stacks.append(product.Codes(*stacked))
+        means.append(np.stack([own[1] for own in made]))
+    chosen = np.random.default_rng(5).permuted(np.tile([0, 1, 3], (rows, 1)), axis=1)[:, :2]
+    chosen = np.sort(chosen, -1).astype(np.int32)
+    weights = np.array([[0.3, 0.7]], np.float32).repeat(rows, 0)
+    assert all(mixing.serves_codes(codes, 4) for codes in stacks)
+    found = mixing.in_codes(
+        jnp.asarray(x),
+        *stacks,
+        jnp.asarray(chosen),
+        hidden=lambda h: silu(h[:, :features]) * h[:, features:],
+        up_bias=jnp.asarray(bias),
+        **INTERPRET,
+    )
+    found = (np.asarray(found) * weights[..., None]).sum(1)
+    how: dict[str, Any] = {"activation": "silu", "gated": True}
+    wanted = oracles.experts(x, *means, bias, None, chosen, weights, **how)
+    assert_close(found, wanted, FLOAT32, length=width, roundings=4)
 
 
 def test_filters_keep_what_the_reference_keeps():

@@ -1,4 +1,8 @@
-"""Experts of few and of many tokens: rows sorted by expert, in tiles of one expert each."""
+"""Experts of few and of many tokens: rows sorted by expert, in tiles of one expert each.
+
+Matrices of floats are read by one kernel, which keeps hidden values where it makes them. Those in
+codes are read by a kernel each, since scales of blocks lie along what is summed.
+"""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -7,7 +11,9 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
+from . import product
 from .launch import LANES, Block, dot, run, sublanes
+from .product import Codes
 
 _BLOCK = 2 << 20  # bytes of an expert's first matrix that a program reads
 _MANY = 128  # rows of a tile where experts have many
@@ -79,10 +85,7 @@ def experts(
     parts, width = 2 if gated else 1, x.shape[1]
     m = tile_rows(chosen.size, total, x.dtype)
     tiles = tiles_of(chosen.reshape(-1).astype(jnp.int32), total, m)
-    rows = x.at[tiles.rows // count].get(mode="fill", fill_value=0)
-    if factors is not None:
-        own = factors.reshape(-1).at[tiles.rows].get(mode="fill", fill_value=0)
-        rows = (rows * own[:, None]).astype(x.dtype)
+    rows = _sorted(x, tiles, count, factors)
     own = columns_of(features, width, parts, x.dtype.itemsize)
     steps, most = features // own, len(tiles.experts)
     names = ["x", "up", "down"]
@@ -136,3 +139,136 @@ def experts(
         interpret=interpret,
     )
     return y[tiles.places].reshape(*chosen.shape, out)
+
+
+def in_codes(
+    x: jax.Array,
+    up: Codes,
+    down: Codes,
+    chosen: jax.Array,
+    *,
+    hidden: Callable[[jax.Array], jax.Array],
+    up_bias: jax.Array | None = None,
+    factors: jax.Array | None = None,
+    interpret: bool,
+) -> jax.Array:
+    """As `experts`, of matrices in codes, which have an axis of experts in front.
+
+    `hidden` takes all of what `up` gives: float32 [rows, F or 2F].
+    """
+    total, count = up.data.shape[0], chosen.shape[1]
+    m = tile_rows(chosen.size, total, x.dtype)
+    tiles = tiles_of(chosen.reshape(-1).astype(jnp.int32), total, m)
+    rows = _sorted(x, tiles, count, factors)
+    h = _each(rows, up, tiles, m, x.dtype, up_bias, interpret)
+    h = hidden(h.astype(jnp.float32)).astype(x.dtype)
+    y = _each(h, down, tiles, m, jnp.dtype(jnp.float32), None, interpret)
+    return y[tiles.places].reshape(*chosen.shape, -1)
+
+
+def serves_codes(codes: Codes, itemsize: int) -> bool:
+    """True if `in_codes` reads a matrix of each expert that lies so."""
+    return codes.outer is None and product.serves(_MANY, _of_one(codes), False, itemsize)
+
+
+def _sorted(x: jax.Array, tiles: Tiles, count: int, factors: jax.Array | None) -> jax.Array:
+    """The rows of tiles, of x [R, width] with `count` pairs a row; zeros where there is no pair."""
+    rows = x.at[tiles.rows // count].get(mode="fill", fill_value=0)
+    if factors is None:
+        return rows
+    own = factors.reshape(-1).at[tiles.rows].get(mode="fill", fill_value=0)
+    return (rows * own[:, None]).astype(x.dtype)
+
+
+def _of_one(codes: Codes) -> Codes:
+    """The shapes of one expert's codes."""
+    return jax.tree.map(
+        lambda a: jax.ShapeDtypeStruct(a.shape[1:], a.dtype) if hasattr(a, "shape") else a, codes
+    )
+
+
+def _each(
+    x: jax.Array,
+    codes: Codes,
+    tiles: Tiles,
+    m: int,
+    dtype: Any,
+    bias: jax.Array | None,
+    interpret: bool,
+) -> jax.Array:
+    """Rows x [tiles m, width] times the matrix of each tile's expert, plus `bias` [X, out]."""
+    (total, features), (count, width) = codes.data.shape[:2], x.shape
+    rows, columns = product.blocks_at(jax.ShapeDtypeStruct((m, width), x.dtype), _of_one(codes), 1)
+    planes, groups = product.planes_and_groups(codes, columns)
+    steps = width // columns
+    held = codes.data.shape[2] // steps
+    inputs = [
+        Block(
+            product.as_planes(x, columns, planes),
+            (steps, planes, m, columns // planes),
+            lambda r, i, j, *_: (0, 0, i, 0),
+        ),
+        Block(
+            codes.data[:, None],
+            (None, 1, rows, held),
+            lambda r, i, j, number, _: (number[i], 0, r, j),
+        ),
+    ]
+    names = ["x", "data"]
+    for name, array in (("scale", codes.scale), ("zero", codes.zero)):
+        if array is None:
+            continue
+        own = steps if codes.columns else 1
+        array = array.reshape(total, 1, features, own, -1).swapaxes(2, 3)
+        names.append(name)
+        inputs.append(
+            Block(
+                array,
+                (None, 1, None, rows, array.shape[-1]),
+                lambda r, i, j, number, _, own=own: (number[i], 0, j if own > 1 else 0, r, 0),
+            )
+        )
+    if bias is not None:
+        names.append("bias")
+        inputs.append(
+            Block(bias[:, None], (None, 1, rows), lambda r, i, j, number, _: (number[i], 0, r))
+        )
+
+    def body(_: Any, used: Any, *refs: Any) -> None:
+        ref = dict(zip([*names, "out", "sums"], refs, strict=True))
+        i, j, sums = pl.program_id(1), pl.program_id(2), ref["sums"]
+
+        @pl.when(j == 0)
+        def _() -> None:
+            sums[...] = jnp.zeros_like(sums)
+
+        @pl.when(i < used[0])
+        def _() -> None:
+            sums[...] += product.of_codes(codes, ref, 0, j, groups, x.dtype)
+
+        @pl.when(j == steps - 1)
+        def _() -> None:
+            y = sums[...].T
+            if "bias" in ref:
+                y = y + ref["bias"][...].astype(jnp.float32)
+            ref["out"][...] = y.astype(dtype)
+
+    (y,) = run(
+        body,
+        "experts",
+        (pl.cdiv(features, rows), len(tiles.experts), steps),
+        inputs,
+        [
+            Block(
+                jax.ShapeDtypeStruct((count, features), dtype),
+                (m, rows),
+                lambda r, i, j, *_: (i, r),
+            )
+        ],
+        scratch=[((rows, m), jnp.float32)],
+        prefetch=[tiles.experts, tiles.used],
+        parallel=[True, True, False],
+        between=product.between(codes, rows * columns),
+        interpret=interpret,
+    )
+    return y

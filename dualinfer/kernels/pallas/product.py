@@ -88,25 +88,16 @@ def product(
     data: Any = codes.data if codes else matrix
     parts = 2 if gated else 1
     features = data.shape[0] // parts
-    planes, groups, at = 1, 1, _at(x, matrix, parts)
-    rows, columns = at
-    held = data.shape[1] // (width // columns)  # elements of a row of data in a block
-    if codes is not None:
-        planes = 2 if _is_packed(codes) else 1
-        groups = columns // codes.columns if codes.columns else 1
+    rows, columns = blocks_at(x, matrix, parts)
+    planes, groups = (1, 1) if codes is None else planes_and_groups(codes, columns)
     steps = width // columns
+    held = data.shape[1] // steps  # elements of a row of data in a block
     m = rounded_up(count, sublanes(x.dtype))
     x = jnp.pad(x, ((0, m - count), (0, 0)))
     if residual is not None:
         residual = jnp.pad(residual, ((0, m - count), (0, 0)))
 
-    # x as [steps, planes, m, columns of a plane]
-    if planes == 2:
-        quads = x.reshape(m, width // _PACKED, 4, 2, 4)  # column 8 i + 4 half + c of 32
-        x4 = quads.transpose(3, 0, 1, 4, 2).reshape(2, m, steps, columns // 2)
-        x4 = x4.transpose(2, 0, 1, 3)
-    else:
-        x4 = x.reshape(m, steps, 1, columns).transpose(1, 2, 0, 3)
+    x4 = as_planes(x, columns, planes)
     inputs = [Block(x4, x4.shape, lambda i, j: (0, 0, 0, 0))]
     shaped = data.reshape(parts, features, data.shape[1])
     inputs.append(Block(shaped, (parts, rows, held), lambda i, j: (0, i, j)))
@@ -167,7 +158,7 @@ def product(
                 own = ref["normed"][...] if norm is not None else ref["x"][j, 0]
                 sums[part] += dot(own, ref["data"][part])
             else:
-                sums[part] += _of_codes(codes, ref, part, j, groups, x.dtype)
+                sums[part] += of_codes(codes, ref, part, j, groups, x.dtype)
 
         @pl.when(j == steps - 1)
         def _() -> None:
@@ -196,17 +187,37 @@ def product(
         [Block(out, (m, rows), lambda i, j: (0, i))],
         scratch=scratch,
         parallel=[norm is None, False],
-        between=0 if codes is None else _between(codes, parts * rows * columns),
+        between=0 if codes is None else between(codes, parts * rows * columns),
         interpret=interpret,
     )
     return y[:count]
+
+
+def as_planes(x: jax.Array, columns: int, planes: int) -> jax.Array:
+    """x [M, width] as [steps, planes, M, columns of a plane], as blocks of codes lie.
+
+    Steps are blocks of `columns` columns. Of two planes one is multiplied with the low 4 bits of
+    each byte, and the other with the high ones.
+    """
+    m, width = x.shape
+    steps = width // columns
+    if planes == 1:
+        return x.reshape(m, steps, 1, columns).transpose(1, 2, 0, 3)
+    quads = x.reshape(m, width // _PACKED, 4, 2, 4)  # column 8 i + 4 half + c of 32
+    halves = quads.transpose(3, 0, 1, 4, 2).reshape(2, m, steps, columns // 2)
+    return halves.transpose(2, 0, 1, 3)
+
+
+def planes_and_groups(codes: Codes, columns: int) -> tuple[int, int]:
+    """Planes of x, see `as_planes`, and scales of a row in a block of so many columns."""
+    return 2 if _is_packed(codes) else 1, columns // codes.columns if codes.columns else 1
 
 
 def norms(x: jax.Array, matrix: jax.Array | Codes, gated: bool) -> bool:
     """True if a product can norm rows of x itself."""
     if isinstance(matrix, Codes) or held_bytes(x.shape, x.dtype) > 2 * _BLOCK:
         return False
-    return _at(x, matrix, 2 if gated else 1).columns == x.shape[1]
+    return blocks_at(x, matrix, 2 if gated else 1).columns == x.shape[1]
 
 
 def serves(count: int, matrix: jax.Array | Codes, gated: bool, itemsize: int) -> bool:
@@ -217,12 +228,13 @@ def serves(count: int, matrix: jax.Array | Codes, gated: bool, itemsize: int) ->
     dtype = jnp.bfloat16 if itemsize == 2 else jnp.float32
     width = codes.width if codes else _floats(matrix).shape[1]
     x = jax.ShapeDtypeStruct((rounded_up(count, sublanes(dtype)), width), dtype)
-    at = _at(x, matrix, 2 if gated else 1)
+    at = blocks_at(x, matrix, 2 if gated else 1)
     block = 2 * at.rows * at.columns * (1 if codes else itemsize)
     return held_bytes(x.shape, dtype) <= 4 * _BLOCK and block <= 4 * _BLOCK
 
 
-def _at(x: Any, matrix: jax.Array | Codes, parts: int) -> Blocks:
+def blocks_at(x: Any, matrix: jax.Array | Codes, parts: int) -> Blocks:
+    """Blocks of a matrix for a product with all of x, whose shape alone is read."""
     width = x.shape[1]
     if not isinstance(matrix, Codes):
         return blocks_of(matrix.shape[0] // parts, width, matrix.dtype.itemsize, parts)
@@ -256,7 +268,7 @@ def _is_ragged(codes: Codes) -> bool:
     return bool(own % least or codes.width % own)
 
 
-def _of_codes(
+def of_codes(
     codes: Codes, ref: dict[str, Any], part: int, j: Any, groups: int, dtype: Any
 ) -> jax.Array:
     """Sums [rows, m] of a block of codes times x, with scales and zeros."""
@@ -280,7 +292,7 @@ def _of_codes(
     return total
 
 
-def _between(codes: Codes, count: int) -> int:
+def between(codes: Codes, count: int) -> int:
     """Bytes of the float32 that a program makes of so many codes, as Mosaic's compiler holds it."""
     return count * (12 if codes.kind == "fp4_e2m1" else 6)
 

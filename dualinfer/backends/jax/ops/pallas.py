@@ -79,6 +79,8 @@ class PallasOps(PlainOps):
     def reads_codes(self, weight: Weight) -> str | None:
         """See `PlainOps.reads_codes`."""
         codes = None if weight.pieces else _codes(weight)
+        if codes is not None and weight.data.ndim > 2:
+            return "Pallas, rows sorted by expert" if mixing.serves_codes(codes, 4) else None
         if codes is None or not products.serves(1, codes, False, 2):
             return None
         return f"Pallas, fused, up to {_FEW} rows; above XLA, which makes values of them"
@@ -183,19 +185,22 @@ class PallasOps(PlainOps):
         if is_shared or not _knows_experts(mixture, w):
             return super().experts(x, mixture, w, routing, epilogue, partial)
         rows = self.norm(x, epilogue.norm) if epilogue.norm else x
-        up, down = (w[f"experts.{name}.weight"].data for name in ("up", "down"))
+        up, down = (_matrix(w[f"experts.{name}.weight"]) for name in ("up", "down"))
         count = routing.experts.shape[-1]
+        how: dict[str, Any] = {"up_bias": w.get("experts.up.bias"), "interpret": self.interpret}
+        if mixture.weighs_input:
+            how["factors"] = routing.weights
+        run, maths = mixing.in_codes, self.maths
+        if not isinstance(up, products.Codes):
+            run, maths, how["gated"] = mixing.experts, _KERNEL_MATHS, mixture.gated
         with jax.named_scope("experts"):
-            parts = mixing.experts(
+            parts = run(
                 rows.reshape(-1, rows.shape[-1]),
                 up,
                 down,
                 routing.experts.reshape(-1, count),
-                hidden=lambda h: mixtures.hidden(_KERNEL_MATHS, h, mixture),
-                gated=mixture.gated,
-                up_bias=w.get("experts.up.bias"),
-                factors=routing.weights if mixture.weighs_input else None,
-                interpret=self.interpret,
+                hidden=lambda h: mixtures.hidden(maths, h, mixture),
+                **how,
             )
             parts = parts.reshape(*routing.experts.shape, -1)
             weights = None if mixture.weighs_input else routing.weights
@@ -502,14 +507,14 @@ def _codes(weight: Weight) -> products.Codes | None:
     if not isinstance(scheme, BlockScheme) or scheme.groups or scheme.table:
         return None
     rows, columns, width = weight.blocks
-    features, zero = weight.data.shape[0], weight.beside.get("zero")
+    features, zero = weight.data.shape[-2], weight.beside.get("zero")
 
     def of_rows(x: jax.Array) -> jax.Array:
         if rows == 1:
             return x
-        return jnp.repeat(x, rows or features, 0, total_repeat_length=len(x) * (rows or features))[
-            :features
-        ]
+        whole = x.shape[-2] * (rows or features)
+        spread = jnp.repeat(x, rows or features, -2, total_repeat_length=whole)
+        return spread[..., :features, :]
 
     scale = weight.beside["scale"]
     if scheme.scale_dtype.startswith("float8"):
@@ -527,10 +532,13 @@ def _codes(weight: Weight) -> products.Codes | None:
 
 
 def _knows_experts(mixture: Experts, w: Weights) -> bool:
-    """True if the kernel does what a layer's experts do, with matrices of floats."""
+    """True if a kernel does what a layer's experts do, with matrices of floats or both of codes."""
     if mixture.idle:
         return False
-    return all(
-        w[f"experts.{name}.weight"].scheme is None and not w[f"experts.{name}.weight"].pieces
-        for name in ("up", "down")
-    )
+    weights = [w[f"experts.{name}.weight"] for name in ("up", "down")]
+    if any(weight.pieces or rounds_input(weight) for weight in weights):
+        return False
+    if all(weight.scheme is None for weight in weights):
+        return True
+    found = [_codes(weight) for weight in weights]
+    return all(codes is not None and mixing.serves_codes(codes, 4) for codes in found)
