@@ -29,6 +29,11 @@ def route(
     m = s.maths
     bias = None if bias is None else m.wide(bias)
     scores = m.product(m.wide(x), m.wide(s.dequantize(weight)), m.float32, bias)
+    return routed(m, scores, router, choice_bias)
+
+
+def routed(m: Maths, scores: Array, router: Router, choice_bias: Array | None = None) -> Routing:
+    """What a router's product [..., X], float32, chooses."""
     if router.softcap is not None:
         scores = router.softcap * m.tanh(scores / router.softcap)
     scoring = SCORINGS[router.score]

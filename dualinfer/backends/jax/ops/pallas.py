@@ -19,7 +19,7 @@ from ....kernels.pallas import experts as mixing
 from ....kernels.pallas import norm as norming
 from ....kernels.pallas import product as products
 from ....kernels.pallas import thresholds
-from ....model.spec import Activation, Attention, Experts, ModelSpec
+from ....model.spec import Activation, Attention, Experts, ModelSpec, Router
 from ....model.weights import Weight
 from ....ops import attention, mixtures
 from ....ops.cache_kinds import BlockCache, CrossCache, FullCache, LatentCache
@@ -60,7 +60,7 @@ class PallasOps(PlainOps):
         "qk_norm": "Pallas, fused with rotary, of a token; XLA for prompts and all heads as one",
         "rotary": "Pallas, fused with the append to the cache, of a token; XLA for prompts",
         "activation": "Pallas, fused into products with few rows; XLA for prompts",
-        "router": "XLA behind Pallas' norm",
+        "router": f"Pallas, with its norm, up to {_FEW} rows; the choice by XLA",
         "experts": "Pallas, rows sorted by expert",
         "attention": "Pallas, by blocks of keys",
         "decode_attention": "Pallas, by blocks of keys, behind rotary and append",
@@ -170,6 +170,42 @@ class PallasOps(PlainOps):
         if matrix is None or not products.serves(count, matrix, False, itemsize):
             return super().partial_product(x, weight)
         return self.linear(x, weight, Epilogue(wide=True))
+
+    def route(
+        self,
+        x: jax.Array,
+        weight: Weight,
+        router: Router,
+        *,
+        bias: jax.Array | None = None,
+        choice_bias: jax.Array | None = None,
+        norm: NormOf | None = None,
+    ) -> Routing:
+        """See `contract.BlockOps.route`; the norm is the product's where dtypes are one."""
+        count = math.prod(x.shape[:-1])
+        matrix = weight.data if weight.scheme is None and not weight.pieces else None
+        if matrix is None or not products.serves(count, matrix, False, matrix.dtype.itemsize):
+            how: dict[str, Any] = {"bias": bias, "choice_bias": choice_bias, "norm": norm}
+            return super().route(x, weight, router, **how)
+        own = None
+        if norm is not None:
+            own = _norm_of(norm) if matrix.dtype == x.dtype else None
+            if own is None or not products.norms(x.reshape(count, -1), matrix, False):
+                x, own = self.norm(x, norm), None
+        if matrix.dtype != x.dtype:
+            x, matrix = MATHS.wide(x), MATHS.wide(matrix)
+        with jax.named_scope("router"):
+            scores = products.product(
+                x.reshape(count, -1),
+                matrix,
+                dtype=jnp.float32,
+                bias=bias,
+                norm=own[0] if own else None,
+                norm_weights=own[1] if own else (),
+                interpret=self.interpret,
+            )
+        scores = scores.reshape(*x.shape[:-1], -1)
+        return mixtures.routed(self.maths, scores, router, choice_bias)
 
     def experts(
         self,
