@@ -415,6 +415,38 @@ def test_bench_decode_writes_every_row_of_both_backends_and_a_peer(here, tmp_pat
         assert part in result.stdout
 
 
+@pytest.mark.slow
+def test_kernels_of_jax_stand_beside_each_other(here, tmp_path, monkeypatch):
+    """A row each; those that cannot run here say why."""
+    from dualinfer.kernels.pallas.launch import VARIABLE
+
+    monkeypatch.setenv(VARIABLE, "1")
+    out, names = tmp_path / "out.json", ("triton", "pallas", "xla")
+    result = bench(
+        *("decode", "--shape", "tiny", "--backend", "jax", "--prompt", 3, "--new-tokens", 2),
+        *("--repeats", 1, "--json", out, *(x for name in names for x in ("--kernels", name))),
+    )
+    rows = {row["by"]: row for row in json.loads(out.read_text())["rows"]}
+    assert result.exit_code == 1 and "kernels='triton'" in rows["triton"]["error"]
+    for name, served in (("pallas", "Pallas, fused"), ("xla", "XLA dot")):
+        check_row(rows[name], "decode")
+        assert served in rows[name]["system_facts"]["ops"]["matmul"]
+        assert f"dualinfer jax, {name}" in result.stdout
+
+
+@pytest.mark.parametrize(
+    ("given", "why"),
+    [
+        (("--kernels", "xla"), "Add --backend jax"),
+        (("--kernels", "xla", "--backend", "jax", "--no-kernels"), "say two things"),
+        (("--kernels", "cuda", "--backend", "jax"), "cuda"),
+    ],
+)
+def test_kernels_that_cannot_be_meant_are_refused(given, why):
+    result = bench("decode", "--shape", "tiny", *given)
+    assert result.exit_code != 0 and why in " ".join(result.stderr.split())
+
+
 def test_bench_goes_on_after_a_row_that_fails(llama, tmp_path):
     out = tmp_path / "out.json"
     result = bench(

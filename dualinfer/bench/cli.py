@@ -90,10 +90,15 @@ PeerOption = Annotated[
     ),
 ]
 KernelsOption = Annotated[
-    bool,
+    list[str] | None,
     typer.Option(
-        "--kernels/--no-kernels", help="Fused kernels, which need a GPU, or plain operations."
+        metavar="triton|pallas|xla",
+        help="Whose kernels run it on JAX; several times for rows beside each other. "
+        "Unset: the engine's own choice.",
     ),
+]
+NoKernelsOption = Annotated[
+    bool, typer.Option("--no-kernels", help="Plain operations, on both backends.")
 ]
 TpOption = Annotated[
     list[int] | None,
@@ -130,7 +135,8 @@ class _Chosen:
     dtype: DtypeOption = None
     peer: PeerOption = None
     quant: QuantOption = None
-    kernels: KernelsOption = True
+    kernels: KernelsOption = None
+    no_kernels: NoKernelsOption = False
     json: JsonOption = None
     plot: PlotOption = None
 
@@ -530,7 +536,8 @@ def _tasks(
             raise BackendNotAvailableError(f"--peer {peer} runs beside {side}. {error}") from error
     systems: list[str] = list(dict.fromkeys([*_chosen(asked.backend), *peers]))
     dtype = _dtype(asked.dtype)
-    run = new_tokens, repeats, asked.kernels
+    run = new_tokens, repeats, not asked.no_kernels
+    by = _kernels(asked, systems)
     degrees, parts = dict.fromkeys(asked.tp or [1]), dict.fromkeys(asked.ep or [1])
     if max(degrees) > 1 and "torch" in systems:  # which has a process for each device
         check_places(max(degrees), asked.oversubscribe)
@@ -541,7 +548,11 @@ def _tasks(
                 " Pass --tp with a multiple of it."
             )
     return [
-        Task(kind, system, model, dtype, batch, prompt, *run, tp, quant if own else None, ep=ep)
+        Task(
+            *(kind, system, model, dtype, batch, prompt, *run, tp, quant if own else None),
+            ep=ep,
+            by=name,
+        )
         for model, system, (tp, ep), batch, prompt in product(
             dict.fromkeys(models),
             systems,
@@ -551,7 +562,22 @@ def _tasks(
         )
         for own in [system in backends.BACKENDS]
         if tp == 1 or own
+        for name in (by if system == "jax" else [None])
     ]
+
+
+def _kernels(asked: _Chosen, systems: Sequence[str]) -> list[str] | list[None]:
+    """Whose kernels run what JAX runs, in a row each; None for the engine's own choice."""
+    if not asked.kernels:
+        return [None]
+    given = " ".join(f"--kernels {name}" for name in asked.kernels)
+    for name in asked.kernels:
+        make_config({"kernels": name}, {})  # which checks it
+    if "jax" not in systems:
+        raise ArgumentError(f"{given} is of JAX. Add --backend jax, or leave it out.")
+    if asked.no_kernels:
+        raise ArgumentError(f"{given} and --no-kernels say two things. Leave out one of them.")
+    return list(dict.fromkeys(asked.kernels))
 
 
 def _check_files(json: Path | None, plot: Path | None) -> None:
@@ -578,7 +604,7 @@ def _bench_or_estimate(kind: str, tasks: list[Task], asked: _Estimated) -> None:
         _bench(kind, tasks, asked.json, asked.plot)
         return
     _check_files(asked.json, None)
-    own = dict.fromkeys(replace(task, system="", resident=None) for task in tasks)
+    own = dict.fromkeys(replace(task, system="", resident=None, by=None) for task in tasks)
     rows = [estimate(task, asked.device) for task in own]
     if asked.json is not None:
         write_json(asked.json, document(f"{kind}, estimated", rows, sys.argv))

@@ -28,7 +28,8 @@ class Task:
     For ops `model` is the part of a name to look for, and `batch`, `tokens` and `repeats` are 0.
     `tp` devices share the model, and the limit is that of all of them. `quant` is the config's.
     `resident` layers lie on the device and the others are streamed; None: all lie there.
-    `kv_cache` is the config's `kv_cache_dtype`, and `ep` its `moe.ep_size`. `serve` is what is
+    `kv_cache` is the config's `kv_cache_dtype`, `ep` its `moe.ep_size`, and `by` its `kernels`,
+    None for the engine's own choice. `serve` is what is
     asked of a server: arguments of `measure_serving` by name.
     """
 
@@ -46,6 +47,7 @@ class Task:
     resident: int | None = None
     kv_cache: str | None = None
     ep: int = 1
+    by: str | None = None
     serve: dict[str, Any] | None = None
 
     def to_dict(self) -> dict[str, Any]:

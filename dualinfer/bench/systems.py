@@ -87,15 +87,18 @@ def opened(
     resident: int | None = None,
     kv_cache: str | None = None,
     ep: int = 1,
+    by: str | None = None,
 ) -> Iterator[System]:
     """A system with the model loaded; `kind` is the workload: decode, prefill, forward or embed.
 
-    `ep` is the config's `moe.ep_size`. With `tp` above 1 on torch this is one of so many processes
-    that do the same.
+    `ep` is the config's `moe.ep_size`, and `by` its `kernels`. With `tp` above 1 on torch this is
+    one of so many processes that do the same.
     """
     instance: System
     if system in backends.BACKENDS:
-        instance = Engine(system, model, dtype, kernels, kind, tp, quant, resident, kv_cache, ep)
+        instance = Engine(
+            system, model, dtype, kernels, kind, tp, quant, resident, kv_cache, ep, by
+        )
     else:
         instance = peers.make_peer(system, model, dtype, kind)
     try:
@@ -139,9 +142,10 @@ class Engine:
         resident: int | None = None,
         kv_cache: str | None = None,
         ep: int = 1,
+        by: str | None = None,
     ) -> None:
         options: dict[str, Any] = {"dtype": dtype, "replace_with_kernel_inject": kernels}
-        options |= {"quant": quant, "kv_cache_dtype": kv_cache}
+        options |= {"quant": quant, "kv_cache_dtype": kv_cache, "kernels": by}
         if resident is not None:
             options |= {"keep_module_on_host": True, "resident_layers": resident}
         if tp > 1:

@@ -76,6 +76,7 @@ def run(
         "resident",
         "kv_cache",
         "ep",
+        "by",
     )
     loaded = attrgetter(*same)
     for _, grouped in groupby(enumerate(tasks), lambda pair: loaded(pair[1])):
@@ -111,7 +112,7 @@ def _measure_group(
         _check_room(model, dtype, counts.held_bytes, device)
         limits = device.limits(dtype)  # before anything is loaded
         how = task.kernels, task.kind, task.tp, task.quant, task.resident
-        how = *how, task.kv_cache, task.ep
+        how = *how, task.kv_cache, task.ep, task.by
         if task.resident is not None:
             device.host_rate()  # likewise
         with opened(task.system, model, dtype, *how) as system:
