@@ -27,7 +27,7 @@ from ..system.command_options import (
 )
 from ..system.terminal import Command, print_folded
 from .client import run_all
-from .estimate import SHEETS, check_device, estimate
+from .estimate import SHEETS, check_device, compiled_table, estimate
 from .estimate import make_table as estimates
 from .load import Load
 from .measure import Task
@@ -609,6 +609,8 @@ def _bench_or_estimate(kind: str, tasks: list[Task], asked: _Estimated) -> None:
     if asked.json is not None:
         write_json(asked.json, document(f"{kind}, estimated", rows, sys.argv))
     Console().print(estimates(rows))
+    if (compiled := compiled_table(rows)) is not None:
+        Console().print(compiled)
 
 
 def _bench(

@@ -1,4 +1,7 @@
-"""Estimates of a step by a device's data sheet: bytes and FLOPs, computed and not measured."""
+"""Estimates of a step by a device's data sheet: bytes and FLOPs, computed and not measured.
+
+Where libtpu is, the compiled program says beside them what it holds and what XLA counts of it.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -7,10 +10,11 @@ from typing import Any
 from rich.table import Table
 
 from ..errors import ArgumentError
+from ..model.load_plan import LoadPlan
 from .counts import Counts
 from .measure import Task
 from .random_weights import plan_weights
-from .shapes import open_model
+from .shapes import Model, open_model
 
 _DTYPE = "bfloat16"  # whose rate the sheets have
 
@@ -48,14 +52,16 @@ def check_device(device: str | None, estimate: bool) -> None:
 def estimate(task: Task, device: str) -> dict[str, Any]:
     """The bytes and FLOPs of a step of decode, or a prefill, and its least time by `device`.
 
-    `task.tp` chips share both evenly; sums over them count nothing.
+    `task.tp` chips share both evenly; sums over them count nothing. Of one chip, where libtpu is,
+    `compiled` has what `jax.tpu.compiled` gives, or why there is no program.
     """
     if task.dtype not in (None, _DTYPE):
         raise ArgumentError(
             f"--estimate is in {_DTYPE}, whose rate the sheets have. Leave out --dtype."
         )
     sheet, model = SHEETS[device], open_model(task.model)
-    counts = Counts.of(plan_weights(model, _DTYPE, task.quant), _DTYPE, task.kv_cache)
+    plan = plan_weights(model, _DTYPE, task.quant)
+    counts = Counts.of(plan, _DTYPE, task.kv_cache)
     if counts.once is not None:
         raise ArgumentError(f"--estimate counts decoders, and {task.model} has an encoder.")
     batch, tokens = task.batch, task.tokens
@@ -81,7 +87,24 @@ def estimate(task: Task, device: str) -> dict[str, Any]:
         **{"weight_bytes": weights, "kv_bytes": kv, "flops": flops},
         **{"read_ms": reading, "compute_ms": computing, "limit_ms": least},
         "tokens_per_s": made * 1e3 / least,
+        "compiled": _compiled(task, model, plan, device) if task.tp == 1 else None,
     }
+
+
+def _compiled(task: Task, model: Model, plan: LoadPlan, device: str) -> dict[str, Any] | None:
+    """The facts of the compiled program; None where there is no compiler."""
+    from jax.errors import JaxRuntimeError
+
+    from .jax.tpu import compiled, library
+
+    if library() is None:
+        return None
+    try:
+        return compiled(task, model.describe()[0], plan, _DTYPE, device.removeprefix("tpu-"))
+    except JaxRuntimeError as error:
+        if "RESOURCE_EXHAUSTED" not in str(error):
+            raise
+        return {"error": "it does not fit into the chip's memory"}
 
 
 def make_table(rows: Sequence[dict[str, Any]]) -> Table:
@@ -102,4 +125,30 @@ def make_table(rows: Sequence[dict[str, Any]]) -> Table:
             f"{row['tokens_per_s']:,.0f}",
             "yes" if row["fits"] else "no",
         )
+    return table
+
+
+def compiled_table(rows: Sequence[dict[str, Any]]) -> Table | None:
+    """What compiled programs say of themselves, for people; None where nothing was compiled."""
+    rows = [row for row in rows if row["compiled"] is not None]
+    if not rows:
+        return None
+    title = "by the compiled program of one chip, not measured; XLA's cycles leave out the kernels"
+    table = Table(title=title)
+    names = ("model", "batch x tokens", "arguments GB", "beside them MB", "moved GB")
+    for name in (*names, "kernels", "XLA's cycles"):
+        table.add_column(name, justify="left" if name == "model" else "right")
+    for row in rows:
+        own = row["compiled"]
+        figures = ["", own.get("error", ""), "", "", ""]
+        if "error" not in own:
+            figures = [
+                f"{own['argument_bytes'] / 1e9:.3g}",
+                f"{own['temp_bytes'] / 1e6:.3g}",
+                f"{own['accessed_bytes'] / 1e9:.3g}",
+                f"{own['kernels']:,}",
+                f"{own['cycles']:,}",
+            ]
+        name = row["model"] + (f" {row['quant']}" if row["quant"] else "")
+        table.add_row(name, f"{row['batch']} x {row['tokens']}", *figures)
     return table

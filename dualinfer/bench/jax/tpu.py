@@ -1,0 +1,121 @@
+"""What libtpu, the compiler of TPUs, makes of a model's steps on a machine without a TPU."""
+
+import os
+import re
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import topologies
+from jax.sharding import SingleDeviceSharding
+
+from ...arrays import numpy_dtype
+from ...backends.jax import ahead
+from ...backends.jax.executables import Job
+from ...backends.jax.mesh import OneDevice
+from ...backends.jax.ops.pallas import PallasOps
+from ...backends.jax.params import Params
+from ...backends.jax.runner import JaxRunner
+from ...model.load_plan import LoadPlan
+from ...model.spec import ModelSpec
+from ...model.weights import Row, make_leaf, put_leaf
+from ...parallel.agreement import Peers
+from ...parallel.shard import Shard, fit_blocks
+from ...parallel.sharding import make_plan
+from ..measure import Task
+
+_VARIABLE = "TPU_LIBRARY_PATH"
+# What libtpu would ask a TPU's machine for; two processes may have it, with no TPU to share.
+_SETTINGS = {
+    "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
+    "TPU_WORKER_HOSTNAMES": "localhost",
+    "TPU_ACCELERATOR_TYPE": "v5litepod-4",
+    "TPU_SKIP_MDS_QUERY": "1",
+}
+_GRIDS = {"v5e": {4: "2x2", 8: "2x4"}, "v5p": {4: "2x2x1"}, "v6e": {4: "2x2", 8: "2x4"}}
+_EOS_WIDTH = 4
+
+
+def library() -> Path | None:
+    """The file of libtpu: as TPU_LIBRARY_PATH says, where `make test-tpu` puts it, or installed."""
+    places = [Path(sys.prefix, "tpu", "libtpu", "libtpu.so")]
+    if given := os.environ.get(_VARIABLE):
+        places.insert(0, Path(given))
+    if (found := find_spec("libtpu")) is not None and found.origin is not None:
+        places.append(Path(found.origin).with_name("libtpu.so"))
+    return next((path for path in places if path.exists()), None)
+
+
+def chips(name: str, count: int = 1) -> list[Any]:
+    """So many chips of "v5e", "v5p" or "v6e" that there are not, to compile for."""
+    jax.devices("cpu")  # or JAX would look for TPUs by what is set here
+    os.environ.update({_VARIABLE: str(library()), **_SETTINGS})
+    grid = _GRIDS[name][max(4, count)]
+    return list(topologies.get_topology_desc(f"{name}:{grid}", "tpu").devices[:count])
+
+
+def compile_for(job: Job, chip: Any) -> Any:
+    """The job's executable for one chip."""
+    lies = SingleDeviceSharding(chip)
+    args = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=lies), job.args)
+    return jax.jit(job.function, donate_argnums=job.donate).lower(*args).compile()
+
+
+def abstract_runner(
+    spec: ModelSpec, plan: LoadPlan, dtype: str, most: int, kv_cache: str | None = None
+) -> JaxRunner:
+    """A runner on one device by Pallas' kernels, whose weights are shapes."""
+    tp_plan, own = make_plan(plan.table, 1), jnp.dtype(dtype)
+    shard, place = tp_plan.shards[0], OneDevice(jax.devices("cpu")[0])
+    params = Params({}, tuple({} for _ in spec.all_layers))
+    for row, _ in fit_blocks(plan, tp_plan.shards).rows:
+        leaf = make_leaf(row, _parts(shard, row, own), own, shard.width(row))
+        put_leaf(params.group(row), row, leaf)
+    how: Any = (params, None, own, place, PallasOps(), Peers(), most)
+    return JaxRunner(spec, tp_plan, *how, cache_codes=kv_cache)
+
+
+def _parts(shard: Shard, row: Row, dtype: Any) -> dict[str, jax.ShapeDtypeStruct]:
+    if row.scheme is None:
+        kind = jnp.dtype(jnp.float32) if row.wide else dtype
+        return {"data": jax.ShapeDtypeStruct(shard.shape(row), kind)}
+    kinds = {source.part: numpy_dtype(source.dtypes[0]) for source in row.sources}
+    parts = {}
+    for part, axes in row.parts.items():
+        *rest, last = shard.shape(row, axes) or (1,)
+        if part == "data":
+            last = row.scheme.code.packing.width(last)
+        parts[part] = jax.ShapeDtypeStruct((*rest, last), kinds[part])
+    return parts
+
+
+def compiled(task: Task, spec: ModelSpec, plan: LoadPlan, dtype: str, chip: str) -> dict[str, Any]:
+    """What the compiled program of a token, or of a prompt, says of itself: no time is measured.
+
+    `argument_bytes` are weights, cache and inputs, `temp_bytes` what it holds beside them,
+    `accessed_bytes` what XLA counts that it reads and writes, and `cycles` XLA's own estimate for
+    all but the kernels, of which it knows nothing.
+    """
+    most = task.tokens + task.new_tokens
+    runner = abstract_runner(spec, plan, dtype, most, task.kv_cache)
+    wanted = ahead.Wanted((task.batch,), (task.tokens,), task.new_tokens, stream=True)
+    name = "one" if task.kind == "decode" else "prefill"
+    jobs = {_name(job): job for job in ahead.jobs(runner, wanted, _EOS_WIDTH)}
+    made = compile_for(jobs[name], chips(chip)[0])  # over the largest cache, which is the last one
+    memory, text = made.memory_analysis(), made.as_text()
+    entry = text[text.index("\nENTRY ") :]
+    return {
+        "argument_bytes": memory.argument_size_in_bytes,
+        "temp_bytes": memory.temp_size_in_bytes,
+        "accessed_bytes": int(made.cost_analysis()["bytes accessed"]),
+        "kernels": entry.count('custom_call_target="tpu_custom_call"'),
+        "cycles": sum(map(int, re.findall(r'"estimated_cycles":"(\d+)"', entry))),
+    }
+
+
+def _name(job: Job) -> str:
+    key: Any = job.key
+    return key[0]
