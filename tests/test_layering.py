@@ -46,7 +46,7 @@ FLOORS: dict[str, str] = {
     "bench": "embedded system config quantization model model.families parallel checkpoint ops "
     "backends serving.http opening api",
     "bench.torch": "kernels.triton model ops backends backends.torch bench",
-    "bench.jax": "kernels.triton kernels.xla model ops backends backends.jax bench",
+    "bench.jax": "kernels.triton kernels.xla model parallel ops backends backends.jax bench",
     "cli": "embedded system config quantization model model.families parallel checkpoint ops "
     "backends serving.http serving.remote engine opening api bench",
     "__main__": "cli",
@@ -249,6 +249,7 @@ OTHER_DATA = {
     "backends.torch.adapter": "a torch Parameter",
     "backends.torch.streaming": "an address of a NumPy array",
     "checkpoint.files.safetensors": "a NumPy array's memory",
+    "kernels.pallas.experts": "the codes of a Codes",
     "kernels.pallas.product": "the codes of a Codes",
     "kernels.triton.experts": "the codes of a Packed",
     "kernels.triton.mixture": "the codes of a Packed",

@@ -5,6 +5,7 @@ Where libtpu is, the compiled program says beside them what it holds and what XL
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from importlib import import_module
 from typing import Any
 
 from rich.table import Table
@@ -93,18 +94,11 @@ def estimate(task: Task, device: str) -> dict[str, Any]:
 
 def _compiled(task: Task, model: Model, plan: LoadPlan, device: str) -> dict[str, Any] | None:
     """The facts of the compiled program; None where there is no compiler."""
-    from jax.errors import JaxRuntimeError
-
-    from .jax.tpu import compiled, library
-
-    if library() is None:
+    tpu: Any = import_module(f"{__package__}.jax.tpu")
+    if tpu.library() is None:
         return None
-    try:
-        return compiled(task, model.describe()[0], plan, _DTYPE, device.removeprefix("tpu-"))
-    except JaxRuntimeError as error:
-        if "RESOURCE_EXHAUSTED" not in str(error):
-            raise
-        return {"error": "it does not fit into the chip's memory"}
+    given = task, model.describe()[0], plan, _DTYPE, device.removeprefix("tpu-")
+    return tpu.compiled(*given) or {"error": "it does not fit into the chip's memory"}
 
 
 def make_table(rows: Sequence[dict[str, Any]]) -> Table:

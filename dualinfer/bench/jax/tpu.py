@@ -92,8 +92,12 @@ def _parts(shard: Shard, row: Row, dtype: Any) -> dict[str, jax.ShapeDtypeStruct
     return parts
 
 
-def compiled(task: Task, spec: ModelSpec, plan: LoadPlan, dtype: str, chip: str) -> dict[str, Any]:
+def compiled(
+    task: Task, spec: ModelSpec, plan: LoadPlan, dtype: str, chip: str
+) -> dict[str, Any] | None:
     """What the compiled program of a token, or of a prompt, says of itself: no time is measured.
+
+    None where it does not fit into the chip's memory.
 
     `argument_bytes` are weights, cache and inputs, `temp_bytes` what it holds beside them,
     `accessed_bytes` what XLA counts that it reads and writes, and `cycles` XLA's own estimate for
@@ -104,7 +108,12 @@ def compiled(task: Task, spec: ModelSpec, plan: LoadPlan, dtype: str, chip: str)
     wanted = ahead.Wanted((task.batch,), (task.tokens,), task.new_tokens, stream=True)
     name = "one" if task.kind == "decode" else "prefill"
     jobs = {_name(job): job for job in ahead.jobs(runner, wanted, _EOS_WIDTH)}
-    made = compile_for(jobs[name], chips(chip)[0])  # over the largest cache, which is the last one
+    try:  # over the largest cache, which is the last one
+        made = compile_for(jobs[name], chips(chip)[0])
+    except jax.errors.JaxRuntimeError as error:
+        if "RESOURCE_EXHAUSTED" not in str(error):
+            raise
+        return None
     memory, text = made.memory_analysis(), made.as_text()
     entry = text[text.index("\nENTRY ") :]
     return {

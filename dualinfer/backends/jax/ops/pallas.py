@@ -226,7 +226,8 @@ class PallasOps(PlainOps):
         how: dict[str, Any] = {"up_bias": w.get("experts.up.bias"), "interpret": self.interpret}
         if mixture.weighs_input:
             how["factors"] = routing.weights
-        run, maths = mixing.in_codes, self.maths
+        run: Any = mixing.in_codes
+        maths = self.maths
         if not isinstance(up, products.Codes):
             run, maths, how["gated"] = mixing.experts, _KERNEL_MATHS, mixture.gated
         with jax.named_scope("experts"):
