@@ -18,9 +18,9 @@ PYTEST := PYTHONDONTWRITEBYTECODE= CUDA_VISIBLE_DEVICES= JAX_PLATFORMS=cpu OMP_N
 test: $(INSTALLED)
 	$(PYTEST) -m "not gpu and not multi_gpu and not tpu and not slow" $(ARGS)
 
-# What takes longer than half a minute: fuzzers and the like. Tests of Ray, of lm-eval and of the
-# compiler for TPUs are skipped where these cannot be installed.
-test-slow: $(INSTALLED) $(VENV)/.slow $(VENV)/.tpu
+# What takes longer than half a minute: fuzzers and the like. Tests of Ray, of lm-eval, of guidellm
+# and of the compiler for TPUs are skipped where these cannot be installed.
+test-slow: $(INSTALLED) $(VENV)/.slow $(VENV)/.tpu $(VENV)/.guidellm
 	$(PYTEST) -m "slow and not gpu and not multi_gpu" $(ARGS)
 
 # Every family's steps by Pallas' kernels, interpreted, and compiled for TPUs by their own compiler.
@@ -62,6 +62,12 @@ $(VENV)/.tpu: $(INSTALLED)
 	$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --upgrade \
 		--constraint constraints.txt --target $(VENV)/tpu libtpu && touch $@ \
 		|| echo "libtpu was not installed."
+
+# A client that measures servers, in a folder of its own: it wants other versions of what is here.
+$(VENV)/.guidellm: tests/guidellm.txt $(INSTALLED)
+	$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --upgrade \
+		--target $(VENV)/guidellm --requirement tests/guidellm.txt && touch $@ \
+		|| echo "guidellm was not installed."
 
 # The site; a dead link or anchor is an error.
 docs: $(INSTALLED)

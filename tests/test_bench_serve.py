@@ -2,15 +2,22 @@
 
 import asyncio
 import contextlib
+import functools
 import json
+import os
+import subprocess
 import sys
 import threading
+import time
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
 from scipy import stats
 
+import dualinfer
+from dualinfer.bench import local_server
 from dualinfer.bench.client import Client, run_all
 from dualinfer.bench.drive import Record, Run, drive
 from dualinfer.bench.load import Load
@@ -311,9 +318,70 @@ def test_bench_serve_measures_any_server(tmp_path):
     assert gone.exit_code == 1 and "failed:" in gone.stderr
 
 
+GUIDELLM = Path(sys.prefix, "guidellm")  # `make test-slow` installs it
+FIRST, EACH, TOKENS = 1.0, 0.1, 8  # seconds of a prompt and of a step, and tokens of an answer
+
+
+@pytest.fixture
+def steady_server():
+    """A server of the embedded model whose passes take a time that a busy machine does not move."""
+    model = dualinfer.embedded_model()
+    with dualinfer.init_inference(model, backend="torch", dtype="fp32") as engine:
+        engine.reserve(2, 256)
+        runner = engine.runner
+        extend, decode = runner.extend, runner.decode
+
+        def lasting(seconds, function, *given):
+            end = time.monotonic() + seconds
+            result = function(*given)
+            time.sleep(max(0.0, end - time.monotonic()))
+            return result
+
+        runner.extend = lambda pieces: lasting(FIRST, extend, pieces)
+        runner.decode = lambda steps: lasting(steps * EACH, decode, steps)
+        with local_server.running(engine, 2048) as url:
+            yield url, str(model)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not GUIDELLM.exists(), reason="guidellm is not installed: make test-slow")
+def test_guidellm_has_the_same_figures_of_the_same_server(steady_server, tmp_path):
+    """Its "inter token latency" is a request's mean, as TPOT is."""
+    url, folder = steady_server
+    ours, theirs = tmp_path / "ours.json", tmp_path / "theirs.json"
+    load = ["--requests", 5, "--concurrency", 1, "--input-len", 40, "--output-len", TOKENS]
+    result = bench("serve", "--url", url, *load, "--json", ours)
+    assert result.exit_code == 0, result.output
+    data = f"kind=synthetic_text,prompt_tokens=40,output_tokens={TOKENS}"
+    server = f"kind=openai_http,target={url},request_format=/v1/completions,http2=false"
+    command = [sys.executable, "-m", "guidellm", "run", "--disable-console", "--backend", server]
+    command += ["--profile", "kind=synchronous", "--constraint", "kind=max_requests,count=5"]
+    command += ["--tokenizer", f"kind=hf_auto,model={folder}", "--data", data]
+    command += ["--output", f"kind=json,path={theirs}"]
+    path = os.pathsep.join([str(GUIDELLM), os.environ.get("PYTHONPATH", "")])
+    ended = subprocess.run(
+        command, env=os.environ | {"PYTHONPATH": path}, capture_output=True, text=True, timeout=240
+    )
+    assert ended.returncode == 0, ended.stderr[-3000:]
+    (row,) = json.loads(ours.read_text())["rows"]
+    (found,) = json.loads(theirs.read_text())["benchmarks"]
+    totals = found["metrics"]["request_totals"]
+    assert totals["errored"] == row["failed"] == 0 and totals["successful"] >= 4  # not its first
+    metrics = {name: one and one.get("successful") for name, one in found["metrics"].items()}
+    first, each = row["median_ttft_ms"], row["median_tpot_ms"]
+    assert first > 1e3 * FIRST and each > 1e3 * EACH * 0.8  # the first step is ahead
+    near = functools.partial(pytest.approx, rel=0.05)
+    assert metrics["time_to_first_token_ms"]["median"] == near(first)
+    assert metrics["inter_token_latency_ms"]["median"] == near(each)
+    assert metrics["request_latency"]["median"] * 1e3 == near(row["median_e2el_ms"])
+    assert metrics["output_tokens_per_second"]["mean"] == near(row["output_throughput"])
+    assert metrics["requests_per_second"]["mean"] == near(row["request_throughput"])
+
+
 @pytest.mark.parametrize(
     ("options", "why"),
     [
+        (["--within", "0"], "--within 0; expected seconds above 0"),
         (["--rate", "0"], "--rate 0; expected a number above 0"),
         (["--goodput", "itl:5"], "--goodput itl:5; expected one of ttft, tpot, e2el"),
         (["--goodput", "ttft:x"], "--goodput ttft:x; expected one of"),
