@@ -1,7 +1,7 @@
 """Bad days of a server: many requests at once, of which some leave, are cut off or make no sense.
 
     python -m tests.soak --requests 10000 [--backend jax|both] [--shape llama-3-8b] [--kills 3]
-    python -m tests.soak --requests 500 --seconds 20 --minutes 60
+    python -m tests.soak --requests 100 --seconds 20 --minutes 60 --apart
 
 Server and clients share a process and an event loop. Every request must end in exactly one state,
 the one that its kind allows; a text that was completed, however long that took, is that of a run
@@ -450,13 +450,14 @@ def _table(backend: str, rounds: Sequence[dict[str, Any]]) -> str:
     return "\n".join(lines)
 
 
-def _rounds(options: argparse.Namespace) -> list[dict[str, Any]]:
+def _rounds(options: argparse.Namespace) -> None:
     """Rounds on one backend, each told as it ends."""
     from dualinfer.bench.local_server import word_tokenizer
     from dualinfer.bench.shapes import open_model
 
     dtype = options.dtype or ("float32" if options.shape is None else "bfloat16")
     exact, rounds, begun = dtype == "float32", [], time.monotonic()
+    before = json.loads(options.json.read_text()) if options.json and options.json.exists() else []
     most, vocab = 1024, 2048
     if options.shape is not None:
         vocab = open_model(options.shape).vocab
@@ -472,6 +473,8 @@ def _rounds(options: argparse.Namespace) -> list[dict[str, Any]]:
     def note(found: dict[str, Any]) -> None:
         rounds.append({"backend": options.backend, "dtype": dtype} | found)
         print(_table(options.backend, rounds[-1:]), flush=True)
+        if options.json is not None:
+            options.json.write_text(json.dumps(before + rounds, indent=1) + "\n")
 
     async def killed() -> None:
         opens = {"shape": options.shape, "dtype": dtype, "backend": options.backend}
@@ -503,11 +506,10 @@ def _rounds(options: argparse.Namespace) -> list[dict[str, Any]]:
                 note(asyncio.run(soak(engine, asks(), exact)))
             assert engine.reserve(options.slots, most) == room  # nothing is under way
 
-    asyncio.run(killed()) if options.kills else here()
+    asyncio.run(killed()) if options.kills or options.apart else here()
     if len(rounds) >= 6:
         check_flat(rounds, 32, 2000)
         print(f"{options.backend}: memory is flat", flush=True)
-    return rounds
 
 
 def _main() -> None:
@@ -521,6 +523,7 @@ def _main() -> None:
     parser.add_argument("--seconds", type=float, default=60, help="in which they come")
     parser.add_argument("--slots", type=int, help="unset: what has room")
     parser.add_argument("--kills", type=int, default=0, help="of the engine, in each round")
+    parser.add_argument("--apart", action="store_true", help="the same process for it, unharmed")
     parser.add_argument("--minutes", type=float, default=0, help="rounds until then")
     parser.add_argument("--within", type=float, help="seconds for a backend; then it is ended")
     parser.add_argument("--json", type=Path, help="what came of each round")
@@ -535,10 +538,7 @@ def _main() -> None:
         raise SystemExit(max(codes, key=abs))
     if options.within is not None:
         faulthandler.dump_traceback_later(options.within, exit=True)
-    rounds = _rounds(options)
-    if options.json is not None:
-        before = json.loads(options.json.read_text()) if options.json.exists() else []
-        options.json.write_text(json.dumps(before + rounds, indent=1) + "\n")
+    _rounds(options)
 
 
 if __name__ == "__main__":
