@@ -22,8 +22,9 @@ import dualinfer
 from dualinfer.checkpoint.described.tokenizer import load_tokenizer
 from dualinfer.errors import StepError
 from dualinfer.serving.health import Pulse
-from dualinfer.serving.http.engines import LocalEngine
+from dualinfer.serving.http.engines import About, LocalEngine, State
 from dualinfer.serving.remote import keeper
+from dualinfer.serving.remote.client import RemoteEngine
 from dualinfer.serving.remote.frames import Unpacker, packed
 from dualinfer.serving.remote.suspects import Line, Party
 
@@ -484,6 +485,48 @@ def test_only_what_engines_die_of_is_refused(given_texts, outside):
         assert not (text.is_refused and text.at is text.after is None)
         assert text.is_refused or text.at is None
     assert deaths <= 5 * at + 6 * after + 2 * len(outside)
+
+
+def test_an_embedding_whose_client_has_left_is_still_to_blame():
+    """Nothing else is sent beside it, until the engine says that it has left it, too."""
+    sent = []
+
+    async def main():
+        remote = RemoteEngine(None)
+
+        def life():
+            sent.clear()
+            write = lambda frame: sent.extend(Unpacker().feed(frame))  # noqa: E731
+            remote.attach(write, About(99, 100, []), State(0, 0, 4))
+
+        call = asyncio.ensure_future(remote.embed(["a text"], None))
+        await asyncio.sleep(0)
+        how = {"do_sample": False, "max_new_tokens": 4}
+        (other,) = remote.start([5, 6], how, 1)
+        await asyncio.sleep(0)
+        for _ in range(2):
+            life()
+            assert [x["do"] for x in sent] == ["embed", "start"]
+            remote.detach("It died.")
+        life()
+        assert [x["do"] for x in sent] == ["embed"]
+        call.cancel()
+        await asyncio.sleep(0.01)
+        assert [x["do"] for x in sent] == ["embed", "leave"]
+        remote.detach("It died.")
+        assert not other.has_ended and other.party.deaths == 0  # but that of the call is 3
+        life()
+        assert [x["do"] for x in sent] == ["start"]
+        call = asyncio.ensure_future(remote.embed(["a text"], None))
+        await asyncio.sleep(0)
+        number = sent[-1]["number"]
+        call.cancel()
+        await asyncio.sleep(0.01)
+        assert [x["do"] for x in sent] == ["start", "embed", "leave"]
+        remote.received({"is": "left", "number": number})  # and is gone here, too
+        assert [*remote._work] == [other.number]
+
+    asyncio.run(main())
 
 
 @pytest.mark.slow

@@ -172,8 +172,9 @@ class _Call(_Work):
 
     @property
     def has_ended(self) -> bool:
-        """True if nobody waits for it, or nothing comes any more."""
-        return self.is_left or self.array is not None or self.error is not None
+        """True if nothing comes any more: where nobody waits, the engine may still be at it."""
+        is_over = self.is_left and not self.party.is_sent
+        return is_over or self.array is not None or self.error is not None
 
     def take(self, array: np.ndarray) -> None:
         """Book the result."""
@@ -311,9 +312,11 @@ class RemoteEngine:
             return await call.result()
         finally:
             call.is_left = True
-            if self._work.pop(number, None) is not None and self._write is not None:
-                self._write(packed({"do": "leave", "number": number}))
-                self._send()
+            if number in self._work:
+                if self._write is not None and call.party.is_sent:
+                    self._write(packed({"do": "leave", "number": number}))
+                else:
+                    self._forget(call)
 
     def state(self) -> State:
         """See `ServedEngine`."""
@@ -360,9 +363,10 @@ class RemoteEngine:
         blamed = self._line.blame(_parties(self._under_way(last.slots)))
         for work in list(self._work.values()):
             work.party.take_back()
-            if isinstance(work, RemoteHandle) and work.is_left:
+            if work.is_left:
                 self._forget(work)
-                work.end("cancelled")
+                if isinstance(work, RemoteHandle):
+                    work.end("cancelled")
             elif blamed is not None and work.party is blamed:
                 self._forget(work)
                 work.fail(_died_of(blamed.deaths))
@@ -429,6 +433,8 @@ class RemoteEngine:
             if isinstance(work, _Call):
                 self.progress, self.in_vain = self.progress + 1, 0
                 work.take(message["array"])
+        elif kind == "left":
+            self._work.pop(message["number"], None)
 
     def _beaten(self, message: Message) -> None:
         """Note what the engine does."""

@@ -234,11 +234,12 @@ class Host:
         self._call(message["number"], work)
 
     def _call(self, number: int, work: Callable[[], np.ndarray]) -> None:
-        """Send what `work` gives in a thread, unless nobody waits for it by then."""
+        """Send what `work` gives in a thread; only that it was left, if nobody waits by then."""
         self._calls.add(number)
 
         def run() -> None:
             if number not in self._calls:
+                self.send({"is": "left", "number": number})
                 return
             try:
                 array = np.asarray(work(), np.float32)
