@@ -498,7 +498,7 @@ def delta_prompt(
         pdl=pdl,
     )
     in_decays = decays.stride(0), decays.stride(1)
-    is_bounded = floor is not None
+    is_bounded, is_fine = floor is not None, str(x.dtype).endswith("float32")
     products = None
     if by_channel:
         products = like.new_empty((batch, values, chunks, CHUNK, CHUNK))
@@ -522,7 +522,7 @@ def delta_prompt(
         **own,
         **kinds,
         **{"TAPS": taps.shape[1], "BOUNDED": is_bounded, "DOUBLED": doubled, "BLOCK_V": block_v},
-        num_warps=4 if not str(solved.dtype).endswith("float32") else 8,
+        num_warps=8 if is_fine else 4,
         pdl=pdl,
     )
     block = min(_VALUES, block_v)
@@ -534,7 +534,7 @@ def delta_prompt(
         **kinds,
         BLOCK_V=block,
         num_warps=4,
-        num_stages=3,
+        num_stages=1 if is_fine else 3,  # whose next chunk there is no room for
         pdl=pdl,
     )
     launch(

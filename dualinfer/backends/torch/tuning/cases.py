@@ -65,7 +65,8 @@ def tuning_cases(
     One row comes first, and what matters less later: the time may not last.
     """
     cases: dict[Key, TuningCase] = {}
-    layers = [ops.layer_attention(spec, params, i) for i in range(len(spec.layers))]
+    attending = [i for i, layer in enumerate(spec.layers) if layer.attends]
+    layers = [ops.layer_attention(spec, params, i) for i in attending]
     layers = [layer for layer in layers if not has_wide_heads(layer.spec.head_dim)]
     most = spec.most_tokens(None) - 1  # of a prompt, and in the cache
     reaches = sorted({min(reach, bucket(most)) for reach in reaches})
