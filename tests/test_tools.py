@@ -16,7 +16,8 @@ from dualinfer.engine.grammar import make_grammar
 from dualinfer.serving.http.app import Server
 from dualinfer.serving.http.beside import served
 from dualinfer.serving.http.call_grammars import calls_grammar, style_of, thoughts_grammar
-from dualinfer.serving.http.calls import Delta, Reply
+from dualinfer.serving.http.calls import MARKS, Delta, Reply
+from dualinfer.serving.http.channels import ChannelReply
 from dualinfer.serving.http.engines import LocalEngine
 
 from .tokenizer_kinds import KINDS
@@ -51,6 +52,19 @@ ANSWERS = [
     ("llama3", '{"answer": [1, 2]} so', '{"answer": [1, 2]} so', []),
     ("llama3", "<|python_tag|>print(1)", "print(1)", []),
     ("llama3", '{"answer": ', '{"answer": ', []),
+    ("harmony", "Hello <|chan", "Hello <|chan", []),
+    ("harmony", "to=5 is", "to=5 is", []),
+    ("harmony", "<|channel|>final<|message|>Hello <|", "Hello <|", []),
+    ("harmony", "<|channel|>final<|message|>Hello<|return|>more", "Hello", []),
+    ("harmony", f"<|channel|>commentary to=functions.f <|constrain|>json<|message|>{ARGS}<|call|>x",
+     "", [("f", ARGS)]),
+    ("harmony", "<|channel|>commentary<|message|>I look.<|end|><|start|>assistant to=functions.g"
+     "<|channel|>commentary json<|message|><|call|>", "I look.", [("g", "{}")]),
+    ("harmony", "<|channel|>commentary to=functions.f<|message|>{\"a\": ", "", [("f", '{"a": ')]),
+    ("harmony", "<|channel|>commentary to=functions.f<|constrain|>json", "", []),
+    ("harmony", "<|start|>assistant<|channel|>final<|message|>a<|start|>assistant<|channel|>final"
+     "<|message|>b<|end|>", "a\nb", []),
+    ("harmony", "<|channel|>commentary to=python<|message|>1", "1", []),
     ("qwen3_coder", "Hello <tool", "Hello <tool", []),
     ("qwen3_coder", f"Hm.\n{TAGS}\n</tool_call>", "Hm.", [("f", TAG_ARGS)]),
     ("qwen3_coder", f"{TAGS}</tool_call>\n<tool_call><function=g></function>\n</tool_call> So.",
@@ -71,9 +85,15 @@ ANSWERS = [
 ]  # fmt: skip
 
 
+def reader(style, known=(), thinks=False, opened=False):
+    if style == "harmony":
+        return ChannelReply(known, thinks)
+    return Reply(style, known, thinks, opened)
+
+
 def answered(pieces, *how, **more):
     """Content, thoughts and calls of an answer, of which each call begins once."""
-    reply, whole = Reply(*how, **more), Delta()
+    reply, whole = reader(*how, **more), Delta()
     for delta in [*map(reply.push, pieces), reply.finish()]:
         for call in delta.calls:
             is_new = all(x["index"] != call["index"] for x in whole.calls)
@@ -93,10 +113,15 @@ def pieces_of(text, cuts):
 @settings(max_examples=200, deadline=None)
 def test_calls_do_not_depend_on_the_pieces(answer, cuts, thinks):
     style, text, content, calls = answer
-    if thinks:
+    thoughts = f"I {answer[1]} <b".strip() if thinks else ""
+    if thinks and style == "harmony":
+        thoughts = "I <b\nor "
+        said = (f"<|channel|>analysis<|message|>{x}<|end|>" for x in ("I <b", "or "))
+        begin = "<|start|>assistant"
+        text = begin.join(said) + begin * text.startswith("<|channel|>") + text
+    elif thinks:
         text = f"\n<think>\nI {text} <b\n</think>\n\n{text}"
     found = answered(pieces_of(text, cuts), style, ["f", "g"], thinks=thinks)
-    thoughts = f"I {answer[1]} <b".strip() if thinks else ""
     assert found == (content.lstrip() if thinks else content, thoughts, calls)
 
 
@@ -107,12 +132,16 @@ def test_calls_do_not_depend_on_the_pieces(answer, cuts, thinks):
                                   "</function>", "</tool_call>", "\n", " b", "<", "f>",
                                   "<function=f>\n<parameter=b>\n", "\n<parameter=a>"]))
         .map("".join),
+        st.lists(st.sampled_from(["<|channel|>", "<|message|>", "<|start|>", "<|end|>", "<|call|>",
+                                  "assistant", " to=functions.f", "final", "analysis", "{}", " ",
+                                  "commentary", "<|", "a" * 500]))
+        .map("".join),
     ),
     st.lists(st.integers(0, 90)),
 )  # fmt: skip
 @settings(max_examples=200, deadline=None)
 def test_no_text_depends_on_the_pieces(text, cuts):
-    for style in ("hermes", "llama3", "mistral", "qwen3_coder", None):
+    for style in (*MARKS, None):
         for opened in (False, True):
             how = style, {"f": {"properties": {"a": {}, "b": {}}}, "g": None}, True, opened
             assert answered(pieces_of(text, cuts), *how) == answered([text], *how)
@@ -310,10 +339,11 @@ def test_no_text_of_a_grammar_ends_a_value_in_tags():
     assert not takes("So <function=f>\n", False)
 
 
-@pytest.mark.parametrize("style", ["hermes", "llama3", "mistral", "qwen3_coder"])
+@pytest.mark.parametrize("style", MARKS)
 def test_a_grammar_makes_calls_certain_with_special_tokens_too(style):
     tokenizer = KINDS["llama-3"]()
-    tokenizer.add_special_tokens({"additional_special_tokens": ["[TOOL_CALLS]", "[ARGS]"]})
+    marks = ["[TOOL_CALLS]", "[ARGS]", *MARKS["harmony"]]
+    tokenizer.add_special_tokens({"additional_special_tokens": marks})
     special = {str(t): x for x, t in tokenizer.added_tokens_decoder.items() if t.special}
     rng, end = np.random.default_rng(1), tokenizer.eos_token_id
 
@@ -322,20 +352,21 @@ def test_a_grammar_makes_calls_certain_with_special_tokens_too(style):
 
     for must, has_args, one in ((True, True, False), (True, False, True), (False, False, False)):
         how = {"must": must, "one": one, "has_args": has_args, "token": token}
-        prefix = thoughts_grammar(opened=False) if must else None
+        prefix = thoughts_grammar(opened=False) if must and style != "harmony" else None
         lark = {"lark": calls_grammar(style, FUNCTIONS, **how), "prefix": prefix}
         grammar = make_grammar(lark, tokenizer, len(tokenizer), (end,), 0)
-        progress, text = grammar.begin(), ""
+        progress, taken = grammar.begin(), []
         for _ in range(700):
             ids = np.flatnonzero(unpacked(progress.words(), len(tokenizer)))
             chosen = int(end) if end in ids and must else int(rng.choice(ids))
             progress.take(chosen)
-            text += "" if chosen == end else tokenizer.decode([chosen])
+            taken += [] if chosen == end else [chosen]
             if progress.is_over:
                 break
         if not progress.is_over:
             continue
         schemas = {tool["name"]: tool["parameters"] for tool in FUNCTIONS}
+        text = tokenizer.decode(taken, clean_up_tokenization_spaces=False)
         content, _, calls = answered([text], style, schemas, thinks=must)
         if must:
             assert content == ""
@@ -358,6 +389,10 @@ TEMPLATES = {
     "<tool_call>\n<function={{ c.function.name }}>\n{% for k, v in c.function.arguments.items() %}"
     "<parameter={{ k }}>\n{{ v | tojson }}\n</parameter>\n{% endfor %}</function>\n</tool_call>"
     "{% endfor %}\n{% endfor %}{% if tools %}{{ tools | tojson }}{% endif %}def ",
+    "harmony": "{% for m in messages %}# {{ m.content }}{% for c in m.tool_calls or [] %}"
+    "<|channel|>commentary to=functions.{{ c.function.name }} <|constrain|>json<|message|>"
+    "{{ c.function.arguments | tojson }}<|call|>{% endfor %}\n{% endfor %}{% if tools %}"
+    "{{ tools | tojson }}{% endif %}<|start|>assistant",
     "thinking": "{% for m in messages %}# {{ m.content }}{% for c in m.tool_calls or [] %}"
     "<tool_call>\n{{ c.function | tojson }}\n</tool_call>{% endfor %}\n{% endfor %}{% if tools %}"
     "{{ tools | tojson }}{% endif %}{% if budget %}{{ '</think>' }}{% endif %}<think>\n",
@@ -406,6 +441,9 @@ def test_calls_come_back_valid_whole_and_streamed(engine, client, style):
         more = {**how, "seed": seed, "tool_choice": choice, "parallel_tool_calls": seed < 2}
         if style == "thinking":  # which a small model would not end
             more |= {"logit_bias": {str(x): 20 for x in engine.tokenizer("</think>")["input_ids"]}}
+        if style == "harmony":  # likewise, of thoughts before a call
+            first = (engine.tokenizer(x)["input_ids"][0] for x in ("commentary", " to="))
+            more |= {"logit_bias": {str(x): 30 for x in first}}
         whole = client.chat.completions.create(**more).choices[0]
         calls, thoughts, reason = {}, "", None
         for event in client.chat.completions.create(**more, stream=True):
@@ -425,7 +463,7 @@ def test_calls_come_back_valid_whole_and_streamed(engine, client, style):
         assert reason == "tool_calls"
         checked(made)
         assert choice == "required" or [c.function.name for c in made] == ["hold"]
-        assert seed < 2 or len(made) == 1
+        assert (seed < 2 and style != "harmony") or len(made) == 1
         ended.append(whole.message)
     assert ended or style == "thinking"
     # They go back, and so does what the tool says.
@@ -436,6 +474,26 @@ def test_calls_come_back_valid_whole_and_streamed(engine, client, style):
         back = [*ask, message.model_dump(exclude_none=True), *said]
         more = {**how, "messages": back, "max_tokens": 2, "tool_choice": "none"}
         assert client.chat.completions.create(**more).choices[0].finish_reason == "length"
+
+
+@pytest.mark.parametrize("engine", ["torch"], indirect=True)
+def test_a_format_stands_in_the_channel_that_users_see(engine, client):
+    engine.tokenizer.chat_template = TEMPLATES["harmony"]
+    final = {str(engine.tokenizer("final")["input_ids"][0]): 40}  # without thoughts before it
+    how = {"model": "small", "messages": [{"role": "user", "content": "go"}], "temperature": 0}
+    schema = {"name": "place", "schema": Place.model_json_schema()}
+    form = {"response_format": {"type": "json_schema", "json_schema": schema}}
+    for asked in ({"extra_body": {"guided_choice": ["so it is"]}}, form):
+        whole = client.chat.completions.create(**how, **asked, max_tokens=120, logit_bias=final)
+        message = whole.choices[0].message
+        assert whole.choices[0].finish_reason == "stop"
+        if asked is form:
+            Place.model_validate_json(message.content)
+        else:
+            assert message.content == "so it is"
+    with pytest.raises(openai.BadRequestError, match="channels cannot be held to") as caught:
+        client.chat.completions.create(**how, **form, tools=TOOLS)
+    assert caught.value.param == "response_format"
 
 
 def test_tools_that_need_not_be_called(engine, client):

@@ -4,12 +4,15 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from .calls import MARKS
+from .calls import CHANNELS, MARKS
+from .channels import channels_grammar
 from .tags import BLANKS, FUNCTION, rules_of
 
 
 def style_of(template: str) -> str | None:
     """The format of calls that a chat template writes; None where it knows none."""
+    if "<|channel|>" in template and "<|message|>" in template:
+        return CHANNELS
     if "[TOOL_CALLS]" in template:
         return "mistral"
     if "<tool_call>" in template:
@@ -33,6 +36,8 @@ def calls_grammar(
     `has_args` says that Mistral's template writes a name before its arguments. `token` gives a mark
     as Lark has it.
     """
+    if style == CHANNELS:
+        return channels_grammar(tools, must, token)
     key = "parameters" if style == "llama3" else "arguments"
     named, rules = style == "mistral" and has_args, []
     for i, tool in enumerate(tools):

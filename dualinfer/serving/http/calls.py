@@ -22,12 +22,17 @@ from .tags import (
 )
 
 THINK = ("<think>", "</think>")
+CHANNELS = "harmony"  # the format in which all of an answer stands in channels
 # What marks calls, and may be a special token, by the name of the format.
 MARKS = {
     "hermes": ("<tool_call>", "</tool_call>"),
     "llama3": ("<|python_tag|>",),
     "mistral": ("[TOOL_CALLS]", "[ARGS]", "[CALL_ID]"),
     "qwen3_coder": ("<tool_call>", "</tool_call>"),
+    CHANNELS: (
+        *("<|start|>", "<|channel|>", "<|message|>", "<|constrain|>"),
+        *("<|end|>", "<|call|>", "<|return|>"),
+    ),
 }
 _FEW = r"\s{0,64}"  # blanks: a model may write them without an end
 _HEADER = re.compile(
@@ -187,7 +192,7 @@ class Reply:
 
     def _thinking(self, made: Delta, final: bool) -> bool:
         """Within thoughts, whose blanks at both ends are nobody's."""
-        found, rest = _split(self._text, THINK[1], final)
+        found, rest = split_at(self._text, THINK[1], final)
         said = found if rest is None else found.rstrip()
         text = self._blanks + said
         if not self._trims:
@@ -224,7 +229,7 @@ class Reply:
 
     def _content(self, made: Delta, final: bool) -> bool:
         """Content up to the mark of a call."""
-        splits = [(*_split(self._text, mark, final), mark) for mark in self._marks]
+        splits = [(*split_at(self._text, mark, final), mark) for mark in self._marks]
         found, rest, mark = min(splits, key=lambda one: len(one[0]))
         self._say(made, found)
         self._text = self._text[len(found) :] if rest is None else rest
@@ -456,7 +461,7 @@ class Reply:
         return f"call_{secrets.token_hex(12)}"
 
 
-def _split(text: str, mark: str, final: bool) -> tuple[str, str | None]:
+def split_at(text: str, mark: str, final: bool) -> tuple[str, str | None]:
     """The text before a mark and behind it; the certain part and None without one."""
     at = text.find(mark)
     if at >= 0:

@@ -6,7 +6,8 @@ from typing import Any, NamedTuple
 from ...engine.chat import find_template
 from ...engine.tokenizing import tokenizer_of
 from .call_grammars import calls_grammar, style_of, thoughts_grammar
-from .calls import MARKS, THINK, Reply
+from .calls import CHANNELS, MARKS, THINK, Reply
+from .channels import ChannelReply, final_grammar
 from .protocol import ChatRequest, RequestError, Tool
 
 NONE = "none"  # a parser that is switched off
@@ -30,12 +31,19 @@ class Talk(NamedTuple):
         source = find_template(given, options) or ""
         style = style_of(source) if calls is None else None if calls == NONE else calls
         thinks = THINK[1] in source if thoughts is None else thoughts == THOUGHTS
+        if style == CHANNELS:
+            thinks = thoughts != NONE
         return cls(tokenizer_of(given), style, thinks, "[ARGS]" in source)
+
+    @property
+    def has_channels(self) -> bool:
+        """True if all of an answer stands in channels."""
+        return self.style == CHANNELS
 
     def of(self, ids: Sequence[int], body: ChatRequest, tools: Sequence[Tool]) -> "TalkOf":
         """With the prompt, and the tools that may be called."""
         tail = self.tokenizer.decode(list(ids[-_LAST:]), skip_special_tokens=False)
-        opened = self.thinks and tail.rstrip().endswith(THINK[0])
+        opened = self.thinks and not self.has_channels and tail.rstrip().endswith(THINK[0])
         return TalkOf(self, opened, body, tools)
 
 
@@ -50,18 +58,20 @@ class TalkOf(NamedTuple):
     @property
     def reads(self) -> bool:
         """True if the text may have calls or thoughts."""
-        return bool(self.tools) or self.talk.thinks
+        return bool(self.tools) or self.talk.thinks or self.talk.has_channels
 
     def reply(self) -> Reply:
         """A reader of one answer."""
         names = {tool.function.name: tool.function.parameters for tool in self.tools}
+        if self.talk.has_channels:
+            return ChannelReply(names, self.talk.thinks)
         style = self.talk.style if self.tools else None
         return Reply(style, names, self.talk.thinks, self.opened, self.body.calls_one)
 
     @property
     def silent(self) -> list[int]:
         """Special tokens that are no text: all but the marks that are read."""
-        style = self.talk.style if self.tools else None
+        style = self.talk.style if self.tools or self.talk.has_channels else None
         marks = {*(MARKS[style] if style else ()), *(THINK if self.talk.thinks else ())}
         added = self.talk.tokenizer.added_tokens_decoder
         return [x for x, token in added.items() if token.special and str(token) not in marks]
@@ -74,12 +84,21 @@ class TalkOf(NamedTuple):
             must = self.body.must_call or made is not None
             calls = {"lark": self._calls(must)}
             if made is not None and not self.body.must_call:
+                if self.talk.has_channels:
+                    raise RequestError(
+                        f"{name}: an answer in channels cannot be held to a call or a format. "
+                        "Leave tools out, or make a call certain by tool_choice.",
+                        name,
+                    )
                 made = {"any": [calls, made]}
             else:
                 made, name = calls, "tools"
         if made is None:
             return None
-        if self.talk.thinks:
+        if self.talk.has_channels:
+            if name != "tools":
+                made = {**made, "prefix": final_grammar(self._token)}
+        elif self.talk.thinks:
             made = {**made, "prefix": thoughts_grammar(self.opened)}
         return name or "tools", made
 
