@@ -151,13 +151,17 @@ class HfBatching(HfEager):
     mask, so that 256 sequences cost 256 times what they need; there a step has `_FEW` of them.
     """
 
-    _FEW: ClassVar[dict[str, int]] = {"max_requests_per_batch": 32, "max_batch_tokens": 2048}
+    _FEW: ClassVar[dict[str, Any]] = {"max_requests_per_batch": 32, "max_batch_tokens": 2048}
 
     def _settings(self) -> dict[str, Any]:
-        """Those of its config that are not its own choice."""
+        """The fields of its config that are not its own choice."""
         if any(importlib.util.find_spec(name) for name in _FLASH):
             return {}
-        how = self._FEW | {"auto_switch_to_flash": False}  # nor is a kernel fetched
+        from transformers import ContinuousBatchingConfig
+
+        how = dict(self._FEW)
+        if hasattr(ContinuousBatchingConfig, "auto_switch_to_flash"):  # nor is a kernel fetched
+            how["auto_switch_to_flash"] = False
         return how if self._place == "cuda" else how | {"max_memory_percent": 0.05}  # of the host's
 
     def answer(self, loads: list[Load], vocab: int, most: int | None, over_http: bool) -> list[Run]:
