@@ -50,7 +50,13 @@ def unserved(spec: ModelSpec) -> str | None:
         return f"latent vectors of {max(ranks)} elements (at most {latent.LARGEST_RANK})"
     if spec.embed > norm.WIDEST:
         return f"a hidden size of {spec.embed} (at most {norm.WIDEST})"
-    shared = max((n for layer in spec.layers for n in layer.sub_norms or ()), default=0)
+    owners = (
+        own
+        for layer in spec.layers
+        for own in (*layer.edits, layer.attention.wiring)
+        if own is not None
+    )
+    shared = max((own.norm_width for own in owners), default=0)
     if shared > norm.WIDEST:
         return f"norms of {shared} elements (at most {norm.WIDEST})"
     if spec.can_generate and spec.vocab > thresholds.MOST_TOKENS:

@@ -1,10 +1,11 @@
-"""Attention whose gates come from the projection of its queries (Qwen3-Next)."""
+"""Attention whose gates come from the projection of its queries (Qwen3-Next, A.X-K2)."""
 
 from dataclasses import dataclass, replace
 
-from ..decoder.attention import Projected
+from ..decoder.attention import Projected, project_latent
 from ..decoder.run import Run
 from ..model.spec import Attention, Wiring
+from ..model.weights import Row, row
 from ..ops.contract import Array, Epilogue, NormOf
 from ..ops.feed_forward import times_logistic
 from ..ops.streams import parted
@@ -30,6 +31,47 @@ class GatedQueries(Wiring):
         a = run.layer.attention
         gates, qkv = parted(run.ops.maths, both, a.heads * a.head_dim)
         return Projected(qkv, x, norm, gates)
+
+    def narrow(self, run: Run, y: Array, made: Projected) -> Array:
+        """See `Wiring`."""
+        return times_logistic(run.ops.maths, y, made.beside)
+
+
+@dataclass(frozen=True)
+class GatedLatent(Wiring):
+    """As `GatedQueries`, of latent attention (A.X-K2).
+
+    The projection of the latent vector of queries reads it normed and as it is, side by side.
+    """
+
+    projects = True
+
+    def axes(self, a: Attention) -> dict[str, int]:
+        """See `Wiring`."""
+        assert a.latent is not None
+        return {"query_ranks": 2 * a.latent.query_rank}
+
+    def rows(self, hf: str) -> list[Row]:
+        """The row of the projection, of the attention that HF calls `hf`."""
+        stored = f"{hf}q_gate_proj.weight", "q+given/heads query_ranks"
+        return [row("query_gate.weight", "q+given query_ranks", stored)]
+
+    def widened(self, a: Attention) -> Attention:
+        """See `Wiring`: its heads are like others."""
+        return replace(a, wiring=None)
+
+    def project(self, run: Run, x: Array, norm: NormOf | None) -> Projected:
+        """See `Wiring`."""
+        return project_latent(run, x, norm, self._query)
+
+    def _query(self, run: Run, x: Array, norm: NormOf | None) -> Projected:
+        """Queries of their latent vectors x, and gates."""
+        a, m = run.layer.attention, run.ops.maths
+        assert a.latent is not None and norm is not None
+        both = run.project("query_gate", m.join((run.ops.norm(x, norm), x), -1))
+        size = both.shape[-1] * a.head_dim // (a.head_dim + a.latent.value_dim)
+        queries, gates = parted(m, both, size)
+        return Projected(queries, x, norm, gates)
 
     def narrow(self, run: Run, y: Array, made: Projected) -> Array:
         """See `Wiring`."""

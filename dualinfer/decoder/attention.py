@@ -6,9 +6,7 @@ from typing import Any, NamedTuple, TypeAlias
 from ..model.spec import Layer
 from ..ops import heads
 from ..ops.contract import Array, Epilogue, LatentQkv, NormOf
-from ..ops.feed_forward import gate, times_logistic
-from ..ops.norms import norm_shared
-from ..ops.streams import parted
+from ..ops.feed_forward import gate
 from . import layer as common
 from .run import Run, SubLayer
 
@@ -33,7 +31,7 @@ Back: TypeAlias = Callable[[Run, Array, Projected, Epilogue], Array]
 def attention_of(layer: Layer, lends: bool) -> SubLayer:
     """The attention of a layer, whose keys and values others have if it `lends`."""
     a, wiring = layer.attention, layer.attention.wiring
-    project: Project = _packed if a.latent is None else _latent
+    project: Project = _packed if a.latent is None else project_latent
     before, back = changes_of_qkv(layer, lends), _project_back
     behind: list[Change] = []
     if wiring is not None:
@@ -41,12 +39,8 @@ def attention_of(layer: Layer, lends: bool) -> SubLayer:
         before.append(wiring.widen)
         behind.append(wiring.narrow)
         back = wiring.project_back
-    if a.gated:
+    if a.gate is not None:
         behind.append(_gate)
-    if a.latent is not None and a.latent.gated:
-        behind.append(_gate_latent)
-    if layer.sub_norms:
-        behind.append(_norm_heads)
     if project is _packed and not before and not behind:
         return common.attention
     return _attention(project, before, behind, back)
@@ -92,23 +86,26 @@ def _packed(run: Run, x: Array, norm: NormOf | None) -> Projected:
     return Projected(run.project("qkv", x, Epilogue(norm=norm)), x, norm)
 
 
-def _latent(run: Run, x: Array, norm: NormOf | None) -> Projected:
-    """Queries, what keys and values of all heads are made of, and perhaps gates."""
-    a, read = run.layer.attention, (x, norm)
-    own, gates = a.latent, None
+def project_latent(
+    run: Run, x: Array, norm: NormOf | None, query: Project | None = None
+) -> Projected:
+    """Queries, and what keys and values of all heads are made of.
+
+    `query` makes queries, as `Projected.qkv`, of their latent vector and its norm, or of the input;
+    None for the product `query`.
+    """
+    own, read = run.layer.attention.latent, (x, norm)
     assert own is not None
     shared = run.project("latent", x, Epilogue(norm=norm))
     if own.query_rank:
         x = run.project("query_latent", x, Epilogue(norm=norm))
         norm = NormOf.named(own.norm, run.w, "query_norm")
-    if own.gated:
-        assert norm is not None
-        both = run.project("query_gate", run.ops.maths.join((run.ops.norm(x, norm), x), -1))
-        size = both.shape[-1] * a.head_dim // (a.head_dim + own.value_dim)
-        q, gates = parted(run.ops.maths, both, size)
-    else:
-        q = run.project("query", x, Epilogue(norm=norm))
-    return Projected(LatentQkv(q, shared), *read, gates)
+    made = query(run, x, norm) if query else Projected(_query(run, x, norm), x, norm)
+    return Projected(LatentQkv(made.qkv, shared), *read, made.beside)
+
+
+def _query(run: Run, x: Array, norm: NormOf | None) -> Array:
+    return run.project("query", x, Epilogue(norm=norm))
 
 
 def _clip(run: Run, qkv: Array, own: Projected) -> Array:
@@ -139,17 +136,8 @@ def _borrow(run: Run, qkv: Array, own: Projected) -> Array:
 
 def _gate(run: Run, y: Array, own: Projected) -> Array:
     kind = run.layer.attention.gate
+    assert kind is not None
     return gate(run.ops, run.w, "attn_gate", y, own.x, own.norm, kind)
-
-
-def _gate_latent(run: Run, y: Array, own: Projected) -> Array:
-    assert own.beside is not None
-    return times_logistic(run.ops.maths, y, own.beside)
-
-
-def _norm_heads(run: Run, y: Array, own: Projected) -> Array:
-    assert run.layer.sub_norms is not None
-    return norm_shared(run.ops, y, run.norm("out_norm"), run.layer.sub_norms[0])
 
 
 def _between(into: str, mix: Callable[[Run, Array], Array], out: str) -> SubLayer:

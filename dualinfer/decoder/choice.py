@@ -78,9 +78,8 @@ def _attention(layer: Layer, lends: bool) -> SubLayer:
 def _step(layer: Layer, name: str, sublayer: SubLayer) -> Step:
     """A sub-layer between the norms of its placement, added to the stream as the layer does."""
     before, behind = _norms(layer, name)
-    if behind is not None or layer.scaled or layer.residual_scale != 1:
-        scale = f"{name}_scale" if layer.scaled else layer.residual_scale
-        step = added(sublayer, before, behind, scale)
+    if behind is not None or layer.residual_scale != 1:
+        step = added(sublayer, before, behind, layer.residual_scale)
     else:
         step = bare(sublayer) if before is None else within(sublayer, before)
     for edit in layer.edits:

@@ -221,8 +221,6 @@ class LayerAttention(NamedTuple):
         latent_norm = kv = None
         if spec.latent is not None:
             latent_norm, kv = NormOf.named(spec.latent.norm, w, "latent_norm"), w["kv.weight"]
-            if spec.latent.scale != 1:
-                latent_norm = latent_norm._replace(weight=latent_norm.weight * spec.latent.scale)
         own = frequencies, slopes, whole, bias, sinks
         return cls(
             spec.widened,

@@ -34,15 +34,9 @@ def gated_activation(m: Maths, x: Array, kind: Activation) -> Array:
 
 
 def gate_within(m: Maths, h: Array, kind: Activation, limit: float) -> Array:
-    """Gates and ups h [..., 2 F] as hidden values [..., F], as `spec.Mlp.limit` has them."""
+    """Gates and ups h [..., 2 F] as hidden values [..., F], as within a limit."""
     gate, up = halves(h)
     return activation(m, gate, kind).clip(max=limit) * up.clip(-limit, limit)
-
-
-def gate_scaled(m: Maths, h: Array, kind: Activation, scale: float) -> Array:
-    """activation(scale * gate) * up of gates and ups h [..., 2 F]: [..., F]."""
-    gate, up = halves(h)
-    return activation(m, gate * scale, kind) * up
 
 
 def gate(

@@ -11,6 +11,7 @@ from itertools import chain
 from typing import Any
 
 from ...blocks.edited_norms import GatedNorms, NormBehindMlp
+from ...blocks.gated_queries import GatedLatent
 from ...errors import ModelError, UnservedError, shown
 from .. import rows as make
 from ..spec import Attention, Edit, Experts, Head, Latent, Layer, Mlp, ModelSpec, Norm
@@ -121,8 +122,8 @@ def latent_attention(fields: ConfigFields, parameters: Any, positions: int) -> A
             value_dim=fields.size("v_head_dim"),
             norm=Norm("rms", _LATENT_EPS),
             query_rank=rank,
-            gated=fields.family == "axk2",
         ),
+        wiring=GatedLatent() if fields.family == "axk2" else None,
     )
 
 
@@ -161,7 +162,7 @@ def _table(fields: ConfigFields, spec: ModelSpec) -> WeightTable:
     hf, mixture = "model.layers.{i}.", mixtures.MIXTURES.get(fields.family)
     layer = [
         *_norm_rows(spec.layers[0], "attn_norm", f"{hf}input_layernorm"),
-        *latent_rows(attention.latent, f"{hf}self_attn.", bias),
+        *latent_rows(attention, f"{hf}self_attn.", bias),
         *make.linear("out", f"{hf}self_attn.o_proj", "embed v", bias),
     ]
     dense = [
@@ -214,16 +215,17 @@ def _norm_rows(layer: Layer, ours: str, theirs: str) -> list[Row]:
     return rows + [row for edit in gates for row in edit.rows(ours, theirs)]
 
 
-def latent_rows(latent: Latent, hf: str, bias: bool) -> list[Row]:
+def latent_rows(a: Attention, hf: str, bias: bool) -> list[Row]:
     """The rows of latent attention, but for the product back, in a module by HF's name."""
+    latent = a.latent
+    assert latent is not None
     rows = make.linear("latent", f"{hf}kv_a_proj_with_mqa", "latent embed", bias)
     rows += make.norm(latent.norm, "latent_norm", f"{hf}kv_a_layernorm", "rank")
     if latent.query_rank:
         rows += make.linear("query_latent", f"{hf}q_a_proj", "query_rank embed", bias)
         rows += make.norm(latent.norm, "query_norm", f"{hf}q_a_layernorm", "query_rank")
-    if latent.gated:
-        stored = f"{hf}q_gate_proj.weight", "q+given/heads query_ranks"
-        rows.append(row("query_gate.weight", "q+given query_ranks", stored))
+    if isinstance(a.wiring, GatedLatent):
+        rows += a.wiring.rows(hf)
     elif latent.query_rank:
         rows += make.linear("query", f"{hf}q_b_proj", "q query_rank", False)
     else:

@@ -46,7 +46,7 @@ def describe(fields: ConfigFields, architecture: str) -> tuple[ModelSpec, Weight
         attention = replace(attention, rope=_still(fields))
     else:
         parameters = fields.take("rope_parameters")
-        attention = replace(latent_attention(fields, parameters, positions), gated=True)
+        attention = replace(latent_attention(fields, parameters, positions), gate="sigmoid")
         positions = reach(parameters, positions)
     recurrence = _recurrence(fields, norm)
     kinds = fields.kinds("layer_types", count, KINDS)
@@ -144,7 +144,7 @@ def _recurrent_rows(own: DeltaRule, hf: str) -> list[Row]:
 
 def _attention_rows(a: Attention, hf: str, bias: bool) -> list[Row]:
     assert a.latent is not None
-    rows = latent_rows(a.latent, f"{hf}.", bias)
-    if a.gated:
+    rows = latent_rows(a, f"{hf}.", bias)
+    if a.gate:
         rows += make.linear("attn_gate", f"{hf}.g_proj", "heads embed", bias=False)
     return rows + make.linear("out", f"{hf}.o_proj", "embed v", bias)

@@ -53,7 +53,7 @@ class Kind:
     out: str = "o_proj"
     ffn: str = "intermediate_size"
     mlp_module: str = "mlp"
-    sub_norms: tuple[str, str] | None = None
+    sub_norms: bool = False
     mlp: tuple[str, ...] = ("gate_proj", "up_proj", "down_proj")
     gated: bool = True
     parallel: Bias = False
@@ -167,7 +167,7 @@ KINDS = {
     "aria_text": Kind(  # of experts
         "AriaText", always={"hidden_act": "silu", "mlp_bias": False}
     ),
-    "bitnet": Kind("BitNet", sub_norms=("self_attn.attn_sub_norm", "mlp.ffn_sub_norm")),
+    "bitnet": Kind("BitNet", sub_norms=True),
     "cohere": Kind(
         *("Cohere",),
         **_COHERE,

@@ -10,11 +10,11 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+from ...blocks.limited import Limited, LimitedMlp
 from ...blocks.narrow_values import NarrowValues
-from ...blocks.shared_expert import Limited
 from ...errors import ModelError, shown
 from .. import rows as make
-from ..spec import Attention, Experts, Head, Layer, Mlp, ModelSpec, Norm
+from ..spec import Attention, Edit, Experts, Head, Layer, Mlp, ModelSpec, Norm
 from ..weights import Row, WeightTable, row
 from . import mixtures
 from .fields import ConfigFields, is_positive
@@ -39,17 +39,17 @@ def describe(fields: ConfigFields, architecture: str) -> tuple[ModelSpec, Weight
     positions = fields.size("max_position_embeddings")
     dense = Mlp(fields.size("intermediate_size"), fields.activation("hidden_act"), gated=True)
     mlps = mixtures.read_layers(fields, dense, count)
-    if is_step:
-        mlps = _limited(fields, mlps)
+    feeds = _within_limits(fields, mlps) if is_step else [(mlp, ()) for mlp in mlps]
     parameters = ropes_by_kind(fields.take("rope_parameters"), kinds)
     sizes, more = _sizes(fields, embed, kinds), _more(fields, norm)
-    own = list(zip(kinds, fields.windows(kinds), sizes, mlps, strict=True))
+    own = list(zip(kinds, fields.windows(kinds), sizes, feeds, strict=True))
     ropes = {kind: _rope(fields, parameters[kind], sizes[0][2], positions) for kind in {*kinds}}
     scalar = fields.number("query_pre_attn_scalar") if is_step else sizes[0][2]
     layers = {
         key: Layer(
             Attention(*key[2], scalar**-0.5, window=key[1], rope=ropes[key[0]], **more),
-            *(key[3], norm, "pre"),
+            *(key[3][0], norm, "pre"),
+            edits=key[3][1],
         )
         for key in own
     }
@@ -103,9 +103,9 @@ def _more(fields: ConfigFields, norm: Norm) -> dict[str, Any]:
     """The fields that the attention of all layers has beside the common ones."""
     if fields.family == "laguna":
         fields.require("gating", True, "per-head", "per-element")
-        return {"qk_norm": norm, "gated": True, "gate": "softplus"}
+        return {"qk_norm": norm, "gate": "softplus"}
     if fields.family == "step3p5":
-        return {"qk_norm": norm, "gated": True}
+        return {"qk_norm": norm, "gate": "sigmoid"}
     value_dim, head_dim = fields.size("v_head_dim"), fields.size("head_dim")
     if value_dim > head_dim:
         raise ModelError(f"v_head_dim={value_dim} is more than head_dim={head_dim}.")
@@ -113,7 +113,9 @@ def _more(fields: ConfigFields, norm: Norm) -> dict[str, Any]:
     return {"wiring": NarrowValues(value_dim, scale)}
 
 
-def _limited(fields: ConfigFields, mlps: list[Mlp | Experts]) -> list[Mlp | Experts]:
+def _within_limits(
+    fields: ConfigFields, mlps: list[Mlp | Experts]
+) -> list[tuple[Mlp | Experts, tuple[Edit, ...]]]:
     """Feed-forwards within the limits of their layers, which are lists, or None; 0 is no limit."""
     limits = []
     for name in ("swiglu_limits", "swiglu_limits_shared"):
@@ -125,12 +127,12 @@ def _limited(fields: ConfigFields, mlps: list[Mlp | Experts]) -> list[Mlp | Expe
                 f"{len(mlps)} layers."
             )
         limits.append([float(x) if x else None for x in given])
-    found: list[Mlp | Experts] = []
+    found: list[tuple[Mlp | Experts, tuple[Edit, ...]]] = []
     for mlp, own, shared in zip(mlps, *limits, strict=True):
         if isinstance(mlp, Experts):
-            found.append(replace(mlp, mixing=Limited(own, shared)))
+            found.append((replace(mlp, mixing=Limited(own, shared)), ()))
         else:
-            found.append(replace(mlp, limit=shared))
+            found.append((mlp, () if shared is None else (LimitedMlp(shared),)))
     return found
 
 

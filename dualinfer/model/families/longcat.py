@@ -6,6 +6,7 @@ first MLP does. HF source: models/longcat_flash/modeling_longcat_flash.py.
 
 from dataclasses import replace
 
+from ...blocks.scaled_latent import ScaledLatent
 from ...blocks.shortcut import Shortcut
 from ...errors import ModelError
 from .. import rows as make
@@ -31,7 +32,7 @@ def describe(fields: ConfigFields, architecture: str) -> tuple[ModelSpec, Weight
     attention = replace(
         attention,
         scale=attention.scale * (embed / fields.size("q_lora_rank")) ** 0.5,  # of queries
-        latent=replace(latent, scale=(embed / latent.rank) ** 0.5),
+        wiring=ScaledLatent((embed / latent.rank) ** 0.5),
     )
     mlp = Mlp(fields.size("ffn_hidden_size"), fields.activation("hidden_act"), gated=True)
     pair = Layer(attention, _experts(fields, mlp), norm, "pre"), Layer(attention, mlp, norm, "pre")
@@ -76,8 +77,8 @@ def _experts(fields: ConfigFields, mlp: Mlp) -> Experts:
 
 def _table(fields: ConfigFields, spec: ModelSpec) -> WeightTable:
     bias, norm = fields.flag("attention_bias", False), spec.layers[0].norm
-    mixture, latent = spec.layers[0].mlp, spec.layers[0].attention.latent
-    assert isinstance(mixture, Experts) and latent is not None
+    mixture, a = spec.layers[0].mlp, spec.layers[0].attention
+    assert isinstance(mixture, Experts)
 
     def rows_of(number: int) -> tuple[Row, ...]:
         hf, part = f"model.layers.{number // 2}.", number % 2
@@ -91,7 +92,7 @@ def _table(fields: ConfigFields, spec: ModelSpec) -> WeightTable:
         return (
             *make.norm(norm, "attn_norm", f"{hf}input_layernorm.{part}"),
             *make.norm(norm, "mlp_norm", f"{hf}post_attention_layernorm.{part}"),
-            *latent_rows(latent, attention, bias),
+            *latent_rows(a, attention, bias),
             *make.linear("out", f"{attention}o_proj", "embed v", bias),
             *feed,
         )

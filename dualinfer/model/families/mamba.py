@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from ...blocks.latent_experts import LatentExperts
-from ...blocks.scaled_attention import ScaledAttention
+from ...blocks.scaled_sublayers import ScaledAttention, ScaledMlp
 from ...blocks.state_space import StateSpace
 from ...errors import ModelError, shown
 from .. import rows as make
@@ -114,9 +114,12 @@ def _falcon(fields: ConfigFields, embed: int, norm: Norm) -> tuple[list[Layer], 
     gate, down = _numbers(fields, "mlp", 2)
     mlp = Mlp(fields.size("intermediate_size"), fields.activation("hidden_act"), gated=True)
     layer = Layer(
-        *(replace(attention, scale=scale), replace(mlp, scales=(gate, down)), norm, "pre"),
+        *(replace(attention, scale=scale), mlp, norm, "pre"),
         recurrence=own,
-        edits=(ScaledAttention(before * fields.number("attention_out_multiplier")),),
+        edits=(
+            ScaledAttention(before * fields.number("attention_out_multiplier")),
+            ScaledMlp(gate, down),
+        ),
     )
     fields.require("mamba_use_mlp", True)
     fields.require("attn_layer_indices", [])

@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 from ...blocks.difference import Difference
 from ...blocks.state_space import StateSpace
+from ...blocks.sub_norms import NormedHeads, NormedHidden
 from ...errors import ModelError, UnservedError, shown
 from .. import rows as make
 from ..spec import (
@@ -82,7 +83,7 @@ def describe(fields: ConfigFields, architecture: str) -> tuple[ModelSpec, Weight
     shared: dict[str, Any] = {"qk_norm": norm if says(kind.qk_norm) else None}
     if shared["qk_norm"]:
         shared |= {"qk_norm_over": kind.qk_norm_over, "norm_turned": kind.norm_turned}
-    shared |= {"growth": growth, "gated": kind.attn_gate is not None}
+    shared |= {"growth": growth, "gate": "sigmoid" if kind.attn_gate else None}
     if fields.family in ("olmo", "olmoe"):
         shared["clip"] = fields.optional_number("clip_qkv")
         shared["clip_normed"] = fields.family == "olmoe"
@@ -93,7 +94,8 @@ def describe(fields: ConfigFields, architecture: str) -> tuple[ModelSpec, Weight
         behind = "pre"
     placement: dict[str, Any] = {"parallel": parallel, "shared_norm": parallel}
     if kind.sub_norms:
-        placement["sub_norms"] = heads * head_dim, mlp.ffn
+        shared["wiring"] = NormedHeads(heads * head_dim)
+        placement["edits"] = (NormedHidden(mlp.ffn),)
     mlps: list[Mlp | Experts] = [mlp] * len(attentions)
     is_hybrid = fields.family == "granitemoehybrid"
     if is_hybrid and not fields.take("num_local_experts", 0):
@@ -358,10 +360,9 @@ def _table(
     if kind.attn_gate:
         layer += make.linear("attn_gate", f"{hf}self_attn.{kind.attn_gate}", "q embed", False)
     layer += make.linear("out", f"{hf}self_attn.{kind.out}", "embed q", out_bias)
-    for ours, axis, theirs in zip(
-        ("out_norm", "down_norm"), ("q", "up"), kind.sub_norms or (), strict=False
-    ):
-        layer += make.norm(norm, ours, f"{hf}{theirs}", axis)
+    for part in (spec.layers[0].attention.wiring, *spec.layers[0].edits):
+        if isinstance(part, NormedHeads | NormedHidden):
+            layer += part.rows(norm, hf)
     if fields.family in _SINKS:
         sinks = row("sinks", "heads", (f"{hf}self_attn.sinks", "heads"))
         layer.append(replace(sinks, wide=True))

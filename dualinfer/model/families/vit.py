@@ -5,6 +5,7 @@ HF sources: models/vit, deit, dinov2, dinov2_with_registers, vit_msn, ijepa.
 
 from dataclasses import replace
 
+from ...blocks.layer_scale import LayerScale
 from .. import rows as make
 from ..spec import Attention, Layer, Mlp, ModelSpec, Norm, Patches, Pooled
 from ..weights import Row, Source, WeightTable, row
@@ -62,7 +63,7 @@ def describe(fields: ConfigFields, architecture: str) -> tuple[ModelSpec, Weight
         fields.require("pooler_output_size", embed)
         fields.require("pooler_act", "tanh")
         outer += make.linear("pooler", f"{hf}pooler.dense", "embed embed_in")
-    layer = Layer(attention, mlp, norm, "pre", scaled=is_dino)
+    layer = Layer(attention, mlp, norm, "pre", edits=(LayerScale(),) if is_dino else ())
     spec = ModelSpec(
         family=fields.family,
         architecture=architecture,
@@ -127,16 +128,14 @@ def _embeddings(patches: Patches, hf: str) -> list[Row]:
 def _layer(layer: Layer, hf: str, fields: ConfigFields) -> list[Row]:
     attention, norm, mlp = f"{hf}attention.", layer.norm, f"{hf}mlp."
     assert isinstance(layer.mlp, Mlp)
-    names = ("norm1", "norm2") if layer.scaled else ("layernorm_before", "layernorm_after")
+    names = ("norm1", "norm2") if layer.edits else ("layernorm_before", "layernorm_after")
     rows = [
         *make.norm(norm, "attn_norm", hf + names[0]),
         *make.joined("qkv", attention + "{p}", make.QKV, fields.flag("qkv_bias", True)),
         *make.linear("out", f"{attention}o_proj", "embed q"),
         *make.norm(norm, "mlp_norm", hf + names[1]),
     ]
-    if layer.scaled:
-        for ours, theirs in (("attn", "layer_scale1"), ("mlp", "layer_scale2")):
-            rows.append(row(f"{ours}_scale", "embed", (f"{hf}{theirs}.lambda1", "embed")))
+    rows += [row for edit in layer.edits if isinstance(edit, LayerScale) for row in edit.rows(hf)]
     if not layer.mlp.gated:
         return [
             *rows,

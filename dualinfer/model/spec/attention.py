@@ -52,9 +52,6 @@ class Latent:
     of the latent vector, and the shared elements behind it; a head's value, of `value_dim`
     elements, is another projection. Queries have turning elements at their end likewise. They come
     from a normed projection to `query_rank` elements, or, where that is 0, from the input itself.
-    A normed latent vector is times `scale` (LongCat). If `gated`, the projection of that of queries
-    reads it normed and as it is, and gives gates as well: what heads give is times the logistic
-    function of these (A.X-K2).
     """
 
     rank: int
@@ -62,8 +59,6 @@ class Latent:
     value_dim: int
     norm: Norm
     query_rank: int = 0
-    scale: float = 1.0
-    gated: bool = False
 
     @property
     def width(self) -> int:
@@ -161,9 +156,9 @@ class Attention:
     rotation, or with `norm_turned` after it. With `growth` (b, n, a) the query at position p is
     times 1 + b ln(1 + floor((p + a) / n)). `bias` is added to scaled scores. `places` are vectors
     of distances that add to scores. With `latent` each head has a key and a value of its own, made
-    of latent vectors; `head_dim` is that of queries and keys. If `gated`, what heads give is times
-    a function of a product of their input, the logistic one (Trinity) or softplus (Laguna), of one
-    number for each element or for each head. `value_norm` is over each head's value, without
+    of latent vectors; `head_dim` is that of queries and keys. With a `gate` what heads give is
+    times that function of a product of their input, of one number for each element or for each
+    head. `value_norm` is over each head's value, without
     weights. With a `wiring` queries, keys and values are made otherwise, or what heads give is used
     otherwise, as that says. A layer with a `lender` projects to queries alone:
     its keys and values are those that the layer of this number has projected and whose values it
@@ -190,8 +185,7 @@ class Attention:
     places: Places | None = None
     latent: Latent | None = None
     chunk: int | None = None
-    gated: bool = False
-    gate: Gate = "sigmoid"
+    gate: Gate | None = None
     value_norm: Norm | None = None
     lender: int | None = None
     wiring: Wiring | None = None

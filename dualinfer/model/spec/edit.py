@@ -17,6 +17,11 @@ class Edit:
 
     reads_near: ClassVar[bool] = False  # a token is made of the tokens beside it, real or not
 
+    @property
+    def norm_width(self) -> int:
+        """Elements of a norm of its own that is not over the stream; 0 for none."""
+        return 0
+
     def axes(self, layer: "Layer") -> Mapping[str, int]:
         """Elements of the axes of a layer's own weights, by their names."""
         return {}
@@ -27,6 +32,10 @@ class Edit:
 
     def attention(self, sublayer: Any) -> Any:
         """The `SubLayer` in the place of attention, before a recurrence beside it."""
+        return sublayer
+
+    def feeding(self, sublayer: Any) -> Any:
+        """The `SubLayer` in the place of the feed-forward."""
         return sublayer
 
     def step(self, step: Any, name: str, sublayer: Any, norm: str | None) -> Any:

@@ -183,11 +183,8 @@ class Layer:
     - `residual_scale`: a factor of what a sub-layer adds.
     - `cross` (`pre`, `post` or `around`): a second attention stands between the two, whose keys and
       values are of what an encoder gives.
-    - `scaled` (always `pre`): what a sub-layer adds is times a learned vector (DINOv2).
     - `reads`: a third sub-layer, normed behind: the MLP's activation of a projection to so many
       elements, times what each token's embedding gives this layer alone, projected back (Gemma 4).
-    - `sub_norms` (always `pre`): what heads give and the MLP's hidden values are normed before the
-      products back, each as one of so many elements, which devices share (BitNet).
     - `edits`: what is otherwise at one place, in their order, as each says.
     - `block`: it is built otherwise from top to bottom, as that says.
     - `recurrence` (always `pre`): a sub-layer that keeps a state of fixed size instead of keys and
@@ -205,9 +202,7 @@ class Layer:
     shared_norm: bool = False
     residual_scale: float = 1.0
     cross: Attention | None = None
-    scaled: bool = False
     reads: int = 0
-    sub_norms: tuple[int, int] | None = None
     edits: tuple[Edit, ...] = ()
     block: Block | None = None
     recurrence: Recurrence | None = None
@@ -460,7 +455,6 @@ class ModelSpec(Once):
             inner |= recurrence.extents
         if (own := attention.latent) is not None:
             inner |= {"latent": own.width, "rank": own.rank, "query_rank": own.query_rank}
-            inner["query_ranks"] = 2 * own.query_rank
         if isinstance(mlp, Experts):
             # What devices share out, what each of them knows of, and what a router tells apart.
             inner |= {"experts": mlp.count, "mixed": mlp.count, "choices": mlp.choices, "sides": 2}

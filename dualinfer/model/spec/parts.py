@@ -25,18 +25,11 @@ class Norm:
 
 @dataclass(frozen=True)
 class Mlp:
-    """Feed-forward of one layer; `gated` multiplies activation(gate) with up.
-
-    With `limit`
-    activation(gate) is at most that, and ups at most as far from 0 (Step 3.7). Of `scales` the
-    first is what a gate is times before the activation, and the second what comes out (Falcon-H1).
-    """
+    """Feed-forward of one layer; `gated` multiplies activation(gate) with up."""
 
     ffn: int
     activation: Activation | Literal["xielu"]
     gated: bool
-    limit: float | None = None
-    scales: tuple[float, float] | None = None
 
 
 @dataclass(frozen=True)

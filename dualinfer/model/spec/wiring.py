@@ -17,9 +17,15 @@ class Wiring:
 
     projects: ClassVar[bool] = False  # it has a `project`
     halves: ClassVar[int] = 1  # parts of the heads; devices share what stands beside each other
+    reads_all: ClassVar[bool] = False  # what a head gives changes what the others give
     why_whole: ClassVar[str] = ""  # why devices do not share query heads within a KV head
     fine_key: ClassVar[str] = ""  # an element of a key that codes of few bits are too coarse for
     most_by: ClassVar[str] = "index_topk"  # the config's field that `ModelSpec.most` is
+
+    @property
+    def norm_width(self) -> int:
+        """Elements of a norm of its own; 0 for none."""
+        return 0
 
     def value_dim(self, a: "Attention") -> int:
         """Elements of a head's value in the projection."""

@@ -89,7 +89,8 @@ class PlainOps(plain.PlainOps):
             return layer
         # Else what heads of padding give meets zeros alone.
         weights = [own for leaf in w.values() for own in leaves_of(leaf) if isinstance(own, Weight)]
-        if spec.layers[index].sub_norms or any(map(rounds_input, weights)):
+        reads_all = a.wiring is not None and a.wiring.reads_all
+        if reads_all or any(map(rounds_input, weights)):
             layer = layer._replace(sinks=self.split.sinks(spec, index, layer.sinks))
         return layer
 
