@@ -335,13 +335,10 @@ def _matrices(w: Weights) -> list[Weight]:
 def _knows_experts(mixture: Experts) -> bool:
     """True if the kernels know what these experts do.
 
-    They do not where several of a token weigh their inputs, where some have no weights, or where
-    a mixing makes their hidden values.
+    They do not where some have no weights, or where a mixing makes their hidden values.
     """
     from ..kernels.triton import activation
 
-    if mixture.weighs_input and mixture.router.chosen > 1:
-        return False
     if mixture.idle or (mixture.mixing is not None and mixture.mixing.hidden is not None):
         return False
     return mixture.activation in activation.KINDS
@@ -353,8 +350,8 @@ def shares_launches(mixture: Experts, w: Mapping[str, Any], tokens: int) -> bool
 
     names = [f"{of}.{part}.weight" for of in ("experts", "shared") for part in ("up", "down")]
     names += ["shared.gate.weight"] * ("shared.gate.weight" in w)
-    others, own = mixture.weighs_input, mixture.mixing
-    others |= own is not None and (own.sublayer is not None or own.shared is not None)
+    own = mixture.mixing
+    others = own is not None and (own.sublayer is not None or own.shared is not None)
     known = mixture.shared > 0 and not others and experts_choice.is_few(tokens)
     return known and _are_dense([w[name] for name in names])
 

@@ -120,7 +120,8 @@ def make_plan_table(
     products = sum(map(_sums, layers))
     from_vocab = 1 + (spec.token_types_from_vocab and spec.token_types > 0)
     if spec.crosses and spec.encoder is not None:
-        from_vocab += spec.encoder.reads_ids and not spec.encoder.own_vocab
+        has_own = any(row.name == "encoder.embed.weight" for row in rows)
+        from_vocab += spec.encoder.reads_ids and not has_own
     return PlanTable(
         architecture=spec.architecture,
         dtype=dtype,

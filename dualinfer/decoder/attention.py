@@ -49,7 +49,7 @@ def attention_of(layer: Layer, lends: bool) -> SubLayer:
 def changes_of_qkv(layer: Layer, lends: bool) -> list[Change]:
     """The changes to packed queries, keys and values before their heads are widened."""
     a, changes = layer.attention, []
-    if a.clip is not None and not a.clip_normed:
+    if a.clip is not None and not a.clips_normed:
         changes.append(_clip)
     if a.value_norm is not None:
         changes.append(_norm_values)

@@ -269,7 +269,7 @@ def blend_of(spec: ModelSpec, grid: tuple[int, int]) -> np.ndarray | None:
     """
     patches = spec.patches
     assert patches is not None
-    if grid == patches.grid and not patches.registers:
+    if grid == patches.grid and not spec.unplaced:
         return None
     if grid != patches.grid and patches.grid[0] != patches.grid[1]:
         raise ArgumentError(
@@ -277,9 +277,9 @@ def blend_of(spec: ModelSpec, grid: tuple[int, int]) -> np.ndarray | None:
             f"which are for {patches.grid[0]} by {patches.grid[1]}, are interpolated in HF of "
             "square images alone. Pass images of the model's own size."
         )
-    weights = _smooth_bicubic if patches.registers else _bicubic
+    weights = _smooth_bicubic if spec.unplaced else _bicubic  # as HF's model with registers
     high, wide = (weights(new, old) for new, old in zip(grid, patches.grid, strict=True))
-    first, kept = patches.learned, patches.learned - patches.registers
+    first, kept = patches.learned, patches.learned - spec.unplaced
     blend = np.zeros((first + grid[0] * grid[1], kept + high.shape[1] * wide.shape[1]), np.float32)
     blend[:kept, :kept] = np.eye(kept)
     blend[first:, kept:] = np.kron(high, wide)

@@ -77,11 +77,11 @@ def make_pair_inputs(
         )
     ids, labels = given["decoder_input_ids"], given["labels"]
     if ids is None:
-        to_shift = labels if spec.has_logits and spec.shifts else None
-        if to_shift is None and spec.repeats:
+        to_shift = labels if spec.has_logits and "labels" in spec.shifted else None
+        if to_shift is None and "source" in spec.shifted:
             to_shift = source.ids
         if to_shift is None:
-            way = ", or labels, of which they are made" if spec.shifts else ""
+            way = ", or labels, of which they are made" if "labels" in spec.shifted else ""
             raise ArgumentError(
                 f"decoder_input_ids is missing: pass the ids that the decoder reads{way}."
             )

@@ -267,7 +267,7 @@ def _pair(spec: ModelSpec, given: _Given, pad: int | None) -> ForwardInputs:
     xp = given.xp
     source = _source(spec, given)
     ids = "decoder_input_ids"
-    if ids not in given and spec.repeats and source.ids is not None:
+    if ids not in given and "source" in spec.shifted and source.ids is not None:
         given[ids] = behind_start(spec, source.ids, pad, xp)
     inputs = _text(spec, given, ids, "decoder_attention_mask", ids)
     if inputs.shape[0] != source.shape[0]:

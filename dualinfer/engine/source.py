@@ -117,7 +117,7 @@ def _states_source(spec: ModelSpec, given: Mapping[str, Any]) -> ForwardInputs:
     assert spec.encoder is not None
     states = check_states(spec, given["encoder_outputs"])
     shape = states.shape[0], states.shape[1]
-    reads_ids = spec.repeats or (spec.head is not None and spec.head.pooling == "eos")
+    reads_ids = "source" in spec.shifted or (spec.head is not None and spec.head.pooling == "eos")
     others = () if reads_ids else ("input_ids",)
     _refuse_beside(given, (*others, "inputs_embeds", "token_type_ids", *_OTHERS))
     ids = given["input_ids"]

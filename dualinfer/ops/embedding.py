@@ -3,6 +3,7 @@
 from typing import Any, TypeAlias
 
 from ..model.spec import ModelSpec, Waves
+from ..model.weights import Weight
 from .contract import Array, BlockOps, NormOf, Weights
 from .maths import Maths, flat, heads, named
 from .norms import plain_norm
@@ -22,7 +23,7 @@ def embed(
 ) -> Array:
     """Embedded tokens [B, T, E]; see `contract.BlockOps.embed`."""
     table = w["embed.weight"]
-    x = ops.schemes.embed(ids, table) if spec.own_vocab else ops.tokens(ids, table)
+    x = ops.tokens(ids, table) if shares_rows(table) else ops.schemes.embed(ids, table)
     return with_positions(ops, spec, w, _scaled(ops.maths, spec, x), positions, token_types)
 
 
@@ -46,10 +47,7 @@ def embed_given(
     if spec.patches is not None:
         embeds = patches(m, embeds, w["patches.kernel"], w.get("patches.bias"))
         if learned := spec.patches.learned:
-            first = w["class_token"]
-            if spec.patches.registers:
-                first = m.join((first[None], w["registers"]), 0)
-            first = m.broadcast(first, (len(embeds), learned, embeds.shape[-1]))
+            first = m.broadcast(w["class_token"], (len(embeds), learned, embeds.shape[-1]))
             embeds = m.join((first, embeds[:, learned:]), 1)
     if spec.sounds is not None:
         names = [f"conv{i + 1}" for i in range(len(spec.sounds.taps))]
@@ -62,6 +60,14 @@ def embed_given(
     if spec.scales_embeds:
         embeds = _scaled(m, spec, embeds)
     return with_positions(ops, spec, w, embeds, positions, token_types, blend)
+
+
+def shares_rows(table: Weight) -> bool:
+    """True if devices share out the rows of a table of tokens; that of another vocabulary is whole.
+
+    FSMT's encoder has one.
+    """
+    return table.axes[0] == "vocab"
 
 
 def read_by_layers(ops: BlockOps, spec: ModelSpec, w: Weights, ids: Array, x: Array) -> Array:

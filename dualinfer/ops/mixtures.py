@@ -117,19 +117,16 @@ def experts(
         here = (chosen >= own[0]) & (chosen < own[1])
         chosen = m.where(here, chosen - own[0], total)
     groups = m.groups(chosen, total, mixture.count, here)
-    factors = routing.weights.reshape(-1) if mixture.weighs_input else None
-    read, sums = ((rows, count), (factors, 1)), m.sums(x)
+    read, sums = ((rows, count),), m.sums(x)
 
-    def first(own: Any, read: Array, factors: Array | None) -> Array:
-        if factors is not None:
-            read = m.cast(read * factors[:, None], x.dtype)
+    def first(own: Any, read: Array) -> Array:
         return hidden(m, s.matmul(read, *own[:2]), mixture)
 
     def second(own: Any, h: Array) -> Array:
         return s.product(h, own[-1], sums)
 
-    def both(own: Any, read: Array, factors: Array | None) -> Array:
-        return second(own, first(own, read, factors))
+    def both(own: Any, read: Array) -> Array:
+        return second(own, first(own, read))
 
     if rounds_input(down):  # by scales that devices may make together, of all pairs at once
         h = groups(first, (up, bias), read, features, x.dtype)
@@ -138,11 +135,7 @@ def experts(
         parts = groups(second, (down,), ((h, 1),), width, sums)
     else:
         parts = groups(both, (up, bias, down), read, width, sums)
-    return weighted(
-        m,
-        parts.reshape(*routing.experts.shape, -1),
-        None if mixture.weighs_input else routing.weights,
-    )
+    return weighted(m, parts.reshape(*routing.experts.shape, -1), routing.weights)
 
 
 def hidden(m: Maths, h: Array, mixture: Experts) -> Array:
@@ -162,12 +155,9 @@ def biases(m: Maths, bias: Array, routing: Routing) -> Array:
     return weighted(m, bias[routing.experts], routing.weights)
 
 
-def weighted(m: Maths, parts: Array, weights: Array | None) -> Array:
+def weighted(m: Maths, parts: Array, weights: Array) -> Array:
     """The sum of parts [..., k, E] by float32 weights [..., k], one after another."""
-    total = m.wide(parts[..., 0, :])
-    if weights is None:
-        return sum((m.wide(parts[..., i, :]) for i in range(1, parts.shape[-2])), total)
-    total = total * weights[..., 0, None]
+    total = m.wide(parts[..., 0, :]) * weights[..., 0, None]
     for i in range(1, parts.shape[-2]):
         total = m.add_product(total, m.wide(parts[..., i, :]), weights[..., i, None])
     return total

@@ -221,7 +221,7 @@ class PlainOps(PlainBlocks):
         q, k, v = (heads(part, width=a.head_dim) for part in cut(qkv, *a.qkv_sizes))
         if not a.norm_turned:
             q, k = self._norm_heads(layer, q, k)
-        if a.clip is not None and a.clip_normed:
+        if a.clip is not None and a.clips_normed:
             q, k, v = (part.clip(-a.clip, a.clip) for part in (q, k, v))
         if a.rope:
             cos, sin = angles[a.rope]

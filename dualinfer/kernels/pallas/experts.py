@@ -72,12 +72,10 @@ def experts(
     hidden: Callable[[jax.Array], jax.Array],
     gated: bool,
     up_bias: jax.Array | None = None,
-    factors: jax.Array | None = None,
     interpret: bool,
 ) -> jax.Array:
     """The products of rows x [R, E] with their experts int32 `chosen` [R, k]: float32 [R, k, out].
 
-    With float32 `factors` [R, k] they read rows times these, in x's dtype.
     `up` [X, F or 2F, E] holds gate, then up if `gated`; `down` is [X, out, F]. `hidden` takes
     float32 [rows, F or 2F] to [rows, F], element by element.
     """
@@ -85,7 +83,7 @@ def experts(
     parts, width = 2 if gated else 1, x.shape[1]
     m = tile_rows(chosen.size, total, x.dtype)
     tiles = tiles_of(chosen.reshape(-1).astype(jnp.int32), total, m)
-    rows = _sorted(x, tiles, count, factors)
+    rows = _sorted(x, tiles, count)
     own = columns_of(features, width, parts, x.dtype.itemsize)
     steps, most = features // own, len(tiles.experts)
     names = ["x", "up", "down"]
@@ -149,7 +147,6 @@ def in_codes(
     *,
     hidden: Callable[[jax.Array], jax.Array],
     up_bias: jax.Array | None = None,
-    factors: jax.Array | None = None,
     interpret: bool,
 ) -> jax.Array:
     """As `experts`, of matrices in codes, which have an axis of experts in front.
@@ -159,7 +156,7 @@ def in_codes(
     total, count = up.data.shape[0], chosen.shape[1]
     m = tile_rows(chosen.size, total, x.dtype)
     tiles = tiles_of(chosen.reshape(-1).astype(jnp.int32), total, m)
-    rows = _sorted(x, tiles, count, factors)
+    rows = _sorted(x, tiles, count)
     h = _each(rows, up, tiles, m, x.dtype, up_bias, interpret)
     h = hidden(h.astype(jnp.float32)).astype(x.dtype)
     y = _each(h, down, tiles, m, jnp.dtype(jnp.float32), None, interpret)
@@ -171,13 +168,9 @@ def serves_codes(codes: Codes, itemsize: int) -> bool:
     return codes.outer is None and product.serves(_MANY, _of_one(codes), False, itemsize)
 
 
-def _sorted(x: jax.Array, tiles: Tiles, count: int, factors: jax.Array | None) -> jax.Array:
+def _sorted(x: jax.Array, tiles: Tiles, count: int) -> jax.Array:
     """The rows of tiles, of x [R, width] with `count` pairs a row; zeros where there is no pair."""
-    rows = x.at[tiles.rows // count].get(mode="fill", fill_value=0)
-    if factors is None:
-        return rows
-    own = factors.reshape(-1).at[tiles.rows].get(mode="fill", fill_value=0)
-    return (rows * own[:, None]).astype(x.dtype)
+    return x.at[tiles.rows // count].get(mode="fill", fill_value=0)
 
 
 def _of_one(codes: Codes) -> Codes:

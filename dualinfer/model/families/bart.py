@@ -146,7 +146,8 @@ def describe(fields: ConfigFields, architecture: str) -> tuple[ModelSpec, Weight
     if (scored := kind_of_head(architecture)) is not None:
         head, head_rows = pair_head(fields, scored)
     start = start if kind.starts else None
-    spec = replace(decoder, head=head, encoder=encoder, start=start, repeats=kind.repeats)
+    shifted = ("labels", "source") if kind.repeats else ("labels",)
+    spec = replace(decoder, head=head, encoder=encoder, start=start, shifted=shifted)
     tables: dict[str, Row] = {}
     base = kind.base
     for side, ours, axis in (

@@ -41,11 +41,10 @@ def describe(fields: ConfigFields, architecture: str) -> tuple[ModelSpec, Weight
             hides=pad if decodes else None,
             packs=False,
             embed_scale=scale,
-            own_vocab=not decodes,
         )
 
     encoder, decoder = stack("encoder", "src_vocab_size"), stack("decoder", "tgt_vocab_size")
-    spec = replace(decoder, head=Head("causal"), encoder=encoder, start=start, shifts=False)
+    spec = replace(decoder, head=Head("causal"), encoder=encoder, start=start, shifted=())
     axes, source = "vocab embed", "source_vocab embed"
     outer = [
         row("embed.weight", axes, ("model.decoder.embed_tokens.weight", axes)),

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ...blocks.shared_expert import SharedScaled
+from ...blocks.weighed_inputs import WeighedInputs
 from ...errors import ModelError
 from .. import rows as make
 from ..spec import Experts, Mlp
@@ -62,7 +63,7 @@ class Mixture:
 
 def _weighing_input(fields: ConfigFields, mixture: Experts) -> Experts:
     """Llama 4's: an expert reads its input times its weight."""
-    return replace(mixture, weighs_input=True)
+    return replace(mixture, mixing=WeighedInputs())
 
 
 def _clamped(fields: ConfigFields, mixture: Experts) -> Experts:

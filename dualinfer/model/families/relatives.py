@@ -86,7 +86,6 @@ def describe(fields: ConfigFields, architecture: str) -> tuple[ModelSpec, Weight
     shared |= {"growth": growth, "gate": "sigmoid" if kind.attn_gate else None}
     if fields.family in ("olmo", "olmoe"):
         shared["clip"] = fields.optional_number("clip_qkv")
-        shared["clip_normed"] = fields.family == "olmoe"
     shape = heads, kv_heads, head_dim, scale
     parallel = says(kind.parallel)
     behind = kind.placement

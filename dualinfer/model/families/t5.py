@@ -39,7 +39,9 @@ def describe(fields: ConfigFields, architecture: str) -> tuple[ModelSpec, Weight
         head, rows = make_head(fields, kind, Classifier("classifier"), None)
     else:
         head, rows = pair_head(fields, kind)
-    spec = replace(spec, head=head, repeats=spec.encoder is not None)
+    spec = replace(spec, head=head)
+    if spec.encoder is not None:
+        spec = replace(spec, shifted=("labels", "source"))
     table = table if kind == "span" else under(table, "transformer.")
     return spec, replace(table, spec=spec, outer=(*table.outer, *rows))
 

@@ -47,8 +47,8 @@ def describe(fields: ConfigFields, architecture: str) -> tuple[ModelSpec, Weight
         mlp = Mlp(fields.size("intermediate_size"), activation, gated=False)
     registers = _registers(fields)
     patches = make_patches(fields, learned=_LEARNED.get(fields.family, 1) + registers)
-    patches = replace(patches, any_size=is_dino, registers=registers)
-    outer = [*_embeddings(patches, hf), *make.norm(norm, "final_norm", f"{hf}layernorm")]
+    patches = replace(patches, any_size=is_dino)
+    outer = [*_embeddings(patches, registers, hf), *make.norm(norm, "final_norm", f"{hf}layernorm")]
     head, pooled = None, Pooled("first") if is_dino else None
     if architecture.endswith("ForImageClassification"):
         pooling, width = "first" if patches.learned else "mean", "embed"
@@ -108,12 +108,13 @@ def _registers(fields: ConfigFields) -> int:
     return fields.size("num_register_tokens") if fields.family.endswith("_registers") else 0
 
 
-def _embeddings(patches: Patches, hf: str) -> list[Row]:
+def _embeddings(patches: Patches, registers: int, hf: str) -> list[Row]:
     at, stored = f"{hf}embeddings.", "one one embed"
     first = [row("class_token", "embed", (f"{at}cls_token", stored))]
-    if patches.registers:
-        axes = "registers embed"
-        first.append(row("registers", axes, (f"{at}register_tokens", f"one {axes}")))
+    if registers:
+        names = ("cls_token", "classes"), ("register_tokens", "registers")
+        stored_as = [(f"{at}{name}", f"one {axis} embed") for name, axis in names]
+        first = [row("class_token", "classes+registers embed", *stored_as)]
     elif patches.learned == 2:
         names = f"{at}cls_token", f"{at}distillation_token"
         sources = tuple(Source(n, tuple(stored.split()), index=i) for i, n in enumerate(names))

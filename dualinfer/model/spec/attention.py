@@ -150,19 +150,18 @@ class Attention:
     makes a scaled score c * tanh(score / c). `alibi` has a slope for each query head: the score of
     a key that lies n tokens before the query falls by n times that. `alibi_rounded`, each of both
     positions, and then a slope times it, is rounded to bfloat16, and the difference scaled as the
-    product of query and key is (Falcon). Queries, keys and values lie within `clip` before the norm
-    of queries and keys or, with `clip_normed`, behind it. `qk_norm` is over each `head` with
-    weights that heads share, over each with its `own`, or over `all` heads as one; before the
-    rotation, or with `norm_turned` after it. With `growth` (b, n, a) the query at position p is
-    times 1 + b ln(1 + floor((p + a) / n)). `bias` is added to scaled scores. `places` are vectors
-    of distances that add to scores. With `latent` each head has a key and a value of its own, made
-    of latent vectors; `head_dim` is that of queries and keys. With a `gate` what heads give is
-    times that function of a product of their input, of one number for each element or for each
-    head. `value_norm` is over each head's value, without
-    weights. With a `wiring` queries, keys and values are made otherwise, or what heads give is used
-    otherwise, as that says. A layer with a `lender` projects to queries alone:
-    its keys and values are those that the layer of this number has projected and whose values it
-    has normed.
+    product of query and key is (Falcon). Queries, keys and values lie within `clip`, behind the
+    norm of queries and keys if there is one. `qk_norm` is over each `head` with weights that heads
+    share, over each with its `own`, or over `all` heads as one; before the rotation, or with
+    `norm_turned` after it. With `growth` (b, n, a) the query at position p is times 1 + b ln(1 +
+    floor((p + a) / n)). `bias` is added to scaled scores. `places` are vectors of distances that
+    add to scores. With `latent` each head has a key and a value of its own, made of latent vectors;
+    `head_dim` is that of queries and keys. With a `gate` what heads give is times that function of
+    a product of their input, of one number for each element or for each head. `value_norm` is over
+    each head's value, without weights. With a `wiring` queries, keys and values are made otherwise,
+    or what heads give is used otherwise, as that says. A layer with a `lender` projects to queries
+    alone: its keys and values are those that the layer of this number has projected and whose
+    values it has normed.
     """
 
     heads: int
@@ -176,7 +175,6 @@ class Attention:
     qk_norm_over: Literal["head", "own", "all"] = "head"
     norm_turned: bool = False
     clip: float | None = None
-    clip_normed: bool = False
     growth: tuple[float, float, int] | None = None
     alibi: tuple[float, ...] | None = None
     alibi_rounded: bool = False
@@ -189,6 +187,11 @@ class Attention:
     value_norm: Norm | None = None
     lender: int | None = None
     wiring: Wiring | None = None
+
+    @property
+    def clips_normed(self) -> bool:
+        """True if a norm lies between the projection and the clipping."""
+        return self.clip is not None and self.qk_norm is not None
 
     @property
     def reach(self) -> int | None:

@@ -29,8 +29,7 @@ class Patches:
 
     Images have `channels` and `grid` rows and columns of patches, each `size` pixels high and wide.
     Of other images positions are interpolated, where a caller asks for it, or without being asked
-    in a model for `any_size` (DINOv2). The last `registers` of the learned tokens have no position;
-    where there are some, interpolation is antialiased. Of images `given` as patches each has a grid
+    in a model for `any_size` (DINOv2). Of images `given` as patches each has a grid
     and a mask of its own (SigLIP 2); their positions are interpolated bilinearly, antialiased.
     """
 
@@ -39,7 +38,6 @@ class Patches:
     grid: tuple[int, int]
     learned: int = 1
     any_size: bool = False
-    registers: int = 0
     given: bool = False
 
     @property
@@ -306,12 +304,10 @@ class ModelSpec(Once):
       `raw_states` end before the final norm; those with `late_states` begin behind the first layer,
       and end with the last layer's before that norm and behind it (Mamba-2).
     - With an `encoder` this is a decoder that attends across to what that gives of another
-      sequence, and that begins with the id `start`, if the model names one; if it `repeats`, it
-      reads the encoder's ids, shifted, where it is given none. Unless it `shifts` it makes no ids
-      of labels (FSMT). An encoder of an `own_vocab` has another one than the decoder, whole on
-      every device. With `towers` the encoder is one
-      beside this one: neither attends to the other, and what they give says how near texts are to
-      images (CLIP).
+      sequence, and that begins with the id `start`, if the model names one. Where it is given no
+      ids it reads what is `shifted`, the labels or else what the encoder read, if these are ids.
+      With `towers` the encoder is one beside this one: neither attends to the other, and what they
+      give says how near texts are to images (CLIP).
     """
 
     family: str
@@ -349,9 +345,7 @@ class ModelSpec(Once):
     head: Head | None = None
     encoder: "ModelSpec | None" = None
     start: int | None = None
-    repeats: bool = False
-    shifts: bool = True
-    own_vocab: bool = False
+    shifted: tuple[Literal["labels", "source"], ...] = ("labels",)
     towers: bool = False
     mel: int = 0
     sounds: Sounds | Waves | None = None
@@ -415,7 +409,8 @@ class ModelSpec(Once):
         if self.patches is not None:
             outer |= dict(zip(("high", "wide"), self.patches.size, strict=True))
             outer |= {"channels": self.patches.channels, "learned": self.patches.learned}
-            outer |= {"registers": self.patches.registers, "patch": self.patches.width}
+            outer |= {"registers": self.unplaced, "patch": self.patches.width}
+            outer["classes"] = self.patches.learned - self.unplaced
         if self.sounds is not None:
             outer |= {f"taps{i + 1}": n for i, n in enumerate(self.sounds.taps)}
             outer["embed2"] = 2 * self.embed
@@ -466,6 +461,11 @@ class ModelSpec(Once):
     def reads(self) -> int:
         """Elements that a token's embedding gives all layers for themselves; 0 for none."""
         return sum(layer.reads for layer in self.layers)
+
+    @property
+    def unplaced(self) -> int:
+        """Learned tokens of images that have no position: registers, behind the others."""
+        return 0 if self.patches is None else self.patches.tokens - self.learned_positions
 
     @property
     def lenders(self) -> frozenset[int]:

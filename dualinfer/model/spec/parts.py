@@ -69,12 +69,10 @@ class Experts:
     An expert's hidden values are activation(gate) * (up + `offset`), or without gates
     activation(up). With `limit` gates are at most that, and ups at most as far from 0 (GPT-OSS).
     `shared` is the ffn of an expert that all tokens have, 0 for none; if there is a gate among the
-    weights, its result is times the logistic function of that product (Qwen2-MoE). Where a mixture
-    `weighs_input`, an expert reads its input times its weight, and results are summed as they are
-    (Llama 4). With `blended` the last expert is one that the router does not know and all tokens
-    have: its weight, and what those of the chosen ones are times, are the softmax of a product of
-    their own (DeepSpeed's residual layers, arXiv:2201.05596). With a `mixing` it does otherwise, as
-    that says.
+    weights, its result is times the logistic function of that product (Qwen2-MoE). With `blended`
+    the last expert is one that the router does not know and all tokens have: its weight, and what
+    those of the chosen ones are times, are the softmax of a product of their own (DeepSpeed's
+    residual layers, arXiv:2201.05596). With a `mixing` it does otherwise, as that says.
     """
 
     count: int
@@ -85,7 +83,6 @@ class Experts:
     shared: int = 0
     limit: float | None = None
     offset: float = 0.0
-    weighs_input: bool = False
     blended: bool = False
     mixing: Mixing | None = None
 

@@ -65,7 +65,7 @@ class KernelAttention(KernelBase):
                     capability=self.capability,
                     written=(qkv,),
                 )
-        if a.clip is not None and a.clip_normed:
+        if a.clip is not None and a.clips_normed:
             qkv = qkv.clip(-a.clip, a.clip)
         return layer._replace(q_norm=None, k_norm=None), qkv
 

@@ -314,11 +314,6 @@ class KernelOps(KernelAttention):
         held = experts_of(mixture, w, self.adds_shared(x, mixture, w), own)
         if held is None:
             return super().experts(x, mixture, w, routing, epilogue, partial)
-        if mixture.weighs_input:
-            x = self.norm(x, epilogue.norm) if epilogue.norm else x
-            epilogue = epilogue._replace(norm=None)
-            x = (x * routing.weights).astype(x.dtype)
-            routing = Routing(routing.experts, jnp.ones_like(routing.weights))
         return self._mixed(x, held, routing, epilogue, partial)
 
     def _mixed(

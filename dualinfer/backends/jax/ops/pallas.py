@@ -224,8 +224,6 @@ class PallasOps(PlainOps):
         up, down = (_matrix(w[f"experts.{name}.weight"]) for name in ("up", "down"))
         count = routing.experts.shape[-1]
         how: dict[str, Any] = {"up_bias": w.get("experts.up.bias"), "interpret": self.interpret}
-        if mixture.weighs_input:
-            how["factors"] = routing.weights
         run: Any = mixing.in_codes
         maths = self.maths
         if not isinstance(up, products.Codes):
@@ -240,8 +238,7 @@ class PallasOps(PlainOps):
                 **how,
             )
             parts = parts.reshape(*routing.experts.shape, -1)
-            weights = None if mixture.weighs_input else routing.weights
-            y = mixtures.weighted(self.maths, parts, weights)
+            y = mixtures.weighted(self.maths, parts, routing.weights)
         y = self.sum(y if partial is None else y + partial)
         if (bias := w.get("experts.down.bias")) is not None:
             y = y + mixtures.biases(self.maths, bias, routing)
@@ -419,9 +416,8 @@ class PallasOps(PlainOps):
         """Turned queries [N, 1, H, D] of one token a slot, and the cache with its key, value."""
         a, own = layer.spec, cast(Any, cache)
         norm = _head_norm(layer)
-        clips = a.clip is not None and a.clip_normed
         fits = isinstance(own, FullCache) and own.codes is None and own.k.dtype == qkv.dtype
-        if clips or norm is None or not fits or not appending.serves(own.k):
+        if a.clips_normed or norm is None or not fits or not appending.serves(own.k):
             q, k, v = self._heads(layer, qkv, angles)
             with self.span("append"):
                 return q, cache.append(k[:, 0], v[:, 0], lengths)

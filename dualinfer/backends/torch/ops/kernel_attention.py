@@ -94,7 +94,7 @@ class KernelAttention(KernelBase):
                 positions=positions,
                 pdl=self.starts_early(qkv.shape[0] * qkv.shape[1]),
             )
-        if a.clip is not None and a.clip_normed:
+        if a.clip is not None and a.clips_normed:
             qkv.clamp_(-a.clip, a.clip)
         return layer._replace(q_norm=None, k_norm=None)
 

@@ -315,11 +315,6 @@ class KernelOps(KernelAttention):
         held = self.held_experts(x, mixture, w)
         if held is None:
             return super().experts(x, mixture, w, routing, epilogue, partial)
-        if mixture.weighs_input:
-            x = self.norm(x, epilogue.norm) if epilogue.norm else x
-            epilogue = epilogue._replace(norm=None)
-            x = (x * routing.weights).to(x.dtype)
-            routing = Routing(routing.experts, torch.ones_like(routing.weights))
         return self._mixed(x, held, routing, epilogue, partial)
 
     def held_experts(self, x: torch.Tensor, mixture: Experts, w: Weights) -> Mixture | None:

@@ -10,7 +10,7 @@ from ....kernels.triton.tuning import Configurations
 from ....model.spec import ModelSpec
 from ....model.weights import Weight
 from ....ops.contract import ALONE, Epilogue, Routing, Weights
-from ....ops.embedding import scale_of
+from ....ops.embedding import scale_of, shares_rows
 from ....ops.mixtures import biases
 from ...kernels import serves_product
 from ..exchange import Exchange
@@ -66,7 +66,7 @@ class SplitKernelOps(KernelOps):
         token_types: torch.Tensor | None,
     ) -> torch.Tensor:
         """See `PlainOps.embed`; what is not split is added once, after the sum."""
-        if spec.own_vocab or not reads_tables(spec, w):
+        if not shares_rows(w["embed.weight"]) or not reads_tables(spec, w):
             return super().embed(spec, w, ids, positions, token_types)
         table = w["embed.weight"].data
         scale = scale_of(self.maths, spec, table.dtype)

@@ -128,7 +128,6 @@ class Recorder(PlainOps):
         held, count = self.ops.held_experts(x, mixture, w), x.numel() // x.shape[-1]
         chosen = mixture.per_token
         if held is not None and not takes_groups(held, count * chosen, x):
-            epilogue = epilogue._replace(norm=None) if mixture.weighs_input else epilogue
             key = experts.tuning_key(count, chosen, held, x.element_size())
             self.mixtures.setdefault(key, []).append(ExpertsCall(held, chosen, epilogue, x))
         return x
