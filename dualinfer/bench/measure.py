@@ -70,8 +70,9 @@ def measure(
             f"{task.model} has an encoder and a decoder, and forward would take ids of both. "
             "Measure decode or prefill."
         )
-    if encoder is not None and encoder.mel:  # every one is as long
-        ids = random.standard_normal((task.batch, encoder.mel, encoder.frames), np.float32)
+    if encoder is not None and encoder.sounds and encoder.frames:  # every one is as long
+        shape = task.batch, encoder.sounds.frame_width, encoder.frames
+        ids = random.standard_normal(shape, np.float32)
         task = replace(task, tokens=encoder.learned_positions)
         more = {"tokens": task.tokens}
     rules: dict[str, Callable[..., dict[str, Any]]] = {

@@ -5,7 +5,6 @@ from collections.abc import Sequence
 from ..model.spec import ModelSpec
 from ..ops.attention import weigh_across
 from ..ops.contract import Array, BlockOps, Ops, Params, Weights
-from ..ops.convolutions import convolve
 from ..ops.projection import project
 from .forward import hidden_states
 from .head import last_hidden_state
@@ -26,14 +25,10 @@ def encoded(
 
     bool `mask` [B, S] is True where a token is real. With `keep` all L+1 are given, else the last;
     where HF's `raw_states` end before that norm, one more. `embeds` as in `hidden_states`, or
-    spectrograms [B, 2 S, mel].
+    sounds as they are given.
     """
     encoder, own = spec.encoder, params.of_encoder(len(spec.layers))
     assert encoder is not None
-    if encoder.mel:
-        for name, stride in (("conv1", 1), ("conv2", 2)):
-            kernel, bias = (own.outer[f"{name}.{part}"] for part in ("kernel", "bias"))
-            embeds = convolve(ops.maths, embeds, kernel, bias, stride, "gelu")
     angles = ops.angles(encoder, own, positions)
 
     def attend(i: int, qkv: Array) -> Array:

@@ -29,8 +29,8 @@ def refuse_names(spec: ModelSpec, given: Mapping[str, Any]) -> None:
     for name in HEARD:
         if given.get(name) is None or not spec.crosses or spec.encoder is None:
             continue
-        own = spec.encoder.sounds.name if spec.encoder.sounds else HEARD[0]
-        if spec.encoder.hears and own != name:
+        own = spec.encoder.sounds.name if spec.encoder.sounds else name
+        if own != name:
             raise ArgumentError(
                 f"{name}: the encoder of {spec.architecture} reads {own}. Pass these."
             )
@@ -181,7 +181,7 @@ def make_decoder_prompts(
             f"decoder_input_ids has {len(prompts.rows)} rows and input_ids {count}; they are pairs."
         )
     begins = np.array([row[0] for row in prompts.rows])
-    if first.min() >= 0 and (begins != first).all() and not (spec.encoder and spec.encoder.mel):
+    if first.min() >= 0 and (begins != first).all() and not spec.transcribes:
         rows = tuple(
             np.append(f, r).astype(np.int32) for f, r in zip(first, prompts.rows, strict=True)
         )

@@ -136,10 +136,8 @@ def _names(spec: ModelSpec) -> tuple[list[str], str]:
         return ["input_ids", *_OF_TEXT, *(["bbox"] if spec.boxes else [])], "input_ids"
     assert spec.encoder is not None
     own = ["input_ids", "attention_mask", "inputs_embeds"]
-    if spec.encoder.mel:
-        own = ["input_features"]
-    elif spec.encoder.sounds is not None:
-        own = [spec.encoder.sounds.name, "attention_mask"]
+    if spec.encoder.sounds is not None:
+        own = [spec.encoder.sounds.name, *(["attention_mask"] if spec.encoder.marks else [])]
     elif spec.encoder.patches is not None:
         own = images
     more = ["decoder_input_ids", "decoder_attention_mask", "encoder_outputs"]
@@ -304,16 +302,17 @@ def _source(spec: ModelSpec, given: _Given) -> ForwardInputs:
         visible = None
         if encoder.sounds is None and not encoder.one_length:
             visible = given.mask("attention_mask", shape)
-        elif encoder.sounds is not None and "attention_mask" in given:
+        elif encoder.sounds and encoder.marks and "attention_mask" in given:
             visible = encoder.sounds.visible(given.array("attention_mask") != 0)
         return ForwardInputs(ids, counted(shape), visible, states=states)
-    if encoder.mel:
-        expected = f"[batch, {encoder.mel}, {encoder.frames}]"
-        features = given.floats("input_features", expected, (None, encoder.mel, encoder.frames))
+    if encoder.sounds is not None and encoder.frames:
+        shape = encoder.sounds.frame_width, encoder.frames
+        expected = f"[batch, {shape[0]}, {shape[1]}]"
+        features = given.floats(encoder.sounds.name, expected, (None, *shape))
         places = features.shape[0], encoder.learned_positions
         return ForwardInputs(None, counted(places), embeds=features.swapaxes(1, 2))
     if encoder.sounds is not None:
-        bins = getattr(encoder.sounds, "bins", 0)
+        bins = encoder.sounds.frame_width
         axes, expected = (None, None, bins), f"[batch, frames, {bins}]"
         if not bins:
             axes, expected = (None, None), "[batch, samples]"

@@ -7,7 +7,7 @@ import numpy as np
 
 from ..arrays import kind_of
 from ..errors import ArgumentError, LengthError, a_type
-from ..model.spec import ModelSpec, Sounds, Waves
+from ..model.spec import ModelSpec, Sounds
 from .checks import check_mask, read_array
 
 
@@ -23,7 +23,7 @@ def check_sounds(
     """
     assert spec.encoder is not None and spec.encoder.sounds is not None
     sounds = spec.encoder.sounds
-    name, bins = sounds.name, sounds.bins if isinstance(sounds, Sounds) else 0
+    name, bins = sounds.name, sounds.frame_width
     if given is not None and first is not None:
         raise ArgumentError(
             f"input_ids: the encoder of {spec.architecture} reads {name} alone; the decoder's ids "
@@ -68,24 +68,19 @@ def count_tokens(spec: ModelSpec, shape: tuple[int, ...]) -> int:
     return count
 
 
-def as_tokens(sounds: Sounds | Waves, array: Any, count: int, visible: Any, xp: Any) -> Any:
-    """Sounds float32 [B, F, ...] of the module `xp` as tokens [B, count, W], see the spec's.
+def as_tokens(sounds: Sounds, array: Any, count: int, visible: Any, xp: Any) -> Any:
+    """Sounds float32 [B, F, ...] of the module `xp` as tokens [B, count, W], see `spec.Sounds`.
 
     bool `visible` [B, count] are those that layers see, None for all.
     """
-    if isinstance(sounds, Waves):
-        cut = _cut_waves(sounds, array, count, xp)
-    else:
-        cut = _cut(sounds, array, count, xp)
+    cut = sounds.cut(array, count, xp)
     marks = xp.ones((len(array), count, 1), np.float32)
     if visible is not None:
         marks = visible[..., None].astype(np.float32)
     return xp.concatenate((cut.reshape(*cut.shape[:2], -1), marks), -1)
 
 
-def visible_of_frames(
-    sounds: Sounds | Waves, mask: Any, shape: tuple[int, int]
-) -> np.ndarray | None:
+def visible_of_frames(sounds: Sounds, mask: Any, shape: tuple[int, int]) -> np.ndarray | None:
     """The real tokens [B, S], bool of `shape`, by the mask of frames [B, F]; None for all."""
     array = read_array(mask, "attention_mask", "rows differ in length; pad them.")
     frames = array.shape[1] if array.ndim == 2 else 0
@@ -105,30 +100,3 @@ def visible_of_frames(
             "padding behind a sound alone."
         )
     return None if visible.all() else visible
-
-
-def _cut(sounds: Sounds, frames: Any, tokens: int, xp: Any) -> Any:
-    """Tokens [B, S, ...] of frames [B, F, bins], see `Sounds`."""
-    near, far = sounds.taps
-    count = frames.shape[1]
-    between = 2 * np.arange(tokens)[:, None] - far // 2 + np.arange(far)
-    at = 2 * between[..., None] - near // 2 + np.arange(near)
-    there = (at >= 0) & (at < count)
-    cut = frames[:, at.clip(0, count - 1)] * there[..., None].astype(np.float32)
-    cut = cut.swapaxes(-1, -2).reshape(*cut.shape[:3], -1)
-    real = (between >= 0) & (between < sounds.halved(count))
-    marks = np.broadcast_to(real[None, ..., None].astype(np.float32), (*cut.shape[:3], 1))
-    return xp.concatenate((cut, marks), -1)
-
-
-def _cut_waves(waves: Waves, samples: Any, tokens: int, xp: Any) -> Any:
-    """Tokens [B, S, ...] of samples [B, F], see `Waves`."""
-    count, (taps, stride) = samples.shape[1], (waves.taps[0], waves.strides[0])
-    windows = np.arange(waves.windows)
-    places = waves.own * np.arange(tokens)[:, None] + windows
-    at = (stride * places[..., None] + np.arange(taps)).clip(0, count - 1)
-    counted = (windows < waves.own) | (np.arange(tokens)[:, None] == tokens - 1)
-    counted = counted & (places <= (count - taps) // stride)
-    shape = len(samples), *places.shape, 1
-    marks = np.broadcast_to(counted[None, ..., None].astype(np.float32), shape)
-    return xp.concatenate((samples[:, at], marks), -1)

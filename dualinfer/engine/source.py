@@ -91,7 +91,7 @@ def _shown_states(spec: ModelSpec, mask: Any, states: np.ndarray) -> np.ndarray 
     """
     assert spec.encoder is not None
     shape = states.shape[0], states.shape[1]
-    if spec.encoder.sounds is not None:
+    if spec.encoder.sounds is not None and spec.encoder.marks:
         return None if mask is None else visible_of_frames(spec.encoder.sounds, mask, shape)
     visible = None if spec.encoder.one_length else check_mask(mask, shape)
     if visible is not None and not visible.any(1).all():
@@ -141,7 +141,8 @@ def check_features(
     HF's first argument may be them too. Unless of `any_length` they have those frames that the
     encoder reads at once. Raises ArgumentError for what does not fit.
     """
-    assert spec.encoder is not None
+    assert spec.encoder is not None and spec.encoder.sounds is not None
+    bins = spec.encoder.sounds.frame_width
     if features is None:
         features = first
     elif first is not None:
@@ -149,7 +150,7 @@ def check_features(
             f"input_ids: the encoder of {spec.architecture} reads input_features alone; the "
             "decoder's ids are decoder_input_ids."
         )
-    expected: tuple[Any, Any] = spec.encoder.mel, "frames" if any_length else spec.encoder.frames
+    expected: tuple[Any, Any] = bins, "frames" if any_length else spec.encoder.frames
     if features is None or kind_of(features) is None:
         raise ArgumentError(
             f"input_features is {'missing' if features is None else type(features).__name__}; "
@@ -296,10 +297,8 @@ def source_reader(spec: ModelSpec, given: Mapping[str, Any]) -> SourceReader:
     assert spec.encoder is not None
     if given.get("encoder_outputs") is not None:
         return _States()
-    if spec.encoder.mel:
-        return _Frames()
     if spec.encoder.sounds is not None:
-        return _Sounds()
+        return _Sounds() if spec.encoder.marks else _Frames()
     return _Images() if spec.encoder.patches is not None else _Ids()
 
 

@@ -85,3 +85,9 @@ def _near(m: Maths, x: Array, taps: int, segments: Array | None) -> Iterator[Arr
         if owners is not None and i != aside:
             near = m.where((owners[:, i : i + tokens] == segments)[..., None], near, 0)
         yield near
+
+
+def by_taps(m: Maths, x: Array, kernel: Array, bias: Array | None) -> Array:
+    """x [..., in taps] times a kernel [out, in, taps], plus bias [out]."""
+    y = m.product(x, kernel.reshape(len(kernel), -1), m.sums(x), bias)
+    return m.cast(y, x.dtype)

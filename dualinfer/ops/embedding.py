@@ -2,10 +2,11 @@
 
 from typing import Any, TypeAlias
 
-from ..model.spec import ModelSpec, Waves
+from ..model.spec import ModelSpec
 from ..model.weights import Weight
 from .contract import Array, BlockOps, NormOf, Weights
-from .maths import Maths, flat, heads, named
+from .convolutions import by_taps
+from .maths import Maths, heads, named
 from .norms import plain_norm
 from .projection import project
 
@@ -39,8 +40,8 @@ def embed_given(
     """As `embed`, with a caller's embeddings [B, T, W] in the place of the tokens' own.
 
     W is the width of the embedding: `embed_width`, else E. Of images it is that of a patch; what is
-    given in the place of learned tokens is not read. Of `sounds` it is as they say, and what
-    convolutions make of them is embedded. With float32 `blend` [B or 1, T, P] a token's position is
+    given in the place of learned tokens is not read. Of `sounds` it is as they say, as are the
+    embeddings. With float32 `blend` [B or 1, T, P] a token's position is
     the sum of the table's P rows times these, in the place of `positions`.
     """
     m = ops.maths
@@ -50,13 +51,7 @@ def embed_given(
             first = m.broadcast(w["class_token"], (len(embeds), learned, embeds.shape[-1]))
             embeds = m.join((first, embeds[:, learned:]), 1)
     if spec.sounds is not None:
-        names = [f"conv{i + 1}" for i in range(len(spec.sounds.taps))]
-        kernels: Any = [(w[f"{name}.kernel"], w.get(f"{name}.bias")) for name in names]
-        if isinstance(spec.sounds, Waves):
-            norm = w["sound_norm.weight"], w["sound_norm.bias"]
-            embeds = hear_waves(m, spec.sounds, embeds, norm, *kernels)
-        else:
-            embeds = hear(m, embeds, *kernels)
+        embeds = spec.sounds.embed(ops, w, embeds)
     if spec.scales_embeds:
         embeds = _scaled(m, spec, embeds)
     return with_positions(ops, spec, w, embeds, positions, token_types, blend)
@@ -145,47 +140,4 @@ def rows_of_boxes(ops: BlockOps, w: Weights, token_types: Array) -> tuple[Array,
 @named("patches")
 def patches(m: Maths, x: Array, kernel: Array, bias: Array | None) -> Array:
     """Patches [B, T, C h w] of images times kernel [E, C, h, w], plus bias [E]: [B, T, E]."""
-    return _heard(m, x, kernel, bias)
-
-
-@named("hear")
-def hear(m: Maths, x: Array, first: tuple[Array, Array], second: tuple[Array, Array]) -> Array:
-    """Two gated convolutions of tokens [B, T, W] as `spec.Sounds` has them: [B, T, E].
-
-    Each is a kernel [out, in, taps] and a bias [out].
-    """
-    x = x[..., :-1].reshape(*x.shape[:2], second[0].shape[2], -1)
-    h = m.glu(_heard(m, x[..., :-1], *first)) * x[..., -1:]
-    return m.glu(_heard(m, flat(h.swapaxes(-1, -2)), *second))
-
-
-@named("hear")
-def hear_waves(
-    m: Maths,
-    own: Waves,
-    x: Array,
-    norm: tuple[Array, Array],
-    first: tuple[Array, None],
-    second: tuple[Array, Array],
-    third: tuple[Array, Array],
-) -> Array:
-    """As `hear`, of tokens as `spec.Waves` has them; `norm` is a weight and a bias [E]."""
-    x = x[..., :-1].reshape(*x.shape[:2], own.windows, -1)
-    counts, over = m.wide(x[..., -1:]), (1, 2, 3)
-    h = m.wide(m.tanh(_heard(m, x[..., :-1], *first)))
-    count = (counts.sum(over, keepdims=True) * h.shape[-1]).clip(1)
-    mean = (h * counts).sum(over, keepdims=True) / count
-    away = h - mean
-    variance = (away * away * counts).sum(over, keepdims=True) / count
-    h = away[:, :, : own.seen] * m.rsqrt(variance + own.eps)
-    h = m.cast(h * m.wide(norm[0]) + m.wide(norm[1]), x.dtype)
-    # Over places that a token sees, the taps of the second convolution for each of the third.
-    h = flat(m.windows(h, 2, own.taps[1], own.strides[1]))
-    h = m.activation(_heard(m, h, *second), "gelu")
-    return m.activation(_heard(m, flat(h.swapaxes(-1, -2)), *third), "gelu")
-
-
-def _heard(m: Maths, x: Array, kernel: Array, bias: Array | None) -> Array:
-    """x [..., in taps] times a kernel [out, in, taps], plus bias [out]."""
-    y = m.product(x, kernel.reshape(len(kernel), -1), m.sums(x), bias)
-    return m.cast(y, x.dtype)
+    return by_taps(m, x, kernel, bias)

@@ -306,7 +306,7 @@ class Steps:
         else:
             ids, embeds = (source, None) if source.ndim == 2 else (None, source.astype(dtype))
             assert self.spec.encoder is not None
-            if embeds is not None and self.spec.encoder.sounds is not None:  # whose tokens tell it
+            if embeds is not None and self.spec.encoder.marks:
                 mask = source[..., -1] > 0
                 lengths = mask.sum(1, dtype=jnp.int32)
             states = decoder.encoded(*model, ids, at, mask, embeds)[-1]

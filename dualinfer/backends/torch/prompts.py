@@ -438,7 +438,7 @@ class Prompts:
             ids, embeds = (source, None) if source.ndim == 2 else (None, source.to(dtype))
             places = torch.arange(source.shape[1] // encoder.stride, device=source.device)
             last = last // encoder.stride
-            if embeds is not None and encoder.sounds is not None:  # whose tokens tell it
+            if embeds is not None and encoder.marks:
                 mask = source[..., -1] > 0
                 last = mask.sum(1) - 1
             elif not encoder.one_length:

@@ -3,9 +3,10 @@
 from collections.abc import Iterable
 from dataclasses import replace
 
+from ...blocks.waves import Waves
 from ...errors import UnservedError
 from .. import rows as make
-from ..spec import Attention, Head, Layer, Mlp, ModelSpec, Norm, Waves
+from ..spec import Attention, Head, Layer, Mlp, ModelSpec, Norm
 from ..weights import Row, WeightTable, row
 from .fields import ConfigFields
 from .rope import make_rope, reach, rotary_size
@@ -52,7 +53,7 @@ def describe(fields: ConfigFields, architecture: str) -> tuple[ModelSpec, Weight
             max_positions=reach(turns, positions),
             packs=False,
             final_norm=norm,
-            sounds=None if decodes else Waves(),
+            sounds=None if decodes else Waves(embed),
         )
 
     encoder, spec = stack("encoder"), stack("decoder")

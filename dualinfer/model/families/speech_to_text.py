@@ -2,9 +2,10 @@
 
 from dataclasses import replace
 
+from ...blocks.filter_banks import FilterBanks
 from ...errors import ModelError, shown
 from .. import rows as make
-from ..spec import Head, ModelSpec, Norm, Sounds
+from ..spec import Head, ModelSpec, Norm
 from ..weights import Row, WeightTable, row
 from .bart import layer_rows, side_layers
 from .fairseq import Sinusoids
@@ -84,7 +85,7 @@ def describe(fields: ConfigFields, architecture: str) -> tuple[ModelSpec, Weight
     )
 
 
-def _sounds(fields: ConfigFields) -> Sounds:
+def _sounds(fields: ConfigFields) -> FilterBanks:
     """Read the form of the encoder's input from the config."""
     fields.require("num_conv_layers", 2)
     taps, channels = fields.take("conv_kernel_sizes"), fields.size("conv_channels")
@@ -95,4 +96,4 @@ def _sounds(fields: ConfigFields) -> Sounds:
             "expected two odd ints and an even one."
         )
     bins = fields.size("input_feat_per_channel") * fields.size("input_channels", 1)
-    return Sounds(bins, channels // 2, (taps[0], taps[1]))
+    return FilterBanks(bins, channels // 2, (taps[0], taps[1]))

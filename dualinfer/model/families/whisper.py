@@ -3,6 +3,7 @@
 from collections.abc import Iterable
 from dataclasses import replace
 
+from ...blocks.spectrograms import Spectrograms
 from .. import rows as make
 from ..spec import Head, ModelSpec, Norm
 from ..weights import Row, WeightTable, row
@@ -41,7 +42,7 @@ def describe(fields: ConfigFields, architecture: str) -> tuple[ModelSpec, Weight
             learned_positions=count,
             packs=False,
             final_norm=norm,
-            mel=0 if decodes else mel,
+            sounds=None if decodes else Spectrograms(mel),
         )
 
     encoder, decoder = stack("encoder", frames), stack("decoder", positions)
@@ -58,9 +59,10 @@ def describe(fields: ConfigFields, architecture: str) -> tuple[ModelSpec, Weight
         outer.append(replace(table, fixed=side == "encoder"))  # sines, which HF has frozen
         outer += make.norm(norm, f"{ours}final_norm", f"model.{side}.layer_norm")
     for name, inputs in (("conv1", "mel"), ("conv2", "embed_in")):
-        hf, axes_of = f"model.encoder.{name}", f"embed {inputs} taps"
+        hf = f"model.encoder.{name}"
+        axes_of = f"source_embed source_{inputs} source_taps"
         outer.append(row(f"encoder.{name}.kernel", axes_of, (f"{hf}.weight", axes_of)))
-        outer.append(row(f"encoder.{name}.bias", "embed", (f"{hf}.bias", "embed")))
+        outer.append(row(f"encoder.{name}.bias", "source_embed", (f"{hf}.bias", "source_embed")))
     fields.flag("tie_word_embeddings", True)
     head = row("head.weight", axes, ("proj_out.weight", axes))
     decoder_rows = tuple(_layer(norm, "model.decoder.layers.{i}.", crosses=True))

@@ -9,7 +9,7 @@ from .attention import Attention, Gate, Latent, Places, RelativeBias, Rope
 from .block import Block
 from .edit import Edit
 from .mixing import Mixing
-from .model import Head, Layer, ModelSpec, Patches, Pooled, Pooling, Probe, Sounds, Waves
+from .model import Head, Layer, ModelSpec, Patches, Pooled, Pooling, Probe
 from .parts import (
     XIELU,
     Activation,
@@ -20,6 +20,7 @@ from .parts import (
     Recurrence,
     Router,
 )
+from .sounds import Sounds
 from .wiring import Wiring
 
 __all__ = [
@@ -48,6 +49,5 @@ __all__ = [
     "Rope",
     "Router",
     "Sounds",
-    "Waves",
     "Wiring",
 ]

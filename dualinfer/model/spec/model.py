@@ -2,9 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, Literal
-
-import numpy as np
+from typing import Literal
 
 from ..once import Once
 from .attention import Attention
@@ -18,6 +16,7 @@ from .parts import (
     Norm,
     Recurrence,
 )
+from .sounds import Sounds
 from .wiring import Wiring
 
 Pooling = Literal["first", "real", "last", "final", "mean", "eos", "patches", "beside"]
@@ -55,89 +54,6 @@ class Patches:
     def tokens(self) -> int:
         """Tokens of an image."""
         return self.learned + self.grid[0] * self.grid[1]
-
-
-@dataclass(frozen=True)
-class Sounds:
-    """The input of an encoder of sounds of any length: a token of every four frames (Speech2Text).
-
-    Frames of `bins` numbers pass through two convolutions over `taps` each, odd and of stride 2,
-    with zeros around the sequence; what one gives has twice the channels, of which the logistic
-    function of the second half gates the first: `between` are then left, and at last the
-    embedding's. A token is given as all that makes it: for each tap of the second convolution those
-    of the first, bin by bin, and a 1, or a 0 where no frame is. Behind them is a 1 where layers see
-    the token, or a 0.
-    """
-
-    bins: int
-    between: int
-    taps: tuple[int, int]
-    name: ClassVar[str] = "input_features"
-
-    @property
-    def width(self) -> int:
-        """Numbers of one token as it is given."""
-        return self.taps[1] * (self.taps[0] * self.bins + 1) + 1
-
-    def halved(self, count: Any) -> Any:
-        """The number of places that one convolution leaves of so many."""
-        return (count - 1) // 2 + 1
-
-    def tokens(self, frames: int) -> int:
-        """Tokens of so many frames."""
-        return self.halved(self.halved(frames))
-
-    def visible(self, mask: np.ndarray) -> np.ndarray:
-        """Tokens [B, S] that are real, where frames [B, F] are: as many as theirs would make."""
-        counts = self.halved(self.halved(mask.sum(1)))
-        return np.arange(self.tokens(mask.shape[1])) < counts[:, None]
-
-
-@dataclass(frozen=True)
-class Waves:
-    """As `Sounds`, of samples: a token of every 384 (Moonshine).
-
-    They pass through convolutions over `taps`, by `strides`, without anything around the sequence.
-    The first one has the embedding's channels and no bias, and its tanh is normed by the mean and
-    the variance of all of a row, padding too, and a factor and a bias for each channel; the second
-    one has twice the channels, and the gelu of both is taken. A token is given as the samples of
-    `windows` places of the first convolution, each with a 1 behind where it counts in the mean.
-    """
-
-    taps: ClassVar[tuple[int, int, int]] = (127, 7, 3)
-    strides: ClassVar[tuple[int, int, int]] = (64, 3, 2)
-    eps: ClassVar[float] = 1e-5
-    name: ClassVar[str] = "input_values"
-
-    @property
-    def own(self) -> int:
-        """Places of the first convolution that a token has for itself."""
-        return self.strides[1] * self.strides[2]
-
-    @property
-    def seen(self) -> int:
-        """Places of the first convolution of which a token is made."""
-        return self.strides[1] * (self.taps[2] - 1) + self.taps[1]
-
-    @property
-    def windows(self) -> int:
-        """Places that a token has or sees, and at most so many behind the last token's."""
-        return self.seen + self.own - 1
-
-    @property
-    def width(self) -> int:
-        """Numbers of one token as it is given."""
-        return self.windows * (self.taps[0] + 1) + 1
-
-    def tokens(self, samples: int) -> int:
-        """Tokens of so many samples."""
-        for taps, stride in zip(self.taps, self.strides, strict=True):
-            samples = max(0, (samples - taps) // stride + 1)
-        return samples
-
-    def visible(self, mask: np.ndarray) -> np.ndarray:
-        """Tokens [B, S] that are real: by the first sample of each, of [B, F], as HF has it."""
-        return mask[:, :: self.own * self.strides[0]][:, : self.tokens(mask.shape[1])]
 
 
 @dataclass(frozen=True)
@@ -263,9 +179,8 @@ class ModelSpec(Once):
 
     Tokens and where they stand:
 
-    - `vocab` ids; with `patches` the model reads images in their place, with `mel` log-mel
-      spectrograms of so many bins, two frames for each position, by two convolutions, and with
-      `sounds` frames of them, or samples, as many as there are.
+    - `vocab` ids; with `patches` the model reads images in their place, and with
+      `sounds` sounds of a kind.
     - `learned_positions` and `token_types` are counts, 0 if none; the row of a position in its
       table is `position_offset` further. With `token_types_from_vocab` the rows of types are the
       embedding's. Where there are `boxes`, a token has a type and a box on a page, of left, upper,
@@ -347,8 +262,7 @@ class ModelSpec(Once):
     start: int | None = None
     shifted: tuple[Literal["labels", "source"], ...] = ("labels",)
     towers: bool = False
-    mel: int = 0
-    sounds: Sounds | Waves | None = None
+    sounds: Sounds | None = None
     projected: int = 0
     patches: Patches | None = None
     pooled: Pooled | None = None
@@ -412,11 +326,7 @@ class ModelSpec(Once):
             outer |= {"registers": self.unplaced, "patch": self.patches.width}
             outer["classes"] = self.patches.learned - self.unplaced
         if self.sounds is not None:
-            outer |= {f"taps{i + 1}": n for i, n in enumerate(self.sounds.taps)}
-            outer["embed2"] = 2 * self.embed
-        if isinstance(self.sounds, Sounds):
-            outer |= {"heard": self.sounds.bins, "between": self.sounds.between}
-            outer["convolved"] = 2 * self.sounds.between
+            outer |= self.sounds.axes
         if self.pooled is not None and self.pooled.probe is not None:
             probe = self.pooled.probe
             outer |= {"probe_qkv": sum(probe.attention.qkv_sizes), "probe_ffn": probe.ffn}
@@ -426,8 +336,6 @@ class ModelSpec(Once):
             outer |= {f"ids.{i}": embedder.count, f"width.{i}": embedder.width}
         if (places := self.layers[0].attention.places) is not None:
             outer["places"] = 2 * places.span
-        if self.encoder:
-            outer |= {"mel": self.encoder.mel, "taps": 3}  # of a convolution
         if axis in outer:
             return outer[axis]
         assert layer is not None, f"{axis} is an axis of layers"
@@ -543,7 +451,8 @@ class ModelSpec(Once):
     @property
     def transcribes(self) -> bool:
         """True if HF's class has a generate of its own, which goes through sounds by windows."""
-        return self.crosses and bool(self.encoder and self.encoder.mel)
+        sounds = self.encoder.sounds if self.encoder else None
+        return self.crosses and sounds is not None and sounds.transcribes
 
     @property
     def sees(self) -> bool:
@@ -558,24 +467,29 @@ class ModelSpec(Once):
     @property
     def hears(self) -> bool:
         """True of an encoder of sounds."""
-        return self.mel > 0 or self.sounds is not None
+        return self.sounds is not None
 
     @property
     def one_length(self) -> int:
         """Tokens of every sequence of an encoder of sounds or images; 0 where lengths differ."""
         if self.patches is not None:
             return self.patches.tokens
-        return self.learned_positions if self.mel else 0
+        return self.learned_positions if self.sounds and self.sounds.of_one_length else 0
 
     @property
     def stride(self) -> int:
-        """The places that an encoder reads for each token: 2 frames of a spectrogram, else 1."""
-        return 2 if self.mel else 1
+        """The places that an encoder reads for each token."""
+        return 1 if self.sounds is None else self.sounds.stride
+
+    @property
+    def marks(self) -> bool:
+        """True of an encoder whose tokens tell by their last number whether layers see them."""
+        return self.sounds is not None and not self.sounds.of_one_length
 
     @property
     def frames(self) -> int:
-        """Frames of every spectrogram that the model reads; 0 where it reads ids."""
-        return 2 * self.learned_positions if self.mel else 0
+        """Frames of every sound of one length that the model reads; 0 of others."""
+        return self.stride * self.one_length if self.sounds else 0
 
     @property
     def causal(self) -> bool:
