@@ -1,15 +1,11 @@
 """The pass through a model's layers."""
 
-from dataclasses import replace
-
-from ..model.spec import Embedder, ModelSpec
-from ..ops.contract import Array, BlockOps, Epilogue, NormOf, Params, Seen
+from ..model.spec import ModelSpec
+from ..ops.contract import Array, BlockOps, NormOf, Params, Seen
 from ..ops.embedding import embed_given, read_by_layers
 from ..ops.projection import project
 from .choice import blocks_of
 from .run import Attend, Pass, Recur, Run, normed
-
-_KEPT = 1 - 0.15 * 0.8  # of tokens, in training
 
 
 def hidden_states(
@@ -55,14 +51,10 @@ def hidden_states(
             read = ids if embeds is None else embeds
             x = spec.block.embed(ops, spec, params.outer, read, where, segments)
         elif embeds is None:
-            apart = spec.dropped is not None and spec.learned_positions > 0
-            x = ops.embed(_without_positions(spec) if apart else spec, params.outer, ids, *where)
-            for i, embedder in enumerate(spec.embedders):
-                x = _embedded_by(embedder, f"embedders.{i}", params, ops, x, ids)
-            if spec.dropped is not None:
-                x = _without_dropped(spec.dropped, ops, x, ids, mask, segments)
-            if apart:  # which are not dropped with their tokens
-                x = x + ops.schemes.embed(positions, params.outer["positions.weight"])
+            if spec.entry is None:
+                x = ops.embed(spec, params.outer, ids, *where)
+            else:
+                x = spec.entry.embed(ops, spec, params.outer, ids, where, Seen(mask, segments))
         else:
             x = embed_given(ops, spec, params.outer, embeds, *where, blend)
         w, norm = params.outer, None
@@ -79,7 +71,7 @@ def hidden_states(
     own: Array | list[None] = [None] * len(spec.layers)
     if spec.reads:
         assert ids is not None
-        known = ids if spec.layers_ids is None else ids * (ids < spec.layers_ids)
+        known = ids if spec.entry is None else spec.entry.known(ids)
         own = read_by_layers(ops, spec, params.outer, known, x)
     if begins and spec.block is not None:
         x = spec.block.enter(ops, spec, params.outer, x, (positions, token_types))
@@ -101,44 +93,3 @@ def hidden_states(
     if not ends or spec.block is None:
         return kept
     return spec.block.leave(ops, params.outer, kept, keep)
-
-
-def _embedded_by(
-    own: Embedder, name: str, params: Params, ops: BlockOps, x: Array, ids: Array
-) -> Array:
-    """Embeddings x [B, T, E], with those that an embedder makes in the place of its ids' own."""
-    w, at = params.outer, ids - own.first
-    is_own = (at >= 0) * (at < own.count)
-    y = ops.schemes.embed(at * is_own, w[f"{name}.table.weight"])
-    norm = NormOf.named(own.norm, w, f"{name}.norm")
-    y = project(ops, w, f"{name}.project", y, Epilogue(norm=norm))
-    y = ops.norm(y, NormOf.named(own.norm, w, f"{name}.out_norm"))
-    share = ops.maths.cast(is_own[..., None] * 1.0, x.dtype)
-    return x * (1 - share) + y * share
-
-
-def _without_positions(spec: ModelSpec) -> ModelSpec:
-    return replace(spec, learned_positions=0)
-
-
-def _without_dropped(
-    dropped: int,
-    ops: BlockOps,
-    x: Array,
-    ids: Array | None,
-    mask: Array | None,
-    segments: Array | None,
-) -> Array:
-    """Embeddings [B, T, E] as `ModelSpec.dropped` says; the others' share is of real tokens."""
-    assert ids is not None
-    is_dropped = (ids == dropped) * 1.0
-    if segments is not None:
-        same = (segments[:, :, None] == segments[:, None, :]) * 1.0
-        found, tokens = (same * is_dropped[:, None]).sum(-1), same.sum(-1)
-    else:
-        found = is_dropped.sum(-1)[:, None]
-        # Rows that fill a bucket up have no token.
-        tokens = ids.shape[1] if mask is None else (mask * 1.0).sum(-1)[:, None].clip(1)
-    share = 1 - found / tokens
-    scale = (1 - is_dropped) * _KEPT / share
-    return ops.maths.cast(x * scale[..., None], x.dtype)

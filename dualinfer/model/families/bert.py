@@ -7,6 +7,7 @@ import re
 from dataclasses import replace
 
 from ...blocks.adapter import Adapter
+from ...blocks.dropped_tokens import DroppedTokens
 from ...blocks.spans import Spans
 from ...errors import ModelError, shown
 from .. import rows as make
@@ -104,7 +105,7 @@ def describe(fields: ConfigFields, architecture: str) -> tuple[ModelSpec, Weight
         embed_width=width if factored else None,
         factored=factored,
         embed_norm=norm if is_normed else None,
-        dropped=_dropped(fields) if kind.drops else None,
+        entry=_dropped(fields) if kind.drops else None,
         blanks=kind.drops,
         final_norm=norm if kind.end else None,
         head=head,
@@ -176,14 +177,14 @@ def _refuse(fields: ConfigFields, kind: Kind, head: str | None) -> None:
     fields.ignore("pooler_num_fc_layers", "pooler_size_per_head", "pooler_type")
 
 
-def _dropped(fields: ConfigFields) -> int | None:
-    """The id of a mask whose embedding ESM-2 drops, as training did."""
+def _dropped(fields: ConfigFields) -> DroppedTokens | None:
+    """The entry by which ESM-2 drops the embeddings of masks, as training did."""
     own = fields.take("mask_token_id")
     if not fields.flag("token_dropout", False):
         return None
     if type(own) is not int or own < 1:  # 0 fills up what is padded
         raise ModelError(f"config.json has mask_token_id={shown(own)}; expected a positive id.")
-    return own
+    return DroppedTokens(own)
 
 
 def _token_types(fields: ConfigFields, kind: Kind, vocab: int) -> int:

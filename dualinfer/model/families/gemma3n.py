@@ -8,10 +8,11 @@ from collections.abc import Mapping
 from dataclasses import replace
 from statistics import NormalDist
 
+from ...blocks.embedders import Embedder, Embedders
 from ...blocks.streams import Streams
 from ...errors import ModelError, shown
 from .. import rows as make
-from ..spec import Attention, Embedder, Head, Layer, Mlp, ModelSpec, Norm
+from ..spec import Attention, Head, Layer, Mlp, ModelSpec, Norm
 from ..weights import Row, WeightTable, row
 from .fields import ConfigFields
 from .gemma4 import lenders_of
@@ -49,33 +50,26 @@ def describe(fields: ConfigFields, architecture: str) -> tuple[ModelSpec, Weight
     firsts = [part.size("vocab_offset") for part in parts]
     embedders, rows = [], []
     for i, end in enumerate((firsts[1], spec.vocab)):
-        embedder, own = _embedder(i, parts[i], firsts[i], end)
+        embedder, known = _embedder(parts[i], firsts[i], end)
         embedders.append(embedder)
-        rows += own
-    spec = replace(spec, family=fields.family, embedders=tuple(embedders))
+        rows += embedder.rows(i, _EMBEDDERS[i], known - embedder.count)
+    assert isinstance(spec.entry, Embedders)
+    entry = replace(spec.entry, parts=tuple(embedders))
+    spec = replace(spec, family=fields.family, entry=entry)
     table = replace(table, spec=spec, outer=(*table.outer, *rows))
     return spec, replace(table, unused=(*table.unused, _TOWERS))
 
 
-def _embedder(i: int, part: ConfigFields, first: int, end: int) -> tuple[Embedder, list[Row]]:
-    """The embedder of the ids from `first` up to `end`, and its rows."""
+def _embedder(part: ConfigFields, first: int, end: int) -> tuple[Embedder, int]:
+    """The embedder of the ids from `first` up to `end`, and how many rows its table has."""
     count, known = end - first, part.size("vocab_size")
     if not 0 < count <= known:
         raise ModelError(
             f"config.json has ids for images or sounds from vocab_offset={first} up to {end}, and "
             f"vocab_size={known} embeddings for them; expected one for each, and at least one."
         )
-    norm, width = Norm("rms", part.number("rms_norm_eps")), f"width.{i}"
-    ours, hf, axes = f"embedders.{i}", _EMBEDDERS[i], f"ids.{i} {width}"
-    table = row(f"{ours}.table.weight", axes, (f"{hf}.embedding.weight", axes))
-    (source,) = table.sources
-    project = f"{hf}.embedding_projection", f"embed {width}"
-    return Embedder(first, count, part.size("hidden_size"), norm), [
-        replace(table, sources=(replace(source, spare=known - count),)),
-        *make.norm(norm, f"{ours}.norm", f"{hf}.hard_embedding_norm", width),
-        *make.linear(f"{ours}.project", *project, bias=False),
-        *make.plain_norm(norm, f"{ours}.out_norm"),
-    ]
+    norm = Norm("rms", part.number("rms_norm_eps"))
+    return Embedder(first, count, part.size("hidden_size"), norm), known
 
 
 def _describe(
@@ -133,7 +127,7 @@ def _describe(
         rounds_scale=True,
         final_norm=norm,
         head=Head("causal", softcap=softcap) if "For" in architecture else None,
-        layers_ids=min(own_ids, vocab),
+        entry=Embedders(min(own_ids, vocab)),
     )
     return spec, _table(fields, spec, tied, base, own_ids)
 

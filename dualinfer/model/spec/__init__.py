@@ -8,12 +8,12 @@ G = H/K, D head_dim, F ffn, V vocab, X experts.
 from .attention import Attention, Gate, Latent, Places, RelativeBias, Rope
 from .block import Block
 from .edit import Edit
+from .entry import Entry
 from .mixing import Mixing
 from .model import Head, Layer, ModelSpec, Patches, Pooled, Pooling, Probe
 from .parts import (
     XIELU,
     Activation,
-    Embedder,
     Experts,
     Mlp,
     Norm,
@@ -29,7 +29,7 @@ __all__ = [
     "Attention",
     "Block",
     "Edit",
-    "Embedder",
+    "Entry",
     "Experts",
     "Gate",
     "Head",

@@ -8,9 +8,9 @@ from ..once import Once
 from .attention import Attention
 from .block import Block
 from .edit import Edit
+from .entry import Entry
 from .parts import (
     Activation,
-    Embedder,
     Experts,
     Mlp,
     Norm,
@@ -190,14 +190,12 @@ class ModelSpec(Once):
       with `pad` they count the ids that are not it, from `pad` + 1 on, and are `pad` elsewhere
       (RoBERTa). Those of a table may not count the id `uncounted`, whose row is that before the
       first one (M2M100). If the model `packs`, positions that start anew separate sequences.
-    - `hides`: the id that HF hides where there is no mask. `dropped`: its embedding is zero, and
-      those of a sequence's other tokens are times 0.88 over the share that these have in it, as
-      dropout in training made them (ESM-2). If the model `blanks`, what a mask hides enters the
+    - `hides`: the id that HF hides where there is no mask. If the model `blanks`, what a mask hides
+    enters the
       first layer as zeros; if it `masks_labels`, the labels of that count in no loss (Qwen2-Audio).
     - `most`: tokens of a sequence of which all are seen. HF's layers choose among more by another
       product, or by biases, which is not served; 0 for no such limit (DeepSeek-V3.2, Doge).
-    - `embedders`: of some ids, whose embeddings are not the table's. Of ids from `layers_ids` on
-      layers read what they read of id 0 (Gemma 3n).
+    - `entry`: some ids are embedded otherwise, as that says.
     - `prefixes`: token types are none of the embedding's. In HF those of 0 mark a prefix whose
       tokens see one another both ways, which is not served (PaliGemma).
 
@@ -237,13 +235,11 @@ class ModelSpec(Once):
     pad: int | None = None
     uncounted: int | None = None
     hides: int | None = None
-    dropped: int | None = None
+    entry: Entry | None = None
     blanks: bool = False
     packs: bool = True
     masks_labels: bool = False
     prefixes: bool = False
-    embedders: tuple[Embedder, ...] = ()
-    layers_ids: int | None = None
     most: int = 0
     token_types: int = 0
     token_types_from_vocab: bool = False
@@ -332,8 +328,8 @@ class ModelSpec(Once):
             outer |= {"probe_qkv": sum(probe.attention.qkv_sizes), "probe_ffn": probe.ffn}
         if self.block is not None:
             outer |= self.block.outer_axes(self)
-        for i, embedder in enumerate(self.embedders):
-            outer |= {f"ids.{i}": embedder.count, f"width.{i}": embedder.width}
+        if self.entry is not None:
+            outer |= self.entry.axes
         if (places := self.layers[0].attention.places) is not None:
             outer["places"] = 2 * places.span
         if axis in outer:

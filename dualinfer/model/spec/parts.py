@@ -162,17 +162,3 @@ class Recurrence(Protocol):
     ) -> tuple[Any, tuple[Any, ...]]:
         """As `sequence`, of one token each, x [B, 1, ...], behind `states`."""
         ...
-
-
-@dataclass(frozen=True)
-class Embedder:
-    """The embeddings of `count` ids from `first` on, which have a table of their own (Gemma 3n).
-
-    Its rows, of `width` elements, are normed, projected to the model's width and normed again,
-    without a weight. They stand for images and sounds.
-    """
-
-    first: int
-    count: int
-    width: int
-    norm: Norm
