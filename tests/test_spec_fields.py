@@ -37,10 +37,10 @@ OWN: Any = {x for x in vars(spec).values() if isinstance(x, type) and is_datacla
 
 def settings(own: Any) -> Iterator[str]:
     """The fields of a spec, and of the common parts within, that have a value of their own."""
-    if isinstance(own, tuple | list):
+    if isinstance(own, tuple):
         for part in own:
             yield from settings(part)
-    if type(own) in OWN:
+    elif type(own) in OWN:
         for one in fields(own):
             value = getattr(own, one.name)
             if one.default is MISSING or value != one.default:
