@@ -893,21 +893,21 @@ ROWS: list[Row] = [
     ),
     # --- the loop and what goes in
     Row(
-        "engine/loop.py",
+        "engine/stops.py",
         "max(0, old - len(s) + 1)",
         "max(0, old - len(s))",
         "A prompt that ends with a stop string ends the text at its first token.",
         "tests/test_generate.py -k stop_string",
     ),
     Row(
-        "engine/loop.py",
+        "engine/stops.py",
         "self._longest = max(map(len, strings))",
         "self._longest = 1",
         "A stop string of several tokens is missed.",
         "tests/test_text_stream.py -k stop_string",
     ),
     Row(
-        "engine/loop.py",
+        "engine/generation.py",
         "                del live.tokens[count:]\n",
         "",
         "Text goes on behind a stop string.",
@@ -1152,7 +1152,7 @@ ROWS: list[Row] = [
         "tests/test_modules.py",
     ),
     Row(
-        "engine/loop.py",
+        "engine/pausing.py",
         "pause = original + 1 - prompt",
         "pause = original + 2 - prompt",
         "Text that crosses longrope's length is read again a token too late.",
@@ -1606,7 +1606,7 @@ ROWS: list[Row] = [
         "tests/test_sharing.py -m 'not slow' -k has_lost",
     ),
     Row(
-        "engine/loop.py",
+        "engine/slots.py",
         "                if not self._is_busy:\n                    self._finish_left()",
         "                self._finish_left()",
         "A stream that is collected puts its text in the place of what was just found.",

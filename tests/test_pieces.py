@@ -17,7 +17,7 @@ pytest.importorskip("jax")
 import dualinfer  # noqa: E402
 from dualinfer.backends.base import Piece, Pool, Request, Sampling  # noqa: E402
 from dualinfer.backends.torch import prompts  # noqa: E402
-from dualinfer.engine import loop  # noqa: E402
+from dualinfer.engine import reading, slots  # noqa: E402
 from dualinfer.errors import LengthError, StepError  # noqa: E402
 from dualinfer.ops import caches  # noqa: E402
 
@@ -278,7 +278,7 @@ def noted(runner: Any) -> Iterator[list[Any]]:
 
 def test_a_long_prompt_lets_an_open_stream_go_on(engine_of, monkeypatch):
     engine = engine_of("llama-gqa", "torch")
-    monkeypatch.setattr(loop, "PIECE", 128)
+    monkeypatch.setattr(reading, "PIECE", 128)
     rows = [random_ids(1, n, seed=n)[0].tolist() for n in (200, 10, 300)]
     how = {"max_new_tokens": 6, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
     with noted(engine.runner) as alone:
@@ -296,13 +296,13 @@ def test_a_long_prompt_lets_an_open_stream_go_on(engine_of, monkeypatch):
     assert pieces[0] == [(0, 64), (0, 10), (0, 64)]
     assert pieces[1:] == [[(64, 192)], [(192, 200), (64, 128)], [(128, 256)], [(256, 300)]]
     between = [b for a, b in pairwise(made) if isinstance(a, list)]
-    assert all(isinstance(x, int) and x <= loop._BESIDE for x in between[:-1]), made
+    assert all(isinstance(x, int) and x <= slots.BESIDE for x in between[:-1]), made
     assert found + list(stream) == streamed
 
 
 def test_a_stream_that_ends_leaves_the_rest_of_a_prompt_to_one_pass(engine_of, monkeypatch):
     engine = engine_of("llama-gqa", "torch")
-    monkeypatch.setattr(loop, "PIECE", 64)
+    monkeypatch.setattr(reading, "PIECE", 64)
     row = random_ids(1, 400)[0].tolist()
     how = {"max_new_tokens": 3, "do_sample": False, "eos_token_id": None}
     expected = list(engine.stream(row, **how))
@@ -320,7 +320,7 @@ def test_a_stream_that_ends_leaves_the_rest_of_a_prompt_to_one_pass(engine_of, m
 
 def test_a_prompt_in_pieces_may_be_left_before_it_is_read(engine_of, monkeypatch):
     engine = engine_of("llama-gqa", "torch")
-    monkeypatch.setattr(loop, "PIECE", 64)
+    monkeypatch.setattr(reading, "PIECE", 64)
     how = {"max_new_tokens": 9, "do_sample": False, "eos_token_id": None}
     expected = list(engine.stream([5, 6, 7], **how))
     stream = engine.stream([5, 6, 7], **how)
@@ -332,7 +332,7 @@ def test_a_prompt_in_pieces_may_be_left_before_it_is_read(engine_of, monkeypatch
 
 def test_ids_and_embeddings_in_pieces_are_read_apart(engine_of, hf_model, monkeypatch):
     engine = engine_of("llama-gqa", "torch")
-    monkeypatch.setattr(loop, "PIECE", 64)
+    monkeypatch.setattr(reading, "PIECE", 64)
     how = {"max_new_tokens": 4, "do_sample": False, "eos_token_id": None}
     ids = [random_ids(1, n, seed=n) for n in (200, 150)]
     embeds = hf_model("llama-gqa").get_input_embeddings()(torch.from_numpy(ids[1]).long()).detach()
@@ -351,7 +351,7 @@ def test_ids_and_embeddings_in_pieces_are_read_apart(engine_of, hf_model, monkey
 
 def test_a_piece_that_fails_ends_its_own_sequence_alone(engine_of, monkeypatch):
     engine = engine_of("llama-gqa", "torch")
-    monkeypatch.setattr(loop, "PIECE", 64)
+    monkeypatch.setattr(reading, "PIECE", 64)
     how = {"max_new_tokens": 9, "do_sample": False, "eos_token_id": None}
     expected = list(engine.stream([5, 6, 7], **how))
     stream, extend = engine.stream([5, 6, 7], **how), engine.runner.extend

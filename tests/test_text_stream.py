@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from dualinfer import ArgumentError
 from dualinfer.engine import text_stream
-from dualinfer.engine.loop import StopStrings
+from dualinfer.engine.stops import StopStrings
 from dualinfer.engine.text_stream import Detokenizer
 
 from .tokenizer_kinds import KINDS, byte_fallback, byte_level, fast

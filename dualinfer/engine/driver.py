@@ -24,10 +24,11 @@ from ..errors import (
 )
 from ..parallel.spmd import Turns
 from ..serving.scheduler import Entry, Scheduler, steps_for
-from .loop import Loop, StopStrings, StopWatch
+from .loop import Loop
 from .pausing import Paused
 from .sequence import Live
 from .stepwise import Stepwise
+from .stops import StopStrings, StopWatch
 
 _LINGER = 1.0  # seconds that the thread waits for more before it ends
 _PAUSE = 0.005  # seconds between looks for room that other callers hold

@@ -27,8 +27,9 @@ from .base import CLOSED, About
 from .driver import Driver, Job
 from .embedding import EmbeddingCalls
 from .forward import ForwardCalls
+from .generation import Generation
 from .likeness import Likeness
-from .loop import Generation, Loop
+from .loop import Loop
 from .origin import Origin
 from .preparing import Preparing, Work
 from .prompts import Prompts

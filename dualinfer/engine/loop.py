@@ -1,19 +1,13 @@
-"""The neutral generation loop: prefill, decode in chunks, hand out; stop strings; streaming."""
+"""The neutral generation loop: prefill, decode in chunks, hand out."""
 
-import logging
-import threading
-import time
 from collections import deque
-from collections.abc import Callable, Collection, Generator, Sequence
-from contextlib import contextmanager, suppress
-from dataclasses import replace
+from collections.abc import Callable, Sequence
 from itertools import zip_longest
 from typing import Any, TypeAlias
 
 import numpy as np
 
 from ..backends.base import (
-    GRAIN,
     MAX_STEPS,
     NO_TOKEN,
     PendingTokens,
@@ -24,69 +18,19 @@ from ..backends.base import (
     Saved,
 )
 from ..backends.profiling import Profiler
-from ..errors import (
-    ClosedError,
-    LengthError,
-    OutOfMemoryError,
-    StepError,
-    UnsupportedError,
-)
+from ..errors import StepError, UnsupportedError
 from ..parallel.spmd import Turns
-from .pausing import Paused, Pauses
+from . import reading
+from .pausing import Paused, Pauses, pause_of
 from .sequence import Live
-from .sharing import Sharing, sharing_of
-from .text_stream import Detokenizer, TextStream
-from .waiting import Queue, Ticket
+from .sharing import sharing_of
+from .slots import BESIDE, Slots
 
-PIECE = 2048  # tokens that are read at a time where others wait; an H100 takes 50 ms for 8B
-_BESIDE = 8  # steps of others between two pieces
-_PAUSE = 0.001  # seconds between looks for slots of sequences whose tokens other threads choose
-
-
-class StopStrings:
-    """Tells for each sequence whether its newest token completes a stop string.
-
-    As in HF, the string may begin in the prompt, and must end within the newest token. Special
-    tokens count as text, and nothing is cleaned up.
-    """
-
-    def __init__(self, strings: Sequence[str], tokenizer: Any):
-        self._strings = strings
-        self._detokenizer = Detokenizer(tokenizer, skip_special_tokens=False, eager=True)
-
-    def watch(self, prompt: Sequence[int]) -> "StopWatch":
-        """A watch over the sequence that continues `prompt`."""
-        return StopWatch(self._strings, self._detokenizer.stream(prompt))
-
-
-class StopWatch:
-    """One sequence's text, as much of it as a stop string may begin in."""
-
-    def __init__(self, strings: Sequence[str], stream: TextStream):
-        self._strings, self._stream, self._text = strings, stream, stream.before
-        self._longest = max(map(len, strings))
-
-    def is_completed(self, token: int) -> bool:
-        """True if a stop string ends within `token`, the next one of the sequence."""
-        old = len(self._text)
-        self._text += self._stream.push(token)
-        found = any(self._text.find(s, max(0, old - len(s) + 1)) >= 0 for s in self._strings)
-        self._text = self._text[-self._longest :]
-        return found
-
-
-_log = logging.getLogger(__name__)
 _Chunk: TypeAlias = tuple[PendingTokens, dict[int, Live]]  # tokens, and whose the columns are
 
 
-def _first(piece: Piece, most: int) -> Piece:
-    """The first tokens of a piece, about `most`."""
-    grains = max(most // GRAIN, 1) * GRAIN
-    return replace(piece, stop=min(piece.stop, piece.start + grains))
-
-
-class Loop:
-    """The slots of one runner. Several generations may be open at once, each with its own slots.
+class Loop(Slots):
+    """The steps of one runner. Several generations may be open at once, each with its own slots.
 
     They may belong to several threads, as with HF's TextIteratorStreamer; one at a time plans and
     enqueues, and all may wait for the device.
@@ -96,20 +40,12 @@ class Loop:
     """
 
     def __init__(self, runner: Runner, profiler: Profiler, turns: Turns):
-        self._runner = runner
+        super().__init__(runner, turns)
         self._profiler = profiler
-        self._turns = turns
         self._closed: Exception | None = None
-        self._live: dict[int, Live] = {}
         self._chunks: deque[_Chunk] = deque()
-        self._left: deque[Live] = deque()  # of `leave`, whose slots are to be freed
         self.longest = MAX_STEPS  # steps of a chunk: fewer where somebody may come or leave
-        self.pool: Pool | None = None
-        self.sharing: Sharing | None = None  # of prompts, where the pool's model can
-        self.queue = Queue()  # of those who wait for slots
         self._pauses = Pauses(runner, 0)
-        self.driver: int | None = None  # the thread whose jobs a scheduler lets in
-        self._is_busy = False  # with what slots hold
 
     def open(
         self, pool: Pool | None, prepare: bool = False, shares: bool = False, swap: int = 0
@@ -136,27 +72,6 @@ class Loop:
             if pool is not None and shares:
                 self.sharing = sharing_of(self._runner, pool)
 
-    def tokens_beside(self, ours: Collection[int]) -> list[int]:
-        """Tokens that each sequence may come to hold, but for `ours`: the ids of their Lives.
-
-        Also of those that wait in a call for their slots, and came before what the driver has.
-        """
-        if self._left:
-            self._free_left()
-        wanted = self.queue.wanted_before_driver()
-        others = [x.request.cache_tokens for x in list(self._live.values()) if id(x) not in ours]
-        return others + [0] * wanted
-
-    def check(self, requests: Sequence[Request]) -> None:
-        """Raise LengthError for what a pool has no room for."""
-        longest = max((r.cache_tokens for r in requests), default=0)
-        if self.pool is not None and longest > self.pool.tokens:
-            raise LengthError(
-                f"A prompt with its new tokens, {longest + 1} in all, is longer than the "
-                f"{self.pool.tokens + 1} that there is room for in a slot. Ask for fewer new "
-                "tokens, pass a shorter prompt, or reserve more tokens a slot."
-            )
-
     def start(
         self,
         requests: Sequence[Request],
@@ -170,7 +85,7 @@ class Loop:
         """
         with self._with_slots(len(requests), waits):
             if self.sharing is not None:
-                lives, _ = self._open(requests, self._plan, chosen=False, saved=saved)
+                lives, _ = self._open(requests, reading.plan, chosen=False, saved=saved)
                 if all(x.unread is not None for x in list(self._live.values()) if not x.ended):
                     try:
                         self._read_on()  # others have a step between two pieces: see `turn`
@@ -180,13 +95,9 @@ class Loop:
                 return lives
 
             def read(lives: list[Live], parts: list[Request]) -> None:
-                for live, part in zip(lives, parts, strict=True):
-                    live.unread = Piece.whole(self._pauses.restore(live, part), live.slot)
-                pieces = [live.unread for live in lives if live.unread is not None]
                 running = any(not live.ended for live in list(self._live.values()))
-                if running and self._runner.spec.reads_pieces:  # some of each: all have room
-                    pieces = [_first(piece, PIECE // len(pieces)) for piece in pieces]
-                self._read(lives, pieces)
+                runner, pauses = self._runner, self._pauses
+                self._read(lives, reading.plan_whole(runner, pauses, lives, parts, running))
 
             return self._open(requests, read, chosen=False, saved=saved)[0]
 
@@ -206,92 +117,6 @@ class Loop:
             for live in lives:
                 live.queued = live.request.max_new_tokens  # none that the device would choose
             return lives, scores
-
-    @contextmanager
-    def _with_slots(self, count: int, waits: bool = True) -> Generator[None, None, None]:
-        """The turn, once `count` slots are free; until then sequences under way are driven on.
-
-        Calls get them in the order in which they came. LengthError where a pool has not so many, or
-        where none of them will ever be free.
-        """
-        ticket = Ticket(count)
-        if waits:
-            self.queue.append(ticket)
-        try:
-            while True:
-                with self._turns:
-                    if self._has_slots(count) and (not waits or self._is_next(ticket)):
-                        if waits:
-                            self.queue.remove(ticket)
-                        yield
-                        return
-                if not waits:
-                    raise OutOfMemoryError(f"There are not {count} free slots.")
-                self._make_way(count)
-        finally:
-            if ticket in self.queue:
-                self.queue.remove(ticket)
-
-    def _is_next(self, ticket: Ticket) -> bool:
-        """True unless another call has waited longer, or the driver needs the slot.
-
-        A thread that others may wait for passes them: it holds sequences whose tokens it chooses,
-        or its jobs were let in.
-        """
-        me, pool = threading.get_ident(), self.pool
-        lives = [x for x in list(self._live.values()) if not x.ended]
-        if pool is None or me == self.driver or any(x.chosen and x.owner == me for x in lives):
-            return True
-        return self.queue.lets(ticket, pool.slots - len(self._live))
-
-    def _has_slots(self, count: int) -> bool:
-        """True if so many are free; those of sequences that have ended are."""
-        pool = self.pool
-        if pool is None:
-            return True
-        self._finish_left()
-        if count > pool.slots:
-            raise LengthError(
-                f"A call of {count} sequences has no room in the {pool.slots} slots that were "
-                "reserved. Pass fewer at a time, or reserve more."
-            )
-        if count > pool.slots - len(self._live):
-            self.finish([live for live in self._live.values() if live.ended])
-        return count <= pool.slots - len(self._live)
-
-    def _make_way(self, count: int) -> None:
-        """Drive sequences on, so that some end; those whose tokens others choose are waited for."""
-        lives = [x for x in list(self._live.values()) if not x.ended]
-        if any(not live.chosen for live in lives):
-            try:
-                self.turn(_BESIDE)
-            except (ClosedError, UnsupportedError):
-                raise
-            except Exception as error:  # it has ended those whom the step served, who are told
-                _log.info("A step failed, which a call waited for: %r", error)
-        elif not lives or any(live.owner != threading.get_ident() for live in lives):
-            time.sleep(_PAUSE)
-        else:
-            raise LengthError(
-                f"A call of {count} sequences waits for slots that this thread holds itself: all "
-                "are of calls whose tokens it chooses one by one. Finish or close these first."
-            )
-
-    def _plan(self, lives: Sequence[Live], parts: Sequence[Request]) -> None:
-        """Let prompts wait for `_read_on`."""
-        for live, part in zip(lives, parts, strict=True):
-            live.unread = Piece.whole(part, live.slot)
-
-    def _keep(self, lives: Sequence[Live]) -> None:
-        """Keep what sequences that end have cached, where a prompt may begin so."""
-        for live in lives if self.sharing is not None else ():
-            assert self.sharing is not None
-            if live.chosen or live.error is not None:
-                self.sharing.drop(live.slot)
-            else:
-                piece, new = live.unread, live.tokens
-                request, new = (live.request, new) if piece is None else (piece.request, [])
-                self.sharing.keep(live.slot, request, None if piece is None else piece.start, new)
 
     def scores(self, lives: Sequence[Live], tokens: Sequence[int]) -> Any:
         """The logits [B, V] after the `tokens` chosen for `lives` of `start_scores`."""
@@ -330,7 +155,7 @@ class Loop:
         if self._closed is not None:
             raise self._closed
         self._finish_left()
-        pauses = [self._pause_of(request, chosen) for request in requests]
+        pauses = [pause_of(self._runner.spec, request, chosen) for request in requests]
         slots = [s for s in range(len(requests) + len(self._live)) if s not in self._live]
         self.check(requests)
         self._turns.begin(requests, self._live)
@@ -358,24 +183,17 @@ class Loop:
     def _read(self, lives: Sequence[Live], pieces: Sequence[Piece]) -> None:
         """Read pieces of lives' prompts; the first tokens of those that end are a chunk."""
         pending = self._profiler.run(self._runner.extend, pieces)
-        ended = []
-        for live, piece in zip(lives, pieces, strict=False):
-            rest = Piece.whole(piece.request, live.slot)
-            live.unread = None if piece.ends else replace(rest, start=piece.stop)
-            if self.sharing is not None:
-                self.sharing.read(piece)
-            if piece.ends:
-                ended.append(live)
+        ended = reading.booked(lives, pieces, self.sharing)
         if ended:
             self._chunks.append((pending, dict(enumerate(ended))))
 
     def _read_on(self) -> None:
-        """Read on in prompts of which there is more, PIECE tokens where others wait.
+        """Read on in prompts of which there is more, `reading.PIECE` tokens where others wait.
 
         Prompts that share what is read of them may be cut short, and take several passes of it.
         Where it fails, those whose prompts were read end, and others go on.
         """
-        left = PIECE
+        left = reading.PIECE
         while left > 0 and (read := self._read_some(left)):
             left = left - read if self.sharing is not None else 0
 
@@ -385,7 +203,9 @@ class Loop:
         pieces: list[Piece] = []
         try:
             with self._undisturbed():
-                if pieces := self._next_pieces(served, left):
+                lives = [x for x in list(self._live.values()) if not x.ended]
+                pieces = reading.next_pieces(lives, self.sharing, self._pauses, served, left)
+                if pieces:
                     self._read(served, pieces)
         except BaseException as error:
             reason = StepError(f"Reading a prompt failed, and with it its sequence: {error!r}.")
@@ -398,62 +218,6 @@ class Loop:
                 raise
             return 0
         return sum(piece.stop - piece.start for piece in pieces)
-
-    def _next_pieces(self, served: list[Live], left: int) -> list[Piece]:
-        """The pieces to read next, `left` tokens of them where others wait.
-
-        Whose they are is added to `served`. The prompt that came first is first; ids and embeddings
-        go apart. One waits where another that is read now begins as it does.
-        """
-        lives = [x for x in list(self._live.values()) if not x.ended]
-        unread = [(x, x.unread) for x in lives if x.unread is not None]
-        waiting, sharing = len(unread) < len(lives), self.sharing
-        pieces: list[Piece] = []
-        if sharing is not None:
-            sharing.meet([piece.request for _, piece in unread])
-        for live, piece in unread:
-            if left <= 0:
-                break
-            if sharing is not None and sharing.waits(piece, pieces):
-                continue
-            if (piece.request.embeds is None) != (unread[0][1].request.embeds is None):
-                continue
-            served.append(live)
-            if sharing is not None and piece.is_first:
-                request = self._pauses.restore(live, piece.request)
-                piece = Piece.whole(sharing.begun(live.slot, request), live.slot)
-                live.kept = piece.start
-            if sharing is not None:
-                piece = sharing.until(piece)
-            pieces.append(_first(piece, left) if waiting else piece)
-            left -= pieces[-1].stop - piece.start if waiting else 0
-        return pieces
-
-    def _pause_of(self, request: Request, chosen: bool) -> int:
-        """New tokens after which a sequence begins anew, by other rotary angles; 0 for never.
-
-        The pass over `original` tokens is the last one by the short angles, and gives one more.
-        Raises UnsupportedError for what cannot begin anew: embeddings, and tokens `chosen` by the
-        caller.
-        """
-        original, prompt = self._runner.spec.original, len(request.prompt)
-        if original is None or prompt > original:
-            return 0
-        pause = original + 1 - prompt
-        if pause >= request.max_new_tokens:
-            return 0
-        if request.embeds is not None or chosen:
-            what = (
-                "Prompts of inputs_embeds are"
-                if request.embeds is not None
-                else "Tokens chosen on the host (output_scores, output_logits, processors) are"
-            )
-            raise UnsupportedError(
-                f"{what} not served past {original} tokens, prompt included: there this model "
-                "turns to other rotary angles, and reads a sequence again from its ids. Ask for at "
-                f"most {pause} new tokens, or generate from ids alone without these options."
-            )
-        return pause
 
     def trouble(self) -> str | None:
         """Why the device computes no more; None where it does."""
@@ -501,6 +265,10 @@ class Loop:
             self._hand_out(chunk)
         return True
 
+    def emptied(self) -> None:
+        """See `Slots`."""
+        self._chunks.clear()
+
     def _oldest(self, steps: int) -> _Chunk | None:
         """The oldest chunk, after enqueueing the next one behind it; None of a piece alone.
 
@@ -511,8 +279,8 @@ class Loop:
         """
         waits = self._profiler.enabled or bool(self._constrained())
         if len(self._chunks) <= 1 and not (waits and self._chunks):
-            reading = any(x.unread is not None for x in list(self._live.values()))
-            self._enqueue(min(steps, _BESIDE) if reading else steps)
+            is_reading = any(x.unread is not None for x in list(self._live.values()))
+            self._enqueue(min(steps, BESIDE) if is_reading else steps)
             self._read_on()
         return self._chunks[0] if self._chunks else None
 
@@ -576,13 +344,13 @@ class Loop:
     def _enqueue(self, steps: int) -> None:
         """Ask for the next chunk."""
         one = self._allow() or self._profiler.enabled
-        reading = {x.slot for x in list(self._live.values()) if x.unread is not None}
-        unfinished = [x for x in list(self._live.values()) if not x.ended and x.slot not in reading]
+        unread = {x.slot for x in list(self._live.values()) if x.unread is not None}
+        unfinished = [x for x in list(self._live.values()) if not x.ended and x.slot not in unread]
         ahead = max((x.request.max_new_tokens - x.queued for x in unfinished), default=0)
         if ahead <= 0:
             return
         steps = 1 if one else min(steps, ahead, MAX_STEPS)
-        columns = {slot: live for slot, live in dict(self._live).items() if slot not in reading}
+        columns = {slot: live for slot, live in dict(self._live).items() if slot not in unread}
         try:
             pending = self._profiler.run(self._runner.decode, steps)
         except BaseException as error:  # some of the steps may have run, and their tokens are gone
@@ -622,111 +390,3 @@ class Loop:
         with self._turns:
             self._closed = error
             self.lose(error)
-
-    def finish(self, lives: Sequence[Live], keeps: bool = True) -> None:
-        """Free the slots of these sequences, ended or not; it `keeps` beginnings of prompts."""
-        with self._turns:
-            here = [live for live in lives if self._live.get(live.slot) is live]
-            slots = [live.slot for live in here]
-            for live in lives:
-                live.ended = True
-            if keeps:
-                with self._undisturbed():
-                    self._keep(here)
-            for slot in slots:
-                del self._live[slot]
-            if slots:
-                self._runner.release(slots)
-            if not self._live:
-                self._chunks.clear()
-
-    def leave(self, lives: Sequence[Live]) -> None:
-        """Free the slots of sequences that nobody reads, at once or by who has the turn.
-
-        A stream may be collected on any thread, and be it one that the turn's holder waits for.
-        """
-        self._left.extend(lives)
-        self._free_left()
-
-    def _free_left(self) -> None:
-        """Free slots that were left, unless another thread, or a caller of this one, is at work."""
-        if self._turns.take():
-            try:
-                if not self._is_busy:
-                    self._finish_left()
-            finally:
-                self._turns.__exit__()
-
-    @contextmanager
-    def _undisturbed(self) -> Generator[None, None, None]:
-        """Around work on what slots hold: a stream that is collected within it ends behind it."""
-        was, self._is_busy = self._is_busy, True
-        try:
-            yield
-        finally:
-            self._is_busy = was
-
-    def _forget(self) -> None:
-        """Forget what slots hold: where a step has failed, JAX has lost it."""
-        if self.sharing is not None:
-            self.sharing.forget()
-
-    def _finish_left(self) -> None:
-        lives = []
-        while self._left:
-            lives.append(self._left.popleft())
-        if lives:
-            self.finish(lives)
-
-
-class Generation:
-    """The sequences of one call, step by step. Close it, or exhaust it, to free its slots."""
-
-    def __init__(
-        self, loop: Loop, requests: Sequence[Request], chunk: int, stop: StopStrings | None = None
-    ):
-        self._loop = loop
-        self._chunk = chunk
-        self._watches = [stop.watch(r.tokens.tolist()) for r in requests] if stop else []
-        self._lives = loop.start(requests)
-
-    def __iter__(self) -> Generator[list[int | None], None, None]:
-        """For every step, each sequence's new token; None once it has ended."""
-        step = 0
-        try:
-            while True:
-                self._loop.fill(self._lives, step + 1, self._chunk)
-                for live in self._lives:
-                    if live.error and len(live.tokens) <= step:
-                        raise live.error
-                tokens = [x.tokens[step] if len(x.tokens) > step else None for x in self._lives]
-                if all(token is None for token in tokens):
-                    return
-                step += 1
-                self._stop_at(step)
-                yield tokens
-        finally:
-            self.close()
-
-    @property
-    def told(self) -> list[list[np.ndarray]]:
-        """Arrays of `sampling.tell` for each sequence's tokens, in order; none where none tells."""
-        return [live.told[: len(live.tokens)] for live in self._lives]
-
-    def _stop_at(self, count: int) -> None:
-        """End the sequences of which a stop string ends within token number `count`.
-
-        Here and not where tokens are booked: that may happen on behalf of another call, which a
-        tokenizer's error does not concern.
-        """
-        for live, watch in zip(self._lives, self._watches, strict=False):
-            if len(live.tokens) < count or not watch.is_completed(live.tokens[count - 1]):
-                continue
-            if live.may_stop_at(count - 1):
-                self._loop.finish([live])
-                del live.tokens[count:]
-
-    def close(self) -> None:
-        """End what is unfinished and free the slots."""
-        with suppress(ClosedError):  # in a forked process, which has nothing to free
-            self._loop.leave(self._lives)

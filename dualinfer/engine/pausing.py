@@ -8,6 +8,8 @@ from typing import NamedTuple
 import numpy as np
 
 from ..backends.base import GRAIN, Request, Runner, Saved
+from ..errors import UnsupportedError
+from ..model.spec import ModelSpec
 from .sequence import Live
 
 _log = logging.getLogger(__name__)
@@ -75,3 +77,30 @@ class Pauses:
         for saved in self._saved:
             saved.is_stale = True
         self._saved.clear()
+
+
+def pause_of(spec: ModelSpec, request: Request, chosen: bool) -> int:
+    """New tokens after which a sequence begins anew, by other rotary angles; 0 for never.
+
+    The pass over `original` tokens is the last one by the short angles, and gives one more.
+    Raises UnsupportedError for what cannot begin anew: embeddings, and tokens `chosen` by the
+    caller.
+    """
+    original, prompt = spec.original, len(request.prompt)
+    if original is None or prompt > original:
+        return 0
+    pause = original + 1 - prompt
+    if pause >= request.max_new_tokens:
+        return 0
+    if request.embeds is not None or chosen:
+        what = (
+            "Prompts of inputs_embeds are"
+            if request.embeds is not None
+            else "Tokens chosen on the host (output_scores, output_logits, processors) are"
+        )
+        raise UnsupportedError(
+            f"{what} not served past {original} tokens, prompt included: there this model "
+            "turns to other rotary angles, and reads a sequence again from its ids. Ask for at "
+            f"most {pause} new tokens, or generate from ids alone without these options."
+        )
+    return pause

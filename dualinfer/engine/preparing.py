@@ -15,13 +15,13 @@ from .base import InferenceEngine
 from .checks import by_name, is_zero, refuse_prefix
 from .grammar import make_grammar
 from .images import refuse_images
-from .loop import StopStrings
 from .options import GenerationOptions, config_dict, count_of, make_options, over_limit, shorter
 from .pairs import make_decoder_prompts, make_pair_inputs, refuse_names
 from .prompts import Prompts, make_embedded, make_prompts
 from .requests import make_requests, make_seeds
 from .source import NAMES, counts_hidden, encoder_states, make_encoded, source_reader
 from .stepwise import Rule, Rules
+from .stops import StopStrings
 
 _INPUTS = "inputs", "inputs_embeds", "pixel_values"  # of generate, beside `source.NAMES`
 _HIDDEN = {"hidden": "suppress_tokens", "hidden_at_first": "begin_suppress_tokens"}

@@ -15,9 +15,10 @@ from ..backends.slots import unpacked
 from ..errors import ArgumentError, ClosedError, UnsupportedError, a_type, shown
 from ..parallel.spmd import Turns
 from .lookup import Drafts
-from .loop import Loop, StopStrings
+from .loop import Loop
 from .options import GenerationOptions
 from .prompts import Prompts
+from .stops import StopStrings
 
 _log = logging.getLogger(__name__)
 

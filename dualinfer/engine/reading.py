@@ -1,0 +1,99 @@
+"""Prompts that are read in pieces, while others have steps between them."""
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from ..backends.base import GRAIN, Piece, Request, Runner
+from .pausing import Pauses
+from .sequence import Live
+from .sharing import Sharing
+
+PIECE = 2048  # tokens that are read at a time where others wait; an H100 takes 50 ms for 8B
+
+
+def first_of(piece: Piece, most: int) -> Piece:
+    """The first tokens of a piece, about `most`."""
+    grains = max(most // GRAIN, 1) * GRAIN
+    return replace(piece, stop=min(piece.stop, piece.start + grains))
+
+
+def plan(lives: Sequence[Live], parts: Sequence[Request]) -> None:
+    """Let prompts wait for pieces of them to be read."""
+    for live, part in zip(lives, parts, strict=True):
+        live.unread = Piece.whole(part, live.slot)
+
+
+def plan_whole(
+    runner: Runner, pauses: Pauses, lives: Sequence[Live], parts: Sequence[Request], running: bool
+) -> list[Piece]:
+    """The pieces to read at once of new prompts: all, or, beside others `running`, some of each.
+
+    So all of the prompts have their room.
+    """
+    for live, part in zip(lives, parts, strict=True):
+        live.unread = Piece.whole(pauses.restore(live, part), live.slot)
+    pieces = [live.unread for live in lives if live.unread is not None]
+    if running and runner.spec.reads_pieces:
+        pieces = [first_of(piece, PIECE // len(pieces)) for piece in pieces]
+    return pieces
+
+
+def next_pieces(
+    open_ones: Sequence[Live],
+    sharing: Sharing | None,
+    pauses: Pauses,
+    served: list[Live],
+    left: int,
+) -> list[Piece]:
+    """The pieces to read next of open sequences, `left` tokens of them where others wait.
+
+    Whose they are is added to `served`. The prompt that came first is first; ids and embeddings go
+    apart. One waits where another that is read now begins as it does.
+    """
+    unread = [(x, x.unread) for x in open_ones if x.unread is not None]
+    waiting = len(unread) < len(open_ones)
+    pieces: list[Piece] = []
+    if sharing is not None:
+        sharing.meet([piece.request for _, piece in unread])
+    for live, piece in unread:
+        if left <= 0:
+            break
+        if sharing is not None and sharing.waits(piece, pieces):
+            continue
+        if (piece.request.embeds is None) != (unread[0][1].request.embeds is None):
+            continue
+        served.append(live)
+        if sharing is not None and piece.is_first:
+            request = pauses.restore(live, piece.request)
+            piece = Piece.whole(sharing.begun(live.slot, request), live.slot)
+            live.kept = piece.start
+        if sharing is not None:
+            piece = sharing.until(piece)
+        pieces.append(first_of(piece, left) if waiting else piece)
+        left -= pieces[-1].stop - piece.start if waiting else 0
+    return pieces
+
+
+def booked(lives: Sequence[Live], pieces: Sequence[Piece], sharing: Sharing | None) -> list[Live]:
+    """Book pieces that are read; return the sequences whose prompt is read whole."""
+    ended = []
+    for live, piece in zip(lives, pieces, strict=False):
+        rest = Piece.whole(piece.request, live.slot)
+        live.unread = None if piece.ends else replace(rest, start=piece.stop)
+        if sharing is not None:
+            sharing.read(piece)
+        if piece.ends:
+            ended.append(live)
+    return ended
+
+
+def keep(lives: Sequence[Live], sharing: Sharing | None) -> None:
+    """Keep what sequences that end have cached, where a prompt may begin so."""
+    for live in lives if sharing is not None else ():
+        assert sharing is not None
+        if live.chosen or live.error is not None:
+            sharing.drop(live.slot)
+        else:
+            piece, new = live.unread, live.tokens
+            request, new = (live.request, new) if piece is None else (piece.request, [])
+            sharing.keep(live.slot, request, None if piece is None else piece.start, new)
