@@ -33,11 +33,10 @@ class FilterBanks(Sounds):
         """See `Sounds`."""
         return self.bins
 
-    @property
-    def axes(self) -> Mapping[str, int]:
+    def axes(self, embed: int) -> Mapping[str, int]:
         """See `Sounds`."""
         near, far = self.taps
-        channels = {"between": self.between, "convolved": 2 * self.between}
+        channels = {"between": self.between, "convolved": 2 * self.between, "embed2": 2 * embed}
         return {"heard": self.bins, "taps1": near, "taps2": far, **channels}
 
     @property

@@ -24,8 +24,7 @@ class Spectrograms(Sounds):
         """See `Sounds`."""
         return self.bins
 
-    @property
-    def axes(self) -> Mapping[str, int]:
+    def axes(self, embed: int) -> Mapping[str, int]:
         """See `Sounds`."""
         return {"mel": self.bins, "taps": 3}
 

@@ -14,7 +14,7 @@ from ..ops.maths import Maths, flat, named
 
 @dataclass(frozen=True)
 class Waves(Sounds):
-    """A token of every 384 samples of an encoder of `embed` elements.
+    """Samples, a token of every 384.
 
     They pass through convolutions over `taps`, by `strides`, without anything around the sequence.
     The first one has the embedding's channels and no bias, and its tanh is normed by the mean and
@@ -23,7 +23,6 @@ class Waves(Sounds):
     `windows` places of the first convolution, each with a 1 behind where it counts in the mean.
     """
 
-    channels: int
     taps: ClassVar[tuple[int, int, int]] = (127, 7, 3)
     strides: ClassVar[tuple[int, int, int]] = (64, 3, 2)
     eps: ClassVar[float] = 1e-5
@@ -44,10 +43,9 @@ class Waves(Sounds):
         """Places that a token has or sees, and at most so many behind the last token's."""
         return self.seen + self.own - 1
 
-    @property
-    def axes(self) -> Mapping[str, int]:
+    def axes(self, embed: int) -> Mapping[str, int]:
         """See `Sounds`."""
-        return {f"taps{i + 1}": n for i, n in enumerate(self.taps)} | {"embed2": 2 * self.channels}
+        return {f"taps{i + 1}": n for i, n in enumerate(self.taps)} | {"embed2": 2 * embed}
 
     @property
     def width(self) -> int:

@@ -322,7 +322,7 @@ class ModelSpec(Once):
             outer |= {"registers": self.unplaced, "patch": self.patches.width}
             outer["classes"] = self.patches.learned - self.unplaced
         if self.sounds is not None:
-            outer |= self.sounds.axes
+            outer |= self.sounds.axes(self.embed)
         if self.pooled is not None and self.pooled.probe is not None:
             probe = self.pooled.probe
             outer |= {"probe_qkv": sum(probe.attention.qkv_sizes), "probe_ffn": probe.ffn}

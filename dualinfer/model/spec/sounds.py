@@ -24,9 +24,8 @@ class Sounds:
         """Numbers of a frame; 0 of samples."""
         return 0
 
-    @property
-    def axes(self) -> Mapping[str, int]:
-        """Elements of the axes of its own weights, by their names."""
+    def axes(self, embed: int) -> Mapping[str, int]:
+        """Elements of the axes of its own weights, by their names, in an encoder of `embed`."""
         raise NotImplementedError
 
     @property
