@@ -24,7 +24,7 @@ class Kind:
     that of the product that gates what heads give. Of `partial`
     families HF reads partial_rotary_factor. `always` are fields of the makers' own code with what
     HF takes for granted, a tuple of several; `twins` are such that say again what a field of HF's
-    does; `ignored` ones change nothing at inference. `sub_norms` are HF's names of the norms before
+    does; `ignored` ones change nothing at inference. With `sub_norms` there are norms before
     the products back of attention and MLP. Tensors of `unused` patterns change no text. `base` is
     HF's class without a head where its name is no other's with an end of its own; a kind that
     `only` others are around has no other.
