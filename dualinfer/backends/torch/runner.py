@@ -8,7 +8,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.nn import functional as F
 
 from ... import decoder
 from ...arrays import on_its_way
@@ -24,7 +23,6 @@ from ...system.patience import told_if_slow
 from ...system.progress import track
 from ..base import (
     MAX_STEPS,
-    NO_LABEL,
     NO_TOKEN,
     ForwardInputs,
     Piece,
@@ -47,8 +45,8 @@ from ..slots import (
 from . import sampler
 from .cache import Cache, size_of
 from .compiling import compile_options
-from .device import device_name, free_bytes, in_order, ready, upload
-from .graphs import MOST_STEPS, CallGraphs, StepGraphs, graph_facts
+from .device import device_name, free_bytes, in_order, upload
+from .graphs import StepGraphs, graph_facts
 from .maths import MATHS
 from .ops.plain import PlainOps
 from .ops.schemes import SCHEMES
@@ -59,10 +57,8 @@ from .prompts import Prompts
 from .sampler import SlotState
 from .streaming import LayerStream
 from .threads import few_threads, threads_note
+from .whole import WholePasses
 
-# Parameters times tokens of a pass over texts. One of 5e12 takes an H100 about 15 ms, and its
-# launches from Python as long.
-_MOST_TEXT_WORK = 1 << 44
 # The kinds of steps that are captured ahead: requests that draw nothing, and those that do.
 _GREEDY, _DRAWN = SamplingFeatures(), SamplingFeatures(noise=True, filters=True)
 
@@ -131,14 +127,8 @@ class TorchRunner:
         prompt_graphs = None if self._graphs is None else StepGraphs()
         self._prompts = Prompts(spec, params, ops, prompt_graphs)
         self.last_work: tuple[torch.cuda.Stream, torch.cuda.Event] | None = None
-        name = f"forward of {spec.architecture}"
-        self._calls = CallGraphs(device, name, uploads=True) if forward_graphs else None
-        self._texts = None  # of passes over texts whose launches take longer than their work
-        self._text_sizes: set[Hashable] = set()
-        if self._calls is None and self._graphs is not None:
-            name = f"embed() of {spec.architecture}"
-            self._texts = CallGraphs(device, name, most=MOST_STEPS, uploads=True)
-        self._compiled: Callable[..., dict[str, Any]] | None = None
+        how = self._parameters, self._graphs is not None, forward_graphs
+        self._whole = WholePasses(spec, ops, dtype, device, *how)
 
     @property
     def _passed(self) -> Params:
@@ -164,134 +154,10 @@ class TorchRunner:
             scale = w["logit_scale"], w.get("logit_bias")
             with self._own_settings(inputs.positions.size):
                 return decoder.joined_towers(texts, images, *contrast(MATHS, *vectors, *scale))
-        arrays = (inputs.ids, inputs.positions, inputs.token_types, inputs.mask, inputs.segments)
-        source: Any = inputs.source or (None,) * 5
-        if inputs.source:
-            source = (source.ids, source.positions, source.mask, source.embeds, source.states)
-        more = inputs.embeds, inputs.blend, inputs.kept, inputs.weights, *source
-        tensors = [
-            None if array is None else self._ready_to_upload(array) for array in (*arrays, *more)
-        ]
-        outputs: Callable[..., dict[str, Any]] = self._compiled or self._outputs
-        how = inputs.output_hidden_states, inputs.texts, inputs.largest, inputs.of_encoder
-        how = *how, inputs.watched
         with self._own_settings(inputs.positions.size), span("forward"):
-            graphs = self._calls
-            if inputs.texts and self._parameters * inputs.positions.size <= _MOST_TEXT_WORK:
-                size = inputs.positions.shape, inputs.texts, inputs.largest
-                if size in self._text_sizes:  # one that comes a second time is worth a capture
-                    graphs = graphs or self._texts
-                self._text_sizes.add(size)
-            if graphs is not None:
-                result = graphs.run(outputs, (*tensors, *how), {})
-            else:
-                put = (None if t is None else self._upload(t) for t in tensors)
-                result = outputs(*put, *how)
-            if inputs.choices:
-                result["logits"] = result["logits"].reshape(-1, inputs.choices)
-            if inputs.labels is not None and "start_logits" in result:
-                ends = result["start_logits"], result["end_logits"]
-                parts = [
-                    self._loss(x, inputs.labels[:, i], inputs.loss_count)
-                    for i, x in enumerate(ends)
-                ]
-                result["loss"] = (parts[0] + parts[1]) / 2
-            elif inputs.labels is not None and inputs.loss != "classes":
-                wanted = torch.from_numpy(inputs.labels).to(self.device)
-                several = inputs.loss == "several"
-                difference = F.binary_cross_entropy_with_logits if several else F.mse_loss
-                result["loss"] = difference(result["logits"].float(), wanted)
-            elif inputs.labels is not None:
-                result["loss"] = self._loss(result["logits"], inputs.labels, inputs.loss_count)
+            result = self._whole.run(self._passed, inputs)
         self._check_exchange()
         return result
-
-    def _ready_to_upload(self, array: np.ndarray) -> torch.Tensor:
-        """`array` in memory from which it can be copied to the device beside the device's work."""
-        tensor = torch.from_numpy(array)
-        return ready(tensor) if self.device.type == "cuda" else tensor
-
-    def _upload(self, tensor: torch.Tensor) -> torch.Tensor:
-        return tensor.to(self.device, non_blocking=tensor.is_pinned())
-
-    def _outputs(
-        self,
-        ids: torch.Tensor | None,
-        positions: torch.Tensor,
-        token_types: torch.Tensor | None,
-        mask: torch.Tensor | None,
-        segments: torch.Tensor | None,
-        embeds: torch.Tensor | None,
-        blend: torch.Tensor | None,
-        kept: torch.Tensor | None,
-        weights: torch.Tensor | None,
-        source: torch.Tensor | None,
-        source_positions: torch.Tensor | None,
-        source_mask: torch.Tensor | None,
-        source_embeds: torch.Tensor | None,
-        source_states: torch.Tensor | None,
-        keep: bool,
-        texts: int,
-        largest: bool,
-        of_encoder: bool,
-        watched: tuple[tuple[int, int], ...],
-    ) -> dict[str, Any]:
-        """Outputs of whole sequences on the device: ready for capture and for torch.compile."""
-        spec, params = self.spec, self._passed
-        if of_encoder and spec.encoder is not None:
-            params, spec = params.of_encoder(len(spec.layers)), spec.encoder
-        model = spec, params, self.ops
-        last = None
-        if mask is not None and spec.turns_by_length:
-            last = positions.where(mask, 0).amax(1)
-        angles = self.ops.angles(spec, params, positions, last)
-        counted = None if mask is None else positions
-
-        def attend(i: int, qkv: torch.Tensor) -> torch.Tensor:
-            layer = self.ops.layer_attention(spec, params, i)
-            how: dict[str, Any] = {"mask": mask, "segments": segments, "positions": counted}
-            return self.ops.attend(layer, qkv, angles, **how)[0]
-
-        def recur(i: int, x: torch.Tensor) -> torch.Tensor:
-            own = spec.layers[i].recurrence
-            assert own is not None
-            how: dict[str, Any] = {"mask": mask, "segments": segments}
-            return self.ops.recur(own, params.layers[i], x, **how)[0]
-
-        embeds = None if embeds is None else embeds.to(self.dtype)
-        given: dict[str, Any] = {"keep": keep, "embeds": embeds, "blend": blend}
-        given |= {"mask": mask, "segments": segments, "recur": recur}
-        more: dict[str, Any] = {}
-        seen: dict[tuple[int, int], torch.Tensor] = {}
-        if source_positions is not None:
-            if source_states is not None:
-                encoded = [source_states.to(self.dtype)]
-            else:
-                vectors = None if source_embeds is None else source_embeds.to(self.dtype)
-                read = source, source_positions, source_mask, vectors
-                encoded = decoder.encoded(*model, *read, keep)
-            watches = encoded[-1], source_mask, watched, seen
-            given["across"] = decoder.across_whole(*model, *watches)
-            more = {"encoder_last_hidden_state": encoded[-1]}
-            if keep and source_states is None:
-                more["encoder_hidden_states"] = decoder.encoder_states(spec, encoded)
-        states = decoder.hidden_states(*model, ids, positions, token_types, attend, **given)
-        if texts:
-            assert weights is not None and segments is not None
-            return decoder.embeddings(*model, states[-1], weights, segments, (texts, largest))
-        if watched:
-            more["cross_weights"] = torch.stack([seen[head] for head in watched], 2)
-        return {**decoder.outputs(*model, states, keep, kept, weights), **more}
-
-    def _loss(self, logits: torch.Tensor, labels: np.ndarray, count: float | None) -> torch.Tensor:
-        """Cross-entropy float32 [] of logits [..., V], its sum divided by `count` if given."""
-        loss = F.cross_entropy(
-            logits.reshape(-1, logits.shape[-1]).float(),
-            torch.from_numpy(labels).to(self.device).flatten().long(),
-            ignore_index=NO_LABEL,
-            reduction="mean" if count is None else "sum",
-        )
-        return loss if count is None else loss / count
 
     def prefill(self, requests: Sequence[Request], slots: Sequence[int]) -> PendingTokens:
         """Fill the cache of `slots` and sample the first token of each request."""
@@ -685,12 +551,7 @@ class TorchRunner:
     def forget_graphs(self) -> None:
         """Drop every graph: of steps, of prompts and of whole calls."""
         self._forget_steps()
-        self._forget_calls()
-
-    def _forget_calls(self) -> None:
-        for graphs in (self._calls, self._texts):
-            if graphs is not None:
-                graphs.clear()
+        self._whole.forget()
 
     def _forget_steps(self) -> None:
         """Drop the graphs of the loop, before buffers whose addresses they hold are replaced."""
@@ -810,7 +671,7 @@ class TorchRunner:
     @property
     def is_compiled(self) -> bool:
         """True if forward is compiled."""
-        return self._compiled is not None
+        return self._whole.is_compiled
 
     def compile(self, backend: Any, compile_kwargs: Mapping[str, Any]) -> None:
         """Compile forward with torch.compile when it is next called; the second time, do nothing.
@@ -819,14 +680,13 @@ class TorchRunner:
         """
         if self.is_compiled:
             return
-        options = compile_options(backend, compile_kwargs)
+        compile_options(backend, compile_kwargs)  # which refuses what is not known
         if self._stream is not None:
             raise UnsupportedError(
                 "compile(): layers are streamed from the host's memory (keep_module_on_host), and "
                 "torch.compile would take those of one pass for all. Leave one of them out."
             )
-        self._compiled = torch.compile(self._outputs, **options)
-        self._forget_calls()
+        self._whole.compile(backend, compile_kwargs)
 
     def probe(self) -> None:
         """See `base.Runner`."""
@@ -857,7 +717,7 @@ class TorchRunner:
             "streamed_bytes": sum(block.nbytes for block in self.params.blocks.values()),
             "cache_bytes": self._cache.bytes,
             "cache": describe_caches(self._cache.specs),
-            **graph_facts(self._graphs, self._prompts.graphs, self._calls, self._texts),
+            **graph_facts(self._graphs, self._prompts.graphs, self._whole.calls, self._whole.texts),
         }
 
     def close(self) -> None:
@@ -874,7 +734,7 @@ class TorchRunner:
         if self._stream is not None:
             self._stream.close()
             self._stream = None
-        self._compiled = None
+        self._whole.close()
         self.ops.clear()
         self._cache.clear()
         self._state = None
