@@ -14,6 +14,8 @@ from dualinfer.quantization.formats.bitsandbytes import PLAIN, opener
 from .formats import check_logits, check_shapes, check_slices, edit, open_folder, values
 from .models import BACKENDS, VOCAB, random_ids, relative_rms
 
+pytestmark = pytest.mark.usefixtures("greedy")
+
 MODULES = ("self_attn.k_proj", "self_attn.o_proj", "mlp.down_proj")
 # hidden 96: blocks of 64 end within rows. inner 100: a divisor of 4 alone. head of 32.
 SIZES = {

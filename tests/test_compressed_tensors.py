@@ -32,6 +32,8 @@ from .formats import (
 )
 from .models import BACKENDS, make_model, on_backends, random_ids, relative_rms
 
+pytestmark = pytest.mark.usefixtures("greedy")
+
 Q = "model.layers.0.self_attn.q_proj"
 
 

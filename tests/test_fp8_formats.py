@@ -35,6 +35,8 @@ from .formats import (
 from .models import on_backends, random_ids, relative_rms
 from .test_compressed_tensors import emulated, logits_of_hf, scheme, unrest
 
+pytestmark = pytest.mark.usefixtures("greedy")
+
 Q = "model.layers.0.self_attn.q_proj"
 FP8 = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [16, 32]}
 STATIC = {"quant_method": "fp8", "activation_scheme": "static", "weight_block_size": None}

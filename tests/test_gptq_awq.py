@@ -18,6 +18,8 @@ from dualinfer.quantization.formats import METHODS, find_method
 from .formats import check_logits, check_shapes_in, check_slices, dense_model, edit, values
 from .models import VOCAB, on_backends
 
+pytestmark = pytest.mark.usefixtures("greedy")
+
 GOLDEN = {path.stem: path for path in (Path(__file__).parent / "data" / "gptq").glob("*.safeten*")}
 CODES = {
     "gptq-v1": "int4",

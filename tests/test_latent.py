@@ -25,6 +25,8 @@ from .test_quantize_on_load import dequantized
 from .test_relatives import _OF_ALL as OF_ALL
 from .test_relatives import make, make_config
 
+pytestmark = pytest.mark.usefixtures("greedy")
+
 HOW = {"replace_with_kernel_inject": True, "dtype": "fp32"}
 CASE = "deepseek_v2, dense"
 

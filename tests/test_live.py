@@ -21,6 +21,8 @@ from dualinfer.model.live import Watch
 from .models import ALL, BACKENDS, make_model, random_ids, relative_rms
 from .test_engine import make_module
 
+pytestmark = pytest.mark.usefixtures("greedy")
+
 NAME = "llama-gqa"
 IDS = random_ids(2, 7)
 GREEDY = {"max_new_tokens": 3, "do_sample": False}

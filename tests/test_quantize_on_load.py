@@ -49,7 +49,7 @@ from .test_module_torch import inputs_of, make_hf  # noqa: E402
 ASYMMETRIC = {"weight": {"num_bits": 4, "q_type": "asymmetric", "q_groups": 4}}
 ASKED = ["int8", "int4", "fp8", "nvfp4", ASYMMETRIC]
 GREEDY = {"max_new_tokens": 6, "do_sample": False}
-pytestmark = pytest.mark.xdist_group("ranks")
+pytestmark = [pytest.mark.xdist_group("ranks"), pytest.mark.usefixtures("greedy")]
 
 
 def engine(model, backend="torch", tp=1, **fields):

@@ -33,7 +33,7 @@ SIZES = {"hidden_size": 96, "intermediate_size": 160, "tie_word_embeddings": Fal
 OF_16 = {"weight": {"num_bits": 4, "q_type": "asymmetric", "group_size": 16}}
 INT4 = {"weight": {"num_bits": 4, "q_groups": 1}}
 INPUTS = {"weight": {"num_bits": 8}, "activation": {"enabled": True}}
-pytestmark = pytest.mark.xdist_group("ranks")
+pytestmark = [pytest.mark.xdist_group("ranks"), pytest.mark.usefixtures("greedy")]
 
 
 @pytest.fixture(scope="module")

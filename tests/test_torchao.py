@@ -34,6 +34,8 @@ from .formats import (
 )
 from .models import BACKENDS, VOCAB, on_backends, random_ids, relative_rms
 
+pytestmark = pytest.mark.usefixtures("greedy")
+
 SIZES = {
     "vocab_size": VOCAB,
     "hidden_size": 96,

@@ -8,7 +8,6 @@ of JSON says microseconds a layer and a launch, the chain's fraction of the read
 relative RMS error against float32. Ways:
 
 - engine: what an engine launches (dualinfer/kernels/xla), a step in one custom call;
-- ring: products by Mosaic GPU (ring.py), attention as today; `--ring KIND=SLOTS,PER_SM,ROWS`;
 - ptx: our Triton kernels, each by XLA's call of PTX (ours.py);
 - jax-triton: the same by jax_triton 0.3.1, or with `--ffi` as 0.4 calls XLA;
 - program: the same, a step in `--calls` custom calls of our own (ours.py).
@@ -182,36 +181,6 @@ class Engine:
             residual = x if self.shape.kinds[kind][3] else None
             x = self.product(kind, wide if kind == "down" else x, p, residual)
         return x, caches, counters
-
-
-class Ring(Engine):
-    """Products by Mosaic GPU."""
-
-    def __init__(self, shape: Shape, options: argparse.Namespace) -> None:
-        super().__init__(shape, options)
-        deep = {4096: (3, 3, 2, 2), 2048: (6, 6, 3, 3)}.get(shape.embed, (6, 6, 6, 4))
-        per_sm = (4, 4, 3 if shape.embed == 4096 else 4, 2)
-        self.rings = {k: (d, n, 1) for k, d, n in zip(shape.kinds, deep, per_sm, strict=True)}
-        for text in options.ring:
-            kind, _, numbers = text.partition("=")
-            self.rings[kind] = tuple(map(int, numbers.split(",")))
-
-    def product(self, kind: str, x: jax.Array, p: Any, residual: Any = None) -> jax.Array:
-        import ring
-
-        features, width, gated, added = self.shape.kinds[kind]
-        slots, per_sm, rows = self.rings[kind]
-        call = ring.product(
-            *(features, width),
-            gated=gated,
-            eps=None if added else EPS,
-            residual=added,
-            slots=slots,
-            rows=rows,
-            programs=per_sm * SMS,
-            early=self.early,
-        )
-        return call(x, p[kind], p.get(kind + "_norm"), residual)
 
 
 class Ptx(Engine):
@@ -400,7 +369,7 @@ class Program(Ptx):
         return found[last - len(args)], caches, counters
 
 
-WAYS = {"engine": Engine, "ring": Ring, "ptx": Ptx, "jax-triton": JaxTriton, "program": Program}
+WAYS = {"engine": Engine, "ptx": Ptx, "jax-triton": JaxTriton, "program": Program}
 
 
 def read_bandwidth() -> float:
@@ -437,7 +406,6 @@ def arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description="A layer's launches on JAX, by several ways.")
     parser.add_argument("--way", default="engine", choices=WAYS)
     parser.add_argument("--shape", default="7b", choices=SHAPES)
-    parser.add_argument("--ring", action="append", default=[], metavar="KIND=SLOTS,PER_SM,ROWS")
     parser.add_argument("--calls", type=int, default=1, help="custom calls a step, of 'program'")
     for flag in ("no-early", "no-graphs", "ffi", "skip-attention", "only-step"):
         parser.add_argument("--" + flag, action="store_true")
