@@ -127,10 +127,9 @@ def compiled_table(rows: Sequence[dict[str, Any]]) -> Table | None:
     rows = [row for row in rows if row["compiled"] is not None]
     if not rows:
         return None
-    title = "by the compiled program of one chip, not measured; XLA's cycles leave out the kernels"
-    table = Table(title=title)
-    names = ("model", "batch x tokens", "arguments GB", "beside them MB", "moved GB")
-    for name in (*names, "kernels", "XLA's cycles"):
+    table = Table(title="by the compiled program of one chip, not measured")
+    names = ("model", "batch x tokens", "arguments GB", "beside them MB", "kernels")
+    for name in (*names, "XLA moves MB", "XLA's cycles"):
         table.add_column(name, justify="left" if name == "model" else "right")
     for row in rows:
         own = row["compiled"]
@@ -139,8 +138,8 @@ def compiled_table(rows: Sequence[dict[str, Any]]) -> Table | None:
             figures = [
                 f"{own['argument_bytes'] / 1e9:.3g}",
                 f"{own['temp_bytes'] / 1e6:.3g}",
-                f"{own['accessed_bytes'] / 1e9:.3g}",
                 f"{own['kernels']:,}",
+                f"{own['accessed_bytes'] / 1e6:.3g}",
                 f"{own['cycles']:,}",
             ]
         name = row["model"] + (f" {row['quant']}" if row["quant"] else "")

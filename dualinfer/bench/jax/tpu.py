@@ -99,9 +99,9 @@ def compiled(
 
     None where it does not fit into the chip's memory.
 
-    `argument_bytes` are weights, cache and inputs, `temp_bytes` what it holds beside them,
-    `accessed_bytes` what XLA counts that it reads and writes, and `cycles` XLA's own estimate for
-    all but the kernels, of which it knows nothing.
+    `argument_bytes` are weights, cache and inputs, `temp_bytes` what it holds beside them, and
+    `kernels` how many it calls. Of all else XLA says itself what it reads and writes,
+    `accessed_bytes`, and how long it takes, `cycles`: of kernels it knows neither.
     """
     most = task.tokens + task.new_tokens
     runner = abstract_runner(spec, plan, dtype, most, task.kv_cache)
