@@ -30,7 +30,6 @@ from dualinfer.bench import limits, peers, runs, worker
 from dualinfer.bench import measure as measuring
 from dualinfer.bench.case import OpCase, TracedCall
 from dualinfer.bench.counts import Counts, describe_held
-from dualinfer.bench.estimate import estimate
 from dualinfer.bench.limits import Limits, open_device
 from dualinfer.bench.measure import Task, decode_row, measure, streaming_figures, text_lengths
 from dualinfer.bench.ops import find_cases, measure_op
@@ -1158,28 +1157,26 @@ def test_a_step_of_a_decoder_reads_no_weight_of_its_encoder():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("quant", [None, "int8"])
-def test_an_estimate_reads_the_compiled_program(quant, monkeypatch):
-    """Which holds the weights and the cache as they were counted, and what is little beside."""
+def test_an_estimate_reads_the_compiled_program(tmp_path, monkeypatch):
+    """Which holds the weights and the cache as they were counted, and little beside."""
     tpu = pytest.importorskip("dualinfer.bench.jax.tpu")
     if tpu.library() is None:
         pytest.skip("`make test-tpu` brings libtpu")
-    chosen = ("--quant", quant) if quant else ()
-    asked = ("decode", "--shape", "gpt2:1", "--prompt", 100, "--new-tokens", 2, *chosen)
-    with monkeypatch.context() as patch:
-        shown = bench(*asked, "--device", "tpu-v5e", "--estimate")
-        assert shown.exit_code == 0, shown.output
-        assert "by the compiled program of one chip, not measured" in shown.stdout
-        task = Task("decode", "", "gpt2:1", None, 1, 100, 2, 1, True, quant=quant)
-        row = estimate(task, "tpu-v5e")
-        patch.setattr(tpu, "library", lambda: None)
-        assert estimate(task, "tpu-v5e") == row | {"compiled": None}
-    made = row["compiled"]
-    cache = 2 * 12 * 128 * 64 * 2  # of the bucket of 102 tokens
+    asked = ("decode", "--shape", "gpt2:1", "--prompt", 100, "--new-tokens", 2, "--quant", "int8")
+    file, sheet = tmp_path / "rows.json", ("--device", "tpu-v5e", "--estimate")
+    shown = bench(*asked, *sheet, "--json", file)
+    assert shown.exit_code == 0, shown.output
+    assert "by the compiled program of one chip, not measured" in shown.stdout
+    (row,) = json.loads(file.read_text())["rows"]
+    made, cache = row["compiled"], 2 * 12 * 128 * 64 * 2  # of the bucket of 102 tokens
     assert row["held_bytes"] + cache <= made["argument_bytes"] < 1.1 * row["held_bytes"] + cache
     assert made["temp_bytes"] < 0.2 * made["argument_bytes"]
     assert made["kernels"] >= 6 and 0 < made["accessed_bytes"] < row["weight_bytes"]
     assert made["cycles"] > 0
+    monkeypatch.setattr(tpu, "library", lambda: None)
+    shown = bench(*asked, *sheet, "--json", file)
+    assert json.loads(file.read_text())["rows"] == [row | {"compiled": None}]
+    assert shown.exit_code == 0 and "compiled" not in shown.stdout
 
 
 def test_an_estimate_counts_bytes_and_flops_against_the_data_sheet(tmp_path):
