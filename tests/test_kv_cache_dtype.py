@@ -123,7 +123,7 @@ def test_logits_are_those_of_hf_over_the_same_codes(name, codes, backend, hf_mod
     ],
 )
 def test_backends_and_kinds_make_the_same_text_where_the_cache_grows(
-    kind, codes, backend, hf_model, add_blocks
+    drawing, kind, codes, backend, hf_model, add_blocks
 ):
     def found(backend: str, kind: str) -> list[list[int]]:
         how = {"backend": backend, "kv_cache_dtype": codes, **OPTIONS}
