@@ -530,9 +530,10 @@ def test_an_embedding_whose_client_has_left_is_still_to_blame():
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("backend", ["torch"], indirect=True, scope="module")  # the front's part
 def test_what_engines_die_of_is_refused_alone(backend, engine):
     """One of four requests kills the engine in the middle of its text."""
-    count = 60 if backend == "torch" else 45
+    count = 60
     greedy = {"max_new_tokens": count, "eos_token_id": None, "do_sample": False, "logprobs": None}
     drawn = greedy | {"do_sample": True, "seed": 5, "temperature": 1.0}
     prompts = [[5, 6, 7], [*POISON, 3], [8, 9, 10, 11]]
