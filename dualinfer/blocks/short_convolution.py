@@ -2,12 +2,12 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import ClassVar, Self
+from typing import Any, ClassVar, Self
 
 from ..model import rows as make
 from ..model.weights import Row
-from ..ops.caches import Buffer
-from ..ops.contract import EVERY, Array, BlockOps, Seen, Weights
+from ..ops.caches import Buffer, StateView
+from ..ops.contract import EVERY, Array, BlockOps, Launch, Seen, Weights
 from ..ops.maths import Maths, cut
 from ..ops.recurrences import convolve_past, last_tokens, visible
 from ..parallel.sharding import Devices, Share
@@ -78,6 +78,30 @@ class ShortConvolution:
         """See `spec.Recurrence`."""
         y, wide = self._convolved(ops.maths, w, x, states[0], EVERY)
         return y, (wide[:, 1:],)
+
+    @property
+    def is_fused(self) -> bool:
+        """See `contract.FusedRecurrence`."""
+        return self.taps > 1
+
+    @property
+    def fuses_sequences(self) -> bool:
+        """See `contract.FusedRecurrence`."""
+        return False
+
+    def token_launch(
+        self, ops: Any, w: Weights, x: Array, cache: StateView, moves: Array
+    ) -> Launch | None:
+        """See `contract.FusedRecurrence`."""
+        from ..kernels.triton import conv_token
+
+        how = {"taps": w["recurrence_kernel"], "taps_bias": w.get("recurrence_kernel_bias")}
+        how["pdl"] = ops.starts_early(len(x))
+        return Launch(conv_token.conv_token, (x, *cache.arrays, moves), how)
+
+    def sequence_launch(self, *_: Any, **__: Any) -> Launch | None:
+        """See `contract.FusedRecurrence`."""
+        return None
 
     def _convolved(
         self, m: Maths, w: Weights, x: Array, past: Array | None, seen: Seen

@@ -1,4 +1,4 @@
-"""Triton's step of Mamba-2."""
+"""Triton's steps of Mamba-2 and of short convolutions."""
 
 import math
 from dataclasses import replace
@@ -11,7 +11,9 @@ import pytest
 from .cases import assert_close, normal
 from .tensors import get, needs_triton, put, strict
 
+from dualinfer.blocks.short_convolution import ShortConvolution  # isort: skip
 from dualinfer.blocks.state_space import StateSpace  # isort: skip
+from dualinfer.kernels.triton.conv_token import conv_token  # isort: skip
 from dualinfer.kernels.triton.state_token import state_token  # isort: skip
 from dualinfer.model.spec import Norm  # isort: skip
 from dualinfer.ops.exact import MATHS  # isort: skip
@@ -76,6 +78,32 @@ def test_a_token_moves_the_slots_that_are_named(dtype, name):
     for slot in (1, 3):
         assert (new_past[slot] == past[slot]).all()
         assert (new_state[slot] == state[slot]).all()
+
+
+@pytest.mark.parametrize(("taps", "bias"), [(3, True), (2, False), (5, False)])
+def test_a_token_is_convolved_in_the_slots_that_are_named(dtype, taps, bias):
+    own = ShortConvolution(300, taps)  # channels of two programs
+    w = {"recurrence_kernel": normal(1, own.width, taps, dtype=dtype, scale=0.7)}
+    if bias:
+        w["recurrence_kernel_bias"] = normal(2, own.width, dtype=dtype)
+    x, past = normal(3, 3, 3 * own.width, dtype=dtype), normal(4, 4, taps - 1, 300, dtype=dtype)
+    moves = np.array([True, False, True])
+    held = put(past)
+    cache: Any = SimpleNamespace(arrays=(held,))
+    ops: Any = SimpleNamespace(starts_early=lambda rows: False)
+    weights = {key: put(value) for key, value in w.items()}
+    launch = own.token_launch(ops, weights, put(x), cache, put(moves))
+    assert own.is_fused and launch is not None and launch.function is conv_token
+    y = get(launch.function(*launch.arguments, **launch.options))
+    kept = get(held)
+    for slot in (0, 2):
+        wanted, (last,) = own.token(EXACT, w, x[slot : slot + 1, None], (past[slot : slot + 1],))
+        assert_close(y[slot], wanted[0, 0].astype(np.float32), dtype, length=256)
+        assert_close(kept[slot], last[0].astype(np.float32), dtype, length=2)
+    assert (y[1] == 0).all()
+    for slot in (1, 3):
+        assert (kept[slot] == past[slot]).all()
+    assert not replace(own, taps=1).is_fused
 
 
 def test_sizes_that_the_kernel_does_not_know_are_plain():
