@@ -487,7 +487,8 @@ def test_only_what_engines_die_of_is_refused(given_texts, outside):
     assert deaths <= 5 * at + 6 * after + 2 * len(outside)
 
 
-def test_an_embedding_whose_client_has_left_is_still_to_blame():
+@pytest.mark.parametrize("dies", [True, False])
+def test_an_embedding_whose_client_has_left_is_still_to_blame(dies):
     """Nothing else is sent beside it, until the engine says that it has left it, too."""
     sent = []
 
@@ -513,18 +514,15 @@ def test_an_embedding_whose_client_has_left_is_still_to_blame():
         call.cancel()
         await asyncio.sleep(0.01)
         assert [x["do"] for x in sent] == ["embed", "leave"]
+        if not dies:
+            remote.received({"is": "left", "number": sent[0]["number"]})
+            assert [x["do"] for x in sent] == ["embed", "leave", "start"]
+            assert [*remote._work] == [other.number]
+            return
         remote.detach("It died.")
         assert not other.has_ended and other.party.deaths == 0  # but that of the call is 3
         life()
         assert [x["do"] for x in sent] == ["start"]
-        call = asyncio.ensure_future(remote.embed(["a text"], None))
-        await asyncio.sleep(0)
-        number = sent[-1]["number"]
-        call.cancel()
-        await asyncio.sleep(0.01)
-        assert [x["do"] for x in sent] == ["start", "embed", "leave"]
-        remote.received({"is": "left", "number": number})  # and is gone here, too
-        assert [*remote._work] == [other.number]
 
     asyncio.run(main())
 

@@ -433,8 +433,9 @@ class RemoteEngine:
             if isinstance(work, _Call):
                 self.progress, self.in_vain = self.progress + 1, 0
                 work.take(message["array"])
-        elif kind == "left":
-            self._work.pop(message["number"], None)
+        elif kind == "left" and (work := self._work.pop(message["number"], None)) is not None:
+            # Nobody waits for it, but others may wait for its end.
+            work.fail(ClosedError("Nobody waited for it when the engine came to it."))
 
     def _beaten(self, message: Message) -> None:
         """Note what the engine does."""
