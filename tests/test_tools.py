@@ -1,5 +1,6 @@
 """Calls of tools and thoughts: read alike in whatever pieces, and made certain by grammars."""
 
+import copy
 import json
 import re
 
@@ -19,6 +20,8 @@ from dualinfer.serving.http.call_grammars import calls_grammar, style_of, though
 from dualinfer.serving.http.calls import MARKS, Delta, Reply
 from dualinfer.serving.http.channels import ChannelReply
 from dualinfer.serving.http.engines import LocalEngine
+from dualinfer.serving.http.protocol import ChatRequest, RequestError
+from dualinfer.serving.http.talks import Talk
 
 from .tokenizer_kinds import KINDS
 
@@ -494,6 +497,34 @@ def test_a_format_stands_in_the_channel_that_users_see(engine, client):
     with pytest.raises(openai.BadRequestError, match="channels cannot be held to") as caught:
         client.chat.completions.create(**how, **form, tools=TOOLS)
     assert caught.value.param == "response_format"
+
+
+@pytest.mark.parametrize("engine", ["torch"], indirect=True)
+@pytest.mark.parametrize("parser", [None, "none", "hermes"])
+def test_channels_are_read_by_whichever_parser_of_calls(engine, parser):
+    tokenizer = copy.deepcopy(engine.tokenizer)
+    tokenizer.chat_template = TEMPLATES["harmony"]
+    tokenizer.add_special_tokens({"additional_special_tokens": [*MARKS["harmony"], "<|other|>"]})
+    ask = [{"role": "user", "content": "go"}]
+    body = ChatRequest.model_validate({"model": "small", "messages": ask})
+    talk = Talk.of_template(tokenizer, {}, parser, None).of([5], body, [])
+    said = (
+        "<|channel|>analysis<|message|>I look.<|end|><|start|>assistant<|channel|>final<|message|>"
+    )
+    reply, whole = talk.reply(), Delta()
+    for delta in (reply.push(said + "So.<|return|>"), reply.finish()):
+        whole.add(delta)
+    assert talk.reads and (whole.thoughts, whole.content) == ("I look.", "So.")
+    silent = {tokenizer.convert_ids_to_tokens(x) for x in talk.silent}
+    assert "<|other|>" in silent and not silent & {*MARKS["harmony"]}
+    _, made = talk.grammar(("guided_choice", {"choice": ["a"]}))
+    assert "final" in made["prefix"]
+    server = Server(LocalEngine(engine), "small", tool_call_parser=parser)
+    engine.tokenizer.chat_template = TEMPLATES["harmony"]
+    if parser is not None:
+        tools = ChatRequest.model_validate({"model": "small", "messages": ask, "tools": TOOLS})
+        with pytest.raises(RequestError, match=f"--tool-call-parser {parser}. Start it without"):
+            server._read_chat(tools)
 
 
 def test_tools_that_need_not_be_called(engine, client):

@@ -26,7 +26,7 @@ from ...engine.text_stream import Detokenizer
 from ...engine.tokenizing import encode, ids_of, tokenizer_of
 from ...errors import ArgumentError, UnsupportedError, shown
 from .answers import Answer, Nothing, StopText
-from .calls import MARKS
+from .calls import CHANNELS, MARKS
 from .engines import Handle, ServedEngine, State
 from .forms import ChatForm, Form, TextForm, cancel, events_of, whole
 from .metrics import CONTENT_TYPE, Metrics
@@ -220,6 +220,13 @@ class Server:
     def _talk_of(self, body: ChatRequest, options: dict[str, Any]) -> "Talk":
         """The rules by which the answers of the chat template are read."""
         talk = Talk.of_template(self.engine.tokenizer, options, *self._parsers)
+        if body.callable and talk.has_channels and talk.style != CHANNELS:
+            raise RequestError(
+                "tools: the model answers in channels, where calls have the form of harmony alone, "
+                f"and `dualinfer serve` has --tool-call-parser {self._parsers[0]}. Start it "
+                "without, or pass no tools.",
+                "tools",
+            )
         if body.callable and talk.style is None:
             raise RequestError(
                 "tools: the model's chat template writes calls in no form that is known "

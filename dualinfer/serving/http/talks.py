@@ -16,12 +16,13 @@ _LAST = 8  # tokens at the end of a prompt, in which thoughts may be opened
 
 
 class Talk(NamedTuple):
-    """The format of calls, if one is known, and whether thoughts are marked."""
+    """The format of calls, if one is known, whether thoughts are marked, and what else differs."""
 
     tokenizer: Any
     style: str | None
     thinks: bool
     has_args: bool  # Mistral's template writes a name before its arguments
+    has_channels: bool  # all of an answer stands in channels, whether or not calls are read
 
     @classmethod
     def of_template(
@@ -29,16 +30,13 @@ class Talk(NamedTuple):
     ) -> "Talk":
         """By the template's text, except where `calls` or `thoughts` name a parser."""
         source = find_template(given, options) or ""
-        style = style_of(source) if calls is None else None if calls == NONE else calls
+        own = style_of(source)
+        style = own if calls is None else None if calls == NONE else calls
         thinks = THINK[1] in source if thoughts is None else thoughts == THOUGHTS
-        if style == CHANNELS:
+        has_channels = CHANNELS in (own, style)
+        if has_channels:
             thinks = thoughts != NONE
-        return cls(tokenizer_of(given), style, thinks, "[ARGS]" in source)
-
-    @property
-    def has_channels(self) -> bool:
-        """True if all of an answer stands in channels."""
-        return self.style == CHANNELS
+        return cls(tokenizer_of(given), style, thinks, "[ARGS]" in source, has_channels)
 
     def of(self, ids: Sequence[int], body: ChatRequest, tools: Sequence[Tool]) -> "TalkOf":
         """With the prompt, and the tools that may be called."""
@@ -71,7 +69,8 @@ class TalkOf(NamedTuple):
     @property
     def silent(self) -> list[int]:
         """Special tokens that are no text: all but the marks that are read."""
-        style = self.talk.style if self.tools or self.talk.has_channels else None
+        style = self.talk.style if self.tools else None
+        style = CHANNELS if self.talk.has_channels else style
         marks = {*(MARKS[style] if style else ()), *(THINK if self.talk.thinks else ())}
         added = self.talk.tokenizer.added_tokens_decoder
         return [x for x, token in added.items() if token.special and str(token) not in marks]
