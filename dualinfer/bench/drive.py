@@ -79,12 +79,13 @@ async def drive(load: Load, asks: Sequence[Ask], send: Send) -> Run:
 
     async def one(ask: Ask) -> Record:
         record = Record(len(ask.ids), ask.new_tokens)
+        limit = asyncio.timeout_at(end)
         try:
-            async with asyncio.timeout_at(end):
+            async with limit:
                 await sent(ask, record)
         except Exception as error:
             record.error = _told(error)
-            if load.within is not None and isinstance(error, TimeoutError):
+            if load.within is not None and limit.expired():
                 record.error = f"It had not ended within {load.within:g} s."
         return record
 
