@@ -192,7 +192,7 @@ class StateSpace:
     @property
     def fuses_sequences(self) -> bool:
         """See `contract.FusedRecurrence`."""
-        return False
+        return True
 
     def token_launch(
         self, ops: Any, w: Weights, x: Array, cache: StateView, moves: Array
@@ -202,6 +202,33 @@ class StateSpace:
 
         if not state_token.counts(len(x), self.heads, self.groups):
             return None
+        how = self._launched(w) | {"pdl": ops.starts_early(len(x))}
+        return Launch(state_token.state_token, (x, *cache.arrays, moves), how)
+
+    def sequence_launch(
+        self,
+        ops: Any,
+        w: Weights,
+        x: Array,
+        mask: Array | None,
+        cache: StateView | None,
+        slots: Array | None,
+        lengths: Array | None,
+        starts: Array | None,
+    ) -> Launch | None:
+        """See `contract.FusedRecurrence`."""
+        from ..kernels.triton import state_prompt
+
+        how = self._launched(w) | {"heads": self.heads, "head_dim": self.head_dim}
+        how |= {"size": self.state, "mask": mask}
+        how["pdl"] = ops.starts_early(x.shape[0] * x.shape[1])
+        if cache is not None:
+            how |= {"slots": slots, "lengths": lengths, "starts": starts}
+        held = () if cache is None else cache.arrays
+        return Launch(state_prompt.state_prompt, (x, *held), how)
+
+    def _launched(self, w: Weights) -> dict[str, Any]:
+        """The options of both kernels: the layer's facts and weights."""
         how: dict[str, Any] = {"groups": self.groups, "taps": w["recurrence_kernel"]}
         how |= {"taps_bias": w.get("recurrence_kernel_bias"), "skip": w["state_skip"]}
         how |= {"step_bias": w["state_step_bias"], "decay": w["state_decay"]}
@@ -209,12 +236,7 @@ class StateSpace:
         if self.norm is not None:
             how |= {"norm": w["state_norm.weight"], "normed": self.normed, "eps": self.norm.eps}
             how["gated_last"] = self.gated_last
-        how["pdl"] = ops.starts_early(len(x))
-        return Launch(state_token.state_token, (x, *cache.arrays, moves), how)
-
-    def sequence_launch(self, *_: Any, **__: Any) -> Launch | None:
-        """See `contract.FusedRecurrence`."""
-        return None
+        return how
 
     def _parted(self, m: Maths, x: Array) -> list[Array]:
         """Gates [..., width], what is convolved [..., C], and the heads' numbers [..., heads]."""

@@ -42,6 +42,7 @@ from dualinfer.kernels.triton import (
     operands,
     quantized,
     routing,
+    state_prompt,
     state_token,
 )
 from dualinfer.kernels.triton import latent as latents
@@ -704,6 +705,14 @@ def state_space(heads: int, groups: int, dim: int, size: int, normed: int) -> li
         **{"groups": groups, "taps": new(channels, 4), "taps_bias": new(channels), **own},
         **{"counters": new(4096, dtype="int32"), "norm": new(width), "normed": normed},
         **{"eps": 1e-5, "pdl": True},
+    )
+    numbers = {name: new(1, dtype="int32") for name in ("slots", "lengths", "starts")}
+    state_prompt.state_prompt(
+        new(1, 8192, width + channels + heads),
+        *(new(8, 3, channels), new(8, heads, dim, size, dtype="float32")),
+        **{"heads": heads, "head_dim": dim, "size": size, "groups": groups, **numbers},
+        **{"taps": new(channels, 4), "taps_bias": new(channels), **own},
+        **{"norm": new(width), "normed": normed, "eps": 1e-5, "pdl": True},
     )
     return [written(launch) for launch in recording.launches]
 

@@ -15,7 +15,7 @@ import triton.language as tl
 from .delta_token import log_decay
 from .launch import dot, launch, let_next_start, next_power_of_2, wait_for_inputs
 from .operands import as_bytes
-from .past import sigmoid
+from .past import is_seen, keep, sigmoid, slot_of
 from .rows import check_last_axis
 
 CHUNK = 64
@@ -27,25 +27,6 @@ _SLICE, _WARPS, _REGISTERS = 32, 8, 128
 _CHUNK: tl.constexpr = tl.constexpr(CHUNK)
 # A log-decay behind which nothing is left in float32; of larger ones sums would lose digits.
 _GONE: tl.constexpr = tl.constexpr(-30.0)
-
-
-@triton.jit
-def _is_seen(mask_ptr, at, inside):
-    """Which tokens a row's mask, with its own at `at`, shows."""
-    if mask_ptr is not None:
-        inside = inside & (tl.load(mask_ptr + at, mask=inside, other=0) != 0)
-    return inside
-
-
-@triton.jit
-def _slot_of(slots_ptr, starts_ptr, b, slots):
-    """The slot of a row, 1 if it is there, and 1 if the row goes on from what that has; else 0."""
-    slot = tl.load(slots_ptr + b).to(tl.int64)
-    there = tl.where((slot >= 0) & (slot < slots), 1, 0)
-    goes_on = there * 0
-    if starts_ptr is not None:
-        goes_on = there * tl.where(tl.load(starts_ptr + b) > 0, 1, 0)
-    return slot * there, there, goes_on
 
 
 @triton.jit
@@ -76,11 +57,11 @@ def _convolve_kernel(
         by = row - (TAPS - 1) + i
         at = first + by
         in_mask = b * mask_row + at * mask_stride
-        shown = _is_seen(mask_ptr, in_mask, (at >= 0) & (at < tokens))
+        shown = is_seen(mask_ptr, in_mask, (at >= 0) & (at < tokens))
         near = tl.load(x_ptr + by * x_stride + channel, mask=shown & in_head, other=0.0)
         near = near.to(tl.float32)
         if past_ptr is not None:
-            slot, _, goes_on = _slot_of(slots_ptr, starts_ptr, b, slots)
+            slot, _, goes_on = slot_of(slots_ptr, starts_ptr, b, slots)
             before = past_ptr + (slot * (TAPS - 1) + at + TAPS - 1) * CHANNELS + channel
             near += tl.load(before, mask=(at * goes_on < 0) & in_head, other=0.0).to(tl.float32)
         weight = tl.load(taps_ptr + channel * TAPS + i, mask=in_head, other=0.0)
@@ -164,7 +145,7 @@ def _pairs_kernel(
     length = tokens
     if lengths_ptr is not None:
         length = tl.load(lengths_ptr + b).to(tl.int32)
-    real = _is_seen(mask_ptr, b * mask_row + t * mask_stride, (t < tokens) & (t < length))
+    real = is_seen(mask_ptr, b * mask_row + t * mask_stride, (t < tokens) & (t < length))
     number = (b * VALUES + head) * chunks + chunk
     decays_ptr += b * decays_row + first * decays_stride + at[:, None] * decays_stride
     qkv_ptr += (b * tokens + first) * CHANNELS + at[:, None] * CHANNELS
@@ -244,7 +225,7 @@ def _within_kernel(
     if lengths_ptr is not None:
         length = tl.load(lengths_ptr + b).to(tl.int32)
     in_mask = b * mask_row + t * mask_stride
-    real = _is_seen(mask_ptr, in_mask, (t < tokens) & (t < length))
+    real = is_seen(mask_ptr, in_mask, (t < tokens) & (t < length))
     x_ptr += b * x_row
     betas_ptr = x_ptr + first * x_stride + beta_at + head
     beta = sigmoid(tl.load(betas_ptr + at * x_stride, mask=real, other=0.0).to(tl.float32))
@@ -281,39 +262,20 @@ def _within_kernel(
     solved = _inverse(by_k, FINE) * beta[None, :]
     tl.store(solved_ptr + found, solved.to(solved_ptr.dtype.element_ty))
     if past_ptr is not None:
-        slot, there, goes_on = _slot_of(slots_ptr, starts_ptr, b, slots)
+        slot, there, goes_on = slot_of(slots_ptr, starts_ptr, b, slots)
         if there * (chunk + 1) == 1:
             past_ptr += slot * (TAPS - 1) * CHANNELS
             at_v = tl.arange(0, BLOCK_V)
             value = 2 * KEYS * KEY + head * VALUE + at_v
             if mask_ptr is not None:
                 mask_ptr += b * mask_row
-            _keep(x_ptr, mask_ptr, past_ptr, value, at_v < VALUE, length, goes_on, x_stride,
-                  mask_stride, CHANNELS, TAPS)  # fmt: skip
+            keep(x_ptr, mask_ptr, past_ptr, value, at_v < VALUE, length, goes_on, x_stride,
+                 mask_stride, 1.0, CHANNELS, TAPS, False)  # fmt: skip
             if head % SHARING == 0:
-                _keep(x_ptr, mask_ptr, past_ptr, key, in_k, length, goes_on, x_stride, mask_stride,
-                      CHANNELS, TAPS)  # fmt: skip
-                _keep(x_ptr, mask_ptr, past_ptr, KEYS * KEY + key, in_k, length, goes_on, x_stride,
-                      mask_stride, CHANNELS, TAPS)  # fmt: skip
-
-
-@triton.jit
-def _keep(
-    x_ptr, mask_ptr, past_ptr, channel, inside, length, goes_on, x_stride, mask_stride, CHANNELS,
-    TAPS: tl.constexpr,
-):  # fmt: skip
-    """Some channels of the last TAPS - 1 of a row's first `length` tokens; of those before it."""
-    for i in tl.static_range(TAPS - 1):
-        at = length - (TAPS - 1) + i
-        here = inside & (at + channel * 0 >= 0)
-        x = tl.load(x_ptr + at.to(tl.int64) * x_stride + channel, mask=here, other=0.0)
-        if mask_ptr is not None:
-            shown = tl.load(mask_ptr + at * mask_stride + channel * 0, mask=here, other=0)
-            x *= shown.to(x.dtype)
-        before = inside & (at * goes_on + channel * 0 < 0)
-        old = tl.load(past_ptr + (at + TAPS - 1) * CHANNELS + channel, mask=before, other=0.0)
-        tl.debug_barrier()
-        tl.store(past_ptr + i * CHANNELS + channel, tl.where(at < 0, old, x), mask=inside)
+                keep(x_ptr, mask_ptr, past_ptr, key, in_k, length, goes_on, x_stride, mask_stride,
+                     1.0, CHANNELS, TAPS, False)  # fmt: skip
+                keep(x_ptr, mask_ptr, past_ptr, KEYS * KEY + key, in_k, length, goes_on, x_stride,
+                     mask_stride, 1.0, CHANNELS, TAPS, False)  # fmt: skip
 
 
 @triton.jit
@@ -340,7 +302,7 @@ def _over_kernel(
     state = tl.zeros([BLOCK_K, BLOCK_V], tl.float32)
     there = 0
     if state_ptr is not None:
-        slot, there, goes_on = _slot_of(slots_ptr, starts_ptr, b, slots)
+        slot, there, goes_on = slot_of(slots_ptr, starts_ptr, b, slots)
         state_ptr += (slot * VALUES + head) * KEY * VALUE
         state_ptr += at_k[:, None] * VALUE + at_v[None, :]
         state = tl.load(state_ptr, mask=held & (at_k[:, None] < KEY * goes_on), other=0.0)

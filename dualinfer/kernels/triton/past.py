@@ -1,4 +1,4 @@
-"""The convolution before a recurrence, of one token: what came before is kept in the cache."""
+"""The convolution before a recurrence: what came before is kept in the cache."""
 
 # pyright: reportArgumentType=false, reportGeneralTypeIssues=false
 import triton
@@ -68,3 +68,42 @@ def is_last(counter_ptr, SHARING: tl.constexpr):
         if last:
             tl.store(counter_ptr, 0)
     return last
+
+
+@triton.jit
+def is_seen(mask_ptr, at, inside):
+    """Which tokens a row's mask, with its own at `at`, shows."""
+    if mask_ptr is not None:
+        inside = inside & (tl.load(mask_ptr + at, mask=inside, other=0) != 0)
+    return inside
+
+
+@triton.jit
+def slot_of(slots_ptr, starts_ptr, b, slots):
+    """The slot of a row, 1 if it is there, and 1 if the row goes on from what that has; else 0."""
+    slot = tl.load(slots_ptr + b).to(tl.int64)
+    there = tl.where((slot >= 0) & (slot < slots), 1, 0)
+    goes_on = there * 0
+    if starts_ptr is not None:
+        goes_on = there * tl.where(tl.load(starts_ptr + b) > 0, 1, 0)
+    return slot * there, there, goes_on
+
+
+@triton.jit
+def keep(
+    x_ptr, mask_ptr, past_ptr, channel, inside, length, goes_on, x_stride, mask_stride, scale,
+    CHANNELS, TAPS: tl.constexpr, SCALED: tl.constexpr,
+):  # fmt: skip
+    """Some channels of the last TAPS - 1 of a row's first `length` tokens; of those before it."""
+    for i in tl.static_range(TAPS - 1):
+        at = length - (TAPS - 1) + i
+        here = inside & (at + channel * 0 >= 0)
+        x = tl.load(x_ptr + at.to(tl.int64) * x_stride + channel, mask=here, other=0.0)
+        x = scaled(x, scale, SCALED)
+        if mask_ptr is not None:
+            shown = tl.load(mask_ptr + at * mask_stride + channel * 0, mask=here, other=0)
+            x *= shown.to(x.dtype)
+        before = inside & (at * goes_on + channel * 0 < 0)
+        old = tl.load(past_ptr + (at + TAPS - 1) * CHANNELS + channel, mask=before, other=0.0)
+        tl.debug_barrier()
+        tl.store(past_ptr + i * CHANNELS + channel, tl.where(at < 0, old, x), mask=inside)

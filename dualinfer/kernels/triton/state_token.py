@@ -83,26 +83,28 @@ def _token_kernel(
 
 @triton.jit
 def _norm_kernel(
-    y_ptr, x_ptr, norm_ptr, out_ptr, x_stride, eps, out_scale, gate_scale, WIDTH: tl.constexpr,
-    NORMED: tl.constexpr, GATED: tl.constexpr, SCALED: tl.constexpr, BLOCK: tl.constexpr,
-    PDL: tl.constexpr,
+    y_ptr, x_ptr, norm_ptr, out_ptr, tokens, x_row, x_stride, eps, out_scale, gate_scale,
+    WIDTH: tl.constexpr, NORMED: tl.constexpr, GATED: tl.constexpr, SCALED: tl.constexpr,
+    BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """One program: what is normed together of a slot; GATED: the gate is behind the norm."""
+    """One program: what is normed together of a token; GATED: the gate is behind the norm."""
     let_next_start(PDL)
     column = tl.arange(0, BLOCK)
     inside = column < NORMED
-    column += tl.program_id(0) * NORMED
-    slot = tl.program_id(1).to(tl.int64)
+    parts: tl.constexpr = WIDTH // NORMED
+    column += tl.program_id(0) % parts * NORMED
+    token = (tl.program_id(0) // parts).to(tl.int64)
     norm = tl.load(norm_ptr + column, mask=inside, other=0.0).to(tl.float32)
     wait_for_inputs(PDL)
-    y = tl.load(y_ptr + slot * WIDTH + column, mask=inside, other=0.0)
+    y = tl.load(y_ptr + token * WIDTH + column, mask=inside, other=0.0)
     y *= tl.rsqrt(tl.sum(y * y, 0) / NORMED + eps) * norm
     if GATED:
-        gate = tl.load(x_ptr + slot * x_stride + column, mask=inside, other=0.0)
+        x_ptr += token // tokens * x_row + token % tokens * x_stride
+        gate = tl.load(x_ptr + column, mask=inside, other=0.0)
         gate = scaled(gate, gate_scale, SCALED).to(tl.float32)
         y *= gate * sigmoid(gate)
     y *= out_scale
-    tl.store(out_ptr + slot * WIDTH + column, y.to(out_ptr.dtype.element_ty), mask=inside)
+    tl.store(out_ptr + token * WIDTH + column, y.to(out_ptr.dtype.element_ty), mask=inside)
 
 
 def serves(dim: int, state: int, normed: int, taps: int) -> bool:
@@ -172,12 +174,35 @@ def state_token(
     )
     if norm is None:
         return y
-    out = x.new_empty((rows, width))
+    facts = {"norm": norm, "normed": normed, "eps": eps, "gated_last": gated_last}
+    scale = None if scales is None else scales[0]
+    found = norm_heads(y[None], x[None], scale=scale, out_scale=out_scale, pdl=pdl, **facts)
+    return found[0]
+
+
+def norm_heads(
+    y: Any,
+    x: Any,
+    *,
+    norm: Any,
+    normed: int,
+    eps: float,
+    gated_last: bool,
+    scale: float | None,
+    out_scale: float,
+    pdl: bool,
+) -> Any:
+    """Heads' results, float32 y [B, T, C], normed, in the dtype of their projections x [B, T, W].
+
+    The rest as in `state_token`; `scale` is what gates are times, None for 1.
+    """
+    batch, tokens, width = y.shape
+    out = x.new_empty((batch, tokens, width))
     launch(
         _norm_kernel,
-        (width // normed, rows),
-        *(y, x, norm, out, x.stride(0), eps, out_scale, many[0]),
-        **{"WIDTH": width, "NORMED": normed, "GATED": gated_last, "SCALED": scales is not None},
+        (width // normed * batch * tokens,),
+        *(y, x, norm, out, tokens, x.stride(0), x.stride(1), eps, out_scale, scale or 1.0),
+        **{"WIDTH": width, "NORMED": normed, "GATED": gated_last, "SCALED": scale is not None},
         BLOCK=next_power_of_2(normed),
         num_warps=min(max(next_power_of_2(normed) // 512, 1), 16),
         pdl=pdl,
