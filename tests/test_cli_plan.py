@@ -103,12 +103,19 @@ def test_collectives_are_two_a_layer_and_the_embeddings(name, sums, gathers):
 
 
 def test_collectives_of_layers_of_other_builds():
-    """LongCat's mixture is summed beside the MLP; MobileBERT has several MLPs a layer."""
+    """LongCat's mixture is summed beside the MLP; MobileBERT has several MLPs a layer.
+
+    And T5Gemma's encoder has a table of its own, of which devices share the rows.
+    """
     longcat = config_of(*CASES["longcat_flash"])
     bert = hf.MobileBertConfig(num_hidden_layers=3, num_feedforward_networks=4)
+    half = {"num_hidden_layers": 1, "hidden_size": 64, "vocab_size": 100, "head_dim": 16}
+    half |= {"num_attention_heads": 4, "num_key_value_heads": 4, "intermediate_size": 96}
+    t5gemma = hf.T5GemmaConfig(encoder=half, decoder=half)
     for config, name, sums in (
         (longcat, "LongcatFlashForCausalLM", 1 + 5 * longcat.num_layers),
         (bert, "MobileBertModel", 1 + 3 * 5),
+        (t5gemma, "T5GemmaForConditionalGeneration", 2 + 2 + 3),
     ):
         _, table = describe_model(config.to_dict(), [name])
         assert make_plan_table(table, 2, "float32", grain=1).sums == sums

@@ -120,8 +120,9 @@ def make_plan_table(
     products = sum(map(_sums, layers))
     from_vocab = 1 + (spec.token_types_from_vocab and spec.token_types > 0)
     if spec.crosses and spec.encoder is not None:
-        has_own = any(row.name == "encoder.embed.weight" for row in rows)
-        from_vocab += spec.encoder.reads_ids and not has_own
+        # A table of another vocabulary is whole on each device.
+        tables = [row for row in rows if row.name == "encoder.embed.weight"]
+        from_vocab += spec.encoder.reads_ids and all(row.axes[0] == "vocab" for row in tables)
     return PlanTable(
         architecture=spec.architecture,
         dtype=dtype,

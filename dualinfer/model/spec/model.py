@@ -191,8 +191,8 @@ class ModelSpec(Once):
       (RoBERTa). Those of a table may not count the id `uncounted`, whose row is that before the
       first one (M2M100). If the model `packs`, positions that start anew separate sequences.
     - `hides`: the id that HF hides where there is no mask. If the model `blanks`, what a mask hides
-    enters the
-      first layer as zeros; if it `masks_labels`, the labels of that count in no loss (Qwen2-Audio).
+      enters the first layer as zeros; if it `masks_labels`, the labels of that count in no loss
+      (Qwen2-Audio).
     - `most`: tokens of a sequence of which all are seen. HF's layers choose among more by another
       product, or by biases, which is not served; 0 for no such limit (DeepSeek-V3.2, Doge).
     - `entry`: some ids are embedded otherwise, as that says.
