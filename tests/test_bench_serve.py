@@ -89,6 +89,24 @@ def test_what_has_not_ended_within_the_time_is_given_up():
         assert [error is not None for error in errors] == expected and run.seconds < 10
         assert {*errors} - {None} == {"It had not ended within 0.3 s."}
 
+    async def late(ask, record, clock):
+        await asyncio.sleep(0.02)
+        raise TimeoutError(110, "Connection timed out")
+
+    run = asyncio.run(drive(load, load.asks(9), late))  # which is another time
+    assert {one.error for one in run.records} == {"TimeoutError: [Errno 110] Connection timed out"}
+
+
+def test_a_warm_up_has_other_ids_comes_at_once_and_is_not_given_up():
+    async def send(ask, record, clock):
+        await asyncio.sleep(0.02)
+
+    load = Load(4, rate=0.001, input_len=9, output_len=1, seed=5, within=1e-6)
+    warm = load.warm_up(3)
+    run = asyncio.run(drive(warm, warm.asks(99), send))
+    assert [one.error for one in run.records] == [None] * 3 and run.seconds < 10
+    assert warm.asks(99)[0].ids != load.asks(99)[0].ids
+
 
 # The figures
 

@@ -454,8 +454,7 @@ class _Remote:
         load = self.load.filled()
         about = {"kind": "serve", "system": "url", "url": self.url, "model": self.model or ""}
         about |= {"dtype": None, "kernels": True, "load": load.to_dict(), "what": load.describe()}
-        warm = replace(load, requests=self.warm_ups, rate=None, seed=load.seed + 1)
-        loads = [*([warm] if self.warm_ups else []), load]
+        loads = [*([load.warm_up(self.warm_ups)] if self.warm_ups else []), load]
         first = min(16, self.vocab // 2)  # special ids are the first ones, mostly
         try:
             request = {"url": self.url, "model": self.model, "key": self.key, "first": first}

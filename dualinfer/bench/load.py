@@ -66,6 +66,10 @@ class Load:
         new = self.output_len or min(OUTPUT, room // 8)
         return replace(self, input_len=own, output_len=new)
 
+    def warm_up(self, requests: int) -> "Load":
+        """So many requests with other ids, all at once, of which none is given up."""
+        return replace(self, requests=requests, rate=None, seed=self.seed + 1, within=None)
+
     def describe(self) -> str:
         """The requests in a few words."""
         if self.chat:

@@ -8,7 +8,6 @@ import re
 import time
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -143,8 +142,7 @@ def measure_serving(
     """
     load = load.filled(most)
     asks = load.asks(vocab, most)
-    warm = replace(load, requests=warm_ups, rate=None, seed=load.seed + 1, within=None)
-    loads = [*([warm] if warm_ups else []), load]
+    loads = [*([load.warm_up(warm_ups)] if warm_ups else []), load]
     begun = time.perf_counter()
     run = system.answer(loads, vocab, most, over_http)[-1]
     row: Row = {"load": load.to_dict(), "what": load.describe(), "over_http": over_http}
