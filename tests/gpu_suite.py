@@ -10,6 +10,7 @@ takes longer than GPU_TEST_SECONDS (180) ends its process, with the stack of eac
 import faulthandler
 import hashlib
 import os
+import shutil
 import tempfile
 from collections import defaultdict
 from pathlib import Path
@@ -19,6 +20,7 @@ import pytest
 os.environ.setdefault("XLA_FLAGS", "--xla_gpu_autotune_level=0")
 
 _SECONDS = int(os.environ.get("GPU_TEST_SECONDS", "180"))
+_BEGUN = "GPU_TEST_BEGUN"  # the variable that names the folder of begun tests
 _STDERR = os.fdopen(os.dup(2), "w")  # before pytest captures it
 
 # Seconds of a group on a worker, longest first, as an H100's host took them.
@@ -57,15 +59,16 @@ def pytest_runtest_protocol(item):
     A file stands while a test runs: xdist gives the test to another process, where it fails.
     """
     begun = _begun(item)
-    item.ended_its_process = begun.exists()
-    begun.parent.mkdir(exist_ok=True)
-    begun.touch()
+    item.ended_its_process = begun is not None and begun.exists()
+    if begun is not None:
+        begun.touch()
     faulthandler.dump_traceback_later(_SECONDS, exit=True, file=_STDERR)
     try:
         return (yield)
     finally:
         faulthandler.cancel_dump_traceback_later()
-        begun.unlink()
+        if begun is not None:
+            begun.unlink(missing_ok=True)
 
 
 def pytest_runtest_setup(item):
@@ -75,9 +78,28 @@ def pytest_runtest_setup(item):
 
 
 def _begun(item):
-    run = os.environ.get("PYTEST_XDIST_TESTRUNUID", str(os.getpid()))
-    name = hashlib.sha256(item.nodeid.encode()).hexdigest()
-    return Path(tempfile.gettempdir()) / f"gpu-{run}" / name
+    """The file that stands while a worker runs this test; None where there are no workers."""
+    if not hasattr(item.config, "workerinput"):
+        return None
+    return Path(os.environ[_BEGUN]) / hashlib.sha256(item.nodeid.encode()).hexdigest()
+
+
+@pytest.hookimpl(tryfirst=True)  # before xdist starts its workers, which inherit the variable
+def pytest_sessionstart(session):
+    """A folder of this run alone, in which workers note the tests that they have begun."""
+    if _has_workers(session):
+        os.environ[_BEGUN] = tempfile.mkdtemp(prefix="gpu-")
+
+
+@pytest.hookimpl(trylast=True)  # when the workers are gone
+def pytest_sessionfinish(session):
+    """The folder goes with the run."""
+    if _has_workers(session) and _BEGUN in os.environ:
+        shutil.rmtree(os.environ.pop(_BEGUN), ignore_errors=True)
+
+
+def _has_workers(session):
+    return session.config.pluginmanager.hasplugin("dsession")
 
 
 def pytest_runtest_logreport(report):
