@@ -18,6 +18,7 @@ from dualinfer.backends import jax as backend  # noqa: E402
 from dualinfer.backends.jax import ahead  # noqa: E402
 from dualinfer.backends.jax.executables import Executables, Job  # noqa: E402
 from dualinfer.backends.jax.ops.pallas import PallasOps  # noqa: E402
+from dualinfer.kernels.pallas import experts as mixing  # noqa: E402
 from dualinfer.kernels.pallas import product as products  # noqa: E402
 
 from . import (  # noqa: E402
@@ -112,6 +113,24 @@ def test_products_with_codes_have_room_for_their_values(kind, columns, rows):
     )
     scale = jax.ShapeDtypeStruct((out, width // columns if columns else 1), "bfloat16")
     assert compiled(Job("product", run, (x, data, scale)), "v5p").kernels == {"product"}
+
+
+@pytest.mark.slow
+def test_scales_and_zeros_of_float16_compile():
+    """Whose loads no chip has: in a product and in experts of codes."""
+
+    def run(x: Any, data: Any, scale: Any, zero: Any) -> Any:
+        codes = products.Codes(data, scale, zero, None, "uint4", 32, 256)
+        if data.ndim == 2:
+            return products.product(x, codes, dtype=x.dtype, interpret=False)
+        chosen, same = jax.numpy.zeros((2, 2), "int32"), {"hidden": lambda h: h}
+        return mixing.in_codes(x, codes, codes, chosen, **same, interpret=False)
+
+    x = jax.ShapeDtypeStruct((2, 256), "bfloat16")
+    for lead, kernel in (((), "product"), ((4,), "experts")):
+        data = jax.ShapeDtypeStruct((*lead, 256, 128), "uint8")
+        beside = jax.ShapeDtypeStruct((*lead, 256, 8), "float16")
+        assert compiled(Job("run", run, (x, data, beside, beside)), "v5e").kernels == {kernel}
 
 
 # Every family

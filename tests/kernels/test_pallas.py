@@ -151,6 +151,23 @@ def test_floats_of_8_bits_are_those_of_ml_dtypes():
         np.testing.assert_array_equal(found, every.view(dtype).astype(np.float32))
 
 
+def test_float16_is_loaded_as_bits_and_means_the_same():
+    """Subnormals, infinities and NaN, too; bfloat16 is loaded as it is."""
+    every = jnp.asarray(np.arange(1 << 16, dtype=np.uint16).view(np.float16))
+    loaded = product.loadable(every)
+    assert loaded.dtype == jnp.int16
+    found = np.asarray(product.widened(loaded, every))
+    np.testing.assert_array_equal(found, np.asarray(every).astype(np.float32))
+    assert product.loadable(jnp.ones(1, BFLOAT16)).dtype == BFLOAT16
+
+
+def test_a_product_of_one_feature_is_left_to_xla():
+    """Mosaic has none in 16 bits: the gate of a shared expert, and a gated product of two rows."""
+    for features, gated, served in ((1, False, False), (2, False, True), (2, True, False)):
+        matrix = jnp.zeros((features, 256), BFLOAT16)
+        assert product.serves(2, matrix, gated, 2) is served
+
+
 @pytest.mark.parametrize(
     "option", ["", "window", "softcap", "sinks", "alibi", "mask", "segments", "both ways"]
 )

@@ -212,7 +212,7 @@ def _each(
         if array is None:
             continue
         own = steps if codes.columns else 1
-        array = array.reshape(total, 1, features, own, -1).swapaxes(2, 3)
+        array = product.loadable(array).reshape(total, 1, features, own, -1).swapaxes(2, 3)
         names.append(name)
         inputs.append(
             Block(

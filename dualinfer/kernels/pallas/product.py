@@ -104,7 +104,7 @@ def product(
 
     def of_rows(array: jax.Array, steps: int = 1) -> Block:
         """Scales of rows, for each block of columns or one for all: float [out, any]."""
-        array = array.reshape(parts, features, steps, -1).swapaxes(1, 2)
+        array = loadable(array).reshape(parts, features, steps, -1).swapaxes(1, 2)
         shape = (parts, None, rows, array.shape[-1])
         return Block(array, shape, lambda i, j: (0, j if steps > 1 else 0, i, 0))
 
@@ -165,8 +165,8 @@ def product(
             found = []
             for part in range(parts):
                 y = sums[part]
-                if "outer" in ref:
-                    y = y * ref["outer"][part].astype(jnp.float32)
+                if codes is not None and codes.outer is not None:
+                    y = y * widened(ref["outer"][part], codes.outer)
                 y = y.T if transposed else y
                 if "bias" in ref:
                     y = y + ref["bias"][part].astype(jnp.float32)
@@ -223,6 +223,9 @@ def norms(x: jax.Array, matrix: jax.Array | Codes, gated: bool) -> bool:
 def serves(count: int, matrix: jax.Array | Codes, gated: bool, itemsize: int) -> bool:
     """True if the kernel multiplies so many rows with a matrix, and has room for them."""
     codes = matrix if isinstance(matrix, Codes) else None
+    features = (codes.data if codes else _floats(matrix)).shape[0] // (2 if gated else 1)
+    if features < 2:  # Mosaic has no product with a single row in 16 bits
+        return False
     if count > MOST_ROWS or (codes and (codes.kind not in _KNOWN or _is_ragged(codes))):
         return False
     dtype = jnp.bfloat16 if itemsize == 2 else jnp.float32
@@ -275,8 +278,8 @@ def of_codes(
     data = ref["data"][part]
     planes = _planes(codes, data)
     own = planes[0].shape[1] // groups
-    scale = ref["scale"][part].astype(jnp.float32)
-    zero = ref["zero"][part].astype(jnp.float32) if "zero" in ref else None
+    scale = widened(ref["scale"][part], codes.scale)
+    zero = None if codes.zero is None else widened(ref["zero"][part], codes.zero)
     total = jnp.zeros((data.shape[0], ref["x"].shape[2]), jnp.float32)
     for g in range(groups):
         cut = slice(g * own, (g + 1) * own)
@@ -320,14 +323,34 @@ def _float4(codes: jax.Array) -> jax.Array:
 def float8(data: jax.Array, kind: str) -> jax.Array:
     """float32 of bytes that are floats of 8 bits, by integers alone: every chip has these."""
     mantissa, bias = (3, 7) if kind == "fp8_e4m3" else (2, 15)
-    bits = data.astype(jnp.int32) & 0xFF
-    size, most = bits & 0x7F, (1 << mantissa) - 1
+    return _by_integers(data.astype(jnp.int32) & 0xFF, 8, mantissa, bias, kind != "fp8_e4m3")
+
+
+def loadable(array: jax.Array) -> jax.Array:
+    """An array as kernels load it: no chip loads float16, whose bits are int16 then."""
+    if array.dtype != jnp.float16:
+        return array
+    return jax.lax.bitcast_convert_type(array, jnp.int16)
+
+
+def widened(values: jax.Array, array: jax.Array) -> jax.Array:
+    """float32 of what a kernel loaded of `loadable(array)`."""
+    if array.dtype != jnp.float16:
+        return values.astype(jnp.float32)
+    return _by_integers(values.astype(jnp.int32) & 0xFFFF, 16, 10, 15, True)
+
+
+def _by_integers(bits: jax.Array, width: int, mantissa: int, bias: int, has_inf: bool) -> jax.Array:
+    """float32 of int32 whose low `width` bits are a float, with infinity or, above all, NaN."""
+    sign, most = 1 << (width - 1), (1 << mantissa) - 1
+    size = bits & (sign - 1)
     normal = (size << (23 - mantissa)) + ((127 - bias) << 23)
     values = jax.lax.bitcast_convert_type(normal, jnp.float32)
     small = size.astype(jnp.float32) * 2.0 ** (1 - bias - mantissa)
     values = jnp.where(size <= most, small, values)
-    if kind == "fp8_e4m3":
-        values = jnp.where(size == 0x7F, jnp.nan, values)
+    if has_inf:
+        top = (sign - 1) & ~most
+        values = jnp.where(size == top, jnp.inf, jnp.where(size > top, jnp.nan, values))
     else:
-        values = jnp.where(size == 0x7C, jnp.inf, jnp.where(size > 0x7C, jnp.nan, values))
-    return jnp.where(bits >= 0x80, -values, values)
+        values = jnp.where(size == sign - 1, jnp.nan, values)
+    return jnp.where(bits >= sign, -values, values)
