@@ -8,11 +8,18 @@ import pytest
 jax = pytest.importorskip("jax")
 torch = pytest.importorskip("torch")
 
+import jax.numpy as jnp  # noqa: E402
+
 import dualinfer  # noqa: E402
 from dualinfer.backends import jax as backend  # noqa: E402
 from dualinfer.backends.jax.device import pallas_obstacle  # noqa: E402
+from dualinfer.backends.jax.ops.pallas import PallasOps  # noqa: E402
 from dualinfer.errors import ConfigError, UnsupportedError  # noqa: E402
 from dualinfer.kernels.pallas.launch import VARIABLE  # noqa: E402
+from dualinfer.model.families import describe_model  # noqa: E402
+from dualinfer.model.weights import Weight  # noqa: E402
+from dualinfer.quantization import Blocks, BlockScheme  # noqa: E402
+from dualinfer.quantization.quantize import SCHEMES  # noqa: E402
 
 from . import test_encoder_decoders, test_recurrent, test_relatives  # noqa: E402
 from .mixtures import make as make_mixture  # noqa: E402
@@ -167,6 +174,30 @@ def test_encoders_hide_padding(engines):
     seen = call["attention_mask"] > 0
     found, wanted = (np.asarray(e(**call)["last_hidden_state"])[seen] for e in (fast, plain))
     assert relative_rms(found, wanted) < 1e-6
+
+
+def test_experts_are_told_to_be_read_as_they_are():
+    """By a kernel where it reads both of a layer's matrices, and their inputs are not rounded."""
+
+    def weight(scheme: BlockScheme | None) -> Weight:
+        data, axes = jnp.zeros((2, 64, 64), "int8"), ("count", "up", "in")
+        if scheme is None:
+            return Weight(data.astype("float32"), axes)
+        beside = {"scale": jnp.ones((2, 64, 1))}
+        return Weight(data, axes, scheme, beside, "float32", Blocks(1, 64, 64))
+
+    model = make_mixture("mixtral", vocab_size=VOCAB, num_hidden_layers=1)
+    spec, ops = describe_model(model.config.to_dict())[0], PallasOps()
+    coded, rounded = BlockScheme("int8"), SCHEMES["int8_w8a8"]
+    for schemes, said in (
+        ((coded, coded), "Pallas, rows sorted by expert"),
+        ((coded, None), None),
+        ((rounded, rounded), None),
+    ):
+        up, down = map(weight, schemes)
+        layers = [{"experts.up.weight": up, "experts.down.weight": down}]
+        assert ops.reads_codes(up, spec, layers) == said
+        assert ("experts" in ops.left_plain(spec, layers)) is (said is None)
 
 
 @greedy

@@ -50,8 +50,11 @@ class PlainBlocks:
         """
         return {}
 
-    def reads_codes(self, weight: Weight) -> str | None:
-        """The way kernels read a quantized weight, for people; None where they do not."""
+    def reads_codes(self, weight: Weight, spec: ModelSpec, layers: Sequence[Weights]) -> str | None:
+        """The way kernels read a quantized weight, for people; None where they do not.
+
+        `layers` are the weights of the model's layers, of which some are read together.
+        """
         return None
 
     def knows(self, cache: CacheSpec | CacheView) -> bool:

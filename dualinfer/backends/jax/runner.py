@@ -833,13 +833,14 @@ class JaxRunner:
         inner = {f"{i}.{n}": w for i, g in enumerate(params.layers) for n, w in g.items()}
         ways = self.steps.ops.implementations, PlainOps.implementations
         knows = self.steps.ops.knows if self.steps.ops.cache_kinds else None
-        left_plain = self.steps.ops.left_plain(self.spec, params.layers)
+        own: dict[str, Any] = {"spec": self.spec, "layers": params.layers}
+        left_plain = self.steps.ops.left_plain(**own)
         return {
             "device": self._place.name,
             "device_name": self.device.device_kind,
             "ops": {
                 **served(*ways, knows, self._cache_specs, left_plain),
-                **SCHEMES.implementations(leaves, self.steps.ops.reads_codes),
+                **SCHEMES.implementations(leaves, partial(self.steps.ops.reads_codes, **own)),
             },
             "weights": describe_weights({**params.outer, **inner}),
             **count_leaves(leaves),

@@ -706,12 +706,16 @@ class TorchRunner:
         inner = {f"{i}.{n}": w for i, g in enumerate(self.params.layers) for n, w in g.items()}
         ways = self.ops.implementations, PlainOps.implementations
         knows = self.ops.knows if self.ops.cache_kinds else None
-        left_plain = self.ops.left_plain(self.spec, self.params.layers)
+        own: dict[str, Any] = {"spec": self.spec, "layers": self.params.layers}
+        left_plain = self.ops.left_plain(**own)
         ops = served(*ways, knows, self._cache.specs, left_plain)
         return {
             "device": str(self.device),
             "device_name": device_name(self.device),
-            "ops": {**ops, **SCHEMES.implementations(leaves, self.ops.reads_codes)},
+            "ops": {
+                **ops,
+                **SCHEMES.implementations(leaves, partial(self.ops.reads_codes, **own)),
+            },
             "weights": describe_weights({**self.params.outer, **inner}),
             **count_leaves(leaves),
             "streamed_bytes": sum(block.nbytes for block in self.params.blocks.values()),

@@ -101,7 +101,7 @@ class KernelOps(KernelAttention):
         "sampling": "Triton, threefry2x32; XLA for a prompt's first token",
     }
 
-    def reads_codes(self, weight: Weight) -> str | None:
+    def reads_codes(self, weight: Weight, spec: ModelSpec, layers: Sequence[Weights]) -> str | None:
         """See `PlainOps.reads_codes`."""
         few = f"Triton, fused, up to {quantized.MOST_ROWS} rows"
         return describe_codes(weight, f"{few}; above XLA, with values by Triton")

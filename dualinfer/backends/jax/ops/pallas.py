@@ -76,11 +76,16 @@ class PallasOps(PlainOps):
 
     # What is told of them
 
-    def reads_codes(self, weight: Weight) -> str | None:
-        """See `PlainOps.reads_codes`."""
+    def reads_codes(self, weight: Weight, spec: ModelSpec, layers: Sequence[Weights]) -> str | None:
+        """See `PlainOps.reads_codes`; a layer's experts are read by a kernel if all are."""
         codes = None if weight.pieces else _codes(weight)
         if codes is not None and weight.data.ndim > 2:
-            return "Pallas, rows sorted by expert" if mixing.serves_codes(codes, 4) else None
+            known = (
+                self._runs_experts(own.mlp, w)
+                for own, w in zip(spec.all_layers, layers, strict=False)
+                if isinstance(own.mlp, Experts) and any(leaf is weight for leaf in w.values())
+            )
+            return "Pallas, rows sorted by expert" if any(known) else None
         if codes is None or not products.serves(1, codes, False, 2):
             return None
         return f"Pallas, fused, up to {_FEW} rows; above XLA, which makes values of them"
@@ -92,7 +97,7 @@ class PallasOps(PlainOps):
         if beyond:
             left["attention"] = left["decode_attention"] = f"for {' and '.join(sorted(beyond))}"
         known = [
-            _knows_experts(own.mlp, layers[i])
+            self._runs_experts(own.mlp, layers[i])
             for i, own in enumerate(spec.all_layers)
             if isinstance(own.mlp, Experts)
         ]
@@ -217,8 +222,7 @@ class PallasOps(PlainOps):
         partial: jax.Array | None = None,
     ) -> jax.Array:
         """See `contract.BlockOps.experts`."""
-        is_shared = self.split is not None and self.split.own_experts(mixture.count) is not None
-        if is_shared or not _knows_experts(mixture, w):
+        if not self._runs_experts(mixture, w):
             return super().experts(x, mixture, w, routing, epilogue, partial)
         rows = self.norm(x, epilogue.norm) if epilogue.norm else x
         up, down = (_matrix(w[f"experts.{name}.weight"]) for name in ("up", "down"))
@@ -244,6 +248,11 @@ class PallasOps(PlainOps):
             y = y + mixtures.biases(self.maths, bias, routing)
         y = y.astype(x.dtype)
         return y if epilogue.residual is None else epilogue.residual + y
+
+    def _runs_experts(self, mixture: Experts, w: Weights) -> bool:
+        """True if a kernel runs a layer's experts, which are not shared out over devices."""
+        shares = self.split and self.split.plan.own_experts(mixture.count)
+        return shares is None and _knows_experts(mixture, w)
 
     # Attention
 

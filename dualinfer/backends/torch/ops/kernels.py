@@ -109,7 +109,7 @@ class KernelOps(KernelAttention):
         """The implementation of each op, and where the kernels' configurations come from."""
         return {**self._IMPLEMENTATIONS, "configurations": str(self.configurations)}
 
-    def reads_codes(self, weight: Weight) -> str | None:
+    def reads_codes(self, weight: Weight, spec: ModelSpec, layers: Sequence[Weights]) -> str | None:
         """See `PlainOps.reads_codes`."""
         few = f"Triton, fused, up to {quantized.MOST_ROWS} rows"
         return describe_codes(weight, f"{few}; above cuBLAS, with values by Triton")
