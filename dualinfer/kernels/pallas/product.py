@@ -283,7 +283,7 @@ def of_codes(
     total = jnp.zeros((data.shape[0], ref["x"].shape[2]), jnp.float32)
     for g in range(groups):
         cut = slice(g * own, (g + 1) * own)
-        y = None
+        y: Any = None
         for plane, values in enumerate(planes):
             rows = ref["x"][j, plane][:, cut]
             part_of_sum = dot(values[:, cut].astype(dtype), rows)
