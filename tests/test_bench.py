@@ -1164,7 +1164,7 @@ def test_an_estimate_reads_the_compiled_program(tmp_path, monkeypatch):
         pytest.skip("`make test-tpu` brings libtpu")
     asked = ("decode", "--shape", "gpt2:1", "--prompt", 100, "--new-tokens", 2, "--quant", "int8")
     file, sheet = tmp_path / "rows.json", ("--device", "tpu-v5e", "--estimate")
-    shown = bench(*asked, *sheet, "--json", file)
+    shown = bench(*asked, *sheet, "--compile", "--json", file)
     assert shown.exit_code == 0, shown.output
     assert "by the compiled program of one chip, not measured" in shown.stdout
     (row,) = json.loads(file.read_text())["rows"]
@@ -1173,13 +1173,14 @@ def test_an_estimate_reads_the_compiled_program(tmp_path, monkeypatch):
     assert made["temp_bytes"] < 0.2 * made["argument_bytes"]
     assert made["kernels"] >= 6 and 0 < made["accessed_bytes"] < row["weight_bytes"]
     assert made["cycles"] > 0
-    monkeypatch.setattr(tpu, "library", lambda: None)
-    shown = bench(*asked, *sheet, "--json", file)
-    assert json.loads(file.read_text())["rows"] == [row | {"compiled": None}]
-    assert shown.exit_code == 0 and "compiled" not in shown.stdout
+    monkeypatch.setattr(tpu, "chips", lambda name: 1 / 0)  # any error is the row's
+    shown = bench(*asked, *sheet, "--compile", "--no-kernels", "--json", file)
+    assert shown.exit_code == 0, shown.output
+    failed = {"by": "xla", "error": "division by zero"}
+    assert json.loads(file.read_text())["rows"] == [row | {"compiled": failed}]
 
 
-def test_an_estimate_counts_bytes_and_flops_against_the_data_sheet(tmp_path):
+def test_an_estimate_counts_bytes_and_flops_against_the_data_sheet(tmp_path, monkeypatch):
     """Of Llama 3 8B, by hand: every matrix but the embedding once, and 32 heads of 32 layers."""
     file, sheet = tmp_path / "rows.json", ("--device", "tpu-v5e", "--estimate")
     asked = ("decode", "--shape", "llama-3-8b", "--prompt", 1000, "--new-tokens", 3, "--tp", 4)
@@ -1193,5 +1194,17 @@ def test_an_estimate_counts_bytes_and_flops_against_the_data_sheet(tmp_path):
     assert row["flops"] == 2 * matrices + 32 * 4 * 4096 * 1002
     read = (row["weight_bytes"] + row["kv_bytes"]) / (4 * 819e9) * 1e3
     assert row["computed"] and row["fits"] and row["limit_ms"] == pytest.approx(read)
-    for more, why in ((sheet[:2], "add --estimate"), (sheet[2:], "needs --device")):
+    monkeypatch.setenv("TPU_LIBRARY_PATH", "")  # which means none, whatever is installed
+    for more, why in (
+        (sheet[:2], "add --estimate"),
+        (sheet[2:], "needs --device"),
+        (("--compile",), "Add --estimate"),
+        ((*sheet, "--compile"), "needs libtpu"),
+        ((*sheet, "--no-kernels"), "add --compile"),
+        ((*sheet, "--kernels", "xla"), "add --compile"),
+        ((*sheet, "--compile", "--kernels", "triton"), "is of GPUs"),
+    ):
         assert why in " ".join(bench("decode", *more).stderr.split())
+    monkeypatch.setattr("dualinfer.bench.estimate.find_spec", lambda name: None)
+    assert "needs JAX" in " ".join(bench("decode", *sheet, "--compile").stderr.split())
+    assert bench(*asked[:3], *sheet).exit_code == 0

@@ -27,7 +27,7 @@ from ..system.command_options import (
 )
 from ..system.terminal import Command, print_folded
 from .client import run_all
-from .estimate import SHEETS, check_device, compiled_table, estimate
+from .estimate import SHEETS, check_compiler, check_device, compiled, compiled_table, estimate
 from .estimate import make_table as estimates
 from .load import Load
 from .measure import Task
@@ -168,6 +168,14 @@ class _Estimated(_Measured):
         typer.Option(
             "--estimate",
             help="Measure nothing: bytes and FLOPs against the data sheet of --device, computed.",
+        ),
+    ] = False
+    compiles: Annotated[
+        bool,
+        typer.Option(
+            "--compile",
+            help="With --estimate, what the program compiled for one chip says of itself, too. "
+            "Needs libtpu, and minutes for large models.",
         ),
     ] = False
 
@@ -590,8 +598,19 @@ def _check_files(json: Path | None, plot: Path | None) -> None:
 def _checked(asked: _Estimated) -> _Estimated:
     """The options, with --estimate those of the backend that has the device."""
     check_device(asked.device, asked.estimate)
+    if asked.compiles and not asked.estimate:
+        raise ArgumentError("--compile is of what is estimated. Add --estimate, or leave it out.")
     if not asked.estimate:
         return asked
+    if (asked.kernels or asked.no_kernels) and not asked.compiles:
+        raise ArgumentError(
+            "--kernels and --no-kernels change nothing that --estimate computes. Leave them out, "
+            "or add --compile, which compiles by them."
+        )
+    if "triton" in (asked.kernels or []):
+        raise ArgumentError("--kernels triton is of GPUs. Pass pallas or xla with --estimate.")
+    if asked.compiles:
+        check_compiler()
     if asked.plot is not None or asked.peer:
         raise ArgumentError("--plot and --peer are of what is measured. Leave out --estimate.")
     return replace(asked, backend="jax")
@@ -603,13 +622,25 @@ def _bench_or_estimate(kind: str, tasks: list[Task], asked: _Estimated) -> None:
         _bench(kind, tasks, asked.json, asked.plot)
         return
     _check_files(asked.json, None)
-    own = dict.fromkeys(replace(task, system="", resident=None, by=None) for task in tasks)
+    own = list(dict.fromkeys(replace(task, system="", resident=None) for task in tasks))
     rows = [estimate(task, asked.device) for task in own]
-    if asked.json is not None:
-        write_json(asked.json, document(f"{kind}, estimated", rows, sys.argv))
-    Console().print(estimates(rows))
-    if (compiled := compiled_table(rows)) is not None:
-        Console().print(compiled)
+
+    def keep() -> None:
+        if asked.json is not None:
+            write_json(asked.json, document(f"{kind}, estimated", rows, sys.argv))
+
+    keep()
+    # Whose kernels run it changes nothing that is computed.
+    shown = {replace(task, by=None): row for task, row in zip(own, rows, strict=True)}
+    Console().print(estimates(list(shown.values())))
+    if not asked.compiles:
+        return
+    for task, row in zip(own, rows, strict=True):
+        if task.tp == 1:
+            row["compiled"] = compiled(task, asked.device)
+            keep()
+    if (table := compiled_table(rows)) is not None:
+        Console().print(table)
 
 
 def _bench(

@@ -1,21 +1,21 @@
 """Estimates of a step by a device's data sheet: bytes and FLOPs, computed and not measured.
 
-Where libtpu is, the compiled program says beside them what it holds and what XLA counts of it.
+By libtpu the compiled program says beside them what it holds and what XLA counts of it.
 """
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib import import_module
+from importlib.util import find_spec
 from typing import Any
 
 from rich.table import Table
 
 from ..errors import ArgumentError
-from ..model.load_plan import LoadPlan
 from .counts import Counts
 from .measure import Task
 from .random_weights import plan_weights
-from .shapes import Model, open_model
+from .shapes import open_model
 
 _DTYPE = "bfloat16"  # whose rate the sheets have
 
@@ -53,8 +53,8 @@ def check_device(device: str | None, estimate: bool) -> None:
 def estimate(task: Task, device: str) -> dict[str, Any]:
     """The bytes and FLOPs of a step of decode, or a prefill, and its least time by `device`.
 
-    `task.tp` chips share both evenly; sums over them count nothing. Of one chip, where libtpu is,
-    `compiled` has what `jax.tpu.compiled` gives, or why there is no program.
+    `task.tp` chips share both evenly; sums over them count nothing. `compiled` is None, for
+    `compiled` to fill.
     """
     if task.dtype not in (None, _DTYPE):
         raise ArgumentError(
@@ -88,17 +88,34 @@ def estimate(task: Task, device: str) -> dict[str, Any]:
         **{"weight_bytes": weights, "kv_bytes": kv, "flops": flops},
         **{"read_ms": reading, "compute_ms": computing, "limit_ms": least},
         "tokens_per_s": made * 1e3 / least,
-        "compiled": _compiled(task, model, plan, device) if task.tp == 1 else None,
+        "compiled": None,
     }
 
 
-def _compiled(task: Task, model: Model, plan: LoadPlan, device: str) -> dict[str, Any] | None:
-    """The facts of the compiled program; None where there is no compiler."""
-    tpu: Any = import_module(f"{__package__}.jax.tpu")
-    if tpu.library() is None:
-        return None
-    given = task, model.describe()[0], plan, _DTYPE, device.removeprefix("tpu-")
-    return tpu.compiled(*given) or {"error": "it does not fit into the chip's memory"}
+def check_compiler() -> None:
+    """Raise ArgumentError unless JAX and libtpu are here to compile by."""
+    if find_spec("jax") is None:
+        raise ArgumentError("--compile needs JAX. Install `dualinfer[jax]`, or leave it out.")
+    if _tpu().library() is None:
+        raise ArgumentError(
+            "--compile needs libtpu, the compiler of TPUs, and finds none. Install libtpu, set "
+            "TPU_LIBRARY_PATH to its file, or leave it out."
+        )
+
+
+def compiled(task: Task, device: str) -> dict[str, Any]:
+    """The facts of the program of one chip as `jax.tpu.compiled` gives them, or its error.
+
+    It runs by plain XLA if `task` says so, and by Pallas' kernels else.
+    """
+    model = open_model(task.model)
+    plan = plan_weights(model, _DTYPE, task.quant)
+    chip = device.removeprefix("tpu-")
+    return _tpu().compiled(task, model.describe()[0], plan, _DTYPE, chip)
+
+
+def _tpu() -> Any:
+    return import_module(f"{__package__}.jax.tpu")
 
 
 def make_table(rows: Sequence[dict[str, Any]]) -> Table:
@@ -143,5 +160,5 @@ def compiled_table(rows: Sequence[dict[str, Any]]) -> Table | None:
                 f"{own['cycles']:,}",
             ]
         name = row["model"] + (f" {row['quant']}" if row["quant"] else "")
-        table.add_row(name, f"{row['batch']} x {row['tokens']}", *figures)
+        table.add_row(f"{name} {own['by']}", f"{row['batch']} x {row['tokens']}", *figures)
     return table

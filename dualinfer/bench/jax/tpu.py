@@ -17,6 +17,7 @@ from ...backends.jax import ahead
 from ...backends.jax.executables import Job
 from ...backends.jax.mesh import OneDevice
 from ...backends.jax.ops.pallas import PallasOps
+from ...backends.jax.ops.plain import PlainOps
 from ...backends.jax.params import Params
 from ...backends.jax.runner import JaxRunner
 from ...model.load_plan import LoadPlan
@@ -40,10 +41,13 @@ _EOS_WIDTH = 4
 
 
 def library() -> Path | None:
-    """The file of libtpu: as TPU_LIBRARY_PATH says, where `make test-tpu` puts it, or installed."""
+    """The file of libtpu: as TPU_LIBRARY_PATH says, where `make test-tpu` puts it, or installed.
+
+    A TPU_LIBRARY_PATH that is empty, or names no file, means none.
+    """
+    if (given := os.environ.get(_VARIABLE)) is not None:
+        return Path(given) if Path(given).is_file() else None
     places = [Path(sys.prefix, "tpu", "libtpu", "libtpu.so")]
-    if given := os.environ.get(_VARIABLE):
-        places.insert(0, Path(given))
     if (found := find_spec("libtpu")) is not None and found.origin is not None:
         places.append(Path(found.origin).with_name("libtpu.so"))
     return next((path for path in places if path.exists()), None)
@@ -65,16 +69,22 @@ def compile_for(job: Job, chip: Any) -> Any:
 
 
 def abstract_runner(
-    spec: ModelSpec, plan: LoadPlan, dtype: str, most: int, kv_cache: str | None = None
+    spec: ModelSpec,
+    plan: LoadPlan,
+    dtype: str,
+    most: int,
+    kv_cache: str | None = None,
+    by: str = "pallas",
 ) -> JaxRunner:
-    """A runner on one device by Pallas' kernels, whose weights are shapes."""
+    """A runner on one device by "pallas" or "xla", whose weights are shapes."""
     tp_plan, own = make_plan(plan.table, 1), jnp.dtype(dtype)
     shard, place = tp_plan.shards[0], OneDevice(jax.devices("cpu")[0])
     params = Params({}, tuple({} for _ in spec.all_layers))
     for row, _ in fit_blocks(plan, tp_plan.shards).rows:
         leaf = make_leaf(row, _parts(shard, row, own), own, shard.width(row))
         put_leaf(params.group(row), row, leaf)
-    how: Any = (params, None, own, place, PallasOps(), Peers(), most)
+    ops = PlainOps() if by == "xla" else PallasOps()
+    how: Any = (params, None, own, place, ops, Peers(), most)
     return JaxRunner(spec, tp_plan, *how, cache_codes=kv_cache)
 
 
@@ -92,31 +102,34 @@ def _parts(shard: Shard, row: Row, dtype: Any) -> dict[str, jax.ShapeDtypeStruct
     return parts
 
 
-def compiled(
-    task: Task, spec: ModelSpec, plan: LoadPlan, dtype: str, chip: str
-) -> dict[str, Any] | None:
+def compiled(task: Task, spec: ModelSpec, plan: LoadPlan, dtype: str, chip: str) -> dict[str, Any]:
     """What the compiled program of a token, or of a prompt, says of itself: no time is measured.
 
-    None where it does not fit into the chip's memory.
+    `by` says whose kernels it has, "pallas" or "xla", and `error` why there is no program: all else
+    is missing then.
 
     `argument_bytes` are weights, cache and inputs, `temp_bytes` what it holds beside them, and
     `kernels` how many it calls. Of all else XLA says itself what it reads and writes,
     `accessed_bytes`, and how long it takes, `cycles`: of kernels it knows neither.
     """
+    by = task.by or ("pallas" if task.kernels else "xla")
     most = task.tokens + task.new_tokens
-    runner = abstract_runner(spec, plan, dtype, most, task.kv_cache)
     wanted = ahead.Wanted((task.batch,), (task.tokens,), task.new_tokens, stream=True)
     name = "one" if task.kind == "decode" else "prefill"
-    jobs = {_name(job): job for job in ahead.jobs(runner, wanted, _EOS_WIDTH)}
-    try:  # over the largest cache, which is the last one
+    try:  # any compiler's error is the row's
+        runner = abstract_runner(spec, plan, dtype, most, task.kv_cache, by)
+        jobs = {_name(job): job for job in ahead.jobs(runner, wanted, _EOS_WIDTH)}
+        # Over the largest cache, which is the last one.
         made = compile_for(jobs[name], chips(chip)[0])
-    except jax.errors.JaxRuntimeError as error:
-        if "RESOURCE_EXHAUSTED" not in str(error):
-            raise
-        return None
+    except Exception as error:
+        first, *_ = str(error).strip().splitlines() or [""]
+        if "RESOURCE_EXHAUSTED" in str(error):
+            first = "it does not fit into the chip's memory"
+        return {"by": by, "error": first or type(error).__name__}
     memory, text = made.memory_analysis(), made.as_text()
     entry = text[text.index("\nENTRY ") :]
     return {
+        "by": by,
         "argument_bytes": memory.argument_size_in_bytes,
         "temp_bytes": memory.temp_size_in_bytes,
         "accessed_bytes": int(made.cost_analysis()["bytes accessed"]),
