@@ -364,8 +364,15 @@ def test_other_devices_get_plain_xla(device, spec):
     assert type(chosen(spec, device)) is PlainOps
 
 
-def test_a_tpu_gets_the_kernels_of_pallas(spec):
-    assert chosen(spec, SimpleNamespace(platform="tpu", device_kind="tpu")).kernels == "Pallas"
+def test_a_tpu_gets_the_kernels_of_pallas(spec, monkeypatch):
+    tpu = SimpleNamespace(platform="tpu", device_kind="tpu")
+    assert chosen(spec, tpu).kernels == "Pallas"
+    assert type(chosen(spec, tpu, dtype="fp16")) is PlainOps
+    asked = InferenceConfig(dtype="fp16", kernels="pallas", replace_with_kernel_inject=True)
+    with pytest.raises(dualinfer.ConfigError, match="takes no float16"):
+        backend._check_kernels(asked, spec, tpu)
+    monkeypatch.setattr(backend, "default_device", lambda: tpu)
+    assert backend.default_dtype() == "bfloat16"
 
 
 @pytest.mark.parametrize("refused", [{"replace_with_kernel_inject": False}, {"use_triton": False}])

@@ -73,7 +73,7 @@ def test_bucket_is_compiled_once(hf_model):
 
 
 def test_ops_name_what_kernels_leave_to_plain_ones_where_a_model_has_it():
-    """Heads too wide in some layers, in none; experts of which several weigh their inputs."""
+    """Heads too wide in some layers, in none; experts that weigh their inputs are the kernels'."""
     pytest.importorskip("triton")
     import transformers as hf
 
@@ -90,9 +90,9 @@ def test_ops_name_what_kernels_leave_to_plain_ones_where_a_model_has_it():
     wide, plain = PlainOps.implementations["attention"], PlainOps.implementations["experts"]
     assert f"; {wide} for heads of over 256" in ops(hf.Gemma4TextConfig())["attention"]
     assert wide not in ops(hf.Gemma2Config())["attention"]
-    for chosen, found in ((1, False), (2, True)):
+    for chosen in (1, 2):
         config = hf.Llama4TextConfig(num_experts_per_tok=chosen)
-        assert (ops(config)["experts"] == plain) == found
+        assert plain not in ops(config)["experts"]
 
 
 @pytest.mark.parametrize(("quant", "plain"), [("int8", False), ("int8_w8a8", True)])

@@ -77,8 +77,8 @@ class InferenceConfig(StaleFields):
     NumPy or JAX dtype. "int8" is `quant="int8"` with the dtype left unset.
 
     Unset or "auto": for a folder or hub id the checkpoint's own, but on a GPU float16 for a float32
-    one, and on a CPU float32. For a live module float16 on a GPU, as in DeepSpeed, and float32
-    on a CPU, where DeepSpeed fails.
+    one, and on a CPU float32. For a live module float16 on a GPU, as in DeepSpeed, bfloat16 on a
+    TPU, and float32 on a CPU, where DeepSpeed fails.
     """
 
     tensor_parallel: TensorParallelConfig = Field(

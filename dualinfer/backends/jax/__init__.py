@@ -62,8 +62,8 @@ def default_device() -> jax.Device:
 
 
 def default_dtype() -> str:
-    """float16 where there is a GPU, as in DeepSpeed; float32 on a CPU."""
-    return "float32" if default_device().platform == "cpu" else "float16"
+    """float16 on a GPU, as in DeepSpeed; float32 on a CPU, and bfloat16 on a TPU."""
+    return {"cpu": "float32", "tpu": "bfloat16"}.get(default_device().platform, "float16")
 
 
 def device_kind() -> str:
@@ -186,7 +186,9 @@ def _kernels_of(config: InferenceConfig, device: jax.Device) -> str:
         return "xla"
     if config.use_triton is not None:
         return "triton" if config.use_triton else "xla"
-    return "pallas" if device.platform == "tpu" else "triton"
+    if device.platform == "tpu":
+        return "xla" if config.dtype == "float16" else "pallas"
+    return "triton"
 
 
 def _obstacle(spec: ModelSpec, device: jax.Device) -> str:
@@ -207,6 +209,8 @@ def _check_kernels(config: InferenceConfig, spec: ModelSpec, device: jax.Device)
     wanted = _kernels_of(config, device)
     if wanted == "pallas":
         obstacle = pallas_obstacle(device)
+        if device.platform == "tpu" and config.dtype == "float16":
+            obstacle = "the compiler for TPUs takes no float16; with dtype='bfloat16' they run"
     elif wanted == "triton" and (config.kernels or config.use_triton):
         obstacle = _obstacle(spec, device)
     else:
