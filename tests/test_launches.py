@@ -72,7 +72,7 @@ MORE = {  # with ops of their own
     "diffllama": Step(162, 1111, 13, 46, 32, 10, 196, 2),  # heads in pairs
     "jetmoe": Step(216, 1437, 17, 28, 40, 18, 154, 2),  # chosen pairs of projections
     "gemma3n": Step(616, 1953, 81, 156, 168, 66, 648, 2),  # streams
-    "lfm2 with biases": Step(189, 1145, 20, 43, 46, 8, 244, 2),  # convolutions
+    "lfm2 with biases": Step(189, 1145, 23, 4, 52, 2, 34, 2),  # convolutions
     "falcon_h1": Step(398, 1716, 35, 37, 76, 36, 132, 2),  # attention beside a recurrence
     "t5": Step(125, 1084, 19, 5, 44, 4, 38, 2),  # attention across
     "deberta-3": Step(64, 319, 10, 50, 10, 9, 197, 1),  # disentangled attention
