@@ -152,7 +152,7 @@ def label(row: Row) -> str:
         return row["system"]
     over = f" on {row['tp']}" if row.get("tp", 1) > 1 else ""
     over += f", ep {row['ep']}" if row.get("ep", 1) > 1 else ""
-    over += f", {row['by']}" if row.get("by") else ""
+    over += f", {row['by']}" if row.get("by") and row["kind"] != "ops" else ""
     over += ", no HTTP" if row.get("over_http") is False else ""
     return f"dualinfer {row['system']}{over}" + ("" if row["kernels"] else ", no kernels")
 
