@@ -18,10 +18,10 @@ from dualinfer.parallel.launching import check_places, guarded
 CORES = len(os.sched_getaffinity(0))
 # A rank that has started a process in a session of its own, says so, and sleeps.
 SLEEPER = """
-import subprocess, sys, time
+import os, subprocess, sys, time
 code = "import time; time.sleep(300)"
 child = subprocess.Popen([sys.executable, "-c", code], start_new_session=True)
-print(child.pid, flush=True)
+os.write(1, f"{child.pid}\\n".encode())  # at once: ranks share the pipe
 time.sleep(300)
 """
 
@@ -51,8 +51,8 @@ def test_ranks_and_what_they_start_end_with_a_launcher_that_is_killed(tmp_path):
     with launcher.stdout as said:
         grandchildren = [int(said.readline()) for _ in range(count)]
     (mark,) = {mark for child in grandchildren for mark in marks_of(child)}
-    assert set(grandchildren) < set(find_processes(mark))
-    assert len(find_processes(mark)) == 2 * count
+    assert wait_until(lambda: set(grandchildren) < set(find_processes(mark)))
+    assert wait_until(lambda: len(find_processes(mark)) == 2 * count)
     launcher.kill()
     launcher.wait()
     assert wait_until(lambda: not find_processes(mark))

@@ -140,7 +140,7 @@ def make_table(rows: Sequence[dict[str, Any]]) -> Table:
 
 
 def compiled_table(rows: Sequence[dict[str, Any]]) -> Table | None:
-    """What compiled programs say of themselves, for people; None where nothing was compiled."""
+    """The table of what compiled programs say of themselves; None where nothing was compiled."""
     rows = [row for row in rows if row["compiled"] is not None]
     if not rows:
         return None

@@ -33,7 +33,7 @@ def route(
 
 
 def routed(m: Maths, scores: Array, router: Router, choice_bias: Array | None = None) -> Routing:
-    """What a router's product [..., X], float32, chooses."""
+    """Choose experts by a router's product, float32 [..., X]."""
     if router.softcap is not None:
         scores = router.softcap * m.tanh(scores / router.softcap)
     scoring = SCORINGS[router.score]

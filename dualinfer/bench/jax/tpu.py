@@ -1,4 +1,4 @@
-"""What libtpu, the compiler of TPUs, makes of a model's steps on a machine without a TPU."""
+"""A model's steps compiled by libtpu, the compiler of TPUs, on a machine without a TPU."""
 
 import os
 import re
@@ -103,7 +103,7 @@ def _parts(shard: Shard, row: Row, dtype: Any) -> dict[str, jax.ShapeDtypeStruct
 
 
 def compiled(task: Task, spec: ModelSpec, plan: LoadPlan, dtype: str, chip: str) -> dict[str, Any]:
-    """What the compiled program of a token, or of a prompt, says of itself: no time is measured.
+    """Compile the program of a token, or of a prompt, and read its facts; no time is measured.
 
     `by` says whose kernels it has, "pallas" or "xla", and `error` why there is no program: all else
     is missing then.

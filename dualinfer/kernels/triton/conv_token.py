@@ -61,7 +61,7 @@ def conv_token(
     counters: Any = None,
     pdl: bool = False,
 ) -> Any:
-    """What a token of each slot gives, [N, C], from its projection x [N, 3 C].
+    """Convolve and gate a token of each slot: [N, C] of its projection x [N, 3 C].
 
     x has what is multiplied, the gate and the other factor. `past` [N', taps - 1, C], N' >= N, is
     written in the slots that bool `moves` [N] names; others give zeros. `taps` [C, taps], two or

@@ -200,7 +200,7 @@ def state_prompt(
     starts: Any = None,
     pdl: bool = False,
 ) -> Any:
-    """What tokens of sequences give, [B, T, heads * head_dim], from projections x [B, T, W].
+    """Run sequences through their states: [B, T, heads * head_dim] of projections x [B, T, W].
 
     Arguments as those of `state_token.state_token`, [B, T, ...] in the place of [N, ...]; a state
     has `head_dim` times `size` elements. bool `mask` [B, T] hides tokens, which then change
