@@ -1,7 +1,7 @@
 """Folders of every form that is read, and random changes of them, of bytes and of what they say.
 
 `python -m tests.fuzz_files --backend jax --count 2000` draws them from a seed and tells each that
-is neither loaded nor refused by an error of ours, or that takes a second of the CPU or more.
+is neither loaded nor refused by an error of ours, or that twice takes more than `A_SECOND`.
 `--form` chooses one form, and `--first` a step, to see it again.
 """
 
@@ -37,10 +37,9 @@ from dualinfer.errors import DualinferError
 from .checkpoints import write_byte_tokenizer
 from .deepspeed_files import megatron_state, save_injected, save_meta, save_training, split_state
 from .gguf_files import Type, write_gguf
-from .models import make_model
+from .models import A_SECOND, make_model
 
 VOCAB = 259  # bytes, and three special tokens
-LONGEST = 1.0  # seconds of the CPU
 _STUCK = 120  # seconds after which a step is told by the stack, and ends the run
 CONFIG = {
     "architectures": ["LlamaForCausalLM"],
@@ -728,7 +727,20 @@ def ask(*command: Any) -> None:
 
 
 def attempt(form: str, step: int, base: Path, top: Path, backend: str) -> str:
-    """Change a copy of a folder and load it; what came of it. Raises Fault."""
+    """Change a copy of a folder and load it; what came of it. Raises Fault.
+
+    A slow step is taken once more: the first may have compiled something or looked for garbage.
+    """
+    outcome, taken, label = once(form, step, base, top, backend)
+    if taken > A_SECOND:
+        outcome, taken, label = once(form, step, base, top, backend)
+    if taken > A_SECOND:
+        raise Fault(f"{label}: {taken:.1f} s of the CPU ({outcome})")
+    return outcome
+
+
+def once(form: str, step: int, base: Path, top: Path, backend: str) -> tuple[str, float, str]:
+    """Take a step: what came of it, the seconds of the CPU, and what was changed. Raises Fault."""
     draw = random.Random(f"{form} {step}")
     folder = top / "changed"
     shutil.rmtree(folder, ignore_errors=True)
@@ -752,10 +764,7 @@ def attempt(form: str, step: int, base: Path, top: Path, backend: str) -> str:
         raise
     except BaseException as error:  # PanicException of tokenizers is no Exception
         raise Fault(ascii(f"{label}: {type(error).__name__}: {error}")[:600]) from error
-    taken = time.process_time() - start
-    if taken > LONGEST:
-        raise Fault(f"{label}: {taken:.1f} s of the CPU ({outcome})")
-    return outcome
+    return outcome, time.process_time() - start, label
 
 
 def build(top: Path, forms: list[str]) -> dict[str, Path]:
