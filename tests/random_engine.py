@@ -8,8 +8,8 @@ import dualinfer
 
 
 @contextmanager
-def opened(opens: dict[str, Any]) -> Iterator[Any]:
-    """An engine of `shape`, whose tokenizer has a word for each id."""
+def opened(opens: dict[str, Any], tell_lost: Any) -> Iterator[Any]:
+    """An engine of `shape`, whose tokenizer has a word for each id; it shares it with nobody."""
     from dualinfer.bench.local_server import word_tokenizer
     from dualinfer.bench.random_weights import random_model
     from dualinfer.bench.shapes import open_model

@@ -21,11 +21,11 @@ from hypothesis import strategies as st
 import dualinfer
 from dualinfer.checkpoint.described.tokenizer import load_tokenizer
 from dualinfer.errors import StepError
+from dualinfer.parallel.frames import Unpacker, packed
 from dualinfer.serving.health import Pulse
 from dualinfer.serving.http.engines import About, LocalEngine, State
 from dualinfer.serving.remote import keeper
 from dualinfer.serving.remote.client import RemoteEngine
-from dualinfer.serving.remote.frames import Unpacker, packed
 from dualinfer.serving.remote.suspects import Line, Party
 
 from .poisoned_engine import POISON

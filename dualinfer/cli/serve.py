@@ -24,7 +24,7 @@ from ..errors import ArgumentError, DualinferError, UnsupportedError
 from ..serving.http.calls import MARKS
 from ..serving.http.needed import check_needed
 from ..serving.remote.host import shown_of
-from ..system.command_options import KvCacheOption, QuantOption
+from ..system.command_options import KvCacheOption, OversubscribeOption, QuantOption
 from ..system.terminal import say
 from .options import (
     AdapterOption,
@@ -36,7 +36,8 @@ from .options import (
     RevisionOption,
 )
 from .quick_start import OWN_PROCESS, start_sooner
-from .texts import find_asked, opened_at
+from .shared_engine import opened
+from .texts import find_asked
 
 _KEY = "DUALINFER_API_KEY"
 _ORIGIN = re.compile(r"[a-z][a-z0-9+.\-]*://[^/\s?#@]+")
@@ -129,8 +130,9 @@ def serve(
     ] = False,
     tp: Annotated[
         int,
-        typer.Option(metavar="COUNT", min=1, help="Devices that share the model, on JAX."),
+        typer.Option(metavar="COUNT", min=1, help="Devices that share the model."),
     ] = 1,
+    oversubscribe: OversubscribeOption = False,
     dtype: DtypeOption = None,
     quant: QuantOption = None,
     adapter: AdapterOption = None,
@@ -164,12 +166,6 @@ def serve(
     which = backend or backends.default_backend()
     backends.check_backend(which)
     if tp > 1:
-        if which != "jax":
-            raise UnsupportedError(
-                f"--tp {tp}: on torch each device has a process of its own, and engines that "
-                "processes share are not served. Serve it on JAX, where one process drives all "
-                f"devices: --backend jax --tp {tp}"
-            )
         how["tensor_parallel"] = {"tp_size": tp}
     room = max_sequences, max_tokens, prefix_cache, swap_space
     routes: dict[str, Any] = {
@@ -181,17 +177,16 @@ def serve(
     with _listening(host, port) as listener:
         front = _Front(name or name_of(model), listener, grace, routes, tp)
         found = find_asked(model, revision, adapter, "")
+        opens = {"folder": str(found.folder), "adapters": found.adapters, "backend": which}
+        opens |= {"how": how, "oversubscribe": oversubscribe, "room": room}
         if one_process:
-            with opened_at(*found, backend, **how) as engine:
+            with opened(opens) as engine:
                 does_write = writes(engine, *room)
                 front.run_beside(engine, shown_of(engine.report(), does_write))
             return
         if ctx.obj == OWN_PROCESS:
             start_sooner(found.folder)
-        opens = {"folder": str(found.folder), "adapters": found.adapters, "backend": which}
-        front.run_before(
-            {**opens, "how": how, "room": room}, load_tokenizer(tokenizer_folder(*found))
-        )
+        front.run_before(opens, load_tokenizer(tokenizer_folder(*found)))
 
 
 def writes(
@@ -319,7 +314,8 @@ class _Front:
         key = " -H 'Authorization: Bearer KEY'" if has_key else ""
         what = "{architecture}, {dtype}, {backend} on {device_name}".format(**shown)
         say(f"{self._name}: {what}{f', {self._devices} devices' if self._devices > 1 else ''}")
-        say(f"weights {shown['parameter_bytes'] / 2**20:,.0f} MiB; {_room(shown)}")
+        own = "rank 0: " if self._devices > 1 and shown["backend"] == "torch" else ""
+        say(f"{own}weights {shown['parameter_bytes'] / 2**20:,.0f} MiB; {_room(shown)}")
         head = " -H 'Content-Type: application/json'" + key
         typer.echo(f"listening on {url}; the base URL of OpenAI clients is {url}/v1", err=True)
         typer.echo(f"  curl {url}/v1/{kind}{head} -d {shlex.quote(body)}", err=True)

@@ -208,7 +208,7 @@ class AsyncCalls(RoomCalls):
         seconds after the call it ends with DeadlineError, wherever it is. With
         `num_return_sequences` above 1 a list of as many. With `logprobs=K` each tells of its
         tokens. Arguments are checked at once. Where several processes share the model it raises
-        UnsupportedError.
+        UnsupportedError, unless this one leads them (`lead`).
         """
         given = self.tokenizer if tokenizer is None and not _is_ids(prompt) else tokenizer
         ids, default = _ids_of(given, prompt, template_options)
@@ -245,14 +245,15 @@ class AsyncCalls(RoomCalls):
     def traffic(self) -> Traffic:
         """Count the sequences of `generate_async` under way, and tell whether they move."""
         driver = self._driver
+        lost = getattr(self._runner, "lost", None) or self._lost
         if driver is None:
             pool = self._pool
             slots = MOST_SLOTS if pool is None else pool.slots
-            return Traffic(0, 0, slots, 0.0, lost=self._lost)
+            return Traffic(0, 0, slots, 0.0, lost=lost)
         live, waiting = driver.live, driver.waiting
         is_busy = live or waiting or driver.is_looking
         silent = time.monotonic() - driver.heartbeat if is_busy else 0.0
-        known = driver.reading, driver.preemptions, driver.lost or self._lost
+        known = driver.reading, driver.preemptions, driver.lost or lost
         return Traffic(live, waiting, driver.slots, silent, *known)
 
     def look(self) -> None:
@@ -316,8 +317,8 @@ class AsyncCalls(RoomCalls):
         if self._turns.is_shared:
             raise UnsupportedError(
                 "Several processes share this model, and each of them must make every call, which "
-                "many calls at once cannot. Use generate(), or JAX, whose one process drives all "
-                "GPUs of a host."
+                "many calls at once cannot. Let rank 0 drive them: engine.lead() there, and "
+                "engine.follow() in the others. Or use generate()."
             )
         end = None if deadline is None else time.monotonic() + deadline
         fields = {"urgent": priority == "high", "deadline": end}

@@ -17,6 +17,7 @@ from ..backends.base import MAX_STEPS, Request
 from ..errors import (
     ClosedError,
     DeadlineError,
+    DistributedError,
     DualinferError,
     OutOfMemoryError,
     StepError,
@@ -453,7 +454,7 @@ class Driver:
                 self._loop.leave([job.live])
             if job.steps is not None:
                 job.steps.close()
-        if isinstance(error, StepError) or _is_of_device(error):
+        if isinstance(error, StepError | DistributedError) or _is_of_device(error):
             self._failed = error
         job.left = None  # what it had saved, which its caller's handle would keep
         if job.live is not None:

@@ -28,6 +28,7 @@ from .driver import Driver, Job
 from .embedding import EmbeddingCalls
 from .forward import ForwardCalls
 from .generation import Generation
+from .leading import LeadingCalls
 from .likeness import Likeness
 from .loop import Loop
 from .origin import Origin
@@ -56,6 +57,7 @@ class FusedEngine(
     SpeechCalls,
     ScoringCalls,
     AsyncCalls,
+    LeadingCalls,
 ):
     """dualinfer's own decoder in the place of the model's forward."""
 
@@ -96,6 +98,7 @@ class FusedEngine(
         fails the engine refuses to run until a refresh succeeds. Every process that shares the
         model must call it.
         """
+        self._check_leads_none("refresh()")
         with self._turns:
             self._origin.refresh(self.runner, self._turns, self._loop.check_idle)
 

@@ -5,6 +5,7 @@ the store by which the processes find each other is this process's, and theirs a
 Where this process is killed, a guard that it has started ends them.
 """
 
+import json
 import os
 import queue
 import signal
@@ -14,7 +15,7 @@ import sys
 import threading
 import time
 import uuid
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -51,6 +52,77 @@ def run_processes(command: Sequence[str], count: int) -> int:
         finally:
             _end(children, events, signal.SIGTERM)
             del store  # it serves them to their end
+
+
+@contextmanager
+def others_of(
+    command: Sequence[str], count: int, said: Mapping[str, Any], ended: Callable[[str], None]
+) -> Iterator[threading.Event]:
+    """Within it this process is rank 0 of a job of `count`; Python runs `command` in the others.
+
+    They find what is `said` at their standard input, a line of JSON, with the `variables` that
+    say who they are. It stays open as long as this process lives, and they must end by its end.
+    `ended` is called in a thread, with the reason, where one of them ends before the event that is
+    given is set.
+    """
+    children: list[subprocess.Popen[bytes]] = []
+    over = threading.Event()
+
+    def watch(rank: int) -> None:
+        code = children[rank - 1].wait()
+        if not over.wait(_GRACE):  # in which this process may learn why
+            ended(f"The process of rank {rank} of {count} ended with {_how(code)}.")
+
+    store = None  # it serves them to their end
+    try:
+        for rank in range(1, count):
+            children.append(_piped(command, rank, count))
+            threading.Thread(target=watch, args=(rank,), daemon=True).start()
+        store, port = open_store()  # while they start
+        for rank, child in enumerate(children, 1):
+            whole = {**said, "variables": _environment(rank, count, port)}
+            with suppress(BrokenPipeError):  # it has ended, which is seen
+                assert child.stdin is not None
+                child.stdin.write(json.dumps(whole).encode() + b"\n")
+                child.stdin.flush()
+        with _variables(_environment(0, count, port)):
+            yield over
+    finally:
+        over.set()
+        for child in children:
+            assert child.stdin is not None
+            with suppress(BrokenPipeError):
+                child.stdin.close()
+        deadline = time.monotonic() + _PATIENCE
+        for child in children:
+            with suppress(subprocess.TimeoutExpired):
+                child.wait(max(0.0, deadline - time.monotonic()))
+            child.kill()
+            child.wait()
+        del store
+
+
+def _piped(command: Sequence[str], rank: int, count: int) -> subprocess.Popen[bytes]:
+    """A process of the job in this one's group and session: what ends these ends it."""
+    try:
+        return subprocess.Popen([sys.executable, *command], stdin=subprocess.PIPE)
+    except OSError as error:
+        raise _not_started(rank, count, error) from error
+
+
+@contextmanager
+def _variables(values: dict[str, str]) -> Iterator[None]:
+    """Within it this process has these variables."""
+    before = {name: os.environ.get(name) for name in values}
+    os.environ.update(values)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
 
 
 def check_places(count: int, oversubscribe: bool = False) -> None:
@@ -131,9 +203,11 @@ def _start(
             start_new_session=True,
         )
     except OSError as error:
-        raise DistributedError(
-            f"Process {rank} of {count} could not be started: {error}"
-        ) from error
+        raise _not_started(rank, count, error) from error
+
+
+def _not_started(rank: int, count: int, error: OSError) -> DistributedError:
+    return DistributedError(f"Process {rank} of {count} could not be started: {error}")
 
 
 def _environment(rank: int, count: int, port: int) -> dict[str, str]:

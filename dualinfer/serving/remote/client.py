@@ -19,9 +19,9 @@ import numpy as np
 from ...engine.requests import TokenLogprobs, told_of
 from ...engine.scoring import prompt_told
 from ...errors import ClosedError, StepError
+from ...parallel.frames import Message, packed
 from ..health import BEAT, Pulse
 from ..http.engines import About, Handle, State
-from .frames import Message, packed
 from .host import failure_of
 from .suspects import MOST_DEATHS, Line, Party
 

@@ -20,9 +20,9 @@ from ... import errors
 from ...engine.asynchronous import Start
 from ...engine.driver import Channel, Job
 from ...errors import DualinferError, StepError
+from ...parallel.frames import Message, Unpacker, packed
 from ...system.patience import under_way
 from ..http.engines import LocalEngine
-from .frames import Message, Unpacker, packed
 
 _log = logging.getLogger("dualinfer.serve")
 BEAT_EVERY = 0.5  # seconds between two signs of life

@@ -13,11 +13,11 @@ from contextlib import asynccontextmanager, suppress
 from typing import Any
 
 from ...errors import ClosedError, DualinferError, StepError
+from ...parallel.frames import Message, Unpacker, packed
 from ...parallel.launching import guarded
 from ..health import BEAT
 from ..http.engines import About, State
 from .client import RemoteEngine
-from .frames import Message, Unpacker, packed
 from .host import error_of
 
 _log = logging.getLogger("dualinfer.serve")

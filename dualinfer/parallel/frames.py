@@ -1,4 +1,4 @@
-"""Messages between the server's front and its engine: JSON and plain arrays, by length.
+"""Messages between processes: JSON and plain arrays, by length, and never a pickle.
 
 A frame is two lengths, uint32 in the order of networks: of what follows both, and of its JSON, an
 object. Behind that stand the bytes of the arrays that its `arrays` name, with dtype and shape.
@@ -12,20 +12,22 @@ from typing import Any
 
 import numpy as np
 
-from ...errors import StepError
+from ..errors import StepError
 
 Message = dict[str, Any]
 
 _HEAD = struct.Struct("!II")
 _MOST = 2**31
-_DTYPES = "<i4", "<f4"
+_DTYPES = "<i4", "<f4", "<i8", "<u4", "|b1"
 
 
 def packed(message: Message, **arrays: np.ndarray) -> bytes:
-    """A frame of a message; arrays, int32 or float32, stand in it by their names."""
+    """A frame of a message; arrays stand in it by their names, as int32 or float32 if need be."""
     about, parts = {}, []
     for name, array in arrays.items():
-        kind = "<f4" if array.dtype.kind == "f" else "<i4"
+        kind = array.dtype.newbyteorder("<").str
+        if kind not in _DTYPES:
+            kind = "<f4" if array.dtype.kind == "f" else "<i4"
         about[name] = kind, array.shape
         parts.append(np.ascontiguousarray(array, kind).tobytes())
     text = json.dumps({**message, "arrays": about} if about else message).encode()
@@ -49,7 +51,7 @@ class Unpacker:
         while len(self._buffer) - at >= _HEAD.size:
             size, length = _HEAD.unpack_from(self._buffer, at)
             if size > _MOST or length + 4 > size:
-                raise StepError("A message between front and engine has no such length.")
+                raise StepError("A message between processes has no such length.")
             if len(self._buffer) - at < 4 + size:
                 break
             whole = bytes(self._buffer[at + _HEAD.size : at + 4 + size])
@@ -63,8 +65,8 @@ def _read(text: bytes, rest: bytes) -> Message:
     at = 0
     for name, (kind, shape) in message.pop("arrays", {}).items():
         if kind not in _DTYPES:
-            raise StepError(f"A message between front and engine holds an array of {kind!r}.")
+            raise StepError(f"A message between processes holds an array of {kind!r}.")
         count = math.prod(shape)
         message[name] = np.frombuffer(rest, kind, count, at).reshape(shape)
-        at += 4 * count
+        at += np.dtype(kind).itemsize * count
     return message
