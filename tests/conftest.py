@@ -91,7 +91,7 @@ def pytest_collection_finish():
 @pytest.fixture(scope="session")
 def hf_model():
     """A function from a case's name to its tiny HF model, one a process; not to be changed."""
-    from .models import make_model
+    from .cases import make_model
 
     made = {}
 

@@ -34,10 +34,11 @@ from safetensors.numpy import save_file
 import dualinfer
 from dualinfer.errors import DualinferError
 
+from .cases import make_model
 from .checkpoints import write_byte_tokenizer
 from .deepspeed_files import megatron_state, save_injected, save_meta, save_training, split_state
 from .gguf_files import Type, write_gguf
-from .models import A_SECOND, make_model
+from .models import A_SECOND
 
 VOCAB = 259  # bytes, and three special tokens
 _STUCK = 120  # seconds after which a step is told by the stack, and ends the run

@@ -14,8 +14,8 @@ import dualinfer
 from dualinfer.errors import CheckpointError, UnsupportedError
 
 from .adapters import IDS, QUIET, adapt, logits, relative, wanted
-from .encoders import make as make_encoder
-from .models import BACKENDS, make_model, slow_but
+from .cases import make_model
+from .models import BACKENDS, slow_but
 
 pytestmark = [*QUIET, pytest.mark.usefixtures("greedy")]
 ROWS = 90
@@ -178,11 +178,7 @@ def test_an_adapter_for_a_task_gives_what_peft_makes_for_it(
     name, task, labels, target, backend, tmp_path
 ):
     """Its head on the base model that it was trained on, whatever class that was saved as."""
-    model = (
-        make_encoder(name)
-        if name.partition("-")[0] not in ("bert", "llama") and ("masked" in name)
-        else make_model(name)
-    )
+    model = make_model(name)
     expected = with_head(model, task, tmp_path, labels, target_modules=[target])
     for where in ({"adapter": tmp_path / "adapter", "model": tmp_path / "base"}, None):
         given = where or {"model": tmp_path / "adapter"}
@@ -208,7 +204,7 @@ def test_tasks_that_cannot_be_served_say_why(tmp_path):
     with_head(make_model("llama-gqa"), "QUESTION_ANS", tmp_path / "b", target_modules=["q_proj"])
     with_head(make_model("llama-gqa"), "SEQ_CLS", tmp_path / "c", target_modules=["q_proj"])
     with_head(make_model("llama-gqa"), "TOKEN_CLS", tmp_path / "d", target_modules=["q_proj"])
-    with_head(make_encoder("longformer"), "SEQ_CLS", tmp_path / "e", target_modules=["query"])
+    with_head(make_model("longformer"), "SEQ_CLS", tmp_path / "e", target_modules=["query"])
     for folder, message in (
         ("a", r"pooler\.dense\.weight, .* is neither in .* and peft would draw it anew"),
         ("b", r"has its base model as transformer\..*Pass a model that was saved as a Llama"),
@@ -269,7 +265,7 @@ def test_live_layers_of_hfs_own_kinds_are_merged(family, backend):
 
 def test_adapters_of_weights_without_use_are_noted(tmp_path):
     """Longformer's projections for tokens that see all others, which none does here."""
-    model = make_encoder("longformer")
+    model = make_model("longformer")
     model.save_pretrained(tmp_path / "base")
     live = adapt(model, target_modules=["query", "query_global"])
     live.save_pretrained(tmp_path / "adapter")

@@ -18,7 +18,8 @@ from dualinfer.engine.module import ModuleEngine
 from dualinfer.errors import ClosedError, UnsupportedError
 from dualinfer.model.outputs import Outputs, make_outputs
 
-from .models import make_model, random_ids, relative_rms
+from .cases import make_model
+from .models import random_ids, relative_rms
 from .test_pipelines import make_gpt2, make_tokenizer
 
 pytest.importorskip("flax")

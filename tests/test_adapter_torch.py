@@ -13,7 +13,8 @@ from torch import nn  # noqa: E402
 from dualinfer import init_inference  # noqa: E402
 from dualinfer.errors import UnsupportedError  # noqa: E402
 
-from .models import make_model, random_ids  # noqa: E402
+from .cases import make_model  # noqa: E402
+from .models import random_ids  # noqa: E402
 
 INJECT = {"replace_with_kernel_inject": True}
 IDS = torch.from_numpy(random_ids(1, 6))

@@ -34,8 +34,8 @@ from dualinfer.quantization import read_quantization
 from dualinfer.quantization.meaning import dequantize
 from dualinfer.system.terminal import without_controls
 from tests.adapters import IDS, QUIET, adapt, logits, relative, wanted
-from tests.encoders import make as make_encoder
-from tests.models import BACKENDS, make_model, slow_but
+from tests.cases import make_model
+from tests.models import BACKENDS, slow_but
 
 pytestmark = [*QUIET, pytest.mark.usefixtures("greedy")]
 KINDS = {
@@ -73,7 +73,7 @@ def backend(request):
 )
 def test_projections_that_files_join_are_adapted_and_quantized(case, tmp_path):
     """As those of a live module, which has each of them by itself."""
-    model = make_encoder(case)
+    model = make_model(case)
     model.save_pretrained(tmp_path / "base")
     live = {"replace_with_kernel_inject": True, "quant": "int8"}
     found, _ = logits(tmp_path / "base", quant="int8")

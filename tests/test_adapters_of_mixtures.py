@@ -19,7 +19,8 @@ from dualinfer.model.families import describe_model
 from dualinfer.model.load_plan import make_load_plan
 
 from .adapters import IDS, QUIET, adapt, logits, relative, wanted
-from .mixtures import CASES, make
+from .cases import make_model
+from .cases.mixtures import CASES
 from .models import BACKENDS, slow_but
 
 pytestmark = QUIET
@@ -67,7 +68,16 @@ def matrices(source, model):
     return own
 
 
-ODD = ("mixtral", "gpt_oss", "llama4", "dbrx", "longcat_flash", "gemma4", "granitemoe", "hy_v3")
+ODD = (
+    "mixtral",
+    "gpt_oss",
+    "llama4",
+    "dbrx",
+    "longcat_flash with more experts",
+    "gemma4 with experts",
+    "granitemoe",
+    "hy_v3",
+)
 PLAIN = [case for case in CASES if case not in ODD and "," not in case and "without" not in case]
 
 
@@ -76,7 +86,7 @@ PLAIN = [case for case in CASES if case not in ODD and "," not in case and "with
 )
 def test_parameters_are_merged_as_peft_merges_them(case, tmp_path):
     """Of a folder, whose files have experts one by one or not, and of a live model."""
-    model = make(case)
+    model = make_model(case)
     model.save_pretrained(tmp_path)
     live = adapted(model)
     expected = matrices(TorchSource(merged(live, tmp_path).state_dict(), "peft's"), model)
@@ -102,7 +112,7 @@ def test_parameters_are_merged_as_peft_merges_them(case, tmp_path):
     ],
 )
 def test_experts_with_adapters_give_what_peft_gives(case, backend, tmp_path):
-    model = make(case)
+    model = make_model(case)
     plain = wanted(model)
     model.save_pretrained(tmp_path)
     live = adapted(model)
@@ -129,7 +139,7 @@ def shared(folder, backend, devices=1, **options):
 @pytest.mark.xdist_group("ranks")
 @pytest.mark.parametrize("backend", slow_but(["jax"], BACKENDS))
 def test_devices_share_adapted_experts(backend, tmp_path, crew):
-    model = make("qwen3_moe")
+    model = make_model("qwen3_moe")
     model.save_pretrained(tmp_path)
     live = adapted(model)
     live.save_pretrained(tmp_path / "adapter")
@@ -146,7 +156,7 @@ def test_devices_share_adapted_experts(backend, tmp_path, crew):
 @pytest.mark.parametrize("version", ["0.21.2", "0.18.1"])
 def test_factors_of_square_experts_are_of_what_peft_has_them_of(case, version, tmp_path):
     """Where no shape tells it: what HF's class says, and before peft 0.19 always [in, out]."""
-    model = make(case, hidden_size=60, intermediate_size=60)
+    model = make_model(case, hidden_size=60, intermediate_size=60)
     model.save_pretrained(tmp_path)
     live = adapted(model, target_parameters=["experts.down_proj"])
     live.save_pretrained(tmp_path / "adapter")
@@ -169,7 +179,7 @@ def test_factors_of_square_experts_are_of_what_peft_has_them_of(case, version, t
 
 def test_adapters_of_each_expert_are_merged_into_tensors_of_all(tmp_path):
     """As transformers 4 has experts, and peft reads them with transformers 5."""
-    model = make("mixtral")
+    model = make_model("mixtral")
     model.save_pretrained(tmp_path)
     folder, tensors = tmp_path / "adapter", {}
     folder.mkdir()
@@ -186,7 +196,7 @@ def test_adapters_of_each_expert_are_merged_into_tensors_of_all(tmp_path):
     targets = {"peft_type": "LORA", "r": 3, "lora_alpha": 6, "target_modules": ["w1", "w2", "w3"]}
     targets["target_modules"].append("gate")
     (folder / "adapter_config.json").write_text(json.dumps({**targets, "task_type": "CAUSAL_LM"}))
-    expected = wanted(peft.PeftModel.from_pretrained(make("mixtral"), folder).eval())
+    expected = wanted(peft.PeftModel.from_pretrained(make_model("mixtral"), folder).eval())
     assert relative(wanted(model), expected) > 0.1
     for where in (tmp_path, model):
         found, _ = logits(where, backend="torch", adapter=folder, replace_with_kernel_inject=True)
@@ -203,7 +213,7 @@ def test_adapters_of_each_expert_are_merged_into_tensors_of_all(tmp_path):
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_experts_in_four_bits_become_plain_where_adapters_change_them(backend, tmp_path):
     """GPT-OSS's mxfp4: what the codes mean, and the change; a layer's others stay in codes."""
-    model = make("gpt_oss", hidden_size=64, intermediate_size=64, head_dim=16)
+    model = make_model("gpt_oss", hidden_size=64, intermediate_size=64, head_dim=16)
     random, tensors = torch.Generator().manual_seed(5), dict(model.state_dict())
     for i, layer in enumerate(model.model.layers):
         for name, rows in (("gate_up_proj", 128), ("down_proj", 64)):
@@ -225,7 +235,7 @@ def test_experts_in_four_bits_become_plain_where_adapters_change_them(backend, t
 
 
 def test_an_expert_of_a_quantized_mixture_makes_its_layers_others_plain(tmp_path):
-    model = make("qwen3_moe", moe_intermediate_size=32)
+    model = make_model("qwen3_moe", moe_intermediate_size=32)
     model.save_pretrained(tmp_path)
     tensors = load_file(tmp_path / "model.safetensors")
     for name in [n for n in tensors if ".experts." in n]:
@@ -255,9 +265,14 @@ def test_an_expert_of_a_quantized_mixture_makes_its_layers_others_plain(tmp_path
 
 def test_a_live_mixture_is_read_by_its_adapters_in_use():
     """Several, one of them, none, or merged; peft's own forward leaves the model as it is."""
-    live = adapted(make("mixtral"))
+    live = adapted(make_model("mixtral"))
     adapt(
-        live, 5, "second", r=2, target_modules=[], target_parameters=parameters_of(make("mixtral"))
+        live,
+        5,
+        "second",
+        r=2,
+        target_modules=[],
+        target_parameters=parameters_of(make_model("mixtral")),
     )
     options = {"dtype": "float32", "backend": "torch", "replace_with_kernel_inject": True}
     with dualinfer.init_inference(live, **options) as engine:
@@ -291,8 +306,8 @@ def test_a_live_mixture_is_read_by_its_adapters_in_use():
 
 
 def test_adapters_of_parameters_that_do_not_fit_are_told(tmp_path):
-    make("mixtral").save_pretrained(tmp_path / "base")
-    live = adapted(make("mixtral"), target_parameters=["experts.gate_up_proj"])
+    make_model("mixtral").save_pretrained(tmp_path / "base")
+    live = adapted(make_model("mixtral"), target_parameters=["experts.gate_up_proj"])
     folder = tmp_path / "adapter"
     live.save_pretrained(folder)
     file, config = folder / "adapter_model.safetensors", folder / "adapter_config.json"

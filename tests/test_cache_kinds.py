@@ -25,15 +25,9 @@ from dualinfer.model.families import describe_model  # noqa: E402
 from dualinfer.model.load_plan import TableSource, make_load_plan  # noqa: E402
 from dualinfer.ops import cache_kinds, caches  # noqa: E402
 
-from .models import (  # noqa: E402
-    BACKENDS,
-    CASES,
-    make_model,
-    noted_logits,
-    random_ids,
-    relative_rms,
-    slow_but,
-)
+from .cases import make_model  # noqa: E402
+from .cases.decoders import CASES  # noqa: E402
+from .models import BACKENDS, noted_logits, random_ids, relative_rms, slow_but  # noqa: E402
 
 SIZE = 4  # tokens of a block
 IN_ORDER = caches.block_table

@@ -21,8 +21,9 @@ import dualinfer
 from dualinfer.engine import fused
 from dualinfer.errors import ArgumentError, UnsupportedError
 
-from . import test_relatives
-from .models import BACKENDS, GENERATING, VOCAB, make_model, random_ids, relative_rms
+from .cases import make_model, relatives
+from .cases.decoders import GENERATING
+from .models import BACKENDS, VOCAB, random_ids, relative_rms
 
 INJECT: dict[str, Any] = {"dtype": "fp32", "replace_with_kernel_inject": True}
 NAME, NEW = "gpt2", 7
@@ -31,7 +32,7 @@ ODD = ("gemma3n", "gemma4", "longcat_flash", "axk2", "jetmoe", "doge", "deepseek
 # Families that differ in what they make of embeddings, and of the rest all.
 FORWARD = [
     *QUICK,
-    *(n for n in (*GENERATING, *test_relatives.CASES, "bert-masked-untied") if n not in QUICK),
+    *(n for n in (*GENERATING, *relatives.CASES, "bert-masked-untied") if n not in QUICK),
 ]
 
 
@@ -66,7 +67,7 @@ def slow_forward():
         pytest.param(n, b, marks=[] if n in QUICK else [pytest.mark.slow])
         for n in FORWARD
         for b in BACKENDS
-        if b == "torch" or n in ODD or n not in test_relatives.CASES
+        if b == "torch" or n in ODD or n not in relatives.CASES
     ]
 
 
@@ -76,11 +77,7 @@ def slow_forward():
 @pytest.mark.parametrize(("name", "backend"), slow_forward())
 def test_forward_takes_what_hf_takes(name, backend, hf_model, engine_of):
     """Embeddings, labels and logits_to_keep; each compiled once, for ids or embeddings."""
-    if name in test_relatives.CASES:
-        theirs = test_relatives.make(name)
-        ours = dualinfer.init_inference(theirs, backend=backend, **INJECT)
-    else:
-        theirs, ours = hf_model(name), engine_of(name, backend)
+    theirs, ours = hf_model(name), engine_of(name, backend)
     ids, mask = batch("right")
     labels = ids.masked_fill(mask == 0, -100)
     labels[1, 3] = -100
@@ -187,11 +184,7 @@ ON_JAX = (NAME, "gpt2-inverse", "opt", "gemma3")
     ],
 )
 def test_embeddings_generate_as_in_hf(name, backend, hf_model, engine_of):
-    if name in test_relatives.CASES:
-        theirs = test_relatives.make(name)
-        ours = dualinfer.init_inference(theirs, backend=backend, **INJECT)
-    else:
-        theirs, ours = hf_model(name), engine_of(name, backend)
+    theirs, ours = hf_model(name), engine_of(name, backend)
     ids, mask = batch()
     embeds = theirs.get_input_embeddings()(ids).detach() * 1.1
     how = {"inputs_embeds": embeds, "attention_mask": mask, "max_new_tokens": NEW}

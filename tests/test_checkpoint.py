@@ -20,7 +20,8 @@ from dualinfer.arrays import from_numpy
 from dualinfer.checkpoint.files.pieces import INDEX
 from dualinfer.checkpoint.sources import open_checkpoint, open_module, open_weights
 
-from .models import BACKENDS, make_model, random_ids, relative_rms
+from .cases import make_model
+from .models import BACKENDS, random_ids, relative_rms
 
 
 @pytest.fixture(params=BACKENDS)

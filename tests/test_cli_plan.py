@@ -27,9 +27,9 @@ from dualinfer.cli.plan_table import make_plan_table
 from dualinfer.config import make_config
 from dualinfer.model.families import describe_model
 
+from .cases import make_model
+from .cases.mixtures import CASES
 from .checkpoints import write_llama
-from .mixtures import CASES, config_of
-from .models import make_model
 from .ranks import ROOT
 
 
@@ -107,7 +107,7 @@ def test_collectives_of_layers_of_other_builds():
 
     And T5Gemma's encoder has a table of its own, of which devices share the rows.
     """
-    longcat = config_of(*CASES["longcat_flash"])
+    longcat = CASES["longcat_flash with more experts"].make_config()
     bert = hf.MobileBertConfig(num_hidden_layers=3, num_feedforward_networks=4)
     half = {"num_hidden_layers": 1, "hidden_size": 64, "vocab_size": 100, "head_dim": 16}
     half |= {"num_attention_heads": 4, "num_key_value_heads": 4, "intermediate_size": 96}

@@ -530,7 +530,7 @@ def tiny_engine(name, **fields):
     pytest.importorskip("torch")
     import dualinfer
 
-    from .models import make_model
+    from .cases import make_model
 
     model = make_model(name, num_hidden_layers=1, vocab_size=97)
     return dualinfer.init_inference(

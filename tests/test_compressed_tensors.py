@@ -20,6 +20,7 @@ import dualinfer
 from dualinfer import CheckpointError, UnsupportedError
 from dualinfer.quantization.scheme import Activation
 
+from .cases import make_model
 from .compressed import write
 from .formats import (
     check_logits,
@@ -30,7 +31,7 @@ from .formats import (
     open_folder,
     values,
 )
-from .models import BACKENDS, make_model, on_backends, random_ids, relative_rms
+from .models import BACKENDS, on_backends, random_ids, relative_rms
 
 pytestmark = pytest.mark.usefixtures("greedy")
 

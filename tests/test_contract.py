@@ -39,7 +39,9 @@ from flax import nnx
 import dualinfer
 from dualinfer import init_inference
 
-from .models import BACKENDS, CASES, make_model, random_ids
+from .cases import make_model
+from .cases.decoders import CASES
+from .models import BACKENDS, random_ids
 from .test_engine import make_module
 from .test_pipelines import make_bert, make_gpt2, make_tokenizer
 

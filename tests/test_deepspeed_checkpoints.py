@@ -27,6 +27,7 @@ from dualinfer.checkpoint.sources import open_weights
 from dualinfer.errors import CheckpointError, ConfigError, UnsupportedError
 from dualinfer.model.families import describe_model
 
+from .cases import make_model
 from .deepspeed_files import (
     Scheduler,
     megatron_state,
@@ -37,7 +38,7 @@ from .deepspeed_files import (
     split_state,
     training_file,
 )
-from .models import BACKENDS, make_model, random_ids, relative_rms
+from .models import BACKENDS, random_ids, relative_rms
 
 pytestmark = pytest.mark.xdist_group("ranks")
 

@@ -11,14 +11,16 @@ import pytest
 import torch
 import transformers as hf
 from transformers.generation.utils import GenerationMixin
-from transformers.models.nllb_moe.modeling_nllb_moe import NllbMoeExperts
 
 import dualinfer
 from dualinfer.errors import ArgumentError, ConfigError, LengthError, ModelError, UnsupportedError
 from dualinfer.model.families import describe_model
 from dualinfer.model.spec import RelativeBias
 
-from .models import random_ids, relative_rms, slow_but
+from .cases import make_model
+from .cases.covering import each
+from .cases.pairs import BART, CASES, IMAGES, PAIR, SCORED, T5, VOCAB
+from .models import BACKENDS, random_ids, relative_rms, slow_but
 from .speech import make_sound, make_tokenizer
 
 
@@ -30,195 +32,16 @@ def _draws_little(request):
         request.getfixturevalue("greedy")
 
 
-VOCAB = 101
-IDS = {"pad_token_id": 1, "eos_token_id": 2, "bos_token_id": 0, "decoder_start_token_id": 2}
-T5 = {
-    **{"vocab_size": VOCAB, "d_model": 36, "d_kv": 7, "d_ff": 50, "num_heads": 5},
-    **{"num_layers": 3, "num_decoder_layers": 2, **IDS, "decoder_start_token_id": 1},
-}
-BART = {
-    **{"vocab_size": VOCAB, "d_model": 30, "encoder_layers": 3, "decoder_layers": 2, **IDS},
-    **{"encoder_attention_heads": 5, "decoder_attention_heads": 3, "encoder_ffn_dim": 41},
-    **{"decoder_ffn_dim": 50, "max_position_embeddings": 90},
-}
-AUDIO = {"num_mel_bins": 7, "max_source_positions": 23, "max_target_positions": 90}
-CASES: dict[str, tuple[str, dict[str, Any]]] = {
-    # Buckets so few that sequences have distances beyond the farthest one.
-    "t5": ("T5ForConditionalGeneration", {"relative_attention_num_buckets": 10}),
-    "t5-gated": ("T5ForConditionalGeneration", {"feed_forward_proj": "gated-gelu"}),
-    "mt5": ("MT5ForConditionalGeneration", {}),
-    "umt5": ("UMT5ForConditionalGeneration", {}),
-    "bart": ("BartForConditionalGeneration", {}),
-    "mbart": ("MBartForConditionalGeneration", {"scale_embedding": True}),
-    "plbart": ("PLBartForConditionalGeneration", {}),
-    "blenderbot": ("BlenderbotForConditionalGeneration", {}),
-    "marian": ("MarianMTModel", {"scale_embedding": True, "activation_function": "swish"}),
-    "pegasus": ("PegasusForConditionalGeneration", {}),
-    "m2m_100": ("M2M100ForConditionalGeneration", {}),
-    "whisper": ("WhisperForConditionalGeneration", {}),
-    "mvp": ("MvpForConditionalGeneration", {}),
-    "led": ("LEDForConditionalGeneration", {"attention_window": [4, 8, 4]}),
-    "longt5": ("LongT5ForConditionalGeneration", {"local_radius": 3}),
-    "t5gemma": ("T5GemmaForConditionalGeneration", {}),
-    "bert2bert": ("EncoderDecoderModel", {}),
-    "blenderbot-small": ("BlenderbotSmallForConditionalGeneration", {"scale_embedding": True}),
-    "switch-t5": (
-        "SwitchTransformersForConditionalGeneration",
-        {
-            **{"num_experts": 3, "expert_capacity": 4, "router_bias": True},
-            **{"num_sparse_encoder_layers": 3, "num_sparse_decoder_layers": 1},
-        },
-    ),
-    "fsmt": (
-        "FSMTForConditionalGeneration",
-        {"src_vocab_size": 113, "tgt_vocab_size": VOCAB, "num_beams": 1},
-    ),
-    "nllb-moe": (
-        "NllbMoeForConditionalGeneration",
-        {
-            **{"num_experts": 3, "router_bias": True, "moe_token_dropout": 0.3},
-            **{"encoder_sparse_step": 2, "decoder_sparse_step": 1},
-        },
-    ),
-    "t5gemma-base": ("T5GemmaModel", {}),
-    "t5-base": ("T5Model", {}),
-    "bart-base": ("BartModel", {}),
-}
-GEMMA = {
-    **{"vocab_size": VOCAB, "hidden_size": 24, "intermediate_size": 41, "num_hidden_layers": 2},
-    **{"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 10, "sliding_window": 4},
-    **{"query_pre_attn_scalar": 13, "attn_logit_softcapping": 3.0, "final_logit_softcapping": 5.0},
-    **{"pad_token_id": 1, "eos_token_id": 2, "bos_token_id": 0, "max_position_embeddings": 90},
-}
-PAIR = {"decoder": GEMMA, "encoder": GEMMA | {"hidden_size": 36, "num_hidden_layers": 3}}
-BERT = {
-    **{"model_type": "bert", "vocab_size": VOCAB, "hidden_size": 36, "num_hidden_layers": 2},
-    **{"num_attention_heads": 3, "intermediate_size": 41, "max_position_embeddings": 90},
-}
-BERTS = {
-    "decoder": BERT | {"is_decoder": True, "add_cross_attention": True},
-    **{"encoder": BERT | {"num_attention_heads": 6, "num_hidden_layers": 3}, **IDS},
-}
-VIT = {
-    **{"model_type": "vit", "hidden_size": 36, "num_hidden_layers": 3, "num_attention_heads": 6},
-    **{"intermediate_size": 41, "image_size": 18, "patch_size": 6},
-}
-_DECODES = {"is_decoder": True, "add_cross_attention": True, "vocab_size": VOCAB}
-TROCR = {
-    **{"model_type": "trocr", "d_model": 30, "decoder_layers": 2, "decoder_attention_heads": 3},
-    **{"decoder_ffn_dim": 50, "max_position_embeddings": 90, "cross_attention_hidden_size": 36},
-    **_DECODES,
-}
-PLAIN = {  # as larger TrOCRs
-    **{"use_learned_position_embeddings": False, "layernorm_embedding": False},
-    **{"scale_embedding": True, "activation_function": "relu", "tie_word_embeddings": False},
-}
-GPT2 = {"model_type": "gpt2", "n_embd": 36, "n_layer": 2, "n_head": 3, "n_positions": 90}
-IMAGES = {
-    "trocr": {"encoder": VIT, "decoder": TROCR, **IDS},
-    "trocr-plain": {"encoder": VIT | {"model_type": "deit"}, "decoder": TROCR | PLAIN, **IDS},
-    "vit-gpt2": {"encoder": VIT, "decoder": GPT2 | _DECODES, **IDS},
-    "vit-bert": {"encoder": VIT, "decoder": BERTS["decoder"], **IDS},
-}
-CASES["s2t"] = (
-    "Speech2TextForConditionalGeneration",
-    {
-        **{"input_feat_per_channel": 5, "conv_channels": 14, "conv_kernel_sizes": [5, 3]},
-        **{"max_source_positions": 40, "max_target_positions": 90},
-    },
-)
-CASES["moonshine"] = ("MoonshineForConditionalGeneration", {})
-MOONSHINE = {
-    **{"vocab_size": VOCAB, "hidden_size": 40, "intermediate_size": 41, **IDS},
-    **{"encoder_num_hidden_layers": 3, "decoder_num_hidden_layers": 2},
-    **{"encoder_num_attention_heads": 4, "decoder_num_attention_heads": 4},
-    **{
-        "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 0.8}
-    },
-}
-CASES |= dict.fromkeys(IMAGES, ("VisionEncoderDecoderModel", {}))
-SEEDS = {"led": 4, "bert2bert": 3}  # of which both texts would be one
 QUICK = ("t5", "bart", "whisper")
 OPTIONS: dict[str, Any] = {"dtype": "fp32", "replace_with_kernel_inject": True}
 GREEDY: dict[str, Any] = {"do_sample": False, "max_new_tokens": 9}
-BACKENDS = ("torch", "jax")
-ALSO = (("fsmt", "torch"), ("trocr", "torch"), ("s2t", "torch"), ("moonshine", "torch"))
-NAMES = [
-    # Of Whisper on JAX test_speech.py shows more.
-    pytest.param(
-        n, b, marks=[] if n in QUICK and (n, b) != ("whisper", "jax") else pytest.mark.slow
-    )
-    for n in CASES
-    if not n.endswith("base")
-    for b in BACKENDS
-]
-
-
-def _weighed(self, hidden_states, router_mask, router_probs):
-    """Each expert by its own weight, as in fairseq and transformers 4.
-
-    transformers 5 takes `router_mask` for numbers of experts, so that the first two serve all.
-    """
-    experts = [self[f"expert_{x}"] for x in range(self.num_experts)]
-    each = (p[:, None] * own(hidden_states) for p, own in zip(router_probs.T, experts, strict=True))
-    y = sum(each)
-    return (1 - self.moe_token_dropout) * y
-
-
-_weighed.__module__ = NllbMoeExperts.__module__
-NllbMoeExperts.forward = _weighed
+NAMES = each(n for n in CASES if not n.endswith("base"))
 
 
 @functools.cache
 def model_of(name: str) -> Any:
-    """A model whose text depends on what its encoder reads."""
-    class_name, fields = CASES[name]
-    cls = getattr(hf, class_name)
-    base = T5 if "t5" in name else BART | AUDIO if name == "whisper" else BART
-    base = PAIR if "gemma" in name else BERTS if name == "bert2bert" else base
-    if name == "led":
-        fields = fields | {f"max_{side}_position_embeddings": 90 for side in ("encoder", "decoder")}
-    base = MOONSHINE if name == "moonshine" else IMAGES.get(name, base)
-    if name == "fsmt":
-        base = {k: v for k, v in base.items() if k != "vocab_size"}
-    if name in ("whisper", "led", "s2t"):
-        base = {k: v for k, v in base.items() if k != "max_position_embeddings"}
-    if name == "whisper":
-        fields = {"begin_suppress_tokens": [7, 8], "suppress_tokens": [9]}
-    if name == "t5":
-        fields = fields | {"relative_attention_max_distance": 12}
-    torch.manual_seed(SEEDS.get(name, len(name)))
-    model = cls(cls.config_class(**base, **fields)).eval()
-    with torch.no_grad():
-        for own, p in model.named_parameters():
-            if not p.requires_grad and name != "whisper":
-                continue
-            if p.ndim > 1:
-                is_table = any(
-                    part in own for part in ("shared", "embed_", "relative", "embeddings.")
-                )
-                spread = 0.7 if is_table else 2.0 / max(p.shape) ** 0.5
-                heard = own.endswith(("encoder_attn.out_proj.weight", "EncDecAttention.o.weight"))
-                heard |= own.endswith(
-                    ("cross_attn.o_proj.weight", "crossattention.output.dense.weight")
-                )
-                heard |= own.endswith(
-                    ("crossattention.c_proj.weight", "encoder_attn.o_proj.weight")
-                )
-                spread *= 0.4 if own.endswith("Attention.q.weight") else 6.0 if heard else 1.0
-                p.normal_(0, spread)
-            else:
-                p.add_(torch.empty_like(p).uniform_(-0.4, 0.4))
-                if own == "model.decoder.norm.weight":  # a tied head would repeat the last token
-                    p.copy_((1 + p) * (torch.randint(0, 2, p.shape) * 2 - 1) - 1)
-        model.tie_weights()
-        if hasattr(model, "final_logits_bias"):
-            model.final_logits_bias.uniform_(-1, 1)
-    if model.can_generate():
-        config = model.generation_config
-        config.eos_token_id = config.forced_eos_token_id = None
-        config.encoder_no_repeat_ngram_size = 0
-    return model
+    """The case's model, one a process; not to be changed."""
+    return make_model(name)
 
 
 @functools.cache
@@ -261,23 +84,6 @@ SPLIT = (
     "s2t",
     "moonshine",
 )
-SCORED = {
-    "BartForSequenceClassification": BART,
-    "T5ForSequenceClassification": T5,
-    "BartForQuestionAnswering": BART,
-    "MBartForSequenceClassification": BART,
-    "MBartForQuestionAnswering": BART,
-    "PLBartForSequenceClassification": BART,
-    "T5ForTokenClassification": T5,
-    "T5ForQuestionAnswering": T5,
-    "MT5ForSequenceClassification": T5,
-    "UMT5ForTokenClassification": T5,
-    "MvpForSequenceClassification": BART,
-    "MvpForQuestionAnswering": BART,
-    "LEDForQuestionAnswering": {k: v for k, v in BART.items() if k != "max_position_embeddings"}
-    | {"max_encoder_position_embeddings": 90, "max_decoder_position_embeddings": 90}
-    | {"attention_window": 8},
-}
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -324,14 +130,7 @@ def text_of(model: Any, **arguments: Any) -> list[list[int]]:
     return model.generate(**arguments).tolist()
 
 
-@pytest.mark.parametrize(
-    ("name", "backend"),
-    [
-        pytest.param(n, b, marks=[] if n in QUICK or (n, b) in ALSO else pytest.mark.slow)
-        for n in CASES
-        for b in BACKENDS
-    ],
-)
+@pytest.mark.parametrize(("name", "backend"), each(CASES))
 def test_outputs_are_those_of_transformers(name, backend):
     model, engine = model_of(name), engine_of(name, backend)
     labels = torch.tensor(random_ids(2, 6, seed=1, vocab=VOCAB)).long()

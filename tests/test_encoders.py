@@ -28,68 +28,17 @@ from dualinfer.errors import (
 from dualinfer.model.families import describe_model
 from dualinfer.ops.contract import LayerAttention
 
+from .cases import make_model
+from .cases.covering import each
+from .cases.encoders import CASES, PAD, SIZES, VOCAB
 from .checkpoints import write_byte_tokenizer
-from .encoders import CASES, PAD, SIZES, VOCAB, make
 from .models import BACKENDS, relative_rms
 
 LIMIT = 1e-5
-# The others show on JAX what these show, since both backends share the families.
-ON_JAX = {
-    *("roberta", "electra-masked", "albert", "modernbert", "bert-choice", "camembert-span"),
-    *("modernbert-sequence", "eurobert-late", "llama-sequence", "electra-wide", "mpnet"),
-    *("deberta-3", "deberta-masked", "embedding-gemma"),
-}
-# Rows of a table that differ from others' by names.
-SLOW = {
-    *("jina-masked", "data2vec-masked", "ernie-masked", "prelayernorm", "gte-sequence"),
-    *("jina-sequence", "megatron-choice", "prelayernorm-sequence", "roberta-xl-span", "jina"),
-    *("deberta-xlarge", "deberta-xlarge-sequence", "xmod-masked", "xmod-sequence", "xmod-choice"),
-    *("xmod-token", "xmod-span", "mobilebert", "mobilebert-sequence", "mobilebert-choice"),
-    *("mobilebert-token", "mobilebert-span", "layoutlm-sequence", "layoutlm-token"),
-    *("layoutlm", "layoutlm-span", "lilt-sequence", "lilt-span", "longformer-masked"),
-    *("longformer-token", "luke", "luke-masked", "luke-sequence", "luke-choice", "luke-span"),
-    *("splinter", "privacy-filter", "convbert-masked"),
-    *(f"convbert-{kind}" for kind in ("sequence", "choice", "token", "span")),
-    *("megatron-masked", "gte-masked", "rembert", "roformer", "roformer-masked", "ibert"),
-    *("xlm-base", "xlm-masked", "flaubert-masked", "xlm-sequence", "xlm-token", "flaubert-span"),
-    *("ibert-masked", "bert-generation", "esm", "esm-sequence", "esm-token"),
-    *("esm-plain", "esm-absolute"),
-    *(f"rembert-{kind}" for kind in ("sequence", "choice", "token", "span")),
-    *(f"roformer-{kind}" for kind in ("sequence", "choice", "token", "span")),
-    *(f"ibert-{kind}" for kind in ("sequence", "choice", "token", "span")),
-}
-
-
 FIRST = {
     *("modernbert-cls", "deberta-2-sequence", "deberta-2-choice", "xlm-sequence"),
     *("deberta-xlarge-sequence", "longformer"),
 }
-
-
-def on_both(cases):
-    return [
-        pytest.param(
-            case,
-            name,
-            marks=[]
-            if case in ON_JAX or (name == "torch" and case not in SLOW)
-            else [pytest.mark.slow],
-        )
-        for case in cases
-        for name in BACKENDS
-        if name == "torch" or not repeats_on_jax(case)
-    ]
-
-
-def repeats_on_jax(case):
-    """True for a head over tokens, spans or choices of a family that has one over sequences.
-
-    JAX runs the latter; its other heads are one function each, which the cases of ON_JAX and of
-    the decoders run, and what weights they have is torch's table.
-    """
-    family, _, kind = case.rpartition("-")
-    others = kind in ("token", "choice", "span") and f"{family}-sequence" in CASES
-    return others and case not in ON_JAX
 
 
 def batch(case, tokens=13):
@@ -143,9 +92,9 @@ def compare(ours, theirs, mask=None):
             ), name
 
 
-@pytest.mark.parametrize(("case", "backend"), on_both(CASES))
+@pytest.mark.parametrize(("case", "backend"), each(CASES))
 def test_a_model_gives_what_hf_gives(case, backend):
-    model = make(case)
+    model = make_model(case)
     engine = dualinfer.init_inference(
         model, backend=backend, dtype="fp32", replace_with_kernel_inject=True
     )
@@ -171,17 +120,16 @@ def test_a_model_gives_what_hf_gives(case, backend):
     ],
 )
 def test_a_field_that_an_encoder_does_not_honour_is_named(case, changes, message):
-    name, fields = CASES[case]
-    config = getattr(hf, name).config_class(**(SIZES | fields | changes))
+    config = CASES[case].make_config(**changes)
     with pytest.raises(ModelError, match=message):
-        describe_model(config.to_dict(), [name])
+        describe_model(config.to_dict(), [CASES[case].architecture])
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_frequencies_of_esm_are_those_of_its_file(backend, tmp_path):
     """In either of two names, rounded as released files have them; texts are packed, or split."""
-    model, (ids, mask) = make("esm-masked"), batch("esm-masked")
+    model, (ids, mask) = make_model("esm-masked"), batch("esm-masked")
     rounded = model.base_model.rotary_embeddings.inv_freq
     rounded.copy_(rounded.half())
     wanted = of_hf(model, ids, attention_mask=mask)
@@ -217,7 +165,7 @@ def test_frequencies_of_esm_are_those_of_its_file(backend, tmp_path):
     ],
 )
 def test_boxes_on_a_page_are_read_as_by_hf(case, backend):
-    model, (ids, mask) = make(case), batch(case)
+    model, (ids, mask) = make_model(case), batch(case)
     engine = dualinfer.init_inference(
         model, backend=backend, dtype="fp32", replace_with_kernel_inject=True
     )
@@ -239,9 +187,9 @@ def test_boxes_on_a_page_are_read_as_by_hf(case, backend):
     if backend == "torch":
         return
     with pytest.raises(ArgumentError, match="does not support bbox"):
-        dualinfer.init_inference(make("bert-token"), dtype="fp32", replace_with_kernel_inject=True)(
-            ids, bbox=boxes
-        )
+        dualinfer.init_inference(
+            make_model("bert-token"), dtype="fp32", replace_with_kernel_inject=True
+        )(ids, bbox=boxes)
 
 
 LENGTHS = (9, 40, 3, 17, 1, 61, 12, 5, 30, 8)
@@ -305,7 +253,7 @@ def hidden_of(model, ids):
     ],
 )
 def test_vectors_of_packed_texts_are_those_of_each_alone(case, backend):
-    model, texts = make(case), texts_of()
+    model, texts = make_model(case), texts_of()
     hidden = [hidden_of(model, text) for text in texts]
     engine = dualinfer.init_inference(
         model, backend=backend, dtype="fp32", replace_with_kernel_inject=True
@@ -324,7 +272,7 @@ def folder(tmp_path_factory):
     """A folder as sentence-transformers writes it: first tokens, a dense layer, length 1."""
     place = tmp_path_factory.mktemp("sentence")
     size = write_byte_tokenizer(place)
-    model = make("roberta", vocab_size=size, pad_token_id=2)
+    model = make_model("roberta", vocab_size=size, pad_token_id=2)
     model.save_pretrained(place)
     dense = {
         name: np.random.default_rng(3).normal(0, 0.2, shape).astype(np.float32)
@@ -450,7 +398,7 @@ def test_what_embed_does_not_take_is_refused(folder):
 def test_negative_ids_and_labels_are_refused(backend):
     """In whatever they come: an array's index may be negative, an id's place in a table not."""
     how = {"backend": backend, "dtype": "fp32", "replace_with_kernel_inject": True}
-    engine = dualinfer.init_inference(make("bert-sequence"), **how)
+    engine = dualinfer.init_inference(make_model("bert-sequence"), **how)
     rows = [[3, 4], [5, -1]]
     for given in (rows, [3, -1], np.array(rows), torch.tensor(rows), {"input_ids": rows}):
         with pytest.raises(ArgumentError, match=r"is -1, outside the vocabulary"):
@@ -466,7 +414,7 @@ def test_negative_ids_and_labels_are_refused(backend):
 def test_losses_are_those_of_hf_and_others_are_refused():
     labels = {"bert-sequence": [0, 2, 1], "bert-choice": [1, 0, 1], "qwen2-token": None}
     for case, given in labels.items():
-        model = make(case)
+        model = make_model(case)
         ids, _ = batch(case)
         given = (ids % 3).tolist() if given is None else given
         engine = dualinfer.init_inference(model, dtype="fp32", replace_with_kernel_inject=True)
@@ -476,14 +424,14 @@ def test_losses_are_those_of_hf_and_others_are_refused():
         with pytest.raises(ArgumentError, match=r"labels\[.* is 7; expected a label"):
             engine(ids, labels=np.full_like(given, 7))
     engine = dualinfer.init_inference(
-        make("llama-span"), dtype="fp32", replace_with_kernel_inject=True
+        make_model("llama-span"), dtype="fp32", replace_with_kernel_inject=True
     )
     with pytest.raises(ArgumentError, match="no loss of labels for LlamaForQuestion"):
         engine(batch("llama-span")[0], labels=[0, 1, 0])
     with pytest.raises(ArgumentError, match="end_positions is missing"):
         engine(batch("llama-span")[0], start_positions=[0, 1, 0])
     engine = dualinfer.init_inference(
-        make("bert-token"), dtype="fp32", replace_with_kernel_inject=True
+        make_model("bert-token"), dtype="fp32", replace_with_kernel_inject=True
     )
     with pytest.raises(ArgumentError, match="does not support start_positions"):
         engine(batch("bert-token")[0], start_positions=[0, 1, 0])
@@ -500,7 +448,7 @@ def test_losses_are_those_of_hf_and_others_are_refused():
 )
 def test_losses_of_numbers_are_those_of_hf(case, problem, labels, backend):
     """A regression of one label and of several, and a yes or no for each of several."""
-    model, (ids, mask) = make(case), batch(case)
+    model, (ids, mask) = make_model(case), batch(case)
     if case == "qwen3-reward":
         ids, mask = ids[:, :9], np.ones_like(ids[:, :9])
     model.config.problem_type, given = problem, torch.tensor(labels, dtype=torch.float32)
@@ -521,7 +469,7 @@ def test_losses_of_numbers_are_those_of_hf(case, problem, labels, backend):
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_the_loss_of_answers_is_that_of_hf(backend):
     """One start lies behind the text, where it counts for nothing."""
-    model, (ids, mask) = make("bert-span"), batch("bert-span")
+    model, (ids, mask) = make_model("bert-span"), batch("bert-span")
     ends = {"start_positions": [3, 40, 0], "end_positions": [4, 7, 12]}
     engine = dualinfer.init_inference(
         model, backend=backend, dtype="fp32", replace_with_kernel_inject=True
@@ -544,7 +492,7 @@ def test_the_loss_of_answers_is_that_of_hf(backend):
     ],
 )
 def test_a_model_goes_through_a_folder_and_back(case, tmp_path):
-    model = make(case)
+    model = make_model(case)
     model.save_pretrained(tmp_path / "hf")
     ids, _ = batch(case)
     engine = dualinfer.init_inference(tmp_path / "hf", dtype="fp32")
@@ -598,7 +546,7 @@ def write_nomic(model, place, prefix, **changes):
     ],
 )
 def test_a_folder_of_nomics_own_code_is_read_without_it(case, backend, prefix, tmp_path):
-    model = make(case, type_vocab_size=2)
+    model = make_model(case, type_vocab_size=2)
     place = write_nomic(model, tmp_path / "own", prefix)
     engine = dualinfer.init_inference(place, dtype="fp32", backend=backend)
     ids, mask = batch(case)
@@ -611,13 +559,13 @@ def test_a_folder_of_nomics_own_code_is_read_without_it(case, backend, prefix, t
 
 def test_what_transformers_nomic_has_not_is_refused(tmp_path):
     for i, (name, value) in enumerate({"prenorm": True, "rotary_scaling_factor": 2}.items()):
-        place = write_nomic(make("nomic_bert"), tmp_path / str(i), "", **{name: value})
+        place = write_nomic(make_model("nomic_bert"), tmp_path / str(i), "", **{name: value})
         with pytest.raises(UnsupportedError, match=f"{name}={value}, which transformers' Nomic"):
             dualinfer.init_inference(place, dtype="fp32")
 
 
 def test_weights_of_a_head_that_are_missing_are_named(tmp_path):
-    model = make("bert-sequence").bert
+    model = make_model("bert-sequence").bert
     model.config.architectures = None
     model.save_pretrained(tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())
@@ -628,7 +576,7 @@ def test_weights_of_a_head_that_are_missing_are_named(tmp_path):
 
 
 def test_rows_without_a_pad_token_are_scored_one_by_one():
-    model = make("gpt2-sequence", pad_token_id=None)
+    model = make_model("gpt2-sequence", pad_token_id=None)
     engine = dualinfer.init_inference(model, dtype="fp32", replace_with_kernel_inject=True)
     ids = np.random.default_rng(2).integers(3, VOCAB, (2, 9))
     assert relative_rms(engine(ids[:1]).logits, of_hf(model, ids[:1])["logits"]) < LIMIT
@@ -638,7 +586,7 @@ def test_rows_without_a_pad_token_are_scored_one_by_one():
 
 def test_a_text_takes_all_positions_that_are_no_padding():
     """RoBERTa's table has a row for each of 68 tokens: 70 but for those up to padding's own."""
-    model = make("roberta")
+    model = make_model("roberta")
     engine = dualinfer.init_inference(model, dtype="fp32", replace_with_kernel_inject=True)
     ids = np.random.default_rng(2).integers(3, VOCAB, (1, 69))
     assert (
@@ -655,7 +603,7 @@ def on_devices(case, backend, devices):
     """Scores, and vectors of packed texts, of a model that so many devices share."""
     how = {"replace_with_kernel_inject": True, "dtype": "fp32", "backend": backend}
     sharing = {"tensor_parallel": {"tp_size": devices}}
-    with dualinfer.init_inference(make(case), **how, **sharing) as engine:
+    with dualinfer.init_inference(make_model(case), **how, **sharing) as engine:
         return np.asarray(engine(batch(case)[0])[0]), engine.embed(texts_of((9, 4, 20)))
 
 
@@ -721,7 +669,7 @@ def test_kernels_give_what_plain_ops_give(case, backend, monkeypatch):
 
     own = importlib.import_module(f"dualinfer.backends.{backend}")
     how = {"dtype": "fp32", "replace_with_kernel_inject": True, "backend": backend}
-    model, texts = make(case), texts_of((9, 4, 20, 30, 2, 40))
+    model, texts = make_model(case), texts_of((9, 4, 20, 30, 2, 40))
     ids, mask = batch(case)
     # Torch's plain ops give what JAX's give, and compile nothing.
     with dualinfer.init_inference(model, use_triton=False, **how | {"backend": "torch"}) as plain:
@@ -759,7 +707,7 @@ def test_the_command_embed_shows_vectors_or_prints_them_whole(folder):
 
 @pytest.mark.parametrize("case", ["llama-sequence", "eurobert-mean"])
 def test_forward_as_a_pure_function_pools_by_ids_and_mask(case):
-    model, (ids, mask) = make(case), batch(case)
+    model, (ids, mask) = make_model(case), batch(case)
     engine = dualinfer.init_inference(model, backend="jax", dtype="fp32")
     found = engine.apply(engine.params, ids, attention_mask=mask)
     expected = of_hf(model, ids, attention_mask=mask)["logits"]
@@ -769,7 +717,7 @@ def test_forward_as_a_pure_function_pools_by_ids_and_mask(case):
 @pytest.mark.slow
 def test_heads_and_spans_of_two_devices_are_joined_as_they_are_not_quantized():
     """Words of 4-bit codes would hold columns of both, and of padding."""
-    model = make("convbert-masked")
+    model = make_model("convbert-masked")
     ids = batch("convbert-masked")[0]
     how = {"backend": "jax", "replace_with_kernel_inject": True, "dtype": "fp32", "quant": "int4"}
     one = dualinfer.init_inference(model, **how)

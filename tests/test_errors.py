@@ -25,7 +25,9 @@ from dualinfer import (
 from dualinfer.checkpoint.files.pieces import INDEX
 from dualinfer.checkpoint.sources import open_checkpoint
 
-from .models import BACKENDS, CASES, VOCAB, make_model, random_ids
+from .cases import make_model
+from .cases.decoders import CASES
+from .models import BACKENDS, VOCAB, random_ids
 
 CAUSAL, ENCODER = "llama-mqa", "bert-types"
 

@@ -36,8 +36,9 @@ from dualinfer.kernels.triton.ahead import POINTER, Code  # noqa: E402
 from dualinfer.kernels.triton.operands import Launch, Pointer  # noqa: E402
 from dualinfer.kernels.xla import handler  # noqa: E402
 
+from .cases import make_model  # noqa: E402
 from .kernels.jax_ops import calls_for_cuda, gpu, interpreted_ops  # noqa: E402
-from .models import make_model, random_ids, relative_rms, slow_but  # noqa: E402
+from .models import random_ids, relative_rms, slow_but  # noqa: E402
 
 pytestmark = [
     pytest.mark.xdist_group("mesh"),

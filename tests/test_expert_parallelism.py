@@ -16,8 +16,9 @@ from dualinfer.model.load_plan import TableSource, make_load_plan
 from dualinfer.parallel.experts import describe_experts, most_chosen, parts_of_experts
 from dualinfer.parallel.sharding import make_places, make_plan
 
-from .mixtures import VOCAB, chosen_by, make
-from .models import make_model, random_ids, relative_rms
+from .cases import make_model
+from .cases.mixtures import VOCAB, chosen_by
+from .models import random_ids, relative_rms
 from .ranks import RankError
 from .test_mixtures import remember_routes
 
@@ -34,10 +35,10 @@ EVEN |= {"shared_expert_intermediate_size": 64}
 
 def made(case):
     if case in ("axk1", "deepseek_v2, experts", "glm4_moe_lite"):
-        from .test_relatives import make as make_relative
+        from .cases import make_model
 
-        return make_relative(case)
-    return make(case.removesuffix(", even"), **(EVEN if case.endswith(", even") else {}))
+        return make_model(case)
+    return make_model(case.removesuffix(", even"), **(EVEN if case.endswith(", even") else {}))
 
 
 def batch(vocab=VOCAB):
@@ -125,7 +126,7 @@ def test_experts_that_no_token_chose_change_no_bit(backend, monkeypatch, crew):
 
 
 def one_of_many():
-    return make("qwen2_moe", num_experts=24, num_experts_per_tok=1)
+    return make_model("qwen2_moe", num_experts=24, num_experts_per_tok=1)
 
 
 def unread_experts_change_nothing(backend, chosen):
@@ -149,7 +150,7 @@ def unread_experts_change_nothing(backend, chosen):
 @pytest.mark.parametrize(("devices", "parts"), [(2, 2), (3, 3), (4, 2), (6, 3), (5, 5)])
 def test_each_element_of_every_expert_is_held_once(devices, parts, equal):
     """And read once from a file."""
-    _, table = describe_model(make("qwen2_moe").config.to_dict())
+    _, table = describe_model(make_model("qwen2_moe").config.to_dict())
     plan = make_plan(table, devices, 1, equal, parts)
     loads = make_load_plan(table, TableSource(table, "float32", "a test"))
     rows = [row for row, _ in loads.rows if row.local_name.startswith("experts.")]
@@ -168,7 +169,7 @@ def test_each_element_of_every_expert_is_held_once(devices, parts, equal):
 
 def test_a_device_opens_no_tensor_of_anothers_experts(tmp_path, crew):
     """Of a checkpoint with a tensor for each expert, by what is read."""
-    make("qwen2_moe").save_pretrained(tmp_path)
+    make_model("qwen2_moe").save_pretrained(tmp_path)
     found = crew.run(tensors_read, str(tmp_path), 2, world=2)
     experts = [{name for name in names if ".experts." in name} for names in found]
     numbers = [{int(n.split(".experts.")[1].split(".")[0]) for n in own} for own in experts]
@@ -211,7 +212,7 @@ def in_groups(by):
     parallel = {"tp_size": dist.get_world_size()}
     ids = random_ids(2, 11, vocab=VOCAB)
     with init_inference(
-        make("qwen2_moe"), backend="torch", tensor_parallel=parallel, moe=fields, **FUSED
+        make_model("qwen2_moe"), backend="torch", tensor_parallel=parallel, moe=fields, **FUSED
     ) as engine:
         shard = engine._runner._shard
         share = shard.share("experts", 0)
@@ -234,7 +235,7 @@ def test_groups_of_the_caller_say_who_has_which_experts(name, crew):
     widths = {"rows": [0, 0, 1, 1], "columns": [0, 1, 0, 1]}[name]
     assert [own[0] for own in found] == experts
     assert [own[1] for own in found] == [((0, 10), (10, 19))[i] for i in widths]
-    with init_inference(make("qwen2_moe"), backend="torch", **FUSED) as engine:
+    with init_inference(make_model("qwen2_moe"), backend="torch", **FUSED) as engine:
         logits = np.asarray(engine(random_ids(2, 11, vocab=VOCAB)).logits)
     assert all(relative_rms(own[2], logits) < 1e-5 for own in found)
 
@@ -263,7 +264,7 @@ def in_groups_of(by):
     dist.init_process_group("gloo")
     groups = [dist.new_group(ranks) for ranks in by["ep_group"]]
     moe = {"ep_group": groups[dist.get_rank() // 2], **sizes}
-    return init_inference(make("qwen2_moe"), backend="torch", moe=moe, **FUSED)
+    return init_inference(make_model("qwen2_moe"), backend="torch", moe=moe, **FUSED)
 
 
 @pytest.mark.parametrize(
@@ -278,7 +279,7 @@ def in_groups_of(by):
     ],
 )
 def test_what_the_model_does_not_allow_is_refused_with_its_own_numbers(fields, message):
-    model = make("qwen2_moe", **({"num_experts": 3} if "3 experts" in message else {}))
+    model = make_model("qwen2_moe", **({"num_experts": 3} if "3 experts" in message else {}))
     with pytest.raises(ConfigError, match=message):
         init_inference(model, backend="jax", **fields, **FUSED)
 
@@ -303,12 +304,12 @@ def without_experts(backend):
 def test_module_mode_shares_no_experts_out(moe):
     reason = r"in module mode that is for DeepSpeed's.*replace_with_kernel_inject=True|no size\(\)"
     with pytest.raises(ConfigError, match=reason):
-        init_inference(make("qwen2_moe"), backend="torch", moe=moe, tp={"enabled": False})
+        init_inference(make_model("qwen2_moe"), backend="torch", moe=moe, tp={"enabled": False})
 
 
 def test_what_asks_for_nothing_and_the_models_own_numbers_are_taken():
     for moe in ({"num_experts": 5}, {"moe_experts": [5, 5]}, {"enabled": False, "ep_size": 7}):
-        with init_inference(make("qwen2_moe"), backend="torch", moe=moe, **FUSED) as engine:
+        with init_inference(make_model("qwen2_moe"), backend="torch", moe=moe, **FUSED) as engine:
             assert engine.report() is not None
 
 
@@ -316,14 +317,14 @@ def test_what_asks_for_nothing_and_the_models_own_numbers_are_taken():
 @pytest.mark.filterwarnings("ignore:.*ep_size.*")
 def test_the_old_name_shares_the_model_by_as_many_devices():
     ids, mask = batch()
-    with init_inference(make("mixtral"), backend="jax", ep_size=3, **FUSED) as engine:
+    with init_inference(make_model("mixtral"), backend="jax", ep_size=3, **FUSED) as engine:
         config = engine.inference_config
         assert (config.moe.ep_size, config.tensor_parallel.tp_size) == (3, 3)
         found = np.asarray(engine(ids, attention_mask=mask).logits)
         assert "experts 2 of 5" in " ".join(engine.report().notes)
         again = np.asarray(engine.apply(engine.params, ids, attention_mask=mask)[0])
         np.testing.assert_allclose(again[mask > 0], found[mask > 0], rtol=1e-5, atol=1e-5)
-    with init_inference(make("mixtral"), backend="jax", **FUSED) as engine:
+    with init_inference(make_model("mixtral"), backend="jax", **FUSED) as engine:
         wanted = np.asarray(engine(ids, attention_mask=mask).logits)
     assert relative_rms(found[mask > 0], wanted[mask > 0]) < 1e-5
 
@@ -341,7 +342,7 @@ def test_the_most_that_one_part_has_is_the_mean_over_all_choices():
 
 
 def test_a_plan_says_how_experts_are_shared():
-    spec, table = describe_model(make("qwen2_moe").config.to_dict())
+    spec, table = describe_model(make_model("qwen2_moe").config.to_dict())
     assert parts_of_experts(MoEConfig(ep_size=2), spec, 4) == 2
     (cut,) = describe_experts(make_plan(table, 4))
     assert "ep_size 1" in cut and "evenly" in cut
@@ -355,7 +356,7 @@ def test_plan_shows_the_experts_of_each_device(tmp_path):
     testing = pytest.importorskip("typer.testing")
     from dualinfer.cli.main import app
 
-    make("glm4_moe").config.save_pretrained(tmp_path)  # whose first layer is dense
+    make_model("glm4_moe").config.save_pretrained(tmp_path)  # whose first layer is dense
     run = testing.CliRunner(env={"COLUMNS": "200"}).invoke
     result = run(app, ["plan", str(tmp_path), "--tp", "4", "--ep", "4"])
     assert result.exit_code == 0, result.output
@@ -374,7 +375,7 @@ def test_bench_measures_experts_in_parts(tmp_path, monkeypatch):
 
     from dualinfer.cli.main import app
 
-    make("qwen2_moe").save_pretrained(tmp_path / "model")
+    make_model("qwen2_moe").save_pretrained(tmp_path / "model")
     monkeypatch.setenv("XLA_FLAGS", "--xla_force_host_platform_device_count=2")
     command = ["bench", "decode", str(tmp_path / "model"), "--tp", "2", "--ep", "2"]
     command += ["--backend", "jax", "--prompt", "5", "--new-tokens", "16", "--repeats", "2"]
@@ -390,7 +391,7 @@ def test_bench_measures_experts_in_parts(tmp_path, monkeypatch):
 
 def saved_and_refreshed(folder, case="qwen2_moe"):
     """Logits of two ranks, of what they saved, and after weights changed and were read again."""
-    model, ids = make(case), random_ids(2, 11, vocab=VOCAB)
+    model, ids = make_model(case), random_ids(2, 11, vocab=VOCAB)
     how = {"backend": "torch", "moe": {"ep_size": 2}, **FUSED}
     with init_inference(model, save_mp_checkpoint_path=folder, **how) as engine:
         first = np.asarray(engine(ids).logits)

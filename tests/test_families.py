@@ -14,8 +14,8 @@ from dualinfer.errors import ModelError
 from dualinfer.model.families import describe_model, fairseq, mpt, served_types
 from dualinfer.model.families.bloom import alibi_slopes
 
-from . import early
-from .models import make_model, random_ids
+from .cases import early, make_model
+from .models import random_ids
 
 LLAMA = {
     "architectures": ["LlamaForCausalLM"],

@@ -31,7 +31,9 @@ from dualinfer.model.generation import GENERATION
 from dualinfer.model.load_plan import make_load_plan
 
 from . import fuzz_files
-from .models import BACKENDS, CASES, VOCAB, make_model
+from .cases import make_model
+from .cases.decoders import CASES
+from .models import BACKENDS, VOCAB
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # of torch, about what is drawn here
 MANY = pytest.mark.slow

@@ -33,8 +33,9 @@ from dualinfer.errors import (  # noqa: E402
 )
 from dualinfer.quantization.formats.ggml import TYPES  # noqa: E402
 
+from .cases.decoders import CASES  # noqa: E402
 from .gguf_files import write_gguf  # noqa: E402
-from .models import BACKENDS, CASES, on_backends, random_ids, relative_rms  # noqa: E402
+from .models import BACKENDS, on_backends, random_ids, relative_rms  # noqa: E402
 
 LIMIT = 1e-5
 WIDE = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "head_dim": 32}

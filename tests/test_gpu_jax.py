@@ -292,10 +292,10 @@ def test_layers_that_read_what_others_made_run_whole():
     """Gemma 4's layers share keys, values and a cache, and read embeddings of their own."""
     import dualinfer
 
+    from .cases import make_model
     from .models import random_ids, relative_rms
-    from .test_relatives import make
 
-    model, ids = make("gemma4"), random_ids(2, 11)
+    model, ids = make_model("gemma4"), random_ids(2, 11)
     with torch.no_grad():
         expected = model(torch.from_numpy(ids)).logits.numpy()
         text = model.generate(torch.from_numpy(ids), max_new_tokens=9, do_sample=False).numpy()

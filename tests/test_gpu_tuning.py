@@ -12,8 +12,8 @@ import dualinfer  # noqa: E402
 from dualinfer.backends.torch.ops.kernels import KernelOps  # noqa: E402
 from dualinfer.backends.torch.tuning import cases, search, store  # noqa: E402
 
-from .mixtures import CASES as MIXTURES  # noqa: E402
-from .mixtures import make as make_mixture  # noqa: E402
+from .cases import make_model as make_mixture  # noqa: E402
+from .cases.mixtures import CASES as MIXTURES  # noqa: E402
 from .test_gpu import make_model  # noqa: E402
 
 pytestmark = [

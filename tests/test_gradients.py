@@ -17,23 +17,14 @@ import dualinfer
 from dualinfer.backends import jax as backend
 from dualinfer.errors import UnsupportedError
 
-from . import (
-    encoders,
-    mixtures,
-    test_encoder_decoders,
-    test_images,
-    test_recurrent,
-    test_relatives,
-)
+from . import test_encoder_decoders, test_images
+from .cases import make_model, pairs
 from .kernels.jax_ops import interpreted_ops
-from .models import make_model, random_ids, slow_but
+from .models import random_ids, slow_but
 from .test_quantize_on_load import dequantized
 
 LIMIT = 1e-4
 SMALL = 1e-5  # of all parameters' gradients: what is less is rounding
-MAKERS = {"mixture": mixtures.make, "recurrence": test_recurrent.make}
-MAKERS |= {"relative": test_relatives.make, "encoder": encoders.make, "model": make_model}
-MAKERS |= {"pair": test_encoder_decoders.model_of, "image": test_images.make}
 CASES = {
     "llama": "model llama-gqa",
     "llama-mqa": "model llama-mqa",  # small: one layer
@@ -76,10 +67,10 @@ def make(name):
     """HF's model of a case, and what it reads: texts have a padded row."""
     kind, case = CASES[name].split(" ", 1)
     if kind == "image":
-        return MAKERS[kind](case), test_images.inputs_of(case)
+        return test_images.make(case), test_images.inputs_of(case)
     if name == "t5-labels":
         return make_scored()
-    model = MAKERS[kind](case).eval()
+    model = make_model(case)
     if kind == "pair":
         inputs = {n: x.numpy() for n, x in test_encoder_decoders.source_of(case).items()}
         return model, inputs | {"decoder_input_ids": random_ids(2, 6, seed=1, vocab=99)}
@@ -103,7 +94,7 @@ def make_scored():
     cls = getattr(hf, case)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(5)
-        model = cls(cls.config_class(**test_encoder_decoders.SCORED[case])).eval()
+        model = cls(cls.config_class(**pairs.SCORED[case])).eval()
     inputs = {n: x.numpy() for n, x in test_encoder_decoders.source_of("t5").items()}
     ids = inputs["input_ids"]
     ids[ids == 2] = 3

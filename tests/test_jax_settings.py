@@ -10,7 +10,8 @@ import dualinfer  # noqa: E402
 from dualinfer.cli.environment import describe_backend  # noqa: E402
 from dualinfer.errors import UnsupportedError  # noqa: E402
 
-from .models import make_model, random_ids, relative_rms, slow_but  # noqa: E402
+from .cases import make_model  # noqa: E402
+from .models import random_ids, relative_rms, slow_but  # noqa: E402
 
 OPTIONS = {"backend": "jax", "dtype": "fp32", "replace_with_kernel_inject": True}
 GREEDY = {"max_new_tokens": 3, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}

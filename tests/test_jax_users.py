@@ -23,7 +23,8 @@ from dualinfer.errors import ArgumentError, ClosedError, LengthError
 from dualinfer.model.families import describe_model
 from dualinfer.model.outputs import Outputs
 
-from .models import make_model, random_ids, relative_rms, slow_but
+from .cases import make_model
+from .models import random_ids, relative_rms, slow_but
 
 CAUSAL = "llama-gqa"
 CLOSE = 3e-6  # another padding, another order of sums

@@ -16,8 +16,8 @@ from dualinfer.kernels.triton import linear, norm  # noqa: E402
 from dualinfer.model.spec import Norm  # noqa: E402
 from dualinfer.ops.contract import NormOf  # noqa: E402
 
-from .mixtures import make as make_mixture  # noqa: E402
-from .models import make_model, relative_rms, slow_but  # noqa: E402
+from .cases import make_model  # noqa: E402
+from .models import relative_rms, slow_but  # noqa: E402
 
 VOCAB = 97
 # The interpreter takes milliseconds for each program: few heads, and no more layers than kinds.
@@ -58,8 +58,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*encountered in .*:RuntimeWarni
 
 def tiny(name: str, **changes: Any) -> Any:
     """A tiny HF model, or mixture, with a small vocabulary."""
-    make = make_mixture if name in MIXTURES else make_model
-    return make(name, vocab_size=VOCAB, **changes)
+    return make_model(name, vocab_size=VOCAB, **changes)
 
 
 @pytest.fixture
@@ -171,7 +170,7 @@ def test_kernels_are_asked_of_each_weight_once(monkeypatch):
 
 def test_weights_that_gemma_3n_computes_are_known_as_such(monkeypatch):
     """Those of the norm of its coefficients: a learned scale over the width."""
-    from .test_relatives import make as make_relative
+    from .cases import make_model
 
     seen, fast = set(), KernelOps._normed
 
@@ -181,6 +180,6 @@ def test_weights_that_gemma_3n_computes_are_known_as_such(monkeypatch):
 
     monkeypatch.setattr(KernelOps, "_normed", watched)
     monkeypatch.setattr(backend, "_make_ops", lambda config, spec, device, _: KernelOps(device))
-    with dualinfer.init_inference(make_relative("gemma3n"), **INJECTED) as engine:
+    with dualinfer.init_inference(make_model("gemma3n"), **INJECTED) as engine:
         engine(np.ones((1, 2), np.int64))
     assert seen == {False, True}

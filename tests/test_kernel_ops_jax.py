@@ -27,9 +27,10 @@ from dualinfer.kernels.triton.launch import INTERPRETED  # noqa: E402
 from dualinfer.kernels.xla import grouping, handler  # noqa: E402
 from dualinfer.ops.caches import Room  # noqa: E402
 
+from .cases import make_model  # noqa: E402
 from .kernels.jax_ops import calls_for_cuda, gpu, interpreted_ops, watch_logits  # noqa: E402
 from .kernels.tensors import strict  # noqa: E402
-from .models import make_model, relative_rms, slow_but  # noqa: E402
+from .models import relative_rms, slow_but  # noqa: E402
 from .test_kernel_ops import (  # noqa: E402
     CASES,
     ENCODER,

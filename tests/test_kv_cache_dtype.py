@@ -23,15 +23,9 @@ from dualinfer.model.load_plan import TableSource, make_load_plan  # noqa: E402
 from dualinfer.ops import caches  # noqa: E402
 from dualinfer.ops.caches import CacheSpec, check_kinds  # noqa: E402
 
+from .cases import make_model  # noqa: E402
 from .kernels import oracles  # noqa: E402
-from .models import (  # noqa: E402
-    BACKENDS,
-    make_model,
-    noted_logits,
-    random_ids,
-    relative_rms,
-    slow_but,
-)
+from .models import BACKENDS, noted_logits, random_ids, relative_rms, slow_but  # noqa: E402
 from .test_cache_kinds import (  # noqa: E402
     GREEDY,
     OPTIONS,

@@ -17,13 +17,13 @@ from dualinfer.errors import UnsupportedError
 from dualinfer.model.families import describe_model
 from dualinfer.ops.caches import CacheSpec, Room, cache_bytes, cache_specs
 
+from .cases import CASES, make_model
+from .cases.latent import WRITTEN
+from .cases.relatives import OF_ALL
 from .formats import check_logits
-from .latent import WRITTEN
 from .models import BACKENDS, noted_logits, random_ids, relative_rms
 from .test_fp8_formats import FP8, blocks_of
 from .test_quantize_on_load import dequantized
-from .test_relatives import _OF_ALL as OF_ALL
-from .test_relatives import make, make_config
 
 pytestmark = pytest.mark.usefixtures("greedy")
 
@@ -52,7 +52,7 @@ def test_latents_take_a_tenth_of_what_heads_would():
 @pytest.mark.parametrize("backend", ["torch", pytest.param("jax", marks=pytest.mark.slow)])
 def test_files_of_axk1_may_lack_biases_of_the_choice(backend, tmp_path):
     """And have norms behind dense layers, which nothing reads."""
-    model, ids = make("axk1"), random_ids(2, 9)
+    model, ids = make_model("axk1"), random_ids(2, 9)
     for name, buffer in model.named_buffers():
         if name.endswith("e_score_correction_bias"):
             buffer.zero_()
@@ -71,7 +71,7 @@ def test_files_of_axk1_may_lack_biases_of_the_choice(backend, tmp_path):
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_each_position_is_that_of_hf_through_the_cache(backend):
     """By the prompt's own pass and by steps; then a stream beside longer ones, as a cache grows."""
-    model, ids = make(CASE), random_ids(2, 7)
+    model, ids = make_model(CASE), random_ids(2, 7)
     how = {"max_new_tokens": 30, "do_sample": False, "eos_token_id": None}
     with dualinfer.init_inference(model, backend=backend, **HOW) as engine:
         with noted_logits(backend) as noted:
@@ -94,7 +94,7 @@ def test_each_position_is_that_of_hf_through_the_cache(backend):
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_weights_that_are_quantized_leave_a_heads_matrices_dense(backend):
     """They are read in two ways, as they are and turned: kv_b_proj is not quantized."""
-    model, ids = make(CASE), random_ids(2, 9)
+    model, ids = make_model(CASE), random_ids(2, 9)
     how = {"max_new_tokens": 5, "do_sample": False}
     with (
         torch.no_grad(),
@@ -113,7 +113,7 @@ def test_weights_that_are_quantized_leave_a_heads_matrices_dense(backend):
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_a_heads_matrices_in_fp8_are_what_their_codes_mean(backend, tmp_path):
     """As DeepSeek-V3 is published, in blocks that heads do not end at."""
-    make(CASE).save_pretrained(tmp_path)
+    make_model(CASE).save_pretrained(tmp_path)
     tensors, change = load_file(tmp_path / "model.safetensors"), blocks_of((23, 11))
     others = [n.removesuffix(".weight") for n in tensors if n.endswith("_proj.weight")]
     for i in range(2):
@@ -148,7 +148,7 @@ def test_a_heads_matrices_in_fp8_are_what_their_codes_mean(backend, tmp_path):
 )
 def test_what_latent_attention_does_not_honour_is_refused(case, fields, message):
     with pytest.raises(dualinfer.ModelError, match=message):
-        describe_model({**make_config(case).to_dict(), **fields})
+        describe_model({**CASES[case].make_config().to_dict(), **fields})
 
 
 def test_a_long_prompt_is_read_in_pieces_by_kernels(monkeypatch):
@@ -158,7 +158,7 @@ def test_a_long_prompt_is_read_in_pieces_by_kernels(monkeypatch):
     from dualinfer.backends.torch.ops.kernels import KernelOps
     from dualinfer.kernels.triton import linear
 
-    model, rows = make("youtu"), [random_ids(1, n, seed=n)[0].tolist() for n in (21, 4)]
+    model, rows = make_model("youtu"), [random_ids(1, n, seed=n)[0].tolist() for n in (21, 4)]
     how = {"max_new_tokens": 3, "do_sample": False}
     with dualinfer.init_inference(model, use_triton=False, **HOW) as plain:
         expected = np.asarray(plain.generate(rows, **how))
@@ -177,7 +177,7 @@ def test_a_step_looks_up_what_was_measured(monkeypatch):
     from dualinfer.backends.torch.tuning.cases import tuning_cases
     from dualinfer.kernels.triton.tuning import Configurations, candidates
 
-    with dualinfer.init_inference(make("minicpm3"), **HOW) as engine:
+    with dualinfer.init_inference(make_model("minicpm3"), **HOW) as engine:
         ops, runner = KernelOps(torch.device("cpu")), engine.runner
         how = {"rows": (1,), "reaches": (64,), "prompts": (8,)}
         found = tuning_cases(runner.spec, runner.params, ops, **how)
@@ -213,7 +213,9 @@ def test_a_step_of_jax_is_one_call_that_changes_the_cache_in_place(monkeypatch):
 
     ops = KernelOps(gpu(core_count=132))
     monkeypatch.setattr(dualinfer.backends.jax, "_make_ops", lambda *args: ops)
-    with dualinfer.init_inference(make(CASE), backend="jax", **HOW | {"dtype": "bf16"}) as engine:
+    with dualinfer.init_inference(
+        make_model(CASE), backend="jax", **HOW | {"dtype": "bf16"}
+    ) as engine:
         found = list(ahead.jobs(engine.runner, ahead.Wanted((1,), (5,), 4), 4))
     modes, seen = len(KernelOps.modes), set()
     for job in found:

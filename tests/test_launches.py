@@ -29,9 +29,9 @@ from dualinfer.backends.jax.ops.kernels import KernelOps as JaxKernelOps
 from dualinfer.backends.torch.ops.kernels import KernelOps as TorchKernelOps
 from dualinfer.kernels.triton.launch import INTERPRETED
 
-from . import encoders, mixtures, test_encoder_decoders, test_recurrent, test_relatives
+from .cases import make_model, mixtures
 from .kernels.jax_ops import gpu
-from .models import make_model, slow_but
+from .models import slow_but
 from .record import equations, inner, torch_launches, watch_steps
 from .test_kernel_ops import CASES, ENCODER, MIXTURES, VOCAB
 
@@ -90,13 +90,8 @@ def tiny(name: str) -> Any:
     if name in CASES:
         return make_model(name, vocab_size=VOCAB, **CASES[name])
     if name in mixtures.CASES:
-        return mixtures.make(name, vocab_size=VOCAB, **MIXTURES.get(name, FEW))
-    if name == "bert":
-        return make_model(name, vocab_size=VOCAB, **ENCODER)
-    for module in (test_recurrent, test_relatives, encoders):
-        if name in module.CASES:
-            return module.make(name)
-    return test_encoder_decoders.model_of(name)
+        return make_model(name, vocab_size=VOCAB, **MIXTURES.get(name, FEW))
+    return make_model(name, **({"vocab_size": VOCAB, **ENCODER} if name == "bert" else {}))
 
 
 def passes(engine: Any, steps: int) -> Iterator[None]:

@@ -20,7 +20,9 @@ from dualinfer.config.refusals import check_config
 from dualinfer.model.hf_module import check_parts
 from dualinfer.parallel.agreement import Peers, fingerprint, share_inputs
 
-from .models import ALL, BACKENDS, CASES, make_model, random_ids, relative_rms
+from .cases import make_model
+from .cases.decoders import ALL, CASES
+from .models import BACKENDS, random_ids, relative_rms
 from .test_engine import Perceptron, make_module
 
 CAUSAL = "llama-gqa"

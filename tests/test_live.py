@@ -18,7 +18,9 @@ from dualinfer.checkpoint.sources import TorchSource
 from dualinfer.errors import DistributedError
 from dualinfer.model.live import Watch
 
-from .models import ALL, BACKENDS, make_model, random_ids, relative_rms
+from .cases import make_model
+from .cases.decoders import ALL
+from .models import BACKENDS, random_ids, relative_rms
 from .test_engine import make_module
 
 pytestmark = pytest.mark.usefixtures("greedy")

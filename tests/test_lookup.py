@@ -11,8 +11,8 @@ import dualinfer
 from dualinfer.engine import lookup
 from dualinfer.engine.lookup import draft
 
-from . import mixtures, test_encoder_decoders, test_recurrent, test_relatives
-from .models import BACKENDS, make_model, random_ids, slow_but
+from .cases import make_model
+from .models import BACKENDS, random_ids, slow_but
 
 NEW = 24
 WORDS = list(range(5, 15))
@@ -23,13 +23,6 @@ QUICK = ("llama-gqa", "mamba2", "qwen3_next with experts", "youtu", "bloom")
 MORE = ("gemma2", "lfm2", "qwen2_moe", "falcon_h1", "jamba", "minimax with experts")
 LOOKED_UP = {"prompt_lookup_num_tokens": 4}
 FUSED = {"dtype": "fp32", "replace_with_kernel_inject": True}
-
-
-def made(name):
-    for module in (test_recurrent, test_relatives, mixtures):
-        if name in module.CASES:
-            return module.make(name)
-    return make_model(name)
 
 
 @pytest.fixture(scope="module")
@@ -124,7 +117,7 @@ def test_drafts_that_are_right_wrong_and_in_part_right_change_no_text(
     name, backend, pool, monkeypatch
 ):
     """Of each kind of cache and state; drafts are of the text itself, with mistakes in it."""
-    with dualinfer.init_inference(made(name), backend=backend, **FUSED) as engine:
+    with dualinfer.init_inference(make_model(name), backend=backend, **FUSED) as engine:
         if pool:
             engine.reserve(3, 96)
         rows = [(random_ids(1, n, seed=n)[0] % 90 + 5).tolist() for n in (9, 5)]
@@ -208,7 +201,7 @@ def test_two_devices_give_what_one_gives(hf_model):
 
 @pytest.mark.parametrize("name", ["phi3, long", "t5"])
 def test_models_that_read_a_token_by_its_neighbours_refuse_it(name):
-    model = test_encoder_decoders.model_of(name) if name == "t5" else made(name)
+    model = make_model(name)
     with dualinfer.init_inference(model, **FUSED) as engine:
         with pytest.raises(dualinfer.UnsupportedError, match="Leave it out; the tokens are the"):
             engine.generate([WORDS[:3]], max_new_tokens=2, **LOOKED_UP)

@@ -35,7 +35,8 @@ from dualinfer.ops.caches import Room, cache_bytes, cache_specs  # noqa: E402
 from dualinfer.parallel.agreement import Peers  # noqa: E402
 from dualinfer.system.memory import host_free_bytes  # noqa: E402
 
-from .models import make_model, random_ids, randomize, slow_but  # noqa: E402
+from .cases import make_model  # noqa: E402
+from .models import random_ids, randomize, slow_but  # noqa: E402
 
 CPU = torch.device("cpu")
 

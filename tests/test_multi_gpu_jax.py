@@ -17,7 +17,8 @@ from dualinfer.backends.jax.executables import Executables  # noqa: E402
 from dualinfer.backends.jax.mesh import ManyDevices  # noqa: E402
 from dualinfer.kernels.xla.handler import TARGET  # noqa: E402
 
-from .models import make_model, random_ids, relative_rms  # noqa: E402
+from .cases import make_model  # noqa: E402
+from .models import random_ids, relative_rms  # noqa: E402
 from .test_gpu_kernels_jax import executables, made_by  # noqa: E402
 
 COUNT = 0

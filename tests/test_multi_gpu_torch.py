@@ -9,7 +9,8 @@ import torch
 import dualinfer
 from dualinfer.backends.torch.exchange import CAPACITY
 
-from .models import make_model, random_ids, relative_rms
+from .cases import make_model
+from .models import random_ids, relative_rms
 from .ranks import RankError
 
 pytestmark = [

@@ -1,7 +1,6 @@
 """Models that see or hear, their text alone: each against HF's own class given input_ids."""
 
 import json
-from itertools import product
 
 import numpy as np
 import pytest
@@ -16,225 +15,28 @@ from dualinfer.model.families.fields import INERT, ConfigFields
 from dualinfer.model.families.multimodal import TEXTS, WRAPPERS
 from dualinfer.model.generation import GENERATION
 
-from . import latent
-from .mixtures import PARTIAL_OF_14
+from .cases import make_model, relatives
+from .cases.covering import each
+from .cases.sights import CASES, EXPERTS, IMAGES, MROPE, ROWS, SIZES, TEXT, WINDOWS, XDROPE
 from .models import PAD, random_ids, randomize, relative_rms
 from .test_gptq_awq import FORMS, random_parts
-from .test_relatives import ALPHA, DEFAULT, SIZES, TURNS
-from .test_relatives import CASES as RELATIVES
 
 pytestmark = pytest.mark.usefixtures("greedy")
 
 FUSED = {"replace_with_kernel_inject": True, "dtype": "fp32"}
-TEXT = {**SIZES, "head_dim": 14}
-MROPE = {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [3, 2, 2]}}
-HALF = {"rope_parameters": {**MROPE["rope_parameters"], "partial_rotary_factor": 0.5}}
-HALF["rope_parameters"]["mrope_section"] = [2, 1, 1]
-EXPERTS = {"num_experts": 6, "num_experts_per_tok": 3}
-MOE = {"moe_intermediate_size": 40}
-EXPERTS |= MOE
-FEW = {"hidden_size": 16, "intermediate_size": 20, "num_hidden_layers": 1, "num_attention_heads": 2}
-IMAGES = {**FEW, "image_size": 28, "patch_size": 14}
-QWEN = {"depth": 1, "num_heads": 2, "hidden_size": 16, "intermediate_size": 20}
-SEES = {"clip": {"model_type": "clip_vision_model", **IMAGES}}
-SEES |= {"siglip": {"model_type": "siglip_vision_model", **IMAGES}}
-HEARS = {**FEW, "d_model": 16, "encoder_layers": 1, "encoder_attention_heads": 2, "num_mel_bins": 8}
-HEARS |= {"encoder_ffn_dim": 20, "max_source_positions": 8, "head_dim": 8}
-FLAMINGO = {"model_type": "audioflamingo3_encoder", **HEARS}
-WINDOWS = {**TEXT, "sliding_window": 5, "layer_types": TURNS}
-COHERE = {**WINDOWS, "logit_scale": 3.0}
-GLM = {**SIZES, "hidden_size": 96}
-DELTA = {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 10}
-DELTA |= {"linear_value_head_dim": 14, "layer_types": ["linear_attention", "full_attention"]}
-XDROPE = {"rope_parameters": {**ALPHA, "mrope_section": [2, 2, 2, 1]}}
-PIXTRAL = {"model_type": "pixtral", **IMAGES, "head_dim": 8}
-COMPASS = RELATIVES["cohere_compass_text"][1]
-ARIA = {"moe_num_experts": 6, "moe_topk": 3, "head_dim": 14}
-OF_STEP = {"n_routed_experts": 6, "num_experts_per_tok": 3, "share_expert_dim": 27, **MOE}
-OF_STEP |= {"mlp_layer_types": ["dense", "sparse"], "moe_router_scaling_factor": 1.7}
-OCR = {"n_routed_experts": 6, "num_experts_per_tok": 3, "n_shared_experts": 1, **MOE}
-OCR |= {"mlp_layer_types": ["dense", "sparse"], "topk_method": "group_limited_greedy"}
-OCR |= {"n_group": 3, "topk_group": 2, "routed_scaling_factor": 1.7, "head_dim": 14}
-STEP = {**OF_STEP, "layer_types": TURNS[::-1], "sliding_window": 5, "head_dim": 14}
-STEP |= {"num_attention_heads": 6, "num_sliding_attention_heads": 3, "query_pre_attn_scalar": 11}
-STEP |= {"swiglu_limits": [None, 0.02], "swiglu_limits_shared": [0.03, 0.05]}
-STEP |= {"rope_parameters": dict(zip(TURNS, (DEFAULT, PARTIAL_OF_14), strict=True))}
-# By HF's name of a model: its text's fields, and the other parts of its config.
-CASES = {
-    "aria": ("Aria", ARIA, {"model_type": "idefics3_vision", **IMAGES}),
-    "aya_vision": ("AyaVision", {"model_type": "cohere2", **COHERE}, SEES["siglip"]),
-    "cohere2_vision": ("Cohere2Vision", {"model_type": "cohere2", **COHERE}, SEES["siglip"]),
-    "audioflamingo3": ("AudioFlamingo3", {"model_type": "qwen2", **SIZES}, FLAMINGO),
-    "cohere_compass": ("CohereCompass", {**TEXT, **COMPASS, "logit_scale": 0.3}, QWEN),
-    "deepseek_ocr2": (
-        "DeepseekOcr2",
-        OCR,
-        {"encoder_config": FEW, "sam_config": {**IMAGES, "output_channels": 8}},
-    ),
-    "deepseek_vl": ("DeepseekVL", {"model_type": "llama", **TEXT}, IMAGES),
-    "deepseek_vl_hybrid": ("DeepseekVLHybrid", {"model_type": "llama", **TEXT}, IMAGES),
-    "exaone4_5": ("Exaone4_5_", {"model_type": "exaone4", **WINDOWS}, QWEN),
-    "fast_vlm": ("FastVlm", {"model_type": "qwen2", **SIZES}, SEES["clip"]),
-    "fun_asr_nano": ("FunAsrNano", {"model_type": "qwen3", **TEXT}, HEARS),
-    "fuyu": ("Fuyu", {"num_attention_heads": 3, "qk_layernorm": True}, None),
-    "glm4v": ("Glm4v", {**GLM, **HALF}, QWEN),
-    "glm46v": ("Glm46V", {"model_type": "glm4v_text", **GLM, **HALF}, QWEN),
-    "glm4v_moe": (
-        "Glm4vMoe",
-        {**GLM, **HALF, "n_routed_experts": 6, "num_experts_per_tok": 3} | MOE,
-        QWEN,
-    ),
-    "glm_ocr": ("GlmOcr", {**GLM, "head_dim": 16, **HALF}, QWEN),
-    "glmasr": ("GlmAsr", {"model_type": "llama", **TEXT}, HEARS),
-    "got_ocr2": ("GotOcr2", {"model_type": "qwen2", **SIZES}, IMAGES),
-    "granite4_vision": (
-        "Granite4Vision",
-        {**TEXT, **RELATIVES["granite"][1]},
-        {**SEES["siglip"], "hidden_size": 64},
-    ),
-    "granite_docling": (
-        "GraniteDocling",
-        {**TEXT, **RELATIVES["granite"][1]},
-        {**IMAGES, "scale_factor": 2, "out_hidden_size": 84, "deepstack_visual_indexes": [0]},
-    ),
-    "granite_speech": (
-        "GraniteSpeech",
-        {"model_type": "granite", **TEXT, "logits_scaling": 2.5},
-        HEARS,
-    ),
-    "granite_speech_plus": (
-        "GraniteSpeechPlus",
-        {"model_type": "granite", **TEXT, "logits_scaling": 2.5},
-        HEARS,
-    ),
-    "hunyuan_vl": ("HunYuanVL", {**TEXT, **XDROPE}, FEW),
-    "hyperclovax_vision_v2": (
-        "HyperCLOVAXVisionV2",
-        {**TEXT, **RELATIVES["hyperclovax"][1]},
-        {**QWEN, "out_hidden_size": 84},
-    ),
-    "janus": ("Janus", {"model_type": "llama", **TEXT}, IMAGES),
-    "kimi_k25": (
-        "Kimi_K25",
-        {"model_type": "deepseek_v3", **SIZES, **latent.CASES["deepseek_v3"][1]},
-        FEW,
-    ),
-    "lighton_ocr": ("LightOnOcr", {"model_type": "qwen3", **TEXT}, IMAGES),
-    "mistral3": ("Mistral3", {"model_type": "ministral3", **RELATIVES["ministral3"][1]}, PIXTRAL),
-    "mistral3 of a mistral4": (
-        "Mistral3",
-        {"model_type": "mistral4", **RELATIVES["mistral4"][1]},
-        PIXTRAL,
-    ),
-    "mllama": (
-        "Mllama",
-        {"num_hidden_layers": 4, "cross_attention_layers": [1, 3]},
-        {**FEW, "image_size": 28, "patch_size": 14, "attention_heads": 2, "num_global_layers": 1}
-        | {"intermediate_layers_indices": [0], "vision_output_dim": 32},
-    ),
-    "moss_transcribe_diarize": (
-        "MossTranscribeDiarize",
-        {"model_type": "qwen3", **TEXT},
-        HEARS,
-    ),
-    "musicflamingo": ("MusicFlamingo", {"model_type": "qwen2", **SIZES}, FLAMINGO),
-    "ovis2": ("Ovis2", {"model_type": "qwen2", **SIZES}, IMAGES),
-    "paddleocr_vl": ("PaddleOCRVL", {**TEXT, **MROPE, "use_bias": True}, FEW),
-    "paligemma": ("PaliGemma", {"model_type": "gemma", **TEXT}, SEES["siglip"]),
-    "paligemma 2": (
-        "PaliGemma",
-        {"model_type": "gemma2", **WINDOWS, "query_pre_attn_scalar": 13}
-        | {"attn_logit_softcapping": 3.0, "final_logit_softcapping": 20.0},
-        SEES["siglip"],
-    ),
-    "perception_lm": (
-        "PerceptionLM",
-        {"model_type": "llama", **TEXT},
-        {**SEES["siglip"], "model_args": {"embed_dim": 16}},  # in the place of timm's
-    ),
-    "pp_chart2table": ("PPChart2Table", {"model_type": "qwen2", **SIZES}, IMAGES),
-    "qianfan_ocr": ("QianfanOCR", {"model_type": "qwen3", **TEXT}, IMAGES),
-    "step3p7": ("Step3p7", STEP, {**FEW, "image_size": 28, "patch_size": 14}),
-    "vibevoice_asr": ("VibeVoiceAsr", {"model_type": "qwen2", **SIZES}, {}),
-    "video_llama_3": ("VideoLlama3", {"model_type": "qwen2", **SIZES}, FEW),
-    "idefics2": ("Idefics2", {"model_type": "mistral", **TEXT}, IMAGES),
-    "idefics3": ("Idefics3", {"model_type": "llama", **TEXT}, IMAGES),
-    "internvl": ("InternVL", {"model_type": "qwen2", **SIZES}, IMAGES),
-    "llava": ("Llava", {"model_type": "llama", **TEXT}, SEES["clip"]),
-    "llava_next": ("LlavaNext", {"model_type": "mistral", **TEXT}, SEES["clip"]),
-    "llava_next_video": ("LlavaNextVideo", {"model_type": "llama", **TEXT}, SEES["clip"]),
-    "llava_onevision": ("LlavaOnevision", {"model_type": "qwen2", **SIZES}, SEES["siglip"]),
-    "qwen2_5_omni_thinker": ("Qwen2_5OmniThinker", {**SIZES, **MROPE}, QWEN),
-    "qwen2_5_vl": ("Qwen2_5_VL", {**SIZES, **MROPE}, {**QWEN, "out_hidden_size": 84}),
-    "qwen2_audio": ("Qwen2Audio", {"model_type": "qwen2", **SIZES}, HEARS),
-    "qwen2_vl": ("Qwen2VL", {**SIZES, **MROPE}, {**QWEN, "embed_dim": 16}),
-    "qwen3_asr": ("Qwen3ASR", {"model_type": "qwen3", **TEXT}, HEARS),
-    "qwen3_omni_moe_thinker": (
-        "Qwen3OmniMoeThinker",
-        {**TEXT, **MROPE, **EXPERTS},
-        QWEN,
-    ),
-    "qwen3_5": ("Qwen3_5", {**GLM, **HALF, **DELTA, "head_dim": 16}, QWEN),
-    "qwen3_5_moe": (
-        "Qwen3_5Moe",
-        {**GLM, **HALF, **DELTA, **EXPERTS, "head_dim": 16, "intermediate_size": None}
-        | {"shared_expert_intermediate_size": 27},
-        QWEN,
-    ),
-    "qwen3_vl": ("Qwen3VL", {**TEXT, **MROPE}, QWEN),
-    "qwen3_vl_moe": ("Qwen3VLMoe", {**TEXT, **MROPE, **EXPERTS}, QWEN),
-    "smolvlm": ("SmolVLM", {"model_type": "llama", **TEXT}, IMAGES),
-    "video_llava": ("VideoLlava", {"model_type": "llama", **TEXT}, SEES["clip"]),
-    "vipllava": ("VipLlava", {"model_type": "llama", **TEXT}, SEES["clip"]),
-    "voxtral": ("Voxtral", {"model_type": "llama", **TEXT}, HEARS),
-}
-
-
-def make(case, headless=False):
-    """HF's model with random weights, which does not end its text."""
-    name, text, media = CASES[case]
-    more = {"audio_config": HEARS, "vision_start_token_id": 998} if "omni" in case else {}
-    if "hybrid" in case:
-        more = {"high_res_vision_config": {**IMAGES, "output_channels": 8, "mlp_dim": 20}}
-    if case == "granite4_vision":
-        reader = {"model_type": "blip_2_qformer", **FEW, "hidden_size": 64}
-        more = {"deepstack_layer_map": [[0, 0]], "downsample_rate": "1/2"}
-        more |= {"qformer_config": {**reader, "encoder_hidden_size": 64}}
-    if case == "fun_asr_nano":
-        more = {"adaptor_config": {**FEW, "hidden_size": 84, "intermediate_size": 21}}
-    if case == "vibevoice_asr":
-        few = {"hidden_size": 8, "num_filters": 2, "depths": [1, 1], "downsampling_ratios": [2]}
-        more = {f"{kind}_tokenizer_encoder_config": few for kind in ("acoustic", "semantic")}
-    if "granite_speech" in case:
-        more = {
-            "encoder_config": {"num_layers": 1, "hidden_dim": 16, "num_heads": 2, "dim_head": 8}
-        }
-        reader = {"model_type": "blip_2_qformer", **FEW, "encoder_hidden_size": 16}
-        more["projector_config"] = reader
-    text = {**SIZES, **text}
-    if media is not None:
-        more["audio_config" if "num_mel_bins" in media else "vision_config"] = media
-    if name == "PaliGemma":  # whose sdpa looks both ways where HF leaves out a mask of ones
-        more["attn_implementation"] = "eager"
-    config = getattr(hf, f"{name}Config")(text_config=text, **more)
-    torch.manual_seed(0)
-    model = getattr(hf, WRAPPERS[case.partition(" ")[0]].classes[headless])(config)
-    randomize(model)
-    if not headless:
-        model.generation_config.update(eos_token_id=None, pad_token_id=PAD, bos_token_id=1)
-    return model.eval()
-
-
 _SOFT = {"attn_logit_softcapping": 3.0, "final_logit_softcapping": 20.0}
 _GEMMA = {**WINDOWS, "query_pre_attn_scalar": 13}
 _MOE = {**TEXT, **EXPERTS}
 _MIXTRAL = {**TEXT, "num_local_experts": 6, "num_experts_per_tok": 3}
 # Decoders that others may be around, but for those of CASES.
 WITHIN = {
-    **{name: RELATIVES[name][1] for name in ("cohere", "exaone4", "gemma", "glm4", "granite")},
-    **{name: RELATIVES[name][1] for name in ("ministral3", "mistral4", "olmo2", "olmo3", "phi3")},
-    **{name: RELATIVES[name][1] for name in ("smollm3", "starcoder2", "deepseek_v3")},
-    "deepseek_v2": RELATIVES["deepseek_v2, dense"][1],
+    **{name: relatives.ROWS[name][1] for name in ("cohere", "exaone4", "gemma", "glm4", "granite")},
+    **{
+        name: relatives.ROWS[name][1]
+        for name in ("ministral3", "mistral4", "olmo2", "olmo3", "phi3")
+    },
+    **{name: relatives.ROWS[name][1] for name in ("smollm3", "starcoder2", "deepseek_v3")},
+    "deepseek_v2": relatives.ROWS["deepseek_v2, dense"][1],
     "gemma2": {**_GEMMA, **_SOFT},
     "gemma3_text": _GEMMA,
     **dict.fromkeys(("gpt_oss", "mixtral"), _MIXTRAL),
@@ -260,28 +62,15 @@ def test_a_decoder_within_another_model_gives_what_it_gives_there(family, name):
         assert relative_rms(np.asarray(engine(ids).logits), expected) < 1e-5
 
 
-# Of each kind of names one; the others show the same by other words.
-QUICK = [("llava", "torch"), ("qwen2_vl", "torch"), ("qwen2_vl", "jax")]
-# Names are read before a backend is: JAX shows decoders that no other file has.
-ON_JAX = ("qwen2_vl", "aria", "deepseek_ocr2", "fuyu", "kimi_k25", "paddleocr_vl", "step3p7")
-
-
-@pytest.mark.parametrize(
-    ("case", "backend"),
-    [
-        pytest.param(*own, marks=[] if own in QUICK else [pytest.mark.slow])
-        for own in product(CASES, ("torch", "jax"))
-        if own[1] == "torch" or own[0] in ON_JAX
-    ],
-)
+@pytest.mark.parametrize(("case", "backend"), each(CASES))
 def test_text_alone_is_what_hf_makes_of_ids_alone(case, backend, tmp_path):
     """Padded on the left, through the cache; by HF's file, of older names, and the live model."""
-    model, ids = make(case), random_ids(2, 11)
+    model, ids = make_model(case), random_ids(2, 11)
     mask = np.ones_like(ids)
     mask[1, :4] = 0
     given = {"input_ids": torch.from_numpy(ids), "attention_mask": torch.from_numpy(mask)}
     new = {"max_new_tokens": 7, "do_sample": False}
-    kinds = {name: fields.get("model_type", name) for name, (_, fields, _) in CASES.items()}
+    kinds = {x: own.fields["text_config"].get("model_type", x) for x, own in CASES.items()}
     first = next(name for name, kind in kinds.items() if kind == kinds[case])
     speaks = backend == "torch" or case == first  # on JAX one of those with the same decoder
     with torch.no_grad():
@@ -306,7 +95,7 @@ def test_text_alone_is_what_hf_makes_of_ids_alone(case, backend, tmp_path):
 )
 def test_the_base_model_is_served_and_may_be_of_a_file_of_the_whole(case, tmp_path):
     """Of positions that start anew, too, which separate sequences or do not, as in HF."""
-    whole, base, ids = make(case), make(case, headless=True), random_ids(2, 9)
+    whole, base, ids = make_model(case), make_model(case, headless=True), random_ids(2, 9)
     positions = {"position_ids": torch.tensor([[0, 1, 2, 3, 0, 1, 2, 3, 4]] * 2)}
     decoder = WRAPPERS[case.partition(" ")[0]].decoder
     getattr(base, decoder).load_state_dict(getattr(whole.model, decoder).state_dict())
@@ -367,7 +156,7 @@ def nested(name):
 )
 def test_files_of_older_and_newer_versions_give_the_same(case, rename, turned, tmp_path):
     """transformers' own names of today, before 4.52, and Qwen3-VL's experts as on the hub."""
-    model, ids = make(case), random_ids(1, 7)
+    model, ids = make_model(case), random_ids(1, 7)
     write_as(tmp_path, model, rename, turned)
     with torch.no_grad():
         expected = model(input_ids=torch.from_numpy(ids)).logits
@@ -379,7 +168,7 @@ def test_files_of_older_and_newer_versions_give_the_same(case, rename, turned, t
 @pytest.mark.parametrize("case", ["qwen2_5_omni_thinker", "qwen3_omni_moe_thinker"])
 def test_what_thinks_is_served_of_a_folder_of_what_speaks_too(case, tmp_path):
     """Names and config as the makers' folders have them, with a part of what speaks."""
-    model, ids = make(case), random_ids(1, 7)
+    model, ids = make_model(case), random_ids(1, 7)
     write_as(tmp_path, model, lambda name: f"thinker.{flat(name)}")
     tensors = safetensors.torch.load_file(tmp_path / "model.safetensors")
     tensors |= {name: torch.zeros(3) for name in ("talker.model.norm.weight", "code2wav.x")}
@@ -406,7 +195,7 @@ def test_a_decoder_of_its_own_type_is_served_alone(family, tmp_path):
     """HF's TextModel, of ids, and of positions that start anew."""
     case = family.removesuffix("_text")
     case += "_thinker" if "omni" in case else ""
-    config = hf.CONFIG_MAPPING[family](**CASES[case][1])
+    config = hf.CONFIG_MAPPING[family](**ROWS[case][1])
     torch.manual_seed(0)
     model = getattr(hf, TEXTS[family].name)(config).eval()
     randomize(model)
@@ -426,7 +215,7 @@ def test_a_decoder_of_its_own_type_is_served_alone(family, tmp_path):
 def test_what_is_seen_or_heard_is_refused_by_name():
     ids, zeros = random_ids(1, 5), np.zeros((1, 5), np.int64)
     pixels = np.zeros((1, 3, 28, 28), np.float32)
-    with dualinfer.init_inference(make("qwen2_vl"), backend="torch", **FUSED) as engine:
+    with dualinfer.init_inference(make_model("qwen2_vl"), backend="torch", **FUSED) as engine:
         plain = np.asarray(engine(ids).logits)
         np.testing.assert_array_equal(
             np.asarray(engine(ids, mm_token_type_ids=zeros).logits), plain
@@ -453,7 +242,7 @@ def test_what_is_seen_or_heard_is_refused_by_name():
         with pytest.raises(dualinfer.ArgumentError, match="position_ids has shape"):
             engine(ids, position_ids=np.zeros((3, 1, 5), np.int64))
     assert {name.partition(" ")[0] for name in CASES} == set(WRAPPERS)
-    with dualinfer.init_inference(make("paligemma"), backend="torch", **FUSED) as engine:
+    with dualinfer.init_inference(make_model("paligemma"), backend="torch", **FUSED) as engine:
         given = {"input_ids": ids, "token_type_ids": zeros}  # 0 is a prefix there
         for call in (engine, engine.generate, lambda **given: engine.embed(given)):
             with pytest.raises(dualinfer.ArgumentError, match=r"token_type_ids: in the paligemma"):
@@ -474,7 +263,7 @@ def test_layers_of_a_text_without_end_are_refused_before_hf_counts_them(tmp_path
 
 @pytest.mark.parametrize("case", ["qwen2_audio", pytest.param("llava", marks=pytest.mark.slow)])
 def test_labels_that_the_mask_hides_count_where_they_do_in_hf(case):
-    model, ids = make(case), random_ids(2, 8)
+    model, ids = make_model(case), random_ids(2, 8)
     mask = np.ones_like(ids)
     mask[1, -3:] = 0
     names = ("input_ids", "attention_mask", "labels")
@@ -491,7 +280,7 @@ def test_labels_that_the_mask_hides_count_where_they_do_in_hf(case):
 @pytest.mark.parametrize("backend", ["torch", "jax"])
 def test_quantized_on_load_split_and_saved_again(case, backend, tmp_path):
     """int8 of a folder, saved and opened again; on JAX over two devices, which give the same."""
-    model, ids = make(case), random_ids(2, 9)
+    model, ids = make_model(case), random_ids(2, 9)
     turned = ("experts.gate_up_proj", "experts.down_proj") if "moe" in case else ()
     write_as(tmp_path / "own", model, as_today, turned)
     how = {**FUSED, "backend": backend}
@@ -523,16 +312,15 @@ WIDE |= {"num_key_value_heads": 2}
     ],
 )
 def test_folders_of_gptq_and_awq_hold_the_text_quantized(
-    case, form, rename, where, backend, tmp_path, monkeypatch
+    case, form, rename, where, backend, tmp_path
 ):
     """By names of today and of older versions; GPTQ's, of some layers of the tower as well."""
-    name, text, media = CASES[case]
-    text = {**text, **WIDE}
+    changes = {"text_config": {**CASES[case].fields["text_config"], **WIDE}}
     if case == "qwen2_5_vl":
-        media = {**media, "out_hidden_size": 96}
-        text["rope_parameters"] = {**MROPE["rope_parameters"], "mrope_section": [4, 4, 4]}
-    monkeypatch.setitem(CASES, case, (name, text, media))
-    model, random, ids = make(case), np.random.default_rng(0), random_ids(2, 9)
+        changes["vision_config"] = {**CASES[case].fields["vision_config"], "out_hidden_size": 96}
+        sections = {**MROPE["rope_parameters"], "mrope_section": [4, 4, 4]}
+        changes["text_config"]["rope_parameters"] = sections
+    model, random, ids = make_model(case, **changes), np.random.default_rng(0), random_ids(2, 9)
     tower = ("visual.blocks",) if form == "gptq" else ()
     tensors = {}
     for own, tensor in model.state_dict().items():
@@ -661,7 +449,7 @@ def test_a_wrapper_reads_every_field_of_its_config(family, monkeypatch):
         text = {"rope_parameters": {"full_attention": rope, "sliding_attention": rope}}
         config = hf.CohereCompassConfig(text_config=text)
     elif family in ("deepseek_ocr2", "granite4_vision"):
-        config = make(family).config
+        config = make_model(family).config
     elif family in ("glm4v_moe", "qwen3_omni_moe_thinker"):  # HF's default turns an odd number
         config = hf.CONFIG_MAPPING[family](text_config={"head_dim": 128})
     elif family == "hunyuan_vl":

@@ -22,7 +22,8 @@ from dualinfer.errors import OutOfMemoryError
 from dualinfer.model.families import describe_model
 from dualinfer.parallel.shard import whole
 
-from .models import BACKENDS, make_model, random_ids, relative_rms
+from .cases import make_model
+from .models import BACKENDS, random_ids, relative_rms
 
 LAYERS = 5
 IDS = random_ids(2, 7)

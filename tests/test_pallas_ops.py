@@ -21,9 +21,8 @@ from dualinfer.model.weights import Weight  # noqa: E402
 from dualinfer.quantization import Blocks, BlockScheme  # noqa: E402
 from dualinfer.quantization.quantize import SCHEMES  # noqa: E402
 
-from . import test_encoder_decoders, test_recurrent, test_relatives  # noqa: E402
-from .mixtures import make as make_mixture  # noqa: E402
-from .models import make_model, noted_logits, relative_rms, slow_but  # noqa: E402
+from .cases import make_model  # noqa: E402
+from .models import noted_logits, relative_rms, slow_but  # noqa: E402
 from .test_kernel_ops import CASES, ENCODER, MIXTURES, VOCAB, batch, tiny  # noqa: E402
 
 _WIDE = {"hidden_size": 256, "intermediate_size": 256, "num_attention_heads": 4}
@@ -132,7 +131,7 @@ def test_codes_give_what_they_give_on_plain_xla(name, how, engines):
     if name in MIXTURES:
         sizes = _WIDE | {"hidden_size": 64, "intermediate_size": 64}
         sizes |= {"layer_types": ["full_attention"]}
-        fast, plain = engines(make_mixture(name, vocab_size=VOCAB, **sizes), **how)
+        fast, plain = engines(make_model(name, vocab_size=VOCAB, **sizes), **how)
         assert "Pallas" in fast.report().ops["experts"], fast.report().ops
     else:
         fast, plain = engines(make_model(name, vocab_size=VOCAB, **_WIDE), **how)
@@ -186,7 +185,7 @@ def test_experts_are_told_to_be_read_as_they_are():
         beside = {"scale": jnp.ones((2, 64, 1))}
         return Weight(data, axes, scheme, beside, "float32", Blocks(1, 64, 64))
 
-    model = make_mixture("mixtral", vocab_size=VOCAB, num_hidden_layers=1)
+    model = make_model("mixtral", vocab_size=VOCAB, num_hidden_layers=1)
     spec, ops = describe_model(model.config.to_dict())[0], PallasOps()
     coded, rounded = BlockScheme("int8"), SCHEMES["int8_w8a8"]
     for schemes, said in (
@@ -205,8 +204,7 @@ def test_experts_are_told_to_be_read_as_they_are():
 @pytest.mark.parametrize("name", ["deepseek_v3", "bart", "lfm2"])
 def test_other_kinds_of_layers_give_what_plain_xla_gives(name, engines):
     """Latent attention, attention to an encoder, and recurrences, which are XLA's, beside it."""
-    makers = {"deepseek_v3": test_relatives.make, "bart": test_encoder_decoders.model_of}
-    fast, plain = engines(makers.get(name, test_recurrent.make)(name))
+    fast, plain = engines(make_model(name))
     ids = np.random.default_rng(2).integers(5, 40, (2, 13))
     how: dict[str, Any] = {"max_new_tokens": 5, "do_sample": False}
     texts = [np.asarray(engine.generate(ids, **how)) for engine in (fast, plain)]

@@ -35,9 +35,11 @@ from dualinfer.kernels.triton import linear  # noqa: E402
 from dualinfer.ops.caches import Room, check_room  # noqa: E402
 from dualinfer.parallel.agreement import Peers  # noqa: E402
 
+from .cases import make_model  # noqa: E402
+from .cases.decoders import CASES  # noqa: E402
 from .checkpoints import EMBED, HEAD_DIM, HEADS, KV_HEADS, write_llama  # noqa: E402
 from .kernels.jax_ops import calls_for_cuda, gpu, interpreted_ops  # noqa: E402
-from .models import CASES, VOCAB, make_model, random_ids, relative_rms, slow_but  # noqa: E402
+from .models import VOCAB, random_ids, relative_rms, slow_but  # noqa: E402
 
 pytestmark = [
     pytest.mark.xdist_group("mesh"),  # engines serve several tests

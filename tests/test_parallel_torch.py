@@ -21,8 +21,10 @@ from dualinfer.errors import DistributedError
 from dualinfer.model.families import describe_model
 from dualinfer.parallel.sharding import make_plan
 
+from .cases import make_model
+from .cases.decoders import ALL, GENERATING
 from .checkpoints import write_byte_tokenizer, write_llama
-from .models import ALL, GENERATING, PAD, make_model, random_ids, relative_rms
+from .models import PAD, random_ids, relative_rms
 from .ranks import RankError
 
 pytestmark = pytest.mark.xdist_group("ranks")

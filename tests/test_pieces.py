@@ -21,8 +21,8 @@ from dualinfer.engine import reading, slots  # noqa: E402
 from dualinfer.errors import LengthError, StepError  # noqa: E402
 from dualinfer.ops import caches  # noqa: E402
 
-from . import test_encoder_decoders, test_recurrent, test_relatives  # noqa: E402
-from .models import make_model, random_ids  # noqa: E402
+from .cases import make_model  # noqa: E402
+from .models import random_ids  # noqa: E402
 
 HOW = {"dtype": "fp32", "replace_with_kernel_inject": True}
 LENGTHS, NEW = (150, 40, 70), 5
@@ -32,10 +32,10 @@ CASES: dict[str, Callable[[], Any]] = {
     "bloom": lambda: make_model("bloom"),
     "int8 codes": lambda: make_model("llama-gqa"),
     "blocks": lambda: make_model("llama-gqa"),
-    "latent": lambda: test_relatives.make("youtu"),
-    "falcon_h1": lambda: test_recurrent.make("falcon_h1"),
-    "lfm2_moe": lambda: test_recurrent.make("lfm2_moe"),
-    "jamba": lambda: test_recurrent.make("jamba"),
+    "latent": lambda: make_model("youtu"),
+    "falcon_h1": lambda: make_model("falcon_h1"),
+    "lfm2_moe": lambda: make_model("lfm2_moe"),
+    "jamba": lambda: make_model("jamba"),
 }
 ON_JAX = ("latent", "falcon_h1")
 
@@ -249,7 +249,7 @@ def test_calls_are_the_same_over_a_pool(name, backend):
         how = {"keep_module_on_host": True}
     elif "two" in name:
         how = {"tensor_parallel": {"tp_size": 2}}
-    model = test_encoder_decoders.model_of("t5") if name == "t5" else make_model("gpt2")
+    model = make_model("t5" if name == "t5" else "gpt2")
     with dualinfer.init_inference(model, backend=backend, **HOW, **how) as engine:
         expected = calls_of(engine, name)
         engine.runner.open(Pool(4, 160))

@@ -17,8 +17,8 @@ from dualinfer.backends.torch.maths import TorchMaths
 from dualinfer.errors import ArgumentError
 from dualinfer.ops.sampling import gumbel
 
-from . import test_recurrent
-from .models import make_model, random_ids
+from .cases import make_model
+from .models import random_ids
 
 HOW = {"dtype": "fp32", "replace_with_kernel_inject": True, "max_out_tokens": 256}
 SLOTS, NEW = 3, 40
@@ -38,7 +38,7 @@ OPTIONS: list[dict[str, Any]] = [
 @pytest.fixture(scope="module", params=KINDS)
 def engine(request):
     name, backend = request.param.split(" on ")
-    model = make_model(name) if name == "llama-gqa" else test_recurrent.make(name)
+    model = make_model(name)
     with dualinfer.init_inference(model, backend=backend, **HOW) as engine:
         yield engine
 
@@ -288,6 +288,6 @@ def test_random_requests_have_one_text_in_every_way(engine):
 
 if __name__ == "__main__":  # python -m tests.test_preemption COUNT BACKEND MODEL
     count, backend, name = sys.argv[1:]
-    model = make_model(name) if name == "llama-gqa" else test_recurrent.make(name)
+    model = make_model(name)
     with dualinfer.init_inference(model, backend=backend, **HOW) as engine:
         print(compare_ways(engine, int(count)))

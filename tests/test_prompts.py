@@ -19,7 +19,8 @@ from dualinfer.backends.torch.ops.kernels import KernelOps  # noqa: E402
 from dualinfer.ops.caches import Room, cache_specs  # noqa: E402
 from dualinfer.parallel.agreement import Peers  # noqa: E402
 
-from .models import make_model, random_ids, relative_rms  # noqa: E402
+from .cases import make_model  # noqa: E402
+from .models import random_ids, relative_rms  # noqa: E402
 from .test_kernel_ops import CASES, NO_EOS, VOCAB  # noqa: E402
 
 LENGTHS = (5, 9, 3, 9, 1)

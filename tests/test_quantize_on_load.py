@@ -41,7 +41,8 @@ from dualinfer.quantization.meaning import dequantize  # noqa: E402
 from dualinfer.quantization.quantize import SCHEMES, Quantizing  # noqa: E402
 from dualinfer.quantization.recipe import make_recipe  # noqa: E402
 
-from .models import BACKENDS, make_model, random_ids, relative_rms  # noqa: E402
+from .cases import make_model  # noqa: E402
+from .models import BACKENDS, random_ids, relative_rms  # noqa: E402
 from .split_models import make_model as make_split  # noqa: E402
 from .test_autotp import _inputs as inputs_of_split  # noqa: E402
 from .test_module_torch import inputs_of, make_hf  # noqa: E402

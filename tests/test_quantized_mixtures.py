@@ -18,7 +18,8 @@ from dualinfer.quantization.meaning import dequantize
 from dualinfer.quantization.quantize import SCHEMES
 from dualinfer.quantization.recipe import Recipe
 
-from .mixtures import VOCAB, make
+from .cases import make_model
+from .cases.mixtures import VOCAB
 from .models import BACKENDS, random_ids, relative_rms
 
 pytestmark = pytest.mark.usefixtures("greedy")
@@ -71,7 +72,7 @@ def decoded(model, codes):
 )
 def test_experts_quantized_on_load_are_what_their_codes_mean(codes, backend):
     """Routers and the gate of the shared expert stay as they are."""
-    model = make("qwen2_moe", **SHARED)
+    model = make_model("qwen2_moe", **SHARED)
     with dualinfer.init_inference(model, backend=backend, quant=codes, **FUSED) as engine:
         found = np.asarray(engine(IDS).logits)
     plain = np.asarray(model(torch.tensor(IDS)).logits.detach())
@@ -84,7 +85,7 @@ def test_experts_quantized_on_load_are_what_their_codes_mean(codes, backend):
 
 
 def test_granites_experts_are_quantized_though_files_have_them_in_one_tensor(tmp_path):
-    model = make("granitemoe", **SIZES)
+    model = make_model("granitemoe", **SIZES)
     model.save_pretrained(tmp_path)
     _, plan = opened(model, "int8")
     schemes = {row.local_name: row.scheme for row, _ in plan.rows if row.layer == 1}
@@ -98,7 +99,7 @@ def test_granites_experts_are_quantized_though_files_have_them_in_one_tensor(tmp
 
 
 def test_a_stacked_tensor_is_shown_as_matrices_by_any_part(tmp_path):
-    model = make("mixtral")
+    model = make_model("mixtral")
     _, table = describe_model(model.config.to_dict(), ["MixtralForCausalLM"])
     shown = StackedSource(TorchSource(dict(model.state_dict()), "a test"), table)
     model.save_pretrained(tmp_path)
@@ -115,7 +116,7 @@ def test_a_stacked_tensor_is_shown_as_matrices_by_any_part(tmp_path):
 
 def test_experts_that_lie_turned_are_quantized_row_by_row():
     """GPT-OSS's [X, in, out]: the codes are those of each expert's transpose."""
-    model = make("gpt_oss", **SIZES)
+    model = make_model("gpt_oss", **SIZES)
     source, plan = opened(model, "int8")
     rows = {row.local_name: row for row, _ in plan.rows if row.layer == 1}
     assert rows["experts.up.weight"].scheme is not None
@@ -138,7 +139,7 @@ def test_experts_that_lie_turned_are_quantized_row_by_row():
 @pytest.mark.parametrize("backend", ["torch", pytest.param("jax", marks=pytest.mark.slow)])
 def test_gates_and_ups_that_lie_turned_are_quantized_apart(backend):
     """Llama 4's [X, in, gate + up]."""
-    model = make("llama4", **SIZES)
+    model = make_model("llama4", **SIZES)
     source, _ = opened(model, "int8")
     with torch.no_grad():
         for i in (0, 1):
@@ -155,7 +156,7 @@ def test_gates_and_ups_that_lie_turned_are_quantized_apart(backend):
                 state[part].copy_(torch.from_numpy(dequantize(matrix)))
         expected = model(torch.tensor(IDS)).logits.numpy()
     with dualinfer.init_inference(
-        make("llama4", **SIZES), backend=backend, quant="int8", **FUSED
+        make_model("llama4", **SIZES), backend=backend, quant="int8", **FUSED
     ) as engine:
         assert relative_rms(engine(IDS).logits, expected) < 1e-5
 
@@ -164,7 +165,7 @@ def test_gates_and_ups_that_lie_turned_are_quantized_apart(backend):
 def compressed(tmp_path_factory):
     """A checkpoint of compressed-tensors, int8 by rows, and the HF model that it means."""
     folder = tmp_path_factory.mktemp("compressed")
-    model = make("qwen3_moe", **WIDE, head_dim=16)
+    model = make_model("qwen3_moe", **WIDE, head_dim=16)
     model.save_pretrained(folder)
     tensors = load_file(folder / "model.safetensors")
     for name in [n for n in tensors if n.endswith("_proj.weight")]:
@@ -213,7 +214,7 @@ def shared(folder, backend, devices):
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_devices_share_quantized_experts(backend, crew, tmp_path):
     """64 elements of a group in three shares: scales are repeated for smaller blocks."""
-    make("qwen2_moe", **SHARED).save_pretrained(tmp_path)
+    make_model("qwen2_moe", **SHARED).save_pretrained(tmp_path)
     folder = str(tmp_path)
     if backend == "torch":
         found = crew.run(shared, folder, backend, 3, world=3)

@@ -22,9 +22,9 @@ from dualinfer.cli.main import app  # noqa: E402
 from dualinfer.quantization import METHODS  # noqa: E402
 from dualinfer.quantization.meaning import dequantize  # noqa: E402
 
+from .cases import make_model  # noqa: E402
 from .compressed import write  # noqa: E402
-from .encoders import make as make_encoder  # noqa: E402
-from .models import BACKENDS, make_model, random_ids, relative_rms  # noqa: E402
+from .models import BACKENDS, random_ids, relative_rms  # noqa: E402
 from .test_compressed_tensors import FORMS, emulated, logits_of_hf  # noqa: E402
 from .test_quantize_on_load import ASYMMETRIC, engine, hashes  # noqa: E402
 
@@ -133,7 +133,7 @@ def test_a_tied_head_becomes_a_weight_of_its_own(tmp_path):
 )
 def test_a_tied_masked_head_becomes_weights_of_its_own(case, tmp_path):
     """With its bias, where HF ties that as well."""
-    model, ids = make_encoder(case), random_ids(2, 9, vocab=99)
+    model, ids = make_model(case), random_ids(2, 9, vocab=99)
     with engine(model, quant="int8") as made:
         expected = np.asarray(made(ids).logits)
         made.save_pretrained(tmp_path)

@@ -24,147 +24,13 @@ from dualinfer.ops.caches import Room, cache_bytes, cache_specs, state_bytes, to
 from dualinfer.ops.contract import ALONE
 from dualinfer.parallel.sharding import make_plan
 
-from .models import BACKENDS, EOS, PAD, VOCAB, randomize, relative_rms
+from .cases import make_model
+from .cases.covering import each
+from .cases.recurrent import CASES, DEFAULT, MIXED, MULTIPLIED
+from .models import BACKENDS, PAD, VOCAB, relative_rms
 
 pytestmark = pytest.mark.usefixtures("greedy")
 
-SIZES = {
-    "hidden_size": 96,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 6,
-    "num_key_value_heads": 3,
-    "max_position_embeddings": 128,
-    "vocab_size": VOCAB,
-    "pad_token_id": PAD,
-    "bos_token_id": 1,
-    "eos_token_id": EOS,
-}
-MIXED = ["linear_attention", "full_attention", "linear_attention", "linear_attention"]
-TURNS = {"layer_types": ["conv", "full_attention", "conv", "conv"]}
-LFM2 = {**TURNS, "intermediate_size": 150, "block_multiple_of": 9}
-EXPERTS = {"num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 40}
-# HF's class, and what makes it odd.
-CASES = {
-    "lfm2": ("Lfm2", {**LFM2, "block_ffn_dim_multiplier": 1.1}),
-    "lfm2 with biases": ("Lfm2", {**LFM2, "conv_bias": True, "conv_L_cache": 4}),
-    "lfm2_moe": (
-        "Lfm2Moe",
-        {**TURNS, **EXPERTS, "intermediate_size": 77, "num_dense_layers": 1}
-        | {"routed_scaling_factor": 1.7, "conv_L_cache": 2},
-    ),
-}
-STATES = {"mamba_n_heads": 8, "mamba_d_head": 24, "mamba_n_groups": 2, "mamba_d_state": 10}
-HYBRID = {**STATES, "intermediate_size": 150}
-MULTIPLIED = {"attention_multiplier": 0.3, "residual_multiplier": 0.4}
-MULTIPLIED |= {"embedding_multiplier": 3.0, "logits_scaling": 1.7}
-GRANITE = {**MULTIPLIED, "mamba_n_groups": 1, "layer_types": MIXED}
-_NO = ("max_position_embeddings", "num_attention_heads", "num_key_value_heads")
-MAMBA2 = {**dict.fromkeys(_NO), "num_heads": 8, "head_dim": 24, "state_size": 10, "chunk_size": 8}
-NEMOTRON = {"layers_block_type": ["linear_attention", "mlp", "full_attention", "linear_attention"]}
-NEMOTRON |= {"mamba_num_heads": 8, "mamba_head_dim": 10, "n_groups": 4, "ssm_state_size": 6}
-NEMOTRON |= {"head_dim": 14, "intermediate_size": 99, "moe_shared_expert_intermediate_size": 56}
-FALCON = {"mamba_d_ssm": 192, "lm_head_multiplier": 0.3, "embedding_multiplier": 5.0}
-FALCON |= {"mlp_multipliers": [0.7, 0.4], "ssm_multipliers": [0.5, 1.3, 0.6, 1.7, 0.8]}
-FALCON |= {"ssm_in_multiplier": 1.4, "ssm_out_multiplier": 0.6, "key_multiplier": 0.5}
-FALCON |= {"attention_in_multiplier": 1.2, "attention_out_multiplier": 0.7}
-CASES |= {
-    "mamba2": ("Mamba2", {**MAMBA2, "n_groups": 2, "use_bias": True}),
-    "mamba2 of one group": ("Mamba2", {**MAMBA2, "n_groups": 1, "use_conv_bias": False}),
-    "bamba": ("Bamba", {**HYBRID, "attn_layer_indices": [1], "mlp_bias": True}),
-    "falcon_h1": ("FalconH1", {**HYBRID, **FALCON}),
-    "falcon_h1, normed": (
-        "FalconH1",
-        {**HYBRID, **FALCON, "mamba_rms_norm": True, "mamba_norm_before_gate": False}
-        | {"mamba_n_groups": 1},
-    ),
-    "falcon_h1, normed first": ("FalconH1", {**HYBRID, "mamba_d_ssm": 192, "mamba_rms_norm": True}),
-    "granitemoehybrid": (
-        "GraniteMoeHybrid",
-        {**HYBRID, **GRANITE, "num_local_experts": 0, "shared_intermediate_size": 90}
-        | {"position_embedding_type": "rope"},
-    ),
-    "granitemoehybrid with experts": (
-        "GraniteMoeHybrid",
-        {**HYBRID, **GRANITE, "num_local_experts": 5, "shared_intermediate_size": 90}
-        | {"intermediate_size": 40},
-    ),
-    "nemotron_h": ("NemotronH", {**NEMOTRON, "use_bias": True}),
-    "nemotron_h with experts": (
-        "NemotronH",
-        {**NEMOTRON, "layers_block_type": ["linear_attention", "moe", "full_attention", "moe"]}
-        | {"moe_intermediate_size": 40, "n_group": 2, "n_routed_experts": 6}
-        | {"routed_scaling_factor": 1.3},
-    ),
-}
-TWO = {"num_hidden_layers": 2, "layer_types": MIXED[:2]}
-DELTA = {**TWO, "linear_num_key_heads": 2, "linear_num_value_heads": 6, "head_dim": 24}
-DELTA |= {"linear_key_head_dim": 10, "linear_value_head_dim": 14, "intermediate_size": 77}
-SHARED = {**EXPERTS, "shared_expert_intermediate_size": 30}
-DEFAULT = {"rope_type": "default", "rope_theta": 1e4}
-PARTS = {**DEFAULT, "partial_rotary_factor": 0.5}
-LATENT = {**TWO, "kv_lora_rank": 22, "qk_rope_head_dim": 10, "qk_nope_head_dim": 14}
-LATENT |= {"v_head_dim": 18, "num_key_value_heads": 6, "n_shared_experts": 1}
-LATENT |= {"moe_intermediate_size": 40, "num_experts_per_tok": 2, "num_local_experts": 6}
-LATENT |= {"routed_scaling_factor": 1.7, "mlp_layer_types": ["dense", "sparse"]}
-LATENT |= {"intermediate_size": 77}
-CASES |= {
-    "qwen3_next with experts": (
-        "Qwen3Next",
-        {**DELTA, **SHARED, "mlp_only_layers": [1], "attention_bias": True},
-    ),
-    "qwen3_5": (
-        "Qwen3_5",
-        {**DELTA, "rope_parameters": {**PARTS, "mrope_section": [2, 2, 2]}},
-    ),
-    "qwen3_5_moe": ("Qwen3_5Moe", {**DELTA, **SHARED, "intermediate_size": None}),
-    "kimi_linear with experts": (
-        "KimiLinear",
-        {**LATENT, "linear_head_dim": 13, "linear_num_heads": 5},
-    ),
-    "bailing_hybrid with experts": (
-        "BailingHybrid",
-        {**LATENT, "head_dim": 13, "n_group": 3, "topk_group": 2, "short_conv_kernel_size": 3},
-    ),
-    "bailing_hybrid, unbounded": (
-        "BailingHybrid",
-        {**LATENT, "head_dim": 13, "n_group": 1, "topk_group": 1, "kda_safe_gate": False},
-    ),
-    "olmo_hybrid": (
-        "OlmoHybrid",
-        {**DELTA, "head_dim": None, "rope_parameters": DEFAULT, "linear_key_head_dim": 42},
-    ),
-    "olmo_hybrid without turns": (
-        "OlmoHybrid",
-        {**TWO, "intermediate_size": 77, "linear_allow_neg_eigval": False}
-        | {"linear_value_head_dim": 12},  # HF writes three kernels of one size
-    ),
-}
-MAMBA = {**dict.fromkeys(_NO), "state_size": 5, "expand": 2, "time_step_rank": 7}
-MAMBA["residual_in_fp32"] = False  # the stream is in the model's dtype here
-JAMBA = {"attn_layer_period": 4, "attn_layer_offset": 2, "intermediate_size": 72}
-JAMBA |= {"mamba_d_state": 6, "mamba_dt_rank": 9, "num_experts": 5, "num_experts_per_tok": 2}
-CASES |= {
-    "mamba": ("Mamba", {**MAMBA, "use_bias": True, "conv_kernel": 3}),
-    "falcon_mamba": ("FalconMamba", {**MAMBA, "use_conv_bias": False, "mixer_rms_eps": 0.01}),
-    "jamba": ("Jamba", {**JAMBA, "mamba_proj_bias": True}),
-    "jamba without experts": ("Jamba", {**JAMBA, "num_experts": 1, "num_experts_per_tok": 1}),
-}
-CASES["nemotron_h with latent experts"] = (
-    "NemotronH",
-    {**CASES["nemotron_h with experts"][1], "moe_latent_size": 24},
-)
-MINIMAX = {"layer_types": [*MIXED[:3], "full_attention"], "intermediate_size": 40}
-MINIMAX |= {"linear_attn_alpha_factor": 1.3, "linear_attn_beta_factor": 0.6, "head_dim": 14}
-MINIMAX |= {
-    "block_size": 4,
-    "full_attn_alpha_factor": 0.8,
-    "mlp_beta_factor": 1.7,
-    "num_local_experts": 5,
-}
-CASES["minimax with experts"] = (
-    "MiniMax",
-    {**MINIMAX, "mlp_alpha_factor": 0.7, "num_experts_per_tok": 4},
-)
 ROUTED = ("kimi_linear with experts",)  # whose router chooses others in bfloat16
 QUICK = ("lfm2 with biases", "mamba2", "mamba")
 # One of each kind.
@@ -173,9 +39,6 @@ ODD += ("kimi_linear with experts", "falcon_mamba", "jamba", "minimax with exper
 ODD += ("nemotron_h with latent experts",)
 # Of a family that has another case, whose spec alone differs: torch shows them.
 VARIANTS = ("bailing_hybrid, unbounded", "jamba without experts", "olmo_hybrid without turns")
-# Whose other case JAX shows: the same text of ops, in another order or of another count.
-ALIKE = ("falcon_h1, normed first", "mamba2 of one group", "granitemoehybrid", "lfm2")
-ALIKE += ("nemotron_h with latent experts",)
 # Whose products have codes, and whose dtype is halved, on JAX, too: the text is one over Maths.
 CODED = ("lfm2_moe", "mamba2", "kimi_linear with experts", "falcon_mamba")
 # Which two devices share on JAX: the plan is torch's.
@@ -183,45 +46,6 @@ SPLIT = ("mamba2", "falcon_h1, normed", "kimi_linear with experts", "jamba")
 LENGTHS = (11, 2, 17, 1)  # shorter than a kernel, too
 NEW = 9
 INJECTED = {"replace_with_kernel_inject": True}
-
-
-def make_config(case):
-    name, fields = CASES[case]
-    fields = {name: value for name, value in {**SIZES, **fields}.items() if value is not None}
-    kind = getattr(hf, f"{name}TextConfig", None) or getattr(hf, f"{name}Config", None)
-    if kind is None:
-        pytest.skip(f"transformers {hf.__version__} has no {name}")
-    return kind(**fields)
-
-
-def make(case):
-    torch.manual_seed(0)
-    config = make_config(case)
-    model = getattr(hf, f"{CASES[case][0]}ForCausalLM")(config)
-    randomize(model)
-    for name, tensor in model.named_parameters():  # decays and steps as those of real models
-        if name.endswith(("A_log", "dt_bias", "dt_proj.bias")):
-            tensor.data.uniform_(-1.5, 1.5)
-    for name, tensor in model.named_buffers():
-        if name.endswith(("expert_bias", "correction_bias")):
-            tensor.uniform_(-0.3, 0.3)
-    for mixer in model.modules():
-        norm = getattr(mixer, "norm", None)
-        old = type(norm).__name__ in ("MambaRMSNormGated", "BambaRMSNormGated")
-        if old and not hasattr(norm, "group_size"):
-            norm.groups, type(norm).forward = mixer.n_groups, grouped_norm
-    return model.eval()
-
-
-def grouped_norm(norm, x, gate):
-    """The norm of each group by itself, as transformers 5.23 computes it.
-
-    5.17 takes one sum over all groups, which is not what the checkpoints were trained with.
-    """
-    x = x.float() * torch.nn.functional.silu(gate.float())
-    parts = x.unflatten(-1, (norm.groups, -1))
-    parts = parts * torch.rsqrt(parts.square().mean(-1, keepdim=True) + norm.variance_epsilon)
-    return norm.weight * parts.flatten(-2)
 
 
 def rows(lengths=LENGTHS):
@@ -252,14 +76,6 @@ def check_text(found, width, expected):
         np.testing.assert_array_equal(own[width : width + len(text)], text)
 
 
-ON_BACKENDS = [
-    pytest.param(case, backend, marks=[] if case in QUICK else [pytest.mark.slow])
-    for case in CASES
-    for backend in BACKENDS
-    if backend == "torch" or case not in (*VARIANTS, *ALIKE)
-]
-
-
 # JAX cuts and rounds as torch does, by the same plan and spec: it shows one case of each kind.
 BY_KIND = [
     (case, b)
@@ -269,7 +85,7 @@ BY_KIND = [
 ]
 
 
-@pytest.mark.parametrize(("case", "backend"), ON_BACKENDS)
+@pytest.mark.parametrize(("case", "backend"), each(CASES))
 def test_a_padded_batch_is_its_rows_alone(case, backend, monkeypatch):
     """Logits, and greedy text through the state; padding on either side enters neither."""
     for block, tokens in (
@@ -281,7 +97,7 @@ def test_a_padded_batch_is_its_rows_alone(case, backend, monkeypatch):
     monkeypatch.setattr(selective_scan, "_SIDE", 2)
     monkeypatch.setattr(delta_rule, "CHUNK", 8)
     monkeypatch.setattr(delta_rule, "_ROWS", 3)
-    model, texts = make(case), rows()
+    model, texts = make_model(case), rows()
     logits, expected = alone(model, texts)
     with dualinfer.init_inference(model, **INJECTED, dtype="fp32", backend=backend) as engine:
         for left in (False, True):
@@ -297,7 +113,7 @@ def test_a_padded_batch_is_its_rows_alone(case, backend, monkeypatch):
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_steps_of_other_sequences_pass_a_state_over(backend):
     """A slot whose tokens the host chooses, beside one that decodes by itself, in turns."""
-    model, texts = make(QUICK[0]), rows((11, 5))
+    model, texts = make_model(QUICK[0]), rows((11, 5))
     _, expected = alone(model, texts)
     with dualinfer.init_inference(model, **INJECTED, dtype="fp32", backend=backend) as engine:
         runner = engine.runner
@@ -318,7 +134,7 @@ def test_steps_of_other_sequences_pass_a_state_over(backend):
 @pytest.mark.parametrize("case", QUICK)
 def test_sequences_in_one_row_do_not_meet(case, backend):
     """By positions that start anew, as texts are packed for embeddings, too."""
-    model, texts = make(case), rows((5, 1, 9))
+    model, texts = make_model(case), rows((5, 1, 9))
     logits, _ = alone(model, texts)
     places = np.concatenate([np.arange(len(text)) for text in texts])[None]
     with dualinfer.init_inference(model, **INJECTED, dtype="fp32", backend=backend) as engine:
@@ -329,7 +145,7 @@ def test_sequences_in_one_row_do_not_meet(case, backend):
 
 def shared(case, backend, devices):
     """Logits and text of a model that so many devices share."""
-    model, (ids, mask) = make(case), padded(rows((11, 4)), left=True)
+    model, (ids, mask) = make_model(case), padded(rows((11, 4)), left=True)
     how = {**INJECTED, "dtype": "fp32", "backend": backend}
     with dualinfer.init_inference(model, **how, tensor_parallel={"tp_size": devices}) as engine:
         logits = np.asarray(engine(ids, attention_mask=mask).logits)
@@ -358,7 +174,7 @@ def test_several_devices_give_what_one_gives(case, backend, crew):
 @pytest.mark.parametrize("case", CASES)
 def test_what_is_saved_is_the_model(case, tmp_path):
     """HF's folder is read, and what is saved HF reads; sizes of caches are those of the report."""
-    model, texts = make(case), rows()
+    model, texts = make_model(case), rows()
     ids, mask = padded(texts, left=True)
     model.save_pretrained(tmp_path / "theirs")
     with dualinfer.init_inference(str(tmp_path / "theirs"), dtype="fp32") as engine:
@@ -373,7 +189,7 @@ def test_what_is_saved_is_the_model(case, tmp_path):
 
 def test_hidden_states_that_are_shown_are_not_added_to(monkeypatch):
     """Where ops write a sum into the residual, as cuBLAS does; some layers have an MLP alone."""
-    model, text = make("nemotron_h"), torch.from_numpy(rows((11,))[0][None])
+    model, text = make_model("nemotron_h"), torch.from_numpy(rows((11,))[0][None])
     with torch.no_grad():
         expected = model(text, output_hidden_states=True).hidden_states
     linear, written = PlainOps.linear, []
@@ -402,9 +218,9 @@ def test_hidden_states_that_are_shown_are_not_added_to(monkeypatch):
 )
 def test_half_precision_is_as_exact_as_hf(case, backend):
     """Whole prompts, and steps through the state, beside HF's own error in bfloat16."""
-    model, texts = make(case), rows((40, 33))
+    model, texts = make_model(case), rows((40, 33))
     logits, _ = alone(model, texts)
-    half, begun = make(case).bfloat16(), 20
+    half, begun = make_model(case).bfloat16(), 20
     theirs, ours, stepped = [], [], []
     with dualinfer.init_inference(half, **INJECTED, dtype="bf16", backend=backend) as engine:
         for text, whole in zip(texts, logits, strict=True):
@@ -431,7 +247,7 @@ def test_half_precision_is_as_exact_as_hf(case, backend):
 )
 def test_products_of_recurrences_are_quantized(case, backend):
     """8-bit codes of every product; the state, convolutions and norms stay as they are."""
-    model, texts = make(case), rows((11,))
+    model, texts = make_model(case), rows((11,))
     logits, _ = alone(model, texts)
     how = {**INJECTED, "dtype": "fp32", "backend": backend}
     codes = {} if case.startswith("kimi") else {"kv_cache_dtype": "int8"}  # latent ones have none
@@ -445,7 +261,7 @@ def test_products_of_recurrences_are_quantized(case, backend):
 
 def test_codes_beside_plain_tensors_give_what_they_mean(tmp_path):
     """Of projections that lie by key heads, one of two that are one weight here is quantized."""
-    model, text = make("qwen3_next with experts"), rows((11,))[0][None]
+    model, text = make_model("qwen3_next with experts"), rows((11,))[0][None]
     with dualinfer.init_inference(model, **INJECTED, dtype="fp32", quant="int8") as engine:
         engine.save_pretrained(tmp_path)
     file, name = tmp_path / "model.safetensors", "model.layers.0.linear_attn.in_proj_ba"
@@ -473,7 +289,7 @@ def test_codes_beside_plain_tensors_give_what_they_mean(tmp_path):
 )
 def test_kernels_serve_all_but_some_recurrences(case, backend, monkeypatch):
     """And a long prompt is read in pieces, the last shorter than a kernel."""
-    model, texts = make(case), rows((11, 9))
+    model, texts = make_model(case), rows((11, 9))
     logits, expected = alone(model, texts, new=3)
     own = importlib.import_module(f"dualinfer.backends.{backend}")
     if backend == "torch":
@@ -642,15 +458,15 @@ def test_a_config_as_its_makers_wrote_it_is_taken(family, tmp_path):
 )
 def test_what_is_not_honoured_is_refused(case, fields, message):
     with pytest.raises(dualinfer.ModelError, match=message):
-        describe_model({**make_config(case).to_dict(), **fields})
+        describe_model({**CASES[case].make_config().to_dict(), **fields})
 
 
 def test_a_state_is_counted_once_for_a_sequence():
     """Of 96 channels by 3 taps before the last, and of 8 heads of 24 by 10 elements in float32."""
-    short, _ = describe_model(make_config("lfm2 with biases").to_dict())
+    short, _ = describe_model(CASES["lfm2 with biases"].make_config().to_dict())
     assert state_bytes(cache_specs(short), 2) == 3 * 3 * 96 * 2
     assert token_bytes(cache_specs(short), 2) == 2 * 3 * 16 * 2
-    spec, _ = describe_model(make_config("mamba2").to_dict())
+    spec, _ = describe_model(CASES["mamba2"].make_config().to_dict())
     each = 4 * (3 * (192 + 2 * 2 * 10) * 2 + 4 * 8 * 24 * 10)
     assert state_bytes(cache_specs(spec), 2) == each and token_bytes(cache_specs(spec), 2) == 0
     assert cache_bytes(cache_specs(spec), Room(5, 999), 2) == 5 * each
@@ -658,7 +474,7 @@ def test_a_state_is_counted_once_for_a_sequence():
 
 def test_channels_have_a_state_of_their_own():
     """Of 2 * 96 channels by 2 taps before the last, and by 5 elements in float32, in 4 layers."""
-    _, table = describe_model(make_config("mamba").to_dict())
+    _, table = describe_model(CASES["mamba"].make_config().to_dict())
     assert state_bytes(cache_specs(table.spec), 2) == 4 * (192 * 2 * 2 + 4 * 192 * 5)
     shares = [own.share("scan", 0).real for own in make_plan(table, 3).shards]
     assert shares == [64, 64, 64]
@@ -667,18 +483,18 @@ def test_channels_have_a_state_of_their_own():
 
 
 def test_devices_share_whole_groups_of_states():
-    _, table = describe_model(make_config("mamba2").to_dict())
+    _, table = describe_model(CASES["mamba2"].make_config().to_dict())
     assert [own.share("states", 0).real for own in make_plan(table, 2).shards] == [4, 4]
     with pytest.raises(ConfigError, match=r"tp_size=3.*2 groups of heads.*at most 2"):
         make_plan(table, 3)
-    _, table = describe_model(make_config("mamba2 of one group").to_dict())
+    _, table = describe_model(CASES["mamba2 of one group"].make_config().to_dict())
     assert [own.share("states", 0).real for own in make_plan(table, 3).shards] == [3, 3, 2]
 
 
 @pytest.mark.slow
 def test_a_long_prompt_goes_on_from_its_own_state(monkeypatch):
     """In pieces, by plain operations, as no layer attends; the slot has had another's state."""
-    model, texts = make("mamba2"), rows((17, 12))
+    model, texts = make_model("mamba2"), rows((17, 12))
     _, expected = alone(model, texts)
     prompts = importlib.import_module("dualinfer.backends.torch.prompts")
     monkeypatch.setattr(prompts, "_MOST_AT_ONCE", 8)
@@ -695,7 +511,7 @@ def test_a_long_prompt_goes_on_from_its_own_state(monkeypatch):
 )
 def test_layers_in_host_memory_answer_as_others(case, backend):
     """And hidden states are HF's, which of Mamba-2 begin behind the first layer."""
-    model, texts = make(case), rows((11,))
+    model, texts = make_model(case), rows((11,))
     with torch.no_grad():
         states = model(torch.from_numpy(texts[0][None]), output_hidden_states=True).hidden_states
     _, expected = alone(model, texts)
@@ -714,7 +530,7 @@ def test_layers_in_host_memory_answer_as_others(case, backend):
 def test_jax_streams_layers_with_one_cache_each(case):
     how = {**INJECTED, "dtype": "fp32", "backend": "jax", "resident_layers": 0}
     with pytest.raises(dualinfer.UnsupportedError, match="two caches each, or none"):
-        dualinfer.init_inference(make(case), **how, keep_module_on_host=True)
+        dualinfer.init_inference(make_model(case), **how, keep_module_on_host=True)
 
 
 def on_host(x):
@@ -727,7 +543,7 @@ def on_host(x):
 @pytest.mark.parametrize("case", CASES)
 def test_steps_on_a_gpu_are_those_of_hf(case, backend):
     """By kernels around the recurrence; on torch prompts and steps are replayed from graphs."""
-    model, texts = make(case), rows()
+    model, texts = make_model(case), rows()
     logits, expected = alone(model, texts)
     with dualinfer.init_inference(model, **INJECTED, dtype="fp32", backend=backend) as engine:
         ids, mask = padded(texts, left=True)

@@ -5,7 +5,8 @@ import pytest
 
 import dualinfer
 
-from .models import ALL, BACKENDS, CASES, random_ids
+from .cases.decoders import ALL, CASES
+from .models import BACKENDS, random_ids
 
 
 @pytest.mark.parametrize("name", ALL)
@@ -100,9 +101,9 @@ def test_experts_are_plain_where_kernels_do_not_read_how_they_are_held(quant, pl
     pytest.importorskip("triton")
     from dualinfer.backends.kernels import left_plain
 
-    from .mixtures import make
+    from .cases import make_model
 
     how = {"backend": "torch", "replace_with_kernel_inject": True, "quant": quant}
-    engine = dualinfer.init_inference(make("qwen2_moe"), **how)
+    engine = dualinfer.init_inference(make_model("qwen2_moe"), **how)
     left = left_plain(engine.runner.spec, engine.runner.params.layers)
     assert left == ({"experts": ""} if plain else {})

@@ -20,7 +20,8 @@ from dualinfer.backends.slots import LiveSlots, bucket, sampling_rows
 from dualinfer.model.families import describe_model
 from dualinfer.ops.caches import Room, cache_bytes, cache_specs
 
-from .models import BACKENDS, make_model, random_ids, relative_rms, slow_but
+from .cases import make_model
+from .models import BACKENDS, random_ids, relative_rms, slow_but
 
 
 def request(tokens, new):

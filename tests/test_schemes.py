@@ -37,17 +37,13 @@ from dualinfer.parallel.sharding import make_plan  # noqa: E402
 from dualinfer.quantization import Activation, Blocks, BlockScheme  # noqa: E402
 from dualinfer.quantization.packing import NIBBLES  # noqa: E402
 
-from . import latent, mixtures  # noqa: E402
-from .models import (  # noqa: E402
-    BACKENDS,
-    GENERATING,
-    VOCAB,
+from .cases import (  # noqa: E402
+    latent,
     make_model,
-    on_backends,
-    random_ids,
-    randomize,
-    relative_rms,
+    mixtures,
 )
+from .cases.decoders import GENERATING  # noqa: E402
+from .models import BACKENDS, VOCAB, on_backends, random_ids, randomize, relative_rms  # noqa: E402
 from .quantized import (  # noqa: E402
     INT8,
     INVERSE,
@@ -245,8 +241,8 @@ PADDED = {
     "llama on torch": ("Llama", GROUPED, 7, 1),
     "falcon": ("Falcon", FALCON, 4, 1),
     "gpt2": ("GPT2", {"n_head": 5, "intermediate_size": None, "num_key_value_heads": None}, 4, 1),
-    "qwen2_moe": ("Qwen2Moe", mixtures.CASES["qwen2_moe"][1], 4, 2),
-    "deepseek_v3": ("DeepseekV3", latent.CASES["deepseek_v3"][1], 3, 1),
+    "qwen2_moe": ("Qwen2Moe", mixtures.ROWS["qwen2_moe"][1], 4, 2),
+    "deepseek_v3": ("DeepseekV3", latent.ROWS["deepseek_v3"][1], 3, 1),
 }
 
 

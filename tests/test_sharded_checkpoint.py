@@ -26,8 +26,9 @@ from dualinfer.checkpoint.sources import open_checkpoint
 from dualinfer.checkpoint.writing import saving
 from dualinfer.system import new_folder
 
+from .cases import make_model
 from .checkpoints import write_byte_tokenizer, write_llama
-from .models import BACKENDS, make_model, random_ids, relative_rms
+from .models import BACKENDS, random_ids, relative_rms
 from .ranks import RankError
 
 pytestmark = pytest.mark.xdist_group("ranks")

@@ -13,7 +13,7 @@ from dualinfer.model.weights import Row, WeightTable, join_axis, row
 from dualinfer.parallel.shard import Share, whole
 from dualinfer.parallel.sharding import make_plan
 
-from .models import ALL, CASES
+from .cases.decoders import ALL, CASES
 
 
 def described(name, **changes):

@@ -23,8 +23,8 @@ from dualinfer.errors import (
 )
 from dualinfer.serving.prefixes import GRAIN, Prefixes, Snapshots, chain, cuts, shared_by, waits
 
-from . import test_recurrent, test_relatives
-from .models import make_model, random_ids
+from .cases import make_model
+from .models import random_ids
 
 HOW = {"dtype": "fp32", "replace_with_kernel_inject": True, "max_out_tokens": 256}
 GREEDY: dict[str, Any] = {"do_sample": False, "eos_token_id": None, "max_new_tokens": 6}
@@ -298,9 +298,9 @@ def test_of_every_kind_of_cache(name, backend):
     """Windows, latent vectors and codes are copied, and states where they stand."""
     makes = {
         "gemma2": lambda: make_model("gemma2"),
-        "latent": lambda: test_relatives.make("youtu"),
+        "latent": lambda: make_model("youtu"),
     }
-    model = makes.get(name, lambda: test_recurrent.make(name))()
+    model = makes.get(name, lambda: make_model(name))()
     more = {"kv_cache_dtype": "int8"} if name == "gemma2" else {}
     with dualinfer.init_inference(model, backend=backend, **HOW, **more) as engine:
         prompts = prompts_of(engine.runner.spec.vocab)[:4]

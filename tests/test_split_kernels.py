@@ -16,7 +16,8 @@ torch = pytest.importorskip("torch")
 
 import dualinfer  # noqa: E402
 
-from .models import make_model, relative_rms  # noqa: E402
+from .cases import make_model  # noqa: E402
+from .models import relative_rms  # noqa: E402
 from .test_kernel_ops import CASES, VOCAB, batch  # noqa: E402
 
 pytestmark = [

@@ -317,7 +317,7 @@ def test_a_template_that_fails_or_is_not_there_is_told(engine, folder):
 
 
 def test_a_model_from_nowhere_asks_for_its_tokenizer(tokenizer):
-    from .models import make_model
+    from .cases import make_model
 
     with dualinfer.init_inference(make_model("llama-gqa"), dtype="fp32") as engine:
         with pytest.raises(UnsupportedError, match=r"set engine\.tokenizer"):

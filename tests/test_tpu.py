@@ -21,16 +21,17 @@ from dualinfer.backends.jax.ops.pallas import PallasOps  # noqa: E402
 from dualinfer.kernels.pallas import experts as mixing  # noqa: E402
 from dualinfer.kernels.pallas import product as products  # noqa: E402
 
-from . import (  # noqa: E402
+from .cases import (  # noqa: E402
     encoders,
+    make_model,
     mixtures,
-    test_encoder_decoders,
-    test_mixtures,
-    test_recurrent,
-    test_relatives,
+    pairs,
+    recurrent,
+    relatives,
 )
+from .cases.decoders import GENERATING  # noqa: E402
 from .kernels.tpu_compiler import compiled, needs_compiler  # noqa: E402
-from .models import GENERATING, make_model, random_ids, relative_rms  # noqa: E402
+from .models import random_ids, relative_rms  # noqa: E402
 
 WIDE = {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 2, "head_dim": 128}
 WIDE |= {"num_key_value_heads": 1, "num_hidden_layers": 1, "vocab_size": 512}
@@ -136,28 +137,18 @@ def test_scales_and_zeros_of_float16_compile():
 # Every family
 
 
-def _made(make: Any, names: Any) -> dict[str, Any]:
-    return {name: (make, name) for name in names}
-
-
-FAMILIES = {
-    **_made(make_model, GENERATING),
-    **_made(test_relatives.make, test_relatives.CASES),
-    **_made(test_mixtures.make, mixtures.CASES),
-    **_made(test_recurrent.make, test_recurrent.CASES),
-    **_made(
-        test_encoder_decoders.model_of,
-        [name for name in test_encoder_decoders.CASES if not name.endswith("-base")],
-    ),
-    **_made(encoders.make, encoders.BASES),
-}
+FAMILIES = [
+    *GENERATING,
+    *(name for table in (relatives, mixtures, recurrent) for name in table.CASES),
+    *(name for name in pairs.CASES if not name.endswith("-base")),
+    *encoders.BASES,
+]
 
 
 @pytest.mark.tpu
 @pytest.mark.parametrize("name", FAMILIES)
 def test_a_family_runs_interpreted_and_compiles(name, monkeypatch):
-    make, case = FAMILIES[name]
-    model, jobs, made_ops = make(case), [], []
+    model, jobs, made_ops = make_model(name), [], []
     lower, ids = Executables.lower, random_ids(2, 7, vocab=40) + 5
 
     def kept(self: Any, job: Job) -> Any:
@@ -175,7 +166,7 @@ def test_a_family_runs_interpreted_and_compiles(name, monkeypatch):
                 patch.setattr(backend, "_make_ops", make_ops)
                 patch.setattr(Executables, "lower", kept)
             with dualinfer.init_inference(model, backend="jax", **how) as engine:
-                if make is encoders.make:
+                if name in encoders.BASES:
                     return [np.asarray(x) for x in engine(ids).values()]
                 new = {"max_new_tokens": 4, "do_sample": False, "return_dict_in_generate": True}
                 made: Any = engine.generate(ids, output_logits=True, **new)

@@ -30,7 +30,7 @@ from dualinfer.kernels.triton.linear import TileConfig, VectorConfig
 from dualinfer.kernels.triton.tuning import Configurations, Measured
 from dualinfer.model.weights import parts_of, with_parts
 
-from .mixtures import make as make_mixture
+from .cases import make_model
 from .models import slow_but
 from .test_deepspeed_moe_fused import make as make_deepspeed
 
@@ -312,7 +312,7 @@ def runner_of(engine_of):
             if name == "deepspeed":
                 model = make_deepspeed("gpt2")
             else:
-                model = make_mixture(name, moe_intermediate_size=10, **SMALL)
+                model = make_model(name, moe_intermediate_size=10, **SMALL)
             runner = init_inference(model, **how).runner
         else:
             runner = engine_of(name, "torch").runner

@@ -27,8 +27,9 @@ from dualinfer.engine.arguments import KNOWN, TRANSCRIBING
 from dualinfer.engine.fused import FusedEngine
 from dualinfer.engine.likeness import Likeness
 
+from .cases import make_model
 from .checkpoints import write_byte_tokenizer, write_llama
-from .models import BACKENDS, make_model
+from .models import BACKENDS
 
 IDS = np.arange(3, 12, dtype=np.int64)[None]
 UNEVEN = [[3, 4, 5], [6, 7]]

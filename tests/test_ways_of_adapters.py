@@ -9,7 +9,7 @@ from safetensors.torch import load_file, save_file
 import dualinfer
 from dualinfer import DualinferError
 from tests.adapters import QUIET, adapt, logits, relative, wanted
-from tests.models import make_model
+from tests.cases import make_model
 
 pytestmark = [*QUIET, pytest.mark.filterwarnings("ignore")]
 LIVE = {"replace_with_kernel_inject": True, "backend": "torch"}

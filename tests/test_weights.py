@@ -16,8 +16,9 @@ from dualinfer.parallel.sharding import make_plan
 from dualinfer.quantization import BlockScheme
 from dualinfer.quantization.formats import Opener
 
-from .models import ALL, BACKENDS, CASES
-from .test_relatives import make as make_relative
+from .cases import make_model
+from .cases.decoders import ALL, CASES
+from .models import BACKENDS
 
 
 class Tensors:
@@ -203,7 +204,7 @@ HEADS = ("lm_head", "embed_out", "output_projection")
 @pytest.mark.parametrize("name", [*OLDER, "bloom"])
 def test_names_and_buffers_of_older_checkpoints_are_known(name, base, hf_model):
     """Buffers that HF once stored, NeoX's old name of its head, and a file without HF's prefix."""
-    model = hf_model(name) if name in CASES else make_relative(name)
+    model = hf_model(name) if name in CASES else make_model(name)
     _, table = describe_model(model.config.to_dict(), [type(model).__name__])
     tensors = {n: p.detach().numpy() for n, p in model.named_parameters()}
     tensors |= {n: zeros(*shape) for n, shape in OLDER.get(name, {}).items()}

@@ -19,7 +19,8 @@ from dualinfer.backends.jax.ops.pallas import PallasOps  # noqa: E402
 from dualinfer.backends.jax.ops.pallas_gpu import PallasGpuOps  # noqa: E402
 from dualinfer.kernels.pallas import launch  # noqa: E402
 
-from ..models import make_model, slow_but  # noqa: E402
+from ..cases import make_model  # noqa: E402
+from ..models import slow_but  # noqa: E402
 from ..test_kernel_ops import CASES, MIXTURES, VOCAB, tiny  # noqa: E402
 
 _LLAMA = {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 2}

@@ -12,7 +12,8 @@ from dualinfer.arrays import to_numpy
 from dualinfer.model.weights import Weight
 from dualinfer.quantization import Activation, BlockScheme
 
-from ..models import make_model, relative_rms
+from ..cases import make_model
+from ..models import relative_rms
 from .cases import normal
 from .jax_ops import interpreted_ops
 from .tensors import INTERPRETED, get, needs_triton, put, strict, torch

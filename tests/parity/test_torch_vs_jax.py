@@ -8,7 +8,8 @@ import pytest
 import dualinfer
 from dualinfer.backends.base import Request
 
-from ..models import BACKENDS, CASES, VOCAB, random_ids, relative_rms, slow_but
+from ..cases.decoders import CASES
+from ..models import BACKENDS, VOCAB, random_ids, relative_rms, slow_but
 
 LIMIT = 1e-5
 LAYERWISE = ("llama-gqa", "llama-yarn-factor", "qwen2-mixed", "gpt2-inverse", "bert", "bert-masked")

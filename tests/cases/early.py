@@ -1,4 +1,4 @@
-"""Decoders from before Llama, and of its time: cases and configs for `test_relatives`."""
+"""Decoders from before Llama, and of its time."""
 
 from typing import Any
 
@@ -6,8 +6,8 @@ from typing import Any
 _OWN = {"intermediate_size": None, "num_key_value_heads": None}
 _GROUPED = {**_OWN, "new_decoder_architecture": True}
 _LENGTH = {"max_position_embeddings": None, "max_seq_len": 128}
-# HF's class, and what makes it odd.
-CASES: dict[str, tuple[str, dict[str, Any]]] = {
+# HF's word of the family, and what makes it odd.
+ROWS: dict[str, tuple[str, dict[str, Any]]] = {
     "biogpt": ("BioGpt", {"num_key_value_heads": None, "tie_word_embeddings": False}),
     "codegen": ("CodeGen", {**_OWN, "num_attention_heads": 12, "rotary_dim": 4, "n_inner": 99}),
     "ctrl": ("CTRL", {**_OWN, "dff": 77, "layer_norm_epsilon": 0.1}),

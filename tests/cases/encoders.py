@@ -1,9 +1,7 @@
-"""Tiny random encoders, and heads for labels, of HF's own classes: oracles of several tests."""
+"""Encoders, and heads for labels: by the name of HF's class."""
 
-import torch
-import transformers as hf
-
-from .models import randomize
+from ..models import randomize
+from .case import Case, Table
 
 VOCAB, PAD = 99, 1
 SIZES = {
@@ -247,22 +245,17 @@ HEADS = {
         {**LABELS, "intermediate_size": None, "max_position_embeddings": None},
     ),
 }
-CASES = BASES | HEADS
 
 
-def make(case: str, **changes) -> hf.PreTrainedModel:
-    """The case's model in float32, the same in every process."""
-    name, fields = CASES[case]
-    cls = getattr(hf, name)
-    fields = {**SIZES, **fields, **changes}
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        model = cls(cls.config_class(**fields))
-        randomize(model)
-        if name.startswith("RoFormer"):  # whose angles are a parameter
-            angles = model.base_model.encoder.embed_positions
-            angles.weight.data.copy_(angles.create_weight())
-        if name.startswith("ConvBert"):  # whose scores of spans are products of products
-            for layer in model.base_model.encoder.layer:
-                layer.attention.self.conv_kernel_layer.weight.data.mul_(0.1)
-    return model.eval()
+def _draw(case, model):
+    randomize(model)
+    if case.architecture.startswith("RoFormer"):  # whose angles are a parameter
+        angles = model.base_model.encoder.embed_positions
+        angles.weight.data.copy_(angles.create_weight())
+    if case.architecture.startswith("ConvBert"):  # whose scores of spans are products of products
+        for layer in model.base_model.encoder.layer:
+            layer.attention.self.conv_kernel_layer.weight.data.mul_(0.1)
+
+
+TABLE = Table(SIZES, _draw)
+CASES = {name: Case(name, *row, TABLE) for name, row in (BASES | HEADS).items()}

@@ -1,4 +1,4 @@
-"""Models with latent attention: cases for `test_relatives`, and what their tests share."""
+"""Models with latent attention."""
 
 from typing import Any
 
@@ -20,8 +20,8 @@ _EXPERTS = {"n_routed_experts": 6, "n_shared_experts": 2, "moe_intermediate_size
 _EXPERTS |= {"num_experts_per_tok": 3, "n_group": 3, "topk_group": 2}
 _GROWING = {"llama_4_scaling_beta": 0.6, "max_position_embeddings": 128}
 _GROWING |= {"partial_rotary_factor": 10 / 24}
-# HF's class, and what makes it odd.
-CASES: dict[str, tuple[str, dict[str, Any]]] = {
+# HF's word of the family, and what makes it odd.
+ROWS: dict[str, tuple[str, dict[str, Any]]] = {
     "deepseek_v2, dense": (
         "DeepseekV2",
         {

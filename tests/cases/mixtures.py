@@ -1,10 +1,10 @@
-"""Tiny random mixtures of experts of every family, and which experts transformers chooses."""
+"""Mixtures of experts of every family, and which experts transformers chooses."""
 
 import numpy as np
 import torch
-import transformers as hf
 
-from .models import EOS, PAD, randomize
+from ..models import EOS, PAD, randomize
+from .case import Case, Table
 
 VOCAB = 101
 SIZES = {
@@ -42,8 +42,8 @@ LLAMA3 |= {"high_freq_factor": 4.0, "original_max_position_embeddings": 64}
 LLAMA4 = {"head_dim": 14, "intermediate_size": 19, "intermediate_size_mlp": 31}
 LLAMA4 |= {"attention_chunk_size": 5, "floor_scale": 3, "attn_scale": 0.4}
 LLAMA4 |= {"no_rope_layer_interval": 2, "rope_parameters": LLAMA3}
-# HF's class, and what makes it odd.
-CASES = {
+# HF's word of the family, and what makes it odd.
+ROWS = {
     "mixtral": ("Mixtral", {**LOCAL, "sliding_window": 5}),
     "qwen2_moe": ("Qwen2Moe", {**FIVE, **OF_LAYER, "shared_expert_intermediate_size": 27}),
     "qwen2_moe, one layer dense": (
@@ -124,7 +124,7 @@ CASES = {
         | {"mlp_layer_types": ["sparse"] * 2, "shared_expert_intermediate_size": 27}
         | {"rope_parameters": {"full_attention": YARN}},
     ),
-    "longcat_flash": (
+    "longcat_flash with more experts": (
         "LongcatFlash",
         {"num_layers": 2, "num_hidden_layers": 4, "n_routed_experts": 5, "zero_expert_num": 3}
         | {"moe_topk": 4, "expert_ffn_hidden_size": 19, "routed_scaling_factor": 1.7}
@@ -187,7 +187,7 @@ CASES = {
         {**FIVE, **OF_LAYER, "head_dim": 14, "router_scaling_factor": 1.7}
         | {"num_shared_experts": 2, "num_hidden_layers": 3},
     ),
-    "gemma4": (
+    "gemma4 with experts": (
         "Gemma4",
         {"enable_moe_block": True, "num_experts": 5, "top_k_experts": 3, **OF_LAYER}
         | {"hidden_size_per_layer_input": 0, "attention_k_eq_v": True, "layer_types": TURNS}
@@ -213,18 +213,12 @@ CASES = {
 }
 
 
-def config_of(name, fields):
-    """A config of HF's class for text."""
-    text = "Text" * (name in ("Gemma4", "Llama4"))
-    return getattr(hf, f"{name}{text}Config")(**{**SIZES, **fields})
+def _build(case, config, kind):
+    return kind._from_config(config, experts_implementation="eager")
 
 
-def make(case, **changes):
-    """A model in which every expert, and every bias of a router, shows."""
-    name, fields = CASES[case]
-    torch.manual_seed(0)
-    config = config_of(name, {**fields, **changes})
-    model = getattr(hf, f"{name}ForCausalLM")._from_config(config, experts_implementation="eager")
+def _draw(case, model):
+    """So that every expert, and every bias of a router, shows."""
     randomize(model)
     with torch.no_grad():
         for part, tensor in (*model.named_parameters(), *model.named_buffers()):
@@ -234,7 +228,17 @@ def make(case, **changes):
                 tensor.normal_()
             elif ".experts." in part and tensor.ndim == 3:
                 tensor.normal_(0, 1.5 / max(tensor.shape[1:]) ** 0.5)
-    return model.eval()
+
+
+TABLE = Table(SIZES, _draw, build=_build)
+
+
+def _case(name, kind, fields):
+    text = "Text" * (kind in ("Gemma4", "Llama4"))
+    return Case(name, f"{kind}ForCausalLM", fields, TABLE, f"{kind}{text}Config")
+
+
+CASES = {name: _case(name, *row) for name, row in ROWS.items()}
 
 
 def chosen_by(model, ids):

@@ -1,0 +1,94 @@
+"""What a case is: one tiny HF model, by its classes, the fields of its config, and its weights."""
+
+import copy
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+import transformers as hf
+
+from ..models import randomize
+
+OUT = object()  # a field of `Table.sizes` that a case's config does not have
+
+
+def _randomize(case: "Case", model: hf.PreTrainedModel) -> None:
+    randomize(model)
+
+
+def _build(case: "Case", config: hf.PreTrainedConfig, kind: type) -> hf.PreTrainedModel:
+    return kind(config)
+
+
+@dataclass(frozen=True)
+class Table:
+    """What the cases of one file share."""
+
+    sizes: Mapping[str, Any]  # of their configs
+    draw: Callable[["Case", hf.PreTrainedModel], None] = _randomize  # the weights
+    seed: Callable[["Case"], int] = lambda case: 0  # of weights
+    build: Callable[["Case", hf.PreTrainedConfig, type], hf.PreTrainedModel] = _build
+
+
+@dataclass(frozen=True)
+class Case:
+    """One tiny model: the names of HF's classes, and the fields of its config that make it odd."""
+
+    name: str
+    architecture: str
+    fields: Mapping[str, Any]
+    table: Table = field(repr=False)
+    config_name: str = ""  # of the config's class, where it is not the model's own
+
+    @property
+    def model(self) -> type[hf.PreTrainedModel]:
+        """HF's class."""
+        return getattr(hf, self.architecture)
+
+    @property
+    def config(self) -> type[hf.PreTrainedConfig]:
+        """The class of its config."""
+        return getattr(hf, self.config_name) if self.config_name else self.model.config_class
+
+    @property
+    def family(self) -> str:
+        """HF's model_type."""
+        return self.config.model_type
+
+    @property
+    def is_there(self) -> bool:
+        """True if this version of transformers has the classes."""
+        return all(hasattr(hf, name) for name in (self.architecture, self.config_name) if name)
+
+    @property
+    def generates(self) -> bool:
+        """True for a causal model with a head."""
+        return self.architecture.endswith(("ForCausalLM", "LMHeadModel"))
+
+    @property
+    def has_head(self) -> bool:
+        """True if forward gives logits."""
+        return self.generates or self.architecture.endswith("ForMaskedLM")
+
+    def make_config(self, **changes: Any) -> hf.PreTrainedConfig:
+        """The HF config, with `changes`; the test is skipped where transformers lacks its class."""
+        if not self.is_there:
+            pytest.skip(f"transformers {hf.__version__} has no {self.architecture}")
+        fields = {**self.table.sizes, **self.fields, **changes}
+        fields = {name: value for name, value in fields.items() if value is not OUT}
+        return self.config(**copy.deepcopy(fields))
+
+    def make(self, headless: bool = False, **changes: Any) -> hf.PreTrainedModel:
+        """The model in float32 with weights of its own, the same in every process.
+
+        A headless one is of the class that HF's AutoModel has for the config.
+        """
+        config = self.make_config(**changes)
+        kind = hf.AutoModel._model_mapping[type(config)] if headless else self.model
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(self.table.seed(self))
+            model = self.table.build(self, config, kind)
+            self.table.draw(self, model)
+        return model.eval()

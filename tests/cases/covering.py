@@ -1,0 +1,108 @@
+"""Which cases are quick, and which run on JAX: derived from what each one's spec says.
+
+A fact is a field of the spec with a value of its own, a kind of block, a family. The quick cases
+show every fact once; they run on both backends. JAX runs, slow, as many more as show each family
+once, by a model that generates where there is one, and torch runs all.
+`python -m tests.cases.covering` writes `covering.json` anew, and a test says when it is old.
+"""
+
+import json
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import MISSING, fields, is_dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ..models import BACKENDS
+from . import CASES, sights
+from .case import Case
+
+FILE = Path(__file__).with_name("covering.json")
+# Sizes and names, of which any value is as good as another.
+_SIZES = {
+    *("heads", "kv_heads", "head_dim", "vocab", "embed", "max_positions", "ffn", "eps", "inv_freq"),
+    *("count", "chosen", "rank", "turning", "value_dim", "buckets", "most", "family"),
+    *("architecture", "labels", "width", "end_id", "pad", "pad_id", "grid", "size", "channels"),
+    *("start", "eos", "hides", "uncounted", "scale"),
+}
+
+
+def spec_of(case: Case) -> Any:
+    """The spec of a case."""
+    from dualinfer.model.families import describe_model
+
+    return describe_model(case.make_config().to_dict(), [case.architecture])[0]
+
+
+def _facts(own: Any) -> Iterator[str]:
+    if isinstance(own, tuple):
+        for part in own:
+            yield from _facts(part)
+    if not is_dataclass(own):
+        return
+    kind = type(own).__name__
+    yield kind
+    if kind == "Attention" and own.kv_heads != own.heads:
+        yield f"Attention.{'one' if own.kv_heads == 1 else 'grouped'}"
+    for one in fields(own):
+        value = getattr(own, one.name)
+        yield from _facts(value)
+        if one.name in _SIZES or (one.default is not MISSING and value == one.default):
+            continue
+        if isinstance(value, bool | str):
+            yield f"{kind}.{one.name}={value}"
+        elif one.default is not MISSING:
+            yield f"{kind}.{one.name}"
+
+
+def cover(found: Mapping[str, set[str]], first: set[str], shown: Iterable[str]) -> list[str]:
+    """Few cases that show all facts which `shown` ones do not; rather those of `first`."""
+    left = set().union(*found.values()) - set().union(*(found[name] for name in shown))
+    chosen = []
+    while left:
+        best = max(found, key=lambda x: (len(found[x] & left), x in first, -len(found[x])))
+        chosen.append(best)
+        left -= found[best]
+    return sorted(chosen)
+
+
+def derive() -> dict[str, list[str]]:
+    """The names of quick cases, and of those that JAX runs besides."""
+    specs = {name: spec_of(case) for name, case in CASES.items() if case.is_there}
+    speaking = {name for name, spec in specs.items() if spec.can_generate}
+    speak = {specs[name].family for name in speaking}
+    found = {name: {*_facts(spec)} for name, spec in specs.items()}
+    quick = cover(found, speaking, ())
+    for name, spec in specs.items():
+        if name in sights.CASES:  # whose decoders have cases of their own
+            continue
+        if name in speaking or spec.family not in speak:
+            found[name].add(f"family {spec.family}")
+    return {"quick": quick, "on_jax": cover(found, speaking, quick)}
+
+
+def _read() -> tuple[frozenset[str], frozenset[str]]:
+    read = json.loads(FILE.read_text("utf-8"))
+    return frozenset(read["quick"]), frozenset(read["on_jax"])
+
+
+QUICK, ON_JAX = _read() if FILE.exists() else (frozenset(), frozenset())
+
+
+def each(names: Iterable[str], also: Iterable[str] = ()) -> list[Any]:
+    """(case, backend) for each of these cases: slow but for quick ones, on JAX the chosen ones.
+
+    `also` are names that show something of their own, beside what a spec says: JAX runs them, too.
+    """
+    also = {*also}
+    return [
+        pytest.param(name, backend, marks=[] if name in QUICK else [pytest.mark.slow])
+        for name in names
+        for backend in BACKENDS
+        if backend == "torch" or name in QUICK | ON_JAX | also
+    ]
+
+
+if __name__ == "__main__":
+    FILE.write_text(json.dumps(derive(), indent=1) + "\n", "utf-8")
