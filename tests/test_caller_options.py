@@ -22,13 +22,13 @@ from dualinfer.engine import fused
 from dualinfer.errors import ArgumentError, UnsupportedError
 
 from .cases import make_model, relatives
+from .cases.covering import each
 from .cases.decoders import GENERATING
 from .models import BACKENDS, VOCAB, random_ids, relative_rms
 
 INJECT: dict[str, Any] = {"dtype": "fp32", "replace_with_kernel_inject": True}
 NAME, NEW = "gpt2", 7
 QUICK = ("gpt2", "opt-post", "granite", "bert-masked")
-ODD = ("gemma3n", "gemma4", "longcat_flash", "axk2", "jetmoe", "doge", "deepseek_v3", "granite")
 # Families that differ in what they make of embeddings, and of the rest all.
 FORWARD = [
     *QUICK,
@@ -62,12 +62,10 @@ def batch(side="left", rows=3, tokens=6):
 
 
 def slow_forward():
-    """On JAX, which runs the same text, those alone that are built otherwise."""
+    """Each case of FORWARD, the quick ones on both backends."""
     return [
-        pytest.param(n, b, marks=[] if n in QUICK else [pytest.mark.slow])
-        for n in FORWARD
-        for b in BACKENDS
-        if b == "torch" or n in ODD or n not in relatives.CASES
+        pytest.param(*own.values, marks=[] if own.values[0] in QUICK else [pytest.mark.slow])
+        for own in each(FORWARD)
     ]
 
 

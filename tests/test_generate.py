@@ -15,8 +15,9 @@ from dualinfer.backends.slots import SMALLEST_CACHE
 from dualinfer.ops import exact, sampling
 
 from .cases import make_model
-from .cases.decoders import GENERATING, VARIED
-from .models import BACKENDS, EOS, PAD, VOCAB, random_ids, slow_but
+from .cases.covering import each
+from .cases.decoders import GENERATING
+from .models import BACKENDS, EOS, PAD, VOCAB, random_ids
 
 NEW = 66  # the issue asks for 64; all three prompts then have a cache of one size
 LENGTHS = (11, 7, 1)
@@ -90,22 +91,11 @@ def new_tokens(result, row, width=WIDTH):
 # A batch of one is another executable: on JAX few cases are worth their compile. On torch a prompt
 # alone equals the one in a batch, and that one HF's, as tests below show of every case.
 ALONE_ON_JAX = ("llama-gqa", "mistral-window", "qwen3-mixed", "gpt2-inverse")
-# Of VARIED the families of their own, whose text both backends show.
-FAMILIES = ("mistral", "qwen2", "qwen3")
 # One case of each kind of positions, windows and caches; the others show the same again.
 QUICK = ("llama-gqa", "mistral-window", "qwen3-mixed", "gpt2-inverse", "bloom", "gemma2")
 
 
-@pytest.mark.parametrize(
-    ("name", "backend"),
-    [
-        pytest.param(n, b, marks=[pytest.mark.slow] if b == "jax" and n in VARIED else [])
-        for n in GENERATING
-        for b in BACKENDS
-        if b == "torch" or n not in VARIED or n in FAMILIES
-    ],
-    scope="session",
-)
+@pytest.mark.parametrize(("name", "backend"), each(GENERATING, all_quick=True), scope="session")
 def test_greedy_equals_hf_over_64_tokens(name, backend, hf_model, engine_of):
     check_greedy(hf_model(name), engine_of(name, backend), *prompts())
 
@@ -114,7 +104,7 @@ def test_greedy_equals_hf_over_64_tokens(name, backend, hf_model, engine_of):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "backend"),
-    [*((n, "torch") for n in GENERATING), *((n, "jax") for n in QUICK)],
+    [(name, backend) for name in QUICK for backend in BACKENDS],
     scope="session",
 )
 def test_greedy_of_a_whole_batch_equals_hf_over_64_tokens(name, backend, hf_model, engine_of):
@@ -143,8 +133,10 @@ def check_greedy(model, engine, ids, mask):
 @pytest.mark.parametrize(
     ("name", "backend"),
     [
-        *slow_but(QUICK, GENERATING, "torch"),
-        *slow_but(("llama-gqa", "gemma2"), QUICK, "jax"),  # the host makes rows of either, alike
+        *((name, "torch") for name in QUICK),
+        *(
+            (name, "jax") for name in ("llama-gqa", "gemma2")
+        ),  # the host makes rows of either, alike
     ],
     scope="session",
 )
@@ -165,7 +157,7 @@ def test_right_padded_and_list_input_equal_each_row_alone(name, backend, hf_mode
 
 @pytest.mark.parametrize(
     ("name", "backend"),
-    [("llama-gqa", "jax"), *slow_but(QUICK, [n for n in GENERATING if n not in VARIED], "torch")],
+    [("llama-gqa", "jax"), *((name, "torch") for name in QUICK)],
 )
 def test_prompt_alone_equals_the_prompt_in_a_batch(name, backend, engine_of):
     engine = engine_of(name, backend)

@@ -17,8 +17,8 @@ import dualinfer
 from dualinfer.backends import jax as backend
 from dualinfer.errors import UnsupportedError
 
-from . import test_encoder_decoders, test_images
-from .cases import make_model, pairs
+from . import test_encoder_decoders
+from .cases import images, make_model, pairs
 from .kernels.jax_ops import interpreted_ops
 from .models import random_ids, slow_but
 from .test_quantize_on_load import dequantized
@@ -67,7 +67,7 @@ def make(name):
     """HF's model of a case, and what it reads: texts have a padded row."""
     kind, case = CASES[name].split(" ", 1)
     if kind == "image":
-        return test_images.make(case), test_images.inputs_of(case)
+        return make_model(case), images.inputs_of(case)
     if name == "t5-labels":
         return make_scored()
     model = make_model(case)

@@ -8,113 +8,13 @@ import transformers as hf
 import dualinfer
 from dualinfer.errors import ArgumentError, UnsupportedError
 
-from .models import BACKENDS, randomize, relative_rms
+from .cases import make_model
+from .cases.covering import each
+from .cases.images import CASES, inputs_of
+from .models import BACKENDS, relative_rms
 
 LIMIT = 1e-5
-_SIZES = {
-    **{"hidden_size": 36, "num_hidden_layers": 2, "num_attention_heads": 3},
-    **{"intermediate_size": 44},
-}
-_VIT = {**_SIZES, "image_size": [12, 16], "patch_size": 4, "num_channels": 2}
-_EYE = {**_SIZES, "image_size": 15, "patch_size": 5, "num_channels": 3, "projection_dim": 20}
-_TEXT = {
-    **{**_SIZES, "vocab_size": 99, "max_position_embeddings": 30, "projection_dim": 20},
-    **{"bos_token_id": 0, "eos_token_id": 7},
-}
-# Of the model of both, whose towers differ in width and in layers.
-_BOTH = {
-    "text_config": _TEXT,
-    "vision_config": {**_EYE, "hidden_size": 24, "num_hidden_layers": 3},
-    "projection_dim": 20,
-}
-_SIGLIP = {**_BOTH, "text_config": {**_TEXT, "projection_size": 24}}
-del _SIGLIP["projection_dim"]
-_PATCHES = {k: v for k, v in _EYE.items() if k not in ("image_size", "projection_dim")}
-_PATCHES["num_patches"] = 16
-_SIGLIP2 = {**_SIGLIP, "vision_config": {**_PATCHES, "hidden_size": 24, "num_hidden_layers": 3}}
-_META = {**_BOTH, "text_config": {**_TEXT, "eos_token_id": 2}}
-_DINO = {k: v for k, v in _EYE.items() if k not in ("intermediate_size", "projection_dim")}
-CASES = {
-    "vit": ("ViTModel", _VIT),
-    "vit-labels": ("ViTForImageClassification", {**_VIT, "num_labels": 3, "qkv_bias": False}),
-    "clip-image": ("CLIPVisionModel", _EYE),
-    "clip-image-projected": ("CLIPVisionModelWithProjection", _EYE),
-    "clip-text": ("CLIPTextModel", _TEXT),
-    "clip-text-projected": ("CLIPTextModelWithProjection", _TEXT),
-    "clip-text-old": ("CLIPTextModelWithProjection", {**_TEXT, "eos_token_id": 2}),
-    "clip": ("CLIPModel", _BOTH),
-    "clip-labels": ("CLIPForImageClassification", {**_BOTH, "num_labels": 3}),
-    "metaclip": ("MetaClip2Model", _META),
-    "metaclip-labels": ("MetaClip2ForImageClassification", {**_META, "num_labels": 3}),
-    "metaclip-text": ("MetaClip2TextModelWithProjection", {**_TEXT, "eos_token_id": 2}),
-    "metaclip-image": ("MetaClip2VisionModel", _EYE),
-    "siglip": ("SiglipModel", _SIGLIP),
-    "siglip-labels": ("SiglipForImageClassification", {**_SIGLIP, "num_labels": 3}),
-    "siglip-text": ("SiglipTextModel", {**_TEXT, "projection_size": 20}),
-    "siglip-image": ("SiglipVisionModel", _EYE),
-    "siglip-image-bare": ("SiglipVisionModel", {**_EYE, "vision_use_head": False}),
-    "siglip2": ("Siglip2Model", _SIGLIP2),
-    "siglip2-labels": ("Siglip2ForImageClassification", {**_SIGLIP2, "num_labels": 3}),
-    "siglip2-text": ("Siglip2TextModel", {**_TEXT, "projection_size": 20}),
-    "siglip2-image": ("Siglip2VisionModel", _PATCHES),
-    "deit": ("DeiTModel", _VIT),
-    "deit-labels": ("DeiTForImageClassification", {**_VIT, "num_labels": 3}),
-    "dinov2": ("Dinov2Model", _DINO),
-    "registers": ("Dinov2WithRegistersModel", {**_DINO, "num_register_tokens": 3}),
-    "registers-labels": (
-        "Dinov2WithRegistersForImageClassification",
-        {**_DINO, "num_register_tokens": 3, "num_labels": 3},
-    ),
-    "dinov2-labels": ("Dinov2ForImageClassification", {**_DINO, "num_labels": 3}),
-    "vit-msn": ("ViTMSNModel", _VIT),
-    "vit-msn-labels": ("ViTMSNForImageClassification", {**_VIT, "num_labels": 3}),
-    "ijepa": ("IJepaModel", _VIT),
-    "ijepa-labels": ("IJepaForImageClassification", {**_VIT, "num_labels": 3}),
-    "dinov2-gated": ("Dinov2Model", {**_DINO, "use_swiglu_ffn": True, "mlp_ratio": 3}),
-}
-QUICK = {
-    "torch": (
-        *("vit-labels", "clip", "clip-labels", "siglip", "siglip-image-bare", "dinov2-gated"),
-        "siglip2",
-    ),
-    "jax": ("vit-labels", "clip", "siglip"),
-}
 HOW = {"dtype": "fp32", "replace_with_kernel_inject": True}
-
-
-def make(case):
-    """The case's model in float32, the same in every process."""
-    name, fields = CASES[case]
-    cls = getattr(hf, name)
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        model = cls(cls.config_class(**fields))
-        randomize(model)
-    return model.eval()
-
-
-def inputs_of(case):
-    """Images, or texts padded on both sides with an end each; both for a model of both."""
-    random, given = np.random.default_rng(4), {}
-    fields = CASES[case][1]
-    if "siglip2" in case and "text" not in case:  # patches, of which each image has its own
-        mask = np.arange(20) < np.array([[6], [20]])
-        given = {"pixel_values": random.standard_normal((2, 20, 75)).astype(np.float32)}
-        given |= {"pixel_attention_mask": mask.astype(int)}
-        given["spatial_shapes"] = np.array([[2, 3], [4, 5]])
-    elif "text" not in case:
-        fields = fields.get("vision_config", fields)
-        size = fields["image_size"]
-        shape = 2, fields["num_channels"], *(size if isinstance(size, list) else (size, size))
-        given = {"pixel_values": random.standard_normal(shape).astype(np.float32)}
-    if "text" not in case and case not in ("clip", "metaclip", "siglip", "siglip2"):
-        return given
-    ids, mask = random.integers(8, 99, (3, 11)), np.ones((3, 11), int)
-    for row, end in enumerate((5, 9, 10)):
-        ids[row, end] = 98 if case == "clip-text-old" else 2 if "meta" in case else 7
-    mask[0, 6:] = 0
-    mask[1, :3] = 0
-    return given | {"input_ids": ids, "attention_mask": mask}
 
 
 def of_hf(model, given, **more):
@@ -137,16 +37,9 @@ def compare(ours, theirs, mask=None):
             assert one.shape == other.shape and relative_rms(one[at], other[at]) < LIMIT, name
 
 
-@pytest.mark.parametrize(
-    ("case", "backend"),
-    [
-        pytest.param(case, name, marks=[] if case in QUICK[name] else [pytest.mark.slow])
-        for case in CASES
-        for name in BACKENDS
-    ],
-)
+@pytest.mark.parametrize(("case", "backend"), each(CASES))
 def test_an_encoder_gives_what_hf_gives_live_and_from_its_folder(case, backend, tmp_path):
-    model, given = make(case), inputs_of(case)
+    model, given = make_model(case), inputs_of(case)
     expected = of_hf(model, given, output_hidden_states=True)
     mask = given.get("attention_mask")
     engine = dualinfer.init_inference(model, backend=backend, **HOW)
@@ -171,7 +64,7 @@ OLD = {
 def test_names_of_older_files_are_read(tmp_path):
     from safetensors.torch import save_file
 
-    model, given = make("vit-labels"), inputs_of("vit-labels")
+    model, given = make_model("vit-labels"), inputs_of("vit-labels")
     tensors = {}
     for name, value in model.state_dict().items():
         for new, old in OLD.items():
@@ -185,7 +78,7 @@ def test_names_of_older_files_are_read(tmp_path):
 
 
 def test_labels_give_the_loss_and_images_may_be_the_first_argument():
-    model, given = make("vit-labels"), inputs_of("vit-labels")
+    model, given = make_model("vit-labels"), inputs_of("vit-labels")
     pixels = torch.tensor(given["pixel_values"])
     engine = dualinfer.init_inference(model, **HOW)
     found = engine(pixels, labels=[0, 2])
@@ -195,8 +88,8 @@ def test_labels_give_the_loss_and_images_may_be_the_first_argument():
 
 def test_what_does_not_fit_is_refused():
     images, texts = inputs_of("clip-image"), inputs_of("clip-text")
-    eye = dualinfer.init_inference(make("clip-image"), **HOW)
-    text = dualinfer.init_inference(make("clip-text"), **HOW)
+    eye = dualinfer.init_inference(make_model("clip-image"), **HOW)
+    text = dualinfer.init_inference(make_model("clip-text"), **HOW)
     with pytest.raises(
         ArgumentError, match=r"\(2, 3, 15, 14\); expected \[batch, 3, 15, 15\].*interpolate"
     ):
@@ -219,7 +112,7 @@ def test_what_does_not_fit_is_refused():
 
 
 def test_a_model_of_both_gives_the_vectors_of_each_alone():
-    model, given = make("clip"), inputs_of("clip")
+    model, given = make_model("clip"), inputs_of("clip")
     pixels = given.pop("pixel_values")
     engine = dualinfer.init_inference(model, **HOW)
     with torch.no_grad():
@@ -246,10 +139,9 @@ ANY_SIZE += [("registers", "torch"), ("ijepa-labels", "jax"), ("dinov2-labels", 
     [(*ANY_SIZE[0],)]
     + [pytest.param(case, name, marks=[pytest.mark.slow]) for case, name in ANY_SIZE[1:]],
 )
-def test_images_of_another_size_have_positions_as_hf_interpolates_them(case, backend, monkeypatch):
-    if case in ("deit", "ijepa-labels"):
-        monkeypatch.setitem(CASES, case, (CASES[case][0], {**CASES[case][1], "image_size": 16}))
-    model, given = make(case), inputs_of(case)
+def test_images_of_another_size_have_positions_as_hf_interpolates_them(case, backend):
+    square = {"image_size": 16} if case in ("deit", "ijepa-labels") else {}
+    model, given = make_model(case, **square), inputs_of(case)
     channels = given["pixel_values"].shape[1]
     random = np.random.default_rng(5)  # smaller than the model's own one way, larger the other
     given["pixel_values"] = random.standard_normal((2, channels, 12, 41)).astype(np.float32)
@@ -271,8 +163,8 @@ def test_a_pure_function_says_what_does_not_fit():
 
     patches, images = inputs_of("siglip2-image"), inputs_of("vit")
     with (
-        dualinfer.init_inference(make("siglip2-image"), backend="jax", **HOW) as flexible,
-        dualinfer.init_inference(make("vit"), backend="jax", **HOW) as square,
+        dualinfer.init_inference(make_model("siglip2-image"), backend="jax", **HOW) as flexible,
+        dualinfer.init_inference(make_model("vit"), backend="jax", **HOW) as square,
     ):
         for engine, given, changes, match in (
             (flexible, patches, {"spatial_shapes": None}, "spatial_shapes is missing"),
@@ -292,7 +184,7 @@ def test_a_pure_function_says_what_does_not_fit():
 
 def test_patches_that_do_not_fit_are_refused():
     given = inputs_of("siglip2-image")
-    with dualinfer.init_inference(make("siglip2-image"), **HOW) as engine:
+    with dualinfer.init_inference(make_model("siglip2-image"), **HOW) as engine:
         for changes, match in (
             ({"spatial_shapes": None}, "spatial_shapes is missing"),
             ({"spatial_shapes": [[2, 3], [4, 6]]}, r"4, 6.*at most 20 patches"),
@@ -302,14 +194,14 @@ def test_patches_that_do_not_fit_are_refused():
         ):
             with pytest.raises(ArgumentError, match=match):
                 engine(**{**given, **changes})
-    engine = dualinfer.init_inference(make("vit"), **HOW)
+    engine = dualinfer.init_inference(make_model("vit"), **HOW)
     with pytest.raises(ArgumentError, match="spatial_shapes"):
         engine(**inputs_of("vit"), spatial_shapes=[[2, 3]])
 
 
 def on_devices(case, backend, devices):
     how = {**HOW, "backend": backend, "tensor_parallel": {"tp_size": devices}}
-    with dualinfer.init_inference(make(case), **how) as engine:
+    with dualinfer.init_inference(make_model(case), **how) as engine:
         return np.asarray(engine(**inputs_of(case))[0])
 
 

@@ -8,10 +8,10 @@ from typing import Any
 
 import transformers as hf
 
-from . import decoders, encoders, mixtures, pairs, recurrent, relatives, sights
+from . import decoders, encoders, images, mixtures, pairs, recurrent, relatives, sights
 from .case import OUT, Case, Table
 
-TABLES = (decoders, relatives, mixtures, recurrent, encoders, pairs, sights)
+TABLES = (decoders, relatives, mixtures, recurrent, encoders, pairs, sights, images)
 CASES: dict[str, Case] = {}
 for _table in TABLES:
     _twice = CASES.keys() & _table.CASES

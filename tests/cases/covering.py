@@ -90,17 +90,16 @@ def _read() -> tuple[frozenset[str], frozenset[str]]:
 QUICK, ON_JAX = _read() if FILE.exists() else (frozenset(), frozenset())
 
 
-def each(names: Iterable[str], also: Iterable[str] = ()) -> list[Any]:
-    """(case, backend) for each of these cases: slow but for quick ones, on JAX the chosen ones.
+def each(names: Iterable[str], all_quick: bool = False) -> list[Any]:
+    """(case, backend) for each of these cases: JAX runs the chosen ones alone.
 
-    `also` are names that show something of their own, beside what a spec says: JAX runs them, too.
+    Those that are not quick are slow, unless `all_quick`.
     """
-    also = {*also}
     return [
-        pytest.param(name, backend, marks=[] if name in QUICK else [pytest.mark.slow])
+        pytest.param(name, backend, marks=[] if all_quick or name in QUICK else [pytest.mark.slow])
         for name in names
         for backend in BACKENDS
-        if backend == "torch" or name in QUICK | ON_JAX | also
+        if backend == "torch" or name in QUICK | ON_JAX
     ]
 
 

@@ -296,11 +296,3 @@ CASES: dict[str, Case] = {
 ALL = tuple(CASES)
 CAUSAL = tuple(name for name, case in CASES.items() if not case.architecture.startswith("Bert"))
 GENERATING = tuple(name for name, case in CASES.items() if case.generates)
-# They differ from another case by weights or angles, which a forward pass shows on both backends:
-# of their text on JAX each costs three executables and shows nothing else.
-VARIED = (
-    *("llama-bias", "llama-linear", "llama-llama3", "llama-yarn", "llama-yarn-factor"),
-    *("llama-yarn-mscale", "llama-mha", "mistral", "qwen2", "gpt2-unscaled", "opt-bare"),
-    *("gptj-tied", "gpt-neo-untied", "neox-sequential", "bloom-untied", "gemma2-uncapped"),
-    *("gemma3-scaled", "qwen3", "llama-mqa", "opt-post"),
-)

@@ -15,13 +15,15 @@ from dualinfer.model.outputs import Outputs
 from dualinfer.model.weights import named_arrays
 
 from ..cases import make_model
+from ..cases.covering import each
 from ..cases.decoders import ALL, CASES, CAUSAL
-from ..models import BACKENDS, PAD, random_ids, relative_rms, slow_but
+from ..models import BACKENDS, PAD, random_ids, relative_rms
 
 LIMIT = 1e-5  # the issue asks for 1e-4
 TOKENS = 13
+EACH = each(ALL, all_quick=True)
 # The first of each family; of the others, tests of positions repeat what these show.
-ONE_OF_EACH = {CASES[name].family: name for name in reversed(CAUSAL)}.values()
+ONE_OF_EACH = tuple({CASES[name].family: name for name in reversed(CAUSAL)}.values())
 
 
 def batch():
@@ -79,7 +81,7 @@ def backend(request):
     return request.param
 
 
-@pytest.mark.parametrize("name", ALL, scope="session")
+@pytest.mark.parametrize(("name", "backend"), EACH, scope="session")
 def test_unpadded_batch_equals_hf(name, backend, hf_model, engine_of):
     ids = random_ids(3, TOKENS)
     out = engine_of(name, backend)(ids, output_hidden_states=True)
@@ -87,7 +89,7 @@ def test_unpadded_batch_equals_hf(name, backend, hf_model, engine_of):
     assert len(out.hidden_states) == len(engine_of(name, backend).runner.spec.layers) + 1
 
 
-@pytest.mark.parametrize("name", ALL, scope="session")
+@pytest.mark.parametrize(("name", "backend"), EACH, scope="session")
 def test_padded_batch_equals_hf_with_default_positions(name, backend, hf_model, engine_of):
     ids, mask = batch()
     reference = expected(hf_model(name), ids, attention_mask=mask)
@@ -95,7 +97,7 @@ def test_padded_batch_equals_hf_with_default_positions(name, backend, hf_model, 
     check(out, reference, mask == 1)
 
 
-@pytest.mark.parametrize("name", ALL, scope="session")
+@pytest.mark.parametrize(("name", "backend"), EACH, scope="session")
 def test_padded_batch_equals_hf_with_given_positions(name, backend, hf_model, engine_of):
     ids, mask = batch()
     at = positions_for(CASES[name], mask)
@@ -106,7 +108,7 @@ def test_padded_batch_equals_hf_with_given_positions(name, backend, hf_model, en
     check(out, reference, mask == 1)
 
 
-@pytest.mark.parametrize("name", slow_but(ONE_OF_EACH, CAUSAL), scope="session")
+@pytest.mark.parametrize("name", ONE_OF_EACH, scope="session")
 def test_left_padded_row_with_positions_from_the_mask_equals_the_row_alone(
     name, backend, hf_model, engine_of
 ):
@@ -122,14 +124,14 @@ PACKED = np.array(
 )
 
 
-PACKING = tuple(name for name in CAUSAL if CASES[name].family not in ("opt", "bloom"))
+PACKING = tuple(name for name in ONE_OF_EACH if CASES[name].family not in ("opt", "bloom"))
 
 
 @pytest.mark.parametrize(
     ("name", "use_cache"),
     [
-        *slow_but(ONE_OF_EACH, PACKING, False),
-        *slow_but(["llama-gqa"], PACKING, None),  # then positions are only numbers
+        *((name, False) for name in PACKING),
+        ("llama-gqa", None),  # then positions are only numbers
     ],
     scope="session",
 )
