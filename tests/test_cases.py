@@ -8,7 +8,7 @@ import pytest
 from dualinfer.model.families import served_types
 
 from .cases import CASES
-from .cases.covering import ON_JAX, QUICK, derive
+from .cases.covering import QUICK, TORCH_ALONE, derive
 
 # Served types without a row, and who shows them.
 ELSEWHERE = {
@@ -36,4 +36,4 @@ def test_each_served_type_has_a_case():
 @pytest.mark.slow
 def test_quick_cases_are_those_that_the_specs_give():
     """`python -m tests.cases.covering` writes them anew."""
-    assert derive() == {"quick": sorted(QUICK), "on_jax": sorted(ON_JAX)}
+    assert derive() == {"quick": sorted(QUICK), "torch_alone": sorted(TORCH_ALONE)}

@@ -40,7 +40,7 @@ class Case:
     architecture: str
     fields: Mapping[str, Any]
     table: Table = field(repr=False)
-    config_name: str = ""  # of the config's class, where it is not the model's own
+    config_class: str | type = ""  # of the config, where it is not the model's own
 
     @property
     def model(self) -> type[hf.PreTrainedModel]:
@@ -50,7 +50,8 @@ class Case:
     @property
     def config(self) -> type[hf.PreTrainedConfig]:
         """The class of its config."""
-        return getattr(hf, self.config_name) if self.config_name else self.model.config_class
+        own = self.config_class or self.model.config_class
+        return getattr(hf, own) if isinstance(own, str) else own
 
     @property
     def family(self) -> str:
@@ -60,7 +61,8 @@ class Case:
     @property
     def is_there(self) -> bool:
         """True if this version of transformers has the classes."""
-        return all(hasattr(hf, name) for name in (self.architecture, self.config_name) if name)
+        names = (self.architecture, self.config_class or "PreTrainedConfig")
+        return all(not isinstance(name, str) or hasattr(hf, name) for name in names)
 
     @property
     def generates(self) -> bool:

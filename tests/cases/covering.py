@@ -68,7 +68,7 @@ def cover(found: Mapping[str, set[str]], first: set[str], shown: Iterable[str]) 
 
 
 def derive() -> dict[str, list[str]]:
-    """The names of quick cases, and of those that JAX runs besides."""
+    """The names of quick cases, and of those that torch alone runs."""
     specs = {name: spec_of(case) for name, case in CASES.items() if case.is_there}
     speaking = {name for name, spec in specs.items() if spec.can_generate}
     speak = {specs[name].family for name in speaking}
@@ -79,19 +79,20 @@ def derive() -> dict[str, list[str]]:
             continue
         if name in speaking or spec.family not in speak:
             found[name].add(f"family {spec.family}")
-    return {"quick": quick, "on_jax": cover(found, speaking, quick)}
+    on_jax = {*quick, *cover(found, speaking, quick)}
+    return {"quick": quick, "torch_alone": sorted(found.keys() - on_jax)}
 
 
 def _read() -> tuple[frozenset[str], frozenset[str]]:
     read = json.loads(FILE.read_text("utf-8"))
-    return frozenset(read["quick"]), frozenset(read["on_jax"])
+    return frozenset(read["quick"]), frozenset(read["torch_alone"])
 
 
-QUICK, ON_JAX = _read() if FILE.exists() else (frozenset(), frozenset())
+QUICK, TORCH_ALONE = _read() if FILE.exists() else (frozenset(), frozenset())
 
 
 def each(names: Iterable[str], all_quick: bool = False) -> list[Any]:
-    """(case, backend) for each of these cases: JAX runs the chosen ones alone.
+    """(case, backend) for each of these cases: JAX leaves out those that others show there.
 
     Those that are not quick are slow, unless `all_quick`.
     """
@@ -99,7 +100,7 @@ def each(names: Iterable[str], all_quick: bool = False) -> list[Any]:
         pytest.param(name, backend, marks=[] if all_quick or name in QUICK else [pytest.mark.slow])
         for name in names
         for backend in BACKENDS
-        if backend == "torch" or name in QUICK | ON_JAX
+        if backend == "torch" or name not in TORCH_ALONE
     ]
 
 

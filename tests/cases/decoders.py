@@ -144,8 +144,8 @@ def _gemma3(model="Gemma3ForCausalLM", **fields):
 _YARN = {"factor": 4.0, "original_max_position_embeddings": 64}
 
 CASES: dict[str, Case] = {
-    name: Case(name, model, fields, TABLE)
-    for name, (model, fields) in {
+    name: Case(name, model, fields, TABLE, *config)
+    for name, (model, fields, *config) in {
         # heads of 14, no GQA, weights of its own in the head
         "llama-mha": _llama(num_key_value_heads=6, tie_word_embeddings=False),
         # head_dim 80 makes the attention wider than the model
