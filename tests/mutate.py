@@ -1386,6 +1386,20 @@ ROWS: list[Row] = [
         "tests/test_launching.py -k one_another",
     ),
     Row(
+        "backends/leading.py",
+        "            is_alike = self._failed == number",
+        "            is_alike = True",
+        "A server goes on while one of its ranks has failed, and hangs with the next step.",
+        "tests/test_leading.py -k fails_alike",
+    ),
+    Row(
+        "backends/leading.py",
+        "weakref.finalize(result, self._dropped.append, self._number)",
+        "pass",
+        "What paused sequences had cached stays in the memory of all ranks but the first.",
+        "tests/test_leading.py -k come_to_the_others",
+    ),
+    Row(
         "engine/likeness.py",
         "        if only_trainable:\n            return 0",
         "        if only_trainable:\n            pass",

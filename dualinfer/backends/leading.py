@@ -75,8 +75,8 @@ class Leading:
         with self._lock:
             if self.lost is not None and name == "release":
                 return self._runner.release(*args)  # of what is there no more
-            self._send(name, *args)
-            try:
+            try:  # what interrupts it may leave a call that others make and this rank does not
+                self._send(name, *args)
                 result = getattr(self._runner, name)(*args)
             except BaseException as error:
                 self._settle(error)

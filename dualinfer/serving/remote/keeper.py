@@ -34,6 +34,9 @@ _GRACE, _REAP = 5.0, 10.0  # seconds for its end, and for that of one that was k
 _LAST = 2.0  # seconds until the end of one that has left the socket can be seen
 _TRIES, _AGAIN = 30, 2.0  # where there are no descriptors for one, and seconds between
 _BUFFER = 2**22
+# Glibc gives each thread memory of its own, and the one that takes steps leaves holes in its part,
+# which grow for hours. One thread computes at a time.
+_MEMORY = {"MALLOC_ARENA_MAX": "1"}
 
 
 class _Link(asyncio.Protocol):
@@ -94,7 +97,7 @@ class _Life:
                 process = subprocess.Popen(
                     [*command, str(theirs.fileno())],
                     stdin=subprocess.DEVNULL,
-                    env={**os.environ, **env},
+                    env={**_MEMORY, **os.environ, **env},
                     pass_fds=[theirs.fileno()],
                     start_new_session=True,
                 )
