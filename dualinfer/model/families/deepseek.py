@@ -7,140 +7,100 @@ one of the two with other numbers; A.X K2 gates norms, and what heads give.
 import math
 from collections.abc import Mapping
 from dataclasses import replace
-from itertools import chain
 from typing import Any
 
 from ...blocks.edited_norms import GatedNorms, NormBehindMlp
 from ...blocks.gated_queries import GatedLatent
 from ...errors import ModelError, UnservedError, shown
 from .. import rows as make
-from ..spec import Attention, Edit, Experts, Head, Latent, Layer, Mlp, ModelSpec, Norm
-from ..weights import Row, WeightTable, row
-from . import mixtures
-from .fields import ConfigFields, is_positive, query_growth
-from .rope import make_rope, reach, rotary_size
+from ..spec import Attention, Experts, Latent, Layer, Mlp, ModelSpec, Norm, Rope
+from ..weights import Row, row
+from .decoders import FREQUENCIES, PART, Decoder, Factors, Kind, serve
+from .fields import is_positive
+from .rope import reach, rotary_size, without
 
-CLASSES = {
-    "axk1": ("AXK1ForCausalLM", "AXK1Model"),
-    "axk2": ("AXK2ForCausalLM", "AXK2Model"),
-    "deepseek_v2": ("DeepseekV2ForCausalLM", "DeepseekV2Model"),
-    "deepseek_v3": ("DeepseekV3ForCausalLM", "DeepseekV3Model"),
-    "deepseek_v32": ("DeepseekV32ForCausalLM", "DeepseekV32Model"),
-    "glm_moe_dsa": ("GlmMoeDsaForCausalLM", "GlmMoeDsaModel"),
-    "glm4_moe_lite": ("Glm4MoeLiteForCausalLM", "Glm4MoeLiteModel"),
-    "minicpm3": ("MiniCPM3ForCausalLM", "MiniCPM3Model"),
-    "mistral4": ("Mistral4ForCausalLM", "Mistral4Model"),
-    "youtu": ("YoutuForCausalLM", "YoutuModel"),
-}
 _LATENT_EPS = 1e-6  # of the norms of latent vectors, which no config names
-_CHOOSING = ("axk2", "deepseek_v32", "glm_moe_dsa")  # of a long sequence what a layer sees
-_INDEXER = r"\.self_attn\.indexer\."  # what chooses them, which is not read
-_TIED = ("minicpm3", "youtu")
-_MLP_BIAS = ("deepseek_v2", "minicpm3")
+_INDEXER = r"\.self_attn\.indexer\."  # what chooses what a layer sees, which is not read
 
 
-def describe(fields: ConfigFields, architecture: str) -> tuple[ModelSpec, WeightTable]:
-    """Spec and weight table of a model with latent attention."""
-    family, embed = fields.family, fields.size("hidden_size")
-    count = fields.layers("num_hidden_layers")
-    positions = fields.size("max_position_embeddings")
-    parameters = fields.take("rope_parameters")
-    if family == "mistral4" and isinstance(parameters, Mapping):
-        parameters = _of_all_heads(fields, parameters)
-    attention = latent_attention(fields, parameters, positions)
-    norm = Norm("rms", fields.number("rms_norm_eps"))
-    mlp = Mlp(fields.size("intermediate_size"), fields.activation("hidden_act"), gated=True)
-    is_minicpm = family == "minicpm3"
-    scale = fields.number("scale_depth") / math.sqrt(count) if is_minicpm else 1.0
-    mlps: list[Mlp | Experts] = [mlp] * count
-    if family in mixtures.MIXTURES:
-        mlps = mixtures.read_layers(fields, mlp, count)
-    layers = {
-        own: Layer(
-            *(attention, own, norm, "pre"),
-            residual_scale=scale,
-            edits=_edits(fields, own),
+class LatentDecoder(Decoder):
+    """Keys and values of all heads are made of one latent vector of a token."""
+
+    gives = "v"
+
+    def attentions(self) -> list[Attention]:
+        """The attention of each layer; sets `reach`."""
+        attention = self.attention()
+        self.reach = reach(self.parameters(), self.positions)
+        return [attention] * self.count
+
+    def parameters(self) -> Any:
+        """HF's rope_parameters."""
+        return self.fields.take("rope_parameters")
+
+    def attention(self) -> Attention:
+        """The attention of all layers, by HF's names of DeepSeek's fields."""
+        fields, parameters = self.fields, self.parameters()
+        heads = fields.heads("num_attention_heads")
+        fields.require("num_key_value_heads", heads)
+        turning = fields.size("qk_rope_head_dim")
+        head_dim = fields.size("qk_nope_head_dim") + turning
+        fields.require("qk_head_dim", head_dim)
+        fields.require("head_dim", self.named_size(head_dim, turning))
+        rank = 0 if fields.take("q_lora_rank") is None else fields.size("q_lora_rank")
+        if isinstance(parameters, Mapping) and parameters.get("rope_theta") is not None:
+            fields.within(parameters, rope_theta=None)  # transformers 4 wrote it twice
+        return Attention(
+            *(heads, heads, head_dim, head_dim**-0.5 * _magnitude(parameters) ** 2),
+            rope=self.rope(parameters, turning),
+            latent=Latent(
+                rank=fields.size("kv_lora_rank"),
+                turning=turning,
+                value_dim=fields.size("v_head_dim"),
+                norm=Norm("rms", _LATENT_EPS),
+                query_rank=rank,
+            ),
+            **self.attention_facts(),
         )
-        for own in mlps
-    }
-    head = Head("causal", scale=fields.number("dim_model_base") / embed if is_minicpm else 1.0)
-    spec = ModelSpec(
-        family=family,
-        architecture=architecture,
-        vocab=fields.size("vocab_size"),
-        embed=embed,
-        layers=tuple(layers[own] for own in mlps),
-        max_positions=reach(parameters, positions),
-        embed_scale=fields.number("scale_emb") if is_minicpm else 1.0,
-        rounds_scale=is_minicpm,
-        final_norm=norm,
-        head=head if architecture.endswith("ForCausalLM") else None,
-        most=fields.size("index_topk") if family in _CHOOSING else 0,
-    )
-    if family in _CHOOSING:
-        fields.kinds("layer_types", count, ("indexed_attention",))
-        fields.require("mlp_bias", False)
-        fields.require("rope_interleave", True)
-        # Of what chooses, and what HF folds into lists of layers.
-        fields.ignore("index_head_dim", "index_n_heads", "indexer_types", "index_topk_pattern")
-        fields.ignore("index_topk_freq", "index_skip_topk_offset", "first_k_dense_replace")
-    fields.ignore("attention_dropout", "embedding_initializer_range", "ep_size")
-    fields.ignore("num_nextn_predict_layers", "num_mtp_layers")  # layers behind those of the model
-    return spec, _table(fields, spec)
 
+    def named_size(self, head_dim: int, turning: int) -> int:
+        """The elements that the field head_dim counts, of a head and of its part that turns."""
+        return turning
 
-def latent_attention(fields: ConfigFields, parameters: Any, positions: int) -> Attention:
-    """The attention of all layers, by HF's names of DeepSeek's fields."""
-    heads = fields.heads("num_attention_heads")
-    fields.require("num_key_value_heads", heads)
-    turning = fields.size("qk_rope_head_dim")
-    head_dim = fields.size("qk_nope_head_dim") + turning
-    fields.require("qk_head_dim", head_dim)
-    fields.require("head_dim", head_dim if fields.family == "mistral4" else turning)
-    rank = 0 if fields.take("q_lora_rank") is None else fields.size("q_lora_rank")
-    interleaved = fields.family == "deepseek_v2"
-    if fields.family not in ("deepseek_v2", "minicpm3"):
-        interleaved = fields.flag("rope_interleave", True)
-    if isinstance(parameters, Mapping) and parameters.get("rope_theta") is not None:
-        fields.require("rope_theta", parameters["rope_theta"])  # transformers 4 wrote it twice
-    part = rotary_size(parameters, turning)
-    if part != turning:
-        raise UnservedError(
-            f"config.json has rope_parameters={shown(parameters)}, by which {part} of the "
-            f"{turning} elements of qk_rope_head_dim turn; the {fields.family} family honours all."
-        )
-    return Attention(
-        heads,
-        heads,
-        head_dim,
-        head_dim**-0.5 * _magnitude(parameters) ** 2,
-        growth=query_growth(fields) if fields.family == "mistral4" else None,
-        rope=make_rope(parameters, turning, positions, interleaved),
-        latent=Latent(
-            rank=fields.size("kv_lora_rank"),
-            turning=turning,
-            value_dim=fields.size("v_head_dim"),
-            norm=Norm("rms", _LATENT_EPS),
-            query_rank=rank,
-        ),
-        wiring=GatedLatent() if fields.family == "axk2" else None,
-    )
+    def rope(self, parameters: Any, head_dim: int) -> Rope:
+        """The rotary embedding of layers by HF's parameters."""
+        part = rotary_size(parameters, head_dim)
+        if part != head_dim:
+            raise UnservedError(
+                f"config.json has rope_parameters={shown(parameters)}, by which {part} of the "
+                f"{head_dim} elements of qk_rope_head_dim turn; the {self.fields.family} family "
+                "honours all."
+            )
+        return super().rope(parameters, head_dim)
 
-
-def _of_all_heads(fields: ConfigFields, parameters: Mapping[str, Any]) -> dict[str, Any]:
-    """Mistral 4's rope_parameters, of whole heads and of more than angles, as others have them."""
-    turning = fields.size("qk_rope_head_dim")
-    if rotary_size(parameters, fields.size("qk_nope_head_dim") + turning) != turning:
-        raise UnservedError(
-            f"config.json has rope_parameters={shown(dict(parameters))}; the mistral4 family "
-            f"honours a partial_rotary_factor that turns qk_rope_head_dim={turning} elements only."
-        )
-    unread = ("partial_rotary_factor", "llama_4_scaling_beta", "max_position_embeddings")
-    return {**parameters, **dict.fromkeys(unread)}
+    def qkv_rows(self, a: Attention, hf: str, bias: bool) -> list[Row]:
+        """The rows of queries, and of latent vectors of keys and values."""
+        latent, hf = a.latent, f"{hf}."
+        assert latent is not None
+        rows = make.linear("latent", f"{hf}kv_a_proj_with_mqa", "latent embed", bias)
+        rows += make.norm(latent.norm, "latent_norm", f"{hf}kv_a_layernorm", "rank")
+        if latent.query_rank:
+            rows += make.linear("query_latent", f"{hf}q_a_proj", "query_rank embed", bias)
+            rows += make.norm(latent.norm, "query_norm", f"{hf}q_a_layernorm", "query_rank")
+        if isinstance(a.wiring, GatedLatent):
+            rows += a.wiring.rows(hf)
+        elif latent.query_rank:
+            rows += make.linear("query", f"{hf}q_b_proj", "q query_rank", False)
+        else:
+            rows += make.linear("query", f"{hf}q_proj", "q embed", False)
+        kv = row("kv.weight", "k+v rank", (f"{hf}kv_b_proj.weight", "k+v/heads rank"))
+        return [*rows, replace(kv, dense=True)]
 
 
 def _magnitude(parameters: Mapping[str, Any]) -> float:
     """The factor of scores, used twice, where the rotary embedding is scaled (yarn's mscale)."""
+    if not isinstance(parameters, Mapping):
+        return 1.0
     mscale, factor = parameters.get("mscale_all_dim"), parameters.get("factor")
     if parameters.get("rope_type", "default") == "default" or not is_positive(mscale):
         return 1.0
@@ -152,83 +112,124 @@ def _magnitude(parameters: Mapping[str, Any]) -> float:
     return 1.0 if factor <= 1 else 0.1 * float(mscale or 0) * math.log(factor) + 1.0
 
 
-def _table(fields: ConfigFields, spec: ModelSpec) -> WeightTable:
-    norm, attention = spec.layers[0].norm, spec.layers[0].attention
-    assert attention.latent is not None
-    bias = fields.flag("attention_bias", False)
-    mlp_bias = fields.family in _MLP_BIAS and fields.flag("mlp_bias", False)
-    if mlp_bias and any(isinstance(layer.mlp, Experts) for layer in spec.layers):
-        fields.require("mlp_bias", False)
-    hf, mixture = "model.layers.{i}.", mixtures.MIXTURES.get(fields.family)
-    layer = [
-        *_norm_rows(spec.layers[0], "attn_norm", f"{hf}input_layernorm"),
-        *latent_rows(attention, f"{hf}self_attn.", bias),
-        *make.linear("out", f"{hf}self_attn.o_proj", "embed v", bias),
-    ]
-    dense = [
-        *make.joined("up", hf + "mlp.{p}", make.GATE_UP, mlp_bias),
-        *make.linear("down", f"{hf}mlp.down_proj", "embed up", mlp_bias),
-    ]
-    behind = rf"^(model\.)?layers\.{len(spec.layers)}\."  # a layer that predicts a second token
-    table = make.causal_table(
-        spec,
-        layer,
-        make.norm(norm, "final_norm", "model.norm"),
-        embedding="model.embed_tokens",
-        tied=fields.flag("tie_word_embeddings", fields.family in _TIED),
-        base="model.",
-        unused=[
-            r"rotary_emb\.inv_freq$",
-            _INDEXER,
-            *((behind, *mixture.unused) if mixture else ()),
-        ],
-        kept=(_INDEXER,),
-        renames=mixture.renames if mixture else (),
-        optional="router.choice_bias" if fields.family == "axk1" else None,
-    )
+class AXK1(LatentDecoder):
+    """A norm behind the mixture, within the residual."""
 
-    def rows_of(own: Layer) -> tuple[Row, ...]:
-        mlp = own.mlp
-        if mixture is None or not isinstance(mlp, Experts):
-            return (*layer, *make.norm(norm, "mlp_norm", f"{hf}post_attention_layernorm"), *dense)
-        rows = _norm_rows(own, "mlp_norm", f"{hf}post_attention_layernorm")
-        rows += mixtures.make_rows(mixture, mlp, hf)
-        behind = (edit.rows(hf, norm) for edit in own.edits if isinstance(edit, NormBehindMlp))
-        return (*layer, *rows, *chain(*behind))
+    def layer(self, attention: Attention, mlp: Mlp | Experts) -> Layer:
+        """The layer of an attention and a feed-forward."""
+        layer = super().layer(attention, mlp)
+        return replace(layer, edits=(NormBehindMlp(),)) if layer.experts else layer
 
-    by_kind = {own: rows_of(own) for own in dict.fromkeys(spec.layers)}
-    return replace(table, layers=tuple(by_kind[own] for own in spec.layers))
+    def rows(self, layer: Layer) -> list[Row]:
+        """The rows of a layer."""
+        return super().rows(layer) + (
+            NormBehindMlp().rows(self.hf, self.norm) if layer.experts else []
+        )
 
 
-def _edits(fields: ConfigFields, mlp: Mlp | Experts) -> tuple[Edit, ...]:
-    """The edits by which norms of SK Telecom's models differ from others."""
-    if fields.family == "axk2":
-        return (GatedNorms(fields.size("gated_norm_rank")),)
-    is_axk1 = fields.family == "axk1" and isinstance(mlp, Experts)
-    return (NormBehindMlp(),) if is_axk1 else ()
+class Choosing(LatentDecoder):
+    """Of a long sequence a layer sees what another product chooses, which is not served."""
+
+    def facts(self) -> Mapping[str, Any]:
+        """Further fields of the spec."""
+        return {"most": self.fields.size("index_topk")}
+
+    def check(self, spec: ModelSpec) -> None:
+        """Refuse other layers."""
+        self.fields.kinds("layer_types", self.count, ("indexed_attention",))
+        self.fields.require("mlp_bias", False)
+        self.fields.require("rope_interleave", True)
 
 
-def _norm_rows(layer: Layer, ours: str, theirs: str) -> list[Row]:
-    """The rows of a norm, and of its gate where norms have one."""
-    gates = [edit for edit in layer.edits if isinstance(edit, GatedNorms)]
-    rows = make.norm(layer.norm, ours, f"{theirs}.norm" if gates else theirs)
-    return rows + [row for edit in gates for row in edit.rows(ours, theirs)]
+class AXK2(Choosing):
+    """Norms are gated, and what heads give."""
+
+    def attention_facts(self) -> dict[str, Any]:
+        """Further fields of all layers' attention."""
+        return {"wiring": GatedLatent()}
+
+    def layer(self, attention: Attention, mlp: Mlp | Experts) -> Layer:
+        """The layer of an attention and a feed-forward."""
+        gates = GatedNorms(self.fields.size("gated_norm_rank"))
+        return replace(super().layer(attention, mlp), edits=(gates,))
+
+    def norm_rows(self, ours: str, theirs: str, layer: Layer | None = None) -> list[Row]:
+        """The rows of a norm: in a layer with its gate, but for that before a dense MLP."""
+        if layer is None or (ours == "mlp_norm" and not layer.experts):
+            return super().norm_rows(ours, theirs)
+        gates = [edit for edit in layer.edits if isinstance(edit, GatedNorms)]
+        return super().norm_rows(ours, f"{theirs}.norm") + gates[0].rows(ours, theirs)
 
 
-def latent_rows(a: Attention, hf: str, bias: bool) -> list[Row]:
-    """The rows of latent attention, but for the product back, in a module by HF's name."""
-    latent = a.latent
-    assert latent is not None
-    rows = make.linear("latent", f"{hf}kv_a_proj_with_mqa", "latent embed", bias)
-    rows += make.norm(latent.norm, "latent_norm", f"{hf}kv_a_layernorm", "rank")
-    if latent.query_rank:
-        rows += make.linear("query_latent", f"{hf}q_a_proj", "query_rank embed", bias)
-        rows += make.norm(latent.norm, "query_norm", f"{hf}q_a_layernorm", "query_rank")
-    if isinstance(a.wiring, GatedLatent):
-        rows += a.wiring.rows(hf)
-    elif latent.query_rank:
-        rows += make.linear("query", f"{hf}q_b_proj", "q query_rank", False)
-    else:
-        rows += make.linear("query", f"{hf}q_proj", "q embed", False)
-    kv = row("kv.weight", "k+v rank", (f"{hf}kv_b_proj.weight", "k+v/heads rank"))
-    return [*rows, replace(kv, dense=True)]
+class Mistral4(LatentDecoder):
+    """rope_parameters are of whole heads, and of more than angles."""
+
+    def named_size(self, head_dim: int, turning: int) -> int:
+        """The elements that the field head_dim counts, of a head and of its part that turns."""
+        return head_dim
+
+    def rope(self, parameters: Any, head_dim: int) -> Rope:
+        """The rotary embedding of layers by HF's parameters."""
+        whole = self.fields.size("qk_nope_head_dim") + head_dim
+        if rotary_size(parameters, whole) != head_dim:
+            raise UnservedError(
+                f"config.json has rope_parameters={shown(dict(parameters))}; the mistral4 family "
+                f"honours a partial_rotary_factor that turns qk_rope_head_dim={head_dim} elements "
+                "only."
+            )
+        return super().rope(without(parameters, PART), head_dim)
+
+
+def _minicpm(own: Decoder) -> Factors:
+    """MiniCPM's factors of embedded tokens, of what sub-layers add, and of logits."""
+    embed, depth = own.fields.number("scale_emb"), own.fields.number("scale_depth")
+    base = own.fields.number("dim_model_base")
+    return Factors(embed, residual=depth / math.sqrt(own.count), logits=base / own.embed)
+
+
+_LATENT: dict[str, Any] = {
+    "build": LatentDecoder,
+    "interleaved": "rope_interleave",
+    "unused": (FREQUENCIES, _INDEXER),
+    "kept_rows": (_INDEXER,),
+    # The last two are of layers behind those that answer.
+    "ignored": (
+        *("embedding_initializer_range", "ep_size", "num_nextn_predict_layers"),
+        "num_mtp_layers",
+    ),
+}
+_CHOOSING: dict[str, Any] = {
+    **_LATENT,
+    "build": Choosing,
+    # Of what chooses, and what HF folds into lists of layers.
+    "ignored": (
+        *_LATENT["ignored"],
+        *("index_head_dim", "index_n_heads", "indexer_types", "index_topk_pattern"),
+        *("index_topk_freq", "index_skip_topk_offset", "first_k_dense_replace"),
+    ),
+}
+KINDS = {
+    "axk1": Kind("AXK1", **{**_LATENT, "build": AXK1}, optional="router.choice_bias"),
+    "axk2": Kind("AXK2", **{**_CHOOSING, "build": AXK2}),
+    "deepseek_v2": Kind("DeepseekV2", **{**_LATENT, "interleaved": True}, mlp_bias="mlp_bias"),
+    "deepseek_v3": Kind("DeepseekV3", **_LATENT),
+    "deepseek_v32": Kind("DeepseekV32", **_CHOOSING),
+    "glm_moe_dsa": Kind("GlmMoeDsa", **_CHOOSING),
+    "glm4_moe_lite": Kind("Glm4MoeLite", **_LATENT),
+    "minicpm3": Kind(
+        *("MiniCPM3",),
+        **{**_LATENT, "interleaved": False},
+        mlp_bias="mlp_bias",
+        factors=_minicpm,
+        facts={"rounds_scale": True},
+        tied=True,
+    ),
+    "mistral4": Kind(
+        "Mistral4",
+        **{**_LATENT, "build": Mistral4},
+        grows=True,
+        unturned=("llama_4_scaling_beta", "max_position_embeddings"),
+    ),
+    "youtu": Kind("Youtu", **_LATENT, tied=True),
+}
+CLASSES, describe = serve(KINDS)

@@ -3,23 +3,18 @@
 HF sources: models/kimi_linear and models/bailing_hybrid.
 """
 
+from collections.abc import Mapping
 from dataclasses import replace
+from typing import Any
 
 from ...blocks.delta_rule import KERNELS, READS, DeltaRule
 from ...errors import ModelError, shown
-from .. import rows as make
-from ..spec import Attention, Head, Layer, Mlp, ModelSpec, Norm, Rope
-from ..weights import Row, WeightTable
-from . import mixtures
-from .deepseek import latent_attention, latent_rows
+from ..spec import Rope
+from ..weights import Row
+from .decoders import Hybrid, Kind, serve
+from .deepseek import LatentDecoder
 from .fields import ConfigFields
-from .qwen3_next import KINDS, layers_of
-from .rope import reach
 
-CLASSES = {
-    "kimi_linear": ("KimiLinearForCausalLM", "KimiLinearModel"),
-    "bailing_hybrid": ("BailingHybridForCausalLM", "BailingHybridModel"),
-}
 # HF's names of DeepSeek's fields, and what configs have in their place.
 _NAMES = {
     "max_position_embeddings": "model_max_length",
@@ -28,123 +23,106 @@ _NAMES = {
     "num_experts_per_tok": "num_experts_per_token",
     "n_shared_experts": "num_shared_experts",
 }
-_UNTURNED = {"rope_type": "default", "rope_theta": 1e4}  # which nothing turns by
 
 
-def describe(fields: ConfigFields, architecture: str) -> tuple[ModelSpec, WeightTable]:
-    """Spec and weight table of one of them."""
-    is_kimi = fields.family == "kimi_linear"
-    same = {ours: fields.take(theirs) for ours, theirs in _NAMES.items()}
-    if is_kimi:  # whose attention turns nothing, and has heads of other sizes
-        same |= dict.fromkeys(("rope_theta", "head_dim"))
-    fields = fields.of_family(fields.family, same)
-    embed, count = fields.size("hidden_size"), fields.layers("num_hidden_layers")
-    positions = fields.size("max_position_embeddings")
-    norm = Norm("rms", fields.number("rms_norm_eps"))
-    if is_kimi:
-        attention = latent_attention(fields, _UNTURNED, positions)
-        attention = replace(attention, rope=_still(fields))
-    else:
-        parameters = fields.take("rope_parameters")
-        attention = replace(latent_attention(fields, parameters, positions), gate="sigmoid")
-        positions = reach(parameters, positions)
-    recurrence = _recurrence(fields, norm)
-    kinds = fields.kinds("layer_types", count, KINDS)
-    mlp = Mlp(fields.size("intermediate_size"), fields.activation("hidden_act"), gated=True)
-    mlps = mixtures.read_layers(fields, mlp, count)
-    spec = ModelSpec(
-        family=fields.family,
-        architecture=architecture,
-        vocab=fields.size("vocab_size"),
-        embed=embed,
-        layers=layers_of(kinds, mlps, Layer(attention, mlp, norm, "pre"), recurrence),
-        max_positions=positions,
-        final_norm=norm,
-        head=Head("causal") if architecture.endswith("ForCausalLM") else None,
-    )
-    # Of the makers' own code; what HF folds into lists of layers; and layers of a second token.
-    fields.require("mla_use_nope", True)
-    fields.require("moe_router_activation_func", "sigmoid")
-    fields.require("moe_layer_freq", 1)
-    fields.ignore("linear_attn_config", "first_k_dense_replace", "layer_group_size")
-    fields.ignore("use_grouped_topk", "attention_dropout", "short_conv_kernel_size")
-    fields.ignore("num_nextn_predict_layers", "mtp_loss_scaling_factor")
-    return spec, _table(fields, spec)
+class Ling(Hybrid, LatentDecoder):
+    """Kimi Delta Attention beside latent attention, which is gated."""
 
+    def changes(self, fields: ConfigFields) -> Mapping[str, Any]:
+        """Fields of the config as other types have them."""
+        return {ours: fields.take(theirs) for ours, theirs in _NAMES.items()}
 
-def _still(fields: ConfigFields) -> Rope:
-    """A rotary embedding by which nothing turns: Kimi's attention knows no positions."""
-    turning = fields.size("qk_rope_head_dim")
-    return Rope("default", (0.0,) * (turning // 2))
+    def recurrence(self) -> DeltaRule:
+        """The recurrence of such layers."""
+        fields = self.fields
+        floor, own = fields.take("kda_lower_bound", -5.0), self.delta_rule()
+        if not fields.flag("kda_safe_gate", True):
+            return own
+        if isinstance(floor, bool) or not isinstance(floor, int | float) or not -1e4 < floor < 0:
+            raise ModelError(
+                f"config.json has kda_lower_bound={shown(floor)}; expected a number below 0."
+            )
+        return replace(own, floor=float(floor))
 
-
-def _recurrence(fields: ConfigFields, norm: Norm) -> DeltaRule:
-    heads, head_dim = fields.heads("linear_num_heads"), fields.size("linear_head_dim")
-    taps, activation = fields.size("linear_conv_kernel_dim"), fields.activation("hidden_act")
-    own = DeltaRule(
-        *(heads, heads, head_dim, head_dim, taps, activation, norm),
-        by_channel=True,
-        gate="sigmoid",
-    )
-    if fields.family == "kimi_linear":
-        return replace(own, decay_rank=head_dim, gate_rank=head_dim)
-    floor = fields.take("kda_lower_bound", -5.0)
-    if not fields.flag("kda_safe_gate", True):
-        return own
-    if isinstance(floor, bool) or not isinstance(floor, int | float) or not -1e4 < floor < 0:
-        raise ModelError(
-            f"config.json has kda_lower_bound={shown(floor)}; expected a number below 0."
+    def delta_rule(self) -> DeltaRule:
+        """Kimi Delta Attention by what both have."""
+        heads, head_dim = self.fields.heads("linear_num_heads"), self.fields.size("linear_head_dim")
+        taps = self.fields.size("linear_conv_kernel_dim")
+        activation = self.fields.activation("hidden_act")
+        return DeltaRule(
+            *(heads, heads, head_dim, head_dim, taps, activation, self.norm),
+            by_channel=True,
+            gate="sigmoid",
         )
-    return replace(own, floor=float(floor))
+
+    def recurrent_rows(self, recurrence: DeltaRule) -> list[Row]:
+        """The rows of Kimi Delta Attention, whose files have three convolutions."""
+        names = ["q_proj", "k_proj", "v_proj", "g_proj", "b_proj", "forget_gate.f_proj"]
+        if recurrence.decay_rank:
+            names[3], names[5] = "g_a_proj", "forget_gate.f_a_proj"
+        return recurrence.rows(
+            f"{self.hf}self_attn",
+            list(zip(names, READS, strict=True)),
+            kernels=KERNELS,
+            gate_up="g_b_proj",
+            decay_up="forget_gate.f_b_proj",
+            decay="forget_gate",
+            stored_scale="one one delta_heads one" if recurrence.decay_rank else "delta_heads",
+            norm="o_norm",
+            out="o_proj",
+        )
+
+    def tied(self) -> bool:
+        """False, whatever the config says."""
+        return super().tied() and False
 
 
-def _table(fields: ConfigFields, spec: ModelSpec) -> WeightTable:
-    norm, hf, bias = spec.layers[0].norm, "model.layers.{i}.", fields.flag("attention_bias", False)
-    is_kimi, mixture = spec.family == "kimi_linear", mixtures.MIXTURES[spec.family]
+class Kimi(Ling):
+    """Kimi Delta Attention beside latent attention that knows no positions."""
 
-    def rows_of(layer: Layer) -> tuple[Row, ...]:
-        rows = make.norm(norm, "attn_norm", f"{hf}input_layernorm")
-        rows += make.norm(norm, "mlp_norm", f"{hf}post_attention_layernorm")
-        if isinstance(layer.recurrence, DeltaRule):
-            rows += _recurrent_rows(layer.recurrence, f"{hf}self_attn")
-        else:
-            rows += _attention_rows(layer.attention, f"{hf}self_attn", bias)
-        return (*rows, *mixtures.feed_rows(mixture, layer.mlp, hf, "mlp"))
+    def changes(self, fields: ConfigFields) -> Mapping[str, Any]:
+        """Fields of the config as other types have them, without those that say nothing here."""
+        return {**super().changes(fields), **dict.fromkeys(("rope_theta", "head_dim"))}
 
-    table = make.causal_table(
-        spec,
-        (),
-        make.norm(norm, "final_norm", "model.norm"),
-        embedding="model.embed_tokens",
-        tied=fields.flag("tie_word_embeddings", False) and is_kimi,
-        base="model.",
-        unused=[r"rotary_emb\.", rf"^(model\.)?layers\.{len(spec.layers)}\."],
-        renames=mixture.renames,
-    )
-    return make.by_layer(table, rows_of)
+    def parameters(self) -> Any:
+        """HF's rope_parameters, of which the config has none."""
+        return {"rope_type": "default", "rope_theta": 1e4}
 
+    def rope(self, parameters: Any, head_dim: int) -> Rope:
+        """A rotary embedding by which nothing turns."""
+        rope = super().rope(parameters, head_dim)
+        return replace(rope, inv_freq=(0.0,) * len(rope.inv_freq), interleaved=False)
 
-def _recurrent_rows(own: DeltaRule, hf: str) -> list[Row]:
-    """The rows of Kimi Delta Attention, whose files have three convolutions."""
-    names = ["q_proj", "k_proj", "v_proj", "g_proj", "b_proj", "forget_gate.f_proj"]
-    if own.decay_rank:
-        names[3], names[5] = "g_a_proj", "forget_gate.f_a_proj"
-    return own.rows(
-        hf,
-        list(zip(names, READS, strict=True)),
-        kernels=KERNELS,
-        gate_up="g_b_proj",
-        decay_up="forget_gate.f_b_proj",
-        decay="forget_gate",
-        stored_scale="one one delta_heads one" if own.decay_rank else "delta_heads",
-        norm="o_norm",
-        out="o_proj",
-    )
+    def recurrence(self) -> DeltaRule:
+        """The recurrence of such layers."""
+        own = self.delta_rule()
+        return replace(own, decay_rank=own.key_dim, gate_rank=own.key_dim)
+
+    def tied(self) -> bool:
+        """True if the head repeats the embedding."""
+        return self.fields.flag("tie_word_embeddings", False)
 
 
-def _attention_rows(a: Attention, hf: str, bias: bool) -> list[Row]:
-    assert a.latent is not None
-    rows = latent_rows(a, f"{hf}.", bias)
-    if a.gate:
-        rows += make.linear("attn_gate", f"{hf}.g_proj", "heads embed", bias=False)
-    return rows + make.linear("out", f"{hf}.o_proj", "embed v", bias)
+_KIMI: dict[str, Any] = {
+    "interleaved": "rope_interleave",
+    "unused": (r"rotary_emb\.",),
+    # Of the makers' own code.
+    "always": {"mla_use_nope": True, "moe_router_activation_func": "sigmoid", "moe_layer_freq": 1},
+    # Of the makers' own code; what HF folds into lists of layers; and layers of a second token.
+    "ignored": (
+        *("linear_attn_config", "first_k_dense_replace", "layer_group_size", "use_grouped_topk"),
+        *("short_conv_kernel_size", "num_nextn_predict_layers", "mtp_loss_scaling_factor"),
+    ),
+}
+KINDS = {
+    "kimi_linear": Kind("KimiLinear", build=Kimi, **_KIMI),
+    "bailing_hybrid": Kind(
+        *("BailingHybrid",),
+        **_KIMI,
+        build=Ling,
+        gate="sigmoid",
+        attn_gate="g_proj",
+        gates="heads",
+    ),
+}
+CLASSES, describe = serve(KINDS)

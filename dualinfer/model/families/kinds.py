@@ -3,80 +3,15 @@
 HF sources: models/NAME/modeling_NAME.py.
 """
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
-Bias = bool | str  # the name of a config's field says it
+from . import relatives, sights
+from .decoders import FREQUENCIES, Kind, layer_norm, rms, serve
+from .rope import ORIGINAL
+
 _PRE = {"attn_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm"}
 _SHARED = {"attn_norm": "input_layernorm"}
-
-
-@dataclass(frozen=True)
-class Kind:
-    """The facts that tell one family from another.
-
-    `eps` is the field of the norms' epsilon; without one it is 1e-5. `weighted` norms have weights.
-    `norms` are HF's names by ours; without `norm_bias` LayerNorm has a weight alone. `qkv` is HF's
-    name of a joint projection; `mlp` are its names in `mlp_module` from gate or up to down, two of
-    them where the MLP is not gated or gate and up are one, and `ffn` is the field of its width.
-    `qk_names` are those of the norms of queries and keys, `{x}` a head's number, and `attn_gate` is
-    that of the product that gates what heads give. Of `partial`
-    families HF reads partial_rotary_factor. `always` are fields of the makers' own code with what
-    HF takes for granted, a tuple of several; `twins` are such that say again what a field of HF's
-    does; `ignored` ones change nothing at inference. With `sub_norms` there are norms before
-    the products back of attention and MLP. Tensors of `unused` patterns change no text. `base` is
-    HF's class without a head where its name is no other's with an end of its own; a kind that
-    `only` others are around has no other.
-    """
-
-    name: str
-    also: tuple[str, ...] = ()  # classes of the makers' own code, with the same names of weights
-    norm: Literal["rms", "layer"] = "rms"
-    eps: str = "rms_norm_eps"
-    unit_offset: bool = False
-    weighted: bool = True
-    norm_bias: bool = True
-    norms: Mapping[str, str] = field(default_factory=lambda: _PRE)
-    final_norm: str = "norm"
-    placement: Literal["pre", "around", "behind"] = "pre"
-    qk_norm: Bias = False
-    qk_norm_over: Literal["head", "own", "all"] = "head"
-    qk_names: tuple[str, str] = ("q_norm", "k_norm")
-    norm_turned: bool = False
-    attn_gate: str | None = None
-    qkv_bias: Bias = "attention_bias"
-    out_bias: Bias = "attention_bias"
-    mlp_bias: Bias = False
-    head_bias: Bias = False
-    qkv: str | None = None
-    out: str = "o_proj"
-    ffn: str = "intermediate_size"
-    mlp_module: str = "mlp"
-    sub_norms: bool = False
-    mlp: tuple[str, ...] = ("gate_proj", "up_proj", "down_proj")
-    gated: bool = True
-    parallel: Bias = False
-    interleaved: bool = False
-    backwards: bool = False
-    partial: bool = False
-    tied: bool = False
-    always: Mapping[str, Any] = field(default_factory=dict)
-    twins: Mapping[str, str] = field(default_factory=dict)
-    ignored: tuple[str, ...] = ()
-    unused: tuple[str, ...] = ()
-    base: str | None = None
-    only: bool = False
-
-    @property
-    def classes(self) -> tuple[str, ...]:
-        """HF's classes, with a head and without."""
-        if self.only:
-            return (f"{self.name}Model",)
-        return f"{self.name}ForCausalLM", self.base or f"{self.name}Model", *self.also
-
-
-_LAYER_NORM: dict[str, Any] = {"norm": "layer", "eps": "layer_norm_eps"}
+_LAYER_NORM: dict[str, Any] = {"norm": layer_norm("layer_norm_eps")}
 _GLM: dict[str, Any] = {"out_bias": False, "partial": True, "mlp": ("gate_up_proj", "down_proj")}
 _COHERE: dict[str, Any] = {**_LAYER_NORM, "norm_bias": False, "norms": _SHARED, "parallel": True}
 _COHERE2 = (  # of the makers' own code; HF folds the pattern into layer_types
@@ -100,7 +35,8 @@ _PERI = {**_PRE, "attn_post_norm": "post_norm1", "mlp_post_norm": "post_norm2"}
 _BEHIND = {"attn_norm": "post_attention_layernorm", "mlp_norm": "post_feedforward_layernorm"}
 _OLMO2: dict[str, Any] = {"placement": "behind", "norms": _BEHIND, "qk_norm": True}
 _OLMO2 |= {"qk_norm_over": "all"}
-ORIGINAL = "original_max_position_embeddings"
+_GRANITE: dict[str, Any] = {"factors": sights.granite, "facts": {"scales_embeds": True}}
+_SWA: dict[str, Any] = {**_GRANITE, "sees": sights.by_theta, "sinks": True}
 _LLAMA: dict[str, Any] = {"mlp_bias": "mlp_bias"}
 _WINDOWED = ("use_sliding_window", "max_window_layers")  # HF folds them into windows of layers
 _HUNYUAN: dict[str, Any] = {
@@ -115,6 +51,7 @@ _HUNYUAN: dict[str, Any] = {
         "norm_type": ("rms", "hf_rms"),
         **{"use_mixed_mlp_moe": True, "norm_topk_prob": True},
     },
+    "build": relatives.HunYuan,
     "twins": {"attention_head_dim": "head_dim", "moe_intermediate_size": "intermediate_size"},
     "ignored": (
         *(
@@ -144,7 +81,10 @@ KINDS = {
             "mlp_post_norm": "post_mlp_layernorm",
         },
         qk_norm=True,
-        attn_gate="gate_proj",
+        gate="sigmoid",
+        sees=sights.turning_in_windows,
+        factors=sights.root_if_asked,
+        facts={"scales_embeds": True},
         # Of the makers' own code, where these ask for nothing else.
         always={
             **{"route_norm": True, "score_func": "sigmoid"},
@@ -162,12 +102,13 @@ KINDS = {
         gated=False,
         always={"qk_norm": True, "post_norm": False, "mlp_bias": False},
         ignored=("hidden_dropout",),
+        build=relatives.Apertus,
     ),
     "arcee": Kind("Arcee", mlp=("up_proj", "down_proj"), gated=False, mlp_bias="mlp_bias"),
     "aria_text": Kind(  # of experts
         "AriaText", always={"hidden_act": "silu", "mlp_bias": False}
     ),
-    "bitnet": Kind("BitNet", sub_norms=True),
+    "bitnet": Kind("BitNet", build=relatives.BitNet),
     "cohere": Kind(
         *("Cohere",),
         **_COHERE,
@@ -175,15 +116,28 @@ KINDS = {
         tied=True,
         qk_norm="use_qk_norm",
         qk_norm_over="own",
+        factors=sights.logits,
     ),
-    "cohere2": Kind("Cohere2", **_COHERE, interleaved=True, tied=True, ignored=_COHERE2),
+    "cohere2": Kind(
+        "Cohere2",
+        **_COHERE,
+        interleaved=True,
+        tied=True,
+        ignored=_COHERE2,
+        factors=sights.logits,
+        sees=sights.turning_in_windows,
+    ),
     "cohere2_moe": Kind(
         *("Cohere2Moe",),
-        **_COHERE,
+        **{**_COHERE, "norm": relatives.either_norm},
         interleaved=True,
         tied=True,
         always={"rope_scaling": ()},  # HF does not read it
         ignored=_COHERE2,
+        factors=sights.logits,
+        sees=sights.turning_if_dense,
+        kept={"rope_theta": 1e4},
+        build=relatives.CohereMoe,
     ),
     "cohere_compass_text": Kind(
         *("CohereCompass",),
@@ -192,11 +146,28 @@ KINDS = {
         tied=True,
         always={"pooling": "eos"},  # of a head for labels
         ignored=_COHERE2,
+        factors=sights.logits_if_any,
+        sees=sights.by_kind_if_any,
+        unturned=("mrope_section", "mrope_interleaved"),
     ),
-    "cwm": Kind("Cwm", qkv_bias=False, out_bias=False),
+    "cwm": Kind(
+        "Cwm",
+        qkv_bias=False,
+        out_bias=False,
+        sees=sights.windows_by_kind,
+    ),
     "deepseek_ocr2_text": Kind("DeepseekOcr2Text", always={"mlp_bias": False}, only=True),
-    "diffllama": Kind("DiffLlama", ignored=("lambda_std_dev",)),  # of training's start
-    "dots1": Kind("Dots1", qk_norm=True, ignored=_WINDOWED),
+    "diffllama": Kind(
+        "DiffLlama",
+        ignored=("lambda_std_dev",),
+        build=relatives.DiffLlama,
+    ),  # of training's start
+    "dots1": Kind(
+        "Dots1",
+        qk_norm=True,
+        ignored=_WINDOWED,
+        sees=sights.windows_by_kind,
+    ),
     "ernie4_5": Kind(
         *("Ernie4_5",),
         **dict.fromkeys(("qkv_bias", "out_bias", "mlp_bias"), "use_bias"),
@@ -221,6 +192,7 @@ KINDS = {
         norms=_BEHIND,
         qk_norm=True,
         ignored=("sliding_window_pattern",),  # HF folds it into layer_types
+        sees=sights.turning_unless_wide,
     ),
     "exaone_moe": Kind(
         *("ExaoneMoe",),
@@ -231,10 +203,23 @@ KINDS = {
             *("sliding_window_pattern", "first_k_dense_replace", "is_moe_layer"),
             *("num_nextn_predict_layers", "num_mtp_layers"),
         ),
+        sees=sights.turning_unless_wide,
     ),
-    "flint": Kind("Flint", qk_norm=True),
+    "flint": Kind(
+        "Flint",
+        qk_norm=True,
+        sees=sights.turning_in_windows,
+        sinks=True,
+    ),
     "flex_olmo": Kind("FlexOlmo", **_OLMO2),
-    "gemma": Kind("Gemma", unit_offset=True, tied=True, ignored=("hidden_activation",)),
+    "gemma": Kind(
+        "Gemma",
+        norm=rms(unit_offset=True),
+        tied=True,
+        ignored=("hidden_activation",),
+        factors=sights.root,
+        facts={"rounds_scale": True},
+    ),
     "glm": Kind("Glm", **_GLM, interleaved=True),
     "glm4": Kind("Glm4", **_GLM, interleaved=True, placement="around", norms=_AROUND),
     "glm4_moe": Kind(
@@ -248,20 +233,25 @@ KINDS = {
         *("GptOss",),
         twins={"experts_per_token": "num_experts_per_tok"},
         ignored=("initial_context_length",),
+        sees=sights.windows_by_kind,
+        sinks=True,
     ),
-    "granite": Kind("Granite", mlp_bias="mlp_bias"),
-    "granite_swa": Kind("GraniteSWA", mlp_bias="mlp_bias"),
-    "granitemoe": Kind("GraniteMoe"),
-    "granitemoe_swa": Kind("GraniteMoeSWA"),
+    "granite": Kind("Granite", **_GRANITE, mlp_bias="mlp_bias"),
+    "granite_swa": Kind("GraniteSWA", **_SWA, mlp_bias="mlp_bias"),
+    "granitemoe": Kind("GraniteMoe", **_GRANITE),
+    "granitemoe_swa": Kind("GraniteMoeSWA", **_SWA),
     "granitemoehybrid": Kind(
         *("GraniteMoeHybrid",),
+        **_GRANITE,
         ffn="shared_intermediate_size",
         mlp_module="shared_mlp",
         mlp=("input_linear", "output_linear"),
         always={"normalization_function": "rmsnorm"},
         ignored=("init_method", "layers_block_type", "logits_to_keep"),
+        sees=sights.turning_if_asked,
+        build=relatives.GraniteHybrid,
     ),
-    "granitemoeshared": Kind("GraniteMoeShared"),
+    "granitemoeshared": Kind("GraniteMoeShared", **_GRANITE),
     "helium": Kind("Helium", interleaved=True, out_bias=False, mlp_bias="mlp_bias"),
     "hy_v3": Kind(
         *("HYV3",),
@@ -273,7 +263,14 @@ KINDS = {
     "hunyuan_v1_dense": Kind("HunYuanDenseV1", **_HUNYUAN),
     "hunyuan_v1_moe": Kind("HunYuanMoEV1", **_HUNYUAN),
     "hyperclovax": Kind(
-        "HyperCLOVAX", **_LLAMA, placement="around", norms=_PERI, ignored=("end_token_id",)
+        "HyperCLOVAX",
+        **_LLAMA,
+        placement="around",
+        norms=_PERI,
+        ignored=("end_token_id",),
+        factors=sights.hyperclovax,
+        facts={"scales_embeds": True},
+        build=relatives.HyperClovaX,
     ),
     "internlm3": Kind("Llama", ("InternLM3ForCausalLM",), **_LLAMA),
     "iquestcoder": Kind("Llama", ("IQuestCoderForCausalLM",), **_LLAMA),
@@ -292,6 +289,7 @@ KINDS = {
         qk_norm=True,
         ffn="moe_intermediate_size",  # no layer is dense
         ignored=("intermediate_size",),
+        sees=sights.turning_unless_wide,
     ),
     "mellum": Kind(
         *("Mellum",),
@@ -302,9 +300,22 @@ KINDS = {
             *("num_nextn_predict_layers", "num_mtp_layers"),
             *("mtp_layer_types", "mtp_mlp_layer_types"),
         ),
+        sees=sights.by_kind,
     ),
-    "ministral": Kind("Ministral", qkv_bias=False, out_bias=False),
-    "ministral3": Kind("Ministral3", qkv_bias=False, out_bias=False),
+    "ministral": Kind(
+        "Ministral",
+        qkv_bias=False,
+        out_bias=False,
+        sees=sights.windows_by_kind,
+    ),
+    "ministral3": Kind(
+        "Ministral3",
+        qkv_bias=False,
+        out_bias=False,
+        sees=sights.one_window,
+        grows=True,
+        unturned=("llama_4_scaling_beta", "max_position_embeddings"),
+    ),
     "minimax_m2": Kind(
         *("MiniMaxM2",),
         **dict.fromkeys(("qkv_bias", "out_bias"), False),
@@ -321,32 +332,46 @@ KINDS = {
             *("use_mtp", "num_mtp_modules", "mtp_transformer_layers", "mlp_intermediate_size"),
             "shared_moe_mode",
         ),
+        build=relatives.MiniMaxM2,
     ),
-    "mixtral": Kind("Mixtral", qkv_bias=False, out_bias=False),
+    "mixtral": Kind(
+        "Mixtral",
+        qkv_bias=False,
+        out_bias=False,
+        sees=sights.one_window,
+    ),
     "nanochat": Kind(
         *("NanoChat",),
         weighted=False,
         qk_norm=True,
         norm_turned=True,
-        backwards=True,
         mlp=("fc1", "fc2"),
         gated=False,
+        softcap="final_logit_softcapping",
+        build=relatives.NanoChat,
     ),
     "nemotron": Kind(
         *("Nemotron",),
         partial=True,
-        norm="layer",
-        eps="norm_eps",
-        unit_offset=True,
+        norm=layer_norm("norm_eps", unit_offset=True),
         mlp=("up_proj", "down_proj"),
         gated=False,
         mlp_bias="mlp_bias",
         twins={"kv_channels": "head_dim"},
     ),
-    "olmo": Kind("Olmo", norm="layer", eps="", weighted=False),
+    "olmo": Kind("Olmo", norm=layer_norm(), weighted=False, clip="clip_qkv"),
     "olmo2": Kind("Olmo2", **_OLMO2),
-    "olmo3": Kind("Olmo3", **_OLMO2),
-    "olmoe": Kind("Olmoe", qk_norm=True, qk_norm_over="all"),
+    "olmo3": Kind(
+        "Olmo3",
+        **_OLMO2,
+        sees=sights.by_kind,
+    ),
+    "olmoe": Kind(
+        "Olmoe",
+        qk_norm=True,
+        qk_norm_over="all",
+        clip="clip_qkv",
+    ),
     "phi": Kind(
         *("Phi",),
         partial=True,
@@ -369,6 +394,8 @@ KINDS = {
         # Of the makers' own code, where these ask for nothing else.
         always={"full_attn_mod": 1, "interpolate_factor": 1, "lm_head_bias": False},
         ignored=("embd_pdrop", "resid_pdrop", ORIGINAL),
+        sees=sights.one_window,
+        rereads=True,
     ),
     "phi4_multimodal": Kind(
         *("Phi4Multimodal",),
@@ -377,20 +404,37 @@ KINDS = {
         qkv="qkv_proj",
         mlp=("gate_up_proj", "down_proj"),
         # What sees and hears, which HF does not ask where a call gives input_ids alone.
-        unused=(r"^(model\.)?embed_tokens_extend\.",),
+        unused=(FREQUENCIES, r"^(model\.)?embed_tokens_extend\."),
         ignored=(
             *("embd_pdrop", "resid_pdrop", ORIGINAL, "vision_config", "audio_config"),
             *("embd_layer", "img_processor", "audio_processor", "vision_lora", "speech_lora"),
         ),
+        sees=sights.one_window,
+        rereads=True,
     ),
     "phimoe": Kind(
         *("Phimoe", ("PhiMoEForCausalLM",)),
-        norm="layer",
+        norm=layer_norm("rms_norm_eps"),
         head_bias="lm_head_bias",
         ignored=(ORIGINAL,),  # HF's text begins anew beyond it, with the same numbers
+        sees=sights.one_window,
+        unturned=("short_mscale", "long_mscale"),
+        build=relatives.PhiMoe,
     ),
-    "qwen2_moe": Kind("Qwen2Moe", qkv_bias="qkv_bias", out_bias=False, ignored=_WINDOWED),
-    "qwen3_moe": Kind("Qwen3Moe", qk_norm=True, always={"use_qk_norm": True}, ignored=_WINDOWED),
+    "qwen2_moe": Kind(
+        "Qwen2Moe",
+        qkv_bias="qkv_bias",
+        out_bias=False,
+        ignored=_WINDOWED,
+        sees=sights.windows_by_kind,
+    ),
+    "qwen3_moe": Kind(
+        "Qwen3Moe",
+        qk_norm=True,
+        always={"use_qk_norm": True},
+        ignored=_WINDOWED,
+        sees=sights.one_window,
+    ),
     "seed_oss": Kind(
         *("SeedOss",),
         out_bias="attention_out_bias",
@@ -403,6 +447,7 @@ KINDS = {
         tied=True,
         # HF folds them into lists of layers.
         ignored=("use_sliding_window", "max_window_layers", "no_rope_layer_interval"),
+        sees=sights.turning_if_listed,
     ),
     "solar_open": Kind(
         *("SolarOpen",),
@@ -428,8 +473,7 @@ KINDS = {
     "starcoder2": Kind(
         *("Starcoder2",),
         **dict.fromkeys(("qkv_bias", "out_bias", "mlp_bias"), "use_bias"),
-        norm="layer",
-        eps="norm_epsilon",
+        norm=layer_norm("norm_epsilon"),
         mlp=("c_fc", "c_proj"),
         gated=False,
         tied=True,
@@ -438,5 +482,7 @@ KINDS = {
             *("attention_softmax_in_fp32", "layer_norm_epsilon", "norm_type"),
             *("scale_attention_softmax_in_fp32", "scale_attn_weights"),
         ),
+        sees=sights.one_window,
     ),
 }
+CLASSES, describe = serve(KINDS)

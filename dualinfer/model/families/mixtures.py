@@ -302,9 +302,6 @@ MIXTURES: Mapping[str, Mixture] = {
         shared_ffn="intermediate_size",
         edit=_weighing_input,
     ),
-    "longcat_flash": Mixture(
-        router="router.classifier", shared="mlps.0", choice_bias="router.e_score_correction_bias"
-    ),
     "mellum": Mixture(unused=(r"^mtp\.",), mixed=mixed_layers.listed),
     "mimo_v2_flash": replace(
         _DEEPSEEK,

@@ -14,14 +14,13 @@ from typing import Any
 from ...errors import ModelError, UnservedError, shown
 from ..spec import Head, ModelSpec
 from ..weights import WeightTable
-from . import deepseek, gemma, gpt_neox, layered, llama, mllama, qwen3_next, relatives
+from . import deepseek, gemma, gpt_neox, kinds, layered, llama, mllama, qwen3_next
 from .fields import ConfigFields
 from .heads import under
-from .kinds import KINDS
 
 _MODULES: dict[str, ModuleType] = {
     family: module
-    for module in (llama, gemma, relatives, deepseek, gpt_neox, mllama, layered, qwen3_next)
+    for module in (llama, gemma, kinds, deepseek, gpt_neox, mllama, layered, qwen3_next)
     for family in module.CLASSES
 }
 _QWENS = ("qwen2", "qwen2_moe", "qwen3", "qwen3_moe")
@@ -117,7 +116,7 @@ class Text:
 
 _LLAVA = ("vision_tower", "multi_modal_projector")
 # Of the makers' own code, which HF reads nowhere.
-_HUNYUAN = (*KINDS["hunyuan_v1_dense"].ignored, *KINDS["hunyuan_v1_dense"].always)
+_HUNYUAN = (*kinds.KINDS["hunyuan_v1_dense"].ignored, *kinds.KINDS["hunyuan_v1_dense"].always)
 _OCR_PARTS = ("sam_model", "qwen2_model", "projector", "view_seperator")  # of the makers' files
 _TILES = ("image_grid_pinpoints", "use_image_newline_parameter")
 _HEARS = ("audio_tower", "multi_modal_projector")

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from ..spec import ModelSpec
 from ..weights import Row, Source, WeightTable
-from . import relatives
+from . import kinds
 from .fields import ConfigFields
 from .heads import with_head
 
@@ -22,9 +22,9 @@ CLASSES = {
 
 def describe(fields: ConfigFields, architecture: str) -> tuple[ModelSpec, WeightTable]:
     """Spec and weight table of a privacy filter."""
-    kinds = ["sliding_attention"] * fields.layers("num_hidden_layers")
-    inner = fields.of_family("gpt_oss", {"layer_types": kinds, "hidden_act": "silu"})
-    spec, table = relatives.describe(inner, "GptOssModel")
+    windows = ["sliding_attention"] * fields.layers("num_hidden_layers")
+    inner = fields.of_family("gpt_oss", {"layer_types": windows, "hidden_act": "silu"})
+    spec, table = kinds.describe(inner, "GptOssModel")
     fields.ignore("classifier_dropout")
     layer = spec.layers[0]
     attention = layer.attention

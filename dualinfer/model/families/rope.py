@@ -43,7 +43,7 @@ _KEYS = {
         "long_factor",
     },
 }
-_ORIGINAL = "original_max_position_embeddings"
+ORIGINAL = "original_max_position_embeddings"
 _MAY_BE_ZERO = ("mscale", "mscale_all_dim")  # HF takes 0 for not given
 _MOST = 2**31 - 1  # positions are 32-bit numbers
 _SHOWN, _LONGEST = 8, 80  # names in a message, and letters of each
@@ -54,11 +54,9 @@ def make_rope(
     head_dim: int,
     max_positions: int,
     interleaved: bool = False,
-    rereads: bool = False,
 ) -> Rope:
     """The rotary embedding of one head, or of the `head_dim` elements at its start that rotate.
 
-    `rereads`: HF's text begins anew with the long factors of longrope once it is so long.
     Raises UnservedError that names a rope_type or a parameter that is not honoured, and ModelError
     for a bad value.
     """
@@ -76,7 +74,7 @@ def make_rope(
     keys = {k for k, v in parameters.items() if v is not None}
     unknown = keys - _KEYS[kind] - {"rope_type", "type", "rope_theta", "partial_rotary_factor"}
     # HF writes a length here for every scaled kind, and these kinds ignore it.
-    unknown -= {"default": {_ORIGINAL, "factor"}, "dynamic": {_ORIGINAL}}.get(kind, set())
+    unknown -= {"default": {ORIGINAL, "factor"}, "dynamic": {ORIGINAL}}.get(kind, set())
     unknown.discard("finetuned")  # a remark of the first yarn checkpoints
     if parameters.get("partial_rotary_factor") not in (None, 1, 1.0):
         unknown.add("partial_rotary_factor")
@@ -91,7 +89,7 @@ def make_rope(
     needed = {
         "linear": {"factor"},
         "dynamic": {"factor"},
-        "llama3": _KEYS["llama3"] - {_ORIGINAL},
+        "llama3": _KEYS["llama3"] - {ORIGINAL},
         "longrope": {"short_factor", "long_factor"},
     }.get(kind, set())
     for name in sorted({"rope_theta", *needed} - keys):
@@ -122,10 +120,10 @@ def make_rope(
         return rope
     short = {**parameters, "long_factor": parameters["short_factor"]}
     inv_freq, _ = _frequencies(kind, theta, short, head_dim, max_positions)
-    original = int(parameters[_ORIGINAL])
+    original = int(parameters[ORIGINAL])
     short_freq = tuple(map(float, inv_freq))
     both = {"inv_freq": short_freq, "long": rope.inv_freq}
-    return replace(rope, **both, original=original, rereads=rereads)
+    return replace(rope, **both, original=original)
 
 
 def _frequencies(
@@ -167,7 +165,7 @@ def _check(name: str, value: Any) -> None:
 
 def _longrope_scaling(parameters: Mapping[str, Any], max_positions: int) -> float:
     """The factor on cos and sin."""
-    given, original = parameters.get("attention_factor"), parameters.get(_ORIGINAL)
+    given, original = parameters.get("attention_factor"), parameters.get(ORIGINAL)
     if given is not None or original is None:
         return float(given or 1.0)
     factor = parameters.get("factor") or max_positions / original
@@ -177,11 +175,11 @@ def _longrope_scaling(parameters: Mapping[str, Any], max_positions: int) -> floa
 def _check_factors(parameters: Mapping[str, Any], dim: int) -> None:
     """Raise unless each frequency has its factors, and what else these need is there."""
     short, long = parameters["short_factor"], parameters["long_factor"]
-    differ, original = list(short) != list(long), parameters.get(_ORIGINAL)
+    differ, original = list(short) != list(long), parameters.get(ORIGINAL)
     needs = differ or parameters.get("attention_factor") is None
     if needs and (not isinstance(original, int) or isinstance(original, bool) or original < 2):
         raise ModelError(
-            f"config.json has rope_parameters with {_ORIGINAL}={shown(original)}; longrope needs "
+            f"config.json has rope_parameters with {ORIGINAL}={shown(original)}; longrope needs "
             "an int above 1."
         )
     if {len(long), len(short)} != {dim // 2}:
@@ -205,6 +203,13 @@ def ropes_by_kind(ropes: Any, kinds: Iterable[str]) -> Mapping[str, Any]:
     truncated = {k: own for k, own in ropes.items() if isinstance(own, Mapping)}
     truncated = {k: {**own, "truncate": True} for k, own in truncated.items() if "truncate" in own}
     return {**ropes, **truncated}
+
+
+def without(parameters: Any, *names: str) -> Any:
+    """HF's rope_parameters without some of them."""
+    if not isinstance(parameters, Mapping):
+        return parameters
+    return {**parameters, **dict.fromkeys(names)}
 
 
 def rotary_size(parameters: Any, head_dim: int) -> int:
