@@ -79,7 +79,8 @@ class Decoder:
         self.kind = kind
         self.fields = fields = fields.of_family(fields.family, self.changes(fields))
         self.embed, self.count = fields.size("hidden_size"), fields.layers(kind.count)
-        self.base, self.hf = kind.tensors, f"{kind.tensors}layers.{{i}}."
+        self.base = kind.tensors + kind.under
+        self.hf = self.base + "layers.{i}."  # how names of a layer's tensors begin
         self.positions = self.reach = self.most_positions()
         self.norm, self.factors = kind.norm(fields), kind.factors(self)
         self.mixture = mixtures.MIXTURES.get(fields.family)
@@ -114,7 +115,7 @@ class Decoder:
             head=head if "For" in architecture else None,
             **self.facts(),
         )
-        fields.require("use_bidirectional_attention", False)
+        fields.require("use_bidirectional_attention", False, *([True] if kind.both_ways else []))
         for name, value in kind.always.items():
             fields.require(name, *(value if isinstance(value, tuple) else (value,)))
         for name, other in kind.twins.items():
@@ -251,7 +252,12 @@ class Decoder:
             renames=(*kind.renames, *(mixture.renames if mixture else ())),
             optional=kind.optional,
         )
-        return make.by_layer(table, self.rows)
+        return replace(table, layers=tuple(self.all_rows(spec.layers)))
+
+    def all_rows(self, layers: Sequence[Layer]) -> list[tuple[Row, ...]]:
+        """The rows of each layer; layers that are one object share them."""
+        made = {id(layer): tuple(self.rows(layer)) for layer in layers}
+        return [made[id(layer)] for layer in layers]
 
     def tied(self) -> bool:
         """True if the head repeats the embedding."""
@@ -384,7 +390,8 @@ class Kind:
     say, and does not read. A sequence that grows past longrope's original length is read again
     by a type that `rereads`. Queries of a type that `grows` have a factor by their position.
     Queries, keys and values lie within what the field `clip` says, and logits within `softcap`.
-    Heads see `sinks` as well.
+    Heads see `sinks` as well. A token may see those behind it, `both_ways`, where the config
+    says so.
 
     `always` are fields of the makers' own code with what HF takes for granted, a tuple of
     several; `twins` are such that say again what a field of HF's does; `ignored` ones change
@@ -393,7 +400,7 @@ class Kind:
     of a mixture may hold a layer that `predicts` a second token. `base` is HF's class without a
     head where its name is no other's with an end of its own; a kind that `only` others are
     around has no other, whose name ends in `head`; `also` are classes of the makers' own code.
-    Names of `tensors` begin so.
+    Names of `tensors` begin so, those of the decoder alone `under` a further name.
     """
 
     name: str
@@ -417,6 +424,7 @@ class Kind:
     gates: Literal["q", "heads"] = "q"
     sinks: bool = False
     grows: bool = False
+    both_ways: bool = False
     clip: str = ""
     softcap: str = ""
     qkv_bias: Bias = "attention_bias"
@@ -451,6 +459,7 @@ class Kind:
     head: str = "ForCausalLM"
     only: bool = False
     tensors: str = "model."
+    under: str = ""
     embedding: str = "embed_tokens"
 
     @property

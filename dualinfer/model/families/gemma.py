@@ -11,127 +11,120 @@ from dataclasses import replace
 from typing import Any
 
 from ...errors import ModelError, shown
-from .. import rows as make
-from ..spec import Attention, Head, Layer, Mlp, ModelSpec, Norm
+from ..spec import Activation, Attention, ModelSpec
 from ..weights import WeightTable
+from . import sights
+from .decoders import Decoder, Kind, rms, serve
 from .fields import ConfigFields
-from .rope import make_rope, reach, ropes_by_kind
 
-CLASSES = {
-    "gemma2": ("Gemma2ForCausalLM", "Gemma2Model"),
-    "gemma3": ("Gemma3ForConditionalGeneration", "Gemma3Model"),
-    "gemma3_text": ("Gemma3ForCausalLM", "Gemma3TextModel"),
-    "vaultgemma": ("VaultGemmaForCausalLM", "VaultGemmaModel"),
+
+class Gemma2(Decoder):
+    """Scores are capped, and scaled by a field."""
+
+    def activation(self) -> Activation:
+        """The activation of feed-forwards."""
+        return self.fields.activation("hidden_activation")
+
+    def scale(self, head_dim: int) -> float:
+        """The factor of scores."""
+        return self.fields.number("query_pre_attn_scalar") ** -0.5
+
+    def attention_facts(self) -> dict[str, Any]:
+        """Further fields of all layers' attention."""
+        softcap = self.fields.optional_number("attn_logit_softcapping")
+        return super().attention_facts() | {"softcap": softcap}
+
+
+class Gemma3(Gemma2):
+    """No cap of scores, whatever the config says; all tokens may see one another."""
+
+    def attention_facts(self) -> dict[str, Any]:
+        """Further fields of all layers' attention."""
+        return super().attention_facts() | {"softcap": None}
+
+    def attentions(self) -> list[Attention]:
+        """The attention of each layer; sets `reach`."""
+        found = super().attentions()
+        if not self.both_ways:
+            return found
+        halves = (None if a.window is None else a.window // 2 + 1 for a in found)
+        # So many in all, as HF's config counts them.
+        return [replace(a, causal=False, window=w) for a, w in zip(found, halves, strict=True)]
+
+    @property
+    def both_ways(self) -> bool:
+        """True if a token sees those behind it."""
+        return self.kind.both_ways and self.fields.flag("use_bidirectional_attention", False)
+
+
+_GEMMA: dict[str, Any] = {
+    "norm": rms(unit_offset=True),
+    "factors": sights.root,
+    "facts": {"rounds_scale": True},
+    "softcap": "final_logit_softcapping",
+    "tied": True,
+    "ignored": (
+        *("sliding_window_size", "hidden_act"),  # HF reads sliding_window and hidden_activation
+        *("sliding_window_pattern", "_sliding_window_pattern"),  # folded into layer_types
+    ),
 }
-
-
-def describe(fields: ConfigFields, architecture: str) -> tuple[ModelSpec, WeightTable]:
-    """Spec and weight table of a Gemma model; of one that sees images the part for text alone."""
-    tied = fields.flag("tie_word_embeddings", True)
-    if fields.family != "gemma3":
-        return describe_text(fields, architecture, tied, "model.")
-    text = fields.take("text_config")
-    if not isinstance(text, Mapping):
-        raise ModelError(f"config.json has text_config={shown(text)}; expected an object.")
-    inner = ConfigFields("gemma3_text", text, "text_config")
-    spec, table = describe_text(inner, architecture, tied, "model.language_model.")
-    inner.finish()
-    if spec.head is not None:  # HF's wrapper caps no logits
-        spec = replace(spec, head=replace(spec.head, softcap=None))
-    fields.ignore("vision_config", "mm_tokens_per_image", *_IMAGE_TOKENS)
-    renames = ("model.language_model.", "language_model.model."), _HEAD
-    unused = *table.unused, r"^(model\.)?vision_tower\.", r"^(model\.)?multi_modal_projector\."
-    return spec, replace(table, renames=renames, unused=unused)
-
-
-_HEAD = ("lm_head.", "language_model.lm_head.")
+_POSTS: dict[str, Any] = {
+    "placement": "around",
+    "norms": {
+        "attn_norm": "input_layernorm",
+        "mlp_norm": "pre_feedforward_layernorm",
+        "attn_post_norm": "post_attention_layernorm",
+        "mlp_post_norm": "post_feedforward_layernorm",
+    },
+}
+KINDS = {
+    "gemma2": Kind("Gemma2", build=Gemma2, sees=sights.windows_by_kind, **_GEMMA, **_POSTS),
+    "gemma3_text": Kind(
+        *("Gemma3",),
+        build=Gemma3,
+        sees=sights.by_kind,
+        qk_norm=True,
+        both_ways=True,
+        base="Gemma3TextModel",
+        **_GEMMA,
+        **_POSTS,
+    ),
+    "vaultgemma": Kind(
+        *("VaultGemma",),
+        build=Gemma2,
+        sees=sights.windows_by_kind,
+        norms={"attn_norm": "input_layernorm", "mlp_norm": "pre_feedforward_layernorm"},
+        **_GEMMA,
+    ),
+}
+# Beside images: HF reads whether a head is tied of the outer config, and its masks are others.
+_BESIDE_IMAGES = replace(KINDS["gemma3_text"], both_ways=False, under="language_model.")
 _IMAGE_TOKENS = tuple(
     f"{name}_{kind}"
     for name in ("boi_token", "eoi_token", "image_token")
     for kind in ("index", "id")
 )
+_OWN, describe_text = serve(KINDS)
+CLASSES = {**_OWN, "gemma3": ("Gemma3ForConditionalGeneration", "Gemma3Model")}
 
 
-def describe_text(
-    fields: ConfigFields, architecture: str, tied: bool, base: str
-) -> tuple[ModelSpec, WeightTable]:
-    """Spec and weight table of a decoder of texts, whose tensors' names begin with `base`."""
-    embed = fields.size("hidden_size")
-    heads, kv_heads, head_dim = fields.grouped_heads(embed)
-    positions = fields.size("max_position_embeddings")
-    norm = Norm("rms", fields.number("rms_norm_eps"), unit_offset=True)
-    fields.ignore("tie_word_embeddings")  # of a model with images HF reads the outer one
-    third, posts = fields.family == "gemma3_text", fields.family != "vaultgemma"
-    qk_norm = norm if third else None
-    mlp = Mlp(fields.size("intermediate_size"), fields.activation("hidden_activation"), gated=True)
-    scale = fields.number("query_pre_attn_scalar") ** -0.5
-    softcap = fields.optional_number("attn_logit_softcapping")
-    softcap = None if third else softcap  # HF's Gemma 3 does not read it
-    bias = fields.flag("attention_bias", False)
-    kinds = fields.layer_types(fields.layers("num_hidden_layers"))
-    given: Any = fields.take("rope_parameters")
-    one: dict[str, Any] = dict.fromkeys(kinds, given)  # Gemma 2 has one for both
-    parameters = ropes_by_kind(given, kinds) if third else one
-    ropes = {
-        kind: make_rope(parameters[kind], head_dim, positions)
-        for kind in parameters
-        if kind in kinds
-    }
-    if not third or base != "model.":  # of a model with images HF's masks are others
-        fields.require("use_bidirectional_attention", False)
-    both_ways = fields.flag("use_bidirectional_attention", False)
-    blocks = {}
-    for kind, window in zip(kinds, fields.windows(kinds), strict=True):
-        if kind not in blocks:
-            if both_ways and window is not None:  # so many in all, as HF's config counts them
-                window = window // 2 + 1
-            attention = Attention(
-                heads,
-                kv_heads,
-                head_dim,
-                scale,
-                causal=not both_ways,
-                window=window,
-                rope=ropes[kind],
-                qk_norm=qk_norm,
-                softcap=softcap,
-            )
-            blocks[kind] = Layer(attention, mlp, norm, "around" if posts else "pre")
-    fields.ignore("attention_dropout", "sliding_window_size")  # HF reads sliding_window
-    fields.ignore("sliding_window_pattern", "_sliding_window_pattern")  # folded into layer_types
-    fields.ignore("hidden_act")  # HF reads hidden_activation only
-    logit_softcap = fields.optional_number("final_logit_softcapping")
-    spec = ModelSpec(
-        family=fields.family,
-        architecture=architecture,
-        vocab=fields.size("vocab_size"),
-        embed=embed,
-        layers=tuple(blocks[kind] for kind in kinds),
-        max_positions=max(reach(parameters[kind], positions) for kind in ropes),
-        embed_scale=embed**0.5,
-        rounds_scale=True,
-        final_norm=norm,
-        head=Head("causal", softcap=logit_softcap) if "For" in architecture else None,
+def describe(fields: ConfigFields, architecture: str) -> tuple[ModelSpec, WeightTable]:
+    """Spec and weight table of a Gemma model; of one that sees images the part for text alone."""
+    if fields.family in KINDS:
+        return describe_text(fields, architecture)
+    text, tied = fields.take("text_config"), fields.flag("tie_word_embeddings", True)
+    if not isinstance(text, Mapping):
+        raise ModelError(f"config.json has text_config={shown(text)}; expected an object.")
+    values = {**text, "tie_word_embeddings": tied}
+    inner = ConfigFields("gemma3_text", values, "text_config")
+    spec, table = Gemma3(_BESIDE_IMAGES, inner).describe(architecture)
+    inner.finish()
+    if spec.head is not None:  # HF's wrapper caps no logits
+        spec = replace(spec, head=replace(spec.head, softcap=None))
+    fields.ignore("vision_config", "mm_tokens_per_image", *_IMAGE_TOKENS)
+    renames = (
+        ("model.language_model.", "language_model.model."),
+        ("lm_head.", "language_model.lm_head."),
     )
-    hf = base + "layers.{i}."
-    layer = [
-        *make.norm(norm, "attn_norm", f"{hf}input_layernorm"),
-        *make.norm(norm, "mlp_norm", f"{hf}pre_feedforward_layernorm"),
-        *make.joined("qkv", hf + "self_attn.{p}", make.QKV, bias),
-        *make.head_norms(spec.layers[0].attention, f"{hf}self_attn"),
-        *make.linear("out", f"{hf}self_attn.o_proj", "embed q", bias),
-        *make.joined("up", hf + "mlp.{p}", make.GATE_UP, bias=False),
-        *make.linear("down", f"{hf}mlp.down_proj", "embed up", bias=False),
-    ]
-    if posts:
-        layer += make.norm(norm, "attn_post_norm", f"{hf}post_attention_layernorm")
-        layer += make.norm(norm, "mlp_post_norm", f"{hf}post_feedforward_layernorm")
-    return spec, make.causal_table(
-        spec,
-        layer,
-        make.norm(norm, "final_norm", f"{base}norm"),
-        embedding=f"{base}embed_tokens",
-        tied=tied,
-        base="model.",
-        unused=[r"rotary_emb\.inv_freq$"],
-    )
+    unused = *table.unused, r"^(model\.)?vision_tower\.", r"^(model\.)?multi_modal_projector\."
+    return spec, replace(table, renames=renames, unused=unused)

@@ -3,109 +3,95 @@
 HF sources: models/lfm2 and models/lfm2_moe.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 from ...blocks.short_convolution import ShortConvolution
-from .. import rows as make
-from ..spec import Attention, Experts, Head, Layer, Mlp, ModelSpec, Norm
-from ..weights import Row, WeightTable
-from . import mixtures
-from .fields import ConfigFields
-from .rope import make_rope, reach
+from ..spec import Activation, Experts, Mlp, ModelSpec
+from ..weights import Row
+from .decoders import Hybrid, Kind, rms, serve
 
-CLASSES = {
-    "lfm2": ("Lfm2ForCausalLM", "Lfm2Model"),
-    "lfm2_moe": ("Lfm2MoeForCausalLM", "Lfm2MoeModel"),
+
+class Lfm2(Hybrid):
+    """Short convolutions beside attention; HF rounds the width of feed-forwards."""
+
+    recurring = ("conv",)
+
+    def check_rope(self, parameters: Mapping[str, Any]) -> None:
+        """Refuse fields of the makers' own code that say other than rope_parameters."""
+        for name in ("theta", "rope_theta"):
+            self.fields.require(name, parameters.get("rope_theta"))
+
+    def activation(self) -> Activation:
+        """The activation of feed-forwards."""
+        return "silu"
+
+    def dense(self) -> Mlp:
+        """The feed-forward of a layer without experts."""
+        fields, own = self.fields, super().dense()
+        grain = fields.size("block_multiple_of", 256)
+        factor = fields.optional_number("block_ffn_dim_multiplier")
+        if not self.adjusts():
+            return own
+        ffn = int((factor or 1.0) * int(2 * own.ffn / 3))
+        return replace(own, ffn=grain * -(-ffn // grain))
+
+    def adjusts(self) -> bool:
+        """True if widths are rounded."""
+        return self.fields.flag("block_auto_adjust_ff_dim", True)
+
+    def recurrence(self) -> ShortConvolution:
+        """The recurrence of such layers."""
+        return ShortConvolution(self.embed, self.fields.size("conv_L_cache"))
+
+    def recurrent_rows(self, recurrence: ShortConvolution) -> list[Row]:
+        """The rows of a layer's recurrence."""
+        return recurrence.rows(f"{self.hf}conv", self.says("conv_bias"))
+
+    def check(self, spec: ModelSpec) -> None:
+        """Refuse fields of the makers' own code that say other than the spec."""
+        heads = spec.layers[0].attention.heads
+        for name, value in {
+            **dict.fromkeys(("block_dim", "conv_dim", "conv_dim_out"), self.embed),
+            **{"block_norm_eps": self.norm.eps, "num_heads": heads},
+        }.items():
+            self.fields.require(name, value)
+
+
+class Lfm2Moe(Lfm2):
+    """Mixtures in some of the layers, and widths as the config says."""
+
+    def adjusts(self) -> bool:
+        """True if widths are rounded."""
+        return False
+
+    def feeds(self) -> Sequence[Mlp | Experts]:
+        """The feed-forward of each layer."""
+        if self.mixture and not self.fields.flag("use_expert_bias", True):
+            self.mixture = replace(self.mixture, choice_bias=None)
+        return super().feeds()
+
+
+_LFM2: dict[str, Any] = {
+    "norm": rms("norm_eps"),
+    "norms": {"attn_norm": "operator_norm", "mlp_norm": "ffn_norm"},
+    "final_norm": "embedding_norm",
+    "qk_norm": True,
+    "qk_names": ("q_layernorm", "k_layernorm"),
+    **{"qkv_bias": False, "out_bias": False, "out": "out_proj"},
+    **{"mlp_module": "feed_forward", "mlp": ("w1", "w3", "w2"), "tied": True},
+    "always": {"block_use_swiglu": True, "use_pos_enc": True},
+    # Of the makers' own code: how training began, and what HF folds into layer_types.
+    "ignored": (
+        *("full_attn_idxs", "block_mlp_init_scale", "block_out_init_scale"),
+        *("block_use_xavier_init", "conv_use_xavier_init"),
+    ),
+    "unused": (r"rotary_emb\.",),
+    "predicts": False,
 }
-_GATE_UP = {"gate": "w1", "up": "w3"}
-
-
-def describe(fields: ConfigFields, architecture: str) -> tuple[ModelSpec, WeightTable]:
-    """Spec and weight table of a LFM2."""
-    embed, count = fields.size("hidden_size"), fields.layers("num_hidden_layers")
-    heads, kv_heads, head_dim = fields.grouped_heads(embed)
-    positions, parameters = fields.size("max_position_embeddings"), fields.take("rope_parameters")
-    norm = Norm("rms", fields.number("norm_eps"))
-    kinds = fields.kinds("layer_types", count, ("conv", "full_attention"))
-    rope = make_rope(parameters, head_dim, positions)
-    attention = Attention(heads, kv_heads, head_dim, head_dim**-0.5, rope=rope, qk_norm=norm)
-    convolution = ShortConvolution(embed, fields.size("conv_L_cache"))
-    mlps: list[Mlp | Experts] = [Mlp(_ffn(fields), "silu", gated=True)] * count
-    if fields.family == "lfm2_moe":
-        mlps = mixtures.read_layers(fields, Mlp(_ffn(fields), "silu", gated=True), count)
-    own = list(zip(kinds, mlps, strict=True))
-    layers = {
-        key: Layer(
-            *(attention, key[1], norm, "pre"),
-            recurrence=convolution if key[0] == "conv" else None,
-            attends=key[0] != "conv",
-        )
-        for key in dict.fromkeys(own)
-    }
-    spec = ModelSpec(
-        family=fields.family,
-        architecture=architecture,
-        vocab=fields.size("vocab_size"),
-        embed=embed,
-        layers=tuple(layers[key] for key in own),
-        max_positions=reach(parameters, positions),
-        final_norm=norm,
-        head=Head("causal") if architecture.endswith("ForCausalLM") else None,
-    )
-    fields.ignore("full_attn_idxs")  # which HF folds into layer_types
-    # Of the makers' own code: what says again what other fields do, or how training began.
-    theta = parameters.get("rope_theta") if isinstance(parameters, Mapping) else None
-    for name, value in {
-        **dict.fromkeys(("block_dim", "conv_dim", "conv_dim_out"), embed),
-        **{"block_norm_eps": norm.eps, "num_heads": heads, "theta": theta, "rope_theta": theta},
-        **dict.fromkeys(("block_use_swiglu", "use_pos_enc"), True),
-    }.items():
-        fields.require(name, value)
-    fields.ignore("block_mlp_init_scale", "block_out_init_scale")
-    fields.ignore("block_use_xavier_init", "conv_use_xavier_init")
-    return spec, _table(fields, spec)
-
-
-def _ffn(fields: ConfigFields) -> int:
-    """The MLP's width as HF rounds it."""
-    ffn = fields.size("intermediate_size")
-    grain = fields.size("block_multiple_of", 256)
-    factor = fields.optional_number("block_ffn_dim_multiplier")
-    if fields.family == "lfm2_moe" or not fields.flag("block_auto_adjust_ff_dim", True):
-        return ffn
-    ffn = int((factor or 1.0) * int(2 * ffn / 3))
-    return grain * -(-ffn // grain)
-
-
-def _table(fields: ConfigFields, spec: ModelSpec) -> WeightTable:
-    norm, hf, bias = spec.layers[0].norm, "model.layers.{i}.", fields.flag("conv_bias", False)
-    names = mixtures.MIXTURES["lfm2_moe"]
-    if fields.family == "lfm2_moe" and not fields.flag("use_expert_bias", True):
-        names = replace(names, choice_bias=None)
-
-    def rows_of(layer: Layer) -> tuple[Row, ...]:
-        rows = make.norm(norm, "attn_norm", f"{hf}operator_norm")
-        rows += make.norm(norm, "mlp_norm", f"{hf}ffn_norm")
-        if layer.attends:
-            rows += make.joined("qkv", hf + "self_attn.{p}", make.QKV, bias=False)
-            own = "q_layernorm", "k_layernorm"
-            rows += make.head_norms(layer.attention, f"{hf}self_attn", own)
-            rows += make.linear("out", f"{hf}self_attn.out_proj", "embed q", bias=False)
-        if isinstance(layer.recurrence, ShortConvolution):
-            rows += layer.recurrence.rows(f"{hf}conv", bias)
-        if isinstance(layer.mlp, Experts):
-            return (*rows, *mixtures.make_rows(names, layer.mlp, hf))
-        rows += make.joined("up", hf + "feed_forward.{p}", _GATE_UP, bias=False)
-        return (*rows, *make.linear("down", f"{hf}feed_forward.w2", "embed up", bias=False))
-
-    table = make.causal_table(
-        spec,
-        (),
-        make.norm(norm, "final_norm", "model.embedding_norm"),
-        embedding="model.embed_tokens",
-        tied=fields.flag("tie_word_embeddings", True),
-        base="model.",
-        unused=[r"rotary_emb\."],
-    )
-    return make.by_layer(table, rows_of)
+KINDS = {
+    "lfm2": Kind("Lfm2", build=Lfm2, **_LFM2),
+    "lfm2_moe": Kind("Lfm2Moe", build=Lfm2Moe, **_LFM2),
+}
+CLASSES, describe = serve(KINDS)

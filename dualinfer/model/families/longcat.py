@@ -12,7 +12,7 @@ from ...blocks.shortcut import Shortcut
 from ...errors import ModelError
 from .. import rows as make
 from ..spec import Attention, Experts, Layer, Mlp, ModelSpec, Router
-from ..weights import Row, WeightTable
+from ..weights import Row
 from .decoders import Kind, serve
 from .deepseek import LatentDecoder
 from .mixtures import Mixture, make_rows
@@ -66,17 +66,11 @@ class LongCat(LatentDecoder):
         """Refuse another count of layers."""
         self.fields.require("num_hidden_layers", len(spec.layers))
 
-    def table(self, spec: ModelSpec) -> WeightTable:
-        """The weight table."""
-        rows = (self.rows_of(i, layer) for i, layer in enumerate(spec.layers))
-        return replace(super().table(spec), layers=tuple(rows))
+    def all_rows(self, layers: Sequence[Layer]) -> list[tuple[Row, ...]]:
+        """The rows of each layer."""
+        return [self._rows(*own) for own in enumerate(layers)]
 
-    def rows(self, layer: Layer) -> list[Row]:
-        """None here: those of a layer are by its number."""
-        return []
-
-    def rows_of(self, number: int, layer: Layer) -> tuple[Row, ...]:
-        """The rows of a layer."""
+    def _rows(self, number: int, layer: Layer) -> tuple[Row, ...]:
         hf, part = f"model.layers.{number // 2}.", number % 2
         bias, attention = self.says("attention_bias"), f"{hf}self_attn.{part}"
         if isinstance(layer.mlp, Experts):

@@ -8,7 +8,7 @@ from .. import rows as make
 from ..spec import Attention, Layer, ModelSpec, Norm
 from ..weights import Row, WeightTable, row
 from .fields import ConfigFields
-from .gemma import describe_text
+from .gemma import KINDS, Gemma2
 
 CLASSES = {
     "t5gemma": ("T5GemmaForConditionalGeneration", "T5GemmaModel", "T5GemmaEncoderModel"),
@@ -99,7 +99,7 @@ def _part(fields: ConfigFields, name: str) -> ConfigFields:
 def _stack(fields: ConfigFields, architecture: str) -> ModelSpec:
     """A stack as Gemma 2 has it."""
     fields.ignore("is_decoder", "is_encoder_decoder", "dropout_rate")
-    spec, _ = describe_text(fields, architecture, True, "model.")
+    spec, _ = Gemma2(KINDS["gemma2"], fields).describe(architecture)
     return replace(spec, packs=False)
 
 
