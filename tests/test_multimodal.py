@@ -197,7 +197,7 @@ def test_a_decoder_of_its_own_type_is_served_alone(family, tmp_path):
     case += "_thinker" if "omni" in case else ""
     config = hf.CONFIG_MAPPING[family](**ROWS[case][1])
     torch.manual_seed(0)
-    model = getattr(hf, TEXTS[family].name)(config).eval()
+    model = getattr(hf, TEXTS[family].classes[0])(config).eval()
     randomize(model)
     model.save_pretrained(tmp_path)
     ids, positions = random_ids(1, 9), np.array([[0, 1, 2, 3, 0, 1, 2, 3, 4]])

@@ -5,8 +5,9 @@ import math
 import numpy as np
 
 from .. import rows as make
-from ..spec import Attention, Head, Layer, Mlp, ModelSpec, Norm
+from ..spec import Attention, Layer, Mlp, ModelSpec, Norm
 from ..weights import WeightTable
+from .decoders import decoder_spec
 from .fields import ConfigFields
 
 CLASSES = {"bloom": ("BloomForCausalLM", "BloomModel")}
@@ -30,18 +31,12 @@ def describe(fields: ConfigFields, architecture: str) -> tuple[ModelSpec, Weight
         norm,
         "pre",
     )
-    spec = ModelSpec(
-        family="bloom",
-        architecture=architecture,
-        vocab=fields.size("vocab_size"),
-        embed=embed,
-        layers=(block,) * fields.layers("n_layer"),
+    spec = decoder_spec(
+        *(fields, architecture, embed, (block,) * fields.layers("n_layer"), norm),
         max_positions=fields.size("seq_length", _TRAINED),
         positions_from_mask=True,
         packs=False,
         embed_norm=norm,
-        final_norm=norm,
-        head=Head("causal") if architecture == "BloomForCausalLM" else None,
     )
     hf = "transformer.h.{i}."
     layer = [

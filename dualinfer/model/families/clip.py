@@ -3,7 +3,7 @@
 HF sources: models/clip, models/metaclip_2, models/siglip, models/siglip2.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import replace
 from math import isqrt
 from typing import Any
@@ -41,7 +41,9 @@ def describe(fields: ConfigFields, architecture: str) -> tuple[ModelSpec, Weight
     if fields.family.endswith("_vision_model"):
         spec, outer, layer = _vision(fields, architecture)
         return spec, _table(spec, outer, layer, _VISION)
-    text, images = (_part(fields, f"{name}_config") for name in ("text", "vision"))
+    text, images = (
+        fields.part(f"{x}_config", f"{fields.family}_{x}_model") for x in ("text", "vision")
+    )
     fields.ignore("initializer_factor", "logit_scale_init_value")
     image_spec, image_rows, image_layer = _vision(images, architecture)
     is_clip = _is_clip(fields)
@@ -79,14 +81,6 @@ def describe(fields: ConfigFields, architecture: str) -> tuple[ModelSpec, Weight
 
 def _is_clip(fields: ConfigFields) -> bool:
     return not fields.family.startswith("siglip")
-
-
-def _part(fields: ConfigFields, name: str) -> ConfigFields:
-    """The config of one tower."""
-    values = fields.take(name)
-    if not isinstance(values, Mapping):
-        raise ModelError(f"config.json has {name}={shown(values)}; expected an object.")
-    return ConfigFields(f"{fields.family}_{name.replace('config', 'model')}", values, name)
 
 
 def _of_encoder(own: Row) -> Row:

@@ -8,8 +8,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from .. import rows as make
-from ..spec import Attention, Head, Layer, Mlp, ModelSpec, Norm
+from ..spec import Attention, Layer, Mlp, ModelSpec, Norm
 from ..weights import Row, WeightTable, row
+from .decoders import decoder_spec
 from .fields import ConfigFields
 
 CLASSES = {"ctrl": ("CTRLLMHeadModel", "CTRLModel")}
@@ -23,18 +24,12 @@ def describe(fields: ConfigFields, architecture: str) -> tuple[ModelSpec, Weight
     final = Norm("layer", fields.number("layer_norm_epsilon"))
     attention = Attention(heads, heads, head_dim, head_dim**-0.5)
     layer = Layer(attention, Mlp(fields.size("dff"), "relu", gated=False), norm, "pre")
-    spec = ModelSpec(
-        family=fields.family,
-        architecture=architecture,
-        vocab=fields.size("vocab_size"),
-        embed=embed,
-        layers=(layer,) * fields.layers("n_layer"),
+    spec = decoder_spec(
+        *(fields, architecture, embed, (layer,) * fields.layers("n_layer"), final),
         max_positions=positions,
         learned_positions=positions,
         embed_scale=embed**0.5,
         scales_embeds=True,
-        final_norm=final,
-        head=Head("causal") if architecture == CLASSES["ctrl"][0] else None,
     )
     fields.ignore("resid_pdrop", "embd_pdrop", "attn_pdrop", "n_ctx")
     fields.ignore_summary()

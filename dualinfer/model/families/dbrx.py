@@ -9,8 +9,9 @@ from typing import Any
 
 from ...errors import ModelError, UnservedError, shown
 from .. import rows as make
-from ..spec import Attention, Experts, Head, Layer, ModelSpec, Norm, Router
+from ..spec import Attention, Experts, Layer, ModelSpec, Norm, Router
 from ..weights import WeightTable, row
+from .decoders import decoder_spec
 from .fields import ConfigFields
 from .rope import make_rope, reach
 
@@ -20,7 +21,7 @@ CLASSES = {"dbrx": ("DbrxForCausalLM", "DbrxModel")}
 def describe(fields: ConfigFields, architecture: str) -> tuple[ModelSpec, WeightTable]:
     """Spec and weight table of a DBRX."""
     embed, heads, head_dim = fields.split("d_model", "n_heads")
-    inner, feed = _part(fields, "attn_config"), _part(fields, "ffn_config")
+    inner, feed = (fields.part(f"{x}_config", fields.family) for x in ("attn", "ffn"))
     kv_heads = inner.heads("kv_n_heads")
     if heads % kv_heads:
         raise ModelError(f"n_heads={heads} is no multiple of kv_n_heads={kv_heads}.")
@@ -29,15 +30,15 @@ def describe(fields: ConfigFields, architecture: str) -> tuple[ModelSpec, Weight
     rope, clip = make_rope(parameters, head_dim, positions), inner.optional_number("clip_qkv")
     attention = Attention(heads, kv_heads, head_dim, head_dim**-0.5, rope=rope, clip=clip)
     norm = Norm("layer", 1e-5)
-    spec = ModelSpec(
-        family=fields.family,
-        architecture=architecture,
-        vocab=fields.size("vocab_size"),
-        embed=embed,
-        layers=(Layer(attention, _experts(feed, embed), norm, "pre"),) * fields.layers("n_layers"),
+    spec = decoder_spec(
+        *(
+            fields,
+            architecture,
+            embed,
+            (Layer(attention, _experts(feed, embed), norm, "pre"),) * fields.layers("n_layers"),
+            norm,
+        ),
         max_positions=reach(parameters, positions),
-        final_norm=norm,
-        head=Head("causal") if "For" in architecture else None,
     )
     fields.ignore("output_router_logits")
     fields.require("tie_word_embeddings", False)
@@ -62,14 +63,6 @@ def describe(fields: ConfigFields, architecture: str) -> tuple[ModelSpec, Weight
     outer = make.norm_without_bias(norm, "final_norm", "transformer.norm_f")
     embedding, base = "transformer.wte", "transformer."
     return spec, make.causal_table(spec, layer, outer, embedding=embedding, tied=False, base=base)
-
-
-def _part(fields: ConfigFields, name: str) -> ConfigFields:
-    """The fields of a config within the config."""
-    value = fields.take(name)
-    if not isinstance(value, Mapping):
-        raise ModelError(f"config.json has {name}={shown(value)}; expected an object.")
-    return ConfigFields(fields.family, value, name)
 
 
 def _check_theta(inner: ConfigFields, parameters: Any) -> None:

@@ -4,7 +4,7 @@ A type that differs by facts is a row alone. One that does otherwise has a class
 `Decoder`, which its row names, in the file that is about it.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Literal, NamedTuple, TypeAlias
 
@@ -30,6 +30,7 @@ Bias: TypeAlias = bool | str  # the name of a config's field says it
 _PRE = {"attn_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm"}
 PART = "partial_rotary_factor"
 FREQUENCIES = r"rotary_emb\.inv_freq$"  # which older versions stored
+NONE, IDLE = Attention(1, 1, 1, 1.0), Mlp(1, "silu", gated=False)  # of layers without
 
 
 class Factors(NamedTuple):
@@ -70,6 +71,30 @@ def alike(own: "Decoder") -> Sight:
     return Sight([None] * own.count, [""] * own.count, {"": own.fields.take("rope_parameters")})
 
 
+def decoder_spec(
+    fields: ConfigFields,
+    architecture: str,
+    embed: int,
+    layers: Iterable[Layer],
+    norm: Norm | None,
+    *,
+    head: Head | None = None,
+    **more: Any,
+) -> ModelSpec:
+    """The spec of a decoder of texts; `more` are further fields. HF's base classes have no head."""
+    is_bare = architecture.endswith("Model") and not architecture.endswith("LMHeadModel")
+    return ModelSpec(
+        family=fields.family,
+        architecture=architecture,
+        vocab=fields.size("vocab_size"),
+        embed=embed,
+        layers=tuple(layers),
+        final_norm=norm,
+        head=None if is_bare else head or Head("causal"),
+        **more,
+    )
+
+
 class Decoder:
     """A config of one type that is read: Llama's decoder, by what the row of the type says."""
 
@@ -78,16 +103,20 @@ class Decoder:
     def __init__(self, kind: "Kind", fields: ConfigFields):
         self.kind = kind
         self.fields = fields = fields.of_family(fields.family, self.changes(fields))
-        self.embed, self.count = fields.size("hidden_size"), fields.layers(kind.count)
+        self.embed, self.count = fields.size("hidden_size"), self.count_layers()
         self.base = kind.tensors + kind.under
         self.hf = self.base + "layers.{i}."  # how names of a layer's tensors begin
         self.positions = self.reach = self.most_positions()
         self.norm, self.factors = kind.norm(fields), kind.factors(self)
-        self.mixture = mixtures.MIXTURES.get(fields.family)
+        self.mixture = kind.mixture or mixtures.MIXTURES.get(fields.family)
 
     def changes(self, fields: ConfigFields) -> Mapping[str, Any]:
         """Fields of the config as other types have them."""
         return {}
+
+    def count_layers(self) -> int:
+        """The number of layers."""
+        return self.fields.layers(self.kind.count)
 
     def most_positions(self) -> int:
         """Positions as the config says."""
@@ -102,17 +131,12 @@ class Decoder:
         fields, kind = self.fields, self.kind
         known: dict[Layer, Layer] = {}
         layers = self.layers(self.attentions(), self.feeds())
-        head = Head("causal", scale=self.factors.logits, softcap=self.softcap())
-        spec = ModelSpec(
-            family=fields.family,
-            architecture=architecture,
-            vocab=fields.size("vocab_size"),
-            embed=self.embed,
-            layers=tuple(known.setdefault(layer, layer) for layer in layers),
+        spec = decoder_spec(
+            *(fields, architecture, self.embed),
+            *((known.setdefault(layer, layer) for layer in layers), self.norm),
             max_positions=self.reach,
             embed_scale=self.factors.embed,
-            final_norm=self.norm,
-            head=head if "For" in architecture else None,
+            head=Head("causal", scale=self.factors.logits, softcap=self.softcap()),
             **self.facts(),
         )
         fields.require("use_bidirectional_attention", False, *([True] if kind.both_ways else []))
@@ -163,6 +187,9 @@ class Decoder:
 
     def sizes(self, windows: Sequence[int | None]) -> list[tuple[int, int, int]]:
         """Of each layer the query heads, the KV heads and the elements of a head."""
+        if self.kind.splits:
+            _, _, head_dim = self.fields.split("hidden_size", "num_attention_heads")
+            self.fields.require("head_dim", head_dim)
         return [self.fields.grouped_heads(self.embed)] * self.count
 
     def scale(self, head_dim: int) -> float:
@@ -202,7 +229,7 @@ class Decoder:
         mlp = self.dense()
         if self.mixture is None:
             return [mlp] * self.count
-        return mixtures.read_layers(self.fields, mlp, self.count)
+        return mixtures.read_layers(self.fields, self.mixture, mlp, self.count)
 
     def dense(self) -> Mlp:
         """The feed-forward of a layer without experts."""
@@ -238,7 +265,9 @@ class Decoder:
         if spec.head and self.says(kind.head_bias):
             outer.append(row("head.bias", "vocab", ("lm_head.bias", "vocab")))
         unused = [*kind.unused, *(mixture.unused if mixture else ())]
-        if kind.predicts and mixture:  # a second token, by a layer behind those that answer
+        if (
+            mixture is not None if kind.predicts is None else kind.predicts
+        ):  # a second token, by a layer behind those that answer
             unused.append(rf"^(model\.)?layers\.{len(spec.layers)}\.")
         table = make.causal_table(
             spec,
@@ -267,11 +296,15 @@ class Decoder:
         """The rows of a layer."""
         rows = []
         for ours, theirs in self.kind.norms.items():
-            dropped = layer.parallel and ours == "mlp_norm"
-            if not dropped and (layer.placement == "around" or "post" not in ours):
+            normed = layer.placement == "around" or "post" not in ours
+            if ours == "mlp_norm":
+                normed = layer.feeds and not layer.parallel
+            elif ours == "attn_norm":
+                normed = layer.attends or layer.recurrence is not None
+            if normed:
                 rows += self.norm_rows(ours, f"{self.hf}{theirs}", layer)
         rows += self.mixing_rows(layer)
-        return rows + self.feed_rows(layer.mlp)
+        return rows + (self.feed_rows(layer.mlp) if layer.feeds else [])
 
     def norm_rows(self, ours: str, theirs: str, layer: Layer | None = None) -> list[Row]:
         """The rows of a norm over the stream, of a layer or behind all."""
@@ -282,8 +315,10 @@ class Decoder:
         return make.norm(self.norm, ours, theirs)
 
     def mixing_rows(self, layer: Layer) -> list[Row]:
-        """The rows of a layer's attention, or of what stands in its place."""
+        """The rows of a layer's attention, and of what stands in its place."""
         kind, hf = self.kind, f"{self.hf}{self.kind.attention}"
+        if not layer.attends:
+            return []
         rows = self.qkv_rows(layer.attention, hf, self.says(kind.qkv_bias))
         if kind.gate:
             rows += self.gate_rows(hf)
@@ -366,9 +401,33 @@ class Hybrid(Decoder):
         ]
 
     def mixing_rows(self, layer: Layer) -> list[Row]:
-        """The rows of a layer's attention, or of what stands in its place."""
+        """The rows of a layer's attention, and of what stands in its place or beside it."""
         own = layer.recurrence
-        return super().mixing_rows(layer) if own is None else self.recurrent_rows(own)
+        return [*(self.recurrent_rows(own) if own else []), *super().mixing_rows(layer)]
+
+
+class Recurrent(Hybrid):
+    """No layer attends, knows positions, or has a feed-forward."""
+
+    def most_positions(self) -> int:
+        """More than any text has."""
+        return 1 << 20
+
+    def attentions(self) -> list[Attention]:
+        """Of no layer."""
+        return [NONE] * self.count
+
+    def feeds(self) -> Sequence[Mlp | Experts]:
+        """Of no layer."""
+        return [IDLE] * self.count
+
+    def kinds(self) -> list[str]:
+        """Of each layer its kind."""
+        return [self.recurring[0]] * self.count
+
+    def layer(self, attention: Attention, mlp: Mlp | Experts) -> Layer:
+        """The layer of a recurrence alone."""
+        return replace(super().layer(attention, mlp), feeds=False)
 
 
 @dataclass(frozen=True)
@@ -388,10 +447,10 @@ class Kind:
     Of `partial` types HF reads partial_rotary_factor; by `unturned` parts of rope_parameters
     nothing turns. `kept` are values of fields that HF's class keeps beside what rope_parameters
     say, and does not read. A sequence that grows past longrope's original length is read again
-    by a type that `rereads`. Queries of a type that `grows` have a factor by their position.
-    Queries, keys and values lie within what the field `clip` says, and logits within `softcap`.
-    Heads see `sinks` as well. A token may see those behind it, `both_ways`, where the config
-    says so.
+    by a type that `rereads`. Heads that `split` the width have no size of their own. Queries of
+    a type that `grows` have a factor by their position. Queries, keys and values lie within
+    what the field `clip` says, and logits within `softcap`. Heads see `sinks` as well. A token
+    may see those behind it, `both_ways`, where the config says so.
 
     `always` are fields of the makers' own code with what HF takes for granted, a tuple of
     several; `twins` are such that say again what a field of HF's does; `ignored` ones change
@@ -414,6 +473,7 @@ class Kind:
     sees: Callable[[Decoder], Sight] = alike
     factors: Callable[[Decoder], Factors] = lambda own: Factors()
     build: type[Decoder] = Decoder
+    mixture: mixtures.Mixture | None = None
     count: str = "num_hidden_layers"
     qk_norm: Bias = False
     qk_norm_over: Literal["head", "own", "all"] = "head"
@@ -423,6 +483,7 @@ class Kind:
     attn_gate: str = "gate_proj"
     gates: Literal["q", "heads"] = "q"
     sinks: bool = False
+    splits: bool = False
     grows: bool = False
     both_ways: bool = False
     clip: str = ""
@@ -454,7 +515,7 @@ class Kind:
     kept_rows: tuple[str, ...] = ()
     renames: tuple[tuple[str, str], ...] = ()
     optional: str | None = None
-    predicts: bool = True
+    predicts: bool | None = None
     base: str | None = None
     head: str = "ForCausalLM"
     only: bool = False

@@ -29,7 +29,6 @@ class LatentDecoder(Decoder):
     gives = "v"
 
     def attentions(self) -> list[Attention]:
-        """The attention of each layer; sets `reach`."""
         attention = self.attention()
         self.reach = reach(self.parameters(), self.positions)
         return [attention] * self.count
@@ -68,7 +67,6 @@ class LatentDecoder(Decoder):
         return turning
 
     def rope(self, parameters: Any, head_dim: int) -> Rope:
-        """The rotary embedding of layers by HF's parameters."""
         part = rotary_size(parameters, head_dim)
         if part != head_dim:
             raise UnservedError(
@@ -116,12 +114,10 @@ class AXK1(LatentDecoder):
     """A norm behind the mixture, within the residual."""
 
     def layer(self, attention: Attention, mlp: Mlp | Experts) -> Layer:
-        """The layer of an attention and a feed-forward."""
         layer = super().layer(attention, mlp)
         return replace(layer, edits=(NormBehindMlp(),)) if layer.experts else layer
 
     def rows(self, layer: Layer) -> list[Row]:
-        """The rows of a layer."""
         return super().rows(layer) + (
             NormBehindMlp().rows(self.hf, self.norm) if layer.experts else []
         )
@@ -131,7 +127,6 @@ class Choosing(LatentDecoder):
     """Of a long sequence a layer sees what another product chooses, which is not served."""
 
     def facts(self) -> Mapping[str, Any]:
-        """Further fields of the spec."""
         return {"most": self.fields.size("index_topk")}
 
     def check(self, spec: ModelSpec) -> None:
@@ -145,11 +140,9 @@ class AXK2(Choosing):
     """Norms are gated, and what heads give."""
 
     def attention_facts(self) -> dict[str, Any]:
-        """Further fields of all layers' attention."""
         return {"wiring": GatedLatent()}
 
     def layer(self, attention: Attention, mlp: Mlp | Experts) -> Layer:
-        """The layer of an attention and a feed-forward."""
         gates = GatedNorms(self.fields.size("gated_norm_rank"))
         return replace(super().layer(attention, mlp), edits=(gates,))
 
@@ -165,11 +158,9 @@ class Mistral4(LatentDecoder):
     """rope_parameters are of whole heads, and of more than angles."""
 
     def named_size(self, head_dim: int, turning: int) -> int:
-        """The elements that the field head_dim counts, of a head and of its part that turns."""
         return head_dim
 
     def rope(self, parameters: Any, head_dim: int) -> Rope:
-        """The rotary embedding of layers by HF's parameters."""
         whole = self.fields.size("qk_nope_head_dim") + head_dim
         if rotary_size(parameters, whole) != head_dim:
             raise UnservedError(

@@ -7,8 +7,9 @@ import numpy as np
 
 from ...errors import ModelError
 from .. import rows as make
-from ..spec import Attention, Head, Layer, Mlp, ModelSpec, Norm
+from ..spec import Attention, Layer, Mlp, ModelSpec, Norm
 from ..weights import Row, WeightTable, row
+from .decoders import decoder_spec
 from .fields import ConfigFields
 
 CLASSES = {
@@ -41,19 +42,13 @@ def describe(fields: ConfigFields, architecture: str) -> tuple[ModelSpec, Weight
         norm,
         "pre",
     )
-    spec = ModelSpec(
-        family=fields.family,
-        architecture=architecture,
-        vocab=fields.size("vocab_size"),
-        embed=embed,
-        layers=(block,) * fields.layers(layers),
+    spec = decoder_spec(
+        *(fields, architecture, embed, (block,) * fields.layers(layers), norm),
         max_positions=positions,
         learned_positions=positions,
         position_offset=_OFFSET,
         packs=False,
         embed_scale=embed**0.5 if fields.flag("scale_embedding", True) else 1.0,
-        final_norm=norm,
-        head=Head("causal") if architecture.endswith("ForCausalLM") else None,
     )
     base = "biogpt." if fields.family == "biogpt" else "model."
     hf, at = base + "layers.{i}.", "positions embed"

@@ -5,9 +5,10 @@ import numpy as np
 
 from ...errors import ModelError
 from .. import rows as make
-from ..spec import Attention, Head, Layer, Mlp, ModelSpec, Norm
+from ..spec import Attention, Layer, Mlp, ModelSpec, Norm
 from ..weights import WeightTable
 from .bloom import alibi_slopes
+from .decoders import decoder_spec
 from .fields import ConfigFields
 from .rope import make_rope, reach
 
@@ -61,17 +62,11 @@ def describe(fields: ConfigFields, architecture: str) -> tuple[ModelSpec, Weight
         parallel=parallel,
         shared_norm=parallel and norms == 1,
     )
-    spec = ModelSpec(
-        family="falcon",
-        architecture=architecture,
-        vocab=fields.size("vocab_size"),
-        embed=embed,
-        layers=(block,) * fields.layers("num_hidden_layers"),
+    spec = decoder_spec(
+        *(fields, architecture, embed, (block,) * fields.layers("num_hidden_layers"), norm),
         max_positions=most,
         positions_from_mask=alibi,
         packs=False,
-        final_norm=norm,
-        head=Head("causal") if architecture == "FalconForCausalLM" else None,
     )
     hf = "transformer.h.{i}."
     names = {"attn_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm"}

@@ -86,6 +86,13 @@ class ConfigFields:
         own._read = self._read
         return own
 
+    def part(self, name: str, family: str, **changes: Any) -> "ConfigFields":
+        """The fields of an object within the config, some of them changed."""
+        values = self.take(name)
+        if not isinstance(values, Mapping):
+            raise ModelError(f"config.json has {name}={shown(values)}; expected an object.")
+        return ConfigFields(family, {**values, **changes}, name)
+
     def size(self, name: str, default: int | None = None, most: int = _MOST) -> int:
         """A field that must be a positive int, of at most `most`."""
         value = self.take(name, default)

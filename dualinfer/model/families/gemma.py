@@ -6,11 +6,9 @@ embeds texts (EmbeddingGemma). VaultGemma is Gemma 2 without the
 norms behind sub-layers.
 """
 
-from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from ...errors import ModelError, shown
 from ..spec import Activation, Attention, ModelSpec
 from ..weights import WeightTable
 from . import sights
@@ -22,15 +20,12 @@ class Gemma2(Decoder):
     """Scores are capped, and scaled by a field."""
 
     def activation(self) -> Activation:
-        """The activation of feed-forwards."""
         return self.fields.activation("hidden_activation")
 
     def scale(self, head_dim: int) -> float:
-        """The factor of scores."""
         return self.fields.number("query_pre_attn_scalar") ** -0.5
 
     def attention_facts(self) -> dict[str, Any]:
-        """Further fields of all layers' attention."""
         softcap = self.fields.optional_number("attn_logit_softcapping")
         return super().attention_facts() | {"softcap": softcap}
 
@@ -39,11 +34,9 @@ class Gemma3(Gemma2):
     """No cap of scores, whatever the config says; all tokens may see one another."""
 
     def attention_facts(self) -> dict[str, Any]:
-        """Further fields of all layers' attention."""
         return super().attention_facts() | {"softcap": None}
 
     def attentions(self) -> list[Attention]:
-        """The attention of each layer; sets `reach`."""
         found = super().attentions()
         if not self.both_ways:
             return found
@@ -112,11 +105,8 @@ def describe(fields: ConfigFields, architecture: str) -> tuple[ModelSpec, Weight
     """Spec and weight table of a Gemma model; of one that sees images the part for text alone."""
     if fields.family in KINDS:
         return describe_text(fields, architecture)
-    text, tied = fields.take("text_config"), fields.flag("tie_word_embeddings", True)
-    if not isinstance(text, Mapping):
-        raise ModelError(f"config.json has text_config={shown(text)}; expected an object.")
-    values = {**text, "tie_word_embeddings": tied}
-    inner = ConfigFields("gemma3_text", values, "text_config")
+    tied = fields.flag("tie_word_embeddings", True)
+    inner = fields.part("text_config", "gemma3_text", tie_word_embeddings=tied)
     spec, table = Gemma3(_BESIDE_IMAGES, inner).describe(architecture)
     inner.finish()
     if spec.head is not None:  # HF's wrapper caps no logits

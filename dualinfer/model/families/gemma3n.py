@@ -4,7 +4,6 @@ HF source: models/gemma3n. Keys that layers share and embeddings that each layer
 4's; the first layers of the larger models let few gates through.
 """
 
-from collections.abc import Mapping
 from dataclasses import replace
 from statistics import NormalDist
 
@@ -14,6 +13,7 @@ from ...errors import ModelError, shown
 from .. import rows as make
 from ..spec import Attention, Head, Layer, Mlp, ModelSpec, Norm
 from ..weights import Row, WeightTable, row
+from .decoders import decoder_spec
 from .fields import ConfigFields
 from .gemma4 import lenders_of
 from .rope import make_rope, reach, ropes_by_kind
@@ -35,17 +35,12 @@ def describe(fields: ConfigFields, architecture: str) -> tuple[ModelSpec, Weight
     tied = fields.flag("tie_word_embeddings", True)
     if fields.family == "gemma3n_text":
         return _describe(fields, architecture, tied, "model.")
-    names = "text_config", "vision_config", "audio_config"
-    text, vision, audio = map(fields.take, names)
-    for name, value in zip(names, (text, vision, audio), strict=True):
-        if not isinstance(value, Mapping):
-            raise ModelError(f"config.json has {name}={shown(value)}; expected an object.")
-    inner = ConfigFields("gemma3n_text", text, "text_config")
+    inner = fields.part("text_config", "gemma3n_text")
+    parts = [fields.part(f"{x}_config", fields.family) for x in ("vision", "audio")]
     spec, table = _describe(inner, architecture, tied, "model.language_model.")
     inner.ignore("tie_word_embeddings")  # HF reads the outer one
     inner.finish()
     fields.ignore(*_TOKENS)
-    parts = [ConfigFields("gemma3n", part) for part in (vision, audio)]
     # Ids that stand for images, and behind them those for sounds.
     firsts = [part.size("vocab_offset") for part in parts]
     embedders, rows = [], []
@@ -116,18 +111,13 @@ def _describe(
     layers = [{layer: layer for layer in layers}[layer] for layer in layers]  # equal ones are one
     fields.ignore("attention_dropout", "altup_coef_clip")  # the latter is of training
     softcap = fields.optional_number("final_logit_softcapping")
-    spec = ModelSpec(
-        family=fields.family,
-        architecture=architecture,
-        vocab=vocab,
-        embed=embed,
-        layers=tuple(layers),
+    spec = decoder_spec(
+        *(fields, architecture, embed, layers, norm),
         max_positions=max(reach(parameters[kind], positions) for kind in kinds),
         embed_scale=embed**0.5,
         rounds_scale=True,
-        final_norm=norm,
-        head=Head("causal", softcap=softcap) if "For" in architecture else None,
         entry=Embedders(min(own_ids, vocab)),
+        head=Head("causal", softcap=softcap),
     )
     return spec, _table(fields, spec, tied, base, own_ids)
 

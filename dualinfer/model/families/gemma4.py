@@ -13,6 +13,7 @@ from ...errors import ModelError, shown
 from .. import rows as make
 from ..spec import Attention, Experts, Head, Layer, Mlp, ModelSpec, Norm, Rope, Router
 from ..weights import Row, WeightTable, row
+from .decoders import decoder_spec
 from .fields import ConfigFields, is_positive
 from .mixtures import Mixture, make_rows
 from .rope import make_rope, reach, ropes_by_kind
@@ -42,10 +43,7 @@ def describe(fields: ConfigFields, architecture: str) -> tuple[ModelSpec, Weight
     tied = fields.flag("tie_word_embeddings", True)
     if fields.family.endswith("_text"):
         return _describe(fields, architecture, tied, "model.")
-    text = fields.take("text_config")
-    if not isinstance(text, Mapping):
-        raise ModelError(f"config.json has text_config={shown(text)}; expected an object.")
-    inner = ConfigFields(f"{fields.family}_text", text, "text_config")
+    inner = fields.part("text_config", f"{fields.family}_text")
     spec, table = _describe(inner, architecture, tied, "model.language_model.")
     inner.ignore("tie_word_embeddings")  # HF reads the outer one
     inner.finish()
@@ -88,17 +86,12 @@ def _describe(
 
     layers = {a: layer(a) for a in attentions}
     softcap = fields.optional_number("final_logit_softcapping")
-    spec = ModelSpec(
-        family=fields.family,
-        architecture=architecture,
-        vocab=vocab,
-        embed=embed,
-        layers=tuple(layers[a] for a in attentions),
+    spec = decoder_spec(
+        *(fields, architecture, embed, (layers[a] for a in attentions), norm),
         max_positions=max(reach(parameters[kind], positions) for kind in kinds),
         embed_scale=embed**0.5,
         rounds_scale=True,
-        final_norm=norm,
-        head=Head("causal", softcap=softcap) if "For" in architecture else None,
+        head=Head("causal", softcap=softcap),
     )
     return spec, _table(fields, spec, kinds, tied, base)
 

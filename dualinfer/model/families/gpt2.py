@@ -8,8 +8,9 @@ from collections.abc import Iterable
 
 from ...errors import UnservedError, shown
 from .. import rows as make
-from ..spec import Activation, Attention, Head, Layer, Mlp, ModelSpec, Norm
+from ..spec import Activation, Attention, Layer, Mlp, ModelSpec, Norm
 from ..weights import Row, WeightTable, row
+from .decoders import decoder_spec
 from .fields import ConfigFields
 
 CLASSES = {
@@ -54,19 +55,19 @@ def describe(fields: ConfigFields, architecture: str) -> tuple[ModelSpec, Weight
     fields.ignore_summary()
     mlp, placement = Mlp(ffn, activation, gated=False), "post" if is_first else "pre"
     shape = heads, 1 if one else heads, head_dim
-    spec = ModelSpec(
-        family=fields.family,
-        architecture=architecture,
-        vocab=(vocab := fields.size("vocab_size")),
-        embed=embed,
-        layers=tuple(Layer(Attention(*shape, s), mlp, norm, placement) for s in scales),
+    spec = decoder_spec(
+        *(
+            fields,
+            architecture,
+            embed,
+            (Layer(Attention(*shape, s), mlp, norm, placement) for s in scales),
+            None if is_first else norm,
+        ),
         max_positions=positions,
         learned_positions=positions,
-        token_types=vocab,
+        token_types=fields.size("vocab_size"),
         token_types_from_vocab=True,
         packs=not is_first,
-        final_norm=None if is_first else norm,
-        head=Head("causal") if architecture == CLASSES[fields.family][0] else None,
     )
     hf, table = "transformer.h.{i}.", "positions_embed" if is_first else "wpe"
 

@@ -7,8 +7,9 @@ from typing import Any
 
 from ...errors import ModelError, shown
 from .. import rows as make
-from ..spec import Attention, Head, Layer, Mlp, ModelSpec, Norm
+from ..spec import Attention, Layer, Mlp, ModelSpec, Norm
 from ..weights import WeightTable, row
+from .decoders import decoder_spec
 from .fields import MOST_LAYERS, ConfigFields
 
 CLASSES = {"gpt_neo": ("GPTNeoForCausalLM", "GPTNeoModel")}
@@ -27,18 +28,12 @@ def describe(fields: ConfigFields, architecture: str) -> tuple[ModelSpec, Weight
     ]
     fields.ignore("resid_dropout", "embed_dropout", "attention_dropout", "classifier_dropout")
     fields.ignore_summary()
-    spec = ModelSpec(
-        family="gpt_neo",
-        architecture=architecture,
-        vocab=(vocab := fields.size("vocab_size")),
-        embed=embed,
-        layers=tuple(Layer(a, mlp, norm, "pre") for a in attention),
+    spec = decoder_spec(
+        *(fields, architecture, embed, (Layer(a, mlp, norm, "pre") for a in attention), norm),
         max_positions=positions,
         learned_positions=positions,
-        token_types=vocab,
+        token_types=fields.size("vocab_size"),
         token_types_from_vocab=True,
-        final_norm=norm,
-        head=Head("causal") if architecture == "GPTNeoForCausalLM" else None,
     )
     hf = "transformer.h.{i}."
     layer = [

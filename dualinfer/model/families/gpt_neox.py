@@ -8,8 +8,9 @@ from dataclasses import replace
 
 from ...errors import ModelError, shown
 from .. import rows as make
-from ..spec import Attention, Head, Layer, Mlp, ModelSpec, Norm
+from ..spec import Attention, Layer, Mlp, ModelSpec, Norm
 from ..weights import WeightTable, row
+from .decoders import decoder_spec
 from .fields import ConfigFields
 from .rope import make_rope, reach, rotary_size
 
@@ -63,15 +64,9 @@ def describe(fields: ConfigFields, architecture: str) -> tuple[ModelSpec, Weight
         "pre",
         parallel=parallel,
     )
-    spec = ModelSpec(
-        family=fields.family,
-        architecture=architecture,
-        vocab=fields.size("vocab_size"),
-        embed=embed,
-        layers=(block,) * fields.layers("num_hidden_layers"),
+    spec = decoder_spec(
+        *(fields, architecture, embed, (block,) * fields.layers("num_hidden_layers"), norm),
         max_positions=reach(parameters, positions),
-        final_norm=norm,
-        head=Head("causal") if architecture == CLASSES[fields.family][0] else None,
     )
     base, attends, embedding, last = _NAMES[fields.family]
     hf = base + "layers.{i}."

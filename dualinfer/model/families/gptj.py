@@ -5,8 +5,9 @@ HF sources: models/gptj, models/codegen.
 
 from ...errors import ModelError
 from .. import rows as make
-from ..spec import Attention, Head, Layer, Mlp, ModelSpec, Norm
+from ..spec import Attention, Layer, Mlp, ModelSpec, Norm
 from ..weights import WeightTable, row
+from .decoders import decoder_spec
 from .fields import ConfigFields
 from .rope import make_rope
 
@@ -43,17 +44,11 @@ def describe(fields: ConfigFields, architecture: str) -> tuple[ModelSpec, Weight
         parallel=True,
         shared_norm=True,
     )
-    spec = ModelSpec(
-        family=fields.family,
-        architecture=architecture,
-        vocab=(vocab := fields.size("vocab_size")),
-        embed=embed,
-        layers=(block,) * fields.layers("n_layer"),
+    spec = decoder_spec(
+        *(fields, architecture, embed, (block,) * fields.layers("n_layer"), norm),
         max_positions=positions,
-        token_types=vocab,
+        token_types=fields.size("vocab_size"),
         token_types_from_vocab=True,
-        final_norm=norm,
-        head=Head("causal") if architecture == CLASSES[fields.family][0] else None,
     )
     hf = "transformer.h.{i}."
     layer = [

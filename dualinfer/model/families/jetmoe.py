@@ -8,8 +8,9 @@ from dataclasses import replace
 
 from ...blocks.chosen_pairs import ChosenPairs
 from .. import rows as make
-from ..spec import Attention, Experts, Head, Layer, ModelSpec, Norm, Router
+from ..spec import Attention, Experts, Layer, ModelSpec, Norm, Router
 from ..weights import Row, WeightTable, row
+from .decoders import decoder_spec
 from .fields import ConfigFields
 from .rope import make_rope, reach
 
@@ -36,15 +37,9 @@ def describe(fields: ConfigFields, architecture: str) -> tuple[ModelSpec, Weight
     mlp = Experts(count, fields.size("intermediate_size"), activation, gated=True, router=router)
     norm = Norm("rms", fields.number("rms_norm_eps"))
     layer = Layer(attention, mlp, replace(norm, eps=_EPS), "pre")
-    spec = ModelSpec(
-        family=fields.family,
-        architecture=architecture,
-        vocab=fields.size("vocab_size"),
-        embed=embed,
-        layers=(layer,) * fields.layers("num_hidden_layers"),
+    spec = decoder_spec(
+        *(fields, architecture, embed, (layer,) * fields.layers("num_hidden_layers"), norm),
         max_positions=reach(parameters, positions),
-        final_norm=norm,
-        head=Head("causal") if architecture.endswith("ForCausalLM") else None,
     )
     return spec, make.causal_table(
         spec,

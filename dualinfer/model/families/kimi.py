@@ -29,11 +29,9 @@ class Ling(Hybrid, LatentDecoder):
     """Kimi Delta Attention beside latent attention, which is gated."""
 
     def changes(self, fields: ConfigFields) -> Mapping[str, Any]:
-        """Fields of the config as other types have them."""
         return {ours: fields.take(theirs) for ours, theirs in _NAMES.items()}
 
     def recurrence(self) -> DeltaRule:
-        """The recurrence of such layers."""
         fields = self.fields
         floor, own = fields.take("kda_lower_bound", -5.0), self.delta_rule()
         if not fields.flag("kda_safe_gate", True):
@@ -94,12 +92,10 @@ class Kimi(Ling):
         return replace(rope, inv_freq=(0.0,) * len(rope.inv_freq), interleaved=False)
 
     def recurrence(self) -> DeltaRule:
-        """The recurrence of such layers."""
         own = self.delta_rule()
         return replace(own, decay_rank=own.key_dim, gate_rank=own.key_dim)
 
     def tied(self) -> bool:
-        """True if the head repeats the embedding."""
         return self.fields.flag("tie_word_embeddings", False)
 
 

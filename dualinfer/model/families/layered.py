@@ -34,7 +34,6 @@ class Layered(Decoder):
         """Nothing: each kind of layers has its own."""
 
     def sizes(self, windows: Sequence[int | None]) -> list[tuple[int, int, int]]:
-        """Of each layer the query heads, the KV heads and the elements of a head."""
         heads, kv_heads, head_dim = self.fields.grouped_heads(self.embed)
         by_layer = self.heads(heads)
         found = [
@@ -61,7 +60,6 @@ class Laguna(Layered):
     """A list of heads, and gates of each head or of each element."""
 
     def heads(self, heads: int) -> Sequence[int]:
-        """Of each layer the query heads, where the config says `heads` of all."""
         given = self.fields.take("num_attention_heads_per_layer", [heads] * self.count)
         fits = isinstance(given, list | tuple) and len(given) == self.count
         if not fits or any(type(n) is not int or n < 1 for n in given):
@@ -72,7 +70,6 @@ class Laguna(Layered):
         return given
 
     def gate_rows(self, hf: str) -> list[Row]:
-        """The rows of the product that gates what heads give."""
         axes = "q embed" if self.fields.take("gating") == "per-element" else "heads embed"
         return make.linear("attn_gate", f"{hf}.g_proj", axes, bias=False)
 
@@ -81,11 +78,9 @@ class MiMo(Layered):
     """Values narrower than keys; layers with a window have more KV heads, and sinks."""
 
     def groups(self, window: int | None) -> int:
-        """The KV heads of a layer over those that the config says."""
         return 1 if window is None else 2
 
     def attention_facts(self) -> dict[str, Any]:
-        """Further fields of all layers' attention."""
         value_dim, head_dim = self.fields.size("v_head_dim"), self.fields.size("head_dim")
         if value_dim > head_dim:
             raise ModelError(f"v_head_dim={value_dim} is more than head_dim={head_dim}.")
@@ -93,14 +88,12 @@ class MiMo(Layered):
         return {"wiring": NarrowValues(value_dim, scale)}
 
     def rope(self, parameters: Any, head_dim: int) -> Rope:
-        """The rotary embedding of layers by HF's parameters."""
         given = parameters if isinstance(parameters, Mapping) else {"rope_type": None}
         if given.get("rope_type", "default") == "default":
             parameters = {PART: 0.334, **given}
         return super().rope(parameters, head_dim)
 
     def rows(self, layer: Layer) -> list[Row]:
-        """The rows of a layer."""
         return super().rows(layer) + (self.sink_rows() if layer.attention.window else [])
 
     def check(self, spec: ModelSpec) -> None:
@@ -132,7 +125,6 @@ class Step(Layered):
     """Heads by per_layer_config, and limits of hidden values."""
 
     def heads(self, heads: int) -> Sequence[int]:
-        """Of each layer the query heads, where the config says `heads` of all."""
         found = []
         for changes in changes_of(self.fields, self.count):
             inner = ConfigFields(self.fields.family, changes, "per_layer_config")
@@ -141,7 +133,6 @@ class Step(Layered):
         return found
 
     def scale(self, head_dim: int) -> float:
-        """The factor of scores."""
         return self.fields.number("query_pre_attn_scalar") ** -0.5
 
     def layers(

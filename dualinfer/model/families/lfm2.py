@@ -24,11 +24,9 @@ class Lfm2(Hybrid):
             self.fields.require(name, parameters.get("rope_theta"))
 
     def activation(self) -> Activation:
-        """The activation of feed-forwards."""
         return "silu"
 
     def dense(self) -> Mlp:
-        """The feed-forward of a layer without experts."""
         fields, own = self.fields, super().dense()
         grain = fields.size("block_multiple_of", 256)
         factor = fields.optional_number("block_ffn_dim_multiplier")
@@ -42,11 +40,9 @@ class Lfm2(Hybrid):
         return self.fields.flag("block_auto_adjust_ff_dim", True)
 
     def recurrence(self) -> ShortConvolution:
-        """The recurrence of such layers."""
         return ShortConvolution(self.embed, self.fields.size("conv_L_cache"))
 
     def recurrent_rows(self, recurrence: ShortConvolution) -> list[Row]:
-        """The rows of a layer's recurrence."""
         return recurrence.rows(f"{self.hf}conv", self.says("conv_bias"))
 
     def check(self, spec: ModelSpec) -> None:
@@ -63,11 +59,9 @@ class Lfm2Moe(Lfm2):
     """Mixtures in some of the layers, and widths as the config says."""
 
     def adjusts(self) -> bool:
-        """True if widths are rounded."""
         return False
 
     def feeds(self) -> Sequence[Mlp | Experts]:
-        """The feed-forward of each layer."""
         if self.mixture and not self.fields.flag("use_expert_bias", True):
             self.mixture = replace(self.mixture, choice_bias=None)
         return super().feeds()

@@ -39,7 +39,6 @@ class LongCat(LatentDecoder):
     def layers(
         self, attentions: Sequence[Attention], feeds: Sequence[Mlp | Experts]
     ) -> Sequence[Layer]:
-        """The layers."""
         attention = attentions[0]
         both = self.layer(attention, self.experts()), self.layer(attention, self.dense())
         return both * self.count

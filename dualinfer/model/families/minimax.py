@@ -21,7 +21,6 @@ class MiniMax(Hybrid):
     """Lightning attention, whose slopes go by the layer; factors of both parts of each sum."""
 
     def recurrence(self) -> Lightning:
-        """The recurrence of such layers."""
         heads, _, head_dim = self.fields.grouped_heads(self.embed)
         activation = self.fields.activation("hidden_act")
         return Lightning(heads, head_dim, activation, _EPS, heads * head_dim)
@@ -29,7 +28,6 @@ class MiniMax(Hybrid):
     def layers(
         self, attentions: Sequence[Attention], feeds: Sequence[Mlp | Experts]
     ) -> Sequence[Layer]:
-        """The layers."""
         feeding = self._factors("mlp")
         linear, full = (
             NormedStream(self._factors(f"{x}_attn"), feeding) for x in ("linear", "full")
@@ -57,7 +55,6 @@ class MiniMax(Hybrid):
         return found
 
     def recurrent_rows(self, recurrence: Lightning) -> list[Row]:
-        """The rows of a layer's recurrence."""
         return recurrence.rows(f"{self.hf}self_attn", self.forgets)
 
 

@@ -27,7 +27,8 @@ class Mixture:
     is as wide as so many experts as the field `shares` says, and `shared_parts` are its own, two of
     them where gate and up are one; what it gives may be times a `shared_gate`. `choice_bias` is a
     tensor of `choice_axes`; with `router_bias` logits have one as well. A
-    tensor of all experts may lie `turned`, columns before rows, and be `marked` so in HF's class.
+    tensor of all experts may lie `turned`, columns before rows, and be `marked` so in HF's class,
+    or files may hold it in `either` way.
     `stacked` files have a tensor of all experts for each part. `ignored` fields change nothing at
     inference. Of a shared expert without `shares` the width is the field `shared_ffn`, if there is
     one (`shared_if_any`: or it is 0 and there is no such expert). `route`, `choose` and `mixed` are
@@ -46,6 +47,7 @@ class Mixture:
     router_bias: bool = False
     turned: bool = False
     marked: bool = True
+    either: bool = False
     stacked: bool = False
     count: str = "num_experts"
     chosen: str = "num_experts_per_tok"
@@ -357,14 +359,16 @@ MIXTURES: Mapping[str, Mixture] = {
 }
 
 
-def read_layers(fields: ConfigFields, dense: Mlp, layers: int) -> list[Mlp | Experts]:
-    """The feed-forward, dense or mixed, of each layer of a family of `MIXTURES`."""
-    own, activation = MIXTURES[fields.family], dense.activation
+def read_layers(fields: ConfigFields, own: Mixture, dense: Mlp, layers: int) -> list[Mlp | Experts]:
+    """The feed-forward, dense or mixed, of each of the layers."""
+    activation = dense.activation
     assert activation != "xielu"
     fields.ignore(*own.ignored)
     fields.ignore("output_router_logits")
     ffn, shared = fields.size(own.ffn), _shared(fields, own)
-    count = fields.size(_name_of_count(fields))
+    # transformers 5 has moved Qwen3's.
+    name = own.count if fields.take(own.count) is not None else "num_local_experts"
+    count = fields.size(name)
     by_layer: list[Mlp | Experts] = []
     for i, is_mixture in enumerate(own.mixed(fields, layers)):
         router = replace(own.route(fields, own), chosen=own.choose(fields, own, i, layers))
@@ -386,12 +390,6 @@ def _shared(fields: ConfigFields, own: Mixture) -> int:
     if not own.shared_ffn or (own.shared_if_any and not fields.take(own.shared_ffn, 0)):
         return 0
     return fields.size(own.shared_ffn)
-
-
-def _name_of_count(fields: ConfigFields) -> str:
-    """The field that says how many experts there are: transformers 5 has moved Qwen3's."""
-    name = MIXTURES[fields.family].count
-    return name if fields.take(name) is not None else "num_local_experts"
 
 
 def feed_rows(names: Mixture | None, mlp: Mlp | Experts, layer: str, dense: str) -> list[Row]:
@@ -470,4 +468,5 @@ def _stacked(names: Mixture, ours: str, axes: str, whole: str, experts: str) -> 
     own = row(f"experts.{ours}.weight", f"experts {axes}", *_each(names, experts, ours))
     out, inner = axes.split()
     stored = ("experts", inner, out) if names.turned else ("experts", out, inner)
-    return replace(own, others=(Source(whole, stored, marked=names.marked),))
+    source = Source(whole, stored, marked=names.marked)
+    return replace(own, others=(source,), either=names.either)

@@ -7,8 +7,9 @@ import numpy as np
 
 from ...errors import ModelError, shown
 from .. import rows as make
-from ..spec import Attention, Head, Layer, Mlp, ModelSpec, Norm
+from ..spec import Attention, Layer, Mlp, ModelSpec, Norm
 from ..weights import WeightTable
+from .decoders import decoder_spec
 from .fields import INERT, ConfigFields
 
 CLASSES = {"mpt": ("MptForCausalLM", "MptModel")}
@@ -50,16 +51,10 @@ def describe(fields: ConfigFields, architecture: str) -> tuple[ModelSpec, Weight
         norm,
         "pre",
     )
-    spec = ModelSpec(
-        family="mpt",
-        architecture=architecture,
-        vocab=fields.size("vocab_size"),
-        embed=embed,
-        layers=(block,) * fields.layers("n_layers"),
+    spec = decoder_spec(
+        *(fields, architecture, embed, (block,) * fields.layers("n_layers"), norm),
         max_positions=fields.size("max_seq_len"),
         packs=False,
-        final_norm=norm,
-        head=Head("causal") if architecture == "MptForCausalLM" else None,
     )
     hf = "transformer.blocks.{i}."
     layer = [

@@ -7,14 +7,26 @@ alone HF runs the decoder and a plain head.
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from types import ModuleType
 from typing import Any
 
 from ...errors import ModelError, UnservedError, shown
 from ..spec import Head, ModelSpec
 from ..weights import WeightTable
-from . import deepseek, gemma, gpt_neox, kinds, layered, llama, mllama, qwen3_next
+from . import (
+    deepseek,
+    gemma,
+    gpt_neox,
+    kinds,
+    layered,
+    llama,
+    mixtures,
+    mllama,
+    qwen3_next,
+    routers,
+)
+from .decoders import Kind, alike, serve
 from .fields import ConfigFields
 from .heads import under
 
@@ -90,28 +102,6 @@ class Wrapper:
     def classes(self) -> tuple[str, str]:
         """HF's classes, with a head and without."""
         return f"{self.name}{self.head}", f"{self.name}Model"
-
-
-@dataclass(frozen=True)
-class Text:
-    """A decoder that such models alone have: HF's class, and the family that it is one of.
-
-    Positions have several parts, which are equal in texts, so that it turns as its family does.
-    `given` are fields that HF takes for granted, which a config may repeat, and `same` are fields
-    of the family with HF's name of each. Heads that `share` the embedding have no size of their
-    own. Where experts are `turned`, a file may hold their columns before rows. Where it `predicts`,
-    a file may hold a layer more, of a second token. Positions that start anew separate sequences
-    where it `packs`.
-    """
-
-    name: str
-    family: str
-    given: Mapping[str, Any] = field(default_factory=dict)
-    same: Mapping[str, str] = field(default_factory=dict)
-    share: bool = False
-    turned: bool = False
-    predicts: bool = False
-    packs: bool = False
 
 
 _LLAVA = ("vision_tower", "multi_modal_projector")
@@ -359,39 +349,83 @@ WRAPPERS: dict[str, Wrapper] = {
     "vipllava": Wrapper(*("VipLlava", _ANY, _LLAVA, _NESTED), ignored=("projector_layernorm_eps",)),
     "voxtral": Wrapper("Voxtral", _ANY, _HEARS, _NESTED, ties=False),
 }
-TEXTS: dict[str, Text] = {
-    "glm4v_moe_text": Text(
-        "Glm4vMoeTextModel", "glm4_moe", {"use_qk_norm": False, "scoring_func": "sigmoid"}
+
+
+def _text(name: str, kind: Kind, packs: bool = False, **changes: Any) -> Kind:
+    """A decoder that such models alone have: HF's class, and the kind that it is one of.
+
+    Positions have several parts, which are equal in texts, so that it turns as that does. Those
+    that start anew separate sequences where it `packs`.
+    """
+    facts = {**kind.facts, **({} if packs else {"packs": False})}
+    changes = {"unturned": (*kind.unturned, *_SECTIONS), "facts": facts} | changes
+    return replace(kind, name=name, only=True, **changes)
+
+
+_LLAMAS, _KINDS = llama.KINDS, kinds.KINDS
+# HF's have no windows.
+_QWEN3: dict[str, Any] = {"sees": alike, "packs": True}
+_FULL = ("layer_types", "sliding_window")
+_EXPERTS = mixtures.MIXTURES["qwen3_moe"]
+TEXTS: dict[str, Kind] = {
+    "glm4v_moe_text": _text(
+        *("Glm4vMoeText", _KINDS["glm4_moe"]),
+        qk_norm=False,
+        always={"use_qk_norm": False},
+        mixture=mixtures.MIXTURES["glm4_moe"],
     ),
-    "glm4v_text": Text("Glm4vTextModel", "glm4", {"attention_bias": True}, share=True),
-    "glm_ocr_text": Text("GlmOcrTextModel", "glm4", {"attention_bias": False}, predicts=True),
-    "granite4_vision_text": Text("Granite4VisionTextModel", "granite", packs=True),
-    "granite_docling_text": Text("GraniteDoclingTextModel", "granite", packs=True),
-    "hunyuan_vl_text": Text("HunYuanVLTextModel", "hunyuan_v1_dense"),
-    "paddleocr_vl_text": Text(
-        *("PaddleOCRTextModel", "llama"),
-        same={"attention_bias": "use_bias", "mlp_bias": "use_bias"},
+    "glm4v_text": _text(
+        *("Glm4vText", _KINDS["glm4"]),
+        qkv_bias=True,
+        always={"attention_bias": True},
+        splits=True,
     ),
-    "qwen2_5_omni_text": Text("Qwen2_5OmniThinkerTextModel", "qwen2", share=True),
-    "qwen2_5_vl_text": Text("Qwen2_5_VLTextModel", "qwen2", share=True),
-    "qwen2_vl_text": Text("Qwen2VLTextModel", "qwen2", share=True),
-    "qwen3_omni_moe_text": Text("Qwen3OmniMoeThinkerTextModel", "qwen3_moe", packs=True),
-    "qwen3_vl_moe_text": Text(
-        "Qwen3VLMoeTextModel", "qwen3_moe", {"norm_topk_prob": True}, turned=True, packs=True
+    "glm_ocr_text": _text(
+        *("GlmOcrText", _KINDS["glm4"]),
+        qkv_bias=False,
+        always={"attention_bias": False},
+        predicts=True,
     ),
-    "qwen3_vl_text": Text("Qwen3VLTextModel", "qwen3", packs=True),
+    "granite4_vision_text": _text("Granite4VisionText", _KINDS["granite"], packs=True),
+    "granite_docling_text": _text("GraniteDoclingText", _KINDS["granite"], packs=True),
+    "hunyuan_vl_text": _text("HunYuanVLText", _KINDS["hunyuan_v1_dense"]),
+    "paddleocr_vl_text": _text(
+        *("PaddleOCRText", _LLAMAS["llama"]),
+        **dict.fromkeys(("qkv_bias", "out_bias", "mlp_bias"), "use_bias"),
+    ),
+    "qwen2_5_omni_text": _text("Qwen2_5OmniThinkerText", _LLAMAS["qwen2"], splits=True),
+    "qwen2_5_vl_text": _text("Qwen2_5_VLText", _LLAMAS["qwen2"], splits=True),
+    "qwen2_vl_text": _text("Qwen2VLText", _LLAMAS["qwen2"], splits=True),
+    "qwen3_omni_moe_text": _text(
+        *("Qwen3OmniMoeThinkerText", _KINDS["qwen3_moe"]),
+        **_QWEN3,
+        ignored=(*_KINDS["qwen3_moe"].ignored, *_FULL),
+        mixture=_EXPERTS,
+    ),
+    "qwen3_vl_moe_text": _text(
+        *("Qwen3VLMoeText", _KINDS["qwen3_moe"]),
+        **_QWEN3,
+        ignored=(*_KINDS["qwen3_moe"].ignored, *_FULL),
+        # A file may hold columns before rows.
+        mixture=replace(_EXPERTS, route=routers.always_renormalized, either=True),
+    ),
+    "qwen3_vl_text": _text(
+        *("Qwen3VLText", _LLAMAS["qwen3"]),
+        **_QWEN3,
+        ignored=(*_LLAMAS["qwen3"].ignored, *_FULL),
+    ),
 }
+_OF_TEXTS, _describe_text = serve(TEXTS)
 CLASSES: dict[str, tuple[str, ...]] = {
     **{family: own.classes for family, own in WRAPPERS.items()},
-    **{family: (own.name,) for family, own in TEXTS.items()},
+    **_OF_TEXTS,
 }
 
 
 def describe(fields: ConfigFields, architecture: str) -> tuple[ModelSpec, WeightTable]:
     """Spec and weight table of the part for text alone."""
     if fields.family in TEXTS:
-        spec, table = _decoder(fields, has_head=False)
-        return _named(fields, architecture, spec, table)
+        return _describe_text(fields, architecture)
     wrapper = WRAPPERS[fields.family]
     text = fields.take("text_config")
     if not isinstance(text, Mapping):
@@ -441,31 +475,8 @@ def _anywhere(pattern: str) -> str:
 
 def _decoder(fields: ConfigFields, has_head: bool) -> tuple[ModelSpec, WeightTable]:
     """Spec and weight table of the decoder, by the file of its family."""
-    own, packs = TEXTS.get(fields.family), True
-    if own is not None:
-        rope, packs = fields.take("rope_parameters"), own.packs
-        if isinstance(rope, Mapping):
-            rope = {k: v for k, v in rope.items() if k not in _SECTIONS}
-        for name, value in own.given.items():
-            fields.require(name, value)
-        same = {ours: fields.take(theirs) for ours, theirs in own.same.items()}
-        changes = {**own.given, **same, "rope_parameters": rope}
-        if own.family in ("qwen3", "qwen3_moe"):  # HF's have no windows
-            layers = fields.layers("num_hidden_layers")
-            changes |= {"layer_types": ["full_attention"] * layers, "sliding_window": None}
-        if own.share:
-            fields.require("head_dim", fields.split("hidden_size", "num_attention_heads")[2])
-        fields = fields.of_family(own.family, changes)
+    if fields.family in TEXTS:
+        return _describe_text(fields, "ForCausalLM" if has_head else "Model")
     *_, base = names = _MODULES[fields.family].CLASSES[fields.family][:2]
     head = f"{base}ForCausalLM" if len(names) == 1 else names[0]
-    spec, table = _MODULES[fields.family].describe(fields, head if has_head else base)
-    if own is not None and own.turned:
-        layers = {
-            id(rows): tuple(replace(row, either=len(row.others) == 1) for row in rows)
-            for rows in table.layers
-        }
-        table = replace(table, layers=tuple(layers[id(rows)] for rows in table.layers))
-    if own is not None and own.predicts:
-        more = rf"^(model\.)?layers\.{len(spec.layers)}\."
-        table = replace(table, unused=(*table.unused, more))
-    return replace(spec, packs=packs and spec.packs), table
+    return _MODULES[fields.family].describe(fields, head if has_head else base)

@@ -11,6 +11,7 @@ from ..spec import Attention, Experts, Layer, Mlp
 from ..weights import Row
 from .decoders import Decoder, Hybrid, Kind, Sight, alike, serve
 from .qwen3_next import delta_rule
+from .sights import unturned
 
 _EPS = 1e-5  # of the norms of what states give, whatever the config says
 _READS = "q_proj", "k_proj", "v_proj", "g_proj", "b_proj", "a_proj"
@@ -21,7 +22,7 @@ def _turning_if_any(own: Decoder) -> Sight:
     given = own.fields.take("rope_parameters")
     if isinstance(given, Mapping) and given.get("rope_theta") is not None:
         return alike(own)
-    return Sight([None] * own.count, [None] * own.count, {})
+    return unturned(own)
 
 
 class OlmoHybrid(Hybrid):
@@ -31,19 +32,16 @@ class OlmoHybrid(Hybrid):
         """Nothing: no field says it again."""
 
     def recurrence(self) -> DeltaRule:
-        """The recurrence of such layers."""
         own = delta_rule(self.fields, replace(self.norm, eps=_EPS))
         return replace(own, doubled=self.fields.flag("linear_allow_neg_eigval", True))
 
     def layers(
         self, attentions: Sequence[Attention], feeds: Sequence[Mlp | Experts]
     ) -> Sequence[Layer]:
-        """The layers."""
         layers = super().layers(attentions, feeds)
         return [replace(x, placement="behind") if x.attends else x for x in layers]
 
     def rows(self, layer: Layer) -> list[Row]:
-        """The rows of a layer."""
         behind = "post_attention_layernorm", "post_feedforward_layernorm"
         first, second = behind if layer.attends else ("input_layernorm", behind[0])
         rows = self.norm_rows("attn_norm", f"{self.hf}{first}")
@@ -51,7 +49,6 @@ class OlmoHybrid(Hybrid):
         return rows + self.mixing_rows(layer) + self.feed_rows(layer.mlp)
 
     def recurrent_rows(self, recurrence: DeltaRule) -> list[Row]:
-        """The rows of a layer's recurrence."""
         names = {"kernels": KERNELS, "norm": "o_norm", "out": "o_proj"}
         reads = list(zip(_READS, READS, strict=True))
         return recurrence.rows(f"{self.hf}linear_attn", reads, **names)

@@ -1,8 +1,9 @@
 """OPT: learned positions counted by the mask, pre- or post-norm. HF source: models/opt."""
 
 from .. import rows as make
-from ..spec import Attention, Head, Layer, Mlp, ModelSpec, Norm
+from ..spec import Attention, Layer, Mlp, ModelSpec, Norm
 from ..weights import Row, WeightTable, row
+from .decoders import decoder_spec
 from .fields import ConfigFields
 
 CLASSES = {"opt": ("OPTForCausalLM", "OPTModel")}
@@ -26,20 +27,20 @@ def describe(fields: ConfigFields, architecture: str) -> tuple[ModelSpec, Weight
         norm,
         "pre" if before else "post",
     )
-    spec = ModelSpec(
-        family="opt",
-        architecture=architecture,
-        vocab=fields.size("vocab_size"),
-        embed=embed,
-        layers=(block,) * fields.layers("num_hidden_layers"),
+    spec = decoder_spec(
+        *(
+            fields,
+            architecture,
+            embed,
+            (block,) * fields.layers("num_hidden_layers"),
+            norm if final else None,
+        ),
         max_positions=positions,
         learned_positions=positions,
         position_offset=_OFFSET,
         positions_from_mask=True,
         packs=False,
         embed_width=None if width == embed else width,
-        final_norm=norm if final else None,
-        head=Head("causal") if architecture == "OPTForCausalLM" else None,
     )
 
     def normed(ours: str, theirs: str) -> list[Row]:

@@ -42,19 +42,15 @@ class QwenHybrid(Hybrid):
     reads: ClassVar[tuple[tuple[str, str], ...]] = _PARTS
 
     def attention_facts(self) -> dict[str, Any]:
-        """Further fields of all layers' attention."""
         return {"qk_norm": self.norm, "wiring": GatedQueries()}
 
     def recurrence(self) -> DeltaRule:
-        """The recurrence of such layers."""
         return delta_rule(self.fields, replace(self.norm, unit_offset=False))
 
     def recurrent_rows(self, recurrence: DeltaRule) -> list[Row]:
-        """The rows of a layer's recurrence."""
         return recurrence.rows(f"{self.hf}linear_attn", list(self.reads))
 
     def qkv_rows(self, a: Attention, hf: str, bias: bool) -> list[Row]:
-        """The rows of queries, keys and values, and of their norms."""
         rows = []
         for part, rest in (("weight", " embed"), ("bias", ""))[: 1 + bias]:
             names = {"q_proj": "q+given/heads", "k_proj": "k", "v_proj": "v"}

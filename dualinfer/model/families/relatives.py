@@ -26,7 +26,6 @@ class Apertus(Decoder):
     """xIELU, whose numbers a layer learns."""
 
     def activation(self) -> Activation | Literal["xielu"]:
-        """The activation of feed-forwards."""
         return "xielu" if self.fields.take("hidden_act") == "xielu" else super().activation()
 
 
@@ -34,12 +33,10 @@ class BitNet(Decoder):
     """Norms before the products back of attention and feed-forward."""
 
     def attention_facts(self) -> dict[str, Any]:
-        """Further fields of all layers' attention."""
         heads, _, head_dim = self.fields.grouped_heads(self.embed)
         return super().attention_facts() | {"wiring": NormedHeads(heads * head_dim)}
 
     def layer(self, attention: Attention, mlp: Mlp | Experts) -> Layer:
-        """The layer of an attention and a feed-forward."""
         return replace(super().layer(attention, mlp), edits=(NormedHidden(mlp.ffn),))
 
     def mixing_rows(self, layer: Layer) -> list[Row]:
@@ -53,7 +50,6 @@ class CohereMoe(Decoder):
     """Norms of either kind, and a width of dense layers that may have a field of its own."""
 
     def dense(self) -> Mlp:
-        """The feed-forward of a layer without experts."""
         name = "prefix_dense_intermediate_size"
         given = self.fields.take(name) is not None
         return replace(super().dense(), ffn=self.fields.size(name)) if given else super().dense()
@@ -94,7 +90,6 @@ class GraniteHybrid(Hybrid):
     attending = "attention", "full_attention"
 
     def feeds(self) -> Sequence[Mlp | Experts]:
-        """The feed-forward of each layer."""
         if self.fields.take("num_local_experts", 0):
             return super().feeds()
         self.fields.ignore("intermediate_size", "num_experts_per_tok", "router_aux_loss_coef")
@@ -102,7 +97,6 @@ class GraniteHybrid(Hybrid):
         return [self.dense()] * self.count
 
     def recurrence(self) -> StateSpace | None:
-        """The recurrence of such layers."""
         if not {*self.kinds()} & {*self.recurring}:
             self.fields.ignore(*states.FIELDS)
             return None
@@ -110,7 +104,6 @@ class GraniteHybrid(Hybrid):
         return states.read(self.fields, self.norm, width)
 
     def recurrent_rows(self, recurrence: StateSpace) -> list[Row]:
-        """The rows of a layer's recurrence."""
         fields = self.fields
         biased = fields.flag("mamba_proj_bias", False), fields.flag("mamba_conv_bias", True)
         return recurrence.rows(f"{self.hf}mamba", *biased)
@@ -120,7 +113,6 @@ class HunYuan(Decoder):
     """A base of angles that `alpha` makes of the config's, where they are called dynamic."""
 
     def rope(self, parameters: Any, head_dim: int) -> Rope:
-        """The rotary embedding of layers by HF's parameters."""
         if isinstance(parameters, Mapping) and parameters.get("rope_type") == "dynamic":
             alpha, theta = (parameters.get(name, 0) for name in ("alpha", "rope_theta"))
             dim = self.fields.size("head_dim")
@@ -134,7 +126,6 @@ class HyperClovaX(Decoder):
     """Norms behind sub-layers that a config may do without."""
 
     def layer(self, attention: Attention, mlp: Mlp | Experts) -> Layer:
-        """The layer of an attention and a feed-forward."""
         layer = super().layer(attention, mlp)
         has_posts = self.fields.flag("use_post_norm", True)
         return layer if has_posts else replace(layer, placement="pre")
@@ -144,7 +135,6 @@ class MiniMaxM2(Decoder):
     """Fields of the makers' own code say again what turns, and which layers attend."""
 
     def check(self, spec: ModelSpec) -> None:
-        """Refuse fields that ask for other than the spec."""
         self.fields.require("rotary_dim", 2 * spec.layers[0].attention.rope_pairs)
         self.fields.require("attn_type_list", [1] * self.count)
 
@@ -153,13 +143,11 @@ class NanoChat(Decoder):
     """Heads turn backwards, and embedded tokens are normed."""
 
     def rope(self, parameters: Any, head_dim: int) -> Rope:
-        """The rotary embedding of layers by HF's parameters."""
         rope = super().rope(parameters, head_dim)
         backwards = [tuple(-f for f in own) for own in (rope.inv_freq, rope.long)]
         return replace(rope, inv_freq=backwards[0], long=backwards[1])
 
     def facts(self) -> Mapping[str, Any]:
-        """Further fields of the spec."""
         return {"embed_norm": self.norm}
 
 
@@ -171,7 +159,6 @@ class PhiMoe(Decoder):
     """
 
     def rope(self, parameters: Any, head_dim: int) -> Rope:
-        """The rotary embedding of layers by HF's parameters."""
         scales = [None, None]
         if isinstance(parameters, Mapping) and parameters.get("rope_type") == "longrope":
             scales = [parameters.get(name) for name in _MSCALES]

@@ -20,6 +20,12 @@ def by_share(fields: ConfigFields, names: Any) -> Router:
     return Router(0, renormalized=fields.flag("norm_topk_prob", False))
 
 
+def always_renormalized(fields: ConfigFields, names: Any) -> Router:
+    """As `renormalized`, which a config may say."""
+    fields.require("norm_topk_prob", True)
+    return renormalized(fields, names)
+
+
 def renormalized(fields: ConfigFields, names: Any) -> Router:
     """A softmax over the experts, renormalized over the chosen ones."""
     return Router(0, renormalized=True)

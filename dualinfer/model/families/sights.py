@@ -49,6 +49,11 @@ def by_theta(own: Decoder) -> Sight:
     return Sight(windows, turns, {key: {**given, "rope_theta": float(key)} for key in keys})
 
 
+def unturned(own: Decoder) -> Sight:
+    """All layers see all of the past, and know no positions."""
+    return Sight([None] * own.count, [None] * own.count, {})
+
+
 def windows_by_kind(own: Decoder) -> Sight:
     """Layers have windows by kind, and all turn."""
     windows = own.fields.windows(own.fields.layer_types(own.count))

@@ -1,9 +1,9 @@
 """T5Gemma: Gemma 2 as an encoder that looks both ways and a decoder. HF source: models/t5gemma."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import replace
 
-from ...errors import ModelError, shown
+from ...errors import ModelError
 from .. import rows as make
 from ..spec import Attention, Layer, ModelSpec, Norm
 from ..weights import Row, WeightTable, row
@@ -17,7 +17,7 @@ CLASSES = {
 
 def describe(fields: ConfigFields, architecture: str) -> tuple[ModelSpec, WeightTable]:
     """Spec and weight table of a T5Gemma model; its stacks may differ in width."""
-    own, other = (_part(fields, side) for side in ("decoder", "encoder"))
+    own, other = (fields.part(side, fields.family) for side in ("decoder", "encoder"))
     fields.ignore("is_encoder_decoder", "dropout_rate", "classifier_dropout_rate")
     fields.ignore("attention_dropout", "vocab_size")  # HF reads those of the parts
     bias = own.flag("attention_bias", False), other.flag("attention_bias", False)
@@ -86,14 +86,6 @@ def _encoder_alone(fields: ConfigFields, spec: ModelSpec, bias: bool) -> WeightT
         base="model.",
         unused=(r"^(model\.)?decoder\.", r"^lm_head\."),
     )
-
-
-def _part(fields: ConfigFields, name: str) -> ConfigFields:
-    """The config of one of the stacks."""
-    values = fields.take(name)
-    if not isinstance(values, Mapping):
-        raise ModelError(f"config.json has {name}={shown(values)}; expected an object.")
-    return ConfigFields(fields.family, values, name)
 
 
 def _stack(fields: ConfigFields, architecture: str) -> ModelSpec:
