@@ -27,55 +27,58 @@ class _Kind:
     learned or computed, in tensor2tensor's way (`fairseq`) or in XLM's (`marian`), and begin with
     `offset` other rows, or those up to the id of the padding. Where labels are shifted, `starts`
     tells whether the id of a start comes first, or their own last one. A decoder that `repeats`
-    reads the encoder's ids where it is given none. The names of tensors begin with `base`.
+    reads the encoder's ids where it is given none; where `tokens_normed` it norms tokens before
+    positions. An encoder that `looks_around` has windows and a table of its own length, both have
+    an embedding that a config must say they `share`, and some layers are `sparse`. The names of
+    tensors begin with `base`, and HF's classes with `name`, whose heads for labels are `heads`.
     """
 
+    name: str
     placement: Literal["pre", "post"]
     embed_norm: bool
     positions: Literal["learned", "fairseq", "marian"]
     offset: int = 0
     starts: bool = True
     repeats: bool = False
+    tokens_normed: bool = False
+    looks_around: bool = False
+    share: bool = False
+    sparse: bool = False
     base: str = "model."
+    heads: tuple[str, ...] = ()
+    generates: str = "ForConditionalGeneration"
+
+    @property
+    def classes(self) -> tuple[str, ...]:
+        """HF's classes."""
+        return tuple(self.name + end for end in (self.generates, "Model", *self.heads))
 
 
+_LABELS = ("ForSequenceClassification", "ForQuestionAnswering")
+_BART: dict[str, Any] = {
+    **{"placement": "post", "embed_norm": True, "positions": "learned", "offset": 2},
+    **{"repeats": True, "heads": _LABELS},
+}
 _KINDS = {
-    "bart": _Kind("post", True, "learned", 2, repeats=True),
-    "mbart": _Kind("pre", True, "learned", 2, starts=False, repeats=True),
-    "plbart": _Kind("post", True, "learned", 2, starts=False, repeats=True),
-    "mvp": _Kind("post", True, "learned", 2, repeats=True),
-    "led": _Kind("post", True, "learned", repeats=True, base="led."),
-    "blenderbot": _Kind("pre", False, "learned"),
-    "blenderbot-small": _Kind("post", True, "learned"),
-    "marian": _Kind("post", False, "marian"),
-    "pegasus": _Kind("pre", False, "marian"),
-    "m2m_100": _Kind("pre", False, "fairseq"),
-    "nllb-moe": _Kind("pre", False, "fairseq"),
+    "bart": _Kind("Bart", **_BART),
+    "mbart": _Kind("MBart", **{**_BART, "placement": "pre"}, starts=False),
+    "plbart": _Kind("PLBart", **{**_BART, "heads": _LABELS[:1]}, starts=False),
+    "mvp": _Kind("Mvp", **_BART),
+    "led": _Kind(
+        *("LED", "post", True, "learned"),
+        repeats=True,
+        looks_around=True,
+        base="led.",
+        heads=_LABELS[1:],
+    ),
+    "blenderbot": _Kind("Blenderbot", "pre", False, "learned"),
+    "blenderbot-small": _Kind("BlenderbotSmall", "post", True, "learned", tokens_normed=True),
+    "marian": _Kind("Marian", "post", False, "marian", share=True, generates="MTModel"),
+    "pegasus": _Kind("Pegasus", "pre", False, "marian"),
+    "m2m_100": _Kind("M2M100", "pre", False, "fairseq"),
+    "nllb-moe": _Kind("NllbMoe", "pre", False, "fairseq", sparse=True),
 }
-CLASSES = {
-    "bart": (
-        *("BartForConditionalGeneration", "BartModel"),
-        *("BartForSequenceClassification", "BartForQuestionAnswering"),
-    ),
-    "mbart": (
-        *("MBartForConditionalGeneration", "MBartModel"),
-        *("MBartForSequenceClassification", "MBartForQuestionAnswering"),
-    ),
-    "plbart": (
-        *("PLBartForConditionalGeneration", "PLBartModel", "PLBartForSequenceClassification"),
-    ),
-    "mvp": (
-        *("MvpForConditionalGeneration", "MvpModel"),
-        *("MvpForSequenceClassification", "MvpForQuestionAnswering"),
-    ),
-    "led": ("LEDForConditionalGeneration", "LEDModel", "LEDForQuestionAnswering"),
-    "blenderbot": ("BlenderbotForConditionalGeneration", "BlenderbotModel"),
-    "blenderbot-small": ("BlenderbotSmallForConditionalGeneration", "BlenderbotSmallModel"),
-    "marian": ("MarianMTModel", "MarianModel"),
-    "pegasus": ("PegasusForConditionalGeneration", "PegasusModel"),
-    "m2m_100": ("M2M100ForConditionalGeneration", "M2M100Model"),
-    "nllb-moe": ("NllbMoeForConditionalGeneration", "NllbMoeModel"),
-}
+CLASSES = {family: kind.classes for family, kind in _KINDS.items()}
 # What old configs say beside, and no code reads any more.
 WRITTEN = (
     *("add_bias_logits", "add_final_layer_norm", "classif_dropout", "extra_pos_embeddings"),
@@ -98,7 +101,7 @@ def describe(fields: ConfigFields, architecture: str) -> tuple[ModelSpec, Weight
     norm = Norm("layer", 1e-5)  # HF leaves torch's default
     embed, vocab = fields.size("d_model"), fields.size("vocab_size")
     names = ("max_encoder_position_embeddings", "max_decoder_position_embeddings")
-    names = names if fields.family == "led" else ("max_position_embeddings",) * 2
+    names = names if kind.looks_around else ("max_position_embeddings",) * 2
     positions: dict[str, int] = {"encoder": fields.size(names[0]), "decoder": fields.size(names[1])}
     activation = fields.activation("activation_function")
     scale = embed**0.5 if fields.flag("scale_embedding", kind.positions == "fairseq") else 1.0
@@ -106,7 +109,7 @@ def describe(fields: ConfigFields, architecture: str) -> tuple[ModelSpec, Weight
     offset = kind.offset
     if kind.positions == "fairseq":  # that of the padding is the row before position 0
         offset = fields.size("pad_token_id", 1) + 1 if pad else 1
-    if fields.family == "marian":
+    if kind.share:
         fields.require("share_encoder_decoder_embeddings", True)
         fields.require("decoder_vocab_size", vocab)
     fields.require("use_prompt", False)
@@ -115,14 +118,13 @@ def describe(fields: ConfigFields, architecture: str) -> tuple[ModelSpec, Weight
     fields.ignore("encoder_layerdrop", "decoder_layerdrop", "init_std", "num_hidden_layers")
     fields.ignore("is_decoder", "is_encoder_decoder", "add_cross_attention", *WRITTEN)
     has_head = architecture.endswith(("ForConditionalGeneration", "MTModel"))
-    is_small = fields.family == "blenderbot-small"  # whose decoder norms tokens alone
 
     def stack(side: str) -> ModelSpec:
         decodes = side == "decoder"
         layers = side_layers(fields, side, activation, norm, kind.placement)
-        if fields.family == "nllb-moe":
+        if kind.sparse:
             layers = _with_experts(fields, layers, fields.take(f"{side}_sparse_step"))
-        if fields.family == "led" and not decodes:
+        if kind.looks_around and not decodes:
             layers = _windowed(layers, fields.take("attention_window"))
         return ModelSpec(
             family=fields.family,
@@ -135,8 +137,8 @@ def describe(fields: ConfigFields, architecture: str) -> tuple[ModelSpec, Weight
             position_offset=offset,
             uncounted=pad if kind.positions == "fairseq" else None,
             packs=False,
-            embed_scale=1.0 if is_small and decodes else scale,
-            normed="tokens" if is_small and decodes else "sum",
+            embed_scale=1.0 if kind.tokens_normed and decodes else scale,
+            normed="tokens" if kind.tokens_normed and decodes else "sum",
             embed_norm=norm if kind.embed_norm else None,
             final_norm=norm if kind.placement == "pre" else None,
         )
@@ -185,15 +187,15 @@ def describe(fields: ConfigFields, architecture: str) -> tuple[ModelSpec, Weight
     else:
         fields.ignore("tie_word_embeddings")
         unused += [r"^lm_head\.", r"^final_logits_bias$"]
-    if fields.family == "led":  # of global attention, for which a caller would have to ask
+    if kind.looks_around:  # of global attention, for which a caller would have to ask
         unused.append(_GLOBAL)
     decoder_rows = tuple(layer_rows(norm, base + "decoder.layers.{i}.", crosses=True))
     hf, parts = base + "encoder.layers.{i}.", (make.QKV, "out_proj")
-    if fields.family == "led":
+    if kind.looks_around:
         parts = _LONG, "output"
     encoder_rows = tuple(layer_rows(norm, hf, False, *parts))
     layers = (decoder_rows,) * len(spec.layers) + (encoder_rows,) * len(encoder.layers)
-    if fields.family == "nllb-moe":
+    if kind.sparse:
         biased = fields.flag("router_bias", False)
         names = [base + "decoder.layers.{i}."] * len(spec.layers) + [hf] * len(encoder.layers)
         layers = tuple(

@@ -36,7 +36,7 @@ def describe(fields: ConfigFields, architecture: str) -> tuple[ModelSpec, Weight
     positions = fields.size("max_position_embeddings")
     kinds = _kinds(fields)
     places = _places(fields, kinds, norm, positions)
-    terms = len(kinds) if fields.family == "deberta" else len({"c2p", "p2c"} & set(kinds))
+    terms = len(kinds) if first else len({"c2p", "p2c"} & set(kinds))
     scale = (head_dim * (1 + terms)) ** -0.5
     attention = Attention(heads, heads, head_dim, scale, causal=False, places=places)
     mlp = Mlp(fields.size("intermediate_size"), fields.activation("hidden_act"), gated=False)

@@ -16,6 +16,8 @@ CLASSES = {
     "biogpt": ("BioGptForCausalLM", "BioGptModel"),
     "xglm": ("XGLMForCausalLM", "XGLMModel"),
 }
+# HF's name of the model, and whether positions are computed.
+_BASES = {"biogpt": ("biogpt.", False), "xglm": ("model.", True)}
 _OFFSET = 2  # rows of the table before position 0
 # The names of: embed, heads, layers, the MLP's width, its activation.
 _FIELDS = {
@@ -50,7 +52,7 @@ def describe(fields: ConfigFields, architecture: str) -> tuple[ModelSpec, Weight
         packs=False,
         embed_scale=embed**0.5 if fields.flag("scale_embedding", True) else 1.0,
     )
-    base = "biogpt." if fields.family == "biogpt" else "model."
+    base, computes = _BASES[fields.family]
     hf, at = base + "layers.{i}.", "positions embed"
     layer = [
         *make.norm(norm, "attn_norm", f"{hf}self_attn_layer_norm"),
@@ -61,7 +63,7 @@ def describe(fields: ConfigFields, architecture: str) -> tuple[ModelSpec, Weight
         *make.linear("down", f"{hf}fc2", "embed ffn"),
     ]
     table = row("positions.weight", at, (f"{base}embed_positions.weight", at))
-    if fields.family == "xglm":
+    if computes:
         if embed < 4:
             raise ModelError(f"config.json has d_model={embed}; expected 4 or more.")
         padding = fields.take("pad_token_id")

@@ -15,7 +15,8 @@ CLASSES = {
     "gptj": ("GPTJForCausalLM", "GPTJModel"),
     "codegen": ("CodeGenForCausalLM", "CodeGenModel"),
 }
-_QUARTERS = 4  # of CodeGen's heads, for the cores of the TPUs that it was trained on
+# Parts of joint projections: of CodeGen for the cores of the TPUs that it was trained on.
+_QUARTERS = {"gptj": 0, "codegen": 4}
 
 
 def describe(fields: ConfigFields, architecture: str) -> tuple[ModelSpec, WeightTable]:
@@ -27,8 +28,9 @@ def describe(fields: ConfigFields, architecture: str) -> tuple[ModelSpec, Weight
             f"config.json has rotary_dim={rotary_dim}; expected an even number up to {head_dim}, "
             "the size of a head."
         )
-    if fields.family == "codegen" and heads % _QUARTERS:
-        raise ModelError(f"config.json has n_head={heads}; expected a multiple of {_QUARTERS}.")
+    quarters = _QUARTERS[fields.family]
+    if quarters and heads % quarters:
+        raise ModelError(f"config.json has n_head={heads}; expected a multiple of {quarters}.")
     norm = Norm("layer", fields.number("layer_norm_epsilon"))
     rope = make_rope({"rope_theta": 10000.0}, rotary_dim, positions, interleaved=True)
     ffn = fields.size("n_inner", 4 * embed)
@@ -54,9 +56,9 @@ def describe(fields: ConfigFields, architecture: str) -> tuple[ModelSpec, Weight
     layer = [
         *make.norm(norm, "attn_norm", f"{hf}ln_1"),
         *(
-            make.joined("qkv", hf + "attn.{p}", make.QKV, bias=False)
-            if fields.family == "gptj"
-            else make.packed("qkv", f"{hf}attn.qkv_proj", f"q+v+k/{_QUARTERS}", bias=False)
+            make.packed("qkv", f"{hf}attn.qkv_proj", f"q+v+k/{quarters}", bias=False)
+            if quarters
+            else make.joined("qkv", hf + "attn.{p}", make.QKV, bias=False)
         ),
         *make.linear("out", f"{hf}attn.out_proj", "embed q", bias=False),
         *make.linear("up", f"{hf}mlp.fc_in", "ffn embed"),

@@ -18,13 +18,20 @@ from . import states
 from .decoders import IDLE, NONE, PART, Decoder, Factors, Hybrid, Kind, Recurrent, rms, serve
 from .fields import check_layers, is_positive
 
+# HF's names of fields, in the order of those in `states`.
+_NAMES = "num_heads", "head_dim", "n_groups", "state_size", "conv_kernel", "hidden_act"
+_NEMOTRON = (
+    *("mamba_num_heads", "mamba_head_dim", "n_groups", "ssm_state_size", "conv_kernel"),
+    "mamba_hidden_act",
+)
+
 
 class Mamba2(Recurrent):
     """Mamba-2 in each layer."""
 
     def recurrence(self) -> StateSpace:
         width = int(self.embed * self.fields.number("expand"))
-        return states.read(self.fields, self.norm, width)
+        return states.read(self.fields, self.norm, width, _NAMES)
 
     def recurrent_rows(self, recurrence: StateSpace) -> list[Row]:
         biased = self.fields.flag("use_bias", False), self.fields.flag("use_conv_bias", True)
@@ -129,7 +136,7 @@ class NemotronH(Mamba2):
         return self.fields.size("max_position_embeddings")
 
     def recurrence(self) -> StateSpace:
-        return states.read(self.fields, self.norm, None)
+        return states.read(self.fields, self.norm, None, _NEMOTRON, "time_step_min")
 
     def activation(self) -> Activation:
         return self.fields.activation("mlp_hidden_act")
@@ -274,7 +281,7 @@ KINDS = {
             *(*_TRAINED, "num_hidden_layers", "hidden_dropout", "expand", "layer_types"),
             *("mamba_proj_bias", "mamba_ssm_cache_dtype", "use_mamba_kernels"),  # not read by HF
             *("hybrid_override_pattern", "num_nextn_predict_layers", "mtp_layers_block_type"),
-            *("mtp_hybrid_override_pattern", "output_router_logits"),
+            *("mtp_hybrid_override_pattern", "output_router_logits", "time_step_limit"),
             # Of mixtures, where there is none.
             *("moe_shared_expert_overlap", "n_shared_experts", "n_routed_experts", "n_group"),
             *("moe_latent_size", "moe_intermediate_size", "num_experts_per_tok", "topk_group"),

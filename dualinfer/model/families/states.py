@@ -1,6 +1,7 @@
 """Mamba-2's part of a config: what hybrids have beside attention, or in its place."""
 
 import math
+from collections.abc import Sequence
 from dataclasses import replace
 
 from ...blocks.state_space import StateSpace
@@ -9,13 +10,6 @@ from ..spec import Norm
 from .fields import ConfigFields
 
 # HF's fields of heads, elements of a head, groups, elements of B and C, taps, and the activation.
-_NAMES = {
-    "mamba2": ("num_heads", "head_dim", "n_groups", "state_size", "conv_kernel", "hidden_act"),
-    "nemotron_h": (
-        *("mamba_num_heads", "mamba_head_dim", "n_groups", "ssm_state_size", "conv_kernel"),
-        "mamba_hidden_act",
-    ),
-}
 _HYBRIDS = (
     *("mamba_n_heads", "mamba_d_head", "mamba_n_groups", "mamba_d_state", "mamba_d_conv"),
     "hidden_act",
@@ -28,12 +22,17 @@ FIELDS = (  # of hybrids, that say nothing where no layer has a state
 )
 
 
-def read(fields: ConfigFields, norm: Norm | None, width: int | None) -> StateSpace:
+def read(
+    fields: ConfigFields,
+    norm: Norm | None,
+    width: int | None,
+    names: Sequence[str] = _HYBRIDS,
+    least: str = "",
+) -> StateSpace:
     """The state space of a config's layers, whose heads have `width` elements, None for any.
 
     HF's step by step ignores `time_step_limit`, which its whole prompts are within; here both are.
     """
-    names = _NAMES.get(fields.family, _HYBRIDS)
     heads, activation = fields.heads(names[0]), fields.activation(names[5])
     head_dim, groups, state, taps = (fields.size(name) for name in names[1:5])
     if heads % groups:
@@ -47,17 +46,14 @@ def read(fields: ConfigFields, norm: Norm | None, width: int | None) -> StateSpa
     own = StateSpace(
         *(heads, head_dim, groups, state, taps, activation, norm, heads * head_dim // groups)
     )
-    return replace(own, limits=_limits(fields))
+    return replace(own, limits=_limits(fields, least))
 
 
-def _limits(fields: ConfigFields) -> tuple[float, float]:
-    """Between which a step lies; HF's Nemotron-H has the lower end in a field of its own."""
-    if fields.family == "nemotron_h":
-        least = fields.take("time_step_min", 0.0)
-        fields.ignore("time_step_limit")
-        given = [least, math.inf]
-    else:
-        given = fields.take("time_step_limit", [0.0, math.inf])
+def _limits(fields: ConfigFields, least: str) -> tuple[float, float]:
+    """Between which a step lies; the lower end may have a field of its own."""
+    given = fields.take("time_step_limit", [0.0, math.inf])
+    if least:
+        given = [fields.take(least, 0.0), math.inf]
     fits = isinstance(given, list | tuple) and len(given) == 2
     if not fits or not all(isinstance(x, int | float) and x >= 0 for x in given):
         raise ModelError(
