@@ -257,11 +257,7 @@ def side_layers(
 
 
 def layer_rows(
-    norm: Norm,
-    hf: str,
-    crosses: bool,
-    parts: Mapping[str, str] = make.QKV,
-    out: str = "out_proj",
+    norm: Norm, hf: str, crosses: bool, parts: Mapping[str, str] = make.QKV, out: str = "out_proj"
 ) -> Iterable[Row]:
     """The rows of a layer, which `crosses` in a decoder; `parts` and `out` are HF's names."""
     yield from make.joined("qkv", hf + "self_attn.{p}", parts, bias=True)

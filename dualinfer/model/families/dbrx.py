@@ -30,14 +30,9 @@ def describe(fields: ConfigFields, architecture: str) -> tuple[ModelSpec, Weight
     rope, clip = make_rope(parameters, head_dim, positions), inner.optional_number("clip_qkv")
     attention = Attention(heads, kv_heads, head_dim, head_dim**-0.5, rope=rope, clip=clip)
     norm = Norm("layer", 1e-5)
+    layer = Layer(attention, _experts(feed, embed), norm, "pre")
     spec = decoder_spec(
-        *(
-            fields,
-            architecture,
-            embed,
-            (Layer(attention, _experts(feed, embed), norm, "pre"),) * fields.layers("n_layers"),
-            norm,
-        ),
+        *(fields, architecture, embed, (layer,) * fields.layers("n_layers"), norm),
         max_positions=reach(parameters, positions),
     )
     fields.ignore("output_router_logits")
@@ -48,7 +43,7 @@ def describe(fields: ConfigFields, architecture: str) -> tuple[ModelSpec, Weight
         part.finish()
     hf, own = "transformer.blocks.{i}.", "transformer.blocks.{i}.norm_attn_norm."
     experts = f"{hf}ffn.experts.mlp."
-    layer = [
+    rows = [
         *make.norm_without_bias(norm, "attn_norm", f"{own}norm_1"),
         *make.norm_without_bias(norm, "mlp_norm", f"{own}norm_2"),
         *make.linear("qkv", f"{own}attn.Wqkv", "q+k+v embed", bias=False),
@@ -62,7 +57,7 @@ def describe(fields: ConfigFields, architecture: str) -> tuple[ModelSpec, Weight
     ]
     outer = make.norm_without_bias(norm, "final_norm", "transformer.norm_f")
     embedding, base = "transformer.wte", "transformer."
-    return spec, make.causal_table(spec, layer, outer, embedding=embedding, tied=False, base=base)
+    return spec, make.causal_table(spec, rows, outer, embedding=embedding, tied=False, base=base)
 
 
 def _check_theta(inner: ConfigFields, parameters: Any) -> None:

@@ -131,12 +131,13 @@ class Decoder:
         fields, kind = self.fields, self.kind
         known: dict[Layer, Layer] = {}
         layers = self.layers(self.attentions(), self.feeds())
+        softcap = fields.optional_number(kind.softcap) if kind.softcap else None
         spec = decoder_spec(
             *(fields, architecture, self.embed),
             *((known.setdefault(layer, layer) for layer in layers), self.norm),
             max_positions=self.reach,
             embed_scale=self.factors.embed,
-            head=Head("causal", scale=self.factors.logits, softcap=self.softcap()),
+            head=Head("causal", scale=self.factors.logits, softcap=softcap),
             **self.facts(),
         )
         fields.require("use_bidirectional_attention", False, *([True] if kind.both_ways else []))
@@ -157,10 +158,6 @@ class Decoder:
     def facts(self) -> Mapping[str, Any]:
         """Further fields of the spec."""
         return self.kind.facts
-
-    def softcap(self) -> float | None:
-        """The cap of logits."""
-        return self.fields.optional_number(self.kind.softcap) if self.kind.softcap else None
 
     def attentions(self) -> list[Attention]:
         """The attention of each layer; sets `reach`."""
@@ -392,7 +389,6 @@ class Hybrid(Decoder):
     def layers(
         self, attentions: Sequence[Attention], feeds: Sequence[Mlp | Experts]
     ) -> Sequence[Layer]:
-        """The layers."""
         kinds, layers = self.kinds(), super().layers(attentions, feeds)
         own = self.recurrence()
         return [
@@ -401,7 +397,6 @@ class Hybrid(Decoder):
         ]
 
     def mixing_rows(self, layer: Layer) -> list[Row]:
-        """The rows of a layer's attention, and of what stands in its place or beside it."""
         own = layer.recurrence
         return [*(self.recurrent_rows(own) if own else []), *super().mixing_rows(layer)]
 
@@ -410,23 +405,18 @@ class Recurrent(Hybrid):
     """No layer attends, knows positions, or has a feed-forward."""
 
     def most_positions(self) -> int:
-        """More than any text has."""
         return 1 << 20
 
     def attentions(self) -> list[Attention]:
-        """Of no layer."""
         return [NONE] * self.count
 
     def feeds(self) -> Sequence[Mlp | Experts]:
-        """Of no layer."""
         return [IDLE] * self.count
 
     def kinds(self) -> list[str]:
-        """Of each layer its kind."""
         return [self.recurring[0]] * self.count
 
     def layer(self, attention: Attention, mlp: Mlp | Experts) -> Layer:
-        """The layer of a recurrence alone."""
         return replace(super().layer(attention, mlp), feeds=False)
 
 

@@ -12,10 +12,7 @@ from ..weights import Row, WeightTable, row
 from .decoders import decoder_spec
 from .fields import ConfigFields
 
-CLASSES = {
-    "biogpt": ("BioGptForCausalLM", "BioGptModel"),
-    "xglm": ("XGLMForCausalLM", "XGLMModel"),
-}
+CLASSES = {"biogpt": ("BioGptForCausalLM", "BioGptModel"), "xglm": ("XGLMForCausalLM", "XGLMModel")}
 # HF's name of the model, and whether positions are computed.
 _BASES = {"biogpt": ("biogpt.", False), "xglm": ("model.", True)}
 _OFFSET = 2  # rows of the table before position 0

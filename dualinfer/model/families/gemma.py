@@ -92,7 +92,7 @@ KINDS = {
 }
 # Beside images: HF reads whether a head is tied of the outer config, and its masks are others.
 _BESIDE_IMAGES = replace(KINDS["gemma3_text"], both_ways=False, under="language_model.")
-_IMAGE_TOKENS = tuple(
+IMAGE_TOKENS = tuple(
     f"{name}_{kind}"
     for name in ("boi_token", "eoi_token", "image_token")
     for kind in ("index", "id")
@@ -111,7 +111,7 @@ def describe(fields: ConfigFields, architecture: str) -> tuple[ModelSpec, Weight
     inner.finish()
     if spec.head is not None:  # HF's wrapper caps no logits
         spec = replace(spec, head=replace(spec.head, softcap=None))
-    fields.ignore("vision_config", "mm_tokens_per_image", *_IMAGE_TOKENS)
+    fields.ignore("vision_config", "mm_tokens_per_image", *IMAGE_TOKENS)
     renames = (
         ("model.language_model.", "language_model.model."),
         ("lm_head.", "language_model.lm_head."),

@@ -97,11 +97,7 @@ def _describe(
 
 
 def _attentions(
-    fields: ConfigFields,
-    embed: int,
-    kinds: list[str],
-    norm: Norm,
-    parameters: Mapping[str, Any],
+    fields: ConfigFields, embed: int, kinds: list[str], norm: Norm, parameters: Mapping[str, Any]
 ) -> list[Attention]:
     """The attention of each layer."""
     heads, positions = fields.heads("num_attention_heads"), fields.size("max_position_embeddings")
@@ -205,10 +201,7 @@ def _table(
     ]
     mlp = spec.layers[0].mlp
     if isinstance(mlp, Experts):
-        shared += [
-            *make_rows(_MIXTURE, mlp, hf.removesuffix(".")),
-            *SeparateNorms().rows(hf, norm),
-        ]
+        shared += [*make_rows(_MIXTURE, mlp, hf.removesuffix(".")), *SeparateNorms().rows(hf, norm)]
     else:
         shared += [
             *make.joined("up", hf + "mlp.{p}", make.GATE_UP, bias=False),

@@ -55,14 +55,9 @@ def describe(fields: ConfigFields, architecture: str) -> tuple[ModelSpec, Weight
     fields.ignore_summary()
     mlp, placement = Mlp(ffn, activation, gated=False), "post" if is_first else "pre"
     shape = heads, 1 if one else heads, head_dim
+    layers = (Layer(Attention(*shape, s), mlp, norm, placement) for s in scales)
     spec = decoder_spec(
-        *(
-            fields,
-            architecture,
-            embed,
-            (Layer(Attention(*shape, s), mlp, norm, placement) for s in scales),
-            None if is_first else norm,
-        ),
+        *(fields, architecture, embed, layers, None if is_first else norm),
         max_positions=positions,
         learned_positions=positions,
         token_types=fields.size("vocab_size"),

@@ -113,12 +113,7 @@ _KIMI: dict[str, Any] = {
 KINDS = {
     "kimi_linear": Kind("KimiLinear", build=Kimi, **_KIMI),
     "bailing_hybrid": Kind(
-        *("BailingHybrid",),
-        **_KIMI,
-        build=Ling,
-        gate="sigmoid",
-        attn_gate="g_proj",
-        gates="heads",
+        *("BailingHybrid",), **_KIMI, build=Ling, gate="sigmoid", attn_gate="g_proj", gates="heads"
     ),
 }
 CLASSES, describe = serve(KINDS)

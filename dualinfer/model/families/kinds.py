@@ -21,10 +21,7 @@ _COHERE2 = (  # of the makers' own code; HF folds the pattern into layer_types
     *("use_embedding_sharing", "use_gated_activation", "use_parallel_block"),
     "use_parallel_embedding",
 )
-_PER_HEAD: dict[str, Any] = {
-    "qk_norm": "qk_layernorm",
-    "qk_names": ("q_layernorm", "k_layernorm"),
-}
+_PER_HEAD: dict[str, Any] = {"qk_norm": "qk_layernorm", "qk_names": ("q_layernorm", "k_layernorm")}
 _AROUND = {
     "attn_norm": "input_layernorm",
     "attn_post_norm": "post_self_attn_layernorm",
@@ -150,24 +147,11 @@ KINDS = {
         sees=sights.by_kind_if_any,
         unturned=("mrope_section", "mrope_interleaved"),
     ),
-    "cwm": Kind(
-        "Cwm",
-        qkv_bias=False,
-        out_bias=False,
-        sees=sights.windows_by_kind,
-    ),
+    "cwm": Kind("Cwm", qkv_bias=False, out_bias=False, sees=sights.windows_by_kind),
     "deepseek_ocr2_text": Kind("DeepseekOcr2Text", always={"mlp_bias": False}, only=True),
-    "diffllama": Kind(
-        "DiffLlama",
-        ignored=("lambda_std_dev",),
-        build=relatives.DiffLlama,
-    ),  # of training's start
-    "dots1": Kind(
-        "Dots1",
-        qk_norm=True,
-        ignored=_WINDOWED,
-        sees=sights.windows_by_kind,
-    ),
+    # The field is of training's start.
+    "diffllama": Kind("DiffLlama", ignored=("lambda_std_dev",), build=relatives.DiffLlama),
+    "dots1": Kind("Dots1", qk_norm=True, ignored=_WINDOWED, sees=sights.windows_by_kind),
     "ernie4_5": Kind(
         *("Ernie4_5",),
         **dict.fromkeys(("qkv_bias", "out_bias", "mlp_bias"), "use_bias"),
@@ -205,12 +189,7 @@ KINDS = {
         ),
         sees=sights.turning_unless_wide,
     ),
-    "flint": Kind(
-        "Flint",
-        qk_norm=True,
-        sees=sights.turning_in_windows,
-        sinks=True,
-    ),
+    "flint": Kind("Flint", qk_norm=True, sees=sights.turning_in_windows, sinks=True),
     "flex_olmo": Kind("FlexOlmo", **_OLMO2),
     "gemma": Kind(
         "Gemma",
@@ -274,13 +253,7 @@ KINDS = {
     ),
     "internlm3": Kind("Llama", ("InternLM3ForCausalLM",), **_LLAMA),
     "iquestcoder": Kind("Llama", ("IQuestCoderForCausalLM",), **_LLAMA),
-    "jais2": Kind(
-        *("Jais2",),
-        **_LAYER_NORM,
-        **_LLAMA,
-        mlp=("up_proj", "down_proj"),
-        gated=False,
-    ),
+    "jais2": Kind("Jais2", **_LAYER_NORM, **_LLAMA, mlp=("up_proj", "down_proj"), gated=False),
     "kolibri1": Kind(
         *("Kolibri1",),
         **dict.fromkeys(("qkv_bias", "out_bias"), False),
@@ -302,12 +275,7 @@ KINDS = {
         ),
         sees=sights.by_kind,
     ),
-    "ministral": Kind(
-        "Ministral",
-        qkv_bias=False,
-        out_bias=False,
-        sees=sights.windows_by_kind,
-    ),
+    "ministral": Kind("Ministral", qkv_bias=False, out_bias=False, sees=sights.windows_by_kind),
     "ministral3": Kind(
         "Ministral3",
         qkv_bias=False,
@@ -334,12 +302,7 @@ KINDS = {
         ),
         build=relatives.MiniMaxM2,
     ),
-    "mixtral": Kind(
-        "Mixtral",
-        qkv_bias=False,
-        out_bias=False,
-        sees=sights.one_window,
-    ),
+    "mixtral": Kind("Mixtral", qkv_bias=False, out_bias=False, sees=sights.one_window),
     "nanochat": Kind(
         *("NanoChat",),
         weighted=False,
@@ -361,17 +324,8 @@ KINDS = {
     ),
     "olmo": Kind("Olmo", norm=layer_norm(), weighted=False, clip="clip_qkv"),
     "olmo2": Kind("Olmo2", **_OLMO2),
-    "olmo3": Kind(
-        "Olmo3",
-        **_OLMO2,
-        sees=sights.by_kind,
-    ),
-    "olmoe": Kind(
-        "Olmoe",
-        qk_norm=True,
-        qk_norm_over="all",
-        clip="clip_qkv",
-    ),
+    "olmo3": Kind("Olmo3", **_OLMO2, sees=sights.by_kind),
+    "olmoe": Kind("Olmoe", qk_norm=True, qk_norm_over="all", clip="clip_qkv"),
     "phi": Kind(
         *("Phi",),
         partial=True,

@@ -11,6 +11,7 @@ from ..spec import Attention, ModelSpec
 from ..weights import Row, WeightTable
 from .decoders import Decoder, Kind, Sight, alike, serve
 from .fields import ConfigFields
+from .gemma import IMAGE_TOKENS
 
 
 def _sees(own: Decoder) -> Sight:
@@ -76,11 +77,6 @@ KINDS = {
 }
 _OWN, describe_text = serve(KINDS)
 CLASSES = {"llama4": ("Llama4ForConditionalGeneration",), **_OWN}
-_IMAGE_TOKENS = tuple(
-    f"{name}_{kind}"
-    for name in ("boi_token", "eoi_token", "image_token")
-    for kind in ("index", "id")
-)
 
 
 def describe(fields: ConfigFields, architecture: str) -> tuple[ModelSpec, WeightTable]:
@@ -90,7 +86,7 @@ def describe(fields: ConfigFields, architecture: str) -> tuple[ModelSpec, Weight
     inner = fields.part("text_config", "llama4_text")
     spec, table = describe_text(inner, architecture)
     inner.finish()
-    fields.ignore("vision_config", "tie_word_embeddings", *_IMAGE_TOKENS)
+    fields.ignore("vision_config", "tie_word_embeddings", *IMAGE_TOKENS)
     renames = ("model.", "language_model.model."), ("lm_head.", "language_model.lm_head.")
     unused = *table.unused, r"^vision_model\.", r"^multi_modal_projector\."
     return replace(spec, family=fields.family), replace(table, renames=renames, unused=unused)

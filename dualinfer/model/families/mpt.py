@@ -43,9 +43,7 @@ def describe(fields: ConfigFields, architecture: str) -> tuple[ModelSpec, Weight
     fields.ignore("init_config", "init_device", "tokenizer_name", "verbose")
     block = Layer(
         Attention(
-            *(heads, heads, head_dim, scale or head_dim**-0.5),
-            clip=clip,
-            alibi=alibi_slopes(heads),
+            *(heads, heads, head_dim, scale or head_dim**-0.5), clip=clip, alibi=alibi_slopes(heads)
         ),
         Mlp(4 * embed, "gelu", gated=False),
         norm,

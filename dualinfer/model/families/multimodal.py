@@ -146,10 +146,7 @@ _GRANITE_SPEECH: dict[str, Any] = {
 WRAPPERS: dict[str, Wrapper] = {
     "aria": Wrapper(
         *("Aria", ("aria_text",), _LLAVA, _NESTED),
-        ignored=(
-            "projector_patch_to_query_dict",
-            "max_value_projector_patch_to_query_dict",
-        ),
+        ignored=("projector_patch_to_query_dict", "max_value_projector_patch_to_query_dict"),
     ),
     "audioflamingo3": Wrapper(
         *("AudioFlamingo3", _ANY, _HEARS, _NESTED), ties=False, ignored=("projector_bias",)
@@ -302,8 +299,7 @@ WRAPPERS: dict[str, Wrapper] = {
         not_alone=("use_bidirectional_attention", "num_image_tokens"),
     ),
     "perception_lm": Wrapper(
-        *("PerceptionLM", _ANY, _LLAVA),
-        ignored=("vision_use_cls_token", "projector_pooling_ratio"),
+        *("PerceptionLM", _ANY, _LLAVA), ignored=("vision_use_cls_token", "projector_pooling_ratio")
     ),
     "pp_chart2table": Wrapper(*("GotOcr2", _ANY, _LLAVA, _NESTED)),
     "qianfan_ocr": Wrapper(
@@ -318,8 +314,7 @@ WRAPPERS: dict[str, Wrapper] = {
     "qwen3_5": Wrapper("Qwen3_5", ("qwen3_5_text",), ("visual", "mtp")),
     "qwen3_5_moe": Wrapper("Qwen3_5Moe", ("qwen3_5_moe_text",), ("visual", "mtp")),
     "qwen3_asr": Wrapper(
-        *("Qwen3ASR", _ANY, _HEARS),
-        ignored=("timestamp_token_id", "token_classification_bias"),
+        *("Qwen3ASR", _ANY, _HEARS), ignored=("timestamp_token_id", "token_classification_bias")
     ),
     "qwen3_omni_moe_thinker": Wrapper(*("Qwen3OmniMoeThinker", ("qwen3_omni_moe_text",)), **_OMNI),
     "qwen3_vl": Wrapper("Qwen3VL", ("qwen3_vl_text",), ("visual",)),
@@ -344,7 +339,7 @@ WRAPPERS: dict[str, Wrapper] = {
     ),
     "video_llama_3": Wrapper("VideoLlama3", _ANY, ("vision_model", "projector")),
     "video_llava": Wrapper(
-        *("VideoLlava", _ANY, ("image_tower", "video_tower", "multi_modal_projector"), _NESTED),
+        *("VideoLlava", _ANY, ("image_tower", "video_tower", "multi_modal_projector"), _NESTED)
     ),
     "vipllava": Wrapper(*("VipLlava", _ANY, _LLAVA, _NESTED), ignored=("projector_layernorm_eps",)),
     "voxtral": Wrapper("Voxtral", _ANY, _HEARS, _NESTED, ties=False),
@@ -375,10 +370,7 @@ TEXTS: dict[str, Kind] = {
         mixture=mixtures.MIXTURES["glm4_moe"],
     ),
     "glm4v_text": _text(
-        *("Glm4vText", _KINDS["glm4"]),
-        qkv_bias=True,
-        always={"attention_bias": True},
-        splits=True,
+        *("Glm4vText", _KINDS["glm4"]), qkv_bias=True, always={"attention_bias": True}, splits=True
     ),
     "glm_ocr_text": _text(
         *("GlmOcrText", _KINDS["glm4"]),
@@ -410,9 +402,7 @@ TEXTS: dict[str, Kind] = {
         mixture=replace(_EXPERTS, route=routers.always_renormalized, either=True),
     ),
     "qwen3_vl_text": _text(
-        *("Qwen3VLText", _LLAMAS["qwen3"]),
-        **_QWEN3,
-        ignored=(*_LLAMAS["qwen3"].ignored, *_FULL),
+        *("Qwen3VLText", _LLAMAS["qwen3"]), **_QWEN3, ignored=(*_LLAMAS["qwen3"].ignored, *_FULL)
     ),
 }
 _OF_TEXTS, _describe_text = serve(TEXTS)

@@ -28,13 +28,8 @@ def describe(fields: ConfigFields, architecture: str) -> tuple[ModelSpec, Weight
         "pre" if before else "post",
     )
     spec = decoder_spec(
-        *(
-            fields,
-            architecture,
-            embed,
-            (block,) * fields.layers("num_hidden_layers"),
-            norm if final else None,
-        ),
+        *(fields, architecture, embed, (block,) * fields.layers("num_hidden_layers")),
+        norm=norm if final else None,
         max_positions=positions,
         learned_positions=positions,
         position_offset=_OFFSET,
