@@ -1,5 +1,6 @@
 """Tensor parallelism on real GPUs: NCCL, exchanges peer to peer, CUDA graphs. Two GPUs or more."""
 
+import asyncio
 import os
 
 import numpy as np
@@ -181,6 +182,32 @@ def module_outputs(tp):
             engine(input_ids=on_device).logits.float().cpu().numpy(),
             engine.generate(input_ids=on_device, **GREEDY).tolist(),
         )
+
+
+async def _many(engine, prompts):
+    how = {"max_new_tokens": 24, "eos_token_id": None}
+    made = [
+        engine.generate_async(ids, do_sample=bool(i % 2), seed=i, **how)
+        for i, ids in enumerate(prompts)
+    ]
+    return [await one for one in made]
+
+
+def led_texts(tp):
+    """What many calls at once give, twice, in room that is reserved: rank 0 drives the others."""
+    prompts = [row.tolist() for row in random_ids(6, 11)]
+    with _engine("llama-gqa", tp) as engine:
+        if tp > 1 and os.environ["RANK"] != "0":
+            engine.follow()
+            return None
+        engine.lead()
+        engine.reserve(4, 128)
+        return [asyncio.run(_many(engine, prompts)) for _ in range(2)]
+
+
+@pytest.mark.parametrize("tp", GPUS)
+def test_one_process_drives_those_of_the_other_gpus(crew, tp):
+    assert crew.run(led_texts, tp, world=tp)[0] == led_texts(1)
 
 
 def test_module_mode_over_two_gpus_equals_one(crew):
