@@ -186,7 +186,7 @@ def _from_module(live: Any, other_way: str) -> HFModel:
             f"{type(module).__name__} is no HF model, so that fused mode, which runs dualinfer's "
             f"own decoder, does not know it. {other_way}"
         )
-    mixtures = check_parts(live, other_way)
+    mixtures = check_parts(live, other_way, backends.find_mixtures)
     generation = getattr(module, "generation_config", None)
 
     def open_source() -> TensorSource:

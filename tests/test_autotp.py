@@ -9,9 +9,9 @@ import torch
 import dualinfer
 from dualinfer.backends.torch.module.autotp import layouts
 from dualinfer.backends.torch.module.autotp.layers import GatheredLinear, RanksSeam
+from dualinfer.backends.torch.module.autotp.miniature import pattern
 from dualinfer.backends.torch.module.autotp.plan import describe, make_plan
 from dualinfer.backends.torch.module.autotp.surgery import split_module
-from dualinfer.backends.torch.module.autotp.table import hf_differences
 from dualinfer.backends.torch.parallel import one
 
 from .models import relative_rms
@@ -284,15 +284,28 @@ def test_table_of_a_module_without_values_is_the_same():
     assert describe(empty, 2) == describe(whole, 2)
 
 
+_BECOMES = {  # transformers' styles; what it gathers is split here where its layout is known
+    **dict.fromkeys(("colwise", "packed_colwise"), "column"),
+    **dict.fromkeys(("rowwise", "packed_rowwise", "rowwise_split_input"), "row"),
+    **{
+        "colwise_gather_output": "gathered or column",
+        "replicated_with_grad_allreduce": "replicated",
+    },
+    **{"embedding_rowwise": "vocab", "moe_tp_experts": "experts"},
+}
+
+
 @pytest.mark.parametrize("name", MODELS)
 def test_plan_agrees_with_hugging_face(name):
     model = make_model(name)
-    plan, _ = make_plan(model, 2, 64, {})
-    found = hf_differences(model, plan)
-    # HF gathers what Phi-3 and GLM fuse; here each block is split, which saves a collective.
-    styles = {"colwise_gather_output": "column", "rowwise_split_input": "row"}
-    fused = {path: said for path, said in found.items() if styles.get(said[0]) == said[1]}
-    assert found == fused and bool(fused) == (MODELS[name][0] in ("Phi3", "Glm")), found
+    plan, notes = make_plan(model, 2, 64, {})
+    ours = {pattern(change.path): change.becomes for change in plan.changes}
+    parts = {pattern(path) for path, _ in model.named_modules()}
+    said = {path: style for path, style in (model._tp_plan or {}).items() if path in parts}
+    found = {p: (s, ours.get(p, "replicated")) for p, s in said.items()}
+    assert not [own for own in found.items() if own[1][1] not in _BECOMES[own[1][0]]]
+    by_plan = any("as transformers' own tp_plan says" in note for note in notes)
+    assert by_plan == any(style == "colwise" for style in said.values())
 
 
 class _Reader(torch.nn.Module):

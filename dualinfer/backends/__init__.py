@@ -1,6 +1,7 @@
 """Choosing a backend: imports it, or says what to install."""
 
 import importlib
+from collections.abc import Mapping
 from typing import Any
 
 from ..config import InferenceConfig
@@ -9,6 +10,7 @@ from ..config.installed import default_backend as default_backend
 from ..config.installed import missing
 from ..config.installed import requirements as requirements
 from ..errors import BackendNotAvailableError
+from ..model.deepspeed_moe import MoeLayer
 from ..model.load_plan import LoadPlan, TensorSource
 from ..model.spec import ModelSpec
 from ..parallel.agreement import Peers
@@ -63,6 +65,13 @@ def describe_split(class_name: str, config: Any, size: int, grain: int) -> Any:
 def make_empty_module(class_name: str, config: Any) -> Any:
     """A HF model of this class on torch's meta device; ModelError where transformers has none."""
     return _import("torch").make_empty_module(class_name, config)
+
+
+def find_mixtures(
+    parts: Mapping[str, Any], expected: Mapping[str, Any], kind: str, other_way: str
+) -> list[MoeLayer]:
+    """DeepSpeed's MoE layers among the parts of a torch module; see `module.trials.find_layers`."""
+    return _import("torch").find_mixtures(parts, expected, kind, other_way)
 
 
 def join(config: InferenceConfig, is_module: bool = False) -> Peers:

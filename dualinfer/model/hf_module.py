@@ -1,12 +1,15 @@
 """Look at a live HF module: its classes, and whether its parts are what its config makes."""
 
 import copy
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from ..errors import CheckpointError, ModelError, a_type, counted, listing, warn_caller
-from .deepspeed_moe import MoeLayer, find_layers
+from .deepspeed_moe import MoeLayer, is_candidate
 from .peft_modules import check_adapters, class_path, plain_parts
 
+# Finds DeepSpeed's layers among parts and those by the config, of a kind, with another way.
+FindMixtures = Callable[[Mapping[str, Any], Mapping[str, Any], str, str], list[MoeLayer]]
 _ACCELERATE = "accelerate.hooks"
 _ROUNDED = 1e-2  # what half precision may make of a number, relatively
 
@@ -47,7 +50,7 @@ def check_wrapper(module: Any, other_way: str) -> None:
     check_adapters(module, other_way)
 
 
-def check_parts(module: Any, other_way: str) -> list[MoeLayer]:
+def check_parts(module: Any, other_way: str, find_mixtures: FindMixtures) -> list[MoeLayer]:
     """Raise ModelError where a part of a HF module is not what its config makes.
 
     DeepSpeed's MoE layers in the place of MLPs may be there, and are what comes back.
@@ -60,7 +63,9 @@ def check_parts(module: Any, other_way: str) -> list[MoeLayer]:
             _check_forward(part, f"{what} {kind}", other_way)
     _check_attention(module, other_way)
     expected = _made_by_config(module)
-    mixtures = find_layers(dict(parts), expected, kind, other_way)
+    mixtures: list[MoeLayer] = []
+    if any(is_candidate(part) for _, part in parts):
+        mixtures = find_mixtures(dict(parts), expected, kind, other_way)
     for name, part in parts:
         other = expected.get(name)
         if not name or other is None or any(own.covers(name) for own in mixtures):

@@ -8,6 +8,7 @@ import torch
 from ...checkpoint.described.auto_class import classes_of_type
 from ...config import InferenceConfig
 from ...errors import ConfigError, ModelError, OutOfMemoryError, warn_caller
+from ...model.deepspeed_moe import MoeLayer
 from ...model.load_plan import LoadPlan, TensorSource
 from ...model.spec import ModelSpec
 from ...parallel.experts import describe_experts, parts_of_experts
@@ -76,6 +77,13 @@ def describe_split(class_name: str, config: Any, size: int, grain: int) -> "Desc
 
     config._attn_implementation = "eager"
     return describe(make_empty_module(class_name, config), size, grain)
+
+
+def find_mixtures(*given: Any) -> list[MoeLayer]:
+    """DeepSpeed's MoE layers in a HF module; see `module.trials.find_layers`."""
+    from .module.trials import find_layers
+
+    return find_layers(*given)
 
 
 def make_empty_module(class_name: str, config: Any) -> torch.nn.Module:

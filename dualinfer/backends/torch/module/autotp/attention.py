@@ -2,7 +2,7 @@
 
 import inspect
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from torch import nn
@@ -63,93 +63,140 @@ def _number(owner: Any, names: Sequence[str]) -> int | None:
     return next((v for v in values if isinstance(v, int) and not isinstance(v, bool)), None)
 
 
-def find_attention(
-    root: nn.Module, path: str, part: nn.Module, size: int, grain: int
-) -> Iterator[Unit]:
-    """The unit of `part`, at `path` in `root`, if it is an attention block."""
+def find_attention(root: nn.Module, path: str, part: nn.Module, size: int) -> Iterator[Unit]:
+    """The unit of `part`, at `path` in `root`, if it is an attention block of known names."""
     names = {name for name, _ in part.named_children()}
     trio = next((t for t in _TRIOS if names.issuperset(t)), None)
     fused = next((name for name in _FUSED if name in names), None)
     if trio is None and fused is None:
         return
-    unit = Unit(path, "attention")
-    projections = list(trio or ((fused,) if fused else ()))
+    columns = list(trio or ((fused,) if fused else ()))
     if fused == "c_attn" and "q_attn" in names:
-        projections.append("q_attn")
-    projections += [name for name in _MORE if name in names]
-    out, row = _output(root, path, part)
-    unit.layers = [join_path(path, name) for name in projections] + ([row] if row else [])
+        columns.append("q_attn")
+    columns += [name for name in _MORE if name in names]
+    row = _output(root, path, part)
+    unit = Unit(path, "attention", [join_path(path, name) for name in columns])
+    unit.layers += [row] if row else []
     try:
-        if out is None or row is None:
+        if row is None:
             raise NotUnderstoodError("its output projection was not found")
-        odd = [name for name in projections if not is_linear(part.get_submodule(name))]
-        if odd or not is_linear(out):
-            raise NotUnderstoodError(f"{odd[0] if odd else row} is no plain linear layer")
-        heads, ranks = _local(part, out, projections, trio is not None, size)
-        layouts = _layouts(unit, part, projections, heads)
-        if codegen in layouts:
-            ranks = [pad_for_codegen(h) for h in ranks]
-        unit.changes = attention_changes(unit, part, layouts, heads, ranks, row)
-        if layouts == [interleaved] and unit.guess:
-            unit.others = attention_changes(unit, part, [blocks], heads, ranks, row)
+        layers = [root.get_submodule(own) for own in unit.layers]
+        fill_attention(unit, part, layers, size)
     except NotUnderstoodError as problem:
         unit.problem = str(problem)
     yield unit
 
 
-def _output(root: nn.Module, path: str, part: nn.Module) -> tuple[Any, str | None]:
-    """The output projection and its path: a child, or BERT's `output.dense` beside `self`."""
+def is_attention(part: nn.Module, columns: Iterable[str]) -> bool:
+    """True for a block that says something of heads, or whose layers have attention's names."""
+    known = {*_FUSED, *(name for trio in _TRIOS for name in trio)}
+    return _number(part, (*_HEADS, *_HEAD_DIM)) is not None or not known.isdisjoint(columns)
+
+
+def _output(root: nn.Module, path: str, part: nn.Module) -> str | None:
+    """The path of the output projection: a child, or BERT's `output.dense` beside `self`."""
     children = dict(part.named_children())
-    for name in _OUT:
-        if name in children:
-            return children[name], join_path(path, name)
+    name = next((name for name in _OUT if name in children), None)
+    if name is not None:
+        return join_path(path, name)
     parent, _, own = path.rpartition(".")
     row = join_path(parent, "output.dense")
     try:
-        layer = root.get_submodule(row)
+        root.get_submodule(row)
     except AttributeError:
-        return None, None
-    return (layer, row) if own in ("self", "attention") else (None, None)
+        return None
+    return row if own in ("self", "attention") else None
 
 
-def _layouts(unit: Unit, part: nn.Module, names: Sequence[str], heads: Heads) -> list[Layout]:
-    """The layout of each projection; one that is guessed is noted in the unit."""
-    if len(names) > 2:
-        return [query_rows, key_rows, key_rows] + [query_rows] * (len(names) - 3)
-    if len(names) > 1:
-        return [key_value_blocks, query_rows]
-    layout = layout_of(part)
-    if layout is None:
-        unit.guess = f"how {type(part).__name__} fuses q, k and v is not known"
-        layout = interleaved if heads.heads == heads.kv_heads else blocks
-    return [layout]
+def fill_attention(unit: Unit, part: nn.Module, layers: Sequence[Any], size: int) -> None:
+    """Give a unit, whose last layer is the output projection, its changes.
+
+    A projection has rows for query heads, for keys or values, or for all of them; its name or,
+    in a unit by the policy, its width tells. Raises NotUnderstoodError.
+    """
+    odd = [path for path, m in zip(unit.layers, layers, strict=True) if not is_linear(m)]
+    if odd:
+        raise NotUnderstoodError(f"{odd[0]} is no plain linear layer")
+    *widths, inner = [sizes(m)[1] for m in layers[:-1]] + [sizes(layers[-1])[0]]
+    names = [path.rpartition(".")[2] for path in unit.layers[:-1]]
+    roles = [_role(name, len(names)) for name in names]
+    if unit.source == "policy":
+        roles = ["query" if width == inner else "key" for width in widths]
+    heads = _heads(part, inner, list(zip(roles, widths, strict=True)), unit.source != "plan")
+    if heads.heads == 1:
+        raise NotUnderstoodError(f"it has {heads.heads} heads for {size} ranks")
+    ranks = local_heads(heads.heads, heads.kv_heads, heads.head_dim, size)
+    layouts = [_LAYOUTS[role] for role in roles]
+    if roles == ["all"]:
+        known = layout_of(part)
+        if known is None:
+            unit.guess = f"how {type(part).__name__} fuses q, k and v is not known"
+            known = interleaved if heads.heads == heads.kv_heads else blocks
+        layouts = [known]
+    if codegen in layouts:
+        ranks = [pad_for_codegen(h) for h in ranks]
+    dims = [heads.head_dim] * len(widths)
+    for i, (role, width) in enumerate(zip(roles, widths, strict=True)):
+        if role in ("query", "key"):
+            dims[i] = width // (heads.heads if role == "query" else heads.kv_heads)
+    columns = list(zip(layouts, dims, strict=True))
+    unit.changes = attention_changes(unit, part, columns, heads, ranks)
+    if layouts == [interleaved] and unit.guess:
+        columns = [(blocks, heads.head_dim)]
+        unit.others = attention_changes(unit, part, columns, heads, ranks)
 
 
-def _local(
-    part: nn.Module, out: nn.Module, names: Sequence[str], separate: bool, size: int
-) -> tuple[Heads, list[Heads]]:
-    """All heads, and those of each rank; checked against the shapes."""
+_LAYOUTS: dict[str, Layout] = {
+    "query": query_rows,
+    "key": key_rows,
+    "keys and values": key_value_blocks,
+    "all": blocks,
+}
+
+
+def _role(name: str, count: int) -> str:
+    """The heads that a projection of this name, one of `count`, has rows for."""
+    if name in _FUSED:
+        return "all" if count == 1 else "keys and values"
+    return "key" if any(name in trio[1:] for trio in _TRIOS) else "query"
+
+
+def _heads(part: nn.Module, inner: int, columns: Sequence[tuple[str, int]], strict: bool) -> Heads:
+    """All heads of a block, by its numbers, and by the roles and widths of its columns.
+
+    `strict`: a query projection has no more than the queries, and all heads are equally wide.
+    """
     config = getattr(part, "config", None)
-    widths = [sizes(part.get_submodule(name))[1] for name in names]
-    inner = sizes(out)[0]
-    own_heads = _number(part, _HEADS)
+    own_heads, own_kv_heads = _number(part, _HEADS), _number(part, _KV_HEADS)
     count = own_heads or _number(config, _HEADS)
-    dim = _number(part, _HEAD_DIM) or (inner // count if count else None)
+    dim = _number(part, _HEAD_DIM)
+    if (own_heads and not inner % own_heads) or not dim or inner % dim:
+        dim = inner // count if count else dim
     if not dim:
         raise NotUnderstoodError("it does not say how many heads it has")
     heads = inner // dim
-    if separate:
-        kv_heads = widths[1] // dim
-        expected = [heads, kv_heads, kv_heads, *[heads] * (len(names) - 3)]
-    elif len(names) > 1:
-        kv_heads, expected = heads, [2 * heads, heads]
-    else:
-        kv_heads = (widths[0] // dim - heads) // 2
-        expected = [heads + 2 * kv_heads]
-    own_kv_heads = _number(part, _KV_HEADS)
+    of_keys = [width for role, width in columns if role == "key"]
+    kv_heads = heads
+    if columns[0][0] == "all":
+        kv_heads = (columns[0][1] // dim - heads) // 2
+    elif of_keys:
+        kv_heads = of_keys[0] // dim
+        if {*of_keys} != {kv_heads * dim}:  # keys and values of other widths
+            kv_heads = own_kv_heads or _number(config, _KV_HEADS) or heads
+    whole = {
+        "query": heads,
+        "key": kv_heads,
+        "keys and values": 2 * heads,
+        "all": heads + 2 * kv_heads,
+    }
+    fits = all(
+        width == whole[role] * dim or (not strict and width % whole[role] == 0)
+        for role, width in columns
+        if kv_heads
+    )
     if (
         inner != heads * dim
-        or widths != [n * dim for n in expected]
+        or not fits
         or not kv_heads
         or heads % kv_heads
         or (own_heads is not None and own_heads != heads)
@@ -158,35 +205,38 @@ def _local(
         raise NotUnderstoodError(
             f"its heads do not fit its shapes (head_dim {dim}, inner width {inner})"
         )
-    if heads == 1:
-        raise NotUnderstoodError(f"it has {heads} heads for {size} ranks")
-    ranks = local_heads(heads, kv_heads, dim, size)
-    return Heads(heads, kv_heads, dim, (), ()), ranks
+    return Heads(heads, kv_heads, dim, (), ())
 
 
 def attention_changes(
     unit: Unit,
     part: nn.Module,
-    layouts: Sequence[Layout],
+    columns: Sequence[tuple[Layout, int]],
     heads: Heads,
     ranks: Sequence[Heads],
-    row: str,
 ) -> list[Change]:
     """Changes of a block: its layers, what has a part a head, and numbers that its forward reads.
 
-    `layouts` are those of the unit's layers but `row`. Raises NotUnderstoodError.
+    `columns` are layouts of the unit's layers but the last, with their widths of a head. Raises
+    NotUnderstoodError.
     """
     reason = f"{heads.heads} heads" + (
         f", {heads.kv_heads} KV heads" if heads.kv_heads != heads.heads else ""
     )
-    columns = [path for path in unit.layers if path != row]
+    *paths, row = unit.layers
     changes = [
-        Change(path, "column", tuple(layout(h) for h in ranks), unit.path, reason)
-        for path, layout in zip(columns, layouts, strict=True)
+        Change(
+            path,
+            "column",
+            tuple(layout(h._replace(head_dim=dim)) for h in ranks),
+            unit.path,
+            reason,
+        )
+        for path, (layout, dim) in zip(paths, columns, strict=True)
     ]
     parts = tuple(query_rows(h) for h in ranks)
     changes.append(Change(row, "row", parts, unit.path, reason, heads=tuple(ranks)))
-    changes += _by_head(unit, part, heads, ranks, set(columns) | {row})
+    changes += _by_head(unit, part, heads, ranks)
     numbers = tuple(_local_numbers(vars(part), heads, h) for h in ranks)
     config = getattr(part, "config", None)
     names = _read_of_config(part) if config is not None else ()
@@ -240,18 +290,17 @@ def _read_of_config(part: nn.Module) -> set[str]:
     return names & {*_HEADS, *_KV_HEADS}
 
 
-def _by_head(
-    unit: Unit, part: nn.Module, heads: Heads, ranks: Sequence[Heads], layers: set[str]
-) -> list[Change]:
+def _by_head(unit: Unit, part: nn.Module, heads: Heads, ranks: Sequence[Heads]) -> list[Change]:
     """Changes of what else of an attention block has a part a head.
 
-    Raises NotUnderstoodError for what might have.
+    Raises NotUnderstoodError for what might have; transformers' plan names all that has.
     """
+    is_planned = unit.source == "plan"
     changes: list[Change] = []
     module_lists: list[str] = []
     for name, child in part.named_modules():
         path = join_path(unit.path, name)
-        if path in layers or any(name.startswith(f"{outer}.") for outer in module_lists):
+        if path in unit.layers or any(name.startswith(f"{outer}.") for outer in module_lists):
             continue
         is_key = name.startswith("k")
         count = heads.kv_heads if is_key else heads.heads
@@ -265,6 +314,8 @@ def _by_head(
                 changes.append(Change(path, "table", picks, unit.path, "a column a head"))
             continue
         if isinstance(child, nn.Linear) or is_conv1d(child):
+            if is_planned:
+                continue
             raise NotUnderstoodError(f"the place of {name} in it is not known")
         for key, tensor in child._parameters.items():
             if tensor is None or tensor.numel() == 1:
@@ -278,7 +329,7 @@ def _by_head(
                 changes.append(
                     Change(join_path(path, key), "by head", own, unit.path, "a part a head")
                 )
-            elif tensor.ndim == 1 and tensor.numel() == heads.head_dim:
+            elif is_planned or (tensor.ndim == 1 and tensor.numel() == heads.head_dim):
                 continue  # of each head, and the same for all
             elif re.match(r"(q|k|v|sub|inner|attn)", name) or not name:
                 full = f"{name}.{key}".lstrip(".")

@@ -45,7 +45,8 @@ class Change:
 class Unit:
     """Changes that are made together or not at all; `problem` says why they are not known.
 
-    `guess` says what of them must be seen to be right; if it is not, `others` may be.
+    `source` says who tells its layers: names, plan (transformers' own) or policy. `guess` says what
+    of them must be seen to be right; if it is not, `others` may be.
     """
 
     path: str
@@ -55,6 +56,7 @@ class Unit:
     problem: str = ""
     guess: str = ""
     others: list[Change] = field(default_factory=list)
+    source: str = "names"
 
 
 @dataclass(frozen=True)
@@ -159,3 +161,38 @@ def method_sources(kind: type) -> Iterator[str]:
             function = inspect.unwrap(value) if callable(value) else value
             if inspect.isfunction(function) and not _NOT_FORWARD.search(name):
                 yield inspect.getsource(function)
+
+
+# The owner of a weight that is read, "" where it has no name; `_OF_MANY` are ways to read any.
+_OF_WEIGHT = re.compile(r"(\w*)(?:\[[^\]]*\])*\.weight\b(?!\.(?:dtype|device|shape|ndim|size)\b)")
+_OF_MANY = re.compile(
+    r"getattr\((?!\s*[\w.]+,\s*[\"'](?!weight|_)\w)|vars\(|__dict__|state_dict"
+    r"|\b(?:_parameters|_modules)\b|\b(?:named_)?(?:parameters|modules|children)\("
+)
+_OF_KIND = re.compile(r"next\(self\.parameters\(\)\)\.(dtype|device)\b")
+
+
+def read_layers(module: nn.Module) -> set[str] | None:
+    """Names of the layers whose weights the module's methods may read past their forward.
+
+    By the words of their source, for what could not be tried out: layers are only called there, or
+    taken from. None where that does not tell.
+    """
+    owners = [(part, part._modules) for part in module.modules()]
+    names = {name for _, own in owners for name in own if not name.isdigit()}
+    lists = {n for _, own in owners for n, child in own.items() if isinstance(child, nn.ModuleList)}
+    used = re.compile(rf"\.({'|'.join(names - lists) or '(?!)'})\b(?!\s*[(.\[=])")
+    found: set[str] = set()
+    if any("forward" in vars(part) for part in module.modules()):
+        return None
+    for kind in {type(part) for part in module.modules()}:
+        try:
+            text = "\n".join(method_sources(kind))
+        except OSError:
+            return None
+        read = {*_OF_WEIGHT.findall(text)} - {"self"}
+        if _OF_MANY.search(_OF_KIND.sub("", text)) or not read <= names:
+            return None
+        found |= read | {*used.findall(text)}
+    read = {id(child) for _, own in owners for name, child in own.items() if name in found}
+    return {name for _, own in owners for name, child in own.items() if id(child) in read}

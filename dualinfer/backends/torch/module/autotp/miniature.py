@@ -2,8 +2,10 @@
 
 import copy
 import inspect
-from collections.abc import Iterator
+import re
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from types import FunctionType, MethodType
 from typing import Any, NamedTuple
 
 import torch
@@ -13,7 +15,6 @@ from .....system.memory import host_free_bytes
 from ..fill import is_hf, slots
 from ..mixtures import mixture_layers
 from .changes import join_path
-from .likeness import Likeness
 
 _TOKENS = 7
 _OTHER_SIZES = (2, 1), (1, 40), (9, 3)  # rows and tokens
@@ -24,8 +25,9 @@ _MOST_OF_MEMORY = 0.5  # of what the host has left; the copy of the copy needs a
 class Call(NamedTuple):
     """A call of one part of the module; its path is "" for all of it.
 
-    `doubt` says why the module may call the part in other ways. A `guess` need not work: it shows
-    what else a part may do.
+    `whole` is true of HF models, of which those that ran already need no call. `doubt` says why the
+    module may call the part in other ways. A `guess` need not work: it shows what else a part may
+    do.
     """
 
     path: str
@@ -33,6 +35,7 @@ class Call(NamedTuple):
     kwargs: dict[str, Any]
     doubt: str = ""
     guess: bool = False
+    whole: bool = False
 
 
 def pattern(path: str) -> str:
@@ -88,41 +91,61 @@ def sharing_copy(module: nn.Module) -> Any:
 
 
 def make_calls(module: nn.Module, rows: int) -> list[Call]:
-    """Calls with random inputs: of a HF model as a whole, else of each kind of layer in a stack.
+    """Calls with random inputs: of HF models as wholes, and of each kind of layer in other stacks.
 
-    The latter also with one token, with many, with more rows, and of the module as a whole, as far
-    as they work. Raises ValueError where it is not known what the module takes.
+    The latter also with one token, with many, with more rows; a module of one's own also as a
+    whole, as far as that works. HF models within others come behind these. Raises ValueError where
+    it is not known what any takes.
     """
     generator = torch.Generator().manual_seed(1)
+    models = [path for path, part in module.named_modules() if is_hf(part)]
+    calls: list[Call] = []
+    problem = None
+    for path in models:
+        try:
+            inputs = _hf_inputs(module.get_submodule(path), rows, generator)
+            calls.append(Call(path, (), inputs, whole=True))
+        except Exception as error:
+            problem = problem or error
     if is_hf(module):
-        return [Call("", (), _hf_inputs(module, rows, generator))]
-    calls, guesses = [], []
-    likeness = Likeness()
+        if problem is not None and not calls:
+            raise problem
+        return calls
     for path, stack in stacks(module):
-        marks: list[Any] = []
+        if f"{path}.".startswith(tuple(f"{model}." for model in models)):
+            continue
+        kinds: list[nn.Module] = []
         for name, layer in stack.named_children():
-            mark = likeness.mark(layer)
-            widths = (m.in_features for m in layer.modules() if isinstance(m, nn.Linear))
-            width = next(widths, None)
-            if mark not in marks and width is not None:
-                marks.append(mark)
+            width = _width(layer)
+            if width and not any(are_alike(layer, kind) for kind in kinds):
+                kinds.append(layer)
                 x = _uniform((rows, _TOKENS, width), generator)
                 calls.append(Call(f"{path}.{name}".lstrip("."), (x,), {}, _doubt(layer)))
                 for size in _OTHER_SIZES:
                     x = _uniform((*size, width), generator)
-                    guesses.append(calls[-1]._replace(args=(x,), guess=True))
-    if not calls:
-        raise ValueError("it is no HF model and has no stack of layers")
+                    calls.append(calls[-1]._replace(args=(x,), guess=True))
     vocabs = [m.num_embeddings for m in module.modules() if isinstance(m, nn.Embedding)]
-    width = next(m.in_features for m in module.modules() if isinstance(m, nn.Linear))
     for tokens in (_TOKENS, 1):
         if vocabs:
             shape = (rows, tokens)
             x = torch.randint(0, min(vocabs), shape, generator=generator, device="cpu")
         else:
-            x = _uniform((rows, tokens, width), generator)
-        guesses.append(Call("", (x,), {}, guess=True))
-    return [*calls, *guesses]
+            x = _uniform((rows, tokens, _width(module)), generator)
+        calls.append(Call("", (x, *_more_inputs(module, rows, tokens)), {}, guess=True))
+    return calls
+
+
+def _width(module: nn.Module) -> int:
+    """The inputs of the first linear layer in a module; 0 if it has none."""
+    return next((m.in_features for m in module.modules() if isinstance(m, nn.Linear)), 0)
+
+
+def _more_inputs(module: nn.Module, rows: int, tokens: int) -> Iterator[Any]:
+    """Common inputs that a module asks for beside the first: masks, and where a sequence starts."""
+    for name, own in [*inspect.signature(module.forward).parameters.items()][1:]:
+        if own.default is not own.empty or own.kind is not own.POSITIONAL_OR_KEYWORD:
+            return
+        yield torch.ones((rows, tokens), dtype=torch.long) if "mask" in name else 0
 
 
 def _doubt(layer: nn.Module) -> str:
@@ -146,13 +169,16 @@ def _share_parts(stack: nn.Module) -> bool:
 def _shortened(module: nn.Module) -> Iterator[None]:
     """Each stack without its end, as far as layers of every kind are left."""
     whole = [(stack, dict(stack._modules)) for _, stack in stacks(module)]
-    likeness = Likeness()
     try:
         for stack, layers in whole:
             if _share_parts(stack):
                 continue
-            marks = [likeness.mark(layer) for layer in stack]
-            count = max(marks.index(mark) for mark in set(marks)) + 1
+            kinds: list[Any] = []
+            count = 0
+            for i, layer in enumerate(stack):
+                if not any(are_alike(layer, kind) for kind in kinds):
+                    kinds.append(layer)
+                    count = i + 1
             for name in list(layers)[count:]:
                 del stack._modules[name]
         yield
@@ -160,6 +186,55 @@ def _shortened(module: nn.Module) -> Iterator[None]:
         for stack, layers in whole:
             stack._modules.clear()
             stack._modules.update(layers)
+
+
+_PLACE = re.compile(r"_*(((layer|block)_?)?(idx|index|id|number)|(layer|block)_?(num|name))")
+_IRRELEVANT = re.compile(r"drop|_is_hf_initialized")  # in eval mode
+_BASE = frozenset(vars(nn.Module()))
+
+
+def are_alike(one: nn.Module, other: nn.Module) -> bool:
+    """True for layers of the same parts, settings and buffers, but for what tells their place.
+
+    What cannot be compared is taken for different.
+    """
+    parts = [*one.named_modules()], [*other.named_modules()]
+    return len(parts[0]) == len(parts[1]) and all(
+        name == other_name
+        and type(part) is type(like)
+        and _is_same(_settings(part), _settings(like))
+        for (name, part), (other_name, like) in zip(*parts, strict=True)
+    )
+
+
+def _settings(part: nn.Module) -> dict[str, Any]:
+    """All that a part's forward may go by but its weights' values and its place."""
+    own = {name: value for name, value in vars(part).items() if name not in _BASE}
+    own = {n: v for n, v in own.items() if not _PLACE.fullmatch(n) and not _IRRELEVANT.search(n)}
+    shapes = {n: None if p is None else p.shape for n, p in part._parameters.items()}
+    return {**own, " shapes": shapes, " buffers": part._buffers}
+
+
+def _is_same(one: Any, other: Any) -> bool:
+    if one is other:
+        return True
+    if type(one) is not type(other):
+        return False
+    if isinstance(one, nn.Module):  # another layer, which knows this one
+        return True
+    if isinstance(one, nn.Parameter) or (isinstance(one, torch.Tensor) and one.is_meta):
+        return one.shape == other.shape
+    if isinstance(one, torch.Tensor):
+        return one.shape == other.shape and torch.equal(one, other)
+    if isinstance(one, Mapping):
+        return one.keys() == other.keys() and all(_is_same(v, other[k]) for k, v in one.items())
+    if isinstance(one, list | tuple):
+        return len(one) == len(other) and all(map(_is_same, one, other))
+    if isinstance(one, MethodType):
+        return one.__func__ is other.__func__
+    if isinstance(one, FunctionType):  # as one that is made anew in each layer
+        return one.__code__ is other.__code__ and not one.__closure__
+    return one == other or one != one  # NaN is not equal to itself
 
 
 def _uniform(shape: Any, generator: torch.Generator) -> torch.Tensor:
@@ -186,7 +261,7 @@ def _hf_inputs(module: Any, rows: int, generator: torch.Generator) -> dict[str, 
     inputs: dict[str, Any] = {}
     config = module.config
     if module.main_input_name == "pixel_values":
-        size, channels = config.image_size, getattr(config, "num_channels", 3)
+        size, channels = getattr(config, "image_size", 64), getattr(config, "num_channels", 3)
         height, width = size if isinstance(size, list | tuple) else (size, size)
         inputs["pixel_values"] = _uniform((rows, channels, height, width), generator)
     elif module.main_input_name in ("input_ids", "input_features"):

@@ -1,8 +1,9 @@
 """Tensor parallelism of a caller's own module: what each layer becomes, tried before it is made.
 
-Units that are understood (`units`) are split in the column-row form; any other linear layer
-of a stack can be split by itself, its outputs gathered. A unit is trusted if a rehearsal has shown
-that it gives the same, or an injection policy vouches for it. What is left is replicated, and said.
+Units that are understood (`units`) are split in the column-row form. Transformers' own plan tells
+them, else names of layers, and before both the user's policy where there is one. Any other linear
+layer of a stack can be split by itself, its outputs gathered. A unit is trusted if a rehearsal has
+shown that it gives the same, or a policy vouches for it. What is left is replicated, and said.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -18,16 +19,24 @@ from .....errors import ConfigError, ModelError, a_type
 from .....parallel.sharding import split_evenly
 from ..fill import is_hf, on_meta
 from ..mixtures import MixtureLayer
-from .changes import Change, SurgeryPlan, Unit, is_altered, is_linear, opaque_parts, sizes
+from .changes import (
+    Change,
+    SurgeryPlan,
+    Unit,
+    is_altered,
+    is_linear,
+    opaque_parts,
+    read_layers,
+    sizes,
+)
 from .layers import Part, Seam
 from .layouts import Run, Runs, extent
 from .miniature import pattern, stacks
 from .policy import check_policy, policy_units
-from .reading import Readings
 from .rehearsal import Rehearsal
 from .surgery import experts_of, split_axis, split_module
 from .table import Described, notes_on, table, weight_of
-from .units import find_units
+from .units import find_units, hf_styles
 
 _LEAST_ROWS = 8  # of an embedding, a rank
 _ATTEMPTS = (
@@ -77,12 +86,14 @@ def make_plan(
             f"tensor parallelism: the {kind} is replicated: {problem}"
         ]
     units = find_units(module, size, grain)
+    styles = hf_styles(module)
+    planned = find_units(module, size, grain, styles) if styles else []
     vouched = policy_units(module, policy, units, size, grain)
     if on_meta(module):
         everything = {pattern(path) for path, _ in module.named_modules()}
-        for unit in units:
+        for unit in planned or units:
             unit.problem = unit.problem or unit.guess
-        plan = _choose(module, units, vouched, everything, size, grain)
+        plan = _choose(module, planned or units, vouched, everything, everything, size, grain)
         return plan, [f"tensor parallelism: the {kind} holds no values and was not tried out"]
     rehearsal = Rehearsal(module)
     notes = []
@@ -98,16 +109,17 @@ def make_plan(
     problem = ""
     failures: dict[str, str] = {}  # what was tried, by what was wrong with it
     tried: list[SurgeryPlan] = []
-    for kinds, trusted in _attempts(units):
-        plan = _choose(module, trusted, vouched, rehearsal.ran, size, grain)
+    for what, trusted, careful in _attempts(units, planned):
+        seen = rehearsal.ran, rehearsal.called
+        plan = _choose(module, trusted, vouched, *seen, size, grain, careful)
         if plan in tried:
             continue
         tried.append(plan)
         problem = rehearsal.check(size, partial(_split_copy, plan))
         if not problem:
-            return plan, [*notes, *failures.values(), *notes_on(module, plan)]
-        what = f"{', '.join(kinds)} split as units gave" if kinds else "layers split alone gave"
-        failures.setdefault(problem, f"tensor parallelism: {what} other values ({problem})")
+            source = _sources(plan, trusted)
+            return plan, [*notes, *failures.values(), *source, *notes_on(module, plan)]
+        failures.setdefault(problem, f"tensor parallelism: {what} gave other values ({problem})")
     if vouched:
         raise ConfigError(
             f"injection_policy: split as it says, the {kind} gives other values ({problem}). "
@@ -121,17 +133,31 @@ def make_plan(
     return plan, [*notes, *failures.values(), *notes_on(module, plan)]
 
 
-def _attempts(units: Sequence[Unit]) -> Iterator[tuple[Sequence[str], list[Unit]]]:
-    """Kinds of units with the units to try, first all, until one gives what the whole module does.
+def _attempts(
+    units: Sequence[Unit], planned: Sequence[Unit]
+) -> Iterator[tuple[str, list[Unit], bool]]:
+    """What to try, with its units, until one gives what the whole module does.
 
-    Where a layout was guessed, both guesses are tried.
+    First all units that transformers' plan tells, then those by names, fewer and fewer kinds of
+    them, each also carefully. Where a layout was guessed, both guesses are tried.
     """
+    if any(unit.source == "plan" for unit in planned):
+        yield "layers split as transformers' own tp_plan says", list(planned), False
     others = [replace(u, changes=u.others) if u.others else u for u in units]
     has_others = any(unit.others for unit in units)
     for kinds in _ATTEMPTS:
+        what = f"{', '.join(kinds)} split as units" if kinds else "layers split alone"
         ways = (units, others) if has_others and "attention" in kinds else (units,)
         for some in ways if "experts" in kinds else (others,):
-            yield kinds, [unit for unit in some if unit.kind in (*kinds, "mixture")]
+            own = [unit for unit in some if unit.kind in (*kinds, "mixture")]
+            yield from ((what, own, careful) for careful in (False, True))
+
+
+def _sources(plan: SurgeryPlan, units: Sequence[Unit]) -> list[str]:
+    """A note on the units of a plan that transformers' own tells."""
+    made = {change.unit for change in plan.changes}
+    paths = {pattern(u.path): None for u in units if u.source == "plan" and u.path in made}
+    return [f"split as transformers' own tp_plan says: {', '.join(paths)}"] if paths else []
 
 
 def _split_copy(plan: SurgeryPlan, copy: nn.Module, rank: int, seam: Seam) -> None:
@@ -196,12 +222,15 @@ def _choose(
     units: Sequence[Unit],
     vouched: Sequence[Unit],
     ran: set[str],
+    called: set[str],
     size: int,
     grain: int,
+    careful: bool = False,
 ) -> SurgeryPlan:
     """The plan with units whose layers are among the patterns that `ran`, or are vouched for.
 
-    Other layers are split by themselves, freely if they are among those.
+    Other layers are split by themselves, freely if they are among those that were `called`; if
+    `careful`, none whose weight may be read past their forward.
     """
     changes: list[Change] = []
     why: dict[str, str] = {}
@@ -225,7 +254,7 @@ def _choose(
         else:
             changes += unit.changes
             taken.update(layers)
-    changes += _alone(module, taken, why, ran, size, grain)
+    changes += _alone(module, taken, why, called, size, grain, careful)
     return _without_torn_ties(module, SurgeryPlan(size, tuple(changes), why))
 
 
@@ -233,21 +262,31 @@ def _alone(
     module: nn.Module,
     taken: set[str],
     why: dict[str, str],
-    ran: set[str],
+    called: set[str],
     size: int,
     grain: int,
+    careful: bool,
 ) -> Iterator[Change]:
     """Layers split by themselves: embeddings by rows, linear layers with their outputs gathered.
 
     Of what is left whole, `why` is told.
     """
     vocab = _vocab_sizes(module, size)
-    readings = cache(lambda: Readings(module))
+    weights_read = cache(lambda: read_layers(module))
     inside = [f"{path}." if path else "" for path, _ in stacks(module)]
     opaque = opaque_parts(module)
 
-    def use_elsewhere(path: str) -> str | None:
-        if pattern(path) in ran or not readings().may_read(path):
+    tried = {  # by the weight, which other layers, never called, may share
+        id(part._parameters.get("weight"))
+        for path, part in module.named_modules()
+        if pattern(path) in called
+    }
+
+    def use_elsewhere(path: str, part: nn.Module) -> str | None:
+        if id(part.weight) in tried and (not careful or path.startswith(tuple(inside))):
+            return None
+        names = weights_read()
+        if names is not None and names.isdisjoint(path.split(".")):
             return None
         return "its weight is read elsewhere, or that is not known"
 
@@ -255,7 +294,7 @@ def _alone(
         if isinstance(part, nn.Embedding):
             if part.num_embeddings not in vocab:
                 continue
-            problem = _own_lookup(part) or use_elsewhere(path)
+            problem = _own_lookup(part) or use_elsewhere(path, part)
             if problem:
                 why[path] = problem
             else:
@@ -272,7 +311,7 @@ def _alone(
             reason = f"vocabulary of {outputs}" if is_head else why.get(path, "by itself")
             if not is_head and (not in_stack or outputs * 8 < inputs or outputs < 2 * size):
                 why.setdefault(path, "small, or in no stack of layers")
-            elif problem := use_elsewhere(path):
+            elif problem := use_elsewhere(path, part):
                 why[path] = problem
             else:
                 why.pop(path, None)

@@ -25,42 +25,55 @@ class Rehearsal:
     """A miniature of a module and what it gives; `ran` are the patterns of the parts that ran.
 
     Where nothing could be called, `obstacle` says why. `doubts` says it of parts, by pattern, that
-    the module may call in another way than was tried, which are not among `ran`.
+    the module may call in another way than was tried, which are not among `ran`; `called` has all
+    that ran in any way.
     """
 
     def __init__(self, module: nn.Module) -> None:
         self.ran: set[str] = set()
+        self.called: set[str] = set()
         self.obstacle = ""
         self.doubts: dict[str, str] = {}
         self._calls: list[Call] = []
         self._expected: list[list[torch.Tensor]] = []
-        for whole in (False, True) if is_hf(module) else (False,):
-            self._reference: Any = None
-            for eager, rows in ((False, 2), (False, 1), (True, 2), (True, 1)):
-                try:
-                    if self._reference is None:
-                        self._reference = make_miniature(module, whole)
-                    if eager and is_hf(module):  # kernels may need a GPU
-                        self._reference.set_attn_implementation("eager")
-                        self._reference.set_experts_implementation("eager")
-                    calls = make_calls(self._reference, rows)  # some heads take one row only
-                except Exception as error:  # what a user's module raises is not ours to foresee
-                    self.obstacle = self.obstacle or _told(error)
-                    break
-                for call in calls:
-                    if not call.guess:
-                        self._try(call)
-                    elif self._calls:
-                        self._guess(call)
-                if self._calls:
-                    self.obstacle = ""
-                    starts = tuple(f"{path}." for path in self.doubts)
-                    self.ran = {path for path in self.ran if not path.startswith(starts)}
-                    return
-                self.doubts.clear()
+        has_models = any(map(is_hf, module.modules()))
+        for whole in (False, True) if has_models else (False,):
+            if self._find_calls(module, whole):
+                return
+
+    def _find_calls(self, module: nn.Module, whole: bool) -> bool:
+        """Make a miniature and see which calls work; True if some do.
+
+        Others are tried until one works that is no guess.
+        """
+        self._reference: Any = None
+        for eager, rows in ((False, 2), (False, 1), (True, 2), (True, 1)):
+            try:
+                if self._reference is None:
+                    self._reference = make_miniature(module, whole)
+                if eager:  # kernels may need a GPU
+                    parts = [self._reference] if is_hf(module) else self._reference.modules()
+                    for model in filter(is_hf, parts):
+                        model.set_attn_implementation("eager")
+                        model.set_experts_implementation("eager")
+                calls = make_calls(self._reference, rows)  # some heads take one row only
+            except Exception as error:  # what a user's module raises is not ours to foresee
+                self.obstacle = self.obstacle or _told(error)
+                break
+            self._calls, self._expected = [], []
+            for call in calls:
+                if not (call.whole and pattern(call.path) in self.ran):
+                    self._try(call)
+            if self.ran:
+                starts = tuple(f"{path}." for path in self.doubts)
+                self.ran = {path for path in self.ran if not path.startswith(starts)}
+                self.obstacle = ""
+                return True
+            self.doubts.clear()
+        return bool(self._calls)
 
     def _try(self, call: Call) -> None:
-        """Note what a call gives and what runs in it; if it fails, why."""
+        """Note what a call gives and what runs in it; if it fails and is no guess, why."""
         ran: set[str] = set()
         hooks = [
             part.register_forward_hook(lambda *_, path=path: ran.add(pattern(path)))
@@ -70,29 +83,24 @@ class Rehearsal:
             outputs = _run(self._reference, call)
             if not outputs or not all(bool(tensor.isfinite().all()) for tensor in outputs):
                 raise ValueError("it returns no finite numbers")
+            if call.guess and _difference(_run(self._reference, call), outputs):
+                raise ValueError("it does not give the same twice")
         except Exception as error:
-            self.obstacle = self.obstacle or _told(error)
-            self.doubts[pattern(call.path)] = _told(error)
-        else:
-            self._calls.append(call)
-            self._expected.append(outputs)
-            self.ran |= ran
-            if call.doubt:
-                self.doubts[pattern(call.path)] = call.doubt
+            if not call.guess:
+                self.obstacle = self.obstacle or _told(error)
+                if not call.whole:
+                    self.doubts[pattern(call.path)] = _told(error)
+            return
         finally:
             for hook in hooks:
                 hook.remove()
-
-    def _guess(self, call: Call) -> None:
-        """Note what a call gives, if it works and gives the same twice."""
-        try:
-            once, again = (_run(self._reference, call) for _ in range(2))
-        except Exception:  # it was a guess
-            return
-        finite = all(bool(tensor.isfinite().all()) for tensor in once)
-        if once and finite and not _difference(again, once):
-            self._calls.append(call)
-            self._expected.append(once)
+        self._calls.append(call)
+        self._expected.append(outputs)
+        self.called |= ran
+        if not call.guess:
+            self.ran |= ran
+            if call.doubt:
+                self.doubts[pattern(call.path)] = call.doubt
 
     def check(self, size: int, split: Callable[[nn.Module, int, Any], None]) -> str:
         """Say what goes wrong once `split(module, rank, seam)` is applied; "" if nothing does."""

@@ -1,4 +1,4 @@
-"""A plan of tensor parallelism as people read it: a table, notes, and where HF's own differs."""
+"""A plan of tensor parallelism as people read it: a table, and notes."""
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -9,19 +9,6 @@ from .changes import Change, SurgeryPlan
 from .layouts import extent
 from .miniature import pattern
 from .surgery import split_axis
-
-_STYLES = {
-    "colwise": ("column",),
-    "packed_colwise": ("column",),
-    "rowwise": ("row",),
-    "packed_rowwise": ("row",),
-    "colwise_gather_output": ("gathered",),
-    "colwise_rep": ("gathered",),
-    "embedding_rowwise": ("vocab",),
-    "moe_tp_experts": ("experts",),
-    "replicated_with_grad_allreduce": ("replicated", "by head"),
-    "replicate": ("replicated",),
-}
 
 
 class Line(NamedTuple):
@@ -138,10 +125,6 @@ def notes_on(module: nn.Module, plan: SurgeryPlan) -> list[str]:
     notes = [f"tensor parallelism over {plan.size} ranks: {', '.join(split) or 'nothing is split'}"]
     if replicated:
         notes.append(f"replicated: {_by_reason(replicated)}")
-    others = hf_differences(module, plan)
-    if others:
-        styles = ", ".join(f"{path} ({style})" for path, (style, _) in others.items())
-        notes.append(f"otherwise than in HF's tp_plan: {styles}")
     gathered = [x for x in lines if x.becomes == "gathered" and not x.reason.startswith("vocab")]
     if gathered:
         notes.append(f"split by themselves, with outputs gathered: {_by_reason(gathered)}")
@@ -157,15 +140,3 @@ def _by_reason(lines: Sequence[Line]) -> str:
     return "; ".join(
         ", ".join(own) + (f" ({reason})" if reason else "") for reason, own in paths.items()
     )
-
-
-def hf_differences(module: nn.Module, plan: SurgeryPlan) -> dict[str, tuple[str, str]]:
-    """Differences from HF's own tp_plan: its style and ours, by pattern of the path."""
-    theirs: Any = getattr(module, "tp_plan", None) or getattr(module, "_tp_plan", None) or {}
-    ours = {pattern(change.path): change.becomes for change in plan.changes}
-    present = {pattern(path) for path, _ in module.named_modules()}
-    return {
-        path: (style, ours.get(path, "replicated"))
-        for path, style in theirs.items()
-        if path in present and ours.get(path, "replicated") not in _STYLES.get(style, ())
-    }

@@ -1,11 +1,11 @@
-"""Find units to split together: attention, MLPs and experts, found by names and shapes.
+"""Find units to split together: attention, MLPs and experts, by transformers' plan or by names.
 
 A unit begins with column-parallel layers and ends with a row-parallel one, whose sum over ranks is
 its only collective. What is not understood in full is no unit, and says why.
 """
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -14,8 +14,9 @@ from torch import nn
 
 from .....errors import ConfigError, a_type
 from .....parallel.sharding import Place, make_places, split_evenly
+from ..fill import is_hf
 from ..mixtures import MixtureLayer, mixture_layers
-from .attention import attention_changes, find_attention, head_count
+from .attention import fill_attention, find_attention, head_count, is_attention
 from .changes import (
     Change,
     NotUnderstoodError,
@@ -28,7 +29,8 @@ from .changes import (
     sizes,
 )
 from .layers import EXPERT_WEIGHTS, expert_axes
-from .layouts import Heads, Run, extent, key_rows, local_heads, query_rows
+from .layouts import Run, extent
+from .miniature import pattern
 
 _MLPS = (
     (("gate_proj", "up_proj"), "down_proj"),
@@ -50,8 +52,22 @@ _ALIGNED = 8  # elements
 _FFN = ("intermediate_size", "intermediate_dim", "ffn_dim", "inner_dim", "hidden_dim")
 
 
-def find_units(module: nn.Module, size: int, grain: int) -> list[Unit]:
-    """The attention blocks, MLPs and experts of a module, split over `size` ranks."""
+def hf_styles(module: nn.Module) -> dict[str, str]:
+    """How transformers' own plan splits a module's parts, by pattern of the path."""
+    found: dict[str, str] = {}
+    for path, part in module.named_modules():
+        plan: Any = getattr(part, "_tp_plan", None) if is_hf(part) else None
+        found |= {join_path(pattern(path), own): style for own, style in (plan or {}).items()}
+    return found
+
+
+def find_units(
+    module: nn.Module, size: int, grain: int, styles: Mapping[str, str] | None = None
+) -> list[Unit]:
+    """The attention blocks, MLPs and experts of a module, split over `size` ranks.
+
+    By `styles` (see `hf_styles`) where these name layers that fit each other, else by names.
+    """
     units: list[Unit] = []
     taken: set[str] = set()
     inside = [f"{path}." if path else "" for path, _ in mixture_layers(module)]
@@ -65,8 +81,13 @@ def find_units(module: nn.Module, size: int, grain: int) -> list[Unit]:
             taken.update(units[-1].layers)
         if f"{path}.".startswith(tuple(inside)):
             continue
-        for find in (find_attention, _experts, _mlps):
-            for unit in find(module, path, part, size, grain):
+        for found in (
+            _planned(module, path, part, size, grain, styles or {}),
+            find_attention(module, path, part, size),
+            _experts(path, part, size, grain),
+            _mlps(path, part, size, grain),
+        ):
+            for unit in found:
                 if taken & set(unit.layers):
                     continue
                 shared = [p for p in unit.layers if owners[id(module.get_submodule(p))] > 1]
@@ -78,7 +99,35 @@ def find_units(module: nn.Module, size: int, grain: int) -> list[Unit]:
     return units
 
 
-def _mlps(root: nn.Module, path: str, part: nn.Module, size: int, grain: int) -> Iterator[Unit]:
+def _planned(
+    root: nn.Module, path: str, part: nn.Module, size: int, grain: int, styles: Mapping[str, str]
+) -> Iterator[Unit]:
+    """The unit of a part whose own layers `styles` names: columns, and one row.
+
+    Layers whose outputs are to be gathered are no unit there, and may be one by their names.
+    """
+    own = {
+        name: styles.get(pattern(join_path(path, name)), "") for name, _ in part.named_children()
+    }
+    columns = [name for name, style in own.items() if style in ("colwise", "packed_colwise")]
+    rows = [name for name, style in own.items() if style in ("rowwise", "packed_rowwise")]
+    if not columns or len(rows) != 1:
+        return
+    layers = [join_path(path, name) for name in (*columns, *rows)]
+    kind = "attention" if is_attention(part, columns) else "mlp"
+    unit = Unit(path, kind, layers, source="plan")
+    try:
+        own_layers = [root.get_submodule(own) for own in layers]
+        if kind == "attention":
+            fill_attention(unit, part, own_layers, size)
+        else:
+            _fill_pair(unit, part, own_layers, size, grain)
+    except NotUnderstoodError:  # names may tell more
+        return
+    yield unit
+
+
+def _mlps(path: str, part: nn.Module, size: int, grain: int) -> Iterator[Unit]:
     for columns, row in _MLPS:
         try:
             layers: list[Any] = [part.get_submodule(name) for name in (*columns, row)]
@@ -88,20 +137,18 @@ def _mlps(root: nn.Module, path: str, part: nn.Module, size: int, grain: int) ->
             continue
         unit = Unit(path, "mlp", [join_path(path, name) for name in (*columns, row)])
         try:
-            odd = [n for n, m in zip(unit.layers, layers, strict=True) if not is_linear(m)]
-            if odd:
-                raise NotUnderstoodError(f"{odd[0]} is no plain linear layer")
-            unit.changes = pair_changes(part, unit, layers, size, grain)
+            _fill_pair(unit, part, layers, size, grain)
         except NotUnderstoodError as problem:
             unit.problem = str(problem)
         yield unit
         return
 
 
-def pair_changes(
-    part: nn.Module, unit: Unit, layers: Sequence[Any], size: int, grain: int
-) -> list[Change]:
-    """Changes of column-parallel layers and the row-parallel one behind them, the last."""
+def _fill_pair(unit: Unit, part: nn.Module, layers: Sequence[Any], size: int, grain: int) -> None:
+    """Give a unit of column-parallel layers and a row-parallel one, the last, its changes."""
+    odd = [path for path, layer in zip(unit.layers, layers, strict=True) if not is_linear(layer)]
+    if odd:
+        raise NotUnderstoodError(f"{odd[0]} is no plain linear layer")
     ffn = sizes(layers[-1])[0]
     widths = {sizes(layer)[1] for layer in layers[:-1]}
     is_packed = widths == {2 * ffn} and len(layers) == 2
@@ -113,18 +160,17 @@ def pair_changes(
     rows = tuple((Run(s.start, s.real),) for s in shares)
     packed = tuple((Run(s.start, s.real), Run(ffn + s.start, s.real)) for s in shares)
     reason = f"MLP of width {ffn}" + (", gate and up in blocks" if is_packed else "")
-    changes = [
+    unit.changes = [
         Change(path, "column", packed if is_packed else rows, unit.path, reason)
         for path in unit.layers[:-1]
     ]
-    changes.append(Change(unit.layers[-1], "row", rows, unit.path, reason))
+    unit.changes.append(Change(unit.layers[-1], "row", rows, unit.path, reason))
     numbers = tuple({name: s.real for name in _FFN if vars(part).get(name) == ffn} for s in shares)
     if any(numbers):
-        changes.append(Change(unit.path, "numbers", (), unit.path, reason, numbers))
-    return changes
+        unit.changes.append(Change(unit.path, "numbers", (), unit.path, reason, numbers))
 
 
-def _experts(root: nn.Module, path: str, part: nn.Module, size: int, grain: int) -> Iterator[Unit]:
+def _experts(path: str, part: nn.Module, size: int, grain: int) -> Iterator[Unit]:
     """HF's fused experts; see `layers.expert_axes`."""
     own: dict[str, Any] = {name: p for name, p in part._parameters.items() if p is not None}
     if "down_proj" not in own or own["down_proj"].ndim != 3:
@@ -203,9 +249,7 @@ def _cut(
     width, parts = max(p.width for p in places) + 1, max(p.part for p in places) + 1
     expert = part.expert(i)
     found = [
-        mlp
-        for name, inner in expert.named_modules()
-        for mlp in _mlps(expert, name, inner, width, grain)
+        mlp for name, inner in expert.named_modules() for mlp in _mlps(name, inner, width, grain)
     ]
     linears = {name for name, layer in expert.named_modules() if is_linear(layer)}
     if len(found) != 1 or set(found[0].layers) != linears:
@@ -240,7 +284,7 @@ def unit_of(root: nn.Module, layer: str, row: str, taken: set[str], size: int, g
     Its columns are the linear layers before it in its own parent whose widths fit: those of an MLP,
     or, where the parent says how many heads it has, of attention.
     """
-    unit = Unit(row, "named by the policy", [row])
+    unit = Unit(row, "named by the policy", [row], source="policy")
     if row != layer:
         unit.path = row.rpartition(".")[0]
         try:
@@ -260,31 +304,23 @@ def _fill_named(
 ) -> None:
     """Give a policy's unit its column-parallel layers and its changes."""
     part, row, inner = root.get_submodule(unit.path), unit.layers[-1], sizes(last)[0]
-    before: list[tuple[str, Any]] = []
+    before: list[tuple[str, int]] = []
     for name, child in part.named_modules():
         path = join_path(unit.path, name)
         if path == row:
             break
         if is_linear(child) and path not in taken:
-            before.append((path, child))
+            before.append((path, sizes(child)[1]))
     count = head_count(part) or 0
     dim = inner // count if count and inner % count == 0 else 0
-    fits = [
-        (path, child)
-        for path, child in before
-        if sizes(child)[1] == inner or (dim and sizes(child)[1] % dim == 0)
-    ]
-    unit.layers = [*(path for path, _ in fits), row]
+    fits = {path: n for path, n in before if n == inner or (dim and n % dim == 0)}
+    unit.layers = [*fits, row]
     if not fits:
         raise NotUnderstoodError("no linear layer before it has its width")
+    layers = [root.get_submodule(path) for path in unit.layers]
     if not dim:
-        unit.changes = pair_changes(part, unit, [*(child for _, child in fits), last], size, grain)
-        return
-    widths = {sizes(child)[1] // dim for _, child in fits}
-    kv_heads = min(widths)
-    if len(fits) < 3 or max(widths) != count or len(widths) > 2 or count % kv_heads:
-        raise NotUnderstoodError(f"how its {count} heads lie in {', '.join(p for p, _ in fits)}")
-    ranks = local_heads(count, kv_heads, dim, size)
-    layouts = [query_rows if sizes(m)[1] == inner else key_rows for _, m in fits]
-    heads = Heads(count, kv_heads, dim, (), ())
-    unit.changes = attention_changes(unit, part, layouts, heads, ranks, row)
+        _fill_pair(unit, part, layers, size, grain)
+    elif len(fits) < 3 or len({*fits.values()}) > 2:
+        raise NotUnderstoodError(f"how its {count} heads lie in {', '.join(fits)}")
+    else:
+        fill_attention(unit, part, layers, size)
