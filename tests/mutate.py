@@ -431,6 +431,20 @@ ROWS: list[Row] = [
         "A packed gate and up projection is cut across: ranks multiply parts that do not meet.",
         "tests/test_autotp.py -k table_says",
     ),
+    Row(
+        "backends/torch/module/autotp/miniature.py",
+        "torch.equal(one, other)",
+        "True",
+        "A layer with other values in a buffer is not tried out, and may be split wrongly.",
+        "tests/test_autotp_trust.py -k forward_reads",
+    ),
+    Row(
+        "backends/torch/module/autotp/units.py",
+        'if style in ("rowwise", "packed_rowwise")]',
+        'if style == "rows"]',
+        "Latent attention is gathered, layer by layer, though transformers says how it splits.",
+        "tests/test_autotp.py -k latent",
+    ),
     # --- JAX
     Row(
         "backends/slots.py",

@@ -308,6 +308,44 @@ def test_plan_agrees_with_hugging_face(name):
     assert by_plan == any(style == "colwise" for style in said.values())
 
 
+def test_a_plan_of_transformers_that_gives_other_values_gives_way_to_names():
+    model = make_model("llama")
+    model._tp_plan["model.layers.*.mlp.gate_proj"] = "replicate"
+    plan, notes = make_plan(model, 2, 64, {})
+    changed = {change.path: change.becomes for change in plan.changes}
+    assert changed["model.layers.1.mlp.gate_proj"] == "column"
+    assert any("own tp_plan says gave other values" in note for note in notes)
+
+
+def test_latent_attention_is_split_by_heads_also_inside_of_a_module_of_ones_own():
+    import transformers
+
+    sizes = dict(hidden_size=48, num_hidden_layers=2, num_attention_heads=6, vocab_size=VOCAB)
+    latent = dict(q_lora_rank=20, kv_lora_rank=24, qk_nope_head_dim=8, qk_rope_head_dim=4)
+    config = transformers.DeepseekV2Config(
+        **sizes, **latent, v_head_dim=10, intermediate_size=40, first_k_dense_replace=2
+    )
+
+    class Reward(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.model = transformers.DeepseekV2Model(config)
+            self.head = torch.nn.Linear(48, 1)
+
+        def forward(self, input_ids, attention_mask):
+            return self.head(self.model(input_ids, attention_mask).last_hidden_state)
+
+    plan, notes = make_plan(Reward().eval(), 3, 64, {})
+    changes = {change.path: change for change in plan.changes}
+    attention = "model.layers.1.self_attn"
+    ranks = [layouts.extent(runs) for runs in changes[f"{attention}.kv_b_proj"].by_rank]
+    assert ranks == [2 * (8 + 10)] * 3
+    assert changes[f"{attention}.q_b_proj"].becomes == "column"
+    assert changes[f"{attention}.o_proj"].becomes == "row"
+    assert changes["model.layers.1.mlp.down_proj"].becomes == "row"
+    assert not any("could not" in note or "other values" in note for note in notes), notes
+
+
 class _Reader(torch.nn.Module):
     """Whose head is the embedding's weight, read past its forward."""
 

@@ -286,7 +286,8 @@ def _alone(
         if id(part.weight) in tried and (not careful or path.startswith(tuple(inside))):
             return None
         names = weights_read()
-        if names is not None and names.isdisjoint(path.split(".")):
+        own = [name for name in path.split(".") if not name.isdigit()]
+        if names is not None and own and own[-1] not in names:
             return None
         return "its weight is read elsewhere, or that is not known"
 

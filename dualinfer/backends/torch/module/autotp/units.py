@@ -57,7 +57,8 @@ def hf_styles(module: nn.Module) -> dict[str, str]:
     found: dict[str, str] = {}
     for path, part in module.named_modules():
         plan: Any = getattr(part, "_tp_plan", None) if is_hf(part) else None
-        found |= {join_path(pattern(path), own): style for own, style in (plan or {}).items()}
+        inner = {join_path(pattern(path), own): style for own, style in (plan or {}).items()}
+        found = inner | found  # the outermost model has the last word
     return found
 
 
