@@ -25,8 +25,7 @@ from typer.testing import CliRunner
 
 import dualinfer
 from dualinfer.arrays import to_numpy
-from dualinfer.bench import cli as bench_cli
-from dualinfer.bench import limits, peers, runs, worker
+from dualinfer.bench import limits, peers, running, runs, worker
 from dualinfer.bench import measure as measuring
 from dualinfer.bench.case import OpCase, TracedCall
 from dualinfer.bench.counts import Counts, describe_held
@@ -990,7 +989,7 @@ def test_ops_that_cannot_run_are_skipped_with_the_reason(monkeypatch):
     assert rows[0]["skipped"].endswith("data-centre GPUs, and this is a CPU")
     assert rows[1]["us"] > 0
     assert not any("error" in row for row in rows)
-    assert "skipped: it runs on" in bench_cli._line(rows[0])
+    assert "skipped: it runs on" in running._line(rows[0])
     table = make_table("ops", rows)
     assert next(iter(table.columns[3].cells)) == "[dim]skipped[/]"
     assert list(table.columns[2].cells) == ["dualinfer jax", "XLA"]
