@@ -140,6 +140,8 @@ class Decoder:
             head=Head("causal", scale=self.factors.logits, softcap=softcap),
             **self.facts(),
         )
+        for bias in (kind.qkv_bias, kind.out_bias, kind.mlp_bias, kind.head_bias):
+            self.says(bias)  # also where no layer has it
         fields.require("use_bidirectional_attention", False, *([True] if kind.both_ways else []))
         for name, value in kind.always.items():
             fields.require(name, *(value if isinstance(value, tuple) else (value,)))

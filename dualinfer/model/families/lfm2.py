@@ -79,7 +79,7 @@ _LFM2: dict[str, Any] = {
     # Of the makers' own code: how training began, and what HF folds into layer_types.
     "ignored": (
         *("full_attn_idxs", "block_mlp_init_scale", "block_out_init_scale"),
-        *("block_use_xavier_init", "conv_use_xavier_init"),
+        *("block_use_xavier_init", "conv_use_xavier_init", "conv_bias"),
     ),
     "unused": (r"rotary_emb\.",),
     "predicts": False,

@@ -253,7 +253,11 @@ KINDS = {
         *("Bamba",),
         **_BOTH,
         build=Bamba,
-        ignored=(*_LOGITS, "z_loss_coefficient", "layers_block_type", "layer_types"),
+        # The last two are of layers that may be none.
+        ignored=(
+            *(*_LOGITS, "z_loss_coefficient", "layers_block_type", "layer_types"),
+            *("mamba_proj_bias", "mamba_conv_bias"),
+        ),
     ),
     "falcon_h1": Kind(
         *("FalconH1",),
@@ -282,6 +286,7 @@ KINDS = {
             *("mamba_proj_bias", "mamba_ssm_cache_dtype", "use_mamba_kernels"),  # not read by HF
             *("hybrid_override_pattern", "num_nextn_predict_layers", "mtp_layers_block_type"),
             *("mtp_hybrid_override_pattern", "output_router_logits", "time_step_limit"),
+            *("use_bias", "use_conv_bias"),  # of layers that may be none
             # Of mixtures, where there is none.
             *("moe_shared_expert_overlap", "n_shared_experts", "n_routed_experts", "n_group"),
             *("moe_latent_size", "moe_intermediate_size", "num_experts_per_tok", "topk_group"),

@@ -105,6 +105,7 @@ KINDS = {
         always={"mamba_inner_layernorms": True},
         ignored=(
             *("layer_types", "layers_block_type", "layers_num_experts", "n_ctx", *_WAYS),
+            *("mamba_proj_bias", "mamba_conv_bias"),  # of layers that may be none
             *("expert_layer_period", "expert_layer_offset", "num_experts_per_tok"),
             *("output_router_logits", "router_aux_loss_coef", "sliding_window"),
             *("calc_logits_for_entire_prompt", "num_logits_to_keep"),
