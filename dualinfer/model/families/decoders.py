@@ -27,7 +27,7 @@ from .fields import ConfigFields, query_growth
 from .rope import ORIGINAL, make_rope, reach, rotary_size, without
 
 Bias: TypeAlias = bool | str  # the name of a config's field says it
-_PRE = {"attn_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm"}
+PRE = {"attn_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm"}
 PART = "partial_rotary_factor"
 FREQUENCIES = r"rotary_emb\.inv_freq$"  # which older versions stored
 NONE, IDLE = Attention(1, 1, 1, 1.0), Mlp(1, "silu", gated=False)  # of layers without
@@ -61,9 +61,6 @@ def rms(eps: str = "rms_norm_eps", unit_offset: bool = False) -> Callable[[Confi
 def layer_norm(eps: str = "", unit_offset: bool = False) -> Callable[[ConfigFields], Norm]:
     """A LayerNorm whose epsilon is the field `eps`; without one it is torch's default."""
     return lambda fields: Norm("layer", fields.number(eps) if eps else 1e-5, unit_offset)
-
-
-_RMS = rms()
 
 
 def alike(own: "Decoder") -> Sight:
@@ -456,10 +453,10 @@ class Kind:
 
     name: str
     also: tuple[str, ...] = ()
-    norm: Callable[[ConfigFields], Norm] = _RMS
+    norm: Callable[[ConfigFields], Norm] = field(default_factory=rms)
     weighted: bool = True
     norm_bias: bool = True
-    norms: Mapping[str, str] = field(default_factory=lambda: _PRE)
+    norms: Mapping[str, str] = field(default_factory=lambda: PRE)
     final_norm: str = "norm"
     placement: Literal["pre", "around", "behind"] = "pre"
     sees: Callable[[Decoder], Sight] = alike

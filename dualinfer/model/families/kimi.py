@@ -102,7 +102,6 @@ class Kimi(Ling):
 _KIMI: dict[str, Any] = {
     "interleaved": "rope_interleave",
     "unused": (r"rotary_emb\.",),
-    # Of the makers' own code.
     "always": {"mla_use_nope": True, "moe_router_activation_func": "sigmoid", "moe_layer_freq": 1},
     # Of the makers' own code; what HF folds into lists of layers; and layers of a second token.
     "ignored": (

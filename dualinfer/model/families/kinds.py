@@ -6,10 +6,9 @@ HF sources: models/NAME/modeling_NAME.py.
 from typing import Any
 
 from . import relatives, sights
-from .decoders import FREQUENCIES, Kind, layer_norm, rms, serve
+from .decoders import FREQUENCIES, PRE, Kind, layer_norm, rms, serve
 from .rope import ORIGINAL
 
-_PRE = {"attn_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm"}
 _SHARED = {"attn_norm": "input_layernorm"}
 _LAYER_NORM: dict[str, Any] = {"norm": layer_norm("layer_norm_eps")}
 _GLM: dict[str, Any] = {"out_bias": False, "partial": True, "mlp": ("gate_up_proj", "down_proj")}
@@ -28,7 +27,7 @@ _AROUND = {
     "mlp_norm": "post_attention_layernorm",
     "mlp_post_norm": "post_mlp_layernorm",
 }
-_PERI = {**_PRE, "attn_post_norm": "post_norm1", "mlp_post_norm": "post_norm2"}
+_PERI = {**PRE, "attn_post_norm": "post_norm1", "mlp_post_norm": "post_norm2"}
 _BEHIND = {"attn_norm": "post_attention_layernorm", "mlp_norm": "post_feedforward_layernorm"}
 _OLMO2: dict[str, Any] = {"placement": "behind", "norms": _BEHIND, "qk_norm": True}
 _OLMO2 |= {"qk_norm_over": "all"}
