@@ -9,7 +9,7 @@ import torch
 import dualinfer
 from dualinfer.backends.torch.module.autotp import layouts
 from dualinfer.backends.torch.module.autotp.layers import GatheredLinear, RanksSeam
-from dualinfer.backends.torch.module.autotp.miniature import pattern
+from dualinfer.backends.torch.module.autotp.miniature import make_miniature, pattern, stacks
 from dualinfer.backends.torch.module.autotp.plan import describe, make_plan
 from dualinfer.backends.torch.module.autotp.surgery import split_module
 from dualinfer.backends.torch.parallel import one
@@ -306,6 +306,13 @@ def test_plan_agrees_with_hugging_face(name):
     assert not [own for own in found.items() if own[1][1] not in _BECOMES[own[1][0]]]
     by_plan = any("as transformers' own tp_plan says" in note for note in notes)
     assert by_plan == any(style == "colwise" for style in said.values())
+
+
+@pytest.mark.parametrize("name", ["llama", "gemma", "gpt-bigcode", "t5"])
+def test_one_layer_of_each_kind_is_tried_out(name):
+    """Gemma's activations are partial functions, one a layer; T5's first layers have a table."""
+    for path, stack in stacks(make_miniature(make_model(name))):
+        assert len(stack) == (2 if name == "t5" else 1), path
 
 
 def test_a_plan_of_transformers_that_gives_other_values_gives_way_to_names():

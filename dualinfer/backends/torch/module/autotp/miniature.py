@@ -5,6 +5,7 @@ import inspect
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from types import FunctionType, MethodType
 from typing import Any, NamedTuple
 
@@ -215,10 +216,11 @@ def _settings(part: nn.Module) -> dict[str, Any]:
     return {**own, " shapes": shapes, " buffers": part._buffers}
 
 
-def _is_same(one: Any, other: Any) -> bool:
+def _is_same(one: Any, other: Any, depth: int = 6) -> bool:
+    """True for settings that are alike, objects in objects down to `depth` among them."""
     if one is other:
         return True
-    if type(one) is not type(other):
+    if type(one) is not type(other) or depth == 0:
         return False
     if isinstance(one, nn.Module):  # another layer, which knows this one
         return True
@@ -227,13 +229,20 @@ def _is_same(one: Any, other: Any) -> bool:
     if isinstance(one, torch.Tensor):
         return one.shape == other.shape and torch.equal(one, other)
     if isinstance(one, Mapping):
-        return one.keys() == other.keys() and all(_is_same(v, other[k]) for k, v in one.items())
+        same = (_is_same(value, other[key], depth - 1) for key, value in one.items())
+        return one.keys() == other.keys() and all(same)
     if isinstance(one, list | tuple):
-        return len(one) == len(other) and all(map(_is_same, one, other))
+        pairs = zip(one, other, strict=False)
+        return len(one) == len(other) and all(_is_same(*pair, depth - 1) for pair in pairs)
     if isinstance(one, MethodType):
         return one.__func__ is other.__func__
     if isinstance(one, FunctionType):  # as one that is made anew in each layer
         return one.__code__ is other.__code__ and not one.__closure__
+    if isinstance(one, partial):
+        parts = [(own.func, own.args, own.keywords) for own in (one, other)]
+        return _is_same(*parts, depth - 1)
+    if type(one).__eq__ is object.__eq__ and hasattr(one, "__dict__"):
+        return _is_same(vars(one), vars(other), depth - 1)
     return one == other or one != one  # NaN is not equal to itself
 
 
