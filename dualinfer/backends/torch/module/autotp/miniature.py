@@ -232,15 +232,15 @@ def _is_same(one: Any, other: Any, depth: int = 6) -> bool:
         same = (_is_same(value, other[key], depth - 1) for key, value in one.items())
         return one.keys() == other.keys() and all(same)
     if isinstance(one, list | tuple):
-        pairs = zip(one, other, strict=False)
-        return len(one) == len(other) and all(_is_same(*pair, depth - 1) for pair in pairs)
+        same = (_is_same(x, y, depth - 1) for x, y in zip(one, other, strict=False))
+        return len(one) == len(other) and all(same)
     if isinstance(one, MethodType):
         return one.__func__ is other.__func__
     if isinstance(one, FunctionType):  # as one that is made anew in each layer
         return one.__code__ is other.__code__ and not one.__closure__
     if isinstance(one, partial):
-        parts = [(own.func, own.args, own.keywords) for own in (one, other)]
-        return _is_same(*parts, depth - 1)
+        held, like = ((own.func, own.args, own.keywords) for own in (one, other))
+        return _is_same(held, like, depth - 1)
     if type(one).__eq__ is object.__eq__ and hasattr(one, "__dict__"):
         return _is_same(vars(one), vars(other), depth - 1)
     return one == other or one != one  # NaN is not equal to itself
