@@ -35,8 +35,6 @@ EVEN |= {"shared_expert_intermediate_size": 64}
 
 def made(case):
     if case in ("axk1", "deepseek_v2, experts", "glm4_moe_lite"):
-        from .cases import make_model
-
         return make_model(case)
     return make_model(case.removesuffix(", even"), **(EVEN if case.endswith(", even") else {}))
 
