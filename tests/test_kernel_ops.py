@@ -170,8 +170,6 @@ def test_kernels_are_asked_of_each_weight_once(monkeypatch):
 
 def test_weights_that_gemma_3n_computes_are_known_as_such(monkeypatch):
     """Those of the norm of its coefficients: a learned scale over the width."""
-    from .cases import make_model
-
     seen, fast = set(), KernelOps._normed
 
     def watched(ops: Any, x: Any, own: NormOf, *more: Any, **options: Any) -> Any:
