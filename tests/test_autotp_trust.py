@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import transformers as hf
@@ -95,13 +96,45 @@ def _function(net):
     net.layers[1] = Block(act=lambda x: x.softmax(-1))
 
 
-@pytest.mark.parametrize("change", [_flag, _tuple_of_flags, _buffer, _function])
+def _default(net):
+    for i in range(2):
+        net.layers[i] = Block(act=lambda x, soft=bool(i): x.softmax(-1) if soft else x.relu())
+
+
+class Softmax:
+    """An object whose method is an activation."""
+
+    def __init__(self, soft):
+        self.soft = soft
+
+    def __call__(self, x):
+        return x.softmax(-1) if self.soft else x.relu()
+
+    def act(self, x):
+        return self(x)
+
+
+def _owner_of_a_method(net):
+    for i in range(2):
+        net.layers[i] = Block(act=Softmax(bool(i)).act)
+
+
+@pytest.mark.parametrize(
+    "change", [_flag, _tuple_of_flags, _buffer, _function, _default, _owner_of_a_method]
+)
 def test_layers_that_differ_in_what_their_forward_reads_are_each_tried_out(change):
     net = Net()
     assert _becomes(net)[0]["layers.1.mlp.fc2"] == "row"
     change(net)
     found, notes = _becomes(net)
     assert found["layers.1.mlp.fc2"] == "gathered" and "layers.1: rank" in notes
+
+
+def test_layers_with_arrays_of_numpy_are_alike_where_these_are():
+    net = Net()
+    for layer in net.layers:
+        layer.mlp.table = np.arange(4)
+    assert _becomes(net)[0]["layers.1.mlp.fc2"] == "row"
 
 
 def test_lists_of_a_hf_config_are_seen_layer_by_layer():

@@ -16,8 +16,8 @@ from dualinfer.ops import exact, sampling
 
 from .cases import make_model
 from .cases.covering import each
-from .cases.decoders import GENERATING
-from .models import BACKENDS, EOS, PAD, VOCAB, random_ids
+from .cases.decoders import CASES, GENERATING
+from .models import BACKENDS, EOS, PAD, VOCAB, random_ids, slow_but
 
 NEW = 66  # the issue asks for 64; all three prompts then have a cache of one size
 LENGTHS = (11, 7, 1)
@@ -89,10 +89,13 @@ def new_tokens(result, row, width=WIDTH):
 
 
 # A batch of one is another executable: on JAX few cases are worth their compile. On torch a prompt
-# alone equals the one in a batch, and that one HF's, as tests below show of every case.
+# alone equals the one in a batch, and that one HF's, as tests below show of each family.
 ALONE_ON_JAX = ("llama-gqa", "mistral-window", "qwen3-mixed", "gpt2-inverse")
 # One case of each kind of positions, windows and caches; the others show the same again.
 QUICK = ("llama-gqa", "mistral-window", "qwen3-mixed", "gpt2-inverse", "bloom", "gemma2")
+# The first of each family, and those.
+_FIRST = {CASES[name].family: name for name in reversed(GENERATING)}
+FAMILIES = tuple(dict.fromkeys((*QUICK, *_FIRST.values())))
 
 
 @pytest.mark.parametrize(("name", "backend"), each(GENERATING, all_quick=True), scope="session")
@@ -104,7 +107,7 @@ def test_greedy_equals_hf_over_64_tokens(name, backend, hf_model, engine_of):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "backend"),
-    [(name, backend) for name in QUICK for backend in BACKENDS],
+    [*((name, "torch") for name in FAMILIES), *((name, "jax") for name in QUICK)],
     scope="session",
 )
 def test_greedy_of_a_whole_batch_equals_hf_over_64_tokens(name, backend, hf_model, engine_of):
@@ -133,7 +136,7 @@ def check_greedy(model, engine, ids, mask):
 @pytest.mark.parametrize(
     ("name", "backend"),
     [
-        *((name, "torch") for name in QUICK),
+        *slow_but(QUICK, FAMILIES, "torch"),
         *(
             (name, "jax") for name in ("llama-gqa", "gemma2")
         ),  # the host makes rows of either, alike
@@ -157,7 +160,7 @@ def test_right_padded_and_list_input_equal_each_row_alone(name, backend, hf_mode
 
 @pytest.mark.parametrize(
     ("name", "backend"),
-    [("llama-gqa", "jax"), *((name, "torch") for name in QUICK)],
+    [("llama-gqa", "jax"), *slow_but(QUICK, FAMILIES, "torch")],
 )
 def test_prompt_alone_equals_the_prompt_in_a_batch(name, backend, engine_of):
     engine = engine_of(name, backend)

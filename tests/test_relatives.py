@@ -13,9 +13,11 @@ from dualinfer.checkpoint.described.hf_config import read_config
 from dualinfer.model.families import describe_model
 from dualinfer.model.families.kinds import KINDS
 
+from .cases import CASES as ALL
 from .cases import early, latent, make_model
 from .cases.covering import each
 from .cases.relatives import (
+    ALPHA,
     CASES,
     FEW,
     GEMMA4,
@@ -66,6 +68,11 @@ def test_a_config_as_its_makers_wrote_it_is_taken(family, tmp_path):
             "cannot choose more",
         ),
         ("gemma4", {"num_kv_shared_layers": 3}, "no layer is left to make keys"),
+        (
+            "olmo3",
+            {"rope_parameters": {"sliding_attention": LLAMA3, "full_attention": 3}},
+            r"rope_parameters\['full_attention'\]=3; expected an object",
+        ),
         ("gemma4", {"per_layer_config": {"9": {"head_dim": 20}}}, "per_layer_config of layer '9'"),
     ],
 )
@@ -73,6 +80,15 @@ def test_what_a_relative_does_not_honour_is_refused(family, fields, message):
     config = CASES[next(case for case in CASES if case.startswith(family))].make_config().to_dict()
     with pytest.raises(dualinfer.ModelError, match=message):
         describe_model({**config, **fields})
+
+
+@pytest.mark.parametrize("case", ["hunyuan_v1_dense", "hunyuan_v1_moe", "hunyuan_vl"])
+def test_a_base_by_alpha_reaches_no_further_than_the_model_says(case):
+    """HF takes the angles for static ones, whatever `factor` says."""
+    config = ALL[case].make_config().to_dict()
+    text = config.get("text_config", config)
+    text["rope_parameters"] = {**ALPHA, "factor": 4.0}
+    assert describe_model(config)[0].max_positions == text["max_position_embeddings"]
 
 
 # Values of a field by the type of what it must be; () is for one that must be absent.

@@ -2,13 +2,15 @@
 
 A fact is a field of the spec with a value of its own, a kind of block, a family. The quick cases
 show every fact once; they run on both backends. JAX runs, slow, as many more as show each family
-once, by a model that generates where there is one, and torch runs all.
+once, by a model that generates where there is one, and each two fields that one part of a layer
+sets together; torch runs all.
 `python -m tests.cases.covering` writes `covering.json` anew, and a test says when it is old.
 """
 
 import json
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import MISSING, fields, is_dataclass
+from itertools import combinations
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +21,7 @@ from . import CASES, sights
 from .case import Case
 
 FILE = Path(__file__).with_name("covering.json")
-# Sizes and names, of which any value is as good as another.
+# Sizes and names, of which any value is as good as another that is no default.
 _SIZES = {
     *("heads", "kv_heads", "head_dim", "vocab", "embed", "max_positions", "ffn", "eps", "inv_freq"),
     *("count", "chosen", "rank", "turning", "value_dim", "buckets", "most", "family"),
@@ -48,12 +50,30 @@ def _facts(own: Any) -> Iterator[str]:
     for one in fields(own):
         value = getattr(own, one.name)
         yield from _facts(value)
-        if one.name in _SIZES or (one.default is not MISSING and value == one.default):
+        if one.default is not MISSING and value == one.default:
             continue
-        if isinstance(value, bool | str):
+        if isinstance(value, bool | str) and one.name not in _SIZES:
             yield f"{kind}.{one.name}={value}"
         elif one.default is not MISSING:
             yield f"{kind}.{one.name}"
+
+
+def _pairs(own: Any) -> Iterator[str]:
+    """Two fields of one part of a layer that have values of their own."""
+    if isinstance(own, tuple):
+        for part in own:
+            yield from _pairs(part)
+    if not is_dataclass(own):
+        return
+    set_here = [
+        one.name
+        for one in fields(own)
+        if one.default is not MISSING and getattr(own, one.name) != one.default
+    ]
+    kind = type(own).__name__
+    yield from (f"{kind}.{a} with {b}" for a, b in combinations(set_here, 2))
+    for one in fields(own):
+        yield from _pairs(getattr(own, one.name))
 
 
 def cover(found: Mapping[str, set[str]], first: set[str], shown: Iterable[str]) -> list[str]:
@@ -75,6 +95,7 @@ def derive() -> dict[str, list[str]]:
     found = {name: {*_facts(spec)} for name, spec in specs.items()}
     quick = cover(found, speaking, ())
     for name, spec in specs.items():
+        found[name] |= {*_pairs(spec.layers)}
         if name in sights.CASES:  # whose decoders have cases of their own
             continue
         if name in speaking or spec.family not in speak:

@@ -124,14 +124,19 @@ PACKED = np.array(
 )
 
 
-PACKING = tuple(name for name in ONE_OF_EACH if CASES[name].family not in ("opt", "bloom"))
+PACKING = tuple(name for name in CAUSAL if CASES[name].family not in ("opt", "bloom"))
 
 
 @pytest.mark.parametrize(
-    ("name", "use_cache"),
+    ("name", "backend", "use_cache"),
     [
-        *((name, False) for name in PACKING),
-        ("llama-gqa", None),  # then positions are only numbers
+        *(
+            pytest.param(
+                *(name, backend, False), marks=[] if name in ONE_OF_EACH else [pytest.mark.slow]
+            )
+            for name, backend in (own.values for own in each(PACKING))
+        ),
+        *(("llama-gqa", backend, None) for backend in BACKENDS),  # positions are only numbers then
     ],
     scope="session",
 )

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Literal, NamedTuple, TypeAlias
 
+from ...errors import ModelError, shown
 from .. import rows as make
 from ..spec import (
     Activation,
@@ -162,9 +163,14 @@ class Decoder:
         """The attention of each layer; sets `reach`."""
         windows, turns, parameters = self.kind.sees(self)
         sizes = self.sizes(windows)
-        for own in parameters.values():
+        for key, own in parameters.items():
             if isinstance(own, Mapping):
                 self.check_rope(own)
+            elif key:
+                raise ModelError(
+                    f"config.json has rope_parameters[{key!r}]={shown(own)}; expected an object."
+                )
+        parameters = {key: self.turning(own) for key, own in parameters.items()}
         ropes: dict[str | None, Rope | None] = {None: None}
         ropes |= {key: self.rope(own, sizes[0][2]) for key, own in parameters.items()}
         reaches = (reach(own, self.positions) for own in parameters.values())
@@ -180,6 +186,10 @@ class Decoder:
         self.fields.within(parameters, **{"rope_theta": None, PART: None, **self.kind.kept})
         for name in ("rope_pct", "rope_percent"):  # of StableLM's makers, and Nemotron's
             self.fields.require(name, parameters.get(PART))
+
+    def turning(self, parameters: Any) -> Any:
+        """HF's rope_parameters as its class takes them."""
+        return parameters
 
     def sizes(self, windows: Sequence[int | None]) -> list[tuple[int, int, int]]:
         """Of each layer the query heads, the KV heads and the elements of a head."""

@@ -112,14 +112,14 @@ class GraniteHybrid(Hybrid):
 class HunYuan(Decoder):
     """A base of angles that `alpha` makes of the config's, where they are called dynamic."""
 
-    def rope(self, parameters: Any, head_dim: int) -> Rope:
+    def turning(self, parameters: Any) -> Any:
         if isinstance(parameters, Mapping) and parameters.get("rope_type") == "dynamic":
             alpha, theta = (parameters.get(name, 0) for name in ("alpha", "rope_theta"))
             dim = self.fields.size("head_dim")
-            if is_positive(alpha) and is_positive(theta) and dim > 2:
+            if is_positive(alpha) and is_positive(theta) and dim > 2:  # which makes it static
                 base = theta * alpha ** (dim / (dim - 2))
-                parameters = {"rope_type": "default", "rope_theta": base}
-        return super().rope(parameters, head_dim)
+                return {"rope_type": "default", "rope_theta": base}
+        return parameters
 
 
 class HyperClovaX(Decoder):

@@ -9,6 +9,7 @@ from functools import partial
 from types import FunctionType, MethodType
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -227,7 +228,10 @@ def _is_same(one: Any, other: Any, depth: int = 6) -> bool:
     if isinstance(one, nn.Parameter) or (isinstance(one, torch.Tensor) and one.is_meta):
         return one.shape == other.shape
     if isinstance(one, torch.Tensor):
-        return one.shape == other.shape and torch.equal(one, other)
+        alike = one.shape == other.shape and one.device == other.device
+        return alike and torch.equal(one, other)
+    if isinstance(one, np.ndarray):
+        return one.dtype == other.dtype and np.array_equal(one, other)
     if isinstance(one, Mapping):
         same = (_is_same(value, other[key], depth - 1) for key, value in one.items())
         return one.keys() == other.keys() and all(same)
@@ -235,15 +239,29 @@ def _is_same(one: Any, other: Any, depth: int = 6) -> bool:
         same = (_is_same(x, y, depth - 1) for x, y in zip(one, other, strict=False))
         return len(one) == len(other) and all(same)
     if isinstance(one, MethodType):
-        return one.__func__ is other.__func__
+        same = one.__func__ is other.__func__
+        return same and _is_same(_owner(one), _owner(other), depth - 1)
     if isinstance(one, FunctionType):  # as one that is made anew in each layer
-        return one.__code__ is other.__code__ and not one.__closure__
+        held, like = ((own.__defaults__, own.__kwdefaults__) for own in (one, other))
+        same = one.__code__ is other.__code__ and not one.__closure__
+        return same and _is_same(held, like, depth - 1)
     if isinstance(one, partial):
         held, like = ((own.func, own.args, own.keywords) for own in (one, other))
         return _is_same(held, like, depth - 1)
     if type(one).__eq__ is object.__eq__ and hasattr(one, "__dict__"):
         return _is_same(vars(one), vars(other), depth - 1)
-    return one == other or one != one  # NaN is not equal to itself
+    try:
+        return bool(one == other or one != one)  # NaN is not equal to itself
+    except Exception:  # of what cannot be compared
+        return False
+
+
+def _owner(method: MethodType) -> Any:
+    """What a method goes by: its object, or the settings of a layer but for methods."""
+    own = method.__self__
+    if not isinstance(own, nn.Module):
+        return own
+    return {n: v for n, v in _settings(own).items() if not isinstance(v, MethodType)}
 
 
 def _uniform(shape: Any, generator: torch.Generator) -> torch.Tensor:
