@@ -203,6 +203,12 @@ async def _tokens(one):
     return await one
 
 
+async def _alike(engine, count):
+    how = {"max_new_tokens": 5, "do_sample": False}
+    made = [engine.generate_async(PROMPT * 16, **how) for _ in range(count)]
+    return [str(x) for x in await asyncio.gather(*map(_tokens, made))]
+
+
 def _all_of(engine):
     """What many calls at once give, and others between them."""
     engine.reserve(8, 300)
@@ -218,6 +224,7 @@ def driven():
     with dualinfer.init_inference(dualinfer.embedded_model(), **how) as engine:
         with pytest.raises(UnsupportedError, match=r"engine.lead\(\) there"):
             engine.generate_async([5], max_new_tokens=2)
+        engine.reserve(2, 300)
         if rank:
             engine.follow()
             return None
@@ -227,6 +234,9 @@ def driven():
         with pytest.raises(UnsupportedError, match="this process leads"):
             engine.refresh()
         assert "leads 1 more" in str(engine.report())
+        assert "2 sequences of 300 tokens" in str(engine.report())
+        assert len(set(asyncio.run(_alike(engine, 4)))) == 1
+        assert engine.prefix_counts().found > 0
         return _all_of(engine)
 
 

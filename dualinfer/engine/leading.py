@@ -38,7 +38,7 @@ class LeadingCalls(InferenceEngine):
             self._loop.check_idle()
             runner: Any = Leading(self.runner, peers, open_lines(peers), tell_lost)
             self._runner, self._turns.peers = runner, Peers()
-            self._loop = Loop(runner, self._profiler, self._turns)
+            self._loop.run_by(runner)
 
     def follow(self) -> None:
         """Make the calls of rank 0's engine, which leads, until that one is closed.

@@ -72,6 +72,13 @@ class Loop(Slots):
             if pool is not None and shares:
                 self.sharing = sharing_of(self._runner, pool)
 
+    def run_by(self, runner: Runner) -> None:
+        """Give the steps to a runner that holds the same pool, while nothing is under way."""
+        self._runner = runner
+        self._pauses.run_by(runner)
+        if self.sharing is not None:
+            self.sharing.run_by(runner)
+
     def start(
         self,
         requests: Sequence[Request],

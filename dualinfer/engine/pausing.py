@@ -34,6 +34,10 @@ class Pauses:
         self._runner, self._most = runner, most
         self._saved: weakref.WeakSet[Saved] = weakref.WeakSet()
 
+    def run_by(self, runner: Runner) -> None:
+        """See `Loop.run_by`."""
+        self._runner = runner
+
     def save(self, live: Live) -> Saved | None:
         """Save the cache of a sequence whose tokens have all come; None where it is read again.
 

@@ -22,6 +22,10 @@ class Sharing:
         self._most = pool.tokens - 1  # in the last place of a full slot others' steps write a token
         self._book: Any = book
 
+    def run_by(self, runner: Runner) -> None:
+        """See `Loop.run_by`."""
+        self._runner = runner
+
     @property
     def counts(self) -> tuple[int, int]:
         """Tokens of prompts so far, and those of them that were there."""
