@@ -5,6 +5,7 @@ import gc
 import os
 import signal
 import socket
+import struct
 import threading
 import weakref
 from pathlib import Path
@@ -18,7 +19,9 @@ import dualinfer
 from dualinfer.backends.base import ForwardInputs, Piece, Pool, Request, Sampling, Saved
 from dualinfer.backends.leading import Leading, follow
 from dualinfer.errors import DistributedError, LengthError, UnsupportedError
+from dualinfer.parallel import frames
 from dualinfer.parallel.agreement import Peers
+from dualinfer.parallel.frames import packed
 from dualinfer.parallel.lines import Line
 
 from .server_process import is_there, server_process
@@ -57,7 +60,7 @@ class Led:
     def __init__(self, leads, follows):
         ends = socket.socketpair()
         self.lost, self.error = [], None
-        self.follows, self._line = follows, Line(ends[1])
+        self.leads, self.follows, self._line = leads, follows, Line(ends[1])
         self._thread = threading.Thread(target=self._follow, daemon=True)
         self._thread.start()
         peers = Peers()
@@ -170,6 +173,41 @@ def test_what_fails_alike_goes_on_and_what_fails_in_one_ends_all():
         assert isinstance(led.error, RuntimeError)
         led.leader.close()
         assert len(led.lost) == 1
+
+
+def test_what_cannot_be_sent_fails_alone(monkeypatch):
+    led = Led(Book(), Book())
+    led.leader.save(2, 64)  # and nobody has it: it is dropped
+    gc.collect()
+    for wrong, error in ((object(), AssertionError), (np.array([None]), TypeError)):
+        with pytest.raises(error):
+            led.leader.extend([wrong])
+    with monkeypatch.context() as patch:
+        patch.setattr(frames, "_MOST", 2**10)
+        with pytest.raises(UnsupportedError, match="Pass fewer inputs"):
+            led.leader.extend([np.zeros(2**10, np.int32)])
+    led.leader.decode(1)
+    led.leader.free_bytes()  # which waits for the other
+    assert led.leader.lost is None and led.follows.saved() is None
+    assert led.leads.calls == led.follows.calls == [("decode", 1)]
+    led.leader.close()
+    led.join()
+
+
+@pytest.mark.parametrize(
+    "said", [struct.pack("!II", 2**31 + 5, 1), struct.pack("!II", 6, 2) + b"[]", packed({"is": 1})]
+)
+def test_one_that_says_nonsense_is_as_one_that_is_gone(said):
+    ends = socket.socketpair()
+    peers, lost = Peers(), []
+    peers.size = 2
+    leader = Leading(Book(), peers, [Line(ends[0])], lost.append)
+    with ends[1] as other:
+        other.sendall(said)
+        wait_for(lambda: lost)
+        assert not other.recv(1)
+    with pytest.raises(DistributedError, match="rank 1 of 2 is gone"):
+        leader.decode(1)
 
 
 def test_one_that_is_gone_is_told_while_nothing_runs():

@@ -20,7 +20,7 @@ import numpy as np
 
 from ..errors import DistributedError, UnsupportedError
 from ..parallel.agreement import Peers
-from ..parallel.frames import Message
+from ..parallel.frames import Message, packed
 from ..parallel.lines import Line
 from .base import ForwardInputs, PendingTokens, Piece, Pool, Request, Sampling, Saved
 
@@ -75,8 +75,9 @@ class Leading:
         with self._lock:
             if self.lost is not None and name == "release":
                 return self._runner.release(*args)  # of what is there no more
+            frame = self._packed(name, *args)  # what cannot be sent fails alone, before any call
             try:  # what interrupts it may leave a call that others make and this rank does not
-                self._send(name, *args)
+                self._send(frame)
                 result = getattr(self._runner, name)(*args)
             except BaseException as error:
                 self._settle(error)
@@ -88,18 +89,26 @@ class Leading:
                 return result
             return _Watched(result, self._lose) if hasattr(result, "fetch") else result
 
-    def _send(self, name: str, *args: Any, **said: Any) -> None:
+    def _packed(self, name: str, *args: Any) -> tuple[bytes, int]:
+        """The frame of a call, the next one, and how many it names that are dropped."""
         if self.lost is not None:
             raise DistributedError(self.lost)
-        self._number += 1
-        message: Message = {"do": name, "number": self._number, **said}
-        if self._dropped:
-            message["dropped"] = [self._dropped.popleft() for _ in range(len(self._dropped))]
+        message: Message = {"do": name, "number": self._number + 1}
+        # More may come at any time, at its end.
+        if dropped := [self._dropped[i] for i in range(len(self._dropped))]:
+            message["dropped"] = dropped
         arrays: dict[str, np.ndarray] = {}
         message["args"] = [_plain(x, arrays, self._numbers) for x in args]
+        return packed(message, **arrays), len(dropped)
+
+    def _send(self, frame: tuple[bytes, int]) -> None:
+        data, dropped = frame
+        self._number += 1
+        for _ in range(dropped):
+            self._dropped.popleft()
         for line in self._lines:
             try:
-                line.send(message, **arrays)
+                line.send_frame(data)
             except DistributedError as error:
                 self._lose(str(error))
                 raise
@@ -120,7 +129,7 @@ class Leading:
 
     def _asked(self, name: str, seconds: float, *args: Any) -> list[Any]:
         """The answers of all other ranks, which come behind what was asked for before."""
-        self._send(name, *args)
+        self._send(self._packed(name, *args))
         self._end_call()
         found = []
         for rank, answers in enumerate(self._answers, 1):
@@ -189,7 +198,7 @@ class Leading:
             with self._settled:
                 self._is_closed = True  # that others go is no loss
             with suppress(DistributedError):
-                self._send("close")
+                self._send(self._packed("close"))
         for line in self._lines:
             line.close()
         self._runner.close()

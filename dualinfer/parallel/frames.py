@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from ..errors import StepError
+from ..errors import StepError, UnsupportedError
 
 Message = dict[str, Any]
 
@@ -22,7 +22,10 @@ _DTYPES = "<i4", "<f4", "<i8", "<u4", "|b1"
 
 
 def packed(message: Message, **arrays: np.ndarray) -> bytes:
-    """A frame of a message; arrays stand in it by their names, as int32 or float32 if need be."""
+    """A frame of a message; arrays stand in it by their names, as int32 or float32 if need be.
+
+    UnsupportedError for more than the other end would take.
+    """
     about, parts = {}, []
     for name, array in arrays.items():
         kind = array.dtype.newbyteorder("<").str
@@ -32,6 +35,11 @@ def packed(message: Message, **arrays: np.ndarray) -> bytes:
         parts.append(np.ascontiguousarray(array, kind).tobytes())
     text = json.dumps({**message, "arrays": about} if about else message).encode()
     size = _HEAD.size - 4 + len(text) + sum(map(len, parts))
+    if size > _MOST:
+        raise UnsupportedError(
+            f"{size / 2**30:.1f} GiB cannot be sent to another process at once, which takes "
+            f"{_MOST / 2**30:.0f} GiB. Pass fewer inputs in a call, or shorter ones."
+        )
     return b"".join([_HEAD.pack(size, len(text)), text, *parts])
 
 
@@ -56,7 +64,13 @@ class Unpacker:
                 break
             whole = bytes(self._buffer[at + _HEAD.size : at + 4 + size])
             at += 4 + size
-            yield _read(whole[:length], whole[length:])
+            try:
+                message = _read(whole[:length], whole[length:])
+            except (ValueError, TypeError, LookupError, AttributeError) as error:
+                raise StepError(
+                    f"A message between processes cannot be read: {error!r}."
+                ) from error
+            yield message
         del self._buffer[:at]
 
 

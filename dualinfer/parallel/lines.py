@@ -3,6 +3,7 @@
 A line has no name once it stands: nobody but its two ends can write to it.
 """
 
+import logging
 import os
 import shutil
 import socket
@@ -15,10 +16,11 @@ from pathlib import Path
 
 import numpy as np
 
-from ..errors import DistributedError, UnsupportedError
+from ..errors import DistributedError, StepError, UnsupportedError
 from .agreement import Peers
 from .frames import Message, Unpacker, packed
 
+_log = logging.getLogger(__name__)
 _READ = 2**18  # bytes
 _PATIENCE = 60.0  # seconds for another process to come to the socket, once it has said that it will
 _LONGEST = 90  # letters of a socket's path
@@ -36,7 +38,10 @@ class Line:
 
     def send(self, message: Message, **arrays: np.ndarray) -> None:
         """Send a message, from any thread; DistributedError where the other end is gone."""
-        frame = packed(message, **arrays)
+        self.send_frame(packed(message, **arrays))
+
+    def send_frame(self, frame: bytes) -> None:
+        """See `send`; of a message that is packed."""
         with self._sending:
             try:
                 self._connection.sendall(frame)
@@ -44,7 +49,10 @@ class Line:
                 raise DistributedError(f"Another process of the model is gone: {error}.") from error
 
     def receive(self, seconds: float | None = None) -> Message | None:
-        """The next message; None once the other end is gone, or after so many seconds."""
+        """The next message; None once the other end is gone, or after so many seconds.
+
+        What is no message is the end of the line.
+        """
         while not self._waiting:
             try:
                 self._connection.settimeout(seconds)
@@ -53,16 +61,27 @@ class Line:
                 data = b""
             if not data:
                 return None
-            self._waiting += self._unpacker.feed(data)
+            try:
+                self._waiting += self._unpacker.feed(data)
+            except StepError:
+                _log.exception("Another process of the model said what is no message.")
+                self.close()
         return self._waiting.popleft()
 
     def listen(self, take: Callable[[Message], None], gone: Callable[[], None]) -> None:
-        """Give each message that comes to `take`, and then call `gone`, in a thread."""
+        """Give each message that comes to `take`, and then call `gone`, in a thread.
+
+        So it does where `take` fails.
+        """
 
         def run() -> None:
-            while (message := self.receive()) is not None:
-                take(message)
-            gone()
+            try:
+                while (message := self.receive()) is not None:
+                    take(message)
+            except Exception:
+                _log.exception("A message of another process of the model could not be taken.")
+            finally:
+                gone()
 
         threading.Thread(target=run, name="dualinfer-line", daemon=True).start()
 
