@@ -2,10 +2,13 @@
 
 import asyncio
 import gc
+import json
 import os
 import signal
 import socket
 import struct
+import subprocess
+import sys
 import threading
 import weakref
 from pathlib import Path
@@ -18,7 +21,8 @@ import pytest
 import dualinfer
 from dualinfer.backends.base import ForwardInputs, Piece, Pool, Request, Sampling, Saved
 from dualinfer.backends.leading import Leading, follow
-from dualinfer.errors import DistributedError, LengthError, UnsupportedError
+from dualinfer.cli import shared_engine
+from dualinfer.errors import ConfigError, DistributedError, LengthError, UnsupportedError
 from dualinfer.parallel import frames
 from dualinfer.parallel.agreement import Peers
 from dualinfer.parallel.frames import packed
@@ -359,6 +363,9 @@ def test_a_server_of_several_processes_ends_with_all_of_them(options, number):
         with openai.OpenAI(base_url=f"{server.url}/v1", api_key="-", max_retries=0) as client:
             stream = complete(client, **LONG, stream=True)
             events = [next(iter(stream))]
+            if number == signal.SIGTERM:  # as to all of a group, or of a systemd unit
+                for process in processes:
+                    os.kill(process, number)
             server.process.send_signal(number)
             if number == signal.SIGTERM:
                 events += [*stream]
@@ -373,3 +380,43 @@ def test_one_process_that_leads_tells_that_another_is_gone():
         os.kill(follower_of(SimpleNamespace(engine=server.process.pid)), signal.SIGKILL)
         wait_for(lambda: "rank 1 of 2 is gone" in get(server.url + "/health")[1])
         server.process.kill()
+
+
+@pytest.mark.slow
+def test_one_process_that_leads_ends_where_another_one_dies_before_it_serves():
+    command = [sys.executable, "-m", "dualinfer", "serve", str(dualinfer.embedded_model())]
+    command += ["--backend", "torch", "--port", "0", "--tp", "2", "--oversubscribe"]
+    command += ["--one-process"]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
+        try:
+            children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
+            wait_for(children.read_text)
+            os.kill(int(children.read_text().split()[0]), signal.SIGKILL)
+            _, said = process.communicate(timeout=60)
+        finally:
+            process.kill()
+    assert process.returncode == 1, said
+    assert "error: The process of rank 1 of 2 ended with SIGKILL." in said
+
+
+@pytest.mark.slow
+def test_one_that_cannot_open_the_model_says_why():
+    command = [sys.executable, "-m", "dualinfer.cli.shared_engine"]
+    opens = {"folder": "/no/model", "adapters": [], "backend": "torch", "how": {}, "variables": {}}
+    pipes = {"stdin": subprocess.PIPE, "stderr": subprocess.PIPE}
+    with subprocess.Popen(command, **pipes) as process:
+        try:
+            process.stdin.write(json.dumps(opens).encode() + b"\n")
+            process.stdin.flush()  # and it stays open
+            said = process.stderr.read().decode()
+            assert process.wait(60) == 1, said
+        finally:
+            process.kill()
+    assert "'/no/model' does not exist" in said and "Fatal" not in said
+
+
+def test_more_processes_than_there_are_places_for_are_refused_before_any_starts(monkeypatch):
+    monkeypatch.setattr(shared_engine, "others_of", lambda *_: pytest.fail("started"))
+    opens = {"backend": "torch", "how": {"tensor_parallel": {"tp_size": 4000}}}
+    with pytest.raises(ConfigError, match="--tp 4000"), shared_engine.opened(opens):
+        pass

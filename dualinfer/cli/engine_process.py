@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import StepError
+from ..parallel.launching import pass_over
 from ..serving.remote.host import Host, shown_of
 
 TellLost = Callable[[str], None]
@@ -29,6 +30,7 @@ def run(
     opened: Callable[[dict[str, Any], TellLost], AbstractContextManager[Any]] = _opened,
 ) -> None:
     """Open the model that the front describes, and serve it until the front leaves."""
+    pass_over("SIGTERM", "SIGHUP")  # it ends with the front, which lets open requests end
     connection = socket.socket(fileno=int(sys.argv[1]))
     connection.set_inheritable(False)  # a child of this process must not keep it open
     host = Host(connection)

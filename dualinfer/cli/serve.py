@@ -9,6 +9,7 @@ import re
 import shlex
 import signal
 import socket
+import threading
 from collections.abc import Callable, Coroutine, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -20,7 +21,7 @@ from .. import backends
 from ..checkpoint.described.tokenizer import load_tokenizer, tokenizer_folder
 from ..engine.fused import FusedEngine
 from ..engine.pausing import SWAP_GIB
-from ..errors import ArgumentError, DualinferError, UnsupportedError
+from ..errors import ArgumentError, DistributedError, DualinferError, UnsupportedError
 from ..serving.http.calls import MARKS
 from ..serving.http.needed import check_needed
 from ..serving.remote.host import shown_of
@@ -38,6 +39,7 @@ from .options import (
 from .quick_start import OWN_PROCESS, start_sooner
 from .shared_engine import opened
 from .texts import find_asked
+from .wording import print_error
 
 _KEY = "DUALINFER_API_KEY"
 _ORIGIN = re.compile(r"[a-z][a-z0-9+.\-]*://[^/\s?#@]+")
@@ -180,8 +182,16 @@ def serve(
         opens = {"folder": str(found.folder), "adapters": found.adapters, "backend": which}
         opens |= {"how": how, "oversubscribe": oversubscribe, "room": room}
         if one_process:
-            with opened(opens) as engine:
+            serves = threading.Event()
+
+            def tell_lost(why: str) -> None:  # once it serves, /health tells it
+                if not serves.is_set():
+                    print_error(DistributedError(why), ctx.command)
+                    os._exit(1)  # the model's opening may wait for the lost one, for minutes
+
+            with opened(opens, tell_lost) as engine:
                 does_write = writes(engine, *room)
+                serves.set()
                 front.run_beside(engine, shown_of(engine.report(), does_write))
             return
         if ctx.obj == OWN_PROCESS:

@@ -3,8 +3,6 @@
 import importlib
 import json
 import os
-import signal
-import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -12,9 +10,11 @@ from pathlib import Path
 from typing import Any
 
 from ..engine.fused import FusedEngine
-from ..parallel.launching import check_places, others_of
+from ..parallel.launching import check_places, others_of, pass_over
 from .quick_start import start_sooner
 from .texts import opened_at
+
+_PART = 2**16  # bytes
 
 
 @contextmanager
@@ -33,8 +33,11 @@ def opened(
             yield engine
         return
     command = ["-m", __name__]
+    places = count, opens.get("oversubscribe", False)
+    if count > (os.cpu_count() or 1):  # for fewer the check imports torch while they do
+        check_places(*places)
     with others_of(command, count, opens, tell_lost) as over:
-        check_places(count, opens.get("oversubscribe", False))
+        check_places(*places)
         with _opened(opens) as engine:
             try:
                 if isinstance(engine, FusedEngine):  # others are not served, and who asked is told
@@ -51,9 +54,21 @@ def _opened(opens: dict[str, Any]) -> Iterator[Any]:
         yield engine
 
 
+def _line() -> bytes:
+    """The line at standard input, behind which nothing comes.
+
+    Python's own buffer is left out: its exit fails while another thread waits within that.
+    """
+    found = b""
+    while not found.endswith(b"\n") and (part := os.read(0, _PART)):
+        found += part
+    return found
+
+
 def _end_with_leader() -> None:
     """End this process with the one that has started it, whatever it is at."""
-    sys.stdin.buffer.read()
+    while os.read(0, _PART):
+        pass
     os._exit(0)
 
 
@@ -61,9 +76,9 @@ def run() -> None:
     """Follow the process at whose pipe this one is."""
     from ..system.noise import leave_out_noise
 
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal's Ctrl-C is the leader's affair
+    pass_over("SIGINT", "SIGTERM", "SIGHUP")  # the leader lets open requests end
     importlib.import_module("torch")  # as the leader does at this time
-    if not (line := sys.stdin.buffer.readline()):
+    if not (line := _line()).endswith(b"\n"):
         return  # it has failed
     opens = json.loads(line)
     threading.Thread(target=_end_with_leader, daemon=True).start()

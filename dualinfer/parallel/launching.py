@@ -102,6 +102,13 @@ def others_of(
         del store
 
 
+def pass_over(*names: str) -> None:
+    """Ignore signals that come to all processes of a job, and on which its first one acts."""
+    for name in names:
+        if hasattr(signal, name):
+            signal.signal(getattr(signal, name), signal.SIG_IGN)
+
+
 def _piped(command: Sequence[str], rank: int, count: int) -> subprocess.Popen[bytes]:
     """A process of the job in this one's group and session: what ends these ends it."""
     try:
