@@ -27,10 +27,14 @@ time.sleep(300)
 
 
 def marks_of(process):
-    """The marks of the jobs that a process is of."""
-    variables = Path(f"/proc/{process}/environ").read_text().split("\0")
-    (own,) = [v for v in variables if v.startswith(f"{VARIABLE}=")]
-    return own.partition("=")[2].split(":")
+    """The marks of the jobs that a process is of; a program that begins shows none yet."""
+
+    def found():
+        variables = Path(f"/proc/{process}/environ").read_text().split("\0")
+        return [v for v in variables if v.startswith(f"{VARIABLE}=")]
+
+    assert wait_until(found)
+    return found()[0].partition("=")[2].split(":")
 
 
 def wait_until(condition, seconds=20):

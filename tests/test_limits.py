@@ -15,6 +15,7 @@ import torch
 import transformers as hf
 
 import dualinfer
+from dualinfer.backends import find_mixtures
 from dualinfer.config import InferenceConfig
 from dualinfer.config.refusals import check_config
 from dualinfer.model.hf_module import check_parts
@@ -440,22 +441,22 @@ def _hooked(*hooks):
 
 def test_only_hooks_of_accelerate_that_place_are_passed_over():
     place = accelerate.hooks.AlignDevicesHook
-    check_parts(_hooked(place()), "")
-    check_parts(_hooked(place(), place(), place()), "")
+    check_parts(_hooked(place()), "", find_mixtures)
+    check_parts(_hooked(place(), place(), place()), "", find_mixtures)
     for hooks in ((_Double(),), (place(), _Double()), (_Placed(),)):
         with pytest.raises(
             dualinfer.ModelError, match=r"layers\.0\.mlp .* a hook .*test_limits\._"
         ):
-            check_parts(_hooked(*hooks), "")
+            check_parts(_hooked(*hooks), "", find_mixtures)
     model = _hooked(place())
     model.model.layers[0].mlp.forward = lambda x: x
     with pytest.raises(dualinfer.ModelError, match="a forward of its own"):
-        check_parts(model, "")
+        check_parts(model, "", find_mixtures)
     model = hf.LlamaForCausalLM(CASES[CAUSAL].make_config())
     model.model.layers[0].mlp.forward = lambda x: x
     accelerate.hooks.add_hook_to_module(model.model.layers[0].mlp, place())
     with pytest.raises(dualinfer.ModelError, match="a forward of its own"):
-        check_parts(model, "")
+        check_parts(model, "", find_mixtures)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -550,7 +551,7 @@ def test_an_attention_kernel_of_the_hub_is_hfs():
     model = make_model("llama-gqa")
     model.config._attn_implementation_internal = "hub-of-tests"
     assert model.config._attn_implementation == "hub-of-tests"
-    check_parts(model, "")
+    check_parts(model, "", find_mixtures)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -573,7 +574,7 @@ def test_resized_and_shortened_models_are_taken(backend, name):
 @pytest.mark.parametrize("name", ALL)
 def test_what_a_config_makes_is_taken(name, half):
     model = make_model(name)
-    check_parts(model.half() if half else model, "")
+    check_parts(model.half() if half else model, "", find_mixtures)
 
 
 @pytest.mark.parametrize(
