@@ -25,6 +25,7 @@ def test_every_request_ends_in_one_state_and_nothing_is_left(backend):
     check_flat(again, 16, 16)  # less than an object for two requests; of an hour: benchmarks/README
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_no_request_is_lost_where_the_engine_is_killed(backend):
     async def run():
