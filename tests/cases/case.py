@@ -41,6 +41,7 @@ class Case:
     fields: Mapping[str, Any]
     table: Table = field(repr=False)
     config_class: str | type = ""  # of the config, where it is not the model's own
+    base: str = ""  # HF's class without a head, where AutoModel has none for the config
 
     @property
     def model(self) -> type[hf.PreTrainedModel]:
@@ -85,10 +86,12 @@ class Case:
     def make(self, headless: bool = False, **changes: Any) -> hf.PreTrainedModel:
         """The model in float32 with weights of its own, the same in every process.
 
-        A headless one is of the class that HF's AutoModel has for the config.
+        A headless one is of HF's class `base`, or of the one that AutoModel has for the config.
         """
         config = self.make_config(**changes)
-        kind = hf.AutoModel._model_mapping[type(config)] if headless else self.model
+        kind = self.model
+        if headless:
+            kind = getattr(hf, self.base, None) or hf.AutoModel._model_mapping[type(config)]
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(self.table.seed(self))
             model = self.table.build(self, config, kind)

@@ -212,8 +212,8 @@ def _case(case: str, name: str, text: dict[str, Any], media: dict[str, Any] | No
         more["audio_config" if "num_mel_bins" in media else "vision_config"] = media
     if name == "PaliGemma":  # whose sdpa looks both ways where HF leaves out a mask of ones
         more["attn_implementation"] = "eager"
-    kind = WRAPPERS[case.partition(" ")[0]].classes[0]
-    return Case(case, kind, {"text_config": text, **more}, TABLE, f"{name}Config")
+    kind, base = WRAPPERS[case.partition(" ")[0]].classes
+    return Case(case, kind, {"text_config": text, **more}, TABLE, f"{name}Config", base)
 
 
 CASES = {name: _case(name, *row) for name, row in ROWS.items()}
