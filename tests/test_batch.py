@@ -262,7 +262,7 @@ def killed(command, out, lines):
 @pytest.mark.slow
 def test_a_job_that_is_killed_twice_has_every_id_once(tmp_path):
     """The command itself: one row in a hundred is bad."""
-    rows = [text_row(f"r{i}", f"def f{i}(", 4, model="embedded") for i in range(300)]
+    rows = [text_row(f"r{i}", f"def f{i}(", 24, model="embedded") for i in range(300)]
     for i in range(0, 300, 100):
         rows[i + 7] = rows[i + 7] | {"method": "GET"}
     source, out = write(tmp_path / "in.jsonl", rows), tmp_path / "out.jsonl"
@@ -280,7 +280,7 @@ def test_a_job_that_is_killed_twice_has_every_id_once(tmp_path):
     with dualinfer.init_inference(model, backend="torch", dtype="fp32") as engine:
         for i in range(1, 300, 37):
             body = results[f"r{i}"]["response"]["body"]
-            expected = engine.generate_text(f"def f{i}(", max_new_tokens=4, do_sample=False)
+            expected = engine.generate_text(f"def f{i}(", max_new_tokens=24, do_sample=False)
             assert body["choices"][0]["text"] == expected
 
 
