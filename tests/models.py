@@ -1,4 +1,4 @@
-"""Tiny random HF models of every kind that dualinfer serves: the oracles of the parity tests."""
+"""Helpers of tests with models: weights and ids at random, distances, marks of cases."""
 
 import importlib
 from collections.abc import Iterable, Iterator

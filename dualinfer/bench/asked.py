@@ -1,4 +1,4 @@
-"""What a command of the bench is asked for: its options, and the tasks that they make."""
+"""The options of the bench's commands, and the tasks that they make."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace

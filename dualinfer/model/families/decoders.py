@@ -44,7 +44,7 @@ class Factors(NamedTuple):
 
 
 class Sight(NamedTuple):
-    """Of each layer its window, None for all of the past, and the key of its rotary embedding.
+    """How each layer sees: its window, None for all of the past, and the key of its rope.
 
     A layer without one has None; `ropes` are HF's rope_parameters by key.
     """
@@ -121,7 +121,7 @@ class Decoder:
         return self.fields.size("max_position_embeddings")
 
     def says(self, bias: Bias) -> bool:
-        """What a row or the field that it names says."""
+        """True if the row says so, or the config's field that the row names."""
         return self.fields.flag(bias, False) if isinstance(bias, str) else bias
 
     def describe(self, architecture: str) -> tuple[ModelSpec, WeightTable]:
@@ -192,7 +192,7 @@ class Decoder:
         return parameters
 
     def sizes(self, windows: Sequence[int | None]) -> list[tuple[int, int, int]]:
-        """Of each layer the query heads, the KV heads and the elements of a head."""
+        """Give query heads, KV heads and elements of a head, for each layer."""
         if self.kind.splits:
             _, _, head_dim = self.fields.split("hidden_size", "num_attention_heads")
             self.fields.require("head_dim", head_dim)

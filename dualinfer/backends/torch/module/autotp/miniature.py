@@ -257,7 +257,7 @@ def _is_same(one: Any, other: Any, depth: int = 6) -> bool:
 
 
 def _owner(method: MethodType) -> Any:
-    """What a method goes by: its object, or the settings of a layer but for methods."""
+    """A method's object; of a layer its settings, without those that are methods."""
     own = method.__self__
     if not isinstance(own, nn.Module):
         return own

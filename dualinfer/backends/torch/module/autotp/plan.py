@@ -136,7 +136,7 @@ def make_plan(
 def _attempts(
     units: Sequence[Unit], planned: Sequence[Unit]
 ) -> Iterator[tuple[str, list[Unit], bool]]:
-    """What to try, with its units, until one gives what the whole module does.
+    """Plans to try in turn, with their units, until one gives what the whole module does.
 
     First all units that transformers' plan tells, then those by names, fewer and fewer kinds of
     them, each also carefully. Where a layout was guessed, both guesses are tried.
