@@ -109,7 +109,7 @@ def test_options_have_their_texts(engine, how):
     [
         *slow_but(QUICK, (*QUICK, *MORE), "torch", False),
         *slow_but((), (*QUICK, *MORE), "torch", True),
-        *slow_but(("llama-gqa",), ("llama-gqa", "youtu"), "jax", False),
+        *slow_but(("llama-gqa",), ("llama-gqa",), "jax", False),
         *slow_but((), ("mamba2",), "jax", True),
     ],
 )

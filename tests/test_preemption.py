@@ -68,6 +68,8 @@ def check(found, expected):
 
 @pytest.mark.parametrize("swap_space", [0, 1])
 def test_those_that_give_way_go_on_as_if_nothing_had_been(engine, swap_space, monkeypatch):
+    if engine.report().backend == "jax" and not swap_space:
+        pytest.skip("reading again is the engine's, and prompts'")
     rows = rows_of(engine)
     saved, restored = [], []
     runner = engine.runner
@@ -243,18 +245,20 @@ def compare_ways(engine, count):
         return await asyncio.gather(*(one(row, how) for row, how, _ in requests))
 
     async def with_urgent():
-        """Urgent ones come one by one, while the others run."""
+        """Urgent ones come one by one, when others have every slot or none of these waits."""
         tasks = {}
         for i, (row, how, urgent) in enumerate(requests):
             if not urgent:
                 tasks[i] = asyncio.ensure_future(one(row, how))
         for i, (row, how, urgent) in enumerate(requests):
             if urgent:
+                while (now := engine.traffic()).live < SLOTS and (now.waiting or not i):
+                    await asyncio.sleep(0)
                 tasks[i] = asyncio.ensure_future(one(row, how, "high"))
                 await asyncio.wait([tasks[i]])
         return [await tasks[i] for i in range(count)]
 
-    engine.reserve(3, 250, prefix_cache=False)
+    engine.reserve(SLOTS, 250, prefix_cache=False)
     expected = [asyncio.run(one(row, how)) for row, how, _ in requests]
     ways = {
         "at once": ({"prefix_cache": False}, at_once),
@@ -266,7 +270,7 @@ def compare_ways(engine, count):
     }
     for name, (room, way) in ways.items():
         if room is not None:
-            engine.reserve(3, 250, **room)
+            engine.reserve(SLOTS, 250, **room)
         before = engine.traffic().preemptions
         found = asyncio.run(way())
         wrong = [i for i in range(count) if found[i] != expected[i]]
@@ -281,7 +285,7 @@ def compare_ways(engine, count):
 def test_random_requests_have_one_text_in_every_way(engine):
     if engine.report().backend == "jax":
         pytest.skip("minutes of compiling: by hand, as below")
-    told = compare_ways(engine, 30)
+    told = compare_ways(engine, 18)
     assert told["at once"] == (0, 0) and told["found"][0] > told["cold"][0] > 0
     assert all(told[name][1] for name in ("read again", "swapped"))
 
