@@ -305,7 +305,7 @@ ROWS: list[Row] = [
     ),
     Row(
         "backends/slots.py",
-        "min(self._reach[slot] + steps, request.cache_tokens)",
+        "min(self._reach[slot] + steps, self._requests[slot].cache_tokens)",
         "self._reach[slot] + steps",
         "A short answer beside a long one makes the cache grow beyond what it needs.",
         "tests/test_runner.py -k live_slots",
@@ -1607,8 +1607,8 @@ ROWS: list[Row] = [
     ),
     Row(
         "engine/loop.py",
-        "one = self._allow() or self._profiler.enabled",
-        "one = bool(self._constrained()) or self._profiler.enabled",
+        "        self._allow()\n",
+        "",
         "A grammar is followed in the first token alone.",
         "tests/test_grammar.py -k masked_logits",
     ),
@@ -1621,8 +1621,8 @@ ROWS: list[Row] = [
     ),
     Row(
         "engine/sharing.py",
-        "ids = ids[: self._most]",
-        "ids = ids[: self._most - 64]",
+        "ids = ids[: min(self._most, len(ids)) // GRAIN * GRAIN]",
+        "ids = ids[: (self._most - 64) // GRAIN * GRAIN]",
         "A turn of a chat reads more of the one before than it must.",
         "tests/test_sharing.py -m 'not slow' -k turn_of",
     ),

@@ -76,7 +76,7 @@ def alone(engine, prompts):
 
 def test_prompts_that_begin_alike_are_read_once(engine, prompts, alone):
     made = engine.reserve(4, 250)
-    assert made == (4, 250, 1)
+    assert made == (4, 250, 1, 0)
     found, cached = together(engine, prompts)
     assert found == alone
     assert cached[:4] == [0, 128, 128, 128]  # the first is read, and the others wait for it
@@ -104,7 +104,7 @@ def test_several_texts_of_a_prompt_read_it_once(engine, prompts, alone):
 
 
 def test_it_can_be_off(engine, prompts, alone):
-    assert engine.reserve(4, 250, prefix_cache=False) == (4, 250, 0)
+    assert engine.reserve(4, 250, prefix_cache=False) == (4, 250, 0, 0)
     found, cached = together(engine, prompts)
     assert (found, set(cached), engine.prefix_counts()) == (alone, {0}, (0, 0))
 

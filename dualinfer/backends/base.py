@@ -241,7 +241,8 @@ class Pool:
     hide tokens or weigh them, are in the state from the start: the first request that needs more of
     these makes a larger state, and its steps anew. The `spare` slots lie behind the others. No
     request gets one and no step passes over it, so that it keeps what is copied there. Where slots
-    are `saved`, to the host's memory, what does so is prepared with the rest.
+    are `saved`, to the host's memory, what does so is prepared with the rest. With `blocks` these
+    many blocks of GRAIN tokens are all that there are, and slots get them as they need them.
     """
 
     slots: int
@@ -252,12 +253,17 @@ class Pool:
     weighs: bool = False
     spare: int = 0
     saved: bool = False
+    blocks: int = 0
 
     def __post_init__(self) -> None:
         """Raise ArgumentError for what is no room."""
         for name in ("slots", "tokens", "eos"):
             if getattr(self, name) < 1:
                 raise ArgumentError(f"Pool({name}={getattr(self, name)}): expected 1 or more.")
+        if self.blocks and self.blocks * GRAIN < self.tokens:
+            raise ArgumentError(
+                f"Pool(blocks={self.blocks}): {self.tokens} tokens of one sequence take more."
+            )
 
 
 @dataclass(eq=False)
@@ -301,6 +307,7 @@ class Runner(Protocol):
     is_compiled: bool
     kernels: str  # "Triton" where it serves the ops, else ""
     verifies: bool  # it has a `decode_several`
+    blocks: Any  # the `Blocks` of its pool, which calls change; None without such
 
     def forward(self, inputs: ForwardInputs) -> dict[str, Any]:
         """`logits` [B, T, V], or `last_hidden_state` [B, T, E] and `pooler_output` [B, E].
@@ -324,9 +331,13 @@ class Runner(Protocol):
         Few programs then serve all requests: steps by how many slots and how many tokens they
         reach, in coarse buckets, and panels of pieces by their size alone, where the spec says that
         it `reads_pieces`. With `prepare` they are made now, as far as nothing but the pool says
-        what they are. Requests go in slots below the pool's, with at most its tokens as their
-        `cache_tokens`: LengthError for others. OutOfMemoryError where there is no room, and then
-        there is no pool; StepError while something is live.
+        what they are. Of a pool of blocks each call takes those that it needs before it does
+        anything else, and raises OutOfMemoryError where too few are free: `extend` as many as hold
+        the pieces, or of embeddings all that the sequence may come to need, as `prefill_scores`
+        does; `decode` as `lacks` counts them. `release` gives them back. Requests go in slots below
+        the pool's, with at most its tokens as their `cache_tokens`: LengthError for others.
+        OutOfMemoryError where there is no room, and then there is no pool; StepError while
+        something is live.
         """
         ...
 
@@ -347,6 +358,10 @@ class Runner(Protocol):
 
         Stops early when every sequence has ended, as far as it can tell without waiting.
         """
+        ...
+
+    def lacks(self, steps: int) -> int:
+        """The number of blocks that must be free yet for `decode` of so many steps, 0 or more."""
         ...
 
     def prefill_scores(self, requests: Sequence[Request], slots: Sequence[int]) -> Any:
@@ -415,7 +430,8 @@ class Runner(Protocol):
         """Copy the first `tokens` cached tokens of one slot of a pool to another, in their order.
 
         It is done behind all that was asked for before. States of recurrences are copied as they
-        stand, which must be at `tokens`. Only where `spec.keeps_beginnings`.
+        stand, which must be at `tokens`. Only where `spec.keeps_beginnings`. In a pool of blocks
+        both slots have the same ones then, and `tokens` are whole grains.
         """
         ...
 
@@ -427,7 +443,7 @@ class Runner(Protocol):
         ...
 
     def restore(self, slot: int, saved: Saved) -> None:
-        """Put back what `save` gave, into any slot, as `copy` does."""
+        """Put back what `save` gave, into any slot that has nothing, as `copy` does."""
         ...
 
     def release(self, slots: Sequence[int]) -> None:

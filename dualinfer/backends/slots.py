@@ -13,6 +13,7 @@ from ..errors import LengthError, StepError
 from ..model.spec import ModelSpec
 from ..ops.caches import Room
 from .base import GRAIN, NO_TOKEN, Piece, Pool, Request
+from .blocks import Blocks
 
 SMALLEST_CACHE = 64
 RESERVED = 2048
@@ -35,11 +36,12 @@ class LiveSlots:
     """The host's book of a runner's live slots: what each serves, and how far its cache may reach.
 
     A cache is reserved for RESERVED tokens of a sequence at first, and grows as steps are asked
-    for: a request for many new tokens may end early. One with the room of a `pool` does not.
+    for: a request for many new tokens may end early. One with the room of a `pool` does not; its
+    slots take `blocks` of it where it counts in these.
     """
 
-    def __init__(self, pool: Room | None = None) -> None:
-        self.pool = pool
+    def __init__(self, pool: Room | None = None, blocks: Blocks | None = None) -> None:
+        self.pool, self.blocks = pool, blocks
         self._requests: dict[int, Request] = {}
         self._reach: dict[int, int] = {}
         self._reading: set[int] = set()
@@ -124,6 +126,8 @@ class LiveSlots:
             raise StepError("A piece of a prompt came before the first one.")
         for piece in first:
             self._check(piece.request, piece.slot)
+        if self.blocks is not None:
+            self.blocks.cover({piece.slot: needed(piece) for piece in pieces})
         self._requests.update((piece.slot, piece.request) for piece in first)
         self._reach.update((piece.slot, len(piece.request.prompt)) for piece in first)
         self._reading |= {piece.slot for piece in pieces if not piece.ends}
@@ -145,10 +149,37 @@ class LiveSlots:
 
     def advance(self, steps: int, slots: Sequence[int] | None = None) -> None:
         """Book steps for these slots, or every one of which the prompt has been read."""
-        for slot in self._requests if slots is None else slots:
-            if slot not in self._reading:
-                request = self._requests[slot]
-                self._reach[slot] = min(self._reach[slot] + steps, request.cache_tokens)
+        reached = self._after(steps, slots)
+        if self.blocks is not None:
+            self.blocks.cover(reached)
+        self._reach |= reached
+
+    def _after(self, steps: int, slots: Sequence[int] | None = None) -> dict[int, int]:
+        """Cached tokens of these slots after so many steps, or of all that take part in them."""
+        return {
+            slot: min(self._reach[slot] + steps, self._requests[slot].cache_tokens)
+            for slot in (self._requests if slots is None else slots)
+            if slot not in self._reading
+        }
+
+    def lacks(self, steps: int) -> int:
+        """See `Runner.lacks`."""
+        if self.blocks is None:
+            return 0
+        return max(0, self.blocks.more(self._after(steps)) - self.blocks.free)
+
+    def cover_whole(self, requests: Sequence[Request], slots: Sequence[int]) -> None:
+        """Give slots all the blocks that their requests may come to need."""
+        if self.blocks is not None:
+            pairs = zip(slots, requests, strict=True)
+            self.blocks.cover({slot: request.cache_tokens for slot, request in pairs})
+
+    def changed_table(self, anew: bool = False) -> np.ndarray | None:
+        """A copy of the blocks' table, if it has changed since the last copy, or `anew`."""
+        if self.blocks is None or not (anew or self.blocks.is_changed):
+            return None
+        self.blocks.is_changed = False
+        return self.blocks.table.copy()
 
     def remove(self, slots: Sequence[int]) -> None:
         """Free slots; those that are free already stay so."""
@@ -156,6 +187,23 @@ class LiveSlots:
             self._requests.pop(slot, None)
             self._reach.pop(slot, None)
             self._reading.discard(slot)
+            if self.blocks is not None:
+                self.blocks.drop(slot)
+
+
+def needed(piece: Piece) -> int:
+    """Cached tokens that a slot must have room for before a piece is read into it.
+
+    Of embeddings these are all: such a sequence cannot be read again where others need its blocks.
+    """
+    return piece.stop if piece.request.embeds is None else piece.request.cache_tokens
+
+
+def blocks_of(pool: Pool) -> Blocks | None:
+    """A new book of the pool's blocks; None where it does not count in them."""
+    if not pool.blocks:
+        return None
+    return Blocks(pool.blocks, pool.slots, pool.spare, pool.tokens)
 
 
 def room_of(pool: Pool, spec: ModelSpec, whole: bool = False) -> Room:

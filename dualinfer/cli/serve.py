@@ -87,6 +87,15 @@ def serve(
         ),
     ] = None,
     max_tokens: MaxTokensOption = None,
+    cache_tokens: Annotated[
+        int | None,
+        typer.Option(
+            metavar="NUMBER",
+            min=1,
+            help="Tokens of the cache for all sequences together, which take them as they grow; "
+            "unset: each has room for --max-tokens.",
+        ),
+    ] = None,
     prefix_cache: Annotated[
         bool,
         typer.Option(help="Read what prompts have in common once."),
@@ -169,7 +178,7 @@ def serve(
     backends.check_backend(which)
     if tp > 1:
         how["tensor_parallel"] = {"tp_size": tp}
-    room = max_sequences, max_tokens, prefix_cache, swap_space
+    room = max_sequences, max_tokens, prefix_cache, swap_space, cache_tokens
     routes: dict[str, Any] = {
         "api_key": api_key,
         "tool_call_parser": tool_call_parser,
@@ -200,7 +209,12 @@ def serve(
 
 
 def writes(
-    engine: Any, slots: int | None, tokens: int | None, shares: bool, swap_space: float
+    engine: Any,
+    slots: int | None,
+    tokens: int | None,
+    shares: bool,
+    swap_space: float,
+    cache_tokens: int | None = None,
 ) -> bool:
     """Reserve room, and run two steps, so that what must be compiled is before the first client.
 
@@ -214,7 +228,8 @@ def writes(
         )
     if not engine.can_generate():
         return False
-    engine.reserve(slots, tokens, prefix_cache=shares, swap_space=swap_space)
+    how: dict[str, Any] = {"prefix_cache": shares, "swap_space": swap_space}
+    engine.reserve(slots, tokens, cache_tokens=cache_tokens, **how)
     try:
         engine.generate([[0]], max_new_tokens=2, do_sample=False)
     except (UnsupportedError, ArgumentError):

@@ -34,9 +34,10 @@ class Traffic(NamedTuple):
 
     Sequences that have a slot, those that wait for one, the most that get one, for how many seconds
     the thread that drives them has not come round, 0 where there is nothing to do, and the tokens
-    of prompts that it may be reading. `preemptions` counts slots that were taken from sequences for
-    ones of high priority. `lost` says why the device computes no more: it did not when a turn had
-    failed, or turn after turn fails; None otherwise.
+    of prompts that it may be reading. `preemptions` counts how often a sequence gave its slot to
+    one of high priority, or its blocks to others where they had run out. `lost` says why the device
+    computes no more: it did not when a turn had failed, or turn after turn fails; None otherwise.
+    `cache` is the share of a cache's blocks that sequences have; None where it has none.
     """
 
     live: int
@@ -46,6 +47,7 @@ class Traffic(NamedTuple):
     reading: int = 0
     preemptions: int = 0
     lost: str | None = None
+    cache: float | None = None
 
 
 @dataclass(frozen=True)
@@ -246,14 +248,16 @@ class AsyncCalls(RoomCalls):
         """Count the sequences of `generate_async` under way, and tell whether they move."""
         driver = self._driver
         lost = getattr(self._runner, "lost", None) or self._lost
+        book = self._loop.blocks
+        usage = None if book is None else book.usage
         if driver is None:
             pool = self._pool
             slots = MOST_SLOTS if pool is None else pool.slots
-            return Traffic(0, 0, slots, 0.0, lost=lost)
+            return Traffic(0, 0, slots, 0.0, lost=lost, cache=usage)
         live, waiting = driver.live, driver.waiting
         is_busy = live or waiting or driver.is_looking
         silent = time.monotonic() - driver.heartbeat if is_busy else 0.0
-        known = driver.reading, driver.preemptions, driver.lost or lost
+        known = driver.reading, driver.yields, driver.lost or lost, usage
         return Traffic(live, waiting, driver.slots, silent, *known)
 
     def look(self) -> None:

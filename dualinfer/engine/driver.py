@@ -170,6 +170,7 @@ class Driver:
         self._condition = threading.Condition()
         self._thread: threading.Thread | None = None
         self._stopped: Exception | None = None
+        scheduler.has_room = self._has_room
         self._jobs: list[Job] = []  # that have slots
         self._left: deque[Job] = deque()  # to be cancelled
         self._seconds: float | None = None  # of a step
@@ -196,6 +197,11 @@ class Driver:
     def slots(self) -> int:
         """The most sequences that get a slot."""
         return self._scheduler.slots
+
+    @property
+    def yields(self) -> int:
+        """Times that a sequence gave its slot, or its blocks of cache, to others."""
+        return self.preemptions + self._loop.yields
 
     def set_room(self, slots: int, fits: Callable[[int, int], bool], pauses: bool) -> None:
         """From the next turn on there is this room; nothing is under way.
@@ -312,6 +318,12 @@ class Driver:
         if not self._jobs:
             self._loop.longest = MAX_STEPS
 
+    def _has_room(self, new: Sequence[Job], leaving: Sequence[Job]) -> bool:
+        """See `Scheduler`: where slots share the blocks of a cache, prompts may wait for some."""
+        lives = [job.live for job in leaving if job.live is not None]
+        asked = [(_as_read(job), job.begin is not None) for job in new]
+        return self._loop.has_blocks_for(asked, lives)
+
     def _pause(self, job: Job) -> None:
         """Take the slot of a job, which waits and goes on as if nothing had been."""
         assert job.live is not None
@@ -360,6 +372,7 @@ class Driver:
                 lives = self._loop.start([job.request for job in group], waits, saved)
                 for job, live in zip(group, lives, strict=True):
                     job.go_on(live)
+                    live.urgent = job.urgent
                     if job.stop is not None and job.watch is None:
                         self._guarded(self._watch, job)
         except OutOfMemoryError as error:
@@ -493,6 +506,15 @@ class Driver:
         woken, self._woken = self._woken, {}
         for deliver, waiters in woken.items():
             deliver(waiters)
+
+
+def _as_read(job: Job) -> Request:
+    """The request of a job as it is read: its new tokens so far are of the prompt."""
+    request, done = job.request, job.request.done
+    if not done:
+        return request
+    tokens = np.append(request.tokens, np.array(done, request.tokens.dtype))
+    return replace(request, tokens=tokens, max_new_tokens=request.max_new_tokens - len(done))
 
 
 def _set(futures: Sequence["asyncio.Future[None]"]) -> None:

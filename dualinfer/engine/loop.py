@@ -21,15 +21,16 @@ from ..backends.profiling import Profiler
 from ..errors import StepError, UnsupportedError
 from ..parallel.spmd import Turns
 from . import reading
+from .blocks import BlockSlots
 from .pausing import Paused, Pauses, pause_of
 from .sequence import Live
 from .sharing import sharing_of
-from .slots import BESIDE, Slots
+from .slots import BESIDE
 
 _Chunk: TypeAlias = tuple[PendingTokens, dict[int, Live]]  # tokens, and whose the columns are
 
 
-class Loop(Slots):
+class Loop(BlockSlots):
     """The steps of one runner. Several generations may be open at once, each with its own slots.
 
     They may belong to several threads, as with HF's TextIteratorStreamer; one at a time plans and
@@ -90,8 +91,8 @@ class Loop(Slots):
         One that does not wait for slots raises OutOfMemoryError where there are too few. `saved` is
         what those that were paused had cached.
         """
-        with self._with_slots(len(requests), waits):
-            if self.sharing is not None:
+        with self._with_slots(requests, waits):
+            if self.sharing is not None or self.blocks is not None:
                 lives, _ = self._open(requests, reading.plan, chosen=False, saved=saved)
                 if all(x.unread is not None for x in list(self._live.values()) if not x.ended):
                     try:
@@ -110,7 +111,7 @@ class Loop(Slots):
 
     def start_scores(self, requests: Sequence[Request]) -> tuple[list[Live], Any]:
         """Sequences whose tokens the caller chooses, and the logits [B, V] of the first ones."""
-        with self._with_slots(len(requests)):
+        with self._with_slots(requests, chosen=True):
 
             def read(lives: list[Live], parts: list[Request]) -> Any:
                 slots = [live.slot for live in lives]
@@ -118,6 +119,9 @@ class Loop(Slots):
                     parts = list(map(self.sharing.begun, slots, parts))
                     for live, part in zip(lives, parts, strict=True):
                         live.kept = part.kept
+                if self.blocks is not None:
+                    rooms = zip(slots, (part.cache_tokens for part in parts), strict=True)
+                    self._give_up(self.blocks.more(dict(rooms)))
                 return self._profiler.run(self._runner.prefill_scores, parts, slots)
 
             lives, scores = self._open(requests, read, chosen=True)
@@ -210,8 +214,9 @@ class Loop(Slots):
         pieces: list[Piece] = []
         try:
             with self._undisturbed():
-                lives = [x for x in list(self._live.values()) if not x.ended]
-                pieces = reading.next_pieces(lives, self.sharing, self._pauses, served, left)
+                pieces = self._next_pieces(served, left)
+                if not pieces and self._make_room_to_read():
+                    pieces = self._next_pieces(served, left)
                 if pieces:
                     self._read(served, pieces)
         except BaseException as error:
@@ -225,6 +230,10 @@ class Loop(Slots):
                 raise
             return 0
         return sum(piece.stop - piece.start for piece in pieces)
+
+    def _next_pieces(self, served: list[Live], left: int) -> list[Piece]:
+        what = self._by_rank(), self.sharing, self._pauses
+        return reading.next_pieces(*what, served, left, self._claims())
 
     def trouble(self) -> str | None:
         """Why the device computes no more; None where it does."""
@@ -270,6 +279,13 @@ class Loop(Slots):
             chunk = self._oldest(min(steps, self.longest))
         if chunk is not None:
             self._hand_out(chunk)
+        return True
+
+    def hand_out_next(self) -> bool:
+        """See `BlockSlots`."""
+        if not self._chunks:
+            return False
+        self._hand_out(self._chunks[0])
         return True
 
     def emptied(self) -> None:
@@ -340,17 +356,18 @@ class Loop(Slots):
         lives = list(self._live.values())
         return [x for x in lives if x.progress is not None and not x.ended and x.unread is None]
 
-    def _allow(self) -> bool:
-        """Tell the runner which tokens may be next where a grammar says so; False without one."""
+    def _allow(self) -> None:
+        """Tell the runner which tokens may be next where a grammar says so."""
         lives = self._constrained()
         rows = [(x.slot, words) for x in lives if (words := x.allowed()) is not None]
         if rows:
             self._runner.allow([slot for slot, _ in rows], np.stack([words for _, words in rows]))
-        return bool(lives)
 
     def _enqueue(self, steps: int) -> None:
         """Ask for the next chunk."""
-        one = self._allow() or self._profiler.enabled
+        one = bool(self._constrained()) or self._profiler.enabled
+        self._make_room(1 if one else min(steps, MAX_STEPS))
+        self._allow()
         unread = {x.slot for x in list(self._live.values()) if x.unread is not None}
         unfinished = [x for x in list(self._live.values()) if not x.ended and x.slot not in unread]
         ahead = max((x.request.max_new_tokens - x.queued for x in unfinished), default=0)
@@ -378,7 +395,7 @@ class Loop(Slots):
             if live.ended:
                 return None
             with self._undisturbed():
-                saved = self._pauses.save(live)
+                saved = live.saved or self._pauses.save(live)
             paused = Paused(tuple(live.tokens), live.told[: len(live.tokens)], saved)
             self.finish([live])
             return paused

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Protocol
 
 from ..backends.base import GRAIN, Piece, Request, Runner
 from .pausing import Pauses
@@ -9,6 +10,22 @@ from .sequence import Live
 from .sharing import Sharing
 
 PIECE = 2048  # tokens that are read at a time where others wait; an H100 takes 50 ms for 8B
+
+
+class Claims(Protocol):
+    """Says which pieces have blocks of a cache, one after another; see `blocks.Claims`."""
+
+    def allows(self, live: Live, piece: Piece, left: int) -> bool:
+        """True if there are blocks for a piece, of which at most about `left` tokens are read."""
+        ...
+
+    def add(self, piece: Piece) -> None:
+        """Count what a piece takes."""
+        ...
+
+    def take(self, pieces: Sequence[Piece]) -> None:
+        """Free the blocks for pieces."""
+        ...
 
 
 def first_of(piece: Piece, most: int) -> Piece:
@@ -44,11 +61,13 @@ def next_pieces(
     pauses: Pauses,
     served: list[Live],
     left: int,
+    claims: Claims | None = None,
 ) -> list[Piece]:
     """The pieces to read next of open sequences, `left` tokens of them where others wait.
 
     Whose they are is added to `served`. The prompt that came first is first; ids and embeddings go
-    apart. One waits where another that is read now begins as it does.
+    apart. One waits where another that is read now begins as it does, and with `claims` all wait
+    behind the first one that has no blocks.
     """
     unread = [(x, x.unread) for x in open_ones if x.unread is not None]
     waiting = len(unread) < len(open_ones)
@@ -62,15 +81,23 @@ def next_pieces(
             continue
         if (piece.request.embeds is None) != (unread[0][1].request.embeds is None):
             continue
+        if claims is not None and not claims.allows(live, piece, left if waiting else 1 << 30):
+            break
         served.append(live)
-        if sharing is not None and piece.is_first:
+        if piece.is_first and (sharing is not None or claims is not None):
             request = pauses.restore(live, piece.request)
-            piece = Piece.whole(sharing.begun(live.slot, request), live.slot)
-            live.kept = piece.start
+            if sharing is not None:
+                request = sharing.begun(live.slot, request)
+            piece = Piece.whole(request, live.slot)
+            live.kept = live.kept if live.is_again else piece.start
         if sharing is not None:
             piece = sharing.until(piece)
+        if claims is not None:
+            claims.add(piece)
         pieces.append(first_of(piece, left) if waiting else piece)
         left -= pieces[-1].stop - piece.start if waiting else 0
+    if claims is not None:
+        claims.take(pieces)
     return pieces
 
 

@@ -4,8 +4,9 @@ import math
 from dataclasses import replace
 from typing import NamedTuple
 
-from ..backends.base import Pool
+from ..backends.base import GRAIN, Pool
 from ..errors import ArgumentError, UnsupportedError, shown
+from ..model.spec import ModelSpec
 from ..serving.room import MOST_TOKENS, free_for_pool, is_on_host, make_room, pool_for
 from .base import InferenceEngine
 from .driver import Driver
@@ -16,12 +17,14 @@ from .pausing import SWAP_GIB
 class Reserved(NamedTuple):
     """Reserved room: `slots` sequences of `tokens` tokens each, new ones included.
 
-    What sequences leave is kept in `spare` slots more, for prompts that begin alike.
+    What sequences leave is kept in `spare` slots more, for prompts that begin alike. Where all
+    share one cache it has `cache_tokens` for them together, else 0.
     """
 
     slots: int
     tokens: int
     spare: int
+    cache_tokens: int = 0
 
 
 class PrefixCounts(NamedTuple):
@@ -47,6 +50,7 @@ class RoomCalls(InferenceEngine):
         slots: int | None = None,
         tokens: int | None = None,
         *,
+        cache_tokens: int | None = None,
         prefix_cache: bool = True,
         swap_space: float = SWAP_GIB,
         prepare: bool | None = None,
@@ -63,10 +67,16 @@ class RoomCalls(InferenceEngine):
         Answers are as without it, to rounding. A sequence that gives its slot to one of high
         priority goes on later: what it had cached waits in `swap_space` GiB of the host's memory,
         or is read again where that is full, or 0. It replaces what was reserved before.
+        With `cache_tokens` the cache has so many tokens for all sequences together, which take them
+        64 at a time as they grow: `slots` may then be many more than would fit if each had all of
+        its `tokens`. Prompts that begin alike share them. Where no more are free, what was kept of
+        prompts goes, and then the sequence that came last waits as one does that gives way to high
+        priority. For models whose layers all keep keys and values of every token.
         UnsupportedError while a generation is under way, OutOfMemoryError where there is no room.
         Every process that shares the model must call it.
         """
-        for name, value in (("slots", slots), ("tokens", tokens)):
+        counts = ("slots", slots), ("tokens", tokens), ("cache_tokens", cache_tokens)
+        for name, value in counts:
             if value is not None and (type(value) is not int or value < 1):
                 raise ArgumentError(f"reserve({name}={shown(value)}): expected 1 or more, or None.")
         if type(swap_space) not in (int, float) or not 0 <= swap_space < math.inf:
@@ -83,19 +93,24 @@ class RoomCalls(InferenceEngine):
                 f"reserve(tokens={tokens}): the engine takes at most {most} tokens a sequence "
                 "(max_out_tokens, or the model's positions)."
             )
+        longest = tokens or min(most, MOST_TOKENS)
+        if cache_tokens is not None:
+            if tokens is None:
+                longest = min(longest, cache_tokens)
+            _check_blocks(runner.spec, longest, cache_tokens)
         with self._turns:
             self._loop.open(None)  # its memory is free for the new one
             try:
-                each = max((tokens or min(most, MOST_TOKENS)) - 1, 1)  # the last is not fed back
+                each = max(longest - 1, 1)  # the last is not fed back
                 said = self._turns.peers.tell("Reserving room", free=free_for_pool(runner))["free"]
                 free = None if None in said else min(said)
-                pool = pool_for(runner, slots, each, prefix_cache, free)
+                pool = pool_for(runner, slots, each, prefix_cache, free, cache_tokens)
                 pool = replace(pool, saved=swap_space > 0 and runner.spec.keeps_beginnings)
                 prepares = not is_on_host(runner) if prepare is None else prepare
                 self._loop.open(pool, prepares, prefix_cache, int(swap_space * 2**30))
             finally:
                 self._told_driver()
-        return Reserved(pool.slots, pool.tokens + 1, pool.spare)
+        return Reserved(pool.slots, pool.tokens + 1, pool.spare, pool.blocks * GRAIN)
 
     def unreserve(self) -> None:
         """Give back what was reserved: the cache grows as it is needed.
@@ -126,4 +141,27 @@ class RoomCalls(InferenceEngine):
         if (pool := self._pool) is None:
             return ()
         kept = f", and {pool.spare} to keep what prompts begin with" if pool.spare else ""
+        if pool.blocks:
+            kept = f", which share a cache of {pool.blocks * GRAIN:,} tokens"
         return (f"room is reserved for {pool.slots} sequences of {pool.tokens + 1:,} tokens{kept}",)
+
+
+def _check_blocks(spec: ModelSpec, tokens: int, cache_tokens: int) -> None:
+    """Raise where sequences of `tokens` cannot share a cache of `cache_tokens`."""
+    if not spec.keeps_places:
+        raise UnsupportedError(
+            f"reserve(cache_tokens={cache_tokens}): sequences share a cache where what it has of a "
+            "token stands alone, and is read again as it was. Layers of "
+            f"{spec.architecture} keep states, read an encoder, or turn by the sequence's length. "
+            "Leave it unset."
+        )
+    if any(layer.attention.latent is not None for layer in spec.layers):
+        raise UnsupportedError(
+            f"reserve(cache_tokens={cache_tokens}): layers of {spec.architecture} keep latent "
+            "vectors, which have no blocks. Leave it unset."
+        )
+    if cache_tokens < tokens:
+        raise ArgumentError(
+            f"reserve(cache_tokens={cache_tokens}): one sequence of {tokens} tokens must have room "
+            "in it. Reserve more, or fewer tokens a sequence."
+        )

@@ -19,6 +19,8 @@ class Live:
     token, where the request `tells`. Where it follows a grammar, `progress` is where it is there,
     and `accepts` tells of each token whether the text is a whole one with it. The tokens of one
     that is `chosen` come from its `owner`, a thread. `kept` tokens of its prompt were there before.
+    Where blocks of a cache run out, those that are `urgent` keep theirs before others; one that
+    gave up its own `is_again` to be read.
     """
 
     request: Request
@@ -36,6 +38,8 @@ class Live:
     chosen: bool = False
     kept: int = 0
     saved: Saved | None = None
+    urgent: bool = False
+    is_again: bool = False
     owner: int = field(default_factory=threading.get_ident)
 
     def part(self) -> Request:

@@ -8,7 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from ..backends.base import Piece, Pool, Request, Runner
+from ..backends.base import GRAIN, Piece, Pool, Request, Runner
+from ..backends.blocks import Blocks
 from ..serving.prefixes import Prefixes, Snapshots, chain, cuts, shared_by, waits
 
 _log = logging.getLogger(__name__)
@@ -54,6 +55,22 @@ class Sharing:
         others = [x for x in reading if x.request.embeds is None]
         return waits(ids, count, (x.request.tokens for x in others if self._gives(x, ids)))
 
+    def found(self, request: Request) -> tuple[int, int]:
+        """A slot that holds what a prompt begins with, and how many tokens: 0 for none."""
+        if request.kept or not _is_shared(request):
+            return 0, 0
+        source, count = self._book.longest(request.tokens)
+        return max(source, 0), count
+
+    def give_up(self, book: Blocks) -> bool:
+        """Let go of what a spare slot holds, if that frees blocks; False where none does."""
+        for slot in self._book.kept():
+            if book.alone(slot):
+                self.drop(slot)
+                self._runner.release([slot])
+                return True
+        return False
+
     def _gives(self, piece: Piece, ids: np.ndarray) -> bool:
         """True if a piece that is read will give what a prompt begins with."""
         return True
@@ -81,7 +98,7 @@ class Sharing:
         ids = request.tokens[:read]
         if len(new) > 1:
             ids = np.append(ids, np.array(new[:-1], ids.dtype))
-        ids = ids[: self._most]
+        ids = ids[: min(self._most, len(ids)) // GRAIN * GRAIN]
         if (spare := self._book.keep(ids)) is not None:
             self._copied(slot, spare, len(ids))
 
@@ -101,7 +118,13 @@ class Sharing:
 
     def forget(self) -> None:
         """Forget what every slot holds."""
+        kept = list(self._book.kept())
         self._book.clear()
+        if kept and self._runner.blocks is not None:
+            try:
+                self._runner.release(kept)
+            except Exception:
+                _log.warning("Blocks of prompts' beginnings were not given back.", exc_info=True)
 
 
 class StateSharing(Sharing):

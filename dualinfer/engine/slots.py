@@ -67,25 +67,29 @@ class Slots:
             )
 
     @contextmanager
-    def _with_slots(self, count: int, waits: bool = True) -> Generator[None, None, None]:
-        """The turn, once `count` slots are free; until then sequences under way are driven on.
+    def _with_slots(
+        self, requests: Sequence[Request], waits: bool = True, chosen: bool = False
+    ) -> Generator[None, None, None]:
+        """The turn, once requests have slots; until then sequences under way are driven on.
 
         Calls get them in the order in which they came. LengthError where a pool has not so many, or
-        where none of them will ever be free.
+        where none of them will ever be free. Of those `chosen` the caller chooses the tokens.
         """
+        count = len(requests)
         ticket = Ticket(count)
         if waits:
             self.queue.append(ticket)
         try:
             while True:
                 with self._turns:
-                    if self._has_slots(count) and (not waits or self._is_next(ticket)):
+                    has_room = self._has_slots(count) and self._has_blocks(requests, chosen)
+                    if has_room and (not waits or self._is_next(ticket)):
                         if waits:
                             self.queue.remove(ticket)
                         yield
                         return
                 if not waits:
-                    raise OutOfMemoryError(f"There are not {count} free slots.")
+                    raise OutOfMemoryError(f"There are no {count} free slots with room.")
                 self._make_way(count)
         finally:
             if ticket in self.queue:
@@ -117,6 +121,10 @@ class Slots:
         if count > pool.slots - len(self._live):
             self.finish([live for live in self._live.values() if live.ended])
         return count <= pool.slots - len(self._live)
+
+    def _has_blocks(self, requests: Sequence[Request], chosen: bool) -> bool:
+        """True if requests may have slots of a pool whose memory all of them share."""
+        raise NotImplementedError
 
     def _make_way(self, count: int) -> None:
         """Drive sequences on, so that some end; those whose tokens others choose are waited for."""

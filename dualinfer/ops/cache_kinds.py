@@ -146,12 +146,12 @@ class BlockCache(NamedTuple):
         return self._replace(table=self.table[:slots, : -(-tokens // self._size)])
 
     def write(self, slots: Array, k: Array, v: Array) -> Self:
-        """See `CacheView.write`; zeros lie behind."""
-        m = self.maths
-        blocks = m.rows_or(self.table, slots, len(self.k))
+        """See `CacheView.write`; zeros lie behind in the last block."""
+        m, each = self.maths, -(-k.shape[1] // self._size)
+        blocks = m.rows_or(self.table, slots, len(self.k))[:, :each]
 
         def put(pool: Array, new: Array) -> Array:
-            rows = m.grow(new, (0, self.capacity - new.shape[1]))
+            rows = m.grow(new, (0, each * self._size - new.shape[1]))
             rows = rows.reshape(len(new), -1, self._size, *new.shape[2:]).swapaxes(2, 3)
             return m.put(pool, blocks, rows)
 
@@ -185,7 +185,7 @@ class BlockCache(NamedTuple):
 
     def given(self, slot: Array | int, own: Self) -> Self:
         """See `LayerCache.given`."""
-        here = self.table[slot][: own.table.shape[1]]
+        here = self.table[slot][: len(own.k)]
         pools = with_of(self._pools, own._pools, lambda x, y: self.maths.put(x, here, y))
         return self._replace(**pools._asdict())
 

@@ -6,7 +6,8 @@ so that bytes are counted without a framework; how it grows, writes and reads th
 """
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from math import prod
 from typing import Any, NamedTuple, Protocol, Self
 
@@ -29,7 +30,8 @@ class CacheSpec:
     Those of a latent one are of the one head that all query heads read: its value is the first
     `value_dim` elements of its key, and not kept twice.
     `codes` are "fp8_e4m3" or "int8" where it keeps codes (see `cache_codes`), else None. A state is
-    of a `recurrence`, and has no keys and values.
+    of a `recurrence`, and has no keys and values. One in blocks has so many `blocks` for all slots
+    by a table that is not its own, and one more; with 0 each slot has its own.
     """
 
     kind: str
@@ -38,6 +40,7 @@ class CacheSpec:
     value_dim: int
     codes: str | None = None
     recurrence: Recurrence | None = None
+    blocks: int = 0
 
     @property
     def label(self) -> str:
@@ -73,8 +76,9 @@ def blocks_layout(spec: CacheSpec, slots: int, tokens: int) -> tuple[Buffer, ...
     Of codes their scales are behind it, [blocks, K, BLOCK] each.
     """
     each = -(-tokens // BLOCK)
-    pools, scales = _held(spec, slots * each, BLOCK)
-    return *pools, Buffer((slots, each), None, "int32", block_table), *scales
+    pools, scales = _held(spec, spec.blocks + 1 if spec.blocks else slots * each, BLOCK)
+    first = partial(np.full, fill_value=spec.blocks, dtype=np.int32) if spec.blocks else block_table
+    return *pools, Buffer((slots, each), None, "int32", first), *scales
 
 
 def _held(spec: CacheSpec, rows: int, tokens: int) -> tuple[tuple[Buffer, ...], tuple[Buffer, ...]]:
@@ -159,6 +163,22 @@ def _sizes(a: Attention) -> tuple[int, int, int]:
         return 1, a.latent.width, a.latent.rank
     own = a.widened
     return own.kv_heads, own.head_dim, own.head_dim
+
+
+def in_blocks(specs: Sequence[CacheSpec], blocks: int) -> tuple[CacheSpec, ...]:
+    """The caches of layers that have so many blocks for all slots; with 0 as they are.
+
+    UnsupportedError where one is of another kind than `full`.
+    """
+    others = sorted({spec.kind for spec in specs if spec.kind != "full"})
+    if blocks and others:
+        raise UnsupportedError(
+            "A cache is counted in blocks where each layer keeps keys and values of every token "
+            f"(kind full), and layers of this model keep caches of kind {', '.join(others)}. Leave "
+            "cache_tokens unset."
+        )
+    kind: dict[str, Any] = {"kind": "blocks", "blocks": blocks} if blocks else {}
+    return tuple(replace(spec, **kind) for spec in specs)
 
 
 def check_kinds(specs: Sequence[CacheSpec], known: Collection[str], backend: str) -> None:

@@ -77,6 +77,10 @@ class Prefixes:
         self.fill(slot, ids)
         return slot
 
+    def kept(self) -> list[int]:
+        """The spare slots that hold something, the least recently used one first."""
+        return [slot for slot in self._held if slot in self._spare]
+
     def drop(self, slot: int) -> None:
         """Note that a slot holds nothing."""
         if (held := self._held.pop(slot, None)) is not None:
@@ -142,6 +146,10 @@ class Snapshots:
         self._by_chain[keys[-1]] = slot
         self._beginnings.update(keys)
         return slot
+
+    def kept(self) -> list[int]:
+        """The spare slots that hold something, the least recently used one first."""
+        return [slot for slot in self._held if slot in self._spare]
 
     def drop(self, slot: int) -> None:
         """Note that a slot holds nothing."""

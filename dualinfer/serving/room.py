@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 
-from ..backends.base import Pool, Runner
+from ..backends.base import GRAIN, Pool, Runner
 
 MOST_SLOTS = 256  # above it a step is bound by arithmetic, and more gain nothing
 MOST_TOKENS = 8192  # of a slot, where nobody says how many
@@ -36,14 +36,24 @@ def make_room(runner: Runner, pool: Pool | None) -> tuple[int, Callable[[int, in
 
 
 def pool_for(
-    runner: Runner, slots: int | None, tokens: int, shares: bool, free: int | None
+    runner: Runner,
+    slots: int | None,
+    tokens: int,
+    shares: bool,
+    free: int | None,
+    cache_tokens: int | None = None,
 ) -> Pool:
     """The pool of slots of so many tokens; `slots` unset: as many as have room in `free` bytes.
 
     A grammar finds its place in the state. Some of those that have room are spare if what prompts
-    have in common is to be kept.
+    have in common is to be kept. With `cache_tokens` all slots share blocks of so many tokens; then
+    those that are spare take next to nothing.
     """
     shares = shares and runner.spec.keeps_beginnings
+    if cache_tokens is not None:
+        blocks = -(-cache_tokens // GRAIN)
+        slots = slots or min(MOST_SLOTS, blocks)
+        return Pool(slots, tokens, hides=True, spare=slots if shares else 0, blocks=blocks)
     if slots is not None:
         # A state serves one length alone: that where prompts part, and that of a whole prompt.
         least = 1 if runner.spec.keeps_places else 2

@@ -3,7 +3,7 @@
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 State = Literal["new", "waiting", "live", "ended"]
 PROMPTS = 8192  # tokens of prompts that are let in at a time, so that the first need not wait
@@ -46,16 +46,18 @@ class Turn(NamedTuple):
 class Scheduler:
     """The queue before a bounded number of slots.
 
-    `fits(slots, tokens)` says whether there is room for so many sequences of so many tokens. Who
-    comes first is let in first, urgent entries before others, but not for ever; what does not fit
-    waits. Where nothing is under way the first one is let in whatever it needs, so that it runs or
-    fails, and nobody waits behind it for ever. An entry that was let in holds its slot until `end`,
-    or until an urgent one finds none: then the last one that came and may pause gives way, if the
-    scheduler `pauses`.
+    `fits(slots, tokens)` says whether there is room for so many sequences of so many tokens, and
+    `has_room(entries, leaving)` whether these may begin beside those under way, of which some
+    leave. Who comes first is let in first, urgent entries before others, but not for ever; what
+    does not fit waits. Where nothing is under way the first one is let in whatever it needs, so
+    that it runs or fails, and nobody waits behind it for ever. An entry that was let in holds its
+    slot until `end`, or until an urgent one finds none, or no room: then the last one that came and
+    may pause gives way, if the scheduler `pauses`.
     """
 
     def __init__(self, slots: int, fits: Callable[[int, int], bool], pauses: bool = False) -> None:
         self.slots, self.fits, self.pauses = slots, fits, pauses
+        self.has_room: Callable[[Sequence[Any], Sequence[Any]], bool] = lambda new, leaving: True
         self._waiting: dict[bool, deque[Entry]] = {True: deque(), False: deque()}
         self._live: dict[Entry, None] = {}  # who came last is last
         self._passed = 0  # urgent ones that were let in while others waited
@@ -108,14 +110,21 @@ class Scheduler:
             reach = max(reach, entry.tokens)
             if admitted and read + entry.prompt > PROMPTS:
                 break
-            gives_way = count > self.slots and entry.urgent and bool(pausable)
-            count -= gives_way
+            entries, leaving = [*admitted, entry], list(paused)
+            while entry.urgent and len(leaving) - len(paused) < len(pausable) and count > 1:
+                if count <= self.slots and self.has_room(entries, leaving):
+                    break
+                leaving.append(pausable[len(paused) - len(leaving) - 1])
+                count -= 1
             if count > 1 and (
-                self._full is not None or count > self.slots or not self.fits(count, reach)
+                self._full is not None
+                or count > self.slots
+                or not self.fits(count, reach)
+                or not self.has_room(entries, leaving)
             ):
                 break
-            if gives_way:
-                paused.append(pausable.pop())
+            del pausable[len(pausable) - len(leaving) + len(paused) :]
+            paused = leaving
             queue.popleft()
             read += entry.prompt
             others_wait = bool(self._waiting[False])

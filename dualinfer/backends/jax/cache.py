@@ -37,32 +37,62 @@ def made(spec: CacheSpec, slots: int, tokens: int, zero: jax.Array) -> LayerCach
 class Cache:
     """Every layer's arrays, for `slots` sequences of `tokens` tokens: exactly a bucket's.
 
-    The cross caches, of `encoded` places each, are the last.
+    The cross caches, of `encoded` places each, are the last. Layers whose blocks are those of all
+    slots have one `table`, which lies here, since an array is donated once.
     """
 
     layers: Sequence[Any]
     slots: int = field(metadata={"static": True})
     tokens: int = field(metadata={"static": True})
     encoded: int = field(default=0, metadata={"static": True})
+    blocks: int = field(default=0, metadata={"static": True})
+    table: Any = None
 
     @property
     def room(self) -> Room:
         """The room that the cache has."""
         return Room(self.slots, self.tokens, self.encoded)
 
+    @property
+    def key(self) -> tuple[int, ...]:
+        """The part of an executable's key that says which cache it takes."""
+        return (*self.room, self.blocks) if self.blocks else self.room
+
+    def opened(self) -> list[Any]:
+        """Every layer's cache, with the table of those that have one; None stays so."""
+        if self.table is None:
+            return list(self.layers)
+        return [own and own._replace(table=self.table) for own in self.layers]
+
+    def holding(self, layers: Sequence[Any]) -> "Cache":
+        """The cache with others of `opened` in the place of its layers."""
+        if self.table is not None:
+            layers = [own and own._replace(table=None) for own in layers]
+        return replace(self, layers=layers)
+
+    def like(self, layers: Sequence[Any], table: Any) -> "Cache":
+        """The same tree with something else in the places of its arrays."""
+        return replace(self, layers=layers, table=None if self.table is None else table)
+
 
 def split(specs: Sequence[CacheSpec], place: Place) -> list[Any]:
     """The split of every layer's arrays over devices: over KV heads, where they have them."""
     check_kinds(specs, KINDS, "jax")
     return [
-        KINDS[spec.kind](*(place.split(b.heads) for b in buffers(spec, 1, 1))) for spec in specs
+        _without_table(spec, KINDS[spec.kind](*(place.split(b.heads) for b in buffers(spec, 1, 1))))
+        for spec in specs
     ]
 
 
+def _without_table(spec: CacheSpec, layer: Any) -> Any:
+    return layer._replace(table=None) if spec.blocks else layer
+
+
 def make_cache(specs: Sequence[CacheSpec], room: Room, dtype: Any, place: Place) -> Cache:
-    """A new cache. `specs` are those of one device."""
+    """A new cache, yet without a table of its blocks. `specs` are those of one device."""
     make = _make(tuple(specs), room, place)
-    return Cache(make(place.put(np.zeros((), np.dtype(dtype)))), *room)
+    blocks = specs[0].blocks if specs else 0
+    return Cache(make(place.put(np.zeros((), np.dtype(dtype)))), *room, blocks)
 
 
 @jit_few
@@ -70,7 +100,7 @@ def _make(specs: tuple[CacheSpec, ...], room: Room, place: Place) -> Callable[..
     """All layers' arrays by one call: one after another they take the host milliseconds."""
 
     def make(zero: jax.Array) -> list[Any]:
-        return [made(s, room.slots, room.of(s), zero) for s in specs]
+        return [_without_table(s, made(s, room.slots, room.of(s), zero)) for s in specs]
 
     return place.spread(make, WHOLE, split(specs, place))
 
@@ -103,13 +133,14 @@ def copied(cache: Cache, pair: jax.Array, tokens: int) -> Cache:
 
 def taken(cache: Cache, slot: jax.Array, tokens: int) -> Cache:
     """The first `tokens` places of a slot, a cache of one slot for each layer."""
-    return replace(cache, layers=[layer.taken(slot, tokens) for layer in cache.layers])
+    own = cache.holding([layer.taken(slot, tokens) for layer in cache.opened()])
+    return replace(own, table=None)
 
 
 def given(cache: Cache, own: Cache, slot: jax.Array) -> Cache:
     """The cache with what `taken` gave in a slot."""
-    pairs = zip(cache.layers, own.layers, strict=True)
-    return replace(cache, layers=[layer.given(slot, one) for layer, one in pairs])
+    pairs = zip(cache.opened(), own.layers, strict=True)
+    return cache.holding([layer.given(slot, one) for layer, one in pairs])
 
 
 def free_bytes(device: jax.Device) -> int | None:

@@ -19,7 +19,15 @@ from ...errors import StepError, UnsupportedError
 from ...model.load_plan import LoadPlan, TensorSource
 from ...model.spec import ModelSpec
 from ...model.weights import count_leaves
-from ...ops.caches import Room, cache_bytes, cache_specs, check_room, describe_caches, served
+from ...ops.caches import (
+    Room,
+    cache_bytes,
+    cache_specs,
+    check_room,
+    describe_caches,
+    in_blocks,
+    served,
+)
 from ...ops.pooling import contrast
 from ...parallel.agreement import Peers
 from ...parallel.sharding import ShardingPlan
@@ -33,9 +41,11 @@ from ..base import (
     SamplingFeatures,
     Saved,
 )
+from ..blocks import Blocks
 from ..held import describe_weights
 from ..slots import (
     LiveSlots,
+    blocks_of,
     bucket,
     part_of,
     parts_of,
@@ -113,16 +123,13 @@ class JaxRunner:
         self.dtype, self.device, self._place = dtype, place.device, place
         self._specs = [place.spec_of(x) for x in self._leaves]
         self._executables = Executables(options, launching=place.devices if ops.launches else ())
-        self._cache_specs = cache_specs(own, cache_codes) if spec.causal else ()
-        self._split = split(self._cache_specs, place)
-        self._shardings = place.sharding(), jax.tree.map(place.sharding, self._split)
+        self._plain_specs = cache_specs(own, cache_codes) if spec.causal else ()
         self._cache: Cache | None = None
         self._state: SlotState | None = None
         self._live = LiveSlots()
         self._pool: Pool | None = None
         self._saved_bytes: dict[int, int] = {}  # of a slot of the pool, by tokens
-        specs = self._cache_specs
-        self._passes = Passes(self.steps.spec, self.steps.ops, specs, self._most_tokens_of)
+        self._count_in(0)
         self._longest = 1  # chunk of steps since the first of what is live began
         self._alone: bool | None = None  # whether the last step was no loop; None before the first
 
@@ -242,7 +249,7 @@ class JaxRunner:
                 return step(jax.tree.unflatten(tree, leaves), *args)
 
         def run(leaves: list[jax.Array], *args: Any) -> Any:
-            cache = replace(args[0], layers=lies) if cached else WHOLE
+            cache = args[0].like(lies, WHOLE) if cached else WHOLE
             arguments = specs, cache, *(WHOLE,) * (len(args) - 1)
             results = (cache, WHOLE, WHOLE) if cached else (WHOLE,)
             results = *results, self._place.over_devices
@@ -301,11 +308,12 @@ class JaxRunner:
             jax.block_until_ready(self._cache)  # else its bytes still count as in use
         self._cache = self._state = None
         self._live, self._pool, self._saved_bytes = LiveSlots(), None, {}
+        self._count_in(0 if pool is None else pool.blocks)
         if pool is None:
             return
         room = room_of(pool, self.spec)
         self._check_room(room_of(pool, self.spec, whole=True))
-        self._live, self._pool = LiveSlots(room), pool
+        self._live, self._pool = LiveSlots(room, blocks_of(pool)), pool
         try:
             self._reserve(True)
             if prepare:
@@ -314,6 +322,31 @@ class JaxRunner:
             self._cache = self._state = self._pool = None
             self._live = LiveSlots()
             raise
+
+    def _count_in(self, blocks: int) -> None:
+        """Let caches be made of so many blocks for all slots; of 0 they are rectangles."""
+        own, where = self.steps, (self._place, self._most_tokens_of)
+        specs = in_blocks(self._plain_specs, blocks)
+        self._cache_specs, self._split = specs, split(specs, where[0])
+        self._shardings = where[0].sharding(), jax.tree.map(where[0].sharding, self._split)
+        self._passes = Passes(own.spec, own.ops, specs, where[1])
+
+    @property
+    def blocks(self) -> Blocks | None:
+        """See `base.Runner`."""
+        return self._live.blocks
+
+    def lacks(self, steps: int) -> int:
+        """See `base.Runner`."""
+        return self._live.lacks(steps)
+
+    def _shown(self) -> Cache:
+        """The cache with the table of blocks as the book has it now."""
+        assert self._cache is not None
+        table = self._live.changed_table(anew=self._cache.table is None)
+        if table is not None:
+            self._cache = replace(self._cache, table=self._place.put(table))
+        return self._cache
 
     def _prepare_pool(self, room: Room) -> None:
         """Compile every step over the pool, and every panel of ids where it is read in panels."""
@@ -325,16 +358,16 @@ class JaxRunner:
             for size in self._passes.sizes(room):
                 own = Pass(pieces, [0], False, *size)
                 steps.append(prefill_step(self.steps, own, state, self.spec.vocab, True))
-        assert self._cache is not None
-        jobs = [self._job(step, self._cache, self._state) for step in steps]
-        if self._pool is not None and self._pool.spare:
+        cache, pool = self._shown(), self._pool
+        jobs = [self._job(step, cache, self._state) for step in steps]
+        if pool is not None and pool.spare and not pool.blocks:
             reaches = {part.tokens for part in parts_of(room)}
-            jobs += [self._copy_job(self._cache, tokens, 0, 0) for tokens in sorted(reaches)]
-        if self._pool is not None and self._pool.saved:
+            jobs += [self._copy_job(cache, tokens, 0, 0) for tokens in sorted(reaches)]
+        if pool is not None and pool.saved:
             for part in sorted({part.tokens for part in parts_of(room)}):
-                own = self._own_of(self._cache, part)
-                jobs += [self._save_job(self._cache, part, 0)]
-                jobs += [self._restore_job(self._cache, own, part, 0)]
+                own = self._own_of(cache, part)
+                jobs += [self._save_job(cache, part, 0)]
+                jobs += [self._restore_job(cache, own, part, 0)]
         self._executables.prepare([ahead.abstract(j, self.device) for j in jobs], "Compiling")
 
     @in_place
@@ -366,6 +399,7 @@ class JaxRunner:
     def prefill_scores(self, requests: Sequence[Request], slots: Sequence[int]) -> jax.Array:
         """Fill the cache of `slots`; the logits of the first token of each request."""
         pieces = list(map(Piece.whole, requests, slots))
+        self._live.cover_whole(requests, slots)
         self._open(pieces)
         passes, numbers = [], []
         for own in self._passes.of(pieces, self._live.pool):
@@ -513,10 +547,10 @@ class JaxRunner:
 
     def _job(self, step: Step, cache: Cache, state: Any) -> Job:
         """A step that takes over cache and state."""
-        key = (*step.key, *cache.room, *state.eos.shape, *state.parts)
+        key = (*step.key, *cache.key, *state.eos.shape, *state.parts)
         args = (self._leaves, cache, state, *step.args)
         whole, layers = self._shardings
-        shardings = whole, replace(cache, layers=layers), *(whole,) * (len(args) - 2)
+        shardings = whole, cache.like(layers, whole), *(whole,) * (len(args) - 2)
         function = self._of_leaves(step.function, cached=True)
         return Job(key, function, args, donate=(1, 2), shardings=shardings)
 
@@ -528,8 +562,7 @@ class JaxRunner:
         A step that fails once it runs has consumed them; the next prefill then makes new ones.
         `beside` is called where the step is compiled.
         """
-        assert self._cache is not None
-        job = self._job(step, self._cache, self._state)
+        job = self._job(step, self._shown(), self._state)
         args = *job.args[:3], *self._place.operands(job.args[3:])
         with self._at_stake():
             self._cache, self._state, tokens, flags = self._executables.run(
@@ -699,6 +732,9 @@ class JaxRunner:
         """See `base.Runner`; as many as a step of that many reads."""
         if self._cache is None or self._live.pool is None:
             raise StepError(_LOST)
+        if self.blocks is not None:
+            self.blocks.share(source, target, tokens)
+            return
         tokens = part_of(self._live.pool, 1, tokens).tokens
         job = self._copy_job(self._cache, tokens, source, target)
         args = job.args[0], *self._place.operands(job.args[1:])
@@ -719,7 +755,7 @@ class JaxRunner:
         if cache is None or self._live.pool is None:
             raise StepError(_LOST)
         part = part_of(self._live.pool, 1, tokens).tokens
-        job = self._save_job(cache, part, slot)
+        job = self._save_job(cache := self._shown(), part, slot)
         operands = self._place.operands(job.args[1:])
         own = self._executables.run(job.key, job.function, cache, *operands)
         leaves, tree = jax.tree.flatten(own)
@@ -733,6 +769,9 @@ class JaxRunner:
         if cache is None:
             raise StepError(_LOST)
         part, held, tree = saved.copies
+        if self.blocks is not None:
+            self.blocks.cover({slot: saved.tokens})
+            cache = self._shown()
         own = jax.tree.unflatten(tree, [jax.device_put(x, lies) for x, lies in held])
         job = self._restore_job(cache, own, part, slot)
         args = cache, own, *self._place.operands(job.args[2:])
@@ -740,18 +779,20 @@ class JaxRunner:
             self._cache = self._executables.run(job.key, job.function, *args, donate=job.donate)
 
     def _save_job(self, cache: Cache, part: int, slot: int) -> Job:
-        lies = replace(cache, layers=self._split)
-        function = self._place.spread(partial(taken, tokens=part), (lies, WHOLE), lies)
-        shardings = replace(cache, layers=self._shardings[1]), self._shardings[0]
+        lies = cache.like(self._split, WHOLE)
+        given_back = replace(lies, table=None)
+        function = self._place.spread(partial(taken, tokens=part), (lies, WHOLE), given_back)
+        whole, layers = self._shardings
+        shardings = cache.like(layers, whole), whole
         args = cache, np.array(slot, np.int32)
-        return Job(("save", part, *cache.room), function, args, shardings=shardings)
+        return Job(("save", part, *cache.key), function, args, shardings=shardings)
 
     def _restore_job(self, cache: Cache, own: Any, part: int, slot: int) -> Job:
-        lies = replace(cache, layers=self._split)
-        function = self._place.spread(given, (lies, lies, WHOLE), lies)
+        lies = cache.like(self._split, WHOLE)
+        function = self._place.spread(given, (lies, replace(lies, table=None), WHOLE), lies)
         whole, layers = self._shardings
-        shardings = replace(cache, layers=layers), replace(own, layers=layers), whole
-        args, key = (cache, own, np.array(slot, np.int32)), ("restore", part, *cache.room)
+        shardings = cache.like(layers, whole), replace(own, layers=layers), whole
+        args, key = (cache, own, np.array(slot, np.int32)), ("restore", part, *cache.key)
         return Job(key, function, args, donate=(0,), shardings=shardings)
 
     def _own_of(self, cache: Cache, part: int) -> Any:

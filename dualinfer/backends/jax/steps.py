@@ -1,6 +1,5 @@
 """The steps that are compiled, as pure functions of parameters, cache and state."""
 
-from dataclasses import replace
 from functools import partial
 from itertools import pairwise
 from typing import Any
@@ -211,7 +210,7 @@ class Steps:
         """
         ops = self.ops.using(self._scratch(params, ids.shape[0]))
         model = self.spec, params, ops
-        filled: list[Any] = list(cache.layers)
+        filled: list[Any] = cache.opened()
         positions = jnp.broadcast_to(jnp.arange(ids.shape[1]), ids.shape)
         starts, wholes, into = pieces or (None, rows.length, slots)
         counts = rows.length
@@ -247,7 +246,7 @@ class Steps:
         how["recur"] = recur
         y = decoder.hidden_states(*model, ids, positions, None, attend, **how)[-1]
         if self._goes_on(layers):
-            return replace(cache, layers=filled), None, y, ops.given_up()
+            return cache.holding(filled), None, y, ops.given_up()
         last = jnp.take_along_axis(y, (counts - 1)[:, None, None], axis=1)[:, 0]
         logits = decoder.logits(*model, last, wide=True)
         rows = rows._replace(seen=jnp.zeros(logits.shape, bool))
@@ -259,7 +258,7 @@ class Steps:
         if not choose:
             rows = rows._replace(active=jnp.zeros_like(rows.active))
             return (
-                replace(cache, layers=filled),
+                cache.holding(filled),
                 _merged(state, rows, into),
                 scores,
                 ops.given_up(),
@@ -282,7 +281,7 @@ class Steps:
         result: Any = token[None]
         if tells:
             result = result, sampling.tell(MATHS, logits, token)[None]
-        return replace(cache, layers=filled), state, result, ops.given_up()
+        return cache.holding(filled), state, result, ops.given_up()
 
     def _across(
         self,
@@ -459,7 +458,7 @@ class Steps:
         ids, counts = ids[:, :-1], ids[:, -1]
         ops = self.ops.using(self._scratch(params, ids.shape[0]))
         model = self.spec, params, ops
-        filled: list[Any] = list(cache.layers)
+        filled: list[Any] = cache.opened()
         starts = state.length[slots]
         positions = jnp.arange(ids.shape[1]) + starts[:, None]
         angles = ops.angles(self.spec, params, positions, positions[:, -1])
@@ -495,7 +494,7 @@ class Steps:
             scores = flat.reshape(*ids.shape, -1)
             # A step of others writes the last token of every slot anew, in its next place.
             state = state._replace(last=state.last.at[slots].set(ids[:, 0]))
-        return replace(cache, layers=filled), state, scores, ops.given_up()
+        return cache.holding(filled), state, scores, ops.given_up()
 
     def _step(
         self,
@@ -546,7 +545,7 @@ class Steps:
         recurrences change in the slots that bool `moves` [N] says, None for active ones.
         """
         model = self.spec, params, ops
-        filled: list[Any] = list(cache.layers)
+        filled: list[Any] = cache.opened()
         ids, positions = state.last[:, None], state.length[:, None]
         angles = ops.angles(self.spec, params, positions, state.length)
         numbers, crossing = self.spec.cache_numbers, self.spec.cross_numbers
@@ -571,7 +570,7 @@ class Steps:
 
         how: dict[str, Any] = {"layers": layers, "x": x, "across": across, "recur": recur}
         y = decoder.hidden_states(*model, ids, positions, None, attend, **how)[-1]
-        return replace(cache, layers=filled), y
+        return cache.holding(filled), y
 
 
 def _part_of(state: SlotState, part: tuple[int, int] | None) -> tuple[SlotState, int | None]:

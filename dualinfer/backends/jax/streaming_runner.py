@@ -112,9 +112,9 @@ class StreamingRunner(JaxRunner):
         self, step: Step, beside: Callable[[], None] | None = None
     ) -> tuple[jax.Array, jax.Array | None]:
         """See `JaxRunner`."""
-        cache, state = self._cache, self._state
-        assert cache is not None and state is not None
-        sizes = cache.slots, cache.tokens, *state.eos.shape, *state.parts
+        cache, state = self._shown(), self._state
+        assert state is not None
+        sizes = *cache.key, *state.eos.shape, *state.parts
         held, args = list(cache.layers), self._place.operands(step.args)
         x = flags = None
         with self._at_stake():
@@ -132,7 +132,7 @@ class StreamingRunner(JaxRunner):
                     *(leaves, replace(cache, layers=own), self._state, *args, x),
                     donate=(1, 2) if is_last else (1,),
                 )
-                held[index] = own.layers[layers.start]
+                held[index], cache = own.layers[layers.start], own
                 self._note(flags)
                 self._stream.sent(index, x)
         self._cache, self._state = replace(cache, layers=held), state

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import torch
 
 from ...ops.cache_kinds import LayerCache, kinds_over
@@ -17,7 +18,7 @@ from ...ops.caches import (
     no_room,
 )
 from ...parallel.agreement import Peers
-from .device import free_bytes
+from .device import fill, free_bytes
 from .maths import MATHS
 
 KINDS = kinds_over(MATHS)
@@ -45,7 +46,8 @@ def made(
 class Cache:
     """Every layer's buffers for some room, the cross caches last; smaller buckets are views.
 
-    `peers` have one each, of the same room.
+    `peers` have one each, of the same room. Layers whose blocks are those of all slots have one
+    table.
     """
 
     def __init__(
@@ -85,7 +87,14 @@ class Cache:
                 layers = self._grown(room)
             except torch.OutOfMemoryError as error:  # what is free may lie in pieces
                 raise no_room(room, needed, free, where) from error
+        if any(spec.blocks for spec in self.specs):
+            layers = [layer._replace(table=layers[0].table) for layer in layers]
         self._layers, self.room = layers, room
+
+    def show(self, table: np.ndarray | None) -> None:
+        """Put another table of blocks in the place of the one that layers have, if there is one."""
+        if table is not None:
+            fill(self._layers[0].table, table)
 
     def _grown(self, room: Room) -> list[Any]:
         """New buffers with the old contents."""

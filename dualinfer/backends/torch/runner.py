@@ -15,7 +15,7 @@ from ...errors import StepError, UnsupportedError
 from ...model.load_plan import LoadPlan, TensorSource
 from ...model.weights import count_leaves
 from ...ops import sampling
-from ...ops.caches import Room, cache_specs, describe_caches, served
+from ...ops.caches import Room, cache_specs, describe_caches, in_blocks, served
 from ...ops.pooling import contrast
 from ...parallel.agreement import Peers
 from ...parallel.shard import Shard
@@ -31,11 +31,13 @@ from ..base import (
     SamplingFeatures,
     Saved,
 )
+from ..blocks import Blocks
 from ..held import describe_weights
 from ..profiling import Stopwatch
 from ..slots import (
     PANELS,
     LiveSlots,
+    blocks_of,
     parts_of,
     room_for,
     room_of,
@@ -114,6 +116,7 @@ class TorchRunner:
         self.notes = params.notes + threads_note(device, self._parameters)
         self.kernels, self.verifies = ops.kernels, spec.verifies
         specs = cache_specs(spec, cache_codes) if spec.causal else ()
+        self._specs, self._peers = specs, peers
         self._cache = Cache(specs, dtype, device, peers)
         self._state: SlotState | None = None
         self._tokens = self._row = torch.empty(0)  # of the steps of a call, by step and slot
@@ -129,6 +132,15 @@ class TorchRunner:
         self.last_work: tuple[torch.cuda.Stream, torch.cuda.Event] | None = None
         how = self._parameters, self._graphs is not None, forward_graphs
         self._whole = WholePasses(spec, ops, dtype, device, *how)
+
+    @property
+    def blocks(self) -> Blocks | None:
+        """See `base.Runner`."""
+        return self._live.blocks
+
+    def lacks(self, steps: int) -> int:
+        """See `base.Runner`."""
+        return self._live.lacks(steps)
 
     @property
     def _passed(self) -> Params:
@@ -172,11 +184,13 @@ class TorchRunner:
         self._forget_steps()
         self._cache.clear()
         self._state, self._pool, self._live = None, None, LiveSlots()
+        specs = in_blocks(self._specs, 0 if pool is None else pool.blocks)
+        self._cache = Cache(specs, self.dtype, self.device, self._peers)
         if pool is None:
             return
         room = room_of(pool, self.spec)
         self._cache.grow(room_of(pool, self.spec, whole=True))
-        self._pool, self._live = pool, LiveSlots(room)
+        self._pool, self._live = pool, LiveSlots(room, blocks_of(pool))
         self._reserve(True)
         if prepare and self._graphs is not None:
             self._prepare_pool(room)
@@ -231,6 +245,7 @@ class TorchRunner:
         idle = not self._live
         if new := self._live.read(pieces):
             self._begin([p.request for p in new], [p.slot for p in new], idle)
+        self._cache.show(self._live.changed_table())
         state = self._state
         assert state is not None
         rows = upload([p.slot for p in pieces], self.device)
@@ -294,6 +309,7 @@ class TorchRunner:
     @torch.inference_mode()
     def prefill_scores(self, requests: Sequence[Request], slots: Sequence[int]) -> torch.Tensor:
         """Fill the cache of `slots`; the logits of the first token of each request."""
+        self._live.cover_whole(requests, slots)
         _, scores = self._fill(list(map(Piece.whole, requests, slots)))
         self._check_exchange()
         return self._shown(requests, scores)
@@ -364,6 +380,7 @@ class TorchRunner:
         if self._cache.smaller_than(room):
             self._forget_steps()
         self._cache.grow(room)
+        self._cache.show(self._live.changed_table())
         rows = upload(slots, self.device)
         ids = upload(tokens, self.device, torch.int64)
         held = [self._cache.number(n) for n in self.spec.state_numbers.values()]
@@ -482,6 +499,7 @@ class TorchRunner:
         if self._cache.smaller_than(room):
             self._forget_steps()
         self._cache.grow(room)
+        self._cache.show(self._live.changed_table())
         return self._state.view(room.slots), self._cache.view(room), room
 
     def _replay(self, key: Hashable, run: Callable[[], None]) -> None:
@@ -613,12 +631,16 @@ class TorchRunner:
     @torch.inference_mode()
     def copy(self, source: int, target: int, tokens: int) -> None:
         """See `base.Runner`."""
-        self._cache.copy(source, target, tokens)
+        if self.blocks is not None:
+            self.blocks.share(source, target, tokens)
+        else:
+            self._cache.copy(source, target, tokens)
 
     @in_order
     @torch.inference_mode()
     def save(self, slot: int, tokens: int) -> Saved:
         """See `base.Runner`; on a GPU in pinned memory, and without a wait."""
+        self._cache.show(self._live.changed_table())
         layers = self._cache.save(slot, tokens)
         return Saved(tokens, sum(map(size_of, layers)), layers)
 
@@ -630,6 +652,9 @@ class TorchRunner:
     @torch.inference_mode()
     def restore(self, slot: int, saved: Saved) -> None:
         """See `base.Runner`."""
+        if self.blocks is not None:
+            self.blocks.cover({slot: saved.tokens})
+            self._cache.show(self._live.changed_table())
         self._cache.restore(slot, saved.copies)
 
     @in_order

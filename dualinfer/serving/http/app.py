@@ -504,7 +504,9 @@ class Server:
 
     async def _show_metrics(self, request: Request) -> Response:
         now: State = self.engine.state()
-        share = 1.0 if now.waiting else now.live / now.slots
+        share = now.cache
+        if share is None:
+            share = 1.0 if now.waiting else now.live / now.slots
         gauges = {
             "num_requests_running": now.live,
             "num_requests_waiting": now.waiting,

@@ -32,8 +32,9 @@ class State(NamedTuple):
     """The state of an engine: sequences with a slot, those that wait, and the number of slots.
 
     `asked` and `found` count tokens of prompts, and those that were not read again. `trouble` is
-    why it does not serve; None where it does. `preemptions` counts slots that sequences gave to
-    urgent ones.
+    why it does not serve; None where it does. `preemptions` counts how often sequences gave their
+    slots to urgent ones, or blocks of the cache to others. `cache` is the share of its blocks that
+    sequences have; None where each slot has a place of its own.
     """
 
     live: int
@@ -43,6 +44,7 @@ class State(NamedTuple):
     found: int = 0
     trouble: str | None = None
     preemptions: int = 0
+    cache: float | None = None
 
 
 class Handle(Protocol):
@@ -176,5 +178,5 @@ class LocalEngine:
         """See `ServedEngine`."""
         now, counts = self._engine.traffic(), self._engine.prefix_counts()
         trouble = self.pulse().trouble
-        found = counts.asked, counts.found, trouble, now.preemptions
+        found = counts.asked, counts.found, trouble, now.preemptions, now.cache
         return State(now.live, now.waiting, now.slots, *found)

@@ -324,7 +324,8 @@ class RemoteEngine:
         live = 0 if self._write is None else min(self._state.live, there)
         asked, found, preemptions = self._counts()
         room = live, there - live, self._state.slots
-        return State(*room, asked, found, self.trouble, preemptions)
+        usage = self._state.cache
+        return State(*room, asked, found, self.trouble, preemptions, usage)
 
     def _counts(self) -> tuple[int, int, int]:
         """The counts of all engines so far."""

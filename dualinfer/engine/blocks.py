@@ -1,0 +1,196 @@
+"""Sequences that share the blocks of one cache: who gets some, and who waits until others end.
+
+Nobody owns blocks that he has not come to need, so that they may run out. Who came first is served
+first, urgent ones before others: for them others give up what prompts began with, and then the one
+that came last its own, and is read again, or put back, once there are blocks for it. Those that
+cannot be read again have all of theirs from the start, and never so many that another one would not
+fit beside them. So the first one always goes on, and all come to their end.
+"""
+
+from collections.abc import Sequence
+
+from ..backends.base import Piece, Request
+from ..backends.blocks import Blocks
+from ..backends.slots import needed
+from ..errors import LengthError, StepError
+from .pausing import Pauses
+from .reading import first_of
+from .sequence import Live
+from .slots import Slots
+
+
+class BlockSlots(Slots):
+    """Slots that take blocks of a cache as their sequences grow, where the pool counts in these."""
+
+    _pauses: Pauses
+    yields = 0  # times that a sequence gave its blocks to others
+
+    @property
+    def blocks(self) -> Blocks | None:
+        """The book of the pool's blocks; None where it does not count in them."""
+        return None if self.pool is None or not self.pool.blocks else self._runner.blocks
+
+    def hand_out_next(self) -> bool:
+        """Wait for the oldest steps under way, and hand out their tokens; False without any."""
+        raise NotImplementedError
+
+    def _has_blocks(self, requests: Sequence[Request], chosen: bool) -> bool:
+        """See `Slots`: what stays in its slots to the end must leave room for each of the others.
+
+        LengthError where it never does.
+        """
+        if (book := self.blocks) is None:
+            return True
+        self.finish([x for x in list(self._live.values()) if x.ended])
+        lives = list(self._live.values())
+        stays = [book.of(r.cache_tokens) for r in requests if chosen or r.embeds is not None]
+        if sum(stays) > book.count:
+            raise LengthError(
+                f"A call of {len(stays)} sequences may come to need {sum(stays)} blocks of cache, "
+                f"and {book.count} were reserved. Its sequences cannot wait for each other, as "
+                "their tokens are chosen on the host, or they begin with embeddings. Pass fewer at "
+                "a time, ask for fewer new tokens, or reserve more cache_tokens."
+            )
+        others = [x for x in requests if not (chosen or x.embeds is not None)]
+        others += [x.request for x in lives if not _stays(x)]
+        held = sum(book.of(x.request.cache_tokens) for x in lives if _stays(x))
+        most = max((book.of(x.cache_tokens) for x in others), default=0)
+        if held + sum(stays) + most > book.count:
+            return False
+        return not chosen or sum(stays) <= book.free + book.kept
+
+    def has_blocks_for(
+        self, new: Sequence[tuple[Request, bool]], leaving: Sequence[Live] = ()
+    ) -> bool:
+        """True if the prompts of new requests have room, and a block more for each.
+
+        Whether a request's tokens are chosen on the host stands beside it. What sequences under way
+        are yet to read comes first; those that are `leaving` give their blocks back.
+        """
+        if self.blocks is None:
+            return True
+        with self._turns:
+            if (book := self.blocks) is None:
+                return True
+            there = book.free + book.kept + sum(book.alone(x.slot) for x in leaving)
+            for live in list(self._live.values()):
+                if live.unread is not None and not live.ended and live not in leaving:
+                    there -= max(0, self._needs(live.unread.request) - book.held(live.slot))
+            return sum(self._needs(request, whole) for request, whole in new) <= there
+
+    def _needs(self, request: Request, whole: bool = False) -> int:
+        """Blocks that must be free for a prompt and its first new tokens."""
+        book = self.blocks
+        assert book is not None
+        most = book.of(request.cache_tokens)
+        if whole or request.embeds is not None:
+            return most
+        found = (0, 0) if self.sharing is None else self.sharing.found(request)
+        return min(book.of(len(request.prompt)) + 1, most) - book.served(*found)
+
+    def _claims(self) -> "Claims | None":
+        """What the next pass over prompts takes; None where the pool does not count in blocks."""
+        return None if self.blocks is None else Claims(self, self.blocks)
+
+    def _by_rank(self) -> list[Live]:
+        """The sequences under way: urgent ones first, and then who came first."""
+        lives = [x for x in list(self._live.values()) if not x.ended]
+        return sorted(lives, key=lambda x: not x.urgent)
+
+    def _make_room(self, steps: int) -> None:
+        """Let every sequence have blocks for so many steps, or give up its own until later."""
+        if self.blocks is None:
+            return
+        self.finish([x for x in list(self._live.values()) if x.ended])
+        while lacking := self._runner.lacks(steps):
+            if not self._give_up(self.blocks.free + lacking):
+                if not self.hand_out_next():
+                    self._put_off_last()
+                self.finish([x for x in list(self._live.values()) if x.ended])
+
+    def _make_room_to_read(self) -> bool:
+        """Let the first prompt be read, for which others give up their blocks; False without one.
+
+        That is where all wait to be read, and none has the blocks that it needs.
+        """
+        lives = [x for x in self._by_rank() if not x.chosen]
+        if self.blocks is None or not lives or any(x.unread is None for x in lives):
+            return False
+        claims, piece = Claims(self, self.blocks), lives[0].unread
+        assert piece is not None
+        while not claims.allows(lives[0], piece, piece.stop - piece.start):
+            self._put_off_last(besides=lives[0])
+        return True
+
+    def _put_off_last(self, besides: Live | None = None) -> None:
+        """Take the blocks of the last sequence that has some and can go on later."""
+        book = self.blocks
+        assert book is not None
+        able = [x for x in self._by_rank() if not _stays(x) and x is not besides]
+        able = [x for x in able if book.held(x.slot)]
+        if not able:
+            raise StepError("No block of the cache is free, and no sequence can give up any.")
+        self._put_off(able[-1])
+
+    def _put_off(self, live: Live) -> None:
+        """Take the blocks of a sequence, all of whose tokens have come; it is read again later."""
+        if live.progress is not None and live.allowed() is None:  # its grammar fails, and it ends
+            return
+        with self._undisturbed():
+            live.saved = live.saved or self._pauses.save(live)
+        self._runner.release([live.slot])
+        if self.sharing is not None:
+            self.sharing.drop(live.slot)
+        live.unread, live.is_again = Piece.whole(live.part(), live.slot), True
+        live.queued = len(live.tokens) + 1
+        self.yields += 1
+
+    def _give_up(self, free: int) -> bool:
+        """Let go of kept beginnings of prompts until so many blocks are free; True if it helped.
+
+        Who was asked for longest ago goes first, if that frees something.
+        """
+        book, sharing = self.blocks, self.sharing
+        assert book is not None
+        while book.free < free:
+            if sharing is None or not book.kept or not sharing.give_up(book):
+                return False
+        return True
+
+
+class Claims:
+    """The blocks that prompts need which are to be read together."""
+
+    def __init__(self, slots: BlockSlots, book: Blocks) -> None:
+        self._slots, self._book = slots, book
+        self._needs: dict[int, int] = {}  # blocks of each slot
+
+    def allows(self, live: Live, piece: Piece, left: int) -> bool:
+        """True if there are blocks for a piece, of which at most about `left` tokens are read.
+
+        Of one that begins, for the whole prompt and what comes first behind it.
+        """
+        book, claimed = self._book, self._needs
+        if piece.is_first and not book.held(live.slot):
+            own = self._slots._needs(piece.request)
+        else:
+            own = max(book.of(needed(first_of(piece, left))) - book.held(live.slot), 0)
+        others = sum(max(n - book.held(slot), 0) for slot, n in claimed.items())
+        return own + others <= book.free + book.kept
+
+    def take(self, pieces: Sequence[Piece]) -> None:
+        """Free the blocks for pieces."""
+        wanted = {piece.slot: needed(piece) for piece in pieces}
+        self._slots._give_up(self._book.more(wanted))
+
+    def add(self, piece: Piece) -> None:
+        """Count what a piece takes, whose prompt has all that others had of it."""
+        own = needed(piece)
+        if piece.is_first and piece.request.embeds is None:
+            own = min(len(piece.request.prompt) + 1, piece.request.cache_tokens)
+        self._needs[piece.slot] = self._book.of(own)
+
+
+def _stays(live: Live) -> bool:
+    """True if a sequence cannot be read again."""
+    return live.chosen or live.request.embeds is not None

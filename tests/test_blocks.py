@@ -1,0 +1,391 @@
+"""A pool that counts its cache in blocks: any requests have the texts that they have alone."""
+
+import asyncio
+import json
+import urllib.request
+from collections import Counter
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+pytest.importorskip("torch")
+pytest.importorskip("jax")
+
+import dualinfer
+from dualinfer.backends.base import GRAIN, Piece, Pool, Request
+from dualinfer.backends.blocks import Blocks
+from dualinfer.errors import (
+    ArgumentError,
+    LengthError,
+    OutOfMemoryError,
+    StepError,
+    UnsupportedError,
+)
+
+from .cases import make_model
+from .models import random_ids
+
+HOW = {"dtype": "fp32", "replace_with_kernel_inject": True, "max_out_tokens": 512}
+ON = ["torch", pytest.param("jax", marks=pytest.mark.slow)]
+SERVING, SPARE, TOKENS, COUNT = 3, 2, 5 * GRAIN, 11
+
+
+def check_book(book: Blocks) -> None:
+    """Every block is free or somebody's, the counts are right, and the rest of a row is empty."""
+    users: Counter[int] = Counter()
+    kept: set[int] = set()
+    for slot, row in enumerate(book.table):
+        own = row[: book.held(slot)].tolist()
+        assert len(set(own)) == len(own)
+        assert (row[len(own) :] == book.count).all()
+        users.update(own)
+        kept |= set(own) if slot >= SERVING else set()
+    for slot in range(SERVING):
+        kept -= set(book.table[slot, : book.held(slot)].tolist())
+    assert sorted([*users, *book._free]) == list(range(book.count))
+    assert book.free == book.count - len(users) and book.kept == len(kept)
+    assert book.usage == pytest.approx((len(users) - len(kept)) / book.count)
+    for slot in range(SERVING + SPARE):
+        own = book.table[slot, : book.held(slot)].tolist()
+        assert book.alone(slot) == sum(users[block] == 1 for block in own)
+        assert book.served(slot, TOKENS) == len(set(own) - kept)
+
+
+slots_of = st.integers(0, SERVING + SPARE - 1)
+serving = st.integers(0, SERVING - 1)
+EVENTS = st.lists(
+    st.one_of(
+        st.tuples(st.just("cover"), st.dictionaries(serving, st.integers(1, TOKENS))),
+        st.tuples(st.just("share"), st.tuples(slots_of, slots_of, st.integers(0, 5))),
+        st.tuples(st.just("drop"), slots_of),
+    ),
+    max_size=40,
+)
+
+
+@settings(max_examples=150, deadline=None)
+@given(EVENTS)
+def test_every_block_is_accounted_for(events):
+    books = [Blocks(COUNT, SERVING, SPARE, TOKENS) for _ in range(2)]
+    for name, value in events:
+        for book in books:
+            before = book.table.copy()
+            if name == "cover":
+                more = sum(max(0, -(-n // GRAIN) - book.held(s)) for s, n in value.items())
+                assert book.more(value) == more
+                if more > book.free:
+                    with pytest.raises(OutOfMemoryError, match="blocks"):
+                        book.cover(value)
+                    assert (book.table == before).all()
+                else:
+                    book.cover(value)
+                    for slot, tokens in value.items():
+                        assert book.held(slot) * GRAIN >= tokens
+                        new = set(book.table[slot].tolist()) - set(before[slot].tolist())
+                        others = np.delete(book.table, slot, 0)
+                        assert not new & set(others.flat) - {COUNT}  # nobody else writes there
+            elif name == "share":
+                source, target, blocks = value
+                if blocks > book.held(source):
+                    with pytest.raises(StepError, match="shared"):
+                        book.share(source, target, blocks * GRAIN)
+                elif source != target:
+                    book.share(source, target, blocks * GRAIN)
+                    assert book.held(target) == blocks
+                    assert (book.table[target, :blocks] == before[source, :blocks]).all()
+            else:
+                book.drop(value)
+                assert book.held(value) == 0
+            check_book(book)
+    assert (books[0].table == books[1].table).all()  # processes that do alike have alike
+    for slot in range(SERVING + SPARE):
+        books[0].drop(slot)
+    assert books[0].free == COUNT
+
+
+def texts(runner: Any, requests: list[Request]) -> list[list[int]]:
+    """Of requests that come one after another, while those before take steps."""
+    found: list[list[int]] = []
+    for slot, request in enumerate(requests):
+        found.append(runner.extend([Piece.whole(request, slot)]).fetch()[0].tolist())
+        for row in runner.decode(3).fetch():
+            for other, text in enumerate(found):
+                text += [int(row[other])] if row[other] >= 0 else []
+    while any(len(x) < r.max_new_tokens for x, r in zip(found, requests, strict=True)):
+        for row in runner.decode(8).fetch():
+            for other, text in enumerate(found):
+                text += [int(row[other])] if row[other] >= 0 else []
+    runner.release(range(len(requests)))
+    return found
+
+
+@pytest.mark.parametrize("backend", ON)
+@pytest.mark.parametrize("codes", [None, "int8"])
+def test_a_runner_takes_blocks_as_it_needs_them(backend, codes):
+    model = make_model("llama-gqa")
+    with dualinfer.init_inference(model, backend=backend, kv_cache_dtype=codes, **HOW) as engine:
+        runner = engine.runner
+        vocab = runner.spec.vocab
+        rows = [random_ids(1, n, seed=n, vocab=vocab)[0].astype(np.int32) for n in (100, 7, 64)]
+        requests = [Request(row, new) for row, new in zip(rows, (40, 70, 10), strict=True)]
+        runner.open(Pool(3, 256))
+        expected = texts(runner, requests)
+        plain = engine.report().cache_bytes
+        runner.open(Pool(3, 256, spare=1, blocks=7))
+        assert engine.report().cache_bytes < plain and "blocks" in engine.report().cache
+        book = runner.blocks
+        assert texts(runner, requests) == expected
+        check_free(book)
+        # What one has read serves another, and is put back where it was saved.
+        runner.extend([Piece.whole(requests[0], 0)])
+        runner.copy(0, 3, 64)
+        runner.copy(3, 1, 64)
+        assert book.held(1) == 1 and book.free == 5
+        kept = Request(rows[0], 40, kept=64)
+        runner.extend([Piece.whole(kept, 1)])
+        saved = runner.save(1, 64)
+        found = [t for row in runner.decode(20).fetch() for t in row[:2].tolist()]
+        assert found[::2] == found[1::2] == expected[0][1:21]
+        runner.release([0, 1, 3])
+        check_free(book)
+        runner.restore(2, saved)
+        token = runner.extend([Piece.whole(kept, 2)]).fetch()[0, 0]
+        assert [token, *runner.decode(20).fetch()[:, 2].tolist()] == expected[0][:21]
+        assert runner.lacks(20) == 0
+        runner.release([2])
+        with pytest.raises(OutOfMemoryError, match="blocks"):
+            texts(runner, [Request(rows[0], 90), Request(rows[0], 90), Request(rows[0], 90)])
+        runner.release(range(3))
+        check_free(book)
+        runner.open(Pool(3, 256))
+        assert runner.blocks is None and texts(runner, requests) == expected
+
+
+def check_free(book: Blocks) -> None:
+    assert book.free == book.count and (book.table == book.count).all()
+
+
+NEW = 140
+# Each of a request, so that every one of them gives up its blocks in one way or another.
+OPTIONS: list[dict[str, Any]] = [
+    {"do_sample": False},
+    {"do_sample": True, "seed": 3, "temperature": 1.5, "top_k": 20},
+    {"do_sample": False, "repetition_penalty": 1.5},
+    {"do_sample": True, "seed": 4, "frequency_penalty": 0.5, "logprobs": 2},
+    {"do_sample": False, "no_repeat_ngram_size": 2},
+]
+
+
+@pytest.fixture(scope="module", params=ON)
+def engine(request):
+    with dualinfer.init_inference(make_model("llama-gqa"), backend=request.param, **HOW) as engine:
+        yield engine
+
+
+def rows_of(engine: Any) -> list[list[int]]:
+    """Prompts of which some begin alike."""
+    vocab = engine.runner.spec.vocab
+    first = random_ids(1, 100, seed=1, vocab=vocab)[0].tolist()
+    others = [random_ids(1, n, seed=n, vocab=vocab)[0].tolist() for n in (7, 20, 50)]
+    return [first, first[:70] + others[0], *others, first[:64] + others[1]]
+
+
+async def all_of(engine: Any, rows: list[list[int]], together: bool, **how: Any) -> list[Any]:
+    found = []
+    for i, row in enumerate(rows):
+        options = {"max_new_tokens": NEW - 30 * (i % 3), "eos_token_id": None}
+        made = engine.generate_async(row, **options | OPTIONS[i % len(OPTIONS)] | how)
+        found.append(made if together else await told(made))
+        if together:
+            await asyncio.sleep(0.003 * (i % 3))
+    return [await told(made) for made in found] if together else found
+
+
+async def told(made: Any) -> tuple[list[int], list[float]]:
+    tokens = await made
+    known = [made.logprobs_of(i).logprob for i in range(len(tokens))] if made._most else []
+    return tokens, known
+
+
+def check_texts(found: list[Any], expected: list[Any]) -> None:
+    for (tokens, known), (others, told_alone) in zip(found, expected, strict=True):
+        assert tokens == others
+        assert known == pytest.approx(told_alone, abs=1e-4)
+
+
+def check_over(engine: Any) -> None:
+    """Nothing is under way, and every block is free once nothing is kept of prompts."""
+    book, traffic = engine.runner.blocks, engine.traffic()
+    assert traffic.live == traffic.waiting == 0 == traffic.cache
+    assert book.free + book.kept == book.count
+    engine._loop.check_idle()  # as weights are read again, of which nothing is kept
+    check_free(book)
+
+
+@pytest.fixture(scope="module")
+def alone(engine):
+    """Each text by itself, in slots with a place of their own."""
+    engine.reserve(1, 250, prefix_cache=False)
+    return asyncio.run(all_of(engine, rows_of(engine), together=False))
+
+
+@pytest.mark.parametrize(
+    ("shares", "swap_space"), [(True, 1), (False, 0)], ids=["prefixes", "read again"]
+)
+def test_texts_are_those_alone_though_blocks_run_out(engine, alone, shares, swap_space):
+    how: dict[str, Any] = {"prefix_cache": shares, "swap_space": swap_space}
+    given = engine.reserve(6, 250, cache_tokens=8 * GRAIN, **how)
+    assert given.slots == 6 and given.cache_tokens == 8 * GRAIN
+    assert any("share a cache of 512 tokens" in note for note in engine.report().notes)
+    before = engine.traffic().preemptions
+    check_texts(asyncio.run(all_of(engine, rows_of(engine), together=True)), alone)
+    assert engine.traffic().preemptions > before
+    assert bool(engine.prefix_counts().found) == shares
+    check_over(engine)
+
+
+def test_calls_that_wait_for_each_other_come_to_their_end(engine, alone):
+    """Whole calls, streams that stay open, and calls whose tokens the host chooses."""
+    rows = rows_of(engine)
+    engine.reserve(6, 250, cache_tokens=6 * GRAIN)
+    book, how = engine.runner.blocks, {"max_new_tokens": NEW, "do_sample": False}
+    before = engine._loop.yields
+    stream = engine.stream([rows[0]], eos_token_id=None, **how)
+    first = [next(stream) for _ in range(3)]
+    made = np.asarray(engine.generate(rows[2:5] * 2, eos_token_id=None, pad_token_id=0, **how))
+    found = made[:, max(map(len, rows[2:5])) :].tolist()
+    assert found[:3] == found[3:]
+    assert engine._loop.yields > before
+    assert [*first, *stream] == alone[0][0]
+    chosen = engine.generate([rows[4]], eos_token_id=None, no_repeat_ngram_size=2, **how)
+    assert np.asarray(chosen)[0, len(rows[4]) :].tolist()[: len(alone[4][0])] == alone[4][0]
+    with pytest.raises(LengthError, match=r"may come to need 9 blocks of cache, and 6"):
+        engine.generate([rows[4]] * 3, no_repeat_ngram_size=2, **how)
+    held = engine.stream([rows[4]], no_repeat_ngram_size=2, eos_token_id=None, **how)
+    next(held)
+    # It has its blocks to the end; others that need all the rest of them go on beside it.
+    assert book.held(0) == 3
+    beside = np.asarray(engine.generate([rows[2]], eos_token_id=None, **how))
+    assert beside[0, len(rows[2]) :].tolist() == found[0]
+    held.close()
+    del made, chosen
+    check_over(engine)
+
+
+def test_urgent_ones_keep_their_blocks(engine, alone):
+    """They begin where others have all blocks, and nobody gives way to those that came last."""
+    rows = rows_of(engine)
+
+    async def main():
+        made = [engine.generate_async(row, max_new_tokens=NEW, do_sample=False) for row in rows[:3]]
+        while made[0]._channel.count < 60:
+            await asyncio.sleep(0)
+        how = {"max_new_tokens": NEW, "eos_token_id": None, "do_sample": False}
+        urgent = engine.generate_async(rows[0], priority="high", **how)
+        found = await urgent
+        assert not all(one._channel.has_ended for one in made)
+        for one in made:
+            await one
+        return found
+
+    engine.reserve(6, 250, cache_tokens=5 * GRAIN)
+    before = engine.traffic().preemptions
+    assert asyncio.run(main()) == alone[0][0]
+    assert engine.traffic().preemptions > before
+    check_over(engine)
+
+
+def test_what_has_no_blocks_is_refused(engine):
+    with pytest.raises(ArgumentError, match="one sequence of 250 tokens must have room"):
+        engine.reserve(4, 250, cache_tokens=249)
+    for wrong in (0, True, 1.5):
+        with pytest.raises(ArgumentError, match="cache_tokens"):
+            engine.reserve(4, 250, cache_tokens=wrong)
+    assert engine.reserve(4, cache_tokens=130).tokens == 130
+    for name, said in (("mamba2", "keep states"), ("youtu", "latent vectors")):
+        made = dualinfer.init_inference(make_model(name), **HOW)
+        with made as other, pytest.raises(UnsupportedError, match=said):
+            other.reserve(2, 64, cache_tokens=64)
+
+
+def test_a_server_tells_how_full_its_cache_is():
+    from dualinfer.serving.http.app import Server
+    from dualinfer.serving.http.beside import served
+    from dualinfer.serving.http.engines import LocalEngine
+
+    def usage() -> float:
+        with urllib.request.urlopen(f"{url}/metrics") as got:
+            lines = got.read().decode().splitlines()
+        (line,) = [x for x in lines if x.startswith("vllm:kv_cache_usage_perc{")]
+        return float(line.split()[-1])
+
+    with dualinfer.init_inference(dualinfer.embedded_model(), dtype="fp32") as engine:
+        engine.reserve(6, 256, cache_tokens=8 * GRAIN)
+        with served(Server(LocalEngine(engine), "small")) as url:
+            body = {"model": "small", "prompt": list(range(100)), "max_tokens": 150}
+            body |= {"temperature": 0, "stream": True, "ignore_eos": True}
+            head, data = {"Content-Type": "application/json"}, json.dumps(body).encode()
+            asked = urllib.request.Request(f"{url}/v1/completions", data, head)
+            assert usage() == 0
+            with urllib.request.urlopen(asked) as answer:
+                answer.readline()
+                assert usage() in (2 / 8, 3 / 8, 4 / 8)
+                assert b"[DONE]" in answer.read()
+            assert usage() == 0
+        check_over(engine)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "how", [{}, {"kv_cache_dtype": "int8"}, {"tensor_parallel": {"tp_size": 2}}]
+)
+def test_any_requests_on_jax_by_the_programs_that_it_began_with(how):
+    """Whatever the table has in it, as codes and where two devices share the model."""
+    with dualinfer.init_inference(make_model("llama-gqa"), backend="jax", **HOW, **how) as engine:
+        rows = rows_of(engine)[:3]
+        engine.reserve(3, 250, cache_tokens=6 * GRAIN, prepare=True)
+        found = asyncio.run(all_of(engine, rows, together=True))
+        count = engine.report().compilations
+        assert [x for x, _ in asyncio.run(all_of(engine, rows[::-1], together=True, seed=9))]
+        assert engine.report().compilations == count
+        check_over(engine)
+        engine.reserve(3, 250)
+        check_texts(found, asyncio.run(all_of(engine, rows, together=True)))
+
+
+@pytest.mark.slow
+@settings(
+    max_examples=12, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+@given(data=st.data())
+def test_requests_that_join_and_leave_have_the_texts_that_they_have_alone(engine, alone, data):
+    rows = rows_of(engine)
+    blocks, slots = data.draw(st.integers(4, 9)), data.draw(st.integers(1, 6))
+    kinds = st.tuples(st.integers(0, len(rows) - 1), st.integers(1, NEW - 60), st.booleans())
+    wanted = data.draw(st.lists(st.tuples(kinds, st.integers(0, 4), st.booleans()), max_size=9))
+    shares, swap_space = data.draw(st.booleans()), data.draw(st.sampled_from((0, 1)))
+    engine.reserve(
+        slots, 250, cache_tokens=blocks * GRAIN, prefix_cache=shares, swap_space=swap_space
+    )
+
+    async def main():
+        made = []
+        for (i, count, leaves), pause, is_urgent in wanted:
+            options = {"max_new_tokens": count, "eos_token_id": None} | OPTIONS[i]
+            how = {"priority": "high" if is_urgent else "normal"}
+            made.append((i, count, leaves, engine.generate_async(rows[i], **options, **how)))
+            for _ in range(pause):
+                await asyncio.sleep(0.004)
+        for i, count, leaves, one in made:
+            if leaves:
+                one.cancel()
+            tokens = [token async for token in one]
+            assert len(tokens) == count or leaves
+            if "frequency_penalty" not in OPTIONS[i]:
+                assert tokens == alone[i][0][: len(tokens)]
+
+    asyncio.run(main())
+    check_over(engine)
