@@ -207,7 +207,7 @@ def by_kernels(monkeypatch):
             monkeypatch.setattr(
                 dualinfer.backends.jax, "_make_ops", lambda *args: interpreted_ops()
             )
-            monkeypatch.setattr(dualinfer.backends.jax.runner, "most_tokens", lambda *_: 8)
+            monkeypatch.setattr(dualinfer.backends.jax.whole, "most_tokens", lambda *_: 8)
         return KernelOps
 
     return patch

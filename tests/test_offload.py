@@ -360,7 +360,7 @@ def test_each_of_jaxs_devices_streams_its_share(model):
 def test_many_rows_go_in_panels_on_jax(model, monkeypatch):
     with make(model, "jax") as one:
         wanted = answers(one, random_ids(5, 20))
-    monkeypatch.setattr("dualinfer.backends.jax.runner.most_tokens", lambda *_: 64)
+    monkeypatch.setattr("dualinfer.backends.jax.whole.most_tokens", lambda *_: 64)
     with streamed(model, "jax") as engine:
         for found, other in zip(answers(engine, random_ids(5, 20)), wanted, strict=True):
             np.testing.assert_allclose(found, other, rtol=1e-4, atol=1e-5)

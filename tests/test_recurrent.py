@@ -300,7 +300,7 @@ def test_kernels_serve_all_but_some_recurrences(case, backend, monkeypatch):
     else:
         ops = importlib.import_module("tests.kernels.jax_ops").interpreted_ops
         monkeypatch.setattr(own, "_make_ops", lambda *args: ops())
-        monkeypatch.setattr(own.runner, "most_tokens", lambda *_: 8)
+        monkeypatch.setattr(own.whole, "most_tokens", lambda *_: 8)
     with dualinfer.init_inference(model, **INJECTED, dtype="fp32", backend=backend) as engine:
         served = engine.report().ops
         assert "Triton" in served["matmul"]

@@ -259,7 +259,7 @@ def test_kernels_give_what_plain_ops_give(case, backend, monkeypatch):
         ops = importlib.import_module("tests.kernels.jax_ops").interpreted_ops
         monkeypatch.setattr(own, "_make_ops", lambda *args: ops())
         if turns:
-            monkeypatch.setattr(own.runner, "most_tokens", lambda *_: 8)
+            monkeypatch.setattr(own.whole, "most_tokens", lambda *_: 8)
     monkeypatch.setattr(linear, "serves", lambda *shape: True)
     with dualinfer.init_inference(model, **how) as fast:
         assert "Triton" in fast.report().ops["matmul"]

@@ -1,8 +1,6 @@
 """The JAX runner: compiled forward, prefill and decode; the donated cache never leaves it."""
 
 import contextlib
-import functools
-import math
 import secrets
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -13,10 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ... import decoder
-from ...arrays import to_jax
 from ...errors import StepError, UnsupportedError
-from ...model.load_plan import LoadPlan, TensorSource
 from ...model.spec import ModelSpec
 from ...model.weights import count_leaves
 from ...ops.caches import (
@@ -28,13 +23,11 @@ from ...ops.caches import (
     in_blocks,
     served,
 )
-from ...ops.pooling import contrast
 from ...parallel.agreement import Peers
 from ...parallel.sharding import ShardingPlan
 from ..base import (
     MAX_STEPS,
     NO_TOKEN,
-    ForwardInputs,
     Piece,
     Pool,
     Request,
@@ -51,25 +44,20 @@ from ..slots import (
     parts_of,
     room_for,
     room_of,
-    sampling_rows,
-    weight_rows,
 )
 from ..streaming import Streaming
 from . import ahead, sampler
 from .cache import Cache, copied, given, grow, least_free_bytes, make_cache, split, taken
-from .executables import Clock, Executables, Job
-from .gradients import Derived, check_derivative
-from .maths import MATHS
-from .mesh import WHOLE, ManyDevices, Place, in_place, without_mesh
+from .executables import Clock, Job
+from .mesh import WHOLE, Place, in_place
 from .ops.plain import PlainOps
 from .ops.schemes import SCHEMES
-from .outputs import cut, make_loss
-from .padding import pad_inputs
-from .params import Model, Params, read_into, split_notes
+from .params import Model, Params
 from .pending import PendingPanels, PendingSteps, PendingTokens
-from .prompts import Pass, Passes, Step, most_tokens, prefill_step
-from .sampler import BEST, WORDS, SlotState, choose, copy_rows, mode_of
-from .steps import Steps
+from .prompts import Pass, Passes, Step, prefill_step
+from .sampler import BEST, SlotState, copy_rows, mode_of
+from .scores import ScoreCalls
+from .whole import WholePasses
 
 _SMALLEST_EOS = 4
 _LOST = "The step before failed and took the cache with it."
@@ -80,18 +68,8 @@ def _kept(active: jax.Array, length: jax.Array, kept: jax.Array) -> tuple[jax.Ar
     return active & kept, jnp.where(kept, length, 0)
 
 
-# A part of the parameters: their structure and how they and the cache's arrays are split.
-Part = tuple[Any, list[Any], list[Any]]
-
-
-_contrast = jax.jit(partial(contrast, MATHS))
-
-
-class JaxRunner:
-    """One model on the devices of one place. `module` shows its weights to people, by nnx.
-
-    `spec` is the whole model's, that of `steps` what each device computes.
-    """
+class JaxRunner(WholePasses, ScoreCalls):
+    """A model that generates: its cache and the state of its slots, and the steps over them."""
 
     is_compiled = True
 
@@ -110,19 +88,10 @@ class JaxRunner:
         streaming: Streaming | None = None,
         cache_codes: str | None = None,
     ) -> None:
+        where = dtype, place, ops
+        super().__init__(spec, tp_plan, params, module, *where, most_tokens, options, streaming)
+        self._peers, self.verifies = peers, spec.verifies and streaming is None
         own = tp_plan.shards[0].spec
-        on_gpu = place.size == 1 and place.device.platform == "gpu"
-        self.spec, self.steps, self._peers = spec, Steps(own, ops, on_gpu), peers
-        self.module: Model | None = module
-        self._most_tokens, self._tp_plan, self._streaming = most_tokens, tp_plan, streaming
-        self._exchange, self.kernels = ops.exchange, ops.kernels
-        self.verifies = spec.verifies and streaming is None
-        self.params = params
-        self._flatten()
-        self.notes = split_notes(place, tp_plan, jax.tree.leaves(self.params))
-        self.dtype, self.device, self._place = dtype, place.device, place
-        self._specs = [place.spec_of(x) for x in self._leaves]
-        self._executables = Executables(options, launching=place.devices if ops.launches else ())
         self._plain_specs = cache_specs(own, cache_codes) if spec.causal else ()
         self._cache: Cache | None = None
         self._state: SlotState | None = None
@@ -132,166 +101,6 @@ class JaxRunner:
         self._count_in(0)
         self._longest = 1  # chunk of steps since the first of what is live began
         self._alone: bool | None = None  # whether the last step was no loop; None before the first
-
-    def _flatten(self) -> None:
-        """Hold the weights as the steps take them, too."""
-        table = None if self._exchange is None else self._exchange.table
-        self._leaves, self._tree = jax.tree.flatten(self.params._replace(mailboxes=table))
-
-    @in_place
-    def refresh(self, plan: LoadPlan, source: TensorSource) -> None:
-        """Put the plan's rows, read again, in the place of the old ones."""
-        assert self.module is not None
-        self._leaves = []  # so that each old one goes as it is read
-        where = self._place, self._tp_plan
-        try:
-            with without_mesh():
-                what = self.params, self.module, *where, plan, source, self.dtype
-                read_into(*what, self._streaming, shown=False)
-        finally:
-            self._flatten()
-
-    @property
-    def compilations(self) -> int:
-        """Executables compiled so far: one for each bucket."""
-        return self._executables.compilations
-
-    @in_place
-    def forward(self, inputs: ForwardInputs) -> dict[str, Any]:
-        """Outputs of whole sequences; see `base.Runner`. Padded to a bucket, cut back after.
-
-        They are not waited for: where an exchange is given up they are NaN, and the next call says
-        so.
-        """
-        self._check()
-        spec = self.spec
-        if spec.towers and inputs.source is not None:
-            texts, images = self.forward(replace(inputs, source=None)), self.forward(inputs.source)
-            w = self._place.local({n: x for n, x in self.params.outer.items() if "logit_" in n})
-            vectors = texts["pooler_output"], images["pooler_output"]
-            found = _contrast(*vectors, w["logit_scale"], w.get("logit_bias"))
-            return decoder.joined_towers(texts, images, *found)
-        if inputs.of_encoder and spec.encoder is not None:
-            spec = spec.encoder
-        batch, tokens = inputs.shape
-        padded = pad_inputs(spec, inputs)
-        size, places, read = padded.size, padded.places, padded.read
-        keep = inputs.output_hidden_states
-        how: dict[str, Any] = {}
-        if inputs.texts:
-            how = {"texts": inputs.texts, "largest": inputs.largest}
-        elif inputs.of_encoder:
-            how = {"of_encoder": True}
-        elif inputs.watched:
-            how = {"watched": inputs.watched}
-        with jax.profiler.TraceAnnotation("dualinfer/forward"):
-            values = spec.embed
-            if spec.has_logits and not inputs.texts:
-                values = spec.vocab * places // size[1]
-            values += (len(spec.all_layers) + 1) * spec.embed if keep else 0
-            width = size[1] + padded.width
-            at_once = max(1, self._most_tokens_of(width, values) // bucket(width))
-            at_once = size[0] if at_once >= size[0] else math.gcd(at_once, size[0])
-            outputs = self._outputs(padded.arrays, size, keep, at_once, how)
-        count = tokens if inputs.kept is None else len(inputs.kept)
-        is_whole = (*size, places) == (batch, tokens, count) and not read
-        head = spec.head
-        flat = head is not None and head.kind in ("span", "replaced")
-        cut_back = outputs if is_whole else cut(batch, tokens, count, read, flat)(outputs)
-        result = self._place.local(cut_back)
-        if inputs.choices:
-            result = {**result, "logits": result["logits"].reshape(-1, inputs.choices)}
-        if inputs.labels is not None:
-            logits = self._place.local(outputs.get("logits"))
-            result["loss"] = make_loss(inputs, padded, result, logits)
-        return result
-
-    def _outputs(
-        self,
-        arrays: Sequence[np.ndarray | None],
-        size: tuple[int, int],
-        keep: bool,
-        rows: int,
-        how: Mapping[str, Any],
-    ) -> Any:
-        """Outputs of padded arrays [B, T] of `size`, of so many rows at a time."""
-        arrays = self._place.operands(arrays)
-        outputs: Any = None
-        is_whole = keep or rows < size[0] or "of_encoder" in how
-        for layers in [None] if is_whole else self.steps.parts:
-            step = partial(self.steps.forward, keep=keep, layers=layers, **how)
-            if rows < size[0]:
-                step = partial(self.steps.forward_panels, keep=keep, rows=rows, **how)
-            given = tuple(None if x is None else x.shape for x in arrays)
-            outputs, flags = self._executables.run(
-                ("forward", size, given, keep, layers, rows, *how.items()),
-                self._of_leaves(step),
-                self._leaves,
-                *arrays,
-                outputs,
-            )
-            self._note(flags)
-        return outputs
-
-    def _of_leaves(
-        self, step: Callable[..., Any], cached: bool = False, part: Part | None = None
-    ) -> Callable[..., Any]:
-        """`step` on every device, with the parameters as a flat tuple: a call costs half as much.
-
-        With `cached` it takes the cache and the state first, gives them back first, then tokens. At
-        last come the flags of what each device gave up, or None. With `part` its parameters are
-        those, not all.
-        """
-        tree, specs, lies = part or (self._tree, self._specs, self._split)
-
-        def on_device(leaves: list[jax.Array], *args: Any) -> Any:
-            with jax.numpy_rank_promotion("allow"):  # the caller's choice is for his own code
-                return step(jax.tree.unflatten(tree, leaves), *args)
-
-        def run(leaves: list[jax.Array], *args: Any) -> Any:
-            cache = args[0].like(lies, WHOLE) if cached else WHOLE
-            arguments = specs, cache, *(WHOLE,) * (len(args) - 1)
-            results = (cache, WHOLE, WHOLE) if cached else (WHOLE,)
-            results = *results, self._place.over_devices
-            return self._place.spread(on_device, arguments, results)(leaves, *args)
-
-        return run
-
-    def pure_forward(
-        self, keep: bool, of_encoder: bool = False, derived: bool = False
-    ) -> Callable[[Params, Any], dict[str, Any]]:
-        """Forward of parameters and the arrays that `Steps.forward` takes; to be traced.
-
-        Sums over devices are XLA's in it: who calls it when is not known. Its derivatives are right
-        where it is `derived`; UnsupportedError where it has none.
-        """
-        if derived:
-            check_derivative(self.params.leaves(), self.kernels)
-
-        def forward(params: Params, inputs: Any) -> dict[str, Any]:
-            if derived:
-                params = self._derived(params)
-            with jax.numpy_rank_promotion("allow"):
-                how: Any = {"keep": keep, "of_encoder": of_encoder}
-                return self.steps.forward(params, *inputs, **how)[0]
-
-        arguments = jax.tree.map(self._place.spec_of, self.params), WHOLE
-        return self._place.spread(forward, arguments, WHOLE)
-
-    @functools.cached_property
-    def has_tangents(self) -> bool:
-        """True if derivatives of `pure_forward` are taken forward, too.
-
-        Gradients are made otherwise where experts' are summed, and where parameters are held twice.
-        """
-        if any(layer.experts for layer in self.spec.all_layers) or self.kernels:
-            return False
-        return not self._derived.joins
-
-    @functools.cached_property
-    def _derived(self) -> Derived:
-        axis = self._place.axis if isinstance(self._place, ManyDevices) else None
-        return Derived(self._tp_plan, axis)
 
     def prefill(
         self, requests: Sequence[Request], slots: Sequence[int]
@@ -464,57 +273,10 @@ class JaxRunner:
         self._check(flags)
         return scores
 
-    @in_place
-    def choose(self, scores: Any, requests: Sequence[Request], step: int) -> np.ndarray:
-        """Tokens of scores [B, V]; see `base.Runner`."""
-        columns = sampling_rows(requests, max(len(r.eos_ids) for r in requests))
-        columns = {
-            "noise": columns["noise"],
-            **{name: columns[name].astype(np.uint32) for name in WORDS},
-        }
-        position = np.array([len(r.prompt) + step for r in requests], np.int32)
-        return np.asarray(choose(to_jax(scores, self.device), columns, position))
-
-    @in_place
-    def hide(self, scores: Any, hidden: np.ndarray, outweigh: int | None = None) -> jax.Array:
-        """See `base.Runner`."""
-        return sampler.hide(to_jax(scores, self.device), hidden, outweigh)
-
-    @in_place
-    def warm(self, scores: Any, requests: Sequence[Request]) -> jax.Array:
-        """See `base.Runner`."""
-        columns = sampling_rows(requests, max(len(r.eos_ids) for r in requests))
-        how = {name: columns[name] for name in ("temperature", "top_k", "top_p", "min_p")}
-        return sampler.warm(to_jax(scores, self.device), how)
-
-    @in_place
-    def weigh(self, scores: Any, requests: Sequence[Request], new: np.ndarray) -> jax.Array:
-        """See `base.Runner`."""
-        width = bucket(max(new.shape[1], 1))
-        padded = np.full((len(new), width), NO_TOKEN, np.int32)
-        padded[:, : new.shape[1]] = new
-        return sampler.weigh(to_jax(scores, self.device), weight_rows(requests, padded))
-
-    @in_place
-    def tell(self, scores: Any, tokens: np.ndarray) -> np.ndarray:
-        """See `base.Runner`."""
-        return np.asarray(sampler.tell(to_jax(scores, self.device), tokens.astype(np.int32)))
-
-    @in_place
-    def log_probs(self, scores: Any, tokens: np.ndarray, temperature: float) -> jax.Array:
-        """See `base.Runner`."""
-        ids = tokens.astype(np.int32)
-        return sampler.log_probs(to_jax(scores, self.device), ids, np.float32(temperature))
-
     def _make_room(self, cache: Cache, reach: int) -> None:
         """Grow the cache to what the live slots reach; that of a pool has all."""
         if reach > cache.tokens and self._live.pool is None:
             self._grow(cache, self._live.room(self.spec, reach))
-
-    def _most_tokens_of(self, width: int, outputs: int = 0) -> int:
-        """Tokens that a pass takes at a time; see `prompts.most_tokens`."""
-        itemsize, scores = jnp.dtype(self.dtype).itemsize, self.steps.ops.holds_scores
-        return most_tokens(self.steps.spec, itemsize, width, scores, outputs)
 
     def prefill_jobs(
         self, requests: Sequence[Request], slots: Sequence[int], cache: Any, state: Any
@@ -580,15 +342,6 @@ class JaxRunner:
             if any(x.is_deleted() for x in jax.tree.leaves((self._cache, self._state))):
                 self._cache = self._state = None
             raise
-
-    def _note(self, flags: jax.Array | None) -> None:
-        if self._exchange is not None and flags is not None:
-            self._exchange.note(flags)
-
-    def _check(self, flags: jax.Array | None = None) -> None:
-        """Raise DistributedError if an exchange is known to have been given up; or by `flags`."""
-        if self._exchange is not None:
-            self._exchange.check(*(() if flags is None else (flags,)))
 
     @in_place
     def decode(self, steps: int) -> PendingTokens | PendingSteps:
@@ -825,12 +578,6 @@ class JaxRunner:
     def draw_seeds(self, count: int) -> list[int]:
         """Seeds from the operating system."""
         return [secrets.randbits(63) for _ in range(count)]
-
-    @in_place
-    def probe(self) -> None:
-        """See `base.Runner`."""
-        for device in self._place.devices:
-            np.asarray(jax.device_put(np.ones(1, np.float32), device) + 1)
 
     def free_bytes(self) -> int | None:
         """Bytes that each device here can still allocate; None if one does not say."""

@@ -17,10 +17,11 @@ from . import ahead
 from .params import Params
 from .pending import PendingSteps, PendingTokens
 from .prompts import Step
-from .runner import JaxRunner, Part
+from .runner import JaxRunner
 from .sampler import mode_of
 from .steps import BY_ROW, reads_others
 from .streaming import LayerStream
+from .whole import Part
 
 
 class StreamingRunner(JaxRunner):

@@ -42,7 +42,6 @@ from ..slots import (
     room_for,
     room_of,
     sampling_rows,
-    weight_rows,
 )
 from . import sampler
 from .cache import Cache, size_of
@@ -57,6 +56,7 @@ from .precision import own_precision
 from .profiling import make_stopwatch, span
 from .prompts import Prompts
 from .sampler import SlotState
+from .scores import ScoreCalls
 from .streaming import LayerStream
 from .threads import few_threads, threads_note
 from .whole import WholePasses
@@ -90,7 +90,7 @@ class PendingTokens:
         return None if self._told is None else self._told()
 
 
-class TorchRunner:
+class TorchRunner(ScoreCalls):
     """One model, or a rank's share of it, on one torch device.
 
     `spec` is the share's: its heads and its MLP's width are this rank's own.
@@ -394,57 +394,6 @@ class TorchRunner:
             # A step of others writes the last token of every slot anew, in its next place.
             self._state.last[rows] = ids[:, 0]
         return self._state, x
-
-    @in_order
-    def choose(self, scores: Any, requests: Sequence[Request], step: int) -> np.ndarray:
-        """Tokens of scores [B, V]; see `base.Runner`."""
-        scores = scores.to(self.device, torch.float32)
-        if any(r.sampling.do_sample for r in requests):
-            columns = sampling_rows(requests, max(len(r.eos_ids) for r in requests))
-            drawn, low, high, index = (
-                torch.as_tensor(columns[name], device=self.device)
-                for name in ("noise", *sampling.WORDS)
-            )
-            position = torch.tensor([len(r.prompt) + step for r in requests], device=self.device)
-            tokens = sampling.choose(MATHS, scores, drawn, low, high, index, position)
-            return tokens.cpu().numpy()
-        return scores.argmax(-1).cpu().numpy()
-
-    @in_order
-    def hide(self, scores: Any, hidden: np.ndarray, outweigh: int | None = None) -> torch.Tensor:
-        """See `base.Runner`."""
-        mask = torch.from_numpy(hidden).to(self.device)
-        return sampling.hide(MATHS, scores.to(self.device, torch.float32), mask, outweigh)
-
-    @in_order
-    def warm(self, scores: Any, requests: Sequence[Request]) -> torch.Tensor:
-        """See `base.Runner`."""
-        columns = sampling_rows(requests, max(len(r.eos_ids) for r in requests))
-        names = "temperature", "top_k", "top_p", "min_p"
-        temperature, *filters = (
-            torch.as_tensor(columns[name], device=self.device) for name in names
-        )
-        scores = scores.to(self.device, torch.float32)
-        return sampling.warm(MATHS, scores, temperature, filters)
-
-    @in_order
-    def weigh(self, scores: Any, requests: Sequence[Request], new: np.ndarray) -> torch.Tensor:
-        """See `base.Runner`."""
-        scores = scores.to(self.device, torch.float32)
-        rows = sampler.dense(weight_rows(requests, new), scores.shape[1], self.device)
-        return sampling.weigh(MATHS, scores, *rows)
-
-    @in_order
-    def tell(self, scores: Any, tokens: np.ndarray) -> np.ndarray:
-        """See `base.Runner`."""
-        ids = torch.from_numpy(tokens.astype(np.int64)).to(self.device)
-        return sampling.tell(MATHS, scores.to(self.device, torch.float32), ids).cpu().numpy()
-
-    @in_order
-    def log_probs(self, scores: Any, tokens: np.ndarray, temperature: float) -> torch.Tensor:
-        """See `base.Runner`."""
-        ids = torch.from_numpy(tokens.astype(np.int64)).to(self.device)
-        return sampling.log_probs(MATHS, scores.to(self.device, torch.float32), ids, temperature)
 
     def _check_exchange(self) -> None:
         """Raise DistributedError if an exchange was given up; waits for the device."""
