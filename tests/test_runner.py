@@ -173,7 +173,7 @@ def test_cache_grows_under_live_sequences_without_changing_text(
 def test_jax_gives_the_same_in_blocks_and_parts_as_on_a_gpu(name, monkeypatch):
     """Nine layers in two parts; and text that ends within a block of eight steps."""
     pytest.importorskip("jax")
-    from dualinfer.backends.jax import runner
+    from dualinfer.backends.jax import whole
     from dualinfer.backends.jax.steps import Steps
 
     model = make_model(name, num_hidden_layers=9)
@@ -197,7 +197,7 @@ def test_jax_gives_the_same_in_blocks_and_parts_as_on_a_gpu(name, monkeypatch):
 
     parts, whole, text = results()
     assert parts == [range(9)]
-    monkeypatch.setattr(runner, "Steps", lambda spec, ops, _: Steps(spec, ops, on_gpu=True))
+    monkeypatch.setattr(whole, "Steps", lambda spec, ops, _: Steps(spec, ops, on_gpu=True))
     parts, cut, text_in_blocks = results()
     assert [len(part) for part in parts] == [4, 5]
     for one, other in zip(whole, cut, strict=True):
