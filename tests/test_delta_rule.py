@@ -9,7 +9,8 @@ import pytest
 from dualinfer.blocks import delta_rule
 from dualinfer.blocks.delta_rule import CHUNK, DeltaRule
 from dualinfer.model.spec import Norm
-from dualinfer.ops.contract import Seen
+from dualinfer.ops.contract import Seen, StateStep
+from dualinfer.ops.recurrences import take_in
 
 from .models import BACKENDS, relative_rms
 
@@ -85,8 +86,8 @@ def test_chunks_give_what_a_loop_gives(kind, strength, alike, backend):
     assert relative_rms(out(y), expected) < limit
     assert relative_rms(out(last), behind) < limit
     for t in range(3):
-        now = [put(part[:, t]) for part in parts]
-        y, state = own.step(m, *now, put(np.asarray(state)))
+        step = StateStep(*(put(part[:, t]) for part in parts))
+        y, state = take_in(m, step, put(np.asarray(state)))
         assert relative_rms(out(y), expected[:, t]) < 1e-5
         state = out(state)
 

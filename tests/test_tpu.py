@@ -20,6 +20,7 @@ from dualinfer.backends.jax.executables import Executables, Job  # noqa: E402
 from dualinfer.backends.jax.ops.pallas import PallasOps  # noqa: E402
 from dualinfer.kernels.pallas import experts as mixing  # noqa: E402
 from dualinfer.kernels.pallas import product as products  # noqa: E402
+from dualinfer.kernels.pallas import state as states  # noqa: E402
 
 from .cases import (  # noqa: E402
     encoders,
@@ -32,6 +33,7 @@ from .cases import (  # noqa: E402
 from .cases.decoders import GENERATING  # noqa: E402
 from .kernels.tpu_compiler import compiled, needs_compiler  # noqa: E402
 from .models import random_ids, relative_rms  # noqa: E402
+from .test_encoder_decoders import source_of  # noqa: E402
 
 WIDE = {"hidden_size": 256, "intermediate_size": 512, "num_attention_heads": 2, "head_dim": 128}
 WIDE |= {"num_key_value_heads": 1, "num_hidden_layers": 1, "vocab_size": 512}
@@ -134,6 +136,57 @@ def test_scales_and_zeros_of_float16_compile():
         assert compiled(Job("run", run, (x, data, beside, beside)), "v5e").kernels == {kernel}
 
 
+STATES = {
+    # sequences, groups, heads of each, elements of keys and values; the delta rule; by channel
+    "Mamba-2 2.7B": (32, 1, 80, 128, 64, False, False),
+    "Nemotron-H 8B": (4, 8, 16, 128, 64, False, False),
+    "Falcon-H1 34B": (8, 2, 16, 256, 128, False, False),
+    "Qwen3.5": (32, 16, 2, 128, 128, True, False),
+    "Kimi Linear": (4, 32, 1, 128, 128, True, True),
+    "MiniMax": (8, 64, 1, 128, 128, False, False),
+}
+
+
+@pytest.mark.tpu
+@pytest.mark.parametrize("chip", ["v5e", "v6e"])
+@pytest.mark.parametrize("name", STATES)
+def test_states_of_real_sizes_are_moved_in_place(name, chip):
+    count, groups, each, size, width, delta, by_channel = STATES[name]
+
+    def floats(*shape: int) -> Any:
+        return jax.ShapeDtypeStruct(shape, "float32")
+
+    def run(*args: Any) -> Any:
+        return states.take_in(*args, interpret=False)
+
+    shape = (size, width) if delta else (width, size)
+    held = floats(count + 3, groups * each, *shape)
+    assert states.serves(held)
+    args = (
+        *(floats(count, groups, size), floats(count, groups, size)),
+        *(floats(count, groups, each, width), floats(count, groups, each) if delta else None),
+        floats(count, groups, each, size if by_channel else 1),
+        *(held, jax.ShapeDtypeStruct((count,), "bool")),
+    )
+    made = compiled(Job("state", run, args, (5,)), chip)
+    assert made.kernels == {"state"} and held.shape not in made.copied
+    assert made.aliased >= 4 * np.prod(held.shape)
+
+
+@pytest.mark.tpu
+@pytest.mark.parametrize("name", ["mamba2", "qwen3_5"])
+def test_a_step_copies_no_state(name, monkeypatch):
+    """Of heads of a model's size, in layers of a small one."""
+    sizes: dict[str, Any] = {"state_size": 128, "head_dim": 64, "num_heads": 16, "hidden_size": 512}
+    sizes["num_hidden_layers"] = 1
+    if name == "qwen3_5":
+        sizes = {"num_hidden_layers": 1, "layer_types": ["linear_attention"]}
+        sizes |= {"linear_key_head_dim": 128, "linear_value_head_dim": 128, "hidden_size": 256}
+    made = programs(make_model(name, **sizes), "v6e", monkeypatch)["decode"]
+    assert "state" in made.kernels
+    assert not {shape for shape in made.copied if shape[-2:] in ((64, 128), (128, 128))}
+
+
 # Every family
 
 
@@ -149,7 +202,9 @@ FAMILIES = [
 @pytest.mark.parametrize("name", FAMILIES)
 def test_a_family_runs_interpreted_and_compiles(name, monkeypatch):
     model, jobs, made_ops = make_model(name), [], []
-    lower, ids = Executables.lower, random_ids(2, 7, vocab=40) + 5
+    lower, given = Executables.lower, {"input_ids": random_ids(2, 7, vocab=40) + 5}
+    if name in pairs.CASES:
+        given = {key: np.asarray(x) for key, x in source_of(name).items()}
 
     def kept(self: Any, job: Job) -> Any:
         jobs.append(job)
@@ -167,9 +222,9 @@ def test_a_family_runs_interpreted_and_compiles(name, monkeypatch):
                 patch.setattr(Executables, "lower", kept)
             with dualinfer.init_inference(model, backend="jax", **how) as engine:
                 if name in encoders.BASES:
-                    return [np.asarray(x) for x in engine(ids).values()]
+                    return [np.asarray(x) for x in engine(**given).values()]
                 new = {"max_new_tokens": 4, "do_sample": False, "return_dict_in_generate": True}
-                made: Any = engine.generate(ids, output_logits=True, **new)
+                made: Any = engine.generate(**given, output_logits=True, **new)
                 return [made.sequences, *made.logits]
 
     expected, found = answers(False), answers(True)
@@ -178,7 +233,8 @@ def test_a_family_runs_interpreted_and_compiles(name, monkeypatch):
         if own.dtype.kind == "i":
             np.testing.assert_array_equal(own, other)
         else:
-            assert relative_rms(own, other) < 1e-5
+            # HF's own float32 is 1e-5 from its float64 where a key's bias is an exponential.
+            assert relative_rms(own, other) < (1e-4 if name == "doge" else 1e-5)
     assert jobs
     for ops in made_ops:
         ops.interpret = False

@@ -3,7 +3,7 @@
 arXiv:2412.06464, arXiv:2510.26692; HF's `Qwen3NextGatedDeltaNet` and `KimiLinearDeltaAttention`.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal, Self
 
@@ -11,10 +11,17 @@ from ..model import rows as make
 from ..model.spec import Activation, Norm
 from ..model.weights import Row, Source, row
 from ..ops.caches import Buffer, StateView
-from ..ops.contract import Array, BlockOps, Launch, Seen, Weights
+from ..ops.contract import Array, BlockOps, Launch, Seen, StateStep, Weights
 from ..ops.maths import Maths, cut, flat, heads
 from ..ops.projection import project
-from ..ops.recurrences import begins_anew, convolve_past, counted, last_tokens, visible
+from ..ops.recurrences import (
+    begins_anew,
+    convolve_past,
+    counted,
+    last_tokens,
+    step_token,
+    visible,
+)
 from ..parallel.sharding import Devices, Share
 
 CHUNK = 64  # tokens whose updates are solved at a time; cuts of a prompt at multiples change no bit
@@ -219,11 +226,17 @@ class DeltaRule:
         self, ops: BlockOps, w: Weights, x: Array, states: tuple[Array, ...]
     ) -> tuple[Array, tuple[Array, ...]]:
         """See `spec.Recurrence`."""
-        m, (past, state) = ops.maths, states
+        return step_token(ops, self, w, x, states)
+
+    def stepped(
+        self, ops: BlockOps, w: Weights, x: Array, rest: tuple[Array, ...]
+    ) -> tuple[StateStep, Callable[[Array], Array], tuple[Array, ...]]:
+        """See `contract.SteppedRecurrence`."""
+        m = ops.maths
         given, gates, steps, decays = self._parted(ops, w, x)
-        y, wide = convolve_past(m, w, given, past)
-        y, state = self.step(m, *self._heads(m, y[:, 0]), steps[:, 0], decays[:, 0], state)
-        return self._out(m, w, y[:, None], gates), (wide[:, 1:], state)
+        y, wide = convolve_past(m, w, given, rest[0])
+        step = StateStep(*self._heads(m, y[:, 0]), steps[:, 0], decays[:, 0])
+        return step, lambda y: self._out(m, w, y[:, None], gates), (wide[:, 1:],)
 
     @property
     def is_fused(self) -> bool:
@@ -323,21 +336,6 @@ class DeltaRule:
         q, k = (a * m.rsqrt((a * a).sum(-1, keepdims=True) + _LENGTH_EPS) for a in (q, k))
         shape = self.keys, self.values // self.keys, self.value_dim
         return q * self.key_dim**-0.5, k, parts[2].reshape(*y.shape[:-1], *shape)
-
-    def step(
-        self, m: Maths, q: Array, k: Array, v: Array, steps: Array, decays: Array, state: Array
-    ) -> tuple[Array, Array]:
-        """Results of one token of each sequence, [N, values, value_dim], and its states.
-
-        All float32, as `_heads` and `_parted` give them; `state` is [N, values, key_dim,
-        value_dim].
-        """
-        old = state.reshape(len(q), self.keys, -1, self.key_dim, self.value_dim)
-        old = old * m.exp(decays)[..., None]
-        u = (v - m.einsum("ngrdv,ngd->ngrv", old, k)) * steps[..., None]
-        new = m.add_product(old, k[:, :, None, :, None], u[..., None, :])
-        y = m.einsum("ngrdv,ngd->ngrv", new, q)
-        return y.reshape(len(q), self.values, -1), new.reshape(state.shape)
 
     def scan(
         self,

@@ -1,6 +1,6 @@
 """Lightning attention in attention's place (arXiv:2401.04658, HF's `MiniMaxLightningAttention`)."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import ClassVar, Self
 
@@ -10,10 +10,10 @@ from ..model import rows as make
 from ..model.spec import Activation
 from ..model.weights import Row, row
 from ..ops.caches import Buffer
-from ..ops.contract import Array, BlockOps, Seen, Weights
+from ..ops.contract import Array, BlockOps, Seen, StateStep, Weights
 from ..ops.maths import cut, flat, heads
 from ..ops.norms import rms_norm
-from ..ops.recurrences import begins_anew, counted, scan_decaying
+from ..ops.recurrences import begins_anew, counted, scan_decaying, step_token
 from ..parallel.sharding import Devices, Share
 
 _CHUNK = 64  # tokens whose pairs are scored at a time
@@ -130,12 +130,16 @@ class Lightning:
         self, ops: BlockOps, w: Weights, x: Array, states: tuple[Array, ...]
     ) -> tuple[Array, tuple[Array, ...]]:
         """See `spec.Recurrence`."""
-        m = ops.maths
-        q, k, v, gate = (part[:, 0] for part in self._parted(ops, x))
-        old = states[0] * m.exp(-w["lightning_slopes"])[:, None, None]
-        state = m.add_product(old, v[..., None], k[:, :, None])
-        y = (state * q[:, :, None]).sum(-1)
-        return self._out(ops, w, y[:, None], gate[:, None]), (state,)
+        return step_token(ops, self, w, x, states)
+
+    def stepped(
+        self, ops: BlockOps, w: Weights, x: Array, rest: tuple[Array, ...]
+    ) -> tuple[StateStep, Callable[[Array], Array], tuple[Array, ...]]:
+        """See `contract.SteppedRecurrence`."""
+        q, k, v, gate = self._parted(ops, x)
+        decays = ops.maths.broadcast(-w["lightning_slopes"], (len(x), self.heads))
+        step = StateStep(q[:, 0], k[:, 0], v[:, 0, :, None], None, decays[..., None, None])
+        return step, lambda y: self._out(ops, w, y[:, None], gate), rest
 
     def _parted(self, ops: BlockOps, x: Array) -> list[Array]:
         """Queries, keys and values, float32 [..., heads, head_dim], and gates [..., width]."""

@@ -1,7 +1,7 @@
 """Mamba-2 in attention's place, or beside it (arXiv:2405.21060, HF's `Mamba2Mixer`)."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Self
 
@@ -10,7 +10,7 @@ from ..model import rows as make
 from ..model.spec import Activation, Norm
 from ..model.weights import Row, row
 from ..ops.caches import Buffer, StateView
-from ..ops.contract import Array, BlockOps, Launch, Seen, Weights
+from ..ops.contract import Array, BlockOps, Launch, Seen, StateStep, Weights
 from ..ops.maths import Maths, cut, flat, heads
 from ..ops.recurrences import (
     begins_anew,
@@ -18,6 +18,7 @@ from ..ops.recurrences import (
     counted,
     last_tokens,
     scan_decaying,
+    step_token,
     visible,
 )
 from ..parallel.sharding import Devices, Share
@@ -167,18 +168,25 @@ class StateSpace:
         self, ops: BlockOps, w: Weights, x: Array, states: tuple[Array, ...]
     ) -> tuple[Array, tuple[Array, ...]]:
         """See `spec.Recurrence`."""
-        m, (past, held) = ops.maths, states
+        return step_token(ops, self, w, x, states)
+
+    def stepped(
+        self, ops: BlockOps, w: Weights, x: Array, rest: tuple[Array, ...]
+    ) -> tuple[StateStep, Callable[[Array], Array], tuple[Array, ...]]:
+        """See `contract.SteppedRecurrence`."""
+        m = ops.maths
         gate, given, steps = self._parted(m, x)
-        y, wide = convolve_past(m, w, given, past)
+        y, wide = convolve_past(m, w, given, rest[0])
         steps, decays = self._steps(m, w, steps[:, 0])
         value, b, c = self._heads(m.activation(y[:, 0], self.activation))
-        rows, groups = len(x), (self.groups, self.heads // self.groups)
-        old = (held * m.exp(decays)[..., None, None]).reshape(rows, *groups, *held.shape[2:])
-        added = (value * steps[..., None]).reshape(rows, *groups, -1, 1)
-        state = m.add_product(old, added, b[:, :, None, None])
-        y = (state * c[:, :, None, None]).sum(-1).reshape(rows, self.heads, -1)
-        y = self._out(ops, w, y, value, gate[:, 0])
-        return y[:, None], (wide[:, 1:], state.reshape(held.shape))
+        by_group = len(x), self.groups, self.heads // self.groups, -1
+        added = (value * steps[..., None]).reshape(by_group)
+        step = StateStep(c, b, added, None, decays.reshape(by_group))
+
+        def finish(y: Array) -> Array:
+            return self._out(ops, w, y, value, gate[:, 0])[:, None]
+
+        return step, finish, (wide[:, 1:],)
 
     @property
     def is_fused(self) -> bool:

@@ -376,6 +376,35 @@ class BlockOps(Protocol):
         ...
 
 
+class StateStep(NamedTuple):
+    """One token of N sequences, as it goes into the states of their heads; float32.
+
+    `queries` and `keys` are [N, G, K], `values` [N, G, R, V] for R heads of each of G groups, and
+    `decays` [N, G, R, 1 or K] the logarithms of what states are times: see `recurrences.take_in`.
+    """
+
+    queries: Array
+    keys: Array
+    values: Array
+    steps: Array | None  # [N, G, R] by the delta rule
+    decays: Array
+
+
+@runtime_checkable
+class SteppedRecurrence(Protocol):
+    """A `spec.Recurrence` whose last array is a state that a token goes into by a `StateStep`."""
+
+    def stepped(
+        self, ops: BlockOps, w: Weights, x: Array, rest: tuple[Array, ...]
+    ) -> tuple[StateStep, Callable[[Array], Array], tuple[Array, ...]]:
+        """The step of projected tokens x [N, 1, ...], behind the arrays before the state.
+
+        Then a function from what heads give, [N, G * R, V], to the result [N, 1, width], and these
+        arrays as they are behind the tokens.
+        """
+        ...
+
+
 @runtime_checkable
 class FusedRecurrence(Protocol):
     """A `spec.Recurrence` with kernels of its own, which do what its plain functions say."""

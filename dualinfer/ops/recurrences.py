@@ -2,7 +2,7 @@
 
 from ..model.spec import Recurrence
 from .caches import StateView
-from .contract import Array, BlockOps, Seen, Weights
+from .contract import Array, BlockOps, Seen, StateStep, SteppedRecurrence, Weights
 from .maths import Maths, named
 
 
@@ -37,6 +37,37 @@ def recur_token(
     """See `contract.Ops.recur_token`."""
     y, states = own.token(ops, w, x, cache.view(len(x), 0).arrays)
     return y, cache.move(moves, *states)
+
+
+def step_token(
+    ops: BlockOps, own: SteppedRecurrence, w: Weights, x: Array, states: tuple[Array, ...]
+) -> tuple[Array, tuple[Array, ...]]:
+    """The `token` of a `spec.Recurrence` whose token is a `StateStep`."""
+    *rest, state = states
+    step, finish, kept = own.stepped(ops, w, x, tuple(rest))
+    y, state = take_in(ops.maths, step, state)
+    return finish(y), (*kept, state)
+
+
+def take_in(m: Maths, step: StateStep, state: Array) -> tuple[Array, Array]:
+    """What heads give of a token of each sequence, [N, H, V], and their states behind it; float32.
+
+    A head's state [N, H, V, K] is times the exponential of its decay, v k^T is added for its value
+    and key, and the state times the query is what it gives. With `steps` b it is by the delta rule:
+    states are [N, H, K, V], and k u^T is added, where u = b (v - S^T k) for the decayed state S.
+    """
+    queries, keys, values, steps, decays = step
+    old = state.reshape(*values.shape[:3], *state.shape[2:])
+    if steps is None:
+        added = keys[:, :, None, None]
+        new = m.add_product(old * m.exp(decays)[..., None, :], values[..., None], added)
+        y = (new * queries[:, :, None, None]).sum(-1)
+    else:
+        old = old * m.exp(decays)[..., None]
+        u = (values - m.einsum("ngrkv,ngk->ngrv", old, keys)) * steps[..., None]
+        new = m.add_product(old, keys[:, :, None, :, None], u[..., None, :])
+        y = m.einsum("ngrkv,ngk->ngrv", new, queries)
+    return y.reshape(len(y), -1, y.shape[-1]), new.reshape(state.shape)
 
 
 def _going_on(m: Maths, held: Array, starts: Array) -> Array:

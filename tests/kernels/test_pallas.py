@@ -14,7 +14,10 @@ from dualinfer.kernels.pallas import activation as activations  # noqa: E402
 from dualinfer.kernels.pallas import append as appending  # noqa: E402
 from dualinfer.kernels.pallas import attention as attending  # noqa: E402
 from dualinfer.kernels.pallas import experts as mixing  # noqa: E402
-from dualinfer.kernels.pallas import launch, norm, product, ring, thresholds  # noqa: E402
+from dualinfer.kernels.pallas import launch, norm, product, ring, state, thresholds  # noqa: E402
+from dualinfer.ops.contract import StateStep  # noqa: E402
+from dualinfer.ops.exact import MATHS as EXACT  # noqa: E402
+from dualinfer.ops.recurrences import take_in  # noqa: E402
 from dualinfer.quantization import BlockScheme  # noqa: E402
 
 from ..quantized import dequantize, quantize  # noqa: E402
@@ -424,3 +427,39 @@ def test_vmem_is_counted_in_tiles():
     counts = [launch.held_bytes((1, 3), dtype) for dtype in (jnp.float32, jnp.bfloat16, jnp.int8)]
     assert counts == [4096, 4096, 4096]
     assert launch.held_bytes((None, 2, 9, 129), jnp.float32) == 2 * 16 * 256 * 4
+
+
+STEPS = {
+    # heads, groups, elements of keys and values, of a program; the delta rule; a decay a channel
+    "Mamba-2": (16, 1, 24, 20, 8, False, False),
+    "by groups": (16, 8, 24, 20, 16, False, False),
+    "delta rule": (16, 8, 24, 20, 8, True, False),
+    "delta rule by channel": (6, 6, 24, 20, 6, True, True),
+}
+
+
+@pytest.mark.parametrize("kind", STEPS)
+def test_tokens_go_into_the_states_that_move(kind, monkeypatch):
+    """Three slots of five; the second stays, and is not looked at."""
+    heads, groups, size, width, own, delta, by_channel = STEPS[kind]
+    shape = (size, width) if delta else (width, size)
+    monkeypatch.setattr(state, "_BLOCK", launch.held_bytes((own, *shape), FLOAT32))
+    assert state.heads_of(heads, shape) == own
+    lead = 3, groups, heads // groups
+    step = StateStep(
+        normal(1, 3, groups, size, dtype=FLOAT32),
+        normal(2, 3, groups, size, dtype=FLOAT32, scale=0.3),
+        normal(3, *lead, width, dtype=FLOAT32),
+        abs(normal(4, *lead, dtype=FLOAT32)) if delta else None,
+        -abs(normal(5, *lead, size if by_channel else 1, dtype=FLOAT32)),
+    )
+    held = normal(6, 5, heads, *shape, dtype=FLOAT32)
+    held[1] = np.nan
+    moves = np.array([True, False, True])
+    given = (None if x is None else jnp.asarray(x) for x in (*step, held, moves))
+    y, new = map(np.asarray, cast(Any, state.take_in)(*given, **INTERPRET))
+    wanted, behind = take_in(EXACT, step, held[:3].astype(np.float64))
+    for n in (0, 2):
+        assert_close(y[n], wanted[n].astype(np.float32), FLOAT32, length=2 * size)
+        assert_close(new[n], behind[n].astype(np.float32), FLOAT32, length=2 * size)
+    np.testing.assert_array_equal(new[[1, 3, 4]], held[[1, 3, 4]])

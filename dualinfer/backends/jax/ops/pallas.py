@@ -18,12 +18,13 @@ from ....kernels.pallas import attention as attending
 from ....kernels.pallas import experts as mixing
 from ....kernels.pallas import norm as norming
 from ....kernels.pallas import product as products
+from ....kernels.pallas import state as states
 from ....kernels.pallas import thresholds
-from ....model.spec import Activation, Attention, Experts, ModelSpec, Router
+from ....model.spec import Activation, Attention, Experts, ModelSpec, Recurrence, Router
 from ....model.weights import Weight
 from ....ops import attention, mixtures
 from ....ops.cache_kinds import BlockCache, CrossCache, FullCache, LatentCache
-from ....ops.caches import CacheView, CrossView
+from ....ops.caches import CacheView, CrossView, StateView
 from ....ops.contract import (
     ALONE,
     Epilogue,
@@ -31,6 +32,7 @@ from ....ops.contract import (
     LayerAttention,
     NormOf,
     Routing,
+    SteppedRecurrence,
     Weights,
 )
 from ....ops.maths import cut, flat, heads
@@ -66,6 +68,7 @@ class PallasOps(PlainOps):
         "decode_attention": "Pallas, by blocks of keys, behind rotary and append",
         "cross_attention": "Pallas, by blocks of keys",
         "latent_attention": "Pallas over latent vectors, a head's matrices by XLA",
+        "recurrence": "Pallas, a token into its state; XLA for all before and behind, and prompts",
         "sampling": "XLA, threefry2x32; thresholds of filters by Pallas",
     }
 
@@ -103,6 +106,10 @@ class PallasOps(PlainOps):
         ]
         if not all(known):
             left["experts"] = "for some layers" if any(known) else ""
+        recurrences = [own.recurrence for own in spec.layers if own.recurrence is not None]
+        stepped = [isinstance(own, SteppedRecurrence) for own in recurrences]
+        if not all(stepped):
+            left["recurrence"] = "for some layers" if any(stepped) else ""
         return left
 
     # Products and norms
@@ -253,6 +260,20 @@ class PallasOps(PlainOps):
         """True if a kernel runs a layer's experts, which are not shared out over devices."""
         shares = self.split and self.split.plan.own_experts(mixture.count)
         return shares is None and _knows_experts(mixture, w)
+
+    def recur_token(
+        self, own: Recurrence, w: Weights, x: jax.Array, cache: StateView, moves: jax.Array
+    ) -> tuple[jax.Array, StateView]:
+        """See `PlainOps.recur_token`; the kernel has the states of all slots, and moves them."""
+        *rest, state = cache.arrays
+        if not isinstance(own, SteppedRecurrence) or not states.serves(state):
+            return super().recur_token(own, w, x, cache, moves)
+        with jax.named_scope("recurrence"):
+            step, finish, kept = own.stepped(self, w, x, tuple(held[: len(x)] for held in rest))
+            y, state = states.take_in(*step, state, moves, interpret=self.interpret)
+            if rest:
+                rest = type(cache)(*rest).move(moves, *kept).arrays
+            return finish(y), type(cache)(*rest, state)
 
     # Attention
 
