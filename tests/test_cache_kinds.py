@@ -54,7 +54,7 @@ def scattered(shape: Sequence[int], held: Sequence[int] = (0, 0)) -> np.ndarray:
 
 @pytest.fixture
 def add_blocks(monkeypatch):
-    """A function that gives the kind to layers; all of them, unless told which.
+    """A function that gives the kind to attentions; all of them, unless told which.
 
     Then there is no other kind. Blocks are small, and buckets begin at 16 tokens, so that a
     sequence has several, and a cache grows soon.
@@ -69,8 +69,8 @@ def add_blocks(monkeypatch):
             if has_blocks is None:
                 monkeypatch.delitem(table, "full", raising=False)
 
-        def kind_of(layer):
-            return "blocks" if has_blocks is None or has_blocks(layer) else "full"
+        def kind_of(a):
+            return "blocks" if has_blocks is None or has_blocks(a) else "full"
 
         monkeypatch.setattr(caches, "kind_of", kind_of)
 
@@ -165,7 +165,7 @@ def test_logits_from_blocks_are_those_from_a_full_cache(backend, hf_model, add_b
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_layers_have_caches_of_different_kinds(backend, hf_model, engine_of, add_blocks):
     expected = texts(engine_of("gemma2", "torch"), is_new=False)
-    add_blocks(lambda layer: layer.attention.window is not None)
+    add_blocks(lambda a: a.window is not None)
     with dualinfer.init_inference(hf_model("gemma2"), backend=backend, **OPTIONS) as engine:
         assert texts(engine) == expected
         assert [layer.kind for layer in layers_of(engine)] == ["blocks", "full"]
@@ -233,7 +233,7 @@ def test_kernels_write_and_read_blocks(backend, windowed, add_blocks, by_kernels
     """The longer prompt goes in pieces, and grows into a second block of 16 tokens."""
     model, expected = windowed
     ops = by_kernels(backend)
-    add_blocks(lambda layer: layer.attention.window is not None)
+    add_blocks(lambda a: a.window is not None)
     monkeypatch.setattr(caches, "BLOCK", 16)
     for method in ("read", "append", "extend", "write"):
         monkeypatch.delattr(cache_kinds.BlockCache, method)
@@ -282,7 +282,7 @@ def test_kernels_leave_what_they_do_not_know_to_plain_ops(
 ):
     model, expected = windowed
     monkeypatch.setattr(by_kernels(backend), "cache_kinds", frozenset({"full"}))
-    add_blocks(lambda layer: layer.attention.window is not None)
+    add_blocks(lambda a: a.window is not None)
     with dualinfer.init_inference(model, backend=backend, **OPTIONS) as engine:
         np.testing.assert_array_equal(np.asarray(engine.generate(SHORT, **GREEDY)), expected)
         ops = engine.report().ops

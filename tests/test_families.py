@@ -470,10 +470,10 @@ def test_exact_bloom_that_was_not_split_is_an_ordinary_one(tmp_path):
 def test_fields_of_parts_that_a_model_has_not_are_read():
     """Biases of recurrences where all layers attend, and of a head that a base class leaves out."""
     jamba = hf.JambaConfig(attn_layer_period=1, attn_layer_offset=0, mamba_proj_bias=True)
-    assert all(layer.attends for layer in describe_model(jamba.to_dict())[0].layers)
+    assert all(layer.attention for layer in describe_model(jamba.to_dict())[0].layers)
     kinds = ["full_attention", "mlp"]
     nemotron = hf.NemotronHConfig(layers_block_type=kinds, use_bias=True).to_dict()
-    assert [layer.attends for layer in describe_model(nemotron)[0].layers] == [True, False]
+    assert [bool(layer.attention) for layer in describe_model(nemotron)[0].layers] == [True, False]
     phi = hf.PhimoeConfig(lm_head_bias=True).to_dict()
     assert describe_model(phi, ["PhimoeModel"])[0].head is None
 

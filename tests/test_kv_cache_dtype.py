@@ -204,7 +204,7 @@ def test_kernels_write_and_read_codes(
 ):
     """In a full cache and in blocks; on torch the longer prompt goes in pieces."""
     by_kernels(backend)
-    add_blocks(lambda layer: layer.attention.window is not None)
+    add_blocks(lambda a: a.window is not None)
     monkeypatch.setattr(caches, "BLOCK", 16)
     how = {"backend": backend, "kv_cache_dtype": codes, **OPTIONS}
     with dualinfer.init_inference(windowed[0], **how) as engine:

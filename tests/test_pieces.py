@@ -55,7 +55,7 @@ def engine(request) -> Iterator[tuple[Any, str]]:
     how = {"kv_cache_dtype": "int8"} if name == "int8 codes" else {}
     with pytest.MonkeyPatch.context() as patch:
         if name == "blocks":
-            patch.setattr(caches, "kind_of", lambda layer: "blocks")
+            patch.setattr(caches, "kind_of", lambda a: "blocks")
         with dualinfer.init_inference(CASES[name](), backend=backend, **HOW, **how) as made:
             yield made, backend
 

@@ -39,7 +39,7 @@ def unserved(spec: ModelSpec) -> str | None:
     """Name the parts of a model beyond the kernels, for people; None if they serve it."""
     from ..kernels.triton import attention, latent, norm, thresholds
 
-    attentions = [layer.attention for layer in spec.layers]
+    attentions = spec.attentions
     wide = [a for a in attentions if has_wide_heads(a.head_dim)]
     everywhere = len(wide) == len(attentions) or spec.encoder or any(a.latent for a in wide)
     if wide and everywhere:  # of some layers of a decoder the attention alone is plain
@@ -50,13 +50,9 @@ def unserved(spec: ModelSpec) -> str | None:
         return f"latent vectors of {max(ranks)} elements (at most {latent.LARGEST_RANK})"
     if spec.embed > norm.WIDEST:
         return f"a hidden size of {spec.embed} (at most {norm.WIDEST})"
-    owners = (
-        own
-        for layer in spec.layers
-        for own in (*layer.edits, layer.attention.wiring)
-        if own is not None
-    )
-    shared = max((own.norm_width for own in owners), default=0)
+    widths = [own.norm_width for layer in spec.layers for own in layer.edits]
+    widths += [a.wiring.norm_width for a in attentions if a.wiring is not None]
+    shared = max(widths, default=0)
     if shared > norm.WIDEST:
         return f"norms of {shared} elements (at most {norm.WIDEST})"
     if spec.can_generate and spec.vocab > thresholds.MOST_TOKENS:
@@ -72,7 +68,7 @@ def left_plain(spec: ModelSpec, layers: Sequence[Weights] | None = None) -> dict
     from ..kernels.triton import attention, routing
 
     left = {}
-    wide = [has_wide_heads(layer.attention.head_dim) for layer in spec.layers]
+    wide = [has_wide_heads(a.head_dim) for a in spec.attentions]
     if any(wide):
         left["attention"] = f"for heads of over {attention.LARGEST_HEAD} elements"
     if not routing.serves_all(spec):

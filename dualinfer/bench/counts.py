@@ -90,7 +90,7 @@ class Counts:
         caches, once = cache_specs(spec, cache_codes) if spec.causal else (), None
         if spec.encoder:
             own = {name for name, row in of_encoder.items() if _is_matrix(row)}
-            attention = tuple(layer.attention for layer in spec.encoder.layers)
+            attention = spec.encoder.attentions
             once = cls(size_of(of_encoder.values()), total(own), 0, 0, attention)
         head = {name for name in matrices if name.startswith("head.")}
         pooler = {name for name in matrices if name.startswith("pooler.")}
@@ -99,7 +99,7 @@ class Counts:
             body=total(matrices - head - pooler),
             head=total(head),
             pooler=total(pooler),
-            attention=tuple(layer.attention for layer in spec.layers if layer.attends),
+            attention=spec.attentions,
             caches=tuple(caches[n] for n in spec.cache_numbers.values()) if caches else (),
             held_bytes=size_of(held.values()),
             once=once,

@@ -20,6 +20,6 @@ class Capacity(Mixing):
 
     def routed(self, run: Run, routing: Routing) -> Routing:
         """See `Mixing`."""
-        own = run.layer.mlp
+        own = run.layer.feeding
         assert isinstance(own, Experts)
         return fill(run.ops.maths, routing, own.count, self.tokens, *run.given.seen)

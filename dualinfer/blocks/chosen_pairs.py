@@ -53,7 +53,7 @@ class ChosenPairs(Wiring):
 
     def project(self, run: Run, x: Array, norm: NormOf | None) -> Projected:
         """See `Wiring`; beside is how the token chose."""
-        ops, w, size = run.ops, run.w, run.layer.attention.head_dim
+        ops, w, size = run.ops, run.w, run.layer.attending.head_dim
         x = ops.norm(x, norm) if norm else x
         routing = ops.route(x, w["pairs.router.weight"], self.router)
         q = _queries(ops, x, w["pairs.query.weight"], routing, size)
@@ -62,7 +62,7 @@ class ChosenPairs(Wiring):
     def project_back(self, run: Run, y: Array, made: Projected, epilogue: Epilogue) -> Array:
         """See `Wiring`."""
         own = epilogue._replace(bias=run.w["pairs.bias"])
-        weight, size = run.w["pairs.out.weight"], run.layer.attention.head_dim
+        weight, size = run.w["pairs.out.weight"], run.layer.attending.head_dim
         return _outputs(run.ops, y, weight, made.beside, size, own)
 
 

@@ -54,11 +54,11 @@ class Difference(Wiring):
 
     def widen(self, run: Run, qkv: Array, made: Projected) -> Array:
         """See `Wiring`."""
-        return _doubled(run.ops.maths, run.layer.attention, qkv)
+        return _doubled(run.ops.maths, run.layer.attending, qkv)
 
     def narrow(self, run: Run, y: Array, made: Projected) -> Array:
         """See `Wiring`."""
-        return _subtracted(run.ops.maths, self, run.layer.attention, y, run.w)
+        return _subtracted(run.ops.maths, self, run.layer.attending, y, run.w)
 
 
 @named("heads")

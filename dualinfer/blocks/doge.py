@@ -49,11 +49,11 @@ class BiasedKeys(Wiring):
     def widen(self, run: Run, qkv: Array, made: Projected) -> Array:
         """See `Wiring`."""
         assert made.beside is not None
-        return _with_biases(run.ops.maths, run.layer.attention, qkv, made.beside, run.w)
+        return _with_biases(run.ops.maths, run.layer.attending, qkv, made.beside, run.w)
 
     def narrow(self, run: Run, y: Array, made: Projected) -> Array:
         """See `Wiring`."""
-        a = run.layer.attention
+        a = run.layer.attending
         return flat(heads(y, a.heads)[..., : a.head_dim])
 
 

@@ -28,7 +28,7 @@ class GatedQueries(Wiring):
     def project(self, run: Run, x: Array, norm: NormOf | None) -> Projected:
         """See `Wiring`."""
         both = run.project("qkv", x, Epilogue(norm=norm))
-        a = run.layer.attention
+        a = run.layer.attending
         gates, qkv = parted(run.ops.maths, both, a.heads * a.head_dim)
         return Projected(qkv, x, norm, gates)
 
@@ -66,7 +66,7 @@ class GatedLatent(Wiring):
 
     def _query(self, run: Run, x: Array, norm: NormOf | None) -> Projected:
         """Queries of their latent vectors x, and gates."""
-        a, m = run.layer.attention, run.ops.maths
+        a, m = run.layer.attending, run.ops.maths
         assert a.latent is not None and norm is not None
         both = run.project("query_gate", m.join((run.ops.norm(x, norm), x), -1))
         size = both.shape[-1] * a.head_dim // (a.head_dim + a.latent.value_dim)

@@ -37,7 +37,7 @@ class LatentExperts(Mixing):
         self, run: Run, x: Array, norm: NormOf | None, residual: Array | None, spend: bool
     ) -> Array:
         """See `Mixing`."""
-        own, ops = run.layer.mlp, run.ops
+        own, ops = run.layer.feeding, run.ops
         assert isinstance(own, Experts)
         x = x if norm is None else ops.norm(x, norm)
         h = run.project("latent_in", x)

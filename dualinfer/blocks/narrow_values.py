@@ -26,11 +26,11 @@ class NarrowValues(Wiring):
 
     def widen(self, run: Run, qkv: Array, made: Projected) -> Array:
         """See `Wiring`."""
-        return _filled(run.ops.maths, run.layer.attention, qkv, self.scale)
+        return _filled(run.ops.maths, run.layer.attending, qkv, self.scale)
 
     def narrow(self, run: Run, y: Array, made: Projected) -> Array:
         """See `Wiring`."""
-        return flat(heads(y, run.layer.attention.heads)[..., : self.width])
+        return flat(heads(y, run.layer.attending.heads)[..., : self.width])
 
 
 @named("heads")

@@ -23,8 +23,8 @@ class NormedStream(Block):
 
     def runs(self, layer: Layer, lends: bool) -> Callable[[Run, Array], Array]:
         """See `Block`."""
-        mixing = attention_of(layer, lends) if layer.attends else recurrence
-        feed = feed_forward_of(layer)
+        mixing = attention_of(layer.attention, lends) if layer.attention else recurrence
+        feed = feed_forward_of(layer, layer.feeding)
 
         def run_layer(run: Run, x: Array) -> Array:
             x = _step(run, x, "attn_norm", mixing, *self.mixing)

@@ -42,11 +42,11 @@ class Page(Block):
 
     def _heads(self, layer: Layer) -> dict[str, int]:
         """Elements of a head in each stream."""
-        return {"text": layer.attention.head_dim - self.head_dim, "page": self.head_dim}
+        return {"text": layer.attending.head_dim - self.head_dim, "page": self.head_dim}
 
     def axes(self, layer: Layer) -> dict[str, int]:
         """See `Block`."""
-        heads = layer.attention.heads
+        heads = layer.attending.heads
         own = self._heads(layer).items()
         return {f"{stream}_{x}": heads * dim for stream, dim in own for x in "qkv"}
 
@@ -104,7 +104,7 @@ class Page(Block):
         return self._run
 
     def _run(self, run: Run, x: Array) -> Array:
-        m, count = run.ops.maths, run.layer.attention.heads
+        m, count = run.ops.maths, run.layer.attending.heads
 
         def written(y: Array, name: str, norm: str, residual: Array) -> Array:
             return run.ops.norm(run.project_back(name, y), run.norm(norm), residual=residual)

@@ -23,7 +23,7 @@ class ScaledLatent(Wiring):
 
     def widen(self, run: Run, qkv: LatentQkv, made: Projected) -> LatentQkv:
         """See `Wiring`."""
-        return qkv._replace(queries=self._scaled(run.ops.maths, run.layer.attention, qkv.queries))
+        return qkv._replace(queries=self._scaled(run.ops.maths, run.layer.attending, qkv.queries))
 
     def _scaled(self, m: Maths, a: Attention, queries: Array) -> Array:
         """Queries [B, T, H D] with a factor of all that does not turn."""

@@ -34,7 +34,7 @@ class SeparateNorms(Mixing):
         self, run: Run, x: Array, norm: NormOf | None, residual: Array | None, spend: bool
     ) -> Array:
         """See `Mixing`."""
-        own, ops, w = run.layer.mlp, run.ops, run.w
+        own, ops, w = run.layer.feeding, run.ops, run.w
         assert isinstance(own, Experts) and residual is None
         h = run.project("shared.up", x, Epilogue(None, norm, own.activation, own.gated))
         y = ops.norm(run.project_back("shared.down", h), run.norm("shared_post_norm"))

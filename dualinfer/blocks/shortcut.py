@@ -24,7 +24,7 @@ class Shortcut(Mixing):
         self, run: Run, x: Array, norm: NormOf | None, residual: Array | None, spend: bool
     ) -> Array:
         """See `Mixing`."""
-        own, ops = run.layer.mlp, run.ops
+        own, ops = run.layer.feeding, run.ops
         assert isinstance(own, Experts) and norm is not None
         x = ops.norm(x, norm)
         routing = route(run, x, None)

@@ -27,12 +27,12 @@ class Spans(Edit):
 
     def axes(self, layer: Layer) -> dict[str, int]:
         """See `Edit`."""
-        q, mixtures = layer.attention.qkv_sizes[0], layer.attention.heads * self.taps
+        q, mixtures = layer.attending.qkv_sizes[0], layer.attending.heads * self.taps
         return {"spans": q, "all_q": q, "span_taps": self.taps, "mixtures": mixtures}
 
     def share(self, layer: Layer, heads: Any) -> Mapping[str, Any]:
         """See `Edit`."""
-        width = layer.attention.head_widths[0]
+        width = layer.attending.head_widths[0]
         return {"spans": heads.times(width), "mixtures": heads.times(self.taps)}
 
     def rows(self, hf: str) -> list[Row]:

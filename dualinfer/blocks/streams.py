@@ -91,7 +91,7 @@ class Streams(Block):
 
     def runs(self, layer: Layer, lends: bool) -> Callable[[Run, Array], Array]:
         """See `Block`."""
-        changes = changes_of_qkv(layer, lends)
+        changes = changes_of_qkv(layer.attending, lends)
 
         def run_layer(run: Run, x: Array) -> Array:
             ops, m, w = run.ops, run.ops.maths, run.w

@@ -61,7 +61,7 @@ class NormedHidden(Edit):
     def _normed(
         self, run: Run, x: Array, norm: NormOf | None, residual: Array | None, spend: bool
     ) -> Array:
-        activation, gated = activation_of(run.layer), run.layer.mlp.gated
+        activation, gated = activation_of(run.layer), run.layer.feeding.gated
         h = run.project("up", x, Epilogue(None, norm, activation, gated))
         h = norm_shared(run.ops, h, run.norm("down_norm"), self.width)
         return run.project_back("down", h, Epilogue(residual=residual, spend=spend))

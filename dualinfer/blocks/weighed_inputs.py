@@ -16,7 +16,7 @@ class WeighedInputs(Mixing):
         self, run: Run, x: Array, norm: NormOf | None, residual: Array | None, spend: bool
     ) -> Array:
         """See `Mixing`: one choice after another, each as experts of one a token."""
-        own, ops, m = run.layer.mlp, run.ops, run.ops.maths
+        own, ops, m = run.layer.feeding, run.ops, run.ops.maths
         assert isinstance(own, Experts)
         routing = route(run, x, norm)
         partial = shared_of(run, x, norm) if own.shared else None

@@ -154,8 +154,8 @@ def _sums(layer: Layer) -> int:
         return layer.block.sums
     mlp = layer.mlp
     more = mlp.mixing.sums if isinstance(mlp, Experts) and mlp.mixing else 0
-    mixed = layer.attends + (layer.recurrence is not None)
-    return mixed + layer.feeds + (layer.cross is not None) + more
+    parts = layer.attention, layer.recurrence, mlp, layer.cross
+    return sum(own is not None for own in parts) + more
 
 
 _TOKENS = (1, 8, 64)  # of a step: what one reads, and what sequences that run together do
@@ -218,11 +218,7 @@ def _part(
     weights = sum(count * held_bytes(shard, row, itemsize) for row, count in counts)
     cache = 0
     if shard.spec.causal:
-        owners = [layer for layer in shard.spec.layers if layer.attention.lender is None]
-        alike = {id(layer): layer for layer in owners}
-        for key, count in Counter(map(id, owners)).items():
-            one = replace(shard.spec, layers=(alike[key],))
-            cache += count * token_bytes(cache_specs(one, codes), itemsize)
+        cache = token_bytes(cache_specs(shard.spec, codes), itemsize)
     layers = enumerate(shard.spec.all_layers)
     mixture = next((i for i, layer in layers if layer.experts), 0)
     shares = shard.held(mixture)
@@ -259,7 +255,8 @@ def _notes(plan: ShardingPlan, rows: Sequence[Row]) -> Iterator[str]:
         yield f"{table.optional}* may be missing in the checkpoint as a whole"
     if plan.size == 1:
         return
-    attending = next((i for i, own in enumerate(table.spec.all_layers) if own.attends), None)
+    layers = enumerate(table.spec.all_layers)
+    attending = next((i for i, own in layers if own.attention is not None), None)
     if attending is not None:
         idle = [str(s.rank) for s in plan.shards if not s.share("q", attending).real]
         if idle:

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from typing import Any, NamedTuple, TypeAlias
 
-from ..model.spec import Layer
+from ..model.spec import Attention
 from ..ops import heads
 from ..ops.contract import Array, Epilogue, LatentQkv, NormOf
 from ..ops.feed_forward import gate
@@ -28,11 +28,11 @@ Change: TypeAlias = Callable[[Run, Array, Projected], Array]  # of queries, keys
 Back: TypeAlias = Callable[[Run, Array, Projected, Epilogue], Array]
 
 
-def attention_of(layer: Layer, lends: bool) -> SubLayer:
+def attention_of(a: Attention, lends: bool) -> SubLayer:
     """The attention of a layer, whose keys and values others have if it `lends`."""
-    a, wiring = layer.attention, layer.attention.wiring
+    wiring = a.wiring
     project: Project = _packed if a.latent is None else project_latent
-    before, back = changes_of_qkv(layer, lends), _project_back
+    before, back = changes_of_qkv(a, lends), _project_back
     behind: list[Change] = []
     if wiring is not None:
         project = wiring.project if wiring.projects else project
@@ -46,9 +46,9 @@ def attention_of(layer: Layer, lends: bool) -> SubLayer:
     return _attention(project, before, behind, back)
 
 
-def changes_of_qkv(layer: Layer, lends: bool) -> list[Change]:
+def changes_of_qkv(a: Attention, lends: bool) -> list[Change]:
     """The changes to packed queries, keys and values before their heads are widened."""
-    a, changes = layer.attention, []
+    changes = []
     if a.clip is not None and not a.clips_normed:
         changes.append(_clip)
     if a.value_norm is not None:
@@ -94,7 +94,7 @@ def project_latent(
     `query` makes queries, as `Projected.qkv`, of their latent vector and its norm, or of the input;
     None for the product `query`.
     """
-    own, read = run.layer.attention.latent, (x, norm)
+    own, read = run.layer.attending.latent, (x, norm)
     assert own is not None
     shared = run.project("latent", x, Epilogue(norm=norm))
     if own.query_rank:
@@ -109,13 +109,13 @@ def _query(run: Run, x: Array, norm: NormOf | None) -> Array:
 
 
 def _clip(run: Run, qkv: Array, own: Projected) -> Array:
-    clip = run.layer.attention.clip
+    clip = run.layer.attending.clip
     assert clip is not None
     return qkv.clip(-clip, clip)
 
 
 def _norm_values(run: Run, qkv: Array, own: Projected) -> Array:
-    a = run.layer.attention
+    a = run.layer.attending
     assert a.value_norm is not None
     norm = NormOf.named(a.value_norm, run.w, "v_norm")
     return heads.norm_values(run.ops.maths, a, qkv, norm)
@@ -124,18 +124,18 @@ def _norm_values(run: Run, qkv: Array, own: Projected) -> Array:
 def _lend(run: Run, qkv: Array, own: Projected) -> Array:
     """A copy of what is lent, since ops change it."""
     run.given.lent[run.number] = qkv
-    return heads.with_keys_of(run.ops.maths, run.layer.attention, qkv, qkv)
+    return heads.with_keys_of(run.ops.maths, run.layer.attending, qkv, qkv)
 
 
 def _borrow(run: Run, qkv: Array, own: Projected) -> Array:
     """Queries with the keys and values of a lender."""
-    a = run.layer.attention
+    a = run.layer.attending
     assert a.lender is not None
     return heads.with_keys_of(run.ops.maths, a, qkv, run.given.lent[a.lender])
 
 
 def _gate(run: Run, y: Array, own: Projected) -> Array:
-    kind = run.layer.attention.gate
+    kind = run.layer.attending.gate
     assert kind is not None
     return gate(run.ops, run.w, "attn_gate", y, own.x, own.norm, kind)
 

@@ -1,6 +1,6 @@
 """Choose once how each layer of a spec computes, so that a pass only has to run it."""
 
-from ..model.spec import Layer, ModelSpec
+from ..model.spec import Attention, Layer, ModelSpec
 from ..ops.contract import Array
 from .attention import attention_of, beside_recurrence, cross, recurrence
 from .feed_forward import feed_forward_of
@@ -46,30 +46,30 @@ def _whole(block: Block) -> Block:
 
 def _sublayers(layer: Layer, lends: bool) -> Block:
     """A layer's sub-layers between their norms."""
-    feed = feed_forward_of(layer)
     if layer.parallel:
         norm = "attn_norm" if layer.shared_norm else "mlp_norm"
-        return parallel(_attention(layer, lends), feed, norm)
+        mixing = _attention(layer, layer.attending, lends)
+        return parallel(mixing, feed_forward_of(layer, layer.feeding), norm)
     steps = []
-    if layer.attends or layer.recurrence is not None:
+    if layer.attention is not None or layer.recurrence is not None:
         steps.append(_step(layer, "attn", _mixing(layer, lends)))
     if layer.cross:
         steps.append(_step(layer, "cross", cross))
-    if layer.feeds:
-        steps.append(_step(layer, "mlp", feed))
+    if layer.mlp is not None:
+        steps.append(_step(layer, "mlp", feed_forward_of(layer, layer.mlp)))
     return sequential(*steps)
 
 
 def _mixing(layer: Layer, lends: bool) -> SubLayer:
     """The sub-layer that mixes tokens: attention, a recurrence or both."""
-    if not layer.attends:
+    if layer.attention is None:
         return recurrence
-    own = _attention(layer, lends)
+    own = _attention(layer, layer.attention, lends)
     return own if layer.recurrence is None else beside_recurrence(own)
 
 
-def _attention(layer: Layer, lends: bool) -> SubLayer:
-    own = attention_of(layer, lends)
+def _attention(layer: Layer, a: Attention, lends: bool) -> SubLayer:
+    own = attention_of(a, lends)
     for edit in layer.edits:
         own = edit.attention(own)
     return own

@@ -1,15 +1,14 @@
 """Parts of some layers in the place of `layer.feed_forward`."""
 
-from ..model.spec import XIELU, Experts, Layer
+from ..model.spec import XIELU, Experts, Layer, Mlp
 from ..ops.contract import Array, Epilogue, NormOf
 from . import layer as common
 from .mixture import mixture_of
 from .run import Run, SubLayer
 
 
-def feed_forward_of(layer: Layer) -> SubLayer:
+def feed_forward_of(layer: Layer, mlp: Mlp | Experts) -> SubLayer:
     """The feed-forward of a layer: an MLP, or a mixture, as its edits have it."""
-    mlp = layer.mlp
     own = common.feed_forward
     if isinstance(mlp, Experts):
         own = mixture_of(mlp)

@@ -42,6 +42,6 @@ def feed_forward(
     run: Run, x: Array, norm: NormOf | None, residual: Array | None, spend: bool
 ) -> Array:
     """The MLP: a projection to hidden values, with its activation and gate, and one back."""
-    activation, gated = activation_of(run.layer), run.layer.mlp.gated
+    activation, gated = activation_of(run.layer), run.layer.feeding.gated
     h = run.project("up", x, Epilogue(None, norm, activation, gated))
     return run.project_back("down", h, Epilogue(residual=residual, spend=spend))

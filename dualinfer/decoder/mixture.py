@@ -38,7 +38,7 @@ def mixture_of(experts: Experts) -> SubLayer:
 
 def route(run: Run, x: Array, norm: NormOf | None) -> Routing:
     """The experts of each token, and their weights."""
-    own, w = run.layer.mlp, run.w
+    own, w = run.layer.feeding, run.w
     assert isinstance(own, Experts)
     biases = {"bias": w.get("router.bias"), "choice_bias": w.get("router.choice_bias")}
     routing = run.ops.route(x, w["router.weight"], own.router, **biases, norm=norm)
@@ -57,7 +57,7 @@ def weighed(
     epilogue: Epilogue,
 ) -> Array:
     """The sum of the chosen experts and the one of all tokens for norm(x), with a residual."""
-    own, w, ops, partial = run.layer.mlp, run.w, run.ops, None
+    own, w, ops, partial = run.layer.feeding, run.w, run.ops, None
     assert isinstance(own, Experts)
     if shared is not None and not ops.adds_shared(x, own, w):
         partial = shared(run, x, norm)
@@ -67,7 +67,7 @@ def weighed(
 
 def shared_of(run: Run, x: Array, norm: NormOf | None, limit: float | None = None) -> Array:
     """See `Shared`."""
-    own, w, ops = run.layer.mlp, run.w, run.ops
+    own, w, ops = run.layer.feeding, run.w, run.ops
     assert isinstance(own, Experts)
     h = hidden(own, w, ops, "shared.up", x, norm, limit)
     partial = project_in_part(ops, w, "shared.down", h)

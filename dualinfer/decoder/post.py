@@ -31,7 +31,7 @@ def _cross(run: Run, x: Array | Unnormed) -> Unnormed:
 
 
 def _feed_forward(run: Run, x: Array | Unnormed) -> Unnormed:
-    epilogue = Epilogue(activation=activation_of(run.layer), gated=run.layer.mlp.gated)
+    epilogue = Epilogue(activation=activation_of(run.layer), gated=run.layer.feeding.gated)
     h, x = run.read("up", x, epilogue)
     return written(run, h, "down", x, "mlp_norm")
 

@@ -108,5 +108,5 @@ def in_turn(*blocks: Block) -> Block:
 
 def activation_of(layer: Layer) -> Activation:
     """The activation of a layer's MLP that is a kernel's as well."""
-    assert layer.mlp.activation != "xielu"
-    return layer.mlp.activation
+    assert layer.feeding.activation != "xielu"
+    return layer.feeding.activation

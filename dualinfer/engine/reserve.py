@@ -155,7 +155,7 @@ def _check_blocks(spec: ModelSpec, tokens: int, cache_tokens: int) -> None:
             f"{spec.architecture} keep states, read an encoder, or turn by the sequence's length. "
             "Leave it unset."
         )
-    if any(layer.attention.latent is not None for layer in spec.layers):
+    if any(a.latent is not None for a in spec.attentions):
         raise UnsupportedError(
             f"reserve(cache_tokens={cache_tokens}): layers of {spec.architecture} keep latent "
             "vectors, which have no blocks. Leave it unset."

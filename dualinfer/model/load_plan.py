@@ -111,9 +111,10 @@ def with_stored_turns(
     values = np.asarray(to_numpy(source.read(name))).astype(np.float32)
 
     def turned(layer: Layer) -> Layer:
-        assert layer.attention.rope is not None
-        rope = replace(layer.attention.rope, inv_freq=tuple(values.tolist()))
-        return replace(layer, attention=replace(layer.attention, rope=rope))
+        a = layer.attending
+        assert a.rope is not None
+        rope = replace(a.rope, inv_freq=tuple(values.tolist()))
+        return replace(layer, attention=replace(a, rope=rope))
 
     spec = spec.with_layers([turned(layer) for layer in spec.all_layers])
     return spec, replace(table, spec=spec)

@@ -15,7 +15,7 @@ import numpy as np
 
 from ..arrays import numpy_dtype
 from ..errors import OutOfMemoryError, UnsupportedError
-from ..model.spec import Attention, Layer, ModelSpec, Recurrence
+from ..model.spec import Attention, ModelSpec, Recurrence
 from ..parallel.agreement import Peers
 
 BLOCK = 64  # tokens of a block
@@ -125,11 +125,9 @@ def block_table(shape: Sequence[int], held: Sequence[int] = (0, 0)) -> np.ndarra
     return table
 
 
-def kind_of(layer: Layer) -> str:
-    """The kind of a causal layer's cache. Layers with a window mask a full one."""
-    if layer.attention.latent is not None:
-        return "latent"
-    return "full"
+def kind_of(a: Attention) -> str:
+    """The kind of the cache of causal attention. Layers with a window mask a full one."""
+    return "latent" if a.latent is not None else "full"
 
 
 def cache_specs(spec: ModelSpec, codes: str | None = None) -> tuple[CacheSpec, ...]:
@@ -141,7 +139,7 @@ def cache_specs(spec: ModelSpec, codes: str | None = None) -> tuple[CacheSpec, .
     UnsupportedError where codes would change what the model answers.
     """
     owners = [(spec.layers[i], part) for i, part in spec.caches]
-    fine = [own.fine_key for layer, _ in owners if (own := layer.attention.wiring)]
+    fine = [a.wiring.fine_key for a in spec.attentions if a.wiring is not None]
     if codes == "fp8_e4m3" and any(fine):
         raise UnsupportedError(
             f"kv_cache_dtype={codes!r}: an element of a key of {spec.architecture} is "
@@ -149,7 +147,7 @@ def cache_specs(spec: ModelSpec, codes: str | None = None) -> tuple[CacheSpec, .
             "it unset."
         )
     own = [
-        CacheSpec(kind_of(layer), *_sizes(layer.attention), codes)
+        CacheSpec(kind_of(layer.attending), *_sizes(layer.attending), codes)
         if part == "attention"
         else CacheSpec("state", 0, 0, 0, recurrence=layer.recurrence)
         for layer, part in owners

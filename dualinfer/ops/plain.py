@@ -209,8 +209,8 @@ class PlainOps(PlainBlocks):
         """See `contract.Ops.angles`."""
         angles: dict[Any, Any] = {}
         last = last_of(self.maths, spec, positions, last)
-        for layer in spec.layers:
-            rope, growth = layer.attention.rope, layer.attention.growth
+        for a in spec.attentions:
+            rope, growth = a.rope, a.growth
             if rope and rope not in angles:
                 tables = self.frequencies(params, rope)
                 angles[rope] = rotary.turns(self.maths, rope, tables, positions, last)

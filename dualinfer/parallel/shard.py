@@ -107,12 +107,18 @@ class Shard:
         if self.size == 1:
             return []
         own = self.spec.all_layers[layer]
-        is_latent, heads = own.attention.latent is not None, {"query heads": "heads"}
-        heads |= {"latent width": "latent"} if is_latent else {"KV heads": "kv_heads"}
+        heads = {}
+        if own.attention is not None:
+            key = (
+                ("KV heads", "kv_heads")
+                if own.attention.latent is None
+                else ("latent width", "latent")
+            )
+            heads = dict([("query heads", "heads"), key])
         axes = {
-            **(heads if own.attends else {}),
+            **heads,
             **(own.recurrence.held if own.recurrence else {}),
-            **({"MLP width": "ffn"} if own.feeds else {}),
+            **({"MLP width": "ffn"} if own.mlp is not None else {}),
             **({"experts": "experts"} if self._split("experts", layer) else {}),
             "vocabulary": "vocab",
         }

@@ -14,7 +14,7 @@ from itertools import accumulate, pairwise
 from typing import Any, NamedTuple, TypeAlias
 
 from ..errors import ConfigError
-from ..model.spec import Experts, Layer, Recurrence
+from ..model.spec import Attention, Experts, Layer, Mlp, Recurrence
 from ..model.weights import WeightTable
 from .shard import Shard, Share, whole
 
@@ -138,27 +138,31 @@ def make_plan(
             experts = [replace(share, extent=most) for share in experts]
         yield from ((experts[place.part], own[place.width]) for place in places)
 
-    none = Share(0, 0, 0)  # of a model that reads no ids
+    none = Share(0, 0, 0)  # of what a model or a layer has not
     vocab = width("vocab", spec.vocab) if spec.vocab else [none] * size
     by_kind: dict[Any, list[_Cut]] = {}
     cuts = {}  # of each layer; most models repeat one object
     for key, layer in {id(layer): layer for layer in spec.all_layers}.items():
-        a = layer.attention
-        mlp = layer.mlp
+        a, mlp = layer.attention, layer.mlp
         shared = mlp.shared if isinstance(mlp, Experts) else 0
-        kind = a.heads, a.kv_heads, a.head_dim, mlp.ffn, shared, layer.experts, layer.recurrence
-        kind += (layer.feeds,)
-        if a.wiring is not None and a.wiring.why_whole and size > a.kv_heads:
+        kind = (
+            a and (a.heads, a.kv_heads, a.head_dim),
+            mlp and (mlp.ffn, shared, layer.experts),
+            layer.recurrence,
+        )
+        if a is not None and a.wiring is not None and a.wiring.why_whole and size > a.kv_heads:
             raise ConfigError(
                 f"{asked_by}={size}: {spec.architecture} has {a.kv_heads} KV heads, and "
                 f"{a.wiring.why_whole}, which devices do not share within a KV head. Use at most "
                 f"{a.kv_heads}."
             )
         if kind not in by_kind:
-            heads = shared_by.heads(a.heads // a.halves, a.kv_heads // a.halves)
-            all_have = width("shared", shared) if shared else [Share(0, 0, 0)] * size
+            heads = [none] * size, [none] * size
+            if a is not None:
+                heads = shared_by.heads(a.heads // a.halves, a.kv_heads // a.halves)
+            all_have = width("shared", shared) if shared else [none] * size
             experts: Sequence[Share | None] = [None] * size
-            if not layer.feeds:
+            if mlp is None:
                 ffn = [none] * size
             elif isinstance(mlp, Experts) and expert_parts > 1:
                 experts, ffn = zip(*of_experts(mlp), strict=True)
@@ -201,46 +205,60 @@ class _Cut(NamedTuple):
 
     def shares(self, layer: Layer) -> dict[str, Share]:
         """By the names of axes."""
-        q, k, v = layer.attention.head_widths
-        experts = {} if self.experts is None else {"experts": self.experts}
-        streams = {}
+        streams: dict[str, Share] = {}
         if layer.block is not None:
             streams |= layer.block.share(layer, self.query)
         for edit in layer.edits:
             streams |= edit.share(layer, self.query)
         if self.recurrent is not None:
             streams |= self.recurrent[1]
-        a, query, key = layer.attention, self.query, self.key
-        if a.wiring is not None:
-            streams |= a.wiring.share(a, query, key)
-            query, key = query.times(a.halves), key.times(a.halves)
-        is_whole = self.experts and self.ffn == Share(0, layer.mlp.ffn, layer.mlp.ffn)
+        return self._of_attention(layer.attention) | self._of_mlp(layer.mlp) | streams
+
+    def _of_attention(self, a: Attention | None) -> dict[str, Share]:
+        if a is None:
+            return {}
+        (q, k, v), query, key = a.head_widths, self.query, self.key
+        own = dict(a.wiring.share(a, query, key)) if a.wiring is not None else {}
+        query, key = query.times(a.halves), key.times(a.halves)
         return {
-            **experts,
-            **streams,
+            **own,
             **{"heads": query, "kv_heads": key},
             **{"q": query.times(q), "k": key.times(k), "v": key.times(v)},
             "given": query.times(v),
-            **({} if is_whole else dict.fromkeys(("ffn", "gate", "up"), self.ffn)),
-            **dict.fromkeys(("shared", "shared_gate", "shared_up"), self.shared),
         }
+
+    def _of_mlp(self, mlp: Mlp | Experts | None) -> dict[str, Share]:
+        if mlp is None:
+            return {}
+        found: dict[str, Share] = {}
+        found |= dict.fromkeys(("shared", "shared_gate", "shared_up"), self.shared)
+        if self.experts is not None:
+            found["experts"] = self.experts
+        if self.experts is None or self.ffn != Share(0, mlp.ffn, mlp.ffn):
+            found |= dict.fromkeys(("ffn", "gate", "up"), self.ffn)
+        return found
 
     def layer(self, layer: Layer) -> Layer:
         """The layer as this device computes it."""
-        query, slopes = self.query, layer.attention.alibi
-        if slopes is not None:
-            slopes = slopes[query.start : query.stop] + (0.0,) * (query.extent - query.real)
-        halves = layer.attention.halves
-        heads: dict[str, Any] = {"heads": halves * query.extent, "alibi": slopes}
-        heads["kv_heads"] = halves * self.key.extent
-        attention = replace(layer.attention, **heads)
-        cross = replace(layer.cross, **heads) if layer.cross else None
-        mlp = replace(layer.mlp, ffn=self.ffn.extent)
+        mlp = replace(layer.mlp, ffn=self.ffn.extent) if layer.mlp is not None else None
         if isinstance(mlp, Experts):
             mlp = replace(mlp, shared=self.shared.extent)
-        recurrence = None if self.recurrent is None else self.recurrent[0]
-        parts: dict[str, Any] = {"attention": attention, "mlp": mlp, "cross": cross}
-        return replace(layer, recurrence=recurrence, **parts)
+        return replace(
+            layer,
+            attention=self._attends(layer.attention),
+            cross=self._attends(layer.cross),
+            mlp=mlp,
+            recurrence=None if self.recurrent is None else self.recurrent[0],
+        )
+
+    def _attends(self, a: Attention | None) -> Attention | None:
+        if a is None:
+            return None
+        query, slopes = self.query, a.alibi
+        if slopes is not None:
+            slopes = slopes[query.start : query.stop] + (0.0,) * (query.extent - query.real)
+        heads, kv_heads = a.halves * query.extent, a.halves * self.key.extent
+        return replace(a, heads=heads, kv_heads=kv_heads, alibi=slopes)
 
 
 def split_heads(

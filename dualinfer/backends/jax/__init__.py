@@ -266,7 +266,7 @@ def _make_kernel_ops(
             ops = SplitKernelOps(device, split, None, exchange)
         else:
             ops = SplitKernelOps(device, split, exchange)
-    ops.holds_scores = any(has_wide_heads(layer.attention.head_dim) for layer in spec.layers)
+    ops.holds_scores = any(has_wide_heads(a.head_dim) for a in spec.attentions)
     return ops
 
 

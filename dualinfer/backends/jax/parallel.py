@@ -72,7 +72,7 @@ class Split(NamedTuple):
     def whole(self, spec: ModelSpec, index: int) -> tuple[int, int, jax.Array] | None:
         """See `contract.LayerAttention`; of a layer of `spec`, the model's or its encoder's."""
         layer = self.plan.table.spec.number(spec, index)
-        a = self.plan.table.spec.all_layers[layer].attention
+        a = self.plan.table.spec.all_layers[layer].attending
         if a.qk_norm is None or a.qk_norm_over != "all":
             return None
         parts = np.array(self.plan.key_parts(layer), np.float32)
@@ -87,7 +87,7 @@ class Split(NamedTuple):
         layer = self.plan.table.spec.number(spec, index)
         if not pads_heads(self.plan.shards, layer):
             return given
-        a = self.plan.shards[0].spec.all_layers[layer].attention
+        a = self.plan.shards[0].spec.all_layers[layer].attending
         pairs = a.halves  # which follow one another
         counts = [own.share("heads", layer).real // pairs for own in self.plan.shards]
         real = jnp.asarray(counts)[self._rank]
@@ -100,5 +100,5 @@ class Split(NamedTuple):
     def slopes(self, spec: ModelSpec, index: int) -> jax.Array | None:
         """This device's ALiBi slopes, float32 [H], of a layer; as in `whole`."""
         layer = self.plan.table.spec.number(spec, index)
-        slopes = [shard.spec.all_layers[layer].attention.alibi for shard in self.plan.shards]
+        slopes = [shard.spec.all_layers[layer].attending.alibi for shard in self.plan.shards]
         return None if slopes[0] is None else jnp.asarray(np.array(slopes, np.float32))[self._rank]

@@ -210,6 +210,8 @@ class Layer(Part):
 
 def _qkv_sizes(layer: LayerSpec) -> tuple[int, int, int]:
     """Rows of a layer's queries, keys and values, but for those of a projection of their own."""
+    if layer.attention is None:
+        return 0, 0, 0
     q, k, v = layer.attention.qkv_sizes
     apart = 0 if layer.block is None else layer.attention.heads * layer.block.apart
     return q - apart, k - apart, v - apart

@@ -193,12 +193,15 @@ def most_tokens(spec: ModelSpec, itemsize: int, width: int, scores: bool, output
     """
     most = 1
     for layer in spec.all_layers:
-        a, mlp = layer.attention.widened, layer.mlp
-        up = mlp.ffn * (3 if mlp.gated else 2)
+        values, beside, mlp = 2 * spec.embed + outputs, 0, layer.mlp
         if isinstance(mlp, Experts):  # hidden values and results of all pairs lie side by side
-            up = mlp.per_token * (mlp.ffn + spec.embed) + 3 * mlp.shared
-        values = 2 * spec.embed + sum(a.qkv_sizes) + a.heads * a.head_dim + up + outputs
-        beside = 8 * a.heads * width if scores else 0
+            values += mlp.per_token * (mlp.ffn + spec.embed) + 3 * mlp.shared
+        elif mlp is not None:
+            values += mlp.ffn * (3 if mlp.gated else 2)
+        if layer.attention is not None:
+            a = layer.attention.widened
+            values += sum(a.qkv_sizes) + a.heads * a.head_dim
+            beside += 8 * a.heads * width if scores else 0
         if layer.recurrence is not None:
             beside += 12 * layer.recurrence.passing
         most = max(most, values * itemsize + beside)

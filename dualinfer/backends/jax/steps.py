@@ -46,7 +46,8 @@ class Steps:
         self.parts = [range(*pair) for pair in pairwise(bounds)] if is_cut else [range(count)]
         self.of_one_length = spec.encoder is not None and spec.encoder.one_length > 0
         self._stride = 1 if spec.encoder is None else spec.encoder.stride
-        self._kv_heads = max(layer.attention.widened.kv_heads for layer in spec.all_layers)
+        attending = (own.attention.widened for own in spec.all_layers if own.attention)
+        self._kv_heads = max((a.kv_heads for a in attending), default=1)
 
     def _scratch(self, params: Params, slots: int) -> Any:
         return self.ops.make_scratch(slots * self._kv_heads, params.mailboxes)

@@ -195,7 +195,7 @@ class Split(NamedTuple):
         """See `contract.LayerAttention`; of a layer of `spec`, the model's or its encoder's."""
         assert self.plan is not None
         layer = self.plan.table.spec.number(spec, index)
-        a = self.plan.table.spec.all_layers[layer].attention
+        a = self.plan.table.spec.all_layers[layer].attending
         if a.qk_norm is None or a.qk_norm_over != "all":
             return None
         return *a.qkv_sizes[:2], self.plan.key_parts(layer)[self.ranks.rank]

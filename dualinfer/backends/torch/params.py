@@ -79,7 +79,7 @@ def load_params(
     def constant(values: Sequence[object]) -> torch.Tensor:
         return torch.tensor(values, dtype=torch.float32, device=device)
 
-    attention = {layer.attention for layer in shard.spec.all_layers}
+    attention = {own.attention for own in shard.spec.all_layers if own.attention}
     frequencies = {a.rope: constant(a.rope.tables) for a in attention if a.rope}
     slopes = {a.alibi: constant(a.alibi) for a in attention if a.alibi}
     params = Params({}, [{} for _ in shard.spec.all_layers], frequencies, slopes)

@@ -70,7 +70,7 @@ class Prompts:
         self._panels: dict[Hashable, _Panel] = {}
         # Where a row's own keys or states are made in a pass, a piece is a row.
         attends = all(own.recurrence is None for own in spec.layers)
-        latent = any(own.attention.latent is not None for own in spec.layers)
+        latent = any(a.latent is not None for a in spec.attentions)
         self.packs = spec.reads_pieces and attends and not latent
         self._most_replayed = _most_replayed(spec, params, ops)
 

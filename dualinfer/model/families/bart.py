@@ -234,7 +234,7 @@ def _windowed(layers: tuple[Layer, ...], given: Any) -> tuple[Layer, ...]:
             f"one for each of {len(layers)} layers."
         )
     return tuple(
-        replace(x, attention=replace(x.attention, window=n // 2 + 1))
+        replace(x, attention=replace(x.attending, window=n // 2 + 1))
         for x, n in zip(layers, each, strict=True)
     )
 
@@ -293,7 +293,7 @@ def _with_experts(fields: ConfigFields, layers: tuple[Layer, ...], step: Any) ->
             f"config.json has a sparse_step of {shown(step)} and num_experts={count}; expected an "
             "int of 0 and more, and 2 experts or more."
         )
-    own = layers[0].mlp
+    own = layers[0].feeding
     assert own.activation != "xielu"
     router = Router(2, renormalized=True, scale=1 - dropped)
     sparse = replace(layers[0], mlp=Experts(count, own.ffn, own.activation, False, router))

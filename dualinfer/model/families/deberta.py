@@ -151,8 +151,7 @@ def _embeddings(spec: ModelSpec, norm: Norm) -> list[Row]:
     if spec.factored:
         rows += make.linear("project_in", f"{hf}embed_proj", "embed width", bias=False)
     rows += make.norm(norm, "embed_norm", f"{hf}LayerNorm")
-    places = spec.layers[0].attention.places
-    if places is not None:
+    if (places := spec.places) is not None:
         rows.append(make.places(places, "deberta.encoder.rel_embeddings.weight"))
         if places.norm:
             rows += make.norm(norm, "places_norm", "deberta.encoder.LayerNorm")
@@ -160,7 +159,7 @@ def _embeddings(spec: ModelSpec, norm: Norm) -> list[Row]:
 
 
 def _layer(family: str, layer: Layer, norm: Norm) -> list[Row]:
-    hf, a = "deberta.encoder.layer.{i}.", layer.attention
+    hf, a = "deberta.encoder.layer.{i}.", layer.attending
     own, first = f"{hf}attention.self.", family == "deberta"
     if first:
         rows = make.by_head("qkv", f"{own}in_proj", bias=False)

@@ -31,7 +31,6 @@ Bias: TypeAlias = bool | str  # the name of a config's field says it
 PRE = {"attn_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm"}
 PART = "partial_rotary_factor"
 FREQUENCIES = r"rotary_emb\.inv_freq$"  # which older versions stored
-NONE, IDLE = Attention(1, 1, 1, 1.0), Mlp(1, "silu", gated=False)  # of layers without
 
 
 class Factors(NamedTuple):
@@ -304,13 +303,13 @@ class Decoder:
         for ours, theirs in self.kind.norms.items():
             normed = layer.placement == "around" or "post" not in ours
             if ours == "mlp_norm":
-                normed = layer.feeds and not layer.parallel
+                normed = layer.mlp is not None and not layer.parallel
             elif ours == "attn_norm":
-                normed = layer.attends or layer.recurrence is not None
+                normed = layer.attention is not None or layer.recurrence is not None
             if normed:
                 rows += self.norm_rows(ours, f"{self.hf}{theirs}", layer)
         rows += self.mixing_rows(layer)
-        return rows + (self.feed_rows(layer.mlp) if layer.feeds else [])
+        return rows + (self.feed_rows(layer.mlp) if layer.mlp is not None else [])
 
     def norm_rows(self, ours: str, theirs: str, layer: Layer | None = None) -> list[Row]:
         """The rows of a norm over the stream, of a layer or behind all."""
@@ -323,7 +322,7 @@ class Decoder:
     def mixing_rows(self, layer: Layer) -> list[Row]:
         """The rows of a layer's attention, and of what stands in its place."""
         kind, hf = self.kind, f"{self.hf}{self.kind.attention}"
-        if not layer.attends:
+        if layer.attention is None:
             return []
         rows = self.qkv_rows(layer.attention, hf, self.says(kind.qkv_bias))
         if kind.gate:
@@ -401,7 +400,7 @@ class Hybrid(Decoder):
         kinds, layers = self.kinds(), super().layers(attentions, feeds)
         own = self.recurrence()
         return [
-            replace(layer, recurrence=own, attends=False) if kind in self.recurring else layer
+            replace(layer, recurrence=own, attention=None) if kind in self.recurring else layer
             for kind, layer in zip(kinds, layers, strict=True)
         ]
 
@@ -417,16 +416,15 @@ class Recurrent(Hybrid):
         return 1 << 20
 
     def attentions(self) -> list[Attention]:
-        return [NONE] * self.count
+        return []
 
     def feeds(self) -> Sequence[Mlp | Experts]:
-        return [IDLE] * self.count
+        return []
 
-    def kinds(self) -> list[str]:
-        return [self.recurring[0]] * self.count
-
-    def layer(self, attention: Attention, mlp: Mlp | Experts) -> Layer:
-        return replace(super().layer(attention, mlp), feeds=False)
+    def layers(
+        self, attentions: Sequence[Attention], feeds: Sequence[Mlp | Experts]
+    ) -> Sequence[Layer]:
+        return [Layer(None, None, self.norm, "pre", recurrence=self.recurrence())] * self.count
 
 
 @dataclass(frozen=True)

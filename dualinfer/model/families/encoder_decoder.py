@@ -50,7 +50,7 @@ def describe(fields: ConfigFields, architecture: str) -> tuple[ModelSpec, Weight
     assert spec.head is not None
 
     def decoding(layer: Layer) -> Layer:
-        across = replace(layer.attention, causal=False)
+        across = replace(layer.attending, causal=False)
         return replace(layer, attention=replace(across, causal=True), cross=across)
 
     names = {"family": fields.family, "architecture": architecture, "packs": False}

@@ -164,7 +164,7 @@ def _table(
         *make.linear("read_out", f"{hf}per_layer_projection", "embed read", bias=False),
         *make.norm(norm, "read_norm", f"{hf}post_per_layer_input_norm"),
     ]
-    lenders = [layer.attention.lender for layer in spec.layers]
+    lenders = [own.lender for own in spec.attentions]
 
     def rows_of(lender: int | None) -> tuple[Row, ...]:
         if lender is not None:

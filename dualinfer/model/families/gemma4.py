@@ -232,7 +232,7 @@ def _table(
         name = f"{base}per_layer_model_projection"
         outer += make.linear("layers_project", name, "reads embed", bias=False)
         outer += make.norm(norm, "layers_norm", f"{base}per_layer_projection_norm", "read")
-    lenders = [layer.attention.lender for layer in spec.layers]
+    lenders = [own.lender for own in spec.attentions]
     numbers = "|".join(str(i) for i, lender in enumerate(lenders) if lender is not None)
     table = make.causal_table(
         spec,

@@ -94,18 +94,18 @@ class MiMo(Layered):
         return super().rope(parameters, head_dim)
 
     def rows(self, layer: Layer) -> list[Row]:
-        return super().rows(layer) + (self.sink_rows() if layer.attention.window else [])
+        return super().rows(layer) + (self.sink_rows() if layer.attending.window else [])
 
     def check(self, spec: ModelSpec) -> None:
         """Refuse fields of the makers' own code that ask for other than what HF's class does."""
-        fields, a = self.fields, spec.layers[0].attention
+        fields, a = self.fields, spec.attentions[0]
         parameters = fields.take("rope_parameters")
         full, sliding = (parameters.get(k) or {} for k in ("full_attention", _SLIDING))
         window = fields.take("sliding_window")
         for name, value in {
             "add_full_attention_sink_bias": False,
             "add_swa_attention_sink_bias": True,
-            "hybrid_layer_pattern": [int(x.attention.window is not None) for x in spec.layers],
+            "hybrid_layer_pattern": [int(x.window is not None) for x in spec.attentions],
             "layernorm_epsilon": self.norm.eps,
             "moe_layer_freq": [int(layer.experts > 0) for layer in spec.layers],
             "n_shared_experts": 0,

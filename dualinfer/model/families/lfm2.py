@@ -47,7 +47,7 @@ class Lfm2(Hybrid):
 
     def check(self, spec: ModelSpec) -> None:
         """Refuse fields of the makers' own code that say other than the spec."""
-        heads = spec.layers[0].attention.heads
+        heads, _, _ = self.fields.grouped_heads(self.embed)
         for name, value in {
             **dict.fromkeys(("block_dim", "conv_dim", "conv_dim_out"), self.embed),
             **{"block_norm_eps": self.norm.eps, "num_heads": heads},

@@ -80,7 +80,7 @@ class LongCat(LatentDecoder):
         return (
             *self.norm_rows("attn_norm", f"{hf}input_layernorm.{part}"),
             *self.norm_rows("mlp_norm", f"{hf}post_attention_layernorm.{part}"),
-            *self.qkv_rows(layer.attention, attention, bias),
+            *self.qkv_rows(layer.attending, attention, bias),
             *make.linear("out", f"{attention}.o_proj", "embed v", bias),
             *feed,
         )

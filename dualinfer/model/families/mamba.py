@@ -15,7 +15,7 @@ from .. import rows as make
 from ..spec import Activation, Attention, Experts, Layer, Mlp, ModelSpec, Router
 from ..weights import Row, Source, row
 from . import states
-from .decoders import IDLE, NONE, PART, Decoder, Factors, Hybrid, Kind, Recurrent, rms, serve
+from .decoders import PART, Decoder, Factors, Hybrid, Kind, Recurrent, rms, serve
 from .fields import check_layers, is_positive
 
 # HF's names of fields, in the order of those in `states`.
@@ -61,8 +61,9 @@ class Bamba(Hybrid):
         return recurrence.rows(f"{self.hf}mamba", *biased)
 
     def check(self, spec: ModelSpec) -> None:
-        pairs = {layer.attention.rope_pairs for layer in spec.layers}
-        self.fields.require("attn_rotary_emb", *(2 * own for own in pairs))
+        pairs = {own.rope_pairs for own in spec.attentions}
+        if pairs:  # else nothing turns
+            self.fields.require("attn_rotary_emb", *(2 * own for own in pairs))
 
 
 class FalconH1(Bamba):
@@ -149,15 +150,15 @@ class NemotronH(Mamba2):
         kinds = fields.kinds("layers_block_type", self.count, known, given)
         heads, kv_heads, head_dim = fields.grouped_heads(self.embed)
         attention = Attention(heads, kv_heads, head_dim, head_dim**-0.5)
-        empty = Layer(NONE, IDLE, self.norm, "pre", attends=False, feeds=False)
+        empty = Layer(None, None, self.norm, "pre")
         layers = {
             "linear_attention": replace(empty, recurrence=self.recurrence()),
-            "full_attention": replace(empty, attention=attention, attends=True),
-            "mlp": replace(empty, mlp=self.dense(), feeds=True),
+            "full_attention": replace(empty, attention=attention),
+            "mlp": replace(empty, mlp=self.dense()),
         }
         if "moe" in kinds:
             fields.require("mlp_bias", False)
-            layers["moe"] = replace(empty, mlp=self.experts(), feeds=True)
+            layers["moe"] = replace(empty, mlp=self.experts())
         return [layers[kind] for kind in kinds]
 
     def experts(self) -> Experts:

@@ -33,7 +33,7 @@ class MiniMax(Hybrid):
             NormedStream(self._factors(f"{x}_attn"), feeding) for x in ("linear", "full")
         )
         layers = super().layers(attentions, feeds)
-        return [replace(x, block=full if x.attends else linear) for x in layers]
+        return [replace(x, block=full if x.attention else linear) for x in layers]
 
     def _factors(self, name: str) -> tuple[float, float]:
         """Of what a sub-layer reads and of what it gives, in their sum."""
@@ -44,7 +44,7 @@ class MiniMax(Hybrid):
 
     def check(self, spec: ModelSpec) -> None:
         """Refuse a part of heads: HF turns whole ones."""
-        self.fields.require("rotary_dim", spec.layers[0].attention.head_dim)
+        self.fields.require("rotary_dim", self.fields.grouped_heads(self.embed)[2])
 
     def all_rows(self, layers: Sequence[Layer]) -> list[tuple[Row, ...]]:
         """The rows of each layer."""

@@ -39,14 +39,14 @@ class OlmoHybrid(Hybrid):
         self, attentions: Sequence[Attention], feeds: Sequence[Mlp | Experts]
     ) -> Sequence[Layer]:
         layers = super().layers(attentions, feeds)
-        return [replace(x, placement="behind") if x.attends else x for x in layers]
+        return [replace(x, placement="behind") if x.attention else x for x in layers]
 
     def rows(self, layer: Layer) -> list[Row]:
         behind = "post_attention_layernorm", "post_feedforward_layernorm"
-        first, second = behind if layer.attends else ("input_layernorm", behind[0])
+        first, second = behind if layer.attention else ("input_layernorm", behind[0])
         rows = self.norm_rows("attn_norm", f"{self.hf}{first}")
         rows += self.norm_rows("mlp_norm", f"{self.hf}{second}")
-        return rows + self.mixing_rows(layer) + self.feed_rows(layer.mlp)
+        return rows + self.mixing_rows(layer) + self.feed_rows(layer.feeding)
 
     def recurrent_rows(self, recurrence: DeltaRule) -> list[Row]:
         names = {"kernels": KERNELS, "norm": "o_norm", "out": "o_proj"}

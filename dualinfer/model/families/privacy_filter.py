@@ -27,7 +27,7 @@ def describe(fields: ConfigFields, architecture: str) -> tuple[ModelSpec, Weight
     spec, table = kinds.describe(inner, "GptOssModel")
     fields.ignore("classifier_dropout")
     layer = spec.layers[0]
-    attention = layer.attention
+    attention = layer.attending
     assert attention.rope is not None and attention.window is not None
     turned = replace(attention.rope, interleaved=True)
     both_ways = replace(attention, causal=False, window=attention.window + 1, rope=turned)

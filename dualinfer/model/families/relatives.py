@@ -41,7 +41,7 @@ class BitNet(Decoder):
 
     def mixing_rows(self, layer: Layer) -> list[Row]:
         """The rows of a layer's attention, and of both norms."""
-        rows, parts = super().mixing_rows(layer), (layer.attention.wiring, *layer.edits)
+        rows, parts = super().mixing_rows(layer), (layer.attending.wiring, *layer.edits)
         owns = [own for own in parts if isinstance(own, NormedHeads | NormedHidden)]
         return rows + [row for own in owns for row in own.rows(self.norm, self.hf)]
 
@@ -135,7 +135,7 @@ class MiniMaxM2(Decoder):
     """Fields of the makers' own code say again what turns, and which layers attend."""
 
     def check(self, spec: ModelSpec) -> None:
-        self.fields.require("rotary_dim", 2 * spec.layers[0].attention.rope_pairs)
+        self.fields.require("rotary_dim", 2 * spec.attentions[0].rope_pairs)
         self.fields.require("attn_type_list", [1] * self.count)
 
 

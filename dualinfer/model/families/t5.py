@@ -182,7 +182,7 @@ def _layer(
     `own` is HF's name of its attention, `mlp` that of its feed-forward.
     """
     hf = f"{stack}.block.{{i}}.layer."
-    bias = layer.attention.bias
+    bias = layer.attending.bias
     assert bias is not None
     first = hf if everywhere else f"{stack}.block.0.layer."
     stored = f"{first}0.{own}.relative_attention_bias.weight"
@@ -205,7 +205,7 @@ def _layer(
         rows.append(row("experts.up.weight", "experts ffn embed", up))
         rows.append(row("experts.down.weight", "experts embed ffn", down))
         return rows + make.norm(norm, "mlp_norm", f"{hf}{last}.layer_norm")
-    if layer.mlp.gated:
+    if layer.feeding.gated:
         rows += make.joined("up", mlp + "{p}", {"gate": "wi_0", "up": "wi_1"}, bias=False)
     else:
         rows += make.linear("up", f"{mlp}wi", "ffn embed", bias=False)

@@ -189,6 +189,20 @@ class Attention:
     wiring: Wiring | None = None
 
     @property
+    def axes(self) -> dict[str, int]:
+        """Elements of the axes of its weights, by their names."""
+        q, k, v = self.qkv_sizes
+        found = {"heads": self.heads, "kv_heads": self.kv_heads, "head_dim": self.head_dim}
+        found |= {"q": q, "k": k, "v": v}
+        found["given"] = self.heads * self.head_widths[2]  # by heads, to a product
+        found["buckets"] = self.bias.buckets if self.bias else 0
+        if self.wiring is not None:
+            found |= self.wiring.axes(self)
+        if (own := self.latent) is not None:
+            found |= {"latent": own.width, "rank": own.rank, "query_rank": own.query_rank}
+        return found
+
+    @property
     def clips_normed(self) -> bool:
         """True if a norm lies between the projection and the clipping."""
         return self.clip is not None and self.qk_norm is not None

@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from ..once import Once
-from .attention import Attention
+from .attention import Attention, Places
 from .block import Block
 from .edit import Edit
 from .entry import Entry
@@ -102,14 +102,13 @@ class Layer:
     - `edits`: what is otherwise at one place, in their order, as each says.
     - `block`: it is built otherwise from top to bottom, as that says.
     - `recurrence` (always `pre`): a sub-layer that keeps a state of fixed size instead of keys and
-      values. It stands in attention's place where the layer does not attend (LFM2), else beside
-      it: both read by one norm, and both are added (Falcon-H1).
-    - `attends` and `feeds` (`pre` where one is false): it has attention, and an MLP. What is said
-      of one that it has not is read by nobody.
+      values. It stands in attention's place where the layer has none (LFM2), else beside it: both
+      read by one norm, and both are added (Falcon-H1).
+    - A layer may have no `attention`, or no `mlp` (always `pre`).
     """
 
-    attention: Attention
-    mlp: Mlp | Experts
+    attention: Attention | None
+    mlp: Mlp | Experts | None
     norm: Norm
     placement: Literal["pre", "post", "around", "behind"]
     parallel: bool = False
@@ -120,13 +119,39 @@ class Layer:
     edits: tuple[Edit, ...] = ()
     block: Block | None = None
     recurrence: Recurrence | None = None
-    attends: bool = True
-    feeds: bool = True
+
+    @property
+    def attending(self) -> Attention:
+        """The attention of a layer that has one."""
+        assert self.attention is not None
+        return self.attention
+
+    @property
+    def feeding(self) -> Mlp | Experts:
+        """The feed-forward of a layer that has one."""
+        assert self.mlp is not None
+        return self.mlp
 
     @property
     def experts(self) -> int:
         """The number of experts of a layer; 0 of one without a mixture."""
         return self.mlp.count if isinstance(self.mlp, Experts) else 0
+
+    @property
+    def axes(self) -> dict[str, int]:
+        """Elements of the axes of its weights, by their names."""
+        found: dict[str, int] = {}
+        if self.attention is not None:
+            found |= self.attention.axes
+        if isinstance(self.mlp, Experts):
+            found |= self.mlp.axes
+        elif self.mlp is not None:
+            found |= dict.fromkeys(("ffn", "gate", "up"), self.mlp.ffn)
+        for own in (self.block, *self.edits):
+            found |= own.axes(self) if own is not None else {}
+        if self.recurrence is not None:
+            found |= self.recurrence.extents
+        return found
 
     @property
     def is_late(self) -> bool:
@@ -270,6 +295,11 @@ class ModelSpec(Once):
         """The layers, then those of the encoder: numbers of layers in the weights are by these."""
         return self.layers + (self.encoder.layers if self.encoder else ())
 
+    @property
+    def attentions(self) -> tuple[Attention, ...]:
+        """The attention of each layer that has one, to the sequence itself."""
+        return tuple(own.attention for own in self.layers if own.attention is not None)
+
     def number(self, part: "ModelSpec", index: int) -> int:
         """The number in `all_layers` of a layer of `part`, this model or its encoder."""
         return index + (len(self.layers) if self.encoder and not part.encoder else 0)
@@ -312,7 +342,7 @@ class ModelSpec(Once):
             "positions": self.learned_positions + self.position_offset,
             "types": self.token_types,
             "boxes": self.boxes,
-            "pairs": self.layers[0].attention.rope_pairs,
+            "pairs": max((own.rope_pairs for own in self.attentions[:1]), default=0),
             **{"read": self.layers[0].reads, "reads": self.reads},
             "one": 1,
         }
@@ -330,36 +360,17 @@ class ModelSpec(Once):
             outer |= self.block.outer_axes(self)
         if self.entry is not None:
             outer |= self.entry.axes
-        if (places := self.layers[0].attention.places) is not None:
-            outer["places"] = 2 * places.span
+        if self.places is not None:
+            outer["places"] = 2 * self.places.span
         if axis in outer:
             return outer[axis]
         assert layer is not None, f"{axis} is an axis of layers"
-        attention, mlp = self.layers[layer].attention, self.layers[layer].mlp
-        q, k, v = attention.qkv_sizes
-        inner = {
-            **{"heads": attention.heads, "kv_heads": attention.kv_heads},
-            **{"head_dim": attention.head_dim, "q": q, "k": k, "v": v},
-            "given": attention.heads * attention.head_widths[2],  # by heads, to a product
-            **dict.fromkeys(("ffn", "gate", "up"), mlp.ffn),
-            "buckets": attention.bias.buckets if attention.bias else 0,
-        }
-        if (block := self.layers[layer].block) is not None:
-            inner |= block.axes(self.layers[layer])
-        for edit in self.layers[layer].edits:
-            inner |= edit.axes(self.layers[layer])
-        if attention.wiring is not None:
-            inner |= attention.wiring.axes(attention)
-        if (recurrence := self.layers[layer].recurrence) is not None:
-            inner |= recurrence.extents
-        if (own := attention.latent) is not None:
-            inner |= {"latent": own.width, "rank": own.rank, "query_rank": own.query_rank}
-        if isinstance(mlp, Experts):
-            # What devices share out, what each of them knows of, and what a router tells apart.
-            inner |= {"experts": mlp.count, "mixed": mlp.count, "choices": mlp.choices, "sides": 2}
-            inner |= dict.fromkeys(("shared", "shared_gate", "shared_up"), mlp.shared)
-            inner |= mlp.mixing.axes if mlp.mixing else {}
-        return inner[axis]
+        return self.layers[layer].axes[axis]
+
+    @property
+    def places(self) -> Places | None:
+        """The vectors of distances that all layers share."""
+        return next((own.places for own in self.attentions), None)
 
     @property
     def reads(self) -> int:
@@ -374,9 +385,7 @@ class ModelSpec(Once):
     @property
     def lenders(self) -> frozenset[int]:
         """The numbers of the layers whose keys and values others have, too."""
-        return frozenset(
-            a.lender for a in (own.attention for own in self.layers) if a.lender is not None
-        )
+        return frozenset(own.lender for own in self.attentions if own.lender is not None)
 
     @property
     def block(self) -> Block | None:
@@ -393,7 +402,7 @@ class ModelSpec(Once):
             (i, part)
             for i, layer in enumerate(self.layers)
             for part, has in (
-                ("attention", layer.attends and layer.attention.lender is None),
+                ("attention", layer.attention is not None and layer.attention.lender is None),
                 ("recurrence", layer.recurrence is not None),
             )
             if has
@@ -406,7 +415,7 @@ class ModelSpec(Once):
         Layers that do not attend have none.
         """
         number = {i: n for n, (i, part) in enumerate(self.caches) if part == "attention"}
-        lenders = {i: own.attention.lender for i, own in enumerate(self.layers) if own.attends}
+        lenders = {i: a.lender for i, own in enumerate(self.layers) if (a := own.attention)}
         return {i: number[i if own is None else own] for i, own in lenders.items()}
 
     @property
@@ -490,7 +499,7 @@ class ModelSpec(Once):
     @property
     def causal(self) -> bool:
         """True if every layer attends to the past only, so that a cache makes sense."""
-        return all(layer.attention.causal for layer in self.layers)
+        return all(own.causal for own in self.attentions)
 
     @property
     def reads_pieces(self) -> bool:
@@ -531,19 +540,19 @@ class ModelSpec(Once):
     @property
     def alibi(self) -> bool:
         """True if attention measures positions itself, so that they are no input of the model."""
-        return any(layer.attention.alibi for layer in self.layers)
+        return any(own.alibi for own in self.attentions)
 
     @property
     def original(self) -> int | None:
         """Tokens beyond which a sequence is read again, by other angles; None for never."""
-        ropes = [layer.attention.rope for layer in self.layers]
+        ropes = [own.rope for own in self.attentions]
         lengths = [rope.original for rope in ropes if rope and rope.rereads]
         return min(lengths) if lengths else None
 
     @property
     def turns_by_length(self) -> bool:
         """True if a rotary embedding asks for the length of the sequence that it turns."""
-        return any(layer.attention.rope and layer.attention.rope.original for layer in self.layers)
+        return any(own.rope and own.rope.original for own in self.attentions)
 
     @property
     def can_generate(self) -> bool:
@@ -572,7 +581,7 @@ class ModelSpec(Once):
     @property
     def most_by(self) -> str:
         """The config's field that `most` is."""
-        return (self.layers[0].attention.wiring or Wiring).most_by
+        return (next((own.wiring for own in self.attentions), None) or Wiring).most_by
 
     @property
     def why_most(self) -> str:
@@ -600,8 +609,8 @@ class ModelSpec(Once):
     @property
     def can_pack(self) -> bool:
         """True if several sequences in one row give what each gives by itself."""
-        own = [layer.attention for layer in self.layers]
-        return not self.turns_by_length and not any(a.alibi_rounded or a.chunk for a in own)
+        apart = any(own.alibi_rounded or own.chunk for own in self.attentions)
+        return not self.turns_by_length and not apart
 
     def most_tokens(self, asked: int | None) -> int:
         """Longest prompt with its new tokens: `asked`, else what fills the model's positions.

@@ -97,6 +97,18 @@ class Experts:
         return self.count - self.blended + self.idle
 
     @property
+    def axes(self) -> dict[str, int]:
+        """Elements of the axes of its weights, by their names.
+
+        Experts that devices share out, those that each of them knows of, those that a router tells
+        apart.
+        """
+        found = {"experts": self.count, "mixed": self.count, "choices": self.choices, "sides": 2}
+        found |= dict.fromkeys(("ffn", "gate", "up"), self.ffn)
+        found |= dict.fromkeys(("shared", "shared_gate", "shared_up"), self.shared)
+        return found | (dict(self.mixing.axes) if self.mixing else {})
+
+    @property
     def per_token(self) -> int:
         """Experts of a token, without the one of width `shared`."""
         return self.router.chosen + self.blended

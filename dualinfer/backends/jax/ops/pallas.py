@@ -96,7 +96,7 @@ class PallasOps(PlainOps):
     def left_plain(self, spec: ModelSpec, layers: Sequence[Weights]) -> Mapping[str, str]:
         """See `PlainOps.left_plain`."""
         left = {}
-        beyond = {_beyond(layer.attention) for layer in spec.all_layers} - {""}
+        beyond = {_beyond(own.attention) for own in spec.all_layers if own.attention} - {""}
         if beyond:
             left["attention"] = left["decode_attention"] = f"for {' and '.join(sorted(beyond))}"
         known = [

@@ -78,7 +78,7 @@ class PlainOps(plain.PlainOps):
 
     def layer_attention(self, spec: ModelSpec, params: Params, index: int) -> LayerAttention:
         """See `contract.Ops.layer_attention`; the ops make their own frequencies."""
-        a = spec.layers[index].attention
+        a = spec.layers[index].attending
         slopes = self.split.slopes(spec, index) if self.split else None
         if slopes is None and a.alibi is not None:
             slopes = jnp.array(a.alibi, jnp.float32)

@@ -57,7 +57,7 @@ class PlainOps(plain.PlainOps):
 
     def layer_attention(self, spec: ModelSpec, params: Params, index: int) -> LayerAttention:
         """See `contract.Ops.layer_attention`."""
-        a = spec.layers[index].attention
+        a = spec.layers[index].attending
         frequencies = params.frequencies[a.rope] if a.rope else None
         slopes = params.slopes[a.alibi] if a.alibi else None
         whole = self.split.whole(spec, index) if self.split else None

@@ -65,7 +65,7 @@ def tuning_cases(
     One row comes first, and what matters less later: the time may not last.
     """
     cases: dict[Key, TuningCase] = {}
-    attending = [i for i, layer in enumerate(spec.layers) if layer.attends]
+    attending = [i for i, layer in enumerate(spec.layers) if layer.attention]
     layers = [ops.layer_attention(spec, params, i) for i in attending]
     layers = [layer for layer in layers if not has_wide_heads(layer.spec.head_dim)]
     most = spec.most_tokens(None) - 1  # of a prompt, and in the cache
@@ -94,7 +94,7 @@ def _steps(
     ids = torch.zeros((rows, 1), dtype=torch.int64, device=ops.device)
 
     def attend(i: int, qkv: torch.Tensor | LatentQkv) -> torch.Tensor:
-        a = spec.layers[i].attention
+        a = spec.layers[i].attending
         if isinstance(qkv, LatentQkv):
             return qkv.queries.new_zeros((rows, 1, a.qkv_sizes[2]))
         return qkv[..., : a.widened.qkv_sizes[0]].contiguous()
