@@ -195,12 +195,12 @@ def test_jax_gives_the_same_in_blocks_and_parts_as_on_a_gpu(name, monkeypatch):
                 text.append(engine.generate(ids, eos_token_id=end, **how))
             return parts, [*(o.logits for o in outputs), *kept], text
 
-    parts, whole, text = results()
+    parts, full, text = results()
     assert parts == [range(9)]
     monkeypatch.setattr(whole, "Steps", lambda spec, ops, _: Steps(spec, ops, on_gpu=True))
     parts, cut, text_in_blocks = results()
     assert [len(part) for part in parts] == [4, 5]
-    for one, other in zip(whole, cut, strict=True):
+    for one, other in zip(full, cut, strict=True):
         assert relative_rms(other, one) < 1e-6
     for one, other in zip(text, text_in_blocks, strict=True):
         np.testing.assert_array_equal(one, other)
