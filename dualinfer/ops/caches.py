@@ -127,7 +127,9 @@ def block_table(shape: Sequence[int], held: Sequence[int] = (0, 0)) -> np.ndarra
 
 def kind_of(a: Attention) -> str:
     """The kind of the cache of causal attention. Layers with a window mask a full one."""
-    return "latent" if a.latent is not None else "full"
+    if a.latent is not None:
+        return "latent"
+    return "full"
 
 
 def cache_specs(spec: ModelSpec, codes: str | None = None) -> tuple[CacheSpec, ...]:
