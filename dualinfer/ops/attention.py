@@ -235,6 +235,7 @@ def decode_attention(
     keys, values = cache.read()
     at, count = m.arange(cache.capacity, q)[None], lengths[:, None]
     visible = at < count
+    keys, values = (written_alone(m, x, lengths) for x in (keys, values))
     if window is not None:
         visible = visible & (at >= count - window)
     if chunk is not None:
@@ -259,6 +260,15 @@ def decode_attention(
     )
 
 
+def written_alone(m: Maths, x: Array, lengths: Array) -> Array:
+    """Keys or values [B, K, S, D] with zeros behind the `lengths` [B] that a sequence has written.
+
+    An earlier one may have left NaN there, which a weight of 0 does not hide.
+    """
+    at = m.arange(x.shape[2], x)
+    return m.where((at < lengths[:, None])[:, None, :, None], x, 0.0)
+
+
 @named("attention")
 def attend_rows(
     m: Maths,
@@ -266,6 +276,7 @@ def attend_rows(
     keys: Array,
     values: Array,
     starts: Array,
+    lengths: Array,
     *,
     scale: float,
     window: int | None = None,
@@ -279,8 +290,10 @@ def attend_rows(
     """Attention of rows q [B, T, H, D] to cached keys and values [B, K, S, D]: [B, T, H, D].
 
     Query t of a row stands at key starts[b] + t of int `starts` [B], and sees itself and the keys
-    before, of those its `window` and its own `chunk` of tokens. The rest as in `decode_attention`.
+    before, of those its `window` and its own `chunk` of tokens; `lengths` [B] are real, and the
+    rest is padding. All else as in `decode_attention`.
     """
+    keys, values = (written_alone(m, x, starts + lengths) for x in (keys, values))
     at, tokens = m.arange(keys.shape[2], q)[None], m.arange(q.shape[1], q)
 
     def own(rows: Array | None) -> Array:

@@ -407,13 +407,13 @@ class PlainOps(PlainBlocks):
             shared, _ = _reached(written, reach).read(slots)
             k, v = self._of_latents(layer, shared[:, 0])
             k, v = k.swapaxes(1, 2), v.swapaxes(1, 2)
-            return flat(attention.attend_rows(m, q, k, v, starts, scale=a.scale)), written
+            return flat(attention.attend_rows(m, q, k, v, starts, lengths, scale=a.scale)), written
         q, k, v = self._heads(layer, qkv, angles)
         with self.span("append"):
             cache = cache.extend(slots, starts, lengths, k, v)
         how = {"chunk": a.chunk, **attention.scoring(layer)}
         held = _reached(cache, reach).read(slots)
-        return flat(attention.attend_rows(m, q, *held, starts, **how)), cache
+        return flat(attention.attend_rows(m, q, *held, starts, lengths, **how)), cache
 
     def attend_token(
         self,

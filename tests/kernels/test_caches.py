@@ -61,7 +61,9 @@ def test_prompts_and_tokens_are_read_where_they_were_written(maths, name):
         if codes:
             expected = oracles.decode_heads(*oracles.encode_heads(expected, codes))
         near = partial(np.testing.assert_allclose, rtol=1e-6, atol=1e-6)
-        near(got[[0, 2]], expected[[0, 2]])
+        near(got[2], expected[2])
+        zeros = 64 if kind == "blocks" else TOKENS  # behind, in the last block that is written
+        near(got[0, :, :zeros], expected[0, :, :zeros])
         near(got[1, :, -1], expected[1, :, -1])  # a full slot overwrites its last token
 
 
