@@ -201,10 +201,12 @@ def test_experts_are_told_to_be_read_as_they_are():
 
 @greedy
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["deepseek_v3", "bart", "lfm2"])
+@pytest.mark.parametrize("name", ["deepseek_v3", "bart", "lfm2", "falcon_h1"])
 def test_other_kinds_of_layers_give_what_plain_xla_gives(name, engines):
-    """Latent attention, attention to an encoder, and recurrences, which are XLA's, beside it."""
+    """Latent attention, attention to an encoder, and recurrences with states and without."""
     fast, plain = engines(make_model(name))
+    told = fast.report().ops.get("recurrence")
+    assert told == {"lfm2": "XLA", "falcon_h1": PallasOps.implementations["recurrence"]}.get(name)
     ids = np.random.default_rng(2).integers(5, 40, (2, 13))
     how: dict[str, Any] = {"max_new_tokens": 5, "do_sample": False}
     texts = [np.asarray(engine.generate(ids, **how)) for engine in (fast, plain)]

@@ -271,9 +271,10 @@ class PallasOps(PlainOps):
         with jax.named_scope("recurrence"):
             step, finish, kept = own.stepped(self, w, x, tuple(held[: len(x)] for held in rest))
             y, state = states.take_in(*step, state, moves, interpret=self.interpret)
+            made: Any = type(cache)
             if rest:
-                rest = type(cache)(*rest).move(moves, *kept).arrays
-            return finish(y), type(cache)(*rest, state)
+                rest = made(*rest).move(moves, *kept).arrays
+            return finish(y), made(*rest, state)
 
     # Attention
 
