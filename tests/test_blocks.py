@@ -14,6 +14,8 @@ from hypothesis import strategies as st
 pytest.importorskip("torch")
 pytest.importorskip("jax")
 
+import torch
+
 import dualinfer
 from dualinfer.backends.base import GRAIN, Piece, Pool, Request
 from dualinfer.backends.blocks import Blocks
@@ -389,3 +391,32 @@ def test_requests_that_join_and_leave_have_the_texts_that_they_have_alone(engine
 
     asyncio.run(main())
     check_over(engine)
+
+
+def fill_with_nan(runner: Any) -> None:
+    """Overwrite every key and value of the cache, as a sequence that overflowed may have."""
+    if isinstance(runner.device, torch.device):
+        with torch.inference_mode():
+            held = [x for layer in runner._cache._layers for x in layer if torch.is_tensor(x)]
+            for x in filter(torch.is_floating_point, held):
+                x.fill_(float("nan"))
+        return
+    import jax
+
+    def poisoned(x: Any) -> Any:
+        full = np.full(x.shape, np.nan, x.dtype) if x.dtype.kind == "f" else x
+        return jax.device_put(full, x.sharding)
+
+    runner._cache = jax.tree.map(poisoned, runner._cache)
+
+
+@pytest.mark.parametrize("room", [{}, {"cache_tokens": 600}], ids=["slots", "blocks"])
+@pytest.mark.parametrize("backend", ON)
+def test_a_sequence_reads_nothing_of_what_another_left(backend, room):
+    row = random_ids(1, 70, vocab=90)
+    how = {"max_new_tokens": 8, "do_sample": False, "eos_token_id": None}
+    with dualinfer.init_inference(make_model("llama-gqa"), backend=backend, **HOW) as engine:
+        expected = np.asarray(engine.generate(row, **how))
+        engine.reserve(3, 200, **room)
+        fill_with_nan(engine.runner)
+        np.testing.assert_array_equal(np.asarray(engine.generate(row, **how)), expected)

@@ -235,7 +235,7 @@ def decode_attention(
     keys, values = cache.read()
     at, count = m.arange(cache.capacity, q)[None], lengths[:, None]
     visible = at < count
-    keys, values = (written_alone(m, x, lengths) for x in (keys, values))
+    keys, values = (written_alone(m, x, visible) for x in (keys, values))
     if window is not None:
         visible = visible & (at >= count - window)
     if chunk is not None:
@@ -260,13 +260,12 @@ def decode_attention(
     )
 
 
-def written_alone(m: Maths, x: Array, lengths: Array) -> Array:
-    """Keys or values [B, K, S, D] with zeros behind the `lengths` [B] that a sequence has written.
+def written_alone(m: Maths, x: Array, written: Array) -> Array:
+    """Keys or values [B, K, S, D] with zeros at places that bool `written` [B, S] has not.
 
-    An earlier one may have left NaN there, which a weight of 0 does not hide.
+    An earlier sequence may have left NaN there, which a weight of 0 does not hide.
     """
-    at = m.arange(x.shape[2], x)
-    return m.where((at < lengths[:, None])[:, None, :, None], x, 0.0)
+    return m.where(written[:, None, :, None], x, 0.0)
 
 
 @named("attention")
@@ -293,8 +292,9 @@ def attend_rows(
     before, of those its `window` and its own `chunk` of tokens; `lengths` [B] are real, and the
     rest is padding. All else as in `decode_attention`.
     """
-    keys, values = (written_alone(m, x, starts + lengths) for x in (keys, values))
     at, tokens = m.arange(keys.shape[2], q)[None], m.arange(q.shape[1], q)
+    written = at < (starts + lengths)[:, None]
+    keys, values = (written_alone(m, x, written) for x in (keys, values))
 
     def own(rows: Array | None) -> Array:
         own = starts[:, None] + (tokens if rows is None else rows)[None]
