@@ -163,7 +163,7 @@ class Prompts:
         prompts = [p.request.prompt[p.start : p.stop] for p in rows]
         ids, last = _padded(prompts, GRAIN)
         numbers = [(p.slot, p.start, len(p.request.prompt) - 1) for p in rows]
-        slots, starts, wholes = np.array(numbers).T
+        slots, starts, wholes = map(np.ascontiguousarray, np.array(numbers).T)
         reach = max(p.stop for p in rows)
         if not size or size > self._most_replayed:
             put = partial(upload, device=cache.device)
