@@ -283,7 +283,7 @@ def test_urgent_ones_keep_their_blocks(engine, alone):
 
     async def main():
         made = [engine.generate_async(row, max_new_tokens=NEW, do_sample=False) for row in rows[:3]]
-        while made[0]._channel.count < 60:
+        while made[0]._channel.count < 20:
             await asyncio.sleep(0)
         how = {"max_new_tokens": NEW, "eos_token_id": None, "do_sample": False}
         urgent = engine.generate_async(rows[0], priority="high", **how)
