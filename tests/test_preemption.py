@@ -69,7 +69,7 @@ def check(found, expected):
 @pytest.mark.parametrize("swap_space", [0, 1])
 def test_those_that_give_way_go_on_as_if_nothing_had_been(engine, swap_space, monkeypatch):
     if engine.report().backend == "jax" and not swap_space:
-        pytest.skip("reading again is the engine's, and prompts'")
+        pytest.skip("torch shows how a sequence is read again")
     rows = rows_of(engine)
     saved, restored = [], []
     runner = engine.runner

@@ -89,7 +89,7 @@ class BlockSlots(Slots):
         return min(book.of(len(request.prompt)) + 1, most) - book.served(*found)
 
     def _claims(self) -> "Claims | None":
-        """What the next pass over prompts takes; None where the pool does not count in blocks."""
+        """Begin to count the blocks of a pass over prompts; None where the pool has no blocks."""
         return None if self.blocks is None else Claims(self, self.blocks)
 
     def _by_rank(self) -> list[Live]:

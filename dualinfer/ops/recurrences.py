@@ -50,7 +50,7 @@ def step_token(
 
 
 def take_in(m: Maths, step: StateStep, state: Array) -> tuple[Array, Array]:
-    """What heads give of a token of each sequence, [N, H, V], and their states behind it; float32.
+    """Put a token of each sequence into its states: results [N, H, V] and the new states, float32.
 
     A head's state [N, H, V, K] is times the exponential of its decay, v k^T is added for its value
     and key, and the state times the query is what it gives. With `steps` b it is by the delta rule:
