@@ -166,8 +166,9 @@ def test_sequences_of_a_pool_go_on_in_rows(name, engines):
 
 
 @pytest.mark.slow
-def test_encoders_hide_padding(engines):
-    model = make_model("bert", vocab_size=VOCAB, **ENCODER)
+@pytest.mark.parametrize("name", ["bert", "deberta-2"])
+def test_encoders_hide_padding(name, engines):
+    model = make_model(name, vocab_size=VOCAB, **ENCODER)
     fast, plain = engines(model)
     call = batch()
     seen = call["attention_mask"] > 0
@@ -201,7 +202,7 @@ def test_experts_are_told_to_be_read_as_they_are():
 
 @greedy
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["deepseek_v3", "bart", "lfm2", "falcon_h1"])
+@pytest.mark.parametrize("name", ["deepseek_v3", "bart", "t5", "lfm2", "falcon_h1"])
 def test_other_kinds_of_layers_give_what_plain_xla_gives(name, engines):
     """Latent attention, attention to an encoder, and recurrences with states and without."""
     fast, plain = engines(make_model(name))

@@ -18,6 +18,7 @@ from dualinfer.backends import jax as backend  # noqa: E402
 from dualinfer.backends.jax import ahead  # noqa: E402
 from dualinfer.backends.jax.executables import Executables, Job  # noqa: E402
 from dualinfer.backends.jax.ops.pallas import PallasOps  # noqa: E402
+from dualinfer.kernels.pallas import attention as attending  # noqa: E402
 from dualinfer.kernels.pallas import experts as mixing  # noqa: E402
 from dualinfer.kernels.pallas import product as products  # noqa: E402
 from dualinfer.kernels.pallas import state as states  # noqa: E402
@@ -134,6 +135,27 @@ def test_scales_and_zeros_of_float16_compile():
         data = jax.ShapeDtypeStruct((*lead, 256, 128), "uint8")
         beside = jax.ShapeDtypeStruct((*lead, 256, 8), "float16")
         assert compiled(Job("run", run, (x, data, beside, beside)), "v5e").kernels == {kernel}
+
+
+@pytest.mark.tpu
+@pytest.mark.parametrize("chip", ["v5e", "v6e"])
+@pytest.mark.parametrize(("rows", "tokens"), [(1, 1024), (8, 1)], ids=["prompt", "tokens"])
+def test_scores_with_numbers_of_distances_compile(rows, tokens, chip):
+    """Heads of T5 11B, each row with numbers of its own, as DeBERTa's are."""
+    heads, dim, keys = 128, 128, 1024
+
+    def run(q: Any, k: Any, v: Any, bias: Any) -> Any:
+        starts = jax.numpy.full(rows, keys - tokens, "int32")
+        seen = attending.Seen(starts, starts + tokens, tokens == 1)
+        scores = attending.Scores(1.0, bias=bias)
+        return attending.attend(q, k, v, seen, scores, interpret=False)
+
+    held = jax.ShapeDtypeStruct((rows, heads, keys, dim), "bfloat16")
+    q = jax.ShapeDtypeStruct((rows, tokens, heads, dim), "bfloat16")
+    bias = jax.ShapeDtypeStruct((rows, heads, tokens, keys), "float32")
+    made = compiled(Job("attention", run, (q, held, held, bias)), chip)
+    assert made.kernels == {"attention"}
+    assert not {shape for shape in made.copied if np.prod(shape) >= np.prod(bias.shape)}
 
 
 STATES = {

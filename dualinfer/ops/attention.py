@@ -124,6 +124,13 @@ def alibi_bias(m: Maths, slopes: Array, keys: Array, queries: Array, scale: floa
     return (at(keys)[:, :, None, :] - at(queries)[..., None]) * scale
 
 
+def bias_of(m: Maths, layer: LayerAttention, keys: Array, queries: Array) -> Array | None:
+    """What distances of int positions [B, S] and [B, T] add to a layer's scores: [B, H, T, S]."""
+    if layer.slopes is not None:
+        return alibi_bias(m, layer.slopes, keys, queries, layer.alibi_scale)
+    return None if layer.bias is None else relative_bias(layer.bias, keys, queries)
+
+
 def relative_bias(table: Array, keys: Array, queries: Array) -> Array:
     """The bias of distances, [B, H, T, S], of int positions [B, S] and [B, T].
 
@@ -136,25 +143,15 @@ def relative_bias(table: Array, keys: Array, queries: Array) -> Array:
 
 
 @named("attention")
-def disentangled_attention(
-    m: Maths,
-    q: Array,
-    k: Array,
-    v: Array,
-    keys: Array | None,
-    queries: Array | None,
-    *,
-    scale: float,
-    mask: Array | None,
-    segments: Array | None,
-) -> Array:
-    """Attention of whole sequences, to whose scores distances add: [B, T, H, D] as q, k and v.
+def places_bias(
+    m: Maths, q: Array, k: Array, keys: Array | None, queries: Array | None
+) -> Array | None:
+    """What distances add to products of q and k [B, T, H, D]: float32 [B, H, T, T], None if nothing.
 
-    Keys and queries [H, 2N+1, D] are of keys that lie -N to N tokens behind the query, or farther.
-    `mask` and `segments` are as in `attention`. Scores are float32 (DeBERTa, arXiv:2006.03654).
+    Keys and queries [H, 2N+1, D] are of keys that lie -N to N tokens behind the query, or farther
+    (DeBERTa, arXiv:2006.03654).
     """
     at = m.arange(q.shape[1], q)
-    scores = m.scores("bthd,bshd->bhts", q, k)
 
     def added(x: Array, table: Array, away: Array) -> Array:
         """Each row of x [B, T, H, D] with the row of the table of each distance: [B, H, T, T]."""
@@ -162,11 +159,31 @@ def disentangled_attention(
         products = m.scores("bthd,hpd->bhtp", x, table)
         return m.along(products, (away.clip(-near, near) + near)[None, None])
 
-    if keys is not None:
-        scores = scores + added(q, keys, at - at[:, None])
-    if queries is not None:
-        scores = scores + added(k, queries, at[:, None] - at).swapaxes(-1, -2)
-    scores = scores * scale
+    bias = None if keys is None else added(q, keys, at - at[:, None])
+    if queries is None:
+        return bias
+    other = added(k, queries, at[:, None] - at).swapaxes(-1, -2)
+    return other if bias is None else bias + other
+
+
+@named("attention")
+def disentangled_attention(
+    m: Maths,
+    q: Array,
+    k: Array,
+    v: Array,
+    bias: Array | None,
+    *,
+    scale: float,
+    mask: Array | None,
+    segments: Array | None,
+) -> Array:
+    """Attention of whole sequences with a `places_bias`: [B, T, H, D] as q, k and v.
+
+    `mask` and `segments` are as in `attention`. Scores are float32.
+    """
+    scores = m.scores("bthd,bshd->bhts", q, k)
+    scores = (scores if bias is None else scores + bias) * scale
     if (visible := _visible(m, q, False, None, mask, segments)) is not None:
         scores = m.where(visible(None)[:, None], scores, -float("inf"))
     return m.einsum("bhts,bshd->bthd", m.cast(m.softmax(scores), v.dtype), v)

@@ -325,15 +325,10 @@ class PlainOps(PlainBlocks):
         with self.span("head_product"):
             return flat(self.maths.einsum("nhd,hod->nho", y, values))[:, None]
 
-    def _attend_places(
-        self,
-        layer: LayerAttention,
-        qkv: Array,
-        angles: Any,
-        mask: Array | None,
-        segments: Array | None,
-    ) -> Array:
-        """Attention [B, T, H D] of an encoder's layer to whose scores distances add."""
+    def _placed(
+        self, layer: LayerAttention, qkv: Array, angles: Any
+    ) -> tuple[Array, Array, Array, Array | None]:
+        """Queries, keys and values of a layer with vectors of distances, and its `places_bias`."""
         m, a, places = self.maths, layer.spec, layer.places
         assert places is not None and a.places is not None
         q, k, v = self._heads(layer, qkv, angles)
@@ -353,8 +348,20 @@ class PlainOps(PlainBlocks):
             return heads(y, width=a.head_dim).swapaxes(0, 1)
 
         keys, queries = of_places(places.keys, 1), of_places(places.queries, 0)
-        how: dict[str, Any] = {"scale": a.scale, "mask": mask, "segments": segments}
-        return flat(attention.disentangled_attention(m, q, k, v, keys, queries, **how))
+        return q, k, v, attention.places_bias(m, q, k, keys, queries)
+
+    def _attend_places(
+        self,
+        layer: LayerAttention,
+        qkv: Array,
+        angles: Any,
+        mask: Array | None,
+        segments: Array | None,
+    ) -> Array:
+        """Attention [B, T, H D] of an encoder's layer to whose scores distances add."""
+        placed = self._placed(layer, qkv, angles)
+        how: dict[str, Any] = {"mask": mask, "segments": segments, "scale": layer.spec.scale}
+        return flat(attention.disentangled_attention(self.maths, *placed, **how))
 
     def attend(
         self,

@@ -15,6 +15,7 @@ from dualinfer.kernels.pallas import append as appending  # noqa: E402
 from dualinfer.kernels.pallas import attention as attending  # noqa: E402
 from dualinfer.kernels.pallas import experts as mixing  # noqa: E402
 from dualinfer.kernels.pallas import launch, norm, product, ring, state, thresholds  # noqa: E402
+from dualinfer.ops.attention import alibi_bias, relative_bias  # noqa: E402
 from dualinfer.ops.contract import StateStep  # noqa: E402
 from dualinfer.ops.exact import MATHS as EXACT  # noqa: E402
 from dualinfer.ops.recurrences import take_in  # noqa: E402
@@ -172,7 +173,7 @@ def test_a_product_of_one_feature_is_left_to_xla():
 
 
 @pytest.mark.parametrize(
-    "option", ["", "window", "softcap", "sinks", "alibi", "mask", "segments", "both ways"]
+    "option", ["", "window", "softcap", "sinks", "alibi", "mask", "segments", "both ways", "bias"]
 )
 def test_attention_of_prompts_is_the_reference(option, monkeypatch):
     """Three heads a key, values of another width, two blocks of queries by three of keys."""
@@ -196,6 +197,10 @@ def test_attention_of_prompts_is_the_reference(option, monkeypatch):
         how["alibi"] = scores["slopes"] = np.abs(normal(4, heads, dtype=FLOAT32))
         how["positions"] = np.arange(tokens)[None] * np.array([[1], [2]])
         scores["queries"] = scores["keys"] = jnp.asarray(how["positions"], jnp.int32)
+    if option == "bias":
+        how["alibi"], how["alibi_scale"] = normal(4, heads, dtype=BFLOAT16).astype(FLOAT32), 0.3
+        at = how["positions"] = np.arange(tokens)[None] * np.array([[1], [2]])
+        scores["bias"] = alibi_bias(MATHS, *map(jnp.asarray, (how["alibi"], at, at)), 0.3)
     if option == "mask":
         shown[1, :7] = False
         how["mask"] = shown
@@ -222,7 +227,10 @@ def test_attention_of_prompts_is_the_reference(option, monkeypatch):
 @both
 @pytest.mark.parametrize("table", [False, True], ids=["slots", "blocks"])
 def test_a_token_attends_to_its_slot_alone(dtype, table, monkeypatch):
-    """Garbage lies behind; a window and a chunk begin in other blocks than the first."""
+    """Garbage lies behind; a window and a chunk begin in other blocks than the first.
+
+    Distances add to scores.
+    """
     monkeypatch.setattr(attending, "_MANY_KEYS", 8)
     slots, kv_heads, size, dim = 3, 2, 24, 16
     lengths = np.array([1, 23, 14], np.int32)
@@ -238,12 +246,16 @@ def test_a_token_attends_to_its_slot_alone(dtype, table, monkeypatch):
         for pool, part in zip(pools, (k, v), strict=True):
             pool[blocks] = part.reshape(slots, kv_heads, 3, 8, dim).swapaxes(1, 2)
         held, where = [jnp.asarray(pool) for pool in pools], {"table": jnp.asarray(blocks)}
+    added = normal(5, 4, 2 * 6 + 1, dtype=FLOAT32)
+    places = jnp.arange(size)[None], jnp.asarray(lengths - 1)[:, None]
+    bias = relative_bias(jnp.asarray(added), *places)
     for name, most in (("window", 5), ("chunk", 9)):
         own: dict[str, Any] = {name: most}
         seen = attending.Seen(jnp.asarray(lengths - 1), jnp.asarray(lengths), True, **own)
-        how: Any = (seen, attending.Scores(0.25))
+        how: Any = (seen, attending.Scores(0.25, bias=bias))
         found = attend(jnp.asarray(q)[:, None], *held, *how, **where, **INTERPRET)
-        wanted = oracles.decode_attention(q, (k, v), lengths, scale=0.25, **own)
+        own |= {"scale": 0.25, "relative": added}
+        wanted = oracles.decode_attention(q, (k, v), lengths, **own)
         assert_close(np.asarray(found)[:, 0], wanted, dtype, length=size, roundings=3)
 
 

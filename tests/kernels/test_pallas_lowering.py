@@ -88,6 +88,12 @@ def test_steps_with_codes_lower(quant, monkeypatch):
     assert found == {"prefill": both, "decode": both}
 
 
+def test_scores_with_distances_lower(monkeypatch):
+    """Which the kernel reads by blocks, of prompts and of tokens."""
+    found = lowered(make_model("falcon with alibi"), monkeypatch)
+    assert all("attention" in kernels for kernels in found.values())
+
+
 # tests/test_tpu.py compiles steps of every family, where libtpu is.
 ODD = ("gpt_oss", "olmoe, clipped", "bloom", "gemma2")
 

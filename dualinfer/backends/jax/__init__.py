@@ -230,20 +230,22 @@ def _make_ops(
     """The kernels that are wanted where they can run, else plain XLA; see `_check_kernels`."""
     wanted = _kernels_of(config, device)
     if wanted == "pallas":
-        return _make_pallas_ops(device, split)
+        return _make_pallas_ops(spec, device, split)
     if wanted == "xla" or _obstacle(spec, device):
         return PlainOps(split)
     return _make_kernel_ops(config, spec, device, split, place)
 
 
-def _make_pallas_ops(device: jax.Device, split: Split | None) -> PlainOps:
+def _make_pallas_ops(spec: ModelSpec, device: jax.Device, split: Split | None) -> PlainOps:
     """Pallas' kernels for a TPU or a GPU, else interpreted ones."""
     from .ops.pallas import PallasOps
     from .ops.pallas_gpu import PallasGpuOps
 
     if device.platform == "gpu":
         return PallasGpuOps(split, sms=getattr(device, "core_count", None) or 132)
-    return PallasOps(split, interpret=device.platform != "tpu")
+    ops = PallasOps(split, interpret=device.platform != "tpu")
+    ops.holds_scores = any(a.bias or a.places or a.alibi_rounded for a in spec.attentions)
+    return ops
 
 
 def _make_kernel_ops(

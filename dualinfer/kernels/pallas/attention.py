@@ -39,9 +39,10 @@ class Seen(NamedTuple):
 
 
 class Scores(NamedTuple):
-    """The form of scores: times `scale`, capped softly, with the bias of ALiBi, beside sinks [H].
+    """The form of scores: times `scale`, capped softly, with a bias, beside sinks [H].
 
-    Slopes are float32 [H], what they count int32 `queries` [B, T] and `keys` [B, S].
+    The bias is ALiBi's, whose slopes are float32 [H], and what they count int32 `queries` [B, T]
+    and `keys` [B, S]; or any float32 `bias` [B or 1, H, T, S] of the keys that `attend` reaches.
     """
 
     scale: float
@@ -50,6 +51,7 @@ class Scores(NamedTuple):
     slopes: jax.Array | None = None
     queries: jax.Array | None = None
     keys: jax.Array | None = None
+    bias: jax.Array | None = None
 
 
 def attend(
@@ -89,10 +91,10 @@ def attend(
         """[B, T, K, G, ...] as [B, K, rows of all programs, ...]."""
         x = jnp.pad(x, ((0, 0), (0, padded - tokens), *[(0, 0)] * (x.ndim - 2)))
         x = jnp.moveaxis(x, 2, 1).reshape(
-            batch, kv_heads, blocks_of_rows, own * group, *x.shape[4:]
+            len(x), kv_heads, blocks_of_rows, own * group, *x.shape[4:]
         )
         x = jnp.pad(x, ((0, 0), (0, 0), (0, 0), (0, rows - own * group), *[(0, 0)] * (x.ndim - 4)))
-        return x.reshape(batch, kv_heads, -1, *x.shape[4:])
+        return x.reshape(len(x), kv_heads, -1, *x.shape[4:])
 
     def column(x: jax.Array) -> jax.Array:
         """int [B, T] as [B, 1, rows of all programs, 1]."""
@@ -166,6 +168,16 @@ def attend(
             names.append(name)
             inputs.append(Block(of_heads(each), (None, rows, 1), lambda b, h, i, j, *_: (h, 0, 0)))
 
+    if (bias := scores.bias) is not None:
+        one = len(bias) == 1  # for all rows
+        bias = bias.swapaxes(1, 2).reshape(len(bias), tokens, kv_heads, group, -1)
+
+        def of_bias(b: Any, h: Any, i: Any, j: Any, *given: Any) -> tuple[Any, ...]:
+            return 0 if one else b, h, i, block(b, i, j, *given[:2])
+
+        names.append("bias")
+        inputs.append(Block(by_rows(bias), (None, None, rows, keys), of_bias))
+
     def body(starts: Any, limits: Any, _: Any, *refs: Any) -> None:
         ref = dict(zip([*names, "out", "most", "total", "sums"], refs, strict=True))
         b, i, j = pl.program_id(0), pl.program_id(2), pl.program_id(3)
@@ -216,6 +228,8 @@ def attend(
             if "place_q" in ref:
                 away = ref["place_k"][...] - ref["place_q"][...]
             found = found + ref["slopes"][...] * away.astype(jnp.float32)
+        if "bias" in ref:
+            found = found + ref["bias"][...]
         found = jnp.where(visible, found, _NONE)
         most = ref["most"][...]
         new = jnp.maximum(most, found.max(-1, keepdims=True))

@@ -96,9 +96,6 @@ class PallasOps(PlainOps):
     def left_plain(self, spec: ModelSpec, layers: Sequence[Weights]) -> Mapping[str, str]:
         """See `PlainOps.left_plain`."""
         left = {}
-        beyond = {_beyond(own.attention) for own in spec.all_layers if own.attention} - {""}
-        if beyond:
-            left["attention"] = left["decode_attention"] = f"for {' and '.join(sorted(beyond))}"
         known = [
             self._runs_experts(own.mlp, layers[i])
             for i, own in enumerate(spec.all_layers)
@@ -291,13 +288,12 @@ class PallasOps(PlainOps):
         slots: jax.Array | None = None,
     ) -> tuple[jax.Array, CacheView | None]:
         """See `PlainOps.attend`."""
-        a = layer.spec
-        if _beyond(a):
-            how: dict[str, Any] = {"mask": mask, "segments": segments, "positions": positions}
-            return super().attend(layer, qkv, angles, cache=cache, slots=slots, **how)
+        a, placed = layer.spec, None
         if isinstance(qkv, LatentQkv):
             q, shared, cache = self._latents(layer, qkv, angles, cache, slots)
             k, v = self._of_latents(layer, shared)
+        elif layer.places is not None:
+            q, k, v, placed = self._placed(layer, qkv, angles)
         else:
             q, k, v = self._heads(layer, qkv, angles)
             if cache is not None:
@@ -311,8 +307,12 @@ class PallasOps(PlainOps):
         first, all_of_it = jnp.zeros(batch, jnp.int32), jnp.full(batch, tokens, jnp.int32)
         own: Any = numbers
         seen = attending.Seen(first, all_of_it, a.causal, a.window, **own)
-        scores = _scores(layer)
-        if scores.slopes is not None and positions is not None:
+        counted = layer.slopes is not None and positions is not None
+        at = positions if counted else jnp.arange(tokens)[None]
+        scores = _scores(layer, at, at)
+        if placed is not None:
+            scores = scores._replace(bias=placed * a.scale)
+        if counted and scores.slopes is not None:
             scores = scores._replace(queries=positions, keys=positions)
         with jax.named_scope("attention"):
             y = self._by_blocks(q, k.swapaxes(1, 2), v.swapaxes(1, 2), seen, scores)
@@ -331,15 +331,16 @@ class PallasOps(PlainOps):
     ) -> tuple[jax.Array, CacheView]:
         """See `PlainOps.attend_rows`; padding reads what is behind no row's end."""
         a = layer.spec
-        if isinstance(qkv, LatentQkv) or _beyond(a):
+        if isinstance(qkv, LatentQkv):
             return super().attend_rows(layer, qkv, angles, cache, slots, starts, lengths, reach)
         q, k, v = self._heads(layer, qkv, angles)
         with self.span("append"):
             cache = cache.extend(slots, starts, lengths, k, v)
         seen = attending.Seen(starts, starts + lengths, True, a.window, a.chunk)
         slots = jnp.clip(slots, 0, _slots_of(cache) - 1)
+        scores = _scores(layer, _places_of(cache, reach), starts[:, None] + jnp.arange(q.shape[1]))
         with jax.named_scope("attention"):
-            y = self._in_cache(q, cache, slots, seen, _scores(layer), reach)
+            y = self._in_cache(q, cache, slots, seen, scores, reach)
         return flat(y), cache
 
     def attend_token(
@@ -353,8 +354,7 @@ class PallasOps(PlainOps):
     ) -> tuple[jax.Array, CacheView]:
         """See `PlainOps.attend_token`."""
         a = layer.spec
-        if _beyond(a):
-            return super().attend_token(layer, qkv, angles, cache, lengths, reach)
+        scores = _scores(layer, _places_of(cache, reach), lengths[:, None])
         seen = attending.Seen(lengths, lengths + 1, True, a.window, a.chunk)
         if isinstance(qkv, LatentQkv):
             assert a.latent is not None
@@ -363,12 +363,12 @@ class PallasOps(PlainOps):
             keys = cast(LatentCache, written).shared[:, None]
             how: dict[str, Any] = {"values": a.latent.rank, "reach": reach}
             with jax.named_scope("decode_attention"):
-                y = self._by_blocks(q, keys, None, seen, _scores(layer), **how)
+                y = self._by_blocks(q, keys, None, seen, scores, **how)
             return self._values_of(layer, y[:, 0]), cast(CacheView, written)
         q, cache = self._appended(layer, qkv, angles, cache, lengths)
         slots = jnp.arange(len(lengths), dtype=jnp.int32)
         with jax.named_scope("decode_attention"):
-            y = self._in_cache(q, cache, slots, seen, _scores(layer), reach)
+            y = self._in_cache(q, cache, slots, seen, scores, reach)
         return flat(y), cache
 
     def attend_across(
@@ -488,16 +488,20 @@ class PallasOps(PlainOps):
         return thresholds.filter_logits(logits, top_k, top_p, min_p, interpret=self.interpret)
 
 
-def _beyond(a: Attention) -> str:
-    """Name the parts of a layer's attention that the kernel does not know; "" if it knows all."""
-    if a.places is not None or a.bias:
-        return "scores with the distances of tokens"
-    return "rounded slopes of ALiBi" if a.alibi_rounded else ""
-
-
-def _scores(layer: LayerAttention) -> attending.Scores:
+def _scores(layer: LayerAttention, keys: jax.Array, queries: jax.Array) -> attending.Scores:
+    """The scores of a layer, of int positions [B or 1, S] of keys and [B or 1, T] of queries."""
     a = layer.spec
-    return attending.Scores(a.scale, a.softcap, layer.sinks, layer.slopes)
+    scores = attending.Scores(a.scale, a.softcap, layer.sinks)
+    if layer.bias is None and not a.alibi_rounded:
+        return scores._replace(slopes=layer.slopes)
+    with jax.named_scope("attention"):
+        bias = attention.bias_of(MATHS, layer, keys, queries)
+        return scores._replace(bias=bias.astype(jnp.float32))
+
+
+def _places_of(cache: CacheView, reach: int | None) -> jax.Array:
+    """The positions [1, S] of the keys that are read of a cache."""
+    return jnp.arange(min(reach or cache.capacity, cache.capacity))[None]
 
 
 def _numbers(
