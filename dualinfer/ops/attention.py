@@ -146,7 +146,7 @@ def relative_bias(table: Array, keys: Array, queries: Array) -> Array:
 def places_bias(
     m: Maths, q: Array, k: Array, keys: Array | None, queries: Array | None
 ) -> Array | None:
-    """What distances add to products of q and k [B, T, H, D]: float32 [B, H, T, T], None if nothing.
+    """What distances add to products of q and k [B, T, H, D]: float32 [B, H, T, T], or None.
 
     Keys and queries [H, 2N+1, D] are of keys that lie -N to N tokens behind the query, or farther
     (DeBERTa, arXiv:2006.03654).
