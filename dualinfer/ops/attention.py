@@ -124,11 +124,11 @@ def alibi_bias(m: Maths, slopes: Array, keys: Array, queries: Array, scale: floa
     return (at(keys)[:, :, None, :] - at(queries)[..., None]) * scale
 
 
-def bias_of(m: Maths, layer: LayerAttention, keys: Array, queries: Array) -> Array | None:
-    """What distances of int positions [B, S] and [B, T] add to a layer's scores: [B, H, T, S]."""
-    if layer.slopes is not None:
-        return alibi_bias(m, layer.slopes, keys, queries, layer.alibi_scale)
-    return None if layer.bias is None else relative_bias(layer.bias, keys, queries)
+def bias_of(m: Maths, layer: LayerAttention, keys: Array, queries: Array) -> Array:
+    """What slopes or a table add to scores, [B, H, T, S], of int positions [B, S] and [B, T]."""
+    if layer.slopes is None:
+        return relative_bias(layer.bias, keys, queries)
+    return alibi_bias(m, layer.slopes, keys, queries, layer.alibi_scale)
 
 
 def relative_bias(table: Array, keys: Array, queries: Array) -> Array:

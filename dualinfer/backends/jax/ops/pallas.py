@@ -307,13 +307,13 @@ class PallasOps(PlainOps):
         first, all_of_it = jnp.zeros(batch, jnp.int32), jnp.full(batch, tokens, jnp.int32)
         own: Any = numbers
         seen = attending.Seen(first, all_of_it, a.causal, a.window, **own)
-        counted = layer.slopes is not None and positions is not None
-        at = positions if counted else jnp.arange(tokens)[None]
+        counted = None if layer.slopes is None else positions
+        at = jnp.arange(tokens)[None] if counted is None else counted
         scores = _scores(layer, at, at)
         if placed is not None:
             scores = scores._replace(bias=placed * a.scale)
-        if counted and scores.slopes is not None:
-            scores = scores._replace(queries=positions, keys=positions)
+        if scores.slopes is not None and counted is not None:
+            scores = scores._replace(queries=counted, keys=counted)
         with jax.named_scope("attention"):
             y = self._by_blocks(q, k.swapaxes(1, 2), v.swapaxes(1, 2), seen, scores)
         return flat(y), cache
