@@ -300,6 +300,82 @@ def test_urgent_ones_keep_their_blocks(engine, alone):
     check_over(engine)
 
 
+def test_what_was_saved_is_put_back_where_it_has_blocks_of_its_own(caplog):
+    """Of two that begin alike: others' blocks do not hold what was saved of the one that waits."""
+    how: dict[str, Any] = {"do_sample": False, "eos_token_id": None}
+    with dualinfer.init_inference(make_model("llama-gqa"), **HOW) as engine:
+        vocab = engine.runner.spec.vocab
+        first, *others = (
+            random_ids(1, n, seed=n, vocab=vocab)[0].tolist() for n in (256, 5, 69, 193)
+        )
+        a, b = first + others[0], first + others[1]
+        expected = [
+            np.asarray(engine.generate([row], max_new_tokens=100, **how))[0, len(row) :].tolist()
+            for row in (a, b)
+        ]
+        for closes in (True, False):
+            engine.reserve(6, 440, cache_tokens=12 * GRAIN)
+            streams, texts = [], []
+            for row, more in ((a, {}), (others[2], {"no_repeat_ngram_size": 2}), (b, {})):
+                count = 64 if more else 100
+                streams.append(engine.stream([row], max_new_tokens=count, **how, **more))
+                texts.append([next(streams[-1])])
+            while not engine._loop.yields:
+                texts[0].append(next(streams[0]))
+            if closes:  # as many blocks are free then as were saved, and not one more
+                streams[1].close()
+            texts[0] += streams[0]
+            texts[1] += streams[1]
+            texts[2] += streams[2]
+            assert [texts[0], texts[2]] == expected
+            assert engine._loop.yields == 1
+            check_over(engine)
+            engine._loop.yields = 0
+    assert not caplog.records
+
+
+def test_streams_go_on_beside_one_that_waits_for_all_of_its_blocks(engine, alone):
+    """The host chooses tokens of two, and the second one must leave room for the long one."""
+    rows = rows_of(engine)
+
+    async def main():
+        long = engine.generate_async(rows[0], max_new_tokens=NEW, do_sample=False)
+        while long._channel.count < 3:
+            await asyncio.sleep(0)
+        how = {"max_new_tokens": 60, "eos_token_id": None, "no_repeat_ngram_size": 2}
+        made = [engine.generate_async(rows[4], do_sample=False, **how) for _ in range(2)]
+        while made[0]._channel.count < 20:
+            await asyncio.sleep(0)
+        assert not long._channel.has_ended and not made[1]._channel.count
+        return await long, [await one for one in made]
+
+    engine.reserve(6, 250, cache_tokens=7 * GRAIN)
+    found, chosen = asyncio.run(main())
+    assert found == alone[0][0] and chosen == [alone[4][0][:60]] * 2
+    check_over(engine)
+
+
+def test_a_grammar_goes_on_behind_a_pause():
+    with dualinfer.init_inference(dualinfer.embedded_model(), dtype="fp32") as engine:
+        rows = [random_ids(1, n, seed=n, vocab=200)[0].tolist() for n in (90, 7, 20)]
+        ways: list[dict[str, Any]] = [{"do_sample": False}, {"do_sample": True, "seed": 3}, {}]
+
+        async def all_of() -> list[list[int]]:
+            how = {"max_new_tokens": 120, "grammar": {"regex": "([a-z]{3,9} [0-9]+, )*"}}
+            pairs = zip(rows, ways, strict=True)
+            made = [engine.generate_async(row, **how, **way) for row, way in pairs]
+            return [await one for one in made]
+
+        engine.reserve(3, 250, prefix_cache=False)
+        expected = asyncio.run(all_of())
+        for swap_space in (0, 1):
+            before = engine.traffic().preemptions
+            engine.reserve(3, 250, cache_tokens=5 * GRAIN, swap_space=swap_space)
+            assert asyncio.run(all_of()) == expected
+            assert engine.traffic().preemptions > before
+            check_over(engine)
+
+
 def test_what_has_no_blocks_is_refused(engine):
     with pytest.raises(ArgumentError, match="one sequence of 250 tokens must have room"):
         engine.reserve(4, 250, cache_tokens=249)

@@ -42,7 +42,7 @@ class BlockSlots(Slots):
         if (book := self.blocks) is None:
             return True
         self.finish([x for x in list(self._live.values()) if x.ended])
-        lives = list(self._live.values())
+        new = [(request, chosen) for request in requests]
         stays = [book.of(r.cache_tokens) for r in requests if chosen or r.embeds is not None]
         if sum(stays) > book.count:
             raise LengthError(
@@ -51,11 +51,7 @@ class BlockSlots(Slots):
                 "their tokens are chosen on the host, or they begin with embeddings. Pass fewer at "
                 "a time, ask for fewer new tokens, or reserve more cache_tokens."
             )
-        others = [x for x in requests if not (chosen or x.embeds is not None)]
-        others += [x.request for x in lives if not _stays(x)]
-        held = sum(book.of(x.request.cache_tokens) for x in lives if _stays(x))
-        most = max((book.of(x.cache_tokens) for x in others), default=0)
-        if held + sum(stays) + most > book.count:
+        if not _leave_room(book, new, list(self._live.values())):
             return False
         return not chosen or sum(stays) <= book.free + book.kept
 
@@ -65,7 +61,8 @@ class BlockSlots(Slots):
         """True if the prompts of new requests have room, and a block more for each.
 
         Whether a request's tokens are chosen on the host stands beside it. What sequences under way
-        are yet to read comes first; those that are `leaving` give their blocks back.
+        are yet to read comes first; those that are `leaving` give their blocks back. Where it is
+        True `_has_blocks` is too, so that who lets them in need not wait there.
         """
         if self.blocks is None:
             return True
@@ -73,19 +70,26 @@ class BlockSlots(Slots):
             if (book := self.blocks) is None:
                 return True
             there = book.free + book.kept + sum(book.alone(x.slot) for x in leaving)
-            for live in list(self._live.values()):
-                if live.unread is not None and not live.ended and live not in leaving:
+            lives = [x for x in list(self._live.values()) if not (x.ended or x in leaving)]
+            for live in lives:
+                if live.unread is not None:
                     there -= max(0, self._needs(live.unread.request) - book.held(live.slot))
-            return sum(self._needs(request, whole) for request, whole in new) <= there
+            if sum(self._needs(request, whole) for request, whole in new) > there:
+                return False
+            return _leave_room(book, new, lives)
 
-    def _needs(self, request: Request, whole: bool = False) -> int:
-        """Blocks that must be free for a prompt and its first new tokens."""
+    def _needs(self, request: Request, whole: bool = False, shares: bool = True) -> int:
+        """Blocks that must be free for a prompt and its first new tokens.
+
+        Those that others have of it now are not counted if it `shares` them.
+        """
         book = self.blocks
         assert book is not None
         most = book.of(request.cache_tokens)
         if whole or request.embeds is not None:
             return most
-        found = (0, 0) if self.sharing is None else self.sharing.found(request)
+        sharing = self.sharing if shares else None
+        found = (0, 0) if sharing is None else sharing.found(request)
         return min(book.of(len(request.prompt)) + 1, most) - book.served(*found)
 
     def _claims(self) -> "Claims | None":
@@ -116,6 +120,7 @@ class BlockSlots(Slots):
         lives = [x for x in self._by_rank() if not x.chosen]
         if self.blocks is None or not lives or any(x.unread is None for x in lives):
             return False
+        self.finish([x for x in list(self._live.values()) if x.ended])
         claims, piece = Claims(self, self.blocks), lives[0].unread
         assert piece is not None
         while not claims.allows(lives[0], piece, piece.stop - piece.start):
@@ -138,11 +143,11 @@ class BlockSlots(Slots):
             return
         with self._undisturbed():
             live.saved = live.saved or self._pauses.save(live)
+        live.unread, live.is_again = Piece.whole(live.part(), live.slot), True
+        live.queued = len(live.tokens) + 1
         self._runner.release([live.slot])
         if self.sharing is not None:
             self.sharing.drop(live.slot)
-        live.unread, live.is_again = Piece.whole(live.part(), live.slot), True
-        live.queued = len(live.tokens) + 1
         self.yields += 1
 
     def _give_up(self, free: int) -> bool:
@@ -168,15 +173,31 @@ class Claims:
     def allows(self, live: Live, piece: Piece, left: int) -> bool:
         """True if there are blocks for a piece, of which at most about `left` tokens are read.
 
-        Of one that begins, for the whole prompt and what comes first behind it.
+        Of one that begins, for the whole prompt and what comes first behind it. What was saved of a
+        sequence has blocks of its own: where there are too few of these, and others have what it
+        begins with, it is read again.
         """
-        book, claimed = self._book, self._needs
-        if piece.is_first and not book.held(live.slot):
-            own = self._slots._needs(piece.request)
-        else:
-            own = max(book.of(needed(first_of(piece, left))) - book.held(live.slot), 0)
-        others = sum(max(n - book.held(slot), 0) for slot, n in claimed.items())
+        book = self._book
+        if not piece.is_first or book.held(live.slot):
+            own = book.of(needed(first_of(piece, left)))
+            return self._are_there(max(own - book.held(live.slot), 0))
+        needs, request = self._slots._needs, piece.request
+        if live.saved is not None and self._are_there(needs(request, shares=False)):
+            return True
+        is_room = self._are_there(needs(request))
+        live.saved = None if is_room else live.saved
+        return is_room
+
+    def _are_there(self, own: int) -> bool:
+        """True if there are so many blocks beside those that are claimed."""
+        book = self._book
+        others = sum(max(n - book.held(slot), 0) for slot, n in self._needs.items())
         return own + others <= book.free + book.kept
+
+    def take_saved(self, live: Live) -> None:
+        """Free the blocks for what was saved of a sequence."""
+        if live.saved is not None:
+            self._slots._give_up(self._book.more({live.slot: live.saved.tokens}))
 
     def take(self, pieces: Sequence[Piece]) -> None:
         """Free the blocks for pieces."""
@@ -189,6 +210,18 @@ class Claims:
         if piece.is_first and piece.request.embeds is None:
             own = min(len(piece.request.prompt) + 1, piece.request.cache_tokens)
         self._needs[piece.slot] = self._book.of(own)
+
+
+def _leave_room(book: Blocks, new: Sequence[tuple[Request, bool]], lives: Sequence[Live]) -> bool:
+    """True if those that keep their blocks to the end leave room for each of the others.
+
+    Of `new` requests beside `lives`; whether a request's tokens are chosen stands beside it.
+    """
+    pairs = [(x.request, x.chosen) for x in lives]
+    pairs += new
+    sizes = [(book.of(r.cache_tokens), chosen or r.embeds is not None) for r, chosen in pairs]
+    stay = sum(size for size, stays in sizes if stays)
+    return stay + max((size for size, stays in sizes if not stays), default=0) <= book.count
 
 
 def _stays(live: Live) -> bool:

@@ -19,6 +19,10 @@ class Claims(Protocol):
         """True if there are blocks for a piece, of which at most about `left` tokens are read."""
         ...
 
+    def take_saved(self, live: Live) -> None:
+        """Free the blocks for what was saved of a sequence, before it is put back."""
+        ...
+
     def add(self, piece: Piece) -> None:
         """Count what a piece takes."""
         ...
@@ -85,6 +89,8 @@ def next_pieces(
             break
         served.append(live)
         if piece.is_first and (sharing is not None or claims is not None):
+            if claims is not None:
+                claims.take_saved(live)
             request = pauses.restore(live, piece.request)
             if sharing is not None:
                 request = sharing.begun(live.slot, request)

@@ -218,6 +218,17 @@ class Room(NamedTuple):
         return Room(*map(max, self, other))
 
 
+def for_one(specs: Sequence[CacheSpec], tokens: int) -> tuple[list[CacheSpec], Room]:
+    """Caches that have what one sequence has of its first `tokens`, and their room: whole blocks.
+
+    There is no table of these.
+    """
+    if any(spec.blocks for spec in specs):
+        tokens = -(-tokens // BLOCK) * BLOCK
+    own = [replace(spec, kind="full", blocks=0) if spec.blocks else spec for spec in specs]
+    return own, Room(1, tokens)
+
+
 def buffers(spec: CacheSpec, slots: int, tokens: int) -> tuple[Buffer, ...]:
     """The arrays of one layer's cache."""
     return LAYOUTS[spec.kind](spec, slots, tokens)

@@ -15,6 +15,7 @@ from ...ops.caches import (
     cache_bytes,
     check_kinds,
     check_room,
+    for_one,
     no_room,
 )
 from ...parallel.agreement import Peers
@@ -132,11 +133,13 @@ class Cache:
             return host.copy_(x, non_blocking=True)  # done before work that is enqueued later
 
         taken = [layer.taken(slot, tokens) for layer in self._layers]
-        return [type(one)(*map(saved, one)) for one in taken]
+        if any(spec.blocks for spec in self.specs):
+            taken = [own._replace(table=None) for own in taken]
+        return [type(own)(*map(saved, own)) for own in taken]
 
     def saved_bytes(self, tokens: int) -> int:
         """Bytes that `save` of so many tokens takes."""
-        return sum(size_of(layer.taken(0, tokens)) for layer in self._layers)
+        return cache_bytes(*for_one(self.specs, tokens), self._dtype.itemsize)
 
     def restore(self, slot: int, saved: Sequence[Any]) -> None:
         """Put back what `save` gave, into any slot."""
