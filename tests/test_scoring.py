@@ -75,6 +75,32 @@ def test_scores_are_hfs_at_every_token(engine, hf, monkeypatch):
     assert read == [1]  # one row for all three
 
 
+def test_a_prompt_of_several_continuations_is_read_once(engine, hf, monkeypatch):
+    random = np.random.default_rng(1)
+    pairs = []
+    for length in (150, 140, 3, 90):
+        first = random.integers(3, 2048, length).tolist()
+        pairs += [(first, random.integers(3, 2048, n).tolist()) for n in (7, 1, 4, 1, 9)]
+    greedy = np.asarray(engine.generate([pairs[0][0]], max_new_tokens=6, do_sample=False))
+    pairs.append((pairs[0][0], greedy[0, len(pairs[0][0]) :].tolist()))
+    pairs.append((pairs[7][0][:60], [5, 6]))  # alone
+    read = []
+    forward = engine.forward
+    monkeypatch.setattr(
+        engine, "forward", lambda ids, *a, **k: read.append(ids.shape) or forward(ids, *a, **k)
+    )
+    columns = [p for p, _ in pairs], [c for _, c in pairs]
+    check(hf, engine.score(*columns), pairs)
+    assert read == [(1, 61)]
+    engine.reserve(5, 200, cache_tokens=320)
+    try:
+        check(hf, engine.score(*columns), pairs)  # one prompt at a time
+        monkeypatch.setattr(scoring, "_PROMPTS", 2)
+    finally:
+        engine.unreserve()
+    check(hf, engine.score(*columns), pairs)
+
+
 def test_texts_are_split_as_the_harness_does(engine, hf):
     tokenizer = engine.tokenizer
     texts = [("def copy(", "a, b):"), ("return  ", "x"), ("", "import os"), ("x = ", "1\n")]

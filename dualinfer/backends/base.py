@@ -411,7 +411,7 @@ class Runner(Protocol):
         """Scores [B, V] with the requests' bias and penalties, after their `new` tokens [B, T]."""
         ...
 
-    def tell(self, scores: Any, tokens: np.ndarray) -> np.ndarray:
+    def tell(self, scores: Any, tokens: np.ndarray, likely: int = TOP) -> np.ndarray:
         """float32 [B, 1 + 2 K] of `tokens` [B] by scores [B, V]: see `sampling.tell`."""
         ...
 

@@ -1,20 +1,24 @@
 """Scores of texts: log-probabilities of continuations, exact, many at a time."""
 
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import zip_longest
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from ..arrays import from_numpy
-from ..backends.base import TOP
+from ..backends.base import GRAIN, TOP, Request
 from ..errors import ArgumentError, LengthError, UnsupportedError, a_type, shown
 from .base import InferenceEngine
+from .loop import Loop
 from .requests import TokenLogprobs, told_of
 from .tokenizing import ids_of, tokenizer_of
 
 _SCORED = 512  # places of a prompt whose logits are held at a time
 _TOKENS = 16384  # of a pass
 _LOGITS = 2**28  # numbers of a pass
+_PROMPTS = 64  # whose caches are held at a time
+_WORTH = 256  # tokens that a pass more must save: it reads all weights again
 
 
 class Score(NamedTuple):
@@ -47,10 +51,18 @@ class _Pair(NamedTuple):
         return (*self.first, *self.then[:-1])
 
 
+class _Shared(NamedTuple):
+    """A prompt of several continuations: by what of each is read, the pairs that read it."""
+
+    first: tuple[int, ...]
+    rests: list[tuple[tuple[int, ...], list[int]]]
+
+
 class ScoringCalls(InferenceEngine):
     """Calls of a causal model that tell how likely tokens are."""
 
     _spec: Any
+    _loop: Loop
 
     def score(
         self, prompts: Sequence[Any], continuations: Sequence[Any], *, tokenizer: Any = None
@@ -64,8 +76,9 @@ class ScoringCalls(InferenceEngine):
         both together, behind those of the prompt alone; blanks at a prompt's end belong to the
         continuation. After an empty prompt the first token follows BOS, or EOS where there is none.
         Log-probabilities are of the whole vocabulary, in float32, by the model's own logits.
-        Prompts that several continuations of one token share are read once. LengthError where a
-        pair is longer than the model takes.
+        A prompt of several continuations is read once, where that is worth a pass for each of them
+        and the model reads on behind what it has cached. LengthError where a pair is longer than
+        the model takes.
         """
         self._check_scored("score()")
         if isinstance(prompts, str) or isinstance(continuations, str):
@@ -145,19 +158,110 @@ class ScoringCalls(InferenceEngine):
         return _Pair(first, then)
 
     def _scores(self, pairs: Sequence[_Pair]) -> list[Score]:
-        """The scores of pairs; rows of the same ids are read once."""
+        """The scores of pairs; prompts that several share, and rows of the same ids, once."""
+        told: dict[int, np.ndarray] = {}
+        for batch in self._shared(pairs):
+            told |= self._told_behind(batch, pairs)
         of_row: dict[tuple[int, ...], list[int]] = {}
         for i, pair in enumerate(pairs):
-            of_row.setdefault(pair.read, []).append(i)
-        found: dict[int, Score] = {}
+            if i not in told:
+                of_row.setdefault(pair.read, []).append(i)
         for batch in _batches(of_row, pairs, self._spec.vocab):
             places = [(row, i) for row, read in enumerate(batch) for i in of_row[read]]
-            told = self._told(batch, [(row, pairs[i]) for row, i in places])
-            for (_, i), own in zip(places, told, strict=True):
-                is_greedy = bool(np.all(own[:, 0] >= own[:, 1]))
-                logs = own[:, 0].astype(np.float64).tolist()
-                found[i] = Score(float(sum(logs)), is_greedy, list(pairs[i].then), logs)
-        return [found[i] for i in range(len(pairs))]
+            rows = self._told(batch, [(row, pairs[i]) for row, i in places])
+            told |= {i: own for (_, i), own in zip(places, rows, strict=True)}
+        return [_score(pair, told[i]) for i, pair in enumerate(pairs)]
+
+    def _shared(self, pairs: Sequence[_Pair]) -> Iterator[list[_Shared]]:
+        """Prompts of several continuations that are worth reading once, some at a time."""
+        if not self.runner.verifies:
+            return
+        pool, most = self._loop.pool, self.max_tokens  # type: ignore[attr-defined]
+        prompts, room = _PROMPTS, _TOKENS
+        if pool is not None:  # others want slots, too
+            prompts, most = min(prompts, max(1, pool.slots // 4)), min(most, pool.tokens)
+            room = min(room, pool.blocks * GRAIN or room)
+
+        def has_room(first: int, then: int, count: int) -> bool:
+            logits = count * then * self._spec.vocab
+            return (
+                first + then <= most
+                and count <= prompts
+                and count * (first + then + GRAIN) <= room
+                and (count == 1 or logits <= _LOGITS)
+            )
+
+        batch: list[_Shared] = []
+        longest = 0
+        for own in sorted(_by_prompt(pairs), key=lambda own: len(own.first), reverse=True):
+            then = max(len(rest) for rest, _ in own.rests) + 1
+            if batch and not has_room(len(batch[0].first), max(longest, then), len(batch) + 1):
+                if _is_worth(batch):
+                    yield batch
+                batch, longest = [], 0
+            if has_room(len(own.first), then, 1):
+                batch.append(own)
+                longest = max(longest, then)
+        if _is_worth(batch):
+            yield batch
+
+    def _told_behind(self, batch: list[_Shared], pairs: Sequence[_Pair]) -> dict[int, np.ndarray]:
+        """What `tell` says of the tokens of each pair of these prompts, which are read once.
+
+        Continuations are read as drafts, none of which is taken: the next one goes behind the
+        prompt as well. One pass has one of each prompt, the longest ones first.
+        """
+        self._check_model(alone=False)  # type: ignore[attr-defined]
+        longest = max(len(rest) for own in batch for rest, _ in own.rests)
+        requests = [Request(np.array(own.first, np.int32), longest + 1) for own in batch]
+        lives, logits = self._loop.start_scores(requests)
+        told: dict[int, list[np.ndarray]] = {}
+        try:
+            starts = [(row, i) for row, own in enumerate(batch) for _, of in own.rests for i in of]
+            rows = np.array([row for row, _ in starts])
+            tokens = np.array([pairs[i].then[0] for _, i in starts])
+            for (_, i), own in zip(starts, self._told_of(logits, (rows,), tokens), strict=True):
+                told[i] = [own[None]]
+            columns = [sorted(own.rests, key=lambda x: len(x[0]), reverse=True) for own in batch]
+            for part in zip_longest(*columns, fillvalue=((), [])):
+                width = max(len(rest) for rest, _ in part)
+                if not width:
+                    break
+                ids = np.zeros((len(batch), width), np.int64)
+                for row, (rest, _) in zip(ids, part, strict=True):
+                    row[: len(rest)] = rest
+                logits = self._loop.scores_of(lives, ids)
+                places = [
+                    (row, column, pairs[i].then[1 + column], i)
+                    for row, (rest, of) in enumerate(part)
+                    for i in of
+                    for column in range(len(rest))
+                ]
+                at = [np.array([place[i] for place in places]) for i in range(2)]
+                tokens = np.array([place[2] for place in places])
+                for (*_, i), own in zip(places, self._told_of(logits, at, tokens), strict=True):
+                    told[i].append(own[None])
+        finally:
+            self._loop.leave(lives)
+        self._check_model(alone=True)  # type: ignore[attr-defined]
+        return {i: np.concatenate(own) for i, own in told.items()}
+
+    def _told_of(self, logits: Any, at: Sequence[np.ndarray], tokens: np.ndarray) -> np.ndarray:
+        """What `tell` says of `tokens` [N], and of the likeliest one, by logits [..., V] `at` N.
+
+        Some thousand of them at a time; few sizes, each of which JAX compiles.
+        """
+        most = max(1, _LOGITS // self._spec.vocab)
+        told = []
+        for first in range(0, len(tokens), most):
+            part = [x[first : first + most] for x in (*at, tokens)]
+            count = len(part[0])
+            *index, ids = (
+                np.pad(x, (0, min(_power(count), most) - count), mode="edge") for x in part
+            )
+            with self._turns:
+                told.append(self.runner.tell(logits[tuple(index)], ids, 1)[:count])
+        return np.concatenate(told)
 
     def _told(
         self, batch: Sequence[tuple[int, ...]], places: Sequence[tuple[int, _Pair]]
@@ -178,15 +282,33 @@ class ScoringCalls(InferenceEngine):
         columns = [np.arange(len(pair.then)) + len(pair.first) - 1 - begin for _, pair in places]
         tokens = [np.array(pair.then) for _, pair in places]
         lengths = [len(pair.then) for _, pair in places]
-        index = np.stack([np.concatenate(part) for part in (rows, columns, tokens)])
-        told = []
-        most = max(1, _LOGITS // self._spec.vocab)
-        for first in range(0, index.shape[1], most):
-            part = index[:, first : first + most]
-            count = part.shape[1]
-            part = np.pad(part, ((0, 0), (0, min(_power(count), most) - count)), mode="edge")
-            told.append(self.runner.tell(logits[part[0], part[1]], part[2])[:count])
-        return np.split(np.concatenate(told), np.cumsum(lengths)[:-1])
+        at = np.concatenate(rows), np.concatenate(columns)
+        told = self._told_of(logits, at, np.concatenate(tokens))
+        return np.split(told, np.cumsum(lengths)[:-1])
+
+
+def _score(pair: _Pair, told: np.ndarray) -> Score:
+    """The score of a pair by what `tell` says of its tokens, float32 [tokens, 3]."""
+    logs = told[:, 0].astype(np.float64).tolist()
+    is_greedy = bool(np.all(told[:, 0] >= told[:, 1]))
+    return Score(float(sum(logs)), is_greedy, list(pair.then), logs)
+
+
+def _by_prompt(pairs: Sequence[_Pair]) -> list[_Shared]:
+    """The prompts behind which several rows differ, each with these."""
+    of_prompt: dict[tuple[int, ...], dict[tuple[int, ...], list[int]]] = {}
+    for i, pair in enumerate(pairs):
+        rests = of_prompt.setdefault(tuple(pair.first), {})
+        rests.setdefault(tuple(pair.then[:-1]), []).append(i)
+    return [_Shared(first, list(x.items())) for first, x in of_prompt.items() if len(x) > 1]
+
+
+def _is_worth(batch: Sequence[_Shared]) -> bool:
+    """True if reading prompts once saves more than the passes behind them cost."""
+    if not batch:
+        return False
+    saved = sum(len(own.first) * (len(own.rests) - 1) for own in batch)
+    return saved >= _WORTH * max(len(own.rests) for own in batch)
 
 
 def _batches(

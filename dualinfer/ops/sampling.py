@@ -155,14 +155,14 @@ def weigh(m: Maths, logits: Array, bias: Array, counts: Array, costs: Array) -> 
     return logits + bias - there - costs[:, 1:] * counts
 
 
-def tell(m: Maths, logits: Array, token: Array) -> Array:
+def tell(m: Maths, logits: Array, token: Array, likely: int = TOP) -> Array:
     """Log-probabilities float32 [N, 1 + 2 K] by logits [N, V], and what they are of.
 
-    The first is that of `token` [N]. K ones of the likeliest tokens follow, K being TOP or V, and
-    then the ids of these.
+    The first is that of `token` [N]. K ones of the likeliest tokens follow, K being `likely` or V,
+    and then the ids of these.
     """
     logs = m.log_softmax(m.wide(logits))
-    ids = m.largest(logs, min(TOP, logits.shape[-1]))
+    ids = m.largest(logs, min(likely, logits.shape[-1]))
     columns = [m.along(logs, token[:, None]), m.along(logs, ids), m.wide(ids)]
     return m.join(columns, -1)
 

@@ -287,8 +287,8 @@ class JaxMaths:
         return lax.top_k(a, count)[0]
 
     def largest(self, a: jax.Array, count: int) -> jax.Array:
-        """See `Maths`."""
-        return lax.top_k(a, count)[1]
+        """See `Maths`; one is found without a sort."""
+        return a.argmax(-1, keepdims=True) if count == 1 else lax.top_k(a, count)[1]
 
     def ascending(self, a: jax.Array) -> tuple[jax.Array, jax.Array]:
         """See `Maths`."""

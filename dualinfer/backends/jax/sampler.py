@@ -346,10 +346,10 @@ def weigh(scores: jax.Array, rows: WeightRows) -> jax.Array:
     return sampling.weigh(MATHS, MATHS.wide(scores), *_dense(rows, *scores.shape))
 
 
-@jax.jit
-def tell(scores: jax.Array, tokens: jax.Array) -> jax.Array:
+@partial(jax.jit, static_argnums=2)
+def tell(scores: jax.Array, tokens: jax.Array, likely: int) -> jax.Array:
     """See `base.Runner.tell`."""
-    return sampling.tell(MATHS, scores, tokens)
+    return sampling.tell(MATHS, scores, tokens, likely)
 
 
 @jax.jit

@@ -7,7 +7,7 @@ import jax
 import numpy as np
 
 from ...arrays import to_jax
-from ..base import NO_TOKEN, Request
+from ..base import NO_TOKEN, TOP, Request
 from ..slots import bucket, sampling_rows, weight_rows
 from . import sampler
 from .mesh import Place, in_place
@@ -52,9 +52,10 @@ class ScoreCalls:
         return sampler.weigh(to_jax(scores, self.device), weight_rows(requests, padded))
 
     @in_place
-    def tell(self, scores: Any, tokens: np.ndarray) -> np.ndarray:
+    def tell(self, scores: Any, tokens: np.ndarray, likely: int = TOP) -> np.ndarray:
         """See `base.Runner`."""
-        return np.asarray(sampler.tell(to_jax(scores, self.device), tokens.astype(np.int32)))
+        ids = tokens.astype(np.int32)
+        return np.asarray(sampler.tell(to_jax(scores, self.device), ids, likely))
 
     @in_place
     def log_probs(self, scores: Any, tokens: np.ndarray, temperature: float) -> jax.Array:

@@ -275,7 +275,9 @@ class TorchMaths:
         return a.topk(count, dim=-1)[0]
 
     def largest(self, a: torch.Tensor, count: int) -> torch.Tensor:
-        """See `Maths`; of equal ones `topk` takes any."""
+        """See `Maths`; of equal ones `topk` takes any, and `argmax` the first."""
+        if count == 1:
+            return a.argmax(-1, keepdim=True)
         return a.sort(dim=-1, descending=True, stable=True)[1][..., :count]
 
     def sort(self, a: torch.Tensor) -> torch.Tensor:

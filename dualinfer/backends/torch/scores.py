@@ -7,7 +7,7 @@ import numpy as np
 import torch
 
 from ...ops import sampling
-from ..base import Request
+from ..base import TOP, Request
 from ..slots import sampling_rows, weight_rows
 from . import sampler
 from .device import in_order
@@ -59,10 +59,11 @@ class ScoreCalls:
         return sampling.weigh(MATHS, scores, *rows)
 
     @in_order
-    def tell(self, scores: Any, tokens: np.ndarray) -> np.ndarray:
+    def tell(self, scores: Any, tokens: np.ndarray, likely: int = TOP) -> np.ndarray:
         """See `base.Runner`."""
         ids = torch.from_numpy(tokens.astype(np.int64)).to(self.device)
-        return sampling.tell(MATHS, scores.to(self.device, torch.float32), ids).cpu().numpy()
+        scores = scores.to(self.device, torch.float32)
+        return sampling.tell(MATHS, scores, ids, likely).cpu().numpy()
 
     @in_order
     def log_probs(self, scores: Any, tokens: np.ndarray, temperature: float) -> torch.Tensor:
