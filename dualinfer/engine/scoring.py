@@ -16,7 +16,7 @@ from .tokenizing import ids_of, tokenizer_of
 
 _SCORED = 512  # places of a prompt whose logits are held at a time
 _TOKENS = 16384  # of a pass
-_LOGITS = 2**28  # numbers of a pass
+_LOGITS = 2**28  # numbers of a pass in float32, and half of one in 16 bits
 _PROMPTS = 64  # whose caches are held at a time
 _WORTH = 256  # tokens that a pass more must save: it reads all weights again
 
@@ -166,7 +166,8 @@ class ScoringCalls(InferenceEngine):
         for i, pair in enumerate(pairs):
             if i not in told:
                 of_row.setdefault(pair.read, []).append(i)
-        for batch in _batches(of_row, pairs, self._spec.vocab):
+        numbers = _LOGITS if "float32" in str(self.runner.dtype) else 2 * _LOGITS
+        for batch in _batches(of_row, pairs, numbers // self._spec.vocab):
             places = [(row, i) for row, read in enumerate(batch) for i in of_row[read]]
             rows = self._told(batch, [(row, pairs[i]) for row, i in places])
             told |= {i: own for (_, i), own in zip(places, rows, strict=True)}
@@ -312,16 +313,16 @@ def _is_worth(batch: Sequence[_Shared]) -> bool:
 
 
 def _batches(
-    of_row: dict[tuple[int, ...], list[int]], pairs: Sequence[_Pair], vocab: int
+    of_row: dict[tuple[int, ...], list[int]], pairs: Sequence[_Pair], places: int
 ) -> Iterator[list[tuple[int, ...]]]:
-    """Rows of like lengths that a pass has room for, the longest first."""
+    """Rows of like lengths that a pass has room for, the longest first; logits of `places`."""
     begins = {read: min(len(pairs[i].first) - 1 for i in own) for read, own in of_row.items()}
     batch: list[tuple[int, ...]] = []
     longest = begin = 0
     for read in sorted(of_row, key=len, reverse=True):
         if batch:
             count, kept = len(batch) + 1, longest - min(begin, begins[read])
-            if count * longest > _TOKENS or count * kept * vocab > _LOGITS:
+            if count * longest > _TOKENS or count * kept > places:
                 yield batch
                 batch = []
         if not batch:
