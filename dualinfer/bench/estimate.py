@@ -146,17 +146,18 @@ def compiled_table(rows: Sequence[dict[str, Any]]) -> Table | None:
         return None
     table = Table(title="by the compiled program of one chip, not measured")
     names = ("model", "batch x tokens", "arguments GB", "beside them MB", "kernels")
-    for name in (*names, "XLA moves MB", "XLA's cycles"):
+    for name in (*names, "moves MB", "GFLOP", "XLA's cycles"):
         table.add_column(name, justify="left" if name == "model" else "right")
     for row in rows:
         own = row["compiled"]
-        figures = ["", own.get("error", ""), "", "", ""]
+        figures = ["", own.get("error", ""), "", "", "", ""]
         if "error" not in own:
             figures = [
                 f"{own['argument_bytes'] / 1e9:.3g}",
                 f"{own['temp_bytes'] / 1e6:.3g}",
                 f"{own['kernels']:,}",
                 f"{own['accessed_bytes'] / 1e6:.3g}",
+                f"{own['flops'] / 1e9:.3g}",
                 f"{own['cycles']:,}",
             ]
         name = row["model"] + (f" {row['quant']}" if row["quant"] else "")

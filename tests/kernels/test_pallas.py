@@ -441,6 +441,13 @@ def test_vmem_is_counted_in_tiles():
     assert launch.held_bytes((None, 2, 9, 129), jnp.float32) == 2 * 16 * 256 * 4
 
 
+def test_bytes_that_move_are_those_of_blocks_once():
+    """Of a cache a program reads one place; a matrix is read once, however many programs have it."""
+    cache = launch.Block(jax.ShapeDtypeStruct((8, 64, 16), BFLOAT16), (None, 1, 16), lambda n: n)
+    matrix = launch.whole(jnp.zeros((16, 16), FLOAT32))
+    assert launch.moved_bytes([cache, matrix], (4,)) == 4 * 16 * 2 + 16 * 16 * 4
+
+
 STEPS = {
     # heads, groups, elements of keys and values, of a program; the delta rule; a decay a channel
     "Mamba-2": (16, 1, 24, 20, 8, False, False),

@@ -88,10 +88,12 @@ def test_steps_with_codes_lower(quant, monkeypatch):
     assert found == {"prefill": both, "decode": both}
 
 
-def test_scores_with_distances_lower(monkeypatch):
-    """Which the kernel reads by blocks, of prompts and of tokens."""
-    found = lowered(make_model("falcon with alibi"), monkeypatch)
-    assert all("attention" in kernels for kernels in found.values())
+@pytest.mark.parametrize(
+    ("name", "kernel"), [("falcon with alibi", "attention"), ("mamba2", "state")]
+)
+def test_other_steps_lower(name, kernel, monkeypatch):
+    """Scores with numbers of distances, which come by blocks; a token into states."""
+    assert kernel in lowered(make_model(name), monkeypatch)["decode"]
 
 
 # tests/test_tpu.py compiles steps of every family, where libtpu is.

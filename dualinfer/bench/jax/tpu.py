@@ -109,8 +109,8 @@ def compiled(task: Task, spec: ModelSpec, plan: LoadPlan, dtype: str, chip: str)
     is missing then.
 
     `argument_bytes` are weights, cache and inputs, `temp_bytes` what it holds beside them, and
-    `kernels` how many it calls. Of all else XLA says itself what it reads and writes,
-    `accessed_bytes`, and how long it takes, `cycles`: of kernels it knows neither.
+    `kernels` how many it calls. XLA counts what it reads and writes, `accessed_bytes`, and `flops`,
+    kernels' as `launch.run` says them, and of all but kernels how long it takes, `cycles`.
     """
     by = task.by or ("pallas" if task.kernels else "xla")
     most = task.tokens + task.new_tokens
@@ -126,13 +126,14 @@ def compiled(task: Task, spec: ModelSpec, plan: LoadPlan, dtype: str, chip: str)
         if "RESOURCE_EXHAUSTED" in str(error):
             first = "it does not fit into the chip's memory"
         return {"by": by, "error": first or type(error).__name__}
-    memory, text = made.memory_analysis(), made.as_text()
+    memory, cost, text = made.memory_analysis(), made.cost_analysis(), made.as_text()
     entry = text[text.index("\nENTRY ") :]
     return {
         "by": by,
         "argument_bytes": memory.argument_size_in_bytes,
         "temp_bytes": memory.temp_size_in_bytes,
-        "accessed_bytes": int(made.cost_analysis()["bytes accessed"]),
+        "accessed_bytes": int(cost["bytes accessed"]),
+        "flops": int(cost["flops"]),
         "kernels": entry.count('custom_call_target="tpu_custom_call"'),
         "cycles": sum(map(int, re.findall(r'"estimated_cycles":"(\d+)"', entry))),
     }

@@ -85,7 +85,11 @@ def attend(
     blocks_of_rows = padded // own
     keys = size if table is not None else min(size, _keys_of(tokens, k))
     total = size * table.shape[1] if table is not None else size
-    steps = pl.cdiv(total if reach is None else min(reach, total), keys)
+    total = total if reach is None else min(reach, total)
+    steps = pl.cdiv(total, keys)
+    near = min(total, seen.window or total, seen.chunk or total)
+    # Of a query and a key; a whole sequence's sees half of them.
+    pairs = tokens * near if tokens < total or not seen.causal else (tokens + 1) * near // 2
 
     def by_rows(x: jax.Array) -> jax.Array:
         """[B, T, K, G, ...] as [B, K, rows of all programs, ...]."""
@@ -258,6 +262,7 @@ def attend(
         scratch=[((rows, 1), jnp.float32), ((rows, 1), jnp.float32), ((rows, width), jnp.float32)],
         prefetch=[x.astype(jnp.int32) for x in (seen.starts, seen.limits, places_of_keys)],
         parallel=[True, True, True, False],
+        flops=2 * batch * heads * pairs * (dim + width),
         interpret=interpret,
     )
     y = y.reshape(batch, kv_heads, blocks_of_rows, rows, width)[:, :, :, : own * group]

@@ -134,6 +134,7 @@ def experts(
         [Block(result, (m, out), lambda i, j, *_: (i, 0))],
         prefetch=[tiles.experts, tiles.used],
         parallel=[True, False],
+        flops=2 * chosen.size * features * (parts * width + out),
         interpret=interpret,
     )
     return y[tiles.places].reshape(*chosen.shape, out)
@@ -157,9 +158,10 @@ def in_codes(
     m = tile_rows(chosen.size, total, x.dtype)
     tiles = tiles_of(chosen.reshape(-1).astype(jnp.int32), total, m)
     rows = _sorted(x, tiles, count)
-    h = _each(rows, up, tiles, m, x.dtype, up_bias, interpret)
+    how: Any = {"pairs": chosen.size, "interpret": interpret}
+    h = _each(rows, up, tiles, m, x.dtype, up_bias, **how)
     h = hidden(h.astype(jnp.float32)).astype(x.dtype)
-    y = _each(h, down, tiles, m, jnp.dtype(jnp.float32), None, interpret)
+    y = _each(h, down, tiles, m, jnp.dtype(jnp.float32), None, **how)
     return y[tiles.places].reshape(*chosen.shape, -1)
 
 
@@ -187,9 +189,14 @@ def _each(
     m: int,
     dtype: Any,
     bias: jax.Array | None,
+    *,
+    pairs: int,
     interpret: bool,
 ) -> jax.Array:
-    """Rows x [tiles m, width] times the matrix of each tile's expert, plus `bias` [X, out]."""
+    """Rows x [tiles m, width] times the matrix of each tile's expert, plus `bias` [X, out].
+
+    So many `pairs` of them are a token's.
+    """
     (total, features), (count, width) = codes.data.shape[:2], x.shape
     rows, columns = product.blocks_at(jax.ShapeDtypeStruct((m, width), x.dtype), _of_one(codes), 1)
     planes, groups = product.planes_and_groups(codes, columns)
@@ -262,6 +269,7 @@ def _each(
         prefetch=[tiles.experts, tiles.used],
         parallel=[True, True, False],
         between=product.between(codes, rows * columns),
+        flops=2 * pairs * features * width,
         interpret=interpret,
     )
     return y

@@ -80,6 +80,7 @@ def run(
     parallel: Sequence[bool] = (),
     changes: Mapping[int, int] | None = None,
     between: int = 0,
+    flops: int = 0,
     interpret: bool,
 ) -> list[jax.Array]:
     """The results of a kernel over a grid; NoRoomError if it would hold too much.
@@ -88,6 +89,7 @@ def run(
     inputs, outputs and scratch. `parallel` says of each axis of the grid whether its programs do
     not depend on one another, None of all if left out. `changes` maps inputs to the outputs that
     take their memory. `between` are bytes of what the body makes on its way, where it is much.
+    `flops` are those of its products, which XLA counts with the bytes of its blocks.
     """
     count = check_room(name, [*inputs, *outputs], scratch)
     semantics = [pltpu.PARALLEL if p else pltpu.ARBITRARY for p in parallel or [False] * len(grid)]
@@ -103,12 +105,24 @@ def run(
             scratch_shapes=[pltpu.VMEM(shape, dtype) for shape, dtype in scratch],
         ),
         input_output_aliases={i + len(prefetch): o for i, o in (changes or {}).items()},
+        cost_estimate=pl.CostEstimate(
+            flops=flops, transcendentals=0, bytes_accessed=moved_bytes([*inputs, *outputs], grid)
+        ),
         compiler_params=pltpu.CompilerParams(
             dimension_semantics=semantics, vmem_limit_bytes=count + between + _SLACK
         ),
         interpret=interpret,
     )
     return call(*prefetch, *(b.array for b in inputs))
+
+
+def moved_bytes(blocks: Sequence[Block], grid: tuple[int, ...]) -> int:
+    """Bytes that blocks read and write, each of them once, in all programs of a grid."""
+    total = 0
+    for block in blocks:
+        own = math.prod(grid) * math.prod(size or 1 for size in block.shape)
+        total += min(own, math.prod(block.array.shape)) * block.array.dtype.itemsize
+    return total
 
 
 def check_room(

@@ -188,6 +188,7 @@ def product(
         scratch=scratch,
         parallel=[norm is None, False],
         between=0 if codes is None else between(codes, parts * rows * columns),
+        flops=2 * count * parts * features * width,
         interpret=interpret,
     )
     return y[:count]

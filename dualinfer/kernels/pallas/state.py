@@ -1,5 +1,6 @@
 """A token of each sequence put into the states of its heads, which are read and written once."""
 
+import math
 from typing import Any
 
 import jax
@@ -100,6 +101,7 @@ def take_in(
         changes={len(inputs): 1},
         parallel=[True, True],
         between=4 * held_bytes(held.shape, jnp.float32),
+        flops=(6 if steps is None else 8) * count * math.prod(state.shape[1:]),
         interpret=interpret,
     )
     return y, state
