@@ -442,7 +442,7 @@ def test_vmem_is_counted_in_tiles():
 
 
 def test_bytes_that_move_are_those_of_blocks_once():
-    """Of a cache a program reads one place; a matrix is read once, however many programs have it."""
+    """A program has one place of a cache; a matrix is read once, however many have it."""
     cache = launch.Block(jax.ShapeDtypeStruct((8, 64, 16), BFLOAT16), (None, 1, 16), lambda n: n)
     matrix = launch.whole(jnp.zeros((16, 16), FLOAT32))
     assert launch.moved_bytes([cache, matrix], (4,)) == 4 * 16 * 2 + 16 * 16 * 4
