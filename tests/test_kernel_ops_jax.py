@@ -31,6 +31,7 @@ from .cases import make_model  # noqa: E402
 from .kernels.jax_ops import calls_for_cuda, gpu, interpreted_ops, watch_logits  # noqa: E402
 from .kernels.tensors import strict  # noqa: E402
 from .models import relative_rms, slow_but  # noqa: E402
+from .test_blocks import fill_with_nan  # noqa: E402
 from .test_kernel_ops import (  # noqa: E402
     CASES,
     ENCODER,
@@ -153,6 +154,19 @@ def test_text_goes_on_where_one_call_of_decode_ends(engines, monkeypatch):
     prompts = [[8, 9, 10, 11, 12], [5, 6, 7], [13]]
     text = assert_same_text(fast, plain, prompts, 10, do_sample=False, eos_token_id=eos)
     assert eos in text[1, 5 : 5 + 7]
+
+
+@pytest.mark.slow
+def test_a_slot_that_another_left_nan_in_changes_no_text(engines, monkeypatch):
+    """Latent keys, of which pieces of a prompt make heads' keys and values beyond their own."""
+    monkeypatch.setattr(backend.whole, "most_tokens", lambda *_: 8)
+    fast, plain = engines(make_model("deepseek_v3"))
+    ids = np.random.default_rng(4).integers(5, 40, (1, 20))
+    expected = np.asarray(plain.generate(ids, max_new_tokens=3, **GREEDY))
+    fast.reserve(2, 64)
+    fill_with_nan(fast.runner)
+    found = np.asarray(fast.generate(ids, max_new_tokens=3, **GREEDY))
+    np.testing.assert_array_equal(found, expected)
 
 
 def test_sampled_text_is_that_of_the_plain_ops(engines):

@@ -23,6 +23,7 @@ from dualinfer.quantization.quantize import SCHEMES  # noqa: E402
 
 from .cases import make_model  # noqa: E402
 from .models import noted_logits, relative_rms, slow_but  # noqa: E402
+from .test_blocks import fill_with_nan  # noqa: E402
 from .test_kernel_ops import CASES, ENCODER, MIXTURES, VOCAB, batch, tiny  # noqa: E402
 
 _WIDE = {"hidden_size": 256, "intermediate_size": 256, "num_attention_heads": 4}
@@ -163,6 +164,20 @@ def test_sequences_of_a_pool_go_on_in_rows(name, engines):
         own = [engine.generate([prompt], max_new_tokens=4, **GREEDY) for prompt in (ids, ids[:67])]
         texts.append([np.asarray(text).tolist() for text in own])
     assert texts[0] == texts[1]
+
+
+@greedy
+@pytest.mark.slow
+def test_a_slot_that_another_left_nan_in_changes_no_text(engines, monkeypatch):
+    """Read in pieces, with keys behind them, and on from there."""
+    monkeypatch.setattr(backend.whole, "most_tokens", lambda *_: 8)
+    fast, plain = engines("llama-gqa")
+    ids = np.random.default_rng(4).integers(3, VOCAB, (1, 20))
+    expected = np.asarray(plain.generate(ids, max_new_tokens=3, **GREEDY))
+    fast.reserve(2, 64)
+    fill_with_nan(fast.runner)
+    found = np.asarray(fast.generate(ids, max_new_tokens=3, **GREEDY))
+    np.testing.assert_array_equal(found, expected)
 
 
 @pytest.mark.slow
