@@ -232,9 +232,9 @@ ASKS = [
 ]
 
 
-async def _texts(engine, asks):
+async def _texts(engine, asks, new=5):
     cut = engine.generate_async(PROMPT, max_new_tokens=200, do_sample=False)
-    made = [engine.generate_async(**fields, max_new_tokens=5) for fields in asks]
+    made = [engine.generate_async(**fields, max_new_tokens=new) for fields in asks]
     made = [x for one in made for x in (one if isinstance(one, list) else [one])]
     found = await asyncio.gather(*map(_tokens, made))
     cut.cancel()
@@ -257,7 +257,20 @@ def _all_of(engine):
     found = [asyncio.run(_texts(engine, asks)) for asks in (ASKS, ASKS[:1])]
     found.append(engine.prefix_counts().found > 0)
     found.append(engine.generate([[5, 6, 7]], max_new_tokens=3, do_sample=False).tolist())
+    engine.reserve(8, 300, cache_tokens=6 * 64)  # too few blocks for all at once
+    before = engine.traffic().preemptions
+    found.append(asyncio.run(_texts(engine, ASKS, 70)))
+    assert engine.traffic().preemptions > before
     return found, engine.embed(["def f(", "class A"]), engine.score(["x"], [" = 1"])[0].logprob
+
+
+def _paused(engine):
+    """Texts of a call whose sequences wait for each other's blocks; all ranks make it."""
+    engine.reserve(4, 200, cache_tokens=5 * 64)
+    rows = [list(range(5, 5 + n)) for n in (70, 3, 20)]
+    found = engine.generate(rows, max_new_tokens=100, do_sample=False, eos_token_id=None)
+    assert engine._loop.yields > 0 and engine.runner.blocks.usage == 0
+    return found.tolist()
 
 
 def driven():
@@ -266,6 +279,7 @@ def driven():
     with dualinfer.init_inference(dualinfer.embedded_model(), **how) as engine:
         with pytest.raises(UnsupportedError, match=r"engine.lead\(\) there"):
             engine.generate_async([5], max_new_tokens=2)
+        texts = _paused(engine)
         engine.reserve(2, 300)
         if rank:
             engine.follow()
@@ -279,13 +293,14 @@ def driven():
         assert "2 sequences of 300 tokens" in str(engine.report())
         assert len(set(asyncio.run(_alike(engine, 4)))) == 1
         assert engine.prefix_counts().found > 0
-        return _all_of(engine)
+        return texts, _all_of(engine)
 
 
 @pytest.mark.xdist_group("ranks")
 def test_many_calls_at_once_are_those_of_one_process(crew):
-    found, vectors, score = crew.run(driven)[0]
+    texts, (found, vectors, score) = crew.run(driven)[0]
     with dualinfer.init_inference(dualinfer.embedded_model(), dtype="fp32") as engine:
+        assert _paused(engine) == texts
         expected, own, own_score = _all_of(engine)
     assert found == expected
     assert np.allclose(vectors, own, atol=1e-5) and score == pytest.approx(own_score, abs=1e-4)
