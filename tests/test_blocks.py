@@ -416,12 +416,25 @@ def test_a_server_tells_how_full_its_cache_is():
         check_over(engine)
 
 
+# Weights come from the host for each pass, and the cache is in codes.
+STREAMED = {"keep_module_on_host": True, "resident_layers": 1, "kv_cache_dtype": "fp8_e4m3"}
+
+
+def test_weights_that_are_streamed_and_codes():
+    with dualinfer.init_inference(make_model("llama-gqa"), **HOW, **STREAMED) as engine:
+        rows = rows_of(engine)[:3]
+        engine.reserve(1, 250, prefix_cache=False)
+        expected = asyncio.run(all_of(engine, rows, together=False))
+        engine.reserve(3, 250, cache_tokens=5 * GRAIN)
+        check_texts(asyncio.run(all_of(engine, rows, together=True)), expected)
+        assert engine._loop.yields
+        check_over(engine)
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "how", [{}, {"kv_cache_dtype": "int8"}, {"tensor_parallel": {"tp_size": 2}}]
-)
+@pytest.mark.parametrize("how", [{}, STREAMED, {"tensor_parallel": {"tp_size": 2}}])
 def test_any_requests_on_jax_by_the_programs_that_it_began_with(how):
-    """Whatever the table has in it, as codes and where two devices share the model."""
+    """Whatever the table has in it, as codes, streamed, and where two devices share the model."""
     with dualinfer.init_inference(make_model("llama-gqa"), backend="jax", **HOW, **how) as engine:
         rows = rows_of(engine)[:3]
         engine.reserve(3, 250, cache_tokens=6 * GRAIN, prepare=True)
