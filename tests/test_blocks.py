@@ -376,10 +376,36 @@ def test_a_grammar_goes_on_behind_a_pause():
             check_over(engine)
 
 
+def test_a_cache_of_as_much_as_has_room(monkeypatch):
+    with dualinfer.init_inference(make_model("llama-gqa"), **HOW) as engine:
+        runner, free = engine.runner, [1 << 40]
+        monkeypatch.setattr(runner, "free_bytes", lambda: free[0])
+        # No more than four sequences can come to need, and one for what is kept of prompts.
+        assert engine.reserve(4, 250, cache_tokens="auto").cache_tokens == (4 + 1) * 4 * GRAIN
+        whole = engine.reserve(4, 250, cache_tokens="auto", prefix_cache=False)
+        assert whole.cache_tokens == 4 * 4 * GRAIN
+        held = engine.report().cache_bytes * 6 // 17 + 2 * 4 * runner.spec.vocab  # of 16 and one
+        for share in (0.5, None):
+            free[0] = int(held / (share or 0.85)) + GRAIN
+            how: dict[str, Any] = {"cache_tokens": "auto", "memory_fraction": share}
+            assert engine.reserve(4, 250, **how).cache_tokens == 6 * GRAIN
+            assert engine.reserve(4, **how).tokens == 6 * GRAIN
+        free[0] //= 3
+        with pytest.raises(OutOfMemoryError, match="A cache of 250 tokens for 4 sequences has no"):
+            engine.reserve(4, 250, cache_tokens="auto")
+        assert engine.reserve(4, 64, cache_tokens="auto").cache_tokens == GRAIN
+        monkeypatch.setattr(runner, "free_bytes", lambda: None)
+        with pytest.raises(UnsupportedError, match="does not say how much"):
+            engine.reserve(4, 250, cache_tokens="auto")
+        for wrong in (0, 1.5, True, "0.9"):
+            with pytest.raises(ArgumentError, match="memory_fraction"):
+                engine.reserve(4, 250, memory_fraction=wrong)
+
+
 def test_what_has_no_blocks_is_refused(engine):
     with pytest.raises(ArgumentError, match="one sequence of 250 tokens must have room"):
         engine.reserve(4, 250, cache_tokens=249)
-    for wrong in (0, True, 1.5):
+    for wrong in (0, True, 1.5, "all"):
         with pytest.raises(ArgumentError, match="cache_tokens"):
             engine.reserve(4, 250, cache_tokens=wrong)
     assert engine.reserve(4, cache_tokens=130).tokens == 130

@@ -13,7 +13,7 @@ import threading
 from collections.abc import Callable, Coroutine, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import typer
 
@@ -21,6 +21,7 @@ from .. import backends
 from ..checkpoint.described.tokenizer import load_tokenizer, tokenizer_folder
 from ..engine.fused import FusedEngine
 from ..engine.pausing import SWAP_GIB
+from ..engine.reserve import AUTO
 from ..errors import ArgumentError, DistributedError, DualinferError, UnsupportedError
 from ..serving.http.calls import MARKS
 from ..serving.http.needed import check_needed
@@ -88,12 +89,19 @@ def serve(
     ] = None,
     max_tokens: MaxTokensOption = None,
     cache_tokens: Annotated[
-        int | None,
+        str | None,
         typer.Option(
-            metavar="NUMBER",
-            min=1,
+            metavar="NUMBER|auto",
             help="Tokens of the cache for all sequences together, which take them as they grow; "
-            "unset: each has room for --max-tokens.",
+            "auto: as many as have room; unset: each has room for --max-tokens.",
+        ),
+    ] = None,
+    memory_fraction: Annotated[
+        float | None,
+        typer.Option(
+            metavar="SHARE",
+            help="The share of the device's free memory that the cache takes where its size is "
+            "not given; unset: 0.85, and in the host's memory at most 1 GiB.",
         ),
     ] = None,
     prefix_cache: Annotated[
@@ -178,7 +186,12 @@ def serve(
     backends.check_backend(which)
     if tp > 1:
         how["tensor_parallel"] = {"tp_size": tp}
-    room = max_sequences, max_tokens, prefix_cache, swap_space, cache_tokens
+    if memory_fraction is not None and not 0 < memory_fraction <= 1:
+        raise typer.BadParameter(
+            f"--memory-fraction {memory_fraction}; expected a number above 0 and at most 1."
+        )
+    room = max_sequences, max_tokens, prefix_cache, swap_space, _tokens_of(cache_tokens)
+    room = *room, memory_fraction
     routes: dict[str, Any] = {
         "api_key": api_key,
         "tool_call_parser": tool_call_parser,
@@ -214,7 +227,8 @@ def writes(
     tokens: int | None,
     shares: bool,
     swap_space: float,
-    cache_tokens: int | None = None,
+    cache_tokens: int | Literal["auto"] | None = None,
+    memory_fraction: float | None = None,
 ) -> bool:
     """Reserve room, and run two steps, so that what must be compiled is before the first client.
 
@@ -229,13 +243,23 @@ def writes(
     if not engine.can_generate():
         return False
     how: dict[str, Any] = {"prefix_cache": shares, "swap_space": swap_space}
-    engine.reserve(slots, tokens, cache_tokens=cache_tokens, **how)
+    how |= {"cache_tokens": cache_tokens, "memory_fraction": memory_fraction}
+    engine.reserve(slots, tokens, **how)
     try:
         engine.generate([[0]], max_new_tokens=2, do_sample=False)
     except (UnsupportedError, ArgumentError):
         engine.unreserve()
         return False
     return True
+
+
+def _tokens_of(text: str | None) -> int | Literal["auto"] | None:
+    """The number of tokens that --cache-tokens says; "auto" stays."""
+    if text is None or text == AUTO:
+        return None if text is None else "auto"
+    if not (text.isdecimal() and int(text)):
+        raise typer.BadParameter(f"--cache-tokens {text}; expected a number from 1, or auto.")
+    return int(text)
 
 
 def name_of(model: str) -> str:

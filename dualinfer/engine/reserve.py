@@ -2,16 +2,27 @@
 
 import math
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from ..backends.base import GRAIN, Pool
 from ..errors import ArgumentError, UnsupportedError, shown
 from ..model.spec import ModelSpec
-from ..serving.room import MOST_TOKENS, free_for_pool, is_on_host, make_room, pool_for
+from ..serving.room import (
+    MOST_SLOTS,
+    MOST_TOKENS,
+    block_bytes,
+    fitting_tokens,
+    free_for_pool,
+    is_on_host,
+    make_room,
+    pool_for,
+)
 from .base import InferenceEngine
 from .driver import Driver
 from .loop import Loop
 from .pausing import SWAP_GIB
+
+AUTO = "auto"
 
 
 class Reserved(NamedTuple):
@@ -50,7 +61,8 @@ class RoomCalls(InferenceEngine):
         slots: int | None = None,
         tokens: int | None = None,
         *,
-        cache_tokens: int | None = None,
+        cache_tokens: int | Literal["auto"] | None = None,
+        memory_fraction: float | None = None,
         prefix_cache: bool = True,
         swap_space: float = SWAP_GIB,
         prepare: bool | None = None,
@@ -71,14 +83,27 @@ class RoomCalls(InferenceEngine):
         64 at a time as they grow: `slots` may then be many more than would fit if each had all of
         its `tokens`. Prompts that begin alike share them. Where no more are free, what was kept of
         prompts goes, and then the sequence that came last waits as one does that gives way to high
-        priority. For models whose layers all keep keys and values of every token.
+        priority. For models whose layers all keep keys and values of every token. "auto" is as many
+        as have room. What `slots` or `cache_tokens` take so is a `memory_fraction` of the memory
+        that is free on the device, above 0 and at most 1; unset it is 0.85, and in the host's
+        memory at most 1 GiB.
         UnsupportedError while a generation is under way, OutOfMemoryError where there is no room.
         Every process that shares the model must call it.
         """
         counts = ("slots", slots), ("tokens", tokens), ("cache_tokens", cache_tokens)
         for name, value in counts:
-            if value is not None and (type(value) is not int or value < 1):
-                raise ArgumentError(f"reserve({name}={shown(value)}): expected 1 or more, or None.")
+            is_auto = name == "cache_tokens" and value == AUTO
+            if value is not None and not is_auto and (type(value) is not int or value < 1):
+                auto = ", 'auto'" if name == "cache_tokens" else ""
+                raise ArgumentError(
+                    f"reserve({name}={shown(value)}): expected 1 or more{auto}, or None."
+                )
+        share = memory_fraction
+        if share is not None and (type(share) not in (int, float) or not 0 < share <= 1):
+            raise ArgumentError(
+                f"reserve(memory_fraction={shown(share)}): expected a share of what is free, above "
+                "0 and at most 1."
+            )
         if type(swap_space) not in (int, float) or not 0 <= swap_space < math.inf:
             raise ArgumentError(
                 f"reserve(swap_space={shown(swap_space)}): expected GiB, 0 or more."
@@ -95,15 +120,23 @@ class RoomCalls(InferenceEngine):
             )
         longest = tokens or min(most, MOST_TOKENS)
         if cache_tokens is not None:
-            if tokens is None:
-                longest = min(longest, cache_tokens)
-            _check_blocks(runner.spec, longest, cache_tokens)
+            _check_has_blocks(runner.spec, cache_tokens)
+            if isinstance(cache_tokens, int):
+                longest = longest if tokens else min(longest, cache_tokens)
+                _check_blocks(longest, cache_tokens)
         with self._turns:
             self._loop.open(None)  # its memory is free for the new one
             try:
+                block = block_bytes(runner) if cache_tokens == AUTO else 0
+                sizes = {"free": free_for_pool(runner, share), "block": block}
+                said = self._turns.peers.tell("Reserving room", **sizes)
+                free = None if None in said["free"] else min(said["free"])
+                if cache_tokens == AUTO:
+                    what = slots or MOST_SLOTS, max(longest - 1, 1), prefix_cache
+                    room = free, max(said["block"]), tokens or 1
+                    cache_tokens = fitting_tokens(runner, *what, *room)
+                    longest = min(longest, cache_tokens)
                 each = max(longest - 1, 1)  # the last is not fed back
-                said = self._turns.peers.tell("Reserving room", free=free_for_pool(runner))["free"]
-                free = None if None in said else min(said)
                 pool = pool_for(runner, slots, each, prefix_cache, free, cache_tokens)
                 pool = replace(pool, saved=swap_space > 0 and runner.spec.keeps_beginnings)
                 prepares = not is_on_host(runner) if prepare is None else prepare
@@ -146,20 +179,24 @@ class RoomCalls(InferenceEngine):
         return (f"room is reserved for {pool.slots} sequences of {pool.tokens + 1:,} tokens{kept}",)
 
 
-def _check_blocks(spec: ModelSpec, tokens: int, cache_tokens: int) -> None:
-    """Raise where sequences of `tokens` cannot share a cache of `cache_tokens`."""
+def _check_has_blocks(spec: ModelSpec, cache_tokens: int | str) -> None:
+    """Raise UnsupportedError where sequences cannot share a cache."""
+    asked = f"reserve(cache_tokens={shown(cache_tokens)})"
     if not spec.keeps_places:
         raise UnsupportedError(
-            f"reserve(cache_tokens={cache_tokens}): sequences share a cache where what it has of a "
-            "token stands alone, and is read again as it was. Layers of "
-            f"{spec.architecture} keep states, read an encoder, or turn by the sequence's length. "
-            "Leave it unset."
+            f"{asked}: sequences share a cache where what it has of a token stands alone, and is "
+            f"read again as it was. Layers of {spec.architecture} keep states, read an encoder, or "
+            "turn by the sequence's length. Leave it unset."
         )
     if any(a.latent is not None for a in spec.attentions):
         raise UnsupportedError(
-            f"reserve(cache_tokens={cache_tokens}): layers of {spec.architecture} keep latent "
-            "vectors, which have no blocks. Leave it unset."
+            f"{asked}: layers of {spec.architecture} keep latent vectors, which have no blocks. "
+            "Leave it unset."
         )
+
+
+def _check_blocks(tokens: int, cache_tokens: int) -> None:
+    """Raise ArgumentError where one sequence of `tokens` has no room in a cache of others."""
     if cache_tokens < tokens:
         raise ArgumentError(
             f"reserve(cache_tokens={cache_tokens}): one sequence of {tokens} tokens must have room "

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 
 from ..backends.base import GRAIN, Pool, Runner
+from ..errors import OutOfMemoryError, UnsupportedError
 
 MOST_SLOTS = 256  # above it a step is bound by arithmetic, and more gain nothing
 MOST_TOKENS = 8192  # of a slot, where nobody says how many
@@ -11,6 +12,7 @@ _SHARE = 0.6
 _SHARE_OF_POOL = 0.85  # passes and programs take the rest
 _ON_HOST = 1 << 30  # bytes of a pool in the host's memory, which others use too
 _SPARE = 8  # slots that serve for each spare one
+_MANY = 2048  # tokens, of which those of a block are a share
 
 
 def make_room(runner: Runner, pool: Pool | None) -> tuple[int, Callable[[int, int], bool]]:
@@ -66,13 +68,55 @@ def pool_for(
     return Pool(each - spare, tokens, hides=True, spare=spare)
 
 
-def free_for_pool(runner: Runner) -> int | None:
-    """Bytes that a pool may take where nobody says how many slots it has; None if unknown."""
+def free_for_pool(runner: Runner, share: float | None = None) -> int | None:
+    """Bytes that a pool may take where nobody says how large it is; None if unknown.
+
+    That is a `share` of what is free, unset: the usual one, and of the host's memory no more than
+    leaves room for others.
+    """
     free = runner.free_bytes()
     if free is None:
         return None
+    if share is not None:
+        return int(share * free)
     free = int(_SHARE_OF_POOL * free)
     return min(free, _ON_HOST) if is_on_host(runner) else free
+
+
+def block_bytes(runner: Runner) -> int:
+    """Bytes of a block of GRAIN cached tokens in all layers."""
+    return -(-runner.cache_bytes_for(1, _MANY) * GRAIN // _MANY)
+
+
+def fitting_tokens(
+    runner: Runner,
+    slots: int,
+    tokens: int,
+    shares: bool,
+    free: int | None,
+    block: int,
+    least: int,
+) -> int:
+    """Cached tokens that have room in `free` bytes, in blocks of so many bytes: whole ones.
+
+    No more than slots of so many tokens can come to need; some more are kept of prompts, if it
+    `shares`. UnsupportedError where it is not known how much is free, OutOfMemoryError where it has
+    no room for `least` tokens.
+    """
+    if free is None:
+        raise UnsupportedError(
+            "cache_tokens='auto' takes what is free, and this device does not say how much that "
+            "is. Pass a number of tokens."
+        )
+    most = (slots + (-(-slots // _SPARE) if shares else 0)) * -(-tokens // GRAIN)
+    fits = (free - 2 * slots * runner.spec.vocab) // block  # and a bool for each id of a slot
+    if fits * GRAIN < least:
+        raise OutOfMemoryError(
+            f"A cache of {least} tokens for {slots} sequences has no room: {free:,} bytes may be "
+            f"taken, and each {GRAIN} tokens need {block:,}. Free memory of the device, ask for "
+            "fewer slots or tokens, or set a larger memory_fraction."
+        )
+    return min(most, fits) * GRAIN
 
 
 def is_on_host(runner: Runner) -> bool:
