@@ -405,6 +405,21 @@ def test_errors_speak_of_options(message, typed):
         assert "--backend" not in explain(message, commands["demo"])
 
 
+@pytest.mark.parametrize(
+    ("option", "value", "said"),
+    [
+        ("--cache-tokens", "many", "expected a number from 1, or auto"),
+        ("--cache-tokens", "0", "expected a number from 1, or auto"),
+        ("--memory-fraction", "1.5", "above 0 and at most 1"),
+    ],
+)
+def test_a_size_of_the_cache_that_is_none_is_refused_before_anything_is_opened(
+    run, option, value, said
+):
+    result = run("serve", "no/model", option, value)
+    assert result.exit_code == 2 and said in re.sub(r"[\s│]+", " ", result.stderr)
+
+
 def test_chat_needs_a_template(run, folder):
     assert "no chat template" in one_message(run("chat", folder, input="hello"))
 
