@@ -315,14 +315,18 @@ def _is_worth(batch: Sequence[_Shared]) -> bool:
 def _batches(
     of_row: dict[tuple[int, ...], list[int]], pairs: Sequence[_Pair], places: int
 ) -> Iterator[list[tuple[int, ...]]]:
-    """Rows of like lengths that a pass has room for, the longest first; logits of `places`."""
+    """Rows of like lengths that a pass has room for, the longest first; logits of `places`.
+
+    They are as many as a power of two, to which JAX would fill them up.
+    """
     begins = {read: min(len(pairs[i].first) - 1 for i in own) for read, own in of_row.items()}
     batch: list[tuple[int, ...]] = []
     longest = begin = 0
     for read in sorted(of_row, key=len, reverse=True):
         if batch:
             count, kept = len(batch) + 1, longest - min(begin, begins[read])
-            if count * longest > _TOKENS or count * kept > places:
+            most = min(_TOKENS // longest, places // kept)
+            if count > most or _power(count) > most:
                 yield batch
                 batch = []
         if not batch:

@@ -10,6 +10,7 @@ from ..slots import bucket, bucket_of_rows
 from .sampler import SMALLEST_PROMPT
 
 Array = np.ndarray | None
+_SHORT = 256  # tokens
 
 
 class Padded(NamedTuple):
@@ -31,7 +32,7 @@ def pad_inputs(spec: ModelSpec, inputs: ForwardInputs) -> Padded:
     """The inputs of a forward pass in their bucket."""
     batch, tokens = inputs.shape
     rows = bucket_of_rows(batch) if inputs.texts else bucket(batch)
-    size = rows, bucket(tokens, SMALLEST_PROMPT)
+    size = rows, _length(tokens)
     mask, positions, types = inputs.mask, inputs.positions, inputs.token_types
     hides = mask is None and not spec.causal and inputs.segments is None
     if hides and size != (batch, tokens):
@@ -59,6 +60,11 @@ def pad_inputs(spec: ModelSpec, inputs: ForwardInputs) -> Padded:
         blend = np.pad(blend, ((0, more), (0, size[1] - blend.shape[1]), (0, 0)))
     width = 0 if read is None else bucket(read, SMALLEST_PROMPT)
     return Padded(size, places, read, width, [*padded, blend, kept, *sources])
+
+
+def _length(tokens: int) -> int:
+    """The bucket of a row's tokens: for long rows, whose padding costs most, twice as many."""
+    return bucket_of_rows(tokens) if tokens > _SHORT else bucket(tokens, SMALLEST_PROMPT)
 
 
 def fill_up(array: np.ndarray, size: tuple[int, int], fill: int = 0) -> np.ndarray:
