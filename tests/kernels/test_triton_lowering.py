@@ -240,7 +240,8 @@ def decoding(
     rows = 1 if dtypes == WHOLE and group == 1 else 16
     blocks = {"BLOCK_G": rows, "BLOCK_S": config.block, "STAGES": config.stages, "ROTARY": dim}
     arguments = {"num_warps": config.warps, "dtypes": dtypes} | arguments
-    arguments["EARLY"] = "CODES" not in arguments and "table_ptr" not in arguments
+    arguments["EARLY"] = "CODES" not in arguments and slots <= 4
+    arguments["ENTRIES"] = 32 if "table_ptr" in arguments else 0
     arguments["THREADS"] = 32 * config.warps
     return (
         "decode_attention",
@@ -452,6 +453,7 @@ REPEATING: list[Variant] = [
     decoding(1, 32, 1, 80, ROTARY=32),
     decoding(1, 16, 1, 96, ROTARY=0, frequencies_ptr=None, slopes_ptr="*fp32"),
     decoding(1, 8, 4, 128, **TABLE),
+    decoding(32, 8, 4, 128, **TABLE),
     decoding(32, 8, 4, 128),
     decoding(1, 32, 1, 128),
     decoding(1, 12, 1, 64, ROTARY=0, frequencies_ptr=None),

@@ -21,6 +21,27 @@ def places(table_ptr, tokens, there, block_stride, token_stride, SIZE: tl.conste
     return at, there & (block >= 0)
 
 
+@triton.jit
+def entries_of(table_ptr, first, last, SIZE: tl.constexpr, COUNT: tl.constexpr):
+    """The COUNT entries of a table's row from that of token `first` on, -1 behind `last`."""
+    index = first // SIZE + tl.arange(0, COUNT)
+    return tl.load(table_ptr + index, mask=index * SIZE < last, other=-1)
+
+
+@triton.jit
+def block_of(entries, first, token, SIZE: tl.constexpr, COUNT: tl.constexpr):
+    """The block of a token, by the entries from that of token `first` on."""
+    here = tl.arange(0, COUNT) == token // SIZE - first // SIZE
+    return tl.sum(tl.where(here, entries, 0), 0).to(tl.int64)
+
+
+@triton.jit
+def places_in(block, tokens, there, block_stride, token_stride, SIZE: tl.constexpr):
+    """As `places`, of tokens that all lie in one block."""
+    at = block * block_stride + (tokens % SIZE).to(tl.int64) * token_stride
+    return at, there & (block + tl.zeros_like(at) >= 0)
+
+
 def table_arguments(table: Any, pool: Any) -> tuple[Any, Any, int]:
     """The table, its rows' stride and the tokens of a block of `pool`, as kernels take them.
 

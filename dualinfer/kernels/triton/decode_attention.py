@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 
 from .activation import activate
-from .blocks import places, slots_and_room, table_arguments
+from .blocks import block_of, entries_of, places, places_in, slots_and_room, table_arguments
 from .codes import codes_by, scale_arguments, scale_of, sloped, values_of
 from .launch import (
     INTERPRETED,
@@ -32,6 +32,7 @@ from .tunable import SHARED_BYTES, Key, Kind, Tunable, powers
 _FEW_HEADS = 16  # queries that share a KV head, of which a program has all
 _SHORT = 512  # places in the cache: few queries have a program each
 _MOST_EARLY = 4  # slots
+_MOST_ENTRIES = 32  # of a table: what a warp holds
 MOST_PARTS = 2048  # programs where it has not: fewer than multiprocessors times parts of a head
 
 
@@ -166,8 +167,8 @@ def _decode_attention_kernel(
     NORM_TURNED: tl.constexpr, WINDOWED: tl.constexpr, CHUNKED: tl.constexpr,
     SOFTCAP: tl.constexpr, SPLITS: tl.constexpr, SPLIT_BLOCK: tl.constexpr, STAGES: tl.constexpr,
     BLOCK_G: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_D: tl.constexpr, SIZE: tl.constexpr,
-    CODES: tl.constexpr, CROSS: tl.constexpr, EARLY: tl.constexpr, THREADS: tl.constexpr,
-    PDL: tl.constexpr,
+    CODES: tl.constexpr, CROSS: tl.constexpr, EARLY: tl.constexpr, ENTRIES: tl.constexpr,
+    THREADS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     let_next_start(PDL)
     PARTS: tl.constexpr = (GROUP + EACH - 1) // EACH
@@ -218,19 +219,37 @@ def _decode_attention_kernel(
     else:
         base = kv_head.to(tl.int64) * head_stride
         table_ptr += slot * table_stride
+    if ENTRIES > 0:
+        entries = entries_of(table_ptr, first, last, SIZE, ENTRIES)
     if EARLY:  # this program's first block is on its way, and the L2 cache fetches the others
         early = first + tl.arange(0, BLOCK_S)
-        early_at = base + early.to(tl.int64)[:, None] * token_stride + d[None, :]
-        is_early = (early < last)[:, None] & (d < DIM)[None, :]
+        if table_ptr is None:
+            early_to, early_known = early.to(tl.int64) * token_stride, early < last
+        elif ENTRIES > 0:
+            block = block_of(entries, first, first, SIZE, ENTRIES)
+            early_to, early_known = places_in(
+                block, early, early < last, slot_stride, token_stride, SIZE
+            )
+        else:
+            early_to, early_known = places(
+                table_ptr, early, early < last, slot_stride, token_stride, SIZE
+            )
+        early_at = base + early_to[:, None] + d[None, :]
+        is_early = early_known[:, None] & (d < DIM)[None, :]
         k_first = tl.load(k_ptr + early_at, mask=is_early, other=0.0)
         v_first = tl.load(v_ptr + early_at, mask=is_early, other=0.0)
         held_first = (k_first, v_first, 1.0, 1.0)
         if PDL:
             tokens = first + BLOCK_S + tl.arange(0, THREADS)
-            tokens_at = base + tokens.to(tl.int64) * token_stride
+            if table_ptr is None:
+                tokens_to, has_token = tokens.to(tl.int64) * token_stride, tokens < last
+            else:
+                tokens_to, has_token = places(
+                    table_ptr, tokens, tokens < last, slot_stride, token_stride, SIZE
+                )
             size = DIM * (k_ptr.dtype.element_ty.primitive_bitwidth // 8)
-            fetch_ahead(k_ptr + tokens_at, tokens < last, size)
-            fetch_ahead(v_ptr + tokens_at, tokens < last, size)
+            fetch_ahead(k_ptr + base + tokens_to, has_token, size)
+            fetch_ahead(v_ptr + base + tokens_to, has_token, size)
     q_gains = _gains(q_norm_ptr, d, partner, DIM, NORM_OFFSET)
     k_gains = _gains(k_norm_ptr, d, partner, DIM, NORM_OFFSET)
     wait_for_inputs(PDL)
@@ -314,25 +333,25 @@ def _decode_attention_kernel(
                 q, held_first, first + tl.arange(0, BLOCK_S), real, seen, scoring, slope,
                 alibi_scale, relative_ptr, BLOCK_G, BLOCK_S, SOFTCAP, CODES,
             )  # fmt: skip
-    # A table's entries are fetched ahead of what they name, which takes twice the stages.
+    # Entries that are fetched ahead of what they name take twice the stages.
     for start in tl.range(
-        start_of_rest, last, BLOCK_S, num_stages=STAGES if table_ptr is None else 2 * STAGES - 1
-    ):
+        start_of_rest, last, BLOCK_S,
+        num_stages=STAGES if ENTRIES > 0 or table_ptr is None else 2 * STAGES - 1,
+    ):  # fmt: skip
         s = start + tl.arange(0, BLOCK_S)
-        there = (s < last)[:, None] & (d < DIM)[None, :]
         if table_ptr is None:
-            at = base + s.to(tl.int64)[:, None] * token_stride + d[None, :]
+            to, known = s.to(tl.int64) * token_stride, s < last
+        elif ENTRIES > 0:
+            block = block_of(entries, first, start, SIZE, ENTRIES)
+            to, known = places_in(block, s, s < last, slot_stride, token_stride, SIZE)
         else:
             to, known = places(table_ptr, s, s < last, slot_stride, token_stride, SIZE)
-            there = known[:, None] & (d < DIM)[None, :]
-            at = base + to[:, None] + d[None, :]
+        there = known[:, None] & (d < DIM)[None, :]
+        at = base + to[:, None] + d[None, :]
         k = tl.load(k_ptr + at, mask=there, other=0.0)
         v = tl.load(v_ptr + at, mask=there, other=0.0)
         k_scale, v_scale = 1.0, 1.0
         if CODES is not None:
-            if table_ptr is None:
-                known = s < last
-                to = s.to(tl.int64) * token_stride
             row = base // DIM + to // DIM
             k_scale = tl.load(k_scale_ptr + row, mask=known, other=0.0)
             v_scale = tl.load(v_scale_ptr + row, mask=known, other=0.0)
@@ -455,6 +474,11 @@ def decode_attention(
     if config.splits > 1:
         shape = programs * each, config.splits, block_d + 2
         partial = empty(counters, shape, "float32")
+    entries = 0
+    if table is not None and not (window or chunk) and size % config.block == 0:
+        share = triton.cdiv(triton.cdiv(reach, config.block), config.splits) * config.block
+        entries = next_power_of_2(triton.cdiv(share, size) + 1)
+        entries = entries if entries <= _MOST_ENTRIES else 0
     launch(
         _decode_attention_kernel,
         (programs, config.splits),
@@ -487,7 +511,8 @@ def decode_attention(
         **{"SPLITS": config.splits, "SPLIT_BLOCK": next_power_of_2(config.splits)},
         **{"BLOCK_G": block_g, "BLOCK_S": config.block, "BLOCK_D": block_d},
         **{"SIZE": size, "CODES": codes, "CROSS": cross},
-        EARLY=codes is None and table is None and _reads_early(keys, values, slots, pdl),
+        EARLY=codes is None and _reads_early(keys, values, slots, pdl),
+        ENTRIES=entries,
         THREADS=32 * config.warps,
         num_warps=config.warps,
         pdl=pdl,
