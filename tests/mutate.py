@@ -476,7 +476,7 @@ ROWS: list[Row] = [
     ),
     Row(
         "backends/jax/padding.py",
-        "if types is not None and not spec.token_types_from_vocab and not types.any():",
+        'if types is not None and spec.embedding.types != "vocab" and not types.any():',
         "if types is not None and not types.any():",
         "GPT-J and GPT-Neo on JAX leave out the embedding of token type 0.",
         "tests/parity/test_logits.py -k 'token_types_equal and jax'",
@@ -1478,7 +1478,7 @@ ROWS: list[Row] = [
     ),
     Row(
         "engine/pure.py",
-        "        visible = tokens != spec.hides",
+        "        visible = tokens != spec.hidden",
         "        visible = None",
         "engine.apply reads padding that forward hides.",
         "tests/test_jax_users.py -k hidden_where",

@@ -62,7 +62,7 @@ def test_decoder_gives_the_same_over_any_ops_of_the_contract(name, engine_of):
     params = NumpyParams(engine.runner.params)
     ids = np.random.default_rng(3).integers(3, 60, (2, 7))
     positions = np.broadcast_to(np.arange(7), ids.shape)
-    has_types = spec.token_types and not spec.token_types_from_vocab
+    has_types = spec.embedding.own_types
     types = np.zeros_like(ids) if has_types else None
 
     angles = ops.angles(spec, params, positions)

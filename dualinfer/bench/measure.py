@@ -73,7 +73,7 @@ def measure(
     if encoder is not None and encoder.sounds and encoder.frames:  # every one is as long
         shape = task.batch, encoder.sounds.frame_width, encoder.frames
         ids = random.standard_normal(shape, np.float32)
-        task = replace(task, tokens=encoder.learned_positions)
+        task = replace(task, tokens=encoder.positions.rows)
         more = {"tokens": task.tokens}
     rules: dict[str, Callable[..., dict[str, Any]]] = {
         "decode": _decode,

@@ -38,7 +38,7 @@ class Bottleneck(Block):
 
     def outer_axes(self, spec: ModelSpec) -> dict[str, int]:
         """See `Block`."""
-        return {"trigram": 3 * (spec.embed_width or 0)}
+        return {"trigram": 3 * (spec.embedding.width or 0)}
 
     def rows(self, hf: str, norm: Norm) -> list[Row]:
         """A layer's rows, of what HF calls `hf`."""

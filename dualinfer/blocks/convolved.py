@@ -21,6 +21,7 @@ class Convolved(Edit):
 
     taps: int
     activation: Activation
+    blanks = True
 
     def axes(self, layer: Layer) -> dict[str, int]:
         """See `Edit`."""

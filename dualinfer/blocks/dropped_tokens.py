@@ -3,27 +3,31 @@
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ..model.spec import Entry, ModelSpec
+from ..model.spec import Entry, ModelSpec, Positions
 from ..ops.contract import Array, BlockOps, Seen, Weights
+from ..ops.embedding import places_of
 
 _KEPT = 1 - 0.15 * 0.8  # of tokens, in training
 
 
 @dataclass(frozen=True)
 class DroppedTokens(Entry):
-    """The embedding of the id `dropped` is zero.
+    """The embedding of the id `dropped`, if there is one, is zero.
 
     Those of a sequence's other tokens are times 0.88 over the share that these have in it. Rows of
-    positions are not dropped with their tokens.
+    positions are not dropped with their tokens. What a mask hides enters the first layer as zeros.
     """
 
-    dropped: int
+    dropped: int | None
+    blanks = True
 
     def embed(
         self, ops: BlockOps, spec: ModelSpec, w: Weights, ids: Array, where: Any, seen: Seen
     ) -> Array:
         """See `Entry`."""
-        x = ops.embed(replace(spec, learned_positions=0), w, ids, *where)
+        if self.dropped is None:
+            return super().embed(ops, spec, w, ids, where, seen)
+        x = ops.embed(replace(spec, positions=Positions()), w, ids, *where)
         is_dropped = (ids == self.dropped) * 1.0
         if seen.segments is not None:
             same = (seen.segments[:, :, None] == seen.segments[:, None, :]) * 1.0
@@ -36,6 +40,7 @@ class DroppedTokens(Entry):
                 tokens = (seen.mask * 1.0).sum(-1)[:, None].clip(1)
         scale = (1 - is_dropped) * _KEPT / (1 - found / tokens)
         x = ops.maths.cast(x * scale[..., None], x.dtype)
-        if spec.learned_positions:
-            x = x + ops.schemes.embed(where[0], w["positions.weight"])
+        if spec.positions.rows:
+            at = places_of(ops.maths, spec, where[0])
+            x = x + ops.schemes.embed(at, w["positions.weight"])
         return x

@@ -6,11 +6,12 @@ from dataclasses import dataclass
 from ..decoder.run import Run, activation_of
 from ..model import rows as make
 from ..model.spec import Block, Layer, ModelSpec, Norm
-from ..model.weights import Row, row
+from ..model.weights import Row
 from ..ops.contract import Array, BlockOps, Epilogue, NormOf, Weights
-from ..ops.embedding import Where, rows_of_boxes
+from ..ops.embedding import Where, places_of
 from ..ops.streams import parted, unweave, weave
 from ..parallel.sharding import Share
+from .boxes import Boxes
 
 _QKV = {"q": "query", "k": "key", "v": "value"}
 
@@ -28,7 +29,6 @@ class Page(Block):
     width: int
     ffn: int
     head_dim: int
-    reads_boxes = True
 
     @property
     def sums(self) -> int:
@@ -77,22 +77,22 @@ class Page(Block):
             rows += make.norm(norm, f"{ours}mlp_norm", f"{down}.LayerNorm", width)
         return rows
 
-    def outer_rows(self, hf: str, norm: Norm) -> list[Row]:
+    def outer_rows(self, boxes: Boxes, hf: str, norm: Norm) -> list[Row]:
         """The rows of what the second stream begins with, which HF calls `hf`."""
-        tables = [("page_positions", "positions page", "box_position_embeddings")]
-        tables += [(f"boxes.{x}", "boxes sixth", f"{x}_position_embeddings") for x in "xyhw"]
-        rows = [row(f"{ours}.weight", axes, (f"{hf}{x}.weight", axes)) for ours, axes, x in tables]
+        place = "page_positions", "positions page", f"{hf}box_position_embeddings"
+        rows = make.tables([place]) + boxes.rows(hf, "sixth")
         rows += make.linear("page_project", f"{hf}box_linear_embeddings", "page embed")
         return rows + make.norm(norm, "page_norm", f"{hf}LayerNorm", "page")
 
     def enter(self, ops: BlockOps, spec: ModelSpec, w: Weights, x: Array, where: Where) -> Array:
         """See `Block`: the second stream, normed, is joined to the token's own."""
         m, (positions, token_types) = ops.maths, where
-        boxes = m.join(rows_of_boxes(ops, w, token_types)[1], -1)
-        at = m.within(positions, spec.learned_positions)
+        entry = spec.embedding.entry
+        assert isinstance(entry, Boxes)
+        boxes = m.join(entry.rows_of(ops, w, token_types), -1)
         page = ops.schemes.matmul(boxes, w["page_project.weight"], w["page_project.bias"])
-        page = page + ops.schemes.embed(at, w["page_positions.weight"])
-        norm = spec.embed_norm or spec.layers[0].norm
+        page = page + ops.schemes.embed(places_of(m, spec, positions), w["page_positions.weight"])
+        norm = spec.embedding.norm or spec.layers[0].norm
         return m.join((x, ops.norm(page, NormOf.named(norm, w, "page_norm"))), -1)
 
     def tokens(self, ops: BlockOps, spec: ModelSpec, x: Array) -> Array:

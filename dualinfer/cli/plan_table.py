@@ -118,7 +118,7 @@ def make_plan_table(
     shown = [replace(planned[kind], name=row.name) for kind, row in zip(kinds, rows, strict=True)]
     counts = [(firsts[kind], count) for kind, count in Counter(kinds).items()]
     products = sum(map(_sums, layers))
-    from_vocab = 1 + (spec.token_types_from_vocab and spec.token_types > 0)
+    from_vocab = 1 + (spec.embedding.types == "vocab")
     if spec.crosses and spec.encoder is not None:
         # A table of another vocabulary is whole on each device.
         tables = [row for row in rows if row.name == "encoder.embed.weight"]

@@ -1,9 +1,8 @@
 """The pass through a model's layers."""
 
 from ..model.spec import ModelSpec
-from ..ops.contract import Array, BlockOps, NormOf, Params, Seen
-from ..ops.embedding import embed_given, read_by_layers
-from ..ops.projection import project
+from ..ops.contract import Array, BlockOps, Params, Seen
+from ..ops.embedding import after_tables, embed_given, read_by_layers
 from .choice import blocks_of
 from .run import Attend, Pass, Recur, Run, normed
 
@@ -39,39 +38,30 @@ def hidden_states(
     alone, `recur` what its recurrence reads. With `layers` the output of the last one of these, `x`
     being what the ones before them gave, None at the first.
     """
+    entry = spec.embedding.entry
     if begins := x is None:
-        if token_types is None and spec.token_types and not spec.token_types_from_vocab:
+        if token_types is None and spec.embedding.own_types:
             token_types = positions * 0
-        if spec.uncounted is not None and embeds is None:
-            assert ids is not None
-            counted = ids != spec.uncounted
-            positions = (counted.cumsum(axis=1) + positions[:, :1]) * counted - 1
+        if embeds is None:
+            positions = spec.positions.of_rows(positions, ids, spec.pad_id)
         where = positions, token_types
         if spec.block is not None and spec.block.embeds:
             read = ids if embeds is None else embeds
             x = spec.block.embed(ops, spec, params.outer, read, where, segments)
         elif embeds is None:
-            if spec.entry is None:
+            if entry is None:
                 x = ops.embed(spec, params.outer, ids, *where)
             else:
-                x = spec.entry.embed(ops, spec, params.outer, ids, where, Seen(mask, segments))
+                x = entry.embed(ops, spec, params.outer, ids, where, Seen(mask, segments))
         else:
             x = embed_given(ops, spec, params.outer, embeds, *where, blend)
-        w, norm = params.outer, None
-        if spec.embed_norm:
-            norm = NormOf.named(spec.embed_norm, w, "embed_norm")
-        if norm and spec.normed == "sum":
-            x = ops.norm(x, norm)
-        if spec.factored:
-            x = project(ops, w, "project_in", x)
-        if norm and spec.normed == "projected":
-            x = ops.norm(x, norm)
+        x = after_tables(ops, spec, params.outer, x)
         if spec.blanks and mask is not None:
             x = ops.maths.where(mask[..., None], x, 0)
     own: Array | list[None] = [None] * len(spec.layers)
     if spec.reads:
         assert ids is not None
-        known = ids if spec.entry is None else spec.entry.known(ids)
+        known = ids if entry is None else entry.known(ids)
         own = read_by_layers(ops, spec, params.outer, known, x)
     if begins and spec.block is not None:
         x = spec.block.enter(ops, spec, params.outer, x, (positions, token_types))

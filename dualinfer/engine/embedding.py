@@ -263,7 +263,7 @@ class EmbeddingCalls(InferenceEngine):
     def _width(self, layers: Sequence[Dense | None]) -> int:
         dense = [layer.weight.shape[0] for layer in layers if layer is not None]
         spec = self._spec
-        own = (spec.projects and spec.embed_width) or spec.embed
+        own = (spec.projects and spec.embedding.width) or spec.embed
         return dense[-1] if dense else own
 
     def _most_tokens(self, asked: int | None, tokenizer: Any) -> int:
@@ -289,7 +289,7 @@ class EmbeddingCalls(InferenceEngine):
         mask = None
         if named is not None:
             given, mask = named.pop("input_ids"), named.pop("attention_mask")
-            if named.pop("token_type_ids") is not None and spec.prefixes:
+            if named.pop("token_type_ids") is not None and spec.embedding.types == "prefix":
                 refuse_prefix(spec)
             if more := [name for name, value in named.items() if not is_zero(value)]:
                 raise ArgumentError(f"embed() reads ids alone. Leave {more[0]} out.")

@@ -91,7 +91,7 @@ def make_forward_inputs(
         vectors = check_embeds(embeds, spec)
         shape = batch, length = vectors.shape[0], vectors.shape[1]
     visible = check_mask(mask, shape)
-    hidden = None if visible is not None else spec.hides
+    hidden = None if visible is not None else spec.hidden
     if hidden is not None and tokens is not None and (tokens == hidden).any():
         shown_by = "decoder_attention_mask" if spec.crosses else "attention_mask"
         raise ArgumentError(
@@ -100,11 +100,12 @@ def make_forward_inputs(
         )
     segments = None
     at = default_positions(spec, shape, tokens, visible)
-    longest = length if spec.pad is None else int(at.max()) - spec.pad
+    before = spec.positions.before(spec.pad_id)
+    longest = int(at.max()) + 1 - before if before else length
     given = name if embeds is None else "inputs_embeds"
     check_length(spec, longest, f"{given} has {longest} tokens", "Pass at most so many.")
     if positions is not None:
-        limit = spec.learned_positions or 2**31 - 1
+        limit = spec.positions.rows or 2**31 - 1
         given = check_ids(positions, "position_ids", limit, "positions")
         given = _broadcast(given, "position_ids", shape)
         if spec.alibi and ((given != at) if visible is None else (given != at) & visible).any():
@@ -119,7 +120,7 @@ def make_forward_inputs(
     if visible is not None and visible.all():
         visible = None
     if types is not None:
-        if spec.prefixes:
+        if spec.embedding.types == "prefix":
             refuse_prefix(spec)
         if not spec.token_types and not is_zero(types):
             raise ArgumentError(
@@ -128,7 +129,7 @@ def make_forward_inputs(
             )
         types = check_ids(types, "token_type_ids", spec.token_types or 1, "token types")
         types = _broadcast(types, "token_type_ids", shape) if spec.token_types else None
-    elif spec.token_types and not spec.token_types_from_vocab:
+    elif spec.embedding.own_types:
         types = np.zeros(shape, np.int32)
     if boxes is not None:
         assert types is not None
@@ -161,9 +162,10 @@ def _check_boxes(spec: ModelSpec, boxes: Any, shape: tuple[int, int]) -> np.ndar
         )
     array = array.astype(np.int64)  # differences of unsigned numbers have no sign
     sides = array[..., 2:] - array[..., :2]
-    if (array < 0).any() or (array >= spec.boxes).any() or (sides < 0).any():
+    edges = spec.embedding.boxes
+    if (array < 0).any() or (array >= edges).any() or (sides < 0).any():
         raise ArgumentError(
-            f"bbox: {spec.architecture} takes edges from 0 to {spec.boxes - 1}, as thousandths of "
+            f"bbox: {spec.architecture} takes edges from 0 to {edges - 1}, as thousandths of "
             "the page, with right and lower ones no less than left and upper ones."
         )
     return array.astype(np.int32)
@@ -293,15 +295,7 @@ def default_positions(
     0 to T-1 for every row, the number of `visible` tokens before each, or that of ids that are no
     padding. Of arrays of the module `xp`, which may be traced.
     """
-    count = xp.zeros(shape, np.int32) + np.arange(shape[1], dtype=np.int32)
-    if spec.pad is not None:
-        if ids is None:
-            return count + (spec.pad + 1)
-        real = ids != spec.pad
-        return (real.cumsum(axis=1) * real + spec.pad).astype(np.int32)
-    if spec.positions_from_mask and visible is not None:
-        return xp.maximum(visible.cumsum(axis=1) - 1, 0).astype(np.int32) * visible
-    return count
+    return spec.positions.of_tokens(shape, ids, visible, spec.pad_id, xp)
 
 
 def _broadcast(array: np.ndarray, name: str, shape: tuple[int, int]) -> np.ndarray:

@@ -101,13 +101,11 @@ def make_inputs(
             ids[r, begin:end], pooled[r, begin:end] = text, weights[i]
             segments[r, begin:end] = number
             own = usual[: len(text)]
-            if spec.pad is not None and (text == spec.pad).any():
+            if spec.positions.counted == "ids" and (text == spec.pad_id).any():
                 own = default_positions(spec, (1, len(text)), text[None], None)[0]
             positions[r, begin:end] = own
         segments[r, end:] = len(row)  # what fills a row up sees itself alone
-    types = (
-        np.zeros(shape, np.int32) if spec.token_types and not spec.token_types_from_vocab else None
-    )
+    types = np.zeros(shape, np.int32) if spec.embedding.own_types else None
     most = bucket(max(map(len, one.rows)))
     return ForwardInputs(
         *(ids, positions, None, types, segments), weights=pooled, texts=most, largest=largest

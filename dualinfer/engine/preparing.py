@@ -173,7 +173,7 @@ class Preparing(InferenceEngine):
             if ids is not None:
                 raise ArgumentError("Both inputs and input_ids were given; they are the same.")
             ids = given["inputs"]
-        if spec.prefixes and kwargs.get("token_type_ids") is not None:
+        if spec.embedding.types == "prefix" and kwargs.get("token_type_ids") is not None:
             refuse_prefix(spec)
         for name in ("token_type_ids",) * (not spec.token_types) + ("mm_token_type_ids",):
             if is_zero(kwargs.get(name)):
@@ -281,7 +281,7 @@ class Preparing(InferenceEngine):
         limit, asked = self._longest, self.inference_config.max_out_tokens
         if longest + new_tokens <= limit:
             return
-        table = self._spec.learned_positions or self._spec.most
+        table = self._spec.positions.rows or self._spec.most
         way = "" if table and limit == table + 1 else "or set a larger max_out_tokens"
         if limit == asked:
             raise LengthError(over_limit(longest, new_tokens, "max_out_tokens", limit, way))

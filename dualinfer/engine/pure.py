@@ -133,7 +133,7 @@ def _names(spec: ModelSpec) -> tuple[list[str], str]:
     if not spec.crosses:
         if spec.patches is not None:
             return images, "pixel_values"
-        return ["input_ids", *_OF_TEXT, *(["bbox"] if spec.boxes else [])], "input_ids"
+        return ["input_ids", *_OF_TEXT, *(["bbox"] if spec.embedding.boxes else [])], "input_ids"
     assert spec.encoder is not None
     own = ["input_ids", "attention_mask", "inputs_embeds"]
     if spec.encoder.sounds is not None:
@@ -176,8 +176,8 @@ def _text(
     if spec.tokens and shape[1] > spec.tokens:
         raise LengthError(f"{called} has {shape[1]} tokens, but {spec.why_most}.")
     visible = given.mask(mask, shape)
-    if visible is None and spec.hides is not None and tokens is not None:
-        visible = tokens != spec.hides
+    if visible is None and spec.hidden is not None and tokens is not None:
+        visible = tokens != spec.hidden
     at = default_positions(spec, shape, tokens, visible, xp)
     if "position_ids" in given:
         if spec.alibi:
@@ -206,7 +206,7 @@ def _types(spec: ModelSpec, given: _Given, shape: tuple[int, int]) -> Any:
                 f"The {spec.family} family has no token types; leave token_type_ids out."
             )
         types = given.rows("token_type_ids", shape)
-    elif spec.token_types and not spec.token_types_from_vocab:
+    elif spec.embedding.own_types:
         types = xp.zeros(shape, xp.int32)
     if "bbox" not in given:
         return types
@@ -309,7 +309,7 @@ def _source(spec: ModelSpec, given: _Given) -> ForwardInputs:
         shape = encoder.sounds.frame_width, encoder.frames
         expected = f"[batch, {shape[0]}, {shape[1]}]"
         features = given.floats(encoder.sounds.name, expected, (None, *shape))
-        places = features.shape[0], encoder.learned_positions
+        places = features.shape[0], encoder.positions.rows
         return ForwardInputs(None, counted(places), embeds=features.swapaxes(1, 2))
     if encoder.sounds is not None:
         bins = encoder.sounds.frame_width

@@ -38,7 +38,7 @@ def read_by(spec: ModelSpec, given: Mapping[str, Any]) -> tuple[dict[str, Any], 
         **dict.fromkeys(NAMES, spec.crosses),
         "pixel_values": spec.sees,
         **dict.fromkeys(OF_PATCHES, spec.reads_patches),
-        "bbox": spec.boxes,
+        "bbox": spec.embedding.boxes,
     }
     arguments = {name: value for name, value in given.items() if known.get(name, True)}
     told = (*NAMES, "pixel_values")  # by errors of their own

@@ -59,7 +59,7 @@ def count_tokens(spec: ModelSpec, shape: tuple[int, ...]) -> int:
         raise ArgumentError(
             f"{name} has shape {shape}, too short for a token of {spec.architecture}."
         )
-    most = spec.encoder.learned_positions
+    most = spec.encoder.positions.rows
     if most and count > most:
         raise LengthError(
             f"{name} has {shape[1]} frames, which make {count} tokens, but the encoder has "

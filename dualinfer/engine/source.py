@@ -175,13 +175,13 @@ def make_source(spec: ModelSpec, ids: Any, mask: Any, pad: int | None) -> Prompt
     ArgumentError as `make_prompts`, and LengthError for more tokens than it has positions.
     """
     assert spec.encoder is not None
-    hides = spec.encoder.hides
+    hides = spec.encoder.hidden
     if ids is None:
         raise ArgumentError("input_ids is missing; generate needs what the encoder reads.")
     if kind_of(ids) not in (None, "list") and mask is None:
         mask = check_ids(ids, "input_ids", spec.encoder.vocab) != (-1 if hides is None else hides)
     source = make_prompts(ids, mask, spec.encoder.vocab, 0 if pad is None else pad, ())
-    most = spec.encoder.learned_positions
+    most = spec.encoder.positions.rows
     longest = max(source.lengths)
     if most and longest > most:
         raise LengthError(
@@ -196,8 +196,8 @@ def counts_hidden(spec: ModelSpec, ids: Any, mask: Any) -> bool:
     Of a source without them they would be others.
     """
     assert spec.encoder is not None
-    pad = spec.encoder.uncounted
-    if pad is None or mask is None or kind_of(ids) is None:
+    pad = spec.encoder.pad_id
+    if spec.encoder.positions.counted != "rows" or mask is None or kind_of(ids) is None:
         return False
     tokens = [check_ids(row, "input_ids", spec.encoder.vocab)[0] for row in ids]
     shown = [np.asarray(to_numpy(row)).reshape(-1) != 0 for row in mask]
@@ -240,7 +240,7 @@ class _Frames:
         assert spec.encoder is not None
         frames = check_features(spec, given["input_features"], given["input_ids"])
         return ForwardInputs(
-            None, _counted(len(frames), spec.encoder.learned_positions), embeds=frames
+            None, _counted(len(frames), spec.encoder.positions.rows), embeds=frames
         )
 
     def rows(self, spec: ModelSpec, given: Mapping[str, Any], pad: int | None) -> Prompts:

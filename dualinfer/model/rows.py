@@ -52,6 +52,11 @@ def joined(
     return rows
 
 
+def tables(named: Iterable[tuple[str, str, str]]) -> list[Row]:
+    """Tables, each by our name, its axes and the name of HF's module."""
+    return [row(f"{ours}.weight", axes, (f"{hf}.weight", axes)) for ours, axes, hf in named]
+
+
 def packed(ours: str, theirs: str, layout: str, bias: bool) -> list[Row]:
     """The projection to q, k and v that HF stores as one linear layer, with its `layout`."""
     rows = [row(f"{ours}.weight", "q+k+v embed", (f"{theirs}.weight", f"{layout} embed"))]

@@ -39,7 +39,7 @@ def embed_given(
 ) -> Array:
     """As `embed`, with a caller's embeddings [B, T, W] in the place of the tokens' own.
 
-    W is the width of the embedding: `embed_width`, else E. Of images it is that of a patch; what is
+    W is the width of the embedding. Of images it is that of a patch; what is
     given in the place of learned tokens is not read. Of `sounds` it is as they say, as are the
     embeddings. With float32 `blend` [B or 1, T, P] a token's position is
     the sum of the table's P rows times these, in the place of `positions`.
@@ -52,7 +52,7 @@ def embed_given(
             embeds = m.join((first, embeds[:, learned:]), 1)
     if spec.sounds is not None:
         embeds = spec.sounds.embed(ops, w, embeds)
-    if spec.scales_embeds:
+    if spec.embedding.scaled == "all":
         embeds = _scaled(m, spec, embeds)
     return with_positions(ops, spec, w, embeds, positions, token_types, blend)
 
@@ -82,14 +82,15 @@ def read_by_layers(ops: BlockOps, spec: ModelSpec, w: Weights, ids: Array, x: Ar
 
 def scale_of(m: Maths, spec: ModelSpec, dtype: Any) -> float:
     """The factor of embedded tokens, rounded to their `dtype` where HF rounds it."""
-    return m.nearest(spec.embed_scale, dtype) if spec.rounds_scale else spec.embed_scale
+    own = spec.embedding
+    return m.nearest(own.scale, dtype) if own.scaled == "rounded" else own.scale
 
 
 def _scaled(m: Maths, spec: ModelSpec, x: Array) -> Array:
-    if spec.embed_scale == 1:
+    if spec.embedding.scale == 1:
         return x
     scale = scale_of(m, spec, x.dtype)
-    return x * scale if spec.rounds_scale else m.times(x, scale)
+    return x * scale if spec.embedding.scaled == "rounded" else m.times(x, scale)
 
 
 def with_positions(
@@ -102,39 +103,43 @@ def with_positions(
     blend: Array | None = None,
 ) -> Array:
     """Embedded tokens in the layers' width, plus their types and positions."""
-    m, rows_of = ops.maths, ops.schemes.embed
-    if spec.normed == "tokens":
-        assert spec.embed_norm is not None
-        x = plain_norm(m, x, NormOf.named(spec.embed_norm, w, "embed_norm"))
+    m, rows_of, own = ops.maths, ops.schemes.embed, spec.embedding
+    if own.norm is not None and own.norms_tokens:
+        x = plain_norm(m, x, NormOf.named(own.norm, w, "embed_norm"))
     if spec.projects:
         x = ops.schemes.matmul(x, w["project_in.weight"])
     if token_types is not None:
-        if spec.boxes:
-            token_types, boxes = rows_of_boxes(ops, w, token_types)
-            x = sum(boxes, x) if spec.adds_boxes else x
-        if spec.token_types_from_vocab:
+        if own.entry is not None:
+            x, token_types = own.entry.add(ops, w, x, token_types)
+        if own.types == "vocab":
             x = x + ops.tokens(token_types, w["embed.weight"])
         else:
             x = x + rows_of(token_types, w["token_types.weight"])
     if blend is not None:
         rows = m.wide(rows_of(m.arange(blend.shape[-1], blend), w["positions.weight"]))
         return x + m.cast(m.einsum("...p,pe->...e", blend, rows), x.dtype)
-    if spec.learned_positions:  # ended slots stay where they are, free ones at 0
-        at = m.within(positions, spec.learned_positions) + spec.position_offset
-        x = x + rows_of(at, w["positions.weight"])
+    if spec.positions.rows:
+        x = x + rows_of(places_of(m, spec, positions), w["positions.weight"])
     return x
 
 
-def rows_of_boxes(ops: BlockOps, w: Weights, token_types: Array) -> tuple[Array, list[Array]]:
-    """Types of tokens, and rows for left, upper, right, lower, height and width."""
-    boxes = ops.maths.zeros((*token_types.shape, 4), token_types.dtype, token_types)
-    if token_types.ndim == 3:
-        token_types, boxes = token_types[..., 0], token_types[..., 1:]
-    left, upper, right, lower = (boxes[..., i] for i in range(4))
-    edges = ("x", left), ("y", upper), ("x", right), ("y", lower)
-    sides = ("h", lower - upper), ("w", right - left)
-    rows = [ops.schemes.embed(at, w[f"boxes.{x}.weight"]) for x, at in (*edges, *sides)]
-    return token_types, rows
+def after_tables(ops: BlockOps, spec: ModelSpec, w: Weights, x: Array) -> Array:
+    """What comes behind the tables' rows: a norm, and a projection from the tables' width."""
+    own = spec.embedding
+    for step in own.order[own.order.index("tables") + 1 :]:
+        if step == "project" and own.width is not None:
+            x = project(ops, w, "project_in", x)
+        elif step == "norm" and own.norm is not None:
+            x = ops.norm(x, NormOf.named(own.norm, w, "embed_norm"))
+    return x
+
+
+def places_of(m: Maths, spec: ModelSpec, positions: Array) -> Array:
+    """The row of each position [B, T] in the table of positions.
+
+    Ended slots stay where they are, free ones at 0.
+    """
+    return m.within(positions, spec.positions.rows) + spec.positions.offset
 
 
 @named("patches")

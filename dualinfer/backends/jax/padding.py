@@ -40,7 +40,7 @@ def pad_inputs(spec: ModelSpec, inputs: ForwardInputs) -> Padded:
     # The largest of a row says how long it is, which padding must not be.
     if mask is None and _counts_up(positions) and not spec.turns_by_length:
         positions = None
-    if types is not None and not spec.token_types_from_vocab and not types.any():
+    if types is not None and spec.embedding.types != "vocab" and not types.any():
         types = None
     segments = inputs.segments
     if segments is None and spec.reads_near and size != (batch, tokens):

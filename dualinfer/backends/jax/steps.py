@@ -99,7 +99,7 @@ class Steps:
         counted = None if mask is None else positions
         if positions is None:
             positions = jnp.broadcast_to(jnp.arange(length), shape)
-        if token_types is None and spec.token_types and not spec.token_types_from_vocab:
+        if token_types is None and spec.embedding.own_types:
             token_types = jnp.zeros(shape, jnp.int32)
         if embeds is not None:
             name = "embed.weight" if spec.patches is None else "patches.kernel"

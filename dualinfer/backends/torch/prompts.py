@@ -384,7 +384,7 @@ class Prompts:
         at = positions = torch.arange(shape[1], device=ids.device).expand(shape)
         if starts is not None:
             at = positions = positions + starts[:, None]
-            if self._spec.learned_positions:  # of which padding may lie beyond the last
+            if self._spec.positions.rows:  # of which padding may lie beyond the last
                 at = positions.clamp(max=self._spec.max_positions - 1)
             reach = min(bucket(reach, SMALLEST_CACHE), cache.tokens)
         embeds = ids.to(params.outer["embed.weight"].dtype) if ids.ndim > 2 else None

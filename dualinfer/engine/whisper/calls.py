@@ -293,7 +293,7 @@ class SpeechCalls(InferenceEngine):
             most_new=options.max_new_tokens,
             most=most,
             limit=None if options.asked_length else self.max_tokens,
-            positions=spec.learned_positions,
+            positions=spec.positions.rows,
             previous=previous,
             fill=0 if options.fill_id is None else options.fill_id,
             ends=options.eos_token_ids,

@@ -12,7 +12,19 @@ import numpy as np
 
 from ...errors import ModelError, shown
 from .. import rows as make
-from ..spec import Activation, Attention, Experts, Head, Layer, Mlp, ModelSpec, Norm, Router
+from ..spec import (
+    Activation,
+    Attention,
+    Embedding,
+    Experts,
+    Head,
+    Layer,
+    Mlp,
+    ModelSpec,
+    Norm,
+    Positions,
+    Router,
+)
 from ..weights import Row, WeightTable, row
 from .fairseq import Sinusoids
 from .fields import ConfigFields
@@ -126,6 +138,10 @@ def describe(fields: ConfigFields, architecture: str) -> tuple[ModelSpec, Weight
             layers = _with_experts(fields, layers, fields.take(f"{side}_sparse_step"))
         if kind.looks_around and not decodes:
             layers = _windowed(layers, fields.take("attention_window"))
+        skips = kind.positions == "fairseq" and pad is not None
+        embedding = Embedding(scale, norm=norm if kind.embed_norm else None)
+        if kind.tokens_normed and decodes:
+            embedding = replace(embedding, scale=1.0, order=("norm", "project", "tables"))
         return ModelSpec(
             family=fields.family,
             architecture=architecture,
@@ -133,13 +149,10 @@ def describe(fields: ConfigFields, architecture: str) -> tuple[ModelSpec, Weight
             embed=embed,
             layers=layers,
             max_positions=positions[side],
-            learned_positions=positions[side],
-            position_offset=offset,
-            uncounted=pad if kind.positions == "fairseq" else None,
+            positions=Positions(positions[side], offset, "rows" if skips else "all"),
+            pad_id=pad if skips else None,
             packs=False,
-            embed_scale=1.0 if kind.tokens_normed and decodes else scale,
-            normed="tokens" if kind.tokens_normed and decodes else "sum",
-            embed_norm=norm if kind.embed_norm else None,
+            embedding=embedding,
             final_norm=norm if kind.placement == "pre" else None,
         )
 

@@ -5,8 +5,10 @@ Each is a row of `bert_kinds.KINDS`. HF sources: models/NAME/modeling_NAME.py.
 
 import re
 from dataclasses import replace
+from typing import Literal
 
 from ...blocks.adapter import Adapter
+from ...blocks.boxes import Boxes
 from ...blocks.dropped_tokens import DroppedTokens
 from ...blocks.spans import Spans
 from ...errors import ModelError, shown
@@ -14,11 +16,14 @@ from .. import rows as make
 from ..spec import (
     Activation,
     Attention,
+    Embedding,
+    Entry,
     Head,
     Layer,
     Mlp,
     ModelSpec,
     Norm,
+    Positions,
     RelativeBias,
 )
 from ..weights import Row, Source, WeightTable, row
@@ -79,7 +84,6 @@ def describe(fields: ConfigFields, architecture: str) -> tuple[ModelSpec, Weight
     factored = width != embed or kind.always_factored
     groups = _groups(fields, count) if kind.grouped else [None] * count
     pad = kind.pad or _pad(fields) if kind.counts else None
-    table_size = 0 if kind.rope else positions
     adapter, adapter_rows = _adapter(fields, kind, norm, embed, activation)
     placement = "pre" if kind.end else "post"
     edits = tuple(edit for edit in (spans, adapter) if edit is not None)
@@ -96,17 +100,16 @@ def describe(fields: ConfigFields, architecture: str) -> tuple[ModelSpec, Weight
         embed=embed,
         layers=tuple(layers),
         max_positions=positions if pad is None else positions - pad - 1,
-        learned_positions=table_size,
-        pad=pad,
-        token_types=_token_types(fields, kind, vocab),
-        token_types_from_vocab=kind.types == "vocab",
-        boxes=fields.size(kind.boxes) if kind.boxes else 0,
-        hides=fields.take("pad_token_id") if kind.hides else None,
-        embed_width=width if factored else None,
-        factored=factored,
-        embed_norm=norm if is_normed else None,
-        entry=_dropped(fields) if kind.drops else None,
-        blanks=kind.drops,
+        positions=Positions(0 if kind.rope else positions, counted="ids" if kind.counts else "all"),
+        pad_id=fields.take("pad_token_id") if kind.hides else pad,
+        hides=kind.hides,
+        embedding=Embedding(
+            width=width if factored else None,
+            norm=norm if is_normed else None,
+            order=("tables", "norm", "project"),
+            types=_token_types(fields, kind),
+            entry=_entry(fields, kind),
+        ),
         final_norm=norm if kind.end else None,
         head=head,
     )
@@ -177,22 +180,26 @@ def _refuse(fields: ConfigFields, kind: Kind, head: str | None) -> None:
     fields.ignore("pooler_num_fc_layers", "pooler_size_per_head", "pooler_type")
 
 
-def _dropped(fields: ConfigFields) -> DroppedTokens | None:
-    """The entry by which ESM-2 drops the embeddings of masks, as training did."""
+def _entry(fields: ConfigFields, kind: Kind) -> Entry | None:
+    """What is added to tokens for their boxes, or drops the embeddings of masks as training did."""
+    if kind.boxes:
+        return Boxes(fields.size(kind.boxes))
+    if not kind.drops:
+        return None
     own = fields.take("mask_token_id")
     if not fields.flag("token_dropout", False):
-        return None
+        return DroppedTokens(None)
     if type(own) is not int or own < 1:  # 0 fills up what is padded
         raise ModelError(f"config.json has mask_token_id={shown(own)}; expected a positive id.")
     return DroppedTokens(own)
 
 
-def _token_types(fields: ConfigFields, kind: Kind, vocab: int) -> int:
+def _token_types(fields: ConfigFields, kind: Kind) -> int | Literal["vocab"]:
     """Kinds of tokens; some files have none."""
     if kind.types is None:
         return 0
     if kind.types == "vocab":
-        return vocab
+        return "vocab"
     is_none = kind.types == "optional" and fields.take("type_vocab_size") == 0
     return 0 if is_none else fields.size("type_vocab_size")
 
@@ -300,24 +307,22 @@ def _or_packed(rows: list[Row], theirs: str, layout: str) -> list[Row]:
 def _embeddings(kind: Kind, spec: ModelSpec) -> list[Row]:
     at, words, places = kind.embeddings
     hf = kind.base + at
-    width = "width" if spec.factored else "embed"
+    own = spec.embedding
+    width = "width" if own.is_factored else "embed"
     tables = [("embed", "vocab", words)]
-    if spec.learned_positions:
+    if spec.positions.rows:
         tables.append(("positions", "positions", places))
-    if spec.token_types and not spec.token_types_from_vocab:
+    if own.own_types:
         tables.append(("token_types", "types", "token_type_embeddings"))
-    if spec.boxes:
-        tables += [(f"boxes.{x}", "boxes", f"{x}_position_embeddings") for x in "xyhw"]
-    rows = [
-        row(f"{ours}.weight", f"{axis} {width}", (f"{hf}{theirs}.weight", f"{axis} {width}"))
-        for ours, axis, theirs in tables
-    ]
-    if spec.embed_norm and kind.embed_norm:
-        rows += make.norm(spec.embed_norm, "embed_norm", hf + kind.embed_norm, width)
+    rows = make.tables((ours, f"{axis} {width}", hf + theirs) for ours, axis, theirs in tables)
+    if isinstance(own.entry, Boxes):
+        rows += own.entry.rows(hf, width)
+    if own.norm and kind.embed_norm:
+        rows += make.norm(own.norm, "embed_norm", hf + kind.embed_norm, width)
     if kind.rope == "stored":
         stored = f"{kind.base}rotary_embeddings.inv_freq", "pairs"
         rows.append(replace(row("frequencies", "pairs", stored), wide=True, fixed=True))
-    if spec.factored:
+    if own.is_factored:
         rows += make.linear("project_in", f"{kind.base}{kind.factored}", "embed width")
     return rows
 

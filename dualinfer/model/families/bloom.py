@@ -5,7 +5,7 @@ import math
 import numpy as np
 
 from .. import rows as make
-from ..spec import Attention, Layer, Mlp, ModelSpec, Norm
+from ..spec import Attention, Embedding, Layer, Mlp, ModelSpec, Norm, Positions
 from ..weights import WeightTable
 from .decoders import decoder_spec
 from .fields import ConfigFields
@@ -34,9 +34,9 @@ def describe(fields: ConfigFields, architecture: str) -> tuple[ModelSpec, Weight
     spec = decoder_spec(
         *(fields, architecture, embed, (block,) * fields.layers("n_layer"), norm),
         max_positions=fields.size("seq_length", _TRAINED),
-        positions_from_mask=True,
+        positions=Positions(counted="seen"),
         packs=False,
-        embed_norm=norm,
+        embedding=Embedding(norm=norm),
     )
     hf = "transformer.h.{i}."
     layer = [

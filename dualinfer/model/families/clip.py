@@ -10,7 +10,18 @@ from typing import Any
 
 from ...errors import ModelError, shown
 from .. import rows as make
-from ..spec import Attention, Layer, Mlp, ModelSpec, Norm, Patches, Pooled, Probe
+from ..spec import (
+    Attention,
+    Embedding,
+    Layer,
+    Mlp,
+    ModelSpec,
+    Norm,
+    Patches,
+    Pooled,
+    Positions,
+    Probe,
+)
 from ..weights import Row, WeightTable, row
 from .fields import ConfigFields
 from .heads import Classifier, make_head
@@ -155,7 +166,7 @@ def _text(fields: ConfigFields, architecture: str) -> tuple[ModelSpec, list[Row]
     elif not is_clip:
         rows += make.linear("projection", f"{hf}head", "projected embed")
     spec = replace(spec, vocab=fields.size("vocab_size"), final_norm=norm, pooled=pooled)
-    spec = replace(spec, max_positions=positions, learned_positions=positions)
+    spec = replace(spec, max_positions=positions, positions=Positions(positions))
     return replace(spec, projected=width or 0), rows, layer
 
 
@@ -169,7 +180,7 @@ def _vision(fields: ConfigFields, architecture: str) -> tuple[ModelSpec, list[Ro
     projects = architecture.endswith("WithProjection")
     width = fields.size("projection_dim") if projects else 0
     fields.ignore("projection_dim")
-    spec = replace(spec, max_positions=patches.tokens, learned_positions=patches.tokens)
+    spec = replace(spec, max_positions=patches.tokens, positions=Positions(patches.tokens))
     spec = replace(spec, patches=patches, projected=width)
     at, table = f"{hf}embeddings.", "positions embed"
     rows = [
@@ -183,7 +194,7 @@ def _vision(fields: ConfigFields, architecture: str) -> tuple[ModelSpec, list[Ro
         if projects:
             rows += make.linear("projection", "visual_projection", "projected embed", bias=False)
         pooled = Pooled("first", norm, "image_embeds" if projects else None)
-        return replace(spec, embed_norm=norm, pooled=pooled), rows, layer
+        return replace(spec, embedding=Embedding(norm=norm), pooled=pooled), rows, layer
     rows += make.norm(norm, "final_norm", f"{hf}post_layernorm")
     pooled = None
     if fields.flag("vision_use_head", True):

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from .. import rows as make
-from ..spec import Attention, Layer, Mlp, ModelSpec, Norm
+from ..spec import Attention, Embedding, Layer, Mlp, ModelSpec, Norm, Positions
 from ..weights import Row, WeightTable, row
 from .decoders import decoder_spec
 from .fields import ConfigFields
@@ -27,9 +27,8 @@ def describe(fields: ConfigFields, architecture: str) -> tuple[ModelSpec, Weight
     spec = decoder_spec(
         *(fields, architecture, embed, (layer,) * fields.layers("n_layer"), final),
         max_positions=positions,
-        learned_positions=positions,
-        embed_scale=embed**0.5,
-        scales_embeds=True,
+        positions=Positions(positions),
+        embedding=Embedding(embed**0.5, "all"),
     )
     fields.ignore("resid_pdrop", "embd_pdrop", "attn_pdrop", "n_ctx")
     fields.ignore_summary()

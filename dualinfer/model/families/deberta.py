@@ -6,7 +6,7 @@ from typing import Any
 from ...blocks.convolved import Convolved
 from ...errors import ModelError, shown
 from .. import rows as make
-from ..spec import Attention, Head, Layer, Mlp, ModelSpec, Norm, Places
+from ..spec import Attention, Embedding, Head, Layer, Mlp, ModelSpec, Norm, Places, Positions
 from ..weights import Row, WeightTable, row
 from .fields import ConfigFields
 from .heads import Classifier, kind_of_head, make_head, masked_head
@@ -54,13 +54,13 @@ def describe(fields: ConfigFields, architecture: str) -> tuple[ModelSpec, Weight
         embed=embed,
         layers=tuple(layers),
         max_positions=positions,
-        learned_positions=positions if biased else 0,
-        token_types=fields.size("type_vocab_size") if types else 0,
-        embed_width=width if factored else None,
-        factored=factored,
-        normed="projected" if factored else "sum",
-        embed_norm=norm,
-        blanks=convolution is not None,
+        positions=Positions(positions if biased else 0),
+        embedding=Embedding(
+            width=width if factored else None,
+            norm=norm,
+            order=("tables", "project", "norm"),
+            types=fields.size("type_vocab_size") if types else 0,
+        ),
         head=head,
     )
     own = ["^pooler", "^classifier", "^qa_outputs", "^cls", "^lm_predictions", "^mask_predictions"]
@@ -143,12 +143,12 @@ def _embeddings(spec: ModelSpec, norm: Norm) -> list[Row]:
     hf = "deberta.embeddings."
     rows = [row("embed.weight", "vocab inner", (_EMBEDDING, "vocab inner"))]
     for ours, axis, theirs, has in (
-        ("positions", "positions", "position_embeddings", spec.learned_positions),
+        ("positions", "positions", "position_embeddings", spec.positions.rows),
         ("token_types", "types", "token_type_embeddings", spec.token_types),
     ):
         axes = f"{axis} inner"
         rows += [row(f"{ours}.weight", axes, (f"{hf}{theirs}.weight", axes))] if has else []
-    if spec.factored:
+    if spec.embedding.is_factored:
         rows += make.linear("project_in", f"{hf}embed_proj", "embed width", bias=False)
     rows += make.norm(norm, "embed_norm", f"{hf}LayerNorm")
     if (places := spec.places) is not None:

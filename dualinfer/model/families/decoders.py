@@ -13,6 +13,7 @@ from .. import rows as make
 from ..spec import (
     Activation,
     Attention,
+    Embedding,
     Experts,
     Head,
     Layer,
@@ -133,7 +134,7 @@ class Decoder:
             *(fields, architecture, self.embed),
             *((known.setdefault(layer, layer) for layer in layers), self.norm),
             max_positions=self.reach,
-            embed_scale=self.factors.embed,
+            embedding=self.embedding(),
             head=Head("causal", scale=self.factors.logits, softcap=softcap),
             **self.facts(),
         )
@@ -157,6 +158,10 @@ class Decoder:
     def facts(self) -> Mapping[str, Any]:
         """Further fields of the spec."""
         return self.kind.facts
+
+    def embedding(self) -> Embedding:
+        """The way from ids to the first layer."""
+        return Embedding(self.factors.embed, self.kind.scaled)
 
     def attentions(self) -> list[Attention]:
         """The attention of each layer; sets `reach`."""
@@ -265,7 +270,7 @@ class Decoder:
         """The weight table."""
         kind, mixture = self.kind, self.mixture
         outer = self.norm_rows("final_norm", f"{self.base}{kind.final_norm}")
-        if spec.embed_norm:
+        if spec.embedding.norm:
             outer += self.norm_rows("embed_norm", "")
         if spec.head and self.says(kind.head_bias):
             outer.append(row("head.bias", "vocab", ("lm_head.bias", "vocab")))
@@ -451,8 +456,9 @@ class Kind:
 
     `always` are fields of the makers' own code with what HF takes for granted, a tuple of
     several; `twins` are such that say again what a field of HF's does; `ignored` ones change
-    nothing at inference. `facts` are fields of the spec. Tensors of `unused` patterns change no
-    text; those of `kept_rows` are saved all the same, and `optional` ones may be absent. A file
+    nothing at inference. The factor of embedded tokens is `scaled` as `Embedding` says. `facts` are
+    fields of the spec. Tensors of `unused` patterns change no text; those of `kept_rows` are saved
+    all the same, and `optional` ones may be absent. A file
     of a mixture may hold a layer that `predicts` a second token. `base` is HF's class without a
     head where its name is no other's with an end of its own; a kind that `only` others are
     around has no other, whose name ends in `head`; `also` are classes of the makers' own code.
@@ -504,6 +510,7 @@ class Kind:
     rereads: bool = False
     kept: Mapping[str, float] = field(default_factory=dict)
     tied: bool = False
+    scaled: Literal["ids", "rounded", "all"] = "ids"
     facts: Mapping[str, Any] = field(default_factory=dict)
     always: Mapping[str, Any] = field(default_factory=dict)
     twins: Mapping[str, str] = field(default_factory=dict)

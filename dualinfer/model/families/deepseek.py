@@ -212,7 +212,7 @@ KINDS = {
         **{**_LATENT, "interleaved": False},
         mlp_bias="mlp_bias",
         factors=_minicpm,
-        facts={"rounds_scale": True},
+        scaled="rounded",
         tied=True,
     ),
     "mistral4": Kind(

@@ -7,7 +7,7 @@ import numpy as np
 
 from ...errors import ModelError
 from .. import rows as make
-from ..spec import Attention, Layer, Mlp, ModelSpec, Norm
+from ..spec import Attention, Embedding, Layer, Mlp, ModelSpec, Norm, Positions
 from ..weights import Row, WeightTable, row
 from .decoders import decoder_spec
 from .fields import ConfigFields
@@ -44,10 +44,9 @@ def describe(fields: ConfigFields, architecture: str) -> tuple[ModelSpec, Weight
     spec = decoder_spec(
         *(fields, architecture, embed, (block,) * fields.layers(layers), norm),
         max_positions=positions,
-        learned_positions=positions,
-        position_offset=_OFFSET,
+        positions=Positions(positions, _OFFSET),
         packs=False,
-        embed_scale=embed**0.5 if fields.flag("scale_embedding", True) else 1.0,
+        embedding=Embedding(embed**0.5 if fields.flag("scale_embedding", True) else 1.0),
     )
     base, computes = _BASES[fields.family]
     hf, at = base + "layers.{i}.", "positions embed"

@@ -5,7 +5,7 @@ import numpy as np
 
 from ...errors import ModelError
 from .. import rows as make
-from ..spec import Attention, Layer, Mlp, ModelSpec, Norm
+from ..spec import Attention, Layer, Mlp, ModelSpec, Norm, Positions
 from ..weights import WeightTable
 from .bloom import alibi_slopes
 from .decoders import decoder_spec
@@ -65,7 +65,7 @@ def describe(fields: ConfigFields, architecture: str) -> tuple[ModelSpec, Weight
     spec = decoder_spec(
         *(fields, architecture, embed, (block,) * fields.layers("num_hidden_layers"), norm),
         max_positions=most,
-        positions_from_mask=alibi,
+        positions=Positions(counted="seen" if alibi else "all"),
         packs=False,
     )
     hf = "transformer.h.{i}."

@@ -2,7 +2,7 @@
 
 from dataclasses import replace
 
-from ..spec import Head, ModelSpec, Norm
+from ..spec import Embedding, Head, ModelSpec, Norm, Positions
 from ..weights import Row, Source, WeightTable, row
 from .bart import WRITTEN, layer_rows, side_layers
 from .fairseq import Sinusoids
@@ -35,12 +35,11 @@ def describe(fields: ConfigFields, architecture: str) -> tuple[ModelSpec, Weight
             embed=embed,
             layers=side_layers(fields, side, activation, norm, "post"),
             max_positions=positions,
-            learned_positions=positions,
-            position_offset=pad + 1,
-            uncounted=pad,
-            hides=pad if decodes else None,
+            positions=Positions(positions, pad + 1, "rows"),
+            pad_id=pad,
+            hides=decodes,
             packs=False,
-            embed_scale=scale,
+            embedding=Embedding(scale),
         )
 
     encoder, decoder = stack("encoder", "src_vocab_size"), stack("decoder", "tgt_vocab_size")

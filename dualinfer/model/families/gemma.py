@@ -53,7 +53,7 @@ class Gemma3(Gemma2):
 _GEMMA: dict[str, Any] = {
     "norm": rms(unit_offset=True),
     "factors": sights.root,
-    "facts": {"rounds_scale": True},
+    "scaled": "rounded",
     "softcap": "final_logit_softcapping",
     "tied": True,
     "ignored": (

@@ -11,7 +11,7 @@ from ...blocks.embedders import Embedder, Embedders
 from ...blocks.streams import Streams
 from ...errors import ModelError, shown
 from .. import rows as make
-from ..spec import Attention, Head, Layer, Mlp, ModelSpec, Norm
+from ..spec import Attention, Embedding, Head, Layer, Mlp, ModelSpec, Norm
 from ..weights import Row, WeightTable, row
 from .decoders import decoder_spec
 from .fields import ConfigFields
@@ -48,9 +48,11 @@ def describe(fields: ConfigFields, architecture: str) -> tuple[ModelSpec, Weight
         embedder, known = _embedder(parts[i], firsts[i], end)
         embedders.append(embedder)
         rows += embedder.rows(i, _EMBEDDERS[i], known - embedder.count)
-    assert isinstance(spec.entry, Embedders)
-    entry = replace(spec.entry, parts=tuple(embedders))
-    spec = replace(spec, family=fields.family, entry=entry)
+    entry = spec.embedding.entry
+    assert isinstance(entry, Embedders)
+    entry = replace(entry, parts=tuple(embedders))
+    embedding = replace(spec.embedding, entry=entry)
+    spec = replace(spec, family=fields.family, embedding=embedding)
     table = replace(table, spec=spec, outer=(*table.outer, *rows))
     return spec, replace(table, unused=(*table.unused, _TOWERS))
 
@@ -114,9 +116,7 @@ def _describe(
     spec = decoder_spec(
         *(fields, architecture, embed, layers, norm),
         max_positions=max(reach(parameters[kind], positions) for kind in kinds),
-        embed_scale=embed**0.5,
-        rounds_scale=True,
-        entry=Embedders(min(own_ids, vocab)),
+        embedding=Embedding(embed**0.5, "rounded", entry=Embedders(min(own_ids, vocab))),
         head=Head("causal", softcap=softcap),
     )
     return spec, _table(fields, spec, tied, base, own_ids)

@@ -11,7 +11,7 @@ from ...blocks.multiplied import Multiplied
 from ...blocks.separate_norms import SeparateNorms
 from ...errors import ModelError, shown
 from .. import rows as make
-from ..spec import Attention, Experts, Head, Layer, Mlp, ModelSpec, Norm, Rope, Router
+from ..spec import Attention, Embedding, Experts, Head, Layer, Mlp, ModelSpec, Norm, Rope, Router
 from ..weights import Row, WeightTable, row
 from .decoders import decoder_spec
 from .fields import ConfigFields, is_positive
@@ -89,8 +89,7 @@ def _describe(
     spec = decoder_spec(
         *(fields, architecture, embed, (layers[a] for a in attentions), norm),
         max_positions=max(reach(parameters[kind], positions) for kind in kinds),
-        embed_scale=embed**0.5,
-        rounds_scale=True,
+        embedding=Embedding(embed**0.5, "rounded"),
         head=Head("causal", softcap=softcap),
     )
     return spec, _table(fields, spec, kinds, tied, base)

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 
 from ...errors import UnservedError, shown
 from .. import rows as make
-from ..spec import Activation, Attention, Layer, Mlp, ModelSpec, Norm
+from ..spec import Activation, Attention, Embedding, Layer, Mlp, ModelSpec, Norm, Positions
 from ..weights import Row, WeightTable, row
 from .decoders import decoder_spec
 from .fields import ConfigFields
@@ -59,9 +59,8 @@ def describe(fields: ConfigFields, architecture: str) -> tuple[ModelSpec, Weight
     spec = decoder_spec(
         *(fields, architecture, embed, layers, None if is_first else norm),
         max_positions=positions,
-        learned_positions=positions,
-        token_types=fields.size("vocab_size"),
-        token_types_from_vocab=True,
+        positions=Positions(positions),
+        embedding=Embedding(types="vocab"),
         packs=not is_first,
     )
     hf, table = "transformer.h.{i}.", "positions_embed" if is_first else "wpe"

@@ -7,7 +7,7 @@ from typing import Any
 
 from ...errors import ModelError, shown
 from .. import rows as make
-from ..spec import Attention, Layer, Mlp, ModelSpec, Norm
+from ..spec import Attention, Embedding, Layer, Mlp, ModelSpec, Norm, Positions
 from ..weights import WeightTable, row
 from .decoders import decoder_spec
 from .fields import MOST_LAYERS, ConfigFields
@@ -31,9 +31,8 @@ def describe(fields: ConfigFields, architecture: str) -> tuple[ModelSpec, Weight
     spec = decoder_spec(
         *(fields, architecture, embed, (Layer(a, mlp, norm, "pre") for a in attention), norm),
         max_positions=positions,
-        learned_positions=positions,
-        token_types=fields.size("vocab_size"),
-        token_types_from_vocab=True,
+        positions=Positions(positions),
+        embedding=Embedding(types="vocab"),
     )
     hf = "transformer.h.{i}."
     layer = [

@@ -5,7 +5,7 @@ HF sources: models/gptj, models/codegen.
 
 from ...errors import ModelError
 from .. import rows as make
-from ..spec import Attention, Layer, Mlp, ModelSpec, Norm
+from ..spec import Attention, Embedding, Layer, Mlp, ModelSpec, Norm
 from ..weights import WeightTable, row
 from .decoders import decoder_spec
 from .fields import ConfigFields
@@ -49,8 +49,7 @@ def describe(fields: ConfigFields, architecture: str) -> tuple[ModelSpec, Weight
     spec = decoder_spec(
         *(fields, architecture, embed, (block,) * fields.layers("n_layer"), norm),
         max_positions=positions,
-        token_types=fields.size("vocab_size"),
-        token_types_from_vocab=True,
+        embedding=Embedding(types="vocab"),
     )
     hf = "transformer.h.{i}."
     layer = [

@@ -133,7 +133,7 @@ def with_head(
         own = Classifier("classifier" if spec.family in _CLASSIFIERS else "score")
     else:
         own = Classifier("classifier" if spec.family == "ctrl" else "score", bias=False)
-    width = "width" if spec.embed_width else "embed"
+    width = "width" if spec.embedding.width else "embed"
     head, rows = make_head(fields, kind, own, "last", width=width)
     head = replace(head, counted=kind == "span" and spec.family not in _OWN_LOSSES)
     pad = fields.take("pad_token_id")

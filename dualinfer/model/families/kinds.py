@@ -31,7 +31,7 @@ _PERI = {**PRE, "attn_post_norm": "post_norm1", "mlp_post_norm": "post_norm2"}
 _BEHIND = {"attn_norm": "post_attention_layernorm", "mlp_norm": "post_feedforward_layernorm"}
 _OLMO2: dict[str, Any] = {"placement": "behind", "norms": _BEHIND, "qk_norm": True}
 _OLMO2 |= {"qk_norm_over": "all"}
-_GRANITE: dict[str, Any] = {"factors": sights.granite, "facts": {"scales_embeds": True}}
+_GRANITE: dict[str, Any] = {"factors": sights.granite, "scaled": "all"}
 _SWA: dict[str, Any] = {**_GRANITE, "sees": sights.by_theta, "sinks": True}
 _LLAMA: dict[str, Any] = {"mlp_bias": "mlp_bias"}
 _WINDOWED = ("use_sliding_window", "max_window_layers")  # HF folds them into windows of layers
@@ -80,7 +80,7 @@ KINDS = {
         gate="sigmoid",
         sees=sights.turning_in_windows,
         factors=sights.root_if_asked,
-        facts={"scales_embeds": True},
+        scaled="all",
         # Of the makers' own code, where these ask for nothing else.
         always={
             **{"route_norm": True, "score_func": "sigmoid"},
@@ -196,7 +196,7 @@ KINDS = {
         tied=True,
         ignored=("hidden_activation",),
         factors=sights.root,
-        facts={"rounds_scale": True},
+        scaled="rounded",
     ),
     "glm": Kind("Glm", **_GLM, interleaved=True),
     "glm4": Kind("Glm4", **_GLM, interleaved=True, placement="around", norms=_AROUND),
@@ -247,7 +247,7 @@ KINDS = {
         norms=_PERI,
         ignored=("end_token_id",),
         factors=sights.hyperclovax,
-        facts={"scales_embeds": True},
+        scaled="all",
         build=relatives.HyperClovaX,
     ),
     "internlm3": Kind("Llama", ("InternLM3ForCausalLM",), **_LLAMA),

@@ -1,10 +1,11 @@
 """LiLT: RoBERTa with a second stream, of where tokens lie on a page. HF source: models/lilt."""
 
+from ...blocks.boxes import Boxes
 from ...blocks.page import Page
 from ...errors import ModelError
 from .. import rows as make
-from ..spec import Attention, Layer, Mlp, ModelSpec, Norm
-from ..weights import Row, WeightTable, row
+from ..spec import Attention, Embedding, Layer, Mlp, ModelSpec, Norm, Positions
+from ..weights import Row, WeightTable
 from .fields import ConfigFields
 from .heads import Classifier, kind_of_head, make_head
 
@@ -41,6 +42,7 @@ def describe(fields: ConfigFields, architecture: str) -> tuple[ModelSpec, Weight
     elif kind is not None:
         own = Classifier("qa_outputs" if kind == "span" else "classifier")
         head, head_rows = make_head(fields, kind, own, None)
+    boxes = Boxes(fields.size("max_2d_position_embeddings"), added=False)
     spec = ModelSpec(
         family="lilt",
         architecture=architecture,
@@ -48,16 +50,18 @@ def describe(fields: ConfigFields, architecture: str) -> tuple[ModelSpec, Weight
         embed=embed,
         layers=(layer,) * fields.layers("num_hidden_layers"),
         max_positions=positions - pad - 1,
-        learned_positions=positions,
-        pad=pad,
-        token_types=fields.size("type_vocab_size"),
-        boxes=fields.size("max_2d_position_embeddings"),
-        embed_norm=norm,
+        positions=Positions(positions, counted="ids"),
+        pad_id=pad,
+        embedding=Embedding(norm=norm, types=fields.size("type_vocab_size"), entry=boxes),
         head=head,
     )
     return spec, WeightTable(
         spec,
-        (*_embeddings(norm), *page.outer_rows(f"{_BASE}layout_embeddings.", norm), *head_rows),
+        (
+            *_embeddings(norm),
+            *page.outer_rows(boxes, f"{_BASE}layout_embeddings.", norm),
+            *head_rows,
+        ),
         (tuple(page.rows(_LAYER, norm)),) * len(spec.layers),
         base=_BASE,
         unused=(r"embeddings\.position_ids$", *(() if head is None else (r"(^|\.)pooler\.",))),
@@ -72,5 +76,4 @@ def _embeddings(norm: Norm) -> list[Row]:
         ("positions", "positions embed", f"{hf}position_embeddings"),
         ("token_types", "types embed", f"{hf}token_type_embeddings"),
     ]
-    rows = [row(f"{ours}.weight", axes, (f"{x}.weight", axes)) for ours, axes, x in tables]
-    return rows + make.norm(norm, "embed_norm", f"{hf}LayerNorm")
+    return make.tables(tables) + make.norm(norm, "embed_norm", f"{hf}LayerNorm")

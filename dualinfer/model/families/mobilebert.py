@@ -4,7 +4,7 @@ from dataclasses import replace
 
 from ...blocks.bottleneck import Bottleneck
 from .. import rows as make
-from ..spec import Attention, Head, Layer, Mlp, ModelSpec, Norm
+from ..spec import Attention, Embedding, Head, Layer, Mlp, ModelSpec, Norm, Positions
 from ..weights import Row, WeightTable, row
 from .fields import ConfigFields
 from .heads import Classifier, kind_of_head, make_head
@@ -43,10 +43,8 @@ def describe(fields: ConfigFields, architecture: str) -> tuple[ModelSpec, Weight
         embed=embed,
         layers=(layer,) * fields.layers("num_hidden_layers"),
         max_positions=fields.size(positions),
-        learned_positions=fields.size(positions),
-        token_types=fields.size("type_vocab_size"),
-        embed_width=width,
-        embed_norm=norm,
+        positions=Positions(fields.size(positions)),
+        embedding=Embedding(width=width, norm=norm, types=fields.size("type_vocab_size")),
         head=head,
     )
     outer = [row("embed.weight", "vocab width", (_TOKENS, "vocab width"))]

@@ -10,7 +10,7 @@ from dataclasses import replace
 from ...blocks.bare_attention import BareAttention
 from ...errors import UnservedError, shown
 from .. import rows as make
-from ..spec import Attention, Head, Layer, Mlp, ModelSpec, Norm
+from ..spec import Attention, Embedding, Head, Layer, Mlp, ModelSpec, Norm
 from ..weights import Row, WeightTable, row
 from .fields import ConfigFields
 from .heads import Classifier, kind_of_head, make_head, masked_head
@@ -76,7 +76,7 @@ def _modern(fields: ConfigFields, architecture: str) -> tuple[ModelSpec, WeightT
         embed=embed,
         layers=(bare, *(blocks[kind] for kind in kinds[1:])),
         max_positions=max(reach(parameters[kind], positions) for kind in kinds),
-        embed_norm=norm,
+        embedding=Embedding(norm=norm),
         final_norm=norm,
         head=head,
         pad_id=fields.take("pad_token_id") if decodes else None,

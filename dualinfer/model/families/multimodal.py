@@ -439,8 +439,11 @@ def describe(fields: ConfigFields, architecture: str) -> tuple[ModelSpec, Weight
     beside = {*text} - {"is_encoder_decoder"}
     fields.ignore(*beside, *_BESIDE)  # HF reads them in the text_config
     table = under(table, f"model.{wrapper.decoder}.")
-    spec = replace(spec, masks_labels=wrapper.masks_labels, positions_from_mask=wrapper.counts)
-    spec = replace(spec, prefixes=wrapper.prefixes)
+    spec = replace(spec, masks_labels=wrapper.masks_labels)
+    if wrapper.counts:
+        spec = replace(spec, positions=replace(spec.positions, counted="seen"))
+    if wrapper.prefixes:
+        spec = replace(spec, embedding=replace(spec.embedding, types="prefix"))
     if has_head and not wrapper.scales:
         spec = replace(spec, head=Head("causal"))
     parts = "|".join(map(re.escape, wrapper.parts))

@@ -1,7 +1,7 @@
 """OPT: learned positions counted by the mask, pre- or post-norm. HF source: models/opt."""
 
 from .. import rows as make
-from ..spec import Attention, Layer, Mlp, ModelSpec, Norm
+from ..spec import Attention, Embedding, Layer, Mlp, ModelSpec, Norm, Positions
 from ..weights import Row, WeightTable, row
 from .decoders import decoder_spec
 from .fields import ConfigFields
@@ -31,11 +31,9 @@ def describe(fields: ConfigFields, architecture: str) -> tuple[ModelSpec, Weight
         *(fields, architecture, embed, (block,) * fields.layers("num_hidden_layers")),
         norm=norm if final else None,
         max_positions=positions,
-        learned_positions=positions,
-        position_offset=_OFFSET,
-        positions_from_mask=True,
+        positions=Positions(positions, _OFFSET, "seen"),
         packs=False,
-        embed_width=None if width == embed else width,
+        embedding=Embedding(width=None if width == embed else width),
     )
 
     def normed(ours: str, theirs: str) -> list[Row]:

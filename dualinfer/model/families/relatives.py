@@ -12,7 +12,7 @@ from ...blocks.difference import Difference
 from ...blocks.state_space import StateSpace
 from ...blocks.sub_norms import NormedHeads, NormedHidden
 from ...errors import ModelError, UnservedError, shown
-from ..spec import Activation, Attention, Experts, Layer, Mlp, ModelSpec, Norm, Rope
+from ..spec import Activation, Attention, Embedding, Experts, Layer, Mlp, ModelSpec, Norm, Rope
 from ..weights import Row
 from . import states
 from .decoders import Decoder, Hybrid, layer_norm, rms
@@ -147,8 +147,8 @@ class NanoChat(Decoder):
         backwards = [tuple(-f for f in own) for own in (rope.inv_freq, rope.long)]
         return replace(rope, inv_freq=backwards[0], long=backwards[1])
 
-    def facts(self) -> Mapping[str, Any]:
-        return {"embed_norm": self.norm}
+    def embedding(self) -> Embedding:
+        return replace(super().embedding(), norm=self.norm)
 
 
 class PhiMoe(Decoder):

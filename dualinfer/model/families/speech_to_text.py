@@ -5,7 +5,7 @@ from dataclasses import replace
 from ...blocks.filter_banks import FilterBanks
 from ...errors import ModelError, shown
 from .. import rows as make
-from ..spec import Head, ModelSpec, Norm
+from ..spec import Embedding, Head, ModelSpec, Norm, Positions
 from ..weights import Row, WeightTable, row
 from .bart import layer_rows, side_layers
 from .fairseq import Sinusoids
@@ -36,12 +36,11 @@ def describe(fields: ConfigFields, architecture: str) -> tuple[ModelSpec, Weight
             embed=embed,
             layers=side_layers(fields, side, activation, norm, "pre"),
             max_positions=count,
-            learned_positions=count,
-            position_offset=pad + 1,  # that of the padding is the row before position 0
-            uncounted=pad if decodes else None,
+            # The row of the padding is that before position 0.
+            positions=Positions(count, pad + 1, "rows" if decodes else "all"),
+            pad_id=pad if decodes else None,
             packs=False,
-            embed_scale=scale,
-            scales_embeds=not decodes,
+            embedding=Embedding(scale, "ids" if decodes else "all"),
             final_norm=norm,
             sounds=None if decodes else sounds,
         )

@@ -38,7 +38,8 @@ def describe(fields: ConfigFields, architecture: str) -> tuple[ModelSpec, Weight
     encoder = replace(
         encoder,
         layers=tuple(replace(x, attention=_both_ways(x)) for x in encoder.layers),
-        hides=other.take("pad_token_id"),
+        pad_id=other.take("pad_token_id"),
+        hides=True,
     )
     if architecture == "T5GemmaEncoderModel":
         encoder = replace(encoder, architecture=architecture)

@@ -6,7 +6,7 @@ Alone it is no family: HF's text of a batch padded on the left is not that of it
 from collections.abc import Iterable
 
 from .. import rows as make
-from ..spec import Attention, Head, Layer, Mlp, ModelSpec, Norm
+from ..spec import Attention, Embedding, Head, Layer, Mlp, ModelSpec, Norm, Positions
 from ..weights import Row, WeightTable, row
 from .bart import layer_rows
 from .fairseq import Sinusoids
@@ -35,6 +35,8 @@ def describe(fields: ConfigFields, architecture: str) -> tuple[ModelSpec, Weight
         norm,
         "post",
     )
+    scale = embed**0.5 if fields.flag("scale_embedding", False) else 1.0
+    places = Positions(positions, _OFFSET) if learned else Positions(positions, pad + 1, "rows")
     spec = ModelSpec(
         family=fields.family,
         architecture=architecture,
@@ -42,12 +44,10 @@ def describe(fields: ConfigFields, architecture: str) -> tuple[ModelSpec, Weight
         embed=embed,
         layers=(layer,) * fields.layers("decoder_layers"),
         max_positions=positions,
-        learned_positions=positions,
-        position_offset=_OFFSET if learned else pad + 1,
-        uncounted=None if learned else pad,
+        positions=places,
+        pad_id=None if learned else pad,
         packs=False,
-        embed_scale=embed**0.5 if fields.flag("scale_embedding", False) else 1.0,
-        embed_norm=norm if normed else None,
+        embedding=Embedding(scale, norm=norm if normed else None),
         head=Head("causal"),
     )
     axes, at, hf = "vocab embed", "positions embed", "model.decoder."

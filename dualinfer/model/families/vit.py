@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from ...blocks.layer_scale import LayerScale
 from .. import rows as make
-from ..spec import Attention, Layer, Mlp, ModelSpec, Norm, Patches, Pooled
+from ..spec import Attention, Layer, Mlp, ModelSpec, Norm, Patches, Pooled, Positions
 from ..weights import Row, Source, WeightTable, row
 from .clip import kernel, make_patches
 from .fields import ConfigFields
@@ -71,7 +71,7 @@ def describe(fields: ConfigFields, architecture: str) -> tuple[ModelSpec, Weight
         embed=embed,
         layers=(layer,) * fields.layers("num_hidden_layers"),
         max_positions=patches.tokens,
-        learned_positions=patches.tokens - registers,
+        positions=Positions(patches.tokens - registers),
         packs=False,
         final_norm=norm,
         head=head,

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 from ...blocks.spectrograms import Spectrograms
 from .. import rows as make
-from ..spec import Head, ModelSpec, Norm
+from ..spec import Head, ModelSpec, Norm, Positions
 from ..weights import Row, WeightTable, row
 from .bart import side_layers
 from .fields import ConfigFields
@@ -39,7 +39,7 @@ def describe(fields: ConfigFields, architecture: str) -> tuple[ModelSpec, Weight
             embed=embed,
             layers=side_layers(fields, side, activation, norm, "pre"),
             max_positions=count,
-            learned_positions=count,
+            positions=Positions(count),
             packs=False,
             final_norm=norm,
             sounds=None if decodes else Spectrograms(mel),

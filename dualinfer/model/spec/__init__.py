@@ -8,6 +8,7 @@ G = H/K, D head_dim, F ffn, V vocab, X experts.
 from .attention import Attention, Gate, Latent, Places, RelativeBias, Rope
 from .block import Block
 from .edit import Edit
+from .embedding import Embedding
 from .entry import Entry
 from .mixing import Mixing
 from .model import Head, Layer, ModelSpec, Patches, Pooled, Pooling, Probe
@@ -20,6 +21,7 @@ from .parts import (
     Recurrence,
     Router,
 )
+from .positions import Positions
 from .sounds import Sounds
 from .wiring import Wiring
 
@@ -29,6 +31,7 @@ __all__ = [
     "Attention",
     "Block",
     "Edit",
+    "Embedding",
     "Entry",
     "Experts",
     "Gate",
@@ -43,6 +46,7 @@ __all__ = [
     "Places",
     "Pooled",
     "Pooling",
+    "Positions",
     "Probe",
     "Recurrence",
     "RelativeBias",

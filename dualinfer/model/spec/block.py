@@ -18,7 +18,6 @@ class Block:
 
     reads_near: ClassVar[bool] = False  # a token is made of the tokens beside it, real or not
     embeds: ClassVar[bool] = False  # it has an `embed`
-    reads_boxes: ClassVar[bool] = False  # rows of a token's box are not added to the token
 
     @property
     def sums(self) -> int:

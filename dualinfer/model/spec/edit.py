@@ -16,6 +16,7 @@ class Edit:
     """
 
     reads_near: ClassVar[bool] = False  # a token is made of the tokens beside it, real or not
+    blanks: ClassVar[bool] = False  # what a mask hides enters the first layer as zeros
 
     @property
     def norm_width(self) -> int:

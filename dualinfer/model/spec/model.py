@@ -1,14 +1,14 @@
 """Layers, heads and the whole model."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from ..once import Once
 from .attention import Attention, Places
 from .block import Block
 from .edit import Edit
-from .entry import Entry
+from .embedding import Embedding
 from .parts import (
     Activation,
     Experts,
@@ -16,6 +16,7 @@ from .parts import (
     Norm,
     Recurrence,
 )
+from .positions import Positions
 from .sounds import Sounds
 from .wiring import Wiring
 
@@ -205,40 +206,19 @@ class ModelSpec(Once):
     Tokens and where they stand:
 
     - `vocab` ids; with `patches` the model reads images in their place, and with
-      `sounds` sounds of a kind.
-    - `learned_positions` and `token_types` are counts, 0 if none; the row of a position in its
-      table is `position_offset` further. With `token_types_from_vocab` the rows of types are the
-      embedding's. Where there are `boxes`, a token has a type and a box on a page, of left, upper,
-      right and lower edges below that; rows for these, its height and its width are added to it
-      (LayoutLM) or make a second stream (LiLT).
-    - `positions_from_mask`: the positions that forward takes by default count real tokens only;
-      with `pad` they count the ids that are not it, from `pad` + 1 on, and are `pad` elsewhere
-      (RoBERTa). Those of a table may not count the id `uncounted`, whose row is that before the
-      first one (M2M100). If the model `packs`, positions that start anew separate sequences.
-    - `hides`: the id that HF hides where there is no mask. If the model `blanks`, what a mask hides
-      enters the first layer as zeros; if it `masks_labels`, the labels of that count in no loss
-      (Qwen2-Audio).
+      `sounds` sounds of a kind. An `embedding` makes the first layer's input of them, and
+      `positions` say where they stand. If the model `packs`, positions that start anew separate
+      sequences.
+    - `pad_id`: the id of padding, by which positions and heads may tell it, and which HF `hides`
+      where there is no mask.
+    - If the model `masks_labels`, labels of what a mask hides count in no loss (Qwen2-Audio).
     - `most`: tokens of a sequence of which all are seen. HF's layers choose among more by another
       product, or by biases, which is not served; 0 for no such limit (DeepSeek-V3.2, Doge).
-    - `entry`: some ids are embedded otherwise, as that says.
-    - `prefixes`: token types are none of the embedding's. In HF those of 0 mark a prefix whose
-      tokens see one another both ways, which is not served (PaliGemma).
-
-    From embeddings to layers:
-
-    - `embed_scale` multiplies embedded tokens, and is itself rounded to their dtype if HF
-      `rounds_scale` (Gemma); with `scales_embeds` also embeddings that a caller gives in their
-      place (HF's Granite, not its Gemma).
-    - `embed_width`: that of the embedding and of the head where a projection lies between them and
-      the layers (OPT-350m). In a `factored` model positions, token types and the norm of the
-      embedding have it as well, and the projection, perhaps with a bias, comes after them (ALBERT).
-    - `embed_norm` is `normed` over the `sum` with positions and types, over that once it is
-      `projected` (DeBERTa-v2), or over the `tokens` alone, before positions (BlenderbotSmall).
 
     What comes out:
 
     - `head` makes scores, `pooled` HF's pooler_output, `projected` elements wide where it projects.
-      `pad_id` is the id by which a head tells padding. HF's hidden states of a model with
+      HF's hidden states of a model with
       `raw_states` end before the final norm; those with `late_states` begin behind the first layer,
       and end with the last layer's before that norm and behind it (Mamba-2).
     - With an `encoder` this is a decoder that attends across to what that gives of another
@@ -254,29 +234,13 @@ class ModelSpec(Once):
     embed: int
     layers: tuple[Layer, ...]
     max_positions: int
-    learned_positions: int = 0
-    position_offset: int = 0
-    positions_from_mask: bool = False
-    pad: int | None = None
-    uncounted: int | None = None
-    hides: int | None = None
-    entry: Entry | None = None
-    blanks: bool = False
+    embedding: Embedding = field(default_factory=Embedding)
+    positions: Positions = field(default_factory=Positions)
+    pad_id: int | None = None
+    hides: bool = False
     packs: bool = True
     masks_labels: bool = False
-    prefixes: bool = False
     most: int = 0
-    token_types: int = 0
-    token_types_from_vocab: bool = False
-    boxes: int = 0
-    embed_scale: float = 1.0
-    rounds_scale: bool = False
-    scales_embeds: bool = False
-    embed_width: int | None = None
-    factored: bool = False
-    normed: Literal["sum", "projected", "tokens"] = "sum"
-    pad_id: int | None = None
-    embed_norm: Norm | None = None
     final_norm: Norm | None = None
     head: Head | None = None
     encoder: "ModelSpec | None" = None
@@ -333,19 +297,14 @@ class ModelSpec(Once):
             "vocab": self.vocab,
             "embed": self.embed,
             "embed_in": self.embed,  # tells the sides of a square matrix apart
-            "width": self.embed_width or self.embed,
-            "inner": (self.factored and self.embed_width) or self.embed,
-            "rest": self.embed - (self.embed_width or 0),
             "labels": self.head.labels if self.head else 0,
             "scored": self.head.width if self.head else 0,
             "projected": self.projected,
-            "positions": self.learned_positions + self.position_offset,
-            "types": self.token_types,
-            "boxes": self.boxes,
             "pairs": max((own.rope_pairs for own in self.attentions[:1]), default=0),
             **{"read": self.layers[0].reads, "reads": self.reads},
             "one": 1,
         }
+        outer |= self.embedding.axes(self.embed) | self.positions.axes
         if self.patches is not None:
             outer |= dict(zip(("high", "wide"), self.patches.size, strict=True))
             outer |= {"channels": self.patches.channels, "learned": self.patches.learned}
@@ -358,8 +317,6 @@ class ModelSpec(Once):
             outer |= {"probe_qkv": sum(probe.attention.qkv_sizes), "probe_ffn": probe.ffn}
         if self.block is not None:
             outer |= self.block.outer_axes(self)
-        if self.entry is not None:
-            outer |= self.entry.axes
         if self.places is not None:
             outer["places"] = 2 * self.places.span
         if axis in outer:
@@ -380,7 +337,7 @@ class ModelSpec(Once):
     @property
     def unplaced(self) -> int:
         """Learned tokens of images that have no position: registers, behind the others."""
-        return 0 if self.patches is None else self.patches.tokens - self.learned_positions
+        return 0 if self.patches is None else self.patches.tokens - self.positions.rows
 
     @property
     def lenders(self) -> frozenset[int]:
@@ -430,21 +387,29 @@ class ModelSpec(Once):
         return {index: n for n, index in enumerate(crossing, len(self.caches))}
 
     @property
-    def adds_boxes(self) -> bool:
-        """True if rows of a token's box are added to it."""
-        return bool(self.boxes) and not (self.block and self.block.reads_boxes)
+    def token_types(self) -> int:
+        """Types that a caller may give of tokens; 0 without any."""
+        return self.vocab if self.embedding.types == "vocab" else self.embedding.own_types
 
     @property
-    def adds_tables(self) -> bool:
-        """True if an embedded token is a sum of rows: its own, of its type and of its position."""
-        return self.embed_width is None and self.normed != "tokens" and not self.boxes
+    def hidden(self) -> int | None:
+        """The id that HF hides where there is no mask."""
+        return self.pad_id if self.hides else None
+
+    @property
+    def blanks(self) -> bool:
+        """True if what a mask hides enters the first layer as zeros."""
+        entry = self.embedding.entry
+        return bool(entry and entry.blanks) or any(
+            edit.blanks for layer in self.layers for edit in layer.edits
+        )
 
     @property
     def projects(self) -> bool:
         """True if a projection lies between tokens and layers, and another before the head."""
         return (
-            self.embed_width is not None
-            and not self.factored
+            self.embedding.width is not None
+            and not self.embedding.is_factored
             and not (self.block and self.block.embeds)
         )
 
@@ -479,7 +444,7 @@ class ModelSpec(Once):
         """Tokens of every sequence of an encoder of sounds or images; 0 where lengths differ."""
         if self.patches is not None:
             return self.patches.tokens
-        return self.learned_positions if self.sounds and self.sounds.of_one_length else 0
+        return self.positions.rows if self.sounds and self.sounds.of_one_length else 0
 
     @property
     def stride(self) -> int:
@@ -507,7 +472,7 @@ class ModelSpec(Once):
 
         Then a token asks for no other one but in attention and recurrences, which caches serve.
         """
-        whole = self.encoder is not None or self.uncounted is not None
+        whole = self.encoder is not None or self.positions.counted == "rows"
         mixings = [own.mlp.mixing for own in self.layers if isinstance(own.mlp, Experts)]
         return self.causal and not whole and not any(own and own.sees_others for own in mixings)
 
@@ -574,9 +539,7 @@ class ModelSpec(Once):
     @property
     def tokens(self) -> int:
         """The longest sequence that its table of positions has rows for, or `most`; 0 without."""
-        return self.most or max(
-            0, self.learned_positions - (0 if self.pad is None else self.pad + 1)
-        )
+        return self.most or self.positions.tokens(self.pad_id)
 
     @property
     def most_by(self) -> str:
@@ -618,7 +581,7 @@ class ModelSpec(Once):
         A table of positions, or `most`, always bounds it. The last new token is never fed back, so
         that it takes no position.
         """
-        bounds = [n + 1 for n in (self.learned_positions, self.most) if n]
+        bounds = [n + 1 for n in (self.positions.rows, self.most) if n]
         return min([asked or self.max_positions + 1, *bounds])
 
     def __repr__(self) -> str:

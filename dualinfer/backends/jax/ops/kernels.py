@@ -171,11 +171,11 @@ class KernelOps(KernelAttention):
             w[n] for n in ("embed.weight", "positions.weight", "token_types.weight") if n in w
         ]
         quantized = any(table.scheme is not None for table in tables)
-        if self.split is not None or not spec.adds_tables or quantized:
+        if self.split is not None or not spec.embedding.adds_tables or quantized:
             return super().embed(spec, w, ids, positions, token_types)
         table = w["embed.weight"].data
-        types = "embed.weight" if spec.token_types_from_vocab else "token_types.weight"
-        learned = spec.learned_positions > 0
+        types = "embed.weight" if spec.embedding.types == "vocab" else "token_types.weight"
+        learned = spec.positions.rows > 0
         scale = scale_of(self.maths, spec, table.dtype)
         with jax.named_scope("embed"):
             return call(
@@ -184,7 +184,7 @@ class KernelOps(KernelAttention):
                 table,
                 positions=positions if learned else None,
                 position_weight=w["positions.weight"].data if learned else None,
-                position_offset=spec.position_offset,
+                position_offset=spec.positions.offset,
                 token_types=token_types,
                 type_weight=None if token_types is None else w[types].data,
                 scale=scale,

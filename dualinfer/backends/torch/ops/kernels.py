@@ -170,15 +170,15 @@ class KernelOps(KernelAttention):
         if not reads_tables(spec, w):
             return super().embed(spec, w, ids, positions, token_types)
         table = w["embed.weight"].data
-        types = "embed.weight" if spec.token_types_from_vocab else "token_types.weight"
-        learned = spec.learned_positions > 0
+        types = "embed.weight" if spec.embedding.types == "vocab" else "token_types.weight"
+        learned = spec.positions.rows > 0
         scale = scale_of(MATHS, spec, table.dtype)
         return embedding.embed(
             ids,
             table,
             positions=positions if learned else None,
             position_weight=w["positions.weight"].data if learned else None,
-            position_offset=spec.position_offset,
+            position_offset=spec.positions.offset,
             token_types=token_types,
             type_weight=None if token_types is None else w[types].data,
             scale=scale,
@@ -443,4 +443,4 @@ def grouped_product(x: torch.Tensor, weight: torch.Tensor, ends: torch.Tensor) -
 def reads_tables(spec: ModelSpec, w: Weights) -> bool:
     """True if a kernel embeds: nothing comes between (OPT-350m), and no table is quantized."""
     tables = (w[n] for n in ("embed.weight", "positions.weight", "token_types.weight") if n in w)
-    return spec.adds_tables and all(table.scheme is None for table in tables)
+    return spec.embedding.adds_tables and all(table.scheme is None for table in tables)

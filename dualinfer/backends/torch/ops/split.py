@@ -10,7 +10,7 @@ from ....kernels.triton.tuning import Configurations
 from ....model.spec import ModelSpec
 from ....model.weights import Weight
 from ....ops.contract import ALONE, Epilogue, Routing, Weights
-from ....ops.embedding import scale_of, shares_rows
+from ....ops.embedding import places_of, scale_of, shares_rows
 from ....ops.mixtures import biases
 from ...kernels import serves_product
 from ..exchange import Exchange
@@ -72,10 +72,10 @@ class SplitKernelOps(KernelOps):
         scale = scale_of(self.maths, spec, table.dtype)
         x = embedding.embed(ids, table, scale=scale, first=self.split.first)
         added = None
-        if spec.learned_positions:
-            at = positions.clamp(max=spec.learned_positions - 1) + spec.position_offset
+        if spec.positions.rows:
+            at = places_of(self.maths, spec, positions)
             added = embedding.embed(at, w["positions.weight"].data)
-        if token_types is not None and spec.token_types_from_vocab:
+        if token_types is not None and spec.embedding.types == "vocab":
             x += embedding.embed(token_types, table, first=self.split.first)
         elif token_types is not None:
             types = embedding.embed(token_types, w["token_types.weight"].data)
