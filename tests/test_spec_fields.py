@@ -28,7 +28,6 @@ ALONE = {
     **dict.fromkeys(("Places.span", "Places.keys", "Places.queries"), _SCORES),
     "Experts.blended": "a layer of DeepSpeed's, of no family, which kernels know as an expert",
     "ModelSpec.masks_labels": "wrappers set it by a table: Qwen2-Audio and Granite Speech",
-    "ModelSpec.prefixes": "a reason to refuse an argument, which no layer reads",
 }
 SHARED = ("heads.py", "rope.py")  # what any family's config may ask for
 TABLE = 3  # a file of more model types is a table, whose rows are families

@@ -37,6 +37,10 @@ def spec_of(case: Case) -> Any:
     return describe_model(case.make_config().to_dict(), [case.architecture])[0]
 
 
+def _is_of_names(value: Any) -> bool:
+    return isinstance(value, tuple) and all(isinstance(part, str) for part in value)
+
+
 def _facts(own: Any) -> Iterator[str]:
     if isinstance(own, tuple):
         for part in own:
@@ -52,7 +56,8 @@ def _facts(own: Any) -> Iterator[str]:
         yield from _facts(value)
         if one.default is not MISSING and value == one.default:
             continue
-        if isinstance(value, bool | str) and one.name not in _SIZES:
+        named = isinstance(value, bool | str) or (value and _is_of_names(value))
+        if named and one.name not in _SIZES:
             yield f"{kind}.{one.name}={value}"
         elif one.default is not MISSING:
             yield f"{kind}.{one.name}"
