@@ -5,25 +5,12 @@ from .contract import Array
 from .maths import Maths, flat, halves, named
 
 
-def frequencies(m: Maths, rope: Rope, tables: Array, last: Array) -> Array:
-    """float32 [B, R/2] by which sequences turn whose last token's positions are int `last` [B].
-
-    Of a `rope` that asks for their length; `tables` are its own, on the device.
-    """
-    if rope.long:
-        return m.where((last >= rope.original)[:, None], tables[1], tables[0])
-    length = m.wide((last + 1).clip(rope.original))
-    base = rope.stretch * length / rope.original - (rope.stretch - 1)
-    share = m.arange(len(tables), tables) / (len(tables) - 1)
-    return tables * base[:, None] ** -share
-
-
 def turns(
     m: Maths, rope: Rope, tables: Array, positions: Array, last: Array | None = None
 ) -> tuple[Array, Array]:
     """Cosines and sines by which heads turn, [B, T, R/2]; `last` [B]: see `contract.Ops.angles`."""
-    if last is not None and rope.original:
-        tables = frequencies(m, rope, tables, last)[:, None]
+    if last is not None and rope.by_length is not None:
+        tables = rope.by_length.frequencies(m, tables, last)[:, None]
     radians = m.wide(positions[..., None]) * tables
     return m.cos(radians) * rope.scaling, m.sin(radians) * rope.scaling
 

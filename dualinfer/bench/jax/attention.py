@@ -35,7 +35,7 @@ def decode(bench: Bench, shape: Shape, slots: int, tokens: int) -> Iterator[OpCa
     cache has the order of axes that it wants.
     """
     frequencies = tuple(_THETA ** (-i / shape.head_dim) for i in range(0, shape.head_dim, 2))
-    rope = Rope("default", frequencies) if shape.gated else None  # GPT-2 has none
+    rope = Rope(frequencies) if shape.gated else None  # GPT-2 has none
     a = Attention(shape.heads, shape.kv_heads, shape.head_dim, shape.head_dim**-0.5, rope=rope)
     layer = LayerAttention(a)
     past = tokens - 1

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Literal, NamedTuple, TypeAlias
 
+from ...blocks.long_rope import LongRope
 from ...errors import ModelError, shown
 from .. import rows as make
 from ..spec import (
@@ -215,11 +216,12 @@ class Decoder:
         by_turns = self.kind.interleaved
         by_turns = self.fields.flag(by_turns, True) if isinstance(by_turns, str) else by_turns
         rope = make_rope(parameters, head_dim, self.positions, by_turns)
-        if not self.kind.rereads or not rope.long:
+        long = rope.by_length
+        if not self.kind.rereads or not isinstance(long, LongRope):
             return rope
         # HF's generate begins anew by one field, its model by the other.
         self.fields.require(ORIGINAL, rope.original)
-        return replace(rope, rereads=True)
+        return replace(rope, by_length=replace(long, rereads=True))
 
     def attention_facts(self) -> dict[str, Any]:
         """Further fields of all layers' attention."""

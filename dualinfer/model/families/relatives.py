@@ -9,6 +9,7 @@ from dataclasses import replace
 from typing import Any, Literal
 
 from ...blocks.difference import Difference
+from ...blocks.long_rope import LongRope
 from ...blocks.state_space import StateSpace
 from ...blocks.sub_norms import NormedHeads, NormedHidden
 from ...errors import ModelError, UnservedError, shown
@@ -17,7 +18,7 @@ from ..weights import Row
 from . import states
 from .decoders import Decoder, Hybrid, layer_norm, rms
 from .fields import ConfigFields, is_positive
-from .rope import ORIGINAL
+from .rope import ORIGINAL, kind_of
 
 _MSCALES = "short_mscale", "long_mscale"
 
@@ -144,8 +145,10 @@ class NanoChat(Decoder):
 
     def rope(self, parameters: Any, head_dim: int) -> Rope:
         rope = super().rope(parameters, head_dim)
-        backwards = [tuple(-f for f in own) for own in (rope.inv_freq, rope.long)]
-        return replace(rope, inv_freq=backwards[0], long=backwards[1])
+        by_length = rope.by_length
+        if isinstance(by_length, LongRope):
+            by_length = replace(by_length, long=tuple(-f for f in by_length.long))
+        return replace(rope, inv_freq=tuple(-f for f in rope.inv_freq), by_length=by_length)
 
     def embedding(self) -> Embedding:
         return replace(super().embedding(), norm=self.norm)
@@ -163,11 +166,12 @@ class PhiMoe(Decoder):
         if isinstance(parameters, Mapping) and parameters.get("rope_type") == "longrope":
             scales = [parameters.get(name) for name in _MSCALES]
         rope = super().rope(parameters, head_dim)
-        if rope.kind == "default":
+        kind = kind_of(parameters)
+        if kind == "default":
             return rope
-        if rope.kind != "longrope":
+        if kind != "longrope":
             raise UnservedError(
-                f"config.json has rope_type={shown(rope.kind)}, which the phimoe family does not "
+                f"config.json has rope_type={shown(kind)}, which the phimoe family does not "
                 "honour (default and longrope only); ignoring it would give wrong text."
             )
         short, long = scales
@@ -183,4 +187,4 @@ class PhiMoe(Decoder):
                 "scores would depend on the lengths of those beside it. Take the short one for "
                 f"both if all texts are of at most {parameters.get(ORIGINAL)} tokens."
             )
-        return replace(rope, scaling=float(short or 0), long=(), original=0)
+        return replace(rope, scaling=float(short or 0), by_length=None)

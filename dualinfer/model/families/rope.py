@@ -11,6 +11,8 @@ from typing import Any
 
 import numpy as np
 
+from ...blocks.long_rope import LongRope
+from ...blocks.stretched_rope import StretchedRope
 from ...errors import ModelError, UnservedError, shown
 from ..spec import Rope
 from .fields import is_positive
@@ -64,8 +66,7 @@ def make_rope(
         raise ModelError(
             f"config.json has rope_parameters={shown(parameters)}; expected an object."
         )
-    named = (parameters.get(name) for name in ("rope_type", "type"))
-    kind = next((name for name in named if name is not None), "default")
+    kind = kind_of(parameters)
     if not isinstance(kind, str) or kind not in _KEYS:
         raise (UnservedError if isinstance(kind, str) else ModelError)(
             f"config.json has rope_type={shown(kind)}, which dualinfer does not honour; "
@@ -113,17 +114,22 @@ def make_rope(
             f"config.json has rope_parameters={shown(dict(parameters))}, which give frequencies "
             "that are no finite numbers. Take those of the model's maker."
         )
-    rope = Rope(kind, tuple(float(f) for f in inv_freq), float(scaling), interleaved)
+    rope = Rope(tuple(float(f) for f in inv_freq), float(scaling), interleaved)
     if kind == "dynamic":
-        return replace(rope, original=max_positions, stretch=float(parameters["factor"]))
+        stretched = StretchedRope(max_positions, float(parameters["factor"]))
+        return replace(rope, by_length=stretched)
     if kind != "longrope" or list(parameters["short_factor"]) == list(parameters["long_factor"]):
         return rope
     short = {**parameters, "long_factor": parameters["short_factor"]}
     inv_freq, _ = _frequencies(kind, theta, short, head_dim, max_positions)
-    original = int(parameters[ORIGINAL])
-    short_freq = tuple(map(float, inv_freq))
-    both = {"inv_freq": short_freq, "long": rope.inv_freq}
-    return replace(rope, **both, original=original)
+    long = LongRope(int(parameters[ORIGINAL]), rope.inv_freq)
+    return replace(rope, inv_freq=tuple(map(float, inv_freq)), by_length=long)
+
+
+def kind_of(parameters: Mapping[str, Any]) -> Any:
+    """What HF calls a kind of rotary embedding, as its parameters name it."""
+    named = (parameters.get(name) for name in ("rope_type", "type"))
+    return next((name for name in named if name is not None), "default")
 
 
 def _frequencies(

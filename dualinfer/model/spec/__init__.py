@@ -7,6 +7,7 @@ G = H/K, D head_dim, F ffn, V vocab, X experts.
 
 from .attention import Attention, Gate, Latent, Places, RelativeBias, Rope
 from .block import Block
+from .by_length import ByLength
 from .edit import Edit
 from .embedding import Embedding
 from .entry import Entry
@@ -30,6 +31,7 @@ __all__ = [
     "Activation",
     "Attention",
     "Block",
+    "ByLength",
     "Edit",
     "Embedding",
     "Entry",

@@ -6,6 +6,7 @@ from typing import Literal
 
 import numpy as np
 
+from .by_length import ByLength
 from .parts import Norm
 from .wiring import Wiring
 
@@ -18,29 +19,32 @@ class Rope:
 
     `inv_freq` holds R/2 angular frequencies (radians per position, float32 values); cos and sin
     are multiplied by `scaling` (yarn's attention factor, else 1). Element i turns with i + R/2;
-    `interleaved`, 2i turns with 2i + 1 (GPT-J). A sequence of more than `original` tokens, if that
-    is not 0, turns by the frequencies `long` (longrope). With `stretch` s frequency i of one of
-    L > n = `original` tokens is times (s L / n - s + 1) ** (-2 i / (R - 2)) (dynamic NTK). All of a
-    prompt turns by its length, and each later token by the length then; what is cached stays as it
-    is, unless a model `rereads` a sequence that has grown past `original` (Phi-3). Cos and sin are
-    float32, or if they are `rounded` have the precision of queries and keys, as in the table that
-    HF's RoFormer reads; only where nothing is cached.
+    `interleaved`, 2i turns with 2i + 1 (GPT-J). Frequencies may change `by_length` of the sequence,
+    as that says. Cos and sin are float32, or if they are `rounded` have the precision of queries
+    and keys, as in the table that HF's RoFormer reads; only where nothing is cached.
     """
 
-    kind: str
     inv_freq: tuple[float, ...]
     scaling: float = 1.0
     interleaved: bool = False
-    long: tuple[float, ...] = ()
-    original: int = 0
-    stretch: float = 0.0
-    rereads: bool = False
+    by_length: ByLength | None = None
     rounded: bool = False
 
     @property
     def tables(self) -> tuple[tuple[float, ...], ...] | tuple[float, ...]:
-        """`inv_freq`, and `long` behind it where there are two."""
-        return (self.inv_freq, self.long) if self.long else self.inv_freq
+        """`inv_freq`, and that of long sequences behind it where there are two."""
+        long = self.by_length.long if self.by_length else ()
+        return (self.inv_freq, long) if long else self.inv_freq
+
+    @property
+    def original(self) -> int:
+        """Tokens beyond which frequencies change; 0 where they never do."""
+        return self.by_length.original if self.by_length else 0
+
+    @property
+    def stretch(self) -> float:
+        """The factor by which lengths stretch frequencies, as `ByLength` has it."""
+        return self.by_length.stretch if self.by_length else 0.0
 
 
 @dataclass(frozen=True)

@@ -511,13 +511,14 @@ class ModelSpec(Once):
     def original(self) -> int | None:
         """Tokens beyond which a sequence is read again, by other angles; None for never."""
         ropes = [own.rope for own in self.attentions]
-        lengths = [rope.original for rope in ropes if rope and rope.rereads]
+        changing = [rope.by_length for rope in ropes if rope and rope.by_length]
+        lengths = [own.original for own in changing if own.rereads]
         return min(lengths) if lengths else None
 
     @property
     def turns_by_length(self) -> bool:
         """True if a rotary embedding asks for the length of the sequence that it turns."""
-        return any(own.rope and own.rope.original for own in self.attentions)
+        return any(own.rope and own.rope.by_length for own in self.attentions)
 
     @property
     def can_generate(self) -> bool:
