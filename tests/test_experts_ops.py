@@ -14,11 +14,12 @@ from dualinfer.backends.jax.ops.plain import PlainOps as JaxPlainOps  # noqa: E4
 from dualinfer.backends.torch.ops.kernels import KernelOps  # noqa: E402
 from dualinfer.backends.torch.ops.plain import PlainOps  # noqa: E402
 from dualinfer.backends.torch.ops.split import SplitKernelOps  # noqa: E402
+from dualinfer.blocks.clamped import Clamped  # noqa: E402
 from dualinfer.decoder.mixture import mixture_of  # noqa: E402
 from dualinfer.decoder.run import Pass, Run  # noqa: E402
 from dualinfer.kernels.triton.launch import INTERPRETED  # noqa: E402
 from dualinfer.kernels.triton.tuning import Configurations  # noqa: E402
-from dualinfer.model.spec import Attention, Experts, Layer, Norm, Router  # noqa: E402
+from dualinfer.model.spec import Attention, Experts, Layer, Mlp, Norm, Router  # noqa: E402
 from dualinfer.model.weights import Weight  # noqa: E402
 from dualinfer.ops.contract import EVERY, NormOf  # noqa: E402
 
@@ -32,10 +33,12 @@ pytestmark = [
 E, F, X = 24, 20, 6
 SIGMOID = Router(2, "sigmoid", 3, 2, "two", True, 1e-20, 2.5)
 LAYERS = {
-    "gpt-oss": Experts(X, F, "quick_gelu", True, Router(3, "chosen"), limit=1.0, offset=1.0),
-    "qwen2-moe": Experts(X, F, "silu", True, Router(2, "softmax"), shared=28),
-    "deepseek": Experts(X, F, "silu", True, SIGMOID, shared=12),
-    "deepspeed": Experts(X, F, "gelu_tanh", False, Router(2, renormalized=True), blended=True),
+    "gpt-oss": Experts(
+        X, Mlp(F, "quick_gelu", True), Router(3, "chosen"), mixing=Clamped(1.0, 1.0)
+    ),
+    "qwen2-moe": Experts(X, Mlp(F, "silu", True), Router(2, "softmax"), shared=28),
+    "deepseek": Experts(X, Mlp(F, "silu", True), SIGMOID, shared=12),
+    "deepspeed": Experts(X, Mlp(F, "gelu_tanh", False), Router(2, renormalized=True), blended=True),
 }
 FEW = [("gpt-oss", 2), ("qwen2-moe", 2), ("deepseek", 6)]
 
@@ -54,9 +57,9 @@ def weights(layer: Experts, put: Any) -> dict[str, Any]:
         "experts.down.weight": Weight(draw(X, E, F), ("experts", "embed", "ffn")),
         "mlp_norm.weight": draw(E),
     }
-    if layer.limit is not None or layer.blended:
+    if layer.mixing is not None or layer.blended:
         found |= {"experts.up.bias": draw(X, wide), "experts.down.bias": draw(X, E)}
-    if layer.limit is not None:
+    if layer.mixing is not None:
         found["router.bias"] = draw(X)
     if layer.blended:
         found |= {"sides.weight": Weight(draw(2, E), ("sides", "embed")), "sides.bias": draw(2)}

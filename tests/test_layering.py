@@ -43,8 +43,8 @@ FLOORS: dict[str, str] = {
     "evaluation": "engine",
     "ray_data": "system engine serving.http api",
     "": "config embedded engine engines api",
-    "bench": "embedded system config quantization model model.families parallel checkpoint ops "
-    "backends serving.http opening api",
+    "bench": "embedded system config quantization model blocks model.families parallel checkpoint "
+    "ops backends serving.http opening api",
     "bench.torch": "kernels.triton model ops backends backends.torch bench",
     "bench.jax": "kernels.triton kernels.xla model parallel ops backends backends.jax bench",
     "cli": "embedded system config quantization model model.families parallel checkpoint ops "

@@ -4,7 +4,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from math import prod
 from typing import Any, Protocol
 
-from ..model.spec import Experts, ModelSpec, Recurrence, Router
+from ..model.spec import Experts, Mixing, ModelSpec, Recurrence, Router
 from ..model.weights import Weight
 from ..ops.caches import CacheSpec, CacheView
 from ..ops.contract import (
@@ -293,7 +293,7 @@ def experts_of(
         return None
     weights = _matrices(w)
     held = [own.data if served(own).dense else served(own).codes for own in weights]
-    of_all = None
+    of_all, mixing = None, mixture.mixing or Mixing()
     if shared:
         parts = [w[f"shared.{name}.weight"].data for name in ("up", "down")]
         gate = w.get("shared.gate.weight")
@@ -303,8 +303,8 @@ def experts_of(
         *(w.get(f"experts.{name}.bias") for name in ("up", "down")),
         activation=mixture.activation,
         gated=mixture.gated,
-        limit=mixture.limit,
-        offset=mixture.offset,
+        limit=mixing.clamp,
+        offset=mixing.offset,
         shared=of_all,
         own=own,
         among=0 if own is None else mixture.count,

@@ -7,7 +7,8 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
-from ..model.spec import Experts, Router
+from ..blocks.clamped import Clamped
+from ..model.spec import Experts, Mlp, Router
 from ..ops.contract import Epilogue, Routing
 from ..quantization import BlockScheme
 from .case import (
@@ -33,7 +34,7 @@ class MixtureShape(NamedTuple):
 
 
 def _experts(count: int, ffn: int, router: Router) -> Experts:
-    return Experts(count, ffn, "silu", True, router)
+    return Experts(count, Mlp(ffn, "silu", gated=True), router)
 
 
 MXFP4 = BlockScheme("fp4_e2m1", columns=32, scale_dtype="float8_e8m0fnu")
@@ -43,7 +44,9 @@ SHAPES = (
     MixtureShape("Mixtral-8x7B", 4096, _experts(8, 14336, Router(2, renormalized=True))),
     MixtureShape(
         *("gpt-oss-20b", 2880),
-        Experts(32, 2880, "quick_gelu", True, Router(4, "chosen"), limit=7.0, offset=1.0),
+        Experts(
+            32, Mlp(2880, "quick_gelu", gated=True), Router(4, "chosen"), mixing=Clamped(7.0, 1.0)
+        ),
         biased=True,
         scheme=MXFP4,
     ),

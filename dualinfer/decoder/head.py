@@ -77,7 +77,8 @@ def _probed(probe: Probe, params: Params, ops: Ops, x: Array, weights: Array) ->
     y, _ = ops.attend_across(probe.attention, query, kv, mask)
     y = project(ops, w, "probe.out", y)
     norm = NormOf.named(probe.norm, w, "probe.norm")
-    h = project(ops, w, "probe.up", y, Epilogue(norm=norm, activation=probe.activation))
+    assert probe.mlp.activation != "xielu"
+    h = project(ops, w, "probe.up", y, Epilogue(norm=norm, activation=probe.mlp.activation))
     return project(ops, w, "probe.down", h, Epilogue(residual=y))[:, 0]
 
 

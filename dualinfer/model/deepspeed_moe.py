@@ -175,8 +175,8 @@ def _mlp_path(table: WeightTable, rows: Iterable[Row], number: int, moe: MoeLaye
 
 def _experts(moe: MoeLayer) -> Experts:
     form, router = moe.form, Router(moe.k, renormalized=moe.k > 1)
-    how = form.ffn, form.activation, len(form.ups) == 2, router
-    return Experts(moe.count + moe.residual, *how, blended=moe.residual)
+    each = Mlp(form.ffn, form.activation, gated=len(form.ups) == 2)
+    return Experts(moe.count + moe.residual, each, router, blended=moe.residual)
 
 
 def _rows(moe: MoeLayer, named: Any) -> list[Row]:

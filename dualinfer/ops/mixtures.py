@@ -4,7 +4,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, TypeAlias
 
-from ..model.spec import Experts, Router
+from ..model.spec import Experts, Mixing, Router
 from ..model.weights import Weight
 from .contract import Array, Routing, Weights
 from .feed_forward import activation
@@ -142,12 +142,13 @@ def hidden(m: Maths, h: Array, mixture: Experts) -> Array:
     """An expert's hidden values, of its first product h [..., 2F] with gate, then up."""
     if not mixture.gated:
         return activation(m, h, mixture.activation)
-    if mixture.mixing is not None and mixture.mixing.hidden is not None:
-        return mixture.mixing.hidden(m, h, mixture.activation)
+    own = mixture.mixing or Mixing()
+    if own.hidden is not None:
+        return own.hidden(m, h, mixture.activation)
     gate, up = halves(h)
-    if mixture.limit is not None:
-        gate, up = gate.clip(max=mixture.limit), up.clip(-mixture.limit, mixture.limit)
-    return activation(m, gate, mixture.activation) * (up + mixture.offset)
+    if own.clamp is not None:
+        gate, up = gate.clip(max=own.clamp), up.clip(-own.clamp, own.clamp)
+    return activation(m, gate, mixture.activation) * (up + own.offset)
 
 
 def biases(m: Maths, bias: Array, routing: Routing) -> Array:

@@ -240,7 +240,7 @@ class _Cut(NamedTuple):
 
     def layer(self, layer: Layer) -> Layer:
         """The layer as this device computes it."""
-        mlp = replace(layer.mlp, ffn=self.ffn.extent) if layer.mlp is not None else None
+        mlp = layer.mlp.of_width(self.ffn.extent) if layer.mlp is not None else None
         if isinstance(mlp, Experts):
             mlp = replace(mlp, shared=self.shared.extent)
         return replace(

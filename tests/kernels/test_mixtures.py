@@ -7,7 +7,8 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from dualinfer.model.spec import Experts, Router
+from dualinfer.blocks.clamped import Clamped
+from dualinfer.model.spec import Experts, Mixing, Mlp, Router
 from dualinfer.model.weights import Weight
 from dualinfer.ops import exact, mixtures
 from dualinfer.ops.contract import Routing
@@ -100,18 +101,18 @@ def test_an_expert_that_is_full_gives_nothing(name, masked, packed):
     assert 0 < (expected == 0).mean() < 0.9
 
 
-GATED = Experts(7, 11, "silu", True, Router(3))
+GATED = Experts(7, Mlp(11, "silu", True), Router(3))
 MIXTURES = {
     "gated": GATED,
-    "not gated": replace(GATED, gated=False, activation="relu2"),
-    "clamped": replace(GATED, activation="quick_gelu", limit=0.9, offset=1.0),
+    "not gated": replace(GATED, each=Mlp(11, "relu2", False)),
+    "clamped": replace(GATED, each=Mlp(11, "quick_gelu", True), mixing=Clamped(0.9, 1.0)),
 }
 
 
 def experts_case(mixture, rows):
     wide = (2 if mixture.gated else 1) * mixture.ffn
     w = {"up": normal(5, 7, wide, 13), "down": normal(6, 7, 13, mixture.ffn)}
-    biases = {"up": normal(7, 7, wide), "down": normal(8, 7, 13)} if mixture.limit else {}
+    biases = {"up": normal(7, 7, wide), "down": normal(8, 7, 13)} if mixture.mixing else {}
     x, weights = normal(9, rows, 13), abs(normal(10, rows, 3))
     rng = np.random.default_rng(11)
     # Expert 6 gets no row, and expert 2 every one.
@@ -142,7 +143,8 @@ def test_experts_give_what_the_reference_gives_and_no_unchosen_one_is_read(case,
     own, mixture = backend(name), MIXTURES[case]
     w, biases, x, routing = experts_case(mixture, rows)
     how = {"activation": mixture.activation, "gated": mixture.gated}
-    how |= {"limit": mixture.limit, "offset": mixture.offset}
+    mixing = mixture.mixing or Mixing()
+    how |= {"limit": mixing.clamp, "offset": mixing.offset}
     parts = [w["up"], w["down"], biases.get("up"), biases.get("down")]
     found = run(own, mixture, w, biases, x, routing)
     assert relative_rms(found, oracles.experts(x, *parts, *routing, **how)) < 1e-6

@@ -307,9 +307,9 @@ def _with_experts(fields: ConfigFields, layers: tuple[Layer, ...], step: Any) ->
             "int of 0 and more, and 2 experts or more."
         )
     own = layers[0].feeding
-    assert own.activation != "xielu"
+    assert isinstance(own, Mlp)
     router = Router(2, renormalized=True, scale=1 - dropped)
-    sparse = replace(layers[0], mlp=Experts(count, own.ffn, own.activation, False, router))
+    sparse = replace(layers[0], mlp=Experts(count, replace(own, gated=False), router))
     return tuple(sparse if step and not (i + 1) % step else x for i, x in enumerate(layers))
 
 

@@ -199,7 +199,7 @@ def _vision(fields: ConfigFields, architecture: str) -> tuple[ModelSpec, list[Ro
     pooled = None
     if fields.flag("vision_use_head", True):
         attention, ffn = spec.layers[0].attention, fields.size("intermediate_size")
-        probe = Probe(attention, ffn, fields.activation("hidden_act"), norm)
+        probe = Probe(attention, Mlp(ffn, fields.activation("hidden_act"), gated=False), norm)
         pooled = Pooled("all", probe=probe)
         rows += _probe(norm, f"{hf}head.")
     return replace(spec, final_norm=norm, pooled=pooled), rows, layer

@@ -9,7 +9,7 @@ from typing import Any
 
 from ...errors import ModelError, UnservedError, shown
 from .. import rows as make
-from ..spec import Attention, Experts, Layer, ModelSpec, Norm, Router
+from ..spec import Attention, Experts, Layer, Mlp, ModelSpec, Norm, Router
 from ..weights import WeightTable, row
 from .decoders import decoder_spec
 from .fields import ConfigFields
@@ -91,4 +91,4 @@ def _experts(fields: ConfigFields, embed: int) -> Experts:
     router = Router(chosen)
     if fields.take("moe_normalize_expert_weights") is not None:
         router = replace(router, renormalized=True)
-    return Experts(count, fields.size("ffn_hidden_size"), activation, True, router)
+    return Experts(count, Mlp(fields.size("ffn_hidden_size"), activation, gated=True), router)

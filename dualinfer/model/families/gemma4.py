@@ -76,7 +76,7 @@ def _describe(
                 "(top_k_experts); it cannot choose more experts than there are."
             )
         router, width = Router(chosen, renormalized=True), fields.size("moe_intermediate_size")
-        experts = Experts(count, width, activation, True, router, mixing=SeparateNorms())
+        experts = Experts(count, Mlp(width, activation, gated=True), router, mixing=SeparateNorms())
     fields.ignore("num_experts", "top_k_experts", "moe_intermediate_size")  # of such a block
 
     def layer(a: Attention) -> Layer:

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from ...blocks.chosen_pairs import ChosenPairs
 from .. import rows as make
-from ..spec import Attention, Experts, Layer, ModelSpec, Norm, Router
+from ..spec import Attention, Experts, Layer, Mlp, ModelSpec, Norm, Router
 from ..weights import Row, WeightTable, row
 from .decoders import decoder_spec
 from .fields import ConfigFields
@@ -34,7 +34,7 @@ def describe(fields: ConfigFields, architecture: str) -> tuple[ModelSpec, Weight
         wiring=pairs,
     )
     activation = fields.activation("activation_function")
-    mlp = Experts(count, fields.size("intermediate_size"), activation, gated=True, router=router)
+    mlp = Experts(count, Mlp(fields.size("intermediate_size"), activation, gated=True), router)
     norm = Norm("rms", fields.number("rms_norm_eps"))
     layer = Layer(attention, mlp, replace(norm, eps=_EPS), "pre")
     spec = decoder_spec(

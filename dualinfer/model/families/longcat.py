@@ -53,9 +53,8 @@ class LongCat(LatentDecoder):
                 f"config.json has {count + idle} experts, of which a token chooses {chosen} "
                 "(moe_topk); it cannot choose more experts than there are."
             )
-        assert mlp.activation != "xielu"
         return Experts(
-            *(count, fields.size("expert_ffn_hidden_size"), mlp.activation, True),
+            *(count, Mlp(fields.size("expert_ffn_hidden_size"), mlp.activation, gated=True)),
             Router(chosen, scale=fields.number("routed_scaling_factor")),
             shared=mlp.ffn,
             mixing=Shortcut(idle),

@@ -177,7 +177,7 @@ class NemotronH(Mamba2):
         router = Router(chosen, "sigmoid", groups, open_groups, "two", renormalized, 1e-20, scale)
         shared = fields.size("moe_shared_expert_intermediate_size")
         ffn = fields.size("moe_intermediate_size")
-        own = Experts(count, ffn, activation, gated=False, router=router, shared=shared)
+        own = Experts(count, Mlp(ffn, activation, gated=False), router, shared)
         if fields.take("moe_latent_size") is None:
             return own
         return replace(own, mixing=LatentExperts(fields.size("moe_latent_size")))

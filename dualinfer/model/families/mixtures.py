@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from ...blocks.clamped import Clamped
 from ...blocks.shared_expert import SharedScaled
 from ...blocks.weighed_inputs import WeighedInputs
 from ...errors import ModelError
@@ -73,7 +74,8 @@ def _clamped(fields: ConfigFields, mixture: Experts) -> Experts:
     fields.require("hidden_act", "silu")
     fields.require("swiglu_alpha", 1.702)  # that of the activation
     limit = 7.0 if fields.take("swiglu_limit") is None else fields.number("swiglu_limit")
-    return replace(mixture, activation="quick_gelu", limit=limit, offset=1.0)
+    each = replace(mixture.each, activation="quick_gelu")
+    return replace(mixture, each=each, mixing=Clamped(limit, 1.0))
 
 
 def _averaged(fields: ConfigFields, mixture: Experts) -> Experts:
@@ -361,8 +363,6 @@ MIXTURES: Mapping[str, Mixture] = {
 
 def read_layers(fields: ConfigFields, own: Mixture, dense: Mlp, layers: int) -> list[Mlp | Experts]:
     """The feed-forward, dense or mixed, of each of the layers."""
-    activation = dense.activation
-    assert activation != "xielu"
     fields.ignore(*own.ignored)
     fields.ignore("output_router_logits")
     ffn, shared = fields.size(own.ffn), _shared(fields, own)
@@ -377,7 +377,7 @@ def read_layers(fields: ConfigFields, own: Mixture, dense: Mlp, layers: int) -> 
                 f"config.json has {count} experts, of which a token chooses {router.chosen} "
                 f"({own.chosen}); it cannot choose more experts than there are."
             )
-        mixture = Experts(count, ffn, activation, dense.gated, router, shared)
+        mixture = Experts(count, dense.of_width(ffn), router, shared)
         mixture = own.edit(fields, mixture)
         by_layer.append(mixture if is_mixture else dense)
     return by_layer

@@ -145,10 +145,8 @@ def _switch(fields: ConfigFields, mlp: Mlp) -> Experts:
     fields.ignore("router_jitter_noise", "router_z_loss_coef", "router_aux_loss_coef")
     fields.ignore("add_router_probs", "router_ignore_padding_tokens")
     capacity = fields.size("expert_capacity")
-    assert mlp.activation != "xielu"
-    count = fields.size("num_experts")
-    how = mlp.ffn, mlp.activation, False, Router(1)
-    return Experts(count, *how, mixing=Capacity(capacity))
+    each = replace(mlp, gated=False)
+    return Experts(fields.size("num_experts"), each, Router(1), mixing=Capacity(capacity))
 
 
 def _sparse(fields: ConfigFields, side: str, count: int) -> list[bool]:

@@ -13,6 +13,8 @@ class Mixing:
     `decoder.run.Run`, and `x` and `norm` are what a `decoder.run.SubLayer` takes.
     """
 
+    clamp: float | None = None  # gates are at most that, and ups at most as far from 0
+    offset: float = 0.0  # added to ups; kernels know both
     idle: int = 0  # experts without weights that the router knows, behind the others
     sees_others: bool = False  # what a token gets depends on the other tokens of its sequence
     leaves: bool = False  # a part of what it gives is added behind the next layer

@@ -59,14 +59,13 @@ class Patches:
 
 @dataclass(frozen=True)
 class Probe:
-    """A learned query that pools the tokens of an image (SigLIP): attention, then an MLP of `ffn`.
+    """A learned query that pools the tokens of an image (SigLIP): attention, then an MLP.
 
     The MLP reads the attention's result by the model's `norm`, and adds to it.
     """
 
     attention: Attention
-    ffn: int
-    activation: Activation
+    mlp: Mlp
     norm: Norm
 
 
@@ -314,7 +313,7 @@ class ModelSpec(Once):
             outer |= self.sounds.axes(self.embed)
         if self.pooled is not None and self.pooled.probe is not None:
             probe = self.pooled.probe
-            outer |= {"probe_qkv": sum(probe.attention.qkv_sizes), "probe_ffn": probe.ffn}
+            outer |= {"probe_qkv": sum(probe.attention.qkv_sizes), "probe_ffn": probe.mlp.ffn}
         if self.block is not None:
             outer |= self.block.outer_axes(self)
         if self.places is not None:

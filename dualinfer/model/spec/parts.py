@@ -1,7 +1,7 @@
 """The parts of layers beside attention: norms, MLPs, mixtures of experts, and rarer ones."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal, Protocol, Self
 
 from .mixing import Mixing
@@ -30,6 +30,10 @@ class Mlp:
     ffn: int
     activation: Activation | Literal["xielu"]
     gated: bool
+
+    def of_width(self, ffn: int) -> "Mlp":
+        """The same feed-forward of another width."""
+        return replace(self, ffn=ffn)
 
 
 @dataclass(frozen=True)
@@ -64,10 +68,9 @@ class Router:
 
 @dataclass(frozen=True)
 class Experts:
-    """A mixture in a feed-forward's place: each token's `router.chosen` of `count` experts of ffn.
+    """A mixture in a feed-forward's place: each token's `router.chosen` of `count` experts.
 
-    An expert's hidden values are activation(gate) * (up + `offset`), or without gates
-    activation(up). With `limit` gates are at most that, and ups at most as far from 0 (GPT-OSS).
+    An expert is a feed-forward as `each` says.
     `shared` is the ffn of an expert that all tokens have, 0 for none; if there is a gate among the
     weights, its result is times the logistic function of that product (Qwen2-MoE). With `blended`
     the last expert is one that the router does not know and all tokens have: its weight, and what
@@ -76,15 +79,31 @@ class Experts:
     """
 
     count: int
-    ffn: int
-    activation: Activation
-    gated: bool
+    each: Mlp
     router: Router
     shared: int = 0
-    limit: float | None = None
-    offset: float = 0.0
     blended: bool = False
     mixing: Mixing | None = None
+
+    @property
+    def ffn(self) -> int:
+        """The width of an expert."""
+        return self.each.ffn
+
+    @property
+    def activation(self) -> Activation:
+        """The activation of an expert, which has no numbers of its own."""
+        assert self.each.activation != "xielu"
+        return self.each.activation
+
+    @property
+    def gated(self) -> bool:
+        """True if an expert has a gate."""
+        return self.each.gated
+
+    def of_width(self, ffn: int) -> "Experts":
+        """The same mixture of experts of another width."""
+        return replace(self, each=self.each.of_width(ffn))
 
     @property
     def idle(self) -> int:
