@@ -11,6 +11,8 @@ from ..model.spec import Edit
 class BareAttention(Edit):
     """No norm stands before attention."""
 
-    def step(self, step: Step, name: str, sublayer: SubLayer, norm: str | None) -> Step:
+    def step(
+        self, step: Step, name: str, sublayer: SubLayer, norm: str | None, behind: str | None
+    ) -> Step:
         """See `Edit`."""
         return bare(sublayer) if name == "attn" else step

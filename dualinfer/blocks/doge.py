@@ -65,7 +65,9 @@ class KeptStream(Edit):
         """The vector's row, of the sub-layer `name` and HF's name of the module."""
         return [row(f"{name}_kept", "embed", (f"{hf}_residual", "embed"))]
 
-    def step(self, step: Step, name: str, sublayer: SubLayer, norm: str | None) -> Step:
+    def step(
+        self, step: Step, name: str, sublayer: SubLayer, norm: str | None, behind: str | None
+    ) -> Step:
         """See `Edit`."""
         assert norm is not None
 

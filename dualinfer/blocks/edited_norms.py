@@ -19,7 +19,9 @@ class NormBehindMlp(Edit):
         """The norm's rows, of the layer that HF calls `hf`."""
         return make.norm(norm, "mlp_post_norm", f"{hf}mlp.post_mlp_layernorm")
 
-    def step(self, step: Step, name: str, sublayer: SubLayer, norm: str | None) -> Step:
+    def step(
+        self, step: Step, name: str, sublayer: SubLayer, norm: str | None, behind: str | None
+    ) -> Step:
         """See `Edit`."""
         return added(sublayer, norm, "mlp_post_norm", 1) if name == "mlp" else step
 
@@ -44,7 +46,9 @@ class GatedNorms(Edit):
             *make.linear(f"{ours}_up", f"{theirs}.mlp.fc2", "embed gating", bias=False),
         ]
 
-    def step(self, step: Step, name: str, sublayer: SubLayer, norm: str | None) -> Step:
+    def step(
+        self, step: Step, name: str, sublayer: SubLayer, norm: str | None, behind: str | None
+    ) -> Step:
         """See `Edit`."""
         assert norm is not None
 

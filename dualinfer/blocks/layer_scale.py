@@ -20,6 +20,8 @@ class LayerScale(Edit):
             for ours, theirs in names
         ]
 
-    def step(self, step: Step, name: str, sublayer: SubLayer, norm: str | None) -> Step:
+    def step(
+        self, step: Step, name: str, sublayer: SubLayer, norm: str | None, behind: str | None
+    ) -> Step:
         """See `Edit`."""
         return added(sublayer, norm, None, f"{name}_scale")

@@ -12,6 +12,7 @@ from ..model.weights import Row, row
 from ..ops.contract import Array, BlockOps, Epilogue, NormOf, Weights
 from ..ops.maths import Maths, halves, heads
 from ..ops.projection import project
+from .own_embeddings import own_part
 
 
 @dataclass(frozen=True)
@@ -20,7 +21,8 @@ class Streams(Block):
 
     Each stream is first predicted of all, by coefficients of the first, and what the layer makes of
     that corrects all. Beside attention its input passes through `rank` elements (LAuReL,
-    arXiv:2411.07501), and is added. What the layer's own embedding of a token gives is added to all
+    arXiv:2411.07501), and is added. What the layer's own embedding of a token, of `reads` elements,
+    gives is added to all
     streams but the first; it is computed of the first, times a learned vector if `scaled`. With
     `sparse` (s, n) what a gate of the MLP is above the mean of a token's n gates by more than s
     standard deviations of them stands in its place, and 0 where it is not.
@@ -30,6 +32,7 @@ class Streams(Block):
     rank: int
     scaled: bool
     sparse: tuple[float, int] | None = None
+    reads: int = 0
 
     def outer_axes(self, spec: ModelSpec) -> dict[str, int]:
         """See `Block`."""
@@ -119,9 +122,7 @@ class Streams(Block):
             y = ops.add(y, run.project_back("down", h), run.norm("mlp_post_norm"))
             x = correct_streams(m, x, told(y, "correct") + 1, y - first)
             y = x[0] * w["corrected_scale"] if self.scaled else x[0]
-            h = run.project("read", y, Epilogue(activation=activation_of(run.layer)))
-            y = run.project("read_out", h * run.own)
-            return add_to_rest(m, x, ops.norm(y, run.norm("read_norm")))
+            return add_to_rest(m, x, ops.norm(own_part(run, y), run.norm("read_norm")))
 
         return run_layer
 

@@ -6,7 +6,7 @@ from .attention import attention_of, beside_recurrence, cross, recurrence
 from .feed_forward import feed_forward_of
 from .layer import sequential, within
 from .post import post_parts
-from .residual import added, bare, parallel, read_own, with_late
+from .residual import added, bare, parallel, with_late
 from .run import Block, Run, Step, SubLayer, in_turn, normed
 
 
@@ -26,10 +26,7 @@ def blocks_of(spec: ModelSpec) -> tuple[Block, ...]:
 def _block(layer: Layer, lends: bool, after_late: bool) -> Block:
     if layer.block is not None:
         return _whole(layer.block.runs(layer, lends))
-    if layer.placement == "post":
-        parts = post_parts(layer)
-    else:
-        parts = [_sublayers(layer, lends)] + [read_own] * bool(layer.reads)
+    parts = post_parts(layer) if layer.placement == "post" else [_sublayers(layer, lends)]
     for edit in layer.edits:
         parts = edit.parts(parts)
     return in_turn(*parts, *[with_late] * after_late)
@@ -46,8 +43,8 @@ def _whole(block: Block) -> Block:
 
 def _sublayers(layer: Layer, lends: bool) -> Block:
     """A layer's sub-layers between their norms."""
-    if layer.parallel:
-        norm = "attn_norm" if layer.shared_norm else "mlp_norm"
+    if layer.is_parallel:
+        norm = "attn_norm" if layer.placement == "shared" else "mlp_norm"
         mixing = _attention(layer, layer.attending, lends)
         return parallel(mixing, feed_forward_of(layer, layer.feeding), norm)
     steps = []
@@ -78,12 +75,12 @@ def _attention(layer: Layer, a: Attention, lends: bool) -> SubLayer:
 def _step(layer: Layer, name: str, sublayer: SubLayer) -> Step:
     """A sub-layer between the norms of its placement, added to the stream as the layer does."""
     before, behind = _norms(layer, name)
-    if behind is not None or layer.residual_scale != 1:
-        step = added(sublayer, before, behind, layer.residual_scale)
+    if behind is not None:
+        step = added(sublayer, before, behind, 1)
     else:
         step = bare(sublayer) if before is None else within(sublayer, before)
     for edit in layer.edits:
-        step = edit.step(step, name, sublayer, before)
+        step = edit.step(step, name, sublayer, before, behind)
     return step
 
 

@@ -1,7 +1,7 @@
 """Uses of the residual stream by layers that differ from `layer.within`."""
 
-from ..ops.contract import Array, Epilogue
-from .run import Block, Run, Step, SubLayer, activation_of, normed
+from ..ops.contract import Array
+from .run import Block, Run, Step, SubLayer, normed
 
 
 def parallel(mixing: SubLayer, feeding: SubLayer, norm: str) -> Block:
@@ -45,13 +45,6 @@ def added(sublayer: SubLayer, before: str | None, behind: str | None, scale: str
         return run.ops.add(x, y * factor)
 
     return summed if behind is not None and scale == 1 else scaled
-
-
-def read_own(run: Run, x: Array) -> Array:
-    """x and what the layer makes of its own embedding of each token."""
-    h = run.project("read", x, Epilogue(activation=activation_of(run.layer)))
-    y = run.project("read_out", h * run.own)
-    return run.ops.add(x, y, run.norm("read_norm"))
 
 
 def with_late(run: Run, x: Array) -> Array:

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Literal, NamedTuple, TypeAlias
 
 from ...blocks.long_rope import LongRope
+from ...blocks.scaled_sums import ScaledSums
 from ...errors import ModelError, shown
 from .. import rows as make
 from ..spec import (
@@ -260,13 +261,10 @@ class Decoder:
 
     def layer(self, attention: Attention, mlp: Mlp | Experts) -> Layer:
         """The layer of an attention and a feed-forward."""
-        parallel = self.says(self.kind.parallel)
-        return Layer(
-            *(attention, mlp, self.norm, self.kind.placement),
-            parallel=parallel,
-            shared_norm=parallel,
-            residual_scale=self.factors.residual,
-        )
+        placement = "shared" if self.says(self.kind.parallel) else self.kind.placement
+        factor = self.factors.residual
+        edits = () if factor == 1 else (ScaledSums(factor),)
+        return Layer(attention, mlp, self.norm, placement, edits=edits)
 
     def table(self, spec: ModelSpec) -> WeightTable:
         """The weight table."""
@@ -310,7 +308,7 @@ class Decoder:
         for ours, theirs in self.kind.norms.items():
             normed = layer.placement == "around" or "post" not in ours
             if ours == "mlp_norm":
-                normed = layer.mlp is not None and not layer.parallel
+                normed = layer.mlp is not None and not layer.is_parallel
             elif ours == "attn_norm":
                 normed = layer.attention is not None or layer.recurrence is not None
             if normed:

@@ -115,7 +115,7 @@ class AXK1(LatentDecoder):
 
     def layer(self, attention: Attention, mlp: Mlp | Experts) -> Layer:
         layer = super().layer(attention, mlp)
-        return replace(layer, edits=(NormBehindMlp(),)) if layer.experts else layer
+        return replace(layer, edits=(*layer.edits, NormBehindMlp())) if layer.experts else layer
 
     def rows(self, layer: Layer) -> list[Row]:
         return super().rows(layer) + (
@@ -144,7 +144,8 @@ class AXK2(Choosing):
 
     def layer(self, attention: Attention, mlp: Mlp | Experts) -> Layer:
         gates = GatedNorms(self.fields.size("gated_norm_rank"))
-        return replace(super().layer(attention, mlp), edits=(gates,))
+        layer = super().layer(attention, mlp)
+        return replace(layer, edits=(*layer.edits, gates))
 
     def norm_rows(self, ours: str, theirs: str, layer: Layer | None = None) -> list[Row]:
         """The rows of a norm: in a layer with its gate, but for that before a dense MLP."""

@@ -24,7 +24,8 @@ class Doge(Decoder):
         return super().attention_facts() | {"wiring": BiasedKeys()}
 
     def layer(self, attention: Attention, mlp: Mlp | Experts) -> Layer:
-        return replace(super().layer(attention, mlp), edits=(KeptStream(),))
+        layer = super().layer(attention, mlp)
+        return replace(layer, edits=(*layer.edits, KeptStream()))
 
     def facts(self) -> Mapping[str, Any]:
         return {"most": self.fields.size("keep_window_size")}

@@ -49,6 +49,7 @@ def describe(fields: ConfigFields, architecture: str) -> tuple[ModelSpec, Weight
         float(slope)
         for slope in np.array(alibi_slopes(heads), np.float32).astype(ml_dtypes.bfloat16)
     )
+    placement = ("shared" if norms == 1 else "parallel") if parallel else "pre"
     block = Layer(
         Attention(
             *(heads, kv_heads, head_dim, head_dim**-0.5),
@@ -58,9 +59,7 @@ def describe(fields: ConfigFields, architecture: str) -> tuple[ModelSpec, Weight
         ),
         Mlp(fields.size("ffn_hidden_size", 4 * embed), fields.activation("activation"), False),
         norm,
-        "pre",
-        parallel=parallel,
-        shared_norm=parallel and norms == 1,
+        placement,
     )
     spec = decoder_spec(
         *(fields, architecture, embed, (block,) * fields.layers("num_hidden_layers"), norm),

@@ -8,11 +8,12 @@ from dataclasses import replace
 from statistics import NormalDist
 
 from ...blocks.embedders import Embedder, Embedders
+from ...blocks.own_embeddings import outer_rows, own_rows
 from ...blocks.streams import Streams
 from ...errors import ModelError, shown
 from .. import rows as make
 from ..spec import Attention, Embedding, Head, Layer, Mlp, ModelSpec, Norm
-from ..weights import Row, WeightTable, row
+from ..weights import Row, WeightTable
 from .decoders import decoder_spec
 from .fields import ConfigFields
 from .gemma4 import lenders_of
@@ -83,8 +84,8 @@ def _describe(
         fields.size("altup_num_inputs"),
         fields.size("laurel_rank"),
         scaled=fields.flag("altup_correct_scale", True),
+        reads=fields.size("hidden_size_per_layer_input"),
     )
-    reads = fields.size("hidden_size_per_layer_input")
     own_ids = fields.size("vocab_size_per_layer_input")
     layers = [
         Layer(
@@ -99,7 +100,6 @@ def _describe(
             mlp,
             norm,
             "pre",
-            reads=reads,
             block=replace(streams, sparse=sparse),
         )
         for kind, window, lender, (mlp, sparse) in zip(
@@ -160,9 +160,7 @@ def _table(
         *make.norm(norm, "q_norm", f"{hf}self_attn.q_norm", "head_dim"),
         *make.joined("up", hf + "mlp.{p}", make.GATE_UP, bias=False),
         *make.linear("down", f"{hf}mlp.down_proj", "embed up", bias=False),
-        *make.linear("read", f"{hf}per_layer_input_gate", "read embed", bias=False),
-        *make.linear("read_out", f"{hf}per_layer_projection", "embed read", bias=False),
-        *make.norm(norm, "read_norm", f"{hf}post_per_layer_input_norm"),
+        *own_rows(hf, norm),
     ]
     lenders = [own.lender for own in spec.attentions]
 
@@ -178,17 +176,10 @@ def _table(
             *make.plain_norm(norm, "v_norm", "head_dim"),
         )
 
-    name, read = f"{base}embed_tokens_per_layer.weight", "vocab reads"
-    table = row("layers_embed.weight", read, (name, read))
+    table, *rows = outer_rows(base, norm)
     (source,) = table.sources
-    outer = [
-        *make.norm(norm, "final_norm", f"{base}norm"),
-        replace(table, sources=(replace(source, spare=own_ids - spec.vocab),)),
-        *make.linear(
-            "layers_project", f"{base}per_layer_model_projection", "reads embed", bias=False
-        ),
-        *make.norm(norm, "layers_norm", f"{base}per_layer_projection_norm", "read"),
-    ]
+    table = replace(table, sources=(replace(source, spare=own_ids - spec.vocab),))
+    outer = [*make.norm(norm, "final_norm", f"{base}norm"), table, *rows]
     outer += streams.outer_rows(base)
     numbers = "|".join(str(i) for i, lender in enumerate(lenders) if lender is not None)
     unused = (

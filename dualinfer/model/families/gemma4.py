@@ -8,11 +8,12 @@ from dataclasses import replace
 from typing import Any
 
 from ...blocks.multiplied import Multiplied
+from ...blocks.own_embeddings import OwnEmbeddings, outer_rows, own_rows
 from ...blocks.separate_norms import SeparateNorms
 from ...errors import ModelError, shown
 from .. import rows as make
 from ..spec import Attention, Embedding, Experts, Head, Layer, Mlp, ModelSpec, Norm, Rope, Router
-from ..weights import Row, WeightTable, row
+from ..weights import Row, WeightTable
 from .decoders import decoder_spec
 from .fields import ConfigFields, is_positive
 from .mixtures import Mixture, make_rows
@@ -80,9 +81,10 @@ def _describe(
     fields.ignore("num_experts", "top_k_experts", "moe_intermediate_size")  # of such a block
 
     def layer(a: Attention) -> Layer:
-        own = ffn * (1 if a.lender is None else wide)
-        mlp = replace(experts, shared=own) if experts else Mlp(own, activation, gated=True)
-        return Layer(a, mlp, norm, "around", reads=reads, edits=(Multiplied(),))
+        width = ffn * (1 if a.lender is None else wide)
+        mlp = replace(experts, shared=width) if experts else Mlp(width, activation, gated=True)
+        own = (OwnEmbeddings(reads),) if reads else ()
+        return Layer(a, mlp, norm, "around", edits=(*own, Multiplied()))
 
     layers = {a: layer(a) for a in attentions}
     softcap = fields.optional_number("final_logit_softcapping")
@@ -207,9 +209,7 @@ def _table(
             *make.linear("down", f"{hf}mlp.down_proj", "embed up", bias=False),
         ]
     if reads:
-        shared += make.linear("read", f"{hf}per_layer_input_gate", "read embed", bias=False)
-        shared += make.linear("read_out", f"{hf}per_layer_projection", "embed read", bias=False)
-        shared += make.norm(norm, "read_norm", f"{hf}post_per_layer_input_norm")
+        shared += own_rows(hf, norm)
 
     def rows_of(kind: str, lender: int | None) -> tuple[Row, ...]:
         if lender is not None:
@@ -226,11 +226,7 @@ def _table(
 
     outer = make.norm(norm, "final_norm", f"{base}norm")
     if reads:
-        name = f"{base}embed_tokens_per_layer.weight"
-        outer.append(row("layers_embed.weight", "vocab reads", (name, "vocab reads")))
-        name = f"{base}per_layer_model_projection"
-        outer += make.linear("layers_project", name, "reads embed", bias=False)
-        outer += make.norm(norm, "layers_norm", f"{base}per_layer_projection_norm", "read")
+        outer += outer_rows(base, norm)
     lenders = [own.lender for own in spec.attentions]
     numbers = "|".join(str(i) for i, lender in enumerate(lenders) if lender is not None)
     table = make.causal_table(

@@ -61,8 +61,7 @@ def describe(fields: ConfigFields, architecture: str) -> tuple[ModelSpec, Weight
         attention,
         Mlp(ffn, fields.activation("hidden_act"), gated=False),
         norm,
-        "pre",
-        parallel=parallel,
+        "parallel" if parallel else "pre",
     )
     spec = decoder_spec(
         *(fields, architecture, embed, (block,) * fields.layers("num_hidden_layers"), norm),

@@ -42,9 +42,7 @@ def describe(fields: ConfigFields, architecture: str) -> tuple[ModelSpec, Weight
         Attention(heads, heads, head_dim, head_dim**-0.5, rope=rope),
         Mlp(ffn, fields.activation("activation_function"), gated=False),
         norm,
-        "pre",
-        parallel=True,
-        shared_norm=True,
+        "shared",
     )
     spec = decoder_spec(
         *(fields, architecture, embed, (block,) * fields.layers("n_layer"), norm),

@@ -38,7 +38,8 @@ class BitNet(Decoder):
         return super().attention_facts() | {"wiring": NormedHeads(heads * head_dim)}
 
     def layer(self, attention: Attention, mlp: Mlp | Experts) -> Layer:
-        return replace(super().layer(attention, mlp), edits=(NormedHidden(mlp.ffn),))
+        layer = super().layer(attention, mlp)
+        return replace(layer, edits=(*layer.edits, NormedHidden(mlp.ffn)))
 
     def mixing_rows(self, layer: Layer) -> list[Row]:
         """The rows of a layer's attention, and of both norms."""

@@ -18,6 +18,7 @@ class Block:
 
     reads_near: ClassVar[bool] = False  # a token is made of the tokens beside it, real or not
     embeds: ClassVar[bool] = False  # it has an `embed`
+    reads: int = 0  # elements that a token's embedding gives a layer alone
 
     @property
     def sums(self) -> int:

@@ -18,6 +18,8 @@ class Edit:
     reads_near: ClassVar[bool] = False  # a token is made of the tokens beside it, real or not
     blanks: ClassVar[bool] = False  # what a mask hides enters the first layer as zeros
 
+    reads: int = 0  # elements that a token's embedding gives this layer alone
+
     @property
     def norm_width(self) -> int:
         """Elements of a norm of its own that is not over the stream; 0 for none."""
@@ -39,10 +41,13 @@ class Edit:
         """The `SubLayer` in the place of the feed-forward."""
         return sublayer
 
-    def step(self, step: Any, name: str, sublayer: Any, norm: str | None) -> Any:
-        """The `Step` in the place of one: of a `pre` layer's `sublayer`, called `name`, by a norm.
+    def step(
+        self, step: Any, name: str, sublayer: Any, norm: str | None, behind: str | None
+    ) -> Any:
+        """The `Step` in the place of one: of a `sublayer`, called `name`, by a `norm`.
 
-        Names are `attn`, `cross` and `mlp`.
+        Names are `attn`, `cross` and `mlp`. The norm has a name, and so has one `behind` within the
+        residual; None is for none. A `post` layer has no steps.
         """
         return step
 

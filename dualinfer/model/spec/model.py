@@ -91,14 +91,11 @@ class Layer:
     """One block: where its norms stand, what its sub-layers read, and what else some models do.
 
     - `placement`: norms before each sub-layer (`pre`), after each residual sum (`post`), or, within
-      the residual, behind each sub-layer (`behind`) or before and behind it (`around`).
-    - `parallel` (always `pre`): the MLP reads the block's input, not the attention's sum; with
-      `shared_norm` by one norm.
-    - `residual_scale`: a factor of what a sub-layer adds.
+      the residual, behind each sub-layer (`behind`) or before and behind it (`around`). As with
+      `pre`, but the MLP reads the layer's input instead of attention's sum: by a norm of its own
+      (`parallel`), or by attention's (`shared`).
     - `cross` (`pre`, `post` or `around`): a second attention stands between the two, whose keys and
       values are of what an encoder gives.
-    - `reads`: a third sub-layer, normed behind: the MLP's activation of a projection to so many
-      elements, times what each token's embedding gives this layer alone, projected back (Gemma 4).
     - `edits`: what is otherwise at one place, in their order, as each says.
     - `block`: it is built otherwise from top to bottom, as that says.
     - `recurrence` (always `pre`): a sub-layer that keeps a state of fixed size instead of keys and
@@ -110,15 +107,21 @@ class Layer:
     attention: Attention | None
     mlp: Mlp | Experts | None
     norm: Norm
-    placement: Literal["pre", "post", "around", "behind"]
-    parallel: bool = False
-    shared_norm: bool = False
-    residual_scale: float = 1.0
+    placement: Literal["pre", "post", "around", "behind", "parallel", "shared"]
     cross: Attention | None = None
-    reads: int = 0
     edits: tuple[Edit, ...] = ()
     block: Block | None = None
     recurrence: Recurrence | None = None
+
+    @property
+    def is_parallel(self) -> bool:
+        """True if both sub-layers read what the layer reads."""
+        return self.placement in ("parallel", "shared")
+
+    @property
+    def reads(self) -> int:
+        """Elements that a token's embedding gives this layer alone; 0 for none."""
+        return sum(own.reads for own in (self.block, *self.edits) if own is not None)
 
     @property
     def attending(self) -> Attention:
