@@ -27,7 +27,6 @@ ALONE = {
     "Router.jitter": "the router's kernel takes it",
     **dict.fromkeys(("Places.span", "Places.keys", "Places.queries"), _SCORES),
     "Experts.blended": "a layer of DeepSpeed's, of no family, which kernels know as an expert",
-    "ModelSpec.masks_labels": "wrappers set it by a table: Qwen2-Audio and Granite Speech",
 }
 SHARED = ("heads.py", "rope.py")  # what any family's config may ask for
 TABLE = 3  # a file of more model types is a table, whose rows are families

@@ -24,7 +24,7 @@ def encoded(
     """The encoder's states [B, S, E] of ids and positions [B, S], the last one after its norm.
 
     bool `mask` [B, S] is True where a token is real. With `keep` all L+1 are given, else the last;
-    where HF's `raw_states` end before that norm, one more. `embeds` as in `hidden_states`, or
+    where HF's states end before that norm, one more. `embeds` as in `hidden_states`, or
     sounds as they are given.
     """
     encoder, own = spec.encoder, params.of_encoder(len(spec.layers))
@@ -38,7 +38,7 @@ def encoded(
         *states, last = hidden_states(
             encoder, own, ops, ids, positions, None, attend, keep, embeds=embeds, mask=mask
         )
-        if keep and encoder.raw_states:
+        if keep and encoder.states == "raw":
             states.append(last)
         return [*states, last_hidden_state(encoder, own, ops, last)]
 

@@ -35,14 +35,13 @@ def outputs(
             result["pooler_output"] = pooled(params, ops, last)
         if spec.pooled is not None:
             assert weights is not None
-            name = spec.pooled.name or "pooler_output"
-            result[name] = _vector(spec.pooled, params, ops, last, weights)
+            result[spec.vector_name] = _vector(spec.pooled, params, ops, last, weights)
     elif not spec.has_logits:
         result |= _scores(spec.head, params, ops, last, weights)
     if keep:
         name = "decoder_hidden_states" if spec.crosses else "hidden_states"
-        shown = states[1:] if spec.late_states else states[:-1]
-        result[name] = (*shown, states[-1] if spec.raw_states else last)
+        shown = states[1:] if spec.states == "late" else states[:-1]
+        result[name] = (*shown, states[-1] if spec.states == "raw" else last)
         if spec.block is not None:
             result[name] = spec.block.hidden(states, last)
     return result
@@ -95,14 +94,14 @@ def _scores(
             return ops.maths.cast(both, x.dtype).reshape(x.shape[0], -1)
         return ops.maths.cast(pool(ops.maths, x, weights), x.dtype)[:, 0]
 
-    if head.pooling and not head.late:
+    if head.pooling and head.pooling != "late":
         x = vectors(x)
     if head.activation:
         x = project(ops, w, "head.dense", x, Epilogue(activation=head.activation))
     if head.norm:
         norm = NormOf.named(head.norm, w, "head.norm")
     scores = project(ops, w, "head", x, Epilogue(norm=norm))
-    if head.pooling and head.late:
+    if head.pooling == "late":
         scores = vectors(scores)
     if head.kind == "span":
         return {"start_logits": scores[..., 0], "end_logits": scores[..., 1]}

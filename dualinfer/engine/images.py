@@ -156,7 +156,7 @@ def _cut_images(
     """Images as float32 tokens [B, T, W], learned ones zeros, and what their positions are."""
     patches = spec.patches
     assert patches is not None
-    any_size = interpolate or patches.any_size
+    any_size = interpolate or patches.sizes == "any"
     channels, high, wide = patches.image
     expected = f"[batch, {channels}, {'height, width' if any_size else f'{high}, {wide}'}]"
     array = _read_floats(pixels, expected)

@@ -9,7 +9,7 @@ import numpy as np
 from ..arrays import kind_of
 from ..backends.base import ForwardInputs
 from ..errors import ArgumentError, a_type, shown
-from ..model.spec import ModelSpec
+from ..model.spec import ModelSpec, Probe
 from .checks import (
     MEDIA,
     check_embeds,
@@ -211,13 +211,13 @@ def pooling_weights(
     if pooling is None or pooling == "eos":  # by what the encoder reads
         return None
     real = xp.ones(shape, bool) if visible is None else visible
-    if pooling == "all":
+    if isinstance(pooling, Probe):
         return real.astype(np.float32)
     count = np.arange(shape[1])
     if pooling in ("patches", "beside"):
         assert spec.patches is not None
         real = real & (count >= spec.patches.learned)
-    if pooling in ("mean", "patches", "beside"):
+    if pooling in ("mean", "late", "patches", "beside"):
         mean = (real / xp.maximum(real.sum(1, keepdims=True), 1)).astype(np.float32)
         return mean + np.float32(count == 0) if pooling == "beside" else mean
     at = xp.zeros(shape[0], np.int32)

@@ -230,7 +230,7 @@ def _images(spec: ModelSpec, given: _Given) -> ForwardInputs:
         blend = resized(patches, _known(given, "spatial_shapes"), shape)
     else:
         interpolate = given.get("interpolate_pos_encoding", False)
-        sizes = (None, None) if interpolate or patches.any_size else patches.image[1:]
+        sizes = (None, None) if interpolate or patches.sizes == "any" else patches.image[1:]
         high, wide = sizes if sizes[0] else ("height", "width")
         expected = f"[batch, {patches.channels}, {high}, {wide}]"
         if sizes[0]:

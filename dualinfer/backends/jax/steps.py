@@ -142,7 +142,7 @@ class Steps:
         where = blend, mask, segments, recur
         states = decoder.hidden_states(*args, keep, layers, x, embeds, across, *where)
         if self._goes_on(layers):
-            given = states if x is None and not spec.late_states else states[1:]
+            given = states if x is None and spec.states != "late" else states[1:]
             return given if keep else states[-1], ops.given_up()
         if texts:
             assert weights is not None and segments is not None
@@ -152,7 +152,7 @@ class Steps:
         if watched:
             more["cross_weights"] = jnp.stack([seen[head] for head in watched], 2)
         result = {**decoder.outputs(*model, states, keep, kept, weights), **more}
-        if keep and x is not None and not spec.late_states:
+        if keep and x is not None and spec.states != "late":
             result["hidden_states"] = result["hidden_states"][1:]
         return result, ops.given_up()
 

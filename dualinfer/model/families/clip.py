@@ -81,7 +81,7 @@ def describe(fields: ConfigFields, architecture: str) -> tuple[ModelSpec, Weight
             f"vision tower of {width}, without a head if vision_use_head is false; the vectors of "
             "both must be as wide."
         )
-    spec = replace(spec, family=fields.family, encoder=image_spec, towers=True)
+    spec = replace(spec, family=fields.family, encoder=image_spec)
     stored = "" if is_clip else "one"
     names = ("logit_scale",) if is_clip else ("logit_scale", "logit_bias")
     outer += [row(name, "", (name, stored)) for name in names]
@@ -129,7 +129,7 @@ def _stack(fields: ConfigFields, architecture: str, hf: str, causal: bool) -> An
         layers=(Layer(attention, mlp, norm, "pre"),) * fields.layers("num_hidden_layers"),
         max_positions=1,
         packs=False,
-        raw_states=True,
+        states="raw",
     )
     layer = f"{hf}encoder.layers.{{i}}."
     rows = [
@@ -149,8 +149,7 @@ def _text(fields: ConfigFields, architecture: str) -> tuple[ModelSpec, list[Row]
     spec, layer = _stack(fields, architecture, hf, causal=is_clip)
     norm, positions = spec.layers[0].norm, fields.size("max_position_embeddings")
     projects = architecture.endswith("WithProjection")
-    name = "text_embeds" if projects else None
-    pooled = Pooled("end", None, name, _end(fields)) if is_clip else Pooled("final")
+    pooled = Pooled("end", end_id=_end(fields)) if is_clip else Pooled("final")
     width = projects and fields.size("projection_dim")
     if not is_clip:
         width = fields.size("projection_size", spec.embed)
@@ -193,14 +192,14 @@ def _vision(fields: ConfigFields, architecture: str) -> tuple[ModelSpec, list[Ro
         rows += make.norm(norm, "pooled_norm", f"{hf}post_layernorm")
         if projects:
             rows += make.linear("projection", "visual_projection", "projected embed", bias=False)
-        pooled = Pooled("first", norm, "image_embeds" if projects else None)
+        pooled = Pooled("first", norm)
         return replace(spec, embedding=Embedding(norm=norm), pooled=pooled), rows, layer
     rows += make.norm(norm, "final_norm", f"{hf}post_layernorm")
     pooled = None
     if fields.flag("vision_use_head", True):
         attention, ffn = spec.layers[0].attention, fields.size("intermediate_size")
         probe = Probe(attention, Mlp(ffn, fields.activation("hidden_act"), gated=False), norm)
-        pooled = Pooled("all", probe=probe)
+        pooled = Pooled(probe)
         rows += _probe(norm, f"{hf}head.")
     return replace(spec, final_norm=norm, pooled=pooled), rows, layer
 
@@ -227,7 +226,7 @@ def _given_patches(fields: ConfigFields) -> Patches:
     side = isqrt(count)
     if side * side != count:
         raise ModelError(f"config.json has num_patches={count}; expected the square of a number.")
-    return Patches(fields.size("num_channels"), (size, size), (side, side), 0, given=True)
+    return Patches(fields.size("num_channels"), (size, size), (side, side), 0, "given")
 
 
 def _flat_kernel(hf: str, bias: bool) -> list[Row]:

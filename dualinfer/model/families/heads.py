@@ -68,7 +68,6 @@ def make_head(
     own: Classifier,
     pooling: Pooling | None,
     norm: Norm | None = None,
-    late: bool = False,
     width: str = "embed",
 ) -> tuple[Head, list[Row]]:
     """A head for labels with its rows; `width` is the axis that it reads."""
@@ -78,7 +77,6 @@ def make_head(
         norm if own.norm else None,
         labels=count_labels(fields, kind),
         pooling=pooling if kind in ("sequence", "choice") else None,
-        late=late,
     )
     rows = []
     if own.dense:
@@ -135,7 +133,8 @@ def with_head(
         own = Classifier("classifier" if spec.family == "ctrl" else "score", bias=False)
     width = "width" if spec.embedding.width else "embed"
     head, rows = make_head(fields, kind, own, "last", width=width)
-    head = replace(head, counted=kind == "span" and spec.family not in _OWN_LOSSES)
+    counted = kind == "span" and spec.family not in _OWN_LOSSES
+    head = replace(head, loss="counted" if counted else "mean")
     pad = fields.take("pad_token_id")
     spec = replace(spec, architecture=architecture, head=head, pad_id=pad)
     return spec, replace(table, spec=spec, outer=(*table.outer, *rows))

@@ -81,7 +81,7 @@ _MAMBA: dict[str, Any] = {
     "embedding": "embeddings",
     "tensors": "backbone.",
     "tied": True,
-    "facts": {"late_states": True},
+    "facts": {"states": "late"},
     "always": {"rms_norm": True},
     "ignored": (
         *("time_step_min", "time_step_max", "time_step_floor", "time_step_scale", "expand"),

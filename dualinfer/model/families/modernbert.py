@@ -10,7 +10,7 @@ from dataclasses import replace
 from ...blocks.bare_attention import BareAttention
 from ...errors import UnservedError, shown
 from .. import rows as make
-from ..spec import Attention, Embedding, Head, Layer, Mlp, ModelSpec, Norm
+from ..spec import Attention, Embedding, Head, Layer, Mlp, ModelSpec, Norm, Pooling
 from ..weights import Row, WeightTable, row
 from .fields import ConfigFields
 from .heads import Classifier, kind_of_head, make_head, masked_head
@@ -38,7 +38,8 @@ def describe(fields: ConfigFields, architecture: str) -> tuple[ModelSpec, Weight
     describe_own = _euro if fields.family in ("eurobert", "ultrabert") else _modern
     spec, table = describe_own(fields, architecture)
     if spec.head is not None:
-        head = replace(spec.head, counted=spec.head.of_vocab or spec.head.kind == "span")
+        counted = spec.head.of_vocab or spec.head.kind == "span"
+        head = replace(spec.head, loss="counted" if counted else "mean")
         spec = replace(spec, head=head)
     return spec, replace(table, spec=spec)
 
@@ -194,8 +195,8 @@ def _euro(fields: ConfigFields, architecture: str) -> tuple[ModelSpec, WeightTab
         own = Classifier("qa_outputs" if kind == "span" else "classifier")
         if kind == "sequence" and not has_kinds:
             own = Classifier("classifier", "dense", "gelu")
-        where, late = "first" if pooling in ("bos", "cls") else "mean", pooling == "late"
-        head, head_rows = make_head(fields, kind, own, where, late=late and kind == "sequence")
+        where: Pooling = "first" if pooling in ("bos", "cls") else "mean"
+        head, head_rows = make_head(fields, kind, own, "late" if pooling == "late" else where)
     spec = ModelSpec(
         family=fields.family,
         architecture=architecture,

@@ -58,7 +58,7 @@ def describe(fields: ConfigFields, architecture: str) -> tuple[ModelSpec, Weight
 
     encoder, spec = stack("encoder"), stack("decoder")
     start, axes = fields.take("decoder_start_token_id"), "vocab embed"
-    scores = Head("causal", counted=True) if has_head else None
+    scores = Head("causal", loss="counted") if has_head else None
     spec = replace(spec, head=scores, encoder=encoder, start=start)
     embedding, hf = "model.decoder.embed_tokens.weight", "model.encoder."
     outer = [

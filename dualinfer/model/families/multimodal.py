@@ -439,13 +439,14 @@ def describe(fields: ConfigFields, architecture: str) -> tuple[ModelSpec, Weight
     beside = {*text} - {"is_encoder_decoder"}
     fields.ignore(*beside, *_BESIDE)  # HF reads them in the text_config
     table = under(table, f"model.{wrapper.decoder}.")
-    spec = replace(spec, masks_labels=wrapper.masks_labels)
     if wrapper.counts:
         spec = replace(spec, positions=replace(spec.positions, counted="seen"))
     if wrapper.prefixes:
         spec = replace(spec, embedding=replace(spec.embedding, types="prefix"))
     if has_head and not wrapper.scales:
         spec = replace(spec, head=Head("causal"))
+    if wrapper.masks_labels and spec.head:
+        spec = replace(spec, head=replace(spec.head, loss="shown"))
     parts = "|".join(map(re.escape, wrapper.parts))
     unused = [*map(_anywhere, table.unused), rf"^((model|thinker)\.)*({parts})(\.|$)"]
     unused += [] if has_head else [r"^language_model\.lm_head\."]

@@ -47,7 +47,7 @@ def describe(fields: ConfigFields, architecture: str) -> tuple[ModelSpec, Weight
         mlp = Mlp(fields.size("intermediate_size"), activation, gated=False)
     registers = _registers(fields)
     patches = make_patches(fields, learned=_LEARNED.get(fields.family, 1) + registers)
-    patches = replace(patches, any_size=is_dino)
+    patches = replace(patches, sizes="any" if is_dino else "one")
     outer = [*_embeddings(patches, registers, hf), *make.norm(norm, "final_norm", f"{hf}layernorm")]
     head, pooled = None, Pooled("first") if is_dino else None
     if architecture.endswith("ForImageClassification"):
@@ -56,7 +56,7 @@ def describe(fields: ConfigFields, architecture: str) -> tuple[ModelSpec, Weight
             pooling, width, pooled = "beside", "embed+embed_in", None
         own = Classifier("classifier")
         head, rows = make_head(fields, "sequence", own, pooling, width=width)
-        head = replace(head, counted=True)
+        head = replace(head, loss="counted")
         outer += rows
         fields.ignore("pooler_output_size", "pooler_act")
     elif not is_dino and not is_msn:
@@ -77,7 +77,7 @@ def describe(fields: ConfigFields, architecture: str) -> tuple[ModelSpec, Weight
         head=head,
         patches=patches,
         pooled=pooled,
-        raw_states=True,
+        states="raw",
     )
     rows = _layer(layer, f"{hf}encoder.layer.{{i}}." if is_dino else f"{hf}layers.{{i}}.", fields)
     return spec, WeightTable(

@@ -20,7 +20,7 @@ from .positions import Positions
 from .sounds import Sounds
 from .wiring import Wiring
 
-Pooling = Literal["first", "real", "last", "final", "mean", "eos", "patches", "beside"]
+Pooling = Literal["first", "real", "last", "final", "mean", "late", "eos", "patches", "beside"]
 
 
 @dataclass(frozen=True)
@@ -28,17 +28,22 @@ class Patches:
     """The input of an encoder of images: a token of each patch, behind `learned` ones.
 
     Images have `channels` and `grid` rows and columns of patches, each `size` pixels high and wide.
-    Of other images positions are interpolated, where a caller asks for it, or without being asked
-    in a model for `any_size` (DINOv2). Of images `given` as patches each has a grid
-    and a mask of its own (SigLIP 2); their positions are interpolated bilinearly, antialiased.
+    Images are of `one` size, and positions are interpolated for others where a caller asks for it;
+    or of `any` size, so that they are without being asked (DINOv2). `given` ones are patches, each
+    image with a grid and a mask of its own (SigLIP 2); their positions are interpolated
+    bilinearly, antialiased.
     """
 
     channels: int
     size: tuple[int, int]
     grid: tuple[int, int]
     learned: int = 1
-    any_size: bool = False
-    given: bool = False
+    sizes: Literal["one", "any", "given"] = "one"
+
+    @property
+    def given(self) -> bool:
+        """True if images are given as patches."""
+        return self.sizes == "given"
 
     @property
     def width(self) -> int:
@@ -74,16 +79,18 @@ class Pooled:
     """The vector that a model without a head makes of its last hidden state.
 
     It is that of the `first` token, of the `final` one, padding too, or of the `end`: the first
-    with the id `end_id`, or with the largest id if that is None; or what a `probe` makes of all.
-    After a `norm` and a projection, where there are these, it is HF's pooler_output, or the output
-    `name`.
+    with the id `end_id`, or with the largest id if that is None; or what a probe makes of all.
+    A `norm` and a projection come behind it, where there are these.
     """
 
-    pooling: Literal["first", "final", "end", "all"]
+    pooling: Literal["first", "final", "end"] | Probe
     norm: Norm | None = None
-    name: Literal["text_embeds", "image_embeds"] | None = None
     end_id: int | None = None
-    probe: Probe | None = None
+
+    @property
+    def probe(self) -> Probe | None:
+        """The probe that pools all tokens."""
+        return self.pooling if isinstance(self.pooling, Probe) else None
 
 
 @dataclass(frozen=True)
@@ -175,12 +182,13 @@ class Head:
     before its own, then the activation and the `norm` if any. `pooling` says which hidden state of
     a sequence a head reads: of the `first` token, the first `real` one by the mask, the `last` one
     that is no padding by its id, the `final` one, padding too, or the `mean` of the real ones,
-    after the activation if `late`, or of an image's `patches` without the learned tokens, or the
-    first and this mean of patches side by side (`beside`); of an encoder-decoder the decoder's at
-    the place of the last id `eos` that the encoder reads. `width`
+    before the projection to labels or of what that gives (`late`), or of an image's `patches`
+    without the learned tokens, or the first and this mean of patches side by side (`beside`); of an
+    encoder-decoder the decoder's at the place of the last id `eos` that the encoder reads. `width`
     is that of the projection before the vocabulary where it is neither the embedding's nor the
-    layers' (RemBERT). Whether HF divides the sum of losses by a number that the caller has
-    `counted` follows from the kind where it is None: decoders' heads for the vocabulary do.
+    layers' (RemBERT). HF's `loss` is the sum of tokens' over a number that the caller has
+    `counted`, or their `mean`, or that of those that a mask has `shown` (Qwen2-Audio); where it is
+    None, decoders' heads for the vocabulary count, and others do not.
     """
 
     kind: Literal["causal", "masked", "sequence", "token", "choice", "span", "replaced"]
@@ -190,10 +198,9 @@ class Head:
     scale: float = 1.0
     labels: int = 0
     pooling: Pooling | None = None
-    late: bool = False
     eos: int | None = None
     width: int = 0
-    counted: bool | None = None
+    loss: Literal["mean", "counted", "shown"] | None = None
 
     @property
     def of_vocab(self) -> bool:
@@ -213,21 +220,19 @@ class ModelSpec(Once):
       sequences.
     - `pad_id`: the id of padding, by which positions and heads may tell it, and which HF `hides`
       where there is no mask.
-    - If the model `masks_labels`, labels of what a mask hides count in no loss (Qwen2-Audio).
     - `most`: tokens of a sequence of which all are seen. HF's layers choose among more by another
       product, or by biases, which is not served; 0 for no such limit (DeepSeek-V3.2, Doge).
 
     What comes out:
 
     - `head` makes scores, `pooled` HF's pooler_output, `projected` elements wide where it projects.
-      HF's hidden states of a model with
-      `raw_states` end before the final norm; those with `late_states` begin behind the first layer,
-      and end with the last layer's before that norm and behind it (Mamba-2).
+      HF's hidden `states` end behind the final norm, or, `raw` ones, before it; `late` ones begin
+      behind the first layer, and end with the last layer's before that norm and behind it (Mamba).
     - With an `encoder` this is a decoder that attends across to what that gives of another
       sequence, and that begins with the id `start`, if the model names one. Where it is given no
       ids it reads what is `shifted`, the labels or else what the encoder read, if these are ids.
-      With `towers` the encoder is one beside this one: neither attends to the other, and what they
-      give says how near texts are to images (CLIP).
+      Where no layer attends across, the encoder is a tower beside this one, and what they give says
+      how near texts are to images (CLIP).
     """
 
     family: str
@@ -241,20 +246,17 @@ class ModelSpec(Once):
     pad_id: int | None = None
     hides: bool = False
     packs: bool = True
-    masks_labels: bool = False
     most: int = 0
     final_norm: Norm | None = None
     head: Head | None = None
     encoder: "ModelSpec | None" = None
     start: int | None = None
     shifted: tuple[Literal["labels", "source"], ...] = ("labels",)
-    towers: bool = False
     sounds: Sounds | None = None
     projected: int = 0
     patches: Patches | None = None
     pooled: Pooled | None = None
-    raw_states: bool = False
-    late_states: bool = False
+    states: Literal["normed", "raw", "late"] = "normed"
 
     @property
     def all_layers(self) -> tuple[Layer, ...]:
@@ -418,7 +420,24 @@ class ModelSpec(Once):
     @property
     def crosses(self) -> bool:
         """True if this is a decoder that attends across to what its encoder gives."""
-        return self.encoder is not None and not self.towers
+        return self.encoder is not None and any(layer.cross for layer in self.layers)
+
+    @property
+    def towers(self) -> bool:
+        """True if the encoder is one beside this one: neither attends to the other."""
+        return self.encoder is not None and not self.crosses
+
+    @property
+    def vector_name(self) -> str:
+        """HF's name of the vector that a model without a head gives, which its class tells."""
+        if not self.architecture.endswith("WithProjection"):
+            return "pooler_output"
+        return "text_embeds" if self.patches is None else "image_embeds"
+
+    @property
+    def masks_labels(self) -> bool:
+        """True if labels of what a mask hides count in no loss."""
+        return self.head is not None and self.head.loss == "shown"
 
     @property
     def transcribes(self) -> bool:
@@ -530,9 +549,9 @@ class ModelSpec(Once):
     @property
     def counts_labels(self) -> bool:
         """True if HF divides the sum of losses by the number that a caller counts."""
-        if self.head is None or self.head.counted is not None:
-            return self.head is not None and bool(self.head.counted)
-        return self.head.kind == "causal" and self.encoder is None and not self.masks_labels
+        if self.head is None or self.head.loss is not None:
+            return self.head is not None and self.head.loss == "counted"
+        return self.head.kind == "causal" and self.encoder is None
 
     @property
     def has_logits(self) -> bool:
@@ -569,7 +588,7 @@ class ModelSpec(Once):
     @property
     def reads_patches(self) -> bool:
         """True if images are given as patches, to the model or to its second tower."""
-        own = self.encoder.patches if self.towers and self.encoder else self.patches
+        own = self.encoder.patches if self.encoder and self.towers else self.patches
         return own is not None and own.given
 
     @property
