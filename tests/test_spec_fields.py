@@ -19,13 +19,11 @@ FAMILIES = Path(__file__).parents[1] / "dualinfer" / "model" / "families"
 # Fields that one family sets, or a single file, and why they are not of a block: nothing comes to
 # this list without a reason, and what leaves it is taken out.
 _IN_KERNELS = "attention's kernels, or those that turn heads, take it"
-_SCORES = "DeBERTa's scores are a term within attention, which is an op of its own"
 ALONE = {
     "Attention.alibi_rounded": _IN_KERNELS,
     "Attention.chunk": _IN_KERNELS,
     "Rope.rounded": _IN_KERNELS,
     "Router.jitter": "the router's kernel takes it",
-    **dict.fromkeys(("Places.span", "Places.keys", "Places.queries"), _SCORES),
     "Experts.blended": "a layer of DeepSpeed's, of no family, which kernels know as an expert",
 }
 SHARED = ("heads.py", "rope.py")  # what any family's config may ask for

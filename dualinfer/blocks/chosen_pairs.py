@@ -47,10 +47,6 @@ class ChosenPairs(Wiring):
             row("pairs.bias", "embed", (f"{hf}experts.bias", "embed")),
         ]
 
-    def widened(self, a: Attention) -> Attention:
-        """See `Wiring`."""
-        return replace(a, wiring=None)
-
     def project(self, run: Run, x: Array, norm: NormOf | None) -> Projected:
         """See `Wiring`; beside is how the token chose."""
         ops, w, size = run.ops, run.w, run.layer.attending.head_dim

@@ -9,5 +9,5 @@ from ..model.spec import Mixing
 class Clamped(Mixing):
     """Of an expert, gates are at most `clamp`, and ups at most as far from 0, and `offset` more."""
 
-    clamp: float
+    clamp: float | None
     offset: float

@@ -1,6 +1,6 @@
 """Attention whose gates come from the projection of its queries (Qwen3-Next, A.X-K2)."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from ..decoder.attention import Projected, project_latent
 from ..decoder.run import Run
@@ -20,10 +20,6 @@ class GatedQueries(Wiring):
     """
 
     projects = True
-
-    def widened(self, a: Attention) -> Attention:
-        """See `Wiring`: its heads are like others."""
-        return replace(a, wiring=None)
 
     def project(self, run: Run, x: Array, norm: NormOf | None) -> Projected:
         """See `Wiring`."""
@@ -55,10 +51,6 @@ class GatedLatent(Wiring):
         """The row of the projection, of the attention that HF calls `hf`."""
         stored = f"{hf}q_gate_proj.weight", "q+given/heads query_ranks"
         return [row("query_gate.weight", "q+given query_ranks", stored)]
-
-    def widened(self, a: Attention) -> Attention:
-        """See `Wiring`: its heads are like others."""
-        return replace(a, wiring=None)
 
     def project(self, run: Run, x: Array, norm: NormOf | None) -> Projected:
         """See `Wiring`."""

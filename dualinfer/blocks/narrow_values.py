@@ -1,6 +1,6 @@
 """Attention whose values are narrower than its keys (MiMo)."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from ..decoder.attention import Projected
 from ..decoder.run import Run
@@ -19,10 +19,6 @@ class NarrowValues(Wiring):
     def value_dim(self, a: Attention) -> int:
         """See `Wiring`."""
         return self.width
-
-    def widened(self, a: Attention) -> Attention:
-        """See `Wiring`: there are zeros behind each value."""
-        return replace(a, wiring=None)
 
     def widen(self, run: Run, qkv: Array, made: Projected) -> Array:
         """See `Wiring`."""

@@ -1,6 +1,6 @@
 """Latent attention whose normed latent vectors have a factor (LongCat)."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -16,10 +16,6 @@ class ScaledLatent(Wiring):
     """A normed latent vector is times `scale`: so the queries that meet it are, and the values."""
 
     scale: float
-
-    def widened(self, a: Attention) -> Attention:
-        """See `Wiring`: latent vectors are as others are."""
-        return replace(a, wiring=None)
 
     def widen(self, run: Run, qkv: LatentQkv, made: Projected) -> LatentQkv:
         """See `Wiring`."""

@@ -3,12 +3,12 @@
 Each is over all of what its product reads, of which devices have shares.
 """
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from ..decoder.attention import Projected
 from ..decoder.run import Run, SubLayer, activation_of
 from ..model import rows as make
-from ..model.spec import Attention, Edit, Norm, Wiring
+from ..model.spec import Edit, Norm, Wiring
 from ..model.weights import Row
 from ..ops.contract import Array, Epilogue, NormOf
 from ..ops.norms import norm_shared
@@ -25,10 +25,6 @@ class NormedHeads(Wiring):
     def norm_width(self) -> int:
         """See `Wiring`."""
         return self.width
-
-    def widened(self, a: Attention) -> Attention:
-        """See `Wiring`: its heads are like others."""
-        return replace(a, wiring=None)
 
     def rows(self, norm: Norm, hf: str) -> list[Row]:
         """The norm's rows, of the layer that HF calls `hf`."""

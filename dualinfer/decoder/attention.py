@@ -6,7 +6,6 @@ from typing import Any, NamedTuple, TypeAlias
 from ..model.spec import Attention
 from ..ops import heads
 from ..ops.contract import Array, Epilogue, LatentQkv, NormOf
-from ..ops.feed_forward import gate
 from . import layer as common
 from .run import Run, SubLayer
 
@@ -14,7 +13,7 @@ from .run import Run, SubLayer
 class Projected(NamedTuple):
     """The input of attention, and what it was projected from: norm(x), where there is a norm.
 
-    `beside` is what another projection gave: gates of what heads give, or what a `Wiring` made.
+    `beside` is what another projection gave, as a `Wiring` made it.
     """
 
     qkv: Array
@@ -39,8 +38,6 @@ def attention_of(a: Attention, lends: bool) -> SubLayer:
         before.append(wiring.widen)
         behind.append(wiring.narrow)
         back = wiring.project_back
-    if a.gate is not None:
-        behind.append(_gate)
     if project is _packed and not before and not behind:
         return common.attention
     return _attention(project, before, behind, back)
@@ -132,12 +129,6 @@ def _borrow(run: Run, qkv: Array, own: Projected) -> Array:
     a = run.layer.attending
     assert a.lender is not None
     return heads.with_keys_of(run.ops.maths, a, qkv, run.given.lent[a.lender])
-
-
-def _gate(run: Run, y: Array, own: Projected) -> Array:
-    kind = run.layer.attending.gate
-    assert kind is not None
-    return gate(run.ops, run.w, "attn_gate", y, own.x, own.norm, kind)
 
 
 def _between(into: str, mix: Callable[[Run, Array], Array], out: str) -> SubLayer:

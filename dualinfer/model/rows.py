@@ -8,7 +8,7 @@ from collections.abc import Callable, Container, Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
-from .spec import XIELU, Attention, Layer, ModelSpec, Norm, Places, RelativeBias
+from .spec import XIELU, Attention, Layer, ModelSpec, Norm, RelativeBias
 from .weights import Row, WeightTable, row
 
 QKV = {"q": "q_proj", "k": "k_proj", "v": "v_proj"}
@@ -124,11 +124,6 @@ def relative_bias(bias: RelativeBias, theirs: str) -> Row:
     return replace(table, picks=bias.by_distance)
 
 
-def places(own: Places, theirs: str) -> Row:
-    """The vectors of distances, of a table that HF stores as `theirs`."""
-    return replace(row("places", "embed places", (theirs, "places embed")), picks=own.by_distance)
-
-
 def norm(kind: Norm, ours: str, theirs: str, axis: str = "embed") -> list[Row]:
     """A norm's weight, and its bias where it has one."""
     parts = ("weight",) if kind.kind == "rms" else ("weight", "bias")
@@ -151,7 +146,7 @@ def head_norms(
             stored = "head_dim" if "{x}" in name else f"{heads} head_dim"
             rows.append(row(f"{ours}_norm.weight", f"{heads} head_dim", (f"{hf}.weight", stored)))
         else:
-            axis = "head_dim" if a.qk_norm_over == "head" else ours
+            axis = ours if a.qk_norm_over == "all" else "head_dim"
             rows += norm(a.qk_norm, f"{ours}_norm", hf, axis)
     return rows
 

@@ -143,31 +143,7 @@ def relative_bias(table: Array, keys: Array, queries: Array) -> Array:
 
 
 @named("attention")
-def places_bias(
-    m: Maths, q: Array, k: Array, keys: Array | None, queries: Array | None
-) -> Array | None:
-    """What distances add to products of q and k [B, T, H, D]: float32 [B, H, T, T], or None.
-
-    Keys and queries [H, 2N+1, D] are of keys that lie -N to N tokens behind the query, or farther
-    (DeBERTa, arXiv:2006.03654).
-    """
-    at = m.arange(q.shape[1], q)
-
-    def added(x: Array, table: Array, away: Array) -> Array:
-        """Each row of x [B, T, H, D] with the row of the table of each distance: [B, H, T, T]."""
-        near = table.shape[1] // 2
-        products = m.scores("bthd,hpd->bhtp", x, table)
-        return m.along(products, (away.clip(-near, near) + near)[None, None])
-
-    bias = None if keys is None else added(q, keys, at - at[:, None])
-    if queries is None:
-        return bias
-    other = added(k, queries, at[:, None] - at).swapaxes(-1, -2)
-    return other if bias is None else bias + other
-
-
-@named("attention")
-def disentangled_attention(
+def placed_attention(
     m: Maths,
     q: Array,
     k: Array,
@@ -178,7 +154,7 @@ def disentangled_attention(
     mask: Array | None,
     segments: Array | None,
 ) -> Array:
-    """Attention of whole sequences with a `places_bias`: [B, T, H, D] as q, k and v.
+    """Attention of whole sequences to whose products `bias` adds: [B, T, H, D] as q, k and v.
 
     `mask` and `segments` are as in `attention`. Scores are float32.
     """

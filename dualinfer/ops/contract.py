@@ -141,35 +141,6 @@ class Routing(NamedTuple):
     weights: Array
 
 
-class PlaceWeights(NamedTuple):
-    """The weights that make keys and queries of distances (`spec.Places`).
-
-    `table` [E, 2M+1] has the vector of keys that lie -M to M tokens behind the query, before its
-    `norm`. `keys` and `queries` are a projection each, or None; where `shared`, both are that of
-    tokens to packed queries, keys and values.
-    """
-
-    table: Array
-    norm: NormOf | None
-    keys: Projection | None
-    queries: Projection | None
-    shared: bool
-
-    @classmethod
-    def named(cls, a: Attention, w: Weights, outer: Weights) -> "PlaceWeights | None":
-        """The place weights of the layer whose weights are `w`."""
-        places = a.places
-        if places is None:
-            return None
-        norm = NormOf.named(places.norm, outer, "places_norm") if places.norm else None
-        names = ("qkv", "qkv") if places.shared else ("place_keys", "place_queries")
-        keys, queries = (
-            Projection.named(w, name) if has else None
-            for name, has in zip(names, (places.keys, places.queries), strict=True)
-        )
-        return cls(outer["places"], norm, keys, queries, places.shared)
-
-
 class LayerAttention(NamedTuple):
     """The facts and weights that one layer's attention needs beside its projections.
 
@@ -181,7 +152,7 @@ class LayerAttention(NamedTuple):
     `sinks` float32 [H] are logits that join the softmax of every query, and no value. `latent_norm`
     and `kv` are of latent attention: this weight [H (D - turning) + H value_dim, rank] makes each
     head's key, and then its value, of a latent vector, and is never quantized, since ops read it in
-    two ways.
+    two ways. `places` are the weights by which distances add to scores, as `spec.Distances` has it.
     """
 
     spec: Attention
@@ -194,7 +165,7 @@ class LayerAttention(NamedTuple):
     sinks: Array | None = None
     latent_norm: NormOf | None = None
     kv: Weight | None = None
-    places: PlaceWeights | None = None
+    places: Any = None
 
     @property
     def alibi_scale(self) -> float | None:
@@ -229,7 +200,7 @@ class LayerAttention(NamedTuple):
             *own,
             latent_norm,
             kv,
-            PlaceWeights.named(spec, w, outer),
+            spec.places.weights(w, outer) if spec.places else None,
         )
 
 

@@ -1,6 +1,8 @@
 """The steps between the products of a feed-forward: activations, gates and what bounds them."""
 
-from ..model.spec import Activation, Gate
+from typing import Literal
+
+from ..model.spec import Activation
 from .contract import Array, BlockOps, Epilogue, NormOf, Weights
 from .maths import Maths, halves, named
 from .projection import project
@@ -46,7 +48,7 @@ def gate(
     y: Array,
     x: Array,
     norm: NormOf | None = None,
-    kind: Gate = "sigmoid",
+    kind: Literal["sigmoid", "softplus"] = "sigmoid",
 ) -> Array:
     """y [..., out] times a function, the logistic or another, of norm(x) [..., E] by `name`.
 

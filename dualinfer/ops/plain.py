@@ -18,7 +18,6 @@ from .contract import (
     LatentQkv,
     LayerAttention,
     NormOf,
-    Projection,
     Routing,
     Seen,
     Unnormed,
@@ -26,7 +25,7 @@ from .contract import (
 )
 from .maths import Maths, cut, flat, heads
 from .norms import plain_norm, rms_norm
-from .projection import added, project_by
+from .projection import added
 from .schemes import BlockArithmetic
 
 
@@ -328,27 +327,11 @@ class PlainOps(PlainBlocks):
     def _placed(
         self, layer: LayerAttention, qkv: Array, angles: Any
     ) -> tuple[Array, Array, Array, Array | None]:
-        """Queries, keys and values of a layer with vectors of distances, and its `places_bias`."""
-        m, a, places = self.maths, layer.spec, layer.places
-        assert places is not None and a.places is not None
+        """Queries, keys and values of a layer, and what distances add to the products of both."""
+        a = layer.spec
+        assert a.places is not None
         q, k, v = self._heads(layer, qkv, angles)
-        near, farthest = min(q.shape[1] - 1, a.places.farthest), a.places.farthest
-        rows = places.table[:, farthest - near : farthest + near + 1].T
-        if places.norm is not None:
-            rows = self.norm(m.whole(rows), places.norm)
-
-        def of_places(made: Projection | None, part: int) -> Array | None:
-            """Keys or queries [H, 2 near + 1, D] of distances."""
-            if made is None:
-                return None
-            y = project_by(self, made, rows)
-            if places.shared:
-                width = a.heads * a.head_dim
-                y = y[:, part * width : (part + 1) * width]
-            return heads(y, width=a.head_dim).swapaxes(0, 1)
-
-        keys, queries = of_places(places.keys, 1), of_places(places.queries, 0)
-        return q, k, v, attention.places_bias(m, q, k, keys, queries)
+        return q, k, v, a.places.added(self, a, layer.places, q, k)
 
     def _attend_places(
         self,
@@ -361,7 +344,7 @@ class PlainOps(PlainBlocks):
         """Attention [B, T, H D] of an encoder's layer to whose scores distances add."""
         placed = self._placed(layer, qkv, angles)
         how: dict[str, Any] = {"mask": mask, "segments": segments, "scale": layer.spec.scale}
-        return flat(attention.disentangled_attention(self.maths, *placed, **how))
+        return flat(attention.placed_attention(self.maths, *placed, **how))
 
     def attend(
         self,

@@ -244,7 +244,7 @@ def _make_pallas_ops(spec: ModelSpec, device: jax.Device, split: Split | None) -
     if device.platform == "gpu":
         return PallasGpuOps(split, sms=getattr(device, "core_count", None) or 132)
     ops = PallasOps(split, interpret=device.platform != "tpu")
-    ops.holds_scores = any(a.bias or a.places or a.alibi_rounded for a in spec.attentions)
+    ops.holds_scores = any(a.distances or a.alibi_rounded for a in spec.attentions)
     return ops
 
 

@@ -72,7 +72,7 @@ def is_apart(attention: Any) -> bool:
     a = attention
     if a.qk_norm is None or a.growth is not None:
         return a.growth is not None
-    return a.qk_norm.kind == "layer" or a.qk_norm_over != "head"
+    return a.qk_norm.kind == "layer" or a.qk_norm_over not in ("head", "turned")
 
 
 def arguments(attention: Any, q_norm: Any, k_norm: Any) -> dict[str, Any]:

@@ -77,7 +77,10 @@ def describe(fields: ConfigFields, architecture: str) -> tuple[ModelSpec, Weight
     ffn = kind.ffn_factor * embed or fields.size(named("intermediate_size"))
     mlp = Mlp(ffn, activation, gated=len(kind.mlp) > 2)
     attention = Attention(
-        *(heads, heads, head_dim, head_dim**-0.5), causal=False, rope=rope, bias=_bias(fields, kind)
+        *(heads, heads, head_dim, head_dim**-0.5),
+        causal=False,
+        rope=rope,
+        distances=_bias(fields, kind),
     )
     count, vocab = fields.layers(named("num_hidden_layers")), fields.size("vocab_size")
     width = embed if kind.factored is None else fields.size(named("embedding_size"), embed)

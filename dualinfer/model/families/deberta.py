@@ -4,9 +4,10 @@ from dataclasses import replace
 from typing import Any
 
 from ...blocks.convolved import Convolved
+from ...blocks.places import Places
 from ...errors import ModelError, shown
 from .. import rows as make
-from ..spec import Attention, Embedding, Head, Layer, Mlp, ModelSpec, Norm, Places, Positions
+from ..spec import Attention, Embedding, Head, Layer, Mlp, ModelSpec, Norm, Positions
 from ..weights import Row, WeightTable, row
 from .fields import ConfigFields
 from .heads import Classifier, kind_of_head, make_head, masked_head
@@ -38,7 +39,7 @@ def describe(fields: ConfigFields, architecture: str) -> tuple[ModelSpec, Weight
     places = _places(fields, kinds, norm, positions)
     terms = len(kinds) if first else len({"c2p", "p2c"} & set(kinds))
     scale = (head_dim * (1 + terms)) ** -0.5
-    attention = Attention(heads, heads, head_dim, scale, causal=False, places=places)
+    attention = Attention(heads, heads, head_dim, scale, causal=False, distances=places)
     mlp = Mlp(fields.size("intermediate_size"), fields.activation("hidden_act"), gated=False)
     factored, layer = width != embed, Layer(attention, mlp, norm, "post")
     head, head_rows, ties = _head(fields, architecture, norm, mlp, factored)
@@ -151,10 +152,8 @@ def _embeddings(spec: ModelSpec, norm: Norm) -> list[Row]:
     if spec.embedding.is_factored:
         rows += make.linear("project_in", f"{hf}embed_proj", "embed width", bias=False)
     rows += make.norm(norm, "embed_norm", f"{hf}LayerNorm")
-    if (places := spec.places) is not None:
-        rows.append(make.places(places, "deberta.encoder.rel_embeddings.weight"))
-        if places.norm:
-            rows += make.norm(norm, "places_norm", "deberta.encoder.LayerNorm")
+    if isinstance(spec.places, Places):
+        rows += spec.places.outer_rows("deberta.encoder.")
     return rows
 
 
@@ -168,11 +167,8 @@ def _layer(family: str, layer: Layer, norm: Norm) -> list[Row]:
     else:
         rows = make.joined("qkv", own + "{p}", _QKV, bias=True)
         names = "pos_key_proj", "pos_query_proj"
-    if a.places is not None and not a.places.shared:
-        if a.places.keys:
-            rows += make.linear("place_keys", own + names[0], "k embed", bias=not first)
-        if a.places.queries:
-            rows += make.linear("place_queries", own + names[1], "q embed")
+    if isinstance(a.places, Places):
+        rows += a.places.rows(own + names[0], own + names[1], bias=not first)
     rows += make.linear("out", f"{hf}attention.output.dense", "embed q")
     rows += make.norm(norm, "attn_norm", f"{hf}attention.output.LayerNorm")
     rows += make.linear("up", f"{hf}intermediate.dense", "ffn embed")

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar, Literal, NamedTuple, TypeAlias
 
+from ...blocks.gated_heads import GatedHeads
 from ...blocks.long_rope import LongRope
 from ...blocks.scaled_sums import ScaledSums
 from ...errors import ModelError, shown
@@ -227,10 +228,9 @@ class Decoder:
     def attention_facts(self) -> dict[str, Any]:
         """Further fields of all layers' attention."""
         fields, kind = self.fields, self.kind
-        more: dict[str, Any] = {"gate": kind.gate}
+        more: dict[str, Any] = {"wiring": GatedHeads(kind.gate)} if kind.gate else {}
         if self.says(kind.qk_norm):
             more |= {"qk_norm": self.norm, "qk_norm_over": kind.qk_norm_over}
-            more["norm_turned"] = kind.norm_turned
         if kind.grows:
             more["growth"] = query_growth(fields)
         if kind.clip:
@@ -479,9 +479,8 @@ class Kind:
     mixture: mixtures.Mixture | None = None
     count: str = "num_hidden_layers"
     qk_norm: Bias = False
-    qk_norm_over: Literal["head", "own", "all"] = "head"
+    qk_norm_over: Literal["head", "own", "all", "turned"] = "head"
     qk_names: tuple[str, str] = ("q_norm", "k_norm")
-    norm_turned: bool = False
     gate: Literal["sigmoid", "softplus"] | None = None
     attn_gate: str = "gate_proj"
     gates: Literal["q", "heads"] = "q"

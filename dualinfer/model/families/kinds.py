@@ -38,7 +38,7 @@ _WINDOWED = ("use_sliding_window", "max_window_layers")  # HF folds them into wi
 _HUNYUAN: dict[str, Any] = {
     "qk_norm": True,
     "qk_names": ("query_layernorm", "key_layernorm"),
-    "norm_turned": True,
+    "qk_norm_over": "turned",
     # HF reads none of what follows, which is of the makers' own code and of models that see images.
     "always": {
         "use_qk_norm": True,
@@ -306,7 +306,7 @@ KINDS = {
         *("NanoChat",),
         weighted=False,
         qk_norm=True,
-        norm_turned=True,
+        qk_norm_over="turned",
         mlp=("fc1", "fc2"),
         gated=False,
         softcap="final_logit_softcapping",

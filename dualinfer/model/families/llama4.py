@@ -45,7 +45,7 @@ class Llama4(Decoder):
                 a,
                 chunk=chunk if kind == "chunked_attention" else None,
                 qk_norm=norm if a.rope else None,
-                norm_turned=bool(norm and a.rope),
+                qk_norm_over="turned" if norm and a.rope else "head",
                 growth=None if a.rope else growth,
             )
             for a, kind in zip(super().attentions(), kinds, strict=True)

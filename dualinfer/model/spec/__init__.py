@@ -5,9 +5,10 @@ everywhere: B sequences, T tokens, S cache length, L layers, E embed, H query he
 G = H/K, D head_dim, F ffn, V vocab, X experts.
 """
 
-from .attention import Attention, Gate, Latent, Places, RelativeBias, Rope
+from .attention import Attention, Latent, RelativeBias, Rope
 from .block import Block
 from .by_length import ByLength
+from .distances import Distances
 from .edit import Edit
 from .embedding import Embedding
 from .entry import Entry
@@ -32,11 +33,11 @@ __all__ = [
     "Attention",
     "Block",
     "ByLength",
+    "Distances",
     "Edit",
     "Embedding",
     "Entry",
     "Experts",
-    "Gate",
     "Head",
     "Latent",
     "Layer",
@@ -45,7 +46,6 @@ __all__ = [
     "ModelSpec",
     "Norm",
     "Patches",
-    "Places",
     "Pooled",
     "Pooling",
     "Positions",

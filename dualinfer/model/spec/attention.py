@@ -7,10 +7,9 @@ from typing import Literal
 import numpy as np
 
 from .by_length import ByLength
+from .distances import Distances
 from .parts import Norm
 from .wiring import Wiring
-
-Gate = Literal["sigmoid", "softplus"]
 
 
 @dataclass(frozen=True)
@@ -104,47 +103,6 @@ class RelativeBias:
 
 
 @dataclass(frozen=True)
-class Places:
-    """Vectors of distances that meet queries and keys (DeBERTa, arXiv:2006.03654).
-
-    All layers share 2 `span` vectors of the embedding's width, after a `norm` if there is one. A
-    layer's projection of the vector of a query's distance from a key to a key of its own meets the
-    query if `keys`, one to a query meets the key if `queries`; both are added to the product of the
-    two, before the scale. If `shared`, the projections are those of tokens. Distances have a vector
-    each, or, where `most` is not 0, the near half of `span`, and the others share the rest by their
-    logarithm up to `most`.
-    """
-
-    span: int
-    most: int
-    keys: bool
-    queries: bool
-    shared: bool
-    norm: Norm | None = None
-
-    @property
-    def farthest(self) -> int:
-        """The tokens from which on distances are alike."""
-        return self.most or self.span
-
-    @property
-    def by_distance(self) -> tuple[int, ...]:
-        """The vector of each key that lies -farthest to farthest tokens behind the query.
-
-        HF's `make_log_bucket_position`, in the same float32 arithmetic.
-        """
-        middle, far = self.span // 2, range(-self.farthest, self.farthest + 1)
-        found = np.array(far, np.int64)
-        if self.most:
-            away = np.maximum(np.abs(found), middle)
-            part = np.log(away.astype(np.float32) / np.float32(middle))
-            part /= np.log(np.float32((self.most - 1) / middle))
-            shared = np.ceil(part * np.float32(middle - 1)).astype(np.int64) + middle
-            found = np.where(away == middle, found, np.sign(found) * shared)
-        return tuple(np.clip(self.span - found, 0, 2 * self.span - 1).tolist())
-
-
-@dataclass(frozen=True)
 class Attention:
     """Attention of one layer, to its own sequence or across to another one.
 
@@ -156,12 +114,10 @@ class Attention:
     positions, and then a slope times it, is rounded to bfloat16, and the difference scaled as the
     product of query and key is (Falcon). Queries, keys and values lie within `clip`, behind the
     norm of queries and keys if there is one. `qk_norm` is over each `head` with weights that heads
-    share, over each with its `own`, or over `all` heads as one; before the rotation, or with
-    `norm_turned` after it. With `growth` (b, n, a) the query at position p is times 1 + b ln(1 +
-    floor((p + a) / n)). `bias` is added to scaled scores. `places` are vectors of distances that
-    add to scores. With `latent` each head has a key and a value of its own, made of latent vectors;
-    `head_dim` is that of queries and keys. With a `gate` what heads give is times that function of
-    a product of their input, of one number for each element or for each head. `value_norm` is over
+    share, over each with its `own`, or over `all` heads as one, before the rotation, or over each
+    `turned` head after it. With `growth` (b, n, a) the query at position p is times 1 + b ln(1 +
+    floor((p + a) / n)). `distances` add to scores. With `latent` each head has a key and a value of
+    its own, made of latent vectors; `head_dim` is that of queries and keys. `value_norm` is over
     each head's value, without weights. With a `wiring` queries, keys and values are made otherwise,
     or what heads give is used otherwise, as that says. A layer with a `lender` projects to queries
     alone: its keys and values are those that the layer of this number has projected and whose
@@ -176,18 +132,15 @@ class Attention:
     window: int | None = None
     rope: Rope | None = None
     qk_norm: Norm | None = None
-    qk_norm_over: Literal["head", "own", "all"] = "head"
-    norm_turned: bool = False
+    qk_norm_over: Literal["head", "own", "all", "turned"] = "head"
     clip: float | None = None
     growth: tuple[float, float, int] | None = None
     alibi: tuple[float, ...] | None = None
     alibi_rounded: bool = False
     softcap: float | None = None
-    bias: RelativeBias | None = None
-    places: Places | None = None
+    distances: RelativeBias | Distances | None = None
     latent: Latent | None = None
     chunk: int | None = None
-    gate: Gate | None = None
     value_norm: Norm | None = None
     lender: int | None = None
     wiring: Wiring | None = None
@@ -205,6 +158,21 @@ class Attention:
         if (own := self.latent) is not None:
             found |= {"latent": own.width, "rank": own.rank, "query_rank": own.query_rank}
         return found
+
+    @property
+    def bias(self) -> RelativeBias | None:
+        """The learned numbers of distances."""
+        return self.distances if isinstance(self.distances, RelativeBias) else None
+
+    @property
+    def places(self) -> Distances | None:
+        """What distances add by products with queries and keys."""
+        return self.distances if isinstance(self.distances, Distances) else None
+
+    @property
+    def norm_turned(self) -> bool:
+        """True if queries and keys are normed once they have turned."""
+        return self.qk_norm_over == "turned"
 
     @property
     def clips_normed(self) -> bool:

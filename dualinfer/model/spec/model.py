@@ -5,8 +5,9 @@ from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from ..once import Once
-from .attention import Attention, Places
+from .attention import Attention
 from .block import Block
+from .distances import Distances
 from .edit import Edit
 from .embedding import Embedding
 from .parts import (
@@ -308,7 +309,7 @@ class ModelSpec(Once):
             **{"read": self.layers[0].reads, "reads": self.reads},
             "one": 1,
         }
-        outer |= self.embedding.axes(self.embed) | self.positions.axes
+        outer |= {**self.embedding.axes(self.embed), **self.positions.axes}
         if self.patches is not None:
             outer |= dict(zip(("high", "wide"), self.patches.size, strict=True))
             outer |= {"channels": self.patches.channels, "learned": self.patches.learned}
@@ -322,15 +323,15 @@ class ModelSpec(Once):
         if self.block is not None:
             outer |= self.block.outer_axes(self)
         if self.places is not None:
-            outer["places"] = 2 * self.places.span
+            outer |= self.places.axes
         if axis in outer:
             return outer[axis]
         assert layer is not None, f"{axis} is an axis of layers"
         return self.layers[layer].axes[axis]
 
     @property
-    def places(self) -> Places | None:
-        """The vectors of distances that all layers share."""
+    def places(self) -> Distances | None:
+        """What distances add to scores by products, which all layers share."""
         return next((own.places for own in self.attentions), None)
 
     @property
