@@ -17,9 +17,10 @@ class BiasedKeys(Wiring):
     """The scaled scores of a key have a bias added.
 
     It is e^(f softplus(b)), of numbers f of the KV head and b of the token, which are a product of
-    all its values.
+    all its values. Of more than `most` tokens HF's layers see those of the largest biases.
     """
 
+    most: int
     projects = True
     fine_key = "the bias of its scores"
     most_by = "keep_window_size"

@@ -37,9 +37,11 @@ class GatedQueries(Wiring):
 class GatedLatent(Wiring):
     """As `GatedQueries`, of latent attention (A.X-K2).
 
-    The projection of the latent vector of queries reads it normed and as it is, side by side.
+    The projection of the latent vector of queries reads it normed and as it is, side by side. All
+    of a sequence of `most` tokens are seen.
     """
 
+    most: int
     projects = True
 
     def axes(self, a: Attention) -> dict[str, int]:

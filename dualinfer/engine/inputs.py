@@ -230,7 +230,7 @@ def pooling_weights(
                 f"inputs_embeds: {spec.architecture} finds the end of a text by its id. Pass "
                 "input_ids."
             )
-        end = spec.pooled.end_id
+        end = spec.end_id
         at = (ids if end is None else ids == end).argmax(1)
     elif pooling == "final":
         at += shape[1] - 1
@@ -255,8 +255,8 @@ def _kept_tokens(spec: ModelSpec, keep: Any, length: int) -> np.ndarray | None:
     """
     if keep is None or (isinstance(keep, int) and not isinstance(keep, bool) and keep == 0):
         return None
-    is_pair = spec.encoder is not None and spec.family != "t5gemma"  # HF's one pair that has it
-    if spec.head is None or spec.head.kind != "causal" or is_pair:
+    head = spec.head
+    if head is None or head.kind != "causal" or (spec.encoder and "keeps" not in head.ways):
         raise ArgumentError(
             f"logits_to_keep={shown(keep)}: {spec.architecture} has no such argument in HF, only "
             "causal models with a vocabulary head have. Leave it out."

@@ -35,7 +35,7 @@ def loss_kind(spec: ModelSpec, labels: Any, problem: Any) -> LossKind:
     array = read_array(labels, "labels", "rows differ in length.")
     if array.dtype.kind in "iu":
         return "classes"
-    if spec.family.startswith("deberta"):
+    if "shares" in spec.head.ways:
         raise ArgumentError(
             f"labels of {array.dtype}: without a problem_type HF's {spec.architecture} takes them "
             "as shares of classes, a loss that fused mode does not compute. Set problem_type in "

@@ -106,14 +106,14 @@ def _at_last_eos(spec: ModelSpec, source: ForwardInputs, tokens: int) -> np.ndar
     assert spec.head is not None
     if source.ids is None:
         raise ArgumentError(
-            f"{spec.architecture} scores the place of the last id {spec.head.eos} (eos_token_id) "
+            f"{spec.architecture} scores the place of the last id {spec.end_id} (eos_token_id) "
             "in input_ids, and none were given. Pass input_ids."
         )
-    ends = source.ids == spec.head.eos
+    ends = source.ids == spec.end_id
     counts = ends.sum(1)
     if not counts[0] or (counts != counts[0]).any():
         raise ArgumentError(
-            f"{spec.architecture} scores the place of the last id {spec.head.eos} (eos_token_id), "
+            f"{spec.architecture} scores the place of the last id {spec.end_id} (eos_token_id), "
             f"of which the rows of input_ids have {shown(counts.tolist())}. As in HF, expected as "
             "many in each row, and at least one."
         )

@@ -276,7 +276,7 @@ def _pair(spec: ModelSpec, given: _Given, pad: int | None) -> ForwardInputs:
     if spec.head is not None and spec.head.pooling == "eos":
         if source.ids is None:
             raise ArgumentError(f"{spec.architecture} scores the place of an end in tokens.")
-        at, places = last_places(source.ids == spec.head.eos), xp.arange(inputs.shape[1])
+        at, places = last_places(source.ids == spec.end_id), xp.arange(inputs.shape[1])
         inputs = replace(inputs, weights=(places == at[:, None]).astype(xp.float32))
     return replace(inputs, source=source)
 

@@ -26,7 +26,7 @@ _SIZES = {
     *("heads", "kv_heads", "head_dim", "vocab", "embed", "max_positions", "ffn", "eps", "inv_freq"),
     *("count", "chosen", "rank", "turning", "value_dim", "buckets", "most", "family"),
     *("architecture", "labels", "width", "end_id", "pad", "pad_id", "grid", "size", "channels"),
-    *("start", "eos", "scale"),
+    *("start", "scale"),
 }
 
 

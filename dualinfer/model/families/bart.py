@@ -157,12 +157,12 @@ def describe(fields: ConfigFields, architecture: str) -> tuple[ModelSpec, Weight
         )
 
     encoder, decoder = stack("encoder"), stack("decoder")
-    head, head_rows = (Head("causal") if has_head else None), []
+    head, head_rows, end = (Head("causal") if has_head else None), [], None
     if (scored := kind_of_head(architecture)) is not None:
-        head, head_rows = pair_head(fields, scored)
+        head, head_rows, end = pair_head(fields, scored)
     start = start if kind.starts else None
     shifted = ("labels", "source") if kind.repeats else ("labels",)
-    spec = replace(decoder, head=head, encoder=encoder, start=start, shifted=shifted)
+    spec = replace(decoder, head=head, encoder=encoder, start=start, end_id=end, shifted=shifted)
     tables: dict[str, Row] = {}
     base = kind.base
     for side, ours, axis in (

@@ -149,7 +149,8 @@ def _text(fields: ConfigFields, architecture: str) -> tuple[ModelSpec, list[Row]
     spec, layer = _stack(fields, architecture, hf, causal=is_clip)
     norm, positions = spec.layers[0].norm, fields.size("max_position_embeddings")
     projects = architecture.endswith("WithProjection")
-    pooled = Pooled("end", end_id=_end(fields)) if is_clip else Pooled("final")
+    pooled = Pooled("end") if is_clip else Pooled("final")
+    end = _end(fields) if is_clip else None
     width = projects and fields.size("projection_dim")
     if not is_clip:
         width = fields.size("projection_size", spec.embed)
@@ -165,7 +166,7 @@ def _text(fields: ConfigFields, architecture: str) -> tuple[ModelSpec, list[Row]
     elif not is_clip:
         rows += make.linear("projection", f"{hf}head", "projected embed")
     spec = replace(spec, vocab=fields.size("vocab_size"), final_norm=norm, pooled=pooled)
-    spec = replace(spec, max_positions=positions, positions=Positions(positions))
+    spec = replace(spec, end_id=end, max_positions=positions, positions=Positions(positions))
     return replace(spec, projected=width or 0), rows, layer
 
 
@@ -180,7 +181,7 @@ def _vision(fields: ConfigFields, architecture: str) -> tuple[ModelSpec, list[Ro
     width = fields.size("projection_dim") if projects else 0
     fields.ignore("projection_dim")
     spec = replace(spec, max_positions=patches.tokens, positions=Positions(patches.tokens))
-    spec = replace(spec, patches=patches, projected=width)
+    spec = replace(spec, senses=patches, projected=width)
     at, table = f"{hf}embeddings.", "positions embed"
     rows = [
         row("positions.weight", table, (f"{at}position_embedding.weight", table)),

@@ -200,4 +200,5 @@ def _head(
         own = Classifier("classifier", "pooler.dense", pooled)
     else:
         own = Classifier("qa_outputs" if kind == "span" else "classifier")
-    return (*make_head(fields, kind, own, "first"), ())
+    head, rows = make_head(fields, kind, own, "first")
+    return replace(head, ways=("shares",)), rows, ()

@@ -11,6 +11,7 @@ from typing import Any
 
 from ...blocks.edited_norms import GatedNorms, NormBehindMlp
 from ...blocks.gated_queries import GatedLatent
+from ...blocks.indexed import Indexed
 from ...errors import ModelError, UnservedError, shown
 from .. import rows as make
 from ..spec import Attention, Experts, Latent, Layer, Mlp, ModelSpec, Norm, Rope
@@ -126,8 +127,8 @@ class AXK1(LatentDecoder):
 class Choosing(LatentDecoder):
     """Of a long sequence a layer sees what another product chooses, which is not served."""
 
-    def facts(self) -> Mapping[str, Any]:
-        return {"most": self.fields.size("index_topk")}
+    def attention_facts(self) -> dict[str, Any]:
+        return {"wiring": Indexed(self.fields.size("index_topk"))}
 
     def check(self, spec: ModelSpec) -> None:
         """Refuse other layers."""
@@ -140,7 +141,7 @@ class AXK2(Choosing):
     """Norms are gated, and what heads give."""
 
     def attention_facts(self) -> dict[str, Any]:
-        return {"wiring": GatedLatent()}
+        return {"wiring": GatedLatent(self.fields.size("index_topk"))}
 
     def layer(self, attention: Attention, mlp: Mlp | Experts) -> Layer:
         gates = GatedNorms(self.fields.size("gated_norm_rank"))

@@ -4,7 +4,6 @@ HF source: models/doge. Of a sequence longer than `keep_window_size` HF's layers
 largest biases alone, which is not served; nor are mixtures, whose router in HF mixes tokens.
 """
 
-from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -21,18 +20,17 @@ class Doge(Decoder):
     """Keys with biases, and a stream that is kept in part."""
 
     def attention_facts(self) -> dict[str, Any]:
-        return super().attention_facts() | {"wiring": BiasedKeys()}
+        keys = BiasedKeys(self.fields.size("keep_window_size"))
+        return super().attention_facts() | {"wiring": keys}
 
     def layer(self, attention: Attention, mlp: Mlp | Experts) -> Layer:
         layer = super().layer(attention, mlp)
         return replace(layer, edits=(*layer.edits, KeptStream()))
 
-    def facts(self) -> Mapping[str, Any]:
-        return {"most": self.fields.size("keep_window_size")}
-
     def qkv_rows(self, a: Attention, hf: str, bias: bool) -> list[Row]:
         """The rows of queries, keys and values, of their norms, and of biases."""
-        return super().qkv_rows(a, hf, bias) + BiasedKeys().rows(f"{hf}.", bias)
+        assert isinstance(a.wiring, BiasedKeys)
+        return super().qkv_rows(a, hf, bias) + a.wiring.rows(f"{hf}.", bias)
 
     def rows(self, layer: Layer) -> list[Row]:
         kept = (KeptStream().rows(x, self.hf + y) for x, y in _KEPT)

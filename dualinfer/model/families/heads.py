@@ -87,10 +87,13 @@ def make_head(
     return head, [*rows, *make.linear("head", own.out, f"labels {width}", own.bias)]
 
 
-def pair_head(fields: ConfigFields, kind: Kind) -> tuple[Head, list[Row]]:
-    """An encoder-decoder's head for labels, of its decoder's last hidden states, with its rows."""
+def pair_head(fields: ConfigFields, kind: Kind) -> tuple[Head, list[Row], int | None]:
+    """An encoder-decoder's head for labels, with its rows, and the id whose place it reads.
+
+    It is of its decoder's last hidden states.
+    """
     if kind == "span":  # of two scores, whatever the config says of labels
-        return Head(kind, labels=2), make.linear("head", "qa_outputs", "labels embed")
+        return Head(kind, labels=2), make.linear("head", "qa_outputs", "labels embed"), None
     own = Classifier("classification_head.out_proj", "classification_head.dense", "tanh")
     head, rows = make_head(fields, kind, own, "eos")
     eos = fields.take("eos_token_id")
@@ -99,7 +102,7 @@ def pair_head(fields: ConfigFields, kind: Kind) -> tuple[Head, list[Row]]:
             f"config.json has eos_token_id={shown(eos)}; expected an id, at whose last place the "
             "decoder's hidden state is scored."
         )
-    return replace(head, eos=eos), rows
+    return head, rows, eos
 
 
 def base_class(served: Sequence[str]) -> str | None:

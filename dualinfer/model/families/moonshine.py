@@ -53,7 +53,7 @@ def describe(fields: ConfigFields, architecture: str) -> tuple[ModelSpec, Weight
             max_positions=reach(turns, positions),
             packs=False,
             final_norm=norm,
-            sounds=None if decodes else Waves(),
+            senses=None if decodes else Waves(),
         )
 
     encoder, spec = stack("encoder"), stack("decoder")

@@ -42,7 +42,7 @@ def describe(fields: ConfigFields, architecture: str) -> tuple[ModelSpec, Weight
             packs=False,
             embedding=Embedding(scale, "ids" if decodes else "all"),
             final_norm=norm,
-            sounds=None if decodes else sounds,
+            senses=None if decodes else sounds,
         )
 
     encoder, spec = stack("encoder", positions["source"]), stack("decoder", positions["target"])

@@ -35,11 +35,12 @@ def describe(fields: ConfigFields, architecture: str) -> tuple[ModelSpec, Weight
     spec, table = _describe(fields, architecture)
     if kind is None:
         return spec, table
+    end = None
     if kind == "token":
         head, rows = make_head(fields, kind, Classifier("classifier"), None)
     else:
-        head, rows = pair_head(fields, kind)
-    spec = replace(spec, head=head)
+        head, rows, end = pair_head(fields, kind)
+    spec = replace(spec, head=head, end_id=end)
     if spec.encoder is not None:
         spec = replace(spec, shifted=("labels", "source"))
     table = table if kind == "span" else under(table, "transformer.")

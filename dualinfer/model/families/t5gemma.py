@@ -44,7 +44,7 @@ def describe(fields: ConfigFields, architecture: str) -> tuple[ModelSpec, Weight
     if architecture == "T5GemmaEncoderModel":
         encoder = replace(encoder, architecture=architecture)
         return encoder, _encoder_alone(fields, encoder, bias[1])
-    scores = spec.head and replace(spec.head, loss="counted")
+    scores = spec.head and replace(spec.head, loss="counted", ways=("keeps",))
     spec = replace(spec, layers=decoder_layers, encoder=encoder, start=start, head=scores)
     norm, axes = spec.layers[0].norm, "vocab embed"
     embedding = "model.decoder.embed_tokens.weight"

@@ -75,7 +75,7 @@ def describe(fields: ConfigFields, architecture: str) -> tuple[ModelSpec, Weight
         packs=False,
         final_norm=norm,
         head=head,
-        patches=patches,
+        senses=patches,
         pooled=pooled,
         states="raw",
     )

@@ -42,7 +42,7 @@ def describe(fields: ConfigFields, architecture: str) -> tuple[ModelSpec, Weight
             positions=Positions(count),
             packs=False,
             final_norm=norm,
-            sounds=None if decodes else Spectrograms(mel),
+            senses=None if decodes else Spectrograms(mel),
         )
 
     encoder, decoder = stack("encoder", frames), stack("decoder", positions)

@@ -80,13 +80,12 @@ class Pooled:
     """The vector that a model without a head makes of its last hidden state.
 
     It is that of the `first` token, of the `final` one, padding too, or of the `end`: the first
-    with the id `end_id`, or with the largest id if that is None; or what a probe makes of all.
+    with the model's `end_id`, or with the largest id if that is None; or what a probe makes of all.
     A `norm` and a projection come behind it, where there are these.
     """
 
     pooling: Literal["first", "final", "end"] | Probe
     norm: Norm | None = None
-    end_id: int | None = None
 
     @property
     def probe(self) -> Probe | None:
@@ -185,11 +184,13 @@ class Head:
     that is no padding by its id, the `final` one, padding too, or the `mean` of the real ones,
     before the projection to labels or of what that gives (`late`), or of an image's `patches`
     without the learned tokens, or the first and this mean of patches side by side (`beside`); of an
-    encoder-decoder the decoder's at the place of the last id `eos` that the encoder reads. `width`
-    is that of the projection before the vocabulary where it is neither the embedding's nor the
-    layers' (RemBERT). HF's `loss` is the sum of tokens' over a number that the caller has
+    encoder-decoder the decoder's at the place of the last `end_id` that the encoder reads (`eos`).
+    `width` is that of the projection before the vocabulary where it is neither the embedding's nor
+    the layers' (RemBERT). HF's `loss` is the sum of tokens' over a number that the caller has
     `counted`, or their `mean`, or that of those that a mask has `shown` (Qwen2-Audio); where it is
-    None, decoders' heads for the vocabulary count, and others do not.
+    None, decoders' heads for the vocabulary count, and others do not. `ways` of HF's class that
+    others have not: it `keeps` logits of some tokens alone, though it is of an encoder-decoder; it
+    takes labels of several numbers as `shares` of classes.
     """
 
     kind: Literal["causal", "masked", "sequence", "token", "choice", "span", "replaced"]
@@ -199,9 +200,9 @@ class Head:
     scale: float = 1.0
     labels: int = 0
     pooling: Pooling | None = None
-    eos: int | None = None
     width: int = 0
     loss: Literal["mean", "counted", "shown"] | None = None
+    ways: tuple[Literal["keeps", "shares"], ...] = ()
 
     @property
     def of_vocab(self) -> bool:
@@ -215,14 +216,11 @@ class ModelSpec(Once):
 
     Tokens and where they stand:
 
-    - `vocab` ids; with `patches` the model reads images in their place, and with
-      `sounds` sounds of a kind. An `embedding` makes the first layer's input of them, and
-      `positions` say where they stand. If the model `packs`, positions that start anew separate
-      sequences.
+    - `vocab` ids, or images or sounds in their place, as `senses` say. An `embedding` makes the
+      first layer's input of them, and `positions` say where they stand. If the model `packs`,
+      positions that start anew separate sequences.
     - `pad_id`: the id of padding, by which positions and heads may tell it, and which HF `hides`
-      where there is no mask.
-    - `most`: tokens of a sequence of which all are seen. HF's layers choose among more by another
-      product, or by biases, which is not served; 0 for no such limit (DeepSeek-V3.2, Doge).
+      where there is no mask; `end_id`: that of a text's end, by which a head or `pooled` tells it.
 
     What comes out:
 
@@ -245,19 +243,28 @@ class ModelSpec(Once):
     embedding: Embedding = field(default_factory=Embedding)
     positions: Positions = field(default_factory=Positions)
     pad_id: int | None = None
+    end_id: int | None = None
     hides: bool = False
     packs: bool = True
-    most: int = 0
     final_norm: Norm | None = None
     head: Head | None = None
     encoder: "ModelSpec | None" = None
     start: int | None = None
     shifted: tuple[Literal["labels", "source"], ...] = ("labels",)
-    sounds: Sounds | None = None
     projected: int = 0
-    patches: Patches | None = None
+    senses: Patches | Sounds | None = None
     pooled: Pooled | None = None
     states: Literal["normed", "raw", "late"] = "normed"
+
+    @property
+    def patches(self) -> Patches | None:
+        """The images that the model reads."""
+        return self.senses if isinstance(self.senses, Patches) else None
+
+    @property
+    def sounds(self) -> Sounds | None:
+        """The sounds that the model reads."""
+        return self.senses if isinstance(self.senses, Sounds) else None
 
     @property
     def all_layers(self) -> tuple[Layer, ...]:
@@ -563,6 +570,14 @@ class ModelSpec(Once):
     def tokens(self) -> int:
         """The longest sequence that its table of positions has rows for, or `most`; 0 without."""
         return self.most or self.positions.tokens(self.pad_id)
+
+    @property
+    def most(self) -> int:
+        """Tokens of a sequence of which all are seen; 0 for no such limit.
+
+        HF's layers choose among more by another product, or by biases, which is not served.
+        """
+        return max((own.wiring.most for own in self.attentions if own.wiring), default=0)
 
     @property
     def most_by(self) -> str:

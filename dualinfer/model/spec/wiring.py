@@ -21,7 +21,8 @@ class Wiring:
     reads_all: ClassVar[bool] = False  # what a head gives changes what the others give
     why_whole: ClassVar[str] = ""  # why devices do not share query heads within a KV head
     fine_key: ClassVar[str] = ""  # an element of a key that codes of few bits are too coarse for
-    most_by: ClassVar[str] = "index_topk"  # the config's field that `ModelSpec.most` is
+    most: int = 0  # tokens of a sequence of which all are seen; more are not served; 0 for no limit
+    most_by: ClassVar[str] = "index_topk"  # the config's field that says it
 
     @property
     def norm_width(self) -> int:
