@@ -134,7 +134,10 @@ class PlainBlocks:
 
     def partial_product(self, x: Array, weight: Weight) -> Array:
         """See `contract.BlockOps.partial_product`."""
-        x, weight = self._share_input(x, weight)
+        return self._part_of_sum(*self._share_input(x, weight))
+
+    def _part_of_sum(self, x: Array, weight: Weight) -> Array:
+        """A device's part of a product, which is a sum over devices, of its columns of x."""
         return self.schemes.product(x, weight, self.maths.sums(x, many=False))
 
     def _share_input(self, x: Array, weight: Weight) -> tuple[Array, Weight]:
@@ -172,8 +175,15 @@ class PlainBlocks:
         if own is None and mixture.idle:
             own = 0, mixture.count
         y = mixtures.experts(self.schemes, rows, mixture, w, routing, self._share_input, own)
-        y = self.sum(y if partial is None else y + partial)
-        if (bias := w.get("experts.down.bias")) is not None:
+        y = y if partial is None else y + partial
+        return self._mixture(x, y, w.get("experts.down.bias"), routing, epilogue)
+
+    def _mixture(
+        self, x: Array, y: Array, bias: Array | None, routing: Routing, epilogue: Epilogue
+    ) -> Array:
+        """The output of all experts for x, of what those of this device sum up to, y."""
+        y = self.sum(y)
+        if bias is not None:
             y = y + mixtures.biases(self.maths, bias, routing)
         y = self.maths.cast(y, x.dtype)
         return y if epilogue.residual is None else epilogue.residual + y

@@ -14,12 +14,12 @@ from ....kernels.xla.launches import call, capability_of
 from ....ops.caches import CacheSpec, CacheView
 from ...kernels import Launch, is_wide
 from ..parallel import Split
-from .plain import PlainOps
+from .fused import FusedOps
 
 _HOPPER = 90
 
 
-class KernelBase(PlainOps):
+class KernelBase(FusedOps):
     """Ops on a GPU; where Triton is interpreted, for tests, on any device."""
 
     def __init__(self, device: jax.Device, split: Split | None = None) -> None:

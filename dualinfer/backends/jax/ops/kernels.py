@@ -46,7 +46,6 @@ from ....ops.contract import (
     Weights,
 )
 from ....ops.embedding import scale_of
-from ....ops.mixtures import biases
 from ....ops.norms import plain_norm
 from ...base import SamplingFeatures
 from ...kernels import (
@@ -191,32 +190,18 @@ class KernelOps(KernelAttention):
                 capability=self.capability,
             )[0]
 
-    def norm(self, x: jax.Array, norm: NormOf, residual: jax.Array | None = None) -> jax.Array:
-        """See `PlainOps.norm`."""
-        rows = math.prod(x.shape[:-1])
-        fused = norm.spec.kind == "layer" and residual is not None
-        if norm.spec.kind == "affine" or (rows > linear.MOST_ROWS and not fused):
-            return super().norm(x, norm, residual)
-        return self._normed(x, norm, residual, rows)
-
-    def add(self, x: jax.Array, y: jax.Array, norm: NormOf | None = None) -> jax.Array:
-        """See `PlainOps.add`."""
-        rows = math.prod(y.shape[:-1])
-        if norm is None or rows > linear.MOST_ROWS:
-            return super().add(x, y, norm)
-        return self._normed(y, norm, x, rows, after=True)
+    def _norms(self, norm: NormOf, rows: int, *, in_front: bool) -> bool:
+        """See `FusedOps._norms`."""
+        fused = norm.spec.kind == "layer" and in_front
+        return norm.spec.kind != "affine" and (rows <= linear.MOST_ROWS or fused)
 
     def _normed(
-        self,
-        x: jax.Array,
-        norm: NormOf,
-        residual: jax.Array | None,
-        rows: int,
-        after: bool = False,
+        self, x: jax.Array, norm: NormOf, residual: jax.Array | None, after: bool = False
     ) -> jax.Array:
+        """See `FusedOps._normed`."""
         spec, weight, bias, made = norm
         how: dict[str, Any] = {"residual": residual, "after": after}
-        how["pdl"] = not made and self.starts_early(rows)
+        how["pdl"] = not made and self.starts_early(math.prod(x.shape[:-1]))
         how |= {"capability": self.capability}
         with jax.named_scope("norm"):
             how["unit_offset"] = spec.unit_offset
@@ -329,11 +314,7 @@ class KernelOps(KernelAttention):
             return self.own_part(x, mixture, routing, epilogue, partial)
         bias, own = mixture.down_bias, mixture._replace(down_bias=None)
         y = self.own_part(x, own, routing, Epilogue(norm=epilogue.norm, wide=True), partial)
-        y = self.split.sum(y)
-        if bias is not None:
-            y = y + biases(self.maths, bias, routing)
-        y = y.astype(x.dtype)
-        return y if epilogue.residual is None else epilogue.residual + y
+        return self._mixture(x, y, bias, routing, epilogue)
 
     def own_part(
         self,
@@ -347,23 +328,17 @@ class KernelOps(KernelAttention):
         launch = experts_launch(self, x, mixture, routing, epilogue, partial)
         return self._launched("experts", launch)
 
-    def partial_product(self, x: jax.Array, weight: Weight) -> jax.Array:
-        """See `PlainOps.partial_product`."""
-        x, weight = self._share_input(x, weight)
-        if not serves_product(x, weight, ALONE):
-            return super().partial_product(*self._with_values(x, weight))
-        return self.linear(x, weight, Epilogue(wide=True))
+    def _multiplies(self, x: jax.Array, weight: Weight) -> bool:
+        """See `FusedOps._multiplies`."""
+        return serves_product(x, weight, ALONE)
 
     def matmul(self, x: jax.Array, weight: Weight, bias: jax.Array | None) -> jax.Array:
-        """See `PlainOps.matmul`; the pieces of a weight are multiplied one by one."""
-        if not weight.pieces:
-            many = math.prod(x.shape[:-1]) > linear.MOST_ROWS
-            if bias is None or not (many and self._on_gpu) or _is_padded(x, bias):
-                return super().matmul(x, weight, bias)
-            # cuBLAS adds the bias before it rounds; XLA has it do so where no float32 is asked for.
-            return super().matmul(x, weight, None) + bias.astype(x.dtype)
-        y = jnp.concatenate([self.linear(x, piece) for piece in weight.pieces], -1)
-        return y if bias is None else y + bias
+        """See `PlainOps.matmul`."""
+        few = math.prod(x.shape[:-1]) <= linear.MOST_ROWS
+        if bias is None or weight.pieces or few or not self._on_gpu or _is_padded(x, bias):
+            return super().matmul(x, weight, bias)
+        # cuBLAS adds the bias before it rounds; XLA has it do so where no float32 is asked for.
+        return super().matmul(x, weight, None) + bias.astype(x.dtype)
 
     def activated(self, y: jax.Array, epilogue: Epilogue) -> jax.Array:
         """See `PlainOps.activated`."""
@@ -374,7 +349,7 @@ class KernelOps(KernelAttention):
             return call(activations.activation, y, "gelu", **how, capability=self.capability)[0]
 
     def _with_values(self, x: jax.Array, weight: Weight) -> tuple[jax.Array, Weight]:
-        """The operands of a plain product, without the codes that a kernel knows."""
+        """See `FusedOps._with_values`: without the codes that a kernel knows."""
         codes = served(weight).codes
         if codes is None:
             return x, weight

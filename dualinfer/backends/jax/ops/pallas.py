@@ -42,16 +42,18 @@ from ....quantization import BlockScheme
 from .. import sampler
 from ..maths import MATHS
 from ..parallel import Split
-from .plain import IMPLEMENTATIONS, PlainOps
+from .fused import FusedOps
+from .plain import IMPLEMENTATIONS
 from .schemes import SCHEMES
 
 _FEW = products.MOST_ROWS
 
 
-class PallasOps(PlainOps):
+class PallasOps(FusedOps):
     """Fused ops on a TPU; with `interpret`, for tests, on any device."""
 
     kernels = "Pallas"
+    holds_scores = False
     cache_kinds = frozenset({FullCache.kind, BlockCache.kind, CrossCache.kind, LatentCache.kind})
     cache_codes = frozenset({"int8", "fp8_e4m3"})
     implementations: Mapping[str, str] = {
@@ -75,7 +77,6 @@ class PallasOps(PlainOps):
     def __init__(self, split: Split | None = None, *, interpret: bool = False) -> None:
         super().__init__(split)
         self.interpret = interpret
-        self.holds_scores = False
 
     # What is told of them
 
@@ -111,23 +112,16 @@ class PallasOps(PlainOps):
 
     # Products and norms
 
-    def norm(self, x: jax.Array, norm: NormOf, residual: jax.Array | None = None) -> jax.Array:
-        """See `PlainOps.norm`."""
-        own = _norm_of(norm)
-        if own is None or math.prod(x.shape[:-1]) > _FEW:
-            return super().norm(x, norm, residual)
-        return self._normed(x, own, residual)
-
-    def add(self, x: jax.Array, y: jax.Array, norm: NormOf | None = None) -> jax.Array:
-        """See `PlainOps.add`."""
-        own = None if norm is None else _norm_of(norm)
-        if own is None or math.prod(y.shape[:-1]) > _FEW:
-            return super().add(x, y, norm)
-        return self._normed(y, own, x, after=True)
+    def _norms(self, norm: NormOf, rows: int, *, in_front: bool) -> bool:
+        """See `FusedOps._norms`."""
+        return rows <= _FEW and _norm_of(norm) is not None
 
     def _normed(
-        self, x: jax.Array, own: Any, residual: jax.Array | None, after: bool = False
+        self, x: jax.Array, norm: NormOf, residual: jax.Array | None, after: bool = False
     ) -> jax.Array:
+        """See `FusedOps._normed`."""
+        own = _norm_of(norm)
+        assert own is not None
         rows = None if residual is None else residual.reshape(-1, x.shape[-1])
         with jax.named_scope("norm"):
             how: dict[str, Any] = {"after": after, "interpret": self.interpret}
@@ -164,21 +158,11 @@ class PallasOps(PlainOps):
             )
         return y.reshape(*x.shape[:-1], -1)
 
-    def matmul(self, x: jax.Array, weight: Weight, bias: jax.Array | None) -> jax.Array:
-        """See `PlainOps.matmul`; the pieces of a weight are multiplied one by one."""
-        if not weight.pieces:
-            return super().matmul(x, weight, bias)
-        y = jnp.concatenate([self.linear(x, piece) for piece in weight.pieces], -1)
-        return y if bias is None else y + bias
-
-    def partial_product(self, x: jax.Array, weight: Weight) -> jax.Array:
-        """See `PlainOps.partial_product`."""
-        x, weight = self._share_input(x, weight)
+    def _multiplies(self, x: jax.Array, weight: Weight) -> bool:
+        """See `FusedOps._multiplies`."""
         matrix = None if weight.pieces else _matrix(weight)
         count, itemsize = math.prod(x.shape[:-1]), x.dtype.itemsize
-        if matrix is None or not products.serves(count, matrix, False, itemsize):
-            return super().partial_product(x, weight)
-        return self.linear(x, weight, Epilogue(wide=True))
+        return matrix is not None and products.serves(count, matrix, False, itemsize)
 
     def route(
         self,
@@ -247,11 +231,8 @@ class PallasOps(PlainOps):
             )
             parts = parts.reshape(*routing.experts.shape, -1)
             y = mixtures.weighted(self.maths, parts, routing.weights)
-        y = self.sum(y if partial is None else y + partial)
-        if (bias := w.get("experts.down.bias")) is not None:
-            y = y + mixtures.biases(self.maths, bias, routing)
-        y = y.astype(x.dtype)
-        return y if epilogue.residual is None else epilogue.residual + y
+        y = y if partial is None else y + partial
+        return self._mixture(x, y, w.get("experts.down.bias"), routing, epilogue)
 
     def _runs_experts(self, mixture: Experts, w: Weights) -> bool:
         """True if a kernel runs a layer's experts, which are not shared out over devices."""

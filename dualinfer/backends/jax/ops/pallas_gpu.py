@@ -15,11 +15,12 @@ from ....kernels.pallas import ring
 from ....model.weights import Weight
 from ....ops.contract import ALONE, Epilogue, NormOf
 from ..parallel import Split
+from .fused import FusedOps
 from .pallas import in_kernel
-from .plain import IMPLEMENTATIONS, PlainOps
+from .plain import IMPLEMENTATIONS
 
 
-class PallasGpuOps(PlainOps):
+class PallasGpuOps(FusedOps):
     """Products of a single row on a GPU from Hopper on, which has `sms` multiprocessors."""
 
     kernels = "Pallas"
@@ -58,11 +59,9 @@ class PallasGpuOps(PlainOps):
             )
         return y.reshape(*x.shape[:-1], -1)
 
-    def partial_product(self, x: jax.Array, weight: Weight) -> jax.Array:
-        """See `PlainOps.partial_product`."""
-        if not _serves(x, weight, False):
-            return super().partial_product(x, weight)
-        return self.linear(x, weight, Epilogue(wide=True))
+    def _multiplies(self, x: jax.Array, weight: Weight) -> bool:
+        """See `FusedOps._multiplies`."""
+        return _serves(x, weight, False)
 
 
 def _serves(x: jax.Array, weight: Weight, gated: bool) -> bool:
