@@ -239,7 +239,7 @@ def test_kernels_write_and_read_blocks(backend, windowed, add_blocks, by_kernels
         monkeypatch.delattr(cache_kinds.BlockCache, method)
     with dualinfer.init_inference(model, backend=backend, **OPTIONS) as engine:
         np.testing.assert_array_equal(np.asarray(engine.generate(SHORT, **GREEDY)), expected)
-        assert ops.cache_kinds == {"full", "blocks", "cross", "latent"}
+        assert ops.cache_kinds == {"full", "blocks", "cross", "latent", "latent_blocks"}
         assert "plain" not in engine.report().ops["decode_attention"]
         layer = layers_of(engine)[0]
         assert layer.kind == "blocks" and layer.table.shape[1] > 1
@@ -274,6 +274,42 @@ def test_kernels_read_grains_side_by_side_and_steps_over_a_part_of_a_pool(
     with dualinfer.init_inference(windowed[0], backend=backend, **OPTIONS) as engine:
         engine.runner.open(Pool(3, 64))
         assert serve(engine.runner, requests, 2) == expected
+
+
+@pytest.mark.parametrize("backend", slow_but(["torch"], [*BACKENDS, "jax by pallas"]))
+def test_kernels_write_and_read_latent_vectors_in_blocks_of_a_pool(
+    backend, by_kernels, monkeypatch
+):
+    """A prompt goes in two pieces, beside another one, and tokens follow."""
+    from dualinfer.backends.base import Piece, Pool, Request
+
+    backend, _, kernels = backend.partition(" by ")
+    long, short = (np.arange(5, 5 + n).astype(np.int32) for n in (70, 5))
+    request, beside = Request(long, 6), Request(short, 6)
+
+    def text(runner: Any, blocks: int) -> list[list[int]]:
+        runner.open(Pool(2, 128, spare=1, blocks=blocks))
+        runner.extend([Piece(request, 0, 0, 64)])
+        first = runner.extend([Piece(request, 0, 64, 70), Piece.whole(beside, 1)]).fetch()
+        found = [*first.tolist(), *runner.decode(4).fetch()[:, :2].tolist()]
+        runner.release([0, 1])
+        return found
+
+    model = make_model("youtu", vocab_size=101)
+    with dualinfer.init_inference(model, backend="torch", **OPTIONS) as engine:
+        expected = text(engine.runner, 0)
+        assert text(engine.runner, 4) == expected
+    by_kernels(backend)
+    if kernels:
+        from dualinfer.backends.jax.ops.pallas import PallasOps
+
+        make: Any = lambda *_: PallasOps(interpret=True)  # noqa: E731
+        monkeypatch.setattr(dualinfer.backends.jax, "_make_ops", make)
+    with dualinfer.init_inference(model, backend=backend, **OPTIONS) as engine:
+        assert text(engine.runner, 4) == expected
+        report = engine.report()
+        assert report.cache == "latent_blocks"
+        assert ("Pallas" if kernels else "Triton") in report.ops["decode_attention"]
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

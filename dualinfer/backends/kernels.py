@@ -6,7 +6,7 @@ from typing import Any, Protocol
 
 from ..model.spec import Experts, Mixing, ModelSpec, Recurrence, Router
 from ..model.weights import Weight
-from ..ops.caches import CacheSpec, CacheView
+from ..ops.caches import LATENTS, CacheSpec, CacheView
 from ..ops.contract import (
     Array,
     Epilogue,
@@ -118,7 +118,7 @@ def has_wide_heads(head_dim: int) -> bool:
 
 def is_wide(cache: CacheSpec | CacheView) -> bool:
     """True if a cache is known to keep keys of such heads; not of a latent one, which has none."""
-    if not isinstance(cache, CacheSpec) or cache.kind == "latent":
+    if not isinstance(cache, CacheSpec) or cache.kind in LATENTS:
         return False
     return has_wide_heads(cache.key_dim)
 

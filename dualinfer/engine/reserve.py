@@ -83,10 +83,10 @@ class RoomCalls(InferenceEngine):
         64 at a time as they grow: `slots` may then be many more than would fit if each had all of
         its `tokens`. Prompts that begin alike share them. Where no more are free, what was kept of
         prompts goes, and then the sequence that came last waits as one does that gives way to high
-        priority. For models whose layers all keep keys and values of every token. "auto" is as many
-        as have room. What `slots` or `cache_tokens` take so is a `memory_fraction` of the memory
-        that is free on the device, above 0 and at most 1; unset it is 0.85, and in the host's
-        memory at most 1 GiB.
+        priority. For models whose layers all keep keys and values, or a latent vector, of every
+        token. "auto" is as many as have room. What `slots` or `cache_tokens` take so is a
+        `memory_fraction` of the memory that is free on the device, above 0 and at most 1; unset it
+        is 0.85, and in the host's memory at most 1 GiB.
         UnsupportedError while a generation is under way, OutOfMemoryError where there is no room.
         Every process that shares the model must call it.
         """
@@ -181,16 +181,11 @@ class RoomCalls(InferenceEngine):
 
 def _check_has_blocks(spec: ModelSpec, cache_tokens: int | str) -> None:
     """Raise UnsupportedError where sequences cannot share a cache."""
-    asked = f"reserve(cache_tokens={shown(cache_tokens)})"
     if not spec.keeps_places:
         raise UnsupportedError(
-            f"{asked}: sequences share a cache where what it has of a token stands alone, and is "
-            f"read again as it was. Layers of {spec.architecture} keep states, read an encoder, or "
-            "turn by the sequence's length. Leave it unset."
-        )
-    if any(a.latent is not None for a in spec.attentions):
-        raise UnsupportedError(
-            f"{asked}: layers of {spec.architecture} keep latent vectors, which have no blocks. "
+            f"reserve(cache_tokens={shown(cache_tokens)}): sequences share a cache where what it "
+            "has of a token stands alone, and is read again as it was. Layers of "
+            f"{spec.architecture} keep states, read an encoder, or turn by the sequence's length. "
             "Leave it unset."
         )
 

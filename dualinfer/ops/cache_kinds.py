@@ -120,8 +120,14 @@ class BlockCache(NamedTuple):
         return codes_of(self.k)
 
     @property
-    def _size(self) -> int:
+    def size(self) -> int:
+        """The number of tokens of a block."""
         return self.k.shape[2]
+
+    @property
+    def total(self) -> int:
+        """The number of blocks, of all slots."""
+        return len(self.k)
 
     @property
     def _pools(self) -> FullCache:
@@ -130,47 +136,37 @@ class BlockCache(NamedTuple):
     @property
     def capacity(self) -> int:
         """See `CacheView.capacity`."""
-        return self.table.shape[1] * self._size
+        return self.table.shape[1] * self.size
 
     def grown(self, slots: int, tokens: int) -> Self:
         """See `LayerCache.grown`."""
-        m, (held, blocks) = self.maths, self.table.shape
-        table = caches.block_table((slots, -(-tokens // self._size)), (held, blocks))
-        more = (table.size - held * blocks,)
-        new = m.put(m.of_numpy(table, self.table), (slice(held), slice(blocks)), self.table)
-        k, v, *scales = over(self._pools, lambda x: m.grow(x, more))
-        return type(self)(k, v, new, *scales)
+        table, more = grown_table(self, slots, tokens)
+        k, v, *scales = over(self._pools, lambda x: self.maths.grow(x, more))
+        return type(self)(k, v, table, *scales)
 
     def view(self, slots: int | None, tokens: int) -> Self:
         """See `CacheView.view`."""
-        return self._replace(table=self.table[:slots, : -(-tokens // self._size)])
+        return self._replace(table=self.table[:slots, : -(-tokens // self.size)])
 
     def write(self, slots: Array, k: Array, v: Array) -> Self:
         """See `CacheView.write`; zeros lie behind in the last block."""
-        m, each = self.maths, -(-k.shape[1] // self._size)
-        blocks = m.rows_or(self.table, slots, len(self.k))[:, :each]
+        blocks = blocks_of(self, slots, k)
 
         def put(pool: Array, new: Array) -> Array:
-            rows = m.grow(new, (0, each * self._size - new.shape[1]))
-            rows = rows.reshape(len(new), -1, self._size, *new.shape[2:]).swapaxes(2, 3)
-            return m.put(pool, blocks, rows)
+            return self.maths.put(pool, blocks, in_blocks(self, new).swapaxes(2, 3))
 
         return changed(self, put, k, v)
 
     def extend(self, slots: Array, starts: Array, lengths: Array, k: Array, v: Array) -> Self:
         """See `CacheView.extend`."""
-        m, (_, at, there) = self.maths, places_of(self, slots, starts, lengths, k)
-        places = at.clip(max=self.capacity - 1)
-        blocks = m.along(m.rows_or(self.table, slots, len(self.k)), places // self._size)
-        where = blocks, slice(None), places % self._size
-        there = there & (blocks >= 0)
+        m, (blocks, at, there) = self.maths, block_places(self, slots, starts, lengths, k)
+        where = blocks, slice(None), at
         return changed(self, lambda pool, new: m.put_some(pool, where, new, there), k, v)
 
     def append(self, k: Array, v: Array, lengths: Array) -> Self:
         """See `CacheView.append`."""
-        m, at = self.maths, lengths.clip(max=self.capacity - 1)
-        blocks = self.table[m.arange(len(k), k), at // self._size]
-        places = blocks, slice(None), at % self._size
+        m, (blocks, at) = self.maths, block_ends(self, lengths, k)
+        places = blocks, slice(None), at
         return changed(self, lambda pool, new: m.put(pool, places, new), k, v)
 
     def kept(self, k: Array, v: Array) -> tuple[Array, Array]:
@@ -179,7 +175,7 @@ class BlockCache(NamedTuple):
 
     def taken(self, slot: Array | int, tokens: int) -> Self:
         """See `LayerCache.taken`; whole blocks."""
-        there = self.table[slot][: -(-tokens // self._size)]
+        there = self.table[slot][: -(-tokens // self.size)]
         pools = over(self._pools, lambda pool: pool[there])
         return self._replace(**pools._asdict(), table=self.table[:1, : len(there)])
 
@@ -290,6 +286,77 @@ class LatentCache(NamedTuple):
         return keys, keys
 
 
+class LatentBlockCache(NamedTuple):
+    """The vectors that all heads share of every token, in blocks [blocks, size, rank + turning].
+
+    By a table [N, blocks], as that of a `BlockCache`; never in codes.
+    """
+
+    shared: Array
+    table: Array
+    kind, codes, maths = "latent_blocks", None, _NONE
+
+    @property
+    def capacity(self) -> int:
+        """See `CacheView.capacity`."""
+        return self.table.shape[1] * self.size
+
+    @property
+    def size(self) -> int:
+        """The number of tokens of a block."""
+        return self.shared.shape[1]
+
+    @property
+    def total(self) -> int:
+        """The number of blocks, of all slots."""
+        return len(self.shared)
+
+    def grown(self, slots: int, tokens: int) -> Self:
+        """See `LayerCache.grown`."""
+        table, more = grown_table(self, slots, tokens)
+        return type(self)(self.maths.grow(self.shared, more), table)
+
+    def view(self, slots: int | None, tokens: int) -> Self:
+        """See `CacheView.view`."""
+        return self._replace(table=self.table[:slots, : -(-tokens // self.size)])
+
+    def write(self, slots: Array, k: Array, v: Array) -> Self:
+        """See `CacheView.write`; zeros lie behind in the last block."""
+        rows = in_blocks(self, k[:, :, 0])
+        return self._replace(shared=self.maths.put(self.shared, blocks_of(self, slots, k), rows))
+
+    def extend(self, slots: Array, starts: Array, lengths: Array, k: Array, v: Array) -> Self:
+        """See `CacheView.extend`."""
+        *where, there = block_places(self, slots, starts, lengths, k)
+        new = self.maths.put_some(self.shared, tuple(where), k[:, :, 0], there)
+        return self._replace(shared=new)
+
+    def append(self, k: Array, v: Array, lengths: Array) -> Self:
+        """See `CacheView.append`."""
+        where = block_ends(self, lengths, k)
+        return self._replace(shared=self.maths.put(self.shared, where, k[:, 0]))
+
+    def kept(self, k: Array, v: Array) -> tuple[Array, Array]:
+        """See `CacheView.kept`."""
+        return k, v
+
+    def taken(self, slot: Array | int, tokens: int) -> Self:
+        """See `LayerCache.taken`; whole blocks."""
+        there = self.table[slot][: -(-tokens // self.size)]
+        return type(self)(self.shared[there], self.table[:1, : len(there)])
+
+    def given(self, slot: Array | int, own: Self) -> Self:
+        """See `LayerCache.given`."""
+        here = self.table[slot][: len(own.shared)]
+        return self._replace(shared=self.maths.put(self.shared, here, own.shared))
+
+    def read(self, slots: Array | None = None) -> tuple[Array, Array]:
+        """See `CacheView.read`; a copy."""
+        x = self.shared[self.table if slots is None else self.table[slots]]
+        keys = x.reshape(len(x), 1, -1, x.shape[-1])
+        return keys, keys
+
+
 class StateCache(NamedTuple):
     """The states of a recurrence: as many arrays as its `layout` has, a row a slot."""
 
@@ -337,7 +404,7 @@ class StateCache(NamedTuple):
         return type(self)(*map(moved, self.arrays, arrays))
 
 
-KINDS = (FullCache, BlockCache, CrossCache, LatentCache, StateCache)
+KINDS = (FullCache, BlockCache, CrossCache, LatentCache, LatentBlockCache, StateCache)
 
 
 def kinds_over(maths: Maths) -> dict[str, type[Any]]:
@@ -354,6 +421,43 @@ def places_of(
     at = starts[:, None] + tokens
     there = (tokens < lengths[:, None]) & (at < cache.capacity)
     return m.broadcast(slots[:, None], shape), at, there
+
+
+def blocks_of(cache: Any, slots: Array, new: Array) -> Array:
+    """The blocks [B, some] that have rows `new` [B, T, ...] of slots [B] from their start."""
+    rows = cache.maths.rows_or(cache.table, slots, cache.total)
+    return rows[:, : -(-new.shape[1] // cache.size)]
+
+
+def in_blocks(cache: Any, new: Array) -> Array:
+    """Rows [B, T, ...] as blocks [B, some, size, ...], with zeros behind."""
+    more = -new.shape[1] % cache.size
+    rows = cache.maths.grow(new, (0, more))
+    return rows.reshape(len(new), -1, cache.size, *new.shape[2:])
+
+
+def block_places(
+    cache: Any, slots: Array, starts: Array, lengths: Array, new: Array
+) -> tuple[Array, Array, Array]:
+    """Blocks, places in them and which tokens go there, [B, T] each, of rows `new` [B, T, ...]."""
+    m, (_, at, there) = cache.maths, places_of(cache, slots, starts, lengths, new)
+    places = at.clip(max=cache.capacity - 1)
+    blocks = m.along(m.rows_or(cache.table, slots, cache.total), places // cache.size)
+    return blocks, places % cache.size, there & (blocks >= 0)
+
+
+def block_ends(cache: Any, lengths: Array, new: Array) -> tuple[Array, Array]:
+    """Blocks, and places in them, [N] each, of `new` tokens [N, ...] at position lengths[n]."""
+    m, at = cache.maths, lengths.clip(max=cache.capacity - 1)
+    return cache.table[m.arange(len(new), new), at // cache.size], at % cache.size
+
+
+def grown_table(cache: Any, slots: int, tokens: int) -> tuple[Array, tuple[int]]:
+    """The table for more slots and tokens, and how many more blocks it names."""
+    m, (held, blocks) = cache.maths, cache.table.shape
+    table = caches.block_table((slots, -(-tokens // cache.size)), (held, blocks))
+    new = m.put(m.of_numpy(table, cache.table), (slice(held), slice(blocks)), cache.table)
+    return new, (table.size - held * blocks,)
 
 
 def codes_of(k: Array) -> str | None:

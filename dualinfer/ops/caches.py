@@ -75,10 +75,9 @@ def blocks_layout(spec: CacheSpec, slots: int, tokens: int) -> tuple[Buffer, ...
 
     Of codes their scales are behind it, [blocks, K, BLOCK] each.
     """
-    each = -(-tokens // BLOCK)
-    pools, scales = _held(spec, spec.blocks + 1 if spec.blocks else slots * each, BLOCK)
-    first = partial(np.full, fill_value=spec.blocks, dtype=np.int32) if spec.blocks else block_table
-    return *pools, Buffer((slots, each), None, "int32", first), *scales
+    rows, table = _table(spec, slots, tokens)
+    pools, scales = _held(spec, rows, BLOCK)
+    return *pools, table, *scales
 
 
 def _held(spec: CacheSpec, rows: int, tokens: int) -> tuple[tuple[Buffer, ...], tuple[Buffer, ...]]:
@@ -91,6 +90,21 @@ def _held(spec: CacheSpec, rows: int, tokens: int) -> tuple[tuple[Buffer, ...], 
 def latent_layout(spec: CacheSpec, slots: int, tokens: int) -> tuple[Buffer, ...]:
     """The vectors of a token that all heads share, [N, S, rank + turning], whole on each device."""
     return (Buffer((slots, tokens, spec.key_dim), heads=None),)
+
+
+def latent_blocks_layout(spec: CacheSpec, slots: int, tokens: int) -> tuple[Buffer, ...]:
+    """The same in pools [blocks, BLOCK, rank + turning], and the table [N, blocks a slot]."""
+    rows, table = _table(spec, slots, tokens)
+    return Buffer((rows, BLOCK, spec.key_dim), heads=None), table
+
+
+def _table(spec: CacheSpec, slots: int, tokens: int) -> tuple[int, Buffer]:
+    """The blocks of all slots, and the table [N, blocks a slot] that says whose they are."""
+    each = -(-tokens // BLOCK)
+    if spec.blocks:
+        first = partial(np.full, fill_value=spec.blocks, dtype=np.int32)
+        return spec.blocks + 1, Buffer((slots, each), None, "int32", first)
+    return slots * each, Buffer((slots, each), None, "int32", block_table)
 
 
 def cross_layout(spec: CacheSpec, slots: int, tokens: int) -> tuple[Buffer, ...]:
@@ -111,8 +125,11 @@ LAYOUTS: dict[str, Layout] = {
     "blocks": blocks_layout,
     "cross": cross_layout,
     "latent": latent_layout,
+    "latent_blocks": latent_blocks_layout,
     "state": state_layout,
 }
+IN_BLOCKS = {"full": "blocks", "latent": "latent_blocks"}  # kinds that may be, and are then
+LATENTS = frozenset({"latent", "latent_blocks"})
 WITH_SCALES = frozenset({"full", "blocks"})  # kinds that keep codes, too
 
 
@@ -168,17 +185,17 @@ def _sizes(a: Attention) -> tuple[int, int, int]:
 def in_blocks(specs: Sequence[CacheSpec], blocks: int) -> tuple[CacheSpec, ...]:
     """The caches of layers that have so many blocks for all slots; with 0 as they are.
 
-    UnsupportedError where one is of another kind than `full`.
+    UnsupportedError where one is of a kind that has no blocks.
     """
-    others = sorted({spec.kind for spec in specs if spec.kind != "full"})
-    if blocks and others:
+    if not blocks:
+        return tuple(specs)
+    if others := sorted({spec.kind for spec in specs} - {*IN_BLOCKS}):
         raise UnsupportedError(
-            "A cache is counted in blocks where each layer keeps keys and values of every token "
-            f"(kind full), and layers of this model keep caches of kind {', '.join(others)}. Leave "
-            "cache_tokens unset."
+            "A cache is counted in blocks where each layer keeps something of every token (kinds "
+            f"{', '.join(IN_BLOCKS)}), and layers of this model keep caches of kind "
+            f"{', '.join(others)}. Leave cache_tokens unset."
         )
-    kind: dict[str, Any] = {"kind": "blocks", "blocks": blocks} if blocks else {}
-    return tuple(replace(spec, **kind) for spec in specs)
+    return tuple(replace(spec, kind=IN_BLOCKS[spec.kind], blocks=blocks) for spec in specs)
 
 
 def check_kinds(specs: Sequence[CacheSpec], known: Collection[str], backend: str) -> None:
@@ -225,7 +242,8 @@ def for_one(specs: Sequence[CacheSpec], tokens: int) -> tuple[list[CacheSpec], R
     """
     if any(spec.blocks for spec in specs):
         tokens = -(-tokens // BLOCK) * BLOCK
-    own = [replace(spec, kind="full", blocks=0) if spec.blocks else spec for spec in specs]
+    alone = {kind: name for name, kind in IN_BLOCKS.items()}
+    own = [replace(s, kind=alone[s.kind], blocks=0) if s.blocks else s for s in specs]
     return own, Room(1, tokens)
 
 
@@ -452,8 +470,8 @@ def _with_latents(ops: Mapping[str, str], specs: Sequence[CacheSpec]) -> dict[st
     """The implementation of each op, attention to latent caches as decode_attention."""
     ops = dict(ops)
     latent, kinds = ops.pop("latent_attention"), {spec.kind for spec in specs}
-    if kinds == {"latent"}:
+    if kinds and kinds <= LATENTS:
         ops["decode_attention"] = latent
-    elif "latent" in kinds:
+    elif kinds & LATENTS:
         ops["decode_attention"] += f"; {latent}"
     return ops

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from dualinfer.ops.cache_kinds import kinds_over
-from dualinfer.ops.caches import CacheSpec, block_table, buffers
+from dualinfer.ops.caches import LATENTS, CacheSpec, block_table, buffers
 
 from . import oracles
 from .cases import normal
@@ -15,18 +15,22 @@ from .cases import normal
 F32 = np.dtype(np.float32)
 N, K, D, TOKENS = 3, 2, 4, 70  # of blocks two a slot
 LONG, SHORT = 65, 9
-KINDS = {"full": None, "full-int8": "int8", "blocks": None, "latent": None}
+TABLES = {"blocks": 2, "latent_blocks": 1}  # their place among a kind's arrays
+KINDS = {
+    **{"full": None, "full-int8": "int8", "blocks": None},
+    **dict.fromkeys(("latent", "latent_blocks")),
+}
 
 
 def started(kind: str, codes: str | None) -> list[np.ndarray]:
     """The arrays of a new cache that earlier sequences have left full of NaN."""
-    heads = 1 if kind == "latent" else K
+    heads = 1 if kind in LATENTS else K
     layout = buffers(CacheSpec(kind, heads, D, D, codes), N, TOKENS)
     filled = [b.first(b.shape) if b.first else np.full(b.shape, np.nan, F32) for b in layout]
     if codes:
         filled[:2] = (np.full(b.shape, 3, np.int8) for b in layout[:2])
-    if kind == "blocks":
-        filled[2] = block_table(layout[2].shape)[::-1].copy()
+    if (table := TABLES.get(kind)) is not None:
+        filled[table] = block_table(layout[table].shape)[::-1].copy()
     return filled
 
 
@@ -34,12 +38,12 @@ def started(kind: str, codes: str | None) -> list[np.ndarray]:
 def test_prompts_and_tokens_are_read_where_they_were_written(maths, name):
     """Slot 2 has a long prompt, slot 0 a short one; slot 1 steps as well, of another sequence."""
     kind, codes = name.partition("-")[0], KINDS[name]
-    cls, heads = kinds_over(maths.maths)[kind], 1 if kind == "latent" else K
+    cls, heads = kinds_over(maths.maths)[kind], 1 if kind in LATENTS else K
     k, v = (normal(i, 2, LONG, heads, D, dtype=F32) for i in (1, 2))
     tokens = [normal(i, N, heads, D, dtype=F32) for i in (3, 4)]
     slots, lengths = np.array([2, 0]), np.array([SHORT, 999, LONG])
     arrays = started(kind, codes)
-    if kind == "latent":
+    if kind in LATENTS:
         v, tokens[1] = k, tokens[0]
 
     def run(k: Any, v: Any, k1: Any, v1: Any, slots: Any, lengths: Any, *held: Any) -> Any:
@@ -62,7 +66,7 @@ def test_prompts_and_tokens_are_read_where_they_were_written(maths, name):
             expected = oracles.decode_heads(*oracles.encode_heads(expected, codes))
         near = partial(np.testing.assert_allclose, rtol=1e-6, atol=1e-6)
         near(got[2], expected[2])
-        zeros = 64 if kind == "blocks" else TOKENS  # behind, in the last block that is written
+        zeros = 64 if kind in TABLES else TOKENS  # behind, in the last block that is written
         near(got[0, :, :zeros], expected[0, :, :zeros])
         near(got[1, :, -1], expected[1, :, -1])  # a full slot overwrites its last token
 
@@ -71,10 +75,10 @@ def test_prompts_and_tokens_are_read_where_they_were_written(maths, name):
 def test_rows_of_tokens_go_on_in_their_slots(maths, name):
     """Two rows of one slot, one that ends behind its last place, and of padding nothing."""
     kind, codes = name.partition("-")[0], KINDS[name]
-    cls, heads = kinds_over(maths.maths)[kind], 1 if kind == "latent" else K
+    cls, heads = kinds_over(maths.maths)[kind], 1 if kind in LATENTS else K
     k, v = (normal(i, 3, 8, heads, D, dtype=F32) for i in (1, 2))
-    v = k if kind == "latent" else v
-    capacity = 128 if kind == "blocks" else TOKENS
+    v = k if kind in LATENTS else v
+    capacity = 128 if kind in TABLES else TOKENS
     slots, starts, lengths = np.array([2, 2, 0]), np.array([59, 67, capacity - 5]), (8, 3, 8)
 
     def run(k: Any, v: Any, slots: Any, starts: Any, lengths: Any, *held: Any) -> Any:
@@ -130,7 +134,8 @@ def test_states_move_where_it_is_their_turn(maths):
 
 
 def test_a_cache_grows_with_its_contents_and_its_views_are_its_first_slots(maths):
-    arrays = {name: started(name, None) for name in ("full", "blocks", "latent")}
+    names = "full", "blocks", "latent", "latent_blocks"
+    arrays = {name: started(name, None) for name in names}
     for name, held in arrays.items():
         held[:] = [
             np.arange(a.size, dtype=F32).reshape(a.shape) if a.dtype == F32 else a for a in held
@@ -142,8 +147,8 @@ def test_a_cache_grows_with_its_contents_and_its_views_are_its_first_slots(maths
             grown = cache.grown(N + 1, 2 * TOKENS)
             return cache.read()[0], grown.read()[0], grown.view(N, TOKENS).read()[0]
 
-        if name == "blocks":
-            held[2] = held[2].astype(np.int32)
+        if (table := TABLES.get(name)) is not None:
+            held[table] = held[table].astype(np.int32)
         old, grown, view = maths.run(run, *held)
         assert grown.shape[0] == N + 1 and grown.shape[2] >= 2 * TOKENS
         np.testing.assert_array_equal(grown[:N, :, : old.shape[2]], old)

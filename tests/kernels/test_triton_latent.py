@@ -28,9 +28,19 @@ def turned(x, inv_freq, positions, interleaved):
     return meaning.rotary(x, np.cos(angles) * 1.3, np.sin(angles) * 1.3, interleaved)
 
 
+def in_blocks(cache: np.ndarray, size: int) -> tuple[np.ndarray, np.ndarray]:
+    """The cache [N, S, D] as blocks of tokens, in no order, and the table [N, blocks]."""
+    blocks = cache.reshape(-1, size, cache.shape[2])
+    order = np.random.default_rng(0).permutation(len(blocks))
+    return blocks[order], np.argsort(order).reshape(len(cache), -1).astype(np.int32)
+
+
 @few_dtypes
-@pytest.mark.parametrize("where", ["nowhere", "prompts", "tokens"])
-def test_what_heads_share_is_normed_turned_and_cached(where, dtype):
+@pytest.mark.parametrize(
+    ("where", "by_table"),
+    [("nowhere", 0), ("prompts", 0), ("tokens", 0), ("prompts", 1), ("tokens", 1)],
+)
+def test_what_heads_share_is_normed_turned_and_cached(where, by_table, dtype):
     tokens = 1 if where == "tokens" else 3
     queries = normal(1, 2, tokens, HEADS * (NOPE + TURNING), dtype=dtype)
     shared, weight = normal(2, 2, tokens, WIDTH, dtype=dtype), gain(dtype, RANK)
@@ -39,8 +49,11 @@ def test_what_heads_share_is_normed_turned_and_cached(where, dtype):
     full = np.array([[2], [7]])  # slot 1 is
     positions = full if where == "tokens" else np.arange(3)[None].repeat(2, 0) + 2
     cache = np.full((3, 4, WIDTH), GARBAGE, dtype)
-    q, s, c = put(queries), put(shared), put(cache)
+    blocks, table = in_blocks(cache, 2)
+    q, s, c = put(queries), put(shared), put(blocks if by_table else cache)
     how = {"cache": None if where == "nowhere" else c}
+    if by_table:
+        how["table"] = put(table)
     if where == "prompts":  # slot 5 is not there; the third token has no room
         how["slots"] = put(np.array([2, 5]))
     given = {"heads": HEADS, "rank": RANK, "norm": put(weight), "eps": EPS}
@@ -63,7 +76,8 @@ def test_what_heads_share_is_normed_turned_and_cached(where, dtype):
         after[2, 2:4] = both[0, :2]
     elif where == "tokens":
         after[0, 2], after[1, 3] = both[:, 0]
-    assert_close(get(c), after, dtype)
+    held = get(c)[table].reshape(cache.shape) if by_table else get(c)
+    assert_close(held, after, dtype)
 
 
 def by_head(x: np.ndarray, weight: np.ndarray) -> np.ndarray:
@@ -76,8 +90,10 @@ def by_head(x: np.ndarray, weight: np.ndarray) -> np.ndarray:
 @pytest.mark.parametrize(
     "config", [None, LatentConfig(16, 16, 4, 3)], ids=["one program", "three programs"]
 )
-@pytest.mark.parametrize("lengths", [[36], [0, 16, 99]], ids=str)
-def test_a_token_attends_to_what_heads_share(config, lengths, dtype):
+@pytest.mark.parametrize(
+    ("lengths", "by_table"), [([36], False), ([0, 16, 99], False), ([0, 16, 99], True)], ids=str
+)
+def test_a_token_attends_to_what_heads_share(config, lengths, by_table, dtype):
     slots, room = len(lengths), 40
     queries = normal(1, slots, 1, HEADS * (NOPE + TURNING), dtype=dtype)
     cache = normal(2, slots, room, WIDTH, dtype=dtype)
@@ -85,9 +101,12 @@ def test_a_token_attends_to_what_heads_share(config, lengths, dtype):
     counts = np.minimum(lengths, room - 1) + 1
     for n, count in enumerate(counts):  # what lies beyond is never read
         cache[n, count:] = GARBAGE
+    blocks, table = in_blocks(cache, 8)
+    held = {"table": put(table)} if by_table else {}
     y = decode_latents(
-        *(put(queries), put(cache), put(np.array(lengths)), put(kv)),
+        *(put(queries), put(blocks if by_table else cache), put(np.array(lengths)), put(kv)),
         **{"heads": HEADS, "turning": TURNING, "scale": 0.3, "config": config, "sms": 1},
+        **held,
     )
     q = queries.reshape(slots, HEADS, -1)
     keys = kv[: HEADS * NOPE].reshape(HEADS, NOPE, RANK)

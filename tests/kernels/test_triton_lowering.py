@@ -250,7 +250,9 @@ def decoding(
     )
 
 
-def latent(slots: int, heads: int, kernel: str, dtypes: Any = BFLOAT16, rank: int = 512) -> Variant:
+def latent(
+    slots: int, heads: int, kernel: str, dtypes: Any = BFLOAT16, rank: int = 512, **more: Any
+) -> Variant:
     """A launch of latent attention of a decode step, as it is where nobody measured."""
     config = latents.default_config(slots, heads, 2048, 4 if dtypes == WHOLE else 2, 132)
     rows = 1 if slots == 1 else 16
@@ -271,7 +273,7 @@ def latent(slots: int, heads: int, kernel: str, dtypes: Any = BFLOAT16, rank: in
             "BLOCK_V": 16,
         },
     }
-    return "latent", kernel, sizes | own[kernel]
+    return "latent", kernel, sizes | own[kernel] | more
 
 
 def attending(dim: int, tokens: int, dtypes: Any = BFLOAT16, **arguments: Any) -> Variant:
@@ -417,6 +419,7 @@ VARIANTS: list[Variant] = [
     latent(1, 16, "_absorb_kernel"),
     latent(1, 16, "_decode_latents_kernel"),
     latent(1, 16, "_decode_latents_kernel", WHOLE),
+    latent(32, 16, "_decode_latents_kernel", **TABLE),
     latent(1, 16, "_join_latents_kernel"),
     decoding(1, 16, 1, 64, ROTARY=0, frequencies_ptr=None, relative_ptr="*x"),
     decoding(1, 20, 1, 64, ROTARY=0, frequencies_ptr=None, CROSS=True),

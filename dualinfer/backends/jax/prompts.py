@@ -14,7 +14,7 @@ import jax
 import numpy as np
 
 from ...model.spec import Experts, ModelSpec
-from ...ops.caches import CacheSpec, Room
+from ...ops.caches import LATENTS, CacheSpec, Room
 from ..base import Piece, SamplingFeatures
 from ..slots import GRAIN, bucket, in_grains, panel_for, part_of, weight_rows
 from .ops.plain import PlainOps
@@ -74,10 +74,10 @@ class Passes:
     ) -> None:
         self._spec, self._most_of = spec, most_of
         read = [own for own in specs if own.kind != "cross"]
-        self._in_rows = all(own.kind not in ("latent", "state") for own in read)
+        self._in_rows = all(own.kind not in (*LATENTS, "state") for own in read)
         # Kernels read what a query sees; others, and who makes keys, all up to a reach.
         self._by_reach = any(
-            own.kind == "latent" or not ops.knows(own) for own in read if own.kind != "state"
+            own.kind in LATENTS or not ops.knows(own) for own in read if own.kind != "state"
         )
 
     def of(self, pieces: Sequence[Piece], pool: Room | None) -> list[Pass]:

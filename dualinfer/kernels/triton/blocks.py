@@ -42,8 +42,8 @@ def places_in(block, tokens, there, block_stride, token_stride, SIZE: tl.constex
     return at, there & (block + tl.zeros_like(at) >= 0)
 
 
-def table_arguments(table: Any, pool: Any) -> tuple[Any, Any, int]:
-    """The table, its rows' stride and the tokens of a block of `pool`, as kernels take them.
+def table_arguments(table: Any, pool: Any, axis: int = 2) -> tuple[Any, Any, int]:
+    """The table, its rows' stride and the tokens of a block, an `axis` of `pool`, for kernels.
 
     Without a table they are constants, and the code has nothing of it.
     """
@@ -54,11 +54,14 @@ def table_arguments(table: Any, pool: Any) -> tuple[Any, Any, int]:
             f"table is {tuple(table.shape)} {table.dtype}; int32 [N, blocks] with a contiguous "
             "last axis is expected."
         )
-    return table, table.stride(0), pool.shape[2]
+    return table, table.stride(0), pool.shape[axis]
 
 
-def slots_and_room(keys: Any, table: Any) -> tuple[int, int]:
-    """Sequences, and the tokens that each has room for, of keys [N, K, S, D] or by a table."""
+def slots_and_room(keys: Any, table: Any, axis: int = 2) -> tuple[int, int]:
+    """Sequences, and the tokens that each has room for, of keys [N, K, S, D] or by a table.
+
+    `axis` is that of the tokens.
+    """
     if table is None:
-        return keys.shape[0], keys.shape[2]
-    return table.shape[0], table.shape[1] * keys.shape[2]
+        return keys.shape[0], keys.shape[axis]
+    return table.shape[0], table.shape[1] * keys.shape[axis]

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
+from .blocks import places, slots_and_room, table_arguments
 from .launch import dot, launch, let_next_start, next_power_of_2, wait_for_inputs
 from .operands import empty
 from .rotary import _load_pairs, _store_pairs, stretched
@@ -33,9 +34,9 @@ class LatentConfig(NamedTuple):
 
 @triton.jit
 def _turn_latents_kernel(
-    queries_ptr, shared_ptr, positions_ptr, frequencies_ptr, norm_ptr, cache_ptr, slots_ptr,
-    ends_ptr, original, scaling, eps, tokens, room, slots, positions_stride0, positions_stride1,
-    slot_stride, token_stride,
+    queries_ptr, shared_ptr, positions_ptr, frequencies_ptr, norm_ptr, cache_ptr, table_ptr,
+    slots_ptr, ends_ptr, original, scaling, eps, tokens, room, slots, positions_stride0,
+    positions_stride1, slot_stride, token_stride, table_stride, SIZE: tl.constexpr,
     PAIRS: tl.constexpr, D: tl.constexpr, H: tl.constexpr, RANK: tl.constexpr,
     INTERLEAVED: tl.constexpr, HEADS: tl.constexpr, HALF: tl.constexpr, BLOCK: tl.constexpr,
     STRETCH: tl.constexpr, PDL: tl.constexpr,
@@ -78,7 +79,12 @@ def _turn_latents_kernel(
         tl.store(at + r, z, mask=r < RANK)
         _store_pairs(at + RANK + zero, x, y, zero == 0, PAIRS, INTERLEAVED, HALF)
         if cache_ptr is not None:
-            to = cache_ptr + slot * slot_stride + place * token_stride
+            if table_ptr is None:
+                to = cache_ptr + slot * slot_stride + place * token_stride
+            else:
+                row_of = table_ptr + slot * table_stride
+                to, inside = places(row_of, place, inside, slot_stride, token_stride, SIZE)
+                to = cache_ptr + to
             tl.store(to + r, z, mask=inside & (r < RANK))
             _store_pairs(to + RANK, x, y, inside, PAIRS, INTERLEAVED, HALF)
     else:
@@ -122,10 +128,11 @@ def _absorb_kernel(
 
 @triton.jit
 def _decode_latents_kernel(
-    own_ptr, queries_ptr, cache_ptr, lengths_ptr, partial_ptr, slot_stride, token_stride, capacity,
-    scale, H: tl.constexpr, D: tl.constexpr, RANK: tl.constexpr, TURNING: tl.constexpr,
-    SPLITS: tl.constexpr, STAGES: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_S: tl.constexpr,
-    BLOCK_R: tl.constexpr, BLOCK_T: tl.constexpr, PDL: tl.constexpr,
+    own_ptr, queries_ptr, cache_ptr, table_ptr, lengths_ptr, partial_ptr, slot_stride, token_stride,
+    table_stride, capacity, scale, SIZE: tl.constexpr, H: tl.constexpr, D: tl.constexpr,
+    RANK: tl.constexpr, TURNING: tl.constexpr, SPLITS: tl.constexpr, STAGES: tl.constexpr,
+    BLOCK_H: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_T: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """One program: a block of heads over a part of a sequence's tokens."""
     let_next_start(PDL)
@@ -144,14 +151,22 @@ def _decode_latents_kernel(
     own = tl.load(own_ptr + row * RANK + r[None, :], mask=real & (r < RANK)[None, :], other=0.0)
     turned_at = queries_ptr + row * D + (D - TURNING) + t[None, :]
     turned = tl.load(turned_at, mask=real & (t < TURNING)[None, :], other=0.0)
-    base = cache_ptr + slot * slot_stride
+    base = cache_ptr
+    if table_ptr is None:
+        base += slot * slot_stride
+    else:
+        table_ptr += slot * table_stride
     top = tl.full((BLOCK_H,), -float("inf"), tl.float32)
     total = tl.zeros((BLOCK_H,), tl.float32)
     acc = tl.zeros((BLOCK_H, BLOCK_R), tl.float32)
     for start in tl.range(first, last, BLOCK_S, num_stages=STAGES):
         s = start + tl.arange(0, BLOCK_S)
-        at = base + s.to(tl.int64)[:, None] * token_stride
-        there = (s < last)[:, None]
+        if table_ptr is None:
+            at = base + s.to(tl.int64)[:, None] * token_stride
+            there = (s < last)[:, None]
+        else:
+            to, known = places(table_ptr, s, s < last, slot_stride, token_stride, SIZE)
+            at, there = base + to[:, None], known[:, None]
         vectors = tl.load(at + r[None, :], mask=there & (r < RANK)[None, :], other=0.0)
         keys = tl.load(at + RANK + t[None, :], mask=there & (t < TURNING)[None, :], other=0.0)
         score = dot(turned, keys.T, tl.zeros((BLOCK_H, BLOCK_S), tl.float32))
@@ -223,6 +238,7 @@ def turn_latents(
     scaling: float = 1.0,
     interleaved: bool = False,
     cache: Any = None,
+    table: Any = None,
     slots: Any = None,
     ends: Any = None,
     original: int = 0,
@@ -235,7 +251,8 @@ def turn_latents(
     those of each head's query turn by int positions [B, T] times `inv_freq` float32 [R/2]. With a
     cache [N, S, rank + R], contiguous in its last axis, row b goes to slot `slots[b]`, each token
     to the place that its position says; without `slots` to slot b, of which a full one overwrites
-    its last place. `ends`, `original` and `stretch` as in `rotary_append`.
+    its last place. With `table` int32 [N, blocks] the cache is [blocks, size, rank + R], see
+    blocks.py. `ends`, `original` and `stretch` as in `rotary_append`.
     """
     batch, tokens, _ = shared.shape
     turning = 2 * inv_freq.shape[-1]
@@ -246,14 +263,16 @@ def turn_latents(
     parts = 1 + -(-heads // at_once)
     if not batch * tokens:
         return
+    count, room = (0, 0) if cache is None else slots_and_room(cache, table, 1)
+    table, table_stride, size = table_arguments(table, cache, 1)
     launch(
         _turn_latents_kernel,
         (batch * tokens * parts,),
-        *(queries, shared, positions, inv_freq, norm, cache, slots, ends, original),
-        *(scaling, eps, tokens),
-        *((0, 0) if cache is None else (cache.shape[1], cache.shape[0])),
+        *(queries, shared, positions, inv_freq, norm, cache, table, slots, ends, original),
+        *(scaling, eps, tokens, room, count),
         *positions.stride()[:2],
         *((0, 0) if cache is None else cache.stride()[:2]),
+        *(table_stride, size),
         **{"PAIRS": turning // 2, "D": dim, "H": heads, "RANK": rank, "HEADS": at_once},
         **{"HALF": half, "INTERLEAVED": interleaved, "BLOCK": next_power_of_2(rank)},
         STRETCH=stretch,
@@ -271,6 +290,7 @@ def decode_latents(
     heads: int,
     turning: int,
     scale: float,
+    table: Any = None,
     reach: int | None = None,
     config: LatentConfig | None = None,
     sms: int = 132,
@@ -280,6 +300,7 @@ def decode_latents(
 
     `queries` [N, 1, H D] have their last `turning` elements turned; the cache is
     [N, S, rank + turning] with the new token at lengths[n], or, of a full slot, at the last place.
+    With `table` int32 [N, blocks] it is [blocks, size, rank + turning], see blocks.py.
     `kv` [H (D - turning) + H value_dim, rank] makes each head's key, and then its value, of a
     latent vector: here its first part makes a query that meets latent vectors as they are. `reach`
     as in `decode_attention`.
@@ -292,8 +313,10 @@ def decode_latents(
         raise ValueError(f"Latent vectors of {rank} elements: at most {LARGEST_RANK}.")
     if kv.shape[0] % heads or value_dim < 1 or not kv.is_contiguous():
         raise ValueError(f"kv {tuple(kv.shape)}: contiguous, of {heads} heads, expected.")
+    _, capacity = slots_and_room(cache, table, 1)
+    table, table_stride, size = table_arguments(table, cache, 1)
     if config is None:
-        most = min(reach or cache.shape[1], cache.shape[1])
+        most = min(reach or capacity, capacity)
         config = default_config(slots, heads, most, queries.element_size(), sms)
     block_r = max(16, next_power_of_2(rank))
     rows = 1 if slots == 1 else 16  # what the matrix units take
@@ -312,7 +335,8 @@ def decode_latents(
     launch(
         _decode_latents_kernel,
         (slots * -(-heads // config.heads), config.splits),
-        *(own, queries, cache, lengths, partial, *cache.stride()[:2], cache.shape[1], scale),
+        *(own, queries, cache, table, lengths, partial, *cache.stride()[:2], table_stride),
+        *(capacity, scale, size),
         **{"H": heads, "D": dim, "RANK": rank, "TURNING": turning, "SPLITS": config.splits},
         **{"STAGES": config.stages, "BLOCK_H": config.heads, "BLOCK_S": config.block},
         **{"BLOCK_R": block_r, "BLOCK_T": max(16, next_power_of_2(turning))},

@@ -21,7 +21,7 @@ from ....model.spec import Attention, ModelSpec, Rope
 from ....ops import rotary as turning
 from ....ops.attention import attention as plain_attention
 from ....ops.attention import chunks, scoring
-from ....ops.cache_kinds import BlockCache, CrossCache, FullCache, LatentCache
+from ....ops.cache_kinds import BlockCache, CrossCache, FullCache, LatentBlockCache
 from ....ops.caches import CacheView, CrossView
 from ....ops.contract import LatentQkv, LayerAttention
 from ....ops.plain import last_of
@@ -89,7 +89,7 @@ class KernelAttention(KernelBase):
         lengths = lengths if starts is None else None  # positions say where tokens of rows go
         a, rope, norm = layer.spec, layer.spec.rope, layer.latent_norm
         assert a.latent is not None and norm is not None and rope is not None
-        held = [] if cache is None else [cast(LatentCache, cache).shared]
+        held = [] if cache is None else [cast(Any, cache).shared]
         positions, last = angles if isinstance(angles, tuple) else (angles, None)
         ends = last if lengths is None else lengths
         with jax.named_scope("rotary"):
@@ -105,6 +105,7 @@ class KernelAttention(KernelBase):
                 scaling=rope.scaling,
                 interleaved=rope.interleaved,
                 cache=held[0] if held else None,
+                table=_table_of(cache),
                 slots=slots,
                 ends=ends if rope.stretch else None,
                 original=rope.original,
@@ -117,7 +118,7 @@ class KernelAttention(KernelBase):
         if a.growth:
             at = positions if lengths is None else lengths[:, None]
             q = q * turning.growth(self.maths, at, *a.growth)[..., None, None].astype(q.dtype)
-        return q, shared, cast(LatentCache, cache)._replace(shared=filled[0]) if held else None
+        return q, shared, cast(Any, cache)._replace(shared=filled[0]) if held else None
 
     def _attend_latents(
         self,
@@ -138,7 +139,8 @@ class KernelAttention(KernelBase):
         a = layer.spec
         q, shared, cache = self._latents(layer, qkv, angles, cache, slots, starts=starts)
         if starts is not None:
-            shared = cast(LatentCache, cache).shared[:, :reach][slots]
+            own = cast(Any, cache)
+            shared = own.view(None, reach or own.capacity).read(slots)[0][:, 0]
         k, v = self._of_latents(layer, shared)
         width = v.shape[-1]
         most = max(width, a.head_dim)
@@ -367,9 +369,10 @@ class KernelAttention(KernelBase):
             y, _ = call(
                 latent.decode_latents,
                 q.reshape(qkv.queries.shape),
-                cast(LatentCache, written).shared,
+                cast(Any, written).shared,
                 lengths,
                 layer.kv.data,
+                table=_table_of(written),
                 heads=a.heads,
                 turning=a.latent.turning,
                 scale=a.scale,
@@ -436,8 +439,8 @@ def _frequencies(rope: Rope) -> np.ndarray:
     return np.array(rope.tables, np.float32)
 
 
-def _table_of(cache: FullCache | BlockCache | None) -> jax.Array | None:
-    return cache.table if isinstance(cache, BlockCache) else None
+def _table_of(cache: Any) -> jax.Array | None:
+    return cache.table if isinstance(cache, BlockCache | LatentBlockCache) else None
 
 
 def _held(cache: FullCache | BlockCache | None) -> list[jax.Array]:

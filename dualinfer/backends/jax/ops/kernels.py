@@ -35,7 +35,7 @@ from ....kernels.triton.operands import empty
 from ....kernels.xla.launches import call
 from ....model.spec import Experts, ModelSpec, Recurrence, Router
 from ....model.weights import Weight
-from ....ops.cache_kinds import BlockCache, CrossCache, FullCache, LatentCache
+from ....ops.cache_kinds import BlockCache, CrossCache, FullCache, LatentBlockCache, LatentCache
 from ....ops.caches import StateView
 from ....ops.contract import (
     ALONE,
@@ -71,7 +71,9 @@ from .schemes import SCHEMES
 class KernelOps(KernelAttention):
     """Fused ops on a GPU, see `KernelBase`."""
 
-    cache_kinds = frozenset({FullCache.kind, BlockCache.kind, CrossCache.kind, LatentCache.kind})
+    cache_kinds = frozenset(
+        own.kind for own in (FullCache, BlockCache, CrossCache, LatentCache, LatentBlockCache)
+    )
     kernels = "Triton"
     launches = True
     holds_scores = False

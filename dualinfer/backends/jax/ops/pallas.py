@@ -23,7 +23,7 @@ from ....kernels.pallas import thresholds
 from ....model.spec import Activation, Attention, Experts, ModelSpec, Recurrence, Router
 from ....model.weights import Weight
 from ....ops import attention, mixtures
-from ....ops.cache_kinds import BlockCache, CrossCache, FullCache, LatentCache
+from ....ops.cache_kinds import BlockCache, CrossCache, FullCache, LatentBlockCache, LatentCache
 from ....ops.caches import CacheView, CrossView, StateView
 from ....ops.contract import (
     ALONE,
@@ -54,7 +54,9 @@ class PallasOps(FusedOps):
 
     kernels = "Pallas"
     holds_scores = False
-    cache_kinds = frozenset({FullCache.kind, BlockCache.kind, CrossCache.kind, LatentCache.kind})
+    cache_kinds = frozenset(
+        own.kind for own in (FullCache, BlockCache, CrossCache, LatentCache, LatentBlockCache)
+    )
     cache_codes = frozenset({"int8", "fp8_e4m3"})
     implementations: Mapping[str, str] = {
         **IMPLEMENTATIONS,
@@ -341,10 +343,12 @@ class PallasOps(FusedOps):
             assert a.latent is not None
             q, _, written = self._latents(layer, qkv, angles, cache, None, lengths)
             q = self._absorbed(layer, q[:, 0])[:, None]
-            keys = cast(LatentCache, written).shared[:, None]
+            own = cast(Any, written)
             how: dict[str, Any] = {"values": a.latent.rank, "reach": reach}
+            if isinstance(own, LatentBlockCache):
+                how["table"] = jnp.clip(own.table[: len(lengths)], 0, own.total - 1)
             with jax.named_scope("decode_attention"):
-                y = self._by_blocks(q, keys, None, seen, scores, **how)
+                y = self._by_blocks(q, own.shared[:, None], None, seen, scores, **how)
             return self._values_of(layer, y[:, 0]), cast(CacheView, written)
         q, cache = self._appended(layer, qkv, angles, cache, lengths)
         slots = jnp.arange(len(lengths), dtype=jnp.int32)

@@ -18,7 +18,7 @@ from ....model.spec import Attention, ModelSpec
 from ....ops import rotary as turning
 from ....ops.attention import attention as plain_attention
 from ....ops.attention import chunks, scoring
-from ....ops.cache_kinds import BlockCache, CrossCache, FullCache, LatentCache
+from ....ops.cache_kinds import BlockCache, CrossCache, FullCache, LatentBlockCache, LatentCache
 from ....ops.caches import CacheView, CrossView
 from ....ops.contract import LatentQkv, LayerAttention
 from ....ops.plain import last_of
@@ -129,7 +129,8 @@ class KernelAttention(KernelBase):
             inv_freq=layer.frequencies,
             scaling=rope.scaling,
             interleaved=rope.interleaved,
-            cache=None if cache is None else cast(LatentCache, cache).shared,
+            cache=None if cache is None else cast(Any, cache).shared,
+            table=_table_of(cast(Any, cache)),
             slots=slots,
             ends=last if lengths is None else lengths,
             original=rope.original,
@@ -158,7 +159,7 @@ class KernelAttention(KernelBase):
         """
         q, shared, _ = self._latents(layer, qkv, angles, cache, slots, starts=starts)
         if starts is not None:
-            shared, how = cast(LatentCache, cache).shared[slots], {**how, "starts": starts}
+            shared, how = cast(Any, cache).read(slots)[0][:, 0], {**how, "starts": starts}
         k, v = self._of_latents(layer, shared)
         width, dim = v.shape[-1], layer.spec.head_dim
         q, k, v = (F.pad(x, (0, max(width, dim) - x.shape[-1])) for x in (q, k, v))
@@ -316,7 +317,7 @@ class KernelAttention(KernelBase):
         self,
         layer: LayerAttention,
         qkv: LatentQkv,
-        cache: LatentCache,
+        cache: LatentCache | LatentBlockCache,
         lengths: torch.Tensor,
         config: latent.LatentConfig | None,
     ) -> torch.Tensor:
@@ -333,6 +334,7 @@ class KernelAttention(KernelBase):
             cache.shared,
             lengths,
             layer.kv.data,
+            table=_table_of(cache),
             heads=a.heads,
             turning=a.latent.turning,
             scale=a.scale,
@@ -370,8 +372,8 @@ class KernelAttention(KernelBase):
         return y[:, None]
 
 
-def _table_of(cache: FullCache | BlockCache | None) -> torch.Tensor | None:
-    return cache.table if isinstance(cache, BlockCache) else None
+def _table_of(cache: Any) -> torch.Tensor | None:
+    return cache.table if isinstance(cache, BlockCache | LatentBlockCache) else None
 
 
 def _scales_of(cache: FullCache | BlockCache | None) -> Any:

@@ -29,7 +29,7 @@ from ....kernels.triton.routing import RouteConfig
 from ....kernels.triton.tuning import Configurations
 from ....model.spec import Experts, ModelSpec, Recurrence, Router
 from ....model.weights import Weight
-from ....ops.cache_kinds import BlockCache, CrossCache, FullCache, LatentCache
+from ....ops.cache_kinds import BlockCache, CrossCache, FullCache, LatentBlockCache, LatentCache
 from ....ops.caches import StateView
 from ....ops.contract import (
     ALONE,
@@ -71,7 +71,9 @@ _GROUPED_PAIRS, _GROUPED_FFN = 256, 2048
 class KernelOps(KernelAttention):
     """Fused ops on a CUDA device, see `KernelBase`."""
 
-    cache_kinds = frozenset({FullCache.kind, BlockCache.kind, CrossCache.kind, LatentCache.kind})
+    cache_kinds = frozenset(
+        own.kind for own in (FullCache, BlockCache, CrossCache, LatentCache, LatentBlockCache)
+    )
     kernels = "Triton"
     _IMPLEMENTATIONS: Mapping[str, str] = {
         **PlainOps.implementations,
