@@ -15,7 +15,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from dualinfer.kernels.triton.delta_prompt import delta_prompt
-from dualinfer.kernels.triton.delta_token import delta_token
+from dualinfer.kernels.triton.delta_token import DeltaLayer, delta_token
 
 VALUES, DIM, TAPS = 32, 128, 4
 CUDA: dict[str, Any] = {"device": "cuda", "dtype": torch.bfloat16}
@@ -53,14 +53,15 @@ class Layer:
         decays = VALUES * DIM if by_channel else VALUES
         self.channels = (2 * keys + VALUES) * DIM
         self.width = self.channels + VALUES * DIM + VALUES + decays
-        self.how: dict[str, Any] = {
-            **{"keys": keys, "values": VALUES, "beta_at": self.channels + VALUES * DIM},
-            "taps": torch.randn(self.channels, TAPS, **CUDA),
-            "decay_scale": torch.zeros(VALUES, device="cuda"),
-            "decay_bias": torch.zeros(decays, device="cuda"),
-            **{"norm": torch.ones(DIM, **CUDA), "eps": 1e-6},
-            **{"gate": "sigmoid" if by_channel else "silu", "pdl": True},
-        }
+        self.layer = DeltaLayer(
+            *(keys, VALUES, DIM, DIM, self.channels + VALUES * DIM),
+            taps=torch.randn(self.channels, TAPS, **CUDA),
+            decay_scale=torch.zeros(VALUES, device="cuda"),
+            decay_bias=torch.zeros(decays, device="cuda"),
+            norm=torch.ones(DIM, **CUDA),
+            eps=1e-6,
+            gate="sigmoid" if by_channel else "silu",
+        )
 
     def held(self, slots: int) -> tuple[torch.Tensor, torch.Tensor]:
         """What slots keep."""
@@ -76,7 +77,7 @@ class Layer:
 
         def run() -> None:
             for past, state in caches:
-                delta_token(x, past, state, moves, counters=counters, **self.how)
+                delta_token(x, self.layer, past, state, moves, counters=counters, pdl=True)
 
         took = seconds(run) / len(caches)
         moved = 2 * rows * VALUES * DIM * DIM * 4 + 2 * rows * self.width
@@ -85,9 +86,9 @@ class Layer:
     def prompt(self, batch: int, tokens: int) -> None:
         """Print the time of so many prompts, and of each launch."""
         x = torch.randn(batch, tokens, self.width, **CUDA)
-        slots, own = torch.arange(batch, device="cuda"), {"key_dim": DIM, "value_dim": DIM}
-        own |= {"slots": slots, "lengths": torch.full_like(slots, tokens)}
-        run = partial(delta_prompt, x, *self.held(batch), **self.how, **own)
+        slots = torch.arange(batch, device="cuda")
+        own = {"slots": slots, "lengths": torch.full_like(slots, tokens), "pdl": True}
+        run = partial(delta_prompt, x, self.layer, *self.held(batch), **own)
         took = seconds(run, 3)
         with profile(activities=[ProfilerActivity.CUDA]) as told:
             run()

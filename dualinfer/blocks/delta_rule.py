@@ -259,8 +259,8 @@ class DeltaRule:
 
         if not delta_token.counts(len(x), self.keys, self.values):
             return None
-        how = self._launched(ops, w, x) | {"pdl": ops.starts_early(len(x))}
-        return Launch(delta_token.delta_token, (x, *cache.arrays, moves), how)
+        own = x, self._known(ops, w, x), *cache.arrays, moves
+        return Launch(delta_token.delta_token, own, {"pdl": ops.starts_early(len(x))})
 
     def sequence_launch(
         self,
@@ -276,24 +276,27 @@ class DeltaRule:
         """See `contract.FusedRecurrence`."""
         from ..kernels.triton import delta_prompt
 
-        how = self._launched(ops, w, x) | {"key_dim": self.key_dim, "value_dim": self.value_dim}
-        how |= {"mask": mask, "pdl": ops.starts_early(x.shape[0] * x.shape[1])}
+        how = {"mask": mask, "pdl": ops.starts_early(x.shape[0] * x.shape[1])}
         if cache is not None:
             how |= {"slots": slots, "lengths": lengths, "starts": starts}
         held = () if cache is None else cache.arrays
-        return Launch(delta_prompt.delta_prompt, (x, *held), how)
+        return Launch(delta_prompt.delta_prompt, (x, self._known(ops, w, x), *held), how)
 
-    def _launched(self, ops: BlockOps, w: Weights, x: Array) -> dict[str, Any]:
-        """The options of both kernels: the layer's facts and weights, and second projections."""
-        at = sum(self.sizes[:4])
-        how: dict[str, Any] = {"keys": self.keys, "values": self.values, "beta_at": at}
-        how |= {"floor": self.floor, "doubled": self.doubled, "gate": self.gate}
-        how |= {"taps": w["recurrence_kernel"], "decay_scale": w["delta_decay_scale"]}
-        how |= {"decay_bias": w["delta_decay_bias"], "norm": w["delta_norm.weight"]}
-        how["eps"] = self.norm.eps
+    def _known(self, ops: BlockOps, w: Weights, x: Array) -> Any:
+        """What both kernels know of the layer: its facts, weights and second projections."""
+        from ..kernels.triton.delta_token import DeltaLayer
+
+        gates = decays = None
         if self.gate_rank or self.decay_rank:
-            _, how["gates"], _, how["decays"] = self._projected(ops, w, x)
-        return how
+            _, gates, _, decays = self._projected(ops, w, x)
+        return DeltaLayer(
+            *(self.keys, self.values, self.key_dim, self.value_dim, sum(self.sizes[:4])),
+            *(w["recurrence_kernel"], w["delta_decay_scale"], w["delta_decay_bias"]),
+            *(w["delta_norm.weight"], self.norm.eps, gates, decays),
+            floor=self.floor,
+            doubled=self.doubled,
+            gate=self.gate,
+        )
 
     def _projected(self, ops: BlockOps, w: Weights, x: Array) -> list[Array]:
         """The convolved channels, gates, steps and decays of x [..., W], behind both projections.

@@ -210,8 +210,8 @@ class StateSpace:
 
         if not state_token.counts(len(x), self.heads, self.groups):
             return None
-        how = self._launched(w) | {"pdl": ops.starts_early(len(x))}
-        return Launch(state_token.state_token, (x, *cache.arrays, moves), how)
+        own = x, self._known(w), *cache.arrays, moves
+        return Launch(state_token.state_token, own, {"pdl": ops.starts_early(len(x))})
 
     def sequence_launch(
         self,
@@ -227,24 +227,27 @@ class StateSpace:
         """See `contract.FusedRecurrence`."""
         from ..kernels.triton import state_prompt
 
-        how = self._launched(w) | {"heads": self.heads, "head_dim": self.head_dim}
-        how |= {"size": self.state, "mask": mask}
-        how["pdl"] = ops.starts_early(x.shape[0] * x.shape[1])
+        how = {"mask": mask, "pdl": ops.starts_early(x.shape[0] * x.shape[1])}
         if cache is not None:
             how |= {"slots": slots, "lengths": lengths, "starts": starts}
         held = () if cache is None else cache.arrays
-        return Launch(state_prompt.state_prompt, (x, *held), how)
+        return Launch(state_prompt.state_prompt, (x, self._known(w), *held), how)
 
-    def _launched(self, w: Weights) -> dict[str, Any]:
-        """The options of both kernels: the layer's facts and weights."""
-        how: dict[str, Any] = {"groups": self.groups, "taps": w["recurrence_kernel"]}
-        how |= {"taps_bias": w.get("recurrence_kernel_bias"), "skip": w["state_skip"]}
-        how |= {"step_bias": w["state_step_bias"], "decay": w["state_decay"]}
-        how |= {"limits": self.limits, "scales": self.scales, "out_scale": self.out_scale}
-        if self.norm is not None:
-            how |= {"norm": w["state_norm.weight"], "normed": self.normed, "eps": self.norm.eps}
-            how["gated_last"] = self.gated_last
-        return how
+    def _known(self, w: Weights) -> Any:
+        """What both kernels know of the layer: its facts and weights."""
+        from ..kernels.triton.state_token import StateLayer
+
+        norm = None if self.norm is None else w["state_norm.weight"]
+        return StateLayer(
+            *(self.heads, self.head_dim, self.state, self.groups),
+            *(w["recurrence_kernel"], w.get("recurrence_kernel_bias")),
+            *(w["state_step_bias"], w["state_decay"], w["state_skip"], norm, self.normed),
+            eps=0.0 if self.norm is None else self.norm.eps,
+            gated_last=self.gated_last,
+            limits=self.limits,
+            scales=self.scales,
+            out_scale=self.out_scale,
+        )
 
     def _parted(self, m: Maths, x: Array) -> list[Array]:
         """Gates [..., width], what is convolved [..., C], and the heads' numbers [..., heads]."""

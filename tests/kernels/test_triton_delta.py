@@ -38,7 +38,7 @@ class Case(NamedTuple):
 
     rule: DeltaRule
     weights: dict[str, np.ndarray]
-    how: dict[str, Any]
+    layer: delta_token.DeltaLayer
 
     def past(self, slots: int, dtype: np.dtype) -> np.ndarray:
         return normal(7, slots, self.rule.taps - 1, self.rule.channels, dtype=dtype)
@@ -59,15 +59,13 @@ def case_of(name: str, dtype: np.dtype) -> Case:
         "delta_decay_bias": normal(3, rule.decays, dtype=np.dtype(np.float32)),
         "delta_norm.weight": normal(4, rule.value_dim, dtype=dtype),
     }
-    how = {
-        **{"keys": rule.keys, "values": rule.values, "beta_at": sum(rule.sizes[:4])},
-        **{"floor": rule.floor, "doubled": rule.doubled, "gate": rule.gate, "eps": rule.norm.eps},
-        "taps": put(weights["recurrence_kernel"]),
-        "decay_scale": put(weights["delta_decay_scale"]),
-        "decay_bias": put(weights["delta_decay_bias"]),
-        "norm": put(weights["delta_norm.weight"]),
-    }
-    return Case(rule, weights, how)
+    layer = delta_token.DeltaLayer(
+        *(rule.keys, rule.values, rule.key_dim, rule.value_dim, sum(rule.sizes[:4])),
+        *map(put, weights.values()),
+        rule.norm.eps,
+        **{"floor": rule.floor, "doubled": rule.doubled, "gate": rule.gate},
+    )
+    return Case(rule, weights, layer)
 
 
 def loop(case: Case, x: np.ndarray, past: Any, state: Any) -> tuple[Any, Any, Any]:
@@ -96,7 +94,7 @@ def test_a_token_moves_the_slots_that_are_named(dtype, name):
     import torch
 
     counters = torch.zeros(3 * case.rule.keys, dtype=torch.int32, device=held[0].device)
-    y = get(delta_token.delta_token(put(x), *held, put(moves), counters=counters, **case.how))
+    y = get(delta_token.delta_token(put(x), case.layer, *held, put(moves), counters=counters))
     assert not counters.any()
     new_past, new_state = map(get, held)
     for slot in (0, 2):
@@ -117,9 +115,7 @@ def test_rows_go_on_from_their_slots(dtype, name):
     slots, starts, lengths = np.array([3, 1, 7]), np.array([64, 0, 0]), np.array([75, 66, 1])
     held = put(past), put(state)
     y = delta_prompt.delta_prompt(
-        *(put(x), *held),
-        **case.how,
-        **{"key_dim": case.rule.key_dim, "value_dim": case.rule.value_dim},
+        *(put(x), case.layer, *held),
         **{"slots": put(slots), "starts": put(starts), "lengths": put(lengths)},
     )
     y, new_past, new_state = map(get, (y, *held))
@@ -143,8 +139,7 @@ def test_rows_go_on_from_their_slots(dtype, name):
 def test_a_cut_at_a_whole_chunk_changes_no_bit(name):
     dtype = np.dtype(np.float32)
     case, tokens = case_of(name, dtype), 150
-    x, how = case.x(1, tokens, dtype=dtype), case_of(name, dtype).how
-    how = how | {"key_dim": case.rule.key_dim, "value_dim": case.rule.value_dim}
+    x = case.x(1, tokens, dtype=dtype)
 
     def read(cuts: list[int]) -> list[np.ndarray]:
         held = put(case.past(1, dtype)), put(case.state(1))
@@ -152,7 +147,7 @@ def test_a_cut_at_a_whole_chunk_changes_no_bit(name):
         for start, end in zip([0, *cuts], [*cuts, tokens], strict=True):
             own = {"starts": put(np.array([start])), "lengths": put(np.array([end - start]))}
             part = put(np.ascontiguousarray(x[:, start:end]))
-            y = delta_prompt.delta_prompt(part, *held, slots=put(np.array([0])), **how, **own)
+            y = delta_prompt.delta_prompt(part, case.layer, *held, slots=put(np.array([0])), **own)
             found.append(get(y))
         return [np.concatenate(found, 1), *map(get, held)]
 
@@ -168,13 +163,6 @@ def test_hidden_tokens_change_nothing():
     x = case.x(2, tokens, dtype=dtype)
     mask = np.ones((2, tokens), bool)
     mask[0, :5], mask[1, 66:] = False, False
-    y = get(
-        delta_prompt.delta_prompt(
-            put(x),
-            **case.how,
-            **{"key_dim": case.rule.key_dim, "value_dim": case.rule.value_dim},
-            mask=strided(mask),
-        )
-    )
+    y = get(delta_prompt.delta_prompt(put(x), case.layer, mask=strided(mask)))
     wanted, _ = case.rule.sequence(EXACT, case.weights, x, None, Seen(mask), None)
     assert_close(y[mask], wanted[mask].astype(np.float32), dtype, length=1024)

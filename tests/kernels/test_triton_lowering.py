@@ -678,20 +678,17 @@ def delta_rule(keys: int, values: int, by_channel: bool) -> list[Variant]:
         return recording.operand(shape, dtype)
 
     channels, decays = (2 * keys + values) * 128, values * (128 if by_channel else 1)
-    how = {
-        **{"keys": keys, "values": values, "beta_at": channels + values * 128, "eps": 1e-6},
-        **{"taps": new(channels, 4), "norm": new(128)},
-        "decay_scale": new(values, dtype="float32"),
-        "decay_bias": new(decays, dtype="float32"),
-        **{"gate": "sigmoid" if by_channel else "silu", "pdl": True},
-    }
+    layer = delta_token.DeltaLayer(
+        *(keys, values, 128, 128, channels + values * 128, new(channels, 4)),
+        *(new(values, dtype="float32"), new(decays, dtype="float32"), new(128), 1e-6),
+        gate="sigmoid" if by_channel else "silu",
+    )
     width = channels + values * 129 + decays
     held = new(8, 3, channels), new(8, values, 128, 128, dtype="float32")
-    own = {"counters": new(4096, dtype="int32")}
-    delta_token.delta_token(new(8, width), *held, new(8, dtype="bool"), **own, **how)
+    own = {"counters": new(4096, dtype="int32"), "pdl": True}
+    delta_token.delta_token(new(8, width), layer, *held, new(8, dtype="bool"), **own)
     numbers = {name: new(1, dtype="int32") for name in ("slots", "lengths", "starts")}
-    own = {"key_dim": 128, "value_dim": 128, **numbers}
-    delta_prompt.delta_prompt(new(1, 8192, width), *held, **own, **how)
+    delta_prompt.delta_prompt(new(1, 8192, width), layer, *held, pdl=True, **numbers)
     return [written(launch) for launch in recording.launches]
 
 
@@ -703,22 +700,18 @@ def state_space(heads: int, groups: int, dim: int, size: int, normed: int) -> li
         return recording.operand(shape, dtype)
 
     width, channels = heads * dim, heads * dim + 2 * groups * size
-    own = {name: new(heads, dtype="float32") for name in ("step_bias", "decay", "skip")}
-    state_token.state_token(
-        new(8, width + channels + heads),
-        *(new(8, 3, channels), new(8, heads, dim, size, dtype="float32"), new(8, dtype="bool")),
-        **{"groups": groups, "taps": new(channels, 4), "taps_bias": new(channels), **own},
-        **{"counters": new(4096, dtype="int32"), "norm": new(width), "normed": normed},
-        **{"eps": 1e-5, "pdl": True},
+    layer = state_token.StateLayer(
+        *(heads, dim, size, groups, new(channels, 4), new(channels)),
+        *(new(heads, dtype="float32") for _ in range(3)),
+        **{"norm": new(width), "normed": normed, "eps": 1e-5},
     )
+    held = new(8, 3, channels), new(8, heads, dim, size, dtype="float32")
+    own = {"counters": new(4096, dtype="int32"), "pdl": True}
+    x = new(8, width + channels + heads)
+    state_token.state_token(x, layer, *held, new(8, dtype="bool"), **own)
     numbers = {name: new(1, dtype="int32") for name in ("slots", "lengths", "starts")}
-    state_prompt.state_prompt(
-        new(1, 8192, width + channels + heads),
-        *(new(8, 3, channels), new(8, heads, dim, size, dtype="float32")),
-        **{"heads": heads, "head_dim": dim, "size": size, "groups": groups, **numbers},
-        **{"taps": new(channels, 4), "taps_bias": new(channels), **own},
-        **{"norm": new(width), "normed": normed, "eps": 1e-5, "pdl": True},
-    )
+    x = new(1, 8192, width + channels + heads)
+    state_prompt.state_prompt(x, layer, *held, pdl=True, **numbers)
     return [written(launch) for launch in recording.launches]
 
 

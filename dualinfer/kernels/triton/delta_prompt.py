@@ -12,7 +12,7 @@ from typing import Any
 import triton
 import triton.language as tl
 
-from .delta_token import log_decay
+from .delta_token import DeltaLayer, log_decay
 from .launch import dot, launch, let_next_start, next_power_of_2, wait_for_inputs
 from .operands import as_bytes
 from .past import is_seen, keep, sigmoid, slot_of
@@ -390,28 +390,14 @@ def _gate_kernel(
 
 def delta_prompt(
     x: Any,
+    layer: DeltaLayer,
     past: Any = None,
     state: Any = None,
     *,
-    keys: int,
-    values: int,
-    key_dim: int,
-    value_dim: int,
-    beta_at: int,
-    taps: Any,
-    decay_scale: Any,
-    decay_bias: Any,
-    norm: Any,
-    eps: float,
-    gates: Any = None,
-    decays: Any = None,
     mask: Any = None,
     slots: Any = None,
     lengths: Any = None,
     starts: Any = None,
-    floor: float | None = None,
-    doubled: bool = False,
-    gate: str = "silu",
     pdl: bool = False,
 ) -> Any:
     """What tokens of sequences give, [B, T, values * value_dim], from projections x [B, T, W].
@@ -424,6 +410,8 @@ def delta_prompt(
     """
     check_last_axis("x", x)
     batch, tokens, _ = x.shape
+    keys, values, key_dim, value_dim, beta_at, *weights, gates, decays, floor, doubled, gate = layer
+    taps, decay_scale, decay_bias, norm, eps = weights
     width, channels = values * value_dim, 2 * keys * key_dim + values * value_dim
     by_channel = decay_bias.numel() != values
     if gates is None:

@@ -4,7 +4,7 @@ arXiv:2412.06464, arXiv:2510.26692. A state is read and written once.
 """
 
 # pyright: reportArgumentType=false, reportGeneralTypeIssues=false, reportAssignmentType=false
-from typing import Any
+from typing import Any, NamedTuple
 
 import triton
 import triton.language as tl
@@ -108,40 +108,53 @@ def counts(rows: int, keys: int, values: int) -> bool:
     return keys == values or rows * keys <= MOST_COUNTERS
 
 
+class DeltaLayer(NamedTuple):
+    """What a layer's kernels know of it, for tokens and for sequences alike.
+
+    Of `keys` and `values` heads with so many elements each; a projection has a number of each head
+    from `beta_at` on. `taps` [C, taps] and `norm` [value_dim] are weights; float32 `decay_scale`
+    [values] and `decay_bias`, as many as decays. `gates` [..., values * value_dim] and `decays`
+    [..., values] or [..., values * key_dim], where the projection does not have them. The rest as
+    in `blocks.delta_rule`.
+    """
+
+    keys: int
+    values: int
+    key_dim: int
+    value_dim: int
+    beta_at: int
+    taps: Any
+    decay_scale: Any
+    decay_bias: Any
+    norm: Any
+    eps: float
+    gates: Any = None
+    decays: Any = None
+    floor: float | None = None
+    doubled: bool = False
+    gate: str = "silu"
+
+
 def delta_token(
     x: Any,
+    layer: DeltaLayer,
     past: Any,
     state: Any,
     moves: Any,
     *,
-    keys: int,
-    values: int,
-    beta_at: int,
-    taps: Any,
-    decay_scale: Any,
-    decay_bias: Any,
-    norm: Any,
-    eps: float,
     counters: Any,
-    gates: Any = None,
-    decays: Any = None,
-    floor: float | None = None,
-    doubled: bool = False,
-    gate: str = "silu",
     pdl: bool = False,
 ) -> Any:
     """What a token of each slot gives, [N, values * value_dim], from its projection x [N, W].
 
-    x has queries, keys and values, then gates and what decays are made of, if these are not given
-    as `gates` [N, values * value_dim] and `decays` [N, values] or [N, values * key_dim]; `beta_at`
-    is where it has a number of each head. `past` [N', taps - 1, C] and float32 `state` [N', values,
-    key_dim, value_dim], N' >= N, are written in the slots that bool `moves` [N] names; others give
-    zeros. `taps` [C, taps] and `norm` [value_dim] are weights; float32 `decay_scale` [values] and
-    `decay_bias`, as many as decays. int32 `counters`, N * keys at least, are zeros, and are left
-    so. The rest as in `blocks.delta_rule`.
+    x has queries, keys and values, then gates and what decays are made of, if `layer` has these
+    not. `past` [N', taps - 1, C] and float32 `state` [N', values, key_dim, value_dim], N' >= N, are
+    written in the slots that bool `moves` [N] names; others give zeros. int32 `counters`, N * keys
+    at least, are zeros, and are left so.
     """
     check_last_axis("x", x)
-    key_dim, value_dim = state.shape[2:]
+    keys, values, key_dim, value_dim, beta_at, *weights, gates, decays, floor, doubled, gate = layer
+    taps, decay_scale, decay_bias, norm, eps = weights
     channels, rows = 2 * keys * key_dim + values * value_dim, len(x)
     by_channel = decay_bias.numel() != values
     width = values * value_dim

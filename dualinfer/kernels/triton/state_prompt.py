@@ -14,7 +14,7 @@ from .launch import dot, launch, let_next_start, next_power_of_2, wait_for_input
 from .operands import as_bytes, empty
 from .past import is_seen, keep, scaled, sigmoid, slot_of, softplus
 from .rows import check_last_axis
-from .state_token import norm_heads
+from .state_token import StateLayer, norm_heads
 
 _TILE, _BLOCK = 32, 128  # tokens and channels of a program that convolves
 # Tokens of a chunk, and elements of a head that a program walks with; of float32, whose products
@@ -175,25 +175,10 @@ def _walk_kernel(
 
 def state_prompt(
     x: Any,
+    layer: StateLayer,
     past: Any = None,
     state: Any = None,
     *,
-    heads: int,
-    head_dim: int,
-    size: int,
-    groups: int,
-    taps: Any,
-    step_bias: Any,
-    decay: Any,
-    skip: Any,
-    taps_bias: Any = None,
-    norm: Any = None,
-    normed: int = 0,
-    eps: float = 0.0,
-    gated_last: bool = False,
-    limits: tuple[float, float] = (0.0, float("inf")),
-    scales: tuple[float, float, float, float, float] | None = None,
-    out_scale: float = 1.0,
     mask: Any = None,
     slots: Any = None,
     lengths: Any = None,
@@ -202,14 +187,16 @@ def state_prompt(
 ) -> Any:
     """Run sequences through their states: [B, T, heads * head_dim] of projections x [B, T, W].
 
-    Arguments as those of `state_token.state_token`, [B, T, ...] in the place of [N, ...]; a state
-    has `head_dim` times `size` elements. bool `mask` [B, T] hides tokens, which then change
-    nothing. With `past` and `state` the slots int `slots` [B] have what is behind the first int
-    `lengths` [B] tokens; a row of a slot that there is not gives it to none. With int `starts` [B]
-    a row that does not start at 0 goes on from what its slot has.
+    Arguments as those of `state_token.state_token`, [B, T, ...] in the place of [N, ...]. bool
+    `mask` [B, T] hides tokens, which then change nothing. With `past` and `state` the slots int
+    `slots` [B] have what is behind the first int `lengths` [B] tokens; a row of a slot that there
+    is not gives it to none. With int `starts` [B] a row that does not start at 0 goes on from what
+    its slot has.
     """
     check_last_axis("x", x)
     batch, tokens, _ = x.shape
+    heads, head_dim, size, groups, taps, taps_bias, step_bias, decay, skip, norm, *_ = layer
+    limits, scales, out_scale = layer.limits, layer.scales, layer.out_scale
     width, shared = heads * head_dim, groups * size
     channels = width + 2 * shared
     if (past is None) != (slots is None) or (past is None) != (state is None):
@@ -245,15 +232,11 @@ def state_prompt(
         *(x.stride(0), x.stride(1), *in_mask, tokens, triton.cdiv(tokens, chunk), slot_count),
         *(*limits, out_scale if norm is None else 1.0, *many),
         **{"HEADS": heads, "GROUPS": groups, "DIM": head_dim, "STATE": size, **is_scaled},
-        **{"GATED": norm is None or not gated_last, "WHOLE": whole, "BLOCK_D": block},
+        **{"GATED": norm is None or not layer.gated_last, "WHOLE": whole, "BLOCK_D": block},
         CHUNK=chunk,
         BLOCK_S=max(next_power_of_2(size), 16),
         num_warps=8,
         num_stages=1 if is_fine else 2,
         pdl=pdl,
     )
-    if norm is None:
-        return y
-    facts = {"norm": norm, "normed": normed, "eps": eps, "gated_last": gated_last}
-    scale = None if scales is None else scales[0]
-    return norm_heads(y, x, scale=scale, out_scale=out_scale, pdl=pdl, **facts)
+    return y if norm is None else norm_heads(y, x, layer, pdl)

@@ -4,7 +4,7 @@ arXiv:2405.21060. A state is read and written once; norms over several heads are
 """
 
 # pyright: reportArgumentType=false, reportGeneralTypeIssues=false
-from typing import Any
+from typing import Any, NamedTuple
 
 import triton
 import triton.language as tl
@@ -118,39 +118,51 @@ def counts(rows: int, heads: int, groups: int) -> bool:
     return heads == groups or rows * groups <= MOST_COUNTERS
 
 
+class StateLayer(NamedTuple):
+    """What a layer's kernels know of it, for tokens and for sequences alike.
+
+    Of `heads` with states of `head_dim` times `size` elements. `taps` [C, taps], with a bias [C],
+    and `norm` [heads * head_dim], over `normed` elements each, are weights; `step_bias`, `decay`
+    and `skip` are float32 [heads]. The rest as in `blocks.state_space`.
+    """
+
+    heads: int
+    head_dim: int
+    size: int
+    groups: int
+    taps: Any
+    taps_bias: Any
+    step_bias: Any
+    decay: Any
+    skip: Any
+    norm: Any = None
+    normed: int = 0
+    eps: float = 0.0
+    gated_last: bool = False
+    limits: tuple[float, float] = (0.0, float("inf"))
+    scales: tuple[float, float, float, float, float] | None = None
+    out_scale: float = 1.0
+
+
 def state_token(
     x: Any,
+    layer: StateLayer,
     past: Any,
     state: Any,
     moves: Any,
     *,
-    groups: int,
-    taps: Any,
-    step_bias: Any,
-    decay: Any,
-    skip: Any,
     counters: Any,
-    taps_bias: Any = None,
-    norm: Any = None,
-    normed: int = 0,
-    eps: float = 0.0,
-    gated_last: bool = False,
-    limits: tuple[float, float] = (0.0, float("inf")),
-    scales: tuple[float, float, float, float, float] | None = None,
-    out_scale: float = 1.0,
     pdl: bool = False,
 ) -> Any:
     """What a token of each slot gives, [N, heads * head_dim], from its projection x [N, W].
 
     x has gates, x, B, C and a number of each head. `past` [N', taps - 1, C] and float32 `state`
     [N', heads, head_dim, state], N' >= N, are written in the slots that bool `moves` [N] names;
-    others give zeros. `taps` [C, taps], with a bias [C], and `norm` [heads * head_dim], over
-    `normed` elements each, are weights; `step_bias`, `decay` and `skip` are float32 [heads]. int32
-    `counters`, N * groups at least, are zeros, and are left so. The rest as in
-    `blocks.state_space`.
+    others give zeros. int32 `counters`, N * groups at least, are zeros, and are left so.
     """
     check_last_axis("x", x)
-    _, heads, dim, size = state.shape
+    heads, dim, size, groups, taps, taps_bias, step_bias, decay, skip, norm, *_ = layer
+    limits, scales, out_scale = layer.limits, layer.scales, layer.out_scale
     rows, width, channels = len(x), heads * dim, past.shape[2]
     if channels != width + 2 * groups * size or not (
         past.is_contiguous() and state.is_contiguous()
@@ -166,43 +178,27 @@ def state_token(
         *(x, past, state, taps, taps_bias, step_bias, decay, skip, as_bytes(moves), y, counters),
         *(x.stride(0), limits[0], limits[1], out_scale if norm is None else 1.0, *many),
         **{"HEADS": heads, "GROUPS": groups, "DIM": dim, "STATE": size, "TAPS": taps.shape[1]},
-        **{"GATED": norm is None or not gated_last, "SCALED": scales is not None},
+        **{"GATED": norm is None or not layer.gated_last, "SCALED": scales is not None},
         **{"BLOCK_D": next_power_of_2(dim), "BLOCK_S": next_power_of_2(size)},
         FETCH=0 if dim * size % (128 * _WARPS) else 32 * _WARPS,
         num_warps=_WARPS,
         pdl=pdl,
     )
-    if norm is None:
-        return y
-    facts = {"norm": norm, "normed": normed, "eps": eps, "gated_last": gated_last}
-    scale = None if scales is None else scales[0]
-    found = norm_heads(y[None], x[None], scale=scale, out_scale=out_scale, pdl=pdl, **facts)
-    return found[0]
+    return y if norm is None else norm_heads(y[None], x[None], layer, pdl)[0]
 
 
-def norm_heads(
-    y: Any,
-    x: Any,
-    *,
-    norm: Any,
-    normed: int,
-    eps: float,
-    gated_last: bool,
-    scale: float | None,
-    out_scale: float,
-    pdl: bool,
-) -> Any:
-    """Heads' results, float32 y [B, T, C], normed, in the dtype of their projections x [B, T, W].
-
-    The rest as in `state_token`; `scale` is what gates are times, None for 1.
-    """
+def norm_heads(y: Any, x: Any, layer: StateLayer, pdl: bool) -> Any:
+    """Heads' results, float32 y [B, T, C], normed, in the dtype of projections x [B, T, W]."""
+    normed, scale = layer.normed, layer.scales[0] if layer.scales else None
     batch, tokens, width = y.shape
     out = x.new_empty((batch, tokens, width))
     launch(
         _norm_kernel,
         (width // normed * batch * tokens,),
-        *(y, x, norm, out, tokens, x.stride(0), x.stride(1), eps, out_scale, scale or 1.0),
-        **{"WIDTH": width, "NORMED": normed, "GATED": gated_last, "SCALED": scale is not None},
+        *(y, x, layer.norm, out, tokens, x.stride(0), x.stride(1)),
+        *(layer.eps, layer.out_scale, 1.0 if scale is None else scale),
+        **{"WIDTH": width, "NORMED": normed, "GATED": layer.gated_last},
+        SCALED=scale is not None,
         BLOCK=next_power_of_2(normed),
         num_warps=min(max(next_power_of_2(normed) // 512, 1), 16),
         pdl=pdl,
