@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import numpy as np
 
@@ -11,6 +11,9 @@ from ..model.load_plan import LoadPlan, TensorSource
 from ..model.spec import ModelSpec
 from ..ops.sampling import TOP as TOP
 from .profiling import Profiler, Stopwatch
+
+if TYPE_CHECKING:
+    from .blocks import Blocks
 
 NO_TOKEN = -1
 NO_LABEL = -100  # HF's, where no loss is asked for
@@ -307,7 +310,12 @@ class Runner(Protocol):
     is_compiled: bool
     kernels: str  # "Triton" where it serves the ops, else ""
     verifies: bool  # it has a `decode_several`
-    blocks: Any  # the `Blocks` of its pool, which calls change; None without such
+    lost: str | None  # why other processes that compute with it answer no more; None while they do
+
+    @property
+    def blocks(self) -> "Blocks | None":
+        """The blocks of its pool, which calls change; None without such."""
+        ...
 
     def forward(self, inputs: ForwardInputs) -> dict[str, Any]:
         """`logits` [B, T, V], or `last_hidden_state` [B, T, E] and `pooler_output` [B, E].

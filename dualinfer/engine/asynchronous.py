@@ -247,7 +247,7 @@ class AsyncCalls(RoomCalls):
     def traffic(self) -> Traffic:
         """Count the sequences of `generate_async` under way, and tell whether they move."""
         driver = self._driver
-        lost = getattr(self._runner, "lost", None) or self._lost
+        lost = self._runner.lost or self._lost
         book = self._loop.blocks
         usage = None if book is None else book.usage
         if driver is None:

@@ -73,12 +73,12 @@ class BlockSlots(Slots):
             lives = [x for x in list(self._live.values()) if not (x.ended or x in leaving)]
             for live in lives:
                 if live.unread is not None:
-                    there -= max(0, self._needs(live.unread.request) - book.held(live.slot))
-            if sum(self._needs(request, whole) for request, whole in new) > there:
+                    there -= max(0, self.needs(live.unread.request) - book.held(live.slot))
+            if sum(self.needs(request, whole) for request, whole in new) > there:
                 return False
             return _leave_room(book, new, lives)
 
-    def _needs(self, request: Request, whole: bool = False, shares: bool = True) -> int:
+    def needs(self, request: Request, whole: bool = False, shares: bool = True) -> int:
         """Blocks that must be free for a prompt and its first new tokens.
 
         Those that others have of it now are not counted if it `shares` them.
@@ -107,7 +107,7 @@ class BlockSlots(Slots):
             return
         self.finish([x for x in list(self._live.values()) if x.ended])
         while lacking := self._runner.lacks(steps):
-            if not self._give_up(self.blocks.free + lacking):
+            if not self.give_up(self.blocks.free + lacking):
                 if not self.hand_out_next():
                     self._put_off_last()
                 self.finish([x for x in list(self._live.values()) if x.ended])
@@ -150,7 +150,7 @@ class BlockSlots(Slots):
             self.sharing.drop(live.slot)
         self.yields += 1
 
-    def _give_up(self, free: int) -> bool:
+    def give_up(self, free: int) -> bool:
         """Let go of kept beginnings of prompts until so many blocks are free; True if it helped.
 
         Who was asked for longest ago goes first, if that frees something.
@@ -181,7 +181,7 @@ class Claims:
         if not piece.is_first or book.held(live.slot):
             own = book.of(needed(first_of(piece, left)))
             return self._are_there(max(own - book.held(live.slot), 0))
-        needs, request = self._slots._needs, piece.request
+        needs, request = self._slots.needs, piece.request
         if live.saved is not None and self._are_there(needs(request, shares=False)):
             return True
         is_room = self._are_there(needs(request))
@@ -197,12 +197,12 @@ class Claims:
     def take_saved(self, live: Live) -> None:
         """Free the blocks for what was saved of a sequence."""
         if live.saved is not None:
-            self._slots._give_up(self._book.more({live.slot: live.saved.tokens}))
+            self._slots.give_up(self._book.more({live.slot: live.saved.tokens}))
 
     def take(self, pieces: Sequence[Piece]) -> None:
         """Free the blocks for pieces."""
         wanted = {piece.slot: needed(piece) for piece in pieces}
-        self._slots._give_up(self._book.more(wanted))
+        self._slots.give_up(self._book.more(wanted))
 
     def add(self, piece: Piece) -> None:
         """Count what a piece takes, whose prompt has all that others had of it."""

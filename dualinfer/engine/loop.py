@@ -121,7 +121,7 @@ class Loop(BlockSlots):
                         live.kept = part.kept
                 if self.blocks is not None:
                     rooms = zip(slots, (part.cache_tokens for part in parts), strict=True)
-                    self._give_up(self.blocks.more(dict(rooms)))
+                    self.give_up(self.blocks.more(dict(rooms)))
                 return self._profiler.run(self._runner.prefill_scores, parts, slots)
 
             lives, scores = self._open(requests, read, chosen=True)

@@ -37,6 +37,7 @@ from .params import load_params
 from .processes import join as join_processes
 from .runner import JaxRunner
 from .streaming_runner import StreamingRunner
+from .whole import Placed
 
 _MORE_ROOM = (
     "JAX takes three quarters of a GPU; XLA_PYTHON_CLIENT_MEM_FRACTION=.95, set before JAX is "
@@ -119,10 +120,11 @@ def create_runner(
         options = compiler_options(config.enable_cuda_graph, place.device, ops.launches)
         most = spec.most_tokens(config.max_out_tokens)
         streams = streaming is not None and streaming.layers
-        runner = (StreamingRunner if streams else JaxRunner)(
+        placed = Placed(
             *(spec, tp_plan, params, model, dtype, place, ops, peers, most, options, streaming),
             config.kv_cache_dtype,
         )
+        runner = (StreamingRunner if streams else JaxRunner)(placed)
     runner.notes += (*notes, *describe_experts(tp_plan))
     if streaming:
         runner.notes += (streaming.describe(),)

@@ -12,7 +12,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from ...errors import StepError, UnsupportedError
-from ...model.spec import ModelSpec
 from ...model.weights import count_leaves
 from ...ops.caches import (
     Room,
@@ -23,8 +22,6 @@ from ...ops.caches import (
     in_blocks,
     served,
 )
-from ...parallel.agreement import Peers
-from ...parallel.sharding import ShardingPlan
 from ..base import (
     MAX_STEPS,
     NO_TOKEN,
@@ -45,19 +42,18 @@ from ..slots import (
     room_for,
     room_of,
 )
-from ..streaming import Streaming
 from . import ahead, sampler
 from .cache import Cache, copied, given, grow, least_free_bytes, make_cache, split, taken
 from .executables import Clock, Job
-from .mesh import WHOLE, Place, in_place
+from .mesh import WHOLE, in_place
 from .ops.plain import PlainOps
 from .ops.schemes import SCHEMES
-from .params import Model, Params
+from .params import Params
 from .pending import PendingPanels, PendingSteps, PendingTokens
 from .prompts import Pass, Passes, Step, prefill_step
 from .sampler import BEST, SlotState, copy_rows, mode_of
 from .scores import ScoreCalls
-from .whole import WholePasses
+from .whole import Placed, WholePasses
 
 _SMALLEST_EOS = 4
 _LOST = "The step before failed and took the cache with it."
@@ -73,26 +69,12 @@ class JaxRunner(WholePasses, ScoreCalls):
 
     is_compiled = True
 
-    def __init__(
-        self,
-        spec: ModelSpec,
-        tp_plan: ShardingPlan,
-        params: Params,
-        module: Model,
-        dtype: Any,
-        place: Place,
-        ops: PlainOps,
-        peers: Peers,
-        most_tokens: int,
-        options: Mapping[str, str | bool] | None = None,
-        streaming: Streaming | None = None,
-        cache_codes: str | None = None,
-    ) -> None:
-        where = dtype, place, ops
-        super().__init__(spec, tp_plan, params, module, *where, most_tokens, options, streaming)
-        self._peers, self.verifies = peers, spec.verifies and streaming is None
-        own = tp_plan.shards[0].spec
-        self._plain_specs = cache_specs(own, cache_codes) if spec.causal else ()
+    def __init__(self, model: Placed) -> None:
+        super().__init__(model)
+        spec = model.spec
+        self._peers, self.verifies = model.peers, spec.verifies and model.streaming is None
+        own = model.tp_plan.shards[0].spec
+        self._plain_specs = cache_specs(own, model.cache_codes) if spec.causal else ()
         self._cache: Cache | None = None
         self._state: SlotState | None = None
         self._live = LiveSlots()
@@ -139,6 +121,8 @@ class JaxRunner(WholePasses, ScoreCalls):
         self._cache_specs, self._split = specs, split(specs, where[0])
         self._shardings = where[0].sharding(), jax.tree.map(where[0].sharding, self._split)
         self._passes = Passes(own.spec, own.ops, specs, where[1])
+
+    lost: str | None = None
 
     @property
     def blocks(self) -> Blocks | None:

@@ -21,7 +21,7 @@ from .runner import JaxRunner
 from .sampler import mode_of
 from .steps import BY_ROW, reads_others
 from .streaming import LayerStream
-from .whole import Part
+from .whole import Part, Placed
 
 
 class StreamingRunner(JaxRunner):
@@ -33,8 +33,8 @@ class StreamingRunner(JaxRunner):
     the next copies go on.
     """
 
-    def __init__(self, *args: Any) -> None:
-        super().__init__(*args)
+    def __init__(self, model: Placed) -> None:
+        super().__init__(model)
         layers, spec = self.params.layers, self.steps.spec
         if reads_others(spec):
             raise UnsupportedError(

@@ -5,7 +5,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -15,6 +15,7 @@ from ... import decoder
 from ...model.load_plan import LoadPlan, TensorSource
 from ...model.spec import ModelSpec
 from ...ops.pooling import contrast
+from ...parallel.agreement import Peers
 from ...parallel.sharding import ShardingPlan
 from ..base import ForwardInputs
 from ..slots import bucket
@@ -37,39 +38,51 @@ Part = tuple[Any, list[Any], list[Any]]
 _contrast = jax.jit(partial(contrast, MATHS))
 
 
+class Placed(NamedTuple):
+    """A model on the devices of one place, and what its passes are made with.
+
+    `module` shows its weights to people, by nnx; None where these are shapes. One sequence has at
+    most `most_tokens`; `options` are the compiler's, `streaming` says which layers the host holds,
+    and `cache_codes` what keys and values are kept in.
+    """
+
+    spec: ModelSpec
+    tp_plan: ShardingPlan
+    params: Params
+    module: Model | None
+    dtype: Any
+    place: Place
+    ops: PlainOps
+    peers: Peers
+    most_tokens: int
+    options: Mapping[str, str | bool] | None = None
+    streaming: Streaming | None = None
+    cache_codes: str | None = None
+
+
 class WholePasses:
     """Passes over whole sequences of a model on the devices of one place.
 
-    `module` shows its weights to people, by nnx. `spec` is the whole model's, that of `steps` what
-    each device computes.
+    `spec` is the whole model's, that of `steps` what each device computes.
     """
 
     _split: Any = ()  # how the cache's arrays are split
 
-    def __init__(
-        self,
-        spec: ModelSpec,
-        tp_plan: ShardingPlan,
-        params: Params,
-        module: Model,
-        dtype: Any,
-        place: Place,
-        ops: PlainOps,
-        most_tokens: int,
-        options: Mapping[str, str | bool] | None,
-        streaming: Streaming | None,
-    ) -> None:
+    def __init__(self, model: Placed) -> None:
+        place, tp_plan, ops = model.place, model.tp_plan, model.ops
         on_gpu = place.size == 1 and place.device.platform == "gpu"
-        self.spec, self.steps = spec, Steps(tp_plan.shards[0].spec, ops, on_gpu)
-        self.module: Model | None = module
-        self._most_tokens, self._tp_plan, self._streaming = most_tokens, tp_plan, streaming
+        self.spec, self.steps = model.spec, Steps(tp_plan.shards[0].spec, ops, on_gpu)
+        self.module: Model | None = model.module
+        self._most_tokens, self._tp_plan = model.most_tokens, tp_plan
+        self._streaming = model.streaming
         self._exchange, self.kernels = ops.exchange, ops.kernels
-        self.params = params
+        self.params = model.params
         self._flatten()
         self.notes = split_notes(place, tp_plan, jax.tree.leaves(self.params))
-        self.dtype, self.device, self._place = dtype, place.device, place
+        self.dtype, self.device, self._place = model.dtype, place.device, place
         self._specs = [place.spec_of(x) for x in self._leaves]
-        self._executables = Executables(options, launching=place.devices if ops.launches else ())
+        launching = place.devices if ops.launches else ()
+        self._executables = Executables(model.options, launching=launching)
 
     def _flatten(self) -> None:
         """Hold the weights as the steps take them, too."""

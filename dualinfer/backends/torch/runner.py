@@ -133,6 +133,8 @@ class TorchRunner(ScoreCalls):
         how = self._parameters, self._graphs is not None, forward_graphs
         self._whole = WholePasses(spec, ops, dtype, device, *how)
 
+    lost: str | None = None
+
     @property
     def blocks(self) -> Blocks | None:
         """See `base.Runner`."""

@@ -20,6 +20,7 @@ from ...backends.jax.ops.pallas import PallasOps
 from ...backends.jax.ops.plain import PlainOps
 from ...backends.jax.params import Params
 from ...backends.jax.runner import JaxRunner
+from ...backends.jax.whole import Placed
 from ...model.load_plan import LoadPlan
 from ...model.spec import ModelSpec
 from ...model.weights import Row, make_leaf, put_leaf
@@ -84,8 +85,8 @@ def abstract_runner(
         leaf = make_leaf(row, _parts(shard, row, own), own, shard.width(row))
         put_leaf(params.group(row), row, leaf)
     ops = PlainOps() if by == "xla" else PallasOps()
-    how: Any = (params, None, own, place, ops, Peers(), most)
-    return JaxRunner(spec, tp_plan, *how, cache_codes=kv_cache)
+    how = params, None, own, place, ops, Peers(), most
+    return JaxRunner(Placed(spec, tp_plan, *how, cache_codes=kv_cache))
 
 
 def _parts(shard: Shard, row: Row, dtype: Any) -> dict[str, jax.ShapeDtypeStruct]:

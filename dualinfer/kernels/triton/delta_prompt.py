@@ -410,8 +410,9 @@ def delta_prompt(
     """
     check_last_axis("x", x)
     batch, tokens, _ = x.shape
-    keys, values, key_dim, value_dim, beta_at, *weights, gates, decays, floor, doubled, gate = layer
-    taps, decay_scale, decay_bias, norm, eps = weights
+    keys, values, key_dim, value_dim, beta_at = layer[:5]
+    taps, decay_scale, decay_bias, norm, eps = layer[5:10]
+    gates, decays, floor, doubled, gate = layer[10:]
     width, channels = values * value_dim, 2 * keys * key_dim + values * value_dim
     by_channel = decay_bias.numel() != values
     if gates is None:

@@ -153,8 +153,9 @@ def delta_token(
     at least, are zeros, and are left so.
     """
     check_last_axis("x", x)
-    keys, values, key_dim, value_dim, beta_at, *weights, gates, decays, floor, doubled, gate = layer
-    taps, decay_scale, decay_bias, norm, eps = weights
+    keys, values, key_dim, value_dim, beta_at = layer[:5]
+    taps, decay_scale, decay_bias, norm, eps = layer[5:10]
+    gates, decays, floor, doubled, gate = layer[10:]
     channels, rows = 2 * keys * key_dim + values * value_dim, len(x)
     by_channel = decay_bias.numel() != values
     width = values * value_dim

@@ -195,7 +195,8 @@ def state_prompt(
     """
     check_last_axis("x", x)
     batch, tokens, _ = x.shape
-    heads, head_dim, size, groups, taps, taps_bias, step_bias, decay, skip, norm, *_ = layer
+    heads, head_dim, size, groups = layer[:4]
+    taps, taps_bias, step_bias, decay, skip, norm = layer[4:10]
     limits, scales, out_scale = layer.limits, layer.scales, layer.out_scale
     width, shared = heads * head_dim, groups * size
     channels = width + 2 * shared

@@ -161,7 +161,8 @@ def state_token(
     others give zeros. int32 `counters`, N * groups at least, are zeros, and are left so.
     """
     check_last_axis("x", x)
-    heads, dim, size, groups, taps, taps_bias, step_bias, decay, skip, norm, *_ = layer
+    heads, dim, size, groups = layer[:4]
+    taps, taps_bias, step_bias, decay, skip, norm = layer[4:10]
     limits, scales, out_scale = layer.limits, layer.scales, layer.out_scale
     rows, width, channels = len(x), heads * dim, past.shape[2]
     if channels != width + 2 * groups * size or not (

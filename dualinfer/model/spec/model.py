@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
+from ...errors import ModelError
 from ..once import Once
 from .attention import Attention
 from .block import Block
@@ -132,14 +133,22 @@ class Layer:
 
     @property
     def attending(self) -> Attention:
-        """The attention of a layer that has one."""
-        assert self.attention is not None
+        """The attention of a layer that has one; ModelError tells who asked that it has none."""
+        if self.attention is None:
+            raise ModelError(
+                "A layer without attention was asked for it. A family whose layers differ makes "
+                "the rows and edits of each by what the layer has (Layer.attention)."
+            )
         return self.attention
 
     @property
     def feeding(self) -> Mlp | Experts:
-        """The feed-forward of a layer that has one."""
-        assert self.mlp is not None
+        """The feed-forward of a layer that has one; ModelError tells who asked that it has none."""
+        if self.mlp is None:
+            raise ModelError(
+                "A layer without a feed-forward was asked for it. A family whose layers differ "
+                "makes the rows and edits of each by what the layer has (Layer.mlp)."
+            )
         return self.mlp
 
     @property
