@@ -390,8 +390,8 @@ def test_a_cache_of_as_much_as_has_room(monkeypatch):
         assert engine.reserve(4, 250, cache_tokens="auto").cache_tokens == (4 + 1) * 4 * GRAIN
         whole = engine.reserve(4, 250, cache_tokens="auto", prefix_cache=False)
         assert whole.cache_tokens == 4 * 4 * GRAIN
-        held = engine.report().cache_bytes * 6 // 17 + 2 * 4 * runner.spec.vocab  # of 16 and one
-        for share in (0.5, None):
+        held = engine.report().cache_bytes * 7 // 17 + 2 * 4 * runner.spec.vocab  # of 16 and one
+        for share in (0.5, 1.0, None):
             free[0] = int(held / (share or 0.85)) + GRAIN
             how: dict[str, Any] = {"cache_tokens": "auto", "memory_fraction": share}
             assert engine.reserve(4, 250, **how).cache_tokens == 6 * GRAIN
@@ -400,6 +400,10 @@ def test_a_cache_of_as_much_as_has_room(monkeypatch):
         with pytest.raises(OutOfMemoryError, match="A cache of 250 tokens for 4 sequences has no"):
             engine.reserve(4, 250, cache_tokens="auto")
         assert engine.reserve(4, 64, cache_tokens="auto").cache_tokens == GRAIN
+        with pytest.raises(
+            OutOfMemoryError, match=r"A cache of 1,000,000,000,000 tokens for .*'auto'"
+        ):
+            engine.reserve(4, 64, cache_tokens=10**12)
         monkeypatch.setattr(runner, "free_bytes", lambda: None)
         with pytest.raises(UnsupportedError, match="does not say how much"):
             engine.reserve(4, 250, cache_tokens="auto")

@@ -271,10 +271,21 @@ def state_bytes(specs: Sequence[CacheSpec], itemsize: int) -> int:
     return cache_bytes([own for own in specs if own.kind == "state"], Room(1), itemsize)
 
 
-def no_room(room: Room, needed: int, free: int | None, where: str) -> OutOfMemoryError:
-    """The error of a cache that `where`, a device, has no room for; sizes in bytes."""
+def no_room(
+    room: Room, needed: int, free: int | None, where: str, blocks: int = 0
+) -> OutOfMemoryError:
+    """The error of a cache that `where`, a device, has no room for; sizes in bytes.
+
+    With `blocks` it has so many for all sequences.
+    """
     there = "an unknown number" if free is None else f"{free:,} ({free / 2**30:.2f} GiB)"
     beside = f", over {room.encoded} of an encoder," if room.encoded else ""
+    if blocks:
+        return OutOfMemoryError(
+            f"A cache of {blocks * BLOCK:,} tokens for all sequences needs {needed:,} bytes "
+            f"({needed / 2**30:.2f} GiB), and {there} are free on {where}. Reserve fewer "
+            "cache_tokens, or 'auto' for as many as have room."
+        )
     return OutOfMemoryError(
         f"A cache for {room.slots} sequences of {room.tokens} tokens{beside} needs {needed:,} "
         f"bytes ({needed / 2**30:.2f} GiB), and {there} are free on {where}. Ask for fewer "
@@ -282,15 +293,18 @@ def no_room(room: Room, needed: int, free: int | None, where: str) -> OutOfMemor
     )
 
 
-def check_room(peers: Peers, room: Room, needed: int, free: int | None, where: str) -> None:
+def check_room(
+    peers: Peers, room: Room, needed: int, free: int | None, where: str, blocks: int = 0
+) -> None:
     """Raise OutOfMemoryError if a cache of `needed` bytes has no room in the `free` ones.
 
-    All of `peers` must call it: where one has no room, it is raised in all.
+    `blocks` are those of all sequences, 0 where each has its own room. All of `peers` must call it:
+    where one has no room, it is raised in all.
     """
     said = peers.tell("Making a cache", needed=needed, free=free, where=where)
     for amounts in zip(said["needed"], said["free"], said["where"], strict=True):
         if amounts[1] is not None and amounts[0] > amounts[1]:
-            raise no_room(room, *amounts)
+            raise no_room(room, *amounts, blocks)
 
 
 class CacheView(Protocol):

@@ -109,7 +109,8 @@ def fitting_tokens(
             "is. Pass a number of tokens."
         )
     most = (slots + (-(-slots // _SPARE) if shares else 0)) * -(-tokens // GRAIN)
-    fits = (free - 2 * slots * runner.spec.vocab) // block  # and a bool for each id of a slot
+    # A slot has a bool for each id as well; and a block takes what no sequence reads.
+    fits = (free - 2 * slots * runner.spec.vocab) // block - 1
     if fits * GRAIN < least:
         raise OutOfMemoryError(
             f"A cache of {least} tokens for {slots} sequences has no room: {free:,} bytes may be "

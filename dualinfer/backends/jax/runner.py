@@ -439,7 +439,8 @@ class JaxRunner(WholePasses, ScoreCalls):
 
     def _check_room(self, room: Room) -> None:
         needed = cache_bytes(self._cache_specs, room, jnp.dtype(self.dtype).itemsize)
-        check_room(self._peers, room, needed, self.free_bytes(), self._place.name)
+        blocks = max((spec.blocks for spec in self._cache_specs), default=0)
+        check_room(self._peers, room, needed, self.free_bytes(), self._place.name, blocks)
 
     def _grow(self, held: Cache, room: Room) -> None:
         """Hold at least `room`; OutOfMemoryError if the new buffers have none.

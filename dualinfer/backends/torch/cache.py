@@ -82,12 +82,13 @@ class Cache:
         free, where = free_bytes(self.device), str(self.device)
         if self._peers.size > 1:
             where += f" of rank {self._peers.rank}"
-        check_room(self._peers, room, needed, free, where)
+        blocks = max((spec.blocks for spec in self.specs), default=0)
+        check_room(self._peers, room, needed, free, where, blocks)
         with self._peers.together("Making the buffers of a cache"):
             try:
                 layers = self._grown(room)
             except torch.OutOfMemoryError as error:  # what is free may lie in pieces
-                raise no_room(room, needed, free, where) from error
+                raise no_room(room, needed, free, where, blocks) from error
         if any(spec.blocks for spec in self.specs):
             layers = [layer._replace(table=layers[0].table) for layer in layers]
         self._layers, self.room = layers, room
