@@ -6,9 +6,11 @@ from dataclasses import MISSING, fields, is_dataclass
 from pathlib import Path
 from typing import Any
 
+import pytest
 import transformers as hf
 
 from dualinfer.cli.tiny import tiny_config
+from dualinfer.errors import ModelError
 from dualinfer.model import spec
 from dualinfer.model.families import describe_model, served_modules
 from dualinfer.model.families.multimodal import WRAPPERS  # whose text is of another family
@@ -87,3 +89,10 @@ def test_a_field_is_set_by_two_families_or_more():
         and len(files.get(one.name, ())) < 2
     }
     assert alone == set(ALONE)
+
+
+@pytest.mark.parametrize(("part", "name"), [("attending", "attention"), ("feeding", "mlp")])
+def test_a_layer_without_a_part_says_so(part, name):
+    layer = spec.Layer(None, None, spec.Norm("rms", 1e-6), "pre")
+    with pytest.raises(ModelError, match=rf"without .*Layer\.{name}"):
+        getattr(layer, part)
