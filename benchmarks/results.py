@@ -57,6 +57,7 @@ def workload(row: Row) -> tuple[Any, ...]:
     held = row.get("quant") or row.get("scheme") or row["dtype"]
     parts = [str(held), *(f"{n} {row[n]}" for n in ("tp", "ep") if (row.get(n) or 1) > 1)]
     parts += [f"cache {row['kv_cache']}"] if row.get("kv_cache") else []
+    parts += [f"states {row['states']}"] if row.get("states") else []
     parts += ["layers on the host"] if row.get("resident") is not None else []
     parts += [] if row.get("kernels", True) else ["no kernels"]
     device = row["device"].removeprefix("NVIDIA ").removesuffix(" 80GB HBM3")

@@ -30,7 +30,7 @@ _LINK = re.compile(r"(?<=\]\()(?![a-z]+:|#)([^)#\s]*)(#[^)\s]*)?(?=\))")
 _PURPOSES = {
     "Choose where and how the model runs": "backend replace_with_kernel_inject use_triton "
     "kernels enable_cuda_graph triton_autotune dtype",
-    "Use less memory": "quant kv_cache_dtype keep_module_on_host resident_layers zero",
+    "Use less memory": "quant kv_cache_dtype state_dtype keep_module_on_host resident_layers zero",
     "Bound what is generated": "max_out_tokens min_out_tokens",
     "Use several devices": "tensor_parallel moe injection_policy",
     "Load other weights": "checkpoint adapter base_dir config",

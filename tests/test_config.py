@@ -62,6 +62,7 @@ FIELDS = [
     ("keep_module_on_host", None, True, True),
     ("resident_layers", None, 3, 3),
     ("kv_cache_dtype", None, "fp8", "fp8_e4m3"),
+    ("state_dtype", None, "bf16", "bfloat16"),
     ("zero", None, ZERO, ZeroConfig(**ZERO)),
     ("quant", None, {"enabled": False}, QuantizationConfig(enabled=False)),
     ("checkpoint", None, Path("some") / "folder", "some/folder"),

@@ -557,3 +557,46 @@ def test_steps_on_a_gpu_are_those_of_hf(case, backend):
         for text, whole in zip(texts, expected, strict=True):  # by the host's choice, from graphs
             found = engine.generate(text[None], **how, no_repeat_ngram_size=30)
             check_text(on_host(found), len(text), [whole])
+
+
+@pytest.mark.parametrize(
+    ("case", "backend"),
+    [(case, "torch") for case in ("mamba2", "qwen3_5", "mamba", "minimax with experts")]
+    + [pytest.param(case, "jax", marks=pytest.mark.slow) for case in ("mamba2", "qwen3_5")],
+)
+def test_states_in_16_bits_are_rounded_once_in_each_step(case, backend):
+    text, begun = rows((9,))[0], 6
+    found = []
+    for dtype in (None, "bfloat16"):
+        own = backend if dtype else "torch"
+        how = {**INJECTED, "dtype": "fp32", "backend": own, "state_dtype": dtype}
+        with dualinfer.init_inference(make_model(case), **how) as engine:
+            runner = engine.runner
+            assert ("state in bfloat16" in engine.report().cache) == bool(dtype)
+            request = Request(text[:begun].astype(np.int32), len(text))
+            logits = [np.asarray(runner.prefill_scores([request], [0]), np.float32)]
+            for token in text[begun:]:
+                if dtype is None:  # float32 states, which are rounded here
+                    for number in runner.spec.state_numbers.values():
+                        state = runner._cache.number(number).arrays[-1]
+                        with torch.inference_mode():
+                            state.copy_(state.bfloat16().float())
+                scores = np.asarray(runner.decode_scores([0], [int(token)]), np.float32)
+                logits.append(scores.copy())  # the next step's lie there, too
+            found.append(np.concatenate(logits))
+    plain, kept = found
+    assert relative_rms(kept, plain) < 1e-5
+
+
+def test_states_that_there_are_not_have_no_dtype(tmp_path):
+    for case in ("lfm2 with biases", "llama-gqa"):
+        model = make_model(case)
+        with pytest.raises(ConfigError, match=r"state_dtype='bfloat16': no layer of .* keeps f"):
+            dualinfer.init_inference(model, **INJECTED, state_dtype="bf16")
+    with pytest.raises(ConfigError, match='as "float32" or "bfloat16"'):
+        dualinfer.init_inference(model, state_dtype="fp8")
+    with pytest.raises(ConfigError, match="in module mode states are the module's own"):
+        dualinfer.init_inference(model, backend="torch", state_dtype="bfloat16")
+    spec, _ = describe_model(CASES["mamba2"].make_config().to_dict())
+    each = 4 * (3 * (192 + 2 * 2 * 10) * 2 + 2 * 8 * 24 * 10)
+    assert state_bytes(cache_specs(spec, None, "bfloat16"), 2) == each

@@ -1,7 +1,7 @@
 """`dualinfer bench decode | prefill | forward | embed | serve | ops`."""
 
 from dataclasses import replace
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -12,6 +12,7 @@ from ..system.command_options import (
     KvCacheOption,
     QuantOption,
     ResidentOption,
+    StateOption,
     with_options,
 )
 from ..system.terminal import Command
@@ -55,6 +56,7 @@ def decode(
     repeats: RepeatsOption = 5,
     resident_layers: ResidentOption = None,
     kv_cache_dtype: KvCacheOption = None,
+    state_dtype: StateOption = None,
     *,
     asked: Estimated,
 ) -> None:
@@ -64,11 +66,10 @@ def decode(
     """
     asked = checked(asked)
     tasks = make_tasks("decode", model, EMBEDDED, 128, new_tokens, repeats, asked)
-    kept_in = make_config({"kv_cache_dtype": kv_cache_dtype}, {}).kv_cache_dtype
+    kept = make_config({"kv_cache_dtype": kv_cache_dtype, "state_dtype": state_dtype}, {})
+    how: Any = {"kv_cache": kept.kv_cache_dtype, "states": kept.state_dtype}
     own = [
-        replace(task, resident=resident_layers, kv_cache=kept_in)
-        if task.system in backends.BACKENDS
-        else task
+        replace(task, resident=resident_layers, **how) if task.system in backends.BACKENDS else task
         for task in tasks
     ]
     bench_or_estimate("decode", own, asked)

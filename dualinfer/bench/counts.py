@@ -59,7 +59,13 @@ class Counts:
     recurred: int = 0
 
     @classmethod
-    def of(cls, plan: LoadPlan, dtype: str, cache_codes: str | None = None) -> "Counts":
+    def of(
+        cls,
+        plan: LoadPlan,
+        dtype: str,
+        cache_codes: str | None = None,
+        state_dtype: str | None = None,
+    ) -> "Counts":
         """The counts of a model as an engine in `dtype` loads it.
 
         `cache_codes` are the config's `kv_cache_dtype`.
@@ -87,7 +93,7 @@ class Counts:
         def size_of(rows: Iterable[Row]) -> int:
             return sum(held_bytes(one, row, size) for row in rows)
 
-        caches, once = cache_specs(spec, cache_codes) if spec.causal else (), None
+        caches, once = cache_specs(spec, cache_codes, state_dtype) if spec.causal else (), None
         if spec.encoder:
             own = {name for name, row in of_encoder.items() if _is_matrix(row)}
             attention = spec.encoder.attentions

@@ -29,8 +29,8 @@ class Task:
     `tp` devices share the model, and the limit is that of all of them. `quant` is the config's.
     `resident` layers lie on the device and the others are streamed; None: all lie there.
     `kv_cache` is the config's `kv_cache_dtype`, `ep` its `moe.ep_size`, and `by` its `kernels`,
-    None for the engine's own choice. `serve` is what is
-    asked of a server: arguments of `measure_serving` by name.
+    None for the engine's own choice. `states` is its `state_dtype`. `serve` is what is asked of a
+    server: arguments of `measure_serving` by name.
     """
 
     kind: str
@@ -48,6 +48,7 @@ class Task:
     kv_cache: str | None = None
     ep: int = 1
     by: str | None = None
+    states: str | None = None
     serve: dict[str, Any] | None = None
 
     def to_dict(self) -> dict[str, Any]:

@@ -61,7 +61,8 @@ def _process_key(task: Task) -> tuple[Any, ...]:
     """The key of tasks for one process: several of torch's share one model's weights on disk."""
     if task.tp == 1 or side_of(task.system) != "torch":
         return (1,)
-    return task.tp, task.ep, task.model, task.dtype, task.quant, task.resident, task.kv_cache
+    held = task.quant, task.resident, task.kv_cache, task.states
+    return task.tp, task.ep, task.model, task.dtype, *held
 
 
 def _run_process(waiting: deque[Task]) -> Iterator[Row]:

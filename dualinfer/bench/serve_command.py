@@ -11,6 +11,7 @@ from ..config import make_config
 from ..errors import ArgumentError
 from ..system.command_options import (
     KvCacheOption,
+    StateOption,
     with_options,
 )
 from .asked import Chosen, Measured, ModelArgument, make_tasks
@@ -135,6 +136,7 @@ def serve(
         typer.Option("--bare/--no-bare", help="Measure the same steps by generate alone, too."),
     ] = True,
     kv_cache_dtype: KvCacheOption = None,
+    state_dtype: StateOption = None,
     *,
     asked: Served,
 ) -> None:
@@ -179,11 +181,12 @@ def serve(
         bench("serve", tasks, asked.json, asked.plot)
         return
     chosen = Measured(**{field.name: getattr(asked, field.name) for field in fields(Chosen)})
-    kept_in = make_config({"kv_cache_dtype": kv_cache_dtype}, {}).kv_cache_dtype
+    kept = make_config({"kv_cache_dtype": kv_cache_dtype, "state_dtype": state_dtype}, {})
     own_tasks = [
         replace(
             task,
-            kv_cache=kept_in if own else None,
+            kv_cache=kept.kv_cache_dtype if own else None,
+            states=kept.state_dtype if own else None,
             serve={
                 "load": load.to_dict(),
                 "goals": goals,

@@ -88,6 +88,7 @@ def opened(
     kv_cache: str | None = None,
     ep: int = 1,
     by: str | None = None,
+    states: str | None = None,
 ) -> Iterator[System]:
     """A system with the model loaded; `kind` is the workload: decode, prefill, forward or embed.
 
@@ -97,7 +98,7 @@ def opened(
     instance: System
     if system in backends.BACKENDS:
         instance = Engine(
-            system, model, dtype, kernels, kind, tp, quant, resident, kv_cache, ep, by
+            system, model, dtype, kernels, kind, tp, quant, resident, kv_cache, ep, by, states
         )
     else:
         instance = peers.make_peer(system, model, dtype, kind)
@@ -143,9 +144,11 @@ class Engine:
         kv_cache: str | None = None,
         ep: int = 1,
         by: str | None = None,
+        states: str | None = None,
     ) -> None:
         options: dict[str, Any] = {"dtype": dtype, "replace_with_kernel_inject": kernels}
         options |= {"quant": quant, "kv_cache_dtype": kv_cache, "kernels": by}
+        options["state_dtype"] = states
         if resident is not None:
             options |= {"keep_module_on_host": True, "resident_layers": resident}
         if tp > 1:

@@ -47,6 +47,7 @@ _WORKLOAD: dict[str, Callable[[Row], str]] = {
     "dtype": lambda row: row["dtype"] or "",
     "weights": lambda row: _held(row),
     "cache": lambda row: row.get("kv_cache") or row["dtype"] or "",
+    "states": lambda row: row.get("states") or "float32",
     "batch x\ntokens": lambda row: f"{row['batch']} x {row['tokens']}",
 }
 _LOADS: dict[str, Callable[[Row], str]] = {
@@ -54,6 +55,7 @@ _LOADS: dict[str, Callable[[Row], str]] = {
     "dtype": _WORKLOAD["dtype"],
     "weights": _WORKLOAD["weights"],
     "cache": _WORKLOAD["cache"],
+    "states": _WORKLOAD["states"],
     "requests": lambda row: f"{row['load']['requests']} of {row['what']}" if "what" in row else "",
 }
 
@@ -137,10 +139,11 @@ def _held(row: Row) -> str:
 
 
 def _workload(rows: Sequence[Row]) -> dict[str, Callable[[Row], str]]:
-    """The columns that say what was run; those of weights and cache where some are in codes."""
+    """The columns that say what was run; those of weights, cache and states where some differ."""
     columns = _LOADS if any(row["kind"] == "serve" for row in rows) else _WORKLOAD
     quantized = any(row.get("scheme") or row.get("quant") for row in rows)
     shown = {"weights": quantized, "cache": any(row.get("kv_cache") for row in rows)}
+    shown["states"] = any(row.get("states") for row in rows)
     return {name: show for name, show in columns.items() if shown.get(name, True)}
 
 

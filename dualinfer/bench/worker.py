@@ -75,6 +75,7 @@ def run(
         "quant",
         "resident",
         "kv_cache",
+        "states",
         "ep",
         "by",
     )
@@ -108,11 +109,11 @@ def _measure_group(
         if about["scheme"] and task.system not in backends.BACKENDS:  # which may unpack it
             about |= {"scheme": f"as {task.system} holds it", "group": None, "head": None}
             about["weights"] = {}
-        counts = Counts.of(plan, dtype, task.kv_cache)
+        counts = Counts.of(plan, dtype, task.kv_cache, task.states)
         _check_room(model, dtype, counts.held_bytes, device)
         limits = device.limits(dtype)  # before anything is loaded
         how = task.kernels, task.kind, task.tp, task.quant, task.resident
-        how = *how, task.kv_cache, task.ep, task.by
+        how = *how, task.kv_cache, task.ep, task.by, task.states
         if task.resident is not None:
             device.host_rate()  # likewise
         with opened(task.system, model, dtype, *how) as system:

@@ -12,7 +12,7 @@ from ..engine.fused import FusedEngine
 from ..errors import ArgumentError
 from ..serving.http.batch import Progress, run_file
 from ..serving.http.rows import answer_rows
-from ..system.command_options import KvCacheOption, QuantOption
+from ..system.command_options import KvCacheOption, QuantOption, StateOption
 from ..system.terminal import say
 from .options import (
     AdapterOption,
@@ -56,6 +56,7 @@ def batch(
     quant: QuantOption = None,
     adapter: AdapterOption = None,
     kv_cache_dtype: KvCacheOption = None,
+    state_dtype: StateOption = None,
     kernels: KernelsOption = None,
     revision: RevisionOption = None,
 ) -> None:
@@ -70,6 +71,7 @@ def batch(
         raise ArgumentError(f"{target}: the folder does not exist. Make it first.")
     part = _shard(shard)
     how: dict[str, Any] = {"dtype": dtype, "quant": quant, "kv_cache_dtype": kv_cache_dtype}
+    how["state_dtype"] = state_dtype
     how["replace_with_kernel_inject"] = kernels
     with opened(model, backend, revision, adapter, **how) as engine:
         answer = partial(answer_rows, engine, name=name or name_of(model))

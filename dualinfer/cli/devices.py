@@ -48,6 +48,7 @@ from ..system.command_options import (
     OversubscribeOption,
     QuantOption,
     ResidentOption,
+    StateOption,
 )
 from ..system.tables import Table
 from ..system.terminal import print_folded
@@ -108,6 +109,7 @@ def plan(
     ] = MoEConfig().ep_size,
     quant: QuantOption = None,
     kv_cache_dtype: KvCacheOption = None,
+    state_dtype: StateOption = None,
     resident_layers: ResidentOption = None,
     device_memory: Annotated[
         float | None,
@@ -145,7 +147,8 @@ def plan(
             "--host-rate is about layers that are streamed. Pass --resident-layers or "
             "--device-memory, too."
         )
-    fields |= {"kv_cache_dtype": kv_cache_dtype, "moe": {"ep_size": ep}}
+    fields |= {"kv_cache_dtype": kv_cache_dtype, "state_dtype": state_dtype}
+    fields["moe"] = {"ep_size": ep}
     fields |= {"keep_module_on_host": streams, "resident_layers": resident_layers}
     settings = make_config(fields, {}).with_int8_as_quant()
     free = None if device_memory is None else int(device_memory * 2**30)
@@ -161,11 +164,12 @@ def plan(
                 f"quant={asked.scheme!r}: a plan of module mode counts plain weights "
                 f"alone, and the model runs in it. Leave quant unset. {error}"
             ) from error
-        if settings.kv_cache_dtype is not None:
-            raise ConfigError(
-                f"kv_cache_dtype={settings.kv_cache_dtype!r}: in module mode, in which the model "
-                f"runs, the cache is the module's own. Leave it unset. {error}"
-            ) from error
+        for name in ("kv_cache_dtype", "state_dtype"):
+            if (value := getattr(settings, name)) is not None:
+                raise ConfigError(
+                    f"{name}={value!r}: in module mode, in which the model runs, the cache is the "
+                    f"module's own. Leave it unset. {error}"
+                ) from error
         if streams:
             raise ConfigError(
                 "layers are streamed in fused mode alone, and the model runs in module mode. Leave "

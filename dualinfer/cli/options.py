@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 import typer
 
-from ..system.command_options import KvCacheOption, QuantOption, with_options
+from ..system.command_options import KvCacheOption, QuantOption, StateOption, with_options
 
 One = Literal["torch", "jax"]
 Choice = Literal["torch", "jax", "both"]
@@ -120,6 +120,7 @@ class TextOptions:
     quant: QuantOption = None
     adapter: AdapterOption = None
     kv_cache_dtype: KvCacheOption = None
+    state_dtype: StateOption = None
     kernels: KernelsOption = None
     revision: RevisionOption = None
 
@@ -136,7 +137,8 @@ class TextOptions:
 
     def of_models(self) -> dict[str, Any]:
         """The options that say how a model is loaded, or its template, by their names."""
-        names = ("chat_template", "dtype", "quant", "adapter", "kv_cache_dtype", "kernels")
+        names = ("chat_template", "dtype", "quant", "adapter", "kv_cache_dtype")
+        names = (*names, "state_dtype", "kernels")
         given = {name: getattr(self, name) for name in (*names, "revision")}
         return {f"--{name.replace('_', '-')}": value or None for name, value in given.items()}
 

@@ -23,6 +23,8 @@ from ..parallel.experts import describe_experts
 from ..parallel.shard import Held, Shard, fit_row, whole
 from ..parallel.sharding import ShardingPlan, make_plan
 
+Kept = tuple[str | None, str | None]  # the config's kv_cache_dtype and state_dtype
+
 
 @dataclass(frozen=True)
 class PlanRow:
@@ -100,7 +102,8 @@ def make_plan_table(
     settings = InferenceConfig() if settings is None else settings
     spec, asked_by = table.spec, settings.tensor_parallel.asked_by
     plan = make_plan(table, size, grain, equal, expert_parts, asked_by=asked_by)
-    itemsize, codes = numpy_dtype(dtype).itemsize, settings.kv_cache_dtype
+    itemsize = numpy_dtype(dtype).itemsize
+    kept = settings.kv_cache_dtype, settings.state_dtype
     own = [fit_row(row, plan.shards) for row in rows] if equal else rows
     layers = spec.all_layers
     # Rows of the same axes have the same shapes in layers that are one object.
@@ -127,7 +130,7 @@ def make_plan_table(
         architecture=spec.architecture,
         dtype=dtype,
         rows=tuple(_joined_layers(rows, shown)),
-        devices=tuple(_part(shard, itemsize, counts, codes) for shard in plan.shards),
+        devices=tuple(_part(shard, itemsize, counts, kept) for shard in plan.shards),
         whole=sum(row.size for row in shown),
         sums=0 if size == 1 else products + from_vocab,
         sum_size=spec.embed * itemsize,
@@ -135,7 +138,7 @@ def make_plan_table(
         notes=(
             *_notes(plan, rows),
             *describe_experts(plan),
-            *_cache_notes(plan, codes, itemsize),
+            *_cache_notes(plan, kept, itemsize),
         ),
         weights=describe_rows(rows, whole(table), dtype),
         is_quantized=any(row.scheme is not None for row in rows),
@@ -211,14 +214,12 @@ def _joined_layers(table: Sequence[Row], rows: Sequence[PlanRow]) -> Iterator[Pl
             yield replace(row, name=name, count=count, size=row.size * count)
 
 
-def _part(
-    shard: Shard, itemsize: int, counts: Sequence[tuple[Row, int]], codes: str | None
-) -> DevicePart:
+def _part(shard: Shard, itemsize: int, counts: Sequence[tuple[Row, int]], kept: Kept) -> DevicePart:
     """The part of a device; `counts` has a row of each kind, and how many there are of it."""
     weights = sum(count * held_bytes(shard, row, itemsize) for row, count in counts)
     cache = 0
     if shard.spec.causal:
-        cache = token_bytes(cache_specs(shard.spec, codes), itemsize)
+        cache = token_bytes(cache_specs(shard.spec, *kept), itemsize)
     layers = enumerate(shard.spec.all_layers)
     mixture = next((i for i, layer in layers if layer.experts), 0)
     shares = shard.held(mixture)
@@ -227,19 +228,19 @@ def _part(
     return DevicePart(weights, cache, tuple(shares))
 
 
-def _cache_notes(plan: ShardingPlan, codes: str | None, itemsize: int) -> Iterator[str]:
+def _cache_notes(plan: ShardingPlan, kept: Kept, itemsize: int) -> Iterator[str]:
     """Notes on the cache where it keeps codes, states, or what all heads share."""
     spec, size = plan.table.spec, plan.size
     if not spec.causal:
         return
-    if states := state_bytes(cache_specs(plan.shards[0].spec, codes), itemsize):
+    if states := state_bytes(cache_specs(plan.shards[0].spec, *kept), itemsize):
         on_each = " on each device" if size > 1 else ""
         yield f"cache: {states:,} bytes of states as well for each sequence of any length{on_each}"
-    specs = cache_specs(spec, codes)
+    specs = cache_specs(spec, *kept)
     check_kinds(specs, LAYOUTS, "torch")
     if size > 1 and any(own.kind == "latent" for own in specs):
         yield "cache: latent vectors, which all heads read, so that each device holds all of them"
-    if codes is not None:
+    if kept[0] is not None:
         kinds = describe_caches(specs)
         yield f"cache: {kinds}, with a float32 scale for each token and KV head, which is counted"
 

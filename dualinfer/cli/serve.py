@@ -26,7 +26,7 @@ from ..errors import ArgumentError, DistributedError, DualinferError, Unsupporte
 from ..serving.http.calls import MARKS
 from ..serving.http.needed import check_needed
 from ..serving.remote.host import shown_of
-from ..system.command_options import KvCacheOption, OversubscribeOption, QuantOption
+from ..system.command_options import KvCacheOption, OversubscribeOption, QuantOption, StateOption
 from ..system.terminal import say
 from .options import (
     AdapterOption,
@@ -156,6 +156,7 @@ def serve(
     quant: QuantOption = None,
     adapter: AdapterOption = None,
     kv_cache_dtype: KvCacheOption = None,
+    state_dtype: StateOption = None,
     kernels: KernelsOption = None,
     revision: RevisionOption = None,
 ) -> None:
@@ -181,6 +182,7 @@ def serve(
                 "without a path, or * for any page."
             )
     how: dict[str, Any] = {"dtype": dtype, "quant": quant, "kv_cache_dtype": kv_cache_dtype}
+    how["state_dtype"] = state_dtype
     how["replace_with_kernel_inject"] = kernels
     which = backend or backends.default_backend()
     backends.check_backend(which)

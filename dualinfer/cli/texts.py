@@ -424,6 +424,7 @@ def _most_tokens(engine: Any) -> int:
 def _engine(found: Found, backend: str, tokenizer: Any, options: TextOptions) -> Iterator[Any]:
     """The engine, closed at the end; it is said where kernels that were asked for do not run."""
     words: Any = {"quant": options.quant, "kv_cache_dtype": options.kv_cache_dtype}  # any str
+    words["state_dtype"] = options.state_dtype
     with init_inference(
         found.folder,
         backend=backend,

@@ -43,6 +43,8 @@ _CACHE_CODES = {
     **{"float8_e4m3": "fp8_e4m3", "float8_e4m3fn": "fp8_e4m3", "int8": "int8"},
 }
 
+_STATES = {"float32": None, "fp32": None, "bfloat16": "bfloat16", "bf16": "bfloat16"}
+
 
 def cache_codes(value: Any) -> str | None:
     """`fp8_e4m3` or `int8` for any spelling; None for None. Raises ValueError."""
@@ -56,6 +58,16 @@ def cache_codes(value: Any) -> str | None:
             "computes in"
         )
     return codes
+
+
+def states_in(value: Any) -> str | None:
+    """`bfloat16` for any spelling, None for float32 and None. Raises ValueError."""
+    if value is None:
+        return None
+    name = _bare(value.__name__ if isinstance(value, type) else str(value))
+    if name not in _STATES:
+        raise ValueError('states of recurrences are kept as "float32" or "bfloat16"')
+    return _STATES[name]
 
 
 def _bare(name: str) -> str:

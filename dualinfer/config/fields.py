@@ -7,7 +7,7 @@ from typing import Annotated, Any, ClassVar, Literal, Self, cast
 from pydantic import BeforeValidator, Field, model_validator
 
 from ..errors import ConfigError, a_type
-from .dtypes import INT8, asked_dtype, cache_codes
+from .dtypes import INT8, asked_dtype, cache_codes, states_in
 from .installed import default_backend
 from .model import KeyPath
 from .nested import MoEConfig, QuantizationConfig, TensorParallelConfig, ZeroConfig
@@ -147,6 +147,14 @@ class InferenceConfig(StaleFields):
     a float32 scale for each token and KV head, made as they come.
 
     Unset or "auto": the model's dtype. Fused mode only. DeepSpeed has no such field.
+    """
+
+    state_dtype: Annotated[str | None, BeforeValidator(states_in)] = None
+    """What the states of recurrences are kept in: "float32" or "bfloat16", which halves what a
+    step reads and writes of them.
+
+    Unset or "auto": float32. A state is computed in float32 and rounded once in each step, or
+    piece of a prompt. Fused mode only. DeepSpeed has no such field.
     """
 
     checkpoint: Annotated[str | dict[str, Any] | None, BeforeValidator(path_or_dict)] = None

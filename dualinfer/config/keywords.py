@@ -119,6 +119,7 @@ class ConfigFields(TypedDict, total=False):
     zero: ZeroFields | ZeroConfig
     quant: QuantWord | bool | QuantizationFields | QuantizationConfig | None
     kv_cache_dtype: Literal["fp8_e4m3", "fp8", "int8", "auto"] | None
+    state_dtype: Literal["float32", "fp32", "bfloat16", "bf16", "auto"] | None
     checkpoint: Path | dict[str, Any] | None
     adapter: Path | Sequence[Path] | Mapping[str, float] | None
     base_dir: Path

@@ -156,6 +156,11 @@ def _check_module_mode(config: InferenceConfig) -> None:
         if config.backend == "jax":
             reason = f"in module mode the cache is the module's own. {_OTHER_MODEL}"
         _refuse("kv_cache_dtype", config.kv_cache_dtype, reason)
+    if config.state_dtype is not None:
+        way = "Set replace_with_kernel_inject=True, or leave it unset."
+        way = _OTHER_MODEL if config.backend == "jax" else way
+        reason = f"in module mode states are the module's own. {way}"
+        _refuse("state_dtype", config.state_dtype, reason)
     if config.min_out_tokens > 1:
         reason = "in module mode the cache is the module's own, and dualinfer reserves none. Use 1."
         _refuse("min_out_tokens", config.min_out_tokens, reason)

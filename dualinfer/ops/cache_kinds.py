@@ -390,7 +390,8 @@ class StateCache(NamedTuple):
     def keep(self, slots: Array, *arrays: Array) -> Self:
         """See `StateView.keep`."""
         pairs = zip(self.arrays, arrays, strict=True)
-        return type(self)(*(self.maths.put(held, slots, new) for held, new in pairs))
+        cast = self.maths.cast
+        return type(self)(*(self.maths.put(a, slots, cast(b, a.dtype)) for a, b in pairs))
 
     def move(self, moves: Array, *arrays: Array) -> Self:
         """See `StateView.move`."""
@@ -399,7 +400,7 @@ class StateCache(NamedTuple):
         def moved(held: Array, new: Array) -> Array:
             own = moves.reshape(-1, *[1] * (held.ndim - 1))
             first = ... if len(moves) == len(held) else slice(len(moves))
-            return m.put(held, first, m.where(own, new, held[first]))
+            return m.put(held, first, m.where(own, m.cast(new, held.dtype), held[first]))
 
         return type(self)(*map(moved, self.arrays, arrays))
 

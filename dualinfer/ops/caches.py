@@ -30,8 +30,9 @@ class CacheSpec:
     Those of a latent one are of the one head that all query heads read: its value is the first
     `value_dim` elements of its key, and not kept twice.
     `codes` are "fp8_e4m3" or "int8" where it keeps codes (see `cache_codes`), else None. A state is
-    of a `recurrence`, and has no keys and values. One in blocks has so many `blocks` for all slots
-    by a table that is not its own, and one more; with 0 each slot has its own.
+    of a `recurrence`, and has no keys and values; with `states` its float32 arrays are of that
+    dtype. One in blocks has so many `blocks` for all slots by a table that is not its own, and one
+    more; with 0 each slot has its own.
     """
 
     kind: str
@@ -40,12 +41,14 @@ class CacheSpec:
     value_dim: int
     codes: str | None = None
     recurrence: Recurrence | None = None
+    states: str | None = None
     blocks: int = 0
 
     @property
     def label(self) -> str:
-        """The kind and its codes, for people."""
-        return f"{self.kind} in {self.codes}" if self.codes else self.kind
+        """The kind, and its codes or other dtype, for people."""
+        held = self.codes or self.states
+        return f"{self.kind} in {held}" if held else self.kind
 
 
 class Buffer(NamedTuple):
@@ -116,7 +119,10 @@ def cross_layout(spec: CacheSpec, slots: int, tokens: int) -> tuple[Buffer, ...]
 def state_layout(spec: CacheSpec, slots: int, tokens: int) -> tuple[Buffer, ...]:
     """The arrays that a recurrence keeps of all tokens so far, as it says itself."""
     assert spec.recurrence is not None
-    return spec.recurrence.layout(slots)
+    own = spec.recurrence.layout(slots)
+    if spec.states is None:
+        return own
+    return tuple(x._replace(dtype=spec.states) if x.dtype == "float32" else x for x in own)
 
 
 # The arrays of each kind, for so many slots with room for so many tokens each.
@@ -149,12 +155,15 @@ def kind_of(a: Attention) -> str:
     return "full"
 
 
-def cache_specs(spec: ModelSpec, codes: str | None = None) -> tuple[CacheSpec, ...]:
-    """The caches of a causal model's layers; `codes` as the config's `kv_cache_dtype`.
+def cache_specs(
+    spec: ModelSpec, codes: str | None = None, states: str | None = None
+) -> tuple[CacheSpec, ...]:
+    """The caches of a causal model's layers.
 
-    They are numbered as `ModelSpec.caches` has them: layers that share keys and values share one,
-    and one with a recurrence has a state, which is never codes. Then the cross cache of each, in
-    the model's dtype, where layers attend to an encoder's output.
+    `codes` and `states` are the config's `kv_cache_dtype` and `state_dtype`. Caches are numbered as
+    `ModelSpec.caches` has them: layers that share keys and values share one, and one with a
+    recurrence has a state, which is never codes. Then the cross cache of each, in the model's
+    dtype, where layers attend to an encoder's output.
     UnsupportedError where codes would change what the model answers.
     """
     owners = [(spec.layers[i], part) for i, part in spec.caches]
@@ -171,8 +180,18 @@ def cache_specs(spec: ModelSpec, codes: str | None = None) -> tuple[CacheSpec, .
         else CacheSpec("state", 0, 0, 0, recurrence=layer.recurrence)
         for layer, part in owners
     ]
+    own = [replace(x, states=states) if _is_wide(x.recurrence) else x for x in own]
     cross = [CacheSpec("cross", *_sizes(layer.cross)) for layer in spec.layers if layer.cross]
     return *own, *cross
+
+
+def has_wide_states(spec: ModelSpec) -> bool:
+    """True if layers have recurrences that keep float32 states."""
+    return any(_is_wide(layer.recurrence) for layer in spec.layers)
+
+
+def _is_wide(own: Recurrence | None) -> bool:
+    return own is not None and any(kept.dtype == "float32" for kept in own.layout(1))
 
 
 def _sizes(a: Attention) -> tuple[int, int, int]:

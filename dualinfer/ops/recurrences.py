@@ -22,7 +22,8 @@ def recur(
     held = None
     if starts is not None:
         assert cache is not None and slots is not None
-        held = tuple(_going_on(ops.maths, array[slots], starts) for array in cache.arrays)
+        before = _wide(ops.maths, own, cache.arrays, slots)
+        held = tuple(_going_on(ops.maths, array, starts) for array in before)
     y, states = own.sequence(ops, w, x, held, seen, lengths)
     if cache is not None:
         assert slots is not None
@@ -35,8 +36,18 @@ def recur_token(
     ops: BlockOps, own: Recurrence, w: Weights, x: Array, cache: StateView, moves: Array
 ) -> tuple[Array, StateView]:
     """See `contract.Ops.recur_token`."""
-    y, states = own.token(ops, w, x, cache.view(len(x), 0).arrays)
+    before = _wide(ops.maths, own, cache.view(len(x), 0).arrays)
+    y, states = own.token(ops, w, x, before)
     return y, cache.move(moves, *states)
+
+
+def _wide(
+    m: Maths, own: Recurrence, arrays: tuple[Array, ...], slots: Array | None = None
+) -> tuple[Array, ...]:
+    """The arrays of slots, or of all, as the recurrence computes: states may be kept in 16 bits."""
+    kinds = [kept.dtype for kept in own.layout(1)]
+    held = arrays if slots is None else tuple(array[slots] for array in arrays)
+    return tuple(m.wide(x) if kind == "float32" else x for kind, x in zip(kinds, held, strict=True))
 
 
 def step_token(

@@ -25,6 +25,14 @@ KvCacheOption = Annotated[
     ),
 ]
 
+StateOption = Annotated[
+    str | None,
+    typer.Option(
+        metavar="NAME",
+        help="bfloat16: keep the states of recurrences in 16 bits; unset: float32.",
+    ),
+]
+
 ResidentOption = Annotated[
     int | None,
     typer.Option(

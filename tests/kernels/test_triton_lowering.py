@@ -670,7 +670,7 @@ def eight_bits(codes: str, gated: bool = False, scaled: bool = False, few: bool 
     )
 
 
-def delta_rule(keys: int, values: int, by_channel: bool) -> list[Variant]:
+def delta_rule(keys: int, values: int, by_channel: bool, states: str = "float32") -> list[Variant]:
     """A token and a prompt of the delta rule with heads of 128 elements."""
     recording = operands.Recording()
 
@@ -684,7 +684,7 @@ def delta_rule(keys: int, values: int, by_channel: bool) -> list[Variant]:
         gate="sigmoid" if by_channel else "silu",
     )
     width = channels + values * 129 + decays
-    held = new(8, 3, channels), new(8, values, 128, 128, dtype="float32")
+    held = new(8, 3, channels), new(8, values, 128, 128, dtype=states)
     own = {"counters": new(4096, dtype="int32"), "pdl": True}
     delta_token.delta_token(new(8, width), layer, *held, new(8, dtype="bool"), **own)
     numbers = {name: new(1, dtype="int32") for name in ("slots", "lengths", "starts")}
@@ -730,6 +730,7 @@ VARIANTS += short_convolution(2048)
 VARIANTS += state_space(80, 1, 64, 128, 5120)
 VARIANTS += delta_rule(16, 32, by_channel=False)
 REPEATING += delta_rule(32, 32, by_channel=True)
+REPEATING += delta_rule(16, 32, by_channel=False, states="bfloat16")
 VARIANTS += [
     *choosing_experts(1, 2048, 128, 8, 768, router={"renormalized": True}),
     *choosing_experts(8, 4096, 8, 2, 14336, router={"score": "sparse", "jitter": 0.01}),

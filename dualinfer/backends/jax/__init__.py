@@ -123,6 +123,7 @@ def create_runner(
         placed = Placed(
             *(spec, tp_plan, params, model, dtype, place, ops, peers, most, options, streaming),
             config.kv_cache_dtype,
+            config.state_dtype,
         )
         runner = (StreamingRunner if streams else JaxRunner)(placed)
     runner.notes += (*notes, *describe_experts(tp_plan))

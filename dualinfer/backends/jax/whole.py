@@ -43,7 +43,7 @@ class Placed(NamedTuple):
 
     `module` shows its weights to people, by nnx; None where these are shapes. One sequence has at
     most `most_tokens`; `options` are the compiler's, `streaming` says which layers the host holds,
-    and `cache_codes` what keys and values are kept in.
+    and `cache_codes` what keys and values are kept in, as `state_dtype` what states are.
     """
 
     spec: ModelSpec
@@ -58,6 +58,7 @@ class Placed(NamedTuple):
     options: Mapping[str, str | bool] | None = None
     streaming: Streaming | None = None
     cache_codes: str | None = None
+    state_dtype: str | None = None
 
 
 class WholePasses:

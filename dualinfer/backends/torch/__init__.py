@@ -137,8 +137,8 @@ def create_runner(
         autotune(shard.spec, params, ops, config.kv_cache_dtype)
     graphs = config.enable_cuda_graph
     graphs = graphs is not False, graphs is True
-    kept_in = config.kv_cache_dtype
-    runner = TorchRunner(shard, params, dtype, ops, device, peers, *graphs, kept_in)
+    kept_in = config.kv_cache_dtype, config.state_dtype
+    runner = TorchRunner(shard, params, dtype, ops, device, peers, *graphs, *kept_in)
     if streaming:
         runner.notes += (streaming.describe(),)
     if _wants_kernels(config) and not ops.kernels:

@@ -107,6 +107,7 @@ class TorchRunner(ScoreCalls):
         decode_graphs: bool,
         forward_graphs: bool = False,
         cache_codes: str | None = None,
+        state_dtype: str | None = None,
     ) -> None:
         spec = shard.spec
         self.spec, self.params, self.ops, self._shard = spec, params, ops, shard
@@ -115,7 +116,7 @@ class TorchRunner(ScoreCalls):
         self._parameters = count_leaves(params.leaves())["parameters"]
         self.notes = params.notes + threads_note(device, self._parameters)
         self.kernels, self.verifies = ops.kernels, spec.verifies
-        specs = cache_specs(spec, cache_codes) if spec.causal else ()
+        specs = cache_specs(spec, cache_codes, state_dtype) if spec.causal else ()
         self._specs, self._peers = specs, peers
         self._cache = Cache(specs, dtype, device, peers)
         self._state: SlotState | None = None

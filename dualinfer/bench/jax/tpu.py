@@ -76,6 +76,7 @@ def abstract_runner(
     most: int,
     kv_cache: str | None = None,
     by: str = "pallas",
+    states: str | None = None,
 ) -> JaxRunner:
     """A runner on one device by "pallas" or "xla", whose weights are shapes."""
     tp_plan, own = make_plan(plan.table, 1), jnp.dtype(dtype)
@@ -86,7 +87,8 @@ def abstract_runner(
         put_leaf(params.group(row), row, leaf)
     ops = PlainOps() if by == "xla" else PallasOps()
     how = params, None, own, place, ops, Peers(), most
-    return JaxRunner(Placed(spec, tp_plan, *how, cache_codes=kv_cache))
+    kept = {"cache_codes": kv_cache, "state_dtype": states}
+    return JaxRunner(Placed(spec, tp_plan, *how, **kept))
 
 
 def _parts(shard: Shard, row: Row, dtype: Any) -> dict[str, jax.ShapeDtypeStruct]:
@@ -118,7 +120,7 @@ def compiled(task: Task, spec: ModelSpec, plan: LoadPlan, dtype: str, chip: str)
     wanted = ahead.Wanted((task.batch,), (task.tokens,), task.new_tokens, stream=True)
     name = "one" if task.kind == "decode" else "prefill"
     try:  # any compiler's error is the row's
-        runner = abstract_runner(spec, plan, dtype, most, task.kv_cache, by)
+        runner = abstract_runner(spec, plan, dtype, most, task.kv_cache, by, task.states)
         jobs = {_name(job): job for job in ahead.jobs(runner, wanted, _EOS_WIDTH)}
         # Over the largest cache, which is the last one.
         made = compile_for(jobs[name], chips(chip)[0])

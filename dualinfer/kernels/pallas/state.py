@@ -24,7 +24,8 @@ def heads_of(heads: int, shape: tuple[int, ...]) -> int:
 
 def serves(state: Any) -> bool:
     """True if the kernel takes states [N, H, any, any], of which it has some heads at a time."""
-    return state.ndim == 4 and state.dtype == jnp.float32 and heads_of(*_sizes(state)) > 0
+    known = state.dtype in (jnp.float32, jnp.bfloat16)
+    return state.ndim == 4 and known and heads_of(*_sizes(state)) > 0
 
 
 def take_in(
@@ -77,7 +78,7 @@ def take_in(
         for name in ("queries", "keys"):
             if shared:
                 given[name] = given[name][0]
-        old, value = ref["state"][...], given["values"]
+        old, value = ref["state"][...].astype(jnp.float32), given["values"]
         if steps is None:
             decayed = old * given["decays"][:, None, :]
             new = decayed + value[:, :, None] * given["keys"][:, None, :]
@@ -88,7 +89,8 @@ def take_in(
             new = decayed + key * u[:, None, :]
             y = (new * given["queries"][:, :, None]).sum(1)
         ref["out"][...] = y
-        ref["new"][...] = jnp.where(moves[pl.program_id(0)] != 0, new, old)
+        kept = jnp.where(moves[pl.program_id(0)] != 0, new, old)
+        ref["new"][...] = kept.astype(state.dtype)
 
     out = jax.ShapeDtypeStruct((count, heads, width), jnp.float32)
     y, state = run(

@@ -305,7 +305,8 @@ def _over_kernel(
         slot, there, goes_on = slot_of(slots_ptr, starts_ptr, b, slots)
         state_ptr += (slot * VALUES + head) * KEY * VALUE
         state_ptr += at_k[:, None] * VALUE + at_v[None, :]
-        state = tl.load(state_ptr, mask=held & (at_k[:, None] < KEY * goes_on), other=0.0)
+        before = tl.load(state_ptr, mask=held & (at_k[:, None] < KEY * goes_on), other=0.0)
+        state = before.to(tl.float32)
     qkv_ptr += b * tokens * CHANNELS
     query = head // SHARING * KEY + at_k
     value = 2 * KEYS * KEY + head * VALUE + at_v
@@ -361,7 +362,8 @@ def _over_kernel(
         if BY_CHANNEL:
             decayed_ptr += 3 * _CHUNK * BLOCK_K
     if state_ptr is not None:
-        tl.store(state_ptr, state, mask=held & (at_k[:, None] < KEY * there))
+        kept = state.to(state_ptr.dtype.element_ty)
+        tl.store(state_ptr, kept, mask=held & (at_k[:, None] < KEY * there))
 
 
 @triton.jit

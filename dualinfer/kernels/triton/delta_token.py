@@ -49,10 +49,11 @@ def _token_kernel(
         bias = tl.load(bias_ptr + head * KEY + at_k, mask=in_k, other=0.0)
     else:
         bias = tl.load(bias_ptr + head)
+    BYTES: tl.constexpr = state_ptr.dtype.element_ty.primitive_bitwidth // 8
     if PDL and FETCH > 0:  # the state, by as many threads as there are
         line = tl.arange(0, FETCH)
         first = state_ptr + (slot * VALUES + head) * KEY * VALUE
-        fetch_ahead(first + line * (KEY * VALUE // FETCH), line >= 0, KEY * VALUE // FETCH * 4)
+        fetch_ahead(first + line * (KEY * VALUE // FETCH), line >= 0, KEY * VALUE // FETCH * BYTES)
     wait_for_inputs(PDL)
     y_ptr += (slot * VALUES + head) * VALUE + at_v
     if tl.load(moves_ptr + slot) != 0:
@@ -61,7 +62,7 @@ def _token_kernel(
         states = state_ptr + (slot * VALUES + head) * KEY * VALUE
         states += at_k[:, None] * VALUE + at_v[None, :]
         inside = in_k[:, None] & in_v[None, :]
-        state = tl.load(states, mask=inside, other=0.0)
+        state = tl.load(states, mask=inside, other=0.0).to(tl.float32)
         query = head // SHARING * KEY + at_k
         key = KEYS * KEY + query
         value = 2 * KEYS * KEY + head * VALUE + at_v
@@ -83,7 +84,7 @@ def _token_kernel(
         u = beta * (v - tl.sum(state * k[:, None], 0))
         state += k[:, None] * u[None, :]
         y = tl.sum(state * q[:, None], 0)
-        tl.store(states, state, mask=inside)
+        tl.store(states, state.to(state_ptr.dtype.element_ty), mask=inside)
         y *= tl.rsqrt(tl.sum(y * y, 0) / VALUE + eps) * norm
         gate = tl.load(gates_ptr + slot * gates_stride + head * VALUE + at_v, mask=in_v, other=0.0)
         gate = gate.to(tl.float32)
@@ -148,9 +149,9 @@ def delta_token(
     """What a token of each slot gives, [N, values * value_dim], from its projection x [N, W].
 
     x has queries, keys and values, then gates and what decays are made of, if `layer` has these
-    not. `past` [N', taps - 1, C] and float32 `state` [N', values, key_dim, value_dim], N' >= N, are
-    written in the slots that bool `moves` [N] names; others give zeros. int32 `counters`, N * keys
-    at least, are zeros, and are left so.
+    not. `past` [N', taps - 1, C] and `state` [N', values, key_dim, value_dim], float32 or 16 bits,
+    N' >= N, are written in the slots that bool `moves` [N] names; others give zeros. int32
+    `counters`, N * keys at least, are zeros, and are left so.
     """
     check_last_axis("x", x)
     keys, values, key_dim, value_dim, beta_at = layer[:5]
@@ -178,7 +179,7 @@ def delta_token(
         **{"TAPS": taps.shape[1], "BY_CHANNEL": by_channel, "BOUNDED": floor is not None},
         **{"SILU": gate == "silu", "DOUBLED": doubled},
         **{"BLOCK_K": next_power_of_2(key_dim), "BLOCK_V": next_power_of_2(value_dim)},
-        FETCH=0 if key_dim * value_dim % (128 * _WARPS) else 32 * _WARPS,
+        FETCH=0 if key_dim * value_dim * state.element_size() % (512 * _WARPS) else 32 * _WARPS,
         num_warps=_WARPS,
         pdl=pdl,
     )

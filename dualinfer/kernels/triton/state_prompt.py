@@ -109,7 +109,7 @@ def _walk_kernel(
         slot, there, goes_on = slot_of(slots_ptr, starts_ptr, b, slots)
         state_ptr += (slot * HEADS + head) * DIM * STATE + at_d[:, None] * STATE + at_s[None, :]
         before = tl.load(state_ptr, mask=held & (at_d[:, None] < DIM * goes_on), other=0.0)
-        state = tl.trans(before)
+        state = tl.trans(before.to(tl.float32))
     x_ptr += b * x_row
     if mask_ptr is not None:
         mask_ptr += b * mask_row
@@ -159,7 +159,8 @@ def _walk_kernel(
         found = y_ptr + (b * tokens + t)[:, None] * WIDTH + own[None, :]
         tl.store(found, y.to(y_ptr.dtype.element_ty), mask=of_head)
     if state_ptr is not None:
-        tl.store(state_ptr, tl.trans(state), mask=held & (at_d[:, None] < DIM * there))
+        kept = tl.trans(state).to(state_ptr.dtype.element_ty)
+        tl.store(state_ptr, kept, mask=held & (at_d[:, None] < DIM * there))
         if there * (part + 1) == 1:
             past_ptr += slot * (TAPS - 1) * CHANNELS
             x_ptr += WIDTH

@@ -40,10 +40,11 @@ def _token_kernel(
     rate = tl.exp(tl.load(decay_ptr + head))
     step_bias = tl.load(step_bias_ptr + head)
     skip = tl.load(skip_ptr + head)
+    BYTES: tl.constexpr = state_ptr.dtype.element_ty.primitive_bitwidth // 8
     if PDL and FETCH > 0:  # the state, by as many threads as there are
         line = tl.arange(0, FETCH)
         first = state_ptr + (slot * HEADS + head) * DIM * STATE
-        fetch_ahead(first + line * (DIM * STATE // FETCH), line >= 0, DIM * STATE // FETCH * 4)
+        fetch_ahead(first + line * (DIM * STATE // FETCH), line >= 0, DIM * STATE // FETCH * BYTES)
     wait_for_inputs(PDL)
     y_ptr += slot * WIDTH + head * DIM + at_d
     if tl.load(moves_ptr + slot) != 0:
@@ -53,7 +54,7 @@ def _token_kernel(
         states = state_ptr + (slot * HEADS + head) * DIM * STATE
         states += at_d[:, None] * STATE + at_s[None, :]
         inside = in_d[:, None] & in_s[None, :]
-        state = tl.load(states, mask=inside, other=0.0)
+        state = tl.load(states, mask=inside, other=0.0).to(tl.float32)
         own = head * DIM + at_d
         of_b = WIDTH + head // SHARING * STATE + at_s
         of_c = GROUPS * STATE + of_b
@@ -67,7 +68,7 @@ def _token_kernel(
         step = tl.minimum(tl.maximum(softplus(number + step_bias), least), most)
         state = state * tl.exp(-step * rate) + (x * step)[:, None] * b[None, :]
         y = tl.sum(state * c[None, :], 1) + x * skip
-        tl.store(states, state, mask=inside)
+        tl.store(states, state.to(state_ptr.dtype.element_ty), mask=inside)
         if GATED:
             gate = scaled(tl.load(x_ptr + own, mask=in_d, other=0.0), gate_scale, SCALED)
             gate = gate.to(tl.float32)
@@ -156,9 +157,9 @@ def state_token(
 ) -> Any:
     """What a token of each slot gives, [N, heads * head_dim], from its projection x [N, W].
 
-    x has gates, x, B, C and a number of each head. `past` [N', taps - 1, C] and float32 `state`
-    [N', heads, head_dim, state], N' >= N, are written in the slots that bool `moves` [N] names;
-    others give zeros. int32 `counters`, N * groups at least, are zeros, and are left so.
+    x has gates, x, B, C and a number of each head. `past` [N', taps - 1, C] and `state` [N', heads,
+    head_dim, state], float32 or 16 bits, N' >= N, are written in the slots that bool `moves` [N]
+    names; others give zeros. int32 `counters`, N * groups at least, are zeros, and are left so.
     """
     check_last_axis("x", x)
     heads, dim, size, groups = layer[:4]
@@ -181,7 +182,7 @@ def state_token(
         **{"HEADS": heads, "GROUPS": groups, "DIM": dim, "STATE": size, "TAPS": taps.shape[1]},
         **{"GATED": norm is None or not layer.gated_last, "SCALED": scales is not None},
         **{"BLOCK_D": next_power_of_2(dim), "BLOCK_S": next_power_of_2(size)},
-        FETCH=0 if dim * size % (128 * _WARPS) else 32 * _WARPS,
+        FETCH=0 if dim * size * state.element_size() % (512 * _WARPS) else 32 * _WARPS,
         num_warps=_WARPS,
         pdl=pdl,
     )
