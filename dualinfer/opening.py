@@ -49,7 +49,6 @@ from .model.load_plan import (
 from .model.peft_modules import see_through
 from .model.spec import ModelSpec
 from .model.weights import WeightTable
-from .ops.caches import has_wide_states
 from .quantization import KEPT_CACHE, is_of_cache
 from .quantization.formats import Opener
 from .quantization.recipe import Recipe, make_recipe
@@ -138,7 +137,7 @@ def describe(found: HFModel, settings: InferenceConfig, notes: list[str]) -> Des
             f"kv_cache_dtype={settings.kv_cache_dtype!r}: {spec.architecture} does not generate "
             "and has no cache. Leave it unset."
         )
-    if settings.state_dtype is not None and not has_wide_states(spec):
+    if settings.state_dtype is not None and not spec.has_float32_states:
         raise ConfigError(
             f"state_dtype={settings.state_dtype!r}: no layer of {spec.architecture} keeps float32 "
             "states, as Mamba's and the delta rule's do. Leave it unset."

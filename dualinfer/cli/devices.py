@@ -164,10 +164,10 @@ def plan(
                 f"quant={asked.scheme!r}: a plan of module mode counts plain weights "
                 f"alone, and the model runs in it. Leave quant unset. {error}"
             ) from error
-        for name in ("kv_cache_dtype", "state_dtype"):
-            if (value := getattr(settings, name)) is not None:
+        for kept in ("kv_cache_dtype", "state_dtype"):
+            if (value := getattr(settings, kept)) is not None:
                 raise ConfigError(
-                    f"{name}={value!r}: in module mode, in which the model runs, the cache is the "
+                    f"{kept}={value!r}: in module mode, in which the model runs, the cache is the "
                     f"module's own. Leave it unset. {error}"
                 ) from error
         if streams:

@@ -15,7 +15,7 @@ import numpy as np
 
 from ..arrays import numpy_dtype
 from ..errors import OutOfMemoryError, UnsupportedError
-from ..model.spec import Attention, ModelSpec, Recurrence
+from ..model.spec import Attention, ModelSpec, Recurrence, keeps_float32
 from ..parallel.agreement import Peers
 
 BLOCK = 64  # tokens of a block
@@ -180,18 +180,12 @@ def cache_specs(
         else CacheSpec("state", 0, 0, 0, recurrence=layer.recurrence)
         for layer, part in owners
     ]
-    own = [replace(x, states=states) if _is_wide(x.recurrence) else x for x in own]
+    own = [
+        replace(x, states=states) if x.recurrence and keeps_float32(x.recurrence) else x
+        for x in own
+    ]
     cross = [CacheSpec("cross", *_sizes(layer.cross)) for layer in spec.layers if layer.cross]
     return *own, *cross
-
-
-def has_wide_states(spec: ModelSpec) -> bool:
-    """True if layers have recurrences that keep float32 states."""
-    return any(_is_wide(layer.recurrence) for layer in spec.layers)
-
-
-def _is_wide(own: Recurrence | None) -> bool:
-    return own is not None and any(kept.dtype == "float32" for kept in own.layout(1))
 
 
 def _sizes(a: Attention) -> tuple[int, int, int]:

@@ -730,7 +730,8 @@ VARIANTS += short_convolution(2048)
 VARIANTS += state_space(80, 1, 64, 128, 5120)
 VARIANTS += delta_rule(16, 32, by_channel=False)
 REPEATING += delta_rule(32, 32, by_channel=True)
-REPEATING += delta_rule(16, 32, by_channel=False, states="bfloat16")
+of_states = delta_rule(16, 32, by_channel=False, states="bfloat16")
+REPEATING += [variant for variant in of_states if variant not in VARIANTS]
 VARIANTS += [
     *choosing_experts(1, 2048, 128, 8, 768, router={"renormalized": True}),
     *choosing_experts(8, 4096, 8, 2, 14336, router={"score": "sparse", "jitter": 0.01}),

@@ -22,6 +22,7 @@ from .parts import (
     Norm,
     Recurrence,
     Router,
+    keeps_float32,
 )
 from .positions import Positions
 from .sounds import Sounds
@@ -56,4 +57,5 @@ __all__ = [
     "Router",
     "Sounds",
     "Wiring",
+    "keeps_float32",
 ]

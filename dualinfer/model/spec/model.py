@@ -17,6 +17,7 @@ from .parts import (
     Mlp,
     Norm,
     Recurrence,
+    keeps_float32,
 )
 from .positions import Positions
 from .sounds import Sounds
@@ -400,6 +401,11 @@ class ModelSpec(Once):
     def state_numbers(self) -> dict[int, int]:
         """The number of the cache of each layer with a recurrence."""
         return {i: n for n, (i, part) in enumerate(self.caches) if part == "recurrence"}
+
+    @property
+    def has_float32_states(self) -> bool:
+        """True if layers have recurrences that keep float32 states."""
+        return any(own.recurrence and keeps_float32(own.recurrence) for own in self.layers)
 
     @property
     def cross_numbers(self) -> dict[int, int]:

@@ -193,3 +193,8 @@ class Recurrence(Protocol):
     ) -> tuple[Any, tuple[Any, ...]]:
         """As `sequence`, of one token each, x [B, 1, ...], behind `states`."""
         ...
+
+
+def keeps_float32(own: Recurrence) -> bool:
+    """True if states of a recurrence are float32 in any model, as they are sums of many tokens."""
+    return any(kept.dtype == "float32" for kept in own.layout(1))
