@@ -89,16 +89,38 @@ def test_a_prompt_of_several_continuations_is_read_once(engine, hf, monkeypatch)
     monkeypatch.setattr(
         engine, "forward", lambda ids, *a, **k: read.append(ids.shape) or forward(ids, *a, **k)
     )
+    begun = []
+    start = engine._loop.start_scores
+    monkeypatch.setattr(
+        engine._loop, "start_scores", lambda x, **k: begun.append(len(x)) or start(x, **k)
+    )
     columns = [p for p, _ in pairs], [c for _, c in pairs]
     check(hf, engine.score(*columns), pairs)
-    assert read == [(1, 61)]
-    engine.reserve(5, 200, cache_tokens=320)
+    assert read == [(1, 61)] and begun == [4]
+    engine.reserve(16, 200, cache_tokens=4096)
     try:
-        check(hf, engine.score(*columns), pairs)  # one prompt at a time
-        monkeypatch.setattr(scoring, "_PROMPTS", 2)
+        check(hf, engine.score(*columns), pairs)
+        assert begun == [4, 4]  # a quarter of the slots
+        slow = engine.stream([[5]] * 13, max_new_tokens=40, eos_token_id=None)
+        next(slow)
+        check(hf, engine.score(*columns), pairs)  # the old way, since three slots are free
+        assert begun == [4, 4, 4] and len([*slow]) == 39
     finally:
         engine.unreserve()
+    read.clear()
+    begun.clear()
+    monkeypatch.setattr(scoring, "_PROMPTS", 2)
+    monkeypatch.setattr(scoring, "_WORTH", 100)
     check(hf, engine.score(*columns), pairs)
+    assert begun == [2] and read  # the shorter two are not worth it
+
+
+def test_a_cache_that_rounds_changes_no_score(hf):
+    model = dualinfer.embedded_model()
+    first = np.random.default_rng(2).integers(3, 2048, 400).tolist()
+    pairs = [(first, [7 + i, 20, 30]) for i in range(3)]
+    with dualinfer.init_inference(model, dtype="fp32", kv_cache_dtype="int8") as engine:
+        check(hf, engine.score([p for p, _ in pairs], [c for _, c in pairs]), pairs)
 
 
 def test_texts_are_split_as_the_harness_does(engine, hf):

@@ -109,9 +109,14 @@ class Loop(BlockSlots):
 
             return self._open(requests, read, chosen=False, saved=saved)[0]
 
-    def start_scores(self, requests: Sequence[Request]) -> tuple[list[Live], Any]:
-        """Sequences whose tokens the caller chooses, and the logits [B, V] of the first ones."""
-        with self._with_slots(requests, chosen=True):
+    def start_scores(
+        self, requests: Sequence[Request], waits: bool = True
+    ) -> tuple[list[Live], Any]:
+        """Sequences whose tokens the caller chooses, and the logits [B, V] of the first ones.
+
+        As `start` they wait for slots, or raise OutOfMemoryError.
+        """
+        with self._with_slots(requests, waits, chosen=True):
 
             def read(lives: list[Live], parts: list[Request]) -> Any:
                 slots = [live.slot for live in lives]

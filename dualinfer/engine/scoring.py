@@ -8,7 +8,14 @@ import numpy as np
 
 from ..arrays import from_numpy
 from ..backends.base import GRAIN, TOP, Request
-from ..errors import ArgumentError, LengthError, UnsupportedError, a_type, shown
+from ..errors import (
+    ArgumentError,
+    LengthError,
+    OutOfMemoryError,
+    UnsupportedError,
+    a_type,
+    shown,
+)
 from .base import InferenceEngine
 from .loop import Loop
 from .requests import TokenLogprobs, told_of
@@ -76,9 +83,9 @@ class ScoringCalls(InferenceEngine):
         both together, behind those of the prompt alone; blanks at a prompt's end belong to the
         continuation. After an empty prompt the first token follows BOS, or EOS where there is none.
         Log-probabilities are of the whole vocabulary, in float32, by the model's own logits.
-        A prompt of several continuations is read once, where that is worth a pass for each of them
-        and the model reads on behind what it has cached. LengthError where a pair is longer than
-        the model takes.
+        A prompt of several continuations is read once, where that is worth a pass for each of them,
+        slots are free and a cache changes no score. LengthError where a pair is longer than the
+        model takes.
         """
         self._check_scored("score()")
         if isinstance(prompts, str) or isinstance(continuations, str):
@@ -167,23 +174,38 @@ class ScoringCalls(InferenceEngine):
             if i not in told:
                 of_row.setdefault(pair.read, []).append(i)
         numbers = _LOGITS if "float32" in str(self.runner.dtype) else 2 * _LOGITS
-        for batch in _batches(of_row, pairs, numbers // self._spec.vocab):
+        for batch in _batches(of_row, pairs, numbers // self._spec.vocab, self._fills_up):
             places = [(row, i) for row, read in enumerate(batch) for i in of_row[read]]
             rows = self._told(batch, [(row, pairs[i]) for row, i in places])
             told |= {i: own for (_, i), own in zip(places, rows, strict=True)}
         return [_score(pair, told[i]) for i, pair in enumerate(pairs)]
 
+    @property
+    def _fills_up(self) -> bool:
+        """True if sizes are powers of two, as JAX compiles for each."""
+        return self.inference_config.backend == "jax"
+
     def _shared(self, pairs: Sequence[_Pair]) -> Iterator[list[_Shared]]:
-        """Prompts of several continuations that are worth reading once, some at a time."""
-        if not self.runner.verifies:
+        """Prompts of several continuations that are worth reading once, some at a time.
+
+        What a cache rounds would give other scores than whole rows, and streamed weights would come
+        for each continuation.
+        """
+        config = self.inference_config
+        rounds = config.kv_cache_dtype is not None or config.state_dtype is not None
+        if not self.runner.verifies or rounds or config.streams:
             return
         pool, most = self._loop.pool, self.max_tokens  # type: ignore[attr-defined]
         prompts, room = _PROMPTS, _TOKENS
         if pool is not None:  # others want slots, too
             prompts, most = min(prompts, max(1, pool.slots // 4)), min(most, pool.tokens)
-            room = min(room, pool.blocks * GRAIN or room)
+            room = min(room, pool.blocks * GRAIN // 4 or room)
+        if self._fills_up:
+            prompts = 1 << (prompts.bit_length() - 1)
 
         def has_room(first: int, then: int, count: int) -> bool:
+            if self._fills_up:
+                then, count = _power(then) + 1, _power(count)
             logits = count * then * self._spec.vocab
             return (
                 first + then <= most
@@ -210,12 +232,18 @@ class ScoringCalls(InferenceEngine):
         """What `tell` says of the tokens of each pair of these prompts, which are read once.
 
         Continuations are read as drafts, none of which is taken: the next one goes behind the
-        prompt as well. One pass has one of each prompt, the longest ones first.
+        prompt as well. One pass has one of each prompt, the longest ones first. Nothing is told
+        where there are no free slots, or no room, which others may have.
         """
         self._check_model(alone=False)  # type: ignore[attr-defined]
-        longest = max(len(rest) for own in batch for rest, _ in own.rests)
+        fill = _power if self._fills_up else int
+        batch = [*batch, *(fill(len(batch)) - len(batch)) * [_Shared(batch[-1].first, [])]]
+        longest = fill(max(len(rest) for own in batch for rest, _ in own.rests))
         requests = [Request(np.array(own.first, np.int32), longest + 1) for own in batch]
-        lives, logits = self._loop.start_scores(requests)
+        try:
+            lives, logits = self._loop.start_scores(requests, waits=False)
+        except (LengthError, OutOfMemoryError):
+            return {}
         told: dict[int, list[np.ndarray]] = {}
         try:
             starts = [(row, i) for row, own in enumerate(batch) for _, of in own.rests for i in of]
@@ -228,7 +256,7 @@ class ScoringCalls(InferenceEngine):
                 width = max(len(rest) for rest, _ in part)
                 if not width:
                     break
-                ids = np.zeros((len(batch), width), np.int64)
+                ids = np.zeros((len(batch), fill(width)), np.int64)
                 for row, (rest, _) in zip(ids, part, strict=True):
                     row[: len(rest)] = rest
                 logits = self._loop.scores_of(lives, ids)
@@ -313,11 +341,11 @@ def _is_worth(batch: Sequence[_Shared]) -> bool:
 
 
 def _batches(
-    of_row: dict[tuple[int, ...], list[int]], pairs: Sequence[_Pair], places: int
+    of_row: dict[tuple[int, ...], list[int]], pairs: Sequence[_Pair], places: int, fills_up: bool
 ) -> Iterator[list[tuple[int, ...]]]:
     """Rows of like lengths that a pass has room for, the longest first; logits of `places`.
 
-    They are as many as a power of two, to which JAX would fill them up.
+    There is room for as many as they are filled up to.
     """
     begins = {read: min(len(pairs[i].first) - 1 for i in own) for read, own in of_row.items()}
     batch: list[tuple[int, ...]] = []
@@ -326,7 +354,7 @@ def _batches(
         if batch:
             count, kept = len(batch) + 1, longest - min(begin, begins[read])
             most = min(_TOKENS // longest, places // kept)
-            if count > most or _power(count) > most:
+            if (_power(count) if fills_up else count) > most:
                 yield batch
                 batch = []
         if not batch:

@@ -30,9 +30,9 @@ def entries_of(table_ptr, first, last, SIZE: tl.constexpr, COUNT: tl.constexpr):
 
 @triton.jit
 def block_of(entries, first, token, SIZE: tl.constexpr, COUNT: tl.constexpr):
-    """The block of a token, by the entries from that of token `first` on."""
+    """The block of a token, by the entries from that of token `first` on; -1 beyond them."""
     here = tl.arange(0, COUNT) == token // SIZE - first // SIZE
-    return tl.sum(tl.where(here, entries, 0), 0).to(tl.int64)
+    return (tl.sum(tl.where(here, entries + 1, 0), 0) - 1).to(tl.int64)
 
 
 @triton.jit
