@@ -158,6 +158,31 @@ def test_scores_with_numbers_of_distances_compile(rows, tokens, chip):
     assert not {shape for shape in made.copied if np.prod(shape) >= np.prod(bias.shape)}
 
 
+@pytest.mark.tpu
+@pytest.mark.parametrize(
+    ("shape", "blocks", "tokens"),
+    [((65, 64), 8, 1), ((65, 64), 8, 16), ((8, 1088), 0, 1)],
+    ids=["blocks, tokens", "blocks, pieces", "slots, tokens"],
+)
+def test_numbers_of_distances_compile_for_keys_that_fill_no_lanes(shape, blocks, tokens):
+    """Blocks of 64 keys, and slots of 1,088 of which 512 are read."""
+    rows, heads, dim, reach = 8, 8, 128, 512
+
+    def run(q: Any, k: Any, v: Any, bias: Any, table: Any) -> Any:
+        starts = jax.numpy.full(rows, reach - tokens, "int32")
+        seen = attending.Seen(starts, starts + tokens, True)
+        how: Any = {"table": table if blocks else None, "reach": reach, "interpret": False}
+        return attending.attend(q, k, v, seen, attending.Scores(1.0, bias=bias), **how)
+
+    count, size = shape
+    held = jax.ShapeDtypeStruct((count, heads, size, dim), "bfloat16")
+    q = jax.ShapeDtypeStruct((rows, tokens, heads, dim), "bfloat16")
+    bias = jax.ShapeDtypeStruct((rows, heads, tokens, reach), "float32")
+    table = jax.ShapeDtypeStruct((rows, blocks), "int32")
+    job = Job("attention", run, (q, held, held, bias, table))
+    assert compiled(job, "v5e").kernels == {"attention"}
+
+
 STATES = {
     # sequences, groups, heads of each, elements of keys and values; the delta rule; by channel
     "Mamba-2 2.7B": (32, 1, 80, 128, 64, False, False),

@@ -229,25 +229,27 @@ def test_attention_of_prompts_is_the_reference(option, monkeypatch):
 def test_a_token_attends_to_its_slot_alone(dtype, table, monkeypatch):
     """Garbage lies behind; a window and a chunk begin in other blocks than the first.
 
-    Distances add to scores.
+    Distances add to scores; their last block is short. A slot's blocks of keys fill their lanes.
     """
     monkeypatch.setattr(attending, "_MANY_KEYS", 8)
-    slots, kv_heads, size, dim = 3, 2, 24, 16
-    lengths = np.array([1, 23, 14], np.int32)
+    if not table:
+        monkeypatch.setattr(attending, "LANES", 8)
+    slots, kv_heads, size, dim, reach = 3, 2, 24, 16, 23
+    lengths = np.array([1, reach, 14], np.int32)
     k, v = (normal(i, slots, kv_heads, size, dim, dtype=dtype) for i in (1, 2))
     for n, length in enumerate(lengths):
         k[n, :, length:], v[n, :, length:] = GARBAGE, np.nan
     q = normal(3, slots, 4, dim, dtype=dtype)
-    where: dict[str, Any] = {}
+    where: dict[str, Any] = {"reach": reach}
     held = [jnp.asarray(k), jnp.asarray(v)]
     if table:
         blocks = np.random.default_rng(4).permutation(9).reshape(3, 3)
         pools = [np.empty((9, kv_heads, 8, dim), dtype) for _ in held]
         for pool, part in zip(pools, (k, v), strict=True):
             pool[blocks] = part.reshape(slots, kv_heads, 3, 8, dim).swapaxes(1, 2)
-        held, where = [jnp.asarray(pool) for pool in pools], {"table": jnp.asarray(blocks)}
+        held, where["table"] = [jnp.asarray(pool) for pool in pools], jnp.asarray(blocks)
     added = normal(5, 4, 2 * 6 + 1, dtype=FLOAT32)
-    places = jnp.arange(size)[None], jnp.asarray(lengths - 1)[:, None]
+    places = jnp.arange(reach)[None], jnp.asarray(lengths - 1)[:, None]
     bias = relative_bias(jnp.asarray(added), *places)
     for name, most in (("window", 5), ("chunk", 9)):
         own: dict[str, Any] = {name: most}

@@ -175,12 +175,19 @@ def attend(
     if (bias := scores.bias) is not None:
         one = len(bias) == 1  # for all rows
         bias = bias.swapaxes(1, 2).reshape(len(bias), tokens, kv_heads, group, -1)
+        bias, shape = by_rows(bias), (None, None, rows, keys)
+        parts = keys % LANES != 0  # [B, K, steps, rows, keys], for Mosaic cuts an axis at lanes
+        if parts:
+            bias = jnp.pad(bias, (*[(0, 0)] * 3, (0, steps * keys - bias.shape[-1])))
+            bias = bias.reshape(*bias.shape[:3], steps, keys).swapaxes(2, 3)
+            shape = (None, None, None, rows, keys)
 
         def of_bias(b: Any, h: Any, i: Any, j: Any, *given: Any) -> tuple[Any, ...]:
-            return 0 if one else b, h, i, block(b, i, j, *given[:2])
+            b, j = 0 if one else b, block(b, i, j, *given[:2])
+            return (b, h, j, i, 0) if parts else (b, h, i, j)
 
         names.append("bias")
-        inputs.append(Block(by_rows(bias), (None, None, rows, keys), of_bias))
+        inputs.append(Block(bias, shape, of_bias))
 
     def body(starts: Any, limits: Any, _: Any, *refs: Any) -> None:
         ref = dict(zip([*names, "out", "most", "total", "sums"], refs, strict=True))
