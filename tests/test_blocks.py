@@ -382,6 +382,13 @@ def test_a_grammar_goes_on_behind_a_pause():
             check_over(engine)
 
 
+def bytes_of(runner: Any) -> int:
+    """What a torch runner has allocated for the cache, of which layers share a table, and state."""
+    arrays = [x for layer in runner._cache._layers for x in layer] + [*vars(runner._state).values()]
+    arrays += [runner._tokens, runner._row]
+    return sum({id(x): x.nbytes for x in arrays if x is not None}.values())
+
+
 def test_a_cache_of_as_much_as_has_room(monkeypatch):
     with dualinfer.init_inference(make_model("llama-gqa"), **HOW) as engine:
         runner, free = engine.runner, [1 << 40]
@@ -390,16 +397,24 @@ def test_a_cache_of_as_much_as_has_room(monkeypatch):
         assert engine.reserve(4, 250, cache_tokens="auto").cache_tokens == (4 + 1) * 4 * GRAIN
         whole = engine.reserve(4, 250, cache_tokens="auto", prefix_cache=False)
         assert whole.cache_tokens == 4 * 4 * GRAIN
-        held = engine.report().cache_bytes * 7 // 17 + 2 * 4 * runner.spec.vocab  # of 16 and one
+        # One sequence of a last token that is not cached has the tokens that were asked for.
+        alone = engine.reserve(1, GRAIN + 1, cache_tokens="auto", prefix_cache=False)
+        assert (alone.tokens, alone.cache_tokens) == (GRAIN + 1, GRAIN)
+        row = random_ids(1, 60, vocab=90)
+        assert engine.generate(row, max_new_tokens=5, eos_token_id=None).shape[-1] == 65
+        taken = {}
+        for blocks in (6, 7):
+            engine.reserve(4, 250, cache_tokens=blocks * GRAIN)
+            taken[blocks] = bytes_of(runner)
         for share in (0.5, 1.0, None):
-            free[0] = int(held / (share or 0.85)) + GRAIN
             how: dict[str, Any] = {"cache_tokens": "auto", "memory_fraction": share}
+            free[0] = int((taken[7] - 1) / (share or 0.85))
             assert engine.reserve(4, 250, **how).cache_tokens == 6 * GRAIN
-            assert engine.reserve(4, **how).tokens == 6 * GRAIN
-        free[0] //= 3
-        with pytest.raises(OutOfMemoryError, match="A cache of 250 tokens for 4 sequences has no"):
-            engine.reserve(4, 250, cache_tokens="auto")
-        assert engine.reserve(4, 64, cache_tokens="auto").cache_tokens == GRAIN
+            assert bytes_of(runner) == taken[6] <= free[0] * (share or 0.85)
+        free[0] = taken[6] - (taken[7] - taken[6]) * 3
+        with pytest.raises(OutOfMemoryError, match="A cache of 249 tokens for 4 sequences has no"):
+            engine.reserve(4, 250, cache_tokens="auto", memory_fraction=1)
+        assert engine.reserve(4, 64, cache_tokens="auto").cache_tokens == 2 * GRAIN
         with pytest.raises(
             OutOfMemoryError, match=r"A cache of 1,000,000,000,000 tokens for .*'auto'"
         ):
@@ -410,6 +425,9 @@ def test_a_cache_of_as_much_as_has_room(monkeypatch):
         for wrong in (0, 1.5, True, "0.9"):
             with pytest.raises(ArgumentError, match="memory_fraction"):
                 engine.reserve(4, 250, memory_fraction=wrong)
+        for sized in ({"slots": 4}, {"cache_tokens": 250}, {"slots": 4, "cache_tokens": 250}):
+            with pytest.raises(ArgumentError, match=r"memory_fraction=1e-09\).* says how much"):
+                engine.reserve(tokens=250, memory_fraction=1e-9, **sized)
 
 
 def test_what_has_no_blocks_is_refused(engine):

@@ -406,17 +406,17 @@ def test_errors_speak_of_options(message, typed):
 
 
 @pytest.mark.parametrize(
-    ("option", "value", "said"),
+    ("options", "said"),
     [
-        ("--cache-tokens", "many", "expected a number from 1, or auto"),
-        ("--cache-tokens", "0", "expected a number from 1, or auto"),
-        ("--memory-fraction", "1.5", "above 0 and at most 1"),
+        ("--cache-tokens many", "expected a number from 1, or auto"),
+        ("--cache-tokens 0", "expected a number from 1, or auto"),
+        ("--memory-fraction 1.5", "above 0 and at most 1"),
+        ("--memory-fraction 0.1 --max-sequences 4", "and --max-sequences 4 does"),
+        ("--memory-fraction 0.1 --cache-tokens 64", "and --cache-tokens 64 does"),
     ],
 )
-def test_a_size_of_the_cache_that_is_none_is_refused_before_anything_is_opened(
-    run, option, value, said
-):
-    result = run("serve", "no/model", option, value)
+def test_a_size_of_the_cache_that_is_none_is_refused_before_anything_is_opened(run, options, said):
+    result = run("serve", "no/model", *options.split())
     assert result.exit_code == 2 and said in re.sub(r"[\s│]+", " ", result.stderr)
 
 

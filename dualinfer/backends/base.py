@@ -242,10 +242,11 @@ class Pool:
     Of an encoder-decoder also for what its encoder gives of `encoded` tokens each, 0 for as many as
     `tokens`; an encoder of one length needs none. `eos` ids of a request, and whether some of them
     hide tokens or weigh them, are in the state from the start: the first request that needs more of
-    these makes a larger state, and its steps anew. The `spare` slots lie behind the others. No
-    request gets one and no step passes over it, so that it keeps what is copied there. Where slots
-    are `saved`, to the host's memory, what does so is prepared with the rest. With `blocks` these
-    many blocks of GRAIN tokens are all that there are, and slots get them as they need them.
+    these makes a larger state, and its steps anew. The `spare` slots lie behind the others, in
+    caches alone: no request gets one and no step passes over it, so that it keeps what is copied
+    there, and the state has no row of it. Where slots are `saved`, to the host's memory, what does
+    so is prepared with the rest. With `blocks` these many blocks of GRAIN tokens are all that there
+    are, and slots get them as they need them.
     """
 
     slots: int

@@ -100,8 +100,9 @@ def serve(
         float | None,
         typer.Option(
             metavar="SHARE",
-            help="The share of the device's free memory that the cache takes where its size is "
-            "not given; unset: 0.85, and in the host's memory at most 1 GiB.",
+            help="The share of the device's free memory that the cache takes where neither "
+            "--max-sequences nor a number of --cache-tokens says its size; unset: 0.85, and in the "
+            "host's memory at most 1 GiB.",
         ),
     ] = None,
     prefix_cache: Annotated[
@@ -192,8 +193,15 @@ def serve(
         raise typer.BadParameter(
             f"--memory-fraction {memory_fraction}; expected a number above 0 and at most 1."
         )
-    room = max_sequences, max_tokens, prefix_cache, swap_space, _tokens_of(cache_tokens)
-    room = *room, memory_fraction
+    cached = _tokens_of(cache_tokens)
+    if memory_fraction is not None and cached != AUTO and (max_sequences or cached):
+        given = f"--cache-tokens {cached}" if cached else f"--max-sequences {max_sequences}"
+        raise typer.BadParameter(
+            f"--memory-fraction {memory_fraction} is the share of memory that is taken where "
+            f"nothing else says how much, and {given} does. Leave --memory-fraction unset, or pass "
+            "--cache-tokens auto, or neither --max-sequences nor --cache-tokens."
+        )
+    room = max_sequences, max_tokens, prefix_cache, swap_space, cached, memory_fraction
     routes: dict[str, Any] = {
         "api_key": api_key,
         "tool_call_parser": tool_call_parser,

@@ -86,7 +86,8 @@ class RoomCalls(InferenceEngine):
         priority. For models whose layers all keep keys and values, or a latent vector, of every
         token. "auto" is as many as have room. What `slots` or `cache_tokens` take so is a
         `memory_fraction` of the memory that is free on the device, above 0 and at most 1; unset it
-        is 0.85, and in the host's memory at most 1 GiB.
+        is 0.85, and in the host's memory at most 1 GiB. ArgumentError where it sizes
+        nothing: with `slots` alone, or a number of `cache_tokens`.
         UnsupportedError while a generation is under way, OutOfMemoryError where there is no room.
         Every process that shares the model must call it.
         """
@@ -107,6 +108,13 @@ class RoomCalls(InferenceEngine):
         if type(swap_space) not in (int, float) or not 0 <= swap_space < math.inf:
             raise ArgumentError(
                 f"reserve(swap_space={shown(swap_space)}): expected GiB, 0 or more."
+            )
+        if share is not None and cache_tokens != AUTO and (slots or cache_tokens):
+            given = f"cache_tokens={cache_tokens}" if cache_tokens else f"slots={slots}"
+            raise ArgumentError(
+                f"reserve(memory_fraction={shown(share)}): it is the share of memory that is taken "
+                f"where nothing else says how much, and {given} does. Leave memory_fraction unset, "
+                "or pass cache_tokens='auto', or neither slots nor cache_tokens."
             )
         runner, most = self.runner, self._longest
         if not runner.spec.can_generate:
@@ -133,9 +141,9 @@ class RoomCalls(InferenceEngine):
                 free = None if None in said["free"] else min(said["free"])
                 if cache_tokens == AUTO:
                     what = slots or MOST_SLOTS, max(longest - 1, 1), prefix_cache
-                    room = free, max(said["block"]), tokens or 1
+                    room = free, max(said["block"]), max((tokens or 1) - 1, 1)
                     cache_tokens = fitting_tokens(runner, *what, *room)
-                    longest = min(longest, cache_tokens)
+                    longest = tokens or min(longest, cache_tokens)
                 each = max(longest - 1, 1)  # the last is not fed back
                 pool = pool_for(runner, slots, each, prefix_cache, free, cache_tokens)
                 pool = replace(pool, saved=swap_space > 0 and runner.spec.keeps_beginnings)

@@ -2,6 +2,8 @@
 
 from collections.abc import Callable
 
+import numpy as np
+
 from ..backends.base import GRAIN, Pool, Runner
 from ..errors import OutOfMemoryError, UnsupportedError
 
@@ -13,6 +15,7 @@ _SHARE_OF_POOL = 0.85  # passes and programs take the rest
 _ON_HOST = 1 << 30  # bytes of a pool in the host's memory, which others use too
 _SPARE = 8  # slots that serve for each spare one
 _MANY = 2048  # tokens, of which those of a block are a share
+_COLUMNS = 512  # bytes of a slot: its other columns of the state, and the tokens of a call's steps
 
 
 def make_room(runner: Runner, pool: Pool | None) -> tuple[int, Callable[[int, int], bool]]:
@@ -100,8 +103,9 @@ def fitting_tokens(
     """Cached tokens that have room in `free` bytes, in blocks of so many bytes: whole ones.
 
     No more than slots of so many tokens can come to need; some more are kept of prompts, if it
-    `shares`. UnsupportedError where it is not known how much is free, OutOfMemoryError where it has
-    no room for `least` tokens.
+    `shares`. The slots' state, the table of their blocks and the block that nobody reads are in
+    these bytes, too. UnsupportedError where it is not known how much is free, OutOfMemoryError
+    where it has no room for `least` cached tokens.
     """
     if free is None:
         raise UnsupportedError(
@@ -109,13 +113,17 @@ def fitting_tokens(
             "is. Pass a number of tokens."
         )
     most = (slots + (-(-slots // _SPARE) if shares else 0)) * -(-tokens // GRAIN)
-    # A slot has a bool for each id as well; and a block takes what no sequence reads.
-    fits = (free - 2 * slots * runner.spec.vocab) // block - 1
+    rows = slots * (2 if shares else 1)  # of the table, which each layer has while it is made
+    table = rows * -(-tokens // GRAIN) * np.dtype(np.int32).itemsize
+    beside = slots * _state_bytes(runner) + table * len(runner.spec.caches) + block
+    fits = (free - beside) // block
     if fits * GRAIN < least:
+        needed = beside + -(-least // GRAIN) * block
         raise OutOfMemoryError(
-            f"A cache of {least} tokens for {slots} sequences has no room: {free:,} bytes may be "
-            f"taken, and each {GRAIN} tokens need {block:,}. Free memory of the device, ask for "
-            "fewer slots or tokens, or set a larger memory_fraction."
+            f"A cache of {least} tokens for {slots} sequences has no room: with their state it "
+            f"needs {needed:,} bytes, {block:,} of them for each {GRAIN} tokens and {beside:,} "
+            f"whatever its size, and {max(free, 0):,} may be taken. Free memory of the device, ask "
+            "for fewer slots or tokens, or set a larger memory_fraction."
         )
     return min(most, fits) * GRAIN
 
@@ -126,7 +134,12 @@ def is_on_host(runner: Runner) -> bool:
 
 
 def _slot_bytes(runner: Runner, tokens: int) -> float:
-    """Bytes of a slot, whose cache is no power of two; and a bool for each id of the vocabulary."""
+    """Bytes of a slot, whose cache is no power of two; and those of its state."""
     many = 1 << (tokens - 1).bit_length()
     states, whole = (runner.cache_bytes_for(1, n) for n in (1, many))
-    return max(states, whole * tokens / many) + runner.spec.vocab
+    return max(states, whole * tokens / many) + _state_bytes(runner)
+
+
+def _state_bytes(runner: Runner) -> int:
+    """Bytes of a slot's state: whether it has seen each id of the vocabulary, and hides it."""
+    return 2 * runner.spec.vocab + _COLUMNS

@@ -143,9 +143,14 @@ def _pass(group: list[tuple[int, Piece]], is_whole: bool, *size: Any) -> Pass:
     return Pass(pieces, [i if piece.ends else -1 for i, piece in group], is_whole, *size)
 
 
-def prefill_step(steps: Steps, own: Pass, state: SlotState, vocab: int, choose: bool) -> Step:
-    """The step of a pass over rows of `state`; unless it is to `choose` it gives logits."""
-    free, eos_width = state.eos.shape
+def prefill_step(
+    steps: Steps, own: Pass, state: SlotState, free: int, vocab: int, choose: bool
+) -> Step:
+    """The step of a pass over rows of `state`; unless it is to `choose` it gives logits.
+
+    Neither the cache nor the state has slot `free`.
+    """
+    eos_width = state.eos.shape[1]
     pieces, requests = own.pieces, [piece.request for piece in own.pieces]
     needs = SamplingFeatures.of(requests)
     mode, tells = mode_of(needs), choose and needs.tells

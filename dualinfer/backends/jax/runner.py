@@ -146,11 +146,10 @@ class JaxRunner(WholePasses, ScoreCalls):
         steps = [self._decode_step(1, True, BEST, part=part) for part in parts_of(room)]
         if self.spec.reads_pieces:
             request = Request(np.zeros(1, np.int32), 1)
-            pieces, state = [Piece.whole(request, 0)], self._state
-            assert state is not None
+            pieces = [Piece.whole(request, 0)]
             for size in self._passes.sizes(room):
                 own = Pass(pieces, [0], False, *size)
-                steps.append(prefill_step(self.steps, own, state, self.spec.vocab, True))
+                steps.append(self._prefill_step(own))
         cache, pool = self._shown(), self._pool
         jobs = [self._job(step, cache, self._state) for step in steps]
         if pool is not None and pool.spare and not pool.blocks:
@@ -267,12 +266,12 @@ class JaxRunner(WholePasses, ScoreCalls):
     ) -> list[Job]:
         """The steps that read prompts; see `ahead.Steps`."""
         passes = self._passes.of(list(map(Piece.whole, requests, slots)), None)
-        return [self._job(self._prefill_step(own, state), cache, state) for own in passes]
+        return [self._job(self._prefill_step(own, (cache, state)), cache, state) for own in passes]
 
-    def _prefill_step(self, own: Pass, state: Any = None, choose: bool = True) -> Step:
-        """See `prompts.prefill_step`; `state` unset: the runner's."""
-        state = self._state if state is None else state
-        return prefill_step(self.steps, own, state, self.spec.vocab, choose)
+    def _prefill_step(self, own: Pass, held: Any = None, choose: bool = True) -> Step:
+        """See `prompts.prefill_step`; `held`, cache and state, unset: the runner's."""
+        cache, state = held or (self._cache, self._state)
+        return prefill_step(self.steps, own, state, cache.slots, self.spec.vocab, choose)
 
     def decode_job(self, steps: int, alone: bool, mode: int, cache: Any, state: Any) -> Job:
         """Up to `steps` steps for every slot, or one `alone`; see `ahead.Steps`."""
@@ -411,7 +410,7 @@ class JaxRunner(WholePasses, ScoreCalls):
             room = room_of(pool, self.spec, whole=True)
             hides, weighs = hides or pool.hides, weighs or pool.weighs
             eos_width = max(eos_width, bucket(pool.eos, _SMALLEST_EOS))
-        count = room.slots
+        count = room.slots if pool is None else pool.slots
         if idle and pool is None:
             held = self._cache
             if held is not None and held.room != room:

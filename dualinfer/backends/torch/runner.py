@@ -538,7 +538,7 @@ class TorchRunner(ScoreCalls):
             room = self._live.room(self.spec, self._live.reserved)
         else:
             room = room_of(pool, self.spec, whole=True)
-        count = room.slots
+        count = room.slots if pool is None else pool.slots
         if self._cache.smaller_than(room):
             self._forget_steps()
             if idle:
