@@ -152,6 +152,9 @@ def test_a_runner_takes_blocks_as_it_needs_them(backend, name, codes):
         runner.copy(0, 3, 64)
         runner.copy(3, 1, 64)
         assert book.held(1) == 1 and book.free == 5
+        # Three rows of a prompt in a panel of four: the empty one is not written to a spare slot.
+        runner.extend([Piece.whole(Request(np.concatenate(rows)[:130], 1), 2)])
+        runner.release([2])
         kept = Request(rows[0], 40, kept=64)
         runner.extend([Piece.whole(kept, 1)])
         saved = runner.save(1, 64)

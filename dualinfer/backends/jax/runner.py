@@ -271,6 +271,7 @@ class JaxRunner(WholePasses, ScoreCalls):
     def _prefill_step(self, own: Pass, held: Any = None, choose: bool = True) -> Step:
         """See `prompts.prefill_step`; `held`, cache and state, unset: the runner's."""
         cache, state = held or (self._cache, self._state)
+        assert cache is not None and state is not None
         return prefill_step(self.steps, own, state, cache.slots, self.spec.vocab, choose)
 
     def decode_job(self, steps: int, alone: bool, mode: int, cache: Any, state: Any) -> Job:
