@@ -30,7 +30,7 @@ from dualinfer.bench import measure as measuring
 from dualinfer.bench.case import OpCase, TracedCall
 from dualinfer.bench.counts import Counts, describe_held
 from dualinfer.bench.limits import Limits, open_device
-from dualinfer.bench.measure import Task, decode_row, measure, streaming_figures, text_lengths
+from dualinfer.bench.measure import decode_row, measure, streaming_figures, text_lengths
 from dualinfer.bench.ops import find_cases, measure_op
 from dualinfer.bench.random_weights import (
     RandomMatrix,
@@ -42,6 +42,7 @@ from dualinfer.bench.random_weights import (
 )
 from dualinfer.bench.shapes import SHAPES, open_model
 from dualinfer.bench.tables import limit_lines, make_table
+from dualinfer.bench.task import Task
 from dualinfer.cli import main as cli
 from dualinfer.errors import ArgumentError, ConfigError, UnsupportedError
 from dualinfer.model.load_plan import TableSource, make_load_plan

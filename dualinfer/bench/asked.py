@@ -18,9 +18,9 @@ from ..system.command_options import (
     QuantOption,
 )
 from .estimate import SHEETS, check_compiler, check_device
-from .measure import Task
 from .shapes import EMBEDDED, SHAPES, check_model
 from .systems import PEERS, side_of
+from .task import Task
 
 Choice = Literal["torch", "jax", "both"]
 ModelArgument = Annotated[

@@ -30,10 +30,10 @@ from .asked import (
     dtype_of,
     make_tasks,
 )
-from .measure import Task
 from .running import bench, bench_or_estimate
 from .serve_command import serve
 from .shapes import EMBEDDED
+from .task import Task
 
 app = typer.Typer(
     no_args_is_help=True,

@@ -13,9 +13,9 @@ from rich.table import Table
 
 from ..errors import ArgumentError
 from .counts import Counts
-from .measure import Task
 from .random_weights import plan_weights
 from .shapes import open_model
+from .task import Task
 
 _DTYPE = "bfloat16"  # whose rate the sheets have
 

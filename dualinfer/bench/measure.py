@@ -3,7 +3,7 @@
 import statistics
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -15,48 +15,11 @@ from .load import Load
 from .serving import measure_serving
 from .shapes import Model
 from .systems import System
+from .task import Task
 
 _DECODE_WARM_UPS = 2  # JAX's first token took five times as long in the second of all calls
 _EMBED_WARM_UPS = 2
 _FORWARD_WARM_UPS = 6  # HF compiled records its graphs in the first ones
-
-
-@dataclass(frozen=True)
-class Task:
-    """One row to measure. `tokens` is the prompt's length; `dtype` None is resolved on the device.
-
-    For ops `model` is the part of a name to look for, and `batch`, `tokens` and `repeats` are 0.
-    `tp` devices share the model, and the limit is that of all of them. `quant` is the config's.
-    `resident` layers lie on the device and the others are streamed; None: all lie there.
-    `kv_cache` is the config's `kv_cache_dtype`, `ep` its `moe.ep_size`, and `by` its `kernels`,
-    None for the engine's own choice. `states` is its `state_dtype`. `serve` is what is asked of a
-    server: arguments of `measure_serving` by name.
-    """
-
-    kind: str
-    system: str
-    model: str
-    dtype: str | None
-    batch: int
-    tokens: int
-    new_tokens: int
-    repeats: int
-    kernels: bool
-    tp: int = 1
-    quant: str | None = None
-    resident: int | None = None
-    kv_cache: str | None = None
-    ep: int = 1
-    by: str | None = None
-    states: str | None = None
-    serve: dict[str, Any] | None = None
-
-    def to_dict(self) -> dict[str, Any]:
-        """The row's first columns."""
-        fields = asdict(self)
-        if self.serve is None:
-            del fields["serve"]
-        return fields
 
 
 def measure(

@@ -15,10 +15,10 @@ from ..system.terminal import print_folded
 from .asked import Estimated
 from .estimate import compiled, compiled_table, estimate
 from .estimate import make_table as estimates
-from .measure import Task
 from .remote_server import Remote
 from .runs import Row, document, run_tasks, write_json
 from .tables import failure_lines, label, limit_lines, make_table, side_by_side, write_plot
+from .task import Task
 
 
 def bench_or_estimate(kind: str, tasks: list[Task], asked: Estimated) -> None:

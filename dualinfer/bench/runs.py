@@ -17,10 +17,10 @@ from typing import Any
 
 from ..config.dtypes import dtype_name
 from ..parallel.launching import guarded
-from .measure import Task
 from .random_weights import checkpoint
 from .shapes import open_model
 from .systems import SIDES, side_of
+from .task import Task
 from .worker import MARK
 
 _PACKAGES = ("dualinfer", "torch", "triton", "jax", "jaxlib", "flax", "transformers", "keras-hub")

@@ -22,6 +22,7 @@ from .drive import Clock, Record, Run, drive
 from .load import Ask, Load
 from .random_weights import checkpoint, make_module, random_model
 from .shapes import Model
+from .task import Task
 
 SIDES = {
     "torch": ("torch", "hf-eager", "hf-compile", "hf"),
@@ -76,32 +77,16 @@ def side_of(system: str) -> str:
 
 
 @contextmanager
-def opened(
-    system: str,
-    model: Model,
-    dtype: str,
-    kernels: bool,
-    kind: str,
-    tp: int = 1,
-    quant: str | None = None,
-    resident: int | None = None,
-    kv_cache: str | None = None,
-    ep: int = 1,
-    by: str | None = None,
-    states: str | None = None,
-) -> Iterator[System]:
-    """A system with the model loaded; `kind` is the workload: decode, prefill, forward or embed.
+def opened(task: Task, model: Model, dtype: str) -> Iterator[System]:
+    """The system of a task with the model loaded, as this and others of its kind want it.
 
-    `ep` is the config's `moe.ep_size`, and `by` its `kernels`. With `tp` above 1 on torch this is
-    one of so many processes that do the same.
+    With `tp` above 1 on torch this is one of so many processes that do the same.
     """
     instance: System
-    if system in backends.BACKENDS:
-        instance = Engine(
-            system, model, dtype, kernels, kind, tp, quant, resident, kv_cache, ep, by, states
-        )
+    if task.system in backends.BACKENDS:
+        instance = Engine(task, model, dtype)
     else:
-        instance = peers.make_peer(system, model, dtype, kind)
+        instance = peers.make_peer(task.system, model, dtype, task.kind)
     try:
         yield instance
     finally:
@@ -131,39 +116,26 @@ def _over_http(engine: Any, loads: list[Load], vocab: int, most: int | None) -> 
 class Engine:
     """Dualinfer itself, made as a user makes it."""
 
-    def __init__(
-        self,
-        backend: str,
-        model: Model,
-        dtype: str,
-        kernels: bool,
-        kind: str,
-        tp: int = 1,
-        quant: str | None = None,
-        resident: int | None = None,
-        kv_cache: str | None = None,
-        ep: int = 1,
-        by: str | None = None,
-        states: str | None = None,
-    ) -> None:
-        options: dict[str, Any] = {"dtype": dtype, "replace_with_kernel_inject": kernels}
-        options |= {"quant": quant, "kv_cache_dtype": kv_cache, "kernels": by}
-        options["state_dtype"] = states
+    def __init__(self, task: Task, model: Model, dtype: str) -> None:
+        backend, tp, resident = task.system, task.tp, task.resident
+        options: dict[str, Any] = {"dtype": dtype, "replace_with_kernel_inject": task.kernels}
+        options |= {"quant": task.quant, "kv_cache_dtype": task.kv_cache, "kernels": task.by}
+        options["state_dtype"] = task.states
         if resident is not None:
             options |= {"keep_module_on_host": True, "resident_layers": resident}
         if tp > 1:
             options["tensor_parallel"] = {"tp_size": tp, "timeout": _PATIENCE}
-            options["moe"] = {"ep_size": ep}
+            options["moe"] = {"ep_size": task.ep}
         device = backends.device_kind(backend)
-        if kind == "forward" and device != "cpu":
+        if task.kind == "forward" and device != "cpu":
             options["enable_cuda_graph"] = True
         self._backend = backend
         self._load_seconds = None
         self._reserved = 0  # tokens of a slot
-        if model.folder is None and (quant or resident is not None or model.is_quantized):
+        if model.folder is None and (task.quant or resident is not None or model.is_quantized):
             given = random_model(model, dtype)
             self._engine: Any = init_inference(given, backend=backend, **options)
-        elif backend == "torch" and kernels and model.folder is None:
+        elif backend == "torch" and task.kernels and model.folder is None:
             # The module dies here, and with it those of its weights that are not shared.
             module = make_module(model, dtype, device)
             self._engine = init_inference(module, backend=backend, **options)

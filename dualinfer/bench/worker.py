@@ -22,11 +22,12 @@ from ..errors import DualinferError, OutOfMemoryError
 from ..system.memory import host_free_bytes
 from .counts import Counts, describe_held
 from .limits import Device, open_device
-from .measure import Task, measure
+from .measure import measure
 from .ops import find_cases, measure_op
 from .random_weights import plan_weights
 from .shapes import Model, open_model
 from .systems import opened, side_of
+from .task import Task
 
 Row = dict[str, Any]
 
@@ -112,11 +113,9 @@ def _measure_group(
         counts = Counts.of(plan, dtype, task.kv_cache, task.states)
         _check_room(model, dtype, counts.held_bytes, device)
         limits = device.limits(dtype)  # before anything is loaded
-        how = task.kernels, task.kind, task.tp, task.quant, task.resident
-        how = *how, task.kv_cache, task.ep, task.by, task.states
         if task.resident is not None:
             device.host_rate()  # likewise
-        with opened(task.system, model, dtype, *how) as system:
+        with opened(task, model, dtype) as system:
             device.settle()
             for index, task in group:
                 try:

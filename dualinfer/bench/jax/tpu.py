@@ -27,7 +27,7 @@ from ...model.weights import Row, make_leaf, put_leaf
 from ...parallel.agreement import Peers
 from ...parallel.shard import Shard, fit_blocks
 from ...parallel.sharding import make_plan
-from ..measure import Task
+from ..task import Task
 
 _VARIABLE = "TPU_LIBRARY_PATH"
 # What libtpu would ask a TPU's machine for; two processes may have it, with no TPU to share.
@@ -87,8 +87,7 @@ def abstract_runner(
         put_leaf(params.group(row), row, leaf)
     ops = PlainOps() if by == "xla" else PallasOps()
     how = params, None, own, place, ops, Peers(), most
-    kept = {"cache_codes": kv_cache, "state_dtype": states}
-    return JaxRunner(Placed(spec, tp_plan, *how, **kept))
+    return JaxRunner(Placed(spec, tp_plan, *how, cache_codes=kv_cache, state_dtype=states))
 
 
 def _parts(shard: Shard, row: Row, dtype: Any) -> dict[str, jax.ShapeDtypeStruct]:
