@@ -32,7 +32,7 @@ def entries_of(table_ptr, first, last, SIZE: tl.constexpr, COUNT: tl.constexpr):
 def block_of(entries, first, token, SIZE: tl.constexpr, COUNT: tl.constexpr):
     """The block of a token, by the entries from that of token `first` on; -1 beyond them."""
     here = tl.arange(0, COUNT) == token // SIZE - first // SIZE
-    return (tl.sum(tl.where(here, entries + 1, 0), 0) - 1).to(tl.int64)
+    return tl.sum(tl.where(here, entries + 1, 0), 0).to(tl.int64) - 1
 
 
 @triton.jit
