@@ -7,7 +7,7 @@ from ..model.spec import Mixing
 
 @dataclass(frozen=True)
 class Clamped(Mixing):
-    """Of an expert, gates are at most `clamp`, and ups at most as far from 0, and `offset` more."""
+    """An expert's gates are at most `clamp`, its ups as far from 0, and `offset` is added to ups."""
 
     clamp: float | None
     offset: float

@@ -283,7 +283,7 @@ class DeltaRule:
         return Launch(delta_prompt.delta_prompt, (x, self._known(ops, w, x), *held), how)
 
     def _known(self, ops: BlockOps, w: Weights, x: Array) -> Any:
-        """What both kernels know of the layer: its facts, weights and second projections."""
+        """Put the layer's facts, weights and second projections together, for both kernels."""
         from ..kernels.triton.delta_token import DeltaLayer
 
         gates = decays = None

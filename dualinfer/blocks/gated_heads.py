@@ -12,7 +12,7 @@ from ..ops.feed_forward import gate
 
 @dataclass(frozen=True)
 class GatedHeads(Wiring):
-    """What heads give is times a `function` of a product, of a number for each element or head."""
+    """Results of heads are gated by a `function` of a product, for each element or each head."""
 
     function: Literal["sigmoid", "softplus"]
 

@@ -46,7 +46,7 @@ def outer_rows(hf: str, norm: Norm) -> list[Row]:
 
 
 def own_part(run: Run, x: Array) -> Array:
-    """What the layer makes of its own embedding of each token and of x, before its norm."""
+    """Return the product of x and the layer's own embedding of each token, before its norm."""
     h = run.project("read", x, Epilogue(activation=activation_of(run.layer)))
     return run.project("read_out", h * run.own)
 

@@ -234,7 +234,7 @@ class StateSpace:
         return Launch(state_prompt.state_prompt, (x, self._known(w), *held), how)
 
     def _known(self, w: Weights) -> Any:
-        """What both kernels know of the layer: its facts and weights."""
+        """Put the layer's facts and weights together, for both kernels."""
         from ..kernels.triton.state_token import StateLayer
 
         norm = None if self.norm is None else w["state_norm.weight"]

@@ -138,8 +138,8 @@ class TextOptions:
     def of_models(self) -> dict[str, Any]:
         """The options that say how a model is loaded, or its template, by their names."""
         names = ("chat_template", "dtype", "quant", "adapter", "kv_cache_dtype")
-        names = (*names, "state_dtype", "kernels")
-        given = {name: getattr(self, name) for name in (*names, "revision")}
+        names = (*names, "state_dtype", "kernels", "revision")
+        given = {name: getattr(self, name) for name in names}
         return {f"--{name.replace('_', '-')}": value or None for name, value in given.items()}
 
     def arguments(self) -> dict[str, Any]:

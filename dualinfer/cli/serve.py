@@ -265,8 +265,10 @@ def writes(
 
 def _tokens_of(text: str | None) -> int | Literal["auto"] | None:
     """The number of tokens that --cache-tokens says; "auto" stays."""
-    if text is None or text == AUTO:
-        return None if text is None else "auto"
+    if text is None:
+        return None
+    if text == AUTO:
+        return "auto"
     if not (text.isdecimal() and int(text)):
         raise typer.BadParameter(f"--cache-tokens {text}; expected a number from 1, or auto.")
     return int(text)

@@ -174,16 +174,11 @@ class ScoringCalls(InferenceEngine):
             if i not in told:
                 of_row.setdefault(pair.read, []).append(i)
         numbers = _LOGITS if "float32" in str(self.runner.dtype) else 2 * _LOGITS
-        for batch in _batches(of_row, pairs, numbers // self._spec.vocab, self._fills_up):
+        for batch in _batches(of_row, pairs, numbers // self._spec.vocab, self.is_compiled):
             places = [(row, i) for row, read in enumerate(batch) for i in of_row[read]]
             rows = self._told(batch, [(row, pairs[i]) for row, i in places])
             told |= {i: own for (_, i), own in zip(places, rows, strict=True)}
         return [_score(pair, told[i]) for i, pair in enumerate(pairs)]
-
-    @property
-    def _fills_up(self) -> bool:
-        """True if sizes are powers of two, as JAX compiles for each."""
-        return self.inference_config.backend == "jax"
 
     def _shared(self, pairs: Sequence[_Pair]) -> Iterator[list[_Shared]]:
         """Prompts of several continuations that are worth reading once, some at a time.
@@ -200,11 +195,11 @@ class ScoringCalls(InferenceEngine):
         if pool is not None:  # others want slots, too
             prompts, most = min(prompts, max(1, pool.slots // 4)), min(most, pool.tokens)
             room = min(room, pool.blocks * GRAIN // 4 or room)
-        if self._fills_up:
+        if self.is_compiled:
             prompts = 1 << (prompts.bit_length() - 1)
 
         def has_room(first: int, then: int, count: int) -> bool:
-            if self._fills_up:
+            if self.is_compiled:
                 then, count = _power(then) + 1, _power(count)
             logits = count * then * self._spec.vocab
             return (
@@ -236,7 +231,7 @@ class ScoringCalls(InferenceEngine):
         where there are no free slots, or no room, which others may have.
         """
         self._check_model(alone=False)  # type: ignore[attr-defined]
-        fill = _power if self._fills_up else int
+        fill = _power if self.is_compiled else int  # a size is compiled once
         batch = [*batch, *(fill(len(batch)) - len(batch)) * [_Shared(batch[-1].first, [])]]
         longest = fill(max(len(rest) for own in batch for rest, _ in own.rests))
         requests = [Request(np.array(own.first, np.int32), longest + 1) for own in batch]

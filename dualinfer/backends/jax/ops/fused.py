@@ -1,4 +1,4 @@
-"""What ops by kernels share: products and norms that a kernel takes, and plain ops for others."""
+"""Kernels take the products and norms that they can, and plain operations take the others."""
 
 import math
 
