@@ -7,7 +7,7 @@ from ..model.spec import Mixing
 
 @dataclass(frozen=True)
 class Clamped(Mixing):
-    """An expert's gates are at most `clamp`, its ups as far from 0, and `offset` is added to ups."""
+    """Gates of an expert are at most `clamp`, its ups as far from 0, and `offset` is added."""
 
     clamp: float | None
     offset: float
