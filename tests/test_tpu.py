@@ -41,6 +41,8 @@ WIDE |= {"num_key_value_heads": 1, "num_hidden_layers": 1, "vocab_size": 512}
 WIDE |= {"max_position_embeddings": 2048}
 CACHE = (2, 1, 1024, 128)  # keys of two sequences of 1,000 tokens
 
+CHIPS = ("v5e", "v6e")
+
 pytestmark = needs_compiler
 
 
@@ -138,7 +140,7 @@ def test_scales_and_zeros_of_float16_compile():
 
 
 @pytest.mark.tpu
-@pytest.mark.parametrize("chip", ["v5e", "v6e"])
+@pytest.mark.parametrize("chip", CHIPS)
 @pytest.mark.parametrize(("rows", "tokens"), [(1, 1024), (8, 1)], ids=["prompt", "tokens"])
 def test_scores_with_numbers_of_distances_compile(rows, tokens, chip):
     """Heads of T5 11B, each row with numbers of its own, as DeBERTa's are."""
@@ -183,6 +185,54 @@ def test_numbers_of_distances_compile_for_keys_that_fill_no_lanes(shape, blocks,
     assert compiled(job, "v5e").kernels == {"attention"}
 
 
+LATENTS = {
+    # heads, elements of a latent vector, turning, of a head's own keys and of its values
+    "DeepSeek-V3": (128, 512, 64, 128, 128),
+    "LongCat-Flash": (64, 512, 64, 128, 128),
+    "MiniCPM3": (40, 256, 32, 64, 64),
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "tokens", "size", "chip"),
+    [
+        pytest.param(name, tokens, size, chip, marks=marked)
+        for name, tokens, size, chip, marked in [
+            ("DeepSeek-V3", 512, 64, "v5e", pytest.mark.slow),
+            *(("DeepSeek-V3", n, 0, chip, pytest.mark.tpu) for n in (4, 2048) for chip in CHIPS),
+            ("DeepSeek-V3", 2048, 256, "v6e", pytest.mark.tpu),
+            ("LongCat-Flash", 16, 64, "v6e", pytest.mark.tpu),
+            ("MiniCPM3", 512, 0, "v5e", pytest.mark.tpu),
+            ("MiniCPM3", 16, 64, "v6e", pytest.mark.tpu),
+        ]
+    ],
+)
+def test_pieces_of_latent_attention_of_real_sizes_compile(name, tokens, size, chip):
+    """Of sequences of 32,768 tokens: no key or value of a head is in memory."""
+    (heads, rank, turning, own, width), rows, total = LATENTS[name], 4, 32768
+
+    def run(q: Any, shared: Any, table: Any, keys: Any, values: Any) -> Any:
+        starts = jax.numpy.full(rows, total - tokens, "int32")
+        seen = attending.Seen(starts, starts + tokens, True)
+        how: dict[str, Any] = {"table": table if size else None, "interpret": False}
+        how |= {"made": attending.Made(keys, values)} if made else {"values": rank}
+        return attending.attend(q, shared, None, seen, attending.Scores(1.0), **how)
+
+    def floats(*shape: int) -> Any:
+        return jax.ShapeDtypeStruct(shape, "bfloat16")
+
+    made = attending.makes_heads(tokens, own + turning, width, rank, turning)
+    assert made == (tokens > 16)
+    lead = (rows * total // size, 1, size) if size else (rows, 1, total)
+    table = jax.ShapeDtypeStruct((rows, total // size if size else 0), "int32")
+    q = floats(rows, tokens, heads, (own if made else rank) + turning)
+    args = q, floats(*lead, rank + turning), table, *(floats(heads, n, rank) for n in (own, width))
+    program = compiled(Job("attention", run, args), chip)
+    # Of widths that fill no tiles XLA turns the vectors first: see docs/tpu.md.
+    turned = 2 * rows * total * 128 * -(-(rank + turning) // 128)
+    assert program.kernels == {"attention"} and program.held <= turned + 8 * np.prod(q.shape)
+
+
 STATES = {
     # sequences, groups, heads of each, elements of keys and values; the delta rule; by channel
     "Mamba-2 2.7B": (32, 1, 80, 128, 64, False, False),
@@ -195,7 +245,7 @@ STATES = {
 
 
 @pytest.mark.tpu
-@pytest.mark.parametrize("chip", ["v5e", "v6e"])
+@pytest.mark.parametrize("chip", CHIPS)
 @pytest.mark.parametrize("name", STATES)
 def test_states_of_real_sizes_are_moved_in_place(name, chip):
     count, groups, each, size, width, delta, by_channel = STATES[name]

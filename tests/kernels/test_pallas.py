@@ -275,17 +275,51 @@ def test_attention_reads_keys_and_values_in_codes(codes):
     assert_close(np.asarray(found)[:, 0], wanted, FLOAT32, length=8, roundings=3)
 
 
-def test_values_may_be_the_first_elements_of_keys():
-    """Latent attention: one key of a token for all heads."""
-    q, keys = normal(3, 2, 4, 24, dtype=FLOAT32), normal(1, 2, 1, 8, 24, dtype=FLOAT32)
-    lengths = np.array([5, 8], np.int32)
-    seen = attending.Seen(jnp.asarray(lengths - 1), jnp.asarray(lengths), True)
-    how: Any = (jnp.asarray(q)[:, None], jnp.asarray(keys), None, seen, attending.Scores(0.25))
-    found = np.asarray(attend(*how, values=16, **INTERPRET))[:, 0]
-    padded = keys.copy()
-    padded[..., 16:] = 0
-    wanted = oracles.decode_attention(q, (keys, padded), lengths, scale=0.25)[..., :16]
-    assert_close(found, wanted, FLOAT32, length=8, roundings=3)
+@both
+@pytest.mark.parametrize("table", [False, True], ids=["slots", "blocks"])
+@pytest.mark.parametrize(("tokens", "made"), [(1, False), (5, False), (21, True)])
+def test_pieces_attend_to_latent_vectors(tokens, made, table, dtype, monkeypatch):
+    """From any place of their slots, in blocks of queries and of keys, with garbage behind.
+
+    Heads share a vector, whose first elements are values of queries that meet it, or which the
+    kernel makes keys and values of.
+    """
+    monkeypatch.setattr(attending, "_KEYS", 8)
+    monkeypatch.setattr(attending, "LANES", 8)
+    monkeypatch.setattr(attending, "_MANY_ROWS", 16)
+    rank, turning, own, width, heads = 16, 8, 12, 10, 4
+    starts, slots = np.array([3, 9], np.int32), np.array([2, 0], np.int32)
+    shared = normal(1, 3, 32, rank + turning, dtype=dtype)
+    for slot, start in zip(slots, starts, strict=True):
+        shared[slot, start + tokens :] = np.nan
+    held, where = jnp.asarray(shared)[:, None], {"slots": jnp.asarray(slots)}
+    if table:
+        order = np.random.default_rng(4).permutation(12)
+        held = jnp.asarray(shared.reshape(12, 1, 8, -1)[order])
+        where = {"table": jnp.asarray(np.argsort(order).reshape(3, 4)[slots])}
+    keys, values = (normal(i, heads, n, rank, dtype=dtype) for i, n in ((2, own), (3, width)))
+    q = normal(4, 2, tokens, heads, (own if made else rank) + turning, dtype=dtype)
+    how: dict[str, Any] = {"reach": 31, **where, **INTERPRET}
+    how |= {"made": attending.Made(*map(jnp.asarray, (keys, values)))} if made else {"values": rank}
+    seen = attending.Seen(*map(jnp.asarray, (starts, starts + tokens)), True)
+    found = attend(jnp.asarray(q), held, None, seen, attending.Scores(0.25), **how)
+
+    def of_heads(matrices: np.ndarray) -> np.ndarray:
+        """What heads make of all slots' vectors, as they are rounded: [N, H, S, any]."""
+        made = np.einsum("nsr,hor->nhso", *(x.astype(np.float32) for x in (vectors, matrices)))
+        return made.astype(dtype)
+
+    vectors, keys_of_all = shared[..., :rank], shared[:, None]
+    values_of_all = keys_of_all[..., :rank]
+    if made:
+        turned = np.broadcast_to(keys_of_all[..., rank:], (3, heads, 32, turning))
+        keys_of_all, values_of_all = np.concatenate((of_heads(keys), turned), -1), of_heads(values)
+    for b, (slot, start) in enumerate(zip(slots, starts, strict=True)):
+        cache: Any = [x[slot][None].repeat(tokens, 0) for x in (keys_of_all, values_of_all)]
+        cache[1] = np.pad(cache[1], ((0, 0),) * 3 + ((0, q.shape[-1] - cache[1].shape[-1]),))
+        lengths = start + 1 + np.arange(tokens)
+        wanted = oracles.decode_attention(q[b], cache, lengths, scale=0.25)[..., : found.shape[-1]]
+        assert_close(np.asarray(found)[b], wanted, dtype, length=32, roundings=3)
 
 
 @both

@@ -25,6 +25,7 @@ class Program(NamedTuple):
     collectives: set[str]
     copied: set[tuple[int, ...]]  # shapes of arrays that are copied within the TPU's main memory
     aliased: int  # bytes of arguments whose memory results take
+    held: int  # bytes of temporaries
 
 
 def compiled(job: Job, chip: str, count: int = 1) -> Program:
@@ -58,6 +59,6 @@ def _program(made: Any) -> Program:
     # Where both ends lie in main memory: S(1) is VMEM, to which weights are fetched ahead.
     copies = re.findall(r" = \w+\[([\d,]+)\]\{[^}\n]*\} copy\(", text)
     copied = {tuple(map(int, shape.split(","))) for shape in copies}
-    return Program(
-        set(kernels), set(collectives), copied, made.memory_analysis().alias_size_in_bytes
-    )
+    memory = made.memory_analysis()
+    bytes_of = memory.alias_size_in_bytes, memory.temp_size_in_bytes
+    return Program(set(kernels), set(collectives), copied, *bytes_of)

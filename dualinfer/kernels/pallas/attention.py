@@ -4,6 +4,7 @@ Queries of the heads that share a key lie side by side, so that a block of keys 
 of them. Where keys lie in a cache, only blocks that some query of a program sees are copied.
 """
 
+import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -15,6 +16,7 @@ from .launch import LANES, Block, dot, rounded_up, run, sublanes
 from .product import float8
 
 _ROWS = 256  # queries times heads of a program
+_MANY_ROWS = 1024  # likewise, where heads share what is read, or all that a program makes of it
 _KEYS = 512  # of a block, for many queries
 _MANY_KEYS = 2048  # for those of one token
 _BLOCK = 1 << 20  # bytes of keys
@@ -54,6 +56,18 @@ class Scores(NamedTuple):
     bias: jax.Array | None = None
 
 
+class Made(NamedTuple):
+    """The matrices by which each head makes keys and values of vectors that all heads share.
+
+    `keys` [H, own, rank] make the first elements of a head's key of the first `rank` elements of a
+    vector [rank + turning], which are followed by the others as they are: D is own + turning.
+    `values` [H, Dv, rank] make its value.
+    """
+
+    keys: jax.Array
+    values: jax.Array
+
+
 def attend(
     q: jax.Array,
     k: jax.Array,
@@ -65,21 +79,24 @@ def attend(
     table: jax.Array | None = None,
     scales: Sequence[jax.Array] | None = None,
     values: int = 0,
+    made: Made | None = None,
     reach: int | None = None,
     interpret: bool,
 ) -> jax.Array:
     """Attention [B, T, H, Dv] of q [B, T, H, D] to keys and values [N, K, S, D] and [N, K, S, Dv].
 
     Row b reads int32 `slots` [B] of them, its own number if None; or blocks `table` [B, blocks] of
-    [blocks, K, size, D]. `v` None are the first `values` elements of the keys. With float32
-    `scales`, two of [N, K, S] or [blocks, K, size], keys and values are codes, int8 or floats of 8
-    bits. No key that is seen lies at `reach` or behind; None says nothing. A query that sees
-    nothing gives zeros.
+    [blocks, K, size, D]. `v` None are the first `values` elements of the keys, or the values
+    that `made` makes of them. With float32 `scales`, two of [N, K, S] or [blocks, K, size], keys
+    and values are codes, int8 or floats of 8 bits. No key that is seen lies at `reach` or behind;
+    None says nothing. A query that sees nothing gives zeros.
     """
     batch, tokens, heads, dim = q.shape
     kv_heads, size, width = k.shape[1], k.shape[2], values or (v if v is not None else k).shape[3]
+    if made is not None:
+        kv_heads, width = heads, made.values.shape[1]
     group = heads // kv_heads
-    own = _tokens_of(tokens, group, q.dtype)
+    own = _tokens_of(tokens, group, q.dtype, _ROWS if made is None and not values else _MANY_ROWS)
     padded = rounded_up(tokens, own)
     rows = rounded_up(own * group, sublanes(q.dtype))
     blocks_of_rows = padded // own
@@ -132,6 +149,7 @@ def attend(
 
     def of_keys(b: Any, h: Any, i: Any, j: Any, *given: Any) -> tuple[Any, ...]:
         starts, limits, places = given
+        h = h if made is None else 0
         j = block(b, i, j, starts, limits)
         return (places[b, j], h, 0, 0) if table is not None else (places[b], h, j, 0)
 
@@ -157,6 +175,11 @@ def attend(
     if v is not None:
         names.append("v")
         inputs.append(Block(v, (None, None, keys, width), of_keys))
+    if made is not None:
+        names += ["of_keys", "of_values"]
+        for each in made:
+            shape = (None, *each.shape[1:])
+            inputs.append(Block(each.astype(q.dtype), shape, lambda b, h, i, j, *_: (h, 0, 0)))
     for name, scale in zip(("k_scale", "v_scale"), scales or (), strict=False):
         names.append(name)
         inputs.append(Block(scale[:, :, None], (None, None, 1, keys), of_scales))
@@ -215,8 +238,12 @@ def attend(
             ref["out"][...] = (sums / jnp.where(total == 0, 1, total)).astype(q.dtype)
 
     def _step(ref: Any, start: Any, limit: Any, base: Any) -> None:
-        key = _values(ref["k"][...], q.dtype)
-        found = dot(ref["q"][...], key) * scores.scale
+        key, value = _values(ref["k"][...], q.dtype), None
+        if made is None:
+            found = dot(ref["q"][...], key) * scores.scale
+        else:
+            found, value = _by_made(ref, key)
+            found = found * scores.scale
         if "k_scale" in ref:
             found = found * ref["k_scale"][...]
         if scores.softcap is not None:
@@ -248,13 +275,18 @@ def attend(
         share = jnp.exp(most - new)
         ref["most"][...] = new
         ref["total"][...] = ref["total"][...] * share + weights.sum(-1, keepdims=True)
-        value = key[:, :width] if "v" not in ref else _values(ref["v"][...], q.dtype)
+        if value is None:
+            value = key[:, :width] if "v" not in ref else _values(ref["v"][...], q.dtype)
         inside = base + jax.lax.broadcasted_iota(jnp.int32, (keys, 1), 0) < limit
         value = jnp.where(inside, value, jnp.zeros_like(value))
         if "v_scale" in ref:
             weights = weights * jnp.where(visible, ref["v_scale"][...], 0.0)
         ref["sums"][...] = ref["sums"][...] * share + _times(weights.astype(value.dtype), value)
 
+    between, flops = rows * keys * 12, batch * heads * pairs * (dim + width)
+    if made is not None:
+        between += keys * (dim + width) * 6
+        flops += batch * heads * blocks_of_rows * keys * steps * made.keys.shape[2] * (dim + width)
     if table is not None:
         places_of_keys = table.astype(jnp.int32)
     else:
@@ -269,7 +301,8 @@ def attend(
         scratch=[((rows, 1), jnp.float32), ((rows, 1), jnp.float32), ((rows, width), jnp.float32)],
         prefetch=[x.astype(jnp.int32) for x in (seen.starts, seen.limits, places_of_keys)],
         parallel=[True, True, True, False],
-        flops=2 * batch * heads * pairs * (dim + width),
+        between=between,
+        flops=2 * flops,
         interpret=interpret,
     )
     y = y.reshape(batch, kv_heads, blocks_of_rows, rows, width)[:, :, :, : own * group]
@@ -277,12 +310,32 @@ def attend(
     return y.transpose(0, 2, 1, 3, 4).reshape(batch, tokens, heads, width)
 
 
-def _tokens_of(tokens: int, group: int, dtype: Any) -> int:
-    """Tokens whose queries a program has."""
+def makes_heads(tokens: int, dim: int, width: int, rank: int, turning: int) -> bool:
+    """True if keys and values of heads are better made than not, of `Made`'s sizes.
+
+    Else each query is multiplied with all of a vector, and so are its weights: for few tokens that
+    is less.
+    """
+    own = min(tokens, _MANY_ROWS)
+    return own * (2 * rank + turning - dim - width) > rank * (dim - turning + width)
+
+
+def _by_made(ref: Any, shared: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Products of a head's queries with its keys of vectors `shared`, and its values of these."""
+    rank, q = ref["of_keys"].shape[-1], ref["q"][...]
+    vectors, turning = shared[:, :rank], shared[:, rank:]
+    own = q.shape[1] - turning.shape[1]
+    key, value = (dot(vectors, ref[name][...]).astype(q.dtype) for name in ("of_keys", "of_values"))
+    return dot(q[:, :own], key) + dot(q[:, own:], turning), value
+
+
+def _tokens_of(tokens: int, group: int, dtype: Any, most: int) -> int:
+    """Tokens whose queries a program has, in at most so many rows; they fill tiles of rows."""
     if tokens == 1:
         return 1
     least = sublanes(dtype)
-    return min(rounded_up(tokens, least), max(least, _ROWS // group // least * least))
+    least //= math.gcd(least, group)
+    return min(rounded_up(tokens, least), max(least, most // group // least * least))
 
 
 def _keys_of(tokens: int, k: jax.Array) -> int:

@@ -37,6 +37,7 @@ from ....ops.contract import (
 )
 from ....ops.maths import cut, flat, heads
 from ....ops.norms import layer_norm, rms_norm
+from ....ops.plain import matrices_of
 from ....ops.schemes import rounds_input
 from ....quantization import BlockScheme
 from .. import sampler
@@ -71,7 +72,7 @@ class PallasOps(FusedOps):
         "attention": "Pallas, by blocks of keys",
         "decode_attention": "Pallas, by blocks of keys, behind rotary and append",
         "cross_attention": "Pallas, by blocks of keys",
-        "latent_attention": "Pallas over latent vectors, a head's matrices by XLA",
+        "latent_attention": "Pallas over latent vectors; a head's matrices by XLA, or Pallas",
         "recurrence": "Pallas, a token into its state; XLA for all before and behind, and prompts",
         "sampling": "XLA, threefry2x32; thresholds of filters by Pallas",
     }
@@ -314,16 +315,19 @@ class PallasOps(FusedOps):
     ) -> tuple[jax.Array, CacheView]:
         """See `PlainOps.attend_rows`; padding reads what is behind no row's end."""
         a = layer.spec
+        seen = attending.Seen(starts, starts + lengths, True, a.window, a.chunk)
+        read = jnp.clip(slots, 0, _slots_of(cache) - 1)
         if isinstance(qkv, LatentQkv):
-            return super().attend_rows(layer, qkv, angles, cache, slots, starts, lengths, reach)
+            q, _, written = self._latents(layer, qkv, angles, cache, slots, lengths, starts)
+            with jax.named_scope("attention"):
+                y = self._in_latents(layer, q, written, read, seen, reach)
+            return y, cast(CacheView, written)
         q, k, v = self._heads(layer, qkv, angles)
         with self.span("append"):
             cache = cache.extend(slots, starts, lengths, k, v)
-        seen = attending.Seen(starts, starts + lengths, True, a.window, a.chunk)
-        slots = jnp.clip(slots, 0, _slots_of(cache) - 1)
         scores = _scores(layer, _places_of(cache, reach), starts[:, None] + jnp.arange(q.shape[1]))
         with jax.named_scope("attention"):
-            y = self._in_cache(q, cache, slots, seen, scores, reach)
+            y = self._in_cache(q, cache, read, seen, scores, reach)
         return flat(y), cache
 
     def attend_token(
@@ -337,21 +341,15 @@ class PallasOps(FusedOps):
     ) -> tuple[jax.Array, CacheView]:
         """See `PlainOps.attend_token`."""
         a = layer.spec
-        scores = _scores(layer, _places_of(cache, reach), lengths[:, None])
         seen = attending.Seen(lengths, lengths + 1, True, a.window, a.chunk)
-        if isinstance(qkv, LatentQkv):
-            assert a.latent is not None
-            q, _, written = self._latents(layer, qkv, angles, cache, None, lengths)
-            q = self._absorbed(layer, q[:, 0])[:, None]
-            own = cast(Any, written)
-            how: dict[str, Any] = {"values": a.latent.rank, "reach": reach}
-            if isinstance(own, LatentBlockCache):
-                how["table"] = jnp.clip(own.table[: len(lengths)], 0, own.total - 1)
-            with jax.named_scope("decode_attention"):
-                y = self._by_blocks(q, own.shared[:, None], None, seen, scores, **how)
-            return self._values_of(layer, y[:, 0]), cast(CacheView, written)
-        q, cache = self._appended(layer, qkv, angles, cache, lengths)
         slots = jnp.arange(len(lengths), dtype=jnp.int32)
+        if isinstance(qkv, LatentQkv):
+            q, _, written = self._latents(layer, qkv, angles, cache, None, lengths)
+            with jax.named_scope("decode_attention"):
+                y = self._in_latents(layer, q, written, slots, seen, reach)
+            return y, cast(CacheView, written)
+        scores = _scores(layer, _places_of(cache, reach), lengths[:, None])
+        q, cache = self._appended(layer, qkv, angles, cache, lengths)
         with jax.named_scope("decode_attention"):
             y = self._in_cache(q, cache, slots, seen, scores, reach)
         return flat(y), cache
@@ -420,6 +418,35 @@ class PallasOps(FusedOps):
             where = {"table": jnp.clip(own.table[slots], 0, len(own.k) - 1)}
         where |= {"scales": scales, "reach": reach}
         return self._by_blocks(q, own.k, own.v, seen, scores, **where)
+
+    def _in_latents(
+        self,
+        layer: LayerAttention,
+        q: jax.Array,
+        cache: CacheView | None,
+        slots: jax.Array,
+        seen: attending.Seen,
+        reach: int | None,
+    ) -> jax.Array:
+        """Each head's values [B, T, H value_dim] of what the slots of rows q [B, T, H, D] have.
+
+        Of few tokens queries meet the latent vectors themselves; of many the kernel makes keys and
+        values of these.
+        """
+        own, a, (batch, tokens) = cast(Any, cache), layer.spec, q.shape[:2]
+        latent, scores = a.latent, attending.Scores(a.scale, a.softcap)
+        assert latent is not None
+        how: dict[str, Any] = {"slots": slots, "reach": reach}
+        if isinstance(own, LatentBlockCache):
+            how = {"table": jnp.clip(own.table[slots], 0, own.total - 1), "reach": reach}
+        keys, values = matrices_of(layer)
+        if attending.makes_heads(tokens, a.head_dim, values.shape[1], latent.rank, latent.turning):
+            how["made"] = attending.Made(keys, values)
+            return flat(self._by_blocks(q, own.shared[:, None], None, seen, scores, **how))
+        q = self._absorbed(layer, q.reshape(batch * tokens, *q.shape[2:]))
+        q, how["values"] = q.reshape(batch, tokens, *q.shape[1:]), latent.rank
+        y = self._by_blocks(q, own.shared[:, None], None, seen, scores, **how)
+        return self._values_of(layer, y.reshape(-1, *y.shape[2:])).reshape(batch, tokens, -1)
 
     def _appended(
         self,
@@ -499,7 +526,9 @@ def _numbers(
 
 def _slots_of(cache: CacheView) -> int:
     own = cast(Any, cache)
-    return len(own.table if isinstance(own, BlockCache) else own.k)
+    if isinstance(own, BlockCache | LatentBlockCache):
+        return len(own.table)
+    return len(own.shared if isinstance(own, LatentCache) else own.k)
 
 
 def _norm_of(norm: NormOf) -> tuple[Any, list[jax.Array]] | None:
