@@ -290,6 +290,23 @@ def test_calls_that_wait_for_each_other_come_to_their_end(engine, alone):
 
 
 @on_torch
+def test_steps_are_fewer_before_somebody_waits(engine, alone):
+    """A sequence that ends soon leaves its blocks to another, which is not read again for it."""
+    rows = rows_of(engine)
+    engine.reserve(2, 250, cache_tokens=4 * GRAIN, prefix_cache=False)
+    how: dict[str, Any] = {"do_sample": False, "eos_token_id": None}
+    expected = np.asarray(engine.generate([rows[1]], max_new_tokens=80, **how))
+    before = engine._loop.yields
+    soon = engine.stream([rows[4]], max_new_tokens=60, **how)  # it comes to have two blocks
+    first = next(soon)
+    # 32 steps would take the long one to a third, which is free once the other one has ended.
+    found = np.asarray(engine.generate([rows[1]], max_new_tokens=80, **how))
+    np.testing.assert_array_equal(found, expected)
+    assert len([first, *soon]) == 60 and engine._loop.yields == before
+    check_over(engine)
+
+
+@on_torch
 def test_urgent_ones_keep_their_blocks(engine, alone):
     """They begin where others have all blocks, and nobody gives way to those that came last."""
     rows = rows_of(engine)
@@ -439,12 +456,23 @@ def test_a_cache_of_as_much_as_has_room(monkeypatch):
 
 
 def test_what_has_no_blocks_is_refused(engine):
-    with pytest.raises(ArgumentError, match="one sequence of 250 tokens must have room"):
-        engine.reserve(4, 250, cache_tokens=249)
+    short = r"one sequence of 258 tokens must have room .*257 or more, and there would be 256\."
+    with pytest.raises(ArgumentError, match=short):
+        engine.reserve(4, 258, cache_tokens=256)
     for wrong in (0, True, 1.5, "all"):
         with pytest.raises(ArgumentError, match="cache_tokens"):
             engine.reserve(4, 250, cache_tokens=wrong)
     assert engine.reserve(4, cache_tokens=130).tokens == 130
+    # Blocks are whole, and the last token is not cached: sequences that fit so are served.
+    for tokens, cache_tokens in ((GRAIN + 1, GRAIN), (GRAIN + 1, 1), (2, 1)):
+        given = engine.reserve(1, tokens, cache_tokens=cache_tokens, prefix_cache=False)
+        assert (given.tokens, given.cache_tokens) == (tokens, GRAIN)
+        row = random_ids(1, tokens - 1, vocab=90)
+        assert engine.generate(row, max_new_tokens=1, eos_token_id=None).shape[-1] == tokens
+        with pytest.raises(LengthError, match="longer than"):
+            engine.generate(row, max_new_tokens=2, eos_token_id=None)
+        with pytest.raises(LengthError, match="longer than"):
+            asyncio.run(all_of(engine, [row[0].tolist()], False, max_new_tokens=2))
     made = dualinfer.init_inference(make_model("mamba2"), **HOW)
     with made as other, pytest.raises(UnsupportedError, match="keep states"):
         other.reserve(2, 64, cache_tokens=64)

@@ -7,6 +7,7 @@ cannot be read again have all of theirs from the start, and never so many that a
 fit beside them. So the first one always goes on, and all come to their end.
 """
 
+from bisect import bisect_left
 from collections.abc import Sequence
 
 from ..backends.base import Piece, Request
@@ -101,16 +102,26 @@ class BlockSlots(Slots):
         lives = [x for x in list(self._live.values()) if not x.ended]
         return sorted(lives, key=lambda x: not x.urgent)
 
-    def _make_room(self, steps: int) -> None:
-        """Let every sequence have blocks for so many steps, or give up its own until later."""
+    def _make_room(self, steps: int) -> int:
+        """Let every sequence have blocks for steps, or give up its own until later: how many steps.
+
+        These are so many, or as many as there are blocks for: who ends in them leaves his to the
+        others, of whom none has to wait then.
+        """
         if self.blocks is None:
-            return
+            return steps
         self.finish([x for x in list(self._live.values()) if x.ended])
         while lacking := self._runner.lacks(steps):
             if not self.give_up(self.blocks.free + lacking):
+                if not self._runner.lacks(1):
+                    return bisect_left(range(2, steps), True, key=self._lacks) + 1
                 if not self.hand_out_next():
                     self._put_off_last()
                 self.finish([x for x in list(self._live.values()) if x.ended])
+        return steps
+
+    def _lacks(self, steps: int) -> bool:
+        return self._runner.lacks(steps) > 0
 
     def _make_room_to_read(self) -> bool:
         """Let the first prompt be read, for which others give up their blocks; False without one.

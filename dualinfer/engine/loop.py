@@ -371,14 +371,14 @@ class Loop(BlockSlots):
     def _enqueue(self, steps: int) -> None:
         """Ask for the next chunk."""
         one = bool(self._constrained()) or self._profiler.enabled
-        self._make_room(1 if one else min(steps, MAX_STEPS))
+        steps = self._make_room(1 if one else min(steps, MAX_STEPS))
         self._allow()
         unread = {x.slot for x in list(self._live.values()) if x.unread is not None}
         unfinished = [x for x in list(self._live.values()) if not x.ended and x.slot not in unread]
         ahead = max((x.request.max_new_tokens - x.queued for x in unfinished), default=0)
         if ahead <= 0:
             return
-        steps = 1 if one else min(steps, ahead, MAX_STEPS)
+        steps = min(steps, ahead)
         columns = {slot: live for slot, live in dict(self._live).items() if slot not in unread}
         try:
             pending = self._profiler.run(self._runner.decode, steps)

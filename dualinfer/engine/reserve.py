@@ -199,9 +199,14 @@ def _check_has_blocks(spec: ModelSpec, cache_tokens: int | str) -> None:
 
 
 def _check_blocks(tokens: int, cache_tokens: int) -> None:
-    """Raise ArgumentError where one sequence of `tokens` has no room in a cache of others."""
-    if cache_tokens < tokens:
+    """Raise ArgumentError where one sequence of `tokens` has no room in a cache of others.
+
+    Its last token is not cached, and blocks are whole.
+    """
+    there = -(-cache_tokens // GRAIN) * GRAIN
+    if there < tokens - 1:
         raise ArgumentError(
             f"reserve(cache_tokens={cache_tokens}): one sequence of {tokens} tokens must have room "
-            "in it. Reserve more, or fewer tokens a sequence."
+            f"in it, which caches all but its last one: {tokens - 1} or more, and there would be "
+            f"{there}. Reserve more, or at most {there + 1} tokens a sequence."
         )
