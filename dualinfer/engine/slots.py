@@ -73,7 +73,8 @@ class Slots:
         """The turn, once requests have slots; until then sequences under way are driven on.
 
         Calls get them in the order in which they came. LengthError where a pool has not so many, or
-        none so long, or where none of them will ever be free. Of those `chosen` the caller chooses the tokens.
+        none so long, or where none of them will ever be free. Of those `chosen` the caller chooses
+        the tokens.
         """
         self.check(requests)  # none of these would ever have room
         count = len(requests)

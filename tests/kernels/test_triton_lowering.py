@@ -47,6 +47,7 @@ from dualinfer.kernels.triton import (
 )
 from dualinfer.kernels.triton import latent as latents
 from dualinfer.kernels.triton import mixture as mixtures
+from dualinfer.kernels.triton.blocks import count_of_entries
 from dualinfer.kernels.triton.launch import next_power_of_2
 
 pytestmark = pytest.mark.xdist_group("lowering")  # one process compiles for all tests
@@ -255,6 +256,8 @@ def latent(
 ) -> Variant:
     """A launch of latent attention of a decode step, as it is where nobody measured."""
     config = latents.default_config(slots, heads, 2048, 4 if dtypes == WHOLE else 2, 132)
+    read = 2048, config.block, config.splits
+    entries = count_of_entries(more.get("table_ptr"), more.get("SIZE", 0), *read)
     rows = 1 if slots == 1 else 16
     sizes = {"H": heads, "RANK": rank, "dtypes": dtypes}
     block_r = next_power_of_2(rank)
@@ -266,7 +269,7 @@ def latent(
         "_decode_latents_kernel": {
             **{"D": 192, "TURNING": 64, "SPLITS": config.splits, "STAGES": config.stages},
             **{"BLOCK_H": config.heads, "BLOCK_S": config.block, "BLOCK_R": block_r},
-            **{"BLOCK_T": 64, "num_warps": config.warps},
+            **{"BLOCK_T": 64, "num_warps": config.warps, "ENTRIES": entries},
         },
         "_join_latents_kernel": {
             **{"VALUE": 128, "SPLITS": config.splits, "BLOCK_N": rows, "BLOCK_R": block_r},

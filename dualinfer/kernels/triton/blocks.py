@@ -10,7 +10,10 @@ from typing import Any
 import triton
 import triton.language as tl
 
+from .launch import next_power_of_2
 from .operands import dtype_name
+
+_MOST_ENTRIES = 32  # of a table: what a warp holds
 
 
 @triton.jit
@@ -36,10 +39,27 @@ def block_of(entries, first, token, SIZE: tl.constexpr, COUNT: tl.constexpr):
 
 
 @triton.jit
-def places_in(block, tokens, there, block_stride, token_stride, SIZE: tl.constexpr):
-    """As `places`, of tokens that all lie in one block."""
-    at = block * block_stride + (tokens % SIZE).to(tl.int64) * token_stride
-    return at, there & (block + tl.zeros_like(at) >= 0)
+def places_in(block, start, there, block_stride, token_stride, SIZE: tl.constexpr):
+    """As `places`, of tokens from `start` on, as many as `there` tells, that lie in one block.
+
+    What differs from turn to turn of a loop is one number, and not one a token.
+    """
+    base = block * block_stride + start % SIZE * token_stride
+    own = tl.arange(0, there.shape[0]).to(tl.int64) * token_stride
+    return base + own, there & (block + tl.zeros_like(own) >= 0)
+
+
+def count_of_entries(table: Any, size: int, reach: int, block: int, splits: int) -> int:
+    """ENTRIES, those that each of `splits` programs loads once; 0 where it looks tokens up.
+
+    Of `reach` tokens each reads its part, `block` at a time, which must lie in one block of `size`.
+    """
+    if table is None or size % block:
+        return 0
+    turns = -(-reach // block)
+    share = -(-turns // splits) * block
+    entries = next_power_of_2(-(-share // size) + 1)
+    return entries if entries <= _MOST_ENTRIES else 0
 
 
 def table_arguments(table: Any, pool: Any, axis: int = 2) -> tuple[Any, Any, int]:

@@ -14,7 +14,15 @@ import triton
 import triton.language as tl
 
 from .activation import activate
-from .blocks import block_of, entries_of, places, places_in, slots_and_room, table_arguments
+from .blocks import (
+    block_of,
+    count_of_entries,
+    entries_of,
+    places,
+    places_in,
+    slots_and_room,
+    table_arguments,
+)
 from .codes import codes_by, scale_arguments, scale_of, sloped, values_of
 from .launch import (
     INTERPRETED,
@@ -32,7 +40,6 @@ from .tunable import SHARED_BYTES, Key, Kind, Tunable, powers
 _FEW_HEADS = 16  # queries that share a KV head, of which a program has all
 _SHORT = 512  # places in the cache: few queries have a program each
 _MOST_EARLY = 4  # slots
-_MOST_ENTRIES = 32  # of a table: what a warp holds
 MOST_PARTS = 2048  # programs where it has not: fewer than multiprocessors times parts of a head
 
 
@@ -228,7 +235,7 @@ def _decode_attention_kernel(
         elif ENTRIES > 0:
             block = block_of(entries, first, first, SIZE, ENTRIES)
             early_to, early_known = places_in(
-                block, early, early < last, slot_stride, token_stride, SIZE
+                block, first, early < last, slot_stride, token_stride, SIZE
             )
         else:
             early_to, early_known = places(
@@ -343,7 +350,7 @@ def _decode_attention_kernel(
             to, known = s.to(tl.int64) * token_stride, s < last
         elif ENTRIES > 0:
             block = block_of(entries, first, start, SIZE, ENTRIES)
-            to, known = places_in(block, s, s < last, slot_stride, token_stride, SIZE)
+            to, known = places_in(block, start, s < last, slot_stride, token_stride, SIZE)
         else:
             to, known = places(table_ptr, s, s < last, slot_stride, token_stride, SIZE)
         there = known[:, None] & (d < DIM)[None, :]
@@ -475,10 +482,8 @@ def decode_attention(
         shape = programs * each, config.splits, block_d + 2
         partial = empty(counters, shape, "float32")
     entries = 0
-    if table is not None and not (window or chunk) and size % config.block == 0:
-        share = triton.cdiv(triton.cdiv(reach, config.block), config.splits) * config.block
-        entries = next_power_of_2(triton.cdiv(share, size) + 1)
-        entries = entries if entries <= _MOST_ENTRIES else 0
+    if not (window or chunk):
+        entries = count_of_entries(table, size, reach, config.block, config.splits)
     launch(
         _decode_attention_kernel,
         (programs, config.splits),

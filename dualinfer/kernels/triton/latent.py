@@ -12,7 +12,15 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from .blocks import places, slots_and_room, table_arguments
+from .blocks import (
+    block_of,
+    count_of_entries,
+    entries_of,
+    places,
+    places_in,
+    slots_and_room,
+    table_arguments,
+)
 from .launch import dot, launch, let_next_start, next_power_of_2, wait_for_inputs
 from .operands import empty
 from .rotary import _load_pairs, _store_pairs, stretched
@@ -132,9 +140,12 @@ def _decode_latents_kernel(
     table_stride, capacity, scale, SIZE: tl.constexpr, H: tl.constexpr, D: tl.constexpr,
     RANK: tl.constexpr, TURNING: tl.constexpr, SPLITS: tl.constexpr, STAGES: tl.constexpr,
     BLOCK_H: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_T: tl.constexpr,
-    PDL: tl.constexpr,
+    ENTRIES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """One program: a block of heads over a part of a sequence's tokens."""
+    """One program: a block of heads over a part of a sequence's tokens.
+
+    With ENTRIES it loads those of its part of the table once, and each turn's tokens have one.
+    """
     let_next_start(PDL)
     blocks: tl.constexpr = (H + BLOCK_H - 1) // BLOCK_H
     slot = (tl.program_id(0) // blocks).to(tl.int64)
@@ -156,6 +167,8 @@ def _decode_latents_kernel(
         base += slot * slot_stride
     else:
         table_ptr += slot * table_stride
+    if ENTRIES > 0:
+        entries = entries_of(table_ptr, first, last, SIZE, ENTRIES)
     top = tl.full((BLOCK_H,), -float("inf"), tl.float32)
     total = tl.zeros((BLOCK_H,), tl.float32)
     acc = tl.zeros((BLOCK_H, BLOCK_R), tl.float32)
@@ -165,7 +178,11 @@ def _decode_latents_kernel(
             at = base + s.to(tl.int64)[:, None] * token_stride
             there = (s < last)[:, None]
         else:
-            to, known = places(table_ptr, s, s < last, slot_stride, token_stride, SIZE)
+            if ENTRIES > 0:
+                block = block_of(entries, first, start, SIZE, ENTRIES)
+                to, known = places_in(block, start, s < last, slot_stride, token_stride, SIZE)
+            else:
+                to, known = places(table_ptr, s, s < last, slot_stride, token_stride, SIZE)
             at, there = base + to[:, None], known[:, None]
         vectors = tl.load(at + r[None, :], mask=there & (r < RANK)[None, :], other=0.0)
         keys = tl.load(at + RANK + t[None, :], mask=there & (t < TURNING)[None, :], other=0.0)
@@ -315,8 +332,8 @@ def decode_latents(
         raise ValueError(f"kv {tuple(kv.shape)}: contiguous, of {heads} heads, expected.")
     _, capacity = slots_and_room(cache, table, 1)
     table, table_stride, size = table_arguments(table, cache, 1)
+    most = min(reach or capacity, capacity)
     if config is None:
-        most = min(reach or capacity, capacity)
         config = default_config(slots, heads, most, queries.element_size(), sms)
     block_r = max(16, next_power_of_2(rank))
     rows = 1 if slots == 1 else 16  # what the matrix units take
@@ -340,6 +357,7 @@ def decode_latents(
         **{"H": heads, "D": dim, "RANK": rank, "TURNING": turning, "SPLITS": config.splits},
         **{"STAGES": config.stages, "BLOCK_H": config.heads, "BLOCK_S": config.block},
         **{"BLOCK_R": block_r, "BLOCK_T": max(16, next_power_of_2(turning))},
+        ENTRIES=count_of_entries(table, size, most, config.block, config.splits),
         num_warps=config.warps,
         pdl=pdl,
     )
