@@ -1600,10 +1600,24 @@ ROWS: list[Row] = [
     ),
     Row(
         "engine/loop.py",
-        "steps = 1 if one else min(steps, ahead, MAX_STEPS)",
-        "steps = min(steps, ahead, MAX_STEPS)",
+        "self._make_room(1 if one else min(steps, MAX_STEPS))",
+        "self._make_room(min(steps, MAX_STEPS))",
         "model_times has one entry for many passes of generate.",
         "tests/test_engine.py -k 'every_pass_of_generate'",
+    ),
+    Row(
+        "engine/slots.py",
+        "        self.check(requests)  # none of these would ever have room\n",
+        "",
+        "A call that is longer than what was reserved in blocks waits for ever.",
+        "tests/test_blocks.py -k 'no_blocks_is_refused and torch'",
+    ),
+    Row(
+        "engine/blocks.py",
+        "                if not self._runner.lacks(1):",
+        "                if False:",
+        "A sequence is read again, though another one ends in the steps that lack its block.",
+        "tests/test_blocks.py -k 'steps_are_fewer'",
     ),
     Row(
         "engine/loop.py",
