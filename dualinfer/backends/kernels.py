@@ -6,7 +6,7 @@ from typing import Any, Protocol
 
 from ..model.spec import Experts, Mixing, ModelSpec, Recurrence, Router
 from ..model.weights import Weight
-from ..ops.caches import LATENTS, CacheSpec, CacheView
+from ..ops.caches import LATENTS, CacheSpec, CacheView, StateView
 from ..ops.contract import (
     Array,
     Epilogue,
@@ -32,6 +32,15 @@ class Launcher(Protocol):
 
     def starts_early(self, rows: int) -> bool:
         """True if kernels over so many rows start before the one in front has ended."""
+        ...
+
+    def launch(
+        self, launch: Launch, written: Sequence[Array] = (), counts: bool = False
+    ) -> tuple[Any, Sequence[Array]]:
+        """What a launch gives, and those of its arrays that it writes, as they are then.
+
+        With `counts` it has the counters of programs, too.
+        """
         ...
 
 
@@ -93,20 +102,21 @@ def fused(own: Recurrence) -> FusedRecurrence | None:
     return own if isinstance(own, FusedRecurrence) and own.is_fused else None
 
 
-def sequence_launch(
-    ops: Any, own: Recurrence, w: Weights, x: Array, segments: Array | None, **where: Any
-) -> Launch | None:
-    """The launch that serves a recurrence over sequences; None for plain operations."""
+def fused_sequence(
+    ops: Launcher, own: Recurrence, w: Weights, x: Array, segments: Array | None, **where: Any
+) -> tuple[Array, StateView | None] | None:
+    """A recurrence over sequences by kernels; None for plain operations."""
     kernels = fused(own) if segments is None else None
-    return kernels.sequence_launch(ops, w, x, **where) if kernels else None
+    return kernels.fused_sequence(ops, w, x, **where) if kernels else None
 
 
-def token_launch(
-    ops: Any, own: Recurrence, w: Weights, x: Array, cache: Any, moves: Array
-) -> Launch | None:
-    """The launch that serves a recurrence's token, x [N, 1, W]; None for plain operations."""
+def fused_token(
+    ops: Launcher, own: Recurrence, w: Weights, x: Array, cache: StateView, moves: Array
+) -> tuple[Array, StateView] | None:
+    """A recurrence's token, x [N, 1, W], by kernels; None for plain operations."""
     kernels = fused(own)
-    return kernels.token_launch(ops, w, x[:, 0], cache, moves) if kernels else None
+    found = kernels.fused_token(ops, w, x[:, 0], cache, moves) if kernels else None
+    return None if found is None else (found[0][:, None], found[1])
 
 
 def has_wide_heads(head_dim: int) -> bool:

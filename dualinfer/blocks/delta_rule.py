@@ -251,18 +251,20 @@ class DeltaRule:
         """See `contract.FusedRecurrence`."""
         return True
 
-    def token_launch(
+    def fused_token(
         self, ops: Any, w: Weights, x: Array, cache: StateView, moves: Array
-    ) -> Launch | None:
+    ) -> tuple[Array, StateView] | None:
         """See `contract.FusedRecurrence`."""
         from ..kernels.triton import delta_token
 
         if not delta_token.counts(len(x), self.keys, self.values):
             return None
         own = x, self._known(ops, w, x), *cache.arrays, moves
-        return Launch(delta_token.delta_token, own, {"pdl": ops.starts_early(len(x))})
+        launch = Launch(delta_token.delta_token, own, {"pdl": ops.starts_early(len(x))})
+        y, held = ops.launch(launch, cache.arrays, counts=True)
+        return y, cache.of(*held)
 
-    def sequence_launch(
+    def fused_sequence(
         self,
         ops: Any,
         w: Weights,
@@ -272,7 +274,7 @@ class DeltaRule:
         slots: Array | None,
         lengths: Array | None,
         starts: Array | None,
-    ) -> Launch | None:
+    ) -> tuple[Array, StateView | None] | None:
         """See `contract.FusedRecurrence`."""
         from ..kernels.triton import delta_prompt
 
@@ -280,7 +282,10 @@ class DeltaRule:
         if cache is not None:
             how |= {"slots": slots, "lengths": lengths, "starts": starts}
         held = () if cache is None else cache.arrays
-        return Launch(delta_prompt.delta_prompt, (x, self._known(ops, w, x), *held), how)
+        y, held = ops.launch(
+            Launch(delta_prompt.delta_prompt, (x, self._known(ops, w, x), *held), how), held
+        )
+        return y, None if cache is None else cache.of(*held)
 
     def _known(self, ops: BlockOps, w: Weights, x: Array) -> Any:
         """Put the layer's facts, weights and second projections together, for both kernels."""

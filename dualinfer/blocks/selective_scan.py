@@ -7,8 +7,8 @@ from typing import Any, ClassVar, Literal, Self
 from ..model import rows as make
 from ..model.spec import Activation
 from ..model.weights import Row, row
-from ..ops.caches import Buffer
-from ..ops.contract import Array, BlockOps, Seen, Weights
+from ..ops.caches import Buffer, StateView
+from ..ops.contract import Array, BlockOps, Launch, Seen, Weights
 from ..ops.maths import Maths, cut
 from ..ops.norms import rms_norm
 from ..ops.recurrences import begins_anew, convolve_past, counted, last_tokens, visible
@@ -132,21 +132,84 @@ class SelectiveScan:
         y = (state * c[:, None]).sum(-1)
         return self._out(m, w, y[:, None], value[:, None], gate), (wide[:, 1:], state)
 
+    @property
+    def is_fused(self) -> bool:
+        """See `contract.FusedRecurrence`."""
+        from ..kernels.triton import selective_scan
+
+        return self.activation == "silu" and selective_scan.serves(self.state, self.taps)
+
+    @property
+    def fuses_sequences(self) -> bool:
+        """See `contract.FusedRecurrence`."""
+        return True
+
+    def fused_token(
+        self, ops: Any, w: Weights, x: Array, cache: StateView, moves: Array
+    ) -> tuple[Array, StateView] | None:
+        """See `contract.FusedRecurrence`."""
+        from ..kernels.triton import conv_token, selective_scan
+
+        past, state = cache.arrays
+        early = {"pdl": ops.starts_early(len(x))}
+        how = {"taps": w["recurrence_kernel"], "taps_bias": w.get("recurrence_kernel_bias")}
+        how |= {"gated": False, **early}
+        launch = Launch(conv_token.conv_token, (x, past, moves), how)
+        value, (past,) = ops.launch(launch, (past,))
+        given = x, value, *self._read(ops, w, value), self._known(w), state, moves
+        y, (state,) = ops.launch(Launch(selective_scan.scan_token, given, early), (state,))
+        return y, cache.of(past, state)
+
+    def fused_sequence(
+        self,
+        ops: Any,
+        w: Weights,
+        x: Array,
+        mask: Array | None,
+        cache: StateView | None,
+        slots: Array | None,
+        lengths: Array | None,
+        starts: Array | None,
+    ) -> tuple[Array, StateView | None] | None:
+        """See `contract.FusedRecurrence`."""
+        from ..kernels.triton import selective_scan
+
+        held = () if cache is None else cache.arrays
+        where = {} if cache is None else {"slots": slots, "starts": starts}
+        how = {"mask": mask, "pdl": ops.starts_early(x.shape[0] * x.shape[1]), **where}
+        kernel = w["recurrence_kernel"], w.get("recurrence_kernel_bias")
+        launch = Launch(selective_scan.convolve, (x, *kernel, *held[:1]), how)
+        value, _ = ops.launch(launch)
+        given = x, value, *self._read(ops, w, value), self._known(w), *held
+        how |= {} if cache is None else {"lengths": lengths}
+        y, held = ops.launch(Launch(selective_scan.scan, given, how), held)
+        return y, None if cache is None else cache.of(*held)
+
+    def _known(self, w: Weights) -> Any:
+        """Put the layer's weights together, for both kernels."""
+        from ..kernels.triton.selective_scan import ScanLayer
+
+        return ScanLayer(w["scan_step_bias"], w["scan_decay"], w["scan_skip"])
+
     def _parted(self, ops: BlockOps, w: Weights, y: Array, dtype: Any) -> list[Array]:
         """Inputs and steps [B, T, I], B and C [B, T, state], of what was convolved; float32."""
         m = ops.maths
         value = m.cast(m.activation(y, self.activation), dtype)
+        numbers, b, c = self._read(ops, w, value)
+        steps = m.softplus(m.wide(numbers) + w["scan_step_bias"])
+        return [m.wide(value), steps, m.wide(b), m.wide(c)]
+
+    def _read(self, ops: BlockOps, w: Weights, value: Array) -> tuple[Array, Array, Array]:
+        """A number of each channel [..., I], and B and C [..., state], of inputs [..., I]."""
         read = ops.sum(ops.linear(value, w["scan_read.weight"]))
         numbers, b, c = cut(read, self.rank, self.state, self.state)
         if self.eps is not None:
             names = zip((numbers, b, c), ("dt", "b", "c"), strict=True)
             numbers, b, c = (
-                rms_norm(m, part, w.get(f"scan_{name}_norm.weight"), self.eps)
+                rms_norm(ops.maths, part, w.get(f"scan_{name}_norm.weight"), self.eps)
                 for part, name in names
             )
-        steps = m.wide(ops.linear(numbers, w["scan_step.weight"]))
-        steps = m.softplus(steps + w["scan_step_bias"])
-        return [m.wide(value), steps, m.wide(b), m.wide(c)]
+        return ops.linear(numbers, w["scan_step.weight"]), b, c
 
     def scan(
         self,

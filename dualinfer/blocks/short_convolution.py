@@ -89,17 +89,19 @@ class ShortConvolution:
         """See `contract.FusedRecurrence`."""
         return False
 
-    def token_launch(
+    def fused_token(
         self, ops: Any, w: Weights, x: Array, cache: StateView, moves: Array
-    ) -> Launch | None:
+    ) -> tuple[Array, StateView] | None:
         """See `contract.FusedRecurrence`."""
         from ..kernels.triton import conv_token
 
         how = {"taps": w["recurrence_kernel"], "taps_bias": w.get("recurrence_kernel_bias")}
         how["pdl"] = ops.starts_early(len(x))
-        return Launch(conv_token.conv_token, (x, *cache.arrays, moves), how)
+        launch = Launch(conv_token.conv_token, (x, *cache.arrays, moves), how)
+        y, held = ops.launch(launch, cache.arrays)
+        return y, cache.of(*held)
 
-    def sequence_launch(self, *_: Any, **__: Any) -> Launch | None:
+    def fused_sequence(self, *_: Any, **__: Any) -> None:
         """See `contract.FusedRecurrence`."""
         return None
 

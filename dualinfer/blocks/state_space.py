@@ -202,18 +202,20 @@ class StateSpace:
         """See `contract.FusedRecurrence`."""
         return True
 
-    def token_launch(
+    def fused_token(
         self, ops: Any, w: Weights, x: Array, cache: StateView, moves: Array
-    ) -> Launch | None:
+    ) -> tuple[Array, StateView] | None:
         """See `contract.FusedRecurrence`."""
         from ..kernels.triton import state_token
 
         if not state_token.counts(len(x), self.heads, self.groups):
             return None
         own = x, self._known(w), *cache.arrays, moves
-        return Launch(state_token.state_token, own, {"pdl": ops.starts_early(len(x))})
+        launch = Launch(state_token.state_token, own, {"pdl": ops.starts_early(len(x))})
+        y, held = ops.launch(launch, cache.arrays, counts=True)
+        return y, cache.of(*held)
 
-    def sequence_launch(
+    def fused_sequence(
         self,
         ops: Any,
         w: Weights,
@@ -223,7 +225,7 @@ class StateSpace:
         slots: Array | None,
         lengths: Array | None,
         starts: Array | None,
-    ) -> Launch | None:
+    ) -> tuple[Array, StateView | None] | None:
         """See `contract.FusedRecurrence`."""
         from ..kernels.triton import state_prompt
 
@@ -231,7 +233,10 @@ class StateSpace:
         if cache is not None:
             how |= {"slots": slots, "lengths": lengths, "starts": starts}
         held = () if cache is None else cache.arrays
-        return Launch(state_prompt.state_prompt, (x, self._known(w), *held), how)
+        y, held = ops.launch(
+            Launch(state_prompt.state_prompt, (x, self._known(w), *held), how), held
+        )
+        return y, None if cache is None else cache.of(*held)
 
     def _known(self, w: Weights) -> Any:
         """Put the layer's facts and weights together, for both kernels."""

@@ -371,6 +371,10 @@ class StateCache(NamedTuple):
         """See `StateView.arrays`."""
         return tuple(array for array in self if array is not None)
 
+    def of(self, *arrays: Array) -> Self:
+        """See `StateView.of`."""
+        return type(self)(*arrays)
+
     def grown(self, slots: int, tokens: int) -> Self:
         """See `LayerCache.grown`."""
         return over(self, lambda x: self.maths.grow(x, (slots - len(x),)))

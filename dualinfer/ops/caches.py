@@ -439,6 +439,10 @@ class StateView(Protocol):
         """The arrays that the recurrence has laid out, a row a slot."""
         ...
 
+    def of(self, *arrays: Any) -> Self:
+        """The states with these arrays, of all slots."""
+        ...
+
     def view(self, slots: int | None, tokens: int) -> Self:
         """As `CacheView.view`; states have no tokens."""
         ...

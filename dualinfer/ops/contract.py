@@ -390,16 +390,16 @@ class FusedRecurrence(Protocol):
         """True if there are kernels for sequences, and not for tokens alone."""
         ...
 
-    def token_launch(
+    def fused_token(
         self, ops: Any, w: Weights, x: Array, cache: StateView, moves: Array
-    ) -> Launch | None:
-        """The launch that serves `recur_token`; None for plain operations.
+    ) -> tuple[Array, StateView] | None:
+        """See `Ops.recur_token`, of x [N, W] to [N, width]; None for plain operations.
 
-        It takes x [N, W], gives [N, width], and writes the cache's arrays.
+        The kernels' launches go through `ops.launch`.
         """
         ...
 
-    def sequence_launch(
+    def fused_sequence(
         self,
         ops: Any,
         w: Weights,
@@ -409,11 +409,8 @@ class FusedRecurrence(Protocol):
         slots: Array | None,
         lengths: Array | None,
         starts: Array | None,
-    ) -> Launch | None:
-        """The launch that serves `recur` where no sequences are packed; None for plain operations.
-
-        It writes the cache's arrays, if there is one.
-        """
+    ) -> tuple[Array, StateView | None] | None:
+        """See `Ops.recur`, where no sequences are packed; None for plain operations."""
         ...
 
 

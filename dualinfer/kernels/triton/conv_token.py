@@ -1,7 +1,7 @@
-"""One token of a gated short convolution for each slot, from its projection to what is projected.
+"""One token of each slot, convolved with what came before.
 
-HF's `Lfm2ShortConv`: a product of two parts of the token, convolved with what came before, times
-the third part.
+Gated, as in HF's `Lfm2ShortConv`, it is a product of two parts of the token, and what comes of it
+is times the third part; else silu is taken, as before a scan.
 """
 
 # pyright: reportArgumentType=false, reportGeneralTypeIssues=false
@@ -12,6 +12,7 @@ import triton.language as tl
 
 from .launch import launch, let_next_start, wait_for_inputs
 from .operands import as_bytes
+from .past import sigmoid
 from .rows import check_last_axis
 
 _BLOCK, _WARPS = 256, 1  # eight channels of a thread, whose loads are of 16 bytes
@@ -20,7 +21,7 @@ _BLOCK, _WARPS = 256, 1  # eight channels of a thread, whose loads are of 16 byt
 @triton.jit
 def _token_kernel(
     x_ptr, past_ptr, taps_ptr, bias_ptr, moves_ptr, y_ptr, x_stride, WIDTH: tl.constexpr,
-    TAPS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+    TAPS: tl.constexpr, GATED: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     """One program: BLOCK channels of a slot, each of them a thread's own."""
     let_next_start(PDL)
@@ -35,10 +36,11 @@ def _token_kernel(
     moving = inside & (tl.load(moves_ptr + slot + channel * 0) != 0)
     x_ptr += slot * x_stride + channel
     past_ptr += slot * (TAPS - 1) * WIDTH + channel
-    first = tl.load(x_ptr, mask=inside, other=0.0)
-    gate = tl.load(x_ptr + WIDTH, mask=inside, other=0.0).to(tl.float32)
-    third = tl.load(x_ptr + 2 * WIDTH, mask=inside, other=0.0)
-    given = (first.to(tl.float32) * third.to(tl.float32)).to(first.dtype)
+    given = tl.load(x_ptr, mask=inside, other=0.0)
+    if GATED:
+        gate = tl.load(x_ptr + WIDTH, mask=inside, other=0.0).to(tl.float32)
+        third = tl.load(x_ptr + 2 * WIDTH, mask=inside, other=0.0)
+        given = (given.to(tl.float32) * third.to(tl.float32)).to(given.dtype)
     for i in tl.static_range(TAPS - 1):
         before = tl.load(past_ptr + i * WIDTH, mask=moving, other=0.0)
         weight = tl.load(taps_ptr + channel * TAPS + i, mask=inside, other=0.0)
@@ -47,7 +49,8 @@ def _token_kernel(
             tl.store(past_ptr + (i - 1) * WIDTH, before, mask=moving)
     total += given.to(tl.float32) * last
     tl.store(past_ptr + (TAPS - 2) * WIDTH, given, mask=moving)
-    y = tl.where(moving, gate * total, 0.0)
+    total *= gate if GATED else sigmoid(total)
+    y = tl.where(moving, total, 0.0)
     tl.store(y_ptr + slot * WIDTH + channel, y.to(y_ptr.dtype.element_ty), mask=inside)
 
 
@@ -58,25 +61,27 @@ def conv_token(
     *,
     taps: Any,
     taps_bias: Any = None,
-    counters: Any = None,
+    gated: bool = True,
     pdl: bool = False,
 ) -> Any:
-    """Convolve and gate a token of each slot: [N, C] of its projection x [N, 3 C].
+    """Convolve a token of each slot: [N, C] of its projection x [N, W].
 
-    x has what is multiplied, the gate and the other factor. `past` [N', taps - 1, C], N' >= N, is
-    written in the slots that bool `moves` [N] names; others give zeros. `taps` [C, taps], two or
-    more, with a bias [C]. No `counters` are needed: programs share nothing.
+    `gated` x has what is multiplied, the gate and the other factor, W = 3 C; else the first C
+    elements are convolved, and silu is taken. `past` [N', taps - 1, C], N' >= N, is written in the
+    slots that bool `moves` [N] names; others give zeros. `taps` [C, taps], two or more, with a bias
+    [C].
     """
     check_last_axis("x", x)
     rows, width = len(x), past.shape[2]
-    if x.shape[1] != 3 * width or past.shape[1] < 1 or not past.is_contiguous():
+    wide = x.shape[1] == 3 * width if gated else x.shape[1] >= width
+    if not wide or past.shape[1] < 1 or not past.is_contiguous():
         raise ValueError(f"x has shape {tuple(x.shape)}, past {tuple(past.shape)}.")
     y = x.new_empty((rows, width))
     launch(
         _token_kernel,
         (triton.cdiv(width, _BLOCK), rows),
         *(x, past, taps, taps_bias, as_bytes(moves), y, x.stride(0)),
-        **{"WIDTH": width, "TAPS": taps.shape[1], "BLOCK": _BLOCK},
+        **{"WIDTH": width, "TAPS": taps.shape[1], "GATED": gated, "BLOCK": _BLOCK},
         num_warps=_WARPS,
         pdl=pdl,
     )

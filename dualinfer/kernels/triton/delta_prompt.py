@@ -15,7 +15,7 @@ import triton.language as tl
 from .delta_token import DeltaLayer, log_decay
 from .launch import dot, launch, let_next_start, next_power_of_2, wait_for_inputs
 from .operands import as_bytes
-from .past import is_seen, keep, sigmoid, slot_of
+from .past import convolved_tile, is_seen, keep, sigmoid, slot_of
 from .rows import check_last_axis
 
 CHUNK = 64
@@ -52,21 +52,10 @@ def _convolve_kernel(
     channel = tl.where(is_key, unit * KEY, 2 * KEYS * KEY + (unit - 2 * KEYS) * VALUE) + column
     total = tl.zeros([TILE, BLOCK], tl.float32)
     wait_for_inputs(PDL)
-    x_ptr += b * x_row + first.to(tl.int64) * x_stride
-    for i in tl.static_range(TAPS):
-        by = row - (TAPS - 1) + i
-        at = first + by
-        in_mask = b * mask_row + at * mask_stride
-        shown = is_seen(mask_ptr, in_mask, (at >= 0) & (at < tokens))
-        near = tl.load(x_ptr + by * x_stride + channel, mask=shown & in_head, other=0.0)
-        near = near.to(tl.float32)
-        if past_ptr is not None:
-            slot, _, goes_on = slot_of(slots_ptr, starts_ptr, b, slots)
-            before = past_ptr + (slot * (TAPS - 1) + at + TAPS - 1) * CHANNELS + channel
-            near += tl.load(before, mask=(at * goes_on < 0) & in_head, other=0.0).to(tl.float32)
-        weight = tl.load(taps_ptr + channel * TAPS + i, mask=in_head, other=0.0)
-        total += near * weight.to(tl.float32)
-    total *= sigmoid(total)
+    total = convolved_tile(
+        total, x_ptr, mask_ptr, past_ptr, slots_ptr, starts_ptr, taps_ptr, b, first, row, channel,
+        in_head, x_row, x_stride, mask_row, mask_stride, tokens, slots, 1.0, CHANNELS, TAPS, False,
+    )  # fmt: skip
     if is_key:
         total *= tl.rsqrt(tl.sum(total * total, 1, keep_dims=True) + 1e-6)
         total *= tl.where(unit < KEYS, root, 1.0)

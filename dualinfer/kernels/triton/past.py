@@ -90,6 +90,34 @@ def slot_of(slots_ptr, starts_ptr, b, slots):
 
 
 @triton.jit
+def convolved_tile(
+    total, x_ptr, mask_ptr, past_ptr, slots_ptr, starts_ptr, taps_ptr, b, first, row, channel,
+    inside, x_row, x_stride, mask_row, mask_stride, tokens, slots, scale, CHANNELS,
+    TAPS: tl.constexpr, SCALED: tl.constexpr,
+):  # fmt: skip
+    """silu of `total` and some channels [1, C] convolved over time, float32 [R, C].
+
+    The tokens are those of row b at `first` and the int `row` [R, 1] behind it; what came before
+    a row that goes on is in its slot's past.
+    """
+    x_ptr += b * x_row + first.to(tl.int64) * x_stride
+    for i in tl.static_range(TAPS):
+        by = row - (TAPS - 1) + i
+        at = first + by
+        in_mask = b * mask_row + at * mask_stride
+        shown = is_seen(mask_ptr, in_mask, (at >= 0) & (at < tokens))
+        near = tl.load(x_ptr + by * x_stride + channel, mask=shown & inside, other=0.0)
+        near = scaled(near, scale, SCALED).to(tl.float32)
+        if past_ptr is not None:
+            slot, _, goes_on = slot_of(slots_ptr, starts_ptr, b, slots)
+            before = past_ptr + (slot * (TAPS - 1) + at + TAPS - 1) * CHANNELS + channel
+            near += tl.load(before, mask=(at * goes_on < 0) & inside, other=0.0).to(tl.float32)
+        weight = tl.load(taps_ptr + channel * TAPS + i, mask=inside, other=0.0)
+        total += near * weight.to(tl.float32)
+    return total * sigmoid(total)
+
+
+@triton.jit
 def keep(
     x_ptr, mask_ptr, past_ptr, channel, inside, length, goes_on, x_stride, mask_stride, scale,
     CHANNELS, TAPS: tl.constexpr, SCALED: tl.constexpr,

@@ -12,7 +12,7 @@ import triton.language as tl
 
 from .launch import dot, launch, let_next_start, next_power_of_2, wait_for_inputs
 from .operands import as_bytes, empty
-from .past import is_seen, keep, scaled, sigmoid, slot_of, softplus
+from .past import convolved_tile, is_seen, keep, scaled, sigmoid, slot_of, softplus
 from .rows import check_last_axis
 from .state_token import StateLayer, norm_heads
 
@@ -48,21 +48,11 @@ def _convolve_kernel(
     if bias_ptr is not None:
         total += tl.load(bias_ptr + channel, mask=inside, other=0.0).to(tl.float32)
     wait_for_inputs(PDL)
-    x_ptr += b * x_row + first.to(tl.int64) * x_stride + WIDTH
-    for i in tl.static_range(TAPS):
-        by = row - (TAPS - 1) + i
-        at = first + by
-        in_mask = b * mask_row + at * mask_stride
-        shown = is_seen(mask_ptr, in_mask, (at >= 0) & (at < tokens))
-        near = tl.load(x_ptr + by * x_stride + channel, mask=shown & inside, other=0.0)
-        near = scaled(near, scale, SCALED).to(tl.float32)
-        if past_ptr is not None:
-            slot, _, goes_on = slot_of(slots_ptr, starts_ptr, b, slots)
-            before = past_ptr + (slot * (TAPS - 1) + at + TAPS - 1) * CHANNELS + channel
-            near += tl.load(before, mask=(at * goes_on < 0) & inside, other=0.0).to(tl.float32)
-        weight = tl.load(taps_ptr + channel * TAPS + i, mask=inside, other=0.0)
-        total += near * weight.to(tl.float32)
-    total *= sigmoid(total)
+    total = convolved_tile(
+        total, x_ptr + WIDTH, mask_ptr, past_ptr, slots_ptr, starts_ptr, taps_ptr, b, first, row,
+        channel, inside, x_row, x_stride, mask_row, mask_stride, tokens, slots, scale, CHANNELS,
+        TAPS, SCALED,
+    )  # fmt: skip
     y_ptr += (b * tokens + first) * CHANNELS + row * CHANNELS + channel
     tl.store(y_ptr, total.to(y_ptr.dtype.element_ty), mask=(t < tokens) & inside)
 

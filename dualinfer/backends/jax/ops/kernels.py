@@ -40,6 +40,7 @@ from ....ops.caches import StateView
 from ....ops.contract import (
     ALONE,
     Epilogue,
+    Launch,
     NormOf,
     Routing,
     Unnormed,
@@ -52,14 +53,14 @@ from ...kernels import (
     experts_launch,
     experts_of,
     few_rows_launch,
+    fused_sequence,
+    fused_token,
     left_plain,
     linear_key,
     reads_unnormed,
     route_launch,
-    sequence_launch,
     serves_product,
     shares_launches,
-    token_launch,
 )
 from ...served import EightBit, describe_codes, served
 from ..sampler import CHANGED, FILTERED, SlotState
@@ -127,37 +128,34 @@ class KernelOps(KernelAttention):
         """See `contract.Ops.recur`."""
         where: dict[str, Any] = {"cache": cache, "slots": slots, "lengths": lengths}
         where |= {"starts": starts, "mask": mask}
-        launch = sequence_launch(self, own, w, x, segments, **where)
-        if launch is None:
-            return super().recur(own, w, x, segments=segments, **where)
-        held = () if cache is None else cache.arrays
         with jax.named_scope("recurrence"):
-            y, held = call(
-                launch.function,
-                *launch.arguments,
-                **launch.options,
-                capability=self.capability,
-                written=held,
-            )
-        return y, None if cache is None else type(cache)(*held)
+            found = fused_sequence(self, own, w, x, segments, **where)
+        return found or super().recur(own, w, x, segments=segments, **where)
 
     def recur_token(
         self, own: Recurrence, w: Weights, x: jax.Array, cache: StateView, moves: jax.Array
     ) -> tuple[jax.Array, StateView]:
         """See `contract.Ops.recur_token`."""
-        launch = token_launch(self, own, w, x, cache, moves)
-        if launch is None:
-            return super().recur_token(own, w, x, cache, moves)
         with jax.named_scope("recurrence"):
-            y, (*held, self._counters) = call(
-                launch.function,
-                *launch.arguments,
-                **launch.options,
-                counters=self._counters,
-                capability=self.capability,
-                written=(*cache.arrays, self._counters),
-            )
-        return y[:, None], type(cache)(*held)
+            found = fused_token(self, own, w, x, cache, moves)
+        return found or super().recur_token(own, w, x, cache, moves)
+
+    def launch(
+        self, launch: Launch, written: Sequence[jax.Array] = (), counts: bool = False
+    ) -> tuple[Any, Sequence[jax.Array]]:
+        """See `kernels.Launcher.launch`."""
+        own = [self._counters] if counts else []
+        y, after = call(
+            launch.function,
+            *launch.arguments,
+            **launch.options,
+            **({"counters": self._counters} if counts else {}),
+            capability=self.capability,
+            written=(*written, *own),
+        )
+        if counts:
+            *after, self._counters = after
+        return y, after
 
     def embed(
         self,

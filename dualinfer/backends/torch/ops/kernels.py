@@ -34,6 +34,7 @@ from ....ops.caches import StateView
 from ....ops.contract import (
     ALONE,
     Epilogue,
+    Launch,
     NormOf,
     Routing,
     Unnormed,
@@ -45,14 +46,14 @@ from ...kernels import (
     experts_launch,
     experts_of,
     few_rows_launch,
+    fused_sequence,
+    fused_token,
     left_plain,
     linear_key,
     reads_unnormed,
     route_launch,
-    sequence_launch,
     serves_product,
     shares_launches,
-    token_launch,
 )
 from ...served import EightBit, describe_codes, served
 from ...slots import bucket
@@ -137,10 +138,8 @@ class KernelOps(KernelAttention):
         """See `contract.Ops.recur`."""
         where: dict[str, Any] = {"cache": cache, "slots": slots, "lengths": lengths}
         where |= {"starts": starts, "mask": mask}
-        launch = sequence_launch(self, own, w, x, segments, **where)
-        if launch is None:
-            return super().recur(own, w, x, segments=segments, **where)
-        return launch.function(*launch.arguments, **launch.options), cache
+        found = fused_sequence(self, own, w, x, segments, **where)
+        return found or super().recur(own, w, x, segments=segments, **where)
 
     @named("recurrence")
     def recur_token(
@@ -152,12 +151,15 @@ class KernelOps(KernelAttention):
         moves: torch.Tensor,
     ) -> tuple[torch.Tensor, StateView]:
         """See `contract.Ops.recur_token`."""
-        launch = token_launch(self, own, w, x, cache, moves)
-        if launch is None:
-            return super().recur_token(own, w, x, cache, moves)
-        counters = self._zeros(linear.MOST_TILES)
-        y = launch.function(*launch.arguments, **launch.options, counters=counters)
-        return y[:, None], cache
+        found = fused_token(self, own, w, x, cache, moves)
+        return found or super().recur_token(own, w, x, cache, moves)
+
+    def launch(
+        self, launch: Launch, written: Sequence[torch.Tensor] = (), counts: bool = False
+    ) -> tuple[Any, Sequence[torch.Tensor]]:
+        """See `kernels.Launcher.launch`; in place."""
+        how = {"counters": self._zeros(linear.MOST_TILES)} if counts else {}
+        return launch.function(*launch.arguments, **launch.options, **how), written
 
     @named("embed")
     def embed(
