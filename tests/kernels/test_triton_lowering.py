@@ -42,6 +42,7 @@ from dualinfer.kernels.triton import (
     operands,
     quantized,
     routing,
+    selective_scan,
     state_prompt,
     state_token,
 )
@@ -729,6 +730,32 @@ def short_convolution(width: int) -> list[Variant]:
     return [written(launch) for launch in recording.launches]
 
 
+def scan(width: int, size: int) -> list[Variant]:
+    """A token and a prompt of Mamba-1."""
+    recording = operands.Recording()
+
+    def new(*shape: int, dtype: str = "bfloat16") -> operands.Operand:
+        return recording.operand(shape, dtype)
+
+    wide = {"dtype": "float32"}
+    layer = selective_scan.ScanLayer(
+        new(width, **wide), new(width, size, **wide), new(width, **wide)
+    )
+    taps, past, state = (new(width, 4), new(width)), new(8, 3, width), new(8, width, size, **wide)
+    moves = new(8, dtype="bool")
+    x, read = new(8, 2 * width), [new(8, part) for part in (width, width, size, size)]
+    how = {"taps": taps[0], "taps_bias": taps[1], "gated": False, "pdl": True}
+    conv_token.conv_token(x, past, moves, **how)
+    selective_scan.scan_token(x, *read, layer, state, moves, pdl=True)
+    numbers = {name: new(1, dtype="int32") for name in ("slots", "starts")}
+    x, read = new(1, 4096, 2 * width), [new(1, 4096, part) for part in (width, width, size, size)]
+    selective_scan.convolve(x, *taps, past, **numbers, pdl=True)
+    numbers["lengths"] = new(1, dtype="int32")
+    selective_scan.scan(x, *read, layer, past, state, **numbers, pdl=True)
+    return [written(launch) for launch in recording.launches]
+
+
+VARIANTS += scan(8192, 16)
 VARIANTS += short_convolution(2048)
 VARIANTS += state_space(80, 1, 64, 128, 5120)
 VARIANTS += delta_rule(16, 32, by_channel=False)

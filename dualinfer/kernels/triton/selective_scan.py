@@ -17,6 +17,7 @@ from .rows import check_last_axis
 
 _TILE, _COLUMNS = 32, 128  # tokens and channels of a program that convolves
 _BLOCK = 32  # channels of a program that scans, a thread each
+_LOG2: tl.constexpr = tl.constexpr(-1.4426950408889634)  # -1 / log(2): rates are those of exp2
 MOST_STATE = 64  # elements of a channel's state, which a thread holds
 
 
@@ -74,7 +75,7 @@ def _read(row, strides, mask_ptr, where, step_bias, t, tokens, length, WIDTH: tl
 def _advance(state, token, rate, skip):
     """Put a token into states [S, C]: the new ones, and its gated result [C]."""
     value, step, b, c, gate = token
-    state = state * tl.exp(step[None, :] * rate) + b[:, None] * (value * step)[None, :]
+    state = state * tl.exp2(step[None, :] * rate) + b[:, None] * (value * step)[None, :]
     y = tl.sum(state * c[:, None], 0) + value * skip
     return state, y * gate * sigmoid(gate)
 
@@ -100,7 +101,7 @@ def _scan_kernel(
     where = (channel, in_width, at_s, at_s < STATE)
     held = (at_s < STATE)[:, None] & in_width[None, :]
     of_state = channel[None, :] * STATE + at_s[:, None]
-    rate = -tl.exp(tl.load(decay_ptr + of_state, mask=held, other=0.0))
+    rate = tl.exp(tl.load(decay_ptr + of_state, mask=held, other=0.0)) * _LOG2
     step_bias = tl.load(step_bias_ptr + channel, mask=in_width, other=0.0)
     skip = tl.load(skip_ptr + channel, mask=in_width, other=0.0)
     wait_for_inputs(PDL)
