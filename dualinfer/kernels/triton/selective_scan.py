@@ -243,7 +243,7 @@ def scan(
     in_mask = (0, 0) if mask is None else mask.stride()
     mask = None if mask is None else as_bytes(mask)
     where = mask, lengths, past, state, slots, starts
-    _launch(x, values, steps, b, c, layer, y, where, in_mask, pdl, alone=False)
+    _launch((x, values, steps, b, c), layer, y, where, in_mask, pdl, alone=False)
     return y
 
 
@@ -266,16 +266,22 @@ def scan_token(
     """
     y = x.new_empty(values.shape)
     where = as_bytes(moves), None, None, state, None, None
-    rows = (part[:, None] for part in (x, values, steps, b, c))
-    _launch(*rows, layer, y, where, (moves.stride(0), 0), pdl, alone=True)
+    rows = tuple(part[:, None] for part in (x, values, steps, b, c))
+    _launch(rows, layer, y, where, (moves.stride(0), 0), pdl, alone=True)
     return y
 
 
 def _launch(
-    x: Any, values: Any, steps: Any, b: Any, c: Any, layer: ScanLayer, y: Any,
-    where: tuple[Any, ...], in_mask: tuple[int, int], pdl: bool, alone: bool,
-) -> None:  # fmt: skip
-    """The launch that scans rows into y; `where` is its mask and what follows it."""
+    given: tuple[Any, ...],
+    layer: ScanLayer,
+    y: Any,
+    where: tuple[Any, ...],
+    in_mask: tuple[int, int],
+    pdl: bool,
+    alone: bool,
+) -> None:
+    """Launch the scan of rows into y; `where` is its mask and what follows that in the kernel."""
+    x, values, steps, b, c = given
     batch, tokens, width = values.shape
     mask, lengths, past, state, slots, starts = where
     size, taps = layer.decay.shape[1], 2 if past is None else past.shape[1] + 1
@@ -287,7 +293,7 @@ def _launch(
     launch(
         _scan_kernel,
         (triton.cdiv(width, _BLOCK) * batch,),
-        *(x, values, steps, b, c, mask, lengths, past, state, slots, starts, *layer, y),
+        *(*given, mask, lengths, past, state, slots, starts, *layer, y),
         *(x.stride(0), x.stride(1), b.stride(0), b.stride(1), c.stride(0), c.stride(1), *in_mask),
         *(tokens, 0 if state is None else len(state)),
         **{"WIDTH": width, "STATE": size, "TAPS": taps, "ALONE": alone},
