@@ -14,10 +14,13 @@ import dualinfer  # noqa: E402
 from dualinfer.backends import jax as backend  # noqa: E402
 from dualinfer.backends.jax.device import pallas_obstacle  # noqa: E402
 from dualinfer.backends.jax.ops.pallas import PallasOps  # noqa: E402
+from dualinfer.backends.jax.ops.plain import PlainOps  # noqa: E402
 from dualinfer.errors import ConfigError, UnsupportedError  # noqa: E402
 from dualinfer.kernels.pallas.launch import VARIABLE  # noqa: E402
 from dualinfer.model.families import describe_model  # noqa: E402
 from dualinfer.model.weights import Weight  # noqa: E402
+from dualinfer.ops import mixtures  # noqa: E402
+from dualinfer.ops.contract import NormOf  # noqa: E402
 from dualinfer.quantization import Blocks, BlockScheme  # noqa: E402
 from dualinfer.quantization.quantize import SCHEMES  # noqa: E402
 
@@ -124,6 +127,8 @@ def test_fields_that_disagree_are_refused(fields, why):
         ("llama-gqa", {"quant": "int4"}),
         ("llama-gqa", {"quant": "int8_w8a8"}),
         ("gpt_oss", {"quant": "mxfp4"}),
+        ("gpt_oss", {"quant": "nvfp4"}),
+        ("gpt_oss", {"quant": "fp8_w8a8"}),
     ],
     ids=str,
 )
@@ -192,7 +197,7 @@ def test_encoders_hide_padding(name, engines):
 
 
 def test_experts_are_told_to_be_read_as_they_are():
-    """By a kernel where it reads both of a layer's matrices, and their inputs are not rounded."""
+    """By a kernel where it reads both of a layer's matrices."""
 
     def weight(scheme: BlockScheme | None) -> Weight:
         data, axes = jnp.zeros((2, 64, 64), "int8"), ("count", "up", "in")
@@ -207,12 +212,34 @@ def test_experts_are_told_to_be_read_as_they_are():
     for schemes, said in (
         ((coded, coded), "Pallas, rows sorted by expert"),
         ((coded, None), None),
-        ((rounded, rounded), None),
+        ((rounded, rounded), "Pallas, rows sorted by expert"),
     ):
         up, down = map(weight, schemes)
         layers = [{"experts.up.weight": up, "experts.down.weight": down}]
         assert ops.reads_codes(up, spec, layers) == said
         assert ("experts" in ops.left_plain(spec, layers)) is (said is None)
+
+
+def test_a_router_in_codes_chooses_what_its_values_would(monkeypatch):
+    """By the kernel, of few rows, with its norm."""
+    spec = describe_model(make_model("mixtral", num_hidden_layers=1).config.to_dict())[0]
+    mixture: Any = spec.layers[0].mlp
+    rng, count = np.random.default_rng(1), mixture.count
+    data, scale = (
+        jnp.asarray(x)
+        for x in (rng.integers(-127, 127, (count, 64)).astype(np.int8), rng.random((count, 1)))
+    )
+    beside = {"scale": scale.astype("float32") / 64}
+    weight = Weight(
+        data, ("experts", "in"), BlockScheme("int8"), beside, "float32", Blocks(1, 64, 64)
+    )
+    norm = NormOf(spec.final_norm, jnp.asarray(rng.random(64), "float32"), None)
+    x = jnp.asarray(rng.standard_normal((5, 64)), "float32")
+    wanted = PlainOps().route(x, weight, mixture.router, norm=norm)
+    monkeypatch.setattr(mixtures, "route", None)
+    found = PallasOps(interpret=True).route(x, weight, mixture.router, norm=norm)
+    np.testing.assert_array_equal(found.experts, wanted.experts)
+    np.testing.assert_allclose(found.weights, wanted.weights, rtol=2e-6)
 
 
 @greedy
@@ -232,12 +259,17 @@ def test_other_kinds_of_layers_give_what_plain_xla_gives(name, engines):
 @greedy
 @pytest.mark.slow
 @pytest.mark.skipif(jax.device_count() < 2, reason="two devices, which conftest.py asks XLA for")
-def test_two_devices_give_what_one_gives(monkeypatch):
+@pytest.mark.parametrize(
+    ("name", "more"), [("llama-gqa", {}), ("gpt_oss", {"moe": {"ep_size": 2}})], ids=str
+)
+def test_two_devices_give_what_one_gives(name, more, monkeypatch):
+    """Two parts of a layer, or its experts in two parts."""
     monkeypatch.setenv(VARIABLE, "1")
-    model = tiny("llama-gqa", **CASES["llama-gqa"])
+    model = tiny(name, **(CASES | MIXTURES)[name])
     ids, texts = np.random.default_rng(2).integers(3, VOCAB, (2, 13)), []
     for kernels, size in (("pallas", 2), ("xla", 1)):
         how = OPTIONS | {"kernels": kernels, "tensor_parallel": {"tp_size": size}}
+        how |= more if size > 1 else {}
         engine = init_inference(model, **how)
         texts.append(np.asarray(engine.generate(ids, max_new_tokens=4, **GREEDY)))
         assert ("sum over devices" in engine.report().ops) == (size == 2)

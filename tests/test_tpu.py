@@ -121,6 +121,59 @@ def test_products_with_codes_have_room_for_their_values(kind, columns, rows):
     assert compiled(Job("product", run, (x, data, scale)), "v5p").kernels == {"product"}
 
 
+EXPERTS = {
+    # experts, width, features, of codes, the columns and the rows of a scale, dtype of scales
+    "DeepSeek-V3, fp8": (256, 7168, 2048, "fp8_e4m3", 128, 128, "float32"),
+    "DeepSeek-V3, nvfp4": (64, 7168, 2048, "fp4_e2m1", 16, 1, "float32"),
+    "Mixtral, int4": (8, 4096, 14336, "int4", 64, 1, "bfloat16"),
+    "Mixtral, nf4": (8, 4096, 14336, "table", 64, 1, "float32"),
+    "Qwen3 30B, int8": (128, 2048, 768, "int8", 0, 1, "float32"),
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "tokens", "chip"),
+    [
+        pytest.param("Qwen3 30B, int8", 4, "v5e", marks=pytest.mark.slow),
+        *(
+            pytest.param(name, tokens, chip, marks=pytest.mark.tpu)
+            for chip, tokens in (("v5e", 1024), ("v6e", 4))
+            for name in EXPERTS
+        ),
+    ],
+)
+def test_experts_in_codes_of_real_sizes_compile(name, tokens, chip):
+    """No matrix of theirs is in memory as values; scales are turned at most."""
+    total, width, features, kind, columns, shared, dtype = EXPERTS[name]
+    packed, table = kind in products.PACKED_KINDS, (0.0, *range(15)) if kind == "table" else ()
+
+    def codes(data: Any, scale: Any, width: int) -> products.Codes:
+        raised = 8 if kind == "int4" else 0
+        rest = None, None, kind, columns, width, raised, table, shared
+        return products.Codes(data, scale, *rest)
+
+    def run(x: Any, up: Any, of_up: Any, down: Any, of_down: Any, chosen: Any) -> Any:
+        both = codes(up, of_up, width), codes(down, of_down, features)
+        assert all(mixing.serves_codes(own, 2) for own in both)
+        how: Any = {"hidden": lambda h: jax.nn.silu(h[:, :features]) * h[:, features:]}
+        return mixing.in_codes(x, *both, chosen, **how, interpret=False)
+
+    def of(*shape: int, dtype: str = "uint8") -> Any:
+        return jax.ShapeDtypeStruct(shape, dtype)
+
+    args = [of(tokens, width, dtype="bfloat16")]
+    for rows, inner in ((2 * features, width), (width, features)):
+        stored = "int8" if kind == "int8" else "uint8"
+        args.append(of(total, rows, inner // (2 if packed else 1), dtype=stored))
+        args.append(of(total, rows // shared, inner // columns if columns else 1, dtype=dtype))
+    args.append(of(tokens, 8 if total > 8 else 2, dtype="int32"))
+    program = compiled(Job("experts", run, tuple(args)), chip)
+    assert program.kernels == {"experts"}
+    pairs = np.prod(args[-1].shape) + 128 * total if tokens > 4 else 16 * tokens * 8
+    scales = 4 * sum(np.prod(x.shape) for x in args[2:5:2])
+    assert program.held < pairs * (4 * features + 6 * width) * 2 + scales
+
+
 @pytest.mark.slow
 def test_scales_and_zeros_of_float16_compile():
     """Whose loads no chip has: in a product and in experts of codes."""

@@ -21,7 +21,7 @@ from dualinfer.ops.exact import MATHS as EXACT  # noqa: E402
 from dualinfer.ops.recurrences import take_in  # noqa: E402
 from dualinfer.quantization import BlockScheme  # noqa: E402
 
-from ..quantized import dequantize, quantize  # noqa: E402
+from ..quantized import NF, dequantize, quantize  # noqa: E402
 from . import oracles  # noqa: E402
 from .cases import DTYPES, GARBAGE, assert_close, normal  # noqa: E402
 
@@ -105,7 +105,10 @@ FORMS = {
     "uint4": BlockScheme("uint4", columns=32, scale_dtype="float16", zeros=True),
     "fp8": BlockScheme("fp8_e4m3"),
     "fp8 e5m2": BlockScheme("fp8_e5m2"),
+    "fp8 blocks": BlockScheme("fp8_e4m3", 128, 128),
     "fp4": BlockScheme("fp4_e2m1", columns=32),
+    "nvfp4": BlockScheme("fp4_e2m1", columns=16, scale_dtype="float8_e4m3fn", outer=True),
+    "table": BlockScheme("table", columns=64, table=NF),
 }
 
 
@@ -113,17 +116,21 @@ def coded(scheme: BlockScheme, matrix: np.ndarray) -> tuple[product.Codes, np.nd
     """A matrix in codes as kernels take it, and what the codes mean."""
     arrays = quantize(scheme, matrix)
     meant = dequantize(scheme, arrays)
+    if scheme.outer:
+        arrays["scale"] = arrays["scale"].astype(np.float32)
     if scheme.codes == "int4" and scheme.zeros:
         arrays["zero"] = arrays["zero"].view(np.uint8) + np.uint8(scheme.code.raised)
     codes = product.Codes(
         jnp.asarray(scheme.code.pack(arrays["codes"])),
         jnp.asarray(arrays["scale"]),
         jnp.asarray(arrays["zero"]) if "zero" in arrays else None,
-        None,
+        jnp.asarray(arrays["outer"]) if "outer" in arrays else None,
         scheme.codes,
         scheme.columns,
         matrix.shape[1],
         8 if scheme.codes == "int4" and not scheme.zeros else 0,
+        scheme.table,
+        scheme.rows,
     )
     return codes, meant
 
@@ -131,7 +138,8 @@ def coded(scheme: BlockScheme, matrix: np.ndarray) -> tuple[product.Codes, np.nd
 @pytest.mark.parametrize("form", FORMS)
 def test_products_with_codes_are_those_with_what_they_mean(form, monkeypatch):
     """Of four blocks of columns, of which two have the same scales."""
-    scheme, width, features = FORMS[form], 512, 66
+    scheme, width = FORMS[form], 512
+    features = 66 if scheme.rows == 1 else 512
     codes, meant = coded(scheme, normal(1, features, width, dtype=FLOAT32))
     assert product.serves(3, codes, True, 4)
     monkeypatch.setattr(product, "_MOST_SCALES", 8)
@@ -369,6 +377,7 @@ def test_experts_give_what_each_gives_by_itself(rows, monkeypatch):
     chosen = np.random.default_rng(5).permuted(np.tile([0, 1, 3], (rows, 1)), axis=1)[:, :2]
     chosen = np.sort(chosen, -1).astype(np.int32)
     weights = np.array([[0.3, 0.7]], np.float32).repeat(rows, 0)
+    chosen[-1, 1], weights[-1, 1] = total, 0  # no expert of these
     assert mixing.columns_of(features, width, 2, 4) == 128
     parts = mixing.experts(
         *map(jnp.asarray, (x, up, down, chosen)),
@@ -377,14 +386,17 @@ def test_experts_give_what_each_gives_by_itself(rows, monkeypatch):
         up_bias=jnp.asarray(bias),
         **INTERPRET,
     )
-    found = (np.asarray(parts) * weights[..., None]).sum(1)
+    found, chosen = (np.asarray(parts) * weights[..., None]).sum(1), chosen.clip(max=total - 1)
+    assert not np.asarray(parts)[-1, 1].any()
     how: dict[str, Any] = {"activation": "silu", "gated": True}
     wanted = oracles.experts(x, up, down, bias, None, chosen, weights, **how)
     assert_close(found, wanted, FLOAT32, length=features, roundings=2)
 
 
 @pytest.mark.parametrize("rows", [1, 40])
-@pytest.mark.parametrize("form", ["int8", "int4", "int4 zeros", "fp8", "fp4"])
+@pytest.mark.parametrize(
+    "form", ["int8", "int4", "int4 zeros", "fp8 blocks", "fp4", "nvfp4", "table"]
+)
 def test_experts_in_codes_are_those_of_what_they_mean(form, rows, monkeypatch):
     """Two blocks of columns and two of hidden features; experts have no row, or several tiles."""
     monkeypatch.setattr(product, "_WIDEST", 128)
@@ -402,6 +414,7 @@ def test_experts_in_codes_are_those_of_what_they_mean(form, rows, monkeypatch):
     chosen = np.random.default_rng(5).permuted(np.tile([0, 1, 3], (rows, 1)), axis=1)[:, :2]
     chosen = np.sort(chosen, -1).astype(np.int32)
     weights = np.array([[0.3, 0.7]], np.float32).repeat(rows, 0)
+    chosen[-1, 1], weights[-1, 1] = total, 0  # no expert of these
     assert all(mixing.serves_codes(codes, 4) for codes in stacks)
     found = mixing.in_codes(
         jnp.asarray(x),
@@ -411,7 +424,8 @@ def test_experts_in_codes_are_those_of_what_they_mean(form, rows, monkeypatch):
         up_bias=jnp.asarray(bias),
         **INTERPRET,
     )
-    found = (np.asarray(found) * weights[..., None]).sum(1)
+    assert not np.asarray(found)[-1, 1].any()
+    found, chosen = (np.asarray(found) * weights[..., None]).sum(1), chosen.clip(max=total - 1)
     how: dict[str, Any] = {"activation": "silu", "gated": True}
     wanted = oracles.experts(x, *means, bias, None, chosen, weights, **how)
     assert_close(found, wanted, FLOAT32, length=width, roundings=4)

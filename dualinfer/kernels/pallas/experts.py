@@ -4,7 +4,7 @@ Matrices of floats are read by one kernel, which keeps hidden values where it ma
 codes are read by a kernel each, since scales of blocks lie along what is summed.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -38,7 +38,10 @@ def tile_rows(pairs: int, total: int, dtype: Any) -> int:
 
 
 def tiles_of(chosen: jax.Array, total: int, m: int) -> Tiles:
-    """Tiles of `m` rows for pairs of tokens with experts `chosen`, int32 [P], of `total`."""
+    """Tiles of `m` rows for pairs of tokens with experts `chosen`, int32 [P], of `total`.
+
+    A pair with the number `total` itself has no row: its place is behind all tiles.
+    """
     pairs = len(chosen)
     most = pairs // m + min(pairs, total)
     order = jnp.argsort(chosen, stable=True)
@@ -48,10 +51,12 @@ def tiles_of(chosen: jax.Array, total: int, m: int) -> Tiles:
     first_pair = jnp.cumsum(sizes) - sizes
     ranked = chosen[order]
     places = first_tile[ranked] * m + jnp.arange(pairs, dtype=jnp.int32) - first_pair[ranked]
+    places = jnp.where(ranked < total, places, most * m)
     rows = jnp.full(most * m, pairs, jnp.int32).at[places].set(order.astype(jnp.int32))
     used = tiles.sum()
     at = jnp.minimum(jnp.arange(most, dtype=jnp.int32), used - 1)
     own = jnp.searchsorted(jnp.cumsum(tiles), at, side="right").astype(jnp.int32)
+    own = jnp.minimum(own, total - 1)
     placed = jnp.zeros(pairs, jnp.int32).at[order].set(places.astype(jnp.int32))
     return Tiles(rows, own, used[None].astype(jnp.int32), placed)
 
@@ -76,6 +81,7 @@ def experts(
 ) -> jax.Array:
     """The products of rows x [R, E] with their experts int32 `chosen` [R, k]: float32 [R, k, out].
 
+    An expert whose number is that of all, X, is none of them, and gives zeros.
     `up` [X, F or 2F, E] holds gate, then up if `gated`; `down` is [X, out, F]. `hidden` takes
     float32 [rows, F or 2F] to [rows, F], element by element.
     """
@@ -92,9 +98,13 @@ def experts(
         Block(
             up.reshape(total, parts, features, width),
             (None, parts, own, width),
-            lambda i, j, number, _: (number[i], 0, j, 0),
+            lambda i, j, number, used: (number[i], 0, _once(i, j, used, steps), 0),
         ),
-        Block(down, (None, out, own), lambda i, j, number, _: (number[i], 0, j)),
+        Block(
+            down,
+            (None, out, own),
+            lambda i, j, number, used: (number[i], 0, _once(i, j, used, steps)),
+        ),
     ]
     if up_bias is not None:
         names.append("bias")
@@ -102,7 +112,7 @@ def experts(
             Block(
                 up_bias.reshape(total, parts, 1, features),
                 (None, parts, 1, own),
-                lambda i, j, number, _: (number[i], 0, 0, j),
+                lambda i, j, number, used: (number[i], 0, 0, _once(i, j, used, steps)),
             )
         )
 
@@ -137,7 +147,7 @@ def experts(
         flops=2 * chosen.size * features * (parts * width + out),
         interpret=interpret,
     )
-    return y[tiles.places].reshape(*chosen.shape, out)
+    return _of_pairs(y, tiles, chosen)
 
 
 def in_codes(
@@ -148,26 +158,40 @@ def in_codes(
     *,
     hidden: Callable[[jax.Array], jax.Array],
     up_bias: jax.Array | None = None,
+    rounded: Sequence[Callable[[jax.Array, jax.Array], jax.Array]] = (),
     interpret: bool,
 ) -> jax.Array:
     """As `experts`, of matrices in codes, which have an axis of experts in front.
 
-    `hidden` takes all of what `up` gives: float32 [rows, F or 2F].
+    `hidden` takes all of what `up` gives: float32 [rows, F or 2F]. Inputs of `up` and of `down` are
+    `rounded` by these, if any, functions of rows and of the number of each one's expert.
     """
     total, count = up.data.shape[0], chosen.shape[1]
     m = tile_rows(chosen.size, total, x.dtype)
     tiles = tiles_of(chosen.reshape(-1).astype(jnp.int32), total, m)
     rows = _sorted(x, tiles, count)
     how: Any = {"pairs": chosen.size, "interpret": interpret}
-    h = _each(rows, up, tiles, m, x.dtype, up_bias, **how)
-    h = hidden(h.astype(jnp.float32)).astype(x.dtype)
+    own = jnp.repeat(tiles.experts, m)
+    round_up, round_down = rounded or [lambda rows, own: rows] * 2
+    h = _each(round_up(rows, own), up, tiles, m, x.dtype, up_bias, **how)
+    h = round_down(hidden(h.astype(jnp.float32)).astype(x.dtype), own)
     y = _each(h, down, tiles, m, jnp.dtype(jnp.float32), None, **how)
-    return y[tiles.places].reshape(*chosen.shape, -1)
+    return _of_pairs(y, tiles, chosen)
 
 
 def serves_codes(codes: Codes, itemsize: int) -> bool:
     """True if `in_codes` reads a matrix of each expert that lies so."""
-    return codes.outer is None and product.serves(_MANY, _of_one(codes), False, itemsize)
+    return product.serves(_MANY, _of_one(codes), False, itemsize)
+
+
+def _once(i: Any, j: Any, used: Any, steps: int) -> Any:
+    """The step j of tile i, or the last one for a tile behind those used: it reads nothing anew."""
+    return jnp.where(i < used[0], j, steps - 1)
+
+
+def _of_pairs(y: jax.Array, tiles: Tiles, chosen: jax.Array) -> jax.Array:
+    """The rows of pairs [R, k, out], of those of tiles; zeros for a pair that has none."""
+    return y.at[tiles.places].get(mode="fill", fill_value=0).reshape(*chosen.shape, y.shape[1])
 
 
 def _sorted(x: jax.Array, tiles: Tiles, count: int) -> jax.Array:
@@ -197,7 +221,7 @@ def _each(
 
     So many `pairs` of them are a token's.
     """
-    (total, features), (count, width) = codes.data.shape[:2], x.shape
+    features, (count, width) = codes.data.shape[1], x.shape
     rows, columns = product.blocks_at(jax.ShapeDtypeStruct((m, width), x.dtype), _of_one(codes), 1)
     planes, groups = product.planes_and_groups(codes, columns)
     steps = width // columns
@@ -211,7 +235,7 @@ def _each(
         Block(
             codes.data[:, None],
             (None, 1, rows, held),
-            lambda r, i, j, number, _: (number[i], 0, r, j),
+            lambda r, i, j, number, used: (number[i], 0, r, _once(i, j, used, steps)),
         ),
     ]
     names = ["x", "data"]
@@ -219,13 +243,25 @@ def _each(
         if array is None:
             continue
         own = steps if codes.columns else 1
-        array = product.loadable(array).reshape(total, 1, features, own, -1).swapaxes(2, 3)
+        array, shape, place = product.scales(array, rows, own, codes.shared)
         names.append(name)
         inputs.append(
             Block(
-                array,
-                (None, 1, None, rows, array.shape[-1]),
-                lambda r, i, j, number, _, own=own: (number[i], 0, j if own > 1 else 0, r, 0),
+                array[:, None],
+                (None, 1, *shape),
+                lambda r, i, j, number, used, place=place: (
+                    *(number[i], 0),
+                    *place(r, _once(i, j, used, steps)),
+                ),
+            )
+        )
+    if codes.outer is not None:
+        names.append("outer")
+        inputs.append(
+            Block(
+                product.loadable(codes.outer)[:, None],
+                (None, 1, rows),
+                lambda r, i, j, number, _: (number[i], 0, r),
             )
         )
     if bias is not None:
@@ -249,6 +285,8 @@ def _each(
         @pl.when(j == steps - 1)
         def _() -> None:
             y = sums[...].T
+            if codes.outer is not None:
+                y = y * product.widened(ref["outer"][...], codes.outer)
             if "bias" in ref:
                 y = y + ref["bias"][...].astype(jnp.float32)
             ref["out"][...] = y.astype(dtype)
@@ -268,7 +306,7 @@ def _each(
         scratch=[((rows, m), jnp.float32)],
         prefetch=[tiles.experts, tiles.used],
         parallel=[True, True, False],
-        between=product.between(codes, rows * columns),
+        between=product.between(codes, rows, columns),
         flops=2 * pairs * features * width,
         interpret=interpret,
     )

@@ -18,9 +18,10 @@ MOST_ROWS = 256  # of x
 _BLOCK = 2 << 20  # bytes of the matrix that a program reads
 _WIDEST = 1024  # results of a program
 _MOST_SCALES = 32  # of a row in a block: each has a product of its own
-_KNOWN = ("int8", "uint8", "int4", "uint4", "fp4_e2m1", "fp8_e4m3", "fp8_e5m2")
-PACKED_KINDS = ("int4", "uint4", "fp4_e2m1")  # two codes a byte
+_KNOWN = ("int8", "uint8", "int4", "uint4", "fp4_e2m1", "table", "fp8_e4m3", "fp8_e5m2")
+PACKED_KINDS = ("int4", "uint4", "fp4_e2m1", "table")  # two codes a byte
 _PACKED = 32  # columns of 4-bit codes that lie together, see `quantization.packing`
+_LEAST = 16  # of a scale
 
 
 class Codes(NamedTuple):
@@ -28,7 +29,8 @@ class Codes(NamedTuple):
 
     `data` uint8 or int8 [out, bytes]; `scale` float [out, G] and `zero` [out, G] of each row's
     blocks of `columns` columns, 0 for all, and `outer` [out] lie beside it. Codes are `raised` by
-    so much.
+    so much; those of kind "table" are places in `table`. With `shared` that many rows have one
+    scale, [out / shared, G], as `shares` says that they may.
     """
 
     data: jax.Array
@@ -39,6 +41,8 @@ class Codes(NamedTuple):
     columns: int
     width: int
     raised: int = 0
+    table: tuple[float, ...] = ()
+    shared: int = 1
 
 
 class Blocks(NamedTuple):
@@ -102,18 +106,18 @@ def product(
     shaped = data.reshape(parts, features, data.shape[1])
     inputs.append(Block(shaped, (parts, rows, held), lambda i, j: (0, i, j)))
 
-    def of_rows(array: jax.Array, steps: int = 1) -> Block:
+    def of_rows(array: jax.Array, steps: int = 1, shared: int = 1) -> Block:
         """Scales of rows, for each block of columns or one for all: float [out, any]."""
-        array = loadable(array).reshape(parts, features, steps, -1).swapaxes(1, 2)
-        shape = (parts, None, rows, array.shape[-1])
-        return Block(array, shape, lambda i, j: (0, j if steps > 1 else 0, i, 0))
+        array = array.reshape(parts, features // shared, -1)
+        array, shape, number = scales(array, rows, steps, shared)
+        return Block(array, (parts, *shape), lambda i, j: (0, *number(i, j)))
 
     names = ["x", "data"]
     if codes is not None:
         own = steps if codes.columns else 1
         for name, array in (("scale", codes.scale), ("zero", codes.zero)):
             if array is not None:
-                inputs.append(of_rows(array, own))
+                inputs.append(of_rows(array, own, codes.shared))
                 names.append(name)
         if codes.outer is not None:
             inputs.append(of_rows(codes.outer))
@@ -166,7 +170,7 @@ def product(
             for part in range(parts):
                 y = sums[part]
                 if codes is not None and codes.outer is not None:
-                    y = y * widened(ref["outer"][part], codes.outer)
+                    y = y * _of_rows(ref["outer"][part], codes.outer, 1)
                 y = y.T if transposed else y
                 if "bias" in ref:
                     y = y + ref["bias"][part].astype(jnp.float32)
@@ -187,11 +191,34 @@ def product(
         [Block(out, (m, rows), lambda i, j: (0, i))],
         scratch=scratch,
         parallel=[norm is None, False],
-        between=0 if codes is None else between(codes, parts * rows * columns),
+        between=0 if codes is None else between(codes, parts * rows, columns),
         flops=2 * count * parts * features * width,
         interpret=interpret,
     )
     return y[:count]
+
+
+def scales(
+    array: jax.Array, rows: int, steps: int, shared: int
+) -> tuple[jax.Array, tuple[int | None, ...], Callable[..., tuple[Any, ...]]]:
+    """Scales or zeros [N, out / shared, G] as kernels load them, of `steps` blocks of columns.
+
+    Beside them the block of `rows` rows and one step, without N, and its number by those of both.
+    They lie with rows of the matrix side by side: so a chip holds an array of few columns, and it
+    would fill each row's up to 128.
+    """
+    count, features, _ = (array := loadable(array)).shape
+    if shared > 1:
+        array = array.reshape(count, features, steps, 1, -1).swapaxes(1, 2)
+        shape = (None, rows // shared, 1, array.shape[-1])
+        return array, shape, lambda i, j: (j if steps > 1 else 0, i, 0, 0)
+    array = array.swapaxes(1, 2).reshape(count, steps, -1, features)
+    return array, (None, array.shape[2], rows), lambda i, j: (j if steps > 1 else 0, 0, i)
+
+
+def shares(rows: int, features: int) -> bool:
+    """True if `Codes` of a part of so many features may have one scale for `rows` rows each."""
+    return rows == LANES and features % rows == 0
 
 
 def as_planes(x: jax.Array, columns: int, planes: int) -> jax.Array:
@@ -247,9 +274,9 @@ def blocks_at(x: Any, matrix: jax.Array | Codes, parts: int) -> Blocks:
     if not matrix.columns:
         return blocks_of(features, width, 1, parts, least)
     unit = math.lcm(least, matrix.columns)
-    fit = [n for n in range(unit, width, unit) if width % n == 0]
-    fit = [n for n in fit if n <= _MOST_SCALES * matrix.columns]
-    columns = width if width <= _MOST_SCALES * matrix.columns else max(fit, default=width)
+    most = _MOST_SCALES * max(matrix.columns, _PACKED)
+    fit = [n for n in range(unit, width, unit) if width % n == 0 and n <= most]
+    columns = width if width <= most else max(fit, default=width)
     return Blocks(blocks_of(features, columns, 1, parts, columns).rows, columns)
 
 
@@ -267,21 +294,32 @@ def _is_packed(codes: Codes) -> bool:
 
 def _is_ragged(codes: Codes) -> bool:
     """True if codes lie otherwise than the kernel takes them: blocks or rows with padding."""
-    least = _PACKED if _is_packed(codes) else 1
     own = codes.columns or codes.width
-    return bool(own % least or codes.width % own)
+    if _is_packed(codes) and (own % _LEAST or codes.width % _PACKED):
+        return True
+    return bool(codes.width % own)
 
 
 def of_codes(
     codes: Codes, ref: dict[str, Any], part: int, j: Any, groups: int, dtype: Any
 ) -> jax.Array:
-    """Sums [rows, m] of a block of codes times x, with scales and zeros."""
+    """Sums [rows, m] of a block of codes times x, with scales and zeros.
+
+    Of few columns a scale meets the codes, and of more the sums of these.
+    """
     data = ref["data"][part]
     planes = _planes(codes, data)
     own = planes[0].shape[1] // groups
-    scale = widened(ref["scale"][part], codes.scale)
-    zero = None if codes.zero is None else widened(ref["zero"][part], codes.zero)
+    scale, zero = _of_rows(ref["scale"][part], codes.scale, codes.shared), None
+    if codes.zero is not None:
+        zero = _of_rows(ref["zero"][part], codes.zero, codes.shared)
     total = jnp.zeros((data.shape[0], ref["x"].shape[2]), jnp.float32)
+    if _is_packed(codes) and 0 < codes.columns < _PACKED:
+        for plane, values in enumerate(planes):
+            if zero is not None:
+                values = values - _spread(zero)
+            total = total + dot((values * _spread(scale)).astype(dtype), ref["x"][j, plane])
+        return total
     for g in range(groups):
         cut = slice(g * own, (g + 1) * own)
         y: Any = None
@@ -296,9 +334,35 @@ def of_codes(
     return total
 
 
-def between(codes: Codes, count: int) -> int:
-    """Bytes of the float32 that a program makes of so many codes, as Mosaic's compiler holds it."""
-    return count * (12 if codes.kind == "fp4_e2m1" else 6)
+def _of_rows(x: jax.Array, array: jax.Array, shared: int) -> jax.Array:
+    """Scales of each row, float32 [rows, G], of what was loaded of `scales` of an array."""
+    x = widened(x, array)
+    if shared == 1:
+        return x.T
+    count, _, groups = x.shape
+    return jnp.broadcast_to(x, (count, shared, groups)).reshape(count * shared, groups)
+
+
+def _spread(x: jax.Array) -> jax.Array:
+    """Numbers [rows, G] of 16 columns each, for the codes of a plane: float32 [rows, 8 G].
+
+    Of 32 columns a plane has 16, by turns two of the first half and two of the other. By a product,
+    since no chip repeats.
+    """
+    shape = x.shape[1] * 8, x.shape[1]
+    at, own = (jax.lax.broadcasted_iota(jnp.int32, shape, axis) for axis in (0, 1))
+    number = 2 * jax.lax.div(at, jnp.int32(16)) + jax.lax.div(at & 3, jnp.int32(2))
+    return dot(x, (number == own).astype(jnp.float32))
+
+
+def between(codes: Codes, rows: int, columns: int) -> int:
+    """Bytes of the float32 that a program makes of codes and scales, as Mosaic's compiler holds it.
+
+    Those of a block of so many rows, of all parts, and columns.
+    """
+    groups = columns // codes.columns if codes.columns else 1
+    made = 2 * held_bytes((rows, groups), jnp.float32) * (2 if codes.zero is not None else 1)
+    return made + rows * columns * (12 if codes.kind in ("fp4_e2m1", "table") else 6)
 
 
 def _planes(codes: Codes, data: jax.Array) -> list[jax.Array]:
@@ -311,6 +375,8 @@ def _planes(codes: Codes, data: jax.Array) -> list[jax.Array]:
     wide = wide & 0xFF
     if codes.kind == "fp4_e2m1":
         return [_float4(x) for x in (wide & 15, wide >> 4)]
+    if codes.kind == "table":
+        return [_looked_up(x, codes.table) for x in (wide & 15, wide >> 4)]
     return [(x - codes.raised).astype(jnp.float32) for x in (wide & 15, wide >> 4)]
 
 
@@ -319,6 +385,14 @@ def _float4(codes: jax.Array) -> jax.Array:
     size = (codes & 7).astype(jnp.float32)
     values = jnp.where(size < 4, size / 2, jnp.where(size < 6, size - 2, 2 * size - 8))
     return jnp.where(codes >= 8, -values, values)
+
+
+def _looked_up(codes: jax.Array, table: Sequence[float]) -> jax.Array:
+    """float32 of int32 that are places in a table."""
+    values = jnp.full(codes.shape, table[0], jnp.float32)
+    for place, value in enumerate(table[1:], 1):
+        values = jnp.where(codes == place, value, values)
+    return values
 
 
 def float8(data: jax.Array, kind: str) -> jax.Array:

@@ -38,7 +38,7 @@ from ....ops.contract import (
 from ....ops.maths import cut, flat, heads
 from ....ops.norms import layer_norm, rms_norm
 from ....ops.plain import matrices_of
-from ....ops.schemes import rounds_input
+from ....ops.schemes import of_each, rounds_input
 from ....quantization import BlockScheme
 from .. import sampler
 from ..maths import MATHS
@@ -134,7 +134,7 @@ class PallasOps(FusedOps):
     def linear(self, x: jax.Array, weight: Weight, epilogue: Epilogue = ALONE) -> jax.Array:
         """See `contract.BlockOps.linear`."""
         count = math.prod(x.shape[:-1])
-        matrix = None if weight.pieces else _matrix(weight)
+        matrix = None if weight.pieces else _matrix(weight, 2 if epilogue.gated else 1)
         if matrix is None or not products.serves(count, matrix, epilogue.gated, x.dtype.itemsize):
             return super().linear(x, weight, epilogue)
         own = None
@@ -179,16 +179,18 @@ class PallasOps(FusedOps):
     ) -> Routing:
         """See `contract.BlockOps.route`; the norm is the product's where dtypes are one."""
         count = math.prod(x.shape[:-1])
-        matrix = weight.data if weight.scheme is None and not weight.pieces else None
-        if matrix is None or not products.serves(count, matrix, False, matrix.dtype.itemsize):
+        matrix = None if weight.pieces or rounds_input(weight) else _matrix(weight)
+        coded = isinstance(matrix, products.Codes)
+        size = x.dtype.itemsize if matrix is None or coded else matrix.dtype.itemsize
+        if matrix is None or not products.serves(count, matrix, False, size):
             how: dict[str, Any] = {"bias": bias, "choice_bias": choice_bias, "norm": norm}
             return super().route(x, weight, router, **how)
         own = None
         if norm is not None:
-            own = _norm_of(norm) if matrix.dtype == x.dtype else None
+            own = _norm_of(norm) if coded or matrix.dtype == x.dtype else None
             if own is None or not products.norms(x.reshape(count, -1), matrix, False):
                 x, own = self.norm(x, norm), None
-        if matrix.dtype != x.dtype:
+        if not coded and matrix.dtype != x.dtype:
             x, matrix = MATHS.wide(x), MATHS.wide(matrix)
         with jax.named_scope("router"):
             scores = products.product(
@@ -220,15 +222,29 @@ class PallasOps(FusedOps):
         count = routing.experts.shape[-1]
         how: dict[str, Any] = {"up_bias": w.get("experts.up.bias"), "interpret": self.interpret}
         run: Any = mixing.in_codes
-        maths = self.maths
+        maths, chosen = self.maths, routing.experts.reshape(-1, count)
+        own: Any = None if self.split is None else self.split.own_experts(mixture.count)
+        if own is None and mixture.idle:
+            own = 0, mixture.count
+        if own is not None:  # others have no weights, or are other devices'
+            here = (chosen >= own[0]) & (chosen < own[1])
+            chosen = jnp.where(here, chosen - own[0], len(w["experts.down.weight"].data))
         if not isinstance(up, products.Codes):
             run, maths, how["gated"] = mixing.experts, _KERNEL_MATHS, mixture.gated
+        else:
+            weights = [w[f"experts.{name}.weight"] for name in ("up", "down")]
+            how["rounded"] = (
+                lambda x, own: SCHEMES.quantize_input(x, of_each(weights[0], own)),
+                lambda h, own: SCHEMES.quantize_input(
+                    *self._share_input(h, of_each(weights[1], own))
+                ),
+            )
         with jax.named_scope("experts"):
             parts = run(
                 rows.reshape(-1, rows.shape[-1]),
                 up,
                 down,
-                routing.experts.reshape(-1, count),
+                chosen,
                 hidden=lambda h: mixtures.hidden(maths, h, mixture),
                 **how,
             )
@@ -238,9 +254,14 @@ class PallasOps(FusedOps):
         return self._mixture(x, y, w.get("experts.down.bias"), routing, epilogue)
 
     def _runs_experts(self, mixture: Experts, w: Weights) -> bool:
-        """True if a kernel runs a layer's experts, which are not shared out over devices."""
+        """True if a kernel runs a layer's experts.
+
+        Of those that devices share out the inputs of down are rounded by numbers of all devices,
+        which have other rows.
+        """
         shares = self.split and self.split.plan.own_experts(mixture.count)
-        return shares is None and _knows_experts(mixture, w)
+        rounds = rounds_input(w["experts.down.weight"])
+        return not (shares and rounds) and _knows_experts(w)
 
     def recur_token(
         self, own: Recurrence, w: Weights, x: jax.Array, cache: StateView, moves: jax.Array
@@ -578,21 +599,22 @@ class _KernelMaths(type(MATHS)):
 _KERNEL_MATHS = _KernelMaths()
 
 
-def _matrix(weight: Weight) -> Any:
-    """A matrix as the kernel takes it; None if it knows no such."""
-    return weight.data if weight.scheme is None else _codes(weight)
+def _matrix(weight: Weight, parts: int = 1) -> Any:
+    """A matrix as the kernel takes it, whose rows are of `parts`; None if it knows no such."""
+    return weight.data if weight.scheme is None else _codes(weight, parts)
 
 
-def _codes(weight: Weight) -> products.Codes | None:
+def _codes(weight: Weight, parts: int = 1) -> products.Codes | None:
     """A matrix of codes as the kernel takes it; None if it knows no such."""
     scheme = weight.scheme
-    if not isinstance(scheme, BlockScheme) or scheme.groups or scheme.table:
+    if not isinstance(scheme, BlockScheme) or scheme.groups:
         return None
     rows, columns, width = weight.blocks
     features, zero = weight.data.shape[-2], weight.beside.get("zero")
+    shared = products.shares(rows, features // parts)
 
     def of_rows(x: jax.Array) -> jax.Array:
-        if rows == 1:
+        if rows == 1 or shared:
             return x
         whole = x.shape[-2] * (rows or features)
         spread = jnp.repeat(x, rows or features, -2, total_repeat_length=whole)
@@ -610,15 +632,15 @@ def _codes(weight: Weight) -> products.Codes | None:
         0 if columns >= width else columns,
         width,
         0 if scheme.zeros else scheme.code.raised,
+        scheme.table,
+        rows if shared else 1,
     )
 
 
-def _knows_experts(mixture: Experts, w: Weights) -> bool:
+def _knows_experts(w: Weights) -> bool:
     """True if a kernel does what a layer's experts do, with matrices of floats or both of codes."""
-    if mixture.idle:
-        return False
     weights = [w[f"experts.{name}.weight"] for name in ("up", "down")]
-    if any(weight.pieces or rounds_input(weight) for weight in weights):
+    if any(weight.pieces for weight in weights):
         return False
     if all(weight.scheme is None for weight in weights):
         return True
