@@ -1,7 +1,7 @@
 """A hook of mkdocs: the repository's own files as pages, the table of models, links between them.
 
 `python docs/site.py` writes the pages that are made of the code: config-by-purpose.md from the
-fields' docstrings, and troubleshooting.md from dualinfer/symptoms.py.
+fields' docstrings, and troubleshooting.md from dualinfer/symptoms.py; and tpu.md's table of ops.
 """
 
 import ast
@@ -26,6 +26,7 @@ TAKEN = {
     "benchmarks/README.md": "contributing/benchmarks.md",
     "benchmarks/results.md": "contributing/results.md",
 }
+_BEGIN, _END = "<!-- by docs/site.py -->\n", "<!-- to here -->\n"
 _LINK = re.compile(r"(?<=\]\()(?![a-z]+:|#)([^)#\s]*)(#[^)\s]*)?(?=\))")
 _PURPOSES = {
     "Choose where and how the model runs": "backend replace_with_kernel_inject use_triton "
@@ -108,6 +109,23 @@ def with_table(markdown: str) -> str:
     )
 
 
+def ways_of_ops() -> str:
+    """The page of TPUs with the table of ops, of what each backend's ops say of themselves."""
+    from dualinfer.backends.jax.ops.pallas import PallasOps
+    from dualinfer.backends.jax.ops.pallas_gpu import PallasGpuOps
+    from dualinfer.backends.jax.ops.plain import IMPLEMENTATIONS
+
+    ways = PallasOps.implementations, PallasGpuOps.implementations, IMPLEMENTATIONS
+    head = "| op | Pallas on a TPU | Pallas on an NVIDIA GPU | plain XLA |\n|---|---|---|---|\n"
+    rows = "".join(
+        f"| {op} | {' | '.join(own[op] if own[op] != plain else 'as plain' for own in ways[:2])} "
+        f"| {plain} |\n"
+        for op, plain in IMPLEMENTATIONS.items()
+    )
+    before, rest = (ROOT / "docs" / "tpu.md").read_text("utf-8").split(_BEGIN)
+    return f"{before}{_BEGIN}{head}{rows}{_END}{rest.split(_END)[1]}"
+
+
 def docs_of(path: Path) -> dict[tuple[str, str], str]:
     """The docstring behind each field of the classes of a file, by class and field."""
     found = {}
@@ -185,8 +203,9 @@ def troubleshooting() -> str:
 
 
 def pages() -> dict[Path, str]:
-    """What the two pages should hold."""
+    """What the three pages should hold."""
     made = {"config-by-purpose.md": by_purpose(), "troubleshooting.md": troubleshooting()}
+    made["tpu.md"] = ways_of_ops()
     return {ROOT / "docs" / name: f"{text.rstrip()}\n" for name, text in made.items()}
 
 

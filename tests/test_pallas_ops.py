@@ -1,5 +1,7 @@
 """The JAX decoder on Pallas' kernels, interpreted on any device, against the one on plain XLA."""
 
+from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -14,12 +16,13 @@ import dualinfer  # noqa: E402
 from dualinfer.backends import jax as backend  # noqa: E402
 from dualinfer.backends.jax.device import pallas_obstacle  # noqa: E402
 from dualinfer.backends.jax.ops.pallas import PallasOps  # noqa: E402
-from dualinfer.backends.jax.ops.plain import PlainOps  # noqa: E402
+from dualinfer.backends.jax.ops.plain import IMPLEMENTATIONS, PlainOps  # noqa: E402
 from dualinfer.errors import ConfigError, UnsupportedError  # noqa: E402
 from dualinfer.kernels.pallas.launch import VARIABLE  # noqa: E402
 from dualinfer.model.families import describe_model  # noqa: E402
 from dualinfer.model.weights import Weight  # noqa: E402
 from dualinfer.ops import mixtures  # noqa: E402
+from dualinfer.ops.caches import cache_specs, served  # noqa: E402
 from dualinfer.ops.contract import NormOf  # noqa: E402
 from dualinfer.quantization import Blocks, BlockScheme  # noqa: E402
 from dualinfer.quantization.quantize import SCHEMES  # noqa: E402
@@ -218,6 +221,20 @@ def test_experts_are_told_to_be_read_as_they_are():
         layers = [{"experts.up.weight": up, "experts.down.weight": down}]
         assert ops.reads_codes(up, spec, layers) == said
         assert ("experts" in ops.left_plain(spec, layers)) is (said is None)
+
+
+def test_what_a_cache_or_a_norm_leaves_to_xla_is_told():
+    """Of a token's turn and append, which are one kernel for keys and values of floats alone."""
+    ops, fused = PallasOps(), PallasOps.implementations
+
+    def told(name: str, codes: str | None = None, kind: str | None = None) -> Mapping[str, str]:
+        spec = describe_model(make_model(name).config.to_dict())[0]
+        specs = [s if kind is None else replace(s, kind=kind) for s in cache_specs(spec, codes)]
+        return served(fused, IMPLEMENTATIONS, ops.knows, specs, ops.left_plain(spec, [], specs))
+
+    assert told("llama-gqa")["rotary"] == fused["rotary"]
+    for how in (("llama-gqa", "int8"), ("llama-gqa", None, "blocks"), ("youtu",), ("olmo2",)):
+        assert told(*how)["rotary"] == told(*how)["qk_norm"] == "XLA", how
 
 
 def test_a_router_in_codes_chooses_what_its_values_would(monkeypatch):

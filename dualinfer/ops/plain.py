@@ -42,10 +42,12 @@ class PlainBlocks:
     def __init__(self, split: Any = None) -> None:
         self.split = split  # the backend's `Split`; None: one device has the whole model
 
-    def left_plain(self, spec: ModelSpec, layers: Sequence[Weights]) -> Mapping[str, str]:
+    def left_plain(
+        self, spec: ModelSpec, layers: Sequence[Weights], caches: Sequence[CacheSpec] = ()
+    ) -> Mapping[str, str]:
         """The ops that kernels serve in others, not in this model; see `served`.
 
-        `layers` are the weights of its layers.
+        `layers` are the weights of its layers, and `caches` as `cache_specs` has them, if known.
         """
         return {}
 

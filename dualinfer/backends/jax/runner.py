@@ -607,7 +607,7 @@ class JaxRunner(WholePasses, ScoreCalls):
         ways = self.steps.ops.implementations, PlainOps.implementations
         knows = self.steps.ops.knows if self.steps.ops.cache_kinds else None
         own: dict[str, Any] = {"spec": self.spec, "layers": params.layers}
-        left_plain = self.steps.ops.left_plain(**own)
+        left_plain = self.steps.ops.left_plain(**own, caches=self._cache_specs)
         return {
             "device": self._place.name,
             "device_name": self.device.device_kind,

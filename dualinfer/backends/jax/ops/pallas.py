@@ -24,7 +24,7 @@ from ....model.spec import Activation, Attention, Experts, ModelSpec, Recurrence
 from ....model.weights import Weight
 from ....ops import attention, mixtures
 from ....ops.cache_kinds import BlockCache, CrossCache, FullCache, LatentBlockCache, LatentCache
-from ....ops.caches import CacheView, CrossView, StateView
+from ....ops.caches import CacheSpec, CacheView, CrossView, StateView
 from ....ops.contract import (
     ALONE,
     Epilogue,
@@ -64,7 +64,7 @@ class PallasOps(FusedOps):
         "matmul": f"Pallas, fused, up to {_FEW} rows; XLA above",
         "rms_norm": "Pallas, fused into products with few rows; XLA for prompts",
         "layer_norm": "Pallas, fused into products with few rows; XLA for prompts",
-        "qk_norm": "Pallas, fused with rotary, of a token; XLA for prompts and all heads as one",
+        "qk_norm": "Pallas, fused with rotary, of a token; XLA for prompts",
         "rotary": "Pallas, fused with the append to the cache, of a token; XLA for prompts",
         "activation": "Pallas, fused into products with few rows; XLA for prompts",
         "router": f"Pallas, with its norm, up to {_FEW} rows; the choice by XLA",
@@ -97,7 +97,9 @@ class PallasOps(FusedOps):
             return None
         return f"Pallas, fused, up to {_FEW} rows; above XLA, which makes values of them"
 
-    def left_plain(self, spec: ModelSpec, layers: Sequence[Weights]) -> Mapping[str, str]:
+    def left_plain(
+        self, spec: ModelSpec, layers: Sequence[Weights], caches: Sequence[CacheSpec] = ()
+    ) -> Mapping[str, str]:
         """See `PlainOps.left_plain`."""
         left = {}
         known = [
@@ -111,6 +113,15 @@ class PallasOps(FusedOps):
         stepped = [isinstance(own, SteppedRecurrence) for own in recurrences]
         if not all(stepped):
             left["recurrence"] = "for some layers" if any(stepped) else ""
+        attending = [
+            (spec.layers[i].attending, own)
+            for (i, part), own in zip(spec.caches if caches else (), caches, strict=False)
+            if part == "attention"
+        ]
+        appended = [_appends(a, own) for a, own in attending]
+        if not all(appended):
+            for op in ("rotary", "qk_norm"):
+                left[op] = "for some layers" if any(appended) else ""
         return left
 
     # Products and norms
@@ -578,6 +589,12 @@ def _head_norm(layer: LayerAttention) -> appending.HeadNorm | bool | None:
     if layer.spec.qk_norm_over == "all" or q is None or k is None:
         return None
     return appending.HeadNorm(q[0], q[1], k[1], layer.spec.norm_turned)
+
+
+def _appends(a: Attention, cache: CacheSpec) -> bool:
+    """True if one kernel turns a layer's token and puts it in the cache; see `_appended`."""
+    known = cache.kind == FullCache.kind and not cache.codes and not a.clips_normed
+    return known and (a.qk_norm is None or a.qk_norm_over in ("head", "turned"))
 
 
 _OWN = {"gelu": activations.gelu, "relu": activations.relu, "relu2": activations.relu2}

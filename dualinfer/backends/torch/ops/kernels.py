@@ -30,7 +30,7 @@ from ....kernels.triton.tuning import Configurations
 from ....model.spec import Experts, ModelSpec, Recurrence, Router
 from ....model.weights import Weight
 from ....ops.cache_kinds import BlockCache, CrossCache, FullCache, LatentBlockCache, LatentCache
-from ....ops.caches import StateView
+from ....ops.caches import CacheSpec, StateView
 from ....ops.contract import (
     ALONE,
     Epilogue,
@@ -117,7 +117,9 @@ class KernelOps(KernelAttention):
         few = f"Triton, fused, up to {quantized.MOST_ROWS} rows"
         return describe_codes(weight, f"{few}; above cuBLAS, with values by Triton")
 
-    def left_plain(self, spec: ModelSpec, layers: Sequence[Weights]) -> Mapping[str, str]:
+    def left_plain(
+        self, spec: ModelSpec, layers: Sequence[Weights], caches: Sequence[CacheSpec] = ()
+    ) -> Mapping[str, str]:
         """See `PlainOps.left_plain`."""
         return left_plain(spec, layers)
 
