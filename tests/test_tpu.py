@@ -213,6 +213,24 @@ def test_scores_with_numbers_of_distances_compile(rows, tokens, chip):
     assert not {shape for shape in made.copied if np.prod(shape) >= np.prod(bias.shape)}
 
 
+@pytest.mark.slow
+def test_numbers_of_distances_of_long_prompts_lie_in_few_blocks():
+    """T5 XXL's heads and 8,192 tokens: those of each pair of tokens would take 17 GB."""
+    heads, dim, tokens = 64, 64, 8192
+
+    def run(q: Any, k: Any, v: Any, table: Any) -> Any:
+        seen = attending.Seen(jax.numpy.zeros(1, "int32"), jax.numpy.full(1, tokens), False)
+        assert attending.by_distance(tokens, heads, table, k, q.dtype)
+        scores = attending.Scores(1.0, table=table)
+        return attending.attend(q, k, v, seen, scores, interpret=False)
+
+    held = jax.ShapeDtypeStruct((1, heads, tokens, dim), "bfloat16")
+    q = jax.ShapeDtypeStruct((1, tokens, heads, dim), "bfloat16")
+    table = jax.ShapeDtypeStruct((heads, 2 * 128 + 1), "float32")
+    made = compiled(Job("attention", run, (q, held, held, table)), "v5e")
+    assert made.kernels == {"attention"} and made.held < 2**30
+
+
 @pytest.mark.tpu
 @pytest.mark.parametrize(
     ("shape", "blocks", "tokens"),

@@ -181,7 +181,8 @@ def test_a_product_of_one_feature_is_left_to_xla():
 
 
 @pytest.mark.parametrize(
-    "option", ["", "window", "softcap", "sinks", "alibi", "mask", "segments", "both ways", "bias"]
+    "option",
+    ["", "window", "softcap", "sinks", "alibi", "mask", "segments", "both ways", "bias", "table"],
 )
 def test_attention_of_prompts_is_the_reference(option, monkeypatch):
     """Three heads a key, values of another width, two blocks of queries by three of keys."""
@@ -191,7 +192,7 @@ def test_attention_of_prompts_is_the_reference(option, monkeypatch):
     q = normal(1, batch, tokens, heads, dim, dtype=FLOAT32)
     k = normal(2, batch, tokens, kv_heads, dim, dtype=FLOAT32)
     v = normal(3, batch, tokens, kv_heads, 8, dtype=FLOAT32)
-    how: dict[str, Any] = {"scale": 0.25, "causal": option != "both ways"}
+    how: dict[str, Any] = {"scale": 0.25, "causal": option not in ("both ways", "table")}
     seen: dict[str, Any] = {}
     scores: dict[str, Any] = {}
     shown = np.ones((batch, tokens), bool)
@@ -209,6 +210,11 @@ def test_attention_of_prompts_is_the_reference(option, monkeypatch):
         how["alibi"], how["alibi_scale"] = normal(4, heads, dtype=BFLOAT16).astype(FLOAT32), 0.3
         at = how["positions"] = np.arange(tokens)[None] * np.array([[1], [2]])
         scores["bias"] = alibi_bias(MATHS, *map(jnp.asarray, (how["alibi"], at, at)), 0.3)
+    if option == "table":  # five blocks of distances, of which the last are of all that are far
+        how["relative"] = scores["table"] = normal(4, heads, 2 * 3 + 1, dtype=FLOAT32)
+        held = jnp.zeros((1, kv_heads, tokens, dim))
+        given = heads, scores["table"], held, FLOAT32
+        assert attending.by_distance(tokens, *given) and not attending.by_distance(8, *given)
     if option == "mask":
         shown[1, :7] = False
         how["mask"] = shown

@@ -44,7 +44,9 @@ class Scores(NamedTuple):
     """The form of scores: times `scale`, capped softly, with a bias, beside sinks [H].
 
     The bias is ALiBi's, whose slopes are float32 [H], and what they count int32 `queries` [B, T]
-    and `keys` [B, S]; or any float32 `bias` [B or 1, H, T, S] of the keys that `attend` reaches.
+    and `keys` [B, S]; or any float32 `bias` [B or 1, H, T, S] of the keys that `attend` reaches; or
+    that of a `table` [H, 2M+1], whose column M + n is for keys n places behind the query, the first
+    and the last for those that lie farther, too. Every row starts at 0 then.
     """
 
     scale: float
@@ -54,6 +56,7 @@ class Scores(NamedTuple):
     queries: jax.Array | None = None
     keys: jax.Array | None = None
     bias: jax.Array | None = None
+    table: jax.Array | None = None
 
 
 class Made(NamedTuple):
@@ -195,6 +198,22 @@ def attend(
             names.append(name)
             inputs.append(Block(of_heads(each), (None, rows, 1), lambda b, h, i, j, *_: (h, 0, 0)))
 
+    if scores.table is not None:
+        unit, low, high = _distances(scores.table, own, keys)
+        most = scores.table.shape[1] // 2
+        first = jnp.arange(-low, high + 1)[:, None, None] * unit  # of a block's first key
+        distances = first + jnp.arange(keys) - jnp.arange(own)[:, None]
+        near_blocks = scores.table.astype(jnp.float32)[:, distances.clip(-most, most) + most]
+        near_blocks = near_blocks.reshape(kv_heads, group, low + high + 1, own, keys)
+        near_blocks = near_blocks.transpose(0, 2, 3, 1, 4).reshape(kv_heads, -1, own * group, keys)
+        more = [(0, 0)] * 2 + [(0, rows - own * group), (0, 0)]
+
+        def of_distance(b: Any, h: Any, i: Any, j: Any, *given: Any) -> tuple[Any, ...]:
+            away = _div(block(b, i, j, *given[:2]) * keys - i * own, unit)
+            return h, jnp.minimum(jnp.maximum(away, -low), high) + low, 0, 0
+
+        names.append("bias")
+        inputs.append(Block(jnp.pad(near_blocks, more), (None, None, rows, keys), of_distance))
     if (bias := scores.bias) is not None:
         one = len(bias) == 1  # for all rows
         bias = bias.swapaxes(1, 2).reshape(len(bias), tokens, kv_heads, group, -1)
@@ -310,6 +329,27 @@ def attend(
     return y.transpose(0, 2, 1, 3, 4).reshape(batch, tokens, heads, width)
 
 
+def by_distance(tokens: int, heads: int, table: jax.Array, k: jax.Array, dtype: Any) -> bool:
+    """True if so many tokens of `attend` have more blocks than a `table` has different ones.
+
+    Keys k are [N, K, S, D].
+    """
+    own = _tokens_of(tokens, heads // k.shape[1], dtype, _ROWS)
+    keys = min(k.shape[2], _keys_of(tokens, k))
+    _, low, high = _distances(table, own, keys)
+    return low + high + 1 < pl.cdiv(tokens, own) * pl.cdiv(k.shape[2], keys)
+
+
+def _distances(table: jax.Array, own: int, keys: int) -> tuple[int, int, int]:
+    """How blocks of `own` queries by `keys` keys differ by a table of distances.
+
+    A block's first key lies a multiple of the first number behind its first query; so many blocks
+    that lie before, and behind, have numbers of their own, and all farther ones those of the last.
+    """
+    unit, most = math.gcd(own, keys), table.shape[1] // 2
+    return unit, pl.cdiv(most + keys, unit), pl.cdiv(most + own, unit)
+
+
 def makes_heads(tokens: int, dim: int, width: int, rank: int, turning: int) -> bool:
     """True if keys and values of heads are better made than not, of `Made`'s sizes.
 
@@ -355,7 +395,7 @@ def _rows_of(x: jax.Array, own: int, group: int, rows: int, blocks: int, padded:
 
 
 def _div(a: Any, b: int) -> Any:
-    """a // b of int32 that is not negative, which Mosaic lowers for any chip."""
+    """a // b of int32, not negative or a multiple of b, which Mosaic lowers for any chip."""
     return jax.lax.div(a, jnp.int32(b))
 
 

@@ -325,13 +325,17 @@ class PallasOps(FusedOps):
         seen = attending.Seen(first, all_of_it, a.causal, a.window, **own)
         counted = None if layer.slopes is None else positions
         at = jnp.arange(tokens)[None] if counted is None else counted
-        scores = _scores(layer, at, at)
+        table, keys = layer.bias, k.swapaxes(1, 2)
+        if table is not None and attending.by_distance(tokens, q.shape[2], table, keys, q.dtype):
+            scores = attending.Scores(a.scale, a.softcap, layer.sinks, table=table)
+        else:
+            scores = _scores(layer, at, at)
         if placed is not None:
             scores = scores._replace(bias=placed * a.scale)
         if scores.slopes is not None and counted is not None:
             scores = scores._replace(queries=counted, keys=counted)
         with jax.named_scope("attention"):
-            y = self._by_blocks(q, k.swapaxes(1, 2), v.swapaxes(1, 2), seen, scores)
+            y = self._by_blocks(q, keys, v.swapaxes(1, 2), seen, scores)
         return flat(y), cache
 
     def attend_rows(
