@@ -18,7 +18,7 @@ import torch
 
 import dualinfer
 from dualinfer.backends.base import GRAIN, Piece, Pool, Request
-from dualinfer.backends.blocks import Blocks
+from dualinfer.backends.blocks import Blocks, NearBlocks, rest_of
 from dualinfer.errors import (
     ArgumentError,
     LengthError,
@@ -110,6 +110,50 @@ def test_every_block_is_accounted_for(events):
     assert books[0].free == COUNT
 
 
+WINDOW = 100
+PASSES = st.lists(
+    st.tuples(slots_of, st.sampled_from(("pass", "share", "drop")), st.integers(1, 2 * GRAIN)),
+    max_size=60,
+)
+
+
+@settings(max_examples=150, deadline=None)
+@given(PASSES)
+def test_blocks_behind_a_window_serve_others(events):
+    """Slots have what their queries see, and room for their passes, which nobody else has."""
+    count = (SERVING + SPARE) * rest_of(WINDOW)
+    book = NearBlocks(count, SERVING + SPARE, 40 * GRAIN, WINDOW)
+    lengths = [0] * (SERVING + SPARE)
+    for slot, name, number in events:
+        length = lengths[slot]
+        if name == "pass":
+            book.cover({slot: (length, length + number)})
+            lengths[slot] = length = length + number
+            seen = max(0, length - number + 1 - WINDOW) // GRAIN
+            last = -(-length // GRAIN)
+            own = book.table[slot, seen:last]
+            assert ((own >= 0) & (own < count)).all() and len(set(own)) == len(own)
+            assert (book.table[slot, last:] == count).all() and last - seen <= rest_of(WINDOW)
+            new = set(book.table[slot, (length - number) // GRAIN + 1 : last].tolist())
+            assert not new & set(np.delete(book.table, slot, 0).flat)
+        elif name == "drop":
+            book.drop(slot)
+            lengths[slot] = 0
+        elif (whole := length // GRAIN * GRAIN) == length:
+            target = number % len(lengths)
+            book.share(slot, target, whole)
+            lengths[target] = whole
+        else:
+            with pytest.raises(StepError, match="shared"):
+                book.share(slot, number % len(lengths), length)
+        held = Counter(x for row in book.table for x in row.tolist() if 0 <= x < count)
+        assert sorted([*held, *book._free]) == list(range(count))
+        assert [held[x] for x in range(count)] == book._users.tolist()
+    for slot in range(SERVING + SPARE):
+        book.drop(slot)
+    assert book.free == count and (book.table == count).all()
+
+
 def texts(runner: Any, requests: list[Request]) -> list[list[int]]:
     """Of requests that come one after another, while those before take steps."""
     found: list[list[int]] = []
@@ -178,7 +222,8 @@ def test_a_runner_takes_blocks_as_it_needs_them(backend, name, codes):
 
 
 def check_free(book: Blocks) -> None:
-    assert book.free == book.count and (book.table == book.count).all()
+    for own in (book, book.near):
+        assert own is None or (own.free == own.count and (own.table == own.count).all())
 
 
 NEW = 140
@@ -258,6 +303,41 @@ def test_texts_are_those_alone_though_blocks_run_out(engine, alone, shares, swap
     assert engine.traffic().preemptions > before
     assert bool(engine.prefix_counts().found) == shares
     check_over(engine)
+
+
+@pytest.mark.parametrize(
+    ("backend", "name"),
+    [
+        ("torch", "gemma3"),
+        ("torch", "mistral-window"),
+        pytest.param("jax", "gemma3", marks=pytest.mark.slow),
+    ],
+)
+def test_layers_with_a_window_keep_the_last_tokens_alone(backend, name):
+    """Some or all see a window: with pauses, shared prompts, drafts and tokens that are chosen."""
+    with dualinfer.init_inference(make_model(name), backend=backend, **HOW) as engine:
+        runner, how = engine.runner, {"do_sample": False, "eos_token_id": None}
+        lengths = (330, 7, 20, 64)
+        first, *others = (random_ids(1, n, seed=n, vocab=90)[0].tolist() for n in lengths)
+        rows = [first, *others, first[:200] + others[0], first + others[1][:9]]
+        engine.reserve(1, 440, prefix_cache=False)
+        alone = asyncio.run(all_of(engine, rows, False, max_new_tokens=100))
+        plain = np.asarray(engine.generate([first], max_new_tokens=80, **how))
+        for swap_space in (1, 0):
+            engine.reserve(4, 440, cache_tokens=9 * GRAIN, swap_space=swap_space)
+            near, before = runner.blocks.near, engine.traffic().preemptions
+            assert near is not None and near.count < 4 * 440 // GRAIN
+            fill_with_nan(runner)
+            check_texts(asyncio.run(all_of(engine, rows, True, max_new_tokens=100)), alone)
+            assert engine.prefix_counts().found >= 320
+            # Of Gemma's, layers that see all tokens run short; what windows need is always there.
+            assert (engine.traffic().preemptions > before) == (name == "gemma3")
+            if swap_space:
+                how |= {"max_new_tokens": 80}
+                for more in ({"no_repeat_ngram_size": 60}, {"prompt_lookup_num_tokens": 9}):
+                    found = engine.generate([first], **how, **more)
+                    np.testing.assert_array_equal(np.asarray(found), plain)
+            check_over(engine)
 
 
 @on_torch
@@ -456,7 +536,7 @@ def test_a_cache_of_as_much_as_has_room(monkeypatch):
 
 
 def test_what_has_no_blocks_is_refused(engine):
-    short = r"one sequence of 258 tokens must have room .*257 or more, and there would be 256\."
+    short = r"one sequence of 258 tokens must have room .* caches 257 .* would be 256\."
     with pytest.raises(ArgumentError, match=short):
         engine.reserve(4, 258, cache_tokens=256)
     for wrong in (0, True, 1.5, "all"):

@@ -246,7 +246,8 @@ class Pool:
     caches alone: no request gets one and no step passes over it, so that it keeps what is copied
     there, and the state has no row of it. Where slots are `saved`, to the host's memory, what does
     so is prepared with the rest. With `blocks` these many blocks of GRAIN tokens are all that there
-    are, and slots get them as they need them.
+    are, and slots get them as they need them; layers that see a window of a sequence have others,
+    of its last tokens (`blocks.lying`).
     """
 
     slots: int
@@ -264,10 +265,6 @@ class Pool:
         for name in ("slots", "tokens", "eos"):
             if getattr(self, name) < 1:
                 raise ArgumentError(f"Pool({name}={getattr(self, name)}): expected 1 or more.")
-        if self.blocks and self.blocks * GRAIN < self.tokens:
-            raise ArgumentError(
-                f"Pool(blocks={self.blocks}): {self.tokens} tokens of one sequence take more."
-            )
 
 
 @dataclass(eq=False)
@@ -367,6 +364,10 @@ class Runner(Protocol):
 
         Stops early when every sequence has ended, as far as it can tell without waiting.
         """
+        ...
+
+    def block_bytes(self, numbers: Sequence[int]) -> int:
+        """Bytes of GRAIN tokens in the caches of these numbers, as `ModelSpec` has them."""
         ...
 
     def lacks(self, steps: int) -> int:

@@ -1,14 +1,96 @@
-"""A book of the blocks of a pool: whose each one is, and which are free. Pure.
+"""Books of the blocks of a pool: whose each one is, and which are free. Pure.
 
-Processes that make the same calls in the same order have the same book.
+Processes that make the same calls in the same order have the same books. Layers that see all tokens
+of a sequence have one table, and those that see a window of it have another: there a slot has the
+blocks of its last tokens alone, and those behind its window serve others. What slots come to need
+of these has an end, and there is as much, so that nobody ever waits for it.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from typing import NamedTuple
 
 import numpy as np
 
-from ..errors import OutOfMemoryError, StepError
-from .base import GRAIN
+from ..errors import ArgumentError, OutOfMemoryError, StepError
+from ..model.spec import ModelSpec
+from .base import GRAIN, MAX_STEPS, Pool
+
+PANEL = 4096  # tokens of the largest pass that reads pieces into a pool
+_BESIDE = GRAIN - 1 + 2 * MAX_STEPS  # what is behind a window for a grain, and before it for steps
+
+
+class Lying(NamedTuple):
+    """How a pool's blocks lie: `near` ones for the last tokens of slots, 0 where no layer forgets.
+
+    These are in the caches numbered `forgets`, whose queries see `window` tokens at most. `rest`
+    blocks are what a slot has of them between passes, at most. Where no layer sees all tokens, a
+    sequence is counted by these, and never needs more.
+    """
+
+    near: int = 0
+    window: int = 0
+    forgets: tuple[int, ...] = ()
+    rest: int = 0
+    all_forget: bool = False
+
+    def most(self, tokens: int) -> int:
+        """The number of counted blocks that a sequence of so many cached tokens comes to need."""
+        own = -(-tokens // GRAIN)
+        return min(own, self.rest) if self.all_forget else own
+
+
+def lying(pool: Pool, spec: ModelSpec) -> Lying:
+    """How the blocks of a pool lie for a model.
+
+    Layers forget where that leaves less than the pool's tokens, and prompts are read in pieces.
+    """
+    if not pool.blocks:
+        return Lying()
+    is_latent = any(a.latent is not None for a in spec.attentions)  # which reads by rows
+    sights = spec.sights if spec.reads_pieces and not is_latent else ()
+    found = {
+        number: seen
+        for number, seen in enumerate(sights)
+        if seen is not None and rest_of(seen) * GRAIN < pool.tokens
+    }
+    made = Lying()
+    if found:
+        window = max(found.values())
+        rest, beside = rest_of(window), pool.spare * -(-window // GRAIN) + PANEL // GRAIN
+        all_forget = len(found) == len(sights)
+        # A near block of a slot was made with a far one, which it has for as long.
+        near = min(pool.blocks, pool.slots * rest + beside)
+        near = pool.blocks + beside if all_forget else near
+        near = min(near, (pool.slots + pool.spare) * -(-pool.tokens // GRAIN))
+        made = Lying(near, window, tuple(found), rest, all_forget)
+    return made
+
+
+def checked(pool: Pool, spec: ModelSpec) -> Lying:
+    """As `lying`; ArgumentError where one sequence has no room in the pool's blocks."""
+    made = lying(pool, spec)
+    if pool.blocks and pool.blocks < made.most(pool.tokens):
+        raise ArgumentError(
+            f"Pool(blocks={pool.blocks}): {pool.tokens} tokens of one sequence take more."
+        )
+    return made
+
+
+def rest_of(window: int) -> int:
+    """The number of blocks that a slot has of its last tokens where queries see so many."""
+    return (window + _BESIDE - 3) // GRAIN + 2
+
+
+def books_of(pool: Pool, spec: ModelSpec) -> "Blocks | None":
+    """New books of the pool's blocks; None where it does not count in them."""
+    if not pool.blocks:
+        return None
+    lies = lying(pool, spec)
+    near = None
+    if lies.near:
+        near = NearBlocks(lies.near, pool.slots + pool.spare, pool.tokens, lies.window)
+    most = lies.rest if lies.all_forget else 0
+    return Blocks(pool.blocks, pool.slots, pool.spare, pool.tokens, near, most)
 
 
 class Blocks:
@@ -17,11 +99,22 @@ class Blocks:
     `serving` slots have sequences; the `spare` ones behind them only hold on to what others have
     made. A block may be of several slots, and then nobody writes to it. A place of the table that
     has no block names one more, number `count`: steps write there what no sequence reads.
+    `near` are those of layers that forget. Where all layers do, this book only counts: a slot has
+    at most `most` blocks, each for itself, and what is spare has none.
     """
 
-    def __init__(self, count: int, serving: int, spare: int, tokens: int) -> None:
-        self.count, self._serving = count, serving
-        shape = serving + spare, self.of(tokens)
+    def __init__(
+        self,
+        count: int,
+        serving: int,
+        spare: int,
+        tokens: int,
+        near: "NearBlocks | None" = None,
+        most: int = 0,
+    ) -> None:
+        self.count, self._serving, self.near, self.counts_alone = count, serving, near, most > 0
+        self._most = most or count
+        shape = serving + spare, -(-tokens // GRAIN)
         self.table = np.full(shape, count, np.int32)
         self.is_changed = True  # since the device was shown it
         self._held = [0] * shape[0]  # blocks of each slot
@@ -29,10 +122,9 @@ class Blocks:
         self._users = np.zeros(count, np.int32)
         self._keepers = np.zeros(count, np.int32)  # spare ones among the users
 
-    @staticmethod
-    def of(tokens: int) -> int:
+    def of(self, tokens: int) -> int:
         """The number of blocks of so many tokens."""
-        return -(-tokens // GRAIN)
+        return min(-(-tokens // GRAIN), self._most) if self.counts_alone else -(-tokens // GRAIN)
 
     @property
     def free(self) -> int:
@@ -85,6 +177,13 @@ class Blocks:
 
         StepError where the other has fewer.
         """
+        if self.near is not None:
+            self.near.share(source, target, tokens)
+        if self.counts_alone:
+            if target < self._serving and source != target:
+                self._drop(target)
+                self.cover({target: tokens})
+            return
         blocks = self._row(source)[: tokens // GRAIN].tolist()
         if tokens % GRAIN or len(blocks) < tokens // GRAIN:
             raise StepError(
@@ -93,12 +192,17 @@ class Blocks:
             )
         if source == target:
             return
-        self.drop(target)
+        self._drop(target)
         for block in blocks:
             self._put(target, block)
 
     def drop(self, slot: int) -> None:
         """Take all blocks from a slot; those that nobody else has are free."""
+        self._drop(slot)
+        if self.near is not None:
+            self.near.drop(slot)
+
+    def _drop(self, slot: int) -> None:
         row = self._row(slot)
         self._users[row] -= 1
         if slot >= self._serving:
@@ -119,3 +223,114 @@ class Blocks:
         if slot >= self._serving:
             self._keepers[block] += 1
         self.is_changed = True
+
+
+class NearBlocks:
+    """The `count` blocks of GRAIN tokens of layers whose queries see `window` tokens at most.
+
+    Each of `slots` has those of its last tokens, by a `table` as that of `Blocks`; a place of what
+    is behind them is -1, where nothing is read or written.
+    """
+
+    def __init__(self, count: int, slots: int, tokens: int, window: int) -> None:
+        self.count, self._window = count, window
+        self.table = np.full((slots, -(-tokens // GRAIN)), count, np.int32)
+        self.is_changed = True  # since the device was shown it
+        self._held = [(0, 0)] * slots  # the first place with a block, and the one behind the last
+        self._free = list(range(count))[::-1]  # the last one is next
+        self._users = np.zeros(count, np.int32)
+
+    @property
+    def free(self) -> int:
+        """The number of blocks that nobody has."""
+        return len(self._free)
+
+    def held(self, slot: int) -> tuple[int, int]:
+        """The places of a slot's row that have blocks: the first one, and the one behind them."""
+        return self._held[slot]
+
+    def first(self, tokens: int) -> int:
+        """The place of the first block that a slot of so many tokens has yet.
+
+        That is what its next query sees, and a grain before, which is saved with whole grains.
+        """
+        return max(0, tokens + 2 - self._window - GRAIN) // GRAIN
+
+    def cover(self, wanted: Mapping[int, tuple[int, int]]) -> None:
+        """Give slots room for a pass, and take what neither it nor a later one sees or writes.
+
+        `wanted` has the token of each slot where the pass begins, and the one where it ends.
+        OutOfMemoryError where too few are free: many slots with many drafts each.
+        """
+        ends = {
+            slot: min(-(-stop // GRAIN), self.table.shape[1]) for slot, (_, stop) in wanted.items()
+        }
+        for slot, (start, _) in wanted.items():
+            self._forget(slot, self.first(start), ends[slot])
+        for slot, stop in ends.items():
+            first, end = self._held[slot]
+            more = range(end, stop)
+            if len(more) > self.free:
+                raise OutOfMemoryError(
+                    f"{len(more)} more blocks of {GRAIN} cached tokens are needed by layers that "
+                    f"see {self._window} tokens, and {self.free} of {self.count} are free. Pass "
+                    "fewer sequences at a time, or ask for fewer drafts."
+                )
+            self._put(slot, first, ((at, self._free.pop()) for at in more))
+
+    def share(self, source: int, target: int, tokens: int) -> None:
+        """Let a slot have what another one has of its last of `tokens`, whole grains.
+
+        StepError where the other has them no more.
+        """
+        (first, end), stop = self._held[source], tokens // GRAIN
+        if tokens % GRAIN or first > max(0, tokens + 1 - self._window) // GRAIN or end < stop:
+            raise StepError(
+                f"{tokens} tokens of slot {source} were to be shared, and where layers see "
+                f"{self._window} it has blocks of {first * GRAIN} to {end * GRAIN}."
+            )
+        if source == target:
+            return
+        first = max(first, self.first(tokens))
+        blocks = self.table[source, first:stop].tolist()
+        self.drop(target)
+        self._behind(target, first)
+        self._put(target, first, enumerate(blocks, first))
+
+    def drop(self, slot: int) -> None:
+        """Take all blocks from a slot; those that nobody else has are free."""
+        first, end = self._held[slot]
+        self._give_back(self.table[slot, first:end].tolist())
+        self.is_changed = self.is_changed or end > 0
+        self.table[slot] = self.count
+        self._held[slot] = 0, 0
+
+    def _forget(self, slot: int, before: int, behind: int) -> None:
+        """Take the blocks of a slot that lie before a place of its row, or from another one on."""
+        first, end = self._held[slot]
+        if first <= behind < end:
+            self._give_back(self.table[slot, behind:end].tolist())
+            self.table[slot, behind:end] = self.count
+            self._held[slot], self.is_changed = (first, behind), True
+            end = behind
+        if before > first:
+            self._give_back(self.table[slot, first : min(before, end)].tolist())
+            self._behind(slot, before)
+
+    def _behind(self, slot: int, first: int) -> None:
+        """Note that a slot has nothing before a place of its row."""
+        self.table[slot, :first] = -1
+        self._held[slot] = first, max(first, self._held[slot][1])
+        self.is_changed = True
+
+    def _give_back(self, blocks: list[int]) -> None:
+        self._users[blocks] -= 1
+        self._free += [block for block in reversed(blocks) if not self._users[block]]
+
+    def _put(self, slot: int, first: int, pairs: Iterable[tuple[int, int]]) -> None:
+        """Add blocks to those of a slot, each at its place of the row."""
+        for at, block in pairs:
+            self.table[slot, at] = block
+            self._users[block] += 1
+            self._held[slot] = first, at + 1
+            self.is_changed = True

@@ -29,7 +29,7 @@ _LED = (
     *("forward", "open", "prefill", "extend", "decode", "prefill_scores", "decode_scores"),
     *("decode_several", "keep", "allow", "copy", "save", "restore", "release"),
 )
-_ASKED = "free_bytes", "cache_bytes_for"
+_ASKED = "free_bytes", "cache_bytes_for", "block_bytes"
 _SENT = {kind.__name__: kind for kind in (ForwardInputs, Piece, Pool, Request, Sampling)}
 _PATIENCE = 10.0  # seconds until the other ranks have failed in what failed in one
 _LONGEST = 600.0  # seconds for an answer, which comes behind all that was asked for before
@@ -175,6 +175,12 @@ class Leading:
             assert found is not None
             self._sizes[slots, tokens] = found
         return self._sizes[slots, tokens]
+
+    def block_bytes(self, numbers: Sequence[int]) -> int:
+        """See `base.Runner`: of the rank that needs most."""
+        found = self._over_all("block_bytes", max, list(numbers))
+        assert found is not None
+        return found
 
     def _over_all(self, name: str, of: Callable[[list[int]], int], *args: Any) -> int | None:
         with self._lock:

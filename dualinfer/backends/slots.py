@@ -13,11 +13,11 @@ from ..errors import LengthError, StepError
 from ..model.spec import ModelSpec
 from ..ops.caches import Room
 from .base import GRAIN, NO_TOKEN, Piece, Pool, Request
-from .blocks import Blocks
+from .blocks import PANEL, Blocks
 
 SMALLEST_CACHE = 64
 RESERVED = 2048
-PANELS = (256, 512, 1024, 2048, 4096)  # tokens of the passes that read pieces into a pool
+PANELS = (256, 512, 1024, 2048, PANEL)  # tokens of the passes that read pieces into a pool
 _SMALLEST_REACH, _REACHES = 512, 4  # of steps over a pool, and how much farther the next goes
 
 
@@ -152,7 +152,46 @@ class LiveSlots:
         reached = self._after(steps, slots)
         if self.blocks is not None:
             self.blocks.cover(reached)
+            self._cover_near({slot: (self._reach[slot], stop) for slot, stop in reached.items()})
         self._reach |= reached
+
+    def begin_pass(self, rows: Sequence[Piece], goes_on: bool = True) -> None:
+        """Give slots room for rows of a pass; one that `goes_on` reads what lies before them.
+
+        Another one, of whole prompts, keeps what later passes will see.
+        """
+        if self.blocks is not None and self.blocks.near is not None:
+            starts, stops = _bounds(rows)
+            at = starts if goes_on else stops
+            self._cover_near({slot: (at[slot], stop) for slot, stop in stops.items()})
+
+    def end_pass(self, rows: Sequence[Piece]) -> None:
+        """Take from slots what no pass behind these rows will see."""
+        if self.blocks is not None and self.blocks.near is not None:
+            self._cover_near({slot: (stop, stop) for slot, stop in _bounds(rows)[1].items()})
+
+    def begin_drafts(self, slots: Sequence[int], count: int) -> None:
+        """Give slots room for so many tokens behind what they have."""
+        self._cover_near({slot: (self._reach[slot], self._reach[slot] + count) for slot in slots})
+
+    def first_near(self, tokens: int) -> int:
+        """The first block that layers which forget have of so many tokens; 0 without such."""
+        return self.blocks.near.first(tokens) if self.blocks and self.blocks.near else 0
+
+    def put_back(self, slot: int, tokens: int) -> None:
+        """Give a slot the blocks for what was saved of so many tokens."""
+        if self.blocks is not None:
+            self.blocks.cover({slot: tokens})
+            self._cover_near({slot: (tokens, tokens)})
+
+    def _cover_near(self, wanted: dict[int, tuple[int, int]]) -> None:
+        if self.blocks is not None and self.blocks.near is not None:
+            self.blocks.near.cover(wanted)
+
+    @property
+    def forgets(self) -> bool:
+        """True if layers keep the last tokens of sequences alone."""
+        return self.blocks is not None and self.blocks.near is not None
 
     def _after(self, steps: int, slots: Sequence[int] | None = None) -> dict[int, int]:
         """Cached tokens of these slots after so many steps, or of all that take part in them."""
@@ -174,12 +213,17 @@ class LiveSlots:
             pairs = zip(slots, requests, strict=True)
             self.blocks.cover({slot: request.cache_tokens for slot, request in pairs})
 
-    def changed_table(self, anew: bool = False) -> np.ndarray | None:
-        """A copy of the blocks' table, if it has changed since the last copy, or `anew`."""
-        if self.blocks is None or not (anew or self.blocks.is_changed):
-            return None
-        self.blocks.is_changed = False
-        return self.blocks.table.copy()
+    def changed_tables(self, anew: bool = False) -> list[np.ndarray | None]:
+        """Copies of the blocks' tables, if they have changed since the last copy, or `anew`.
+
+        The second is that of layers that forget.
+        """
+        found: list[np.ndarray | None] = [None, None]
+        for i, book in enumerate((self.blocks, self.blocks and self.blocks.near)):
+            if book is not None and (anew or book.is_changed):
+                book.is_changed = False
+                found[i] = book.table.copy()
+        return found
 
     def remove(self, slots: Sequence[int]) -> None:
         """Free slots; those that are free already stay so."""
@@ -199,11 +243,10 @@ def needed(piece: Piece) -> int:
     return piece.stop if piece.request.embeds is None else piece.request.cache_tokens
 
 
-def blocks_of(pool: Pool) -> Blocks | None:
-    """A new book of the pool's blocks; None where it does not count in them."""
-    if not pool.blocks:
-        return None
-    return Blocks(pool.blocks, pool.slots, pool.spare, pool.tokens)
+def _bounds(rows: Sequence[Piece]) -> tuple[dict[int, int], dict[int, int]]:
+    """The first token of each slot's rows, and the one behind the last."""
+    starts = {row.slot: row.start for row in reversed(rows)}
+    return starts, {row.slot: row.stop for row in rows}
 
 
 def room_of(pool: Pool, spec: ModelSpec, whole: bool = False) -> Room:

@@ -5,6 +5,7 @@ from dataclasses import replace
 from typing import Literal, NamedTuple
 
 from ..backends.base import GRAIN, Pool
+from ..backends.blocks import lying
 from ..errors import ArgumentError, UnsupportedError, shown
 from ..model.spec import ModelSpec
 from ..serving.room import (
@@ -130,20 +131,21 @@ class RoomCalls(InferenceEngine):
         if cache_tokens is not None:
             _check_has_blocks(runner.spec, cache_tokens)
             if isinstance(cache_tokens, int):
-                longest = longest if tokens else min(longest, cache_tokens)
-                _check_blocks(longest, cache_tokens)
+                longest = _check_blocks(runner.spec, tokens, longest, cache_tokens)
         with self._turns:
             self._loop.open(None)  # its memory is free for the new one
             try:
-                block = block_bytes(runner) if cache_tokens == AUTO else 0
+                asked = slots or MOST_SLOTS, max(longest - 1, 1), prefix_cache, None
+                most = pool_for(runner, *asked, cache_tokens=GRAIN)
+                block = block_bytes(runner, most) if cache_tokens == AUTO else []
                 sizes = {"free": free_for_pool(runner, share), "block": block}
                 said = self._turns.peers.tell("Reserving room", **sizes)
                 free = None if None in said["free"] else min(said["free"])
                 if cache_tokens == AUTO:
-                    what = slots or MOST_SLOTS, max(longest - 1, 1), prefix_cache
-                    room = free, max(said["block"]), max((tokens or 1) - 1, 1)
-                    cache_tokens = fitting_tokens(runner, *what, *room)
-                    longest = tokens or min(longest, cache_tokens)
+                    each = [max(sizes) for sizes in zip(*said["block"], strict=True)]
+                    least = max((tokens or 1) - 1, 1)
+                    cache_tokens = fitting_tokens(runner, most, free, each, least)
+                    longest = _check_blocks(runner.spec, tokens, longest, cache_tokens)
                 each = max(longest - 1, 1)  # the last is not fed back
                 pool = pool_for(runner, slots, each, prefix_cache, free, cache_tokens)
                 pool = replace(pool, saved=swap_space > 0 and runner.spec.keeps_beginnings)
@@ -198,15 +200,21 @@ def _check_has_blocks(spec: ModelSpec, cache_tokens: int | str) -> None:
         )
 
 
-def _check_blocks(tokens: int, cache_tokens: int) -> None:
-    """Raise ArgumentError where one sequence of `tokens` has no room in a cache of others.
+def _check_blocks(spec: ModelSpec, tokens: int | None, longest: int, cache_tokens: int) -> int:
+    """The most tokens of a sequence that has room in a cache of others, `tokens` if they are given.
 
-    Its last token is not cached, and blocks are whole.
+    ArgumentError where it has none. Its last token is not cached, blocks are whole, and layers may
+    forget what lies behind a window.
     """
-    there = -(-cache_tokens // GRAIN) * GRAIN
-    if there < tokens - 1:
+    blocks = -(-cache_tokens // GRAIN)
+    asked = tokens or longest
+    most = lying(Pool(1, max(asked - 1, 1), blocks=blocks), spec).most(max(asked - 1, 1))
+    if tokens is None:
+        return longest if most <= blocks else min(longest, cache_tokens)
+    if most > blocks:
         raise ArgumentError(
             f"reserve(cache_tokens={cache_tokens}): one sequence of {tokens} tokens must have room "
-            f"in it, which caches all but its last one: {tokens - 1} or more, and there would be "
-            f"{there}. Reserve more, or at most {there + 1} tokens a sequence."
+            f"in it, which caches {min(tokens - 1, most * GRAIN)} of them at a time, and there "
+            f"would be {blocks * GRAIN}. Reserve more, or fewer tokens a sequence."
         )
+    return tokens

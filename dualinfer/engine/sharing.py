@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from ..backends.base import GRAIN, Piece, Pool, Request, Runner
-from ..backends.blocks import Blocks
+from ..backends.blocks import Blocks, lying
 from ..serving.prefixes import Prefixes, Snapshots, chain, cuts, shared_by, waits
 
 _log = logging.getLogger(__name__)
@@ -130,8 +130,9 @@ class Sharing:
 class StateSharing(Sharing):
     """The same where recurrences keep states, each of which stands at one length alone.
 
-    A prompt is read up to where others part from it, and to its last whole grain; what the slot has
-    there is copied to a spare one. What steps made is not shared: it has another rounding.
+    So do the last tokens of a sequence, where layers of blocks keep no others. A prompt is read up
+    to where others part from it, and to its last whole grain; what the slot has there is copied to
+    a spare one. What steps made is not shared: a state has another rounding.
     """
 
     def __init__(self, runner: Runner, pool: Pool, book: Snapshots) -> None:
@@ -183,7 +184,7 @@ class StateSharing(Sharing):
 
 def sharing_of(runner: Runner, pool: Pool) -> Sharing | None:
     """The object that shares beginnings of prompts in a pool; None where the model cannot."""
-    if runner.spec.keeps_places:
+    if runner.spec.keeps_places and not lying(pool, runner.spec).near:
         return Sharing(runner, pool, Prefixes(pool.slots, pool.spare))
     if runner.spec.keeps_beginnings and pool.spare:
         return StateSharing(runner, pool, Snapshots(pool.slots, pool.spare))

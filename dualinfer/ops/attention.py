@@ -228,11 +228,11 @@ def decode_attention(
     keys, values = cache.read()
     at, count = m.arange(cache.capacity, q)[None], lengths[:, None]
     visible = at < count
-    keys, values = (written_alone(m, x, visible) for x in (keys, values))
     if window is not None:
         visible = visible & (at >= count - window)
     if chunk is not None:
         visible = visible & (at >= (count - 1) // chunk * chunk)
+    keys, values = (written_alone(m, x, visible) for x in (keys, values))
 
     def bias(rows: Array | None) -> Array:
         if alibi is None:
@@ -256,7 +256,8 @@ def decode_attention(
 def written_alone(m: Maths, x: Array, written: Array) -> Array:
     """Keys or values [B, K, S, D] with zeros at places that bool `written` [B, S] has not.
 
-    An earlier sequence may have left NaN there, which a weight of 0 does not hide.
+    An earlier sequence may have left NaN there, or another one where layers forget what lies behind
+    a window, which a weight of 0 does not hide.
     """
     return m.where(written[:, None, :, None], x, 0.0)
 
@@ -287,6 +288,8 @@ def attend_rows(
     """
     at, tokens = m.arange(keys.shape[2], q)[None], m.arange(q.shape[1], q)
     written = at < (starts + lengths)[:, None]
+    if (sight := chunk if window is None else window) is not None:  # before it is what others have
+        written = written & (at > starts[:, None] - sight)
     keys, values = (written_alone(m, x, written) for x in (keys, values))
 
     def own(rows: Array | None) -> Array:

@@ -32,7 +32,7 @@ class CacheSpec:
     `codes` are "fp8_e4m3" or "int8" where it keeps codes (see `cache_codes`), else None. A state is
     of a `recurrence`, and has no keys and values; with `states` its float32 arrays are of that
     dtype. One in blocks has so many `blocks` for all slots by a table that is not its own, and one
-    more; with 0 each slot has its own.
+    more; with 0 each slot has its own. One that `forgets` has a table of slots' last tokens alone.
     """
 
     kind: str
@@ -43,6 +43,7 @@ class CacheSpec:
     recurrence: Recurrence | None = None
     states: str | None = None
     blocks: int = 0
+    forgets: bool = False
 
     @property
     def label(self) -> str:
@@ -195,9 +196,12 @@ def _sizes(a: Attention) -> tuple[int, int, int]:
     return own.kv_heads, own.head_dim, own.head_dim
 
 
-def in_blocks(specs: Sequence[CacheSpec], blocks: int) -> tuple[CacheSpec, ...]:
+def in_blocks(
+    specs: Sequence[CacheSpec], blocks: int, near: int = 0, forgetting: Collection[int] = ()
+) -> tuple[CacheSpec, ...]:
     """The caches of layers that have so many blocks for all slots; with 0 as they are.
 
+    Those with numbers in `forgetting` have `near` ones, of the last tokens of each slot.
     UnsupportedError where one is of a kind that has no blocks.
     """
     if not blocks:
@@ -208,7 +212,10 @@ def in_blocks(specs: Sequence[CacheSpec], blocks: int) -> tuple[CacheSpec, ...]:
             f"{', '.join(IN_BLOCKS)}), and layers of this model keep caches of kind "
             f"{', '.join(others)}. Leave cache_tokens unset."
         )
-    return tuple(replace(spec, kind=IN_BLOCKS[spec.kind], blocks=blocks) for spec in specs)
+    found = [replace(spec, kind=IN_BLOCKS[spec.kind], blocks=blocks) for spec in specs]
+    for number in forgetting:
+        found[number] = replace(found[number], blocks=near, forgets=True)
+    return tuple(found)
 
 
 def check_kinds(specs: Sequence[CacheSpec], known: Collection[str], backend: str) -> None:

@@ -1,10 +1,13 @@
 """The number of sequences that a runner has room for."""
 
-from collections.abc import Callable
+from bisect import bisect_right
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 
 import numpy as np
 
 from ..backends.base import GRAIN, Pool, Runner
+from ..backends.blocks import lying
 from ..errors import OutOfMemoryError, UnsupportedError
 
 MOST_SLOTS = 256  # above it a step is bound by arithmetic, and more gain nothing
@@ -58,7 +61,11 @@ def pool_for(
     if cache_tokens is not None:
         blocks = -(-cache_tokens // GRAIN)
         slots = slots or min(MOST_SLOTS, blocks)
-        return Pool(slots, tokens, hides=True, spare=slots if shares else 0, blocks=blocks)
+        pool = Pool(slots, tokens, hides=True, spare=slots if shares else 0, blocks=blocks)
+        if not lying(pool, runner.spec).near:
+            return pool
+        # The last tokens of a sequence are shared as a state is, at one length, and take room.
+        return replace(pool, spare=max(2, -(-slots // _SPARE)) if shares else 0)
     if slots is not None:
         # A state serves one length alone: that where prompts part, and that of a whole prompt.
         least = 1 if runner.spec.keeps_places else 2
@@ -86,46 +93,58 @@ def free_for_pool(runner: Runner, share: float | None = None) -> int | None:
     return min(free, _ON_HOST) if is_on_host(runner) else free
 
 
-def block_bytes(runner: Runner) -> int:
-    """Bytes of a block of GRAIN cached tokens in all layers."""
-    return -(-runner.cache_bytes_for(1, _MANY) * GRAIN // _MANY)
+def block_bytes(runner: Runner, pool: Pool) -> list[int]:
+    """Bytes of a block of GRAIN cached tokens: in all layers, and in those that forget.
+
+    Of a pool of blocks; the first is without what the second has.
+    """
+    forgets = lying(pool, runner.spec).forgets
+    every = -(-runner.cache_bytes_for(1, _MANY) * GRAIN // _MANY)
+    near = runner.block_bytes(forgets) if forgets else 0
+    return [every - near, near]
 
 
 def fitting_tokens(
     runner: Runner,
-    slots: int,
-    tokens: int,
-    shares: bool,
+    pool: Pool,
     free: int | None,
-    block: int,
+    sizes: Sequence[int],
     least: int,
 ) -> int:
     """Cached tokens that have room in `free` bytes, in blocks of so many bytes: whole ones.
 
-    No more than slots of so many tokens can come to need; some more are kept of prompts, if it
-    `shares`. The slots' state, the table of their blocks and the block that nobody reads are in
-    these bytes, too. UnsupportedError where it is not known how much is free, OutOfMemoryError
-    where it has no room for `least` cached tokens.
+    No more than the slots of `pool` can come to need; some more are kept of prompts, where it has
+    spare ones. The slots' state, the tables of their blocks and the blocks that nobody reads are in
+    these bytes, too; `sizes` as `block_bytes` gives them. UnsupportedError where it is not known
+    how much is free, OutOfMemoryError where it has no room for `least` cached tokens.
     """
     if free is None:
         raise UnsupportedError(
             "cache_tokens='auto' takes what is free, and this device does not say how much that "
             "is. Pass a number of tokens."
         )
-    most = (slots + (-(-slots // _SPARE) if shares else 0)) * -(-tokens // GRAIN)
-    rows = slots * (2 if shares else 1)  # of the table, which each layer has while it is made
-    table = rows * -(-tokens // GRAIN) * np.dtype(np.int32).itemsize
-    beside = slots * _state_bytes(runner) + table * len(runner.spec.caches) + block
-    fits = (free - beside) // block
-    if fits * GRAIN < least:
-        needed = beside + -(-least // GRAIN) * block
+    spec, slots = runner.spec, pool.slots
+    lies = lying(pool, spec)
+    each, needed = lies.most(pool.tokens), lies.most(least)
+    kept = 0 if lies.all_forget or not pool.spare else -(-slots // _SPARE)
+    rows = slots + pool.spare  # of the table, which each layer has while it is made
+    table = rows * -(-pool.tokens // GRAIN) * np.dtype(np.int32).itemsize
+    state = slots * _state_bytes(runner) + table * len(spec.caches)
+
+    def bytes_of(blocks: int) -> int:
+        near = lying(replace(pool, blocks=blocks), spec).near
+        return state + sizes[0] * (blocks + 1) + sizes[1] * (near + 1)
+
+    if bytes_of(needed) > free:
         raise OutOfMemoryError(
             f"A cache of {least} tokens for {slots} sequences has no room: with their state it "
-            f"needs {needed:,} bytes, {block:,} of them for each {GRAIN} tokens and {beside:,} "
-            f"whatever its size, and {max(free, 0):,} may be taken. Free memory of the device, ask "
-            "for fewer slots or tokens, or set a larger memory_fraction."
+            f"needs {bytes_of(needed):,} bytes, {sum(sizes):,} of them for each {GRAIN} tokens and "
+            f"{bytes_of(needed) - needed * sum(sizes):,} whatever its size, and {max(free, 0):,} "
+            "may be taken. Free memory of the device, ask for fewer slots or tokens, or set a "
+            "larger memory_fraction."
         )
-    return min(most, fits) * GRAIN
+    most = range(needed, (slots + kept) * each + 1)
+    return most[bisect_right(most, free, key=bytes_of) - 1] * GRAIN
 
 
 def is_on_host(runner: Runner) -> bool:

@@ -38,15 +38,18 @@ class Cache:
     """Every layer's arrays, for `slots` sequences of `tokens` tokens: exactly a bucket's.
 
     The cross caches, of `encoded` places each, are the last. Layers whose blocks are those of all
-    slots have one `table`, which lies here, since an array is donated once.
+    slots have one `table`, which lies here, since an array is donated once; those of layers that
+    forget, as `forgets` says of each, have the `near` one.
     """
 
     layers: Sequence[Any]
     slots: int = field(metadata={"static": True})
     tokens: int = field(metadata={"static": True})
     encoded: int = field(default=0, metadata={"static": True})
-    blocks: int = field(default=0, metadata={"static": True})
+    blocks: tuple[int, ...] = field(default=(), metadata={"static": True})
+    forgets: tuple[bool, ...] = field(default=(), metadata={"static": True})
     table: Any = None
+    near: Any = None
 
     @property
     def room(self) -> Room:
@@ -56,13 +59,15 @@ class Cache:
     @property
     def key(self) -> tuple[int, ...]:
         """The part of an executable's key that says which cache it takes."""
-        return (*self.room, self.blocks) if self.blocks else self.room
+        return (*self.room, *self.blocks)
 
     def opened(self) -> list[Any]:
         """Every layer's cache, with the table of those that have one; None stays so."""
         if self.table is None:
             return list(self.layers)
-        return [own and own._replace(table=self.table) for own in self.layers]
+        pairs = zip(self.layers, self.forgets, strict=False)  # of a step over the first few layers
+        tables = self.table, self.near
+        return [own and own._replace(table=tables[forgets]) for own, forgets in pairs]
 
     def holding(self, layers: Sequence[Any]) -> "Cache":
         """The cache with others of `opened` in the place of its layers."""
@@ -72,7 +77,8 @@ class Cache:
 
     def like(self, layers: Sequence[Any], table: Any) -> "Cache":
         """The same tree with something else in the places of its arrays."""
-        return replace(self, layers=layers, table=None if self.table is None else table)
+        both = (None if own is None else table for own in (self.table, self.near))
+        return replace(self, layers=layers, **dict(zip(("table", "near"), both, strict=True)))
 
 
 def split(specs: Sequence[CacheSpec], place: Place) -> list[Any]:
@@ -91,8 +97,9 @@ def _without_table(spec: CacheSpec, layer: Any) -> Any:
 def make_cache(specs: Sequence[CacheSpec], room: Room, dtype: Any, place: Place) -> Cache:
     """A new cache, yet without a table of its blocks. `specs` are those of one device."""
     make = _make(tuple(specs), room, place)
-    blocks = specs[0].blocks if specs else 0
-    return Cache(make(place.put(np.zeros((), np.dtype(dtype)))), *room, blocks)
+    blocks = tuple(dict.fromkeys(spec.blocks for spec in specs if spec.blocks))
+    forgets = tuple(spec.forgets for spec in specs) if blocks else ()
+    return Cache(make(place.put(np.zeros((), np.dtype(dtype)))), *room, blocks, forgets)
 
 
 @jit_few
@@ -131,10 +138,15 @@ def copied(cache: Cache, pair: jax.Array, tokens: int) -> Cache:
     return replace(cache, layers=layers)
 
 
-def taken(cache: Cache, slot: jax.Array, tokens: int) -> Cache:
-    """The first `tokens` places of a slot, a cache of one slot for each layer."""
-    own = cache.holding([layer.taken(slot, tokens) for layer in cache.opened()])
-    return replace(own, table=None)
+def taken(cache: Cache, slot: jax.Array, tokens: int, near: int = 0) -> Cache:
+    """The first `tokens` places of a slot, a cache of one slot for each layer.
+
+    Of layers that forget the first `near` ones, by a table that begins there.
+    """
+    forgets = cache.forgets or [False] * len(cache.layers)
+    pairs = zip(cache.opened(), forgets, strict=True)
+    own = cache.holding([layer.taken(slot, near if own else tokens) for layer, own in pairs])
+    return replace(own, table=None, near=None)
 
 
 def given(cache: Cache, own: Cache, slot: jax.Array) -> Cache:

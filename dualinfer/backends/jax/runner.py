@@ -23,6 +23,7 @@ from ...ops.caches import (
     served,
 )
 from ..base import (
+    GRAIN,
     MAX_STEPS,
     NO_TOKEN,
     Piece,
@@ -31,11 +32,10 @@ from ..base import (
     SamplingFeatures,
     Saved,
 )
-from ..blocks import Blocks
+from ..blocks import Blocks, Lying, books_of, checked
 from ..held import describe_weights
 from ..slots import (
     LiveSlots,
-    blocks_of,
     bucket,
     part_of,
     parts_of,
@@ -80,7 +80,7 @@ class JaxRunner(WholePasses, ScoreCalls):
         self._live = LiveSlots()
         self._pool: Pool | None = None
         self._saved_bytes: dict[int, int] = {}  # of a slot of the pool, by tokens
-        self._count_in(0)
+        self._count_in(None)
         self._longest = 1  # chunk of steps since the first of what is live began
         self._alone: bool | None = None  # whether the last step was no loop; None before the first
 
@@ -99,12 +99,12 @@ class JaxRunner(WholePasses, ScoreCalls):
             jax.block_until_ready(self._cache)  # else its bytes still count as in use
         self._cache = self._state = None
         self._live, self._pool, self._saved_bytes = LiveSlots(), None, {}
-        self._count_in(0 if pool is None else pool.blocks)
+        self._count_in(pool)
         if pool is None:
             return
         room = room_of(pool, self.spec)
         self._check_room(room_of(pool, self.spec, whole=True))
-        self._live, self._pool = LiveSlots(room, blocks_of(pool)), pool
+        self._live, self._pool = LiveSlots(room, books_of(pool, self.spec)), pool
         try:
             self._reserve(True)
             if prepare:
@@ -114,10 +114,13 @@ class JaxRunner(WholePasses, ScoreCalls):
             self._live = LiveSlots()
             raise
 
-    def _count_in(self, blocks: int) -> None:
-        """Let caches be made of so many blocks for all slots; of 0 they are rectangles."""
+    def _count_in(self, pool: Pool | None) -> None:
+        """Let caches be made of a pool's blocks for all slots; without such they are rectangles."""
         own, where = self.steps, (self._place, self._most_tokens_of)
-        specs = in_blocks(self._plain_specs, blocks)
+        specs, self._lies = self._plain_specs, Lying()
+        if pool is not None and pool.blocks:
+            self._lies = checked(pool, self.spec)
+            specs = in_blocks(specs, pool.blocks, self._lies.near, self._lies.forgets)
         self._cache_specs, self._split = specs, split(specs, where[0])
         self._shardings = where[0].sharding(), jax.tree.map(where[0].sharding, self._split)
         self._passes = Passes(own.spec, own.ops, specs, where[1])
@@ -136,10 +139,26 @@ class JaxRunner(WholePasses, ScoreCalls):
     def _shown(self) -> Cache:
         """The cache with the table of blocks as the book has it now."""
         assert self._cache is not None
-        table = self._live.changed_table(anew=self._cache.table is None)
+        table, near = self._live.changed_tables(anew=self._cache.table is None)
         if table is not None:
             self._cache = replace(self._cache, table=self._place.put(table))
+        if near is not None:
+            self._cache = replace(self._cache, near=self._place.put(near))
         return self._cache
+
+    def _shown_from(self, slot: int, tokens: int) -> Cache:
+        """The same, of a slot of so many tokens: layers that forget have a row from what is there.
+
+        So it is to be saved and put back; the next step is shown the tables anew.
+        """
+        cache, book = self._shown(), self._live.blocks
+        if book is None or book.near is None:
+            return cache
+        table, first = book.near.table.copy(), self._live.first_near(tokens)
+        own = table[slot, first:]
+        table[slot] = np.append(own, np.full(first, book.near.count, np.int32))
+        book.near.is_changed = True
+        return replace(cache, near=self._place.put(table))
 
     def _prepare_pool(self, room: Room) -> None:
         """Compile every step over the pool, and every panel of ids where it is read in panels."""
@@ -169,8 +188,10 @@ class JaxRunner(WholePasses, ScoreCalls):
         done = []
         passes = self._passes.of(pieces, self._live.pool)
         for own in passes:
+            self._live.begin_pass(own.pieces)
             with jax.profiler.TraceAnnotation("dualinfer/prefill"):
                 results = self._advance(self._prefill_step(own), self._compile_decode)
+            self._live.end_pass(own.pieces)
             columns = len(own.pieces)
             done.append(PendingTokens(results[0], 1, columns, self._exchange, results[1]))
         if len(done) == 1 and all(n >= 0 for n in passes[0].numbers):
@@ -195,8 +216,10 @@ class JaxRunner(WholePasses, ScoreCalls):
         self._open(pieces)
         passes, numbers = [], []
         for own in self._passes.of(pieces, self._live.pool):
+            self._live.begin_pass(own.pieces)
             with jax.profiler.TraceAnnotation("dualinfer/prefill"):
                 scores, flags = self._advance(self._prefill_step(own, choose=False))
+            self._live.end_pass(own.pieces)
             self._check(flags)
             passes.append(scores[: len(own.pieces)])
             numbers += own.numbers
@@ -243,6 +266,7 @@ class JaxRunner(WholePasses, ScoreCalls):
             raise StepError(_LOST)
         reach = self._live.reach_after(tokens.shape[1], slots)
         self._make_room(self._cache, reach)
+        self._live.begin_drafts(slots, tokens.shape[1])
         seen = (
             self._cache.tokens if self._live.pool is None else self._live.room(self.spec, reach)[1]
         )
@@ -493,7 +517,7 @@ class JaxRunner(WholePasses, ScoreCalls):
         if cache is None or self._live.pool is None:
             raise StepError(_LOST)
         part = part_of(self._live.pool, 1, tokens).tokens
-        job = self._save_job(cache := self._shown(), part, slot)
+        job = self._save_job(cache := self._shown_from(slot, tokens), part, slot)
         operands = self._place.operands(job.args[1:])
         own = self._executables.run(job.key, job.function, cache, *operands)
         leaves, tree = jax.tree.flatten(own)
@@ -508,8 +532,8 @@ class JaxRunner(WholePasses, ScoreCalls):
             raise StepError(_LOST)
         part, held, tree = saved.copies
         if self.blocks is not None:
-            self.blocks.cover({slot: saved.tokens})
-            cache = self._shown()
+            self._live.put_back(slot, saved.tokens)
+            cache = self._shown_from(slot, saved.tokens)
         own = jax.tree.unflatten(tree, [jax.device_put(x, lies) for x, lies in held])
         job = self._restore_job(cache, own, part, slot)
         args = cache, own, *self._place.operands(job.args[2:])
@@ -518,8 +542,9 @@ class JaxRunner(WholePasses, ScoreCalls):
 
     def _save_job(self, cache: Cache, part: int, slot: int) -> Job:
         lies = cache.like(self._split, WHOLE)
-        given_back = replace(lies, table=None)
-        function = self._place.spread(partial(taken, tokens=part), (lies, WHOLE), given_back)
+        given_back = replace(lies, table=None, near=None)
+        run = partial(taken, tokens=part, near=min(part, self._lies.rest * GRAIN))
+        function = self._place.spread(run, (lies, WHOLE), given_back)
         whole, layers = self._shardings
         shardings = cache.like(layers, whole), whole
         args = cache, np.array(slot, np.int32)
@@ -527,7 +552,9 @@ class JaxRunner(WholePasses, ScoreCalls):
 
     def _restore_job(self, cache: Cache, own: Any, part: int, slot: int) -> Job:
         lies = cache.like(self._split, WHOLE)
-        function = self._place.spread(given, (lies, replace(lies, table=None), WHOLE), lies)
+        function = self._place.spread(
+            given, (lies, replace(lies, table=None, near=None), WHOLE), lies
+        )
         whole, layers = self._shardings
         shardings = cache.like(layers, whole), replace(own, layers=layers), whole
         args, key = (cache, own, np.array(slot, np.int32)), ("restore", part, *cache.key)
@@ -572,6 +599,11 @@ class JaxRunner(WholePasses, ScoreCalls):
         """Bytes on each device of a cache for `slots` sequences of `tokens` tokens, in buckets."""
         room = room_for(self.spec, slots, tokens)
         return cache_bytes(self._cache_specs, room, jnp.dtype(self.dtype).itemsize)
+
+    def block_bytes(self, numbers: Sequence[int]) -> int:
+        """See `base.Runner`."""
+        specs = [self._plain_specs[number] for number in numbers]
+        return cache_bytes(specs, Room(1, GRAIN), jnp.dtype(self.dtype).itemsize)
 
     def stopwatch(self, use_cuda_events: bool) -> Clock:
         """A running clock; JAX has no events, so that both forms time to completion."""

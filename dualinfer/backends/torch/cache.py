@@ -19,6 +19,7 @@ from ...ops.caches import (
     no_room,
 )
 from ...parallel.agreement import Peers
+from ..base import GRAIN
 from .device import fill, free_bytes
 from .maths import MATHS
 
@@ -90,13 +91,21 @@ class Cache:
             except torch.OutOfMemoryError as error:  # what is free may lie in pieces
                 raise no_room(room, needed, free, where, blocks) from error
         if any(spec.blocks for spec in self.specs):
-            layers = [layer._replace(table=layers[0].table) for layer in layers]
+            pairs = list(zip(self.specs, layers, strict=True))
+            tables = {spec.forgets: layer.table for spec, layer in reversed(pairs)}
+            layers = [layer._replace(table=tables[spec.forgets]) for spec, layer in pairs]
         self._layers, self.room = layers, room
 
-    def show(self, table: np.ndarray | None) -> None:
-        """Put another table of blocks in the place of the one that layers have, if there is one."""
-        if table is not None:
-            fill(self._layers[0].table, table)
+    def show(self, tables: Sequence[np.ndarray | None]) -> None:
+        """Put other tables of blocks in the places of those that layers have, if there are some.
+
+        The second is that of layers that forget.
+        """
+        for forgets, table in enumerate(tables):
+            own = [x for x, spec in zip(self._layers, self.specs, strict=True) if spec.blocks]
+            kinds = [spec.forgets for spec in self.specs if spec.blocks]
+            if table is not None and bool(forgets) in kinds:
+                fill(own[kinds.index(bool(forgets))].table, table)
 
     def _grown(self, room: Room) -> list[Any]:
         """New buffers with the old contents."""
@@ -124,8 +133,11 @@ class Cache:
         for layer in self._layers:
             layer.given(target, layer.taken(source, tokens))
 
-    def save(self, slot: int, tokens: int) -> list[Any]:
-        """The first tokens of a slot in the host's memory, a cache of one slot for each layer."""
+    def save(self, slot: int, tokens: int, first: int = 0) -> list[Any]:
+        """The first tokens of a slot in the host's memory, a cache of one slot for each layer.
+
+        Of layers that forget those from block `first` on.
+        """
 
         def saved(x: torch.Tensor | None) -> torch.Tensor | None:
             if x is None:
@@ -133,18 +145,29 @@ class Cache:
             host = torch.empty(x.shape, dtype=x.dtype, pin_memory=x.is_cuda)
             return host.copy_(x, non_blocking=True)  # done before work that is enqueued later
 
-        taken = [layer.taken(slot, tokens) for layer in self._layers]
+        ways = self._from(first)
+        taken = [layer.taken(slot, tokens - skipped) for layer, skipped in ways]
         if any(spec.blocks for spec in self.specs):
             taken = [own._replace(table=None) for own in taken]
         return [type(own)(*map(saved, own)) for own in taken]
 
-    def saved_bytes(self, tokens: int) -> int:
+    def saved_bytes(self, tokens: int, first: int = 0) -> int:
         """Bytes that `save` of so many tokens takes."""
-        return cache_bytes(*for_one(self.specs, tokens), self._dtype.itemsize)
+        far = [spec for spec in self.specs if not spec.forgets]
+        near = [spec for spec in self.specs if spec.forgets]
+        sizes = (far, tokens), (near, tokens - first * GRAIN)
+        return sum(cache_bytes(*for_one(*own), self._dtype.itemsize) for own in sizes)
 
-    def restore(self, slot: int, saved: Sequence[Any]) -> None:
+    def _from(self, first: int) -> list[tuple[Any, int]]:
+        """Each layer's cache, of those that forget from block `first` on; and the tokens before."""
+        return [
+            (x._replace(table=x.table[:, first:]), first * GRAIN) if spec.forgets else (x, 0)
+            for spec, x in zip(self.specs, self._layers, strict=True)
+        ]
+
+    def restore(self, slot: int, saved: Sequence[Any], first: int = 0) -> None:
         """Put back what `save` gave, into any slot."""
-        for layer, own in zip(self._layers, saved, strict=True):
+        for (layer, _), own in zip(self._from(first), saved, strict=True):
             there = [None if x is None else x.to(self.device, non_blocking=True) for x in own]
             layer.given(slot, type(own)(*there))
 

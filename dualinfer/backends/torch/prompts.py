@@ -5,7 +5,8 @@ GRAIN tokens it is one launch. A long one would need memory for all of its token
 """
 
 from collections import OrderedDict
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
+from contextlib import AbstractContextManager
 from functools import partial
 from math import prod
 from typing import Any, NamedTuple
@@ -133,10 +134,21 @@ class Prompts:
         grains = sum(-(-(p.stop - p.start) // GRAIN) for p in pieces)
         return self.packs and (len(pieces) > 1 or grains * GRAIN <= self._most_replayed)
 
-    def packed(self, params: Params, cache: Cache, pieces: Sequence[Piece]) -> torch.Tensor:
+    def takes_whole(self, prompts: Sequence[np.ndarray]) -> bool:
+        """True if `run` reads each of these prompts in one pass."""
+        return max(map(len, prompts)) <= _MOST_AT_ONCE
+
+    def packed(
+        self,
+        params: Params,
+        cache: Cache,
+        pieces: Sequence[Piece],
+        around: Callable[[Sequence[Piece]], AbstractContextManager[None]],
+    ) -> torch.Tensor:
         """As `go_on`, of pieces that go side by side in rows of GRAIN tokens, whoever's they are.
 
-        What differs is data, so that a graph serves every panel of a size.
+        What differs is data, so that a graph serves every panel of a size. `around` each panel is
+        what makes room for its rows.
         """
         grains, device = in_grains(pieces), cache.device
         at_once = max(1, _MOST_AT_ONCE // GRAIN)
@@ -149,9 +161,11 @@ class Prompts:
             size = panel_for(left, self._most_replayed)
             if not replays or left > 2 * PANELS[-1]:
                 size = min(left, at_once * GRAIN)
+            size = min(size, PANELS[-1]) if any(x.forgets for x in cache.specs) else size
             rows = [piece for _, piece in grains[: size // GRAIN]]
             grains = grains[len(rows) :]
-            x = self._panel(params, cache, rows, size if replays else 0)
+            with around(rows):
+                x = self._panel(params, cache, rows, size if replays else 0)
             parts.append(x[: len(rows)].clone() if grains else x)
         x = parts[0] if len(parts) == 1 else torch.cat(parts)
         return x[upload(list(ends.values()), device)]

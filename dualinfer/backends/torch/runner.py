@@ -15,13 +15,14 @@ from ...errors import StepError, UnsupportedError
 from ...model.load_plan import LoadPlan, TensorSource
 from ...model.weights import count_leaves
 from ...ops import sampling
-from ...ops.caches import Room, cache_specs, describe_caches, in_blocks, served
+from ...ops.caches import Room, cache_bytes, cache_specs, describe_caches, in_blocks, served
 from ...ops.pooling import contrast
 from ...parallel.agreement import Peers
 from ...parallel.shard import Shard
 from ...system.patience import told_if_slow
 from ...system.progress import track
 from ..base import (
+    GRAIN,
     MAX_STEPS,
     NO_TOKEN,
     ForwardInputs,
@@ -31,13 +32,12 @@ from ..base import (
     SamplingFeatures,
     Saved,
 )
-from ..blocks import Blocks
+from ..blocks import Blocks, books_of, checked
 from ..held import describe_weights
 from ..profiling import Stopwatch
 from ..slots import (
     PANELS,
     LiveSlots,
-    blocks_of,
     parts_of,
     room_for,
     room_of,
@@ -187,13 +187,16 @@ class TorchRunner(ScoreCalls):
         self._forget_steps()
         self._cache.clear()
         self._state, self._pool, self._live = None, None, LiveSlots()
-        specs = in_blocks(self._specs, 0 if pool is None else pool.blocks)
+        specs = self._specs
+        if pool is not None and pool.blocks:
+            lies = checked(pool, self.spec)
+            specs = in_blocks(specs, pool.blocks, lies.near, lies.forgets)
         self._cache = Cache(specs, self.dtype, self.device, self._peers)
         if pool is None:
             return
         room = room_of(pool, self.spec)
         self._cache.grow(room_of(pool, self.spec, whole=True))
-        self._pool, self._live = pool, LiveSlots(room, blocks_of(pool))
+        self._pool, self._live = pool, LiveSlots(room, books_of(pool, self.spec))
         self._reserve(True)
         if prepare and self._graphs is not None:
             self._prepare_pool(room)
@@ -248,7 +251,7 @@ class TorchRunner(ScoreCalls):
         idle = not self._live
         if new := self._live.read(pieces):
             self._begin([p.request for p in new], [p.slot for p in new], idle)
-        self._cache.show(self._live.changed_table())
+        self._cache.show(self._live.changed_tables())
         state = self._state
         assert state is not None
         rows = upload([p.slot for p in pieces], self.device)
@@ -288,14 +291,29 @@ class TorchRunner(ScoreCalls):
         """The states [B, E] of the pieces' last tokens; keys and values go to slots `rows` [B]."""
         where, requests = (self._passed, self._cache), [p.request for p in pieces]
         prompts = [r.prompt for r in requests]
-        if self._live.pool is not None and self._prompts.packs_these(pieces):
-            return self._prompts.packed(*where, pieces)
-        if all(p.is_whole for p in pieces):
+        is_whole = all(p.is_whole for p in pieces)
+        if self._live.pool is not None and (
+            self._prompts.packs_these(pieces)
+            or (self._live.forgets and not (is_whole and self._prompts.takes_whole(prompts)))
+        ):
+            return self._prompts.packed(*where, pieces, self._pass_of)
+        if self._live.forgets:
+            self._live.begin_pass(pieces, goes_on=False)
+            self._cache.show(self._live.changed_tables())
+        if is_whole:
             sources = None if self.spec.encoder is None else [r.source for r in requests]
             how: Any = {"sources": sources, "is_encoded": requests[0].is_encoded}
             return self._prompts.run(*where, prompts, rows, **how)
         starts, stops = [p.start for p in pieces], [p.stop for p in pieces]
         return self._prompts.go_on(*where, prompts, rows, starts, stops)
+
+    @contextmanager
+    def _pass_of(self, rows: Sequence[Piece]) -> Iterator[None]:
+        """Around a pass over rows: their slots have room for it, and keep what later ones see."""
+        self._live.begin_pass(rows)
+        self._cache.show(self._live.changed_tables())
+        yield
+        self._live.end_pass(rows)
 
     def _begin(self, requests: Sequence[Request], slots: Sequence[int], idle: bool) -> None:
         """Make room for requests in slots, and write their rows of the state, not active."""
@@ -383,7 +401,8 @@ class TorchRunner(ScoreCalls):
         if self._cache.smaller_than(room):
             self._forget_steps()
         self._cache.grow(room)
-        self._cache.show(self._live.changed_table())
+        self._live.begin_drafts(slots, tokens.shape[1])
+        self._cache.show(self._live.changed_tables())
         rows = upload(slots, self.device)
         ids = upload(tokens, self.device, torch.int64)
         held = [self._cache.number(n) for n in self.spec.state_numbers.values()]
@@ -451,7 +470,7 @@ class TorchRunner(ScoreCalls):
         if self._cache.smaller_than(room):
             self._forget_steps()
         self._cache.grow(room)
-        self._cache.show(self._live.changed_table())
+        self._cache.show(self._live.changed_tables())
         return self._state.view(room.slots), self._cache.view(room), room
 
     def _replay(self, key: Hashable, run: Callable[[], None]) -> None:
@@ -592,22 +611,22 @@ class TorchRunner(ScoreCalls):
     @torch.inference_mode()
     def save(self, slot: int, tokens: int) -> Saved:
         """See `base.Runner`; on a GPU in pinned memory, and without a wait."""
-        self._cache.show(self._live.changed_table())
-        layers = self._cache.save(slot, tokens)
+        self._cache.show(self._live.changed_tables())
+        layers = self._cache.save(slot, tokens, self._live.first_near(tokens))
         return Saved(tokens, sum(map(size_of, layers)), layers)
 
     def saved_bytes(self, tokens: int) -> int:
         """See `base.Runner`."""
-        return self._cache.saved_bytes(tokens)
+        return self._cache.saved_bytes(tokens, self._live.first_near(tokens))
 
     @in_order
     @torch.inference_mode()
     def restore(self, slot: int, saved: Saved) -> None:
         """See `base.Runner`."""
         if self.blocks is not None:
-            self.blocks.cover({slot: saved.tokens})
-            self._cache.show(self._live.changed_table())
-        self._cache.restore(slot, saved.copies)
+            self._live.put_back(slot, saved.tokens)
+            self._cache.show(self._live.changed_tables())
+        self._cache.restore(slot, saved.copies, self._live.first_near(saved.tokens))
 
     @in_order
     @torch.inference_mode()
@@ -676,6 +695,11 @@ class TorchRunner(ScoreCalls):
     def cache_bytes_for(self, slots: int, tokens: int) -> int:
         """Bytes of a cache for `slots` sequences of `tokens` tokens, in the buckets it takes."""
         return self._cache.bytes_for(room_for(self.spec, slots, tokens))
+
+    def block_bytes(self, numbers: Sequence[int]) -> int:
+        """See `base.Runner`."""
+        specs = [self._specs[number] for number in numbers]
+        return cache_bytes(specs, Room(1, GRAIN), self.dtype.itemsize)
 
     def report(self) -> Mapping[str, Any]:
         """Facts for `engine.report()`."""

@@ -398,6 +398,19 @@ class ModelSpec(Once):
         return {i: number[i if own is None else own] for i, own in lenders.items()}
 
     @property
+    def sights(self) -> tuple[int | None, ...]:
+        """The most tokens that a query sees of each of the `caches`; None for all of the past.
+
+        So it is where a latent vector is what is kept.
+        """
+        found: list[int | None] = [None if part == "recurrence" else 0 for _, part in self.caches]
+        for i, number in self.cache_numbers.items():
+            a, before = self.layers[i].attending, found[number]
+            own = None if a.latent is not None else a.reach
+            found[number] = None if own is None or before is None else max(own, before)
+        return tuple(found)
+
+    @property
     def state_numbers(self) -> dict[int, int]:
         """The number of the cache of each layer with a recurrence."""
         return {i: n for n, (i, part) in enumerate(self.caches) if part == "recurrence"}
