@@ -319,19 +319,18 @@ def test_layers_with_a_window_keep_the_last_tokens_alone(backend, name):
         runner, how = engine.runner, {"do_sample": False, "eos_token_id": None}
         lengths = (330, 7, 20, 64)
         first, *others = (random_ids(1, n, seed=n, vocab=90)[0].tolist() for n in lengths)
-        rows = [first, *others, first[:200] + others[0], first + others[1][:9]]
+        rows = [first, first + others[0], *others, first[:200] + others[0]]
         engine.reserve(1, 440, prefix_cache=False)
         alone = asyncio.run(all_of(engine, rows, False, max_new_tokens=100))
         plain = np.asarray(engine.generate([first], max_new_tokens=80, **how))
-        for swap_space in (1, 0):
+        for swap_space in (1, 0) if name == "gemma3" else (1,):
             engine.reserve(4, 440, cache_tokens=9 * GRAIN, swap_space=swap_space)
             near, before = runner.blocks.near, engine.traffic().preemptions
-            assert near is not None and near.count < 4 * 440 // GRAIN
+            assert near is not None and runner.blocks.counts_alone == (name != "gemma3")
             fill_with_nan(runner)
             check_texts(asyncio.run(all_of(engine, rows, True, max_new_tokens=100)), alone)
             assert engine.prefix_counts().found >= 320
-            # Of Gemma's, layers that see all tokens run short; what windows need is always there.
-            assert (engine.traffic().preemptions > before) == (name == "gemma3")
+            assert engine.traffic().preemptions > before or name != "gemma3"
             if swap_space:
                 how |= {"max_new_tokens": 80}
                 for more in ({"no_repeat_ngram_size": 60}, {"prompt_lookup_num_tokens": 9}):

@@ -85,7 +85,8 @@ class RoomCalls(InferenceEngine):
         its `tokens`. Prompts that begin alike share them. Where no more are free, what was kept of
         prompts goes, and then the sequence that came last waits as one does that gives way to high
         priority. For models whose layers all keep keys and values, or a latent vector, of every
-        token. "auto" is as many as have room. What `slots` or `cache_tokens` take so is a
+        token; those that see a window keep its last ones alone, beside these, or in their place
+        where all do. "auto" is as many as have room. What `slots` or `cache_tokens` take so is a
         `memory_fraction` of the memory that is free on the device, above 0 and at most 1; unset it
         is 0.85, and in the host's memory at most 1 GiB. ArgumentError where it sizes
         nothing: with `slots` alone, or a number of `cache_tokens`.
@@ -186,6 +187,9 @@ class RoomCalls(InferenceEngine):
         kept = f", and {pool.spare} to keep what prompts begin with" if pool.spare else ""
         if pool.blocks:
             kept = f", which share a cache of {pool.blocks * GRAIN:,} tokens"
+            if (lies := lying(pool, self.runner.spec)).near:
+                kept += f"; layers that see {lies.window:,} keep {lies.near * GRAIN:,} beside it"
+                kept = kept.replace("beside it", "in all") if lies.all_forget else kept
         return (f"room is reserved for {pool.slots} sequences of {pool.tokens + 1:,} tokens{kept}",)
 
 
