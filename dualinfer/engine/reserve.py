@@ -188,8 +188,7 @@ class RoomCalls(InferenceEngine):
         if pool.blocks:
             kept = f", which share a cache of {pool.blocks * GRAIN:,} tokens"
             if (lies := lying(pool, self.runner.spec)).near:
-                kept += f"; layers that see {lies.window:,} keep {lies.near * GRAIN:,} beside it"
-                kept = kept.replace("beside it", "in all") if lies.all_forget else kept
+                kept += f"; layers that see {lies.window:,} have room for {lies.near * GRAIN:,}"
         return (f"room is reserved for {pool.slots} sequences of {pool.tokens + 1:,} tokens{kept}",)
 
 
