@@ -1606,6 +1606,20 @@ ROWS: list[Row] = [
         "tests/test_engine.py -k 'every_pass_of_generate'",
     ),
     Row(
+        "backends/blocks.py",
+        "max(0, tokens + 2 - self._window - GRAIN)",
+        "max(0, tokens + 2 - self._window + GRAIN)",
+        "Layers with a window give back blocks that they see yet.",
+        "tests/test_blocks.py -k 'blocks_behind_a_window'",
+    ),
+    Row(
+        "ops/attention.py",
+        "written = written & (at > starts[:, None] - sight)",
+        "written = written & (at > starts[:, None] - (1 << 20))",
+        "What lies behind a window, of nobody, makes NaN of a prompt's outputs.",
+        "tests/test_blocks.py -k 'keep_the_last_tokens and torch-gemma3'",
+    ),
+    Row(
         "engine/slots.py",
         "        self.check(requests)  # none of these would ever have room\n",
         "",
