@@ -15,6 +15,7 @@ from .past import MOST_COUNTERS, convolved, is_last, scaled, shift, sigmoid, sof
 from .rows import check_last_axis
 
 _WARPS = 4
+_PROGRAMS = 512  # up to so many, parts of heads are programs: a few would leave a GPU idle
 LARGEST = 16384  # elements of a head's state, and of what is normed together
 
 
@@ -26,14 +27,16 @@ def _token_kernel(
     STATE: tl.constexpr, TAPS: tl.constexpr, GATED: tl.constexpr, SCALED: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_S: tl.constexpr, FETCH: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """One program: a head of a slot."""
+    """One program: BLOCK_D elements of a head of a slot."""
     let_next_start(PDL)
     SHARING: tl.constexpr = HEADS // GROUPS
     WIDTH: tl.constexpr = HEADS * DIM
     CHANNELS: tl.constexpr = WIDTH + 2 * GROUPS * STATE
-    head = tl.program_id(0)
+    PARTS: tl.constexpr = (DIM + BLOCK_D - 1) // BLOCK_D
+    head = tl.program_id(0) // PARTS
     slot = tl.program_id(1).to(tl.int64)
-    at_d = tl.arange(0, BLOCK_D)
+    first_d = tl.program_id(0) % PARTS * BLOCK_D
+    at_d = first_d + tl.arange(0, BLOCK_D)
     at_s = tl.arange(0, BLOCK_S)
     in_d = at_d < DIM
     in_s = at_s < STATE
@@ -43,8 +46,9 @@ def _token_kernel(
     BYTES: tl.constexpr = state_ptr.dtype.element_ty.primitive_bitwidth // 8
     if PDL and FETCH > 0:  # the state, by as many threads as there are
         line = tl.arange(0, FETCH)
-        first = state_ptr + (slot * HEADS + head) * DIM * STATE
-        fetch_ahead(first + line * (DIM * STATE // FETCH), line >= 0, DIM * STATE // FETCH * BYTES)
+        first = state_ptr + ((slot * HEADS + head) * DIM + first_d) * STATE
+        LINE: tl.constexpr = BLOCK_D * STATE // FETCH
+        fetch_ahead(first + line * LINE, line >= 0, LINE * BYTES)
     wait_for_inputs(PDL)
     y_ptr += slot * WIDTH + head * DIM + at_d
     if tl.load(moves_ptr + slot) != 0:
@@ -75,7 +79,7 @@ def _token_kernel(
             y *= gate * sigmoid(gate) * out_scale
         tl.store(y_ptr, y.to(y_ptr.dtype.element_ty), mask=in_d)
         shift(given_ptr, past_ptr, own, in_d, x_scale, CHANNELS, TAPS, SCALED)
-        if is_last(counters_ptr + slot * GROUPS + head // SHARING, SHARING):
+        if is_last(counters_ptr + slot * GROUPS + head // SHARING, SHARING * PARTS):
             shift(given_ptr, past_ptr, of_b, in_s, b_scale, CHANNELS, TAPS, SCALED)
             shift(given_ptr, past_ptr, of_c, in_s, c_scale, CHANNELS, TAPS, SCALED)
     else:
@@ -117,6 +121,14 @@ def serves(dim: int, state: int, normed: int, taps: int) -> bool:
 def counts(rows: int, heads: int, groups: int) -> bool:
     """True if there are counters for so many slots."""
     return heads == groups or rows * groups <= MOST_COUNTERS
+
+
+def _elements(rows: int, heads: int, dim: int) -> int:
+    """The elements of a head that a program has."""
+    block = next_power_of_2(dim)
+    while block > 16 and 2 * rows * heads * triton.cdiv(dim, block) <= _PROGRAMS:
+        block //= 2
+    return block
 
 
 class StateLayer(NamedTuple):
@@ -170,19 +182,21 @@ def state_token(
         past.is_contiguous() and state.is_contiguous()
     ):
         raise ValueError(f"past has shape {tuple(past.shape)}, state {tuple(state.shape)}.")
-    if heads > groups and rows * groups > counters.numel():
+    block = _elements(rows, heads, dim)
+    shared = heads * triton.cdiv(dim, block) > groups
+    if shared and rows * groups > counters.numel():
         raise ValueError(f"{counters.numel()} counters; {rows * groups} are needed.")
-    many = scales or (1.0,) * 5
+    many, lines = scales or (1.0,) * 5, 16 * 32 * _WARPS  # of a thread each, 16 bytes at least
     y = x.new_empty((rows, width)) if norm is None else empty(x, (rows, width), "float32")
     launch(
         _token_kernel,
-        (heads, rows),
+        (heads * triton.cdiv(dim, block), rows),
         *(x, past, state, taps, taps_bias, step_bias, decay, skip, as_bytes(moves), y, counters),
         *(x.stride(0), limits[0], limits[1], out_scale if norm is None else 1.0, *many),
         **{"HEADS": heads, "GROUPS": groups, "DIM": dim, "STATE": size, "TAPS": taps.shape[1]},
         **{"GATED": norm is None or not layer.gated_last, "SCALED": scales is not None},
-        **{"BLOCK_D": next_power_of_2(dim), "BLOCK_S": next_power_of_2(size)},
-        FETCH=0 if dim * size * state.element_size() % (512 * _WARPS) else 32 * _WARPS,
+        **{"BLOCK_D": block, "BLOCK_S": next_power_of_2(size)},
+        FETCH=0 if dim % block or block * size * state.element_size() % lines else 32 * _WARPS,
         num_warps=_WARPS,
         pdl=pdl,
     )
