@@ -112,11 +112,14 @@ def fused_sequence(
 
 def fused_token(
     ops: Launcher, own: Recurrence, w: Weights, x: Array, cache: StateView, moves: Array
-) -> tuple[Array, StateView] | None:
+) -> tuple[Array | Unnormed, StateView] | None:
     """A recurrence's token, x [N, 1, W], by kernels; None for plain operations."""
     kernels = fused(own)
     found = kernels.fused_token(ops, w, x[:, 0], cache, moves) if kernels else None
-    return None if found is None else (found[0][:, None], found[1])
+    if found is None:
+        return None
+    y, cache = found
+    return y._replace(y=y.y[:, None]) if isinstance(y, Unnormed) else y[:, None], cache
 
 
 def has_wide_heads(head_dim: int) -> bool:
@@ -160,7 +163,8 @@ def linear_key(x: Array, weight: Weight, epilogue: Epilogue) -> tuple[Any, ...]:
     """The tuning key of a product by a kernel, which norms x itself if there is a norm."""
     from ..kernels.triton import eight_bit, linear, quantized
 
-    own, count, size = served(weight), prod(x.shape[:-1]), x.dtype.itemsize
+    own, count = served(weight), prod(x.shape[:-1])
+    size = (weight.data if own.dense else x).dtype.itemsize
     features = own.features // 2 if epilogue.gated else own.features
     eight = own.in_eight_bits(count, size)
     if eight is not None:

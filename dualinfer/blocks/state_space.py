@@ -10,7 +10,16 @@ from ..model import rows as make
 from ..model.spec import Activation, Norm
 from ..model.weights import Row, row
 from ..ops.caches import Buffer, StateView
-from ..ops.contract import Array, BlockOps, Launch, Seen, StateStep, Weights
+from ..ops.contract import (
+    Array,
+    BlockOps,
+    Launch,
+    NormOf,
+    Seen,
+    StateStep,
+    Unnormed,
+    Weights,
+)
 from ..ops.maths import Maths, cut, flat, heads
 from ..ops.recurrences import (
     begins_anew,
@@ -204,16 +213,24 @@ class StateSpace:
 
     def fused_token(
         self, ops: Any, w: Weights, x: Array, cache: StateView, moves: Array
-    ) -> tuple[Array, StateView] | None:
-        """See `contract.FusedRecurrence`."""
-        from ..kernels.triton import state_token
+    ) -> tuple[Array | Unnormed, StateView] | None:
+        """See `contract.FusedRecurrence`; the norm over all heads of one slot is left."""
+        from ..kernels.triton import linear, state_token
 
         if not state_token.counts(len(x), self.heads, self.groups):
             return None
-        own = x, self._known(w), *cache.arrays, moves
-        launch = Launch(state_token.state_token, own, {"pdl": ops.starts_early(len(x))})
+        layer, behind = self._known(w), None
+        is_whole = self.norm is not None and self.normed == self.width and not self.gated_last
+        if is_whole and self.out_scale == 1 and len(x) == 1:
+            assert self.norm is not None
+            behind = NormOf.named(self.norm, w, "state_norm")
+            if w["recurrence_out.weight"].scheme is not None or not linear.fuses_norm(behind):
+                behind = None
+        own = x, layer, *cache.arrays, moves
+        how = {"pdl": ops.starts_early(len(x)), "leaves_norm": behind is not None}
+        launch = Launch(state_token.state_token, own, how)
         y, held = ops.launch(launch, cache.arrays, counts=True)
-        return y, cache.of(*held)
+        return y if behind is None else Unnormed(y, None, behind), cache.of(*held)
 
     def fused_sequence(
         self,

@@ -5,7 +5,7 @@ from typing import Any, NamedTuple, TypeAlias
 
 from ..model.spec import Attention
 from ..ops import heads
-from ..ops.contract import Array, Epilogue, LatentQkv, NormOf
+from ..ops.contract import Array, Epilogue, LatentQkv, NormOf, Unnormed
 from . import layer as common
 from .run import Run, SubLayer
 
@@ -131,14 +131,16 @@ def _borrow(run: Run, qkv: Array, own: Projected) -> Array:
     return heads.with_keys_of(run.ops.maths, a, qkv, run.given.lent[a.lender])
 
 
-def _between(into: str, mix: Callable[[Run, Array], Array], out: str) -> SubLayer:
+def _between(into: str, mix: Callable[[Run, Array], Array | Unnormed], out: str) -> SubLayer:
     """A sub-layer that mixes tokens between two projections, by their names."""
 
     def sublayer(
         run: Run, x: Array, norm: NormOf | None, residual: Array | None, spend: bool
     ) -> Array:
-        y = mix(run, run.project(into, x, Epilogue(norm=norm)))
-        return run.project_back(out, y, Epilogue(residual=residual, spend=spend))
+        y, behind = mix(run, run.project(into, x, Epilogue(norm=norm))), None
+        if isinstance(y, Unnormed):
+            y, behind = y.y, y.norm
+        return run.project_back(out, y, Epilogue(norm=behind, residual=residual, spend=spend))
 
     return sublayer
 

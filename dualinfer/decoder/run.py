@@ -11,7 +11,7 @@ from ..ops.projection import project, project_back, project_unnormed
 # latent attention takes; across, over queries.
 Attend: TypeAlias = Callable[[int, Array], Array]
 # A layer's recurrence, likewise, over what it has projected.
-Recur: TypeAlias = Callable[[int, Array], Array]
+Recur: TypeAlias = Callable[[int, Array], Array | Unnormed]
 
 
 class Pass(NamedTuple):
@@ -74,7 +74,7 @@ class Run(NamedTuple):
         assert self.given.across is not None
         return self.given.across(self.number, q)
 
-    def recur(self, x: Array) -> Array:
+    def recur(self, x: Array) -> Array | Unnormed:
         """The layer's recurrence."""
         assert self.given.recur is not None
         return self.given.recur(self.number, x)

@@ -112,11 +112,11 @@ class Projection(NamedTuple):
 class Unnormed(NamedTuple):
     """A stream whose norm behind a sub-layer is still to be made: norm(y + residual).
 
-    Both are [..., E]: what the sub-layer gave, and what it read.
+    Both are [..., E]: what the sub-layer gave, and what it read; None where nothing is added.
     """
 
     y: Array
-    residual: Array
+    residual: Array | None
     norm: NormOf
 
 
@@ -392,10 +392,11 @@ class FusedRecurrence(Protocol):
 
     def fused_token(
         self, ops: Any, w: Weights, x: Array, cache: StateView, moves: Array
-    ) -> tuple[Array, StateView] | None:
+    ) -> tuple[Array | Unnormed, StateView] | None:
         """See `Ops.recur_token`, of x [N, W] to [N, width]; None for plain operations.
 
-        The kernels' launches go through `ops.launch`.
+        The kernels' launches go through `ops.launch`. A norm that the product behind makes with its
+        own launch may be left to it.
         """
         ...
 
@@ -531,7 +532,7 @@ class Ops(BlockOps, Protocol):
 
     def recur_token(
         self, own: Recurrence, w: Weights, x: Array, cache: StateView, moves: Array
-    ) -> tuple[Array, StateView]:
+    ) -> tuple[Array | Unnormed, StateView]:
         """As `recur`, of one new token a slot, x [N, 1, ...], from the cache's states.
 
         Slots are the cache's first N; those that bool `moves` [N] leaves out stay as they are.

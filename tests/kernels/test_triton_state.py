@@ -15,8 +15,9 @@ from dualinfer.backends.torch.maths import MATHS as torch_maths  # isort: skip
 from dualinfer.blocks.selective_scan import SelectiveScan  # isort: skip
 from dualinfer.blocks.short_convolution import ShortConvolution  # isort: skip
 from dualinfer.blocks.state_space import StateSpace  # isort: skip
+from dualinfer.kernels.triton import linear  # isort: skip
 from dualinfer.model.spec import Norm  # isort: skip
-from dualinfer.ops.contract import Launch, Seen  # isort: skip
+from dualinfer.ops.contract import Launch, Seen, Unnormed  # isort: skip
 from dualinfer.ops.exact import MATHS  # isort: skip
 
 pytestmark = [needs_triton, pytest.mark.usefixtures(strict.__name__)]
@@ -132,6 +133,25 @@ def test_a_token_moves_the_slots_that_are_named(dtype, name):
     for slot in (1, 3):
         assert (new_past[slot] == past[slot]).all()
         assert (new_state[slot] == state[slot]).all()
+
+
+def test_the_norm_of_a_single_slot_is_left_to_the_product(dtype):
+    own = SPACES["normed whole"]
+    w = weights_of(own, dtype, True)
+    x, held = given_to(own, 1, dtype=dtype), held_by(own, 1, dtype, WIDE)
+    out = normal(3, 40, own.width, dtype=dtype, scale=0.1)
+    import torch
+
+    kernels = Kernels(torch.zeros(own.groups, dtype=torch.int32, device=put(out).device))
+    weights: dict[str, Any] = {key: put(value) for key, value in w.items()}
+    weights["recurrence_out.weight"] = SimpleNamespace(scheme=None)
+    state = cache_of(*map(put, held))
+    found, _ = own.fused_token(kernels, weights, put(x), state, put(np.array([True])))
+    assert isinstance(found, Unnormed) and found.residual is None
+    y = get(linear.linear(found.y, put(out), norm=linear.NormArguments.of(found.norm)))
+    normed, _ = own.token(EXACT, w, x[:, None], (held[0], held[1].astype(np.float64)))
+    wanted = normed[:, 0].astype(np.float64) @ out.astype(np.float64).T
+    assert_close(y, wanted.astype(np.float32), dtype, length=256, roundings=2)
 
 
 def run(own: Any, w: dict[str, np.ndarray], x: np.ndarray, held: Any, **how: Any) -> Any:

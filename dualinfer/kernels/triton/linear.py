@@ -107,21 +107,22 @@ def linear(
 
     `weight` [out, in] is contiguous; with `gated` it holds gate, then up, and the result is
     activation(gate) * up, half as wide. All sums are in float32 and rounded once. `norm` goes with
-    a single row only. With `before` [..., in] the norm is that of x + before, rounded to x's dtype,
-    and the result is a pair: the product, and norm(x + before). `dtype` is x's own if None. `sms`
-    is the device's number of multiprocessors.
+    a single row only, which may be float32 whatever the weights are. With `before` [..., in] the
+    norm is that of x + before, rounded to x's dtype, and the result is a pair: the product, and
+    norm(x + before). `dtype` is the weights' own if None. `sms` is the device's number of
+    multiprocessors.
     """
     width = x.shape[-1]
     count = x.numel() // width
     features = weight.shape[0] // 2 if gated else weight.shape[0]
     _check(x, weight, bias, activation, gated, residual, norm, features)
     _check_before(before, x, norm)
-    y = empty(x, (*x.shape[:-1], features), dtype_name(dtype or x.dtype))
+    y = empty(x, (*x.shape[:-1], features), dtype_name(dtype or weight.dtype))
     normed = None if before is None else x.new_empty(x.shape)
     if y.numel() == 0:
         return y
     if config is None:
-        config = default_config(count, features, width, x.element_size(), gated, sms)
+        config = default_config(count, features, width, weight.element_size(), gated, sms)
     rows = x.reshape(count, width)
     residual = None if residual is None else residual.reshape(count, features)
     strides = rows.stride(0), 0 if residual is None else residual.stride(0)
@@ -312,7 +313,8 @@ def _check(
             f"weight {tuple(weight.shape)} with strides {tuple(weight.stride())} does not fit x "
             f"{tuple(x.shape)}: a contiguous [out, {width}] is expected."
         )
-    if weight.dtype != x.dtype:
+    wide = norm is not None and dtype_name(x.dtype) == "float32"
+    if weight.dtype != x.dtype and not wide:
         raise ValueError(f"x is {x.dtype} and weight {weight.dtype}; one dtype is expected.")
     check_epilogue(x, weight.shape[0], bias, activation, gated, residual, norm, features)
 

@@ -165,6 +165,7 @@ def state_token(
     moves: Any,
     *,
     counters: Any,
+    leaves_norm: bool = False,
     pdl: bool = False,
 ) -> Any:
     """What a token of each slot gives, [N, heads * head_dim], from its projection x [N, W].
@@ -172,6 +173,7 @@ def state_token(
     x has gates, x, B, C and a number of each head. `past` [N', taps - 1, C] and `state` [N', heads,
     head_dim, state], float32 or 16 bits, N' >= N, are written in the slots that bool `moves` [N]
     names; others give zeros. int32 `counters`, N * groups at least, are zeros, and are left so.
+    With `leaves_norm` the norm is not made, and what is to be normed comes in float32.
     """
     check_last_axis("x", x)
     heads, dim, size, groups = layer[:4]
@@ -200,7 +202,7 @@ def state_token(
         num_warps=_WARPS,
         pdl=pdl,
     )
-    return y if norm is None else norm_heads(y[None], x[None], layer, pdl)[0]
+    return y if norm is None or leaves_norm else norm_heads(y[None], x[None], layer, pdl)[0]
 
 
 def norm_heads(y: Any, x: Any, layer: StateLayer, pdl: bool) -> Any:

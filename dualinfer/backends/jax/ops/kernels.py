@@ -136,7 +136,7 @@ class KernelOps(KernelAttention):
 
     def recur_token(
         self, own: Recurrence, w: Weights, x: jax.Array, cache: StateView, moves: jax.Array
-    ) -> tuple[jax.Array, StateView]:
+    ) -> tuple[jax.Array | Unnormed, StateView]:
         """See `contract.Ops.recur_token`."""
         with jax.named_scope("recurrence"):
             found = fused_token(self, own, w, x, cache, moves)

@@ -151,7 +151,7 @@ class KernelOps(KernelAttention):
         x: torch.Tensor,
         cache: StateView,
         moves: torch.Tensor,
-    ) -> tuple[torch.Tensor, StateView]:
+    ) -> tuple[torch.Tensor | Unnormed, StateView]:
         """See `contract.Ops.recur_token`."""
         found = fused_token(self, own, w, x, cache, moves)
         return found or super().recur_token(own, w, x, cache, moves)
