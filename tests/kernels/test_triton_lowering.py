@@ -713,6 +713,10 @@ def state_space(heads: int, groups: int, dim: int, size: int, normed: int) -> li
     own = {"counters": new(4096, dtype="int32"), "pdl": True}
     x = new(8, width + channels + heads)
     state_token.state_token(x, layer, *held, new(8, dtype="bool"), **own)
+    one = new(1, width + channels + heads), layer, *held, new(1, dtype="bool")
+    y = state_token.state_token(*one, leaves_norm=True, **own)
+    norm = linear.NormArguments("rms", new(width), None, 1e-5)
+    linear.linear(y, new(width // 2, width), norm=norm, residual=new(1, width // 2), pdl=True)
     numbers = {name: new(1, dtype="int32") for name in ("slots", "lengths", "starts")}
     x = new(1, 8192, width + channels + heads)
     state_prompt.state_prompt(x, layer, *held, pdl=True, **numbers)
