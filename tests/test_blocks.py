@@ -411,8 +411,11 @@ def test_urgent_ones_keep_their_blocks(engine, alone):
     check_over(engine)
 
 
-def test_what_was_saved_is_put_back_where_it_has_blocks_of_its_own(caplog):
-    """Of two that begin alike: others' blocks do not hold what was saved of the one that waits."""
+def test_what_was_saved_is_put_back_where_it_has_blocks_of_its_own(caplog, monkeypatch):
+    """Of two that begin alike: others' blocks do not hold what was saved of the one that waits.
+
+    With what it begins with it is not saved: the other one has that.
+    """
     how: dict[str, Any] = {"do_sample": False, "eos_token_id": None}
     with dualinfer.init_inference(make_model("llama-gqa"), **HOW) as engine:
         vocab = engine.runner.spec.vocab
@@ -424,6 +427,8 @@ def test_what_was_saved_is_put_back_where_it_has_blocks_of_its_own(caplog):
             np.asarray(engine.generate([row], max_new_tokens=100, **how))[0, len(row) :].tolist()
             for row in (a, b)
         ]
+        save, saved = engine.runner.save, []
+        monkeypatch.setattr(engine.runner, "save", lambda *x: saved.append(save(*x)) or saved[-1])
         for closes in (True, False):
             engine.reserve(6, 440, cache_tokens=12 * GRAIN)
             streams, texts = [], []
@@ -440,6 +445,9 @@ def test_what_was_saved_is_put_back_where_it_has_blocks_of_its_own(caplog):
             texts[2] += streams[2]
             assert [texts[0], texts[2]] == expected
             assert engine._loop.yields == 1
+            own = saved.pop()
+            assert own.start == 256 < own.tokens and not saved
+            assert own.nbytes == engine.runner.saved_bytes(own.tokens - 256)
             check_over(engine)
             engine._loop.yields = 0
     assert not caplog.records

@@ -271,13 +271,15 @@ class Pool:
 class Saved:
     """The cached state of a slot's first `tokens`, in `nbytes` of the host's memory.
 
-    `copies` are the backend's own. It `is_stale` once weights or the pool are others.
+    Of a pool of blocks perhaps without the first `start`, whole grains. `copies` are the backend's
+    own. It `is_stale` once weights or the pool are others.
     """
 
     tokens: int
     nbytes: int
     copies: Any
     is_stale: bool = False
+    start: int = 0
 
 
 class PendingTokens(Protocol):
@@ -445,15 +447,17 @@ class Runner(Protocol):
         """
         ...
 
-    def save(self, slot: int, tokens: int) -> Saved:
+    def save(self, slot: int, tokens: int, start: int = 0) -> Saved:
         """The first `tokens` cached tokens of a slot of a pool, copied to the host's memory.
 
-        As `copy` has them; where the device computes meanwhile, it need not be waited for.
+        As `copy` has them; where the device computes meanwhile, it need not be waited for. In a
+        pool of blocks perhaps without the first `start`, whole grains, which others have as well;
+        not where layers forget.
         """
         ...
 
     def restore(self, slot: int, saved: Saved) -> None:
-        """Put back what `save` gave, into any slot that has nothing, as `copy` does."""
+        """Put back what `save` gave, as `copy` does, into any slot that has what lies before it."""
         ...
 
     def release(self, slots: Sequence[int]) -> None:

@@ -150,6 +150,13 @@ class Blocks:
         row = self._row(slot)[: tokens // GRAIN]
         return int((self._users[row] > self._keepers[row]).sum())
 
+    def shared(self, slot: int, other: int) -> int:
+        """The number of blocks with which both of two slots begin."""
+        rows = self._row(slot), self._row(other)
+        both = min(map(len, rows))
+        differ = np.flatnonzero(rows[0][:both] != rows[1][:both])
+        return int(differ[0]) if len(differ) else both
+
     def alone(self, slot: int) -> int:
         """The number of blocks that would be free if a slot gave up its own."""
         return int((self._users[self._row(slot)] == 1).sum())

@@ -174,9 +174,13 @@ class LiveSlots:
         """Give slots room for so many tokens behind what they have."""
         self._cover_near({slot: (self._reach[slot], self._reach[slot] + count) for slot in slots})
 
-    def first_near(self, tokens: int) -> int:
-        """The first block that layers which forget have of so many tokens; 0 without such."""
-        return self.blocks.near.first(tokens) if self.blocks and self.blocks.near else 0
+    def first_saved(self, tokens: int, start: int) -> tuple[int, int]:
+        """The first blocks that are saved of so many tokens from one on.
+
+        The second is that of layers that forget; 0 without such.
+        """
+        near = self.blocks.near.first(tokens) if self.blocks and self.blocks.near else 0
+        return start // GRAIN, near
 
     def put_back(self, slot: int, tokens: int) -> None:
         """Give a slot the blocks for what was saved of so many tokens."""

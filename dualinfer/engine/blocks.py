@@ -10,7 +10,7 @@ fit beside them. So the first one always goes on, and all come to their end.
 from bisect import bisect_left
 from collections.abc import Sequence
 
-from ..backends.base import Piece, Request
+from ..backends.base import GRAIN, Piece, Request, Saved
 from ..backends.blocks import Blocks
 from ..backends.slots import needed
 from ..errors import LengthError, StepError
@@ -93,6 +93,19 @@ class BlockSlots(Slots):
         found = (0, 0) if sharing is None else sharing.found(request)
         return min(book.of(len(request.prompt)) + 1, most) - book.served(*found)
 
+    def needs_saved(self, live: Live, request: Request) -> int | None:
+        """Blocks that must be free to put back what was saved; None where what it lacks is gone."""
+        book, saved, sharing = self.blocks, live.saved, self.sharing
+        assert book is not None and saved is not None
+        if not saved.start:
+            return self.needs(request, shares=False)
+        source, count = (0, 0) if sharing is None else sharing.found(request)
+        if count < saved.start:
+            return None
+        most = book.of(request.cache_tokens)
+        own = min(book.of(len(request.prompt)) + 1, most)
+        return own - book.served(source, saved.start)
+
     def _claims(self) -> "Claims | None":
         """Begin to count the blocks of a pass over prompts; None where the pool has no blocks."""
         return None if self.blocks is None else Claims(self, self.blocks)
@@ -153,13 +166,22 @@ class BlockSlots(Slots):
         if live.progress is not None and live.allowed() is None:  # its grammar fails, and it ends
             return
         with self._undisturbed():
-            live.saved = live.saved or self._pauses.save(live)
+            live.saved = live.saved or self._save(live)
         live.unread, live.is_again = Piece.whole(live.part(), live.slot), True
         live.queued = len(live.tokens) + 1
         self._runner.release([live.slot])
         if self.sharing is not None:
             self.sharing.drop(live.slot)
         self.yields += 1
+
+    def _save(self, live: Live) -> Saved | None:
+        """See `Pauses.save`; blocks that others have too are theirs to keep, and not saved."""
+        book, sharing, start = self.blocks, self.sharing, 0
+        if book is not None and book.near is None and sharing is not None:
+            sharing.drop(live.slot)
+            source, count = sharing.found(live.request)
+            start = min(count, book.shared(live.slot, source) * GRAIN)
+        return self._pauses.save(live, start)
 
     def give_up(self, free: int) -> bool:
         """Let go of kept beginnings of prompts until so many blocks are free; True if it helped.
@@ -193,8 +215,10 @@ class Claims:
             own = book.of(needed(first_of(piece, left)))
             return self._are_there(max(own - book.held(live.slot), 0))
         needs, request = self._slots.needs, piece.request
-        if live.saved is not None and self._are_there(needs(request, shares=False)):
-            return True
+        if live.saved is not None:
+            saved = self._slots.needs_saved(live, request)
+            if saved is not None and self._are_there(saved):
+                return True
         is_room = self._are_there(needs(request))
         live.saved = None if is_room else live.saved
         return is_room
@@ -206,9 +230,14 @@ class Claims:
         return own + others <= book.free + book.kept
 
     def take_saved(self, live: Live) -> None:
-        """Free the blocks for what was saved of a sequence."""
-        if live.saved is not None:
-            self._slots.give_up(self._book.more({live.slot: live.saved.tokens}))
+        """Free the blocks for what was saved of a sequence, which gets those that it lacks."""
+        if (saved := live.saved) is None or live.unread is None:
+            return
+        sharing, request = self._slots.sharing, live.unread.request
+        if saved.start and not (sharing and sharing.lend(live.slot, request, saved.start)):
+            live.saved = None
+            return
+        self._slots.give_up(self._book.more({live.slot: saved.tokens}))
 
     def take(self, pieces: Sequence[Piece]) -> None:
         """Free the blocks for pieces."""

@@ -400,7 +400,7 @@ class Loop(BlockSlots):
             if live.ended:
                 return None
             with self._undisturbed():
-                saved = live.saved or self._pauses.save(live)
+                saved = live.saved or self._save(live)
             paused = Paused(tuple(live.tokens), live.told[: len(live.tokens)], saved)
             self.finish([live])
             return paused

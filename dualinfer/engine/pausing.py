@@ -38,25 +38,27 @@ class Pauses:
         """See `Loop.run_by`."""
         self._runner = runner
 
-    def save(self, live: Live) -> Saved | None:
+    def save(self, live: Live, start: int = 0) -> Saved | None:
         """Save the cache of a sequence whose tokens have all come; None where it is read again.
 
         So is what is short, and what has no room. Whole grains of places, whose rest is read again,
-        and states as they stand: behind all tokens but the last, which was not fed back.
+        and states as they stand: behind all tokens but the last, which was not fed back. Without
+        the first `start`, whole grains, which others have as well.
         """
         spec, request = self._runner.spec, live.request
         is_simple = request.embeds is None and request.sampling.repetition_penalty == 1
         count = len(request.tokens) + len(live.tokens) - 1
-        if live.unread is not None or not live.tokens or count < GRAIN:
+        if live.unread is not None or not live.tokens or count - start < GRAIN:
             return None
         if not (is_simple and spec.keeps_beginnings):
             return None
         count = count // GRAIN * GRAIN if spec.keeps_places else count
         held = sum(saved.nbytes for saved in self._saved)
         try:
-            if held + self._runner.saved_bytes(count) > self._most:
+            what = (count, start) if start else (count,)
+            if held + self._runner.saved_bytes(*what) > self._most:
                 return None
-            saved = self._runner.save(live.slot, count)
+            saved = self._runner.save(live.slot, *what)
         except Exception:
             _log.warning("What a sequence had cached was not saved.", exc_info=True)
             return None

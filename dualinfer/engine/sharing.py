@@ -62,6 +62,11 @@ class Sharing:
         source, count = self._book.longest(request.tokens)
         return max(source, 0), count
 
+    def lend(self, slot: int, request: Request, count: int) -> bool:
+        """Let a slot have the first `count` tokens of a prompt; False where nobody has them."""
+        source, found = self.found(request)
+        return found >= count and (source == slot or self._copied(source, slot, count))
+
     def give_up(self, book: Blocks) -> bool:
         """Let go of what a spare slot holds, if that frees blocks; False where none does."""
         for slot in self._book.kept():

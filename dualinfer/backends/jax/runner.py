@@ -146,19 +146,20 @@ class JaxRunner(WholePasses, ScoreCalls):
             self._cache = replace(self._cache, near=self._place.put(near))
         return self._cache
 
-    def _shown_from(self, slot: int, tokens: int) -> Cache:
-        """The same, of a slot of so many tokens: layers that forget have a row from what is there.
+    def _shown_from(self, slot: int, tokens: int, start: int) -> Cache:
+        """The same, but that a slot's rows begin with the first blocks that are saved of it.
 
-        So it is to be saved and put back; the next step is shown the tables anew.
+        The next step is shown the tables anew.
         """
         cache, book = self._shown(), self._live.blocks
-        if book is None or book.near is None:
-            return cache
-        table, first = book.near.table.copy(), self._live.first_near(tokens)
-        own = table[slot, first:]
-        table[slot] = np.append(own, np.full(first, book.near.count, np.int32))
-        book.near.is_changed = True
-        return replace(cache, near=self._place.put(table))
+        first = self._live.first_saved(tokens, start)
+        for name, own, n in zip(("table", "near"), (book, book and book.near), first, strict=True):
+            if own is not None and n:
+                table = own.table.copy()
+                table[slot] = np.append(table[slot, n:], np.full(n, own.count, np.int32))
+                own.is_changed = True
+                cache = replace(cache, **{name: self._place.put(table)})
+        return cache
 
     def _prepare_pool(self, room: Room) -> None:
         """Compile every step over the pool, and every panel of ids where it is read in panels."""
@@ -511,18 +512,18 @@ class JaxRunner(WholePasses, ScoreCalls):
         return Job(("copy", tokens, *cache.room), function, args, donate=(0,), shardings=shardings)
 
     @in_place
-    def save(self, slot: int, tokens: int) -> Saved:
+    def save(self, slot: int, tokens: int, start: int = 0) -> Saved:
         """See `base.Runner`; it waits for what the device does."""
         cache = self._cache
         if cache is None or self._live.pool is None:
             raise StepError(_LOST)
-        part = part_of(self._live.pool, 1, tokens).tokens
-        job = self._save_job(cache := self._shown_from(slot, tokens), part, slot)
+        part = part_of(self._live.pool, 1, tokens - start).tokens
+        job = self._save_job(cache := self._shown_from(slot, tokens, start), part, slot)
         operands = self._place.operands(job.args[1:])
         own = self._executables.run(job.key, job.function, cache, *operands)
         leaves, tree = jax.tree.flatten(own)
         held = [(np.asarray(x), x.sharding) for x in leaves]
-        return Saved(tokens, sum(x.nbytes for x, _ in held), (part, held, tree))
+        return Saved(tokens, sum(x.nbytes for x, _ in held), (part, held, tree), start=start)
 
     @in_place
     def restore(self, slot: int, saved: Saved) -> None:
@@ -533,7 +534,7 @@ class JaxRunner(WholePasses, ScoreCalls):
         part, held, tree = saved.copies
         if self.blocks is not None:
             self._live.put_back(slot, saved.tokens)
-            cache = self._shown_from(slot, saved.tokens)
+            cache = self._shown_from(slot, saved.tokens, saved.start)
         own = jax.tree.unflatten(tree, [jax.device_put(x, lies) for x, lies in held])
         job = self._restore_job(cache, own, part, slot)
         args = cache, own, *self._place.operands(job.args[2:])
@@ -565,11 +566,11 @@ class JaxRunner(WholePasses, ScoreCalls):
         job = self._save_job(cache, part, 0)
         return jax.eval_shape(job.function, *job.args)
 
-    def saved_bytes(self, tokens: int) -> int:
+    def saved_bytes(self, tokens: int, start: int = 0) -> int:
         """See `base.Runner`; of all devices, and as many tokens as a step of that many reads."""
         if self._cache is None or self._live.pool is None:
             raise StepError(_LOST)
-        part = part_of(self._live.pool, 1, tokens).tokens
+        part = part_of(self._live.pool, 1, tokens - start).tokens
         if part not in self._saved_bytes:  # a trace of all layers
             leaves = jax.tree.leaves(self._own_of(self._cache, part))
             self._saved_bytes[part] = sum(x.size * x.dtype.itemsize for x in leaves)

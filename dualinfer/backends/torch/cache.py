@@ -133,10 +133,10 @@ class Cache:
         for layer in self._layers:
             layer.given(target, layer.taken(source, tokens))
 
-    def save(self, slot: int, tokens: int, first: int = 0) -> list[Any]:
+    def save(self, slot: int, tokens: int, first: Sequence[int] = (0, 0)) -> list[Any]:
         """The first tokens of a slot in the host's memory, a cache of one slot for each layer.
 
-        Of layers that forget those from block `first` on.
+        Of a pool of blocks those from block `first[0]` on, of layers that forget from `first[1]`.
         """
 
         def saved(x: torch.Tensor | None) -> torch.Tensor | None:
@@ -151,21 +151,20 @@ class Cache:
             taken = [own._replace(table=None) for own in taken]
         return [type(own)(*map(saved, own)) for own in taken]
 
-    def saved_bytes(self, tokens: int, first: int = 0) -> int:
+    def saved_bytes(self, tokens: int, first: Sequence[int] = (0, 0)) -> int:
         """Bytes that `save` of so many tokens takes."""
         far = [spec for spec in self.specs if not spec.forgets]
         near = [spec for spec in self.specs if spec.forgets]
-        sizes = (far, tokens), (near, tokens - first * GRAIN)
+        sizes = (far, tokens - first[0] * GRAIN), (near, tokens - first[1] * GRAIN)
         return sum(cache_bytes(*for_one(*own), self._dtype.itemsize) for own in sizes)
 
-    def _from(self, first: int) -> list[tuple[Any, int]]:
-        """Each layer's cache, of those that forget from block `first` on; and the tokens before."""
-        return [
-            (x._replace(table=x.table[:, first:]), first * GRAIN) if spec.forgets else (x, 0)
-            for spec, x in zip(self.specs, self._layers, strict=True)
-        ]
+    def _from(self, first: Sequence[int]) -> list[tuple[Any, int]]:
+        """Each layer's cache from a block on, as `save` has them; and the tokens before."""
+        at = [first[spec.forgets] for spec in self.specs]
+        pairs = list(zip(self._layers, at, strict=True))
+        return [(x._replace(table=x.table[:, n:]) if n else x, n * GRAIN) for x, n in pairs]
 
-    def restore(self, slot: int, saved: Sequence[Any], first: int = 0) -> None:
+    def restore(self, slot: int, saved: Sequence[Any], first: Sequence[int] = (0, 0)) -> None:
         """Put back what `save` gave, into any slot."""
         for (layer, _), own in zip(self._from(first), saved, strict=True):
             there = [None if x is None else x.to(self.device, non_blocking=True) for x in own]

@@ -609,15 +609,15 @@ class TorchRunner(ScoreCalls):
 
     @in_order
     @torch.inference_mode()
-    def save(self, slot: int, tokens: int) -> Saved:
+    def save(self, slot: int, tokens: int, start: int = 0) -> Saved:
         """See `base.Runner`; on a GPU in pinned memory, and without a wait."""
         self._cache.show(self._live.changed_tables())
-        layers = self._cache.save(slot, tokens, self._live.first_near(tokens))
-        return Saved(tokens, sum(map(size_of, layers)), layers)
+        layers = self._cache.save(slot, tokens, self._live.first_saved(tokens, start))
+        return Saved(tokens, sum(map(size_of, layers)), layers, start=start)
 
-    def saved_bytes(self, tokens: int) -> int:
+    def saved_bytes(self, tokens: int, start: int = 0) -> int:
         """See `base.Runner`."""
-        return self._cache.saved_bytes(tokens, self._live.first_near(tokens))
+        return self._cache.saved_bytes(tokens, self._live.first_saved(tokens, start))
 
     @in_order
     @torch.inference_mode()
@@ -626,7 +626,8 @@ class TorchRunner(ScoreCalls):
         if self.blocks is not None:
             self._live.put_back(slot, saved.tokens)
             self._cache.show(self._live.changed_tables())
-        self._cache.restore(slot, saved.copies, self._live.first_near(saved.tokens))
+        first = self._live.first_saved(saved.tokens, saved.start)
+        self._cache.restore(slot, saved.copies, first)
 
     @in_order
     @torch.inference_mode()
