@@ -493,6 +493,18 @@ SHAPES: dict[str, Shape] = {
             "tie_word_embeddings": True,
         },
     ),
+    "falcon-mamba-7b": Shape(
+        *("FalconMambaForCausalLM", "falcon_mamba", "bfloat16"),
+        {
+            "vocab_size": 65024,
+            "hidden_size": 4096,
+            "intermediate_size": 8192,
+            "num_hidden_layers": 64,
+            "state_size": 16,
+            "time_step_rank": 256,
+            "tie_word_embeddings": False,
+        },
+    ),
     "lfm2-1.2b": Shape(
         *("Lfm2ForCausalLM", "lfm2", "bfloat16"),
         {
