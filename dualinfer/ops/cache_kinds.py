@@ -224,7 +224,7 @@ class CrossCache(NamedTuple):
         """See `CrossView.keep`; zeros lie behind."""
         m = self.maths
         pairs = (self.k, k), (self.v, v)
-        k, v = (m.put_rows(x, slots, new.swapaxes(1, 2), 2) for x, new in pairs)
+        k, v = (m.put_rows(x, slots, fitted(m, new, x).swapaxes(1, 2), 2) for x, new in pairs)
         counts = m.cast(lengths, self.lengths.dtype)
         return type(self)(k, v, m.put(self.lengths, slots, counts))
 
@@ -255,17 +255,20 @@ class LatentCache(NamedTuple):
 
     def write(self, slots: Array, k: Array, v: Array) -> Self:
         """See `CacheView.write`; zeros lie behind."""
-        return type(self)(self.maths.put_rows(self.shared, slots, k[:, :, 0], 1))
+        rows = fitted(self.maths, k[:, :, 0], self.shared)
+        return type(self)(self.maths.put_rows(self.shared, slots, rows, 1))
 
     def extend(self, slots: Array, starts: Array, lengths: Array, k: Array, v: Array) -> Self:
         """See `CacheView.extend`."""
-        rows, at, there = places_of(self, slots, starts, lengths, k)
-        return type(self)(self.maths.put_some(self.shared, (rows, at), k[:, :, 0], there))
+        m, (rows, at, there) = self.maths, places_of(self, slots, starts, lengths, k)
+        new = fitted(m, k[:, :, 0], self.shared)
+        return type(self)(m.put_some(self.shared, (rows, at), new, there))
 
     def append(self, k: Array, v: Array, lengths: Array) -> Self:
         """See `CacheView.append`."""
         m, at = self.maths, lengths.clip(max=self.capacity - 1)
-        return type(self)(m.put(self.shared, (m.arange(len(k), k), at), k[:, 0]))
+        new = fitted(m, k[:, 0], self.shared)
+        return type(self)(m.put(self.shared, (m.arange(len(k), k), at), new))
 
     def kept(self, k: Array, v: Array) -> tuple[Array, Array]:
         """See `CacheView.kept`."""
@@ -322,19 +325,20 @@ class LatentBlockCache(NamedTuple):
 
     def write(self, slots: Array, k: Array, v: Array) -> Self:
         """See `CacheView.write`; zeros lie behind in the last block."""
-        rows = in_blocks(self, k[:, :, 0])
+        rows = in_blocks(self, fitted(self.maths, k[:, :, 0], self.shared))
         return self._replace(shared=self.maths.put(self.shared, blocks_of(self, slots, k), rows))
 
     def extend(self, slots: Array, starts: Array, lengths: Array, k: Array, v: Array) -> Self:
         """See `CacheView.extend`."""
         *where, there = block_places(self, slots, starts, lengths, k)
-        new = self.maths.put_some(self.shared, tuple(where), k[:, :, 0], there)
-        return self._replace(shared=new)
+        new = fitted(self.maths, k[:, :, 0], self.shared)
+        return self._replace(shared=self.maths.put_some(self.shared, tuple(where), new, there))
 
     def append(self, k: Array, v: Array, lengths: Array) -> Self:
         """See `CacheView.append`."""
         where = block_ends(self, lengths, k)
-        return self._replace(shared=self.maths.put(self.shared, where, k[:, 0]))
+        new = fitted(self.maths, k[:, 0], self.shared)
+        return self._replace(shared=self.maths.put(self.shared, where, new))
 
     def kept(self, k: Array, v: Array) -> tuple[Array, Array]:
         """See `CacheView.kept`."""
@@ -487,11 +491,18 @@ def changed(cache: Any, put: Callable[[Array, Array], Array], k: Array, v: Array
 
     Heads are [..., D]; arrays are keys, values and, of codes, their scales.
     """
+    k, v = fitted(cache.maths, k, cache.k), fitted(cache.maths, v, cache.v)
     if cache.codes is None:
         return cache._replace(k=put(cache.k, k), v=put(cache.v, v))
     (k, k_scale), (v, v_scale) = (cache_codes.encode(cache.maths, x, cache.codes) for x in (k, v))
     scales = {"k_scale": put(cache.k_scale, k_scale), "v_scale": put(cache.v_scale, v_scale)}
     return cache._replace(k=put(cache.k, k), v=put(cache.v, v), **scales)
+
+
+def fitted(m: Maths, new: Array, held: Array) -> Array:
+    """New rows [..., D] as wide as those that are held, [..., D] or wider, with zeros behind."""
+    more = held.shape[-1] - new.shape[-1]
+    return m.pad(new, -1, 0, more) if more else new
 
 
 def kept(cache: Any, k: Array, v: Array) -> tuple[Array, Array]:

@@ -58,6 +58,10 @@ class PlainBlocks:
         """
         return None
 
+    def lies(self, cache: CacheSpec) -> CacheSpec:
+        """A cache as these ops keep it, whose rows may be wider than those that it is given."""
+        return cache
+
     def knows(self, cache: CacheSpec | CacheView) -> bool:
         """True if kernels write and read a cache."""
         return cache.kind in self.cache_kinds and (

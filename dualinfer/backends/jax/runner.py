@@ -74,7 +74,8 @@ class JaxRunner(WholePasses, ScoreCalls):
         spec = model.spec
         self._peers, self.verifies = model.peers, spec.verifies and model.streaming is None
         own, kept = model.tp_plan.shards[0].spec, (model.cache_codes, model.state_dtype)
-        self._plain_specs = cache_specs(own, *kept) if spec.causal else ()
+        specs = cache_specs(own, *kept) if spec.causal else ()
+        self._plain_specs = tuple(map(model.ops.lies, specs))
         self._cache: Cache | None = None
         self._state: SlotState | None = None
         self._live = LiveSlots()

@@ -92,8 +92,10 @@ def attend(
     [blocks, K, size, D]. `v` None are the first `values` elements of the keys, or the values
     that `made` makes of them. With float32 `scales`, two of [N, K, S] or [blocks, K, size], keys
     and values are codes, int8 or floats of 8 bits. No key that is seen lies at `reach` or behind;
-    None says nothing. A query that sees nothing gives zeros.
+    None says nothing. A query that sees nothing gives zeros. Keys may be wider than q, with zeros.
     """
+    width_of_q = k.shape[3] - (0 if made is None else made.keys.shape[2] - made.keys.shape[1])
+    q = jnp.pad(q, ((0, 0),) * 3 + ((0, width_of_q - q.shape[3]),))
     batch, tokens, heads, dim = q.shape
     kv_heads, size, width = k.shape[1], k.shape[2], values or (v if v is not None else k).shape[3]
     if made is not None:

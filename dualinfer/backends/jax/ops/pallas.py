@@ -6,6 +6,7 @@ to plain ops, and `implementations` and `left_plain` say so.
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any, cast
 
@@ -20,6 +21,7 @@ from ....kernels.pallas import norm as norming
 from ....kernels.pallas import product as products
 from ....kernels.pallas import state as states
 from ....kernels.pallas import thresholds
+from ....kernels.pallas.launch import LANES
 from ....model.spec import Activation, Attention, Experts, ModelSpec, Recurrence, Router
 from ....model.weights import Weight
 from ....ops import attention, mixtures
@@ -55,6 +57,7 @@ class PallasOps(FusedOps):
 
     kernels = "Pallas"
     holds_scores = False
+    grain = LANES  # of the rows of caches
     cache_kinds = frozenset(
         own.kind for own in (FullCache, BlockCache, CrossCache, LatentCache, LatentBlockCache)
     )
@@ -123,6 +126,16 @@ class PallasOps(FusedOps):
             for op in ("rotary", "qk_norm"):
                 left[op] = "for some layers" if any(appended) else ""
         return left
+
+    def lies(self, cache: CacheSpec) -> CacheSpec:
+        """See `PlainOps.lies`: a TPU turns arrays whose rows fill no tiles, and kernels read rows.
+
+        Each call would turn all of such a cache, and turn it back.
+        """
+        if cache.kind not in self.cache_kinds:
+            return cache
+        key, value = (-(-n // self.grain) * self.grain for n in (cache.key_dim, cache.value_dim))
+        return replace(cache, key_dim=key, value_dim=value)
 
     # Products and norms
 
@@ -427,7 +440,7 @@ class PallasOps(FusedOps):
         scores = attending.Scores(a.scale, a.softcap)
         with jax.named_scope("cross_attention"):
             y = self._by_blocks(heads(q, width=a.head_dim), own.k, own.v, seen, scores)
-        return flat(y)
+        return flat(y[..., : a.head_dim])
 
     def _by_blocks(
         self, q: jax.Array, k: jax.Array, v: jax.Array | None, *how: Any, **more: Any
@@ -453,7 +466,7 @@ class PallasOps(FusedOps):
         if isinstance(own, BlockCache):
             where = {"table": jnp.clip(own.table[slots], 0, len(own.k) - 1)}
         where |= {"scales": scales, "reach": reach}
-        return self._by_blocks(q, own.k, own.v, seen, scores, **where)
+        return self._by_blocks(q, own.k, own.v, seen, scores, **where)[..., : q.shape[-1]]
 
     def _in_latents(
         self,
@@ -496,6 +509,8 @@ class PallasOps(FusedOps):
         a, own = layer.spec, cast(Any, cache)
         norm = _head_norm(layer)
         fits = isinstance(own, FullCache) and own.codes is None and own.k.dtype == qkv.dtype
+        more = own.k.shape[-1] - a.head_dim
+        fits = fits and not (more and norm)
         if a.clips_normed or norm is None or not fits or not appending.serves(own.k):
             q, k, v = self._heads(layer, qkv, angles)
             with self.span("append"):
@@ -507,11 +522,11 @@ class PallasOps(FusedOps):
                 cos, sin = (MATHS.rounded(x, qkv.dtype) for x in (cos, sin))
             cos, sin = (jnp.broadcast_to(x, (len(qkv), x.shape[-1])) for x in (cos, sin))
             turning, style = 2 * cos.shape[-1], a.rope.interleaved
-            wide = appending.widened(cos, sin, a.head_dim, style)
-            turn = appending.Turn(*wide, appending.pairs(a.head_dim, turning, style))
+            wide = appending.widened(cos, sin, a.head_dim + more, style)
+            turn = appending.Turn(*wide, appending.pairs(a.head_dim + more, turning, style))
         with jax.named_scope("rotary"):
             q, k, v = appending.append(
-                qkv.reshape(len(qkv), -1, a.head_dim),
+                jnp.pad(qkv.reshape(len(qkv), -1, a.head_dim), ((0, 0), (0, 0), (0, more))),
                 own.k,
                 own.v,
                 jnp.clip(lengths, 0, own.capacity - 1),
@@ -520,7 +535,7 @@ class PallasOps(FusedOps):
                 norm=norm if isinstance(norm, appending.HeadNorm) else None,
                 interpret=self.interpret,
             )
-        q = q[:, None]
+        q = q[:, None, :, : a.head_dim]
         if a.growth:
             q = q * angles[a.growth][..., None, None].astype(q.dtype)
         return q, own._replace(k=k, v=v)
@@ -598,7 +613,8 @@ def _head_norm(layer: LayerAttention) -> appending.HeadNorm | bool | None:
 def _appends(a: Attention, cache: CacheSpec) -> bool:
     """True if one kernel turns a layer's token and puts it in the cache; see `_appended`."""
     known = cache.kind == FullCache.kind and not cache.codes and not a.clips_normed
-    return known and (a.qk_norm is None or a.qk_norm_over in ("head", "turned"))
+    normed = a.qk_norm_over in ("head", "turned") and cache.key_dim == a.head_dim
+    return known and (a.qk_norm is None or normed)
 
 
 _OWN = {"gelu": activations.gelu, "relu": activations.relu, "relu2": activations.relu2}
