@@ -315,7 +315,7 @@ def test_texts_are_those_alone_though_blocks_run_out(engine, alone, shares, swap
         pytest.param("jax", "gemma3", marks=pytest.mark.slow),
     ],
 )
-def test_layers_with_a_window_keep_the_last_tokens_alone(backend, name):
+def test_layers_with_a_window_keep_the_last_tokens_alone(backend, name, monkeypatch):
     """Some or all see a window: with pauses, shared prompts, drafts and tokens that are chosen."""
     with dualinfer.init_inference(make_model(name), backend=backend, **HOW) as engine:
         runner, how = engine.runner, {"do_sample": False, "eos_token_id": None}
@@ -339,6 +339,11 @@ def test_layers_with_a_window_keep_the_last_tokens_alone(backend, name):
                     found = engine.generate([first], **how, **more)
                     np.testing.assert_array_equal(np.asarray(found), plain)
             check_over(engine)
+        if backend == "torch":  # as many tokens as have room are counted by what both kinds take
+            free = bytes_of(runner) + (1 << 14)
+            monkeypatch.setattr(runner, "free_bytes", lambda: free)
+            given = engine.reserve(4, 440, cache_tokens="auto", memory_fraction=1.0)
+            assert given.cache_tokens >= 9 * GRAIN and bytes_of(runner) <= free
 
 
 @on_torch

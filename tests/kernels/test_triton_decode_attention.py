@@ -352,7 +352,7 @@ BLOCKS = {
     "splits": (64, DecodeConfig(32, 4, 3, 2), {}),
     "steps of several blocks": (64, DecodeConfig(128, 4, 1), {}),
     "small blocks": (4, DecodeConfig(16, 4, 2, 2), {}),
-    "a window": (64, DecodeConfig(32, 4, 2, 2), {"window": 20}),
+    "a window": (64, DecodeConfig(32, 4, 2, 2), {"window": 50}),
     "scores": (64, DecodeConfig(16, 4, 2, 2), {"alibi": SLOPES[:4], "sinks": SINKS[:4]}),
     "turns": (64, DecodeConfig(64, 4, 1), {"inv_freq": frequencies(16)}),
 }
