@@ -102,10 +102,11 @@ class Cache:
         The second is that of layers that forget.
         """
         for forgets, table in enumerate(tables):
-            own = [x for x, spec in zip(self._layers, self.specs, strict=True) if spec.blocks]
-            kinds = [spec.forgets for spec in self.specs if spec.blocks]
-            if table is not None and bool(forgets) in kinds:
-                fill(own[kinds.index(bool(forgets))].table, table)
+            if table is not None:
+                pairs = zip(self.specs, self._layers, strict=True)
+                own = (x for spec, x in pairs if spec.blocks and spec.forgets == bool(forgets))
+                if (layer := next(own, None)) is not None:
+                    fill(layer.table, table)
 
     def _grown(self, room: Room) -> list[Any]:
         """New buffers with the old contents."""
