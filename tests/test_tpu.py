@@ -22,7 +22,7 @@ from dualinfer.kernels.pallas import attention as attending  # noqa: E402
 from dualinfer.kernels.pallas import experts as mixing  # noqa: E402
 from dualinfer.kernels.pallas import product as products  # noqa: E402
 from dualinfer.kernels.pallas import state as states  # noqa: E402
-from dualinfer.ops.caches import CacheSpec  # noqa: E402
+from dualinfer.ops import caches  # noqa: E402
 
 from .cases import (  # noqa: E402
     encoders,
@@ -80,14 +80,20 @@ def test_steps_compile(chip, how, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "name",
+    ("name", "kind", "how"),
     [
-        pytest.param("llama-gqa", marks=pytest.mark.slow),
-        pytest.param("deepseek_v3", marks=pytest.mark.tpu),
+        pytest.param("llama-gqa", "full", {}, marks=pytest.mark.tpu),
+        pytest.param("llama-gqa", "full", {"kv_cache_dtype": "int8"}, marks=pytest.mark.slow),
+        pytest.param("llama-gqa", "blocks", {}, marks=pytest.mark.slow),
+        pytest.param("llama-gqa", "blocks", {"kv_cache_dtype": "fp8"}, marks=pytest.mark.tpu),
+        pytest.param("deepseek_v3", "latent", {}, marks=pytest.mark.tpu),
+        pytest.param("deepseek_v3", "latent_blocks", {}, marks=pytest.mark.tpu),
     ],
+    ids=str,
 )
-def test_a_step_copies_no_cache_whose_rows_fill_no_tiles(name, monkeypatch):
-    """Heads of 64, and latent vectors of 576: a TPU would hold their rows side by side."""
+def test_a_step_copies_no_cache_of_any_kind(name, kind, how, monkeypatch):
+    """Of heads of 64, and of latent vectors of 576: a TPU would hold their rows side by side."""
+    monkeypatch.setattr(caches, "kind_of", lambda a: kind)
     sizes = WIDE | {"head_dim": 64, "num_attention_heads": 4, "num_key_value_heads": 2}
     if name == "deepseek_v3":
         sizes = {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "num_hidden_layers": 1}
@@ -316,7 +322,9 @@ def test_pieces_of_latent_attention_of_real_sizes_compile(name, tokens, size, ch
     lead = (rows * total // size, 1, size) if size else (rows, 1, total)
     table = jax.ShapeDtypeStruct((rows, total // size if size else 0), "int32")
     q = floats(rows, tokens, heads, (own if made else rank) + turning)
-    held = floats(*lead, PallasOps().lies(CacheSpec("latent", 1, rank + turning, rank)).key_dim)
+    held = floats(
+        *lead, PallasOps().lies(caches.CacheSpec("latent", 1, rank + turning, rank)).key_dim
+    )
     args = q, held, table, *(floats(heads, n, rank) for n in (own, width))
     program = compiled(Job("attention", run, args), chip)
     assert program.kernels == {"attention"} and program.held <= 10 * np.prod(q.shape)

@@ -308,12 +308,16 @@ class PlainOps(PlainBlocks):
                 cache = cache.extend(slots, starts, lengths, rows, rows)
         elif cache is not None and lengths is not None:
             with self.span("append"):
-                cache = cache.append(shared, shared, lengths)
+                cache = self._append(cache, shared, shared, lengths)
         elif cache is not None:
             assert slots is not None
             with self.span("append"):
                 cache = cache.write(slots, shared[:, :, None], shared[:, :, None])
         return q, shared, cache
+
+    def _append(self, cache: CacheView, k: Array, v: Array, lengths: Array) -> CacheView:
+        """See `CacheView.append`."""
+        return cache.append(k, v, lengths)
 
     def _of_latents(self, layer: LayerAttention, shared: Array) -> tuple[Array, Array]:
         """Keys [B, S, H, D] and values [B, S, H, value_dim] of what heads share [B, S, ...]."""

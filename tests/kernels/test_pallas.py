@@ -370,6 +370,22 @@ def test_a_token_is_normed_turned_and_put_in_its_place(dtype, interleaved):
         np.testing.assert_array_equal(new, old)
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8", "uint8", "scales"])
+def test_a_row_is_put_in_its_place_of_an_array(dtype):
+    """Of blocks that others lie between, and of scales, which have no width."""
+    rng, rest = np.random.default_rng(1), () if dtype == "scales" else (16,)
+    kind = jnp.dtype("float32" if dtype == "scales" else dtype)
+    held, new = (
+        rng.integers(-120, 120, (*lead, *rest)).astype(np.int8).astype(kind)
+        for lead in ((5, 2, 256), (3, 2))
+    )
+    rows, places = np.array([4, 0, 2], np.int32), np.array([0, 255, 37], np.int32)
+    found = np.asarray(appending.put(*map(jnp.asarray, (held, new, rows, places)), **INTERPRET))
+    held[rows, :, places] = new
+    assert found.dtype == kind
+    np.testing.assert_array_equal(found, held)
+
+
 @pytest.mark.parametrize("rows", [1, 40])
 def test_experts_give_what_each_gives_by_itself(rows, monkeypatch):
     """Two blocks of hidden features; some experts have no row, one has more than a tile."""

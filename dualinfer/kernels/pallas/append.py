@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental import pallas as pl
 
-from .launch import Block, run, sublanes, whole
+from .launch import LANES, Block, run, sublanes, whole
 
 
 class Turn(NamedTuple):
@@ -60,6 +60,56 @@ def pairs(dim: int, turning: int, interleaved: bool) -> np.ndarray:
 def serves(k: jax.Array) -> bool:
     """True if keys [N, K, S, D] of a cache lie as the kernel writes them."""
     return k.shape[2] % min(sublanes(k.dtype), k.shape[2]) == 0
+
+
+def put(
+    held: jax.Array,
+    new: jax.Array,
+    rows: jax.Array,
+    places: jax.Array,
+    *,
+    interpret: bool,
+) -> jax.Array:
+    """A cache's array [M, K, S, D] or [M, K, S] with `new` [N, K, D] or [N, K], in its memory.
+
+    new[n] goes to place int32 places[n] of row int32 rows[n]; no two n have one row that is read.
+    XLA's scatter into some of these turns the whole array, and back.
+    """
+    if held.dtype == jnp.uint8:  # whose bits no chip stores of an int32
+        cast = jax.lax.bitcast_convert_type
+        given = cast(held, jnp.int8), cast(new, jnp.int8), rows, places
+        return cast(put(*given, interpret=interpret), jnp.uint8)
+    heads, tokens, *rest = held.shape[1:]
+    size = min(sublanes(held.dtype), tokens) if rest else _lanes_of(tokens)
+    shape = heads, size, *rest
+    wide = jnp.int32 if held.dtype == jnp.int8 else jnp.float32
+
+    def at(n: Any, rows: Any, places: Any) -> tuple[Any, ...]:
+        return rows[n], 0, jax.lax.div(places[n], jnp.int32(size)), *(0 for _ in rest)
+
+    def body(rows: Any, places: Any, ref: Any, new: Any, out: Any) -> None:
+        place = jax.lax.rem(places[pl.program_id(0)], jnp.int32(size))
+        here = jax.lax.broadcasted_iota(jnp.int32, shape, 1) == place
+        spread = jnp.broadcast_to(new[...].astype(wide), shape)
+        out[...] = jnp.where(here, spread, ref[...].astype(wide)).astype(held.dtype)
+
+    block = Block(held, (None, *shape), at)
+    new = new.astype(held.dtype).reshape(len(new), heads, 1, *rest)
+    (y,) = run(
+        body,
+        "put",
+        (len(new),),
+        [block, Block(new, (None, *new.shape[1:]), lambda n, *_: (n, *(0,) * (new.ndim - 1)))],
+        [block],
+        prefetch=[rows.astype(jnp.int32), places.astype(jnp.int32)],
+        changes={0: 0},
+        interpret=interpret,
+    )
+    return y
+
+
+def _lanes_of(tokens: int) -> int:
+    return LANES if tokens % LANES == 0 else tokens
 
 
 def append(

@@ -25,7 +25,16 @@ from ....kernels.pallas.launch import LANES
 from ....model.spec import Activation, Attention, Experts, ModelSpec, Recurrence, Router
 from ....model.weights import Weight
 from ....ops import attention, mixtures
-from ....ops.cache_kinds import BlockCache, CrossCache, FullCache, LatentBlockCache, LatentCache
+from ....ops.cache_kinds import (
+    BlockCache,
+    CrossCache,
+    FullCache,
+    LatentBlockCache,
+    LatentCache,
+    block_ends,
+    changed,
+    fitted,
+)
 from ....ops.caches import CacheSpec, CacheView, CrossView, StateView
 from ....ops.contract import (
     ALONE,
@@ -514,7 +523,7 @@ class PallasOps(FusedOps):
         if a.clips_normed or norm is None or not fits or not appending.serves(own.k):
             q, k, v = self._heads(layer, qkv, angles)
             with self.span("append"):
-                return q, cache.append(k[:, 0], v[:, 0], lengths)
+                return q, self._append(cache, k[:, 0], v[:, 0], lengths)
         turn = None
         if a.rope:
             cos, sin = (x[:, 0] for x in angles[a.rope])
@@ -539,6 +548,29 @@ class PallasOps(FusedOps):
         if a.growth:
             q = q * angles[a.growth][..., None, None].astype(q.dtype)
         return q, own._replace(k=k, v=v)
+
+    def _append(
+        self, cache: CacheView, k: jax.Array, v: jax.Array, lengths: jax.Array
+    ) -> CacheView:
+        """See `PlainOps._append`; a kernel for each array, which is changed in its place."""
+        own = cast(Any, cache)
+        in_table, latent = hasattr(own, "table"), hasattr(own, "shared")
+        first = own.shared[:, None] if latent else own.k
+        if not appending.serves(first):
+            return super()._append(cache, k, v, lengths)
+        places = lengths.clip(0, own.capacity - 1)
+        rows = jnp.arange(len(lengths), dtype=jnp.int32)
+        if in_table:
+            rows, places = block_ends(own, lengths, k)
+            rows = rows.clip(0, own.total - 1)
+
+        def put(held: jax.Array, new: jax.Array) -> jax.Array:
+            return appending.put(held, new, rows, places, interpret=self.interpret)
+
+        if latent:
+            new = fitted(MATHS, k, own.shared)
+            return own._replace(shared=put(first, new)[:, 0])
+        return changed(own, put, k, v)
 
     # Sampling
 
