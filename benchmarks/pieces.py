@@ -20,6 +20,7 @@ import torch
 from dualinfer.backends.torch.maths import MATHS
 from dualinfer.kernels.triton.attention import attention
 from dualinfer.ops.attention import attend_rows
+from dualinfer.ops.maths import KeyScoring
 
 HEADS, KV_HEADS, DIM, PIECE, BLOCK = 32, 8, 128, 2048, 64
 SIZES = (1 << 20, 4096, 2048, 1024)  # of pieces; the first is none
@@ -54,9 +55,11 @@ def check(
     q = torch.randn(b, t, h, d, device="cuda", dtype=dtype)
     slots = torch.randint(0, n, (b,), device="cuda")
     starts = torch.randint(0, s - t + 1, (b,), device="cuda")
-    how |= {"scale": d**-0.5}
+    scale = d**-0.5
     own_keys, own_values = (x[slots].double() for x in (keys, values))
-    wanted = attend_rows(MATHS, q.double(), own_keys, own_values, starts, **how)
+    wanted = attend_rows(
+        MATHS, q.double(), own_keys, own_values, starts, starts * 0 + t, KeyScoring(scale), **how
+    )
     order = torch.randperm(n * s // BLOCK, device="cuda")
     table = order.argsort().view(n, -1).int()
     where = {"causal": True, "starts": starts, "slots": slots}
@@ -64,7 +67,7 @@ def check(
         ("rows", (keys.transpose(1, 2), values.transpose(1, 2)), {}),
         ("blocks", (paged(keys, order), paged(values, order)), {"table": table}),
     ):
-        found = attention(q, ks, vs, **where, **more, **how)
+        found = attention(q, ks, vs, scale=scale, **where, **more, **how)
         error = float((found.double() - wanted).norm() / wanted.norm())
         print(f"{shape} in {name} of {room}, {dtype}, {how}: {error:.2e}")
         assert error < LIMITS[dtype]

@@ -5,16 +5,8 @@ from typing import Any
 
 from ..model.spec import Attention
 from .caches import CacheView
-from .contract import Array, LayerAttention
-from .maths import Maths, halves, heads, named
-
-
-def scoring(layer: LayerAttention) -> dict[str, Any]:
-    """Arguments that say how attention scores the layer's keys: facts of the layer."""
-    a = layer.spec
-    alibi = {"alibi": layer.slopes, "alibi_scale": layer.alibi_scale}
-    shared = {"window": a.window, "softcap": a.softcap, "sinks": layer.sinks}
-    return {"scale": a.scale, **shared, **alibi, "relative": layer.bias}
+from .contract import Array
+from .maths import KeyScoring, Maths, halves, heads, named
 
 
 @named("attention")
@@ -23,50 +15,37 @@ def attention(
     q: Array,
     k: Array,
     v: Array,
+    scoring: KeyScoring,
     *,
-    scale: float,
     causal: bool,
     window: int | None = None,
     mask: Array | None = None,
     segments: Array | None = None,
-    alibi: Array | None = None,
-    alibi_scale: float | None = None,
     positions: Array | None = None,
-    softcap: float | None = None,
-    sinks: Array | None = None,
-    relative: Array | None = None,
 ) -> Array:
     """Attention of whole sequences: q [B, T, H, D], k and v [B, T, K, D] to [B, T, H, D].
 
     Values may have another width than keys, and then the result has it. `mask` bool [B, T] hides
     keys, `segments` int [B, T] separates packed sequences. A query that would see nothing sees
-    itself, so that it stays finite. `alibi` and `sinks` are float32 [H], `positions` int [B, T] are
-    what the slopes of `alibi` count, `alibi_scale` as in `alibi_bias`. k and v may be float32 where
-    q is not, as a cache in codes keeps them. `relative` [H, 2M+1] is as in `relative_bias`.
+    itself, so that it stays finite. `positions` int [B, T] are what slopes count, if there are any;
+    else tokens count from 0. k and v may be float32 where q is not, as a cache in codes keeps them.
     """
     tokens = q.shape[1]
     window = None if window is None or window >= tokens else window
 
     def bias(rows: Array | None) -> Array:
-        at = positions if alibi is not None else None
+        at = positions if scoring.alibi is not None else None
         at = m.arange(tokens, q)[None] if at is None else at
-        own = at if rows is None else at[:, rows]
-        if alibi is None:
-            return relative_bias(relative, at, own)
-        return alibi_bias(m, alibi, at, own, alibi_scale)
+        return bias_of(m, scoring, at, at if rows is None else at[:, rows])
 
-    return m.attention(
-        q,
-        k,
-        v,
-        scale=scale,
-        causal=causal,
-        visible=_visible(m, q, causal, window, mask, segments),
-        bias=None if alibi is None and relative is None else bias,
-        softcap=softcap,
-        sinks=sinks,
-        exact=alibi is not None,
-    )
+    visible = _visible(m, q, causal, window, mask, segments)
+    added = bias if _adds(scoring) else None
+    return m.attention(q, k, v, scoring, causal=causal, visible=visible, bias=added)
+
+
+def _adds(scoring: KeyScoring) -> bool:
+    """True if distances add to scores."""
+    return scoring.alibi is not None or scoring.relative is not None
 
 
 def _visible(
@@ -124,11 +103,11 @@ def alibi_bias(m: Maths, slopes: Array, keys: Array, queries: Array, scale: floa
     return (at(keys)[:, :, None, :] - at(queries)[..., None]) * scale
 
 
-def bias_of(m: Maths, layer: LayerAttention, keys: Array, queries: Array) -> Array:
+def bias_of(m: Maths, scoring: KeyScoring, keys: Array, queries: Array) -> Array:
     """What slopes or a table add to scores, [B, H, T, S], of int positions [B, S] and [B, T]."""
-    if layer.slopes is None:
-        return relative_bias(layer.bias, keys, queries)
-    return alibi_bias(m, layer.slopes, keys, queries, layer.alibi_scale)
+    if scoring.alibi is None:
+        return relative_bias(scoring.relative, keys, queries)
+    return alibi_bias(m, scoring.alibi, keys, queries, scoring.alibi_scale)
 
 
 def relative_bias(table: Array, keys: Array, queries: Array) -> Array:
@@ -172,16 +151,14 @@ def cross_attention(
     k: Array,
     v: Array,
     visible: Array | None,
-    *,
-    scale: float,
-    softcap: float | None = None,
+    scoring: KeyScoring,
 ) -> Array:
     """Attention to other sequences: q [B, T, H, D], k and v [B, K, S, D] to [B, T, H, D].
 
-    bool `visible` [B, S] shows keys, None all. `softcap` as in `attention`.
+    bool `visible` [B, S] shows keys, None all. No distances add to scores.
     """
     shown = None if visible is None else (lambda rows: visible[:, None])
-    return m.attention(q, k, v, scale=scale, visible=shown, softcap=softcap, by_head=True)
+    return m.attention(q, k, v, scoring, visible=shown, by_head=True)
 
 
 def weigh_across(
@@ -207,22 +184,16 @@ def decode_attention(
     q: Array,
     cache: CacheView,
     lengths: Array,
+    scoring: KeyScoring,
     *,
-    scale: float,
     window: int | None = None,
     chunk: int | None = None,
-    alibi: Array | None = None,
-    alibi_scale: float | None = None,
-    softcap: float | None = None,
-    sinks: Array | None = None,
-    relative: Array | None = None,
     reach: int | None = None,
 ) -> Array:
     """Attention of one query a slot, q [N, H, D], to the `lengths` [N] cached tokens: [N, H, D].
 
-    The query is the last of them, and sees those of its own `chunk` of tokens. `alibi` and `sinks`
-    are float32 [H], `alibi_scale` as in `alibi_bias`, `relative` as in `attention`. These are the
-    cache's first slots, and of each the first `reach` tokens are read; None for all.
+    The query is the last of them, and sees those of its own `chunk` of tokens. Of the cache these
+    are the first slots, and of each the first `reach` tokens are read; None for all.
     """
     cache = cache.view(len(q), reach or cache.capacity)
     keys, values = cache.read()
@@ -235,22 +206,10 @@ def decode_attention(
     keys, values = (written_alone(m, x, visible) for x in (keys, values))
 
     def bias(rows: Array | None) -> Array:
-        if alibi is None:
-            return relative_bias(relative, at, count - 1)
-        return alibi_bias(m, alibi, at, count - 1, alibi_scale)
+        return bias_of(m, scoring, at, count - 1)
 
-    return m.attention(
-        q,
-        keys,
-        values,
-        scale=scale,
-        visible=lambda rows: visible[:, None],
-        bias=None if alibi is None and relative is None else bias,
-        softcap=softcap,
-        sinks=sinks,
-        exact=alibi is not None,
-        by_head=True,
-    )
+    added, shown = bias if _adds(scoring) else None, lambda rows: visible[:, None]
+    return m.attention(q, keys, values, scoring, visible=shown, bias=added, by_head=True)
 
 
 def written_alone(m: Maths, x: Array, written: Array) -> Array:
@@ -270,21 +229,16 @@ def attend_rows(
     values: Array,
     starts: Array,
     lengths: Array,
+    scoring: KeyScoring,
     *,
-    scale: float,
     window: int | None = None,
     chunk: int | None = None,
-    alibi: Array | None = None,
-    alibi_scale: float | None = None,
-    softcap: float | None = None,
-    sinks: Array | None = None,
-    relative: Array | None = None,
 ) -> Array:
     """Attention of rows q [B, T, H, D] to cached keys and values [B, K, S, D]: [B, T, H, D].
 
     Query t of a row stands at key starts[b] + t of int `starts` [B], and sees itself and the keys
     before, of those its `window` and its own `chunk` of tokens; `lengths` [B] are real, and the
-    rest is padding. All else as in `decode_attention`.
+    rest is padding.
     """
     at, tokens = m.arange(keys.shape[2], q)[None], m.arange(q.shape[1], q)
     written = at < (starts + lengths)[:, None]
@@ -306,22 +260,10 @@ def attend_rows(
         return shown
 
     def bias(rows: Array | None) -> Array:
-        if alibi is None:
-            return relative_bias(relative, at, own(rows))
-        return alibi_bias(m, alibi, at, own(rows), alibi_scale)
+        return bias_of(m, scoring, at, own(rows))
 
-    return m.attention(
-        q,
-        keys,
-        values,
-        scale=scale,
-        visible=visible,
-        bias=None if alibi is None and relative is None else bias,
-        softcap=softcap,
-        sinks=sinks,
-        exact=alibi is not None,
-        by_head=True,
-    )
+    added = bias if _adds(scoring) else None
+    return m.attention(q, keys, values, scoring, visible=visible, bias=added, by_head=True)
 
 
 def chunks(

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple, Protocol, TypeAlias, runtime_checkable
 from ..model.spec import Activation, Attention, Experts, ModelSpec, Norm, Recurrence, Router
 from ..model.weights import Leaf, Weight
 from .caches import CacheView, CrossView, StateView
-from .maths import Maths
+from .maths import KeyScoring, Maths
 from .schemes import BlockArithmetic
 
 Array: TypeAlias = Any
@@ -168,9 +168,11 @@ class LayerAttention(NamedTuple):
     places: Any = None
 
     @property
-    def alibi_scale(self) -> float | None:
-        """The factor of rounded products of slopes and positions; None without them."""
-        return self.spec.scale if self.spec.alibi_rounded else None
+    def scoring(self) -> KeyScoring:
+        """How the layer scores keys."""
+        a = self.spec
+        rounded = a.scale if a.alibi_rounded else None
+        return KeyScoring(a.scale, a.softcap, self.sinks, self.slopes, rounded, self.bias)
 
     @classmethod
     def named(

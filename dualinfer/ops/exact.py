@@ -13,7 +13,7 @@ import ml_dtypes
 import numpy as np
 
 from ..model.spec import Activation
-from .maths import taken
+from .maths import KeyScoring, taken
 
 Array: TypeAlias = Any
 
@@ -276,26 +276,23 @@ class ExactMaths:
         q: Array,
         k: Array,
         v: Array,
+        scoring: KeyScoring,
         *,
-        scale: float,
         causal: bool = False,
         visible: Callable[[Any], Any] | None = None,
         bias: Callable[[Any], Any] | None = None,
-        softcap: float | None = None,
-        sinks: Array | None = None,
-        exact: bool = False,
         by_head: bool = False,
     ) -> Array:
         """See `Maths`."""
         if q.ndim == 3:
-            how: Any = {"visible": visible, "bias": bias, "softcap": softcap, "sinks": sinks}
-            return self.attention(q[:, None], k, v, scale=scale, by_head=by_head, **how)[:, 0]
+            how: Any = {"visible": visible, "bias": bias, "by_head": by_head}
+            return self.attention(q[:, None], k, v, scoring, **how)[:, 0]
         if not by_head:
             k, v = k.swapaxes(1, 2), v.swapaxes(1, 2)
         k, v = (np.repeat(self.wide(x), q.shape[2] // x.shape[1], 1) for x in (k, v))
-        scores = np.einsum("bthd,bhsd->bhts", self.wide(q), k) * scale
-        if softcap is not None:
-            scores = softcap * np.tanh(scores / softcap)
+        scores = np.einsum("bthd,bhsd->bhts", self.wide(q), k) * scoring.scale
+        if (cap := scoring.softcap) is not None:
+            scores = cap * np.tanh(scores / cap)
         if bias is not None:
             scores = scores + self.wide(bias(None))
         seen = None if visible is None else visible(None)[:, None]
@@ -303,8 +300,8 @@ class ExactMaths:
             seen = np.tri(q.shape[1], dtype=bool)
         if seen is not None:
             scores = np.where(seen, scores, -np.inf)
-        if sinks is not None:
-            beside = np.broadcast_to(sinks[:, None, None], (*scores.shape[:-1], 1))
+        if scoring.sinks is not None:
+            beside = np.broadcast_to(scoring.sinks[:, None, None], (*scores.shape[:-1], 1))
             scores = np.concatenate((scores, beside), -1)
         weights = self.softmax(scores)[..., : k.shape[2]]
         return np.einsum("bhts,bhsd->bthd", weights, v)

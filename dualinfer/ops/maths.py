@@ -14,13 +14,30 @@ from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import wraps
 from itertools import accumulate
-from typing import Any, ParamSpec, Protocol, TypeVar
+from typing import Any, NamedTuple, ParamSpec, Protocol, TypeVar
 
 from ..model.spec import Activation
 from ..model.weights import Leaf, Weight
 
 P = ParamSpec("P")
 R = TypeVar("R")
+
+
+class KeyScoring(NamedTuple):
+    """How attention scores the keys that a query sees.
+
+    A score is the product of query and key times `scale`, and with `softcap` c then
+    c tanh(score / c). To that float32 slopes `alibi` [H] add, with `alibi_scale` as in
+    `attention.alibi_bias`, or float32 `relative` [H, 2M+1] as in `attention.relative_bias`. Float32
+    `sinks` [H] join each softmax without a value. Kernels have arguments of these names.
+    """
+
+    scale: float
+    softcap: float | None = None
+    sinks: Any = None
+    alibi: Any = None
+    alibi_scale: float | None = None
+    relative: Any = None
 
 
 class Maths(Protocol):
@@ -335,14 +352,11 @@ class Maths(Protocol):
         q: Any,
         k: Any,
         v: Any,
+        scoring: KeyScoring,
         *,
-        scale: float,
         causal: bool = False,
         visible: Callable[[Any], Any] | None = None,
         bias: Callable[[Any], Any] | None = None,
-        softcap: float | None = None,
-        sinks: Any = None,
-        exact: bool = False,
         by_head: bool = False,
     ) -> Any:
         """Means of values by the softmax of scores, in q's dtype: q [B, T, H, D] to [B, T, H, D].
@@ -351,9 +365,8 @@ class Maths(Protocol):
         [B, S, K, D], or `by_head` [B, K, S, D], and may be float32 where q is not; values may have
         another width, and then the result has it. `visible(rows)` is bool [B or 1, R or 1, S] for
         int rows [R] of queries, or None for all of them; without it all is seen, or if `causal`
-        what is not ahead. `bias(rows)` [B or 1, H, R or 1, S] is added to scaled and capped scores,
-        which are float32 if it is `exact`. `softcap` caps scores, and float32 `sinks` [H] join each
-        softmax without a value.
+        what is not ahead. `bias(rows)` [B or 1, H, R or 1, S] is what `alibi` or `relative` of
+        `scoring` add to scaled and capped scores, which are float32 where it is of slopes.
         """
         ...
 

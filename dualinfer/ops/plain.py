@@ -23,7 +23,7 @@ from .contract import (
     Unnormed,
     Weights,
 )
-from .maths import Maths, cut, flat, heads
+from .maths import KeyScoring, Maths, cut, flat, heads
 from .norms import plain_norm, rms_norm
 from .projection import added
 from .schemes import BlockArithmetic
@@ -384,7 +384,7 @@ class PlainOps(PlainBlocks):
             q, shared, cache = self._latents(layer, qkv, angles, cache, slots)
             k, v = self._of_latents(layer, shared)
             how: dict[str, Any] = {"mask": mask, "segments": segments}
-            y = attention.attention(m, q, k, v, scale=a.scale, causal=a.causal, **how)
+            y = attention.attention(m, q, k, v, layer.scoring, causal=a.causal, **how)
             return flat(y), cache
         if layer.places is not None:
             return self._attend_places(layer, qkv, angles, mask, segments), cache
@@ -395,8 +395,9 @@ class PlainOps(PlainBlocks):
                 cache = cache.write(slots, k, v)
             k, v = cache.kept(k, v)
         segments = attention.chunks(m, a, q.shape[:2], mask, segments, q)
-        how = {"causal": a.causal, "mask": mask, "segments": segments, "positions": positions}
-        return flat(attention.attention(m, q, k, v, **how, **attention.scoring(layer))), cache
+        how = {"causal": a.causal, "window": a.window, "positions": positions}
+        how |= {"mask": mask, "segments": segments}
+        return flat(attention.attention(m, q, k, v, layer.scoring, **how)), cache
 
     def attend_rows(
         self,
@@ -417,13 +418,15 @@ class PlainOps(PlainBlocks):
             shared, _ = _reached(written, reach).read(slots)
             k, v = self._of_latents(layer, shared[:, 0])
             k, v = k.swapaxes(1, 2), v.swapaxes(1, 2)
-            return flat(attention.attend_rows(m, q, k, v, starts, lengths, scale=a.scale)), written
+            y = attention.attend_rows(m, q, k, v, starts, lengths, layer.scoring)
+            return flat(y), written
         q, k, v = self._heads(layer, qkv, angles)
         with self.span("append"):
             cache = cache.extend(slots, starts, lengths, k, v)
-        how = {"chunk": a.chunk, **attention.scoring(layer)}
+        how = {"window": a.window, "chunk": a.chunk}
         held = _reached(cache, reach).read(slots)
-        return flat(attention.attend_rows(m, q, *held, starts, lengths, **how)), cache
+        y = attention.attend_rows(m, q, *held, starts, lengths, layer.scoring, **how)
+        return flat(y), cache
 
     def attend_token(
         self,
@@ -441,14 +444,13 @@ class PlainOps(PlainBlocks):
             q, _, written = self._latents(layer, qkv, angles, cache, None, lengths)
             assert written is not None
             q = self._absorbed(layer, q[:, 0])
-            how: dict[str, Any] = {"scale": a.scale, "reach": reach}
-            y = attention.decode_attention(m, q, written, lengths + 1, **how)
+            y = attention.decode_attention(m, q, written, lengths + 1, layer.scoring, reach=reach)
             return self._values_of(layer, y[..., : a.latent.rank]), written
         q, k, v = self._heads(layer, qkv, angles)
         with self.span("append"):
             cache = cache.append(k[:, 0], v[:, 0], lengths)
-        how = {"chunk": a.chunk, "reach": reach, **attention.scoring(layer)}
-        y = attention.decode_attention(m, q[:, 0], cache, lengths + 1, **how)
+        how = {"window": a.window, "chunk": a.chunk, "reach": reach}
+        y = attention.decode_attention(m, q[:, 0], cache, lengths + 1, layer.scoring, **how)
         return flat(y)[:, None], cache
 
     def attend_across(
@@ -467,16 +469,16 @@ class PlainOps(PlainBlocks):
         if cache is not None:
             cache = cache.keep(slots, k, v, lengths)
         q, k, v = heads(q, width=a.head_dim), k.swapaxes(1, 2), v.swapaxes(1, 2)
-        how = {"scale": a.scale, "softcap": a.softcap}
-        return flat(attention.cross_attention(self.maths, q, k, v, mask, **how)), cache
+        scoring = KeyScoring(a.scale, a.softcap)
+        return flat(attention.cross_attention(self.maths, q, k, v, mask, scoring)), cache
 
     def attend_kept(self, a: Attention, q: Array, cache: CrossView) -> Array:
         """See `contract.Ops.attend_kept`."""
         m, q = self.maths, heads(q, width=a.head_dim)
         cache = cache.view(len(q), cache.capacity)
         visible = m.arange(cache.capacity, q)[None] < cache.lengths.clip(1)[:, None]
-        how = {"scale": a.scale, "softcap": a.softcap}
-        return flat(attention.cross_attention(m, q, *cache.read(), visible, **how))
+        scoring = KeyScoring(a.scale, a.softcap)
+        return flat(attention.cross_attention(m, q, *cache.read(), visible, scoring))
 
     def recur(
         self,

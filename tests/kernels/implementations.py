@@ -15,6 +15,7 @@ from dualinfer import ops
 from dualinfer.model.weights import Weight
 from dualinfer.ops import exact, sampling
 from dualinfer.ops.cache_kinds import kinds_over
+from dualinfer.ops.maths import KeyScoring
 from dualinfer.ops.schemes import BlockArithmetic
 
 from .cases import GARBAGE
@@ -77,10 +78,17 @@ class Implementation:
         return partial(self._call, name, self._ops[name])
 
     def _call(self, op: str, function: Callable, *args: Any, **kwargs: Any) -> Any:
-        """Call with arrays in the places of Weight and FullCache; parameters' names tell where."""
+        """Call with arrays in the places of Weight and FullCache; parameters' names tell where.
+
+        What a `scoring` holds is given by its names.
+        """
         if op in ("gumbel", "threefry2x32"):
             args = over_arrays(lambda a: a.astype(np.uint32), args)
-        bound = inspect.signature(function).bind(*args, **kwargs)
+        signature = inspect.signature(function)
+        if "scoring" in signature.parameters:
+            own = {name: kwargs.pop(name) for name in KeyScoring._fields if name in kwargs}
+            kwargs["scoring"] = KeyScoring(**own)
+        bound = signature.bind(*args, **kwargs)
         for name, value in bound.arguments.items():
             if name == "weight" and op in MATRIX_OPS:
                 bound.arguments[name] = Weight(value, axes=())

@@ -241,11 +241,13 @@ def test_jax_attends_in_pieces_as_in_one(option, monkeypatch):
     put = pytest.importorskip("jax").numpy.asarray
     from dualinfer.backends.jax import maths
     from dualinfer.ops.attention import attention
+    from dualinfer.ops.maths import KeyScoring
 
     rng = np.random.default_rng(4)
     q, k, v = (normal(i, 2, 64, heads, 16, dtype=np.dtype(np.float32)) for i, heads in
                enumerate((4, 2, 2)))  # fmt: skip
-    how: dict = {"scale": 0.25, "causal": option != "bidirectional"}
+    how: dict = {"causal": option != "bidirectional"}
+    own: dict = {"scale": 0.25}
     if option in ("window", "all"):
         how["window"] = 19
     if option in ("mask", "all"):
@@ -253,13 +255,15 @@ def test_jax_attends_in_pieces_as_in_one(option, monkeypatch):
     if option in ("segments", "all"):
         how["segments"] = np.sort(rng.integers(0, 3, (2, 64)), axis=1)
     if option == "all":
-        how |= {"alibi": np.linspace(0.1, 0.5, 4, dtype=np.float32), "softcap": 3.0}
-        how |= {"positions": rng.integers(0, 50, (2, 64)), "sinks": np.ones(4, np.float32)}
+        own |= {"alibi": put(np.linspace(0.1, 0.5, 4, dtype=np.float32)), "softcap": 3.0}
+        own |= {"sinks": put(np.ones(4, np.float32))}
+        how |= {"positions": rng.integers(0, 50, (2, 64))}
     how = {n: put(x) if isinstance(x, np.ndarray) else x for n, x in how.items()}
-    whole = attention(maths.MATHS, put(q), put(k), put(v), **how)
+    given = put(q), put(k), put(v), KeyScoring(**own)
+    whole = attention(maths.MATHS, *given, **how)
     for size in (16, 24):  # the second does not divide the tokens
         monkeypatch.setattr(maths, "_WHOLE", size)
-        pieces = attention(maths.MATHS, put(q), put(k), put(v), **how)
+        pieces = attention(maths.MATHS, *given, **how)
         assert_close(np.asarray(pieces), np.asarray(whole), q.dtype, length=64)
 
 

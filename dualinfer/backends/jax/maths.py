@@ -10,7 +10,7 @@ import numpy as np
 from jax import lax
 
 from ...model.spec import Activation
-from ...ops.maths import taken
+from ...ops.maths import KeyScoring, taken
 from .groups import Blocks, Way, multiply
 
 _FEW = 64  # rows of a product
@@ -331,14 +331,11 @@ class JaxMaths:
         q: jax.Array,
         k: jax.Array,
         v: jax.Array,
+        scoring: KeyScoring,
         *,
-        scale: float,
         causal: bool = False,
         visible: Callable[[Any], Any] | None = None,
         bias: Callable[[Any], Any] | None = None,
-        softcap: float | None = None,
-        sinks: jax.Array | None = None,
-        exact: bool = False,
         by_head: bool = False,
     ) -> jax.Array:
         """See `Maths`: a dense softmax, of so many queries at once."""
@@ -350,9 +347,9 @@ class JaxMaths:
 
         def part(rows: Any, some: jax.Array) -> jax.Array:
             """The result for `some` queries, those of int `rows`, or all."""
-            scores = self.scores(f"b{t}kgd,{held}->bkg{t}s", some, k) * scale
-            if softcap is not None:
-                scores = softcap * jnp.tanh(scores / softcap)
+            scores = self.scores(f"b{t}kgd,{held}->bkg{t}s", some, k) * scoring.scale
+            if (cap := scoring.softcap) is not None:
+                scores = cap * jnp.tanh(scores / cap)
 
             def over(a: jax.Array, groups: tuple[int, ...]) -> jax.Array:
                 """An array [B or 1, H or 1, R or 1, S] as scores lie."""
@@ -369,7 +366,7 @@ class JaxMaths:
                 seen = (at <= (at if rows is None else rows)[:, None])[None, None]
             if seen is not None:
                 scores = jnp.where(over(seen, (1, 1)), scores, -jnp.inf)
-            weights = _softmax(scores, sinks).astype(v.dtype)
+            weights = _softmax(scores, scoring.sinks).astype(v.dtype)
             return einsum(f"bkg{t}s,{held}->b{t}kgd", weights, v)
 
         if tokens <= _WHOLE or tokens % _WHOLE:

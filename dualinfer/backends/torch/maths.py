@@ -9,7 +9,7 @@ import torch
 from torch.nn import functional as F
 
 from ...model.spec import Activation
-from ...ops.maths import taken
+from ...ops.maths import KeyScoring, taken
 from .profiling import span
 
 
@@ -329,14 +329,11 @@ class TorchMaths:
         q: torch.Tensor,
         k: torch.Tensor,
         v: torch.Tensor,
+        scoring: KeyScoring,
         *,
-        scale: float,
         causal: bool = False,
         visible: Callable[[Any], Any] | None = None,
         bias: Callable[[Any], Any] | None = None,
-        softcap: float | None = None,
-        sinks: torch.Tensor | None = None,
-        exact: bool = False,
         by_head: bool = False,
     ) -> torch.Tensor:
         """See `Maths`: SDPA, or where it has no arguments for what is asked, products."""
@@ -346,12 +343,12 @@ class TorchMaths:
             k, v = k.transpose(1, 2), v.transpose(1, 2)
         seen = None if visible is None else visible(None)[:, None]
         added = None if bias is None else bias(None)
-        exact = exact or softcap is not None or sinks is not None
+        exact = any(x is not None for x in (scoring.alibi, scoring.softcap, scoring.sinks))
         if causal and seen is None and (exact or added is not None):
             at = torch.arange(k.shape[2], device=q.device)
             seen = at <= at[:, None]
         if exact:
-            y = _dense_attention(q, k, v, seen, scale, added, softcap, sinks)
+            y = _dense_attention(q, k, v, seen, scoring, added)
             return y.transpose(1, 2).reshape(shape).to(dtype)
         mask = seen
         if added is not None:
@@ -369,7 +366,7 @@ class TorchMaths:
             v,
             attn_mask=mask,
             is_causal=causal and mask is None,
-            scale=scale,
+            scale=scoring.scale,
             enable_gqa=q.shape[1] != kv_heads,
         )
         return y.reshape(rows, heads, tokens, -1).transpose(1, 2).reshape(shape).to(dtype)
@@ -417,10 +414,8 @@ def _dense_attention(
     k: torch.Tensor,
     v: torch.Tensor,
     visible: torch.Tensor | None,
-    scale: float,
+    scoring: KeyScoring,
     bias: torch.Tensor | None,
-    softcap: float | None,
-    sinks: torch.Tensor | None,
 ) -> torch.Tensor:
     """Attention that SDPA does not have: q [B, H, T, D], k and v [B, K, S, D] to [B, H, T, D].
 
@@ -431,15 +426,15 @@ def _dense_attention(
     kv_heads = k.shape[1]
     # The query heads of one KV head are rows of one product: no copy of the keys for GQA.
     rows = q.reshape(batch, kv_heads, -1, dim).float()
-    scores = (rows @ k.float().mT).view(batch, heads, tokens, -1) * scale
-    if softcap is not None:
-        scores = softcap * torch.tanh(scores / softcap)
+    scores = (rows @ k.float().mT).view(batch, heads, tokens, -1) * scoring.scale
+    if (cap := scoring.softcap) is not None:
+        scores = cap * torch.tanh(scores / cap)
     if bias is not None:
         scores = scores + bias
     if visible is not None:
         scores = scores.masked_fill(~visible, -torch.inf)
-    if sinks is not None:
-        beside = sinks[:, None, None].expand(batch, heads, tokens, 1)
+    if scoring.sinks is not None:
+        beside = scoring.sinks[:, None, None].expand(batch, heads, tokens, 1)
         scores = torch.cat((scores, beside), dim=-1)
     weights = scores.softmax(-1)[..., : k.shape[2]].to(v.dtype)
     return (weights.reshape(batch, kv_heads, -1, v.shape[2]) @ v).view(batch, heads, tokens, -1)

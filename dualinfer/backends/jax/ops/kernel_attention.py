@@ -20,7 +20,7 @@ from ....kernels.xla.launches import call
 from ....model.spec import Attention, ModelSpec, Rope
 from ....ops import rotary as turning
 from ....ops.attention import attention as plain_attention
-from ....ops.attention import chunks, scoring
+from ....ops.attention import chunks
 from ....ops.cache_kinds import BlockCache, CrossCache, FullCache, LatentBlockCache
 from ....ops.caches import CacheView, CrossView
 from ....ops.contract import LatentQkv, LayerAttention
@@ -221,9 +221,9 @@ class KernelAttention(KernelBase):
                     q, k, v, scale=a.scale, is_causal=a.causal, implementation="cudnn"
                 )
             elif wide:
-                how = {"causal": a.causal, "mask": mask, "segments": segments}
-                how |= {"positions": positions} | scoring(layer)
-                y = plain_attention(self.maths, q, k, v, **how)
+                how = {"causal": a.causal, "window": a.window, "positions": positions}
+                how |= {"mask": mask, "segments": segments}
+                y = plain_attention(self.maths, q, k, v, layer.scoring, **how)
             else:
                 how |= {"capability": self.capability}
                 y, _ = call(attention.attention, q, k, v, **how)
@@ -249,7 +249,8 @@ class KernelAttention(KernelBase):
         """Arguments by which the queries of [B, T, ...] attend, but for what they see."""
         a, (batch, tokens, _) = layer.spec, qkv.shape
         shape = qkv.dtype.itemsize, a.head_dim, tokens, batch * a.heads, a.causal
-        how: dict[str, Any] = {"causal": a.causal, "sms": self.sms, **scoring(layer)}
+        how: dict[str, Any] = {"causal": a.causal, "window": a.window, "sms": self.sms}
+        how |= layer.scoring._asdict()
         how |= {"config": self.configurations.find(attention_choice.tuning_key(*shape))}
         return how | {"pdl": self.starts_early(batch * tokens)}
 
@@ -344,9 +345,10 @@ class KernelAttention(KernelBase):
                 pdl=self.starts_early(len(lengths)),
                 capability=self.capability,
                 written=(*held, self._counters),
+                window=a.window,
                 chunk=a.chunk,
                 **_head_arguments(layer),
-                **scoring(layer),
+                **layer.scoring._asdict(),
             )
         return y[:, None], _with(known, filled)
 

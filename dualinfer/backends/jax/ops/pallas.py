@@ -590,7 +590,7 @@ def _scores(layer: LayerAttention, keys: jax.Array, queries: jax.Array) -> atten
     if layer.bias is None and not a.alibi_rounded:
         return scores._replace(slopes=layer.slopes)
     with jax.named_scope("attention"):
-        bias = attention.bias_of(MATHS, layer, keys, queries)
+        bias = attention.bias_of(MATHS, layer.scoring, keys, queries)
         return scores._replace(bias=bias.astype(jnp.float32))
 
 

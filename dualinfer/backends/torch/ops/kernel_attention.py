@@ -17,7 +17,7 @@ from ....kernels.triton import (
 from ....model.spec import Attention, ModelSpec
 from ....ops import rotary as turning
 from ....ops.attention import attention as plain_attention
-from ....ops.attention import chunks, scoring
+from ....ops.attention import chunks
 from ....ops.cache_kinds import BlockCache, CrossCache, FullCache, LatentBlockCache, LatentCache
 from ....ops.caches import CacheView, CrossView
 from ....ops.contract import LatentQkv, LayerAttention
@@ -244,13 +244,13 @@ class KernelAttention(KernelBase):
         a, positions = layer.spec, how.pop("positions", None)
         if has_wide_heads(q.shape[-1]):
             assert "starts" not in how
-            how |= {"causal": a.causal, "positions": positions} | scoring(layer)
-            return plain_attention(self.maths, q, k, v, **how)
-        how = {"causal": a.causal, "window": a.window, **how}
-        how |= {"alibi": layer.slopes, "softcap": a.softcap, "sinks": layer.sinks}
+            how |= {"causal": a.causal, "window": a.window, "positions": positions}
+            return plain_attention(self.maths, q, k, v, layer.scoring, **how)
+        how, scoring = {"causal": a.causal, "window": a.window, **how}, layer.scoring
         backends: tuple[str, ...] = ()
-        if layer.bias is None and "starts" not in how:
-            backends = attention_choice.sdpa_backends(q, **how)
+        if scoring.relative is None and "starts" not in how:
+            asked = {name: getattr(scoring, name) for name in ("alibi", "softcap", "sinks")}
+            backends = attention_choice.sdpa_backends(q, **how, **asked)
         if backends:
             with sdpa_kernel([_SDPA[name] for name in backends], set_priority=True):
                 return F.scaled_dot_product_attention(
@@ -261,11 +261,11 @@ class KernelAttention(KernelBase):
                     scale=a.scale,
                     enable_gqa=a.heads != a.kv_heads,
                 ).transpose(1, 2)
-        how |= {"alibi_scale": layer.alibi_scale, "relative": layer.bias}
+        how |= scoring._asdict()
         shape = q.element_size(), q.shape[3], q.shape[1], q.shape[0] * a.heads, a.causal
         config = self.configurations.find(attention_choice.tuning_key(*shape))
         how |= {"positions": positions, "config": config}
-        return attention.attention(q, k, v, scale=a.scale, sms=self.sms, pdl=self.pdl, **how)
+        return attention.attention(q, k, v, sms=self.sms, pdl=self.pdl, **how)
 
     @named("decode_attention")
     def attend_token(
@@ -297,19 +297,14 @@ class KernelAttention(KernelBase):
             table=_table_of(known),
             scales=_scales_of(known),
             heads=a.heads,
-            scale=a.scale,
             counters=self._zeros(max(qkv.shape[0] * a.kv_heads, decode_attention.MOST_PARTS)),
             window=a.window,
             chunk=a.chunk,
-            alibi=layer.slopes,
-            alibi_scale=layer.alibi_scale,
-            softcap=a.softcap,
-            sinks=layer.sinks,
-            relative=layer.bias,
             config=config,
             sms=self.sms,
             pdl=self.starts_early(len(lengths)),
             **head_arguments(layer, layer.frequencies),
+            **layer.scoring._asdict(),
         )
         return y[:, None], cache
 

@@ -325,7 +325,7 @@ def _prompts(
             continue
         numbers = like.element_size(), dim, tokens, a.heads, a.causal
         key = attention_choice.tuning_key(*numbers)
-        how |= {"scale": a.scale, "alibi_scale": layer.alibi_scale}
+        how |= {"scale": a.scale, "alibi_scale": layer.scoring.alibi_scale}
         maker = _prompt_maker(layer, ops, like, tokens, how)
         yield TuningCase(key, tuning.candidates(key, ops.sms), maker)
 
