@@ -10,7 +10,7 @@ import pytest
 from dualinfer import decoder
 from dualinfer.model.weights import parts_of, with_parts
 from dualinfer.ops import contract, exact, plain
-from dualinfer.ops.contract import LayerAttention
+from dualinfer.ops.contract import LayerAttention, Tokens
 from dualinfer.ops.schemes import BlockArithmetic
 
 from .models import relative_rms
@@ -70,7 +70,8 @@ def test_decoder_gives_the_same_over_any_ops_of_the_contract(name, engine_of):
     def attend(i, qkv):
         return ops.attend(ops.layer_attention(spec, params, i), qkv, angles)[0]
 
-    states = decoder.hidden_states(spec, params, ops, ids, positions, types, attend, keep=True)
+    tokens, mixers = Tokens(ids, positions, token_types=types), decoder.Mixers(attend)
+    states = decoder.hidden_states(spec, params, ops, tokens, mixers, keep=True)
     found = decoder.outputs(spec, params, ops, states, keep=True)
     expected = engine(ids, output_hidden_states=True)
     assert set(found) == set(expected)

@@ -23,6 +23,7 @@ from dualinfer.backends.base import ForwardInputs, Piece, Pool, Request, Samplin
 from dualinfer.backends.leading import Leading, follow
 from dualinfer.cli import shared_engine
 from dualinfer.errors import ConfigError, DistributedError, LengthError, UnsupportedError
+from dualinfer.ops.contract import Tokens
 from dualinfer.parallel import frames
 from dualinfer.parallel.agreement import Peers
 from dualinfer.parallel.frames import packed
@@ -106,13 +107,12 @@ def test_calls_come_to_the_others_as_they_are():
         kept=2,
     )
     embedded = Request(np.zeros(0, np.int32), 3, embeds=np.ones((2, 4), np.float32))
-    texts = ForwardInputs(
+    tokens = Tokens(
         *(np.ones((2, 3), np.int32), np.arange(6, dtype=np.int32).reshape(2, 3)),
         mask=np.array([[True, False, True]] * 2),
-        source=ForwardInputs(None, np.zeros((2, 1), np.int32), embeds=np.ones((2, 1, 4), "f4")),
-        watched=((1, 2),),
-        loss_count=2.5,
+        source=Tokens(None, np.zeros((2, 1), np.int32), embeds=np.ones((2, 1, 4), "f4")),
     )
+    texts = ForwardInputs(tokens, watched=((1, 2),), loss_count=2.5)
     calls = [
         ("open", Pool(4, 100, spare=1), True),
         ("extend", [Piece(request, 1, 2, 4), Piece.whole(embedded, 0)]),

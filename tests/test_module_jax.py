@@ -33,6 +33,7 @@ from flax import nnx, struct  # noqa: E402
 from dualinfer.backends.jax import create_module_runner, join  # noqa: E402
 from dualinfer.backends.jax.executables import Executables, Job  # noqa: E402
 from dualinfer.errors import StepError  # noqa: E402
+from dualinfer.ops.contract import Tokens  # noqa: E402
 
 
 class Mlp(nnx.Module):
@@ -688,7 +689,8 @@ def test_module_without_weights_is_refused_by_the_name_of_one():
 def forward_inputs(rows, tokens, **fields):
     ids = random_ids(rows, tokens).astype(np.int32)
     positions = np.broadcast_to(np.arange(tokens, dtype=np.int32), ids.shape)
-    return ForwardInputs(ids, positions, **fields)
+    own = {name: fields.pop(name) for name in Tokens._fields if name in fields}
+    return ForwardInputs(Tokens(ids, positions, **own), **fields)
 
 
 def test_fused_runner_compiles_once_a_bucket_and_set_of_inputs(hf_model):

@@ -25,10 +25,12 @@ from dualinfer.backends.torch.ops.kernels import KernelOps
 from dualinfer.backends.torch.tuning import cases, search, store
 from dualinfer.bench.shapes import SHAPES
 from dualinfer.config import InferenceConfig
+from dualinfer.decoder import Mixers
 from dualinfer.errors import ConfigError
 from dualinfer.kernels.triton.linear import TileConfig, VectorConfig
 from dualinfer.kernels.triton.tuning import Configurations, Measured
 from dualinfer.model.weights import parts_of, with_parts
+from dualinfer.ops.contract import Tokens
 
 from .cases import make_model
 from .models import slow_but
@@ -393,7 +395,7 @@ def test_cases_are_those_that_the_models_steps_look_up(name, runner_of, monkeypa
         layer = ops.layer_attention(spec, params, i)
         return ops.attend(layer, qkv, positions, positions=positions)[0]
 
-    x = decoder.hidden_states(spec, params, ops, ids, positions, None, attend)[-1]
+    x = decoder.hidden_states(spec, params, ops, Tokens(ids, positions), Mixers(attend))[-1]
     decoder.logits(spec, params, ops, x[:, 0] if spec.causal else x, wide=spec.causal)
     if spec.causal:
         layer = ops.layer_attention(spec, params, 0)

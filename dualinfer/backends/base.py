@@ -1,7 +1,7 @@
 """The runner contract: what the neutral engine and loop know of a backend, and nothing more."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import numpy as np
@@ -9,6 +9,7 @@ import numpy as np
 from ..errors import ArgumentError
 from ..model.load_plan import LoadPlan, TensorSource
 from ..model.spec import ModelSpec
+from ..ops.contract import Tokens
 from ..ops.sampling import TOP as TOP
 from .profiling import Profiler, Stopwatch
 
@@ -26,52 +27,35 @@ NO_KERNELS = "no kernels run, plain operations serve: "  # a note that begins so
 
 @dataclass(frozen=True)
 class ForwardInputs:
-    """Whole sequences for one forward pass without a cache, checked and in host memory.
+    """Whole sequences for one forward pass without a cache, checked, and what is asked of it.
 
-    `ids` int32 [B, T], or None and `embeds` float32 [B, T, W], W as wide as the embedding; `mask`
-    bool [B, T], True where a token is real, None for everywhere; `positions` and `token_types`
-    int32 [B, T], or [B, T, 5] where a token's box is behind its type; `segments` int32 [B, T]
-    numbers the packed sequences of a row, which do not see each other. `kept` int32 [K] are the
-    tokens whose logits are asked for, None for all. `labels` int32 [B, K] ask for the loss of these
-    logits, and [B, 2] for that of where answers start and end; float32 ones [B, labels] that of a
-    `loss` of numbers; `loss_count` divides its sum, in the place of the number of labels. Of an
-    encoder-decoder these are the decoder's, and `source` are the ids, or embeddings, positions and
-    mask of its encoder's sequences; spectrograms float32 [B, 2 S, mel] are its embeddings. Where
-    the encoder has run before, the source has `states` float32 [B, S, E], and it is not run. Of a
-    model of two towers they are texts, and `source` images, which are `of_encoder`: alone they have
-    the outputs of their own tower. float32 `blend` [B or 1, T, P] says what positions are, as
-    in `contract.BlockOps.embed_given`. float32 `weights` [B, T] are those of the tokens that a head
-    pools. Of `choices` sequences in a row each, a head's scores are put side by side. With `texts`
-    the result is their embeddings alone: so many of each row, as `segments` number them, the sum of
-    tokens times `weights`, or the `largest` value of each element. How the heads that are
-    `watched`, pairs of a layer and its head, attend to a source is an output too.
+    The `tokens` are int32 and float32, in host memory, and have positions. `labels` int32 [B, K]
+    ask for the loss of the logits that are kept, and [B, 2] for that of where answers start and
+    end; float32 ones [B, labels] that of a `loss` of numbers; `loss_count` divides its sum, in the
+    place of the number of labels. Of a model of two towers the tokens are texts, and their source
+    images; images alone are `of_encoder`, and have the outputs of their own tower. Of `choices`
+    sequences in a row each, a head's scores are put side by side. With `texts` the result is their
+    embeddings alone: so many of each row, as `segments` number them, the sum of tokens times
+    `weights`, or the `largest` value of each element. How the heads that are `watched`, pairs of a
+    layer and its head, attend to a source is an output too.
     """
 
-    ids: np.ndarray | None
-    positions: np.ndarray
-    mask: np.ndarray | None = None
-    token_types: np.ndarray | None = None
-    segments: np.ndarray | None = None
+    tokens: Tokens
     output_hidden_states: bool = False
-    embeds: np.ndarray | None = None
-    kept: np.ndarray | None = None
     labels: np.ndarray | None = None
     loss_count: float | None = None
     loss: LossKind = "classes"
-    source: "ForwardInputs | None" = None
-    states: np.ndarray | None = None
-    weights: np.ndarray | None = None
     choices: int | None = None
     of_encoder: bool = False
-    blend: np.ndarray | None = None
     texts: int = 0
     largest: bool = False
     watched: tuple[tuple[int, int], ...] = ()
 
-    @property
-    def shape(self) -> tuple[int, int]:
-        """B and T."""
-        return self.positions.shape[0], self.positions.shape[1]
+    def towers(self) -> tuple["ForwardInputs", "ForwardInputs"]:
+        """The texts, and the images that are compared with them."""
+        assert self.tokens.source is not None
+        texts = replace(self, tokens=self.tokens._replace(source=None))
+        return texts, replace(self, tokens=self.tokens.source, of_encoder=True)
 
 
 @dataclass(frozen=True)

@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 
 from ..errors import DistributedError, UnsupportedError
+from ..ops.contract import Tokens
 from ..parallel.agreement import Peers
 from ..parallel.frames import Message, packed
 from ..parallel.lines import Line
@@ -30,7 +31,7 @@ _LED = (
     *("decode_several", "keep", "allow", "copy", "save", "restore", "release"),
 )
 _ASKED = "free_bytes", "cache_bytes_for", "block_bytes"
-_SENT = {kind.__name__: kind for kind in (ForwardInputs, Piece, Pool, Request, Sampling)}
+_SENT = {kind.__name__: kind for kind in (ForwardInputs, Piece, Pool, Request, Sampling, Tokens)}
 _PATIENCE = 10.0  # seconds until the other ranks have failed in what failed in one
 _LONGEST = 600.0  # seconds for an answer, which comes behind all that was asked for before
 
@@ -288,6 +289,9 @@ def _plain(value: Any, arrays: dict[str, np.ndarray], saved: Mapping[Saved, int]
         return {"kind": type(value).__name__, "fields": found, "follows": follows}
     if isinstance(value, np.generic):
         return value.item()
+    if isinstance(value, Tokens):
+        found = {name: _plain(x, arrays, saved) for name, x in value._asdict().items()}
+        return {"kind": "Tokens", "fields": found, "follows": False}
     if isinstance(value, list | tuple):
         return [_plain(x, arrays, saved) for x in value]
     assert value is None or isinstance(value, bool | int | float | str), type(value)

@@ -8,10 +8,11 @@ the cache, one token from the cache) is the `attend` function that the runner pa
 from .encoder import across_whole, cross_keys, encoded, encoder_states
 from .forward import hidden_states
 from .head import embeddings, joined_towers, last_hidden_state, logits, outputs, pooled
-from .run import Attend, Recur
+from .run import Attend, Mixers, Recur
 
 __all__ = [
     "Attend",
+    "Mixers",
     "Recur",
     "across_whole",
     "cross_keys",

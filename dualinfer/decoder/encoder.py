@@ -4,40 +4,33 @@ from collections.abc import Sequence
 
 from ..model.spec import ModelSpec
 from ..ops.attention import weigh_across
-from ..ops.contract import Array, BlockOps, Ops, Params, Weights
+from ..ops.contract import Array, BlockOps, Ops, Params, Tokens, Weights
 from ..ops.projection import project
 from .forward import hidden_states
 from .head import last_hidden_state
-from .run import Attend
+from .run import Attend, Mixers
 
 
 def encoded(
     spec: ModelSpec,
     params: Params,
     ops: Ops,
-    ids: Array | None,
-    positions: Array,
-    mask: Array | None,
-    embeds: Array | None = None,
+    source: Tokens,
     keep: bool = False,
 ) -> list[Array]:
-    """The encoder's states [B, S, E] of ids and positions [B, S], the last one after its norm.
+    """The encoder's states [B, S, E] of a `source` with positions, the last one after its norm.
 
-    bool `mask` [B, S] is True where a token is real. With `keep` all L+1 are given, else the last;
-    where HF's states end before that norm, one more. `embeds` as in `hidden_states`, or
-    sounds as they are given.
+    With `keep` all L+1 are given, else the last; where HF's states end before that norm, one more.
     """
     encoder, own = spec.encoder, params.of_encoder(len(spec.layers))
     assert encoder is not None
-    angles = ops.angles(encoder, own, positions)
+    angles = ops.angles(encoder, own, source.positions)
 
     def attend(i: int, qkv: Array) -> Array:
-        return ops.attend(ops.layer_attention(encoder, own, i), qkv, angles, mask=mask)[0]
+        return ops.attend(ops.layer_attention(encoder, own, i), qkv, angles, mask=source.mask)[0]
 
     with ops.span("encoder"):
-        *states, last = hidden_states(
-            encoder, own, ops, ids, positions, None, attend, keep, embeds=embeds, mask=mask
-        )
+        *states, last = hidden_states(encoder, own, ops, source, Mixers(attend), keep)
         if keep and encoder.states == "raw":
             states.append(last)
         return [*states, last_hidden_state(encoder, own, ops, last)]

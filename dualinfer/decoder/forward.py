@@ -1,44 +1,39 @@
 """The pass through a model's layers."""
 
 from ..model.spec import ModelSpec
-from ..ops.contract import Array, BlockOps, Params, Seen
+from ..ops.contract import Array, BlockOps, Params, Tokens
 from ..ops.embedding import after_tables, embed_given, read_by_layers
 from .choice import blocks_of
-from .run import Attend, Pass, Recur, Run, normed
+from .run import Mixers, Pass, Run, normed
 
 
 def hidden_states(
     spec: ModelSpec,
     params: Params,
     ops: BlockOps,
-    ids: Array | None,
-    positions: Array,
-    token_types: Array | None,
-    attend: Attend,
+    tokens: Tokens,
+    mixers: Mixers,
     keep: bool = False,
     layers: range | None = None,
     x: Array | None = None,
-    embeds: Array | None = None,
-    across: Attend | None = None,
-    blend: Array | None = None,
-    mask: Array | None = None,
-    segments: Array | None = None,
-    recur: Recur | None = None,
 ) -> list[Array]:
-    """The last layer's output [B, T, E] for ids and positions [B, T], before the final norm.
+    """The last layer's output [B, T, E] for `tokens`, which have positions, before the final norm.
 
-    With `embeds` [B, T, W] these are in the place of the embedded ids, which are not read; `blend`
-    [B or 1, T, P] says then what a token's position is, as in `embedding.embed_given`.
-
-    bool `mask` [B, T] and `segments` [B, T], which number sequences, are for a model that drops
-    tokens or blanks them, and for layers as in `Seen`.
+    Their mask and segments are here for a model that drops tokens or blanks them, and for layers as
+    in `Seen`: what sees what is said by `mixers`.
 
     With `keep`, all L+1: the embedding and each layer's output, or what a `Block` makes of them.
-    `attend` takes a layer's number and its packed queries, keys and values, `across` its queries
-    alone, `recur` what its recurrence reads. With `layers` the output of the last one of these, `x`
-    being what the ones before them gave, None at the first.
+    With `layers` the output of the last one of these, `x` being what the ones before them gave,
+    None at the first.
     """
-    entry = spec.embedding.entry
+    entry, ids, embeds, positions = (
+        spec.embedding.entry,
+        tokens.ids,
+        tokens.embeds,
+        tokens.positions,
+    )
+    token_types = tokens.token_types
+    assert positions is not None
     if begins := x is None:
         if token_types is None and spec.embedding.own_types:
             token_types = positions * 0
@@ -47,17 +42,17 @@ def hidden_states(
         where = positions, token_types
         if spec.block is not None and spec.block.embeds:
             read = ids if embeds is None else embeds
-            x = spec.block.embed(ops, spec, params.outer, read, where, segments)
+            x = spec.block.embed(ops, spec, params.outer, read, where, tokens.segments)
         elif embeds is None:
             if entry is None:
                 x = ops.embed(spec, params.outer, ids, *where)
             else:
-                x = entry.embed(ops, spec, params.outer, ids, where, Seen(mask, segments))
+                x = entry.embed(ops, spec, params.outer, ids, where, tokens.seen)
         else:
-            x = embed_given(ops, spec, params.outer, embeds, *where, blend)
+            x = embed_given(ops, spec, params.outer, embeds, *where, tokens.blend)
         x = after_tables(ops, spec, params.outer, x)
-        if spec.blanks and mask is not None:
-            x = ops.maths.where(mask[..., None], x, 0)
+        if spec.blanks and tokens.mask is not None:
+            x = ops.maths.where(tokens.mask[..., None], x, 0)
     own: Array | list[None] = [None] * len(spec.layers)
     if spec.reads:
         assert ids is not None
@@ -67,7 +62,7 @@ def hidden_states(
         x = spec.block.enter(ops, spec, params.outer, x, (positions, token_types))
     kept: list[Array] = [x]
     blocks = spec.made(blocks_of)
-    given = Pass(attend, across, recur, Seen(mask, segments), not keep, {}, [])
+    given = Pass(*mixers, tokens.seen, not keep, {}, [])
     # One after another, not a scan over stacked weights: see
     # docs/contributing/measured-and-left-out.md.
     for i in range(len(spec.layers)) if layers is None else layers:

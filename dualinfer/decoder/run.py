@@ -14,10 +14,21 @@ Attend: TypeAlias = Callable[[int, Array], Array]
 Recur: TypeAlias = Callable[[int, Array], Array | Unnormed]
 
 
+class Mixers(NamedTuple):
+    """The functions by which a pass takes values from some tokens to others.
+
+    `across` attends to what an encoder gave, and `recur` is that of layers with a recurrence.
+    """
+
+    attend: Attend
+    across: Attend | None = None
+    recur: Recur | None = None
+
+
 class Pass(NamedTuple):
     """The values that a pass gives all of its layers.
 
-    `across` attends to what an encoder gave, and `recur` is that of layers with a recurrence. With
+    The first three are its `Mixers`. With
     `spend` a layer's input may be overwritten. `lent` has the packed queries, keys and values of
     the layers whose keys and values others have, and `late` what mixtures gave that is to be added
     behind the next layer.

@@ -10,7 +10,7 @@ from ..model.outputs import make_outputs
 from ..model.spec import ModelSpec
 from .base import InferenceEngine
 from .images import refuse_images
-from .inputs import refuse_arguments
+from .inputs import Wanted, refuse_arguments
 from .labels import refuse_routers
 from .pairs import refuse_names
 from .pure import make_pure_inputs
@@ -115,12 +115,12 @@ class ForwardCalls(InferenceEngine):
                 refuse_routers(self._config)
             keep = output_hidden_states
             keep = self._said("output_hidden_states", False) if keep is None else keep
-            how = {"logits_to_keep": logits_to_keep, "loss_count": num_items_in_batch}
-            how |= {"output_hidden_states": bool(keep) if output_hidden_states is None else keep}
-            how["problem"] = self._said("problem_type", None)
+            keep = bool(keep) if output_hidden_states is None else keep
+            wanted = Wanted(keep, logits_to_keep, loss_count=num_items_in_batch)
+            wanted = wanted._replace(problem=self._said("problem_type", None))
             packs = not (self._said("use_cache", True) if use_cache is None else use_cache)
             pad = self._said("pad_token_id", None)
-            asked = Asked(how, packs, interpolate_pos_encoding, pad)
+            asked = Asked(wanted, packs, interpolate_pos_encoding, pad)
             inputs = self._read(self._spec, dict(call.inputs), asked)
             call.meet(lambda: inputs)
             results = self._profiler.run(self.runner.forward, inputs)

@@ -11,8 +11,9 @@ from ..arrays import kind_of
 from ..backends.base import ForwardInputs
 from ..errors import ArgumentError, a_type, shown
 from ..model.spec import ModelSpec, Patches
+from ..ops.contract import Tokens
 from .checks import check_mask, read_array
-from .inputs import make_forward_inputs, pooling_weights, text_alone
+from .inputs import Text, Wanted, make_forward_inputs, pooling_weights, text_alone
 from .labels import check_labels, check_loss_count, check_numbers, loss_kind
 
 OF_PATCHES = "pixel_attention_mask", "spatial_shapes"
@@ -39,12 +40,8 @@ def refuse_images(spec: ModelSpec, pixels: Any, interpolate: Any) -> None:
 def make_tower_inputs(
     spec: ModelSpec,
     given: Mapping[str, Any],
-    *,
+    wanted: Wanted,
     interpolate: Any,
-    output_hidden_states: bool,
-    logits_to_keep: Any,
-    loss_count: Any,
-    problem: Any = None,
 ) -> ForwardInputs:
     """One forward pass of a model of texts and images, of HF's arguments by name.
 
@@ -56,45 +53,40 @@ def make_tower_inputs(
                 f"{name} is missing: {spec.architecture} compares texts with images. Pass "
                 f"input_ids and pixel_values, or call engine.{way}() for the others' vectors."
             )
-    if given.get("labels") is not None or given.get("token_type_ids") is not None:
-        asked = "labels" if given.get("labels") is not None else "token_type_ids"
+    if wanted.labels is not None or given.get("token_type_ids") is not None:
+        asked = "labels" if wanted.labels is not None else "token_type_ids"
         raise ArgumentError(f"{asked}: {spec.architecture} has none in HF. Leave them out.")
     if given.get("inputs_embeds") is not None:
         raise ArgumentError(f"inputs_embeds: {spec.architecture} reads input_ids. Pass these.")
-    how = {"logits_to_keep": logits_to_keep, "loss_count": loss_count}
-    how["output_hidden_states"] = output_hidden_states
-    texts = make_text_tower_inputs(spec, given, how)
-    images = make_image_tower_inputs(spec, given, interpolate, how)
-    return replace(texts, source=images)
+    texts = make_text_tower_inputs(spec, given, wanted)
+    images = make_image_tower_inputs(spec, given, wanted, interpolate)
+    return replace(texts, tokens=texts.tokens._replace(source=images.tokens))
 
 
 def make_text_tower_inputs(
-    spec: ModelSpec, given: Mapping[str, Any], how: Mapping[str, Any]
+    spec: ModelSpec, given: Mapping[str, Any], wanted: Wanted
 ) -> ForwardInputs:
     """The inputs of the tower of texts alone."""
-    what = given.get("input_ids"), given.get("attention_mask"), given.get("position_ids"), None
-    return make_forward_inputs(spec, *what, may_pack=False, **how)
+    text = Text(given.get("input_ids"), given.get("attention_mask"), given.get("position_ids"))
+    return make_forward_inputs(spec, text, wanted, may_pack=False)
 
 
 def make_image_tower_inputs(
-    spec: ModelSpec, given: Mapping[str, Any], interpolate: Any, how: Mapping[str, Any]
+    spec: ModelSpec, given: Mapping[str, Any], wanted: Wanted, interpolate: Any
 ) -> ForwardInputs:
     """The inputs of the tower of images alone."""
     assert spec.encoder is not None
     pixels = {"input_ids": None, "pixel_values": given.get("pixel_values")}
     pixels |= {name: given.get(name) for name in OF_PATCHES}
-    images = make_image_inputs(spec.encoder, pixels, interpolate=interpolate, **how)
+    images = make_image_inputs(spec.encoder, pixels, wanted, interpolate=interpolate)
     return replace(images, of_encoder=True)
 
 
 def make_image_inputs(
     spec: ModelSpec,
     given: Mapping[str, Any],
+    wanted: Wanted,
     *,
-    output_hidden_states: bool,
-    logits_to_keep: Any,
-    loss_count: Any,
-    problem: Any = None,
     interpolate: Any = False,
     is_part: bool = False,
 ) -> ForwardInputs:
@@ -115,7 +107,7 @@ def make_image_inputs(
             f"{spec.architecture} reads pixel_values alone; {(*asked, 'input_ids')[0]} was given "
             "as well. Leave it out."
         )
-    if not (logits_to_keep is None or shown(logits_to_keep) == "0"):
+    if not (wanted.logits_to_keep is None or shown(wanted.logits_to_keep) == "0"):
         raise ArgumentError(
             f"logits_to_keep is of language models, and {spec.architecture} reads images. Leave it "
             "out."
@@ -130,24 +122,17 @@ def make_image_inputs(
     else:
         tokens, blend = _cut_images(spec, pixels, bool(interpolate), is_part)
     batch, *_ = shape = tokens.shape[:2]
-    labels, targets = given.get("labels"), None
-    loss = loss_kind(spec, labels, problem)
+    labels, targets = wanted.labels, None
+    loss = loss_kind(spec, labels, wanted.problem)
     if loss != "classes":
         targets = check_numbers(spec, labels, batch)
     elif labels is not None:
         targets = check_labels(spec, labels, shape, None)
-    return ForwardInputs(
-        ids=None,
-        positions=np.broadcast_to(np.arange(shape[1], dtype=np.int32), shape).copy(),
-        output_hidden_states=output_hidden_states,
-        embeds=tokens,
-        labels=targets,
-        loss_count=None if targets is None else check_loss_count(spec, loss_count),
-        loss=loss,
-        blend=blend,
-        mask=visible,
-        weights=pooling_weights(spec, shape, None, visible),
-    )
+    count = None if targets is None else check_loss_count(spec, wanted.loss_count)
+    positions = np.broadcast_to(np.arange(shape[1], dtype=np.int32), shape).copy()
+    weights = pooling_weights(spec, shape, None, visible)
+    read = Tokens(None, positions, visible, embeds=tokens, weights=weights, blend=blend)
+    return ForwardInputs(read, wanted.output_hidden_states, targets, count, loss)
 
 
 def _cut_images(

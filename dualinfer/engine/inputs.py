@@ -1,8 +1,7 @@
 """The inputs of one forward pass, made of the caller's arguments, which are checked."""
 
 from collections.abc import Mapping
-from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -10,6 +9,7 @@ from ..arrays import kind_of
 from ..backends.base import ForwardInputs
 from ..errors import ArgumentError, a_type, shown
 from ..model.spec import ModelSpec, Probe
+from ..ops.contract import Tokens
 from .checks import (
     MEDIA,
     check_embeds,
@@ -46,33 +46,47 @@ def text_alone(spec: ModelSpec) -> str:
     return f": {TEXT_ALONE}" if is_part else ". Leave it out."
 
 
+class Text(NamedTuple):
+    """The arguments of a caller that say which tokens a model of text reads, as in HF's forward.
+
+    `boxes` are where tokens lie on a page.
+    """
+
+    ids: Any
+    mask: Any = None
+    positions: Any = None
+    types: Any = None
+    embeds: Any = None
+    boxes: Any = None
+
+
+class Wanted(NamedTuple):
+    """The results that a caller wants of a pass, as in HF's forward.
+
+    `ends` are the first and the last token of each row's answer, `loss_count` is
+    `num_items_in_batch`, and `problem` the config's `problem_type`.
+    """
+
+    output_hidden_states: bool = False
+    logits_to_keep: Any = 0
+    labels: Any = None
+    ends: tuple[Any, Any] = (None, None)
+    loss_count: Any = None
+    problem: Any = None
+
+
 def make_forward_inputs(
-    spec: ModelSpec,
-    ids: Any,
-    mask: Any,
-    positions: Any,
-    types: Any,
-    embeds: Any = None,
-    labels: Any = None,
-    *,
-    logits_to_keep: Any = 0,
-    loss_count: Any = None,
-    ends: tuple[Any, Any] = (None, None),
-    boxes: Any = None,
-    problem: Any = None,
-    output_hidden_states: bool,
-    may_pack: bool,
-    name: str = "input_ids",
+    spec: ModelSpec, text: Text, wanted: Wanted, *, may_pack: bool, name: str = "input_ids"
 ) -> ForwardInputs:
     """One forward pass's inputs, called `name` in errors.
 
-    `may_pack`: positions that start anew separate sequences. `ends` are the first and the last
-    token of each row's answer, `boxes` where tokens lie on a page. `problem` is the config's
-    `problem_type`.
+    `may_pack`: positions that start anew separate sequences.
 
     Raises ArgumentError for what does not fit the model, and LengthError for more tokens than it
     has positions.
     """
+    ids, mask, positions, types, embeds, boxes = text
+    labels = wanted.labels
     if (ids is None) == (embeds is None):
         given = "input_ids is missing" if ids is None else "input_ids and inputs_embeds were given"
         raise ArgumentError(f"{given}; pass input_ids or inputs_embeds, one of them.")
@@ -134,8 +148,8 @@ def make_forward_inputs(
     if boxes is not None:
         assert types is not None
         types = np.concatenate((types[..., None], _check_boxes(spec, boxes, shape)), -1)
-    kept = _kept_tokens(spec, logits_to_keep, length)
-    targets, loss = None, loss_kind(spec, labels, problem)
+    kept = _kept_tokens(spec, wanted.logits_to_keep, length)
+    targets, loss = None, loss_kind(spec, labels, wanted.problem)
     if loss != "classes":
         targets = check_numbers(spec, labels, batch)
     elif labels is not None:
@@ -144,12 +158,11 @@ def make_forward_inputs(
         if spec.masks_labels and visible is not None:
             shown = visible if kept is None else visible[:, kept]
             targets[:, :-1][~shown[:, 1:]] = NO_LABEL
-    if any(end is not None for end in ends):
-        targets = check_ends(ends, shape)
-    count = None if targets is None else check_loss_count(spec, loss_count)
-    inputs = ForwardInputs(tokens, at, visible, types, segments, output_hidden_states)
-    inputs = replace(inputs, embeds=vectors, kept=kept, labels=targets, loss_count=count)
-    return replace(inputs, weights=weights, choices=choices, loss=loss)
+    if any(end is not None for end in wanted.ends):
+        targets = check_ends(wanted.ends, shape)
+    count = None if targets is None else check_loss_count(spec, wanted.loss_count)
+    read = Tokens(tokens, at, visible, types, segments, vectors, weights, kept=kept)
+    return ForwardInputs(read, wanted.output_hidden_states, targets, count, loss, choices)
 
 
 def _check_boxes(spec: ModelSpec, boxes: Any, shape: tuple[int, int]) -> np.ndarray:

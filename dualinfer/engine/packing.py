@@ -10,6 +10,7 @@ import numpy as np
 from ..backends.base import ForwardInputs
 from ..backends.slots import bucket, bucket_of_rows
 from ..model.spec import ModelSpec
+from ..ops.contract import Tokens
 from .inputs import default_positions
 
 SMALLEST_ROW = 16  # tokens
@@ -107,6 +108,5 @@ def make_inputs(
         segments[r, end:] = len(row)  # what fills a row up sees itself alone
     types = np.zeros(shape, np.int32) if spec.embedding.own_types else None
     most = bucket(max(map(len, one.rows)))
-    return ForwardInputs(
-        *(ids, positions, None, types, segments), weights=pooled, texts=most, largest=largest
-    )
+    tokens = Tokens(ids, positions, None, types, segments, weights=pooled)
+    return ForwardInputs(tokens, texts=most, largest=largest)

@@ -10,8 +10,9 @@ from ..arrays import kind_of, to_numpy
 from ..backends.base import NO_LABEL, ForwardInputs
 from ..errors import ArgumentError, shown
 from ..model.spec import ModelSpec
+from ..ops.contract import Tokens
 from .checks import check_ids
-from .inputs import make_forward_inputs, text_alone
+from .inputs import Text, Wanted, make_forward_inputs, text_alone
 from .prompts import Prompts, make_prompts
 from .source import HEARD, NAMES, source_reader
 
@@ -44,13 +45,9 @@ def refuse_names(spec: ModelSpec, given: Mapping[str, Any]) -> None:
 def make_pair_inputs(
     spec: ModelSpec,
     given: Mapping[str, Any],
+    wanted: Wanted,
     *,
     pad: int | None,
-    loss_count: Any,
-    logits_to_keep: Any,
-    output_hidden_states: bool,
-    ends: tuple[Any, Any] = (None, None),
-    problem: Any = None,
 ) -> ForwardInputs:
     """One forward pass of an encoder-decoder, of HF's arguments by name.
 
@@ -64,8 +61,7 @@ def make_pair_inputs(
         raise ArgumentError(
             f"position_ids: {spec.architecture} counts its tokens itself, as in HF. Leave them out."
         )
-    how: dict[str, Any] = {"output_hidden_states": output_hidden_states, "may_pack": False}
-    source = source_reader(spec, given).whole(spec, given, how)
+    source = source_reader(spec, given).whole(spec, given)
     if source.token_types is not None and source.token_types.any():
         raise ArgumentError(
             f"token_type_ids: the encoder of {spec.architecture} reads those of type 0 alone here. "
@@ -75,7 +71,7 @@ def make_pair_inputs(
         raise ArgumentError(
             f"attention_mask hides every token of row {int(np.argmin(source.mask.any(1)))}."
         )
-    ids, labels = given["decoder_input_ids"], given["labels"]
+    ids, labels = given["decoder_input_ids"], wanted.labels
     if ids is None:
         to_shift = labels if spec.has_logits and "labels" in spec.shifted else None
         if to_shift is None and "source" in spec.shifted:
@@ -86,22 +82,21 @@ def make_pair_inputs(
                 f"decoder_input_ids is missing: pass the ids that the decoder reads{way}."
             )
         ids = shifted(spec, to_shift, pad)
-    mask = given["decoder_attention_mask"]
-    how |= {"logits_to_keep": logits_to_keep, "loss_count": loss_count}
-    how |= {"ends": ends, "problem": problem}
-    name = "decoder_input_ids"
-    inputs = make_forward_inputs(spec, ids, mask, None, None, None, labels, name=name, **how)
-    if inputs.shape[0] != source.shape[0]:
+    text = Text(ids, given["decoder_attention_mask"])
+    how: dict[str, Any] = {"may_pack": False, "name": "decoder_input_ids"}
+    inputs = make_forward_inputs(spec, text, wanted, **how)
+    tokens = inputs.tokens._replace(source=source._replace(token_types=None))
+    if tokens.shape[0] != source.shape[0]:
         raise ArgumentError(
-            f"decoder_input_ids has {inputs.shape[0]} rows and input_ids {source.shape[0]}; they "
+            f"decoder_input_ids has {tokens.shape[0]} rows and input_ids {source.shape[0]}; they "
             "are pairs."
         )
     if spec.head is not None and spec.head.pooling == "eos":
-        inputs = replace(inputs, weights=_at_last_eos(spec, source, inputs.shape[1]))
-    return replace(inputs, source=source)
+        tokens = tokens._replace(weights=_at_last_eos(spec, source, tokens.shape[1]))
+    return replace(inputs, tokens=tokens)
 
 
-def _at_last_eos(spec: ModelSpec, source: ForwardInputs, tokens: int) -> np.ndarray:
+def _at_last_eos(spec: ModelSpec, source: Tokens, tokens: int) -> np.ndarray:
     """float32 [B, tokens]: 1 where the encoder reads its last id of an end."""
     assert spec.head is not None
     if source.ids is None:

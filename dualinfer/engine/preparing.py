@@ -15,6 +15,7 @@ from .base import InferenceEngine
 from .checks import by_name, is_zero, refuse_prefix
 from .grammar import make_grammar
 from .images import refuse_images
+from .inputs import Wanted
 from .options import GenerationOptions, config_dict, count_of, make_options, over_limit, shorter
 from .pairs import make_decoder_prompts, make_pair_inputs, refuse_names
 from .prompts import Prompts, make_embedded, make_prompts
@@ -257,11 +258,10 @@ class Preparing(InferenceEngine):
     def _encode(self, ids: Any, mask: Any) -> np.ndarray:
         """The encoder's states of ids [B, S], float32 [B, S, E]."""
         names = "input_ids", "attention_mask", "decoder_input_ids"
-        given = {"token_type_ids": None, "inputs_embeds": None, "labels": None}
+        given = {"token_type_ids": None, "inputs_embeds": None}
         given |= dict(zip(names, (ids, mask, [[0]] * len(ids)), strict=True))
-        how: dict[str, Any] = {"loss_count": None, "logits_to_keep": 0}
         given |= {"decoder_attention_mask": None}
-        inputs = make_pair_inputs(self._spec, given, pad=None, output_hidden_states=False, **how)
+        inputs = make_pair_inputs(self._spec, given, Wanted(), pad=None)
         results = self.runner.forward(inputs)
         return to_numpy(results["encoder_last_hidden_state"]).astype(np.float32)
 

@@ -13,6 +13,7 @@ from ..arrays import kind_of, to_numpy
 from ..backends.base import ForwardInputs
 from ..errors import ArgumentError, LengthError, a_type
 from ..model.spec import ModelSpec
+from ..ops.contract import Tokens
 from .images import OF_PATCHES, as_patches, blend_of, grid_of, resized
 from .inputs import default_positions, pooling_weights
 from .pairs import behind_start, last_places
@@ -33,11 +34,11 @@ def make_pure_inputs(
     own = _Given(spec, given, xp)
     if spec.towers:
         assert spec.encoder is not None
-        images = _images(spec.encoder, own)
-        return replace(_text(spec, own), source=replace(images, of_encoder=True))
+        images, texts = _images(spec.encoder, own), _text(spec, own)
+        return replace(texts, tokens=texts.tokens._replace(source=images))
     if spec.crosses:
         return _pair(spec, own, pad)
-    return _images(spec, own) if spec.patches else _text(spec, own)
+    return ForwardInputs(_images(spec, own)) if spec.patches else _text(spec, own)
 
 
 class _Given(dict[str, Any]):
@@ -186,15 +187,9 @@ def _text(
                 "attention_mask itself. Leave them out."
             )
         at = given.rows("position_ids", shape)
-    return ForwardInputs(
-        tokens,
-        at,
-        visible,
-        _types(spec, given, shape),
-        embeds=embeds,
-        weights=pooling_weights(spec, shape, tokens, visible, xp),
-        choices=choices,
-    )
+    weights, types = pooling_weights(spec, shape, tokens, visible, xp), _types(spec, given, shape)
+    read = Tokens(tokens, at, visible, types, embeds=embeds, weights=weights)
+    return ForwardInputs(read, choices=choices)
 
 
 def _types(spec: ModelSpec, given: _Given, shape: tuple[int, int]) -> Any:
@@ -217,7 +212,7 @@ def _types(spec: ModelSpec, given: _Given, shape: tuple[int, int]) -> Any:
     return xp.concatenate((types[..., None], boxes), -1)
 
 
-def _images(spec: ModelSpec, given: _Given) -> ForwardInputs:
+def _images(spec: ModelSpec, given: _Given) -> Tokens:
     """Images, cut into patches, or patches as they are."""
     xp, patches = given.xp, spec.patches
     assert patches is not None
@@ -243,7 +238,7 @@ def _images(spec: ModelSpec, given: _Given) -> ForwardInputs:
         blend = xp.broadcast_to(xp.asarray(blend), (shape[0], *blend.shape[1:]))
     at = xp.broadcast_to(xp.arange(shape[1], dtype=xp.int32), shape)
     weights = pooling_weights(spec, shape, None, visible, xp)
-    return ForwardInputs(None, at, visible, embeds=tokens, blend=blend, weights=weights)
+    return Tokens(None, at, visible, embeds=tokens, weights=weights, blend=blend)
 
 
 def _known(given: _Given, name: str) -> Any:
@@ -268,20 +263,21 @@ def _pair(spec: ModelSpec, given: _Given, pad: int | None) -> ForwardInputs:
     if ids not in given and "source" in spec.shifted and source.ids is not None:
         given[ids] = behind_start(spec, source.ids, pad, xp)
     inputs = _text(spec, given, ids, "decoder_attention_mask", ids)
-    if inputs.shape[0] != source.shape[0]:
+    tokens = inputs.tokens._replace(source=source._replace(token_types=None, weights=None))
+    if tokens.shape[0] != source.shape[0]:
         raise ArgumentError(
-            f"{ids} has {inputs.shape[0]} rows and what the encoder reads {source.shape[0]}; they "
+            f"{ids} has {tokens.shape[0]} rows and what the encoder reads {source.shape[0]}; they "
             "are pairs."
         )
     if spec.head is not None and spec.head.pooling == "eos":
         if source.ids is None:
             raise ArgumentError(f"{spec.architecture} scores the place of an end in tokens.")
-        at, places = last_places(source.ids == spec.end_id), xp.arange(inputs.shape[1])
-        inputs = replace(inputs, weights=(places == at[:, None]).astype(xp.float32))
-    return replace(inputs, source=source)
+        at, places = last_places(source.ids == spec.end_id), xp.arange(tokens.shape[1])
+        tokens = tokens._replace(weights=(places == at[:, None]).astype(xp.float32))
+    return replace(inputs, tokens=tokens)
 
 
-def _source(spec: ModelSpec, given: _Given) -> ForwardInputs:
+def _source(spec: ModelSpec, given: _Given) -> Tokens:
     xp, encoder = given.xp, spec.encoder
     assert encoder is not None
 
@@ -304,13 +300,13 @@ def _source(spec: ModelSpec, given: _Given) -> ForwardInputs:
             visible = given.mask("attention_mask", shape)
         elif encoder.sounds and encoder.marks and "attention_mask" in given:
             visible = encoder.sounds.visible(given.array("attention_mask") != 0)
-        return ForwardInputs(ids, counted(shape), visible, states=states)
+        return Tokens(ids, counted(shape), visible, states=states)
     if encoder.sounds is not None and encoder.frames:
         shape = encoder.sounds.frame_width, encoder.frames
         expected = f"[batch, {shape[0]}, {shape[1]}]"
         features = given.floats(encoder.sounds.name, expected, (None, *shape))
         places = features.shape[0], encoder.positions.rows
-        return ForwardInputs(None, counted(places), embeds=features.swapaxes(1, 2))
+        return Tokens(None, counted(places), embeds=features.swapaxes(1, 2))
     if encoder.sounds is not None:
         bins = encoder.sounds.frame_width
         axes, expected = (None, None, bins), f"[batch, frames, {bins}]"
@@ -323,7 +319,7 @@ def _source(spec: ModelSpec, given: _Given) -> ForwardInputs:
             mask = given.mask("attention_mask", (array.shape[0], array.shape[1]))
             visible = encoder.sounds.visible(mask)
         tokens = as_tokens(encoder.sounds, array, count, visible, xp)
-        return ForwardInputs(None, counted(tokens.shape[:2]), visible, embeds=tokens)
+        return Tokens(None, counted(tokens.shape[:2]), visible, embeds=tokens)
     if encoder.patches is not None:
         return _images(encoder, given)
-    return _text(encoder, given)
+    return _text(encoder, given).tokens

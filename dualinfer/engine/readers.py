@@ -6,21 +6,22 @@ from typing import Any, NamedTuple, TypeAlias
 from ..backends.base import ForwardInputs
 from ..model.spec import ModelSpec
 from .images import OF_PATCHES, make_image_inputs, make_tower_inputs
-from .inputs import make_forward_inputs
+from .inputs import Text, Wanted, make_forward_inputs
 from .pairs import make_pair_inputs
 from .source import NAMES
 
 _SPANS = "start_positions", "end_positions"
+_TEXT = "input_ids", "attention_mask", "position_ids", "token_type_ids", "inputs_embeds"
 
 
 class Asked(NamedTuple):
-    """Holds what a caller asks of a pass: `how` are the arguments that all readers know.
+    """Holds what a caller asks of a pass: the results that are `wanted`, but for losses.
 
     Positions that start anew may `pack` sequences, images are `interpolate`d, and `pad` is the
     model's id.
     """
 
-    how: Mapping[str, Any]
+    wanted: Wanted
     pack: bool
     interpolate: Any
     pad: int | None
@@ -47,26 +48,27 @@ def read_by(spec: ModelSpec, given: Mapping[str, Any]) -> tuple[dict[str, Any], 
 
 
 def _pairs(spec: ModelSpec, values: dict[str, Any], asked: Asked) -> ForwardInputs:
-    ends = _ends(values)
-    return make_pair_inputs(spec, values, pad=asked.pad, ends=ends, **asked.how)
+    return make_pair_inputs(spec, values, _wanted(values, asked), pad=asked.pad)
 
 
 def _towers(spec: ModelSpec, values: dict[str, Any], asked: Asked) -> ForwardInputs:
-    return make_tower_inputs(spec, values, interpolate=asked.interpolate, **asked.how)
+    return make_tower_inputs(spec, values, _wanted(values, asked), asked.interpolate)
 
 
 def _images(spec: ModelSpec, values: dict[str, Any], asked: Asked) -> ForwardInputs:
-    return make_image_inputs(spec, values, interpolate=asked.interpolate, **asked.how)
+    wanted = _wanted(values, asked)
+    return make_image_inputs(spec, values, wanted, interpolate=asked.interpolate)
 
 
 def _texts(spec: ModelSpec, values: dict[str, Any], asked: Asked) -> ForwardInputs:
-    how = {"may_pack": asked.pack, "ends": _ends(values), "boxes": values.pop("bbox", None)}
-    return make_forward_inputs(spec, *values.values(), **how, **asked.how)
+    text = Text._make(values.get(name) for name in (*_TEXT, "bbox"))
+    return make_forward_inputs(spec, text, _wanted(values, asked), may_pack=asked.pack)
 
 
-def _ends(values: dict[str, Any]) -> tuple[Any, Any]:
-    """The places of answers, taken out of a caller's arguments."""
-    return values.pop(_SPANS[0], None), values.pop(_SPANS[1], None)
+def _wanted(values: dict[str, Any], asked: Asked) -> Wanted:
+    """The results that are asked for, with those that labels and ends of answers ask for."""
+    ends = values.pop(_SPANS[0], None), values.pop(_SPANS[1], None)
+    return asked.wanted._replace(ends=ends, labels=values.get("labels"))
 
 
 def reader_of(spec: ModelSpec) -> Reader:

@@ -7,12 +7,12 @@ import ml_dtypes
 import numpy as np
 
 from ..arrays import kind_of, to_numpy
-from ..backends.base import ForwardInputs
 from ..errors import ArgumentError, LengthError, a_type
 from ..model.spec import ModelSpec
+from ..ops.contract import Tokens
 from .checks import check_ids, check_mask, read_array
 from .images import make_image_inputs
-from .inputs import make_forward_inputs
+from .inputs import Text, Wanted, make_forward_inputs
 from .prompts import Prompts, make_prompts
 from .sounds import check_sounds, visible_of_frames
 
@@ -21,10 +21,6 @@ NAMES = ("decoder_input_ids", "decoder_attention_mask", "input_features", "encod
 NAMES += ("input_values",)
 HEARD = ("input_features", "input_values")
 # How an encoder's images are read: no scores come of them.
-_ALONE: dict[str, Any] = {
-    **{"output_hidden_states": False, "logits_to_keep": None, "loss_count": None},
-    "is_part": True,
-}
 _OTHERS = (*HEARD, "pixel_values")  # what encoders read in the place of ids
 
 
@@ -109,7 +105,7 @@ def _refuse_beside(given: Mapping[str, Any], names: tuple[str, ...]) -> None:
         )
 
 
-def _states_source(spec: ModelSpec, given: Mapping[str, Any]) -> ForwardInputs:
+def _states_source(spec: ModelSpec, given: Mapping[str, Any]) -> Tokens:
     """A source that the encoder has read before, for one forward pass.
 
     Its ids are given where the decoder reads them, or where they tell what is scored.
@@ -130,7 +126,7 @@ def _states_source(spec: ModelSpec, given: Mapping[str, Any]) -> ForwardInputs:
             )
     at = np.broadcast_to(np.arange(shape[1], dtype=np.int32), shape).copy()
     visible = _shown_states(spec, given["attention_mask"], states)
-    return ForwardInputs(ids, at, visible, states=states)
+    return Tokens(ids, at, visible, states=states)
 
 
 def check_features(
@@ -212,8 +208,8 @@ class SourceReader(Protocol):
 
     reads_ids: bool
 
-    def whole(self, spec: ModelSpec, given: Mapping[str, Any], how: Mapping[str, Any]) -> Any:
-        """The `ForwardInputs` of one pass of the encoder. Raises as `make_pair_inputs`."""
+    def whole(self, spec: ModelSpec, given: Mapping[str, Any]) -> Tokens:
+        """The tokens of one pass of the encoder. Raises as `make_pair_inputs`."""
         ...
 
     def rows(self, spec: ModelSpec, given: Mapping[str, Any], pad: int | None) -> Prompts:
@@ -224,10 +220,11 @@ class SourceReader(Protocol):
 class _Ids:
     reads_ids = True
 
-    def whole(self, spec: ModelSpec, given: Mapping[str, Any], how: Mapping[str, Any]) -> Any:
+    def whole(self, spec: ModelSpec, given: Mapping[str, Any]) -> Tokens:
         assert spec.encoder is not None
-        what = (given["input_ids"], given["attention_mask"], None, given["token_type_ids"])
-        return make_forward_inputs(spec.encoder, *what, given["inputs_embeds"], **how)
+        text = Text(given["input_ids"], given["attention_mask"], types=given["token_type_ids"])
+        text = text._replace(embeds=given["inputs_embeds"])
+        return make_forward_inputs(spec.encoder, text, Wanted(), may_pack=False).tokens
 
     def rows(self, spec: ModelSpec, given: Mapping[str, Any], pad: int | None) -> Prompts:
         return make_source(spec, given["input_ids"], given["attention_mask"], pad)
@@ -236,12 +233,10 @@ class _Ids:
 class _Frames:
     reads_ids = False
 
-    def whole(self, spec: ModelSpec, given: Mapping[str, Any], how: Mapping[str, Any]) -> Any:
+    def whole(self, spec: ModelSpec, given: Mapping[str, Any]) -> Tokens:
         assert spec.encoder is not None
         frames = check_features(spec, given["input_features"], given["input_ids"])
-        return ForwardInputs(
-            None, _counted(len(frames), spec.encoder.positions.rows), embeds=frames
-        )
+        return Tokens(None, _counted(len(frames), spec.encoder.positions.rows), embeds=frames)
 
     def rows(self, spec: ModelSpec, given: Mapping[str, Any], pad: int | None) -> Prompts:
         features, first = given["input_features"], given["input_ids"]
@@ -257,9 +252,9 @@ class _Sounds:
         first = given["input_ids"] if heard is None else heard
         return *check_sounds(spec, heard, given["input_ids"], given["attention_mask"]), first
 
-    def whole(self, spec: ModelSpec, given: Mapping[str, Any], how: Mapping[str, Any]) -> Any:
+    def whole(self, spec: ModelSpec, given: Mapping[str, Any]) -> Tokens:
         tokens, real, _ = self._read(spec, given)
-        return ForwardInputs(None, _counted(*tokens.shape[:2]), real, embeds=tokens)
+        return Tokens(None, _counted(*tokens.shape[:2]), real, embeds=tokens)
 
     def rows(self, spec: ModelSpec, given: Mapping[str, Any], pad: int | None) -> Prompts:
         tokens, _, like = self._read(spec, given)
@@ -269,14 +264,15 @@ class _Sounds:
 class _Images:
     reads_ids = False
 
-    def whole(self, spec: ModelSpec, given: Mapping[str, Any], how: Mapping[str, Any]) -> Any:
+    def whole(self, spec: ModelSpec, given: Mapping[str, Any]) -> Tokens:
         assert spec.encoder is not None
-        return make_image_inputs(spec.encoder, {**given, "labels": None}, **_ALONE)
+        return make_image_inputs(spec.encoder, given, Wanted(), is_part=True).tokens
 
     def rows(self, spec: ModelSpec, given: Mapping[str, Any], pad: int | None) -> Prompts:
         assert spec.encoder is not None
         names = "input_ids", "pixel_values", "attention_mask"
-        images = make_image_inputs(spec.encoder, {name: given[name] for name in names}, **_ALONE)
+        own = {name: given[name] for name in names}
+        images = make_image_inputs(spec.encoder, own, Wanted(), is_part=True).tokens
         assert images.embeds is not None
         pixels = given["pixel_values"]
         return _rows(images.embeds, given["input_ids"] if pixels is None else pixels)
@@ -285,7 +281,7 @@ class _Images:
 class _States:
     reads_ids = False
 
-    def whole(self, spec: ModelSpec, given: Mapping[str, Any], how: Mapping[str, Any]) -> Any:
+    def whole(self, spec: ModelSpec, given: Mapping[str, Any]) -> Tokens:
         return _states_source(spec, given)
 
     def rows(self, spec: ModelSpec, given: Mapping[str, Any], pad: int | None) -> Prompts:

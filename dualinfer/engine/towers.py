@@ -9,6 +9,7 @@ from ..model.outputs import FIELDS, make_outputs
 from ..model.spec import ModelSpec
 from .base import InferenceEngine
 from .images import make_image_tower_inputs, make_text_tower_inputs
+from .inputs import Wanted
 
 
 def as_fields(results: Mapping[str, Any], kind: Any) -> dict[str, Any]:
@@ -82,13 +83,13 @@ class TowerCalls(InferenceEngine):
                 f"{name}() is for models of texts and images, such as CLIPModel. "
                 f"{spec.architecture} is not one: call the engine itself."
             )
-        how = {"output_hidden_states": keep, "logits_to_keep": None, "loss_count": None}
+        wanted = Wanted(keep)
         with self._call(f"{name}()", given) as call:
             self._check_model(alone=False)
             if "input_ids" in given:
-                inputs = make_text_tower_inputs(spec, call.inputs, how)
+                inputs = make_text_tower_inputs(spec, call.inputs, wanted)
             else:
-                inputs = make_image_tower_inputs(spec, call.inputs, interpolate, how)
+                inputs = make_image_tower_inputs(spec, call.inputs, wanted, interpolate)
             call.meet(lambda: inputs)
             results = self._profiler.run(self.runner.forward, inputs)
             self._check_model(alone=True)

@@ -97,6 +97,50 @@ class Seen(NamedTuple):
 EVERY = Seen()
 
 
+class Tokens(NamedTuple):
+    """The arrays of sequences that a pass reads: NumPy's, or a backend's own.
+
+    `ids` int [B, T], or None and `embeds` float [B, T, W], W as wide as the embedding, which come
+    in the embedded ids' place; `positions` and `token_types` int [B, T], or [B, T, 5] where a
+    token's box is behind its type; `blend` float32 [B or 1, T, P] says what positions are, as in
+    `embedding.embed_given`. `mask` bool [B, T] is True where a token is real, None for everywhere;
+    `segments` int [B, T] numbers the packed sequences of a row, which do not see each other.
+    float32 `weights` [B, T] are those of the tokens that a head pools. int `kept` [K] are the
+    tokens whose logits are asked for, None for all. Of an encoder-decoder these are the decoder's,
+    and `source` is what its encoder reads: spectrograms float32 [B, 2 S, mel] are its embeddings.
+    Where the encoder has run before, the source has `states` float [B, S, E], and it is not run.
+    """
+
+    ids: Array | None = None
+    positions: Array | None = None
+    mask: Array | None = None
+    token_types: Array | None = None
+    segments: Array | None = None
+    embeds: Array | None = None
+    weights: Array | None = None
+    blend: Array | None = None
+    kept: Array | None = None
+    states: Array | None = None
+    source: "Tokens | None" = None
+
+    @property
+    def seen(self) -> Seen:
+        """The tokens that are real, and of which sequence."""
+        return Seen(self.mask, self.segments)
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """B and T, of what has positions."""
+        assert self.positions is not None
+        return self.positions.shape[0], self.positions.shape[1]
+
+    def each(self, change: Callable[[Array], Array]) -> "Tokens":
+        """These with `change` applied to each array, the source's as well."""
+        source = None if self.source is None else self.source.each(change)
+        own: Any = (None if array is None else change(array) for array in self[:-1])
+        return Tokens._make((*own, source))
+
+
 class Projection(NamedTuple):
     """A projection of the model: its weight [out, in], and its bias [out] if it has one."""
 

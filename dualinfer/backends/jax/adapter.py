@@ -4,7 +4,6 @@ import functools
 import re
 import weakref
 from collections.abc import Callable
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Self
 
 import jax
@@ -15,10 +14,11 @@ from ...config.dtypes import dtype_name
 from ...decoder import joined_towers
 from ...errors import ArgumentError, UnsupportedError, shortened
 from ...model.outputs import make_outputs, on_outputs_type
+from ...ops.contract import Tokens
 from ...ops.pooling import contrast
 from ..base import ForwardInputs
 from .executables import TRACED, check_untraced
-from .functional import flat_inputs, transformable
+from .functional import transformable
 from .maths import MATHS
 from .params import Model, make_tree, read_tree
 
@@ -244,7 +244,7 @@ class FusedOnJax(OnJax):
         run = functools.partial(_run_pure, runner, weights, keep)
         if not runner.spec.towers:
             return make_outputs(run(inputs))
-        texts, images = run(replace(inputs, source=None)), run(inputs.source)
+        texts, images = map(run, inputs.towers())
         scale, bias = (weights.outer.get(f"logit_{name}") for name in ("scale", "bias"))
         text, image = texts["pooler_output"], images["pooler_output"]
         found = contrast(MATHS, text, image, scale, bias)
@@ -259,7 +259,11 @@ def _run_pure(runner: Any, weights: Any, keep: bool, inputs: ForwardInputs) -> d
 
     derived = functools.partial(forward, derived=True)
     run = transformable(forward(), derived, runner.has_tangents)
-    results = run(weights, flat_inputs(inputs))
+    tokens = inputs.tokens
+    if tokens.source is not None and tokens.source.states is not None:
+        read = Tokens(mask=tokens.source.mask, states=tokens.source.states)
+        tokens = tokens._replace(source=read)
+    results = run(weights, tokens)
     if inputs.choices:
         results = {**results, "logits": results["logits"].reshape(-1, inputs.choices)}
     if (block := runner.spec.block) is not None and keep:

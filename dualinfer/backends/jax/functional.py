@@ -7,29 +7,14 @@ import jax
 import jax.numpy as jnp
 from jax.custom_batching import custom_vmap
 
-from ..base import ForwardInputs
-
-Inputs = tuple[jax.Array | None, ...]
-
-
-def flat_inputs(inputs: ForwardInputs) -> Inputs:
-    """The arrays that `Steps.forward` takes, each with a row for every sequence, or None."""
-    source: Any = inputs.source
-    read = (None,) * 5
-    if source is not None:
-        is_read = source.states is None
-        what = (source.ids, source.positions) if is_read else (None, None)
-        read = *what, source.mask, source.embeds, source.states
-    own: Any = inputs
-    what = own.ids, own.positions, own.mask, own.token_types, own.segments, own.embeds
-    return *what, own.weights, own.blend, None, *read
+from ...ops.contract import Tokens
 
 
 def transformable(
-    forward: Callable[[Any, Inputs], Any],
-    derived: Callable[[], Callable[[Any, Inputs], Any]],
+    forward: Callable[[Any, Tokens], Any],
+    derived: Callable[[], Callable[[Any, Tokens], Any]],
     has_tangents: bool = True,
-) -> Callable[[Any, Inputs], Any]:
+) -> Callable[[Any, Tokens], Any]:
     """`forward(weights, inputs)` as JAX's transformations see it.
 
     Sequences that vmap adds are more rows of its batch, see `_batch_by_rows`. Its derivatives are
@@ -46,7 +31,7 @@ def transformable(
     return run
 
 
-def _batch_by_rows(forward: Callable[[Any, Inputs], Any]) -> Callable[[Any, Inputs], Any]:
+def _batch_by_rows(forward: Callable[[Any, Tokens], Any]) -> Callable[[Any, Tokens], Any]:
     """`forward(weights, inputs)`, with the sequences that vmap adds as more rows of its batch.
 
     So kernels need no batching rules, and the weights are read once for all rows. Where the weights
@@ -54,7 +39,7 @@ def _batch_by_rows(forward: Callable[[Any, Inputs], Any]) -> Callable[[Any, Inpu
     """
     run = custom_vmap(forward)
 
-    def rule(size: int, mapped: Any, weights: Any, inputs: Inputs) -> tuple[Any, Any]:
+    def rule(size: int, mapped: Any, weights: Any, inputs: Tokens) -> tuple[Any, Any]:
         if any(jax.tree.leaves(mapped[0])):
 
             def one(i: jax.Array) -> Any:

@@ -1,20 +1,20 @@
 """Inputs of whole sequences in buckets, so that few sizes are compiled."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from ...model.spec import ModelSpec
+from ...ops.contract import Tokens
 from ..base import ForwardInputs
 from ..slots import bucket, bucket_of_rows
 from .sampler import SMALLEST_PROMPT
 
-Array = np.ndarray | None
 _SHORT = 256  # tokens
 
 
 class Padded(NamedTuple):
-    """Inputs that fill a bucket of `size`, rows and tokens: the arrays of `Steps.forward`.
+    """Inputs that fill a bucket of `size`, rows and tokens.
 
     Of a row in it `places` tokens have logits. An encoder really reads `read` tokens, of `width` in
     the bucket; None and 0 where there is none. What is so by default is None, and made on the
@@ -25,16 +25,17 @@ class Padded(NamedTuple):
     places: int
     read: int | None
     width: int
-    arrays: list[Array]
+    tokens: Tokens
 
 
 def pad_inputs(spec: ModelSpec, inputs: ForwardInputs) -> Padded:
     """The inputs of a forward pass in their bucket."""
-    batch, tokens = inputs.shape
+    given = inputs.tokens
+    batch, tokens = given.shape
     rows = bucket_of_rows(batch) if inputs.texts else bucket(batch)
     size = rows, _length(tokens)
-    mask, positions, types = inputs.mask, inputs.positions, inputs.token_types
-    hides = mask is None and not spec.causal and inputs.segments is None
+    mask, positions, types = given.mask, given.positions, given.token_types
+    hides = mask is None and not spec.causal and given.segments is None
     if hides and size != (batch, tokens):
         mask = np.ones((batch, tokens), bool)  # hides the bucket's own padding
     # The largest of a row says how long it is, which padding must not be.
@@ -42,24 +43,25 @@ def pad_inputs(spec: ModelSpec, inputs: ForwardInputs) -> Padded:
         positions = None
     if types is not None and spec.embedding.types != "vocab" and not types.any():
         types = None
-    segments = inputs.segments
+    segments = given.segments
     if segments is None and spec.reads_near and size != (batch, tokens):
         segments = np.zeros((batch, tokens), np.int32)  # keeps the bucket's padding apart
-    arrays = inputs.ids, positions, mask, types, segments, inputs.embeds, inputs.weights
-    read, sources = None, [None] * 5
-    if inputs.source is not None:
-        read, sources = inputs.source.shape[1], _pad_source(spec, inputs.source, size[0])
-    places = size[1] if inputs.kept is None else bucket(len(inputs.kept))
+    read = source = None
+    if given.source is not None:
+        read, source = given.source.shape[1], _pad_source(spec, given.source, size[0])
+    places = size[1] if given.kept is None else bucket(len(given.kept))
     # Padding is a segment of its own, behind the others.
     own = 0 if segments is None else max(inputs.texts, int(segments.max()) + 1)
+    arrays = given.ids, positions, mask, types, segments, given.embeds, given.weights
     padded = [None if x is None else fill_up(x, size, own if x is segments else 0) for x in arrays]
-    kept = None if inputs.kept is None else np.resize(inputs.kept, places)
-    blend = inputs.blend
+    kept = None if given.kept is None else np.resize(given.kept, places)
+    blend = given.blend
     if blend is not None:
         more = size[0] - len(blend) if len(blend) > 1 else 0
         blend = np.pad(blend, ((0, more), (0, size[1] - blend.shape[1]), (0, 0)))
     width = 0 if read is None else bucket(read, SMALLEST_PROMPT)
-    return Padded(size, places, read, width, [*padded, blend, kept, *sources])
+    whole = Tokens._make((*padded, blend, kept, None, source))
+    return Padded(size, places, read, width, whole)
 
 
 def _length(tokens: int) -> int:
@@ -74,29 +76,26 @@ def fill_up(array: np.ndarray, size: tuple[int, int], fill: int = 0) -> np.ndarr
     return padded
 
 
-def _counts_up(positions: np.ndarray) -> bool:
+def _counts_up(positions: Any) -> bool:
     return np.array_equal(
         positions, np.broadcast_to(np.arange(positions.shape[1]), positions.shape)
     )
 
 
-def _pad_source(spec: ModelSpec, source: ForwardInputs, rows: int) -> list[Array]:
-    """The padded inputs of an encoder, for so many rows.
-
-    Ids, positions, mask, embeddings and what it gave before.
-    """
+def _pad_source(spec: ModelSpec, source: Tokens, rows: int) -> Tokens:
+    """The padded inputs of an encoder, or what it gave before, for so many rows."""
     batch, tokens = source.shape
     size, mask = (rows, bucket(tokens, SMALLEST_PROMPT)), source.mask
     if source.states is None and spec.encoder and spec.encoder.one_length:
         assert source.embeds is not None
-        return [None, None, None, fill_up(source.embeds, (rows, source.embeds.shape[1])), None]
+        return Tokens(embeds=fill_up(source.embeds, (rows, source.embeds.shape[1])))
     if mask is None and (batch, tokens) != size:
         mask = np.ones((batch, tokens), bool)
     positions = None if _counts_up(source.positions) else source.positions
-    arrays = [source.ids, positions, mask, source.embeds, source.states]
+    read = Tokens(source.ids, positions, embeds=source.embeds)
     if source.states is not None:
-        arrays[:2] = None, None
-    padded = [None if x is None else fill_up(x, size) for x in arrays]
-    if padded[2] is not None:
-        padded[2][batch:] = True  # rows that see nothing are no numbers
+        read = Tokens(states=source.states)
+    padded = read._replace(mask=mask).each(lambda x: fill_up(x, size))
+    if padded.mask is not None:
+        padded.mask[batch:] = True  # rows that see nothing are no numbers
     return padded

@@ -30,7 +30,7 @@ from .sampler import (
     prompt_rows,
     source_rows,
 )
-from .steps import Steps
+from .steps import Prompts, Steps
 
 MOST_BYTES = 2 << 30  # of what a pass over prompts computes on the way
 _MOST_TOKENS = 1 << 15
@@ -176,12 +176,10 @@ def prefill_step(
         embeds: jax.Array | None,
         *part: Any,
     ) -> Any:
-        *rows, source, first, parts, weights = unpack(packed, arrays)
-        inputs: Any = *rows, embeds, *part
-        how: Any = {"choose": choose, "source": source, "first": first}
-        how |= {"is_encoded": is_encoded, "pieces": parts, "reach": reach}
-        how |= {"weights": weights, "tells": tells}
-        return steps.prefill(params, cache, state, *inputs, **how)
+        ids, slots, rows, mode, *rest = unpack(packed, arrays)
+        prompts = Prompts._make((ids, slots, rows, *rest, embeds))
+        how: Any = {"is_encoded": is_encoded, "reach": reach, "tells": tells}
+        return steps.prefill(params, cache, state, prompts, mode, *part, choose=choose, **how)
 
     given = embeds.shape if embeds is not None else source[0].shape if source else None
     key = "rows" if parts else "prefill", ids.shape, given, choose, is_encoded, reach, tells

@@ -2,7 +2,7 @@
 
 from functools import partial
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from ... import decoder
 from ...model.spec import ModelSpec
 from ...ops import sampling
+from ...ops.contract import Tokens
 from ..base import MAX_STEPS, NO_TOKEN
 from ..slots import WeightRows
 from .cache import Cache
@@ -18,7 +19,6 @@ from .ops.plain import PlainOps
 from .params import Params
 from .sampler import SlotState, book, mark, mark_in
 
-BY_ROW = 7  # of the arrays that `forward` takes, the first, which have a row for each sequence
 _BLOCK = 8
 _PARTS = 2
 
@@ -26,6 +26,43 @@ _PARTS = 2
 def reads_others(spec: ModelSpec) -> bool:
     """True if layers read more of others than their output, so that all are one executable's."""
     return bool(spec.reads or spec.lenders) or any(layer.is_late for layer in spec.layers)
+
+
+def parts_of(tokens: Tokens) -> tuple[Tokens, Tokens]:
+    """Those arrays that have a row for each sequence, and those that all sequences share."""
+    blend = tokens.blend
+    if blend is None or len(blend) > 1:
+        return tokens._replace(kept=None), Tokens(kept=tokens.kept)
+    return tokens._replace(kept=None, blend=None), Tokens(kept=tokens.kept, blend=blend)
+
+
+def joined(by_row: Tokens, common: Tokens) -> Tokens:
+    """Tokens of both `parts_of`."""
+    blend = by_row.blend if common.blend is None else common.blend
+    return by_row._replace(kept=common.kept, blend=blend)
+
+
+class Prompts(NamedTuple):
+    """Prompts that a step reads, or pieces of them, a row each.
+
+    These are `ids` [B, T], or `embeds` [B, T, W] in their place, for `slots` [B]. `rows` is the
+    state of the prompts, whose lengths tell ids from padding behind them; what they have seen is
+    filled in by the step. An encoder reads `source`, ids [B, S] and how many [B] are real. bool
+    `first` [B, V] are tokens that no first one may be, beside those that a row hides. With `pieces`
+    ids are rows of prompts' tokens from int `pieces[0]` [B] to their lengths; the prompts' own are
+    `pieces[1]`, and a row that does not end one is not active. Where rows of one slot are side by
+    side `pieces[2]` are the slots whose state the last of them is, and for others none. `weights`
+    are those of the rows.
+    """
+
+    ids: jax.Array
+    slots: jax.Array
+    rows: SlotState
+    source: tuple[jax.Array, jax.Array] | tuple[()] = ()
+    first: jax.Array | None = None
+    pieces: tuple[jax.Array, jax.Array, jax.Array] | tuple[()] = ()
+    weights: WeightRows | None = None
+    embeds: jax.Array | None = None
 
 
 class Steps:
@@ -56,20 +93,7 @@ class Steps:
     def forward(
         self,
         params: Params,
-        ids: jax.Array | None,
-        positions: jax.Array | None,
-        mask: jax.Array | None,
-        token_types: jax.Array | None,
-        segments: jax.Array | None,
-        embeds: jax.Array | None = None,
-        weights: jax.Array | None = None,
-        blend: jax.Array | None = None,
-        kept: jax.Array | None = None,
-        source: jax.Array | None = None,
-        source_positions: jax.Array | None = None,
-        source_mask: jax.Array | None = None,
-        source_embeds: jax.Array | None = None,
-        source_states: jax.Array | None = None,
+        tokens: Tokens,
         x: jax.Array | None = None,
         *,
         keep: bool,
@@ -79,18 +103,18 @@ class Steps:
         watched: tuple[tuple[int, int], ...] = (),
         layers: range | None = None,
     ) -> tuple[Any, jax.Array | None]:
-        """Outputs of whole sequences; `positions` None is 0 to T-1, `keep` adds hidden states.
+        """Outputs of whole sequences; positions None are 0 to T-1, `keep` adds hidden states.
 
-        `ids` or `embeds`, and the rest, as in `base.ForwardInputs`. The `source` and what goes with
-        it are what an encoder reads.
+        `texts`, `largest`, `of_encoder` and `watched` are as in `base.ForwardInputs`.
 
         With `layers` a part of the pass, from `x`, which the part before gave: the next one's x, or
         the outputs where the last layer is among them. With `keep` as well a list of all that the
         part gives, x last; outputs then have the hidden states of their own part.
         """
-        given = ids if embeds is None else embeds
+        given = tokens.ids if tokens.embeds is None else tokens.embeds
         assert given is not None
         shape = batch, length = given.shape[:2]
+        mask, positions, weights = tokens.mask, tokens.positions, tokens.weights
         ops = self.ops.using(self._scratch(params, batch))
         spec = self.spec
         if of_encoder and spec.encoder is not None:
@@ -99,11 +123,12 @@ class Steps:
         counted = None if mask is None else positions
         if positions is None:
             positions = jnp.broadcast_to(jnp.arange(length), shape)
-        if token_types is None and spec.embedding.own_types:
-            token_types = jnp.zeros(shape, jnp.int32)
-        if embeds is not None:
+        tokens = tokens._replace(positions=positions)
+        if tokens.token_types is None and spec.embedding.own_types:
+            tokens = tokens._replace(token_types=jnp.zeros(shape, jnp.int32))
+        if tokens.embeds is not None:
             name = "embed.weight" if spec.patches is None else "patches.kernel"
-            embeds = embeds.astype(params.outer[name].dtype)
+            tokens = tokens._replace(embeds=tokens.embeds.astype(params.outer[name].dtype))
         last = None
         if mask is not None and spec.turns_by_length:
             last = jnp.where(mask, positions, 0).max(1)
@@ -111,61 +136,63 @@ class Steps:
 
         def attend(i: int, qkv: jax.Array) -> jax.Array:
             layer = ops.layer_attention(spec, params, i)
-            how: dict[str, Any] = {"mask": mask, "segments": segments, "positions": counted}
+            how: dict[str, Any] = {"mask": mask, "segments": tokens.segments}
+            how["positions"] = counted
             return ops.attend(layer, qkv, angles, **how)[0]
 
         def recur(i: int, x: jax.Array) -> jax.Array:
             own = spec.layers[i].recurrence
             assert own is not None
-            return ops.recur(own, params.layers[i], x, mask=mask, segments=segments)[0]
+            return ops.recur(own, params.layers[i], x, mask=mask, segments=tokens.segments)[0]
 
         across, more = None, {}
         seen: dict[tuple[int, int], jax.Array] = {}
-        read = source if source_embeds is None else source_embeds
-        if source_states is not None:
-            states = source_states.astype(params.outer["embed.weight"].dtype)
-            across = decoder.across_whole(*model, states, source_mask, watched, seen)
-            more = {"encoder_last_hidden_state": states}
-        elif read is not None:
-            if source_positions is None:
-                places = read.shape[1] // self._stride
-                source_positions = jnp.broadcast_to(jnp.arange(places), (batch, places))
-            if source_embeds is not None:
-                source_embeds = source_embeds.astype(params.outer["embed.weight"].dtype)
-            what = source, source_positions, source_mask, source_embeds
-            encoded = decoder.encoded(*model, *what, keep)
-            across = decoder.across_whole(*model, encoded[-1], source_mask, watched, seen)
+        if tokens.source is not None:
+            encoded = self._encoded(params, ops, tokens.source, keep)
+            across = decoder.across_whole(*model, encoded[-1], tokens.source.mask, watched, seen)
             more = {"encoder_last_hidden_state": encoded[-1]}
-            if keep:
+            if keep and tokens.source.states is None:
                 more["encoder_hidden_states"] = decoder.encoder_states(spec, encoded)
-        args = *model, ids, positions, token_types, attend
-        where = blend, mask, segments, recur
-        states = decoder.hidden_states(*args, keep, layers, x, embeds, across, *where)
+        mixers = decoder.Mixers(attend, across, recur)
+        states = decoder.hidden_states(*model, tokens, mixers, keep, layers, x)
         if self._goes_on(layers):
             given = states if x is None and spec.states != "late" else states[1:]
             return given if keep else states[-1], ops.given_up()
         if texts:
-            assert weights is not None and segments is not None
-            how = texts, largest
-            result = decoder.embeddings(*model, states[-1], weights, segments, how)
+            assert weights is not None and tokens.segments is not None
+            how = weights, tokens.segments, (texts, largest)
+            result = decoder.embeddings(*model, states[-1], *how)
             return result, ops.given_up()
         if watched:
             more["cross_weights"] = jnp.stack([seen[head] for head in watched], 2)
-        result = {**decoder.outputs(*model, states, keep, kept, weights), **more}
+        result = {**decoder.outputs(*model, states, keep, tokens.kept, weights), **more}
         if keep and x is not None and spec.states != "late":
             result["hidden_states"] = result["hidden_states"][1:]
         return result, ops.given_up()
 
+    def _encoded(self, params: Params, ops: PlainOps, source: Tokens, keep: bool) -> list[Any]:
+        """What the encoder gives of a source, as `decoder.encoded`; or has given before."""
+        dtype = params.outer["embed.weight"].dtype
+        if source.states is not None:
+            return [source.states.astype(dtype)]
+        read = source.ids if source.embeds is None else source.embeds
+        assert read is not None
+        if source.positions is None:
+            places = read.shape[1] // self._stride
+            at = jnp.broadcast_to(jnp.arange(places), (len(read), places))
+            source = source._replace(positions=at)
+        if source.embeds is not None:
+            source = source._replace(embeds=source.embeds.astype(dtype))
+        return decoder.encoded(self.spec, params, ops, source, keep)
+
     def forward_panels(
-        self, params: Params, *arrays: Any, keep: bool, rows: int, **how: Any
+        self, params: Params, tokens: Tokens, x: None = None, *, keep: bool, rows: int, **how: Any
     ) -> tuple[Any, jax.Array | None]:
         """As `forward`, of so many rows at a time: only the outputs have the size of all."""
-        # The last is the x of a part, and this is the whole pass.
-        by_row, common = [*arrays[:BY_ROW], *arrays[BY_ROW + 2 : -1]], arrays[BY_ROW : BY_ROW + 2]
+        by_row, common = parts_of(tokens)
 
-        def some(part: list[Any]) -> Any:
-            inputs: Any = (*part[:BY_ROW], *common, *part[BY_ROW:])
-            return self.forward(params, *inputs, keep=keep, **how)
+        def some(part: Tokens) -> Any:
+            return self.forward(params, joined(part, common), keep=keep, **how)
 
         parts = jax.tree.map(lambda x: x.reshape(-1, rows, *x.shape[1:]), by_row)
         outputs, flags = jax.lax.map(some, parts)
@@ -178,37 +205,24 @@ class Steps:
         params: Params,
         cache: Cache,
         state: SlotState,
-        ids: jax.Array,
-        slots: jax.Array,
-        rows: SlotState,
+        prompts: Prompts,
         mode: jax.Array | int,
-        embeds: jax.Array | None = None,
         x: jax.Array | None = None,
         layers: range | None = None,
         *,
         choose: bool = True,
-        source: tuple[jax.Array, jax.Array] | tuple[()] = (),
         is_encoded: bool = False,
-        first: jax.Array | None = None,
-        pieces: tuple[jax.Array, jax.Array, jax.Array] | tuple[()] = (),
         reach: int | None = None,
-        weights: WeightRows | None = None,
         tells: bool = False,
     ) -> tuple[Cache, SlotState | None, Any, jax.Array | None]:
-        """Cache and state with prompts `ids` [B, T] in `slots` [B], and their first tokens [1, B].
+        """Cache and state with `prompts` in their slots, and their first tokens [1, B].
 
-        `rows` is the state of the prompts, whose lengths tell ids from padding behind them; what
-        they have seen is filled in here. `embeds` [B, T, W] are in the ids' place. With `layers` a
-        part of the pass, as in `forward`: before the last one x in the place of the tokens, and no
-        state. An encoder reads `source`, ids [B, S] and how many [B] are real, and what layers need
-        of it goes to the cache; where that `is_encoded` it has run before. bool `first` [B, V] are
-        tokens that no first one may be, beside those that a row hides. With `pieces` ids are rows
-        of prompts' tokens from int `pieces[0]` [B] to their lengths; the prompts' own are
-        `pieces[1]`, and a row that does not end one is not active. Where rows of one slot are side
-        by side `pieces[2]` are the slots whose state the last of them is, and for others none.
-        None reaches place `reach`. `weights` are those of the rows. One that `tells` gives what
-        `sampling.tell` says of the tokens [1, B, 1 + 2 K] beside them.
+        With `layers` a part of the pass, as in `forward`: before the last one x in the place of the
+        tokens, and no state. What layers need of a source goes to the cache; where that
+        `is_encoded` the encoder has run before. No piece reaches place `reach`. One that `tells`
+        gives what `sampling.tell` says of the tokens [1, B, 1 + 2 K] beside them.
         """
+        ids, slots, rows, source, first, pieces, weights, embeds = prompts
         ops = self.ops.using(self._scratch(params, ids.shape[0]))
         model = self.spec, params, ops
         filled: list[Any] = cache.opened()
@@ -243,9 +257,11 @@ class Steps:
         across = None
         if source:
             across = self._across(params, ops, filled, slots, *source, is_encoded)
-        how: dict[str, Any] = {"layers": layers, "x": x, "embeds": embeds, "across": across}
-        how["recur"] = recur
-        y = decoder.hidden_states(*model, ids, positions, None, attend, **how)[-1]
+        mixers, tokens = (
+            decoder.Mixers(attend, across, recur),
+            Tokens(ids, positions, embeds=embeds),
+        )
+        y = decoder.hidden_states(*model, tokens, mixers, layers=layers, x=x)[-1]
         if self._goes_on(layers):
             return cache.holding(filled), None, y, ops.given_up()
         last = jnp.take_along_axis(y, (counts - 1)[:, None, None], axis=1)[:, 0]
@@ -309,7 +325,7 @@ class Steps:
             if embeds is not None and self.spec.encoder.marks:
                 mask = source[..., -1] > 0
                 lengths = mask.sum(1, dtype=jnp.int32)
-            states = decoder.encoded(*model, ids, at, mask, embeds)[-1]
+            states = decoder.encoded(*model, Tokens(ids, at, mask, embeds=embeds))[-1]
 
         def across(i: int, q: jax.Array) -> jax.Array:
             a = self.spec.layers[i].cross
@@ -482,7 +498,8 @@ class Steps:
 
         x = None
         if states or not keeps:  # keys and values that are to be kept are there
-            x = decoder.hidden_states(*model, ids, positions, None, attend, recur=recur)[-1]
+            mixers = decoder.Mixers(attend, recur=recur)
+            x = decoder.hidden_states(*model, Tokens(ids, positions), mixers)[-1]
         scores = jnp.zeros((*ids.shape, 0))
         if keeps:
             last = jnp.take_along_axis(ids, counts[:, None] - 1, axis=1)[:, 0]
@@ -569,8 +586,8 @@ class Steps:
             y, filled[n] = ops.recur_token(own, params.layers[i], x, filled[n], moves)
             return y
 
-        how: dict[str, Any] = {"layers": layers, "x": x, "across": across, "recur": recur}
-        y = decoder.hidden_states(*model, ids, positions, None, attend, **how)[-1]
+        mixers, tokens = decoder.Mixers(attend, across, recur), Tokens(ids, positions)
+        y = decoder.hidden_states(*model, tokens, mixers, layers=layers, x=x)[-1]
         return cache.holding(filled), y
 
 

@@ -1,6 +1,6 @@
 """The runner of layers in host memory: one step a layer, on weights that have arrived."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -12,6 +12,7 @@ import numpy as np
 from ...errors import UnsupportedError
 from ...model.load_plan import LoadPlan, TensorSource
 from ...ops.caches import Room
+from ...ops.contract import Tokens
 from ..base import SamplingFeatures
 from . import ahead
 from .params import Params
@@ -19,7 +20,7 @@ from .pending import PendingSteps, PendingTokens
 from .prompts import Step
 from .runner import JaxRunner
 from .sampler import mode_of
-from .steps import BY_ROW, reads_others
+from .steps import joined, parts_of, reads_others
 from .streaming import LayerStream
 from .whole import Part, Placed
 
@@ -73,7 +74,7 @@ class StreamingRunner(JaxRunner):
 
     def _outputs(
         self,
-        arrays: Sequence[np.ndarray | None],
+        tokens: Tokens,
         size: tuple[int, int],
         keep: bool,
         rows: int,
@@ -82,22 +83,23 @@ class StreamingRunner(JaxRunner):
         """See `JaxRunner`; where it takes fewer rows at a time, one pass after another."""
         passes = []
         for first in range(0, size[0], rows):
-            some = [None if x is None else x[first : first + rows] for x in arrays[:BY_ROW]]
-            given = self._place.operands([*some, *arrays[BY_ROW:]])
+            by_row, common = parts_of(tokens)
+            some = by_row.each(lambda x, own=slice(first, first + rows): x[own])
+            given = self._place.operands(joined(some, common))
             passes.append(self._whole_pass(given, keep, how))
         if len(passes) == 1:
             return passes[0]
         return jax.tree.map(lambda *parts: jnp.concatenate(parts), *passes)
 
-    def _whole_pass(self, arrays: Sequence[Any], keep: bool, how: Mapping[str, Any]) -> Any:
-        shapes, earlier = tuple(None if a is None else a.shape for a in arrays), []
+    def _whole_pass(self, tokens: Tokens, keep: bool, how: Mapping[str, Any]) -> Any:
+        shapes, earlier = tokens.each(lambda x: x.shape), []
         x: Any = None
         for index in range(len(self._stream)):
             leaves, part, layers = self._layer(index)
             step = partial(self.steps.forward, keep=keep, layers=layers, **how)
             key = "forward", shapes, keep, layers, *how.values()
             function = self._of_leaves(step, part=part)
-            given, flags = self._executables.run(key, function, leaves, *arrays, x)
+            given, flags = self._executables.run(key, function, leaves, tokens, x)
             self._note(flags)
             if index + 1 < len(self._stream):
                 x = given[-1] if keep else given

@@ -2,8 +2,7 @@
 
 import functools
 import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -14,6 +13,7 @@ import numpy as np
 from ... import decoder
 from ...model.load_plan import LoadPlan, TensorSource
 from ...model.spec import ModelSpec
+from ...ops.contract import Tokens
 from ...ops.pooling import contrast
 from ...parallel.agreement import Peers
 from ...parallel.sharding import ShardingPlan
@@ -123,15 +123,15 @@ class WholePasses:
         """
         self._check()
         spec = self.spec
-        if spec.towers and inputs.source is not None:
-            texts, images = self.forward(replace(inputs, source=None)), self.forward(inputs.source)
+        if spec.towers and inputs.tokens.source is not None:
+            texts, images = map(self.forward, inputs.towers())
             w = self._place.local({n: x for n, x in self.params.outer.items() if "logit_" in n})
             vectors = texts["pooler_output"], images["pooler_output"]
             found = _contrast(*vectors, w["logit_scale"], w.get("logit_bias"))
             return decoder.joined_towers(texts, images, *found)
         if inputs.of_encoder and spec.encoder is not None:
             spec = spec.encoder
-        batch, tokens = inputs.shape
+        batch, tokens = inputs.tokens.shape
         padded = pad_inputs(spec, inputs)
         size, places, read = padded.size, padded.places, padded.read
         keep = inputs.output_hidden_states
@@ -150,8 +150,9 @@ class WholePasses:
             width = size[1] + padded.width
             at_once = max(1, self._most_tokens_of(width, values) // bucket(width))
             at_once = size[0] if at_once >= size[0] else math.gcd(at_once, size[0])
-            outputs = self._outputs(padded.arrays, size, keep, at_once, how)
-        count = tokens if inputs.kept is None else len(inputs.kept)
+            outputs = self._outputs(padded.tokens, size, keep, at_once, how)
+        kept = inputs.tokens.kept
+        count = tokens if kept is None else len(kept)
         is_whole = (*size, places) == (batch, tokens, count) and not read
         head = spec.head
         flat = head is not None and head.kind in ("span", "replaced")
@@ -166,26 +167,26 @@ class WholePasses:
 
     def _outputs(
         self,
-        arrays: Sequence[np.ndarray | None],
+        tokens: Tokens,
         size: tuple[int, int],
         keep: bool,
         rows: int,
         how: Mapping[str, Any],
     ) -> Any:
-        """Outputs of padded arrays [B, T] of `size`, of so many rows at a time."""
-        arrays = self._place.operands(arrays)
+        """Outputs of padded tokens [B, T] of `size`, of so many rows at a time."""
+        tokens = self._place.operands(tokens)
         outputs: Any = None
         is_whole = keep or rows < size[0] or "of_encoder" in how
         for layers in [None] if is_whole else self.steps.parts:
             step = partial(self.steps.forward, keep=keep, layers=layers, **how)
             if rows < size[0]:
                 step = partial(self.steps.forward_panels, keep=keep, rows=rows, **how)
-            given = tuple(None if x is None else x.shape for x in arrays)
+            given = tokens.each(lambda x: x.shape)
             outputs, flags = self._executables.run(
                 ("forward", size, given, keep, layers, rows, *how.items()),
                 self._of_leaves(step),
                 self._leaves,
-                *arrays,
+                tokens,
                 outputs,
             )
             self._note(flags)
@@ -218,7 +219,7 @@ class WholePasses:
     def pure_forward(
         self, keep: bool, of_encoder: bool = False, derived: bool = False
     ) -> Callable[[Params, Any], dict[str, Any]]:
-        """Forward of parameters and the arrays that `Steps.forward` takes; to be traced.
+        """Forward of parameters and tokens, as `Steps.forward` takes them; to be traced.
 
         Sums over devices are XLA's in it: who calls it when is not known. Its derivatives are right
         where it is `derived`; UnsupportedError where it has none.
@@ -231,7 +232,7 @@ class WholePasses:
                 params = self._derived(params)
             with jax.numpy_rank_promotion("allow"):
                 how: Any = {"keep": keep, "of_encoder": of_encoder}
-                return self.steps.forward(params, *inputs, **how)[0]
+                return self.steps.forward(params, inputs, **how)[0]
 
         arguments = jax.tree.map(self._place.spec_of, self.params), WHOLE
         return self._place.spread(forward, arguments, WHOLE)

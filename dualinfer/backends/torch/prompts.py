@@ -16,6 +16,7 @@ import torch
 
 from ... import decoder
 from ...model.spec import Experts, ModelSpec
+from ...ops.contract import Tokens
 from ..base import Piece
 from ..kernels import is_wide
 from ..slots import GRAIN, PANELS, SMALLEST_CACHE, bucket, in_grains, panel_for
@@ -35,28 +36,34 @@ _MOST_FRAMES = 1 << 15  # of all spectrograms, which have one length: a graph se
 _MOST_AT_ONCE = 32768
 
 
-class _Buffers(NamedTuple):
-    """The arrays that a graph reads and writes, for B prompts of T tokens, or as many embeddings.
+class _Rows(NamedTuple):
+    """Prompts that a pass reads, or pieces of them, a row each.
 
-    With an encoder also what it reads, and the place of each one's last token.
+    These are `ids` [B, T], or embeddings [B, T, W], of `slots` [B], and `last` [B] is the place of
+    each row's last real token. Pieces begin at place `starts` [B] of what their slots have, and
+    `wholes` [B] are the last positions of the prompts that they are of. An encoder reads `source`
+    [B, S] up to `source_last` [B], ids, spectrograms, or what it gave before.
     """
 
     ids: torch.Tensor
     slots: torch.Tensor
     last: torch.Tensor
-    out: torch.Tensor
+    starts: torch.Tensor | None = None
+    wholes: torch.Tensor | None = None
     source: torch.Tensor | None = None
     source_last: torch.Tensor | None = None
 
+    def fill(self, *arrays: np.ndarray) -> None:
+        """Put arrays into the first of these, which a graph reads."""
+        for own, array in zip(self, arrays, strict=False):
+            assert own is not None
+            fill(own, array)
 
-class _Panel(NamedTuple):
-    """The arrays that a panel's graph reads and writes, for R rows of GRAIN tokens or embeds."""
 
-    ids: torch.Tensor
-    slots: torch.Tensor
-    last: torch.Tensor
-    starts: torch.Tensor
-    wholes: torch.Tensor
+class _Buffers(NamedTuple):
+    """The arrays that a graph reads and writes: the hidden states [B, E] of last tokens."""
+
+    rows: _Rows
     out: torch.Tensor
 
 
@@ -68,7 +75,7 @@ class Prompts:
     ) -> None:
         self._spec, self._ops, self.graphs = spec, ops, graphs
         self._buffers: OrderedDict[Hashable, _Buffers] = OrderedDict()
-        self._panels: dict[Hashable, _Panel] = {}
+        self._panels: dict[Hashable, _Buffers] = {}
         # Where a row's own keys or states are made in a pass, a piece is a row.
         attends = all(own.recurrence is None for own in spec.layers)
         latent = any(a.latent is not None for a in spec.attentions)
@@ -108,10 +115,8 @@ class Prompts:
                 put = partial(upload, device=slots.device)
                 ids, last = map(put, _padded(tokens[group], max(map(len, tokens[group]))))
                 given = _padded(sources[group], max(map(len, sources[group])))
-                source, source_last = map(put, given)
-                how: Any = {"source": source, "source_last": source_last}
-                how["is_encoded"] = is_encoded
-                parts.append(self._pass(params, cache, ids, slots[group], last, **how))
+                read = _Rows(ids, slots[group], last, None, None, *map(put, given))
+                parts.append(self._pass(params, cache, read, is_encoded=is_encoded))
             return parts[0] if len(parts) == 1 else torch.cat(parts)
         at_once = max(1, _MOST_AT_ONCE // longest)
         parts = []
@@ -123,7 +128,7 @@ class Prompts:
                 continue
             ids, last = _padded(group, max(map(len, group)))
             put = partial(upload, device=slots.device)
-            parts.append(self._pass(params, cache, put(ids), rows, put(last)))
+            parts.append(self._pass(params, cache, _Rows(put(ids), rows, put(last))))
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def packs_these(self, pieces: Sequence[Piece]) -> bool:
@@ -181,8 +186,8 @@ class Prompts:
         reach = max(p.stop for p in rows)
         if not size or size > self._most_replayed:
             put = partial(upload, device=cache.device)
-            how: dict[str, Any] = {"starts": put(starts), "wholes": put(wholes), "reach": reach}
-            return self._pass(params, cache, put(ids), put(slots), put(last), **how)
+            given = _Rows(*map(put, (ids, slots, last, starts, wholes)))
+            return self._pass(params, cache, given, reach)
         count, given = size // GRAIN, ids.shape[2:]
         key = "panel", count, given
         b, is_new = self._panel_buffers(params, cache, key)
@@ -191,12 +196,11 @@ class Prompts:
             ids = np.concatenate([ids, np.zeros((more, *ids.shape[1:]), ids.dtype)])
             last, starts, wholes = (np.append(x, [0] * more) for x in (last, starts, wholes))
             slots = np.append(slots, [cache.room.slots] * more)
-        for buffer, array in zip(b[:5], (ids, slots, last, starts, wholes), strict=True):
-            fill(buffer, array)
+        b.rows.fill(ids, slots, last, starts, wholes)
         self._replay_panel(params, cache, key, b, captures=not is_new)
         return b.out
 
-    def _panel_buffers(self, params: Params, cache: Cache, key: Any) -> tuple["_Panel", bool]:
+    def _panel_buffers(self, params: Params, cache: Cache, key: Any) -> tuple[_Buffers, bool]:
         """The arrays that the panel's graph reads and writes; True if they are new."""
         _, count, given = key
         if (b := self._panels.get(key)) is not None:
@@ -207,12 +211,13 @@ class Prompts:
         ids = floats(count, GRAIN, *given) if given else integers(count, GRAIN)
         slots, last, starts, wholes = (integers(count) for _ in range(4))
         slots += cache.room.slots
-        b = _Panel(ids, slots, last, starts, wholes, floats(count, self._spec.embed))
+        rows = _Rows(ids, slots, last, starts, wholes)
+        b = _Buffers(rows, floats(count, self._spec.embed))
         self._panels[key] = b
         return b, True
 
     def _replay_panel(
-        self, params: Params, cache: Cache, key: Any, b: "_Panel", captures: bool
+        self, params: Params, cache: Cache, key: Any, b: _Buffers, captures: bool
     ) -> None:
         graphs = self.graphs
         if graphs is not None and key in graphs:
@@ -220,8 +225,7 @@ class Prompts:
             return
 
         def work() -> None:
-            how: dict[str, Any] = {"starts": b.starts, "wholes": b.wholes, "reach": cache.tokens}
-            b.out.copy_(self._pass(params, cache, b.ids, b.slots, b.last, **how))
+            b.out.copy_(self._pass(params, cache, b.rows, cache.tokens))
 
         work()
         if graphs is not None and captures:
@@ -274,31 +278,28 @@ class Prompts:
             integers = partial(torch.empty, dtype=torch.int64, device=slots.device)
             dtype = params.outer["embed.weight"].dtype
             floats = partial(torch.empty, dtype=dtype, device=slots.device)
-            b = _Buffers(
+            rows = _Rows(
                 floats(count, width, *given) if given else integers(count, width),
                 integers(count),
                 integers(count),
-                floats(count, self._spec.embed),
-                self._source_buffer(sources, read, integers, floats),
-                integers(count) if sources else None,
+                source=self._source_buffer(sources, read, integers, floats),
+                source_last=integers(count) if sources else None,
             )
-            self._buffers[key] = b
+            self._buffers[key] = b = _Buffers(rows, floats(count, self._spec.embed))
         ids, last = _padded(tokens, width)
-        fill(b.ids, ids)
-        fill(b.last, last)
-        b.slots.copy_(slots)
-        if sources and b.source is not None and b.source_last is not None:
+        fill(b.rows.ids, ids)
+        fill(b.rows.last, last)
+        b.rows.slots.copy_(slots)
+        if sources and b.rows.source is not None and b.rows.source_last is not None:
             source, source_last = _padded(sources, read)
-            fill(b.source, source)
-            fill(b.source_last, source_last)
+            fill(b.rows.source, source)
+            fill(b.rows.source_last, source_last)
         if graphs is not None and key in graphs:
             graphs.replay(key)
             return b.out
 
         def work() -> None:
-            how: Any = {"source": b.source, "source_last": b.source_last}
-            how["is_encoded"] = is_encoded
-            b.out.copy_(self._pass(params, cache, b.ids, b.slots, b.last, **how))
+            b.out.copy_(self._pass(params, cache, b.rows, is_encoded=is_encoded))
 
         work()
         if graphs is not None and not is_new:  # a size that comes a second time is worth a capture
@@ -345,11 +346,13 @@ class Prompts:
                 own, group = group[:at_once], group[at_once:]
                 pieces = [prompts[i][starts[i] : stops[i]] for i in own]
                 ids, last = map(put, _padded(pieces, max(map(len, pieces))))
-                how: dict[str, Any] = {"wholes": put([len(prompts[i]) - 1 for i in own])}
+                wholes = put([len(prompts[i]) - 1 for i in own])
+                begins, reach = None, 0
                 if is_later:
-                    how["starts"] = put([starts[i] for i in own])
-                    how["reach"] = max(starts[i] for i in own) + ids.shape[1]
-                parts.append(self._pass(params, cache, ids, slots[own], last, **how))
+                    begins = put([starts[i] for i in own])
+                    reach = max(starts[i] for i in own) + ids.shape[1]
+                rows = _Rows(ids, slots[own], last, begins, wholes)
+                parts.append(self._pass(params, cache, rows, reach))
                 order += own
         x = parts[0] if len(parts) == 1 else torch.cat(parts)
         return x if order == sorted(order) else x[put(np.argsort(order))]
@@ -368,32 +371,23 @@ class Prompts:
         None reaches place `reach`.
         """
         last = torch.full_like(starts, ids.shape[1] - 1)
-        return self._pass(params, cache, ids, slots, last, starts, reach, every=True)
+        return self._pass(params, cache, _Rows(ids, slots, last, starts), reach, every=True)
 
     def _pass(
         self,
         params: Params,
         cache: Cache,
-        ids: torch.Tensor,
-        slots: torch.Tensor,
-        last: torch.Tensor,
-        starts: torch.Tensor | None = None,
+        rows: _Rows,
         reach: int = 0,
-        wholes: torch.Tensor | None = None,
-        source: torch.Tensor | None = None,
-        source_last: torch.Tensor | None = None,
         is_encoded: bool = False,
         every: bool = False,
     ) -> torch.Tensor:
-        """One pass over ids [B, T], or embeddings: hidden state [B, E] of those at `last` [B].
+        """One pass over rows: the hidden state [B, E] of each one's last token.
 
-        Or of `every` one [B, T, E].
-
-        With `starts` [B] these are rows of tokens from there on, of which none reaches place
-        `reach`; `wholes` [B] are the last positions of the prompts of which these are pieces. An
-        encoder reads `source` [B, S] up to `source_last` [B], and what layers need of it goes to
-        the cache; where the source `is_encoded` it has run before.
+        Or of `every` one [B, T, E]. Of rows with starts none reaches place `reach`. What layers
+        need of a source goes to the cache; where it `is_encoded` the encoder has run before.
         """
+        ids, slots, last, starts, wholes, source, source_last = rows
         shape = ids.shape[:2]
         at = positions = torch.arange(shape[1], device=ids.device).expand(shape)
         if starts is not None:
@@ -425,8 +419,8 @@ class Prompts:
         across = None
         if source is not None and source_last is not None:
             across = self._across(params, cache, source, slots, source_last, is_encoded)
-        how: dict[str, Any] = {"embeds": embeds, "across": across, "recur": recur}
-        x = decoder.hidden_states(*model, ids, at, None, attend, **how)[-1]
+        mixers = decoder.Mixers(attend, across, recur)
+        x = decoder.hidden_states(*model, Tokens(ids, at, embeds=embeds), mixers)[-1]
         if every:
             return x
         return x[torch.arange(len(ids), device=ids.device), last]
@@ -458,7 +452,7 @@ class Prompts:
             elif not encoder.one_length:
                 mask = places[None] <= last[:, None]
             at = places.expand(len(source), -1)
-            states = decoder.encoded(*model, ids, at, mask, embeds)[-1]
+            states = decoder.encoded(*model, Tokens(ids, at, mask, embeds=embeds))[-1]
 
         def across(i: int, q: torch.Tensor) -> torch.Tensor:
             a = self._spec.layers[i].cross

@@ -2,8 +2,8 @@
 
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from functools import partial
+from math import prod
 from typing import Any
 
 import numpy as np
@@ -16,6 +16,7 @@ from ...model.load_plan import LoadPlan, TensorSource
 from ...model.weights import count_leaves
 from ...ops import sampling
 from ...ops.caches import Room, cache_bytes, cache_specs, describe_caches, in_blocks, served
+from ...ops.contract import Tokens
 from ...ops.pooling import contrast
 from ...parallel.agreement import Peers
 from ...parallel.shard import Shard
@@ -163,13 +164,13 @@ class TorchRunner(ScoreCalls):
     @torch.no_grad()
     def forward(self, inputs: ForwardInputs) -> dict[str, Any]:
         """Outputs of whole sequences; see `base.Runner`."""
-        if self.spec.towers and inputs.source is not None:
-            texts, images = self.forward(replace(inputs, source=None)), self.forward(inputs.source)
+        if self.spec.towers and inputs.tokens.source is not None:
+            texts, images = map(self.forward, inputs.towers())
             vectors, w = (texts["pooler_output"], images["pooler_output"]), self.params.outer
             scale = w["logit_scale"], w.get("logit_bias")
-            with self._own_settings(inputs.positions.size):
+            with self._own_settings(prod(inputs.tokens.shape)):
                 return decoder.joined_towers(texts, images, *contrast(MATHS, *vectors, *scale))
-        with self._own_settings(inputs.positions.size), span("forward"):
+        with self._own_settings(prod(inputs.tokens.shape)), span("forward"):
             result = self._whole.run(self._passed, inputs)
         self._check_exchange()
         return result
@@ -533,8 +534,8 @@ class TorchRunner(ScoreCalls):
             assert own is not None
             return self.ops.recur_token(own, params.layers[i], x, cache[states[i]], moves)[0]
 
-        how: dict[str, Any] = {"across": across, "recur": recur}
-        x = decoder.hidden_states(*model, ids, positions, None, attend, **how)[-1]
+        mixers = decoder.Mixers(attend, across, recur)
+        x = decoder.hidden_states(*model, Tokens(ids, positions), mixers)[-1]
         return decoder.logits(*model, x[:, 0], wide=True)
 
     def forget_graphs(self) -> None:

@@ -1,6 +1,7 @@
 """Forward passes over whole sequences on torch."""
 
 from collections.abc import Callable, Hashable, Mapping
+from math import prod
 from typing import Any
 
 import numpy as np
@@ -9,6 +10,7 @@ from torch.nn import functional as F
 
 from ... import decoder
 from ...model.spec import ModelSpec
+from ...ops.contract import Tokens
 from ..base import NO_LABEL, ForwardInputs
 from .compiling import compile_options
 from .device import ready
@@ -79,28 +81,20 @@ class WholePasses:
             self._params = None
 
     def _run(self, inputs: ForwardInputs) -> dict[str, Any]:
-        arrays = (inputs.ids, inputs.positions, inputs.token_types, inputs.mask, inputs.segments)
-        source: Any = inputs.source or (None,) * 5
-        if inputs.source:
-            source = (source.ids, source.positions, source.mask, source.embeds, source.states)
-        more = inputs.embeds, inputs.blend, inputs.kept, inputs.weights, *source
-        tensors = [
-            None if array is None else self._ready_to_upload(array) for array in (*arrays, *more)
-        ]
+        tokens = inputs.tokens.each(self._ready_to_upload)
         outputs: Callable[..., dict[str, Any]] = self._compiled or self._outputs
         how = inputs.output_hidden_states, inputs.texts, inputs.largest, inputs.of_encoder
         how = *how, inputs.watched
         graphs = self.calls
-        if inputs.texts and self._parameters * inputs.positions.size <= _MOST_TEXT_WORK:
-            size = inputs.positions.shape, inputs.texts, inputs.largest
+        if inputs.texts and self._parameters * prod(inputs.tokens.shape) <= _MOST_TEXT_WORK:
+            size = inputs.tokens.shape, inputs.texts, inputs.largest
             if size in self._text_sizes:  # one that comes a second time is worth a capture
                 graphs = graphs or self.texts
             self._text_sizes.add(size)
         if graphs is not None:
-            result = graphs.run(outputs, (*tensors, *how), {})
+            result = graphs.run(outputs, (tokens, *how), {})
         else:
-            put = (None if t is None else self._upload(t) for t in tensors)
-            result = outputs(*put, *how)
+            result = outputs(tokens.each(self._upload), *how)
         if inputs.choices:
             result["logits"] = result["logits"].reshape(-1, inputs.choices)
         if inputs.labels is not None and "start_logits" in result:
@@ -128,20 +122,7 @@ class WholePasses:
 
     def _outputs(
         self,
-        ids: torch.Tensor | None,
-        positions: torch.Tensor,
-        token_types: torch.Tensor | None,
-        mask: torch.Tensor | None,
-        segments: torch.Tensor | None,
-        embeds: torch.Tensor | None,
-        blend: torch.Tensor | None,
-        kept: torch.Tensor | None,
-        weights: torch.Tensor | None,
-        source: torch.Tensor | None,
-        source_positions: torch.Tensor | None,
-        source_mask: torch.Tensor | None,
-        source_embeds: torch.Tensor | None,
-        source_states: torch.Tensor | None,
+        tokens: Tokens,
         keep: bool,
         texts: int,
         largest: bool,
@@ -150,7 +131,8 @@ class WholePasses:
     ) -> dict[str, Any]:
         """Outputs of whole sequences on the device: ready for capture and for torch.compile."""
         spec, params = self.spec, self._params
-        assert params is not None
+        mask, positions, source = tokens.mask, tokens.positions, tokens.source
+        assert params is not None and positions is not None
         if of_encoder and spec.encoder is not None:
             params, spec = params.of_encoder(len(spec.layers)), spec.encoder
         model = spec, params, self.ops
@@ -162,39 +144,42 @@ class WholePasses:
 
         def attend(i: int, qkv: torch.Tensor) -> torch.Tensor:
             layer = self.ops.layer_attention(spec, params, i)
-            how: dict[str, Any] = {"mask": mask, "segments": segments, "positions": counted}
+            how: dict[str, Any] = {"mask": mask, "segments": tokens.segments}
+            how["positions"] = counted
             return self.ops.attend(layer, qkv, angles, **how)[0]
 
         def recur(i: int, x: torch.Tensor) -> torch.Tensor:
             own = spec.layers[i].recurrence
             assert own is not None
-            how: dict[str, Any] = {"mask": mask, "segments": segments}
+            how: dict[str, Any] = {"mask": mask, "segments": tokens.segments}
             return self.ops.recur(own, params.layers[i], x, **how)[0]
 
-        embeds = None if embeds is None else embeds.to(self.dtype)
-        given: dict[str, Any] = {"keep": keep, "embeds": embeds, "blend": blend}
-        given |= {"mask": mask, "segments": segments, "recur": recur}
-        more: dict[str, Any] = {}
+        across, more = None, {}
         seen: dict[tuple[int, int], torch.Tensor] = {}
-        if source_positions is not None:
-            if source_states is not None:
-                encoded = [source_states.to(self.dtype)]
+        if source is not None:
+            if source.states is not None:
+                encoded = [source.states.to(self.dtype)]
             else:
-                vectors = None if source_embeds is None else source_embeds.to(self.dtype)
-                read = source, source_positions, source_mask, vectors
-                encoded = decoder.encoded(*model, *read, keep)
-            watches = encoded[-1], source_mask, watched, seen
-            given["across"] = decoder.across_whole(*model, *watches)
+                encoded = decoder.encoded(*model, self._in_dtype(source), keep)
+            across = decoder.across_whole(*model, encoded[-1], source.mask, watched, seen)
             more = {"encoder_last_hidden_state": encoded[-1]}
-            if keep and source_states is None:
+            if keep and source.states is None:
                 more["encoder_hidden_states"] = decoder.encoder_states(spec, encoded)
-        states = decoder.hidden_states(*model, ids, positions, token_types, attend, **given)
+        mixers = decoder.Mixers(attend, across, recur)
+        states = decoder.hidden_states(*model, self._in_dtype(tokens), mixers, keep)
+        weights = tokens.weights
         if texts:
-            assert weights is not None and segments is not None
-            return decoder.embeddings(*model, states[-1], weights, segments, (texts, largest))
+            assert weights is not None and tokens.segments is not None
+            how = weights, tokens.segments, (texts, largest)
+            return decoder.embeddings(*model, states[-1], *how)
         if watched:
             more["cross_weights"] = torch.stack([seen[head] for head in watched], 2)
-        return {**decoder.outputs(*model, states, keep, kept, weights), **more}
+        return {**decoder.outputs(*model, states, keep, tokens.kept, weights), **more}
+
+    def _in_dtype(self, tokens: Tokens) -> Tokens:
+        """Tokens whose embeddings have the model's dtype."""
+        embeds = tokens.embeds
+        return tokens if embeds is None else tokens._replace(embeds=embeds.to(self.dtype))
 
     def _loss(self, logits: torch.Tensor, labels: np.ndarray, count: float | None) -> torch.Tensor:
         """Cross-entropy float32 [] of logits [..., V], its sum divided by `count` if given."""

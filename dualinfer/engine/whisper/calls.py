@@ -14,6 +14,7 @@ from ...model.spec import ModelSpec
 from ..arguments import TRANSCRIBING
 from ..base import InferenceEngine
 from ..checks import check_ids, check_mask
+from ..inputs import Wanted
 from ..options import GenerationOptions, config_dict, make_options
 from ..pairs import make_pair_inputs, refuse_names
 from ..prompts import Prompts
@@ -475,13 +476,13 @@ class _Reader:
         if begin.mask is not None:
             mask[:, :width] = begin.mask
         given = dict.fromkeys(_GIVEN) | self._source(windows)
-        given |= {"decoder_input_ids": ids[:, :-1], "labels": None, "position_ids": None}
+        given |= {"decoder_input_ids": ids[:, :-1], "position_ids": None}
         given |= {"decoder_attention_mask": mask, "token_type_ids": None}
-        how: dict[str, Any] = {"logits_to_keep": 0, "output_hidden_states": False}
-        inputs = make_pair_inputs(spec, given, pad=None, loss_count=None, **how)
+        inputs = make_pair_inputs(spec, given, Wanted(), pad=None)
         at = np.maximum(mask.cumsum(1) - 1, 0) * mask
         own: dict[str, Any] = {"positions": at.astype(np.int32), "kept": np.zeros(1, np.int32)}
-        inputs = replace(inputs, watched=self._call.settings.heads, **own)
+        tokens = inputs.tokens._replace(**own)
+        inputs = replace(inputs, tokens=tokens, watched=self._call.settings.heads)
         found = self._engine._watched(inputs)
         wide = getattr(self._engine._config, "median_filter_width", 7)
         if type(wide) is not int or wide < 1 or wide % 2 == 0:

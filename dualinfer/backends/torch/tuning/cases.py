@@ -13,7 +13,7 @@ from ....model.spec import ModelSpec
 from ....model.weights import count_leaves, parts_of, with_parts
 from ....ops import cache_codes
 from ....ops.cache_kinds import FullCache, LatentCache, over
-from ....ops.contract import Epilogue, LatentQkv, LayerAttention, Routing
+from ....ops.contract import Epilogue, LatentQkv, LayerAttention, Routing, Tokens
 from ...kernels import has_wide_heads
 from ...slots import bucket
 from ..cache import KINDS, size_of
@@ -107,8 +107,8 @@ def _steps(
     if not whole and not any(layer.experts for layer in spec.layers):
         return []
     with torch.inference_mode():
-        how: dict[str, Any] = {"across": lambda i, q: q, "recur": recur}
-        x = decoder.hidden_states(spec, params, recorder, ids, ids, None, attend, **how)[-1]
+        mixers = decoder.Mixers(attend, lambda i, q: q, recur)
+        x = decoder.hidden_states(spec, params, recorder, Tokens(ids, ids), mixers)[-1]
         if spec.head is not None and whole:
             decoder.logits(spec, params, recorder, x[:, 0], wide=spec.causal)
     total = count_leaves(params.leaves())["parameter_bytes"]
