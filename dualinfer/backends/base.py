@@ -9,7 +9,7 @@ import numpy as np
 from ..errors import ArgumentError
 from ..model.load_plan import LoadPlan, TensorSource
 from ..model.spec import ModelSpec
-from ..ops.contract import Tokens
+from ..ops.contract import Tokens as Tokens
 from ..ops.sampling import TOP as TOP
 from .profiling import Profiler, Stopwatch
 

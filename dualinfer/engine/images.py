@@ -8,10 +8,9 @@ import ml_dtypes
 import numpy as np
 
 from ..arrays import kind_of
-from ..backends.base import ForwardInputs
+from ..backends.base import ForwardInputs, Tokens
 from ..errors import ArgumentError, a_type, shown
 from ..model.spec import ModelSpec, Patches
-from ..ops.contract import Tokens
 from .checks import check_mask, read_array
 from .inputs import Text, Wanted, make_forward_inputs, pooling_weights, text_alone
 from .labels import check_labels, check_loss_count, check_numbers, loss_kind

@@ -6,10 +6,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ..arrays import kind_of
-from ..backends.base import ForwardInputs
+from ..backends.base import ForwardInputs, Tokens
 from ..errors import ArgumentError, a_type, shown
 from ..model.spec import ModelSpec, Probe
-from ..ops.contract import Tokens
 from .checks import (
     MEDIA,
     check_embeds,

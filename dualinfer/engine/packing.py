@@ -7,10 +7,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ..backends.base import ForwardInputs
+from ..backends.base import ForwardInputs, Tokens
 from ..backends.slots import bucket, bucket_of_rows
 from ..model.spec import ModelSpec
-from ..ops.contract import Tokens
 from .inputs import default_positions
 
 SMALLEST_ROW = 16  # tokens

@@ -7,10 +7,9 @@ from typing import Any
 import numpy as np
 
 from ..arrays import kind_of, to_numpy
-from ..backends.base import NO_LABEL, ForwardInputs
+from ..backends.base import NO_LABEL, ForwardInputs, Tokens
 from ..errors import ArgumentError, shown
 from ..model.spec import ModelSpec
-from ..ops.contract import Tokens
 from .checks import check_ids
 from .inputs import Text, Wanted, make_forward_inputs, text_alone
 from .prompts import Prompts, make_prompts

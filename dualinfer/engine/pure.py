@@ -10,10 +10,9 @@ from dataclasses import replace
 from typing import Any
 
 from ..arrays import kind_of, to_numpy
-from ..backends.base import ForwardInputs
+from ..backends.base import ForwardInputs, Tokens
 from ..errors import ArgumentError, LengthError, a_type
 from ..model.spec import ModelSpec
-from ..ops.contract import Tokens
 from .images import OF_PATCHES, as_patches, blend_of, grid_of, resized
 from .inputs import default_positions, pooling_weights
 from .pairs import behind_start, last_places

@@ -7,9 +7,9 @@ import ml_dtypes
 import numpy as np
 
 from ..arrays import kind_of, to_numpy
+from ..backends.base import Tokens
 from ..errors import ArgumentError, LengthError, a_type
 from ..model.spec import ModelSpec
-from ..ops.contract import Tokens
 from .checks import check_ids, check_mask, read_array
 from .images import make_image_inputs
 from .inputs import Text, Wanted, make_forward_inputs
