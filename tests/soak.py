@@ -355,7 +355,10 @@ def embedded_apart(backend: str, slots: int | None, tokens: int) -> Any:
 
     folder = dualinfer.embedded_model()
     opens = {"folder": str(folder), "adapters": {}, "backend": backend}
-    opens |= {"how": {"dtype": "float32"}, "room": [slots, tokens, True, 1.0]}
+    opens |= {
+        "how": {"dtype": "float32"},
+        "room": {"slots": slots, "tokens": tokens, "swap_space": 1.0},
+    }
     return apart("dualinfer.cli.engine_process", opens, load_tokenizer(folder))
 
 
@@ -478,7 +481,7 @@ def _rounds(options: argparse.Namespace) -> None:
 
     async def killed() -> None:
         opens = {"shape": options.shape, "dtype": dtype, "backend": options.backend}
-        opens |= {"room": [options.slots, most, True, 1.0]}
+        opens |= {"room": {"slots": options.slots, "tokens": most, "swap_space": 1.0}}
         if options.shape is None:
             there = embedded_apart(options.backend, options.slots, most)
         else:

@@ -545,7 +545,7 @@ def test_a_cache_of_as_much_as_has_room(monkeypatch):
             with pytest.raises(ArgumentError, match="memory_fraction"):
                 engine.reserve(4, 250, memory_fraction=wrong)
         for sized in ({"slots": 4}, {"cache_tokens": 250}, {"slots": 4, "cache_tokens": 250}):
-            with pytest.raises(ArgumentError, match=r"memory_fraction=1e-09\).* says how much"):
+            with pytest.raises(ArgumentError, match=r"memory_fraction=1e-09 .* says how much"):
                 engine.reserve(tokens=250, memory_fraction=1e-9, **sized)
 
 

@@ -196,7 +196,8 @@ async def main():
     folder = str(dualinfer.embedded_model())
     opens = {"folder": folder, "adapters": {}, "backend": "torch", "how": {"dtype": "float32"}}
     command = python("dualinfer.cli.engine_process")
-    keeper = Keeper(command, opens | {"room": [8, 1000, True, 1.0]}, load_tokenizer(folder))
+    opens |= {"room": {"slots": 8, "tokens": 1000, "swap_space": 1.0}}
+    keeper = Keeper(command, opens, load_tokenizer(folder))
     async with keeper.running() as engine:
         assert engine.state().slots == 8  # before the first beat
         how = {"max_new_tokens": 300, "eos_token_id": None, "do_sample": False, "logprobs": None}
@@ -538,7 +539,11 @@ def test_what_engines_die_of_is_refused_alone(backend, engine):
     folder = str(dualinfer.embedded_model())
     opens = {"folder": folder, "adapters": {}, "backend": backend, "how": {"dtype": "float32"}}
     command = keeper.python("tests.poisoned_engine")
-    own = [command, opens | {"room": [8, 200, True, 1.0]}, load_tokenizer(folder)]
+    own = [
+        command,
+        opens | {"room": {"slots": 8, "tokens": 200, "swap_space": 1.0}},
+        load_tokenizer(folder),
+    ]
 
     async def told(handle):
         tokens = []
@@ -579,7 +584,7 @@ def test_a_device_that_computes_no_more_gives_way_to_another_process(
     how = {"max_new_tokens": 30, "eos_token_id": None, "do_sample": False, "logprobs": None}
     folder = str(dualinfer.embedded_model())
     opens = {"folder": folder, "adapters": {}, "backend": backend, "how": {"dtype": "float32"}}
-    opens["room"] = [8, 200, True, 1.0]
+    opens["room"] = {"slots": 8, "tokens": 200, "swap_space": 1.0}
     prompts = [[5, 6, 7], [*POISON, 3], [8, 9, 10, 11]]
 
     async def told(handle):
@@ -614,7 +619,7 @@ def test_a_request_that_kills_at_once_does_not_end_the_server():
     how = {"max_new_tokens": 4, "eos_token_id": None, "do_sample": False, "logprobs": None}
 
     async def main():
-        opened = opens | {"room": [8, 200, True, 1.0]}
+        opened = opens | {"room": {"slots": 8, "tokens": 200, "swap_space": 1.0}}
         kept = keeper.Keeper(keeper.python("tests.poisoned_engine"), opened, load_tokenizer(folder))
         async with kept.running() as served:
             with pytest.raises(StepError, match="died 3 times"):

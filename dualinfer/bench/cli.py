@@ -47,7 +47,7 @@ _TEXTS = 1024  # of `embed`, where nobody says how many
 
 
 @app.command(cls=Command)
-@with_options(Estimated)
+@with_options
 def decode(
     model: ModelArgument = None,
     new_tokens: Annotated[
@@ -76,7 +76,7 @@ def decode(
 
 
 @app.command(cls=Command)
-@with_options(Estimated)
+@with_options
 def prefill(model: ModelArgument = None, repeats: RepeatsOption = 5, *, asked: Estimated) -> None:
     """Time to the first token, as a fraction of the matrix units' rate."""
     asked = checked(asked)
@@ -85,7 +85,7 @@ def prefill(model: ModelArgument = None, repeats: RepeatsOption = 5, *, asked: E
 
 
 @app.command(cls=Command)
-@with_options(Measured)
+@with_options
 def forward(model: ModelArgument = None, repeats: RepeatsOption = 50, *, asked: Measured) -> None:
     """One pass over whole sequences.
 
@@ -96,7 +96,7 @@ def forward(model: ModelArgument = None, repeats: RepeatsOption = 50, *, asked: 
 
 
 @app.command(cls=Command)
-@with_options(Measured)
+@with_options
 def embed(model: ModelArgument = None, repeats: RepeatsOption = 10, *, asked: Measured) -> None:
     """Vectors of many texts, as a fraction of the limit.
 

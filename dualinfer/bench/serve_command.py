@@ -107,7 +107,7 @@ class Served(Chosen):
     ] = None
 
 
-@with_options(Served)
+@with_options
 def serve(
     model: ModelArgument = None,
     url: Annotated[

@@ -3,7 +3,7 @@
 import time
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 from rich.console import Console
@@ -12,23 +12,16 @@ from ..engine.fused import FusedEngine
 from ..errors import ArgumentError
 from ..serving.http.batch import Progress, run_file
 from ..serving.http.rows import answer_rows
-from ..system.command_options import KvCacheOption, QuantOption, StateOption
+from ..system.command_options import with_options
 from ..system.terminal import say
-from .options import (
-    AdapterOption,
-    BackendOption,
-    DtypeOption,
-    KernelsOption,
-    MaxTokensOption,
-    ModelArgument,
-    RevisionOption,
-)
+from .options import BackendOption, MaxTokensOption, ModelArgument, ModelOptions
 from .serve import name_of
 from .texts import opened
 
 _EVERY = 10.0  # seconds between lines where stderr is no terminal
 
 
+@with_options
 def batch(
     model: ModelArgument,
     source: Annotated[
@@ -52,13 +45,8 @@ def batch(
         typer.Option(metavar="I/N", help="Every N-th row from the I-th on, I from 0: one job's."),
     ] = "0/1",
     max_tokens: MaxTokensOption = None,
-    dtype: DtypeOption = None,
-    quant: QuantOption = None,
-    adapter: AdapterOption = None,
-    kv_cache_dtype: KvCacheOption = None,
-    state_dtype: StateOption = None,
-    kernels: KernelsOption = None,
-    revision: RevisionOption = None,
+    *,
+    options: ModelOptions,
 ) -> None:
     """Answer a file of requests to chats, completions and embeddings.
 
@@ -70,10 +58,8 @@ def batch(
     if not target.absolute().parent.is_dir():
         raise ArgumentError(f"{target}: the folder does not exist. Make it first.")
     part = _shard(shard)
-    how: dict[str, Any] = {"dtype": dtype, "quant": quant, "kv_cache_dtype": kv_cache_dtype}
-    how["state_dtype"] = state_dtype
-    how["replace_with_kernel_inject"] = kernels
-    with opened(model, backend, revision, adapter, **how) as engine:
+    asked = options.revision, options.adapter
+    with opened(model, backend, *asked, **options.config) as engine:
         answer = partial(answer_rows, engine, name=name or name_of(model))
         if isinstance(engine, FusedEngine) and engine.can_generate():
             engine.reserve(tokens=max_tokens)

@@ -2,6 +2,7 @@
 
 import os
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from itertools import chain, groupby
 from pathlib import Path
 from typing import Annotated, Any
@@ -49,6 +50,7 @@ from ..system.command_options import (
     QuantOption,
     ResidentOption,
     StateOption,
+    with_options,
 )
 from ..system.tables import Table
 from ..system.terminal import print_folded
@@ -62,6 +64,57 @@ _LONGEST = 600  # letters of an error of transformers'
 _UNITS = ("B", "KiB", "MiB", "GiB", "TiB")
 
 
+@dataclass(frozen=True, kw_only=True)
+class HeldOptions:
+    """The options of what weights and caches are held in."""
+
+    quant: QuantOption = None
+    kv_cache_dtype: KvCacheOption = None
+    state_dtype: StateOption = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class StreamingOptions:
+    """The options of layers that stay on the host."""
+
+    resident_layers: ResidentOption = None
+    device_memory: Annotated[
+        float | None,
+        typer.Option(
+            metavar="GIB",
+            min=0,
+            help="Free memory of each device: as many layers stay there as fit, the others are "
+            "streamed from the host.",
+        ),
+    ] = None
+    host_rate: Annotated[
+        float | None,
+        typer.Option(
+            metavar="GB/S",
+            min=1e-3,
+            help="From host to device, for the time that streaming takes; `dualinfer bench decode "
+            "--resident-layers` measures it. Unset: 25 and 50, about what PCIe 4 and 5 reach.",
+        ),
+    ] = None
+
+    @property
+    def streams(self) -> bool:
+        """True if some layers are on the host; ArgumentError for a rate without any."""
+        found = self.resident_layers is not None or self.device_memory is not None
+        if self.host_rate is not None and not found:
+            raise ArgumentError(
+                "--host-rate is about layers that are streamed. Pass --resident-layers or "
+                "--device-memory, too."
+            )
+        return found
+
+    @property
+    def free(self) -> int | None:
+        """Free bytes of a device; None where nobody says."""
+        return None if self.device_memory is None else int(self.device_memory * 2**30)
+
+
+@with_options
 def plan(
     ctx: typer.Context,
     model: Annotated[
@@ -72,6 +125,7 @@ def plan(
             "quantized ones alone.",
         ),
     ],
+    *,
     tp: Annotated[
         int,
         typer.Option(
@@ -107,28 +161,8 @@ def plan(
             "each device has a share of the width of every expert.",
         ),
     ] = MoEConfig().ep_size,
-    quant: QuantOption = None,
-    kv_cache_dtype: KvCacheOption = None,
-    state_dtype: StateOption = None,
-    resident_layers: ResidentOption = None,
-    device_memory: Annotated[
-        float | None,
-        typer.Option(
-            metavar="GIB",
-            min=0,
-            help="Free memory of each device: as many layers stay there as fit, the others are "
-            "streamed from the host.",
-        ),
-    ] = None,
-    host_rate: Annotated[
-        float | None,
-        typer.Option(
-            metavar="GB/S",
-            min=1e-3,
-            help="From host to device, for the time that streaming takes; `dualinfer bench decode "
-            "--resident-layers` measures it. Unset: 25 and 50, about what PCIe 4 and 5 reach.",
-        ),
-    ] = None,
+    held: HeldOptions,
+    streaming: StreamingOptions,
     revision: RevisionOption = None,
 ) -> None:
     """Show what each device would hold of a model.
@@ -140,21 +174,14 @@ def plan(
         start_sooner(folder)  # so that neither framework is imported
     written = read_written(folder)
     parallel = {"tp_size": tp, "tp_grain_size": tp_grain_size}
-    fields = {"dtype": dtype, "quant": quant, "backend": backend, "tensor_parallel": parallel}
-    streams = resident_layers is not None or device_memory is not None
-    if host_rate is not None and not streams:
-        raise ArgumentError(
-            "--host-rate is about layers that are streamed. Pass --resident-layers or "
-            "--device-memory, too."
-        )
-    fields |= {"kv_cache_dtype": kv_cache_dtype, "state_dtype": state_dtype}
+    fields = {"dtype": dtype, "backend": backend, "tensor_parallel": parallel, **vars(held)}
+    streams = streaming.streams
     fields["moe"] = {"ep_size": ep}
-    fields |= {"keep_module_on_host": streams, "resident_layers": resident_layers}
+    fields |= {"keep_module_on_host": streams, "resident_layers": streaming.resident_layers}
     settings = make_config(fields, {}).with_int8_as_quant()
-    free = None if device_memory is None else int(device_memory * 2**30)
     name, why = _dtype(settings.dtype, written)
     try:
-        plan, notes = plan_folder(folder, written, settings, name, free)
+        plan, notes = plan_folder(folder, written, settings, name, streaming.free)
     except CheckpointNotFoundError as error:
         raise _needs_weights(error, model, revision) from error
     except UnservedError as error:
@@ -189,9 +216,9 @@ def plan(
         print_folded(console, line)
     console.print(_devices_table(plan.devices))
     if plan.is_quantized:
-        for kind, held in plan.weights.items():
-            print_folded(console, f"weights, {kind}: {held}")
-    more = _active(plan), _collectives(plan), _streamed(plan.streaming, host_rate)
+        for kind, size in plan.weights.items():
+            print_folded(console, f"weights, {kind}: {size}")
+    more = _active(plan), _collectives(plan), _streamed(plan.streaming, streaming.host_rate)
     for line in (*_held(plan.devices, plan.whole), *chain(*more)):
         print_folded(console, line)
     for note in (*why, *notes, *plan.notes):

@@ -46,7 +46,7 @@ def run(
 
         leave_out_noise()
         with opened(opens, tell_lost) as engine:
-            does_write = writes(engine, *opens["room"])
+            does_write = writes(engine, opens["room"])
             host.run(engine, shown_of(engine.report(), does_write))
     except BaseException as error:
         host.fail(error)

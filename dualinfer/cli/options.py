@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 import typer
 
-from ..system.command_options import KvCacheOption, QuantOption, StateOption, with_options
+from ..system.command_options import KvCacheOption, QuantOption, StateOption
 
 One = Literal["torch", "jax"]
 Choice = Literal["torch", "jax", "both"]
@@ -67,6 +67,26 @@ AdapterOption = Annotated[
 def factors_of(adapters: Sequence[str] | None) -> dict[str, float]:
     """The adapters of the command line as the config has them."""
     return dict.fromkeys(adapters or (), 1.0)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ModelOptions:
+    """The options of commands that open a model for others; None leaves one to the model."""
+
+    dtype: DtypeOption = None
+    quant: QuantOption = None
+    adapter: AdapterOption = None
+    kv_cache_dtype: KvCacheOption = None
+    state_dtype: StateOption = None
+    kernels: KernelsOption = None
+    revision: RevisionOption = None
+
+    @property
+    def config(self) -> dict[str, Any]:
+        """The fields of the config that they are."""
+        names = "dtype", "quant", "kv_cache_dtype", "state_dtype"
+        given = {name: getattr(self, name) for name in names}
+        return given | {"replace_with_kernel_inject": self.kernels}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -149,6 +169,3 @@ class TextOptions:
         if self.samples:
             asked["do_sample"] = True
         return {name: value for name, value in asked.items() if value is not None}
-
-
-with_text_options = with_options(TextOptions)

@@ -10,8 +10,9 @@ import shlex
 import signal
 import socket
 import threading
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Callable, Coroutine, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -21,22 +22,14 @@ from .. import backends
 from ..checkpoint.described.tokenizer import load_tokenizer, tokenizer_folder
 from ..engine.fused import FusedEngine
 from ..engine.pausing import SWAP_GIB
-from ..engine.reserve import AUTO
+from ..engine.reserve import AUTO, check_fraction
 from ..errors import ArgumentError, DistributedError, DualinferError, UnsupportedError
 from ..serving.http.calls import MARKS
 from ..serving.http.needed import check_needed
 from ..serving.remote.host import shown_of
-from ..system.command_options import KvCacheOption, OversubscribeOption, QuantOption, StateOption
+from ..system.command_options import OversubscribeOption, with_options
 from ..system.terminal import say
-from .options import (
-    AdapterOption,
-    BackendOption,
-    DtypeOption,
-    KernelsOption,
-    MaxTokensOption,
-    ModelArgument,
-    RevisionOption,
-)
+from .options import BackendOption, MaxTokensOption, ModelArgument, ModelOptions
 from .quick_start import OWN_PROCESS, start_sooner
 from .shared_engine import opened
 from .texts import find_asked
@@ -51,16 +44,16 @@ class ListenError(DualinferError, OSError):
     """The address cannot be listened on."""
 
 
-def serve(
-    ctx: typer.Context,
-    model: ModelArgument,
-    backend: BackendOption = None,
+@dataclass(frozen=True, kw_only=True)
+class AddressOptions:
+    """The options of where a server listens, and to whom."""
+
     host: Annotated[
         str, typer.Option(metavar="ADDRESS", help="Where to listen; 0.0.0.0 for all networks.")
-    ] = "127.0.0.1",
+    ] = "127.0.0.1"
     port: Annotated[
         int, typer.Option(metavar="NUMBER", min=0, max=65535, help="0: one that is free.")
-    ] = 8000,
+    ] = 8000
     api_key: Annotated[
         str | None,
         typer.Option(
@@ -68,26 +61,32 @@ def serve(
             envvar=_KEY,
             help="What clients must send; unset: nothing.",
         ),
-    ] = None,
+    ] = None
     name: Annotated[
         str | None,
         typer.Option(
             metavar="NAME", help="What clients call the model; unset: its id, or its folder's name."
         ),
-    ] = None,
+    ] = None
     grace: Annotated[
         int,
         typer.Option(
             metavar="SECONDS", min=0, help="How long open requests may go on after SIGTERM."
         ),
-    ] = 30,
+    ] = 30
+
+
+@dataclass(frozen=True, kw_only=True)
+class RoomOptions:
+    """The options of how many sequences a server has room for, as `reserve` takes them."""
+
     max_sequences: Annotated[
         int | None,
         typer.Option(
             metavar="NUMBER", min=1, help="Sequences at a time; unset: what has room, at most 256."
         ),
-    ] = None,
-    max_tokens: MaxTokensOption = None,
+    ] = None
+    max_tokens: MaxTokensOption = None
     cache_tokens: Annotated[
         str | None,
         typer.Option(
@@ -95,7 +94,7 @@ def serve(
             help="Tokens of the cache for all sequences together, which take them as they grow; "
             "auto: as many as have room; unset: each has room for --max-tokens.",
         ),
-    ] = None,
+    ] = None
     memory_fraction: Annotated[
         float | None,
         typer.Option(
@@ -104,11 +103,11 @@ def serve(
             "--max-sequences nor a number of --cache-tokens says its size; unset: 0.85, and in the "
             "host's memory at most 1 GiB.",
         ),
-    ] = None,
+    ] = None
     prefix_cache: Annotated[
         bool,
         typer.Option(help="Read what prompts have in common once."),
-    ] = True,
+    ] = True
     swap_space: Annotated[
         float,
         typer.Option(
@@ -117,7 +116,34 @@ def serve(
             help="Host memory for what sequences had cached that gave their slots to urgent ones; "
             "0: they are read again.",
         ),
-    ] = SWAP_GIB,
+    ] = SWAP_GIB
+
+    def asked(self) -> dict[str, Any]:
+        """The arguments of `reserve`; typer.BadParameter for what does not go together."""
+        cached, share = _tokens_of(self.cache_tokens), self.memory_fraction
+        try:
+            check_fraction(share, self.max_sequences, cached, _said)
+        except ArgumentError as error:
+            raise typer.BadParameter(str(error)) from error
+        how = {"slots": self.max_sequences, "tokens": self.max_tokens, "cache_tokens": cached}
+        how |= {"memory_fraction": share, "prefix_cache": self.prefix_cache}
+        return how | {"swap_space": self.swap_space}
+
+
+def _said(name: str, value: Any = None) -> str:
+    """An argument of `reserve` as an option."""
+    option = f"--{'max-sequences' if name == 'slots' else name.replace('_', '-')}"
+    return option if value is None else f"{option} {value}"
+
+
+@with_options
+def serve(
+    ctx: typer.Context,
+    model: ModelArgument,
+    *,
+    backend: BackendOption = None,
+    address: AddressOptions,
+    room: RoomOptions,
     tool_call_parser: Annotated[
         str | None,
         typer.Option(
@@ -153,13 +179,7 @@ def serve(
         typer.Option(metavar="COUNT", min=1, help="Devices that share the model."),
     ] = 1,
     oversubscribe: OversubscribeOption = False,
-    dtype: DtypeOption = None,
-    quant: QuantOption = None,
-    adapter: AdapterOption = None,
-    kv_cache_dtype: KvCacheOption = None,
-    state_dtype: StateOption = None,
-    kernels: KernelsOption = None,
-    revision: RevisionOption = None,
+    options: ModelOptions,
 ) -> None:
     """Serve a model to clients of OpenAI's API, many at once.
 
@@ -168,7 +188,7 @@ def serve(
     """
     check_needed("`dualinfer serve` needs", more=("llguidance",))
     # typer takes a variable that is empty for none.
-    if not (os.environ.get(_KEY, "-") if api_key is None else api_key).strip():
+    if not (os.environ.get(_KEY, "-") if address.api_key is None else address.api_key).strip():
         raise typer.BadParameter(f"--api-key, or {_KEY}, is empty.")
     for option, value, known in (
         ("--tool-call-parser", tool_call_parser, (*MARKS, "none")),
@@ -182,37 +202,23 @@ def serve(
                 f"--allow-origin {origin}; expected a scheme and a host, as http://localhost:3000, "
                 "without a path, or * for any page."
             )
-    how: dict[str, Any] = {"dtype": dtype, "quant": quant, "kv_cache_dtype": kv_cache_dtype}
-    how["state_dtype"] = state_dtype
-    how["replace_with_kernel_inject"] = kernels
+    how = options.config
     which = backend or backends.default_backend()
     backends.check_backend(which)
     if tp > 1:
         how["tensor_parallel"] = {"tp_size": tp}
-    if memory_fraction is not None and not 0 < memory_fraction <= 1:
-        raise typer.BadParameter(
-            f"--memory-fraction {memory_fraction}; expected a number above 0 and at most 1."
-        )
-    cached = _tokens_of(cache_tokens)
-    if memory_fraction is not None and cached != AUTO and (max_sequences or cached):
-        given = f"--cache-tokens {cached}" if cached else f"--max-sequences {max_sequences}"
-        raise typer.BadParameter(
-            f"--memory-fraction {memory_fraction} is the share of memory that is taken where "
-            f"nothing else says how much, and {given} does. Leave --memory-fraction unset, or pass "
-            "--cache-tokens auto, or neither --max-sequences nor --cache-tokens."
-        )
-    room = max_sequences, max_tokens, prefix_cache, swap_space, cached, memory_fraction
+    reserved = room.asked()
     routes: dict[str, Any] = {
-        "api_key": api_key,
+        "api_key": address.api_key,
         "tool_call_parser": tool_call_parser,
         "reasoning_parser": reasoning_parser,
         "origins": allow_origin or [],
     }
-    with _listening(host, port) as listener:
-        front = _Front(name or name_of(model), listener, grace, routes, tp)
-        found = find_asked(model, revision, adapter, "")
+    with _listening(address.host, address.port) as listener:
+        front = _Front(address.name or name_of(model), listener, address.grace, routes, tp)
+        found = find_asked(model, options.revision, options.adapter, "")
         opens = {"folder": str(found.folder), "adapters": found.adapters, "backend": which}
-        opens |= {"how": how, "oversubscribe": oversubscribe, "room": room}
+        opens |= {"how": how, "oversubscribe": oversubscribe, "room": reserved}
         if one_process:
             serves = threading.Event()
 
@@ -222,7 +228,7 @@ def serve(
                     os._exit(1)  # the model's opening may wait for the lost one, for minutes
 
             with opened(opens, tell_lost) as engine:
-                does_write = writes(engine, *room)
+                does_write = writes(engine, reserved)
                 serves.set()
                 front.run_beside(engine, shown_of(engine.report(), does_write))
             return
@@ -231,16 +237,10 @@ def serve(
         front.run_before(opens, load_tokenizer(tokenizer_folder(*found)))
 
 
-def writes(
-    engine: Any,
-    slots: int | None,
-    tokens: int | None,
-    shares: bool,
-    swap_space: float,
-    cache_tokens: int | Literal["auto"] | None = None,
-    memory_fraction: float | None = None,
-) -> bool:
+def writes(engine: Any, room: Mapping[str, Any]) -> bool:
     """Reserve room, and run two steps, so that what must be compiled is before the first client.
+
+    `room` are the arguments of `reserve`.
 
     False for a model that writes no texts: it embeds, or sees, or hears. UnsupportedError for one
     that cannot be served.
@@ -252,9 +252,7 @@ def writes(
         )
     if not engine.can_generate():
         return False
-    how: dict[str, Any] = {"prefix_cache": shares, "swap_space": swap_space}
-    how |= {"cache_tokens": cache_tokens, "memory_fraction": memory_fraction}
-    engine.reserve(slots, tokens, **how)
+    engine.reserve(**room)
     try:
         engine.generate([[0]], max_new_tokens=2, do_sample=False)
     except (UnsupportedError, ArgumentError):

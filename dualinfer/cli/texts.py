@@ -32,8 +32,9 @@ from ..errors import (
     shortened,
 )
 from ..opening import unserved
+from ..system.command_options import with_options
 from ..system.terminal import say, without_controls
-from .options import BackendOption, Choice, TextOptions, factors_of, with_text_options
+from .options import BackendOption, Choice, TextOptions, factors_of
 from .parity import first_difference
 from .quick_start import OWN_PROCESS, start_sooner
 from .remote import Server
@@ -50,7 +51,7 @@ _HELP = """\
 /exit           end; Ctrl-D does the same. Ctrl-C stops an answer."""
 
 
-@with_text_options
+@with_options
 def generate(
     ctx: typer.Context,
     arguments: Annotated[
@@ -142,7 +143,7 @@ def generate(
         say(same)
 
 
-@with_text_options
+@with_options
 def chat(
     ctx: typer.Context,
     model: Annotated[

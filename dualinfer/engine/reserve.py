@@ -1,8 +1,9 @@
 """Memory that an engine reserves for many sequences at once."""
 
 import math
+from collections.abc import Callable
 from dataclasses import replace
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from ..backends.base import GRAIN, Pool
 from ..backends.blocks import lying
@@ -101,22 +102,10 @@ class RoomCalls(InferenceEngine):
                 raise ArgumentError(
                     f"reserve({name}={shown(value)}): expected 1 or more{auto}, or None."
                 )
-        share = memory_fraction
-        if share is not None and (type(share) not in (int, float) or not 0 < share <= 1):
-            raise ArgumentError(
-                f"reserve(memory_fraction={shown(share)}): expected a share of what is free, above "
-                "0 and at most 1."
-            )
+        check_fraction(memory_fraction, slots, cache_tokens, _said)
         if type(swap_space) not in (int, float) or not 0 <= swap_space < math.inf:
             raise ArgumentError(
                 f"reserve(swap_space={shown(swap_space)}): expected GiB, 0 or more."
-            )
-        if share is not None and cache_tokens != AUTO and (slots or cache_tokens):
-            given = f"cache_tokens={cache_tokens}" if cache_tokens else f"slots={slots}"
-            raise ArgumentError(
-                f"reserve(memory_fraction={shown(share)}): it is the share of memory that is taken "
-                f"where nothing else says how much, and {given} does. Leave memory_fraction unset, "
-                "or pass cache_tokens='auto', or neither slots nor cache_tokens."
             )
         runner, most = self.runner, self._longest
         if not runner.spec.can_generate:
@@ -139,7 +128,7 @@ class RoomCalls(InferenceEngine):
                 asked = slots or MOST_SLOTS, max(longest - 1, 1), prefix_cache, None
                 most = pool_for(runner, *asked, cache_tokens=GRAIN)
                 block = block_bytes(runner, most) if cache_tokens == AUTO else []
-                sizes = {"free": free_for_pool(runner, share), "block": block}
+                sizes = {"free": free_for_pool(runner, memory_fraction), "block": block}
                 said = self._turns.peers.tell("Reserving room", **sizes)
                 free = None if None in said["free"] else min(said["free"])
                 if cache_tokens == AUTO:
@@ -190,6 +179,32 @@ class RoomCalls(InferenceEngine):
             if (lies := lying(pool, self.runner.spec)).near:
                 kept += f"; layers that see {lies.window:,} have room for {lies.near * GRAIN:,}"
         return (f"room is reserved for {pool.slots} sequences of {pool.tokens + 1:,} tokens{kept}",)
+
+
+def check_fraction(
+    share: Any, slots: int | None, cache_tokens: int | str | None, said: Callable[..., str]
+) -> None:
+    """Raise ArgumentError for a `memory_fraction` of `reserve` that is none, or sizes nothing.
+
+    `said` shows an argument of `reserve` with its value, or alone.
+    """
+    if share is None:
+        return
+    given = said("memory_fraction", share)
+    if type(share) not in (int, float) or not 0 < share <= 1:
+        raise ArgumentError(f"{given}: expected a share of what is free, above 0 and at most 1.")
+    if cache_tokens != AUTO and (slots or cache_tokens):
+        by = said("cache_tokens", cache_tokens) if cache_tokens else said("slots", slots)
+        raise ArgumentError(
+            f"{given} is the share of memory that is taken where nothing else says how much, and "
+            f"{by} does. Leave {said('memory_fraction')} unset, or pass "
+            f"{said('cache_tokens', AUTO)}, or neither {said('slots')} nor {said('cache_tokens')}."
+        )
+
+
+def _said(name: str, value: Any = None) -> str:
+    """An argument of `reserve` as Python has it."""
+    return name if value is None else f"{name}={shown(value)}"
 
 
 def _check_has_blocks(spec: ModelSpec, cache_tokens: int | str) -> None:

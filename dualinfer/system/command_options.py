@@ -1,8 +1,8 @@
-"""Options that several commands share: the fields of a dataclass, added to a command's own."""
+"""Options that several commands share, alone or as the fields of a dataclass."""
 
 import inspect
 from collections.abc import Callable
-from dataclasses import fields
+from dataclasses import fields, is_dataclass
 from typing import Annotated, Any
 
 import typer
@@ -53,30 +53,33 @@ OversubscribeOption = Annotated[
 _Function = Callable[..., None]
 
 
-def with_options(kind: Any) -> Callable[[_Function], _Function]:
-    """A decorator of commands whose last parameter is a `kind`: an option for each of its fields.
+def with_options(command: _Function) -> _Function:
+    """A decorator of commands: a parameter that is a dataclass has an option for each field.
 
-    `kind` is a dataclass whose fields are annotated as typer's parameters are.
+    Its fields are annotated as typer's parameters are, and stand in its place.
     """
-    shared = fields(kind)
+    own = inspect.signature(command).parameters
+    groups: dict[str, Any] = {
+        name: p.annotation for name, p in own.items() if is_dataclass(p.annotation)
+    }
 
-    def decorate(command: _Function) -> _Function:
-        *own, (name, _) = inspect.signature(command).parameters.items()
+    def run(**values: Any) -> None:
+        for name, kind in groups.items():
+            values[name] = kind(**{field.name: values.pop(field.name) for field in fields(kind)})
+        command(**values)
 
-        def run(**values: Any) -> None:
-            options = kind(**{field.name: values.pop(field.name) for field in shared})
-            command(**values, **{name: options})
-
-        keyword = inspect.Parameter.KEYWORD_ONLY
-        parameters = [parameter.replace(kind=keyword) for _, parameter in own]
+    keyword = inspect.Parameter.KEYWORD_ONLY
+    parameters: list[inspect.Parameter] = []
+    for name, parameter in own.items():
+        if name not in groups:
+            parameters.append(parameter.replace(kind=keyword))
+            continue
         parameters += [
             inspect.Parameter(field.name, keyword, default=field.default, annotation=field.type)
-            for field in shared
+            for field in fields(groups[name])
         ]
-        shown: Any = run
-        shown.__name__, shown.__doc__ = command.__name__, command.__doc__
-        shown.__signature__ = inspect.Signature(parameters)  # typer reads both
-        shown.__annotations__ = {p.name: p.annotation for p in parameters}
-        return shown
-
-    return decorate
+    shown: Any = run
+    shown.__name__, shown.__doc__ = command.__name__, command.__doc__
+    shown.__signature__ = inspect.Signature(parameters)  # typer reads both
+    shown.__annotations__ = {p.name: p.annotation for p in parameters}
+    return shown

@@ -15,7 +15,18 @@ import numpy as np
 from ...errors import shortened
 from ...system.patterns import Patterns
 from ..scheme import Activation, BlockScheme
-from .row_major import E4M3, E8M0, FP8, POWERS, Factor, RowMajor, lies_as, matrix_shape
+from .row_major import (
+    E4M3,
+    E8M0,
+    FP8,
+    POWERS,
+    Codes,
+    Factor,
+    RowMajor,
+    Scales,
+    lies_as,
+    matrix_shape,
+)
 from .stored import FLOATS, Checkpoint, Opener, Tensors, blocks, check_fields, name_list, refuse
 
 METHOD = "compressed-tensors"
@@ -64,14 +75,21 @@ class Group:
 class IntegerMatrix(RowMajor):
     """Integers, in words or one in a byte, with zero points, groups by activation order, or not."""
 
-    def __init__(self, checkpoint: Checkpoint, module: str, group: Group, **more: Any):
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        module: str,
+        group: Group,
+        of_input: Factor | None,
+        others: Sequence[str] = (),
+    ):
         packed = group.form in PACKED
         middle = 1 << (group.bits - 1)
         self._middle, self._group = middle, None
         data, scale = f"{module}.weight_packed" if packed else f"{module}.weight", "weight_scale"
         scale, form = f"{module}.{scale}", f"{module}.weight_shape"
         zero, order = f"{module}.weight_zero_point", f"{module}.weight_g_idx"
-        unused = []
+        unused = [*others]
         if packed:
             n, words = matrix_shape(checkpoint, data, ("int32",))
             checkpoint.check(form, ("int64", "int32"), (2,))
@@ -104,9 +122,9 @@ class IntegerMatrix(RowMajor):
         # Canonical codes with zeros have no sign, others have; both are stored either way.
         held = middle if packed else 0
         raised = held - (0 if group.symmetric else middle)
-        more["unused"] = (*more.get("unused", ()), *unused)
-        bits = group.bits if packed else 8
-        super().__init__(checkpoint, data, (n, k), scheme, scale, bits=bits, raised=raised, **more)
+        codes = Codes(data, group.bits if packed else 8, raised)
+        scales = Scales(scale, of_input=of_input)
+        super().__init__(checkpoint, (n, k), scheme, codes, scales, unused=unused)
         self._zero = self._zeros(zero, packed and group.strategy != "tensor")
         if group.symmetric and self._zero is not None and (self._zero != middle).any():
             raise checkpoint.error(f"{zero} is not zero, but the weights are symmetric.")
@@ -159,7 +177,13 @@ def _order(checkpoint: Checkpoint, name: str, k: int, size: int) -> np.ndarray |
     return group
 
 
-def _float_matrix(checkpoint: Checkpoint, module: str, group: Group, **more: Any) -> RowMajor:
+def _float_matrix(
+    checkpoint: Checkpoint,
+    module: str,
+    group: Group,
+    of_input: Factor | None,
+    others: Sequence[str],
+) -> RowMajor:
     """fp8 or fp4, with or without a second scale, or with powers of two as scales."""
     data = f"{module}.{'weight_packed' if group.bits == 4 else 'weight'}"
     shape = matrix_shape(checkpoint, data, ("uint8",) if group.bits == 4 else tuple(FP8))
@@ -173,16 +197,15 @@ def _float_matrix(checkpoint: Checkpoint, module: str, group: Group, **more: Any
         outer=second,
         activation=group.activation,
     )
+    outer = Factor(f"{module}.weight_global_scale", inverse=True) if second else None
+    dtypes = (E4M3,) if second else POWERS if powers else FLOATS
     return RowMajor(
         checkpoint,
-        data,
         (shape[0], 2 * shape[1]) if group.bits == 4 else shape,
         scheme,
-        f"{module}.weight_scale",
-        scales=(E4M3,) if second else POWERS if powers else FLOATS,
-        bits=group.bits,
-        outer=Factor(f"{module}.weight_global_scale", inverse=True) if second else None,
-        **more,
+        Codes(data, group.bits),
+        Scales(f"{module}.weight_scale", dtypes, outer, of_input),
+        unused=others,
     )
 
 
@@ -245,7 +268,7 @@ def _matrix(checkpoint: Checkpoint, module: str, group: Group) -> RowMajor:
             if part == "zero_point" and static and checkpoint.read(name).astype(float).any():
                 raise checkpoint.error(f"{name} is not zero, but the inputs are symmetric.")
     make = _float_matrix if group.is_float else IntegerMatrix
-    return make(checkpoint, module, group, input_scale=wanted, unused=tuple(unused))
+    return make(checkpoint, module, group, wanted, unused)
 
 
 def _known_form(label: str, form: Any) -> str:

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ..scheme import Activation, BlockScheme
-from .row_major import E8M0, FP8, Factor, RowMajor, matrix_shape
+from .row_major import E8M0, FP8, Codes, Factor, RowMajor, Scales, matrix_shape
 from .stored import FLOATS, Checkpoint, LeftOut, Opener, Tensors, check_fields, name_list, refuse
 
 METHOD = "fp8"
@@ -79,14 +79,13 @@ def opener(config: Mapping[str, Any], source: Tensors) -> Opener:
             columns,
             activation=Activation("fp8_e4m3", not static, 0 if static else width),
         )
+        of_input = Factor(given) if static else None
         return RowMajor(
             checkpoint,
-            name,
             shape,
             scheme,
-            scale,
-            scales=(*FLOATS, E8M0),
-            input_scale=Factor(given) if static else None,
+            Codes(name),
+            Scales(scale, (*FLOATS, E8M0), of_input=of_input),
             unused=() if static or given not in checkpoint.names else (given,),
         )
 

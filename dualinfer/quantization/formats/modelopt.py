@@ -8,8 +8,8 @@ from fnmatch import fnmatchcase
 from typing import Any
 
 from ..scheme import Activation, BlockScheme
-from .row_major import E4M3, Factor, RowMajor, matrix_shape
-from .stored import FLOATS, Checkpoint, Opener, Tensors, check_fields, name_list, refuse
+from .row_major import E4M3, Codes, Factor, RowMajor, Scales, matrix_shape
+from .stored import Checkpoint, Opener, Tensors, check_fields, name_list, refuse
 
 METHOD = "modelopt"
 FILE = "hf_quant_config.json"
@@ -77,16 +77,16 @@ def opener(config: Mapping[str, Any], source: Tensors) -> Opener:
             )
         n, k = matrix_shape(checkpoint, name, ("uint8",) if packed else (E4M3,))
         fixed = packed or (scheme.activation is not None and not scheme.activation.dynamic)
+        of_input = Factor(given) if fixed else None
+        scales = Scales(scale, of_input=of_input)
+        if packed:
+            scales = Scales(scale, (E4M3,), Factor(second), of_input)
         return RowMajor(
             checkpoint,
-            name,
             (n, 2 * k if packed else k),
             scheme,
-            scale,
-            scales=(E4M3,) if packed else FLOATS,
-            bits=4 if packed else 8,
-            outer=Factor(second) if packed else None,
-            input_scale=Factor(given) if fixed else None,
+            Codes(name, 4 if packed else 8),
+            scales,
             unused=() if fixed or given not in checkpoint.names else (given,),
         )
 

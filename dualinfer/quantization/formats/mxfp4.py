@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ..scheme import BlockScheme
-from .row_major import POWERS, RowMajor
+from .row_major import POWERS, Codes, RowMajor, Scales
 from .stored import Checkpoint, LeftOut, Opener, Tensors, check_fields, name_list
 
 METHOD = "mxfp4"
@@ -29,7 +29,8 @@ def expert_matrix(checkpoint: Checkpoint, name: str, expert: int) -> RowMajor:
     checkpoint.check(scales, POWERS, shape[:3])
     scheme = BlockScheme("fp4_e2m1", columns=GROUP)
     matrix = (shape[1], shape[2] * GROUP)
-    return RowMajor(checkpoint, blocks, matrix, scheme, scales, scales=POWERS, bits=4, place=expert)
+    stored = Codes(blocks, 4), Scales(scales, POWERS)
+    return RowMajor(checkpoint, matrix, scheme, *stored, place=expert)
 
 
 def opener(config: Mapping[str, Any], source: Tensors) -> Opener:

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import ml_dtypes
 import numpy as np
@@ -23,39 +24,59 @@ class Factor:
     inverse: bool = False
 
 
-class RowMajor(StoredMatrix):
-    """Codes [out, in] of `bits` each, packed if those are 4, the first in the lowest bits.
+class Codes(NamedTuple):
+    """The tensor of codes of `bits` each, packed if those are 4, the first in the lowest bits.
 
-    Those that are `raised` are stored higher than they are by so much. `place` is the matrix's own
-    number where the tensors hold several. Scales have one axis for blocks of rows and one for
-    blocks of columns; a file may lack that of columns where all of a row have one scale.
+    Those that are `raised` are stored higher than they are by so much.
+    """
+
+    name: str
+    bits: int = 8
+    raised: int = 0
+
+
+class Scales(NamedTuple):
+    """The tensor of scales, of one of these `dtypes`, and the numbers beside it.
+
+    `outer` is one of the whole matrix, and `of_input` that of its input.
+    """
+
+    name: str
+    dtypes: Sequence[str] = FLOATS
+    outer: Factor | None = None
+    of_input: Factor | None = None
+
+
+class RowMajor(StoredMatrix):
+    """Codes [out, in] with a scale for each block.
+
+    `place` is the matrix's own number where the tensors hold several. Scales have one axis for
+    blocks of rows and one for blocks of columns; a file may lack that of columns where all of a row
+    have one scale.
     """
 
     def __init__(
         self,
         checkpoint: Checkpoint,
-        data: str,
         shape: tuple[int, int],
         scheme: BlockScheme,
-        scale: str,
+        codes: Codes,
+        scales: Scales,
         *,
-        scales: Sequence[str] = FLOATS,
-        bits: int = 8,
-        raised: int = 0,
         place: int | None = None,
-        outer: Factor | None = None,
-        input_scale: Factor | None = None,
         unused: Sequence[str] = (),
     ):
         n, k = shape
+        scale = scales.name
         rows = 0 if scheme.rows >= n else scheme.rows
         columns = 0 if scheme.columns >= k else scheme.columns
-        self._from, self._data, self._scale, self._place = checkpoint, data, scale, place
-        self._bits, self._raised, self._outer, self._input = bits, raised, outer, input_scale
+        self._from, self._data, self._scale, self._place = checkpoint, codes.name, scale, place
+        self._bits, self._raised = codes.bits, codes.raised
+        self._outer, self._input = scales.outer, scales.of_input
         self.shape = shape
-        factors = [f for f in (outer, input_scale) if f is not None]
-        self.stored = (data, scale, *(f.name for f in factors), *unused)
-        found = checkpoint.check(scale, scales)[0 if place is None else 1 :]
+        factors = [f for f in (scales.outer, scales.of_input) if f is not None]
+        self.stored = (codes.name, scale, *(f.name for f in factors), *unused)
+        found = checkpoint.check(scale, scales.dtypes)[0 if place is None else 1 :]
         self._blocks = (blocks(n, rows), scheme.groups or blocks(k, columns))
         if not lies_as(found, self._blocks):
             raise checkpoint.error(
