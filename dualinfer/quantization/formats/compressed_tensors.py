@@ -5,7 +5,7 @@ not tell classes, and what is stored in codes is a Linear, or an Embedding if it
 """
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Literal
