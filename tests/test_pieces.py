@@ -391,7 +391,7 @@ def test_a_rest_that_is_too_long_for_a_pass_is_cut(engine_of, monkeypatch):
     monkeypatch.setattr(
         prompts.Prompts,
         "_pass",
-        lambda self, *args, **how: sizes.append(args[2].shape[1]) or run(self, *args, **how),
+        lambda self, *args, **how: sizes.append(args[2].ids.shape[1]) or run(self, *args, **how),
     )
     assert texts_of(engine.runner, [Piece(request, 0, 0, 64), Piece(request, 0, 64, 300)]) == whole
     assert sizes == [64, 64, 64, 64, 44]

@@ -53,9 +53,10 @@ def passes(monkeypatch):
     made: list[tuple[int, int, int]] = []
     one = prompts.Prompts._pass
 
-    def noted(self, params, cache, ids, slots, last, starts=None, **how):
-        made.append((*ids.shape, 0 if starts is None else int(starts.min())))
-        return one(self, params, cache, ids, slots, last, starts, **how)
+    def noted(self, params, cache, rows, *how, **more):
+        start = 0 if rows.starts is None else int(rows.starts.min())
+        made.append((*rows.ids.shape, start))
+        return one(self, params, cache, rows, *how, **more)
 
     monkeypatch.setattr(prompts.Prompts, "_pass", noted)
     return made
