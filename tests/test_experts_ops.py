@@ -16,7 +16,7 @@ from dualinfer.backends.torch.ops.plain import PlainOps  # noqa: E402
 from dualinfer.backends.torch.ops.split import SplitKernelOps  # noqa: E402
 from dualinfer.blocks.clamped import Clamped  # noqa: E402
 from dualinfer.decoder.mixture import mixture_of  # noqa: E402
-from dualinfer.decoder.run import Pass, Run  # noqa: E402
+from dualinfer.decoder.run import Mixers, Pass, Run  # noqa: E402
 from dualinfer.kernels.triton.launch import INTERPRETED  # noqa: E402
 from dualinfer.kernels.triton.tuning import Configurations  # noqa: E402
 from dualinfer.model.spec import Attention, Experts, Layer, Mlp, Norm, Router  # noqa: E402
@@ -78,7 +78,7 @@ def block(
 ) -> Any:
     """What a mixture makes of norm(x), and the residual, as a layer's only part."""
     layer = Layer(Attention(1, 1, E, 1.0), mixture, Norm("rms", 1e-5), "pre")
-    run = Run(layer, w, 0, ops, Pass(None, None, None, EVERY, True, {}, []))
+    run = Run(layer, w, 0, ops, Pass(Mixers(None), EVERY, True, {}, []))
     return mixture_of(mixture)(run, x, norm, residual, True)
 
 

@@ -21,7 +21,7 @@ from dualinfer.errors import ConfigError, UnsupportedError  # noqa: E402
 from dualinfer.model.families import describe_model  # noqa: E402
 from dualinfer.model.load_plan import TableSource, make_load_plan  # noqa: E402
 from dualinfer.ops import caches  # noqa: E402
-from dualinfer.ops.caches import CacheSpec, check_kinds  # noqa: E402
+from dualinfer.ops.caches import CacheSpec, KeptIn, check_kinds  # noqa: E402
 
 from .cases import make_model  # noqa: E402
 from .kernels import oracles  # noqa: E402
@@ -292,7 +292,7 @@ def test_the_plan_and_the_bench_count_codes_and_scales(hf_model):
     per_token = len(spec.layers) * 2 * a.kv_heads * (a.head_dim + 4)
     assert found.devices[0].cache == per_token / 2
     assert any("full in int8" in note for note in found.notes)
-    read = Counts.of(plan, "float16", "int8").kv_bytes("float16", 3, 5, 9)
+    read = Counts.of(plan, "float16", KeptIn("int8")).kv_bytes("float16", 3, 5, 9)
     assert read == pytest.approx(3 * per_token * np.mean([5 + k for k in range(8)]))
 
 

@@ -20,7 +20,7 @@ from dualinfer.blocks import delta_rule, lightning, selective_scan, state_space
 from dualinfer.checkpoint.described.hf_config import read_config
 from dualinfer.errors import ConfigError
 from dualinfer.model.families import describe_model
-from dualinfer.ops.caches import Room, cache_bytes, cache_specs, state_bytes, token_bytes
+from dualinfer.ops.caches import KeptIn, Room, cache_bytes, cache_specs, state_bytes, token_bytes
 from dualinfer.ops.contract import ALONE
 from dualinfer.parallel.sharding import make_plan
 
@@ -603,4 +603,4 @@ def test_states_that_there_are_not_have_no_dtype(tmp_path):
         dualinfer.init_inference(model, backend="torch", state_dtype="bfloat16")
     spec, _ = describe_model(CASES["mamba2"].make_config().to_dict())
     each = 4 * (3 * (192 + 2 * 2 * 10) * 2 + 2 * 8 * 24 * 10)
-    assert state_bytes(cache_specs(spec, None, "bfloat16"), 2) == each
+    assert state_bytes(cache_specs(spec, KeptIn(states="bfloat16")), 2) == each

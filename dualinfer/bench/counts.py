@@ -12,7 +12,9 @@ from ..model.load_plan import LoadPlan
 from ..model.spec import Attention, Experts
 from ..model.weights import Row
 from ..ops.caches import (
+    AS_COMPUTED,
     CacheSpec,
+    KeptIn,
     Room,
     cache_bytes,
     cache_specs,
@@ -59,17 +61,8 @@ class Counts:
     recurred: int = 0
 
     @classmethod
-    def of(
-        cls,
-        plan: LoadPlan,
-        dtype: str,
-        cache_codes: str | None = None,
-        state_dtype: str | None = None,
-    ) -> "Counts":
-        """The counts of a model as an engine in `dtype` loads it.
-
-        `cache_codes` are the config's `kv_cache_dtype`.
-        """
+    def of(cls, plan: LoadPlan, dtype: str, kept: KeptIn = AS_COMPUTED) -> "Counts":
+        """The counts of a model as an engine in `dtype` loads it."""
         table, size = plan.table, numpy_dtype(dtype).itemsize
         spec, one = table.spec, whole(table)
         held = {row.name: row for row, _ in plan.rows}
@@ -93,7 +86,7 @@ class Counts:
         def size_of(rows: Iterable[Row]) -> int:
             return sum(held_bytes(one, row, size) for row in rows)
 
-        caches, once = cache_specs(spec, cache_codes, state_dtype) if spec.causal else (), None
+        caches, once = cache_specs(spec, kept) if spec.causal else (), None
         if spec.encoder:
             own = {name for name, row in of_encoder.items() if _is_matrix(row)}
             attention = spec.encoder.attentions

@@ -62,7 +62,7 @@ def estimate(task: Task, device: str) -> dict[str, Any]:
         )
     sheet, model = SHEETS[device], open_model(task.model)
     plan = plan_weights(model, _DTYPE, task.quant)
-    counts = Counts.of(plan, _DTYPE, task.kv_cache, task.states)
+    counts = Counts.of(plan, _DTYPE, task.kept)
     if counts.once is not None:
         raise ArgumentError(f"--estimate counts decoders, and {task.model} has an encoder.")
     batch, tokens = task.batch, task.tokens

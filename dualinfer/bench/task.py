@@ -3,6 +3,8 @@
 from dataclasses import asdict, dataclass
 from typing import Any
 
+from ..ops.caches import KeptIn
+
 
 @dataclass(frozen=True)
 class Task:
@@ -33,6 +35,11 @@ class Task:
     by: str | None = None
     states: str | None = None
     serve: dict[str, Any] | None = None
+
+    @property
+    def kept(self) -> KeptIn:
+        """What caches keep."""
+        return KeptIn(self.kv_cache, self.states)
 
     def to_dict(self) -> dict[str, Any]:
         """The row's first columns."""

@@ -110,7 +110,7 @@ def _measure_group(
         if about["scheme"] and task.system not in backends.BACKENDS:  # which may unpack it
             about |= {"scheme": f"as {task.system} holds it", "group": None, "head": None}
             about["weights"] = {}
-        counts = Counts.of(plan, dtype, task.kv_cache, task.states)
+        counts = Counts.of(plan, dtype, task.kept)
         _check_room(model, dtype, counts.held_bytes, device)
         limits = device.limits(dtype)  # before anything is loaded
         if task.resident is not None:

@@ -13,6 +13,7 @@ from ..model.spec import Experts, Layer
 from ..model.weights import Row, WeightTable
 from ..ops.caches import (
     LAYOUTS,
+    KeptIn,
     cache_specs,
     check_kinds,
     describe_caches,
@@ -22,8 +23,6 @@ from ..ops.caches import (
 from ..parallel.experts import describe_experts
 from ..parallel.shard import Held, Shard, fit_row, whole
 from ..parallel.sharding import ShardingPlan, make_plan
-
-Kept = tuple[str | None, str | None]  # the config's kv_cache_dtype and state_dtype
 
 
 @dataclass(frozen=True)
@@ -103,7 +102,7 @@ def make_plan_table(
     spec, asked_by = table.spec, settings.tensor_parallel.asked_by
     plan = make_plan(table, size, grain, equal, expert_parts, asked_by=asked_by)
     itemsize = numpy_dtype(dtype).itemsize
-    kept = settings.kv_cache_dtype, settings.state_dtype
+    kept = KeptIn.of(settings)
     own = [fit_row(row, plan.shards) for row in rows] if equal else rows
     layers = spec.all_layers
     # Rows of the same axes have the same shapes in layers that are one object.
@@ -214,12 +213,14 @@ def _joined_layers(table: Sequence[Row], rows: Sequence[PlanRow]) -> Iterator[Pl
             yield replace(row, name=name, count=count, size=row.size * count)
 
 
-def _part(shard: Shard, itemsize: int, counts: Sequence[tuple[Row, int]], kept: Kept) -> DevicePart:
+def _part(
+    shard: Shard, itemsize: int, counts: Sequence[tuple[Row, int]], kept: KeptIn
+) -> DevicePart:
     """The part of a device; `counts` has a row of each kind, and how many there are of it."""
     weights = sum(count * held_bytes(shard, row, itemsize) for row, count in counts)
     cache = 0
     if shard.spec.causal:
-        cache = token_bytes(cache_specs(shard.spec, *kept), itemsize)
+        cache = token_bytes(cache_specs(shard.spec, kept), itemsize)
     layers = enumerate(shard.spec.all_layers)
     mixture = next((i for i, layer in layers if layer.experts), 0)
     shares = shard.held(mixture)
@@ -228,19 +229,19 @@ def _part(shard: Shard, itemsize: int, counts: Sequence[tuple[Row, int]], kept: 
     return DevicePart(weights, cache, tuple(shares))
 
 
-def _cache_notes(plan: ShardingPlan, kept: Kept, itemsize: int) -> Iterator[str]:
+def _cache_notes(plan: ShardingPlan, kept: KeptIn, itemsize: int) -> Iterator[str]:
     """Notes on the cache where it keeps codes, states, or what all heads share."""
     spec, size = plan.table.spec, plan.size
     if not spec.causal:
         return
-    if states := state_bytes(cache_specs(plan.shards[0].spec, *kept), itemsize):
+    if states := state_bytes(cache_specs(plan.shards[0].spec, kept), itemsize):
         on_each = " on each device" if size > 1 else ""
         yield f"cache: {states:,} bytes of states as well for each sequence of any length{on_each}"
-    specs = cache_specs(spec, *kept)
+    specs = cache_specs(spec, kept)
     check_kinds(specs, LAYOUTS, "torch")
     if size > 1 and any(own.kind == "latent" for own in specs):
         yield "cache: latent vectors, which all heads read, so that each device holds all of them"
-    if kept[0] is not None:
+    if kept.codes is not None:
         kinds = describe_caches(specs)
         yield f"cache: {kinds}, with a float32 scale for each token and KV head, which is counted"
 

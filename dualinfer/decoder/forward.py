@@ -62,7 +62,7 @@ def hidden_states(
         x = spec.block.enter(ops, spec, params.outer, x, (positions, token_types))
     kept: list[Array] = [x]
     blocks = spec.made(blocks_of)
-    given = Pass(*mixers, tokens.seen, not keep, {}, [])
+    given = Pass(mixers, tokens.seen, not keep, {}, [])
     # One after another, not a scan over stacked weights: see
     # docs/contributing/measured-and-left-out.md.
     for i in range(len(spec.layers)) if layers is None else layers:

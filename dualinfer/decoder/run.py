@@ -28,15 +28,12 @@ class Mixers(NamedTuple):
 class Pass(NamedTuple):
     """The values that a pass gives all of its layers.
 
-    The first three are its `Mixers`. With
-    `spend` a layer's input may be overwritten. `lent` has the packed queries, keys and values of
-    the layers whose keys and values others have, and `late` what mixtures gave that is to be added
-    behind the next layer.
+    With `spend` a layer's input may be overwritten. `lent` has the packed queries, keys and values
+    of the layers whose keys and values others have, and `late` what mixtures gave that is to be
+    added behind the next layer.
     """
 
-    attend: Attend
-    across: Attend | None
-    recur: Recur | None
+    mixers: Mixers
     seen: Seen
     spend: bool
     lent: dict[int, Array]
@@ -78,17 +75,19 @@ class Run(NamedTuple):
 
     def attend(self, qkv: Array) -> Array:
         """The layer's attention."""
-        return self.given.attend(self.number, qkv)
+        return self.given.mixers.attend(self.number, qkv)
 
     def attend_across(self, q: Array) -> Array:
         """The layer's attention to what an encoder gave."""
-        assert self.given.across is not None
-        return self.given.across(self.number, q)
+        across = self.given.mixers.across
+        assert across is not None
+        return across(self.number, q)
 
     def recur(self, x: Array) -> Array | Unnormed:
         """The layer's recurrence."""
-        assert self.given.recur is not None
-        return self.given.recur(self.number, x)
+        recur = self.given.mixers.recur
+        assert recur is not None
+        return recur(self.number, x)
 
 
 # A layer, or a part of one: x, or a stream whose norm is still to be made, to what comes of it.

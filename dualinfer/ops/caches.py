@@ -156,17 +156,33 @@ def kind_of(a: Attention) -> str:
     return "full"
 
 
-def cache_specs(
-    spec: ModelSpec, codes: str | None = None, states: str | None = None
-) -> tuple[CacheSpec, ...]:
+class KeptIn(NamedTuple):
+    """The codes that keys and values are kept in, and the dtype of float32 states.
+
+    None is as they are computed. These are the config's `kv_cache_dtype` and `state_dtype`.
+    """
+
+    codes: str | None = None
+    states: str | None = None
+
+    @classmethod
+    def of(cls, config: Any) -> "KeptIn":
+        """Those that an `InferenceConfig` asks for."""
+        return cls(config.kv_cache_dtype, config.state_dtype)
+
+
+AS_COMPUTED = KeptIn()
+
+
+def cache_specs(spec: ModelSpec, kept: KeptIn = AS_COMPUTED) -> tuple[CacheSpec, ...]:
     """The caches of a causal model's layers.
 
-    `codes` and `states` are the config's `kv_cache_dtype` and `state_dtype`. Caches are numbered as
-    `ModelSpec.caches` has them: layers that share keys and values share one, and one with a
-    recurrence has a state, which is never codes. Then the cross cache of each, in the model's
-    dtype, where layers attend to an encoder's output.
+    Caches are numbered as `ModelSpec.caches` has them: layers that share keys and values share one,
+    and one with a recurrence has a state, which is never codes. Then the cross cache of each, in
+    the model's dtype, where layers attend to an encoder's output.
     UnsupportedError where codes would change what the model answers.
     """
+    codes, states = kept
     owners = [(spec.layers[i], part) for i, part in spec.caches]
     fine = [a.wiring.fine_key for a in spec.attentions if a.wiring is not None]
     if codes == "fp8_e4m3" and any(fine):

@@ -11,6 +11,7 @@ from ...config import InferenceConfig
 from ...errors import ConfigError, OutOfMemoryError, UnsupportedError
 from ...model.load_plan import LoadPlan, TensorSource
 from ...model.spec import ModelSpec
+from ...ops.caches import KeptIn
 from ...parallel.agreement import Peers
 from ...parallel.experts import describe_experts, parts_of_experts
 from ...parallel.shard import fit_blocks
@@ -122,8 +123,7 @@ def create_runner(
         streams = streaming is not None and streaming.layers
         placed = Placed(
             *(spec, tp_plan, params, model, dtype, place, ops, peers, most, options, streaming),
-            config.kv_cache_dtype,
-            config.state_dtype,
+            KeptIn.of(config),
         )
         runner = (StreamingRunner if streams else JaxRunner)(placed)
     runner.notes += (*notes, *describe_experts(tp_plan))

@@ -73,8 +73,8 @@ class JaxRunner(WholePasses, ScoreCalls):
         super().__init__(model)
         spec = model.spec
         self._peers, self.verifies = model.peers, spec.verifies and model.streaming is None
-        own, kept = model.tp_plan.shards[0].spec, (model.cache_codes, model.state_dtype)
-        specs = cache_specs(own, *kept) if spec.causal else ()
+        own = model.tp_plan.shards[0].spec
+        specs = cache_specs(own, model.kept) if spec.causal else ()
         self._plain_specs = tuple(map(model.ops.lies, specs))
         self._cache: Cache | None = None
         self._state: SlotState | None = None

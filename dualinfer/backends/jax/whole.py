@@ -13,6 +13,7 @@ import numpy as np
 from ... import decoder
 from ...model.load_plan import LoadPlan, TensorSource
 from ...model.spec import ModelSpec
+from ...ops.caches import AS_COMPUTED, KeptIn
 from ...ops.contract import Tokens
 from ...ops.pooling import contrast
 from ...parallel.agreement import Peers
@@ -43,7 +44,7 @@ class Placed(NamedTuple):
 
     `module` shows its weights to people, by nnx; None where these are shapes. One sequence has at
     most `most_tokens`; `options` are the compiler's, `streaming` says which layers the host holds,
-    and `cache_codes` what keys and values are kept in, as `state_dtype` what states are.
+    and `kept` what caches keep.
     """
 
     spec: ModelSpec
@@ -57,8 +58,7 @@ class Placed(NamedTuple):
     most_tokens: int
     options: Mapping[str, str | bool] | None = None
     streaming: Streaming | None = None
-    cache_codes: str | None = None
-    state_dtype: str | None = None
+    kept: KeptIn = AS_COMPUTED
 
 
 class WholePasses:

@@ -11,6 +11,7 @@ from ...errors import ConfigError, ModelError, OutOfMemoryError, warn_caller
 from ...model.deepspeed_moe import MoeLayer
 from ...model.load_plan import LoadPlan, TensorSource
 from ...model.spec import ModelSpec
+from ...ops.caches import KeptIn
 from ...parallel.experts import describe_experts, parts_of_experts
 from ...parallel.sharding import make_plan
 from ...system.memory import host_free_bytes
@@ -137,8 +138,7 @@ def create_runner(
         autotune(shard.spec, params, ops, config.kv_cache_dtype)
     graphs = config.enable_cuda_graph
     graphs = graphs is not False, graphs is True
-    kept_in = config.kv_cache_dtype, config.state_dtype
-    runner = TorchRunner(shard, params, dtype, ops, device, peers, *graphs, *kept_in)
+    runner = TorchRunner(shard, params, dtype, ops, device, peers, *graphs, KeptIn.of(config))
     if streaming:
         runner.notes += (streaming.describe(),)
     if _wants_kernels(config) and not ops.kernels:

@@ -15,7 +15,16 @@ from ...errors import StepError, UnsupportedError
 from ...model.load_plan import LoadPlan, TensorSource
 from ...model.weights import count_leaves
 from ...ops import sampling
-from ...ops.caches import Room, cache_bytes, cache_specs, describe_caches, in_blocks, served
+from ...ops.caches import (
+    AS_COMPUTED,
+    KeptIn,
+    Room,
+    cache_bytes,
+    cache_specs,
+    describe_caches,
+    in_blocks,
+    served,
+)
 from ...ops.contract import Tokens
 from ...ops.pooling import contrast
 from ...parallel.agreement import Peers
@@ -107,8 +116,7 @@ class TorchRunner(ScoreCalls):
         peers: Peers,
         decode_graphs: bool,
         forward_graphs: bool = False,
-        cache_codes: str | None = None,
-        state_dtype: str | None = None,
+        kept: KeptIn = AS_COMPUTED,
     ) -> None:
         spec = shard.spec
         self.spec, self.params, self.ops, self._shard = spec, params, ops, shard
@@ -117,7 +125,7 @@ class TorchRunner(ScoreCalls):
         self._parameters = count_leaves(params.leaves())["parameters"]
         self.notes = params.notes + threads_note(device, self._parameters)
         self.kernels, self.verifies = ops.kernels, spec.verifies
-        specs = cache_specs(spec, cache_codes, state_dtype) if spec.causal else ()
+        specs = cache_specs(spec, kept) if spec.causal else ()
         self._specs, self._peers = specs, peers
         self._cache = Cache(specs, dtype, device, peers)
         self._state: SlotState | None = None

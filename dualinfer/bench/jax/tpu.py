@@ -24,6 +24,7 @@ from ...backends.jax.whole import Placed
 from ...model.load_plan import LoadPlan
 from ...model.spec import ModelSpec
 from ...model.weights import Row, make_leaf, put_leaf
+from ...ops.caches import AS_COMPUTED, KeptIn
 from ...parallel.agreement import Peers
 from ...parallel.shard import Shard, fit_blocks
 from ...parallel.sharding import make_plan
@@ -74,9 +75,8 @@ def abstract_runner(
     plan: LoadPlan,
     dtype: str,
     most: int,
-    kv_cache: str | None = None,
     by: str = "pallas",
-    states: str | None = None,
+    kept: KeptIn = AS_COMPUTED,
 ) -> JaxRunner:
     """A runner on one device by "pallas" or "xla", whose weights are shapes."""
     tp_plan, own = make_plan(plan.table, 1), jnp.dtype(dtype)
@@ -87,7 +87,7 @@ def abstract_runner(
         put_leaf(params.group(row), row, leaf)
     ops = PlainOps() if by == "xla" else PallasOps()
     how = params, None, own, place, ops, Peers(), most
-    return JaxRunner(Placed(spec, tp_plan, *how, cache_codes=kv_cache, state_dtype=states))
+    return JaxRunner(Placed(spec, tp_plan, *how, kept=kept))
 
 
 def _parts(shard: Shard, row: Row, dtype: Any) -> dict[str, jax.ShapeDtypeStruct]:
@@ -119,7 +119,7 @@ def compiled(task: Task, spec: ModelSpec, plan: LoadPlan, dtype: str, chip: str)
     wanted = ahead.Wanted((task.batch,), (task.tokens,), task.new_tokens, stream=True)
     name = "one" if task.kind == "decode" else "prefill"
     try:  # any compiler's error is the row's
-        runner = abstract_runner(spec, plan, dtype, most, task.kv_cache, by, task.states)
+        runner = abstract_runner(spec, plan, dtype, most, by, task.kept)
         jobs = {_name(job): job for job in ahead.jobs(runner, wanted, _EOS_WIDTH)}
         # Over the largest cache, which is the last one.
         made = compile_for(jobs[name], chips(chip)[0])
