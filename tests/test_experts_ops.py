@@ -31,14 +31,14 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:.*encountered in .*:RuntimeWarning"),
 ]
 E, F, X = 24, 20, 6
-SIGMOID = Router(2, "sigmoid", 3, 2, "two", True, 1e-20, 2.5)
+SIGMOID = Router(2, "sigmoid", 3, 2, "two", 1e-20, 2.5)
 LAYERS = {
     "gpt-oss": Experts(
         X, Mlp(F, "quick_gelu", True), Router(3, "chosen"), mixing=Clamped(1.0, 1.0)
     ),
     "qwen2-moe": Experts(X, Mlp(F, "silu", True), Router(2, "softmax"), shared=28),
     "deepseek": Experts(X, Mlp(F, "silu", True), SIGMOID, shared=12),
-    "deepspeed": Experts(X, Mlp(F, "gelu_tanh", False), Router(2, renormalized=True), blended=True),
+    "deepspeed": Experts(X, Mlp(F, "gelu_tanh", False), Router(2, over_sum=0.0), blended=True),
 }
 FEW = [("gpt-oss", 2), ("qwen2-moe", 2), ("deepseek", 6)]
 

@@ -39,9 +39,9 @@ def _experts(count: int, ffn: int, router: Router) -> Experts:
 
 MXFP4 = BlockScheme("fp4_e2m1", columns=32, scale_dtype="float8_e8m0fnu")
 SHAPES = (
-    MixtureShape("Qwen3-30B-A3B", 2048, _experts(128, 768, Router(8, renormalized=True))),
+    MixtureShape("Qwen3-30B-A3B", 2048, _experts(128, 768, Router(8, over_sum=0.0))),
     MixtureShape("OLMoE-1B-7B", 2048, _experts(64, 1024, Router(8))),
-    MixtureShape("Mixtral-8x7B", 4096, _experts(8, 14336, Router(2, renormalized=True))),
+    MixtureShape("Mixtral-8x7B", 4096, _experts(8, 14336, Router(2, over_sum=0.0))),
     MixtureShape(
         *("gpt-oss-20b", 2880),
         Experts(
@@ -51,7 +51,7 @@ SHAPES = (
         scheme=MXFP4,
     ),
 )
-TINY = MixtureShape("tiny", 32, _experts(6, 24, Router(3, renormalized=True)))
+TINY = MixtureShape("tiny", 32, _experts(6, 24, Router(3, over_sum=0.0)))
 ROWS = (1, 8, 32, 512, 2048, 8192)
 """Of the first shape; the others have the first of them and the last but one."""
 QUANTIZED_ROWS = (1, 8, 64, 2048)

@@ -174,7 +174,7 @@ def _mlp_path(table: WeightTable, rows: Iterable[Row], number: int, moe: MoeLaye
 
 
 def _experts(moe: MoeLayer) -> Experts:
-    form, router = moe.form, Router(moe.k, renormalized=moe.k > 1)
+    form, router = moe.form, Router(moe.k, over_sum=0.0 if moe.k > 1 else None)
     each = Mlp(form.ffn, form.activation, gated=len(form.ups) == 2)
     return Experts(moe.count + moe.residual, each, router, blended=moe.residual)
 

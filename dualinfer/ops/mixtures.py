@@ -51,8 +51,8 @@ def routed(m: Maths, scores: Array, router: Router, choice_bias: Array | None = 
     weights = m.along(scores, experts)
     if scoring.weights is not None:
         weights = scoring.weights(m, weights)
-    if router.renormalized:
-        weights = weights / (weights.sum(-1, keepdims=True) + router.eps)
+    if router.over_sum is not None:
+        weights = weights / (weights.sum(-1, keepdims=True) + router.over_sum)
     return Routing(m.cast(experts, m.int32), weights * router.scale)
 
 

@@ -20,15 +20,15 @@ from . import oracles
 EVERYWHERE = (*BACKENDS, "exact")
 
 ROUTERS = {
-    "softmax": Router(3, renormalized=True),
+    "softmax": Router(3, over_sum=0.0),
     "softmax as it is": Router(2, scale=0.5),
-    "sigmoid, biased": Router(3, "sigmoid", renormalized=True, eps=1e-20, scale=2.5),
+    "sigmoid, biased": Router(3, "sigmoid", over_sum=1e-20, scale=2.5),
     "chosen": Router(4, "chosen"),
     "gates": Router(2, "gates"),
     "sparse": Router(2, "sparse", jitter=0.2),
     "sparse, ties alone": Router(2, "sparse"),
     "best of a group": Router(3, groups=4, groups_chosen=2),
-    "two best of a group": Router(4, "sigmoid", 3, 2, "two", True, 1e-20),
+    "two best of a group": Router(4, "sigmoid", 3, 2, "two", 1e-20),
 }
 
 
@@ -61,7 +61,9 @@ def test_a_router_chooses_as_the_reference_does(case, name):
     x, weight = normal(1, 2, 9, 13), normal(2, 12, 13)
     weight[5] = weight[3]  # ties, of which the first goes before the second
     bias, choice_bias = (normal(3, 12), normal(4, 12)) if biased else (None, None)
-    rule = vars(router)
+    rule = dict(vars(router))
+    over = rule.pop("over_sum")
+    rule |= {"renormalized": over is not None, "eps": over or 0.0}
     experts, weights = oracles.route(x, weight, bias, choice_bias, **rule)
     put = [None if a is None else own.put(a) for a in (bias, choice_bias)]
     held = Weight(own.put(weight), ("experts", "embed"))

@@ -29,7 +29,7 @@ def router(bench: Bench, own: RouterOp) -> Iterator[OpCase]:
         weights, experts = scores.topk(how.chosen, -1)
         if how.score == "chosen":
             weights = weights.softmax(-1)
-        elif how.renormalized:
+        elif how.over_sum is not None:
             weights = weights / weights.sum(-1, keepdim=True)
         return Routing(experts, weights)
 

@@ -60,8 +60,9 @@ def serves_all(spec: Any) -> bool:
 
 def arguments(router: Any) -> dict[str, Any]:
     """What `route` takes of a `model.spec.Router`."""
-    names = ("chosen", "score", "groups", "groups_chosen", "group_score", "renormalized")
-    return {name: getattr(router, name) for name in (*names, "eps", "scale", "jitter")}
+    names = "chosen", "score", "groups", "groups_chosen", "group_score", "scale", "jitter"
+    own = {"renormalized": router.over_sum is not None, "eps": router.over_sum or 0.0}
+    return {name: getattr(router, name) for name in names} | own
 
 
 def fuses_norm(count: int) -> bool:

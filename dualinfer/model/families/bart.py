@@ -308,7 +308,7 @@ def _with_experts(fields: ConfigFields, layers: tuple[Layer, ...], step: Any) ->
         )
     own = layers[0].feeding
     assert isinstance(own, Mlp)
-    router = Router(2, renormalized=True, scale=1 - dropped)
+    router = Router(2, over_sum=0.0, scale=1 - dropped)
     sparse = replace(layers[0], mlp=Experts(count, replace(own, gated=False), router))
     return tuple(sparse if step and not (i + 1) % step else x for i, x in enumerate(layers))
 

@@ -90,5 +90,5 @@ def _experts(fields: ConfigFields, embed: int) -> Experts:
     activation = ConfigFields(fields.family, function).activation("name")
     router = Router(chosen)
     if fields.take("moe_normalize_expert_weights") is not None:
-        router = replace(router, renormalized=True)
+        router = replace(router, over_sum=0.0)
     return Experts(count, Mlp(fields.size("ffn_hidden_size"), activation, gated=True), router)

@@ -76,7 +76,7 @@ def _describe(
                 f"config.json has {count} experts, of which a token chooses {chosen} "
                 "(top_k_experts); it cannot choose more experts than there are."
             )
-        router, width = Router(chosen, renormalized=True), fields.size("moe_intermediate_size")
+        router, width = Router(chosen, over_sum=0.0), fields.size("moe_intermediate_size")
         experts = Experts(count, Mlp(width, activation, gated=True), router, mixing=SeparateNorms())
     fields.ignore("num_experts", "top_k_experts", "moe_intermediate_size")  # of such a block
 

@@ -172,9 +172,9 @@ class NemotronH(Mamba2):
                 f"{open_groups} and num_experts_per_tok={chosen}; expected groups of one size of "
                 "at least 2, and no more chosen ones than there are."
             )
-        renormalized = fields.flag("norm_topk_prob", True)
+        over_sum = 1e-20 if fields.flag("norm_topk_prob", True) else None
         scale = fields.number("routed_scaling_factor")
-        router = Router(chosen, "sigmoid", groups, open_groups, "two", renormalized, 1e-20, scale)
+        router = Router(chosen, "sigmoid", groups, open_groups, "two", over_sum, scale)
         shared = fields.size("moe_shared_expert_intermediate_size")
         ffn = fields.size("moe_intermediate_size")
         own = Experts(count, Mlp(ffn, activation, gated=False), router, shared)

@@ -15,9 +15,14 @@ from .fields import ConfigFields
 Route: TypeAlias = Callable[[ConfigFields, Any], Router]
 
 
+def _if_so(fields: ConfigFields, number: float = 0.0, default: bool = False) -> float | None:
+    """`Router.over_sum` where the config says that weights are renormalized."""
+    return number if fields.flag("norm_topk_prob", default) else None
+
+
 def by_share(fields: ConfigFields, names: Any) -> Router:
     """A softmax, renormalized where the config says so."""
-    return Router(0, renormalized=fields.flag("norm_topk_prob", False))
+    return Router(0, over_sum=_if_so(fields))
 
 
 def always_renormalized(fields: ConfigFields, names: Any) -> Router:
@@ -28,7 +33,7 @@ def always_renormalized(fields: ConfigFields, names: Any) -> Router:
 
 def renormalized(fields: ConfigFields, names: Any) -> Router:
     """A softmax over the experts, renormalized over the chosen ones."""
-    return Router(0, renormalized=True)
+    return Router(0, over_sum=0.0)
 
 
 def of_chosen(fields: ConfigFields, names: Any) -> Router:
@@ -58,9 +63,8 @@ def grouped(fields: ConfigFields, names: Any, *, score: str = "sigmoid", also: s
     fields.require("scoring_func", "sigmoid", *((also,) if also else ()))
     fields.require("topk_method", "noaux_tc")
     groups, chosen = _groups(fields, names, 2)
-    is_renormalized = fields.flag("norm_topk_prob", False)
-    scale = fields.number("routed_scaling_factor")
-    return Router(0, score, groups, chosen, "two", is_renormalized, 1e-20, scale)
+    over_sum, scale = _if_so(fields, 1e-20), fields.number("routed_scaling_factor")
+    return Router(0, score, groups, chosen, "two", over_sum, scale)
 
 
 def grouped_softmax(fields: ConfigFields, names: Any) -> Router:
@@ -96,21 +100,20 @@ def _groups(fields: ConfigFields, names: Any, least: int) -> tuple[int, int]:
 
 def lfm2(fields: ConfigFields, names: Any) -> Router:
     """LFM2's: a sigmoid, renormalized unless the config says otherwise."""
-    is_renormalized = fields.flag("norm_topk_prob", True)
-    scale = fields.number("routed_scaling_factor")
-    return Router(0, "sigmoid", renormalized=is_renormalized, eps=1e-6, scale=scale)
+    over_sum = _if_so(fields, 1e-6, default=True)
+    return Router(0, "sigmoid", over_sum=over_sum, scale=fields.number("routed_scaling_factor"))
 
 
 def sigmoid(fields: ConfigFields, names: Any) -> Router:
     """A renormalized sigmoid."""
-    return Router(0, "sigmoid", renormalized=True)
+    return Router(0, "sigmoid", over_sum=0.0)
 
 
 def scaled_by(name: str, eps: float = 1e-20) -> Route:
     """A renormalized sigmoid, times the field `name`."""
 
     def route(fields: ConfigFields, names: Any) -> Router:
-        return Router(0, "sigmoid", renormalized=True, eps=eps, scale=fields.number(name))
+        return Router(0, "sigmoid", over_sum=eps, scale=fields.number(name))
 
     return route
 
@@ -121,26 +124,26 @@ def laguna(fields: ConfigFields, names: Any) -> Router:
     softcap = fields.take("moe_router_logit_softcapping", 0.0)
     softcap = fields.number("moe_router_logit_softcapping") if softcap else None
     scale = fields.number("moe_routed_scaling_factor")
-    return Router(0, "sigmoid", renormalized=True, scale=scale, softcap=softcap)
+    return Router(0, "sigmoid", over_sum=0.0, scale=scale, softcap=softcap)
 
 
 def cohere2(fields: ConfigFields, names: Any) -> Router:
     """Cohere 2's: a softmax or a sigmoid of the chosen logits."""
     fields.require("expert_selection_fn", "softmax", "sigmoid")
-    is_renormalized = fields.flag("norm_topk_prob", True)
+    over_sum = _if_so(fields, default=True)
     if fields.take("expert_selection_fn") == "softmax":
         return Router(0, "chosen")
-    return Router(0, "gates", renormalized=is_renormalized)
+    return Router(0, "gates", over_sum=over_sum)
 
 
 def flint(fields: ConfigFields, names: Any) -> Router:
     """Flint's: a sigmoid of all logits."""
-    return Router(0, "sigmoid", renormalized=fields.flag("norm_topk_prob", False))
+    return Router(0, "sigmoid", over_sum=_if_so(fields))
 
 
 def kolibri(fields: ConfigFields, names: Any) -> Router:
     """Kolibri's: a sigmoid of the chosen logits."""
-    return Router(0, "gates", renormalized=fields.flag("norm_topk_prob", False))
+    return Router(0, "gates", over_sum=_if_so(fields))
 
 
 def sparse(fields: ConfigFields, names: Any) -> Router:
@@ -154,7 +157,7 @@ def ernie(fields: ConfigFields, names: Any) -> Router:
     """ERNIE's: a renormalized softmax."""
     # HF divides by the sum, but by moe_norm_min where that is more. Sums of probabilities are.
     fields.require("moe_norm_min", 1e-12)
-    return Router(0, renormalized=True, eps=1e-12)
+    return Router(0, over_sum=1e-12)
 
 
 def chosen(fields: ConfigFields, names: Any, layer: int, layers: int) -> int:

@@ -46,8 +46,8 @@ class Router:
     for the choice, if there is one among the weights, is added for the choice alone. Of equal
     `groups` of experts those `groups_chosen` are open whose best score (`max`), or sum of their
     `two` best, is the largest.
-    `renormalized` weights are over their sum plus `eps`; then they are times `scale`. Of equal
-    scores that of the lower number goes first.
+    With `over_sum` weights are over their sum plus that number; then they are times `scale`. Of
+    equal scores that of the lower number goes first.
 
     A `sparse` choice (Phi-3.5-MoE, arXiv:2409.12136) is of two logits. The weight of each is its
     softmax among itself m and those below it that are near: (m - logit) / max(abs(logit), m) is at
@@ -59,8 +59,7 @@ class Router:
     groups: int = 1
     groups_chosen: int = 1
     group_score: Literal["max", "two"] = "max"
-    renormalized: bool = False
-    eps: float = 0.0
+    over_sum: float | None = None
     scale: float = 1.0
     jitter: float = 0.0
     softcap: float | None = None
