@@ -87,7 +87,7 @@ def counts_of(name: str) -> Counts:
 
 
 def attention(window: int | None = None, causal: bool = True) -> Attention:
-    return Attention(6, 3, 8, 1.0, causal=causal, window=window)
+    return Attention(6, 3, 8, 1.0, causal=causal, near=window)
 
 
 def test_counts_of_a_tiny_llama_by_hand(llama):

@@ -23,7 +23,6 @@ FAMILIES = Path(__file__).parents[1] / "dualinfer" / "model" / "families"
 _IN_KERNELS = "attention's kernels, or those that turn heads, take it"
 ALONE = {
     "Attention.alibi_rounded": _IN_KERNELS,
-    "Attention.chunk": _IN_KERNELS,
     "Rope.rounded": _IN_KERNELS,
     "Router.jitter": "the router's kernel takes it",
     "Experts.blended": "a layer of DeepSpeed's, of no family, which kernels know as an expert",

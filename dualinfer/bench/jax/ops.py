@@ -69,7 +69,7 @@ def bench_cases(dtype: str, quant: str | None = None) -> list[OpCase]:
             *(case for rows in (1, 8) for case in products(bench, TINY, rows)),
             *decode(bench, TINY, 2, 64),
             *prompts(bench, 1, 64, Attention(4, 2, 16, 0.25)),
-            *prompts(bench, 1, 64, Attention(4, 2, 16, 0.25, window=16)),
+            *prompts(bench, 1, 64, Attention(4, 2, 16, 0.25, near=16)),
             *mixtures(bench, is_tiny=True),
             *norms_of(bench, 64, 1),
         ]
@@ -84,7 +84,7 @@ def bench_cases(dtype: str, quant: str | None = None) -> list[OpCase]:
         *prompts(bench, 1, 4096, Attention(32, 8, 128, 128**-0.5)),
         *prompts(bench, 4, 4096, Attention(16, 16, 128, 128**-0.5)),
         *prompts(bench, 1, 2048, Attention(32, 8, 128, 128**-0.5)),
-        *prompts(bench, 1, 4096, Attention(32, 8, 128, 128**-0.5, window=1024)),
+        *prompts(bench, 1, 4096, Attention(32, 8, 128, 128**-0.5, near=1024)),
         *prompts(bench, 1, 2048, Attention(8, 4, 256, 256**-0.5, softcap=50.0)),
         *prompts(bench, 1, 128, Attention(16, 16, 64, 0.125, causal=False)),
         *mixtures(bench),

@@ -77,7 +77,7 @@ def bench_cases(dtype: str, quant: str | None = None) -> list[OpCase]:
         *decode(bench, small, 1, 1024),
         *prompts(bench, 4, 4096, Attention(16, 16, 128, 128**-0.5), dispatched=True),
         *prompts(bench, 1, 2048, Attention(32, 8, 128, 128**-0.5), dispatched=True),
-        *prompts(bench, 1, 4096, Attention(32, 8, 128, 128**-0.5, window=1024)),
+        *prompts(bench, 1, 4096, Attention(32, 8, 128, 128**-0.5, near=1024)),
         *prompts(bench, 1, 2048, Attention(8, 4, 256, 256**-0.5, softcap=50.0)),
         *prompts(bench, 1, 128, Attention(16, 16, 64, 0.125, causal=False)),
         *(case for rows in (1, 2048) for case in between_products(bench, large, rows)),

@@ -247,7 +247,7 @@ def _windowed(layers: tuple[Layer, ...], given: Any) -> tuple[Layer, ...]:
             f"one for each of {len(layers)} layers."
         )
     return tuple(
-        replace(x, attention=replace(x.attending, window=n // 2 + 1))
+        replace(x, attention=replace(x.attending, near=n // 2 + 1))
         for x, n in zip(layers, each, strict=True)
     )
 

@@ -157,7 +157,7 @@ def _windows(fields: ConfigFields, name: str, count: int) -> list[int]:
 
 def _windowed(layer: Layer, size: int) -> Layer:
     """The layer where a token sees half of `size` on either side, and itself."""
-    return replace(layer, attention=replace(layer.attending, window=size // 2 + 1))
+    return replace(layer, attention=replace(layer.attending, near=size // 2 + 1))
 
 
 def _activation(fields: ConfigFields, kind: Kind, name: str) -> Activation:

@@ -184,7 +184,7 @@ class Decoder:
         self.reach = max(reaches, default=self.positions)
         more = self.attention_facts()
         return [
-            Attention(*size, self.scale(size[2]), window=window, rope=ropes[key], **more)
+            Attention(*size, self.scale(size[2]), near=window, rope=ropes[key], **more)
             for size, window, key in zip(sizes, windows, turns, strict=True)
         ]
 

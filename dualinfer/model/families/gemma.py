@@ -42,7 +42,7 @@ class Gemma3(Gemma2):
             return found
         halves = (None if a.window is None else a.window // 2 + 1 for a in found)
         # So many in all, as HF's config counts them.
-        return [replace(a, causal=False, window=w) for a, w in zip(found, halves, strict=True)]
+        return [replace(a, causal=False, near=w) for a, w in zip(found, halves, strict=True)]
 
     @property
     def both_ways(self) -> bool:

@@ -91,7 +91,7 @@ def _describe(
         Layer(
             Attention(
                 *(heads, kv_heads, head_dim, 1.0),
-                window=window,
+                near=window,
                 rope=ropes[kind],
                 qk_norm=norm,
                 value_norm=norm if lender is None else None,

@@ -118,7 +118,7 @@ def _attentions(
                 head_dim,
                 1.0,
                 causal=both_ways != "all",
-                window=window,
+                near=window,
                 rope=_rope(parameters[kind], head_dim, positions),
                 qk_norm=norm,
                 value_norm=norm if lenders[i] is None else None,

@@ -23,7 +23,7 @@ def describe(fields: ConfigFields, architecture: str) -> tuple[ModelSpec, Weight
     ffn = fields.size("intermediate_size", 4 * embed)
     mlp = Mlp(ffn, fields.activation("activation_function"), gated=False)
     attention = [
-        Attention(heads, heads, head_dim, 1.0, window=window)
+        Attention(heads, heads, head_dim, 1.0, near=window)
         for window in _windows(fields, fields.layers("num_layers"))
     ]
     fields.ignore("resid_dropout", "embed_dropout", "attention_dropout", "classifier_dropout")

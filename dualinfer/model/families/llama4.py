@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from ...errors import ModelError, shown
 from .. import rows as make
-from ..spec import Attention, ModelSpec
+from ..spec import Attention, Chunk, ModelSpec
 from ..weights import Row, WeightTable
 from .decoders import Decoder, Kind, Sight, alike, serve
 from .fields import ConfigFields
@@ -36,14 +36,15 @@ class Llama4(Decoder):
     def attentions(self) -> list[Attention]:
         fields = self.fields
         kinds = fields.kinds("layer_types", self.count, ("full_attention", "chunked_attention"))
-        chunk = fields.size("attention_chunk_size") if "chunked_attention" in kinds else None
+        is_cut = "chunked_attention" in kinds
+        chunk = Chunk(fields.size("attention_chunk_size")) if is_cut else None
         norm, growth = self.norm if fields.flag("use_qk_norm", True) else None, None
         if fields.flag("attn_temperature_tuning", True):
             growth = fields.number("attn_scale"), float(fields.size("floor_scale")), 1
         return [
             replace(
                 a,
-                chunk=chunk if kind == "chunked_attention" else None,
+                near=chunk if kind == "chunked_attention" else None,
                 qk_norm=norm if a.rope else None,
                 qk_norm_over="turned" if norm and a.rope else "head",
                 growth=None if a.rope else growth,

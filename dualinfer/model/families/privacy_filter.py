@@ -30,7 +30,7 @@ def describe(fields: ConfigFields, architecture: str) -> tuple[ModelSpec, Weight
     attention = layer.attending
     assert attention.rope is not None and attention.window is not None
     turned = replace(attention.rope, interleaved=True)
-    both_ways = replace(attention, causal=False, window=attention.window + 1, rope=turned)
+    both_ways = replace(attention, causal=False, near=attention.window + 1, rope=turned)
     layers = (replace(layer, attention=both_ways),) * len(spec.layers)
     spec = replace(spec, family=fields.family, architecture=architecture, layers=layers)
     rows = tuple(map(_in_blocks, table.layers[0]))

@@ -73,7 +73,7 @@ def _describe(fields: ConfigFields, architecture: str) -> tuple[ModelSpec, Weigh
     def block(causal: bool, cross: Attention | None = None) -> Layer:
         bias = RelativeBias(buckets, farthest, both_ways=not causal)
         attention = Attention(heads, heads, head_dim, 1.0, causal=causal, distances=bias)
-        attention = attention if causal else replace(attention, window=window)
+        attention = attention if causal else replace(attention, near=window)
         return Layer(attention, mlp, norm, "pre", cross=cross)
 
     def stack(layer: Layer, count: int, side: str) -> ModelSpec:

@@ -32,7 +32,7 @@ def describe(fields: ConfigFields, architecture: str) -> tuple[ModelSpec, Weight
     own.finish()
     other.finish()
     decoder_layers = tuple(
-        replace(x, cross=replace(x.attending, causal=False, window=None, rope=None))
+        replace(x, cross=replace(x.attending, causal=False, near=None, rope=None))
         for x in spec.layers
     )
     encoder = replace(
@@ -99,7 +99,7 @@ def _stack(fields: ConfigFields, architecture: str) -> ModelSpec:
 def _both_ways(layer: Layer) -> Attention:
     """An encoder's attention; its window is of so many tokens on either side of the query's own."""
     window = layer.attending.window
-    return replace(layer.attending, causal=False, window=None if window is None else window + 1)
+    return replace(layer.attending, causal=False, near=None if window is None else window + 1)
 
 
 def _layer(norm: Norm, hf: str, bias: bool, crosses: bool) -> Iterable[Row]:

@@ -5,7 +5,7 @@ everywhere: B sequences, T tokens, S cache length, L layers, E embed, H query he
 G = H/K, D head_dim, F ffn, V vocab, X experts.
 """
 
-from .attention import Attention, Latent, RelativeBias, Rope
+from .attention import Attention, Chunk, Latent, RelativeBias, Rope
 from .block import Block
 from .by_length import ByLength
 from .distances import Distances
@@ -34,6 +34,7 @@ __all__ = [
     "Attention",
     "Block",
     "ByLength",
+    "Chunk",
     "Distances",
     "Edit",
     "Embedding",

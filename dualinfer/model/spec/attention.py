@@ -2,7 +2,7 @@
 
 import math
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import numpy as np
 
@@ -102,26 +102,34 @@ class RelativeBias:
         return tuple(found)
 
 
+class Chunk(NamedTuple):
+    """How many tokens are a chunk, of which each sees its own alone.
+
+    They are counted from the first token that is no padding.
+    """
+
+    tokens: int
+
+
 @dataclass(frozen=True)
 class Attention:
     """Attention of one layer, to its own sequence or across to another one.
 
-    `window` counts the visible tokens, the query's own included. With `chunk` n a token sees those
-    before it that are of the same n tokens, counted from the first one that is no padding. Without
-    `causal` it counts as many on either side, the query's own in both (ModernBERT). `softcap` c
-    makes a scaled score c * tanh(score / c). `alibi` has a slope for each query head: the score of
-    a key that lies n tokens before the query falls by n times that. `alibi_rounded`, each of both
-    positions, and then a slope times it, is rounded to bfloat16, and the difference scaled as the
-    product of query and key is (Falcon). Queries, keys and values lie within `clip`, behind the
-    norm of queries and keys if there is one. `qk_norm` is over each `head` with weights that heads
-    share, over each with its `own`, or over `all` heads as one, before the rotation, or over each
-    `turned` head after it. With `growth` (b, n, a) the query at position p is times 1 + b ln(1 +
-    floor((p + a) / n)). `distances` add to scores. With `latent` each head has a key and a value of
-    its own, made of latent vectors; `head_dim` is that of queries and keys. `value_norm` is over
-    each head's value, without weights. With a `wiring` queries, keys and values are made otherwise,
-    or what heads give is used otherwise, as that says. A layer with a `lender` projects to queries
-    alone: its keys and values are those that the layer of this number has projected and whose
-    values it has normed.
+    `near` counts the visible tokens, the query's own included, or is the `Chunk` in which they are;
+    without `causal` it counts as many on either side, the query's own in both (ModernBERT).
+    `softcap` c makes a scaled score c * tanh(score / c). `alibi` has a slope for each query head:
+    the score of a key that lies n tokens before the query falls by n times that. `alibi_rounded`,
+    each of both positions, and then a slope times it, is rounded to bfloat16, and the difference
+    scaled as the product of query and key is (Falcon). Queries, keys and values lie within `clip`,
+    behind the norm of queries and keys if there is one. `qk_norm` is over each `head` with weights
+    that heads share, over each with its `own`, or over `all` heads as one, before the rotation, or
+    over each `turned` head after it. With `growth` (b, n, a) the query at position p is times 1 + b
+    ln(1 + floor((p + a) / n)). `distances` add to scores. With `latent` each head has a key and a
+    value of its own, made of latent vectors; `head_dim` is that of queries and keys. `value_norm`
+    is over each head's value, without weights. With a `wiring` queries, keys and values are made
+    otherwise, or what heads give is used otherwise, as that says. A layer with a `lender` projects
+    to queries alone: its keys and values are those that the layer of this number has projected and
+    whose values it has normed.
     """
 
     heads: int
@@ -129,7 +137,7 @@ class Attention:
     head_dim: int
     scale: float
     causal: bool = True
-    window: int | None = None
+    near: int | Chunk | None = None
     rope: Rope | None = None
     qk_norm: Norm | None = None
     qk_norm_over: Literal["head", "own", "all", "turned"] = "head"
@@ -140,7 +148,6 @@ class Attention:
     softcap: float | None = None
     distances: RelativeBias | Distances | None = None
     latent: Latent | None = None
-    chunk: int | None = None
     value_norm: Norm | None = None
     lender: int | None = None
     wiring: Wiring | None = None
@@ -178,6 +185,16 @@ class Attention:
     def clips_normed(self) -> bool:
         """True if a norm lies between the projection and the clipping."""
         return self.clip is not None and self.qk_norm is not None
+
+    @property
+    def window(self) -> int | None:
+        """The tokens that are visible from each; None where that is not so."""
+        return None if isinstance(self.near, Chunk) else self.near
+
+    @property
+    def chunk(self) -> int | None:
+        """The tokens of a chunk, of which a token sees its own; None without."""
+        return self.near.tokens if isinstance(self.near, Chunk) else None
 
     @property
     def reach(self) -> int | None:
