@@ -1,11 +1,15 @@
 """What must hold on a GPU; run there with `pytest -m gpu`."""
 
 import copy
+from typing import Any
 
 import numpy as np
 import pytest
 
 torch = pytest.importorskip("torch")
+
+from .cases import CASES, OUT  # noqa: E402
+
 pytestmark = [
     pytest.mark.gpu,
     pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device"),
@@ -19,76 +23,60 @@ def relative_rms(value, reference) -> float:
 
 
 _SIZES = {"hidden_size": 768, "num_hidden_layers": 4, "num_attention_heads": 12}
-# HF's name, the field that limits positions, and what makes the family odd.
-DECODERS = {
-    "opt": ("OPT", "max_position_embeddings", _SIZES | {"ffn_dim": 2000}),
+_BERT = _SIZES | {"intermediate_size": 3072, "max_position_embeddings": OUT, "layer_norm_eps": OUT}
+_GEMMA = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 256}
+_GEMMA |= {"intermediate_size": 1500, "sliding_window": 40, "query_pre_attn_scalar": 100}
+_GEMMA |= {"attn_logit_softcapping": 5.0, "final_logit_softcapping": 10.0}
+# The case that a model is, and its fields where they are wider.
+DECODERS: dict[str, tuple[str, dict[str, Any]]] = {
+    "opt": ("opt", _SIZES | {"ffn_dim": 2000, "word_embed_proj_dim": OUT}),
     "opt-post": (
-        "OPT",
-        "max_position_embeddings",
-        _SIZES | {"ffn_dim": 3072, "word_embed_proj_dim": 512, "do_layer_norm_before": False},
+        "opt-post",
+        _SIZES | {"ffn_dim": 3072, "word_embed_proj_dim": 512, "activation_function": OUT},
     ),
-    "gptj": ("GPTJ", "n_positions", {"n_embd": 1024, "n_layer": 4, "n_head": 4, "rotary_dim": 64}),
+    "gptj": ("gptj", {"n_embd": 1024, "n_layer": 4, "n_head": 4, "rotary_dim": 64}),
     "gpt-neo": (
-        "GPTNeo",
-        "max_position_embeddings",
+        "gpt-neo",
         {"hidden_size": 768, "num_layers": 4, "num_heads": 12, "window_size": 40}
         | {"attention_types": [[["global", "local"], 2]]},
     ),
-    "neox": (
-        "GPTNeoX",
-        "max_position_embeddings",
-        _SIZES | {"hidden_size": 960, "intermediate_size": 2000},
-    ),
-    "bloom": ("Bloom", None, {"hidden_size": 768, "n_layer": 4, "n_head": 12}),
-    "gemma2": (
-        "Gemma2",
-        "max_position_embeddings",
-        _SIZES
-        | {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 256}
-        | {"intermediate_size": 1500, "sliding_window": 40, "query_pre_attn_scalar": 100}
-        | {"attn_logit_softcapping": 5.0, "final_logit_softcapping": 10.0},
-    ),
+    "neox": ("neox", _SIZES | {"hidden_size": 960, "intermediate_size": 2000}),
+    "bloom": ("bloom", {"hidden_size": 768, "n_layer": 4, "n_head": 12}),
+    "gemma2": ("gemma2", _SIZES | _GEMMA),
 }
+OTHERS: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": (
+        "llama-gqa",
+        _SIZES
+        | {"hidden_size": 960, "intermediate_size": 2000, "num_key_value_heads": 4, "head_dim": 80},
+    ),
+    "gpt2": ("gpt2", {"n_embd": 768, "n_layer": 4, "n_head": 12}),
+    "t5": (
+        "t5",
+        {"d_model": 256, "d_kv": 64, "d_ff": 512, "num_layers": 3, "num_heads": 8}
+        | {"num_decoder_layers": 3, "decoder_start_token_id": 0}
+        | {"relative_attention_num_buckets": 32, "relative_attention_max_distance": 128},
+    ),
+    "bert": ("bert-masked", _BERT),
+    "bert-classifier": ("bert-sequence", _BERT | {"num_labels": 5}),
+}
+_LIMITS = ("max_position_embeddings", "n_positions")  # names of the field that limits positions
 
 
 def make_model(family: str, positions: int = 1024):
-    """A random model, wide enough that TF32 or a bfloat16 sum would show."""
-    import transformers as hf
+    """A random model, wide enough that TF32 or a bfloat16 sum would show.
 
+    Its weights are as HF draws them, and its ids of a beginning, an end and padding HF's.
+    """
+    name, fields = (DECODERS | OTHERS)[family]
+    case = CASES[name]
+    limits = {limit: positions for limit in _LIMITS if limit in case.fields}
+    ids = dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id"), OUT)
+    config = case.make_config(**limits | ids | {"vocab_size": 4001} | fields)
+    if family == "gemma2":  # transformers 5.17 picks SDPA, which drops the soft cap
+        config._attn_implementation = "eager"
     torch.manual_seed(0)
-    if family == "llama":
-        config = hf.LlamaConfig(
-            vocab_size=4001,
-            hidden_size=960,
-            intermediate_size=2000,
-            num_hidden_layers=4,
-            num_attention_heads=12,
-            num_key_value_heads=4,
-            head_dim=80,
-            max_position_embeddings=positions,
-        )
-        return hf.LlamaForCausalLM(config).eval()
-    if family == "gpt2":
-        config = hf.GPT2Config(
-            vocab_size=4001, n_embd=768, n_layer=4, n_head=12, n_positions=positions
-        )
-        return hf.GPT2LMHeadModel(config).eval()
-    if family in DECODERS:
-        name, limit, fields = DECODERS[family]
-        fields = {"vocab_size": 4001, **fields, **({limit: positions} if limit else {})}
-        config = getattr(hf, f"{name}Config")(**fields)
-        if config.model_type == "gemma2":  # transformers 5.17 picks SDPA, which drops the soft cap
-            config._attn_implementation = "eager"
-        return getattr(hf, f"{name}ForCausalLM")(config).eval()
-    if family == "t5":
-        config = hf.T5Config(vocab_size=4001, d_model=256, d_kv=64, d_ff=512, num_layers=3)
-        config.decoder_start_token_id = 0
-        return hf.T5ForConditionalGeneration(config).eval()
-    config = hf.BertConfig(
-        vocab_size=4001, hidden_size=768, num_hidden_layers=4, num_attention_heads=12, num_labels=5
-    )
-    kind = hf.BertForMaskedLM if family == "bert" else hf.BertForSequenceClassification
-    return kind(config).eval()
+    return case.model(config).eval()
 
 
 @pytest.fixture(scope="module", params=["llama", "gpt2", "bert"])
