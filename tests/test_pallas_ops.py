@@ -22,7 +22,7 @@ from dualinfer.kernels.pallas.launch import VARIABLE  # noqa: E402
 from dualinfer.model.families import describe_model  # noqa: E402
 from dualinfer.model.weights import Weight  # noqa: E402
 from dualinfer.ops import mixtures  # noqa: E402
-from dualinfer.ops.caches import cache_specs, served  # noqa: E402
+from dualinfer.ops.caches import KeptIn, cache_specs, served  # noqa: E402
 from dualinfer.ops.contract import NormOf  # noqa: E402
 from dualinfer.quantization import Blocks, BlockScheme  # noqa: E402
 from dualinfer.quantization.quantize import SCHEMES  # noqa: E402
@@ -229,7 +229,8 @@ def test_what_a_cache_or_a_norm_leaves_to_xla_is_told():
 
     def told(name: str, codes: str | None = None, kind: str | None = None) -> Mapping[str, str]:
         spec = describe_model(make_model(name).config.to_dict())[0]
-        specs = [s if kind is None else replace(s, kind=kind) for s in cache_specs(spec, codes)]
+        specs = cache_specs(spec, KeptIn(codes))
+        specs = [s if kind is None else replace(s, kind=kind) for s in specs]
         return served(fused, IMPLEMENTATIONS, ops.knows, specs, ops.left_plain(spec, [], specs))
 
     assert told("llama-gqa")["rotary"] == fused["rotary"]
