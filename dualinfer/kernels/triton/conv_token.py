@@ -5,6 +5,7 @@ is times the third part; else silu is taken, as before a scan.
 """
 
 # pyright: reportArgumentType=false, reportGeneralTypeIssues=false
+# pyright: reportPossiblyUnboundVariable=false
 from typing import Any
 
 import triton
