@@ -726,7 +726,7 @@ def test_decode_attention_agrees_with_sdpa(on_cpu, tokens, monkeypatch):
 @pytest.mark.filterwarnings("ignore:flex_attention called without")
 @pytest.mark.parametrize(
     ("options", "dispatched"),
-    [({}, True), ({"window": 20}, False), ({"softcap": 5.0}, False), ({"causal": False}, False)],
+    [({}, True), ({"near": 20}, False), ({"softcap": 5.0}, False), ({"causal": False}, False)],
 )
 def test_attention_of_prompts_agrees_with_torch(on_cpu, options, dispatched, monkeypatch):
     from dualinfer.bench.torch import attention as bench_attention
@@ -872,7 +872,7 @@ def test_jax_decode_attention_agrees_with_what_stands_beside_it(tokens, gated, j
     assert cases[0].bytes == 2 * (4 * (read + 96 + 2 * 48) + 4)
 
 
-@pytest.mark.parametrize("options", [{}, {"window": 20}, {"softcap": 5.0}, {"causal": False}])
+@pytest.mark.parametrize("options", [{}, {"near": 20}, {"softcap": 5.0}, {"causal": False}])
 def test_jax_attention_of_prompts_agrees_with_what_stands_beside_it(options, jax_bench):
     made = jax_bench
     from dualinfer.bench.jax import attention as bench_attention
