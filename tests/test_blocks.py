@@ -154,6 +154,21 @@ def test_blocks_behind_a_window_serve_others(events):
     assert book.free == count and (book.table == count).all()
 
 
+def test_who_is_read_again_has_the_blocks_that_it_had_behind_its_window():
+    """Two at a time have room for a pass, or neither changes: a third has what the second needs."""
+    book = NearBlocks(8, 3, 40 * GRAIN, GRAIN)
+    book.cover({0: (512, 512)})  # what was saved of it was not put back
+    assert book.held(0) == (6, 8)
+    book.cover({0: (0, 256), 1: (512, 512)})
+    assert book.held(0) == (0, 4) and len(set(book.table[0, :4].tolist()) - {-1, 8}) == 4
+    before, held = book.table.copy(), [book.held(slot) for slot in range(3)]
+    with pytest.raises(OutOfMemoryError, match="5 more blocks .* 4 of 8 are free"):
+        book.cover({0: (256, 448), 1: (512, 576), 2: (0, 64)})
+    assert (book.table == before).all() and held == [book.held(slot) for slot in range(3)]
+    book.cover({0: (256, 448), 1: (512, 576)})  # of which the first gives two back before
+    assert book.free == 0 and book.held(0) == (2, 7)
+
+
 def texts(runner: Any, requests: list[Request]) -> list[list[int]]:
     """Of requests that come one after another, while those before take steps."""
     found: list[list[int]] = []

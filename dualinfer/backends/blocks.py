@@ -267,23 +267,42 @@ class NearBlocks:
         """Give slots room for a pass, and take what neither it nor a later one sees or writes.
 
         `wanted` has the token of each slot where the pass begins, and the one where it ends.
-        OutOfMemoryError where too few are free: many slots with many drafts each.
+        OutOfMemoryError where too few are free, and then nothing changes: many slots with many
+        drafts each.
         """
-        ends = {
-            slot: min(-(-stop // GRAIN), self.table.shape[1]) for slot, (_, stop) in wanted.items()
-        }
-        for slot, (start, _) in wanted.items():
-            self._forget(slot, self.first(start), ends[slot])
-        for slot, stop in ends.items():
-            first, end = self._held[slot]
-            more = range(end, stop)
-            if len(more) > self.free:
-                raise OutOfMemoryError(
-                    f"{len(more)} more blocks of {GRAIN} cached tokens are needed by layers that "
-                    f"see {self._window} tokens, and {self.free} of {self.count} are free. Pass "
-                    "fewer sequences at a time, or ask for fewer drafts."
-                )
-            self._put(slot, first, ((at, self._free.pop()) for at in more))
+        after = {slot: self._places_of(slot, *ends) for slot, ends in wanted.items()}
+        more = sum(len(range(end, stop)) for _, end, stop in after.values())
+        if more > self.free and more > (free := self._free_after(after)):
+            raise OutOfMemoryError(
+                f"{more} more blocks of {GRAIN} cached tokens are needed by layers that see "
+                f"{self._window} tokens, and {free} of {self.count} are free. Pass fewer "
+                "sequences at a time, or ask for fewer drafts."
+            )
+        for slot, (first, _, stop) in after.items():
+            if first < self._held[slot][0]:
+                self.drop(slot)
+            self._forget(slot, first, stop)
+        for slot, (first, end, stop) in after.items():
+            self._put(slot, first, ((at, self._free.pop()) for at in range(end, stop)))
+
+    def _places_of(self, slot: int, start: int, stop: int) -> tuple[int, int, int]:
+        """The places of a slot's row that have blocks in a pass: first, end of its own, and end.
+
+        It keeps none where the pass begins before them: what it is to see is read again.
+        """
+        first, end = self._held[slot]
+        if start // GRAIN < first:
+            first = end = 0
+        first, stop = max(first, self.first(start)), min(-(-stop // GRAIN), self.table.shape[1])
+        return first, max(first, min(end, stop)), stop
+
+    def _free_after(self, after: Mapping[int, tuple[int, int, int]]) -> int:
+        """The number of blocks that are free once slots have what they keep in a pass alone."""
+        left = self._users.copy()
+        for slot, (first, end, _) in after.items():
+            given = [at for at in range(*self._held[slot]) if not first <= at < end]
+            left[self.table[slot, given]] -= 1
+        return int((left == 0).sum())
 
     def share(self, source: int, target: int, tokens: int) -> None:
         """Let a slot have what another one has of its last of `tokens`, whole grains.
