@@ -12,6 +12,7 @@ from ..ops.contract import (
     Epilogue,
     FusedRecurrence,
     Launch,
+    LaunchingOps,
     LayerAttention,
     NormOf,
     Routing,
@@ -21,27 +22,10 @@ from ..ops.contract import (
 from .served import served
 
 
-class Launcher(Protocol):
+class Launcher(LaunchingOps, Protocol):
     """The interface that launches need of ops by kernels."""
 
     configurations: Any
-
-    def norm(self, x: Array, norm: NormOf, residual: Array | None = None) -> Array:
-        """See `contract.BlockOps.norm`."""
-        ...
-
-    def starts_early(self, rows: int) -> bool:
-        """True if kernels over so many rows start before the one in front has ended."""
-        ...
-
-    def launch(
-        self, launch: Launch, written: Sequence[Array] = (), counts: bool = False
-    ) -> tuple[Any, Sequence[Array]]:
-        """What a launch gives, and those of its arrays that it writes, as they are then.
-
-        With `counts` it has the counters of programs, too.
-        """
-        ...
 
 
 def unserved(spec: ModelSpec) -> str | None:

@@ -11,7 +11,7 @@ from ..model import rows as make
 from ..model.spec import Activation, Norm
 from ..model.weights import Row, Source, row
 from ..ops.caches import Buffer, StateView
-from ..ops.contract import Array, BlockOps, Launch, Seen, StateStep, Weights
+from ..ops.contract import Array, BlockOps, Launch, LaunchingOps, Seen, StateStep, Weights
 from ..ops.maths import Maths, cut, flat, heads
 from ..ops.projection import project
 from ..ops.recurrences import (
@@ -252,7 +252,7 @@ class DeltaRule:
         return True
 
     def fused_token(
-        self, ops: Any, w: Weights, x: Array, cache: StateView, moves: Array
+        self, ops: LaunchingOps, w: Weights, x: Array, cache: StateView, moves: Array
     ) -> tuple[Array, StateView] | None:
         """See `contract.FusedRecurrence`."""
         from ..kernels.triton import delta_token
@@ -266,7 +266,7 @@ class DeltaRule:
 
     def fused_sequence(
         self,
-        ops: Any,
+        ops: LaunchingOps,
         w: Weights,
         x: Array,
         mask: Array | None,

@@ -5,12 +5,20 @@ from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal, Self
 
 from ..model import rows as make
-from ..model.spec import Activation
+from ..model.spec import Activation, Norm
 from ..model.weights import Row, row
 from ..ops.caches import Buffer, StateView
-from ..ops.contract import Array, BlockOps, Launch, Seen, Weights
+from ..ops.contract import (
+    Array,
+    BlockOps,
+    Epilogue,
+    Launch,
+    LaunchingOps,
+    NormOf,
+    Seen,
+    Weights,
+)
 from ..ops.maths import Maths, cut
-from ..ops.norms import rms_norm
 from ..ops.recurrences import begins_anew, convolve_past, counted, last_tokens, visible
 from ..parallel.sharding import Devices, Share
 
@@ -63,10 +71,13 @@ class SelectiveScan:
             ("scan_skip", "scan", "D"),
         ):
             found.append(replace(row(name, axes, (f"{hf}.{source}", axes)), wide=True))
-        if self.eps is not None and self.normed == "weighted":
+        if self.eps is not None:
+            kind = Norm("rms", self.eps)
             for part, axis in (("dt", "scan_rank"), ("b", "scan_state"), ("c", "scan_state")):
-                source = f"{hf}.{part}_layernorm.weight", axis
-                found.append(row(f"scan_{part}_norm.weight", axis, source))
+                if self.normed == "weighted":
+                    found += make.norm(kind, f"scan_{part}_norm", f"{hf}.{part}_layernorm", axis)
+                else:
+                    found += make.plain_norm(kind, f"scan_{part}_norm", axis)
         return found
 
     @property
@@ -145,7 +156,7 @@ class SelectiveScan:
         return True
 
     def fused_token(
-        self, ops: Any, w: Weights, x: Array, cache: StateView, moves: Array
+        self, ops: LaunchingOps, w: Weights, x: Array, cache: StateView, moves: Array
     ) -> tuple[Array, StateView] | None:
         """See `contract.FusedRecurrence`."""
         from ..kernels.triton import conv_token, selective_scan
@@ -162,7 +173,7 @@ class SelectiveScan:
 
     def fused_sequence(
         self,
-        ops: Any,
+        ops: LaunchingOps,
         w: Weights,
         x: Array,
         mask: Array | None,
@@ -203,13 +214,12 @@ class SelectiveScan:
         """A number of each channel [..., I], and B and C [..., state], of inputs [..., I]."""
         read = ops.sum(ops.linear(value, w["scan_read.weight"]))
         numbers, b, c = cut(read, self.rank, self.state, self.state)
+        norm = None
         if self.eps is not None:
-            names = zip((numbers, b, c), ("dt", "b", "c"), strict=True)
-            numbers, b, c = (
-                rms_norm(ops.maths, part, w.get(f"scan_{name}_norm.weight"), self.eps)
-                for part, name in names
-            )
-        return ops.linear(numbers, w["scan_step.weight"]), b, c
+            kind = Norm("rms", self.eps)
+            norm, of_b, of_c = (NormOf.named(kind, w, f"scan_{x}_norm") for x in ("dt", "b", "c"))
+            b, c = ops.norm(b, of_b), ops.norm(c, of_c)
+        return ops.linear(numbers, w["scan_step.weight"], Epilogue(norm=norm)), b, c
 
     def scan(
         self,

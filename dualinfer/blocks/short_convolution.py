@@ -7,7 +7,7 @@ from typing import Any, ClassVar, Self
 from ..model import rows as make
 from ..model.weights import Row
 from ..ops.caches import Buffer, StateView
-from ..ops.contract import EVERY, Array, BlockOps, Launch, Seen, Weights
+from ..ops.contract import EVERY, Array, BlockOps, Launch, LaunchingOps, Seen, Weights
 from ..ops.maths import Maths, cut
 from ..ops.recurrences import convolve_past, last_tokens, visible
 from ..parallel.sharding import Devices, Share
@@ -90,7 +90,7 @@ class ShortConvolution:
         return False
 
     def fused_token(
-        self, ops: Any, w: Weights, x: Array, cache: StateView, moves: Array
+        self, ops: LaunchingOps, w: Weights, x: Array, cache: StateView, moves: Array
     ) -> tuple[Array, StateView] | None:
         """See `contract.FusedRecurrence`."""
         from ..kernels.triton import conv_token

@@ -14,6 +14,7 @@ from ..ops.contract import (
     Array,
     BlockOps,
     Launch,
+    LaunchingOps,
     NormOf,
     Seen,
     StateStep,
@@ -212,7 +213,7 @@ class StateSpace:
         return True
 
     def fused_token(
-        self, ops: Any, w: Weights, x: Array, cache: StateView, moves: Array
+        self, ops: LaunchingOps, w: Weights, x: Array, cache: StateView, moves: Array
     ) -> tuple[Array | Unnormed, StateView] | None:
         """See `contract.FusedRecurrence`; the norm over all heads of one slot is left."""
         from ..kernels.triton import linear, state_token
@@ -221,7 +222,7 @@ class StateSpace:
             return None
         layer, behind = self._known(w), None
         is_whole = self.norm is not None and self.normed == self.width and not self.gated_last
-        if is_whole and self.out_scale == 1 and len(x) == 1:
+        if is_whole and self.out_scale == 1 and len(x) == 1 and ops.split is None:
             assert self.norm is not None
             behind = NormOf.named(self.norm, w, "state_norm")
             if w["recurrence_out.weight"].scheme is not None or not linear.fuses_norm(behind):
@@ -234,7 +235,7 @@ class StateSpace:
 
     def fused_sequence(
         self,
-        ops: Any,
+        ops: LaunchingOps,
         w: Weights,
         x: Array,
         mask: Array | None,

@@ -422,6 +422,25 @@ class SteppedRecurrence(Protocol):
         ...
 
 
+class LaunchingOps(BlockOps, Protocol):
+    """The ops of a backend by kernels, which launch those of a recurrence for it."""
+
+    split: Any  # the backend's `Split`; None: one device has the whole model
+
+    def starts_early(self, rows: int) -> bool:
+        """True if kernels over so many rows start before the one in front has ended."""
+        ...
+
+    def launch(
+        self, launch: Launch, written: Sequence[Array] = (), counts: bool = False
+    ) -> tuple[Any, Sequence[Array]]:
+        """What a launch gives, and those of its arrays that it writes, as they are then.
+
+        With `counts` it has the counters of programs, too.
+        """
+        ...
+
+
 @runtime_checkable
 class FusedRecurrence(Protocol):
     """A `spec.Recurrence` with kernels of its own, which do what its plain functions say."""
@@ -437,7 +456,7 @@ class FusedRecurrence(Protocol):
         ...
 
     def fused_token(
-        self, ops: Any, w: Weights, x: Array, cache: StateView, moves: Array
+        self, ops: LaunchingOps, w: Weights, x: Array, cache: StateView, moves: Array
     ) -> tuple[Array | Unnormed, StateView] | None:
         """See `Ops.recur_token`, of x [N, W] to [N, width]; None for plain operations.
 
@@ -448,7 +467,7 @@ class FusedRecurrence(Protocol):
 
     def fused_sequence(
         self,
-        ops: Any,
+        ops: LaunchingOps,
         w: Weights,
         x: Array,
         mask: Array | None,

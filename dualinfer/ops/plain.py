@@ -136,6 +136,7 @@ class PlainBlocks:
         """See `contract.BlockOps.row_product`."""
         if self.split is None:
             return self.linear(x, weight, epilogue)
+        assert epilogue.norm is None, "x is a share of what is normed"
         return added(self.maths, self.sum(self.partial_product(x, weight)), x.dtype, epilogue)
 
     def partial_product(self, x: Array, weight: Weight) -> Array:

@@ -17,11 +17,11 @@ from dualinfer.blocks.short_convolution import ShortConvolution  # isort: skip
 from dualinfer.blocks.state_space import StateSpace  # isort: skip
 from dualinfer.kernels.triton import linear  # isort: skip
 from dualinfer.model.spec import Norm  # isort: skip
-from dualinfer.ops.contract import Launch, Seen, Unnormed  # isort: skip
+from dualinfer.ops.contract import ALONE, Launch, Seen, Unnormed  # isort: skip
 from dualinfer.ops.exact import MATHS  # isort: skip
+from dualinfer.ops.norms import plain_norm  # isort: skip
 
 pytestmark = [needs_triton, pytest.mark.usefixtures(strict.__name__)]
-EXACT: Any = SimpleNamespace(maths=MATHS, linear=lambda x, w: x @ w.T, sum=lambda x: x)
 # Factors are powers of two: NumPy does not round products of bfloat16.
 WHOLE = StateSpace(6, 24, 2, 20, 4, "silu", Norm("rms", 1e-5), 144)
 SPACES: dict[str, Any] = {
@@ -51,7 +51,7 @@ class Kernels:
 
     def __init__(self, counters: Any = None):
         self.counters, self.launched = counters, []
-        self.maths: Any = torch_maths
+        self.maths, self.split = torch_maths, None
 
     def starts_early(self, rows: int) -> bool:
         return False
@@ -61,11 +61,30 @@ class Kernels:
         how = {"counters": self.counters} if counts else {}
         return launch.function(*launch.arguments, **launch.options, **how), written
 
-    def linear(self, x: Any, weight: Any) -> Any:
+    def norm(self, x: Any, norm: Any) -> Any:
+        return plain_norm(self.maths, x, norm)
+
+    def linear(self, x: Any, weight: Any, epilogue: Any = ALONE) -> Any:
+        x = x if epilogue.norm is None else self.norm(x, epilogue.norm)
         return (x.float()[..., None, :] * weight.float()).sum(-1).to(x.dtype)  # by itself each
 
     def sum(self, x: Any) -> Any:
         return x
+
+
+class Exact(Kernels):
+    """The same in float64."""
+
+    maths: Any = MATHS
+
+    def __init__(self) -> None:
+        pass
+
+    def linear(self, x: Any, weight: Any, epilogue: Any = ALONE) -> Any:
+        return (x if epilogue.norm is None else self.norm(x, epilogue.norm)) @ weight.T
+
+
+EXACT: Any = Exact()
 
 
 def cache_of(*arrays: Any) -> Any:
@@ -148,6 +167,9 @@ def test_the_norm_of_a_single_slot_is_left_to_the_product(dtype):
     state = cache_of(*map(put, held))
     found, _ = own.fused_token(kernels, weights, put(x), state, put(np.array([True])))
     assert isinstance(found, Unnormed) and found.residual is None
+    kernels.split = ...  # devices share the heads, and what is normed is a share
+    shared, _ = own.fused_token(kernels, weights, put(x), state, put(np.array([True])))
+    assert not isinstance(shared, Unnormed)
     y = get(linear.linear(found.y, put(out), norm=linear.NormArguments.of(found.norm)))
     normed, _ = own.token(EXACT, w, x[:, None], (held[0], held[1].astype(np.float64)))
     wanted = normed[:, 0].astype(np.float64) @ out.astype(np.float64).T

@@ -67,6 +67,7 @@ class SplitKernelOps(KernelOps):
         """See `PlainOps.row_product`; where it is an exchange it is rounded once."""
         if not self._serves(math.prod(x.shape[:-1]) * weight.shape[0]):
             return super().row_product(x, weight, epilogue)
+        assert epilogue.norm is None, "x is a share of what is normed"
         x, weight = SCHEMES.share_input(x, weight, self.split.most)
         y = self.partial_product(x, weight)
         return self._sum(y, epilogue.bias, epilogue.residual, x.dtype)

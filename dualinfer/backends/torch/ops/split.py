@@ -94,6 +94,7 @@ class SplitKernelOps(KernelOps):
         self, x: torch.Tensor, weight: Weight, epilogue: Epilogue = ALONE
     ) -> torch.Tensor:
         """See `PlainOps.row_product`; few rows are summed in float32, by a kernel."""
+        assert epilogue.norm is None, "x is a share of what is normed"
         x, weight = SCHEMES.share_input(x, weight, self.split.most)
         values = x.numel() // x.shape[-1] * weight.shape[0]
         wide = serves_product(x, weight, ALONE) and self._exchange_for(values) is not None
