@@ -4,6 +4,7 @@ import asyncio
 import json
 import urllib.request
 from collections import Counter
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -17,8 +18,8 @@ pytest.importorskip("jax")
 import torch
 
 import dualinfer
-from dualinfer.backends.base import GRAIN, Piece, Pool, Request
-from dualinfer.backends.blocks import Blocks, NearBlocks, rest_of
+from dualinfer.backends.base import GRAIN, MAX_STEPS, Piece, Pool, Request
+from dualinfer.backends.blocks import PANEL, Blocks, NearBlocks, lying, rest_of
 from dualinfer.errors import (
     ArgumentError,
     LengthError,
@@ -162,11 +163,28 @@ def test_who_is_read_again_has_the_blocks_that_it_had_behind_its_window():
     book.cover({0: (0, 256), 1: (512, 512)})
     assert book.held(0) == (0, 4) and len(set(book.table[0, :4].tolist()) - {-1, 8}) == 4
     before, held = book.table.copy(), [book.held(slot) for slot in range(3)]
-    with pytest.raises(OutOfMemoryError, match="5 more blocks .* 4 of 8 are free"):
+    with pytest.raises(OutOfMemoryError, match=r"5 more blocks .* 4 of 8 are free"):
         book.cover({0: (256, 448), 1: (512, 576), 2: (0, 64)})
     assert (book.table == before).all() and held == [book.held(slot) for slot in range(3)]
     book.cover({0: (256, 448), 1: (512, 576)})  # of which the first gives two back before
     assert book.free == 0 and book.held(0) == (2, 7)
+
+
+@pytest.mark.parametrize("window", [1, 64, 1000])
+def test_nobody_waits_for_blocks_of_a_window(window):
+    """All spare slots are full, a prompt's largest panel is read, and others step."""
+    pool = Pool(32, 16384, spare=4, blocks=10**4)
+    spec: Any = SimpleNamespace(attentions=(), sights=(window, None), reads_pieces=True)
+    book = NearBlocks(lying(pool, spec).near, pool.slots + pool.spare, pool.tokens, window)
+    whole, last = 8192, pool.slots - 1
+    for spare in range(pool.slots, pool.slots + pool.spare):
+        book.cover({last: (whole, whole)})
+        book.share(last, spare, whole)
+        book.drop(last)
+    for start in range(9000, 9000 + GRAIN):
+        book.cover({slot: (start, start + MAX_STEPS) for slot in range(last)})
+        book.cover({last: (whole, whole + PANEL)})
+        book.cover({last: (whole, whole)})
 
 
 def texts(runner: Any, requests: list[Request]) -> list[list[int]]:

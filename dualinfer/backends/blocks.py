@@ -56,7 +56,8 @@ def lying(pool: Pool, spec: ModelSpec) -> Lying:
     made = Lying()
     if found:
         window = max(found.values())
-        rest, beside = rest_of(window), pool.spare * -(-window // GRAIN) + PANEL // GRAIN
+        rest, kept = rest_of(window), 1 + -(-max(window - 2, 0) // GRAIN)  # of whole grains
+        beside = pool.spare * kept + PANEL // GRAIN
         all_forget = len(found) == len(sights)
         # A near block of a slot was made with a far one, which it has for as long.
         near = min(pool.blocks, pool.slots * rest + beside)
