@@ -20,6 +20,7 @@ import torch
 import dualinfer
 from dualinfer.backends.base import GRAIN, MAX_STEPS, Piece, Pool, Request
 from dualinfer.backends.blocks import PANEL, Blocks, NearBlocks, lying, rest_of
+from dualinfer.backends.slots import LiveSlots
 from dualinfer.errors import (
     ArgumentError,
     LengthError,
@@ -170,6 +171,21 @@ def test_who_is_read_again_has_the_blocks_that_it_had_behind_its_window():
     assert book.free == 0 and book.held(0) == (2, 7)
 
 
+def test_both_books_of_a_pool_change_or_none_does():
+    """Where steps lack near blocks, and a copy has near ones alone, or nothing that is counted."""
+    request = Request(np.zeros(2 * GRAIN, np.int32), 100)
+    for count, most, name in ((4, 0, "step"), (4, 0, "copy"), (2, 2, "copy")):
+        near = NearBlocks(3 if name == "copy" else 2, 3, TOKENS, 4 * GRAIN)
+        book = Blocks(count, 2, 1, TOKENS, near, most)
+        live = LiveSlots(blocks=book)
+        live.read([Piece.whole(request, 0)])
+        near.cover({0: (0, near.count * GRAIN)})
+        before = book.table.copy(), near.table.copy()
+        with pytest.raises((OutOfMemoryError, StepError), match="blocks of"):
+            live.advance(1) if name == "step" else book.share(0, 1, near.count * GRAIN)
+        assert (book.table == before[0]).all() and (near.table == before[1]).all()
+
+
 @pytest.mark.parametrize("window", [1, 64, 1000])
 def test_nobody_waits_for_blocks_of_a_window(window):
     """All spare slots are full, a prompt's largest panel is read, and others step."""
@@ -182,7 +198,7 @@ def test_nobody_waits_for_blocks_of_a_window(window):
         book.share(last, spare, whole)
         book.drop(last)
     for start in range(9000, 9000 + GRAIN):
-        book.cover({slot: (start, start + MAX_STEPS) for slot in range(last)})
+        book.cover(dict.fromkeys(range(last), (start, start + MAX_STEPS)))
         book.cover({last: (whole, whole + PANEL)})
         book.cover({last: (whole, whole)})
 

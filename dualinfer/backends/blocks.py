@@ -166,43 +166,53 @@ class Blocks:
         """The number of blocks that slots lack to have room for so many tokens each."""
         return sum(max(0, self.of(tokens) - self._held[slot]) for slot, tokens in wanted.items())
 
-    def cover(self, wanted: Mapping[int, int]) -> None:
+    def cover(
+        self, wanted: Mapping[int, int], near: Mapping[int, tuple[int, int]] | None = None
+    ) -> None:
         """Give slots the blocks that they lack to have room for so many tokens each.
 
-        OutOfMemoryError where too few are free, and then nobody gets one.
+        Those of layers that forget with them, if asked: see `NearBlocks.cover`. OutOfMemoryError
+        where too few are free, and then nobody gets one.
         """
-        if (more := self.more(wanted)) > self.free:
-            raise OutOfMemoryError(
-                f"{more} more blocks of {GRAIN} cached tokens are needed, and {self.free} of "
-                f"{self.count} are free. Release other sequences first, or open a pool of more."
-            )
+        self._check(self.more(wanted), self.free)
+        if near is not None and self.near is not None:
+            self.near.cover(near)
         for slot, tokens in wanted.items():
             while self._held[slot] < self.of(tokens):
                 self._put(slot, self._free.pop())
 
+    def _check(self, more: int, free: int) -> None:
+        """Raise OutOfMemoryError where more blocks are needed than are free."""
+        if more > free:
+            raise OutOfMemoryError(
+                f"{more} more blocks of {GRAIN} cached tokens are needed, and {free} of "
+                f"{self.count} are free. Release other sequences first, or open a pool of more."
+            )
+
     def share(self, source: int, target: int, tokens: int) -> None:
         """Let a slot have the blocks of another one's first `tokens`, whole ones, and no others.
 
-        StepError where the other has fewer.
+        StepError where the other has fewer, OutOfMemoryError where each counts its own, and too few
+        are free. Nothing changes then.
         """
-        if self.near is not None:
-            self.near.share(source, target, tokens)
-        if self.counts_alone:
-            if target < self._serving and source != target:
-                self._drop(target)
-                self.cover({target: tokens})
-            return
         blocks = self._row(source)[: tokens // GRAIN].tolist()
-        if tokens % GRAIN or len(blocks) < tokens // GRAIN:
+        counts = self.counts_alone and target < self._serving and source != target
+        if counts:
+            self._check(self.of(tokens), self.free + self._held[target])
+        elif not self.counts_alone and (tokens % GRAIN or len(blocks) < tokens // GRAIN):
             raise StepError(
                 f"{tokens} tokens of slot {source} were to be shared, and it has {len(blocks)} "
                 f"whole blocks of {GRAIN}."
             )
-        if source == target:
-            return
-        self._drop(target)
-        for block in blocks:
-            self._put(target, block)
+        if self.near is not None:
+            self.near.share(source, target, tokens)
+        if counts:
+            self._drop(target)
+            self.cover({target: tokens})
+        elif not self.counts_alone and source != target:
+            self._drop(target)
+            for block in blocks:
+                self._put(target, block)
 
     def drop(self, slot: int) -> None:
         """Take all blocks from a slot; those that nobody else has are free."""

@@ -151,8 +151,8 @@ class LiveSlots:
         """Book steps for these slots, or every one of which the prompt has been read."""
         reached = self._after(steps, slots)
         if self.blocks is not None:
-            self.blocks.cover(reached)
-            self._cover_near({slot: (self._reach[slot], stop) for slot, stop in reached.items()})
+            near = {slot: (self._reach[slot], stop) for slot, stop in reached.items()}
+            self.blocks.cover(reached, near)
         self._reach |= reached
 
     def begin_pass(self, rows: Sequence[Piece], goes_on: bool = True) -> None:
@@ -185,8 +185,7 @@ class LiveSlots:
     def put_back(self, slot: int, tokens: int) -> None:
         """Give a slot the blocks for what was saved of so many tokens."""
         if self.blocks is not None:
-            self.blocks.cover({slot: tokens})
-            self._cover_near({slot: (tokens, tokens)})
+            self.blocks.cover({slot: tokens}, {slot: (tokens, tokens)})
 
     def _cover_near(self, wanted: dict[int, tuple[int, int]]) -> None:
         if self.blocks is not None and self.blocks.near is not None:
