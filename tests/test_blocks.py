@@ -266,7 +266,12 @@ def test_a_runner_takes_blocks_as_it_needs_them(backend, name, codes):
             texts(runner, [Request(rows[0], 90), Request(rows[0], 90), Request(rows[0], 90)])
         runner.release(range(3))
         check_free(book)
-        runner.open(Pool(3, 256))
+        # Of pools that are not opened, one leaves what was there, and one leaves none.
+        with pytest.raises(ArgumentError, match="take more"):
+            runner.open(Pool(3, 256, blocks=3))
+        assert runner.blocks is book and texts(runner, requests) == expected
+        with pytest.raises(OutOfMemoryError, match="are free on"):
+            runner.open(Pool(3, 256, blocks=10**10))
         assert runner.blocks is None and texts(runner, requests) == expected
 
 

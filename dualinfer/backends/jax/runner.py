@@ -81,7 +81,7 @@ class JaxRunner(WholePasses, ScoreCalls):
         self._live = LiveSlots()
         self._pool: Pool | None = None
         self._saved_bytes: dict[int, int] = {}  # of a slot of the pool, by tokens
-        self._count_in(None)
+        self._count_in(None, Lying())
         self._longest = 1  # chunk of steps since the first of what is live began
         self._alone: bool | None = None  # whether the last step was no loop; None before the first
 
@@ -96,32 +96,31 @@ class JaxRunner(WholePasses, ScoreCalls):
         """See `base.Runner`."""
         if self._live:
             raise StepError("A pool was opened or closed while sequences are under way.")
+        lies = Lying() if pool is None else checked(pool, self.spec)
         with contextlib.suppress(Exception):  # of an abandoned step
             jax.block_until_ready(self._cache)  # else its bytes still count as in use
         self._cache = self._state = None
         self._live, self._pool, self._saved_bytes = LiveSlots(), None, {}
-        self._count_in(pool)
+        self._count_in(pool, lies)
         if pool is None:
             return
         room = room_of(pool, self.spec)
-        self._check_room(room_of(pool, self.spec, whole=True))
-        self._live, self._pool = LiveSlots(room, books_of(pool, self.spec)), pool
         try:
+            self._check_room(room_of(pool, self.spec, whole=True))
+            self._live, self._pool = LiveSlots(room, books_of(pool, self.spec)), pool
             self._reserve(True)
             if prepare:
                 self._prepare_pool(room)
         except BaseException:
-            self._cache = self._state = self._pool = None
-            self._live = LiveSlots()
+            self.open(None)
             raise
 
-    def _count_in(self, pool: Pool | None) -> None:
+    def _count_in(self, pool: Pool | None, lies: Lying) -> None:
         """Let caches be made of a pool's blocks for all slots; without such they are rectangles."""
         own, where = self.steps, (self._place, self._most_tokens_of)
-        specs, self._lies = self._plain_specs, Lying()
+        specs, self._lies = self._plain_specs, lies
         if pool is not None and pool.blocks:
-            self._lies = checked(pool, self.spec)
-            specs = in_blocks(specs, pool.blocks, self._lies.near, self._lies.forgets)
+            specs = in_blocks(specs, pool.blocks, lies.near, lies.forgets)
         self._cache_specs, self._split = specs, split(specs, where[0])
         self._shardings = where[0].sharding(), jax.tree.map(where[0].sharding, self._split)
         self._passes = Passes(own.spec, own.ops, specs, where[1])

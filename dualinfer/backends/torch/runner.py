@@ -193,22 +193,26 @@ class TorchRunner(ScoreCalls):
         """See `base.Runner`."""
         if self._live:
             raise StepError("A pool was opened or closed while sequences are under way.")
-        self._forget_steps()
-        self._cache.clear()
-        self._state, self._pool, self._live = None, None, LiveSlots()
         specs = self._specs
         if pool is not None and pool.blocks:
             lies = checked(pool, self.spec)
             specs = in_blocks(specs, pool.blocks, lies.near, lies.forgets)
+        self._forget_steps()
+        self._cache.clear()
+        self._state, self._pool, self._live = None, None, LiveSlots()
         self._cache = Cache(specs, self.dtype, self.device, self._peers)
         if pool is None:
             return
         room = room_of(pool, self.spec)
-        self._cache.grow(room_of(pool, self.spec, whole=True))
-        self._pool, self._live = pool, LiveSlots(room, books_of(pool, self.spec))
-        self._reserve(True)
-        if prepare and self._graphs is not None:
-            self._prepare_pool(room)
+        try:
+            self._cache.grow(room_of(pool, self.spec, whole=True))
+            self._pool, self._live = pool, LiveSlots(room, books_of(pool, self.spec))
+            self._reserve(True)
+            if prepare and self._graphs is not None:
+                self._prepare_pool(room)
+        except BaseException:
+            self.open(None)
+            raise
 
     def _prepare_pool(self, room: Room) -> None:
         """Capture every step over the pool that no request has to itself, and every panel."""
