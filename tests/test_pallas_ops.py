@@ -15,6 +15,7 @@ import jax.numpy as jnp  # noqa: E402
 import dualinfer  # noqa: E402
 from dualinfer.backends import jax as backend  # noqa: E402
 from dualinfer.backends.jax.device import pallas_obstacle  # noqa: E402
+from dualinfer.backends.jax.maths import MATHS  # noqa: E402
 from dualinfer.backends.jax.ops.pallas import PallasOps  # noqa: E402
 from dualinfer.backends.jax.ops.plain import IMPLEMENTATIONS, PlainOps  # noqa: E402
 from dualinfer.errors import ConfigError, UnsupportedError  # noqa: E402
@@ -22,6 +23,7 @@ from dualinfer.kernels.pallas.launch import VARIABLE  # noqa: E402
 from dualinfer.model.families import describe_model  # noqa: E402
 from dualinfer.model.weights import Weight  # noqa: E402
 from dualinfer.ops import mixtures  # noqa: E402
+from dualinfer.ops.cache_kinds import kinds_over  # noqa: E402
 from dualinfer.ops.caches import KeptIn, cache_specs, served  # noqa: E402
 from dualinfer.ops.contract import NormOf  # noqa: E402
 from dualinfer.quantization import Blocks, BlockScheme  # noqa: E402
@@ -236,6 +238,19 @@ def test_what_a_cache_or_a_norm_leaves_to_xla_is_told():
     assert told("llama-gqa")["rotary"] == fused["rotary"]
     for how in (("llama-gqa", "int8"), ("llama-gqa", None, "blocks"), ("youtu",), ("olmo2",)):
         assert told(*how)["rotary"] == told(*how)["qk_norm"] == "XLA", how
+
+
+def test_a_token_without_a_block_is_written_to_the_one_that_nobody_reads():
+    """Of a slot that has given back what lies behind its window, as plain ops write it."""
+    k, v = (jnp.zeros((4, 2, 64, 128), jnp.float32) for _ in range(2))
+    held = kinds_over(MATHS)["blocks"](k, v, jnp.array([[-1, 1], [2, 3]], jnp.int32))
+    new, lengths = jnp.ones((2, 2, 128), jnp.float32), jnp.array([0, 5], jnp.int32)
+    found, wanted = (
+        ops._append(held, new, new, lengths) for ops in (PallasOps(interpret=True), PlainOps())
+    )
+    for got, expected in zip((found.k, found.v), (wanted.k, wanted.v), strict=True):
+        np.testing.assert_array_equal(got, expected)
+        assert got[3].any() and got[2, :, 5].all() and not got[:2].any()
 
 
 def test_a_router_in_codes_chooses_what_its_values_would(monkeypatch):
