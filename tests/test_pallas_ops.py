@@ -243,12 +243,11 @@ def test_what_a_cache_or_a_norm_leaves_to_xla_is_told():
 def test_a_token_without_a_block_is_written_to_the_one_that_nobody_reads():
     """Of a slot that has given back what lies behind its window, as plain ops write it."""
     k, v = (jnp.zeros((4, 2, 64, 128), jnp.float32) for _ in range(2))
-    held = kinds_over(MATHS)["blocks"](k, v, jnp.array([[-1, 1], [2, 3]], jnp.int32))
+    held: Any = kinds_over(MATHS)["blocks"](k, v, jnp.array([[-1, 1], [2, 3]], jnp.int32))
     new, lengths = jnp.ones((2, 2, 128), jnp.float32), jnp.array([0, 5], jnp.int32)
-    found, wanted = (
-        ops._append(held, new, new, lengths) for ops in (PallasOps(interpret=True), PlainOps())
-    )
-    for got, expected in zip((found.k, found.v), (wanted.k, wanted.v), strict=True):
+    both: list[Any] = [PallasOps(interpret=True), PlainOps()]
+    found, wanted = (ops._append(held, new, new, lengths)[:2] for ops in both)
+    for got, expected in zip(found, wanted, strict=True):
         np.testing.assert_array_equal(got, expected)
         assert got[3].any() and got[2, :, 5].all() and not got[:2].any()
 
