@@ -3,7 +3,9 @@
 Processes that make the same calls in the same order have the same books. Layers that see all tokens
 of a sequence have one table, and those that see a window of it have another: there a slot has the
 blocks of its last tokens alone, and those behind its window serve others. What slots come to need
-of these has an end, and there is as much, so that nobody ever waits for it.
+of these by prompts and steps has an end, and there is as much, so that nobody waits for it. Many
+slots that read very many drafts at once, 2 MAX_STEPS each or more, may need more: such a call may
+raise OutOfMemoryError, before it changes anything.
 """
 
 from collections.abc import Iterable, Mapping

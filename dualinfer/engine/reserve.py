@@ -87,10 +87,11 @@ class RoomCalls(InferenceEngine):
         prompts goes, and then the sequence that came last waits as one does that gives way to high
         priority. For models whose layers all keep keys and values, or a latent vector, of every
         token; those that see a window keep its last ones alone, beside these, or in their place
-        where all do. "auto" is as many as have room. What `slots` or `cache_tokens` take so is a
-        `memory_fraction` of the memory that is free on the device, above 0 and at most 1; unset it
-        is 0.85, and in the host's memory at most 1 GiB. ArgumentError where it sizes
-        nothing: with `slots` alone, or a number of `cache_tokens`.
+        where all do: room for the 4,096 tokens of a prompt's largest pass, and for a window of each
+        spare slot, is then beside `cache_tokens`. "auto" is as many as have room. What `slots` or
+        `cache_tokens` take so is a `memory_fraction` of the memory that is free on the device,
+        above 0 and at most 1; unset it is 0.85, and in the host's memory at most 1 GiB.
+        ArgumentError where it sizes nothing: with `slots` alone, or a number of `cache_tokens`.
         UnsupportedError while a generation is under way, OutOfMemoryError where there is no room.
         Every process that shares the model must call it.
         """
