@@ -153,13 +153,13 @@ def test_inputs_may_be_rows_lists_numpy_and_torch(engine):
     for tokens in (ids, torch.from_numpy(ids), ids.tolist(), ids.astype(np.uint16)):
         for at in ([[3, 4, 5, 6, 7]], np.arange(3, 8), torch.arange(3, 8).expand(2, 5)):
             given = {"input_ids": tokens, "attention_mask": torch.ones(2, 5), "position_ids": at}
-            found = make_pure_inputs(spec, given, jnp, pad=None)
+            found = make_pure_inputs(spec, given, jnp, pad=None).tokens
             np.testing.assert_array_equal(found.ids, ids)
             np.testing.assert_array_equal(found.positions, [[3, 4, 5, 6, 7]] * 2)
             np.testing.assert_array_equal(found.mask, np.ones((2, 5), bool))
             assert found.ids.dtype == found.positions.dtype == "int32"
     given = {"input_ids": ids[0], "attention_mask": np.ones(5)}
-    row = make_pure_inputs(spec, given, jnp, pad=None)
+    row = make_pure_inputs(spec, given, jnp, pad=None).tokens
     np.testing.assert_array_equal(row.ids, ids[:1])
     np.testing.assert_array_equal(row.positions, [range(5)])
     assert row.mask.shape == (1, 5) and row.token_types is row.embeds is row.weights is None
@@ -170,7 +170,7 @@ def test_padding_that_no_mask_tells_of_is_hidden_where_hf_hides_it():
         config = hf.AutoConfig.for_model(model_type).to_dict()
         spec, _ = describe_model(config, [name])
         ids = np.array([[5, 6, config["pad_token_id"], config["pad_token_id"]]])
-        mask = make_pure_inputs(spec, {"input_ids": ids}, jnp, pad=None).mask
+        mask = make_pure_inputs(spec, {"input_ids": ids}, jnp, pad=None).tokens.mask
         assert (mask is None) if not hides else mask.tolist() == [[True, True, False, False]]
 
 
