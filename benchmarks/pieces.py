@@ -106,7 +106,7 @@ def time_engine() -> None:
     import dualinfer
     from dualinfer.bench.random_weights import make_module
     from dualinfer.bench.shapes import open_model
-    from dualinfer.engine import loop
+    from dualinfer.engine import reading
 
     model = make_module(open_model("llama-3-8b"), "bfloat16", "cuda")
     engine: Any = dualinfer.init_inference(
@@ -115,7 +115,7 @@ def time_engine() -> None:
     long = np.random.default_rng(0).integers(5, 100000, 8192).tolist()
     how: dict[str, Any] = {"do_sample": False, "eos_token_id": None}
     for size in (*SIZES, *SIZES):  # the first time kernels and graphs are made
-        loop.PIECE = size
+        reading.PIECE = size
         stream, times = engine.stream(long[:100], max_new_tokens=400, **how), []
         reader = threading.Thread(
             target=lambda s=stream, t=times: t.extend(time.perf_counter() for _ in s)

@@ -8,7 +8,7 @@ import dualinfer
 
 
 @contextmanager
-def opened(opens: dict[str, Any], tell_lost: Any) -> Iterator[Any]:
+def opened(opens: dict[str, Any], tell_lost: Any = None) -> Iterator[Any]:
     """An engine of `shape`, whose tokenizer has a word for each id; it shares it with nobody."""
     from dualinfer.bench.local_server import word_tokenizer
     from dualinfer.bench.random_weights import random_model
