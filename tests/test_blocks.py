@@ -18,8 +18,8 @@ pytest.importorskip("jax")
 import torch
 
 import dualinfer
-from dualinfer.backends.base import GRAIN, MAX_STEPS, Piece, Pool, Request
-from dualinfer.backends.blocks import PANEL, Blocks, NearBlocks, lying, rest_of
+from dualinfer.backends.base import GRAIN, Piece, Pool, Request
+from dualinfer.backends.blocks import AHEAD, PANEL, Blocks, NearBlocks, lying, rest_of
 from dualinfer.backends.slots import LiveSlots
 from dualinfer.errors import (
     ArgumentError,
@@ -188,7 +188,7 @@ def test_both_books_of_a_pool_change_or_none_does():
 
 @pytest.mark.parametrize("window", [1, 64, 1000])
 def test_nobody_waits_for_blocks_of_a_window(window):
-    """All spare slots are full, a prompt's largest panel is read, and others step."""
+    """All spare slots are full, a prompt's largest panel is read, and others read drafts."""
     pool = Pool(32, 16384, spare=4, blocks=10**4)
     spec: Any = SimpleNamespace(attentions=(), sights=(window, None), reads_pieces=True)
     book = NearBlocks(lying(pool, spec).near, pool.slots + pool.spare, pool.tokens, window)
@@ -198,7 +198,7 @@ def test_nobody_waits_for_blocks_of_a_window(window):
         book.share(last, spare, whole)
         book.drop(last)
     for start in range(9000, 9000 + GRAIN):
-        book.cover(dict.fromkeys(range(last), (start, start + MAX_STEPS)))
+        book.cover(dict.fromkeys(range(last), (start, start + AHEAD)))
         book.cover({last: (whole, whole + PANEL)})
         book.cover({last: (whole, whole)})
 
@@ -379,6 +379,13 @@ def test_layers_with_a_window_keep_the_last_tokens_alone(backend, name, monkeypa
         engine.reserve(1, 440, prefix_cache=False)
         alone = asyncio.run(all_of(engine, rows, False, max_new_tokens=100))
         plain = np.asarray(engine.generate([first], max_new_tokens=80, **how))
+        # Two answers of each of two prompts; one is longer than a pass reads of drafts.
+        asked = [first[:20]] * 2 + [first[:9]] * 2, [first[:n] for n in (30, 9, 70, 6)]
+        monkeypatch.setattr("dualinfer.engine.scoring._WORTH", 1)
+        scores, widths, several = engine.score(*asked), [], runner.decode_several
+        monkeypatch.setattr(
+            runner, "decode_several", lambda *x: widths.append(x[1].shape[1]) or several(*x)
+        )
         for swap_space in (1, 0) if name == "gemma3" else (1,):
             engine.reserve(4, 440, cache_tokens=9 * GRAIN, swap_space=swap_space)
             near, before = runner.blocks.near, engine.traffic().preemptions
@@ -389,9 +396,12 @@ def test_layers_with_a_window_keep_the_last_tokens_alone(backend, name, monkeypa
             assert engine.traffic().preemptions > before or name != "gemma3"
             if swap_space:
                 how |= {"max_new_tokens": 80}
-                for more in ({"no_repeat_ngram_size": 60}, {"prompt_lookup_num_tokens": 9}):
+                for more in ({"no_repeat_ngram_size": 60}, {"prompt_lookup_num_tokens": 90}):
                     found = engine.generate([first], **how, **more)
                     np.testing.assert_array_equal(np.asarray(found), plain)
+                found = [one.logprob for one in engine.score(*asked)]
+                assert found == pytest.approx([one.logprob for one in scores], abs=1e-3)
+                assert max(widths) <= AHEAD and {8, 29} & set(widths)
             check_over(engine)
         if backend == "torch":  # as many tokens as have room are counted by what both kinds take
             free = bytes_of(runner) + (1 << 14)

@@ -3,9 +3,8 @@
 Processes that make the same calls in the same order have the same books. Layers that see all tokens
 of a sequence have one table, and those that see a window of it have another: there a slot has the
 blocks of its last tokens alone, and those behind its window serve others. What slots come to need
-of these by prompts and steps has an end, and there is as much, so that nobody waits for it. Many
-slots that read very many drafts at once, 2 MAX_STEPS each or more, may need more: such a call may
-raise OutOfMemoryError, before it changes anything.
+of these has an end, and there is as much, so that nobody waits for it, if no pass of drafts has
+more than AHEAD tokens of a slot.
 """
 
 from collections.abc import Iterable, Mapping
@@ -18,7 +17,8 @@ from ..model.spec import ModelSpec
 from .base import GRAIN, MAX_STEPS, Pool
 
 PANEL = 4096  # tokens of the largest pass that reads pieces into a pool
-_BESIDE = GRAIN - 1 + 2 * MAX_STEPS  # what is behind a window for a grain, and before it for steps
+AHEAD = 2 * MAX_STEPS  # tokens that a slot may have behind what it has taken
+_BESIDE = GRAIN - 1 + AHEAD  # what is behind a window for a grain, and before it for steps
 
 
 class Lying(NamedTuple):

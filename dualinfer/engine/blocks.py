@@ -11,7 +11,7 @@ from bisect import bisect_left
 from collections.abc import Sequence
 
 from ..backends.base import GRAIN, Piece, Request, Saved
-from ..backends.blocks import Blocks
+from ..backends.blocks import AHEAD, Blocks
 from ..backends.slots import needed
 from ..errors import LengthError, StepError
 from .pausing import Pauses
@@ -30,6 +30,14 @@ class BlockSlots(Slots):
     def blocks(self) -> Blocks | None:
         """The book of the pool's blocks; None where it does not count in them."""
         return None if self.pool is None or not self.pool.blocks else self._runner.blocks
+
+    @property
+    def most_ahead(self) -> int | None:
+        """The most tokens of a sequence that `scores_of` may read; None for any number.
+
+        Layers that forget have room for no more of all sequences.
+        """
+        return None if self.blocks is None or self.blocks.near is None else AHEAD
 
     def hand_out_next(self) -> bool:
         """Wait for the oldest steps under way, and hand out their tokens; False without any."""

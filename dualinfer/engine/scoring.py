@@ -191,7 +191,7 @@ class ScoringCalls(InferenceEngine):
         if not self.runner.verifies or rounds or config.streams:
             return
         pool, most = self._loop.pool, self.max_tokens  # type: ignore[attr-defined]
-        prompts, room = _PROMPTS, _TOKENS
+        prompts, room, ahead = _PROMPTS, _TOKENS, self._loop.most_ahead or most
         if pool is not None:  # others want slots, too
             prompts, most = min(prompts, max(1, pool.slots // 4)), min(most, pool.tokens)
             room = min(room, pool.blocks * GRAIN // 4 or room)
@@ -199,6 +199,8 @@ class ScoringCalls(InferenceEngine):
             prompts = 1 << (prompts.bit_length() - 1)
 
         def has_room(first: int, then: int, count: int) -> bool:
+            if then - 1 > ahead:
+                return False
             if self.is_compiled:
                 then, count = _power(then) + 1, _power(count)
             logits = count * then * self._spec.vocab

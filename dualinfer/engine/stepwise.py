@@ -332,7 +332,8 @@ class Stepwise:
         self.lives, self._first = loop.start_scores(requests)
         self._drafts = None
         if options.lookup:
-            how = options.lookup, options.lookup_ngram, self._fill
+            ahead = loop.most_ahead or options.lookup + 1  # the newest token is one of them
+            how = min(options.lookup, ahead - 1), options.lookup_ngram, self._fill
             texts = [request.tokens.tolist() for request in requests]
             read, keep = partial(loop.scores_of, self.lives), partial(loop.keep, self.lives)
             self._drafts = Drafts(texts, *how, read, keep)
