@@ -38,7 +38,7 @@ class Task:
 
     @property
     def kept(self) -> KeptIn:
-        """What caches keep."""
+        """The codes and the dtype that caches keep."""
         return KeptIn(self.kv_cache, self.states)
 
     def to_dict(self) -> dict[str, Any]:

@@ -26,13 +26,8 @@ def hidden_states(
     With `layers` the output of the last one of these, `x` being what the ones before them gave,
     None at the first.
     """
-    entry, ids, embeds, positions = (
-        spec.embedding.entry,
-        tokens.ids,
-        tokens.embeds,
-        tokens.positions,
-    )
-    token_types = tokens.token_types
+    ids, embeds, positions = tokens.ids, tokens.embeds, tokens.positions
+    entry, token_types = spec.embedding.entry, tokens.token_types
     assert positions is not None
     if begins := x is None:
         if token_types is None and spec.embedding.own_types:

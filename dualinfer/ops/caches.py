@@ -167,7 +167,7 @@ class KeptIn(NamedTuple):
 
     @classmethod
     def of(cls, config: Any) -> "KeptIn":
-        """Those that an `InferenceConfig` asks for."""
+        """Read what an `InferenceConfig` asks for."""
         return cls(config.kv_cache_dtype, config.state_dtype)
 
 

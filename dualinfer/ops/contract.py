@@ -135,7 +135,7 @@ class Tokens(NamedTuple):
         return self.positions.shape[0], self.positions.shape[1]
 
     def each(self, change: Callable[[Array], Array]) -> "Tokens":
-        """These with `change` applied to each array, the source's as well."""
+        """Apply `change` to each array, the source's as well."""
         source = None if self.source is None else self.source.each(change)
         own: Any = (None if array is None else change(array) for array in self[:-1])
         return Tokens._make((*own, source))

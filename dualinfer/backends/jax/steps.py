@@ -29,7 +29,7 @@ def reads_others(spec: ModelSpec) -> bool:
 
 
 def parts_of(tokens: Tokens) -> tuple[Tokens, Tokens]:
-    """Those arrays that have a row for each sequence, and those that all sequences share."""
+    """Part arrays that have a row for each sequence from those that all sequences share."""
     blend = tokens.blend
     if blend is None or len(blend) > 1:
         return tokens._replace(kept=None), Tokens(kept=tokens.kept)
@@ -171,7 +171,7 @@ class Steps:
         return result, ops.given_up()
 
     def _encoded(self, params: Params, ops: PlainOps, source: Tokens, keep: bool) -> list[Any]:
-        """What the encoder gives of a source, as `decoder.encoded`; or has given before."""
+        """Run the encoder over a source, as `decoder.encoded`, unless it has run before."""
         dtype = params.outer["embed.weight"].dtype
         if source.states is not None:
             return [source.states.astype(dtype)]
@@ -257,10 +257,8 @@ class Steps:
         across = None
         if source:
             across = self._across(params, ops, filled, slots, *source, is_encoded)
-        mixers, tokens = (
-            decoder.Mixers(attend, across, recur),
-            Tokens(ids, positions, embeds=embeds),
-        )
+        mixers = decoder.Mixers(attend, across, recur)
+        tokens = Tokens(ids, positions, embeds=embeds)
         y = decoder.hidden_states(*model, tokens, mixers, layers=layers, x=x)[-1]
         if self._goes_on(layers):
             return cache.holding(filled), None, y, ops.given_up()

@@ -4,6 +4,9 @@
 import triton
 import triton.language as tl
 
+from .launch import let_next_start, wait_for_inputs
+
+TILE, COLUMNS = 32, 128  # tokens and channels of a program that convolves
 MOST_COUNTERS = 4096  # slots times the parts of a token that several programs read
 
 
@@ -115,6 +118,39 @@ def convolved_tile(
         weight = tl.load(taps_ptr + channel * TAPS + i, mask=inside, other=0.0)
         total += near * weight.to(tl.float32)
     return total * sigmoid(total)
+
+
+@triton.jit
+def convolve_kernel(
+    x_ptr, mask_ptr, past_ptr, slots_ptr, starts_ptr, taps_ptr, bias_ptr, y_ptr, x_row, x_stride,
+    mask_row, mask_stride, tokens, slots, x_scale, b_scale, c_scale, FIRST: tl.constexpr,
+    WIDTH: tl.constexpr, SHARED: tl.constexpr, TAPS: tl.constexpr, SCALED: tl.constexpr,
+    TILE: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """One program: BLOCK channels of TILE tokens of a row, whose channels begin at FIRST."""
+    let_next_start(PDL)
+    CHANNELS: tl.constexpr = WIDTH + 2 * SHARED
+    blocks: tl.constexpr = (CHANNELS + BLOCK - 1) // BLOCK
+    tiles = tl.cdiv(tokens, TILE)
+    number = tl.program_id(0) // blocks
+    b = (number // tiles).to(tl.int64)
+    first = number % tiles * TILE
+    row = tl.arange(0, TILE)[:, None]
+    t = first + row
+    channel = tl.program_id(0) % blocks * BLOCK + tl.arange(0, BLOCK)[None, :]
+    inside = channel < CHANNELS
+    scale = tl.where(channel < WIDTH, x_scale, tl.where(channel < WIDTH + SHARED, b_scale, c_scale))
+    total = tl.zeros([TILE, BLOCK], tl.float32)
+    if bias_ptr is not None:
+        total += tl.load(bias_ptr + channel, mask=inside, other=0.0).to(tl.float32)
+    wait_for_inputs(PDL)
+    total = convolved_tile(
+        total, x_ptr + FIRST, mask_ptr, past_ptr, slots_ptr, starts_ptr, taps_ptr, b, first, row,
+        channel, inside, x_row, x_stride, mask_row, mask_stride, tokens, slots, scale, CHANNELS,
+        TAPS, SCALED,
+    )  # fmt: skip
+    y_ptr += (b * tokens + first) * CHANNELS + row * CHANNELS + channel
+    tl.store(y_ptr, total.to(y_ptr.dtype.element_ty), mask=(t < tokens) & inside)
 
 
 @triton.jit

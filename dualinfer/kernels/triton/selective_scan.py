@@ -12,41 +12,12 @@ import triton.language as tl
 
 from .launch import launch, let_next_start, next_power_of_2, wait_for_inputs
 from .operands import as_bytes
-from .past import convolved_tile, is_seen, keep, sigmoid, slot_of, softplus
+from .past import COLUMNS, TILE, convolve_kernel, is_seen, keep, sigmoid, slot_of, softplus
 from .rows import check_last_axis
 
-_TILE, _COLUMNS = 32, 128  # tokens and channels of a program that convolves
 _BLOCK = 32  # channels of a program that scans, a thread each
 _LOG2: tl.constexpr = tl.constexpr(-1.4426950408889634)  # -1 / log(2): rates are those of exp2
 MOST_STATE = 64  # elements of a channel's state, which a thread holds
-
-
-@triton.jit
-def _convolve_kernel(
-    x_ptr, mask_ptr, past_ptr, slots_ptr, starts_ptr, taps_ptr, bias_ptr, y_ptr, x_row, x_stride,
-    mask_row, mask_stride, tokens, slots, WIDTH: tl.constexpr, TAPS: tl.constexpr,
-    TILE: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
-    """One program: BLOCK channels of TILE tokens of a row."""
-    let_next_start(PDL)
-    blocks: tl.constexpr = (WIDTH + BLOCK - 1) // BLOCK
-    tiles = tl.cdiv(tokens, TILE)
-    number = tl.program_id(0) // blocks
-    b = (number // tiles).to(tl.int64)
-    first = number % tiles * TILE
-    row = tl.arange(0, TILE)[:, None]
-    channel = tl.program_id(0) % blocks * BLOCK + tl.arange(0, BLOCK)[None, :]
-    inside = channel < WIDTH
-    total = tl.zeros([TILE, BLOCK], tl.float32)
-    if bias_ptr is not None:
-        total += tl.load(bias_ptr + channel, mask=inside, other=0.0).to(tl.float32)
-    wait_for_inputs(PDL)
-    total = convolved_tile(
-        total, x_ptr, mask_ptr, past_ptr, slots_ptr, starts_ptr, taps_ptr, b, first, row, channel,
-        inside, x_row, x_stride, mask_row, mask_stride, tokens, slots, 1.0, WIDTH, TAPS, False,
-    )  # fmt: skip
-    y_ptr += (b * tokens + first) * WIDTH + row * WIDTH + channel
-    tl.store(y_ptr, total.to(y_ptr.dtype.element_ty), mask=(first + row < tokens) & inside)
 
 
 @triton.jit
@@ -164,7 +135,7 @@ def _write(y_ptr, y, t, tokens, in_width, WIDTH: tl.constexpr):
 
 
 class ScanLayer(NamedTuple):
-    """What a layer's kernels know of it: float32 [I] `step_bias` and `skip`, `decay` [I, state]."""
+    """A layer's weights as the kernels take them: float32 [I], and `decay` [I, state]."""
 
     step_bias: Any
     decay: Any
@@ -202,11 +173,13 @@ def convolve(
         return y
     in_mask = (0, 0) if mask is None else mask.stride()
     launch(
-        _convolve_kernel,
-        (triton.cdiv(width, _COLUMNS) * batch * triton.cdiv(tokens, _TILE),),
+        convolve_kernel,
+        (triton.cdiv(width, COLUMNS) * batch * triton.cdiv(tokens, TILE),),
         *(x, None if mask is None else as_bytes(mask), past, slots, starts, taps, taps_bias, y),
         *(x.stride(0), x.stride(1), *in_mask, tokens, 0 if past is None else len(past)),
-        **{"WIDTH": width, "TAPS": taps.shape[1], "TILE": _TILE, "BLOCK": _COLUMNS},
+        *(1.0, 1.0, 1.0),  # of what is not scaled
+        **{"FIRST": 0, "WIDTH": width, "SHARED": 0, "TAPS": taps.shape[1], "SCALED": False},
+        **{"TILE": TILE, "BLOCK": COLUMNS},
         num_warps=4,
         pdl=pdl,
     )

@@ -12,49 +12,25 @@ import triton.language as tl
 
 from .launch import dot, launch, let_next_start, next_power_of_2, wait_for_inputs
 from .operands import as_bytes, empty
-from .past import convolved_tile, is_seen, keep, scaled, sigmoid, slot_of, softplus
+from .past import (
+    COLUMNS,
+    TILE,
+    convolve_kernel,
+    is_seen,
+    keep,
+    scaled,
+    sigmoid,
+    slot_of,
+    softplus,
+)
 from .rows import check_last_axis
 from .state_token import StateLayer, norm_heads
 
-_TILE, _BLOCK = 32, 128  # tokens and channels of a program that convolves
 # Tokens of a chunk, and elements of a head that a program walks with; of float32, whose products
 # are thousands of instructions, fewer.
 _CHUNK, _VALUES = (64, 32), (32, 16)
 # A log-decay behind which nothing is left in float32; of larger ones sums would lose digits.
 _GONE: tl.constexpr = tl.constexpr(-30.0)
-
-
-@triton.jit
-def _convolve_kernel(
-    x_ptr, mask_ptr, past_ptr, slots_ptr, starts_ptr, taps_ptr, bias_ptr, y_ptr, x_row, x_stride,
-    mask_row, mask_stride, tokens, slots, x_scale, b_scale, c_scale, WIDTH: tl.constexpr,
-    SHARED: tl.constexpr, TAPS: tl.constexpr, SCALED: tl.constexpr, TILE: tl.constexpr,
-    BLOCK: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
-    """One program: BLOCK channels of TILE tokens of a row."""
-    let_next_start(PDL)
-    CHANNELS: tl.constexpr = WIDTH + 2 * SHARED
-    blocks: tl.constexpr = (CHANNELS + BLOCK - 1) // BLOCK
-    tiles = tl.cdiv(tokens, TILE)
-    number = tl.program_id(0) // blocks
-    b = (number // tiles).to(tl.int64)
-    first = number % tiles * TILE
-    row = tl.arange(0, TILE)[:, None]
-    t = first + row
-    channel = tl.program_id(0) % blocks * BLOCK + tl.arange(0, BLOCK)[None, :]
-    inside = channel < CHANNELS
-    scale = tl.where(channel < WIDTH, x_scale, tl.where(channel < WIDTH + SHARED, b_scale, c_scale))
-    total = tl.zeros([TILE, BLOCK], tl.float32)
-    if bias_ptr is not None:
-        total += tl.load(bias_ptr + channel, mask=inside, other=0.0).to(tl.float32)
-    wait_for_inputs(PDL)
-    total = convolved_tile(
-        total, x_ptr + WIDTH, mask_ptr, past_ptr, slots_ptr, starts_ptr, taps_ptr, b, first, row,
-        channel, inside, x_row, x_stride, mask_row, mask_stride, tokens, slots, scale, CHANNELS,
-        TAPS, SCALED,
-    )  # fmt: skip
-    y_ptr += (b * tokens + first) * CHANNELS + row * CHANNELS + channel
-    tl.store(y_ptr, total.to(y_ptr.dtype.element_ty), mask=(t < tokens) & inside)
 
 
 @triton.jit
@@ -206,11 +182,12 @@ def state_prompt(
         return y
     is_scaled = {"TAPS": taps.shape[1], "SCALED": scales is not None}
     launch(
-        _convolve_kernel,
-        (triton.cdiv(channels, _BLOCK) * batch * triton.cdiv(tokens, _TILE),),
+        convolve_kernel,
+        (triton.cdiv(channels, COLUMNS) * batch * triton.cdiv(tokens, TILE),),
         *(x, mask, past, slots, starts, taps, taps_bias, given, x.stride(0), x.stride(1), *in_mask),
         *(tokens, slot_count, *many[1:4]),
-        **{"WIDTH": width, "SHARED": shared, **is_scaled, "TILE": _TILE, "BLOCK": _BLOCK},
+        **{"FIRST": width, "WIDTH": width, "SHARED": shared, **is_scaled},
+        **{"TILE": TILE, "BLOCK": COLUMNS},
         num_warps=4,
         pdl=pdl,
     )
