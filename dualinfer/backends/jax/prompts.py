@@ -23,7 +23,8 @@ from .params import Params
 from .sampler import (
     SMALLEST_PROMPT,
     SlotState,
-    hidden_rows,
+    bits_of,
+    hidden_words,
     mode_of,
     piece_rows,
     prompt_embeds,
@@ -155,16 +156,15 @@ def prefill_step(
     needs = SamplingFeatures.of(requests)
     mode, tells = mode_of(needs), choose and needs.tells
     rows = prompt_rows(pieces, free, eos_width, own.shape)
-    ids, first = rows[0], None
+    ids, hides = rows[0], None
     if state.hidden is not None:
-        hidden, first = hidden_rows(requests, len(ids), vocab)
-        rows = *rows[:2], rows[2]._replace(hidden=hidden)
+        hides = hidden_words(requests, len(ids), vocab)
     source = source_rows(requests, len(ids), steps.of_one_length)
     parts = () if own.is_whole else piece_rows(pieces, len(ids), free)
     weights = None
     if state.bias is not None:
         weights = weight_rows([*requests, *requests[:1] * (len(ids) - len(requests))])
-    arrays = *rows, np.array(mode, "i4"), source, first, parts, weights
+    arrays = *rows, np.array(mode, "i4"), source, hides, parts, weights
     embeds, is_encoded = prompt_embeds(pieces, ids.shape), requests[0].is_encoded
     reach = own.reach
 
@@ -176,8 +176,12 @@ def prefill_step(
         embeds: jax.Array | None,
         *part: Any,
     ) -> Any:
-        ids, slots, rows, mode, *rest = unpack(packed, arrays)
-        prompts = Prompts._make((ids, slots, rows, *rest, embeds))
+        ids, slots, rows, mode, source, hides, *rest = unpack(packed, arrays)
+        first = None
+        if hides is not None:
+            hidden, first = (bits_of(words, vocab) for words in hides)
+            rows = rows._replace(hidden=hidden)
+        prompts = Prompts._make((ids, slots, rows, source, first, *rest, embeds))
         how: Any = {"is_encoded": is_encoded, "reach": reach, "tells": tells}
         return steps.prefill(params, cache, state, prompts, mode, *part, choose=choose, **how)
 
