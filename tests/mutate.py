@@ -1607,8 +1607,8 @@ ROWS: list[Row] = [
     ),
     Row(
         "backends/blocks.py",
-        "max(0, tokens + 2 - self._window - GRAIN)",
-        "max(0, tokens + 2 - self._window + GRAIN)",
+        "seen_from(tokens - (GRAIN - 1), window)",
+        "seen_from(tokens + (GRAIN - 1), window)",
         "Layers with a window give back blocks that they see yet.",
         "tests/test_blocks.py -k 'blocks_behind_a_window'",
     ),

@@ -8,6 +8,7 @@ more than AHEAD tokens of a slot.
 """
 
 from collections.abc import Iterable, Mapping
+from functools import cache
 from typing import NamedTuple
 
 import numpy as np
@@ -18,7 +19,6 @@ from .base import GRAIN, MAX_STEPS, Pool
 
 PANEL = 4096  # tokens of the largest pass that reads pieces into a pool
 AHEAD = 2 * MAX_STEPS  # tokens that a slot may have behind what it has taken
-_BESIDE = GRAIN - 1 + AHEAD  # what is behind a window for a grain, and before it for steps
 
 
 class Lying(NamedTuple):
@@ -58,7 +58,7 @@ def lying(pool: Pool, spec: ModelSpec) -> Lying:
     made = Lying()
     if found:
         window = max(found.values())
-        rest, kept = rest_of(window), 1 + -(-max(window - 2, 0) // GRAIN)  # of whole grains
+        rest, kept = rest_of(window), -kept_from(0, window)  # the latter of whole grains
         beside = pool.spare * kept + PANEL // GRAIN
         all_forget = len(found) == len(sights)
         # A near block of a slot was made with a far one, which it has for as long.
@@ -79,9 +79,23 @@ def checked(pool: Pool, spec: ModelSpec) -> Lying:
     return made
 
 
+def seen_from(tokens: int, window: int) -> int:
+    """The place of the first block that the query behind so many tokens sees; below 0 for all."""
+    return (tokens + 1 - window) // GRAIN
+
+
+def kept_from(tokens: int, window: int) -> int:
+    """The place of the first block that a slot of so many tokens has yet; below 0 for all.
+
+    The query behind the last whole grain of them sees it, as whole grains are saved and shared.
+    """
+    return seen_from(tokens - (GRAIN - 1), window)
+
+
+@cache
 def rest_of(window: int) -> int:
-    """The number of blocks that a slot has of its last tokens where queries see so many."""
-    return (window + _BESIDE - 3) // GRAIN + 2
+    """The most blocks that a slot has of its last tokens, with AHEAD more, between passes."""
+    return max(-(-(at + AHEAD) // GRAIN) - kept_from(at, window) for at in range(GRAIN))
 
 
 def books_of(pool: Pool, spec: ModelSpec) -> "Blocks | None":
@@ -270,11 +284,8 @@ class NearBlocks:
         return self._held[slot]
 
     def first(self, tokens: int) -> int:
-        """The place of the first block that a slot of so many tokens has yet.
-
-        That is what its next query sees, and a grain before, which is saved with whole grains.
-        """
-        return max(0, tokens + 2 - self._window - GRAIN) // GRAIN
+        """See `kept_from`."""
+        return max(0, kept_from(tokens, self._window))
 
     def cover(self, wanted: Mapping[int, tuple[int, int]]) -> None:
         """Give slots room for a pass, and take what neither it nor a later one sees or writes.
@@ -323,7 +334,7 @@ class NearBlocks:
         StepError where the other has them no more.
         """
         (first, end), stop = self._held[source], tokens // GRAIN
-        if tokens % GRAIN or first > max(0, tokens + 1 - self._window) // GRAIN or end < stop:
+        if tokens % GRAIN or first > max(0, seen_from(tokens, self._window)) or end < stop:
             raise StepError(
                 f"{tokens} tokens of slot {source} were to be shared, and where layers see "
                 f"{self._window} it has blocks of {first * GRAIN} to {end * GRAIN}."
