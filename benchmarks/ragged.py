@@ -7,7 +7,8 @@ Prompts of 10 to 800 tokens, 20 to 146 new ones:
 1. Over a pool (`Runner.open`): the seconds that it takes to open, and to prepare all that it runs;
    then each of three rounds: seconds, new tokens a second, and programs made meanwhile. A turn
    reads 2,048 tokens of prompts, and takes 8 steps; the next is enqueued before tokens are fetched.
-2. With `--callers` the same requests by a thread each that calls `generate`, as the library has it.
+2. With `--callers` such requests by a thread each that calls `generate`: over reserved room, in
+   slots of their own and in blocks; with `--library` over none as well, where caches grow.
 
 Without a GPU the shape is tiny and no number means anything.
 """
@@ -29,6 +30,7 @@ from dualinfer.bench.shapes import open_model
 
 CALLERS, PROMPTS, NEW = 64, (10, 801), (20, 147)
 PIECE, STEPS, GRAIN = 2048, 8, 64
+ROOMS: dict[str, dict[str, Any]] = {"rows": {}, "blocks": {"cache_tokens": CALLERS * 1024}}
 
 
 def requests_of(vocab: int, seed: int = 0) -> list[Request]:
@@ -98,7 +100,7 @@ class Turns:
                     self.texts[number].append(int(row[column]))
 
 
-def measure(backend: str, shape: str, callers: bool) -> None:
+def measure(backend: str, shape: str, callers: bool, library: bool) -> None:
     """One backend, in this process."""
     dtype = "bfloat16" if shape.startswith("llama") else "float32"
     model = random_model(open_model(shape), dtype)
@@ -126,19 +128,27 @@ def measure(backend: str, shape: str, callers: bool) -> None:
     runner.open(Pool(CALLERS, 1024), prepare=True)
     told("opened and prepared", begun, 0, made)
     runner.open(None)
-    for i in range(2 if callers else 0):
-        requests, made = requests_of(vocab), engine.report().compilations
-        begun = time.perf_counter()
 
-        def call(request: Request) -> int:
-            how = {"max_new_tokens": request.max_new_tokens, "eos_token_id": None}
-            given = request.tokens[None]
-            return np.asarray(engine.generate(given, do_sample=False, **how)).shape[1]
+    def call(request: Request) -> int:
+        how = {"max_new_tokens": request.max_new_tokens, "eos_token_id": None}
+        return np.asarray(engine.generate(request.tokens[None], do_sample=False, **how)).shape[1]
 
-        with ThreadPoolExecutor(CALLERS) as threads:
-            widths = list(threads.map(call, requests))
-        tokens = sum(widths) - sum(len(r.tokens) for r in requests)
-        told(f"callers, round {i + 1}", begun, tokens, made)
+    def rounds(what: str) -> None:
+        for i in range(3):
+            requests, made = requests_of(vocab, i), engine.report().compilations
+            begun = time.perf_counter()
+            with ThreadPoolExecutor(CALLERS) as threads:
+                widths = list(threads.map(call, requests))
+            tokens = sum(widths) - sum(len(r.tokens) for r in requests)
+            told(f"{what}, round {i + 1}", begun, tokens, made)
+
+    if library:
+        rounds("callers")
+    for what, room in ROOMS.items() if callers else ():
+        made, begun = engine.report().compilations, time.perf_counter()
+        engine.reserve(CALLERS, 1024, **room)
+        told(f"{what} reserved", begun, 0, made)
+        rounds(f"callers over {what}")
     engine.close()
 
 
@@ -147,9 +157,10 @@ if __name__ == "__main__":
     parser.add_argument("--shape", default="llama-3-8b:8")
     parser.add_argument("--backend", choices=["torch", "jax"])
     parser.add_argument("--callers", action="store_true")
+    parser.add_argument("--library", action="store_true")
     options = parser.parse_args()
     if options.backend:
-        measure(options.backend, options.shape, options.callers)
+        measure(options.backend, options.shape, options.callers, options.library)
     else:
         for one in ("torch", "jax"):
             subprocess.run([sys.executable, *sys.argv, "--backend", one], check=True)

@@ -137,6 +137,15 @@ def test_engine_is_one_of_dualinfers_and_keeps_its_signatures(fused, module_engi
         )
 
 
+def test_module_mode_says_what_fused_engines_alone_have(module_engine):
+    with pytest.raises(AttributeError, match=r"'reserve': this engine is in module mode"):
+        module_engine.reserve(1, 8)
+    with pytest.raises(AttributeError, match=r"no attribute 'nothing'$"):
+        module_engine.nothing  # noqa: B018
+    with pytest.raises(AttributeError, match="Linear has no generate"):
+        module_engine.generate  # noqa: B018
+
+
 def test_engine_stays_in_evaluation_mode(engine):
     assert engine.eval() is engine and engine.train(False) is engine
     with pytest.raises(UnsupportedError, match="train the model itself"):

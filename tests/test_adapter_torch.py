@@ -113,3 +113,12 @@ def test_a_module_engine_loads_weights_into_its_module():
     with init_inference(model, dtype="fp32") as engine:
         engine.load_state_dict({f"module.{n}": t for n, t in other.state_dict().items()})
         assert torch.equal(engine(IDS).logits, expected)
+
+
+def test_module_mode_says_what_fused_engines_alone_have():
+    engine = init_inference(nn.Linear(4, 3), dtype="fp32")
+    with pytest.raises(AttributeError, match=r"'reserve': this engine is in module mode"):
+        engine.reserve(1, 8)
+    with pytest.raises(AttributeError, match=r"no attribute 'nothing'$"):
+        engine.nothing  # noqa: B018
+    assert engine.in_features == 4

@@ -37,6 +37,19 @@ class ModuleEngine(InferenceEngine):
         super().__init__(runner, about)
         self._architecture = type(runner.module).__name__
 
+    def _absent(self, name: str) -> AttributeError:
+        """The error for an attribute that neither the engine has nor its module."""
+        from .fused import FusedEngine
+
+        text = f"{type(self).__name__!r} object has no attribute {name!r}"
+        if name.startswith("_") or not hasattr(FusedEngine, name):
+            return AttributeError(text)
+        return AttributeError(
+            f"{text}: this engine is in module mode, and fused engines alone have it. Pass "
+            "replace_with_kernel_inject=True to init_inference(), with an HF model, a checkpoint "
+            "or a hub id."
+        )
+
     @property
     def generation_config(self) -> Any:  # pyright: ignore[reportIncompatibleVariableOverride]
         """The module's own, which its generate reads."""

@@ -271,12 +271,24 @@ def _run_pure(runner: Any, weights: Any, keep: bool, inputs: ForwardInputs) -> d
     return results
 
 
+class _ModuleOnJax(OnJax):
+    """Of a ModuleEngine."""
+
+    if not TYPE_CHECKING:
+
+        def __getattr__(self, name):
+            """AttributeError, which says what fused engines alone have."""
+            if hasattr(type(self), name):  # a property, whose own error this is
+                return object.__getattribute__(self, name)
+            raise self._absent(name)
+
+
 @functools.cache
 def engine_type(base: type) -> type:
     """`base`, one of dualinfer's engines, with what JAX code and HF's scripts expect of it."""
     namespace: dict[str, Any] = {"__doc__": base.__doc__, "__module__": base.__module__}
     if base.__name__ != "FusedEngine":
-        return type(base.__name__, (OnJax, base), namespace)
+        return type(base.__name__, (_ModuleOnJax, base), namespace)
     for name in ("forward", "generate", "stream", "refresh"):
         namespace[name] = _refuse_tracing(getattr(base, name))
     return type(base.__name__, (FusedOnJax, base), namespace)

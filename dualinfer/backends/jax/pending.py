@@ -1,5 +1,6 @@
 """The results that a dispatched step is computing, until the host asks for them."""
 
+import threading
 from collections.abc import Sequence
 from typing import Any
 
@@ -53,11 +54,19 @@ class PendingSteps:
 
     def __init__(self, steps: Sequence[PendingTokens], columns: int) -> None:
         self._steps, self._columns = steps, columns
+        self._lock = threading.Lock()
+        self._fetched: np.ndarray | None = None
 
     def fetch(self) -> np.ndarray:
-        """int32 [steps taken, columns], as `PendingTokens.fetch`."""
-        none = np.empty((0, self._columns), np.int32)
-        return np.concatenate([none, *(step.fetch() for step in self._steps)])
+        """int32 [steps taken, columns], as `PendingTokens.fetch`.
+
+        Each caller that waits for its sequence waits here: one of them asks for the arrays.
+        """
+        with self._lock:
+            if self._fetched is None:
+                none = np.empty((0, self._columns), np.int32)
+                self._fetched = np.concatenate([none, *(step.fetch() for step in self._steps)])
+            return self._fetched
 
     def told(self) -> np.ndarray | None:
         """See `base.PendingTokens`."""

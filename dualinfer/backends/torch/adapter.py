@@ -192,15 +192,17 @@ class _ModuleEngine(OnTorch):
     def _adopt(self: Any, runner: Any) -> None:
         self._modules["module"] = runner.module
 
-    def __getattr__(self, name: str) -> Any:
+    def __getattr__(self: Any, name: str) -> Any:
         """Attributes of the module that the engine lacks, such as HF's `base_model_prefix`."""
         try:
             return super().__getattr__(name)
-        except AttributeError:
+        except AttributeError as error:
             module = self.__dict__.get("_modules", {}).get("module")
             if module is None or name.startswith("_") or name == "generate":
                 raise
-            return getattr(module, name)
+            if hasattr(module, name):
+                return getattr(module, name)
+            raise self._absent(name) from error
 
     def _apply(self: Any, fn: Callable, recurse: bool = True) -> Any:
         before = torch.empty(0, dtype=self.dtype, device=self.device)
