@@ -613,6 +613,18 @@ def test_a_cache_of_as_much_as_has_room(monkeypatch):
                 engine.reserve(tokens=250, memory_fraction=1e-9, **sized)
 
 
+def test_on_a_gpu_sequences_share_a_cache_that_nobody_sizes(monkeypatch):
+    monkeypatch.setattr("dualinfer.engine.reserve.is_on_host", lambda runner: False)
+    for name, shares in (("llama-gqa", True), ("mamba2", False)):
+        with dualinfer.init_inference(make_model(name), **HOW) as engine:
+            monkeypatch.setattr(engine.runner, "free_bytes", lambda: 1 << 27)
+            given = engine.reserve(tokens=250, prepare=False)
+            assert bool(given.cache_tokens) == shares
+            assert engine.reserve(4, 250, prepare=False).cache_tokens == 0
+            monkeypatch.setattr(engine.runner, "free_bytes", lambda: None)
+            assert engine.reserve(tokens=250, prepare=False).cache_tokens == 0
+
+
 def test_what_has_no_blocks_is_refused(engine):
     short = r"one sequence of 258 tokens must have room .* caches 257 .* would be 256\."
     with pytest.raises(ArgumentError, match=short):

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, Literal, NamedTuple
 
-from ..backends.base import GRAIN, Pool
+from ..backends.base import GRAIN, Pool, Runner
 from ..backends.blocks import lying
 from ..errors import ArgumentError, UnsupportedError, shown
 from ..model.spec import ModelSpec
@@ -88,8 +88,9 @@ class RoomCalls(InferenceEngine):
         priority. For models whose layers all keep keys and values, or a latent vector, of every
         token; those that see a window keep its last ones alone, beside these, or in their place
         where all do: room for the 4,096 tokens of a prompt's largest pass, and for a window of each
-        spare slot, is then beside `cache_tokens`. "auto" is as many as have room. What `slots` or
-        `cache_tokens` take so is a `memory_fraction` of the memory that is free on the device,
+        spare slot, is then beside `cache_tokens`. "auto" is as many as have room, and what it is on
+        a GPU for such models where neither it nor `slots` is given. What `slots` or `cache_tokens`
+        take so is a `memory_fraction` of the memory that is free on the device,
         above 0 and at most 1; unset it is 0.85, and in the host's memory at most 1 GiB.
         ArgumentError where it sizes nothing: with `slots` alone, or a number of `cache_tokens`.
         UnsupportedError while a generation is under way, OutOfMemoryError where there is no room.
@@ -119,6 +120,8 @@ class RoomCalls(InferenceEngine):
                 "(max_out_tokens, or the model's positions)."
             )
         longest = tokens or min(most, MOST_TOKENS)
+        if cache_tokens is None and slots is None and _shares(runner):
+            cache_tokens = AUTO
         if cache_tokens is not None:
             _check_has_blocks(runner.spec, cache_tokens)
             if isinstance(cache_tokens, int):
@@ -180,6 +183,12 @@ class RoomCalls(InferenceEngine):
             if (lies := lying(pool, self.runner.spec)).near:
                 kept += f"; layers that see {lies.window:,} have room for {lies.near * GRAIN:,}"
         return (f"room is reserved for {pool.slots} sequences of {pool.tokens + 1:,} tokens{kept}",)
+
+
+def _shares(runner: Runner) -> bool:
+    """True if sequences share one cache where nobody says anything else."""
+    knows = runner.spec.keeps_places and runner.free_bytes() is not None
+    return knows and not is_on_host(runner)
 
 
 def check_fraction(
