@@ -616,6 +616,13 @@ ROWS: list[Row] = [
         "tests/kernels/test_triton_decode_attention.py -k far_below",
     ),
     Row(
+        "kernels/triton/blocks.py",
+        "further = (second - block) * block_stride - SIZE * token_stride",
+        "further = (second - block) * block_stride",
+        "Layers with a window, over blocks on a GPU, see other tokens than theirs.",
+        "tests/kernels/test_triton_decode_attention.py -k before_a_window",
+    ),
+    Row(
         "kernels/triton/thresholds.py",
         "ranked = (top_k > 0) & (top_k < vocab)",
         "ranked = (top_k > 1) & (top_k < vocab)",

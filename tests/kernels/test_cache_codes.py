@@ -211,17 +211,18 @@ class TestDecodeAttention:
         np.testing.assert_allclose(found[0, :16], meant, rtol=3e-3, atol=1e-7)
 
     @each_code
-    def test_a_table_says_where_codes_and_scales_lie(self, codes):
+    @pytest.mark.parametrize("sees", [{}, {"window": 20}], ids=str)
+    def test_a_table_says_where_codes_and_scales_lie(self, codes, sees):
         step = Step(FLOAT32, 4, 2, 16, 48, [0, 17, 47])
         step.cache = tuple(normal(i, 3, 2, 48, 16, dtype=FLOAT32) for i in (2, 3))
-        expected, flat, scales = self.run(step, codes, SPLIT, scale=0.25)
+        expected, flat, scales = self.run(step, codes, SPLIT, scale=0.25, **sees)
         table = np.random.default_rng(0).permutation(9).reshape(3, 3).astype(np.int32)
         pools = [np.zeros((9, 2, 16, 16), np.float32) for _ in range(2)]
         for pool, part in zip(pools, step.cache, strict=True):
             for n, i in np.ndindex(3, 3):
                 pool[table[n, i]] = part[n, :, 16 * i : 16 * i + 16]
         step.cache = tuple(pools)
-        found, cache, held = self.run(step, codes, SPLIT, table, scale=0.25)
+        found, cache, held = self.run(step, codes, SPLIT, table, scale=0.25, **sees)
         np.testing.assert_array_equal(found, expected)
         for pool, part in zip(cache, flat, strict=True):
             np.testing.assert_array_equal(oracles.read_blocks(pool, table), part)

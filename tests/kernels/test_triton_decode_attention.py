@@ -18,6 +18,7 @@ from dualinfer.kernels.triton.decode_attention import (  # isort: skip
     default_config,
 )
 from dualinfer.kernels.triton.launch import INTERPRETED, has_pdl  # isort: skip
+from dualinfer.kernels.triton.operands import Recording  # isort: skip
 
 pytestmark = [needs_triton, pytest.mark.usefixtures(strict.__name__)]
 
@@ -299,31 +300,44 @@ def test_splits_are_joined_where_all_scores_are_far_below_zero():
     check(step, SPLIT, scale=16.0)
 
 
-def in_blocks(cache: Any, lengths: Any, size: int) -> tuple[list[np.ndarray], np.ndarray]:
+def in_blocks(
+    cache: Any, lengths: Any, size: int, begins: Any = None
+) -> tuple[list[np.ndarray], np.ndarray]:
     """Pools in which the caches [N, K, S, D] lie scattered, and the table; -1 beyond `lengths`.
 
-    Nothing else in the pools is a number.
+    Nothing else in the pools is a number, nor what lies before `begins`, whose whole blocks the
+    table names by one that no sequence has.
     """
     slots, kv_heads, tokens, dim = cache[0].shape
     each = -(-tokens // size)
-    table = np.random.default_rng(5).permutation(slots * each + 3)[: slots * each]
-    table = table.reshape(slots, each).astype(np.int32)
+    begins = np.zeros_like(lengths) if begins is None else np.asarray(begins)
+    *table, nobodys = np.random.default_rng(5).permutation(slots * each + 3)[: slots * each + 1]
+    table = np.array(table, np.int32).reshape(slots, each)
     pools = []
     for part in cache:
         pool = np.full((slots * each + 3, kv_heads, size, dim), np.nan, part.dtype)
         padded = np.pad(part, [(0, 0), (0, 0), (0, each * size - tokens), (0, 0)])
+        for own, begin in zip(padded, begins, strict=True):
+            own[:, :begin] = np.nan
         pool[table] = padded.reshape(slots, kv_heads, each, size, dim).swapaxes(1, 2)
         pools.append(pool)
     table[np.arange(each) * size >= np.asarray(lengths)[:, None]] = -1
+    table[np.arange(1, each + 1) * size <= begins[:, None]] = nobodys
     return pools, table
 
 
 def run_blocks(
-    step: Step, size: int, config: DecodeConfig, free: tuple[int, ...] = (), **how: Any
+    step: Step,
+    size: int,
+    config: DecodeConfig,
+    free: tuple[int, ...] = (),
+    begins: Any = None,
+    **how: Any,
 ) -> tuple[np.ndarray, list[np.ndarray]]:
-    """As `run`, from blocks, of which the `free` slots have none."""
+    """As `run`, from blocks, of which the `free` slots have none; `begins` as in `in_blocks`."""
     how = {n: put(x) if isinstance(x, np.ndarray) else x for n, x in how.items()}
-    pools, table = in_blocks(step.cache, np.minimum(step.lengths, step.room - 1) + 1, size)
+    lengths = np.minimum(step.lengths, step.room - 1) + 1
+    pools, table = in_blocks(step.cache, lengths, size, begins)
     table[list(free)] = -1
     tensors = [put(pool) for pool in pools]
     wide = put(np.pad(table, [(0, 0), (0, 3)], constant_values=10**6))[:, : table.shape[1]]
@@ -352,7 +366,7 @@ BLOCKS = {
     "splits": (64, DecodeConfig(32, 4, 3, 2), {}),
     "steps of several blocks": (64, DecodeConfig(128, 4, 1), {}),
     "small blocks": (4, DecodeConfig(16, 4, 2, 2), {}),
-    "a window": (64, DecodeConfig(32, 4, 2, 2), {"window": 50}),
+    "a window": (4, DecodeConfig(16, 4, 2, 2), {"window": 50}),
     "scores": (64, DecodeConfig(16, 4, 2, 2), {"alibi": SLOPES[:4], "sinks": SINKS[:4]}),
     "turns": (64, DecodeConfig(64, 4, 1), {"inv_freq": frequencies(16)}),
 }
@@ -370,6 +384,43 @@ def test_blocks_by_a_table_give_the_bits_of_the_whole_cache(dtype, size, config,
             np.testing.assert_array_equal(part[n, :, : length + 1], whole[n, :, : length + 1])
 
 
+@pytest.mark.parametrize("config", [DecodeConfig(64, 4, 1), DecodeConfig(32, 4, 3, 2)], ids=str)
+@pytest.mark.parametrize("sees", [1, 63, 64, 65, 1000])
+@pytest.mark.parametrize("kind", ["window", "chunk"])
+def test_what_lies_before_a_window_is_not_read_from_blocks(kind, sees, config):
+    """It is no number, and may be in a block that the window has given back."""
+    lengths = np.array([sees - 1, sees, sees + 30, 1099])
+    begins = lengths // sees * sees if kind == "chunk" else np.maximum(lengths + 1 - sees, 0)
+    step = Step(FLOAT32, 2, 1, 16, 1100, lengths)
+    expected, cache = run(step, config, scale=0.2, **{kind: sees})
+    found, parts = run_blocks(step, 64, config, begins=begins, scale=0.2, **{kind: sees})
+    np.testing.assert_array_equal(found, expected)
+    for part, whole in zip(parts, cache, strict=True):
+        for own, other, begin, length in zip(part, whole, begins, lengths, strict=True):
+            np.testing.assert_array_equal(own[:, begin : length + 1], other[:, begin : length + 1])
+
+
+def test_programs_load_entries_of_their_window_once_however_long_sequences_are():
+    found = []
+    for how in ({}, {"window": 1000}, {"chunk": 1000}, {"window": 1000, "reach": 90}):
+        recording = Recording()
+        qkv, pool = recording.operand((1, 384), "float32"), (2000, 1, 64, 128)
+        table, lengths = (recording.operand(x, "int32") for x in ((1, 2000), (1,)))
+        decode_attention(
+            qkv,
+            (recording.operand(pool, "float32"), recording.operand(pool, "float32")),
+            lengths,
+            heads=1,
+            scale=1.0,
+            counters=recording.operand((8,), "int32"),
+            table=table,
+            config=DecodeConfig(64, 4, 1),
+            **how,
+        )
+        found.append(dict(recording.launches[0].arguments)["ENTRIES"])
+    assert found == [0, 32, 32, 4]
+
+
 def test_a_full_slot_overwrites_the_last_place_of_its_last_block():
     step = Step(FLOAT32, 4, 2, 16, 128, [127, 128, 500, 3])
     found, parts = run_blocks(step, 64, SPLIT, scale=0.2)
@@ -379,10 +430,11 @@ def test_a_full_slot_overwrites_the_last_place_of_its_last_block():
         np.testing.assert_array_equal(part[:3], whole[:3])
 
 
-def test_slots_without_blocks_write_nowhere_and_harm_no_other():
+@pytest.mark.parametrize("sees", [{}, {"window": 50}], ids=str)
+def test_slots_without_blocks_write_nowhere_and_harm_no_other(sees):
     step = Step(FLOAT32, 4, 2, 16, 128, [70, 64, 20])
-    expected, _ = run(step, SPLIT, scale=0.2)
-    found, _ = run_blocks(step, 64, SPLIT, free=(1,), scale=0.2)
+    expected, _ = run(step, SPLIT, scale=0.2, **sees)
+    found, _ = run_blocks(step, 64, SPLIT, free=(1,), scale=0.2, **sees)
     np.testing.assert_array_equal(found[[0, 2]], expected[[0, 2]])
     assert np.isfinite(found).all()
 

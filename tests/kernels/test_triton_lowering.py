@@ -413,6 +413,7 @@ VARIANTS: list[Variant] = [
     decoding(1, 16, 1, 256, ROTARY=64, INTERLEAVED=True),
     decoding(1, 8, 4, 128, q_norm_ptr="*x", k_norm_ptr="*x", sinks_ptr="*fp32"),
     decoding(32, 8, 4, 128, **FLOATS8, **TABLE, k_ptr="*u8", v_ptr="*u8"),
+    decoding(32, 8, 4, 128, WINDOWED=True, **TABLE),
     decoding(1, 32, 1, 128, WHOLE, **FLOATS8, k_ptr="*u8", v_ptr="*u8"),
     (
         "latent",
@@ -460,6 +461,7 @@ REPEATING: list[Variant] = [
     decoding(1, 32, 1, 80, ROTARY=32),
     decoding(1, 16, 1, 96, ROTARY=0, frequencies_ptr=None, slopes_ptr="*fp32"),
     decoding(1, 8, 4, 128, **TABLE),
+    decoding(32, 8, 4, 128, **FLOATS8, **TABLE, k_ptr="*u8", v_ptr="*u8", WINDOWED=True),
     decoding(32, 8, 4, 128, **TABLE),
     decoding(32, 8, 4, 128),
     decoding(1, 32, 1, 128),

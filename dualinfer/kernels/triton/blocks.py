@@ -49,10 +49,32 @@ def places_in(block, start, there, block_stride, token_stride, SIZE: tl.constexp
     return base + own, there & (block + tl.zeros_like(own) >= 0)
 
 
+@triton.jit
+def places_across(
+    entries, first, last, start, block_stride, token_stride, SIZE: tl.constexpr,
+    COUNT: tl.constexpr, N: tl.constexpr,
+):  # fmt: skip
+    """As `places`, of N tokens from `start` on, at most SIZE: those before `last` are there.
+
+    They begin at any place, so that they lie in two blocks; without one of these none is there.
+    `entries` are those from that of token `first` on.
+    """
+    block = block_of(entries, first, start, SIZE, COUNT)
+    second = block_of(entries, first, tl.minimum(start + N, last) - 1, SIZE, COUNT)
+    base = block * block_stride + start % SIZE * token_stride
+    further = (second - block) * block_stride - SIZE * token_stride
+    i = tl.arange(0, N)
+    # A choice of two places would hide from the compiler that both are multiples of 16 bytes.
+    beyond = (i >= SIZE - start % SIZE).to(tl.int64)
+    at = base + i.to(tl.int64) * token_stride + beyond * further
+    return at, start + i < tl.where(tl.minimum(block, second) >= 0, last, 0)
+
+
 def count_of_entries(table: Any, size: int, reach: int, block: int, splits: int) -> int:
     """ENTRIES, those that each of `splits` programs loads once; 0 where it looks tokens up.
 
-    Of `reach` tokens each reads its part, `block` at a time, which must lie in one block of `size`.
+    Of `reach` tokens each reads its part, `block` at a time, which must lie in one block of `size`,
+    or in two where the first of them may be any token, as a window's is.
     """
     if table is None or size % block:
         return 0

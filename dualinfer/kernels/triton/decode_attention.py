@@ -19,6 +19,7 @@ from .blocks import (
     count_of_entries,
     entries_of,
     places,
+    places_across,
     places_in,
     slots_and_room,
     table_arguments,
@@ -232,6 +233,10 @@ def _decode_attention_kernel(
         early = first + tl.arange(0, BLOCK_S)
         if table_ptr is None:
             early_to, early_known = early.to(tl.int64) * token_stride, early < last
+        elif ENTRIES > 0 and WINDOWED:
+            early_to, early_known = places_across(
+                entries, first, last, first, slot_stride, token_stride, SIZE, ENTRIES, BLOCK_S
+            )
         elif ENTRIES > 0:
             block = block_of(entries, first, first, SIZE, ENTRIES)
             early_to, early_known = places_in(
@@ -348,6 +353,10 @@ def _decode_attention_kernel(
         s = start + tl.arange(0, BLOCK_S)
         if table_ptr is None:
             to, known = s.to(tl.int64) * token_stride, s < last
+        elif ENTRIES > 0 and WINDOWED:
+            to, known = places_across(
+                entries, first, last, start, slot_stride, token_stride, SIZE, ENTRIES, BLOCK_S
+            )
         elif ENTRIES > 0:
             block = block_of(entries, first, start, SIZE, ENTRIES)
             to, known = places_in(block, start, s < last, slot_stride, token_stride, SIZE)
@@ -481,9 +490,8 @@ def decode_attention(
     if config.splits > 1:
         shape = programs * each, config.splits, block_d + 2
         partial = empty(counters, shape, "float32")
-    entries = 0
-    if not (window or chunk):
-        entries = count_of_entries(table, size, reach, config.block, config.splits)
+    seen = min(reach, window or chunk or reach)
+    entries = count_of_entries(table, size, seen, config.block, config.splits)
     launch(
         _decode_attention_kernel,
         (programs, config.splits),
