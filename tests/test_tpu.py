@@ -17,12 +17,14 @@ import dualinfer  # noqa: E402
 from dualinfer.backends import jax as backend  # noqa: E402
 from dualinfer.backends.jax import ahead  # noqa: E402
 from dualinfer.backends.jax.executables import Executables, Job  # noqa: E402
+from dualinfer.backends.jax.maths import MATHS  # noqa: E402
 from dualinfer.backends.jax.ops.pallas import PallasOps  # noqa: E402
 from dualinfer.kernels.pallas import attention as attending  # noqa: E402
 from dualinfer.kernels.pallas import experts as mixing  # noqa: E402
 from dualinfer.kernels.pallas import product as products  # noqa: E402
 from dualinfer.kernels.pallas import state as states  # noqa: E402
 from dualinfer.ops import caches  # noqa: E402
+from dualinfer.ops.cache_kinds import kinds_over  # noqa: E402
 
 from .cases import (  # noqa: E402
     encoders,
@@ -101,6 +103,48 @@ def test_a_step_copies_no_cache_of_any_kind(name, kind, how, monkeypatch):
     made = programs(make_model(name, **sizes), "v5e", monkeypatch)["decode"]
     assert not [shape for shape in made.copied if np.prod(shape) >= np.prod(CACHE)]
     assert made.aliased >= 2 * np.prod(CACHE)
+
+
+@pytest.mark.parametrize(
+    ("kind", "dtype", "heads", "chip"),
+    [
+        pytest.param("blocks", "uint8", 8, "v5e", marks=pytest.mark.slow),
+        *(
+            pytest.param(*own, marks=pytest.mark.tpu)
+            for own in (
+                ("full", "bfloat16", 8, "v5e"),
+                ("full", "int8", 64, "v5p"),
+                ("blocks", "float32", 2, "v6e"),
+                ("blocks", "int8", 1, "v6e"),
+                ("latent_blocks", "bfloat16", 1, "v5p"),
+            )
+        ),
+    ],
+)
+def test_tokens_go_into_caches_of_real_sizes_in_place(kind, dtype, heads, chip):
+    """64 slots of 1,024: of two rows of 64 tokens, and of a token a slot."""
+    slots, tokens, dim, size = 64, 1024, 128, 64
+    of: Any = jax.ShapeDtypeStruct
+    lead = (slots * tokens // size, heads, size) if "blocks" in kind else (slots, heads, tokens)
+    table = [of((slots, tokens // size), "int32")] if "blocks" in kind else []
+    scales = [of(lead, "float32")] * 2 if dtype in ("int8", "uint8") else []
+    pools = [of((*lead, dim), dtype)] * 2
+    if kind.startswith("latent"):
+        pools, dim = [of((lead[0], size, 640), dtype)], 576
+    cache = kinds_over(MATHS)[kind](*pools, *table, *scales)
+    where, new = of((2,), "int32"), of((2, 64, heads, dim), "bfloat16")
+    token, ops = of((slots, heads, dim), "bfloat16"), PallasOps()
+    if kind.startswith("latent"):
+        token = of((slots, dim), "bfloat16")
+    for job, kernel in (
+        (Job("rows", ops._extend, (cache, *(where,) * 3, new, new), (0,)), "put_rows"),
+        (Job("token", ops._append, (cache, token, token, of((slots,), "int32")), (0,)), "put"),
+    ):
+        made = compiled(job, chip)
+        assert made.kernels == {kernel}
+        assert not {x for x in made.copied if np.prod(x) >= np.prod(lead)}
+        assert made.aliased >= sum(np.prod(x.shape) * x.dtype.itemsize for x in pools)
+        assert made.moved < made.aliased and made.held < made.aliased / 4
 
 
 @pytest.mark.parametrize(

@@ -306,7 +306,7 @@ class PlainOps(PlainBlocks):
         if cache is not None and starts is not None:
             with self.span("append"):
                 rows = shared[:, :, None]
-                cache = cache.extend(slots, starts, lengths, rows, rows)
+                cache = self._extend(cache, slots, starts, lengths, rows, rows)
         elif cache is not None and lengths is not None:
             with self.span("append"):
                 cache = self._append(cache, shared, shared, lengths)
@@ -319,6 +319,12 @@ class PlainOps(PlainBlocks):
     def _append(self, cache: CacheView, k: Array, v: Array, lengths: Array) -> CacheView:
         """See `CacheView.append`."""
         return cache.append(k, v, lengths)
+
+    def _extend(
+        self, cache: CacheView, slots: Array, starts: Array, lengths: Array, k: Array, v: Array
+    ) -> CacheView:
+        """See `CacheView.extend`."""
+        return cache.extend(slots, starts, lengths, k, v)
 
     def _of_latents(self, layer: LayerAttention, shared: Array) -> tuple[Array, Array]:
         """Keys [B, S, H, D] and values [B, S, H, value_dim] of what heads share [B, S, ...]."""
@@ -423,7 +429,7 @@ class PlainOps(PlainBlocks):
             return flat(y), written
         q, k, v = self._heads(layer, qkv, angles)
         with self.span("append"):
-            cache = cache.extend(slots, starts, lengths, k, v)
+            cache = self._extend(cache, slots, starts, lengths, k, v)
         how = {"window": a.window, "chunk": a.chunk}
         held = _reached(cache, reach).read(slots)
         y = attention.attend_rows(m, q, *held, starts, lengths, layer.scoring, **how)

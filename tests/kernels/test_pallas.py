@@ -386,6 +386,43 @@ def test_a_row_is_put_in_its_place_of_an_array(dtype):
     np.testing.assert_array_equal(found, held)
 
 
+@pytest.mark.parametrize("table", [False, True], ids=["slots", "blocks"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8", "uint8", "scales"])
+def test_rows_are_put_in_their_places_of_an_array(dtype, table, monkeypatch):
+    """Nothing else changes, nor is what lies behind a row's end written.
+
+    Of 70 tokens in tiles of 32: a slot that there is not comes first; two rows of one slot meet
+    within a tile; one ends where its slot does, one is empty, and one lies in a single tile, one
+    in all three that it may touch.
+    """
+    monkeypatch.setattr(appending, "_TILE", 4 * 2 * 32 * 16)
+    monkeypatch.setattr(appending, "LANES", 32)
+    rng, count, rest = np.random.default_rng(1), 70, () if dtype == "scales" else (16,)
+    kind = jnp.dtype("float32" if dtype == "scales" else dtype)
+    slots = np.array([5, 3, 3, 0, 4, 1, 2], np.int32)
+    starts = np.array([0, 33, 103, 75, 0, 7, 31], np.int32)
+    lengths = np.array([70, 70, 5, 70, 0, 9, 70], np.int32)
+    pool = (10, 2, 64) if table else (5, 2, 128)
+    held, new = (
+        rng.integers(-120, 120, (*lead, *rest)).astype(np.int8).astype(kind)
+        for lead in (pool, (len(slots), count, 2))
+    )
+    # Slot 2 has given its first block back.
+    blocks = np.array([[8, 1], [2, 3], [-1, 9], [6, 7], [4, 5]], np.int32) if table else None
+    given = (jnp.asarray(x) for x in (held, new, slots, starts, lengths))
+    where = None if blocks is None else jnp.asarray(blocks)
+    found = np.asarray(appending.put_rows(*given, where, **INTERPRET))
+    assert found.dtype == kind
+    for b, slot in enumerate(slots):
+        for t in range(lengths[b] if slot < 5 else 0):
+            row, at = slot, starts[b] + t
+            if blocks is not None and at < 128:
+                row, at = blocks[slot, at // 64], at % 64
+            if row >= 0 and at < pool[2]:
+                held[row, :, at] = new[b, t]
+    np.testing.assert_array_equal(found, held)
+
+
 @pytest.mark.parametrize("rows", [1, 40])
 def test_experts_give_what_each_gives_by_itself(rows, monkeypatch):
     """Two blocks of hidden features; some experts have no row, one has more than a tile."""

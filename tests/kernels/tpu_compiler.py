@@ -26,6 +26,7 @@ class Program(NamedTuple):
     copied: set[tuple[int, ...]]  # shapes of arrays that are copied within the TPU's main memory
     aliased: int  # bytes of arguments whose memory results take
     held: int  # bytes of temporaries
+    moved: int  # bytes that it reads and writes, as XLA counts them
 
 
 def compiled(job: Job, chip: str, count: int = 1) -> Program:
@@ -61,4 +62,5 @@ def _program(made: Any) -> Program:
     copied = {tuple(map(int, shape.split(","))) for shape in copies}
     memory = made.memory_analysis()
     bytes_of = memory.alias_size_in_bytes, memory.temp_size_in_bytes
-    return Program(set(kernels), set(collectives), copied, *bytes_of)
+    moved = int(made.cost_analysis()["bytes accessed"])
+    return Program(set(kernels), set(collectives), copied, *bytes_of, moved)

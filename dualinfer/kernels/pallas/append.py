@@ -1,4 +1,7 @@
-"""One token's queries and keys normed and turned, and its keys and values put into the cache."""
+"""Keys and values put into a cache, in its memory: of a token, turned with its queries, or of rows.
+
+XLA's scatter into arrays of several heads turns all that there is, and back.
+"""
 
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -7,8 +10,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
 
 from .launch import LANES, Block, run, sublanes, whole
+
+
+_TILE = 1 << 20  # bytes of an array's part as values of 32 bits
 
 
 class Turn(NamedTuple):
@@ -73,16 +80,11 @@ def put(
     """A cache's array [M, K, S, D] or [M, K, S] with `new` [N, K, D] or [N, K], in its memory.
 
     new[n] goes to place int32 places[n] of row int32 rows[n]; no two n have one row that is read.
-    XLA's scatter into some of these turns the whole array, and back.
     """
-    if held.dtype == jnp.uint8:  # whose bits no chip stores of an int32
-        cast = jax.lax.bitcast_convert_type
-        given = cast(held, jnp.int8), cast(new, jnp.int8), rows, places
-        return cast(put(*given, interpret=interpret), jnp.uint8)
     heads, tokens, *rest = held.shape[1:]
     size = min(sublanes(held.dtype), tokens) if rest else _lanes_of(tokens)
     shape = heads, size, *rest
-    wide = jnp.int32 if held.dtype == jnp.int8 else jnp.float32
+    wide = _wide(held)
 
     def at(n: Any, rows: Any, places: Any) -> tuple[Any, ...]:
         return rows[n], 0, jax.lax.div(places[n], jnp.int32(size)), *(0 for _ in rest)
@@ -91,7 +93,7 @@ def put(
         place = jax.lax.rem(places[pl.program_id(0)], jnp.int32(size))
         here = jax.lax.broadcasted_iota(jnp.int32, shape, 1) == place
         spread = jnp.broadcast_to(new[...].astype(wide), shape)
-        out[...] = jnp.where(here, spread, ref[...].astype(wide)).astype(held.dtype)
+        out[...] = _merged(here, spread, ref[...])
 
     block = Block(held, (None, *shape), at)
     new = new.astype(held.dtype).reshape(len(new), heads, 1, *rest)
@@ -106,6 +108,146 @@ def put(
         interpret=interpret,
     )
     return y
+
+
+def put_rows(
+    held: jax.Array,
+    new: jax.Array,
+    slots: jax.Array,
+    starts: jax.Array,
+    lengths: jax.Array,
+    table: jax.Array | None = None,
+    *,
+    interpret: bool,
+) -> jax.Array:
+    """A cache's array [M, K, S, D] or [M, K, S] with `new` [B, T, K, D] or [B, T, K], in its memory.
+
+    new[b, t] goes to place starts[b] + t of slot slots[b], int32 all, if t is below lengths[b] and
+    there are this slot and this place. Slots are rows of the array, or those of int32 `table`
+    [N, blocks], which names the rows that have a slot's places, S each; none has those of a
+    negative one. Rows of one slot lie side by side, in their order.
+    """
+    (heads, tokens, *rest), (batch, count) = held.shape[1:], new.shape[:2]
+    size = _tile_of(held, count) if rest else _lanes_of(tokens)
+    shape, wide, steps = (heads, size, *rest), _wide(held), pl.cdiv(count - 1, size) + 1
+    starts = starts.astype(jnp.int32)
+    places = _tiles_of(held, slots, starts, lengths, table, size, steps)
+    new = new.astype(held.dtype)
+    if not rest:  # lanes are turned in whole tiles alone
+        source = jnp.arange(steps * size)[None] - (starts % size)[:, None]
+        new = jnp.take_along_axis(new, source.clip(0, count - 1)[..., None], 1)
+    new = jnp.pad(new, ((0, 0), (0, -new.shape[1] % size), *[(0, 0)] * (new.ndim - 2)))
+    parts = new.shape[1] // size
+    new = new.swapaxes(1, 2) if rest else new.reshape(batch, parts, size, heads).swapaxes(2, 3)
+
+    def at(n: Any, rows: Any, tiles: Any, *_: Any) -> tuple[Any, ...]:
+        return rows[n], 0, tiles[n], *(0 for _ in rest)
+
+    def of_new(behind: int) -> Block:
+        """The part of the rows that begins in a program's tile, or in one that lies before."""
+
+        def number(n: Any, *given: Any) -> tuple[Any, ...]:
+            own = given[2][n]
+            step = jax.lax.rem(own, jnp.int32(steps)) - behind
+            step = jnp.minimum(jnp.maximum(step, 0), parts - 1)
+            own = jax.lax.div(own, jnp.int32(steps))
+            return (own, 0, step, 0) if rest else (own, step, 0, 0)
+
+        return Block(new, (None, *shape) if rest else (None, None, *shape), number)
+
+    def body(
+        rows: Any, tiles: Any, _: Any, low: Any, high: Any, turn: Any, ref: Any, *refs: Any
+    ) -> None:
+        *news, out = refs
+        n = pl.program_id(0)
+        before = jnp.maximum(n - 1, 0)
+        again = (n > 0) & (rows[n] == rows[before]) & (tiles[n] == tiles[before])
+        place = jax.lax.broadcasted_iota(jnp.int32, shape, 1)
+        x = news[0][...].astype(wide)
+        if rest:
+            x = jnp.where(place >= size - turn[n], news[1][...].astype(wide), x)
+            x = pltpu.roll(x, turn[n], 1)
+        here = (place >= low[n]) & (place < high[n])
+
+        @pl.when(again)
+        def _() -> None:
+            out[...] = _merged(here, x, out[...])
+
+        @pl.when(~again)
+        def _() -> None:
+            out[...] = _merged(here, x, ref[...])
+
+    block = Block(held, (None, *shape), at)
+    (y,) = run(
+        body,
+        "put_rows",
+        (batch * steps,),
+        [block, of_new(0), *([of_new(1)] if rest else [])],
+        [block],
+        prefetch=places,
+        changes={0: 0},
+        between=4 * _TILE,
+        interpret=interpret,
+    )
+    return y
+
+
+def _tiles_of(
+    held: jax.Array,
+    slots: jax.Array,
+    starts: jax.Array,
+    lengths: jax.Array,
+    table: jax.Array | None,
+    size: int,
+    steps: int,
+) -> list[jax.Array]:
+    """What each program of `put_rows` changes, int32 [B * steps] each.
+
+    A tile of so many places, by row and number; the program whose rows are its own; the first place
+    and the one behind the last; and how far rows are turned. A program that changes nothing has the
+    tile of the last one that does, so that none is read or written for it.
+    """
+    tokens, total = held.shape[2], len(held) if table is None else len(table)
+    tiles = starts[:, None] // size + jnp.arange(steps, dtype=jnp.int32)
+    each = tokens // size  # of a row
+    capacity = each * (1 if table is None else table.shape[1])
+    slot, inside = slots.clip(0, total - 1)[:, None], tiles.clip(0, capacity - 1)
+    rows, numbers = jnp.broadcast_to(slot, tiles.shape), inside
+    if table is not None:
+        rows, numbers = table[slot, inside // each], inside % each
+    low = jnp.maximum(starts[:, None] - tiles * size, 0)
+    high = jnp.minimum((starts + lengths)[:, None] - tiles * size, size)
+    there = (low < high) & (tiles < capacity) & (rows >= 0) & ((slots >= 0) & (slots < total))[:, None]
+    turn = jnp.broadcast_to((starts % size)[:, None], tiles.shape)
+    there, own = there.reshape(-1), jnp.arange(there.size, dtype=jnp.int32)
+    last = jax.lax.cummax(jnp.where(there, own, -1))
+    last = jnp.where(last < 0, jnp.argmax(there), last)
+    rows = rows.reshape(-1)[last].clip(0, len(held) - 1)
+    numbers, turn = numbers.reshape(-1)[last], turn.reshape(-1)[last]
+    low, high = (jnp.where(there, x.reshape(-1), 0) for x in (low, high))
+    return [x.astype(jnp.int32) for x in (rows, numbers, last, low, high, turn)]
+
+
+def _merged(here: jax.Array, x: jax.Array, rest: jax.Array) -> jax.Array:
+    """x where it is `here`, of 32 bits, and elsewhere the rest, in whose dtype both are."""
+    y = jnp.where(here, x, rest.astype(x.dtype))
+    if rest.dtype == jnp.uint8:  # no chip stores it of 32 bits
+        return jax.lax.bitcast_convert_type(y.astype(jnp.int8), jnp.uint8)
+    return y.astype(rest.dtype)
+
+
+def _wide(held: jax.Array) -> Any:
+    """The dtype of 32 bits that holds the values of an array."""
+    return jnp.int32 if held.dtype.itemsize == 1 else jnp.float32
+
+
+def _tile_of(held: jax.Array, count: int) -> int:
+    """Places of an array [M, K, S, D] that a program changes, of rows of so many tokens."""
+    heads, tokens, dim = held.shape[1:]
+    size = min(sublanes(held.dtype), tokens)
+    while size < count and tokens % (2 * size) == 0 and 8 * heads * size * dim <= _TILE:
+        size *= 2
+    return size
 
 
 def _lanes_of(tokens: int) -> int:
@@ -184,9 +326,7 @@ def append(
         for name, new in (("k", found["k"]), ("v", x[heads + kv_heads :])):
             held = ref[name][...]
             spread = jnp.broadcast_to(new[:, None], (kv_heads, size, dim))
-            ref[f"out_{name}"][...] = jnp.where(here, spread, held.astype(jnp.float32)).astype(
-                held.dtype
-            )
+            ref[f"out_{name}"][...] = _merged(here, spread, held)
 
     out = jax.ShapeDtypeStruct((count, heads, dim), qkv.dtype)
     q, k, v = run(

@@ -382,7 +382,7 @@ class PallasOps(FusedOps):
             return y, cast(CacheView, written)
         q, k, v = self._heads(layer, qkv, angles)
         with self.span("append"):
-            cache = cache.extend(slots, starts, lengths, k, v)
+            cache = self._extend(cache, slots, starts, lengths, k, v)
         scores = _scores(layer, _places_of(cache, reach), starts[:, None] + jnp.arange(q.shape[1]))
         with jax.named_scope("attention"):
             y = self._in_cache(q, cache, read, seen, scores, reach)
@@ -570,6 +570,30 @@ class PallasOps(FusedOps):
         if latent:
             new = fitted(MATHS, k, own.shared)
             return own._replace(shared=put(first, new)[:, 0])
+        return changed(own, put, k, v)
+
+    def _extend(
+        self,
+        cache: CacheView,
+        slots: jax.Array,
+        starts: jax.Array,
+        lengths: jax.Array,
+        k: jax.Array,
+        v: jax.Array,
+    ) -> CacheView:
+        """See `PlainOps._extend`; a kernel for each array, which is changed in its place."""
+        own = cast(Any, cache)
+        latent = hasattr(own, "shared")
+        first = own.shared[:, None] if latent else own.k
+        if not appending.serves(first):
+            return super()._extend(cache, slots, starts, lengths, k, v)
+
+        def put(held: jax.Array, new: jax.Array) -> jax.Array:
+            where = slots, starts, lengths, getattr(own, "table", None)
+            return appending.put_rows(held, new, *where, interpret=self.interpret)
+
+        if latent:
+            return own._replace(shared=put(first, fitted(MATHS, k, own.shared))[:, 0])
         return changed(own, put, k, v)
 
     # Sampling
