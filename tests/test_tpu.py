@@ -122,7 +122,10 @@ def test_a_step_copies_no_cache_of_any_kind(name, kind, how, monkeypatch):
     ],
 )
 def test_tokens_go_into_caches_of_real_sizes_in_place(kind, dtype, heads, chip):
-    """64 slots of 1,024: of two rows of 64 tokens, and of a token a slot."""
+    """64 slots of 1,024: of two rows of 64 tokens, and of a token a slot; nor is one in VMEM.
+
+    Of blocks, whose scales fill no lanes, these are turned, a thirtieth of the whole.
+    """
     slots, tokens, dim, size = 64, 1024, 128, 64
     of: Any = jax.ShapeDtypeStruct
     lead = (slots * tokens // size, heads, size) if "blocks" in kind else (slots, heads, tokens)
@@ -142,7 +145,7 @@ def test_tokens_go_into_caches_of_real_sizes_in_place(kind, dtype, heads, chip):
     ):
         made = compiled(job, chip)
         assert made.kernels == {kernel}
-        assert not {x for x in made.copied if np.prod(x) >= np.prod(lead)}
+        assert not {x for x in made.copied if np.prod(x) >= np.prod(pools[0].shape)}
         assert made.aliased >= sum(np.prod(x.shape) * x.dtype.itemsize for x in pools)
         assert made.moved < made.aliased and made.held < made.aliased / 4
 

@@ -3,6 +3,7 @@
 XLA's scatter into arrays of several heads turns all that there is, and back.
 """
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -13,7 +14,6 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from .launch import LANES, Block, run, sublanes, whole
-
 
 _TILE = 1 << 20  # bytes of an array's part as values of 32 bits
 
@@ -120,12 +120,12 @@ def put_rows(
     *,
     interpret: bool,
 ) -> jax.Array:
-    """A cache's array [M, K, S, D] or [M, K, S] with `new` [B, T, K, D] or [B, T, K], in its memory.
+    """A cache's array [M, K, S, D] with rows of tokens `new` [B, T, K, D], in its memory.
 
-    new[b, t] goes to place starts[b] + t of slot slots[b], int32 all, if t is below lengths[b] and
-    there are this slot and this place. Slots are rows of the array, or those of int32 `table`
-    [N, blocks], which names the rows that have a slot's places, S each; none has those of a
-    negative one. Rows of one slot lie side by side, in their order.
+    Without D for scales. new[b, t] goes to place starts[b] + t of slot slots[b], int32 all, if t is
+    below lengths[b] and there are this slot and this place. Slots are rows of the array, or those
+    of int32 `table` [N, blocks], which names the rows that have a slot's places, S each; none has
+    those of a negative one. Rows of one slot lie side by side, in their order.
     """
     (heads, tokens, *rest), (batch, count) = held.shape[1:], new.shape[:2]
     size = _tile_of(held, count) if rest else _lanes_of(tokens)
@@ -186,7 +186,7 @@ def put_rows(
         [block],
         prefetch=places,
         changes={0: 0},
-        between=4 * _TILE,
+        between=16 * math.prod(shape),
         interpret=interpret,
     )
     return y
@@ -217,7 +217,9 @@ def _tiles_of(
         rows, numbers = table[slot, inside // each], inside % each
     low = jnp.maximum(starts[:, None] - tiles * size, 0)
     high = jnp.minimum((starts + lengths)[:, None] - tiles * size, size)
-    there = (low < high) & (tiles < capacity) & (rows >= 0) & ((slots >= 0) & (slots < total))[:, None]
+    there = (
+        (low < high) & (tiles < capacity) & (rows >= 0) & ((slots >= 0) & (slots < total))[:, None]
+    )
     turn = jnp.broadcast_to((starts % size)[:, None], tiles.shape)
     there, own = there.reshape(-1), jnp.arange(there.size, dtype=jnp.int32)
     last = jax.lax.cummax(jnp.where(there, own, -1))

@@ -113,7 +113,11 @@ def run(
         ),
         interpret=interpret,
     )
-    return call(*prefetch, *(b.array for b in inputs))
+    arrays = [b.array for b in inputs]
+    for i in () if interpret else changes or ():
+        # XLA may bring a whole array to VMEM, and back, where it fits.
+        arrays[i] = pltpu.with_memory_space_constraint(arrays[i], pltpu.HBM)
+    return call(*prefetch, *arrays)
 
 
 def moved_bytes(blocks: Sequence[Block], grid: tuple[int, ...]) -> int:
