@@ -69,8 +69,10 @@ def lying(pool: Pool, spec: ModelSpec) -> Lying:
     return made
 
 
-def checked(pool: Pool, spec: ModelSpec) -> Lying:
+def checked(pool: Pool | None, spec: ModelSpec) -> Lying:
     """As `lying`; ArgumentError where one sequence has no room in the pool's blocks."""
+    if pool is None:
+        return Lying()
     made = lying(pool, spec)
     if pool.blocks and pool.blocks < made.most(pool.tokens):
         raise ArgumentError(

@@ -13,7 +13,7 @@ from ..errors import LengthError, StepError
 from ..model.spec import ModelSpec
 from ..ops.caches import Room
 from .base import GRAIN, NO_TOKEN, Piece, Pool, Request
-from .blocks import PANEL, Blocks
+from .blocks import PANEL, Blocks, books_of
 
 SMALLEST_CACHE = 64
 RESERVED = 2048
@@ -32,23 +32,51 @@ def bucket_of_rows(count: int) -> int:
     return whole * 3 // 4 if whole > 2 and count <= whole * 3 // 4 else whole
 
 
+class StateSize(NamedTuple):
+    """The size of a state of slots: `eos` ids each, and whether tokens are hidden or weighed."""
+
+    slots: int
+    eos: int
+    hides: bool = False
+    weighs: bool = False
+
+    def joined(self, other: "StateSize | None") -> "StateSize":
+        """The smallest size that holds both."""
+        if other is None:
+            return self
+        hides, weighs = self.hides or other.hides, self.weighs or other.weighs
+        return StateSize(max(self.slots, other.slots), max(self.eos, other.eos), hides, weighs)
+
+
 class LiveSlots:
     """The host's book of a runner's live slots: what each serves, and how far its cache may reach.
 
     A cache is reserved for RESERVED tokens of a sequence at first, and grows as steps are asked
-    for: a request for many new tokens may end early. One with the room of a `pool` does not; its
-    slots take `blocks` of it where it counts in these.
+    for: a request for many new tokens may end early. One with the room of a `pool` does not, which
+    is as it was `asked` for; its slots take `blocks` of it where it counts in these.
     """
 
-    def __init__(self, pool: Room | None = None, blocks: Blocks | None = None) -> None:
-        self.pool, self.blocks = pool, blocks
+    def __init__(
+        self, pool: Room | None = None, blocks: Blocks | None = None, asked: Pool | None = None
+    ) -> None:
+        self.pool, self.blocks, self._asked = pool, blocks, asked
         self._requests: dict[int, Request] = {}
         self._reach: dict[int, int] = {}
         self._reading: set[int] = set()
 
+    @classmethod
+    def of(cls, pool: Pool, spec: ModelSpec) -> "LiveSlots":
+        """A new book of the slots of a pool."""
+        return cls(room_of(pool, spec), books_of(pool, spec), pool)
+
     def __len__(self) -> int:
         """Number of live slots."""
         return len(self._requests)
+
+    def check_idle(self) -> None:
+        """Raise StepError where a slot is live: a pool is opened and closed without such."""
+        if self._requests:
+            raise StepError("A pool was opened or closed while sequences are under way.")
 
     @property
     def requests(self) -> list[Request]:
@@ -108,6 +136,20 @@ class LiveSlots:
         if self.pool is not None:
             return part_of(self.pool, self.width, tokens)
         return Room(self.width, bucket(tokens, SMALLEST_CACHE), encoded_bucket(spec, self.encoded))
+
+    def first_room(self, spec: ModelSpec) -> Room:
+        """Room in a cache for the live slots to start in, or all that a pool has."""
+        if self._asked is not None:
+            return room_of(self._asked, spec, whole=True)
+        return self.room(spec, self.reserved)
+
+    def state_size(self) -> StateSize:
+        """The size of a state for the live slots, and for all that a pool was asked for."""
+        pool, eos = self._asked, max((1, *(len(r.eos_ids) for r in self.requests)))
+        if pool is None:
+            return StateSize(self.width, eos, self.hides, self.weighs)
+        own = StateSize(pool.slots, eos, self.hides, self.weighs)
+        return own.joined(StateSize(pool.slots, pool.eos, pool.hides, pool.weighs))
 
     def may_outgrow(self, tokens: int) -> bool:
         """True if a sequence that is half way through `tokens` cached ones may go on beyond."""

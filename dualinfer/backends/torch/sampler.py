@@ -13,7 +13,7 @@ import torch
 from ...ops import sampling
 from ...ops.sampling import WORDS
 from ..base import NO_TOKEN, Request, SamplingFeatures
-from ..slots import WeightRows, weight_rows
+from ..slots import StateSize, WeightRows, weight_rows
 from .device import upload
 from .maths import MATHS
 from .profiling import named
@@ -81,6 +81,12 @@ class SlotState:
             **{name: zeros(torch.int64) for name in (*integers, *WORDS)},
             **{name: zeros(torch.float32) + 1 for name in floats},
         )
+
+    @property
+    def size(self) -> StateSize:
+        """The size of these buffers."""
+        slots, eos = self.eos.shape
+        return StateSize(slots, eos, self.hidden is not None, self.bias is not None)
 
     def view(self, slots: int) -> "SlotState":
         """The first `slots` rows, sharing memory."""
