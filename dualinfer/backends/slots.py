@@ -59,7 +59,7 @@ class LiveSlots:
     def __init__(
         self, pool: Room | None = None, blocks: Blocks | None = None, asked: Pool | None = None
     ) -> None:
-        self.pool, self.blocks, self._asked = pool, blocks, asked
+        self.pool, self.blocks, self.asked = pool, blocks, asked
         self._requests: dict[int, Request] = {}
         self._reach: dict[int, int] = {}
         self._reading: set[int] = set()
@@ -139,13 +139,13 @@ class LiveSlots:
 
     def first_room(self, spec: ModelSpec) -> Room:
         """Room in a cache for the live slots to start in, or all that a pool has."""
-        if self._asked is not None:
-            return room_of(self._asked, spec, whole=True)
+        if self.asked is not None:
+            return room_of(self.asked, spec, whole=True)
         return self.room(spec, self.reserved)
 
     def state_size(self) -> StateSize:
         """The size of a state for the live slots, and for all that a pool was asked for."""
-        pool, eos = self._asked, max((1, *(len(r.eos_ids) for r in self.requests)))
+        pool, eos = self.asked, max((1, *(len(r.eos_ids) for r in self.requests)))
         if pool is None:
             return StateSize(self.width, eos, self.hides, self.weighs)
         own = StateSize(pool.slots, eos, self.hides, self.weighs)

@@ -11,7 +11,6 @@ import numpy as np
 
 from ...errors import UnsupportedError
 from ...model.load_plan import LoadPlan, TensorSource
-from ...ops.caches import Room
 from ...ops.contract import Tokens
 from ..base import SamplingFeatures
 from . import ahead
@@ -58,7 +57,8 @@ class StreamingRunner(JaxRunner):
     def _kind(self, index: int) -> Any:
         """The key of a layer's step: layers of one key can share a step."""
         leaves, tree = jax.tree.flatten(self.params.layers[index])
-        cached = self._cache_specs[index] if self._cache_specs else None
+        specs = self._slots.specs
+        cached = specs[index] if specs else None
         layer = self.steps.spec.layers[index]
         return layer, cached, tree, [(x.shape, x.dtype, self._place.spec_of(x)) for x in leaves]
 
@@ -69,7 +69,8 @@ class StreamingRunner(JaxRunner):
         table = None if self._exchange is None else self._exchange.table
         layers: Any = [None] * at + [weights]
         leaves, tree = jax.tree.flatten(self.params._replace(layers=layers, mailboxes=table))
-        lies = [None] * at + [self._split[index]] if self._split else []
+        split = self._slots.split
+        lies = [None] * at + [split[index]] if split else []
         return leaves, (tree, [self._place.spec_of(x) for x in leaves], lies), range(at, at + 1)
 
     def _outputs(
@@ -115,12 +116,12 @@ class StreamingRunner(JaxRunner):
         self, step: Step, beside: Callable[[], None] | None = None
     ) -> tuple[jax.Array, jax.Array | None]:
         """See `JaxRunner`."""
-        cache, state = self._shown(), self._state
-        assert state is not None
+        cache, given = self._slots.shown(), self._slots.state
+        state = given
         sizes = *cache.key, *state.eos.shape, *state.parts
         held, args = list(cache.layers), self._place.operands(step.args)
         x = flags = None
-        with self._at_stake():
+        with self._slots.at_stake():
             for index in range(len(held)):
                 leaves, part, layers = self._layer(index)
                 is_last = index + 1 == len(held)
@@ -132,26 +133,25 @@ class StreamingRunner(JaxRunner):
                 own, state, x, flags = self._executables.run(
                     (*step.key, layers.start, *sizes),
                     self._of_leaves(work, cached=True, part=part),
-                    *(leaves, replace(cache, layers=own), self._state, *args, x),
+                    *(leaves, replace(cache, layers=own), given, *args, x),
                     donate=(1, 2) if is_last else (1,),
                 )
                 held[index], cache = own.layers[layers.start], own
                 self._note(flags)
                 self._stream.sent(index, x)
-        self._cache, self._state = replace(cache, layers=held), state
+        self._slots.hold(replace(cache, layers=held), state)
         assert x is not None
         return self._place.local(x), flags
 
-    def _take_steps(self, steps: int) -> PendingSteps:
+    def _take_steps(self, steps: int, reach: int) -> PendingSteps:
         """See `JaxRunner`."""
-        assert self._state is not None
-        slots, needs = self._state.active.shape[0], SamplingFeatures.of(self._live.requests)
-        part, taken = None, []
-        if self._live.pool is not None:
-            part = self._live.room(self.spec, self._live.reach)
+        live, slots = self._slots.live, self._slots.state.active.shape[0]
+        needs, part, taken = SamplingFeatures.of(live.requests), None, []
+        if live.pool is not None:
+            part = live.room(self.spec, reach)
             slots = part.slots
         how = mode_of(needs), needs.tells, part
-        while len(taken) < steps and np.asarray(self._place.local(self._state.active)).any():
+        while len(taken) < steps and np.asarray(self._place.local(self._slots.state.active)).any():
             results = self._advance(self._decode_step(1, True, *how))
             taken.append(PendingTokens(results[0], 1, slots, self._exchange, results[1]))
         return PendingSteps(taken, slots)
@@ -159,7 +159,7 @@ class StreamingRunner(JaxRunner):
     def _begin(self, tokens: int) -> None:
         """Nothing: a step of one layer is compiled sooner than the pass before it has copied."""
 
-    def _prepare_pool(self, room: Room) -> None:
+    def _prepare_pool(self) -> None:
         """As `_begin`."""
 
     def refresh(self, plan: LoadPlan, source: TensorSource) -> None:

@@ -67,8 +67,6 @@ class WholePasses:
     `spec` is the whole model's, that of `steps` what each device computes.
     """
 
-    _split: Any = ()  # how the cache's arrays are split
-
     def __init__(self, model: Placed) -> None:
         place, tp_plan, ops = model.place, model.tp_plan, model.ops
         on_gpu = place.size == 1 and place.device.platform == "gpu"
@@ -201,7 +199,7 @@ class WholePasses:
         last come the flags of what each device gave up, or None. With `part` its parameters are
         those, not all.
         """
-        tree, specs, lies = part or (self._tree, self._specs, self._split)
+        tree, specs, lies = part or (self._tree, self._specs, [])
 
         def on_device(leaves: list[jax.Array], *args: Any) -> Any:
             with jax.numpy_rank_promotion("allow"):  # the caller's choice is for his own code

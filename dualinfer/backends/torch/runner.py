@@ -194,7 +194,7 @@ class TorchRunner(ScoreCalls):
         return PendingTokens(token[None], self.ops, told)
 
     def _fill(self, pieces: Sequence[Piece]) -> tuple[torch.Tensor, torch.Tensor]:
-        """Read pieces: slots [B] of those that end, not active yet, and the logits [B, V] behind."""
+        """Read pieces: slots [B] of those that end, not active yet, and logits [B, V] behind."""
         rows, new = self._slots.read(pieces)
         read = sum(p.stop - p.start for p in pieces) + sum(r.encoded for r in new)
         with self._own_settings(read):

@@ -88,7 +88,7 @@ class Slots:
         self._tokens = self._rows = torch.empty(0)
 
     def read(self, pieces: Sequence[Piece]) -> tuple[torch.Tensor, list[Request]]:
-        """Make room for pieces, which are read next: their slots int64 [B], and requests that begin.
+        """Make room for pieces, which are read next: their slots int64 [B], and who begins.
 
         Slots of first pieces get rows of the state, not active. A slot's length is what it will
         have: a step of other slots writes its own token behind that.
@@ -117,9 +117,8 @@ class Slots:
             self._forget()
             self.cache.clear()  # nothing to keep: free the old buffers before the new ones
         self._grow(room)
-        old, size = self._state, self.live.state_size()
-        if old is not None:
-            size = size.joined(old.size)
+        old = self._state
+        size = self.live.state_size().joined(None if old is None else old.size)
         if old is None or size != old.size:
             self._forget()
             how = size.hides, size.weighs
