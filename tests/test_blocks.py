@@ -567,8 +567,10 @@ def test_a_grammar_goes_on_behind_a_pause():
 
 def bytes_of(runner: Any) -> int:
     """What a torch runner has allocated for the cache, of which layers share a table, and state."""
-    arrays = [x for layer in runner._cache._layers for x in layer] + [*vars(runner._state).values()]
-    arrays += [runner._tokens, runner._row]
+    arrays = [x for layer in runner._slots.cache._layers for x in layer] + [
+        *vars(runner._slots.state).values()
+    ]
+    arrays += [runner._slots._tokens, runner._slots._rows]
     return sum({id(x): x.nbytes for x in arrays if x is not None}.values())
 
 
@@ -746,7 +748,7 @@ def fill_with_nan(runner: Any) -> None:
     """Overwrite every key and value of the cache, as a sequence that overflowed may have."""
     if isinstance(runner.device, torch.device):
         with torch.inference_mode():
-            held = [x for layer in runner._cache._layers for x in layer if torch.is_tensor(x)]
+            held = [x for layer in runner._slots.cache._layers for x in layer if torch.is_tensor(x)]
             for x in filter(torch.is_floating_point, held):
                 x.fill_(float("nan"))
         return
@@ -756,7 +758,8 @@ def fill_with_nan(runner: Any) -> None:
         full = np.full(x.shape, np.nan, x.dtype) if x.dtype.kind == "f" else x
         return jax.device_put(full, x.sharding)
 
-    runner._cache = jax.tree.map(poisoned, runner._cache)
+    cache, state = runner._slots.held
+    runner._slots.hold(jax.tree.map(poisoned, cache), state)
 
 
 @pytest.mark.parametrize("room", [{}, {"cache_tokens": 600}], ids=["slots", "blocks"])

@@ -95,7 +95,7 @@ def texts(engine, is_new: bool = True) -> list[list[int]]:
 
 def layers_of(engine) -> list[Any]:
     """Every layer's buffers."""
-    cache = engine.runner._cache
+    cache = engine.runner._slots.cache
     return cache.layers if isinstance(cache, jax_cache.Cache) else cache._layers
 
 

@@ -602,7 +602,7 @@ def split_text(name: str) -> Any:
         text = engine.generate(**source_of(name), **GREEDY).tolist()
         again = engine.generate(encoder_outputs=outputs, attention_mask=mask, **GREEDY)
         assert again.tolist() == text
-        held = [tuple(layer.k.shape) for layer in engine.runner._cache._layers]
+        held = [tuple(layer.k.shape) for layer in engine.runner._slots.cache._layers]
         return np.asarray(logits), text, held
 
 

@@ -1080,7 +1080,7 @@ def test_failing_prefill_leaves_the_engine_usable(engine, monkeypatch):
             patch.setattr(target, method, fail)
             with pytest.raises(MemoryError):
                 engine.generate(rows(), max_new_tokens=10)
-    assert len(runner._live) == 1  # no step serves what failed
+    assert len(runner._slots.live) == 1  # no step serves what failed
     found += list(stream)
     assert found == expected
     equal(engine.generate(rows(), max_new_tokens=10), reference)

@@ -189,7 +189,7 @@ def test_graphs_give_what_the_same_launches_give_uncaptured(family):
         engine.texts = [engine.generate(pad_token_id=0, **call).tolist() for call in calls]
     assert plain.texts == graphs.texts
     # State of the last call, down to the bit.
-    views = (engine.runner._cache.view(Room(1, 64)) for engine in (graphs, plain))
+    views = (engine.runner._slots.cache.view(Room(1, 64)) for engine in (graphs, plain))
     for mine, other in zip(*views, strict=True):
         assert torch.equal(mine.k, other.k) and torch.equal(mine.v, other.v)
     assert plain.report().compilations == 0

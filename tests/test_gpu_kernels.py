@@ -71,7 +71,7 @@ def padded_batch(tokens: int = 150) -> tuple[torch.Tensor, torch.Tensor]:
 
 def cached(engine: Any, slots: int, tokens: int) -> list[torch.Tensor]:
     """Copies of every layer's keys and values."""
-    layers = engine.runner._cache.view(Room(slots, tokens))
+    layers = engine.runner._slots.cache.view(Room(slots, tokens))
     return [part.clone() for layer in layers for part in layer if part is not None]
 
 

@@ -89,7 +89,9 @@ def executables(engine: Any, what: str) -> list[Any]:
 
 def bits(engine: Any) -> list[bytes]:
     """Every layer's keys and values."""
-    return [np.asarray(part).tobytes() for layer in engine.runner._cache.layers for part in layer]
+    return [
+        np.asarray(part).tobytes() for layer in engine.runner._slots.cache.layers for part in layer
+    ]
 
 
 # Against HF
@@ -263,7 +265,7 @@ def made_by(text: str, shape: str) -> list[str]:
 def test_a_step_copies_no_cache(family, rows):
     with engine_of(strong(family, positions=4096), "bf16") as engine:
         text_of(engine, random_ids(rows, 2100), max_new_tokens=40)
-        keys = engine.runner._cache.layers[0].k
+        keys = engine.runner._slots.cache.layers[0].k
         assert keys.shape[::2] == (rows, 4096)
         shape = f"bf16[{','.join(map(str, keys.shape))}]"
         (step,) = executables(engine, "decode")

@@ -397,7 +397,7 @@ def test_a_cache_larger_than_the_card_is_refused_with_its_size():
     slots = free // runner.cache_bytes_for(1, 2048) + 1
     needed = slots * runner.cache_bytes_for(1, 2048)
     with pytest.raises(OutOfMemoryError, match=f"{needed:,} bytes"):
-        runner._cache.grow(Room(slots, 2048))
+        runner._slots.cache.grow(Room(slots, 2048))
     again = engine.generate([[1, 2, 3]], max_new_tokens=9, do_sample=False)
     assert again.tolist() == before.tolist()
     held = torch.empty(2**28, dtype=torch.uint8, device="cuda")

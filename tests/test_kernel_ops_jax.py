@@ -306,7 +306,7 @@ def test_the_cache_is_donated_to_each_step(engines):
     fast.generate([[5, 6, 7]], max_new_tokens=4, **GREEDY)
     made = fast.runner._executables._made
     assert {"prefill", "decode"} <= {key[0] for key in made}
-    shape = ",".join(map(str, fast.runner._cache.layers[0].k.shape))
+    shape = ",".join(map(str, fast.runner._slots.cache.layers[0].k.shape))
     for executable in (x for key, x in made.items() if key[0] in ("prefill", "decode")):
         (head,) = re.findall("^HloModule .*$", executable.as_text(), re.MULTILINE)
         aliases = re.search(r"input_output_alias=\{(.*?)\}, entry", head)

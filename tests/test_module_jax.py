@@ -727,7 +727,7 @@ def test_step_that_fails_before_it_runs_keeps_the_cache(hf_model):
         runner = engine.runner
         expected = list(engine.stream(random_ids(1, 5), max_new_tokens=12, do_sample=False))
         runner.prefill([Request(random_ids(1, 5)[0].astype(np.int32), 12)], [0]).fetch()
-        held = runner._leaves, runner._cache, runner._state
+        held = runner._leaves, runner._slots.cache, runner._slots.state
         with pytest.raises(ZeroDivisionError):
             runner._advance(Job(("broken",), lambda *args: 1 / 0, held, donate=(1, 2)))
         tokens = runner.decode(11).fetch()[:, 0].tolist()
@@ -788,7 +788,7 @@ def test_stream_whose_cache_is_lost_is_told(hf_model, monkeypatch):
         runner = engine.runner
         request = Request(random_ids(1, 5)[0].astype(np.int32), 12)
         runner.prefill([request], [0]).fetch()
-        runner._cache = runner._state = None
+        runner._slots.hold(None, None)
         for start in (lambda: runner.prefill([request], [1]), lambda: runner.decode(3)):
             with pytest.raises(StepError, match="took the cache with it"):
                 start()

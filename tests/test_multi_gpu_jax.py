@@ -95,7 +95,7 @@ def test_no_cache_is_copied_by_a_step(tp):
         tensor_parallel={"tp_size": tp},
     ) as engine:
         engine.generate(ids, **GREEDY)
-        local = engine.runner._cache.layers[0].k.addressable_shards[0].data.shape
+        local = engine.runner._slots.cache.layers[0].k.addressable_shards[0].data.shape
         shape = f"bf16[{','.join(map(str, local))}]"
         (step,) = executables(engine, "decode")
         writing = made_by(step.as_text(), shape)

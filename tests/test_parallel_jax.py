@@ -228,7 +228,7 @@ def test_a_layer_costs_two_all_reduces(name):
 def test_the_cache_is_split_over_heads_and_donated(engines):
     engine = engines("llama-gqa", 3)
     engine.generate([[5, 6, 7]], max_new_tokens=3, **GREEDY)
-    cache = engine.runner._cache.layers
+    cache = engine.runner._slots.cache.layers
     assert cache[0].k.shape[1] == 3 and cache[0].k.addressable_data(0).shape[1] == 1
     shape = ",".join(map(str, cache[0].k.addressable_data(0).shape))
     made = {key[0]: x for key, x in engine.runner._executables._made.items()}

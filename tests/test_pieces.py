@@ -206,7 +206,7 @@ def test_ragged_requests_in_a_pool_compile_few_programs(engine_of):
         for slot, size in ((4, 10), (0, 499)):
             with pytest.raises(LengthError, match="in a pool of 4 slots of 512 tokens"):
                 runner.prefill([Request(np.ones(size, np.int32), 40)], [slot])
-        assert not len(runner._live)
+        assert not len(runner._slots.live)
         runner.prefill(requests[:1], [0])
         with pytest.raises(StepError, match="under way"):
             runner.open(None)
@@ -375,7 +375,7 @@ def test_of_a_prompt_in_pieces_its_own_tokens_are_seen(engine_of):
     try:
         for start in (0, 64):
             runner.extend([Piece(request, 0, start, start + 64)]).fetch()
-            seen = np.flatnonzero(np.asarray(runner._state.seen)[0])
+            seen = np.flatnonzero(np.asarray(runner._slots.state.seen)[0])
             wanted = set(request.tokens[: start + 64].tolist())
             assert len(set(seen) - wanted) == (start > 0) and wanted <= set(seen)
     finally:

@@ -582,7 +582,7 @@ def test_states_in_16_bits_are_rounded_once_in_each_step(case, backend):
             for token in text[begun:]:
                 if dtype is None:  # float32 states, which are rounded here
                     for number in runner.spec.state_numbers.values():
-                        state = runner._cache.number(number).arrays[-1]
+                        state = runner._slots.cache.number(number).arrays[-1]
                         with torch.inference_mode():
                             state.copy_(state.bfloat16().float())
                 scores = np.asarray(runner.decode_scores([0], [int(token)]), np.float32)

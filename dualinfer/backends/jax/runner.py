@@ -57,7 +57,7 @@ class JaxRunner(WholePasses, ScoreCalls):
         spec = model.spec
         self._peers, self.verifies = model.peers, spec.verifies and model.streaming is None
         self._slots = Slots(model, self._executables)
-        self._count_in()
+        self._fit_passes()
         self._longest = 1  # chunk of steps since the first of what is live began
         self._alone: bool | None = None  # whether the last step was no loop; None before the first
 
@@ -73,7 +73,7 @@ class JaxRunner(WholePasses, ScoreCalls):
         try:
             self._slots.open(pool)
         finally:
-            self._count_in()
+            self._fit_passes()
         if pool is not None and prepare:
             try:
                 self._prepare_pool()
@@ -81,7 +81,7 @@ class JaxRunner(WholePasses, ScoreCalls):
                 self.open(None)
                 raise
 
-    def _count_in(self) -> None:
+    def _fit_passes(self) -> None:
         """Cut prompts for the caches as they are now."""
         own = self.steps
         self._passes = Passes(own.spec, own.ops, self._slots.specs, self._most_tokens_of)
