@@ -14,7 +14,7 @@ from ...errors import StepError
 from ...ops.caches import Room, cache_bytes, cache_specs, check_room, in_blocks
 from ..base import GRAIN, Piece, Pool, Saved
 from ..blocks import Lying, checked
-from ..slots import LiveSlots, StateSize, bucket, part_of, parts_of, room_for
+from ..slots import LiveSlots, StateSize, bucket, part_of, parts_of, room_for, room_of
 from . import sampler
 from .cache import Cache, copied, given, grow, least_free_bytes, make_cache, split, taken
 from .executables import Executables, Job
@@ -98,6 +98,7 @@ class Slots:
         if pool is None:
             return
         try:
+            self.check_room(room_of(pool, self._spec, whole=True))
             self.live = LiveSlots.of(pool, self._spec)
             self._reserve(idle=True)
         except BaseException:

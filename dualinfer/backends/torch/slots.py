@@ -12,7 +12,7 @@ from ...ops.caches import AS_COMPUTED, KeptIn, Room, cache_bytes, cache_specs, i
 from ...parallel.agreement import Peers
 from ..base import GRAIN, MAX_STEPS, Piece, Pool, Request, Saved
 from ..blocks import checked
-from ..slots import LiveSlots, room_for, sampling_rows
+from ..slots import LiveSlots, room_for, room_of, sampling_rows
 from .cache import Cache, size_of
 from .device import upload
 from .sampler import SlotState
@@ -75,6 +75,7 @@ class Slots:
         if pool is None:
             return
         try:
+            self.cache.grow(room_of(pool, self._spec, whole=True))
             self.live = LiveSlots.of(pool, self._spec)
             self._reserve(idle=True)
         except BaseException:
