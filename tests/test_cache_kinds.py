@@ -384,7 +384,7 @@ INSIDE = {
     f"backends/{backend}/{file}.py"
     for backend in BACKENDS
     for file in ("cache", "ops/kernel_attention")
-} | {"ops/cache_kinds.py", "backends/jax/ops/pallas.py"}  # the latter gives kernels arrays
+} | {"ops/cache_kinds.py", "backends/jax/ops/pallas_attention.py"}  # which gives kernels arrays
 ELSEWHERE = (
     "kernels",
     "module",
