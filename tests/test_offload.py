@@ -133,9 +133,10 @@ def test_a_pass_that_fails_half_way_costs_nothing_but_itself(engine, expected, m
 def test_no_pass_runs_for_sequences_that_have_ended(engine, monkeypatch):
     ids = IDS[[0, 0]]
     text = engine.generate(ids, max_new_tokens=3, do_sample=False, eos_token_id=None)[0]
-    passes, name = [], "_step" if engine.inference_config.backend == "torch" else "_advance"
-    run = getattr(engine.runner, name)
-    monkeypatch.setattr(engine.runner, name, lambda *a: (passes.append(1), run(*a))[1])
+    is_torch, passes = engine.inference_config.backend == "torch", []
+    owner, name = (engine.runner._steps, "_step") if is_torch else (engine.runner, "_advance")
+    run = getattr(owner, name)
+    monkeypatch.setattr(owner, name, lambda *a: (passes.append(1), run(*a))[1])
     engine.generate(ids, max_new_tokens=30, do_sample=False, eos_token_id=int(text[-1]))
     assert len(passes) <= 3
 
