@@ -16,6 +16,8 @@ from ..ops.contract import (
     LayerAttention,
     NormOf,
     Routing,
+    Seen,
+    StateRows,
     Unnormed,
     Weights,
 )
@@ -87,11 +89,11 @@ def fused(own: Recurrence) -> FusedRecurrence | None:
 
 
 def fused_sequence(
-    ops: Launcher, own: Recurrence, w: Weights, x: Array, segments: Array | None, **where: Any
+    ops: Launcher, own: Recurrence, w: Weights, x: Array, seen: Seen, rows: StateRows
 ) -> tuple[Array, StateView | None] | None:
     """A recurrence over sequences by kernels; None for plain operations."""
-    kernels = fused(own) if segments is None else None
-    return kernels.fused_sequence(ops, w, x, **where) if kernels else None
+    kernels = fused(own) if seen.segments is None else None
+    return kernels.fused_sequence(ops, w, x, seen.mask, rows) if kernels else None
 
 
 def fused_token(

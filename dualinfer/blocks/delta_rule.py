@@ -11,7 +11,16 @@ from ..model import rows as make
 from ..model.spec import Activation, Norm
 from ..model.weights import Row, Source, row
 from ..ops.caches import Buffer, StateView
-from ..ops.contract import Array, BlockOps, Launch, LaunchingOps, Seen, StateStep, Weights
+from ..ops.contract import (
+    Array,
+    BlockOps,
+    Launch,
+    LaunchingOps,
+    Seen,
+    StateRows,
+    StateStep,
+    Weights,
+)
 from ..ops.maths import Maths, cut, flat, heads
 from ..ops.projection import project
 from ..ops.recurrences import (
@@ -265,27 +274,16 @@ class DeltaRule:
         return y, cache.of(*held)
 
     def fused_sequence(
-        self,
-        ops: LaunchingOps,
-        w: Weights,
-        x: Array,
-        mask: Array | None,
-        cache: StateView | None,
-        slots: Array | None,
-        lengths: Array | None,
-        starts: Array | None,
+        self, ops: LaunchingOps, w: Weights, x: Array, mask: Array | None, rows: StateRows
     ) -> tuple[Array, StateView | None] | None:
         """See `contract.FusedRecurrence`."""
         from ..kernels.triton import delta_prompt
 
-        how = {"mask": mask, "pdl": ops.starts_early(x.shape[0] * x.shape[1])}
-        if cache is not None:
-            how |= {"slots": slots, "lengths": lengths, "starts": starts}
-        held = () if cache is None else cache.arrays
-        y, held = ops.launch(
-            Launch(delta_prompt.delta_prompt, (x, self._known(ops, w, x), *held), how), held
-        )
-        return y, None if cache is None else cache.of(*held)
+        early = ops.starts_early(x.shape[0] * x.shape[1])
+        how = {"mask": mask, "pdl": early, **rows.numbers}
+        own = x, self._known(ops, w, x), *rows.held
+        y, held = ops.launch(Launch(delta_prompt.delta_prompt, own, how), rows.held)
+        return y, rows.after(held)
 
     def _known(self, ops: BlockOps, w: Weights, x: Array) -> Any:
         """Put the layer's facts, weights and second projections together, for both kernels."""

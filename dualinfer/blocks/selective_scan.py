@@ -16,6 +16,7 @@ from ..ops.contract import (
     LaunchingOps,
     NormOf,
     Seen,
+    StateRows,
     Weights,
 )
 from ..ops.maths import Maths, cut
@@ -172,29 +173,20 @@ class SelectiveScan:
         return y, cache.of(past, state)
 
     def fused_sequence(
-        self,
-        ops: LaunchingOps,
-        w: Weights,
-        x: Array,
-        mask: Array | None,
-        cache: StateView | None,
-        slots: Array | None,
-        lengths: Array | None,
-        starts: Array | None,
+        self, ops: LaunchingOps, w: Weights, x: Array, mask: Array | None, rows: StateRows
     ) -> tuple[Array, StateView | None] | None:
         """See `contract.FusedRecurrence`."""
         from ..kernels.triton import selective_scan
 
-        held = () if cache is None else cache.arrays
-        where = {} if cache is None else {"slots": slots, "starts": starts}
-        how = {"mask": mask, "pdl": ops.starts_early(x.shape[0] * x.shape[1]), **where}
+        early = ops.starts_early(x.shape[0] * x.shape[1])
+        how = {"mask": mask, "pdl": early, **rows.numbers}
+        begun = {name: value for name, value in how.items() if name != "lengths"}
         kernel = w["recurrence_kernel"], w.get("recurrence_kernel_bias")
-        launch = Launch(selective_scan.convolve, (x, *kernel, *held[:1]), how)
+        launch = Launch(selective_scan.convolve, (x, *kernel, *rows.held[:1]), begun)
         value, _ = ops.launch(launch)
-        given = x, value, *self._read(ops, w, value), self._known(w), *held
-        how |= {} if cache is None else {"lengths": lengths}
-        y, held = ops.launch(Launch(selective_scan.scan, given, how), held)
-        return y, None if cache is None else cache.of(*held)
+        given = x, value, *self._read(ops, w, value), self._known(w), *rows.held
+        y, held = ops.launch(Launch(selective_scan.scan, given, how), rows.held)
+        return y, rows.after(held)
 
     def _known(self, w: Weights) -> Any:
         """Put the layer's weights together, for both kernels."""

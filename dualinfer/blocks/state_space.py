@@ -17,6 +17,7 @@ from ..ops.contract import (
     LaunchingOps,
     NormOf,
     Seen,
+    StateRows,
     StateStep,
     Unnormed,
     Weights,
@@ -234,27 +235,16 @@ class StateSpace:
         return y if behind is None else Unnormed(y, None, behind), cache.of(*held)
 
     def fused_sequence(
-        self,
-        ops: LaunchingOps,
-        w: Weights,
-        x: Array,
-        mask: Array | None,
-        cache: StateView | None,
-        slots: Array | None,
-        lengths: Array | None,
-        starts: Array | None,
+        self, ops: LaunchingOps, w: Weights, x: Array, mask: Array | None, rows: StateRows
     ) -> tuple[Array, StateView | None] | None:
         """See `contract.FusedRecurrence`."""
         from ..kernels.triton import state_prompt
 
-        how = {"mask": mask, "pdl": ops.starts_early(x.shape[0] * x.shape[1])}
-        if cache is not None:
-            how |= {"slots": slots, "lengths": lengths, "starts": starts}
-        held = () if cache is None else cache.arrays
-        y, held = ops.launch(
-            Launch(state_prompt.state_prompt, (x, self._known(w), *held), how), held
-        )
-        return y, None if cache is None else cache.of(*held)
+        early = ops.starts_early(x.shape[0] * x.shape[1])
+        how = {"mask": mask, "pdl": early, **rows.numbers}
+        own = x, self._known(w), *rows.held
+        y, held = ops.launch(Launch(state_prompt.state_prompt, own, how), rows.held)
+        return y, rows.after(held)
 
     def _known(self, w: Weights) -> Any:
         """Put the layer's facts and weights together, for both kernels."""

@@ -441,6 +441,34 @@ class LaunchingOps(BlockOps, Protocol):
         ...
 
 
+class StateRows(NamedTuple):
+    """The slots of a layer's cache of states that sequences are of, as `Ops.recur` is given them.
+
+    All are None without a cache, and `starts` where sequences begin.
+    """
+
+    cache: StateView | None = None
+    slots: Array | None = None
+    lengths: Array | None = None
+    starts: Array | None = None
+
+    @property
+    def held(self) -> Sequence[Array]:
+        """The arrays of the cache; none without one."""
+        return () if self.cache is None else self.cache.arrays
+
+    @property
+    def numbers(self) -> dict[str, Array | None]:
+        """The rest by name, as kernels take it; none without a cache."""
+        if self.cache is None:
+            return {}
+        return {"slots": self.slots, "lengths": self.lengths, "starts": self.starts}
+
+    def after(self, held: Sequence[Array]) -> StateView | None:
+        """The cache once it has these arrays."""
+        return None if self.cache is None else self.cache.of(*held)
+
+
 @runtime_checkable
 class FusedRecurrence(Protocol):
     """A `spec.Recurrence` with kernels of its own, which do what its plain functions say."""
@@ -466,17 +494,12 @@ class FusedRecurrence(Protocol):
         ...
 
     def fused_sequence(
-        self,
-        ops: LaunchingOps,
-        w: Weights,
-        x: Array,
-        mask: Array | None,
-        cache: StateView | None,
-        slots: Array | None,
-        lengths: Array | None,
-        starts: Array | None,
+        self, ops: LaunchingOps, w: Weights, x: Array, mask: Array | None, rows: StateRows
     ) -> tuple[Array, StateView | None] | None:
-        """See `Ops.recur`, where no sequences are packed; None for plain operations."""
+        """See `Ops.recur`, where no sequences are packed; None for plain operations.
+
+        `rows` has the numbers and the cache that are given there.
+        """
         ...
 
 

@@ -17,7 +17,7 @@ from dualinfer.blocks.short_convolution import ShortConvolution  # isort: skip
 from dualinfer.blocks.state_space import StateSpace  # isort: skip
 from dualinfer.kernels.triton import linear  # isort: skip
 from dualinfer.model.spec import Norm  # isort: skip
-from dualinfer.ops.contract import ALONE, Launch, Seen, Unnormed  # isort: skip
+from dualinfer.ops.contract import ALONE, Launch, Seen, StateRows, Unnormed  # isort: skip
 from dualinfer.ops.exact import MATHS  # isort: skip
 from dualinfer.ops.norms import plain_norm  # isort: skip
 
@@ -180,9 +180,9 @@ def run(own: Any, w: dict[str, np.ndarray], x: np.ndarray, held: Any, **how: Any
     """What kernels give of sequences, and what `held`, (past, state) or None, has then."""
     weights = {key: put(value) for key, value in w.items()}
     cache = None if held is None else cache_of(*held)
-    numbers = {key: how.get(key) for key in ("mask", "slots", "lengths", "starts")}
-    numbers = {key: None if value is None else put(value) for key, value in numbers.items()}
-    found = own.fused_sequence(Kernels(), weights, put(x), cache=cache, **numbers)
+    numbers = (how.get(key) for key in ("mask", "slots", "lengths", "starts"))
+    mask, *rest = (None if value is None else put(value) for value in numbers)
+    found = own.fused_sequence(Kernels(), weights, put(x), mask, StateRows(cache, *rest))
     assert found is not None
     return get(found[0])
 

@@ -43,6 +43,8 @@ from ....ops.contract import (
     Launch,
     NormOf,
     Routing,
+    Seen,
+    StateRows,
     Unnormed,
     Weights,
 )
@@ -128,11 +130,10 @@ class KernelOps(KernelAttention):
         starts: jax.Array | None = None,
     ) -> tuple[jax.Array, StateView | None]:
         """See `contract.Ops.recur`."""
-        where: dict[str, Any] = {"cache": cache, "slots": slots, "lengths": lengths}
-        where |= {"starts": starts, "mask": mask}
+        seen, rows = Seen(mask, segments), StateRows(cache, slots, lengths, starts)
         with jax.named_scope("recurrence"):
-            found = fused_sequence(self, own, w, x, segments, **where)
-        return found or super().recur(own, w, x, segments=segments, **where)
+            found = fused_sequence(self, own, w, x, seen, rows)
+        return found or super().recur(own, w, x, **seen._asdict(), **rows._asdict())
 
     def recur_token(
         self, own: Recurrence, w: Weights, x: jax.Array, cache: StateView, moves: jax.Array

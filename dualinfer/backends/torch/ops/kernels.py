@@ -37,6 +37,8 @@ from ....ops.contract import (
     Launch,
     NormOf,
     Routing,
+    Seen,
+    StateRows,
     Unnormed,
     Weights,
 )
@@ -138,10 +140,9 @@ class KernelOps(KernelAttention):
         starts: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, StateView | None]:
         """See `contract.Ops.recur`."""
-        where: dict[str, Any] = {"cache": cache, "slots": slots, "lengths": lengths}
-        where |= {"starts": starts, "mask": mask}
-        found = fused_sequence(self, own, w, x, segments, **where)
-        return found or super().recur(own, w, x, segments=segments, **where)
+        seen, rows = Seen(mask, segments), StateRows(cache, slots, lengths, starts)
+        found = fused_sequence(self, own, w, x, seen, rows)
+        return found or super().recur(own, w, x, **seen._asdict(), **rows._asdict())
 
     @named("recurrence")
     def recur_token(
