@@ -65,6 +65,21 @@ class Prompts(NamedTuple):
     embeds: jax.Array | None = None
 
 
+class Carry(NamedTuple):
+    """The values that a step takes over and hands to the next one; `scratch` is the ops'.
+
+    int32 `rows` [N] are the rows of `tokens` [R, N] that the next tokens go to, all the same; what
+    is told of them goes to those of `told` [R, N, 1 + 2 K], None where nothing is.
+    """
+
+    cache: Cache
+    state: SlotState
+    scratch: Any
+    tokens: jax.Array
+    rows: jax.Array
+    told: jax.Array | None
+
+
 class Steps:
     """A model's forward pass, prefill and decode, to be traced.
 
@@ -351,29 +366,24 @@ class Steps:
         """
         steps, mode = limits
 
-        def loop(served: jax.Array | int, more: jax.Array | bool, carry: tuple) -> tuple:
+        def loop(served: jax.Array | int, more: jax.Array | bool, carry: Carry) -> Carry:
             """Steps of one mode, while `more` and slots are active."""
 
             @jax.jit  # so that the two loops have one body, traced and lowered once
-            def step(carry: tuple) -> tuple:
-                return self._step(params, served, *carry)
+            def step(carry: Carry) -> Carry:
+                return self._step(params, served, carry)
 
-            def several(carry: tuple) -> tuple:
+            def several(carry: Carry) -> Carry:
                 return jax.lax.fori_loop(0, self.block, lambda _, inner: step(inner), carry)
 
-            def unfinished(carry: tuple, count: int = 1) -> jax.Array:
-                _, state, _, _, rows, _ = carry
-                return (rows[0] + count <= steps) & state.active.any() & more
+            def unfinished(carry: Carry, count: int = 1) -> jax.Array:
+                return (carry.rows[0] + count <= steps) & carry.state.active.any() & more
 
             if self.block > 1:
                 carry = jax.lax.while_loop(partial(unfinished, count=self.block), several, carry)
             return jax.lax.while_loop(unfinished, step, carry)
 
-        slots = state.active.shape[0]
-        tokens = jnp.full((MAX_STEPS, slots), NO_TOKEN, jnp.int32)
-        rows = jnp.zeros(slots, jnp.int32)
-        told = self._none_told(MAX_STEPS, slots) if tells else None
-        carry = (cache, state, self._scratch(params, slots), tokens, rows, told)
+        carry = self._carry(params, cache, state, MAX_STEPS, tells)
         if self.ops.modes:
             # Loops one after the other: a branch around them would copy the cache.
             lower = -1
@@ -382,14 +392,25 @@ class Steps:
                 lower = served
         else:
             carry = loop(mode, True, carry)
-        cache, state, scratch, tokens, _, told = carry
-        ops = self.ops.using(scratch)
-        result = tokens if told is None else (tokens, told)
-        return cache, ops.ended(state, tokens), result, ops.given_up()
+        return self._ended(carry)
 
-    def _none_told(self, steps: int, slots: int) -> jax.Array:
-        """Room for what steps tell."""
-        return jnp.zeros((steps, slots, 1 + 2 * min(sampling.TOP, self.spec.vocab)), jnp.float32)
+    def _carry(
+        self, params: Params, cache: Cache, state: SlotState, steps: int, tells: bool
+    ) -> Carry:
+        """The values before the first of so many steps."""
+        slots, told = state.active.shape[0], None
+        if tells:
+            width = 1 + 2 * min(sampling.TOP, self.spec.vocab)
+            told = jnp.zeros((steps, slots, width), jnp.float32)
+        tokens = jnp.full((steps, slots), NO_TOKEN, jnp.int32)
+        rows = jnp.zeros(slots, jnp.int32)
+        return Carry(cache, state, self._scratch(params, slots), tokens, rows, told)
+
+    def _ended(self, carry: Carry) -> tuple[Cache, SlotState, Any, jax.Array | None]:
+        """The results of steps: cache and state, and the tokens, with what is told of them."""
+        ops, tokens = self.ops.using(carry.scratch), carry.tokens
+        result = tokens if carry.told is None else (tokens, carry.told)
+        return carry.cache, ops.ended(carry.state, tokens), result, ops.given_up()
 
     @jax.named_scope("dualinfer")
     def decode_one(
@@ -411,20 +432,14 @@ class Steps:
         With `part` N are the first slots alone, of which none has more tokens than it says.
         """
         whole, (state, reach) = state, _part_of(state, part)
-        slots = state.active.shape[0]
-        tokens = jnp.full((1, slots), NO_TOKEN, jnp.int32)
-        rows = jnp.zeros(slots, jnp.int32)
-        scratch = self._scratch(params, slots)
+        carry = self._carry(params, cache, state, 1, tells)
         if self._goes_on(layers):
-            ops = self.ops.using(scratch)
+            ops = self.ops.using(carry.scratch)
             cache, x = self._token(params, ops, cache, state, x, layers, reach=reach)
             return cache, None, x, ops.given_up()
-        told = self._none_told(1, slots) if tells else None
-        args = cache, state, scratch, tokens, rows, told
-        cache, state, scratch, tokens, _, told = self._step(params, mode, *args, x, layers, reach)
-        ops = self.ops.using(scratch)
-        result = tokens if told is None else (tokens, told)
-        return cache, _with_part(whole, ops.ended(state, tokens)), result, ops.given_up()
+        carry = self._step(params, mode, carry, x, layers, reach)
+        cache, state, result, flags = self._ended(carry)
+        return cache, _with_part(whole, state), result, flags
 
     @jax.named_scope("dualinfer")
     def decode_scores(
@@ -516,20 +531,13 @@ class Steps:
         self,
         params: Params,
         mode: jax.Array | int,
-        cache: Cache,
-        state: SlotState,
-        scratch: Any,
-        tokens: jax.Array,
-        rows: jax.Array,
-        told: jax.Array | None,
+        carry: Carry,
         x: jax.Array | None = None,
         layers: range | None = None,
         reach: int | None = None,
-    ) -> tuple[Cache, SlotState, Any, jax.Array, jax.Array, jax.Array | None]:
-        """One token for each active slot, in the row of `tokens` that `rows` [N] says.
-
-        What `sampling.tell` says of it goes to the same row of `told`, where that is there.
-        """
+    ) -> Carry:
+        """One token for each active slot, and what `sampling.tell` says of it where it is told."""
+        cache, state, scratch, tokens, rows, told = carry
         ops = self.ops.using(scratch)
         cache, x = self._token(params, ops, cache, state, x, layers, reach=reach)
         logits = decoder.logits(self.spec, params, ops, x[:, 0], wide=True)
@@ -538,7 +546,7 @@ class Steps:
         state, tokens, rows = ops.advance(state.shown(logits), state, mode, tokens, rows)
         if told is not None:
             told = told.at[row].set(sampling.tell(MATHS, logits, state.last))
-        return cache, state.counted(moved), ops.scratch, tokens, rows, told
+        return Carry(cache, state.counted(moved), ops.scratch, tokens, rows, told)
 
     def _goes_on(self, layers: range | None) -> bool:
         """True for a part of a pass that others follow."""
