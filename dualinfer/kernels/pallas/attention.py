@@ -1,7 +1,8 @@
 """Attention by blocks of keys with a running softmax: of prompts, of pieces, of a token.
 
-Queries of the heads that share a key lie side by side, so that a block of keys is read once for all
-of them. Where keys lie in a cache, only blocks that some query of a program sees are copied.
+Queries of the heads that share a key are read together, so that a block of keys is read once for
+all of them: a program's rows are its tokens of one head, then of the next. Where keys lie in a
+cache, only blocks that some query of a program sees are copied.
 """
 
 import math
@@ -104,6 +105,7 @@ def attend(
     own = _tokens_of(tokens, group, q.dtype, _ROWS if made is None and not values else _MANY_ROWS)
     padded = rounded_up(tokens, own)
     rows = rounded_up(own * group, sublanes(q.dtype))
+    whole_tiles = own % sublanes(q.dtype) == 0  # of each head: q is read as it lies
     blocks_of_rows = padded // own
     keys = size if table is not None else min(size, _keys_of(tokens, k))
     total = size * table.shape[1] if table is not None else size
@@ -115,22 +117,21 @@ def attend(
 
     def by_rows(x: jax.Array) -> jax.Array:
         """[B, T, K, G, ...] as [B, K, rows of all programs, ...]."""
-        x = jnp.pad(x, ((0, 0), (0, padded - tokens), *[(0, 0)] * (x.ndim - 2)))
-        x = jnp.moveaxis(x, 2, 1).reshape(
-            len(x), kv_heads, blocks_of_rows, own * group, *x.shape[4:]
-        )
-        x = jnp.pad(x, ((0, 0), (0, 0), (0, 0), (0, rows - own * group), *[(0, 0)] * (x.ndim - 4)))
-        return x.reshape(len(x), kv_heads, -1, *x.shape[4:])
+        x = jnp.pad(x, ((0, 0), (0, padded - x.shape[1]), *[(0, 0)] * (x.ndim - 2)))
+        count, _, kv, of_each, *rest = x.shape
+        x = x.reshape(count, blocks_of_rows, own, kv, of_each, *rest)
+        x = jnp.moveaxis(x, (3, 4), (1, 3)).reshape(count, kv, blocks_of_rows, -1, *rest)
+        x = jnp.pad(x, (*[(0, 0)] * 3, (0, rows - own * of_each), *[(0, 0)] * len(rest)))
+        return x.reshape(count, kv, -1, *rest)
 
     def column(x: jax.Array) -> jax.Array:
         """int [B, T] as [B, 1, rows of all programs, 1]."""
-        wide = jnp.broadcast_to(x[:, :, None, None, None], (*x.shape, 1, group, 1))
-        return _rows_of(wide, own, group, rows, blocks_of_rows, padded)
+        return by_rows(jnp.broadcast_to(x[:, :, None, None, None], (*x.shape, 1, group, 1)))
 
     def of_heads(x: jax.Array) -> jax.Array:
         """float32 [H] as [K, rows, 1]."""
         x = jnp.broadcast_to(
-            x.astype(jnp.float32).reshape(kv_heads, 1, group), (kv_heads, own, group)
+            x.astype(jnp.float32).reshape(kv_heads, group, 1), (kv_heads, group, own)
         )
         x = jnp.pad(x.reshape(kv_heads, -1), ((0, 0), (0, rows - own * group)))
         return x[..., None]
@@ -158,6 +159,13 @@ def attend(
         j = block(b, i, j, starts, limits)
         return (places[b, j], h, 0, 0) if table is not None else (places[b], h, j, 0)
 
+    def shape_of(dim: int) -> tuple[int | None, ...]:
+        """The shape of a program's queries, or of its results, of so many elements each."""
+        return (None, group, own, dim) if whole_tiles else (None, None, rows, dim)
+
+    def of_queries(b: Any, h: Any, i: Any, *_: Any) -> tuple[Any, ...]:
+        return b, h, i, 0
+
     def of_scales(b: Any, h: Any, i: Any, j: Any, *given: Any) -> tuple[Any, ...]:
         first, head, at, _ = of_keys(b, h, i, j, *given)
         return first, head, 0, at
@@ -165,15 +173,14 @@ def attend(
     def of_row(b: Any, h: Any, i: Any, j: Any, *given: Any) -> tuple[Any, ...]:
         return b, 0, block(b, i, j, *given[:2])
 
-    queries = by_rows(q.reshape(batch, tokens, kv_heads, group, dim))
+    if whole_tiles:
+        queries = jnp.pad(q, ((0, 0), (0, padded - tokens), (0, 0), (0, 0))).swapaxes(1, 2)
+    else:
+        queries = by_rows(q.reshape(batch, tokens, kv_heads, group, dim))
     names = ["q", "at", "k"]
-    places = jnp.broadcast_to(jnp.arange(padded, dtype=jnp.int32)[None], (1, padded))
-    at = _rows_of(
-        jnp.broadcast_to(places[:, :, None, None, None], (1, padded, 1, group, 1)),
-        *(own, group, rows, blocks_of_rows, padded),
-    )
+    at = column(jnp.arange(padded, dtype=jnp.int32)[None])
     inputs = [
-        Block(queries, (None, None, rows, dim), lambda b, h, i, j, *_: (b, h, i, 0)),
+        Block(queries, shape_of(dim), of_queries),
         Block(at, (None, None, rows, 1), lambda b, h, i, j, *_: (0, 0, i, 0)),
         Block(k, (None, None, keys, k.shape[3]), of_keys),
     ]
@@ -207,7 +214,7 @@ def attend(
         distances = first + jnp.arange(keys) - jnp.arange(own)[:, None]
         near_blocks = scores.table.astype(jnp.float32)[:, distances.clip(-most, most) + most]
         near_blocks = near_blocks.reshape(kv_heads, group, low + high + 1, own, keys)
-        near_blocks = near_blocks.transpose(0, 2, 3, 1, 4).reshape(kv_heads, -1, own * group, keys)
+        near_blocks = near_blocks.swapaxes(1, 2).reshape(kv_heads, -1, group * own, keys)
         more = [(0, 0)] * 2 + [(0, rows - own * group), (0, 0)]
 
         def of_distance(b: Any, h: Any, i: Any, j: Any, *given: Any) -> tuple[Any, ...]:
@@ -256,14 +263,16 @@ def attend(
                 new = jnp.maximum(most, sinks)
                 share = jnp.exp(most - new)
                 total, sums = total * share + jnp.exp(sinks - new), sums * share
-            ref["out"][...] = (sums / jnp.where(total == 0, 1, total)).astype(q.dtype)
+            y = (sums / jnp.where(total == 0, 1, total)).astype(q.dtype)
+            ref["out"][...] = y.reshape(ref["out"].shape)
 
     def _step(ref: Any, start: Any, limit: Any, base: Any) -> None:
         key, value = _values(ref["k"][...], q.dtype), None
+        own_q = ref["q"][...].reshape(rows, dim)
         if made is None:
-            found = dot(ref["q"][...], key) * scores.scale
+            found = dot(own_q, key) * scores.scale
         else:
-            found, value = _by_made(ref, key)
+            found, value = _by_made(ref, own_q, key)
             found = found * scores.scale
         if "k_scale" in ref:
             found = found * ref["k_scale"][...]
@@ -312,13 +321,13 @@ def attend(
         places_of_keys = table.astype(jnp.int32)
     else:
         places_of_keys = jnp.arange(batch, dtype=jnp.int32) if slots is None else slots
-    out = jax.ShapeDtypeStruct((batch, kv_heads, blocks_of_rows * rows, width), q.dtype)
+    out = jax.ShapeDtypeStruct((*queries.shape[:3], width), q.dtype)
     (y,) = run(
         body,
         "attention",
         (batch, kv_heads, blocks_of_rows, steps),
         inputs,
-        [Block(out, (None, None, rows, width), lambda b, h, i, j, *_: (b, h, i, 0))],
+        [Block(out, shape_of(width), of_queries)],
         scratch=[((rows, 1), jnp.float32), ((rows, 1), jnp.float32), ((rows, width), jnp.float32)],
         prefetch=[x.astype(jnp.int32) for x in (seen.starts, seen.limits, places_of_keys)],
         parallel=[True, True, True, False],
@@ -326,9 +335,11 @@ def attend(
         flops=2 * flops,
         interpret=interpret,
     )
+    if whole_tiles:
+        return y.swapaxes(1, 2)[:, :tokens]
     y = y.reshape(batch, kv_heads, blocks_of_rows, rows, width)[:, :, :, : own * group]
-    y = y.reshape(batch, kv_heads, padded, group, width)[:, :, :tokens]
-    return y.transpose(0, 2, 1, 3, 4).reshape(batch, tokens, heads, width)
+    y = y.reshape(batch, kv_heads, blocks_of_rows, group, own, width).transpose(0, 2, 4, 1, 3, 5)
+    return y.reshape(batch, padded, heads, width)[:, :tokens]
 
 
 def by_distance(tokens: int, heads: int, table: jax.Array, k: jax.Array, dtype: Any) -> bool:
@@ -362,9 +373,9 @@ def makes_heads(tokens: int, dim: int, width: int, rank: int, turning: int) -> b
     return own * (2 * rank + turning - dim - width) > rank * (dim - turning + width)
 
 
-def _by_made(ref: Any, shared: jax.Array) -> tuple[jax.Array, jax.Array]:
+def _by_made(ref: Any, q: jax.Array, shared: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Products of a head's queries with its keys of vectors `shared`, and its values of these."""
-    rank, q = ref["of_keys"].shape[-1], ref["q"][...]
+    rank = ref["of_keys"].shape[-1]
     vectors, turning = shared[:, :rank], shared[:, rank:]
     own = q.shape[1] - turning.shape[1]
     key, value = (dot(vectors, ref[name][...]).astype(q.dtype) for name in ("of_keys", "of_values"))
@@ -372,11 +383,15 @@ def _by_made(ref: Any, shared: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 
 def _tokens_of(tokens: int, group: int, dtype: Any, most: int) -> int:
-    """Tokens whose queries a program has, in at most so many rows; they fill tiles of rows."""
+    """Tokens whose queries a program has, in at most so many rows.
+
+    They fill tiles of rows: of each head, or where these are too many of all that share a key.
+    """
     if tokens == 1:
         return 1
     least = sublanes(dtype)
-    least //= math.gcd(least, group)
+    if tokens < least or least * group > most:
+        least //= math.gcd(least, group)
     return min(rounded_up(tokens, least), max(least, most // group // least * least))
 
 
@@ -386,14 +401,6 @@ def _keys_of(tokens: int, k: jax.Array) -> int:
     while count > LANES and count * k.shape[3] * k.dtype.itemsize > _BLOCK:
         count //= 2
     return count
-
-
-def _rows_of(x: jax.Array, own: int, group: int, rows: int, blocks: int, padded: int) -> jax.Array:
-    """[B, T, 1, G, 1] as [B, 1, rows of all programs, 1]."""
-    x = jnp.pad(x, ((0, 0), (0, padded - x.shape[1]), (0, 0), (0, 0), (0, 0)))
-    x = x.reshape(len(x), 1, blocks, own * group)
-    x = jnp.pad(x, ((0, 0), (0, 0), (0, 0), (0, rows - own * group)))
-    return x.reshape(len(x), 1, -1, 1)
 
 
 def _div(a: Any, b: int) -> Any:
