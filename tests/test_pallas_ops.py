@@ -19,6 +19,7 @@ from dualinfer.backends.jax.maths import MATHS  # noqa: E402
 from dualinfer.backends.jax.ops.pallas import PallasOps  # noqa: E402
 from dualinfer.backends.jax.ops.plain import IMPLEMENTATIONS, PlainOps  # noqa: E402
 from dualinfer.errors import ConfigError, UnsupportedError  # noqa: E402
+from dualinfer.kernels.pallas import attention as attending  # noqa: E402
 from dualinfer.kernels.pallas.launch import VARIABLE  # noqa: E402
 from dualinfer.model.families import describe_model  # noqa: E402
 from dualinfer.model.weights import Weight  # noqa: E402
@@ -69,8 +70,9 @@ OTHERS = ("afmoe", "cohere2_moe", "phimoe")
 @pytest.mark.parametrize(
     "name", slow_but(("llama-gqa",), [n for n in CASES | MIXTURES if n not in OTHERS])
 )
-def test_kernels_give_what_plain_xla_gives(name, engines):
-    """Three prompts of one length, into the cache and on."""
+def test_kernels_give_what_plain_xla_gives(name, engines, monkeypatch):
+    """Three prompts of one length, into the cache and on; heads of 12 fill their lanes."""
+    monkeypatch.setattr(attending, "LANES", 4)
     fast, plain = engines(name)
     ids = np.random.default_rng(2).integers(3, VOCAB, (3, 13))
     with noted_logits("jax") as logits:
@@ -164,8 +166,9 @@ def test_sampled_text_is_that_of_the_plain_ops(engines):
 @greedy
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["llama-gqa", "gemma2"])
-def test_sequences_of_a_pool_go_on_in_rows(name, engines):
+def test_sequences_of_a_pool_go_on_in_rows(name, engines, monkeypatch):
     """Their prompts are read as rows of tokens of slots that others have had."""
+    monkeypatch.setattr(attending, "LANES", 4)
     fast, plain = engines(name)
     ids = np.random.default_rng(4).integers(3, VOCAB, 70).tolist()
     texts = []

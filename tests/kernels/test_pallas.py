@@ -239,6 +239,42 @@ def test_attention_of_prompts_is_the_reference(option, monkeypatch):
 
 
 @both
+@pytest.mark.parametrize("interleaved", [False, True], ids=["halves", "pairs"])
+def test_packed_queries_are_normed_and_turned_where_they_are_read(dtype, interleaved, monkeypatch):
+    """Three heads a key, in two blocks of queries; rows have angles of their own, or the same."""
+    monkeypatch.setattr(attending, "_ROWS", 48)
+    monkeypatch.setattr(attending, "LANES", 16)
+    batch, tokens, heads, kv_heads, dim = 2, 32, 6, 2, 16
+    qkv = normal(1, batch, tokens, heads + 2 * kv_heads, dim, dtype=dtype)
+    q, k, v = np.split(qkv, [heads, heads + kv_heads], 2)
+    gain = normal(4, dim, dtype=dtype)
+    angles = normal(5, 1 if interleaved else batch, tokens, 4, dtype=FLOAT32)
+    cos, sin = np.cos(angles), np.sin(angles)
+    keys, values = (jnp.asarray(x.swapaxes(1, 2)) for x in (k, v))
+    assert attending.takes_packed(tokens, heads, keys, values, dtype)
+    assert not attending.takes_packed(tokens + 1, heads, keys, values, dtype)
+    wide = appending.widened(jnp.asarray(cos), jnp.asarray(sin), dim, interleaved)
+    found = attend(
+        jnp.asarray(qkv.reshape(batch, tokens, -1)),
+        *(keys, values),
+        attending.Seen(jnp.zeros(batch, jnp.int32), jnp.full(batch, tokens, jnp.int32), True),
+        attending.Scores(0.25),
+        packed=attending.Packed(
+            heads,
+            appending.Turn(*wide, appending.pairs(dim, 8, interleaved)),
+            appending.HeadNorm(rms, [jnp.asarray(gain)], []),
+        ),
+        **INTERPRET,
+    )
+    normed = oracles.rms_norm(q, gain, EPS).astype(dtype)
+    cos, sin = (np.broadcast_to(x, (batch, *x.shape[1:])) for x in (cos, sin))
+    turned = oracles.rotary(normed, cos, sin, interleaved)
+    wanted = oracles.attention(np.asarray(turned).astype(dtype), k, v, scale=0.25)
+    assert found.dtype == dtype
+    assert_close(np.asarray(found), wanted, dtype, length=tokens, roundings=4)
+
+
+@both
 @pytest.mark.parametrize("table", [False, True], ids=["slots", "blocks"])
 def test_a_token_attends_to_its_slot_alone(dtype, table, monkeypatch):
     """Garbage lies behind; a window and a chunk begin in other blocks than the first.

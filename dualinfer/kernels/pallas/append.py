@@ -4,7 +4,7 @@ XLA's scatter into arrays of several heads turns all that there is, and back.
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -62,6 +62,39 @@ def pairs(dim: int, turning: int, interleaved: bool) -> np.ndarray:
         a, b = (2 * i, 2 * i + 1) if interleaved else (i, i + half)
         matrix[b, a], matrix[a, b] = -1, 1
     return matrix
+
+
+def turned(
+    ref: Mapping[str, Any], x: jax.Array, name: str, norm: HeadNorm | None, dtype: Any
+) -> jax.Array:
+    """float32 heads [N, D] in a kernel, normed and turned, each rounded to a dtype.
+
+    `ref` are references to cosines and sines [N or 1, D], "cos" and "sin", and to "pairs", if
+    heads turn, and to the weights of the norm of those of this `name`, "norm_q0".
+    """
+
+    def rounded(y: jax.Array) -> jax.Array:
+        return y.astype(dtype).astype(jnp.float32)
+
+    def normed(y: jax.Array) -> jax.Array:
+        assert norm is not None
+        weights = (ref[f"norm_{name}{i}"][...] for i in range(len(norm.queries)))
+        return rounded(norm.function(y, *(weight.astype(jnp.float32) for weight in weights)))
+
+    if norm is not None and not norm.turned:
+        x = normed(x)
+    if "pairs" in ref:
+        other = jax.lax.dot(
+            x,
+            ref["pairs"][...],
+            precision=jax.lax.Precision.HIGHEST,
+            preferred_element_type=jnp.float32,
+        )
+        cos, sin = (ref[part][...] for part in ("cos", "sin"))
+        if len(cos) not in (1, len(x)):  # of tokens, which each head has
+            cos, sin = (jnp.concatenate([part] * (len(x) // len(part))) for part in (cos, sin))
+        x = rounded(x * cos + other * sin)
+    return normed(x) if norm is not None and norm.turned else x
 
 
 def serves(k: jax.Array) -> bool:
@@ -292,36 +325,15 @@ def append(
         inputs.append(whole(jnp.asarray(turn.pairs)))
     if norm is not None:
         for name, weights in (("q", norm.queries), ("k", norm.keys)):
-            for i, weight in enumerate(weights):
-                names.append(f"norm_{name}{i}")
-                inputs.append(Block(weight.reshape(1, dim), (1, dim), lambda n, at: (0, 0)))
-
-    def normed(ref: Any, x: jax.Array, name: str) -> jax.Array:
-        assert norm is not None
-        weights = [
-            ref[f"norm_{name}{i}"][...].astype(jnp.float32) for i in range(len(norm.queries))
-        ]
-        return norm.function(x, *weights).astype(qkv.dtype).astype(jnp.float32)
+            names += [f"norm_{name}{i}" for i in range(len(weights))]
+            inputs += [whole(weight.reshape(1, dim)) for weight in weights]
 
     def body(at: Any, *refs: Any) -> None:
         ref = dict(zip([*names, "out_q", "out_k", "out_v"], refs, strict=True))
         x = ref["qkv"][...].astype(jnp.float32)
         found = {"q": x[:heads], "k": x[heads : heads + kv_heads]}
         for name, part in found.items():
-            if norm is not None and not norm.turned:
-                part = normed(ref, part, name)
-            if turn is not None:
-                other = jax.lax.dot(
-                    part,
-                    ref["pairs"][...],
-                    precision=jax.lax.Precision.HIGHEST,
-                    preferred_element_type=jnp.float32,
-                )
-                part = part * ref["cos"][...] + other * ref["sin"][...]
-                part = part.astype(qkv.dtype).astype(jnp.float32)
-            if norm is not None and norm.turned:
-                part = normed(ref, part, name)
-            found[name] = part
+            found[name] = turned(ref, part, name, norm, qkv.dtype)
         ref["out_q"][...] = found["q"].astype(qkv.dtype)
         place = jax.lax.rem(at[pl.program_id(0)], jnp.int32(size))
         here = jax.lax.broadcasted_iota(jnp.int32, (kv_heads, size, dim), 1) == place

@@ -13,7 +13,8 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
-from .launch import LANES, Block, dot, rounded_up, run, sublanes
+from .append import HeadNorm, Turn, turned
+from .launch import LANES, Block, dot, rounded_up, run, sublanes, whole
 from .product import float8
 
 _ROWS = 256  # queries times heads of a program
@@ -60,6 +61,17 @@ class Scores(NamedTuple):
     table: jax.Array | None = None
 
 
+class Packed(NamedTuple):
+    """Queries that a product gave, of so many heads, with keys and values or what else behind them.
+
+    The kernel norms and turns them as `append` does, by cosines and sines [B or 1, T, D].
+    """
+
+    heads: int
+    turn: Turn | None
+    norm: HeadNorm | None
+
+
 class Made(NamedTuple):
     """The matrices by which each head makes keys and values of vectors that all heads share.
 
@@ -84,6 +96,7 @@ def attend(
     scales: Sequence[jax.Array] | None = None,
     values: int = 0,
     made: Made | None = None,
+    packed: Packed | None = None,
     reach: int | None = None,
     interpret: bool,
 ) -> jax.Array:
@@ -94,10 +107,19 @@ def attend(
     that `made` makes of them. With float32 `scales`, two of [N, K, S] or [blocks, K, size], keys
     and values are codes, int8 or floats of 8 bits. No key that is seen lies at `reach` or behind;
     None says nothing. A query that sees nothing gives zeros. Keys may be wider than q, with zeros.
+    With `packed` q are [B, T, H D and more], if `takes_packed` says so.
     """
-    width_of_q = k.shape[3] - (0 if made is None else made.keys.shape[2] - made.keys.shape[1])
-    q = jnp.pad(q, ((0, 0),) * 3 + ((0, width_of_q - q.shape[3]),))
-    batch, tokens, heads, dim = q.shape
+    # Of products; the result is as q is given.
+    dtype = jnp.promote_types(q.dtype, k.dtype) if scales is None else jnp.dtype("float32")
+    given = q.dtype
+    if packed is not None:
+        heads, dim = packed.heads, k.shape[3]
+    else:
+        q = q.astype(dtype)
+        width_of_q = k.shape[3] - (0 if made is None else made.keys.shape[2] - made.keys.shape[1])
+        q = jnp.pad(q, ((0, 0),) * 3 + ((0, width_of_q - q.shape[3]),))
+        heads, dim = q.shape[2:]
+    batch, tokens = q.shape[:2]
     kv_heads, size, width = k.shape[1], k.shape[2], values or (v if v is not None else k).shape[3]
     if made is not None:
         kv_heads, width = heads, made.values.shape[1]
@@ -161,10 +183,16 @@ def attend(
 
     def shape_of(dim: int) -> tuple[int | None, ...]:
         """The shape of a program's queries, or of its results, of so many elements each."""
+        if packed is not None:
+            return None, own, group * dim
         return (None, group, own, dim) if whole_tiles else (None, None, rows, dim)
 
     def of_queries(b: Any, h: Any, i: Any, *_: Any) -> tuple[Any, ...]:
-        return b, h, i, 0
+        return (b, h, i, 0) if packed is None else (b, i, h)
+
+    def of_places(b: Any, h: Any, i: Any, *_: Any) -> tuple[Any, ...]:
+        assert packed is not None and packed.turn is not None
+        return 0 if len(packed.turn.cos) == 1 else b, i, 0
 
     def of_scales(b: Any, h: Any, i: Any, j: Any, *given: Any) -> tuple[Any, ...]:
         first, head, at, _ = of_keys(b, h, i, j, *given)
@@ -173,7 +201,9 @@ def attend(
     def of_row(b: Any, h: Any, i: Any, j: Any, *given: Any) -> tuple[Any, ...]:
         return b, 0, block(b, i, j, *given[:2])
 
-    if whole_tiles:
+    if packed is not None:
+        queries = q
+    elif whole_tiles:
         queries = jnp.pad(q, ((0, 0), (0, padded - tokens), (0, 0), (0, 0))).swapaxes(1, 2)
     else:
         queries = by_rows(q.reshape(batch, tokens, kv_heads, group, dim))
@@ -184,6 +214,14 @@ def attend(
         Block(at, (None, None, rows, 1), lambda b, h, i, j, *_: (0, 0, i, 0)),
         Block(k, (None, None, keys, k.shape[3]), of_keys),
     ]
+    if packed is not None and packed.turn is not None:
+        names += ["cos", "sin", "pairs"]
+        for x in packed.turn[:2]:
+            inputs.append(Block(x, (None, own, dim), of_places))
+        inputs.append(whole(jnp.asarray(packed.turn.pairs)))
+    if packed is not None and packed.norm is not None:
+        names += [f"norm_q{i}" for i in range(len(packed.norm.queries))]
+        inputs += [whole(weight.reshape(1, dim)) for weight in packed.norm.queries]
     if v is not None:
         names.append("v")
         inputs.append(Block(v, (None, None, keys, width), of_keys))
@@ -241,7 +279,8 @@ def attend(
         inputs.append(Block(bias, shape, of_bias))
 
     def body(starts: Any, limits: Any, _: Any, *refs: Any) -> None:
-        ref = dict(zip([*names, "out", "most", "total", "sums"], refs, strict=True))
+        results = ["out", "most", "total", "sums", *(["turned"] if packed is not None else [])]
+        ref = dict(zip([*names, *results], refs, strict=True))
         b, i, j = pl.program_id(0), pl.program_id(2), pl.program_id(3)
         first, final = bounds(b, i, starts, limits)
 
@@ -250,6 +289,10 @@ def attend(
             ref["most"][...] = jnp.full((rows, 1), _NONE, jnp.float32)
             ref["total"][...] = jnp.zeros((rows, 1), jnp.float32)
             ref["sums"][...] = jnp.zeros((rows, width), jnp.float32)
+            if packed is not None:
+                x = ref["q"][...].astype(jnp.float32)
+                x = jnp.concatenate([x[:, g * dim : (g + 1) * dim] for g in range(group)])
+                ref["turned"][...] = turned(ref, x, "q", packed.norm, q.dtype).astype(dtype)
 
         @pl.when((j >= first) & (j <= final))
         def _() -> None:
@@ -263,12 +306,14 @@ def attend(
                 new = jnp.maximum(most, sinks)
                 share = jnp.exp(most - new)
                 total, sums = total * share + jnp.exp(sinks - new), sums * share
-            y = (sums / jnp.where(total == 0, 1, total)).astype(q.dtype)
-            ref["out"][...] = y.reshape(ref["out"].shape)
+            y = sums / jnp.where(total == 0, 1, total)
+            if packed is not None:
+                y = jnp.concatenate([y[g * own : (g + 1) * own] for g in range(group)], 1)
+            ref["out"][...] = y.astype(given).reshape(ref["out"].shape)
 
     def _step(ref: Any, start: Any, limit: Any, base: Any) -> None:
-        key, value = _values(ref["k"][...], q.dtype), None
-        own_q = ref["q"][...].reshape(rows, dim)
+        key, value = _values(ref["k"][...], dtype), None
+        own_q = ref["q" if packed is None else "turned"][...].reshape(rows, dim)
         if made is None:
             found = dot(own_q, key) * scores.scale
         else:
@@ -306,7 +351,7 @@ def attend(
         ref["most"][...] = new
         ref["total"][...] = ref["total"][...] * share + weights.sum(-1, keepdims=True)
         if value is None:
-            value = key[:, :width] if "v" not in ref else _values(ref["v"][...], q.dtype)
+            value = key[:, :width] if "v" not in ref else _values(ref["v"][...], dtype)
         inside = base + jax.lax.broadcasted_iota(jnp.int32, (keys, 1), 0) < limit
         value = jnp.where(inside, value, jnp.zeros_like(value))
         if "v_scale" in ref:
@@ -321,25 +366,42 @@ def attend(
         places_of_keys = table.astype(jnp.int32)
     else:
         places_of_keys = jnp.arange(batch, dtype=jnp.int32) if slots is None else slots
-    out = jax.ShapeDtypeStruct((*queries.shape[:3], width), q.dtype)
+    shape_of_all = (batch, tokens, heads * width) if packed else (*queries.shape[:3], width)
+    out = jax.ShapeDtypeStruct(shape_of_all, given)
+    scratch = [((rows, 1), jnp.float32), ((rows, 1), jnp.float32), ((rows, width), jnp.float32)]
+    if packed is not None:
+        scratch.append(((rows, dim), dtype))
+        between += 4 * rows * dim * 4
     (y,) = run(
         body,
         "attention",
         (batch, kv_heads, blocks_of_rows, steps),
         inputs,
         [Block(out, shape_of(width), of_queries)],
-        scratch=[((rows, 1), jnp.float32), ((rows, 1), jnp.float32), ((rows, width), jnp.float32)],
+        scratch=scratch,
         prefetch=[x.astype(jnp.int32) for x in (seen.starts, seen.limits, places_of_keys)],
         parallel=[True, True, True, False],
         between=between,
         flops=2 * flops,
         interpret=interpret,
     )
+    if packed is not None:
+        return y.reshape(batch, tokens, heads, width)
     if whole_tiles:
         return y.swapaxes(1, 2)[:, :tokens]
     y = y.reshape(batch, kv_heads, blocks_of_rows, rows, width)[:, :, :, : own * group]
     y = y.reshape(batch, kv_heads, blocks_of_rows, group, own, width).transpose(0, 2, 4, 1, 3, 5)
     return y.reshape(batch, padded, heads, width)[:, :tokens]
+
+
+def takes_packed(tokens: int, heads: int, k: jax.Array, v: jax.Array, dtype: Any) -> bool:
+    """True if `attend` takes packed queries: so many tokens, a row, of heads of keys [N, K, S, D].
+
+    A program's fill its tiles.
+    """
+    own = _tokens_of(tokens, heads // k.shape[1], dtype, _ROWS)
+    filled = own % sublanes(dtype) == 0 and tokens % own == 0
+    return filled and all(x.shape[3] % LANES == 0 for x in (k, v))
 
 
 def by_distance(tokens: int, heads: int, table: jax.Array, k: jax.Array, dtype: Any) -> bool:

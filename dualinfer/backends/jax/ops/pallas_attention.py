@@ -73,8 +73,11 @@ class PallasAttention(PallasBase):
             scores = scores._replace(bias=placed * a.scale)
         if scores.slopes is not None and counted is not None:
             scores = scores._replace(queries=counted, keys=counted)
+        values = v.swapaxes(1, 2)
+        packed = None if placed is not None else self._packed(layer, qkv, angles, keys, values)
+        read: Any = q if packed is None else qkv
         with jax.named_scope("attention"):
-            y = self._by_blocks(q, keys, v.swapaxes(1, 2), seen, scores)
+            y = self._by_blocks(read, keys, values, seen, scores, packed=packed)
         return flat(y), cache
 
     def attend_rows(
@@ -101,8 +104,11 @@ class PallasAttention(PallasBase):
         with self.span("append"):
             cache = self._extend(cache, slots, starts, lengths, k, v)
         scores = _scores(layer, _places_of(cache, reach), starts[:, None] + jnp.arange(q.shape[1]))
+        own = cast(Any, cache)
+        packed = self._packed(layer, qkv, angles, own.k, own.v)
         with jax.named_scope("attention"):
-            y = self._in_cache(q, cache, read, seen, scores, reach)
+            given = q if packed is None else qkv
+            y = self._in_cache(given, cache, read, seen, scores, reach, packed)
         return flat(y), cache
 
     def attend_token(
@@ -171,10 +177,8 @@ class PallasAttention(PallasBase):
     def _by_blocks(
         self, q: jax.Array, k: jax.Array, v: jax.Array | None, *how: Any, **more: Any
     ) -> jax.Array:
-        """Attention by the kernel, in the keys' dtype where that is wider than q's."""
-        dtype = jnp.promote_types(q.dtype, k.dtype) if more.get("scales") is None else jnp.float32
-        y = attending.attend(q.astype(dtype), k, v, *how, **more, interpret=self.interpret)
-        return y.astype(q.dtype)
+        """Attention by the kernel."""
+        return attending.attend(q, k, v, *how, **more, interpret=self.interpret)
 
     def _in_cache(
         self,
@@ -184,14 +188,15 @@ class PallasAttention(PallasBase):
         seen: attending.Seen,
         scores: attending.Scores,
         reach: int | None,
+        packed: attending.Packed | None = None,
     ) -> jax.Array:
-        """Attention of rows q [B, T, H, D] to what their slots have."""
+        """Attention of rows q [B, T, H, D], or of packed ones, to what their slots have."""
         own = cast(Any, cache)
         scales = None if own.k_scale is None else (own.k_scale, own.v_scale)
         where: dict[str, Any] = {"slots": slots}
         if isinstance(own, BlockCache):
             where = {"table": jnp.clip(own.table[slots], 0, len(own.k) - 1)}
-        where |= {"scales": scales, "reach": reach}
+        where |= {"scales": scales, "reach": reach, "packed": packed}
         return self._by_blocks(q, own.k, own.v, seen, scores, **where)[..., : q.shape[-1]]
 
     def _in_latents(
@@ -223,6 +228,19 @@ class PallasAttention(PallasBase):
         y = self._by_blocks(q, own.shared[:, None], None, seen, scores, **how)
         return self._values_of(layer, y.reshape(-1, *y.shape[2:])).reshape(batch, tokens, -1)
 
+    def _packed(
+        self, layer: LayerAttention, qkv: Any, angles: Any, keys: jax.Array, values: jax.Array
+    ) -> attending.Packed | None:
+        """How the kernel norms and turns the queries of packed rows; None if it does not."""
+        a, norm = layer.spec, _head_norm(layer)
+        if isinstance(qkv, LatentQkv) or norm is None or a.clips_normed or a.growth:
+            return None
+        known = attending.takes_packed(qkv.shape[1], a.heads, keys, values, qkv.dtype)
+        if not known or keys.shape[3] != a.head_dim:
+            return None
+        own = norm if isinstance(norm, appending.HeadNorm) else None
+        return attending.Packed(a.heads, _turn(a, angles, a.head_dim, qkv.dtype), own)
+
     def _appended(
         self,
         layer: LayerAttention,
@@ -241,15 +259,10 @@ class PallasAttention(PallasBase):
             q, k, v = self._heads(layer, qkv, angles)
             with self.span("append"):
                 return q, self._append(cache, k[:, 0], v[:, 0], lengths)
-        turn = None
-        if a.rope:
-            cos, sin = (x[:, 0] for x in angles[a.rope])
-            if a.rope.rounded:
-                cos, sin = (MATHS.rounded(x, qkv.dtype) for x in (cos, sin))
-            cos, sin = (jnp.broadcast_to(x, (len(qkv), x.shape[-1])) for x in (cos, sin))
-            turning, style = 2 * cos.shape[-1], a.rope.interleaved
-            wide = appending.widened(cos, sin, a.head_dim + more, style)
-            turn = appending.Turn(*wide, appending.pairs(a.head_dim + more, turning, style))
+        turn = _turn(a, angles, a.head_dim + more, qkv.dtype)
+        if turn is not None:
+            cos, sin = (jnp.broadcast_to(x[:, 0], (len(qkv), x.shape[-1])) for x in turn[:2])
+            turn = turn._replace(cos=cos, sin=sin)
         with jax.named_scope("rotary"):
             q, k, v = appending.append(
                 jnp.pad(qkv.reshape(len(qkv), -1, a.head_dim), ((0, 0), (0, 0), (0, more))),
@@ -343,6 +356,18 @@ def _slots_of(cache: CacheView) -> int:
     if isinstance(own, BlockCache | LatentBlockCache):
         return len(own.table)
     return len(own.shared if isinstance(own, LatentCache) else own.k)
+
+
+def _turn(a: Attention, angles: Any, dim: int, dtype: Any) -> appending.Turn | None:
+    """The turn [B or 1, T, D] of heads that lie in so many elements; None if they do not turn."""
+    if not a.rope:
+        return None
+    cos, sin = angles[a.rope]
+    if a.rope.rounded:
+        cos, sin = (MATHS.rounded(x, dtype) for x in (cos, sin))
+    turning, style = 2 * cos.shape[-1], a.rope.interleaved
+    wide = appending.widened(cos, sin, dim, style)
+    return appending.Turn(*wide, appending.pairs(dim, turning, style))
 
 
 def _head_norm(layer: LayerAttention) -> appending.HeadNorm | bool | None:
