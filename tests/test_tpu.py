@@ -19,6 +19,7 @@ from dualinfer.backends.jax import ahead  # noqa: E402
 from dualinfer.backends.jax.executables import Executables, Job  # noqa: E402
 from dualinfer.backends.jax.maths import MATHS  # noqa: E402
 from dualinfer.backends.jax.ops.pallas import PallasOps  # noqa: E402
+from dualinfer.kernels.pallas import append as appending  # noqa: E402
 from dualinfer.kernels.pallas import attention as attending  # noqa: E402
 from dualinfer.kernels.pallas import experts as mixing  # noqa: E402
 from dualinfer.kernels.pallas import product as products  # noqa: E402
@@ -326,6 +327,41 @@ def test_numbers_of_distances_compile_for_keys_that_fill_no_lanes(shape, blocks,
     table = jax.ShapeDtypeStruct((rows, blocks), "int32")
     job = Job("attention", run, (q, held, held, bias, table))
     assert compiled(job, "v5e").kernels == {"attention"}
+
+
+@pytest.mark.parametrize(
+    ("dtype", "normed", "chip"),
+    [
+        pytest.param("bfloat16", True, "v5e", marks=pytest.mark.slow),
+        pytest.param("int8", False, "v6e", marks=pytest.mark.tpu),
+    ],
+)
+def test_queries_of_a_panel_are_read_as_a_product_gave_them(dtype, normed, chip):
+    """32 rows of 64 tokens of an 8B model: neither they nor what heads give are copied."""
+    rows, tokens, heads, kv_heads, dim, blocks = 32, 64, 32, 8, 128, 16
+    of: Any = jax.ShapeDtypeStruct
+
+    def run(qkv: Any, k: Any, v: Any, scale: Any, table: Any, cos: Any, sin: Any, w: Any) -> Any:
+        starts = jax.numpy.full(rows, 64, "int32")
+        seen = attending.Seen(starts, starts + tokens, True)
+        turn = appending.Turn(cos, sin, appending.pairs(dim, dim, False))
+        norm = appending.HeadNorm(lambda x, w: x * w, [w], []) if normed else None
+        assert attending.takes_packed(tokens, heads, k, v, qkv.dtype)
+        how: dict[str, Any] = {"packed": attending.Packed(heads, turn, norm), "table": table}
+        how["scales"] = (scale, scale) if dtype == "int8" else None
+        y = attending.attend(qkv, k, v, seen, attending.Scores(1.0), **how, interpret=False)
+        return y.reshape(rows, tokens, -1)
+
+    pool, turning = of((1024, kv_heads, 64, dim), dtype), of((rows, tokens, dim), "float32")
+    args = (
+        of((rows, tokens, (heads + 2 * kv_heads) * dim), "bfloat16"),
+        *(pool, pool, of(pool.shape[:3], "float32"), of((rows, blocks), "int32")),
+        *(turning, turning, of((dim,), "bfloat16")),
+    )
+    made = compiled(Job("attention", run, args), chip)
+    assert made.kernels == {"attention"}
+    assert not {shape for shape in made.copied if np.prod(shape) >= rows * tokens * heads * dim}
+    assert made.held < 2 * rows * tokens * heads * dim
 
 
 LATENTS = {

@@ -269,7 +269,7 @@ def test_packed_queries_are_normed_and_turned_where_they_are_read(dtype, interle
     normed = oracles.rms_norm(q, gain, EPS).astype(dtype)
     cos, sin = (np.broadcast_to(x, (batch, *x.shape[1:])) for x in (cos, sin))
     turned = oracles.rotary(normed, cos, sin, interleaved)
-    wanted = oracles.attention(np.asarray(turned).astype(dtype), k, v, scale=0.25)
+    wanted = oracles.attention(np.asarray(turned).astype(dtype), k, v, scale=0.25, causal=True)
     assert found.dtype == dtype
     assert_close(np.asarray(found), wanted, dtype, length=tokens, roundings=4)
 
