@@ -4,7 +4,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from math import prod
 from typing import Any, Protocol
 
-from ..model.spec import Experts, Mixing, ModelSpec, Recurrence, Router
+from ..model.spec import Attention, Experts, Mixing, ModelSpec, Recurrence, Router
 from ..model.weights import Weight
 from ..ops.caches import LATENTS, CacheSpec, CacheView, StateView
 from ..ops.contract import (
@@ -120,6 +120,15 @@ def is_wide(cache: CacheSpec | CacheView) -> bool:
     if not isinstance(cache, CacheSpec) or cache.kind in LATENTS:
         return False
     return has_wide_heads(cache.key_dim)
+
+
+def meets_latents(a: Attention, tokens: int) -> bool:
+    """True if latent attention to a row of `tokens` makes no head's keys and values for it."""
+    from ..kernels.triton import latent
+
+    own = a.latent
+    assert own is not None
+    return latent.meets_latents(tokens, a.head_dim, own.value_dim, own.rank, own.turning)
 
 
 def head_arguments(layer: LayerAttention, frequencies: Array | None) -> dict[str, Any]:

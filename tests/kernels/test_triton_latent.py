@@ -119,6 +119,48 @@ def test_a_token_attends_to_what_heads_share(config, lengths, by_table, dtype):
     assert_close(get(y), expected, dtype)
 
 
+@few_dtypes
+@pytest.mark.parametrize(
+    "config",
+    [None, LatentConfig(16, 16, 4, 3), LatentConfig(32, 32, 4, 2)],
+    ids=["own", "three programs", "pairs of seven tokens"],
+)
+@pytest.mark.parametrize("by_table", [False, True], ids=["rows", "blocks"])
+def test_rows_of_tokens_attend_to_what_stands_before_them(config, by_table, dtype):
+    """Each to its slot's; one has no room for all, and one no slot: its result is finite."""
+    slots, starts, tokens, room = np.array([2, 0, 1, 9]), np.array([0, 13, 45, 0]), 9, 48
+    queries = normal(1, 4, tokens, HEADS * (NOPE + TURNING), dtype=dtype)
+    cache = normal(2, 3, room, WIDTH, dtype=dtype)
+    kv = (normal(3, HEADS * (NOPE + VALUE), RANK, dtype=dtype) / 4).astype(dtype)
+    for slot, start in zip(slots[:3], starts, strict=False):  # what lies beyond is never read
+        cache[slot, start + tokens :] = GARBAGE
+    how = {"heads": HEADS, "turning": TURNING, "scale": 0.3, "config": config, "sms": 3}
+    given, where = (put(starts), put(kv)), {"slots": put(slots)}
+    y = get(decode_latents(put(queries), put(cache), *given, **where, **how))
+    if by_table:
+        blocks, table = in_blocks(cache, 16)
+        table[2, 1] = -1  # nothing is read there, and nothing weighs as if there were zeros
+        cache[2, 16:32] = 0
+        found = decode_latents(put(queries), put(blocks), *given, table=put(table), **where, **how)
+        np.testing.assert_array_equal(get(found)[tokens:], y[tokens:])
+        y = get(found)
+    y = y.reshape(4, tokens, -1)
+    assert np.isfinite(y.astype(np.float32)).all()
+    keys = kv[: HEADS * NOPE].reshape(HEADS, NOPE, RANK)
+    values = kv[HEADS * NOPE :].reshape(HEADS, VALUE, RANK)
+    for n, t in np.ndindex(3, tokens):
+        count = starts[n] + t + 1
+        if count > room:
+            continue
+        q = queries[n, t].reshape(1, HEADS, -1)
+        own = by_head(q[..., :NOPE], keys.swapaxes(1, 2)).astype(dtype)
+        query = np.concatenate([own, q[..., NOPE:]], -1)
+        pair = (cache[slots[n]][None, None],) * 2
+        mean = oracles.decode_attention(query, pair, np.array([count]), scale=0.3)
+        expected = by_head(mean[..., :RANK].astype(dtype), values).reshape(-1)
+        assert_close(y[n, t], expected, dtype)
+
+
 def test_latents_that_the_kernels_would_misread_are_refused():
     queries, cache = torch.zeros(1, 1, HEADS * 24), torch.zeros(1, 8, WIDTH)
     lengths, kv = torch.zeros(1, dtype=torch.int64), torch.zeros(HEADS * 23, RANK)

@@ -255,8 +255,12 @@ def decoding(
 def latent(
     slots: int, heads: int, kernel: str, dtypes: Any = BFLOAT16, rank: int = 512, **more: Any
 ) -> Variant:
-    """A launch of latent attention of a decode step, as it is where nobody measured."""
-    config = latents.default_config(slots, heads, 2048, 4 if dtypes == WHOLE else 2, 132)
+    """A launch of latent attention, as it is where nobody measured.
+
+    Of a decode step, or of SEVERAL tokens, 64, of each slot.
+    """
+    pairs, size = (64 if "SEVERAL" in more else 1) * heads, 4 if dtypes == WHOLE else 2
+    config = latents.default_config(slots, pairs, 2048, size, 132)
     read = 2048, config.block, config.splits
     entries = count_of_entries(more.get("table_ptr"), more.get("SIZE", 0), *read)
     rows = 1 if slots == 1 else 16
@@ -269,6 +273,7 @@ def latent(
         },
         "_decode_latents_kernel": {
             **{"D": 192, "TURNING": 64, "SPLITS": config.splits, "STAGES": config.stages},
+            **{"SEVERAL": False, "slots_ptr": None},
             **{"BLOCK_H": config.heads, "BLOCK_S": config.block, "BLOCK_R": block_r},
             **{"BLOCK_T": 64, "num_warps": config.warps, "ENTRIES": entries},
         },
@@ -425,6 +430,7 @@ VARIANTS: list[Variant] = [
     latent(1, 16, "_decode_latents_kernel"),
     latent(1, 16, "_decode_latents_kernel", WHOLE),
     latent(32, 16, "_decode_latents_kernel", **TABLE),
+    latent(8, 16, "_decode_latents_kernel", SEVERAL=True, slots_ptr="*i64", **TABLE),
     latent(1, 16, "_join_latents_kernel"),
     decoding(1, 16, 1, 64, ROTARY=0, frequencies_ptr=None, relative_ptr="*x"),
     decoding(1, 20, 1, 64, ROTARY=0, frequencies_ptr=None, CROSS=True),

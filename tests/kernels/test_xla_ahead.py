@@ -68,6 +68,9 @@ def recorded(dtype: str, early: bool) -> list[Launch]:
     latent.turn_latents(queries, x(4, 1, 160), x(4, 1, dtype="int32"), **turn)
     given = queries, latents, x(4, dtype="int32"), x(4 * 128, 128)
     latent.decode_latents(*given, heads=4, turning=32, scale=0.1, pdl=early)
+    given = x(2, 5, 4 * 96), latents, x(2, dtype="int32"), given[3]
+    where = {"slots": x(2, dtype="int32"), "pdl": early}
+    latent.decode_latents(*given, heads=4, turning=32, scale=0.1, **where)
     box = exchange.Mailbox(None, 3, 1 << 17, 9, x(12, dtype="int32"), order=counters)
     wide, added = x(2, 255, dtype="float32"), x(2, 255)
     exchange.sum_ranks(wide, box, x(255), added, dtype, pdl=early)

@@ -134,35 +134,46 @@ def _absorb_kernel(
     )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["tokens", "slots"])
 def _decode_latents_kernel(
-    own_ptr, queries_ptr, cache_ptr, table_ptr, lengths_ptr, partial_ptr, slot_stride, token_stride,
-    table_stride, capacity, scale, SIZE: tl.constexpr, H: tl.constexpr, D: tl.constexpr,
-    RANK: tl.constexpr, TURNING: tl.constexpr, SPLITS: tl.constexpr, STAGES: tl.constexpr,
-    BLOCK_H: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_T: tl.constexpr,
-    ENTRIES: tl.constexpr, PDL: tl.constexpr,
+    own_ptr, queries_ptr, cache_ptr, table_ptr, lengths_ptr, slots_ptr, partial_ptr, tokens, slots,
+    slot_stride, token_stride, table_stride, capacity, scale, SIZE: tl.constexpr, H: tl.constexpr,
+    D: tl.constexpr, RANK: tl.constexpr, TURNING: tl.constexpr, SEVERAL: tl.constexpr,
+    SPLITS: tl.constexpr, STAGES: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_S: tl.constexpr,
+    BLOCK_R: tl.constexpr, BLOCK_T: tl.constexpr, ENTRIES: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """One program: a block of heads over a part of a sequence's tokens.
+    """One program: BLOCK_H pairs of token and head over a part of what their sequence has.
 
-    With ENTRIES it loads those of its part of the table once, and each turn's tokens have one.
+    Of a sequence there are `tokens` tokens, one if not SEVERAL. With ENTRIES a program loads those
+    of its part of the table once, and each turn's tokens have one.
     """
     let_next_start(PDL)
-    blocks: tl.constexpr = (H + BLOCK_H - 1) // BLOCK_H
-    slot = (tl.program_id(0) // blocks).to(tl.int64)
+    pairs = tokens * H if SEVERAL else H
+    blocks = (pairs + BLOCK_H - 1) // BLOCK_H
+    sequence = (tl.program_id(0) // blocks).to(tl.int64)
     split = tl.program_id(1)
-    h = tl.program_id(0) % blocks * BLOCK_H + tl.arange(0, BLOCK_H)
+    pair = tl.program_id(0) % blocks * BLOCK_H + tl.arange(0, BLOCK_H)
     r, t = tl.arange(0, BLOCK_R), tl.arange(0, BLOCK_T)
-    count = tl.minimum(tl.load(lengths_ptr + slot), capacity - 1).to(tl.int32) + 1
+    length = tl.load(lengths_ptr + sequence)
+    if not SEVERAL:
+        count = tl.minimum(length, capacity - 1).to(tl.int32) + 1
+    else:  # up to the last token of these pairs; each sees those that stand before it, and itself
+        end = tl.minimum((tl.program_id(0) % blocks + 1) * BLOCK_H, pairs)
+        count = tl.minimum(length + (end + H - 1) // H, capacity).to(tl.int32)
+        place = length.to(tl.int32) + pair // H
     share = tl.cdiv(tl.cdiv(count, BLOCK_S), SPLITS) * BLOCK_S
     first = split * share
     last = tl.minimum(first + share, count)
-    row = (slot * H + h)[:, None]
-    real = (h < H)[:, None]
+    row = (sequence * pairs + pair)[:, None]
+    real = (pair < pairs)[:, None]
     wait_for_inputs(PDL)
     own = tl.load(own_ptr + row * RANK + r[None, :], mask=real & (r < RANK)[None, :], other=0.0)
     turned_at = queries_ptr + row * D + (D - TURNING) + t[None, :]
     turned = tl.load(turned_at, mask=real & (t < TURNING)[None, :], other=0.0)
     base = cache_ptr
+    slot = sequence
+    if slots_ptr is not None:
+        slot = tl.minimum(tl.load(slots_ptr + sequence).to(tl.int64), slots - 1)
     if table_ptr is None:
         base += slot * slot_stride
     else:
@@ -188,18 +199,24 @@ def _decode_latents_kernel(
         keys = tl.load(at + RANK + t[None, :], mask=there & (t < TURNING)[None, :], other=0.0)
         score = dot(turned, keys.T, tl.zeros((BLOCK_H, BLOCK_S), tl.float32))
         score = dot(own, vectors.T, score) * scale
-        score = tl.where((s < last)[None, :], score, -float("inf"))
+        seen = (s < last)[None, :]
+        if SEVERAL:
+            seen = seen & (s[None, :] <= place[:, None])
+        score = tl.where(seen, score, -float("inf"))
         higher = tl.maximum(top, tl.max(score, 1))
-        kept = tl.exp(top - higher)
-        weight = tl.exp(score - higher[:, None])
+        unit = higher
+        if SEVERAL:  # one of several tokens may see nothing of a part that a later one sees
+            unit = tl.where(higher == -float("inf"), 0.0, higher)
+        kept = tl.exp(top - unit)
+        weight = tl.exp(score - unit[:, None])
         total = total * kept + tl.sum(weight, 1)
         acc = dot(weight.to(vectors.dtype), vectors, acc * kept[:, None])
         top = higher
-    # Partials are [slot, head, split, BLOCK_R + 2]: the sums, their weight and exponent.
-    mine = partial_ptr + ((slot * H + h) * SPLITS + split) * (BLOCK_R + 2)
+    # Partials are [token, head, split, BLOCK_R + 2]: the sums, their weight and exponent.
+    mine = partial_ptr + ((sequence * pairs + pair) * SPLITS + split) * (BLOCK_R + 2)
     tl.store(mine[:, None] + r[None, :], acc, mask=real)
-    tl.store(mine + BLOCK_R, total, mask=h < H)
-    tl.store(mine + BLOCK_R + 1, top, mask=h < H)
+    tl.store(mine + BLOCK_R, total, mask=pair < pairs)
+    tl.store(mine + BLOCK_R + 1, top, mask=pair < pairs)
 
 
 @triton.jit
@@ -308,70 +325,85 @@ def decode_latents(
     turning: int,
     scale: float,
     table: Any = None,
+    slots: Any = None,
     reach: int | None = None,
     config: LatentConfig | None = None,
     sms: int = 132,
     pdl: bool = False,
 ) -> Any:
-    """Attention of one token a slot to what heads share of all: heads' values [N, H value_dim].
+    """Attention of new tokens to what heads share of all: heads' values [N T, H value_dim].
 
-    `queries` [N, 1, H D] have their last `turning` elements turned; the cache is
-    [N, S, rank + turning] with the new token at lengths[n], or, of a full slot, at the last place.
-    With `table` int32 [N, blocks] it is [blocks, size, rank + turning], see blocks.py.
+    `queries` [N, T, H D] of N sequences have their last `turning` elements turned; the cache is
+    [N, S, rank + turning] with token t of sequence n at lengths[n] + t, or, of T = 1 in a full
+    slot, at the last place. With `slots` [N] these are the sequences' slots, and where there is no
+    such slot, or no such place, the result is finite. With `table` int32 [N, blocks] the cache is
+    [blocks, size, rank + turning], see blocks.py.
     `kv` [H (D - turning) + H value_dim, rank] makes each head's key, and then its value, of a
     latent vector: here its first part makes a query that meets latent vectors as they are. `reach`
     as in `decode_attention`.
     """
-    slots, rank = queries.shape[0], kv.shape[1]
+    (count, tokens, _), rank = queries.shape, kv.shape[1]
     dim, nope = queries.shape[-1] // heads, queries.shape[-1] // heads - turning
-    value_dim = kv.shape[0] // heads - nope
+    value_dim, rows = kv.shape[0] // heads - nope, count * tokens
     _check(queries, cache, heads, rank, turning, cache)
     if rank > LARGEST_RANK:
         raise ValueError(f"Latent vectors of {rank} elements: at most {LARGEST_RANK}.")
     if kv.shape[0] % heads or value_dim < 1 or not kv.is_contiguous():
         raise ValueError(f"kv {tuple(kv.shape)}: contiguous, of {heads} heads, expected.")
-    _, capacity = slots_and_room(cache, table, 1)
+    held, capacity = slots_and_room(cache, table, 1)
     table, table_stride, size = table_arguments(table, cache, 1)
     most = min(reach or capacity, capacity)
     if config is None:
-        config = default_config(slots, heads, most, queries.element_size(), sms)
+        config = default_config(count, tokens * heads, most, queries.element_size(), sms)
     block_r = max(16, next_power_of_2(rank))
-    rows = 1 if slots == 1 else 16  # what the matrix units take
-    grid = -(-slots // rows), heads
-    own = queries.new_empty((slots, heads, rank))
+    at_once = 1 if rows == 1 else 16  # what the matrix units take
+    grid = -(-rows // at_once), heads
+    own = queries.new_empty((rows, heads, rank))
     launch(
         _absorb_kernel,
         (*grid, -(-rank // _ABSORBED)),
-        *(queries, kv, own, slots),
-        **{"H": heads, "D": dim, "NOPE": nope, "RANK": rank, "BLOCK_N": rows},
+        *(queries, kv, own, rows),
+        **{"H": heads, "D": dim, "NOPE": nope, "RANK": rank, "BLOCK_N": at_once},
         **{"BLOCK_D": max(16, next_power_of_2(nope)), "BLOCK_R": _ABSORBED},
         num_warps=4,
         pdl=pdl,
     )
-    partial = empty(queries, (slots * heads, config.splits, block_r + 2), "float32")
+    partial = empty(queries, (rows * heads, config.splits, block_r + 2), "float32")
     launch(
         _decode_latents_kernel,
-        (slots * -(-heads // config.heads), config.splits),
-        *(own, queries, cache, table, lengths, partial, *cache.stride()[:2], table_stride),
-        *(capacity, scale, size),
-        **{"H": heads, "D": dim, "RANK": rank, "TURNING": turning, "SPLITS": config.splits},
-        **{"STAGES": config.stages, "BLOCK_H": config.heads, "BLOCK_S": config.block},
+        (count * -(-tokens * heads // config.heads), config.splits),
+        *(own, queries, cache, table, lengths, slots, partial, tokens, held, *cache.stride()[:2]),
+        *(table_stride, capacity, scale, size),
+        **{"H": heads, "D": dim, "RANK": rank, "TURNING": turning, "SEVERAL": tokens > 1},
+        **{"SPLITS": config.splits, "STAGES": config.stages},
+        **{"BLOCK_H": config.heads, "BLOCK_S": config.block},
         **{"BLOCK_R": block_r, "BLOCK_T": max(16, next_power_of_2(turning))},
         ENTRIES=count_of_entries(table, size, most, config.block, config.splits),
         num_warps=config.warps,
         pdl=pdl,
     )
-    y = queries.new_empty((slots, heads * value_dim))
+    y = queries.new_empty((rows, heads * value_dim))
     launch(
         _join_latents_kernel,
         (*grid, -(-value_dim // _VALUES)),
-        *(partial, kv.narrow(0, heads * nope, heads * value_dim), y, slots),
+        *(partial, kv.narrow(0, heads * nope, heads * value_dim), y, rows),
         **{"H": heads, "RANK": rank, "VALUE": value_dim, "SPLITS": config.splits},
-        **{"BLOCK_N": rows, "BLOCK_R": block_r, "BLOCK_V": _VALUES},
+        **{"BLOCK_N": at_once, "BLOCK_R": block_r, "BLOCK_V": _VALUES},
         num_warps=4,
         pdl=pdl,
     )
     return y
+
+
+def meets_latents(tokens: int, dim: int, value_dim: int, rank: int, turning: int) -> bool:
+    """True if queries of so many `tokens` of a sequence better meet latent vectors themselves.
+
+    Else keys of `dim` and values are made of every vector, and padded to one width: that takes
+    more than it spares until so many queries read them that all of a vector is much to multiply
+    each with. DeepSeek's part at 186 tokens.
+    """
+    spared = 2 * rank + turning - 2 * max(dim, value_dim)
+    return tokens * spared <= rank * (dim - turning + value_dim)
 
 
 _ABSORBED, _VALUES = 32, 16  # elements of a query, and of a value, that a program makes

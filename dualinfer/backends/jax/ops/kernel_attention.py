@@ -21,11 +21,11 @@ from ....model.spec import Attention, ModelSpec, Rope
 from ....ops import rotary as turning
 from ....ops.attention import attention as plain_attention
 from ....ops.attention import chunks
-from ....ops.cache_kinds import BlockCache, CrossCache, FullCache, LatentBlockCache
+from ....ops.cache_kinds import BlockCache, CrossCache, FullCache, LatentBlockCache, LatentCache
 from ....ops.caches import CacheView, CrossView
 from ....ops.contract import LatentQkv, LayerAttention
 from ....ops.plain import last_of
-from ...kernels import has_wide_heads, head_arguments, turn_arguments
+from ...kernels import has_wide_heads, head_arguments, meets_latents, turn_arguments
 from .cudnn import cudnn_serves
 from .kernel_base import KernelBase
 
@@ -266,6 +266,10 @@ class KernelAttention(KernelBase):
         reach: int | None = None,
     ) -> tuple[jax.Array, CacheView]:
         """See `PlainOps.attend_rows`; padding's keys lie behind those of its row."""
+        if isinstance(qkv, LatentQkv) and meets_latents(layer.spec, qkv.queries.shape[1]):
+            q, _, written = self._latents(layer, qkv, angles, cache, slots, starts=starts)
+            y = self._meet_latents(layer, q, cast(Any, written), starts, slots, reach)
+            return y, cast(CacheView, written)
         if isinstance(qkv, LatentQkv):
             where: dict[str, Any] = {"starts": starts, "reach": reach}
             y, held = self._attend_latents(layer, qkv, angles, cache, slots, **where)
@@ -362,29 +366,48 @@ class KernelAttention(KernelBase):
     ) -> tuple[jax.Array, CacheView]:
         """Each head's value of one new token a slot, [N, 1, H value_dim], and the cache."""
         a = layer.spec
-        assert a.latent is not None and layer.kv is not None
+        assert a.latent is not None
         q, _, written = self._latents(layer, qkv, None, cache, None, lengths)
         shape = a.heads, a.latent.rank, q.dtype.itemsize
-        reach = min(reach or cache.capacity, cache.capacity)
-        key = latent.tuning_key(len(lengths), reach, *shape)
+        key = latent.tuning_key(len(lengths), min(reach or cache.capacity, cache.capacity), *shape)
+        config, held = self.configurations.find(key), cast(Any, written)
         with jax.named_scope("decode_attention"):
-            y, _ = call(
-                latent.decode_latents,
-                q.reshape(qkv.queries.shape),
-                cast(Any, written).shared,
-                lengths,
-                layer.kv.data,
-                table=_table_of(written),
-                heads=a.heads,
-                turning=a.latent.turning,
-                scale=a.scale,
-                reach=reach,
-                config=self.configurations.find(key),
-                sms=self.sms,
-                pdl=self.starts_early(len(lengths)),
-                capability=self.capability,
-            )
-        return y[:, None], cast(CacheView, written)
+            return self._meet_latents(layer, q, held, lengths, None, reach, config), held
+
+    def _meet_latents(
+        self,
+        layer: LayerAttention,
+        q: jax.Array,
+        cache: LatentCache | LatentBlockCache,
+        starts: jax.Array,
+        slots: jax.Array | None,
+        reach: int | None,
+        config: latent.LatentConfig | None = None,
+    ) -> jax.Array:
+        """Each head's value, [N, T, H value_dim], of turned queries [N, T, H, D] from `starts` on.
+
+        The cache has what heads share of these tokens, too.
+        """
+        a, (count, tokens) = layer.spec, q.shape[:2]
+        assert a.latent is not None and layer.kv is not None
+        y, _ = call(
+            latent.decode_latents,
+            q.reshape(count, tokens, -1),
+            cache.shared,
+            starts,
+            layer.kv.data,
+            table=_table_of(cache),
+            slots=slots,
+            heads=a.heads,
+            turning=a.latent.turning,
+            scale=a.scale,
+            reach=min(reach or cache.capacity, cache.capacity),
+            config=config,
+            sms=self.sms,
+            pdl=self.starts_early(count * tokens),
+            capability=self.capability,
+        )
+        return y.reshape(count, tokens, -1)
 
     def attend_kept(self, a: Attention, q: jax.Array, cache: CrossView) -> jax.Array:
         """See `contract.Ops.attend_kept`."""

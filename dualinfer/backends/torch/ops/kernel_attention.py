@@ -22,7 +22,7 @@ from ....ops.cache_kinds import BlockCache, CrossCache, FullCache, LatentBlockCa
 from ....ops.caches import CacheView, CrossView
 from ....ops.contract import LatentQkv, LayerAttention
 from ....ops.plain import last_of
-from ...kernels import has_wide_heads, head_arguments, turn_arguments
+from ...kernels import has_wide_heads, head_arguments, meets_latents, turn_arguments
 from ..params import Params
 from ..profiling import named, span
 from .kernel_base import KernelBase
@@ -212,6 +212,9 @@ class KernelAttention(KernelBase):
     ) -> tuple[torch.Tensor, CacheView]:
         """See `contract.Ops.attend_rows`; `qkv` is changed in place, padding's keys lie behind."""
         cache = cache if reach is None else cache.view(None, reach)
+        if isinstance(qkv, LatentQkv) and meets_latents(layer.spec, qkv.queries.shape[1]):
+            self._latents(layer, qkv, angles, cache, slots, starts=starts)
+            return self._meet_latents(layer, qkv.queries, cast(Any, cache), starts, slots), cache
         if isinstance(qkv, LatentQkv):
             y = self._attend_latents(layer, qkv, angles, cache, slots, {}, starts)
             return y.flatten(-2), cache
@@ -324,20 +327,38 @@ class KernelAttention(KernelBase):
             key = latent.tuning_key(len(lengths), cache.capacity, *shape)
             config = self.configurations.find(key)
         self._latents(layer, qkv, None, cache, None, lengths)
+        return self._meet_latents(layer, qkv.queries, cache, lengths, None, config)
+
+    def _meet_latents(
+        self,
+        layer: LayerAttention,
+        queries: torch.Tensor,
+        cache: LatentCache | LatentBlockCache,
+        starts: torch.Tensor,
+        slots: torch.Tensor | None,
+        config: latent.LatentConfig | None = None,
+    ) -> torch.Tensor:
+        """Each head's value, [N, T, H value_dim], of turned queries [N, T, H D] from `starts` on.
+
+        The cache has what heads share of these tokens, too.
+        """
+        a, rows = layer.spec, queries.shape[0] * queries.shape[1]
+        assert a.latent is not None and layer.kv is not None
         y = latent.decode_latents(
-            qkv.queries,
+            queries,
             cache.shared,
-            lengths,
+            starts,
             layer.kv.data,
             table=_table_of(cache),
+            slots=slots,
             heads=a.heads,
             turning=a.latent.turning,
             scale=a.scale,
             config=config,
             sms=self.sms,
-            pdl=self.starts_early(len(lengths)),
+            pdl=self.starts_early(rows),
         )
-        return y[:, None]
+        return y.unflatten(0, queries.shape[:2])
 
     def _decode_config(self, keys: torch.Tensor, slots: int, heads: int, reach: int) -> Any:
         """The configuration of a token's attention to keys [N, K, S, D], `reach` of them seen."""
