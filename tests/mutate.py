@@ -616,6 +616,13 @@ ROWS: list[Row] = [
         "tests/kernels/test_triton_decode_attention.py -k far_below",
     ),
     Row(
+        "kernels/triton/latent.py",
+        "seen = seen & (s[None, :] <= place[:, None])",
+        "pass",
+        "On a GPU drafts of models with latent vectors see the drafts behind them.",
+        "tests/kernels/test_triton_latent.py -k rows_of_tokens",
+    ),
+    Row(
         "kernels/triton/blocks.py",
         "further = (second - block) * block_stride - SIZE * token_stride",
         "further = (second - block) * block_stride",

@@ -151,12 +151,13 @@ def test_what_latent_attention_does_not_honour_is_refused(case, fields, message)
         describe_model({**CASES[case].make_config().to_dict(), **fields})
 
 
-def test_a_long_prompt_is_read_in_pieces_by_kernels(monkeypatch):
-    """Keys and values of the pieces before are made anew of the cached latents."""
+@pytest.mark.parametrize("meets", [True, False])
+def test_a_long_prompt_is_read_in_pieces_by_kernels(meets, monkeypatch):
+    """They meet the cached latents of the pieces before, or keys and values are made of them."""
     pytest.importorskip("triton")
     from dualinfer.backends.torch import prompts
     from dualinfer.backends.torch.ops.kernels import KernelOps
-    from dualinfer.kernels.triton import linear
+    from dualinfer.kernels.triton import latent, linear
 
     model, rows = make_model("youtu"), [random_ids(1, n, seed=n)[0].tolist() for n in (21, 4)]
     how = {"max_new_tokens": 3, "do_sample": False}
@@ -166,9 +167,37 @@ def test_a_long_prompt_is_read_in_pieces_by_kernels(monkeypatch):
     monkeypatch.setattr(dualinfer.backends.torch, "_make_ops", make_ops)
     monkeypatch.setattr(linear, "serves", lambda *shape: False)
     monkeypatch.setattr(prompts, "_MOST_AT_ONCE", 16)
+    monkeypatch.setattr(latent, "meets_latents", lambda *_: meets)
     with dualinfer.init_inference(model, **HOW) as engine:
         np.testing.assert_array_equal(np.asarray(engine.generate(rows, **how)), expected)
         assert "latent vectors" in engine.report().ops["decode_attention"]
+
+
+def test_short_pieces_go_side_by_side_where_queries_meet_latent_vectors():
+    """On JAX, where panels are known before; plain ops make keys of all that a slot has."""
+    pytest.importorskip("triton")
+    from dualinfer.backends.base import Piece, Request
+    from dualinfer.backends.jax.ops.plain import PlainOps
+    from dualinfer.backends.jax.prompts import Passes
+
+    from .kernels.jax_ops import interpreted_ops
+
+    spec = describe_model(CASES["youtu"].make_config().to_dict())[0]
+    room, request = Room(4, 2048), Request(np.zeros(2000, np.int32), 1)
+    first, later, long = (
+        Piece(request, slot, *where)
+        for slot, where in enumerate(((0, 850), (1800, 1900), (1000, 2000)))
+    )
+    found = {}
+    for ops in (interpreted_ops(), PlainOps()):
+        passes = Passes(spec, ops, cache_specs(spec), lambda width: 4096)
+        pieces = [first, later], [first, long]
+        found[type(ops)] = shapes = [[p.shape for p in passes.of(x, room)] for x in pieces]
+        used = [(p.shape, p.reach) for x in pieces for p in passes.of(x, room)]
+        assert set(used) <= set(passes.sizes(room))
+        assert shapes[1] == [(1, 1024), (1, 1024)]
+    by_kernels, plain = found.values()
+    assert by_kernels[0] == [(16, 64)] and plain[0] == [(1, 1024), (1, 256)]
 
 
 def test_a_step_looks_up_what_was_measured(monkeypatch):

@@ -68,6 +68,10 @@ class PlainBlocks:
             not cache.codes or cache.codes in self.cache_codes
         )
 
+    def makes_keys(self, spec: ModelSpec, tokens: int) -> bool:
+        """True if attention to a row of so many `tokens` makes keys of all that its slot has."""
+        return any(a.latent is not None for a in spec.attentions)
+
     def span(self, name: str) -> AbstractContextManager[Any]:
         """See `contract.BlockOps.span`."""
         return self.maths.span(name)

@@ -16,7 +16,7 @@ import numpy as np
 from ...model.spec import Experts, ModelSpec
 from ...ops.caches import LATENTS, CacheSpec, Room
 from ..base import Piece, SamplingFeatures
-from ..slots import GRAIN, bucket, in_grains, panel_for, part_of, weight_rows
+from ..slots import GRAIN, bucket, in_grains, panel_for, part_of, share_rows, weight_rows
 from .ops.plain import PlainOps
 from .packing import pack, unpack
 from .params import Params
@@ -73,13 +73,14 @@ class Passes:
         specs: Sequence[CacheSpec],
         most_of: Callable[[int], int],
     ) -> None:
-        self._spec, self._most_of = spec, most_of
+        self._spec, self._ops, self._most_of = spec, ops, most_of
         read = [own for own in specs if own.kind != "cross"]
-        self._in_rows = all(own.kind not in (*LATENTS, "state") for own in read)
-        # Kernels read what a query sees; others, and who makes keys, all up to a reach.
-        self._by_reach = any(
-            own.kind in LATENTS or not ops.knows(own) for own in read if own.kind != "state"
-        )
+        attends = all(own.kind != "state" for own in read)
+        self._makes_keys = any(own.kind in LATENTS for own in read)
+        grains = attends and not ops.makes_keys(spec, GRAIN)
+        #: Whether panels are of rows of GRAIN tokens, or of one row, or may be both.
+        self._ways = (*([True] * grains), *([False] * (self._makes_keys or not grains)))
+        self._by_reach = any(not ops.knows(own) for own in read if own.kind != "state")
 
     def of(self, pieces: Sequence[Piece], pool: Room | None) -> list[Pass]:
         """The passes that read these pieces, in order; into a `pool` those of few sizes."""
@@ -113,30 +114,38 @@ class Passes:
             reach = part_of(pool, 1, tokens).tokens
             for rest in range(GRAIN, self._most(reach) + 1, GRAIN):
                 size = panel_for(rest, self._most(reach))
-                found[self._shape(size), reach if self._by_reach else None] = None
+                for in_rows in self._ways:
+                    shape = _panel_shape(size, in_rows)
+                    found[shape, reach if self._is_by_reach(in_rows) else None] = None
         return list(found)
 
-    def _shape(self, size: int) -> tuple[int, int]:
-        return (size // GRAIN, GRAIN) if self._in_rows else (1, size)
+    def _is_by_reach(self, in_rows: bool) -> bool:
+        """Kernels read what a query sees; others, and who makes keys, all up to a reach."""
+        return self._by_reach or (self._makes_keys and not in_rows)
 
     def _most(self, reach: int) -> int:
         return min(self._most_of(reach), panel_for(1 << 30, 1 << 30))
 
     def _in_panels(self, pieces: Sequence[Piece], pool: Room) -> list[Pass]:
         reach = part_of(pool, 1, max(p.stop for p in pieces)).tokens
-        seen, most = reach if self._by_reach else None, self._most(reach)
+        in_rows = self._ways[0] and share_rows(self._spec, self._ops, pieces)
+        seen, most = reach if self._is_by_reach(in_rows) else None, self._most(reach)
         grains, found = in_grains(pieces), []
         while grains:
             rows = grains
-            if not self._in_rows:
+            if not in_rows:
                 rows = [pair for pair in grains if pair[0] == grains[0][0]]
             size = panel_for(GRAIN * len(rows), most)
             rows = rows[: size // GRAIN]
             grains = grains[len(rows) :]
-            if not self._in_rows:
+            if not in_rows:
                 rows = [(rows[0][0], replace(rows[0][1], stop=rows[-1][1].stop))]
-            found.append(_pass(rows, False, self._shape(size), seen))
+            found.append(_pass(rows, False, _panel_shape(size, in_rows), seen))
         return found
+
+
+def _panel_shape(size: int, in_rows: bool) -> tuple[int, int]:
+    return (size // GRAIN, GRAIN) if in_rows else (1, size)
 
 
 def _pass(group: list[tuple[int, Piece]], is_whole: bool, *size: Any) -> Pass:

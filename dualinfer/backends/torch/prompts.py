@@ -19,7 +19,7 @@ from ...model.spec import Experts, ModelSpec
 from ...ops.contract import Tokens
 from ..base import Piece
 from ..kernels import is_wide
-from ..slots import GRAIN, PANELS, SMALLEST_CACHE, bucket, in_grains, panel_for
+from ..slots import GRAIN, PANELS, SMALLEST_CACHE, bucket, in_grains, panel_for, share_rows
 from .cache import Cache
 from .device import fill, upload
 from .graphs import MOST_STEPS, StepGraphs
@@ -78,8 +78,7 @@ class Prompts:
         self._panels: dict[Hashable, _Buffers] = {}
         # Where a row's own keys or states are made in a pass, a piece is a row.
         attends = all(own.recurrence is None for own in spec.layers)
-        latent = any(a.latent is not None for a in spec.attentions)
-        self.packs = spec.reads_pieces and attends and not latent
+        self.packs = spec.reads_pieces and attends and not ops.makes_keys(spec, GRAIN)
         self._most_replayed = _most_replayed(spec, params, ops)
 
     def run(
@@ -137,7 +136,8 @@ class Prompts:
         A long one by itself goes as a row, which attention of whole prompts may serve.
         """
         grains = sum(-(-(p.stop - p.start) // GRAIN) for p in pieces)
-        return self.packs and (len(pieces) > 1 or grains * GRAIN <= self._most_replayed)
+        few = len(pieces) > 1 or grains * GRAIN <= self._most_replayed
+        return self.packs and few and share_rows(self._spec, self._ops, pieces)
 
     def takes_whole(self, prompts: Sequence[np.ndarray]) -> bool:
         """True if `run` reads each of these prompts in one pass."""

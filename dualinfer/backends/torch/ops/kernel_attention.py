@@ -33,6 +33,10 @@ _SDPA = {"cudnn": SDPBackend.CUDNN_ATTENTION, "flash": SDPBackend.FLASH_ATTENTIO
 class KernelAttention(KernelBase):
     """Attention, and what is done to queries, keys and values before it."""
 
+    def makes_keys(self, spec: ModelSpec, tokens: int) -> bool:
+        """See `PlainOps.makes_keys`; few queries meet latent vectors themselves."""
+        return not all(a.latent is None or meets_latents(a, tokens) for a in spec.attentions)
+
     def angles(
         self,
         spec: ModelSpec,
