@@ -130,7 +130,8 @@ def test_rows_of_tokens_attend_to_what_stands_before_them(config, by_table, dtyp
     """Each to its slot's; one has no room for all, and one no slot: its result is finite."""
     slots, starts, tokens, room = np.array([2, 0, 1, 9]), np.array([0, 13, 45, 0]), 9, 48
     queries = normal(1, 4, tokens, HEADS * (NOPE + TURNING), dtype=dtype)
-    cache = normal(2, 3, room, WIDTH, dtype=dtype)
+    cache = normal(2, 4, room, WIDTH, dtype=dtype)
+    cache[3] = np.nan  # nobody's
     kv = (normal(3, HEADS * (NOPE + VALUE), RANK, dtype=dtype) / 4).astype(dtype)
     for slot, start in zip(slots[:3], starts, strict=False):  # what lies beyond is never read
         cache[slot, start + tokens :] = GARBAGE

@@ -172,8 +172,11 @@ def _decode_latents_kernel(
     turned = tl.load(turned_at, mask=real & (t < TURNING)[None, :], other=0.0)
     base = cache_ptr
     slot = sequence
+    read = last
     if slots_ptr is not None:
-        slot = tl.minimum(tl.load(slots_ptr + sequence).to(tl.int64), slots - 1)
+        slot = tl.load(slots_ptr + sequence).to(tl.int64)
+        read = tl.where(slot < slots, last, 0)  # of no slot nothing, as if zeros were there
+        slot = tl.minimum(slot, slots - 1)
     if table_ptr is None:
         base += slot * slot_stride
     else:
@@ -187,13 +190,13 @@ def _decode_latents_kernel(
         s = start + tl.arange(0, BLOCK_S)
         if table_ptr is None:
             at = base + s.to(tl.int64)[:, None] * token_stride
-            there = (s < last)[:, None]
+            there = (s < read)[:, None]
         else:
             if ENTRIES > 0:
                 block = block_of(entries, first, start, SIZE, ENTRIES)
-                to, known = places_in(block, start, s < last, slot_stride, token_stride, SIZE)
+                to, known = places_in(block, start, s < read, slot_stride, token_stride, SIZE)
             else:
-                to, known = places(table_ptr, s, s < last, slot_stride, token_stride, SIZE)
+                to, known = places(table_ptr, s, s < read, slot_stride, token_stride, SIZE)
             at, there = base + to[:, None], known[:, None]
         vectors = tl.load(at + r[None, :], mask=there & (r < RANK)[None, :], other=0.0)
         keys = tl.load(at + RANK + t[None, :], mask=there & (t < TURNING)[None, :], other=0.0)
