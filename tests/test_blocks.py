@@ -615,6 +615,22 @@ def test_a_cache_of_as_much_as_has_room(monkeypatch):
                 engine.reserve(tokens=250, memory_fraction=1e-9, **sized)
 
 
+@pytest.mark.parametrize("backend", ON)
+def test_steps_of_others_leave_the_window_of_a_sequence_whose_tokens_the_host_chooses(backend):
+    with dualinfer.init_inference(make_model("mistral-window"), backend=backend, **HOW) as engine:
+
+        def texts() -> list[int]:
+            how = {"max_new_tokens": 200, "eos_token_id": None, "no_repeat_ngram_size": 40}
+            stream = engine.stream([[5, 6, 7, 8]], **how)
+            begun = [next(stream) for _ in range(66)]
+            engine.generate([[9, 10, 11]], max_new_tokens=200, eos_token_id=None)
+            return begun + list(stream)
+
+        alone = texts()
+        engine.reserve(2, 260, cache_tokens=8 * GRAIN)
+        assert texts() == alone
+
+
 def test_on_a_gpu_sequences_share_a_cache_that_nobody_sizes(monkeypatch):
     monkeypatch.setattr("dualinfer.engine.reserve.is_on_host", lambda runner: False)
     for name, shares in (("llama-gqa", True), ("mamba2", False)):

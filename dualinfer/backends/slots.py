@@ -3,7 +3,7 @@
 It is no part of the contract of `base`: a runner may do without it.
 """
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -64,6 +64,7 @@ class LiveSlots:
         self._requests: dict[int, Request] = {}
         self._reach: dict[int, int] = {}
         self._reading: set[int] = set()
+        self._chosen: set[int] = set()
 
     @classmethod
     def of(cls, pool: Pool, spec: ModelSpec) -> "LiveSlots":
@@ -94,13 +95,14 @@ class LiveSlots:
         """Cached tokens of the longest sequence once the steps asked for have run, at most."""
         return max(self._reach.values())
 
-    def reach_beside(self, slots: Sequence[int]) -> int:
+    def reach_beside(self, slots: Collection[int]) -> int:
         """`reach` where these slots alone have stepped.
 
         The step writes the newest token of every other sequence as well, in its next place, to no
-        effect: that place must be there, or the write would fall on the one before.
+        effect: that place must be there, or the write would fall on the one before. What is read
+        yet of a prompt has it.
         """
-        others = [slot for slot in self._requests if slot not in slots]
+        others = [slot for slot in self._requests if slot not in {*slots, *self._reading}]
         next_places = (min(self._reach[s] + 1, self._requests[s].cache_tokens) for s in others)
         return max(self.reach, *next_places, 0)
 
@@ -190,13 +192,17 @@ class LiveSlots:
                 "tokens or a shorter prompt, or open a larger pool."
             )
 
-    def advance(self, steps: int, slots: Sequence[int] | None = None) -> None:
-        """Book steps for these slots, or every one of which the prompt has been read."""
+    def advance(self, steps: int, slots: Sequence[int] | None = None) -> int:
+        """Book steps for these slots, or every one whose tokens the device chooses.
+
+        It is one of which the prompt has been read. Gives `reach_beside` then.
+        """
         reached = self._after(steps, slots)
         if self.blocks is not None:
             near = {slot: (self._reach[slot], stop) for slot, stop in reached.items()}
             self.blocks.cover(reached, near)
         self._reach |= reached
+        return self.reach_beside(reached)
 
     def begin_pass(self, rows: Sequence[Piece], goes_on: bool = True) -> None:
         """Give slots room for rows of a pass; one that `goes_on` reads what lies before them.
@@ -243,7 +249,7 @@ class LiveSlots:
         """Cached tokens of these slots after so many steps, or of all that take part in them."""
         return {
             slot: min(self._reach[slot] + steps, self._requests[slot].cache_tokens)
-            for slot in (self._requests if slots is None else slots)
+            for slot in (self._requests.keys() - self._chosen if slots is None else slots)
             if slot not in self._reading
         }
 
@@ -253,8 +259,12 @@ class LiveSlots:
             return 0
         return max(0, self.blocks.more(self._after(steps)) - self.blocks.free)
 
-    def cover_whole(self, requests: Sequence[Request], slots: Sequence[int]) -> None:
-        """Give slots all the blocks that their requests may come to need."""
+    def choose(self, requests: Sequence[Request], slots: Sequence[int]) -> None:
+        """Note that the caller chooses the tokens of requests, which get these slots.
+
+        They take no step with others, and get all the blocks that they may come to need.
+        """
+        self._chosen.update(slots)
         if self.blocks is not None:
             pairs = zip(slots, requests, strict=True)
             self.blocks.cover({slot: request.cache_tokens for slot, request in pairs})
@@ -277,6 +287,7 @@ class LiveSlots:
             self._requests.pop(slot, None)
             self._reach.pop(slot, None)
             self._reading.discard(slot)
+            self._chosen.discard(slot)
             if self.blocks is not None:
                 self.blocks.drop(slot)
 

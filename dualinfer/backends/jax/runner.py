@@ -140,7 +140,7 @@ class JaxRunner(WholePasses, ScoreCalls):
         """Fill the cache of `slots`; the logits of the first token of each request."""
         pieces = list(map(Piece.whole, requests, slots))
         live, passes, numbers = self._slots.live, [], []
-        live.cover_whole(requests, slots)
+        live.choose(requests, slots)
         self._open(pieces)
         for own in self._passes.of(pieces, live.pool):
             live.begin_pass(own.pieces)

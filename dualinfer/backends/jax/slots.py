@@ -189,8 +189,7 @@ class Slots:
     def advance(self, steps: int, slots: Sequence[int] | None = None) -> int:
         """Make room for `steps` more of these slots, or of every one; how far they reach then."""
         cache, _ = self.held
-        self.live.advance(steps, slots)
-        reach = self.live.reach if slots is None else self.live.reach_beside(slots)
+        reach = self.live.advance(steps, slots)
         self._make_room(cache, reach)
         return reach
 

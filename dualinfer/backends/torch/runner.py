@@ -250,7 +250,7 @@ class TorchRunner(ScoreCalls):
     @torch.inference_mode()
     def prefill_scores(self, requests: Sequence[Request], slots: Sequence[int]) -> torch.Tensor:
         """Fill the cache of `slots`; the logits of the first token of each request."""
-        self._slots.live.cover_whole(requests, slots)
+        self._slots.live.choose(requests, slots)
         _, scores = self._fill(list(map(Piece.whole, requests, slots)))
         self._check_exchange()
         return self._shown(requests, scores)

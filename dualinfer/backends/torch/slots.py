@@ -154,9 +154,7 @@ class Slots:
     def advance(self, steps: int, slots: Sequence[int] | None = None) -> View:
         """Make room for `steps` more of these slots, or of every one; what the steps read."""
         assert self.live
-        self.live.advance(steps, slots)
-        reach = self.live.reach if slots is None else self.live.reach_beside(slots)
-        room = self.live.room(self._spec, reach)
+        room = self.live.room(self._spec, self.live.advance(steps, slots))
         self._grow(room)
         self.show()
         return self.view(room)
