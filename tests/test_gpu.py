@@ -1,6 +1,7 @@
 """What must hold on a GPU; run there with `pytest -m gpu`."""
 
 import copy
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -167,6 +168,36 @@ def test_a_seed_gives_the_same_text_on_both_backends_and_in_any_batch():
             assert row[-width:].tolist()[: len(one)] == one.tolist()
         texts.append(whole)
     assert np.array_equal(*texts)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("family", ["llama", "gemma2"])
+def test_room_for_many_gives_each_the_text_that_it_has_alone(family, backend):
+    """Two of Gemma 2's layers see a window, of which blocks keep no more."""
+    import dualinfer
+
+    draw, slots, room = np.random.default_rng(2), 24, 448
+    prompts = [draw.integers(3, 4000, n).tolist() for n in draw.integers(5, 380, slots)]
+    how = dict(max_new_tokens=60, do_sample=False, eos_token_id=None)
+    model = make_model(family)
+    for dtype, least in (("fp32", 1.0), ("bf16", 0.8)):
+        with dualinfer.init_inference(
+            model, backend=backend, dtype=dtype, replace_with_kernel_inject=True
+        ) as engine:
+
+            def text(prompt, engine=engine):
+                return np.asarray(engine.generate([prompt], **how).tolist())[0, len(prompt) :]
+
+            alone = [text(prompt) for prompt in prompts]
+            # A slot's own, blocks for all, and for half of them: some wait, and go on.
+            for more in ({}, {"cache_tokens": slots * room}, {"cache_tokens": slots * room // 2}):
+                engine.reserve(slots, room, prepare=False, **more)
+                with ThreadPoolExecutor(slots) as threads:
+                    texts = list(threads.map(text, prompts))
+                # In 16 bits who is beside whom rounds otherwise, from some token on.
+                count = 60 if least == 1 else 12
+                same = np.mean([a[:count] == b[:count] for a, b in zip(alone, texts, strict=True)])
+                assert same >= least, (dtype, more, same)
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2"])

@@ -25,8 +25,8 @@ from .blocks import BlockSlots
 from .pausing import Paused, Pauses, pause_of
 from .sequence import Live
 from .sharing import sharing_of
-from .slots import BESIDE
 
+_BESIDE = 2  # steps of others between two pieces: prompts that wait keep slots idle
 _Chunk: TypeAlias = tuple[PendingTokens, dict[int, Live]]  # tokens, and whose the columns are
 
 
@@ -276,6 +276,7 @@ class Loop(BlockSlots):
 
         Others have the turn while this waits for the device: calls begin, and streams go on.
         """
+        self._turns.give_way()
         with self._turns:
             self._finish_left()
             if is_done():
@@ -308,7 +309,7 @@ class Loop(BlockSlots):
         waits = self._profiler.enabled or bool(self._constrained())
         if len(self._chunks) <= 1 and not (waits and self._chunks):
             is_reading = any(x.unread is not None for x in list(self._live.values()))
-            self._enqueue(min(steps, BESIDE) if is_reading else steps)
+            self._enqueue(min(steps, _BESIDE) if is_reading else steps)
             self._read_on()
         return self._chunks[0] if self._chunks else None
 

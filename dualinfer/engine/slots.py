@@ -15,7 +15,7 @@ from .sequence import Live
 from .sharing import Sharing
 from .waiting import Queue, Ticket
 
-BESIDE = 8  # steps of others between two looks for slots, or two pieces
+BESIDE = 8  # steps of others between two looks for slots
 _PAUSE = 0.001  # seconds between looks for slots of sequences whose tokens other threads choose
 _log = logging.getLogger(__name__)
 
@@ -81,9 +81,10 @@ class Slots:
         ticket = Ticket(count)
         if waits:
             self.queue.append(ticket)
+        comes = True
         try:
             while True:
-                with self._turns:
+                with self._turns.coming() if comes else self._turns:
                     has_room = self._has_slots(count) and self._has_blocks(requests, chosen)
                     if has_room and (not waits or self._is_next(ticket)):
                         if waits:
@@ -93,6 +94,7 @@ class Slots:
                 if not waits:
                     raise OutOfMemoryError(f"There are no {count} free slots with room.")
                 self._make_way(count)
+                comes = False
         finally:
             if ticket in self.queue:
                 self.queue.remove(ticket)

@@ -2,11 +2,15 @@
 
 import os
 import threading
-from collections.abc import Callable, Collection, Mapping
+import time
+from collections.abc import Callable, Collection, Generator, Mapping
+from contextlib import contextmanager
 from typing import Any, Self
 
 from ..errors import ClosedError, UnsupportedError
 from .agreement import Peers, Work, share_inputs
+
+_PATIENCE, _LOOK = 0.005, 0.0001  # seconds for one who comes to have the turn, and between looks
 
 
 class Call(Work):
@@ -30,7 +34,7 @@ class Call(Work):
 
     def __enter__(self) -> Self:
         """Wait for the turn, then for the inputs."""
-        self._turns.__enter__()
+        self._turns.come()
         try:
             self.inputs = share_inputs(self._peers, *self._how)
         except BaseException:
@@ -56,6 +60,7 @@ class Turns:
     def __init__(self, peers: Peers, may_fork: bool) -> None:
         self.peers = peers
         self._lock = threading.RLock()
+        self._coming, self._counting = 0, threading.Lock()
         self._process = None if may_fork else os.getpid()
         self._thread = 0  # that drives what is open, where several processes share the model
 
@@ -83,6 +88,37 @@ class Turns:
         """Wait for the turn."""
         self.check()
         self._lock.acquire()
+
+    def come(self) -> None:
+        """Wait for the turn to begin something: those who `give_way` leave it to him."""
+        with self._counting:
+            self._coming += 1
+        try:
+            self.__enter__()
+        finally:
+            with self._counting:
+                self._coming -= 1
+
+    @contextmanager
+    def coming(self) -> Generator[None, None, None]:
+        """The turn of one who comes."""
+        self.come()
+        try:
+            yield
+        finally:
+            self.__exit__()
+
+    def give_way(self) -> None:
+        """Let those have the turn first who begin something, as long as they come to it.
+
+        The lock itself has no order: who asks again for the turn that he has just left gets it.
+        """
+        known, since = self._coming, time.monotonic()
+        while (now := self._coming) and time.monotonic() - since < _PATIENCE:
+            if now < known:
+                since = time.monotonic()
+            known = now
+            time.sleep(_LOOK)
 
     def take(self) -> bool:
         """Take the turn if no other thread has it."""
