@@ -113,7 +113,7 @@ def make_params(part: Part, dtype: str, device: torch.device) -> tuple[ModelSpec
         table = replace(table, spec=spec, layers=table.layers[:layers])
     shard = make_plan(table, part.tp * part.ep, expert_parts=part.ep).shards[0]
     spec = shard.spec
-    attention = {layer.attention for layer in spec.layers}
+    attention = {layer.attention for layer in spec.layers if layer.attention is not None}
 
     def constant(values: tuple[Any, ...]) -> torch.Tensor:
         return torch.tensor(values, dtype=torch.float32, device=device)

@@ -120,6 +120,8 @@ def test_rows_are_taken_as_they_are_needed_and_left_where_nobody_reads_on(engine
 def test_what_is_no_batch_is_refused(engine, monkeypatch):
     with pytest.raises(ArgumentError, match="rows is a dict; expected an iterable of dicts"):
         engine.batch({"custom_id": "a"})
+    with pytest.raises(ArgumentError, match="rows is an int; expected"):
+        engine.batch(5)
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     with pytest.raises(BackendNotAvailableError, match=r"Install `dualinfer\[serve\]`"):
         engine.batch([])

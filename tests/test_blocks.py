@@ -599,6 +599,7 @@ def test_a_cache_of_as_much_as_has_room(monkeypatch):
         free[0] = taken[6] - (taken[7] - taken[6]) * 3
         with pytest.raises(OutOfMemoryError, match="A cache of 249 tokens for 4 sequences has no"):
             engine.reserve(4, 250, cache_tokens="auto", memory_fraction=1)
+        assert "4 sequences of 250 tokens" in engine.report().notes[-1]  # as before
         assert engine.reserve(4, 64, cache_tokens="auto").cache_tokens == 2 * GRAIN
         with pytest.raises(
             OutOfMemoryError, match=r"A cache of 1,000,000,000,000 tokens for .*'auto'"
@@ -610,6 +611,9 @@ def test_a_cache_of_as_much_as_has_room(monkeypatch):
         for wrong in (0, 1.5, True, "0.9"):
             with pytest.raises(ArgumentError, match="memory_fraction"):
                 engine.reserve(4, 250, memory_fraction=wrong)
+        for flag in ("prepare", "prefix_cache"):
+            with pytest.raises(ArgumentError, match=f"{flag}='no'.: expected True or False"):
+                engine.reserve(4, 250, **{flag: "no"})  # pyright: ignore[reportArgumentType]
         for sized in ({"slots": 4}, {"cache_tokens": 250}, {"slots": 4, "cache_tokens": 250}):
             with pytest.raises(ArgumentError, match=r"memory_fraction=1e-09 .* says how much"):
                 engine.reserve(tokens=250, memory_fraction=1e-9, **sized)

@@ -142,6 +142,8 @@ def test_texts_are_split_as_the_harness_does(engine, hf):
     ("prompts", "continuations", "why"),
     [
         ("a", "b", "takes a list of prompts"),
+        (5, ["b"], "takes a list of prompts"),
+        (iter(["a"]), iter(["b", "c"]), "got 1 prompts and 2 continuations"),
         (["a"], ["b", "c"], "got 1 prompts and 2 continuations"),
         (["a"], [""], "A continuation is empty"),
         ([[]], [[3]], "A prompt of ids is empty"),
@@ -154,6 +156,14 @@ def test_texts_are_split_as_the_harness_does(engine, hf):
 def test_what_cannot_be_scored_is_refused(engine, prompts, continuations, why):
     with pytest.raises((ArgumentError, LengthError), match=why):
         engine.score(prompts, continuations)
+
+
+def test_prompts_are_told_of_by_their_ids(engine):
+    for wrong in ([5.7, 6.2], [[5, 6]]):
+        with pytest.raises(ArgumentError, match="expected a text or a list of ids"):
+            engine.prompt_logprobs(wrong)
+    with pytest.raises(ArgumentError, match="logprobs=True; expected an int"):
+        engine.prompt_logprobs([5, 6], True)
 
 
 class StandIn:

@@ -52,6 +52,7 @@ class RoomCalls(InferenceEngine):
 
     _loop: Loop
     _driver: Driver | None = None
+    _opened: tuple[Pool, bool, bool, int] | None = None  # what the loop's pool was opened with
 
     @property
     def _longest(self) -> int:
@@ -80,7 +81,8 @@ class RoomCalls(InferenceEngine):
         where prompts part and at the last whole 64 tokens of each.
         Answers are as without it, to rounding. A sequence that gives its slot to one of high
         priority goes on later: what it had cached waits in `swap_space` GiB of the host's memory,
-        or is read again where that is full, or 0. It replaces what was reserved before.
+        or is read again where that is full, or 0. It replaces what was reserved before, which is
+        reserved again, empty, where it fails.
         With `cache_tokens` the cache has so many tokens for all sequences together, which take them
         64 at a time as they grow: `slots` may then be many more than would fit if each had all of
         its `tokens`. Prompts that begin alike share them. Where no more are free, what was kept of
@@ -104,6 +106,9 @@ class RoomCalls(InferenceEngine):
                 raise ArgumentError(
                     f"reserve({name}={shown(value)}): expected 1 or more{auto}, or None."
                 )
+        for name, value in (("prefix_cache", prefix_cache), ("prepare", prepare)):
+            if type(value) is not bool and (name, value) != ("prepare", None):
+                raise ArgumentError(f"reserve({name}={shown(value)}): expected True or False.")
         check_fraction(memory_fraction, slots, cache_tokens, _said)
         if type(swap_space) not in (int, float) or not 0 <= swap_space < math.inf:
             raise ArgumentError(
@@ -127,6 +132,7 @@ class RoomCalls(InferenceEngine):
             if isinstance(cache_tokens, int):
                 longest = _check_blocks(runner.spec, tokens, longest, cache_tokens)
         with self._turns:
+            before = self._loop.pool and self._opened
             self._loop.open(None)  # its memory is free for the new one
             try:
                 asked = slots or MOST_SLOTS, max(longest - 1, 1), prefix_cache, None
@@ -144,7 +150,13 @@ class RoomCalls(InferenceEngine):
                 pool = pool_for(runner, slots, each, prefix_cache, free, cache_tokens)
                 pool = replace(pool, saved=swap_space > 0 and runner.spec.keeps_beginnings)
                 prepares = not is_on_host(runner) if prepare is None else prepare
-                self._loop.open(pool, prepares, prefix_cache, int(swap_space * 2**30))
+                opened = pool, prepares, prefix_cache, int(swap_space * 2**30)
+                self._loop.open(*opened)
+                self._opened = opened
+            except BaseException:
+                if before is not None:
+                    self._loop.open(*before)
+                raise
             finally:
                 self._told_driver()
         return Reserved(pool.slots, pool.tokens + 1, pool.spare, pool.blocks * GRAIN)

@@ -88,8 +88,9 @@ class ScoringCalls(InferenceEngine):
         model takes.
         """
         self._check_scored("score()")
-        if isinstance(prompts, str) or isinstance(continuations, str):
+        if any(isinstance(x, str) or not isinstance(x, Iterable) for x in (prompts, continuations)):
             raise ArgumentError("score() takes a list of prompts and a list of continuations.")
+        prompts, continuations = list(prompts), list(continuations)
         if len(prompts) != len(continuations):
             raise ArgumentError(
                 f"score() got {len(prompts)} prompts and {len(continuations)} continuations. Pass "
@@ -110,7 +111,7 @@ class ScoringCalls(InferenceEngine):
         `input_ids` are ints [T]; with `logprobs` up to 20 the so many likeliest ids of each place
         are told, too. By the model's own logits, as a forward pass gives them.
         """
-        if not (isinstance(logprobs, int) and 0 <= logprobs <= TOP):
+        if not (type(logprobs) is int and 0 <= logprobs <= TOP):
             raise ArgumentError(f"logprobs={shown(logprobs)}; expected an int of at most {TOP}.")
         told = prompt_told(self.prompt_told_pieces(input_ids), logprobs)
         return told[: len(input_ids)]
@@ -120,7 +121,7 @@ class ScoringCalls(InferenceEngine):
 
         Arrays float32 [places, 1 + 2 K]; each is a pass over the whole prompt.
         """
-        ids = [int(x) for x in input_ids]
+        ids = _ids(input_ids, "prompt")
         self._check_scored("prompt_logprobs()")
         return self._told_pieces(ids)
 

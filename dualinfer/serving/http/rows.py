@@ -39,7 +39,7 @@ def answer_rows(
     None: whatever they say.
     """
     check_needed("Batches need")
-    if isinstance(rows, str | bytes | Mapping):
+    if isinstance(rows, str | bytes | Mapping) or not isinstance(rows, Iterable):
         raise ArgumentError(f"rows is {a_type(rows)}; expected an iterable of dicts.")
     if not hasattr(engine, "generate_async"):
         raise ArgumentError(
