@@ -1071,7 +1071,7 @@ def test_failing_prefill_leaves_the_engine_usable(engine, monkeypatch):
     runner = engine.runner
     is_torch = engine.inference_config.backend == "torch"
     later = (runner._prompts, "run") if is_torch else (runner, "_advance")
-    for target, method in ((runner, "_reserve"), later):
+    for target, method in ((runner._slots, "_reserve"), later):
 
         def fail(*args, **kwargs):
             raise MemoryError("mine")
