@@ -2,6 +2,7 @@
 
 import asyncio
 import threading
+import time
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -273,6 +274,32 @@ def test_with_faults_each_request_has_its_tokens_or_an_error_and_all_slots_are_f
     driver.stop(StepError("The end."))
     assert not loop.tokens_beside(())
     assert not runner.slots
+
+
+def test_who_begins_something_has_the_turn_before_who_goes_on():
+    """The lock alone gives it to him who asks again at once."""
+    turns, order = Turns(Peers(), may_fork=True), []
+
+    def begin(number: int) -> None:
+        with turns.coming():
+            order.append(number)
+
+    threads = [threading.Thread(target=begin, args=(i,)) for i in range(5)]
+    with turns:
+        for thread in threads:
+            thread.start()
+        while turns._coming < 5:
+            time.sleep(0.001)
+        begun = time.monotonic()
+        turns.give_way()  # to those who wait for something else it is not given for long
+        assert time.monotonic() - begun < 1 and not order
+    turns.give_way()
+    with turns:
+        order.append(None)
+    assert sorted(order[:-1]) == list(range(5)) and order[-1] is None
+    for thread in threads:
+        thread.join()
+    assert not turns._coming
 
 
 def test_one_that_waits_hears_of_the_end_in_any_event_loop():
