@@ -1641,6 +1641,13 @@ ROWS: list[Row] = [
         "tests/test_blocks.py -k 'no_blocks_is_refused and torch'",
     ),
     Row(
+        "backends/slots.py",
+        "(self._requests.keys() - self._chosen if slots is None else slots)",
+        "(self._requests if slots is None else slots)",
+        "Steps of others take the window of a sequence whose tokens the host chooses.",
+        "tests/test_blocks.py -k 'leave_the_window and torch'",
+    ),
+    Row(
         "engine/blocks.py",
         "                if not self._runner.lacks(1):",
         "                if False:",
