@@ -60,7 +60,7 @@ class Turns:
     def __init__(self, peers: Peers, may_fork: bool) -> None:
         self.peers = peers
         self._lock = threading.RLock()
-        self._coming, self._counting = 0, threading.Lock()
+        self._coming, self._came, self._counting = 0, 0, threading.Lock()
         self._process = None if may_fork else os.getpid()
         self._thread = 0  # that drives what is open, where several processes share the model
 
@@ -98,6 +98,7 @@ class Turns:
         finally:
             with self._counting:
                 self._coming -= 1
+                self._came += 1
 
     @contextmanager
     def coming(self) -> Generator[None, None, None]:
@@ -109,16 +110,18 @@ class Turns:
             self.__exit__()
 
     def give_way(self) -> None:
-        """Let those have the turn first who begin something, as long as they come to it.
+        """Let those have the turn first who wait for it to begin something, as long as they get it.
 
         The lock itself has no order: who asks again for the turn that he has just left gets it.
+        Who comes later waits for the next time.
         """
-        known, since = self._coming, time.monotonic()
-        while (now := self._coming) and time.monotonic() - since < _PATIENCE:
-            if now < known:
-                since = time.monotonic()
-            known = now
+        with self._counting:
+            known, all_came = self._came, self._came + self._coming
+        since = time.monotonic()
+        while self._came < all_came and time.monotonic() - since < _PATIENCE:
             time.sleep(_LOOK)
+            if self._came > known:
+                known, since = self._came, time.monotonic()
 
     def take(self) -> bool:
         """Take the turn if no other thread has it."""
