@@ -51,6 +51,12 @@ OTHERS: dict[str, tuple[str, dict[str, Any]]] = {
         _SIZES
         | {"hidden_size": 960, "intermediate_size": 2000, "num_key_value_heads": 4, "head_dim": 80},
     ),
+    "deepseek": (
+        "deepseek_v2, dense",
+        {"hidden_size": 768, "num_attention_heads": 8, "num_key_value_heads": 8}
+        | {"kv_lora_rank": 256, "qk_nope_head_dim": 64, "qk_rope_head_dim": 32, "v_head_dim": 64}
+        | {"intermediate_size": 1500, "rope_parameters": OUT, "max_position_embeddings": 1024},
+    ),
     "gpt2": ("gpt2", {"n_embd": 768, "n_layer": 4, "n_head": 12}),
     "t5": (
         "t5",
@@ -171,32 +177,37 @@ def test_a_seed_gives_the_same_text_on_both_backends_and_in_any_batch():
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("family", ["llama", "gemma2"])
+@pytest.mark.parametrize("family", ["llama", "gemma2", "deepseek"])
 def test_room_for_many_gives_each_the_text_that_it_has_alone(family, backend):
-    """Two of Gemma 2's layers see a window, of which blocks keep no more."""
+    """Two of Gemma 2's layers see a window, of which blocks keep no more.
+
+    Short pieces of DeepSeek's prompts meet latent vectors themselves.
+    """
     import dualinfer
 
     draw, slots, room = np.random.default_rng(2), 24, 448
     prompts = [draw.integers(3, 4000, n).tolist() for n in draw.integers(5, 380, slots)]
-    how = dict(max_new_tokens=60, do_sample=False, eos_token_id=None)
+    # Random weights say one token again and again where the likeliest is taken.
+    how = dict(max_new_tokens=60, do_sample=True, temperature=1.5, seed=7, eos_token_id=None)
     model = make_model(family)
-    for dtype, least in (("fp32", 1.0), ("bf16", 0.8)):
+    # In 16 bits who is beside whom rounds otherwise, from some token on.
+    for dtype, count, least in (("fp32", 60, 0.95), ("bf16", 12, 0.5)):
         with dualinfer.init_inference(
             model, backend=backend, dtype=dtype, replace_with_kernel_inject=True
         ) as engine:
 
-            def text(prompt, engine=engine):
-                return np.asarray(engine.generate([prompt], **how).tolist())[0, len(prompt) :]
+            def text(prompt, engine=engine, count=count):
+                made = np.asarray(engine.generate([prompt], **how).tolist())
+                return made[0, len(prompt) :][:count].tolist()
 
             alone = [text(prompt) for prompt in prompts]
+            assert len({token for own in alone for token in own}) > 100
             # A slot's own, blocks for all, and for half of them: some wait, and go on.
             for more in ({}, {"cache_tokens": slots * room}, {"cache_tokens": slots * room // 2}):
                 engine.reserve(slots, room, prepare=False, **more)
                 with ThreadPoolExecutor(slots) as threads:
                     texts = list(threads.map(text, prompts))
-                # In 16 bits who is beside whom rounds otherwise, from some token on.
-                count = 60 if least == 1 else 12
-                same = np.mean([a[:count] == b[:count] for a, b in zip(alone, texts, strict=True)])
+                same = np.mean([a == b for a, b in zip(alone, texts, strict=True)])
                 assert same >= least, (dtype, more, same)
 
 
