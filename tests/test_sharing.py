@@ -218,7 +218,9 @@ def test_what_never_fits_is_refused(engine, prompts, alone):
         engine.reserve(2, 257)
     with pytest.raises(OutOfMemoryError):
         engine.reserve(1 << 40)
-    assert engine.max_tokens == 256  # what was reserved before is gone
+    assert engine.max_tokens == 100  # what was reserved before is reserved again
+    engine.unreserve()
+    assert engine.max_tokens == 256
     assert texts_of(engine, prompts[:1]) == alone[:1]
 
 
