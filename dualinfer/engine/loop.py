@@ -26,7 +26,7 @@ from .pausing import Paused, Pauses, pause_of
 from .sequence import Live
 from .sharing import sharing_of
 
-_BESIDE = 2  # steps of others between two pieces: prompts that wait keep slots idle
+_BETWEEN_PIECES = 2  # steps of others: slots are idle while their prompts wait
 _Chunk: TypeAlias = tuple[PendingTokens, dict[int, Live]]  # tokens, and whose the columns are
 
 
@@ -309,7 +309,7 @@ class Loop(BlockSlots):
         waits = self._profiler.enabled or bool(self._constrained())
         if len(self._chunks) <= 1 and not (waits and self._chunks):
             is_reading = any(x.unread is not None for x in list(self._live.values()))
-            self._enqueue(min(steps, _BESIDE) if is_reading else steps)
+            self._enqueue(min(steps, _BETWEEN_PIECES) if is_reading else steps)
             self._read_on()
         return self._chunks[0] if self._chunks else None
 

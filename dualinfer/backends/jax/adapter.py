@@ -272,7 +272,7 @@ def _run_pure(runner: Any, weights: Any, keep: bool, inputs: ForwardInputs) -> d
 
 
 class _ModuleOnJax(OnJax):
-    """Of a ModuleEngine."""
+    """The base of a ModuleEngine on JAX, whose module is not looked through for attributes."""
 
     if not TYPE_CHECKING:
 

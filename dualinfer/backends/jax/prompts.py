@@ -77,9 +77,10 @@ class Passes:
         read = [own for own in specs if own.kind != "cross"]
         attends = all(own.kind != "state" for own in read)
         self._makes_keys = any(own.kind in LATENTS for own in read)
-        grains = attends and not ops.makes_keys(spec, GRAIN)
-        #: Whether panels are of rows of GRAIN tokens, or of one row, or may be both.
-        self._ways = (*([True] * grains), *([False] * (self._makes_keys or not grains)))
+        has_grains = attends and not ops.makes_keys(spec, GRAIN)
+        ways = (True, has_grains), (False, self._makes_keys or not has_grains)
+        #: True for panels of rows of GRAIN tokens, False for those of one row; there may be both.
+        self._ways = [in_rows for in_rows, is_there in ways if is_there]
         self._by_reach = any(not ops.knows(own) for own in read if own.kind != "state")
 
     def of(self, pieces: Sequence[Piece], pool: Room | None) -> list[Pass]:

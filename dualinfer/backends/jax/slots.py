@@ -1,4 +1,4 @@
-"""What the slots of a JAX runner hold: caches and state on the devices, by the host's book."""
+"""The slots of a JAX runner: caches and state on the devices, and the host's book of them."""
 
 import contextlib
 from collections.abc import Iterator, Sequence

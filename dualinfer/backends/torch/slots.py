@@ -1,4 +1,4 @@
-"""What the slots of a torch runner hold: caches and state on the device, by the host's book."""
+"""The slots of a torch runner: caches and state on the device, and the host's book of them."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
