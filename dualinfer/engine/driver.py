@@ -32,7 +32,6 @@ from .stepwise import Stepwise
 from .stops import StopStrings, StopWatch
 
 _LINGER = 1.0  # seconds that the thread waits for more before it ends
-_PAUSE = 0.005  # seconds between looks for room that other callers hold
 _MOST_FAILURES = 8  # turns in a row that failed, without a token between
 _SOME = 0.2  # the share of a new time in the time that a step is taken to need
 
@@ -184,6 +183,11 @@ class Driver:
         self._failures = 0  # turns in a row that failed
 
     @property
+    def is_here(self) -> bool:
+        """True in the driver's own thread."""
+        return self._thread is threading.current_thread()
+
+    @property
     def live(self) -> int:
         """Sequences that have a slot."""
         return self._scheduler.live
@@ -212,7 +216,8 @@ class Driver:
         own.slots, own.fits, own.pauses = slots, fits, pauses
 
     def submit(self, jobs: Sequence[Job]) -> None:
-        """Queue new jobs; ClosedError after `stop`."""
+        """Queue new jobs; ClosedError after `stop`, and in a forked process."""
+        self._turns.check()
         with self._condition:
             if self._stopped is not None:
                 raise self._stopped
@@ -236,7 +241,7 @@ class Driver:
             self._stopped = self._stopped or error
             thread = self._thread
             self._condition.notify()
-        if thread is not None and thread is not threading.current_thread():
+        if thread is not None and not self.is_here:
             thread.join()
 
     def _run(self) -> None:
@@ -244,9 +249,9 @@ class Driver:
         self._loop.driver = threading.get_ident()
         while True:
             with self._condition:
-                if self._stopped is None and not self._is_busy():
+                if self._stopped is None and not self.is_busy:
                     self._condition.wait(_LINGER)
-                if self._stopped is not None or not self._is_busy():
+                if self._stopped is not None or not self.is_busy:
                     self._thread = self._loop.driver = None
                     if self._stopped is None:
                         return
@@ -276,7 +281,9 @@ class Driver:
         if self.lost is None and self._failures >= _MOST_FAILURES:
             self.lost = f"{self._failures} turns in a row have failed, the last one: {failed!r}."
 
-    def _is_busy(self) -> bool:
+    @property
+    def is_busy(self) -> bool:
+        """True while there are jobs."""
         return bool(self._inbox or self._scheduler.live or self._scheduler.waiting)
 
     def _turn(self) -> None:
@@ -308,8 +315,8 @@ class Driver:
         self._begin(turn.admitted, len(others))
         self._loop.queue.claim(self._scheduler.waiting > 0, anew=bool(turn.admitted))
         if not self._jobs:
-            if self._scheduler.waiting:
-                time.sleep(_PAUSE)
+            if self._scheduler.waiting:  # for others, who may have stopped reading
+                self._loop.make_way(1)
             return
         self._loop.longest = steps = steps_for(self._seconds)
         self._step(steps)

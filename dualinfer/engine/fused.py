@@ -2,6 +2,7 @@
 
 import logging
 import os
+import threading
 from collections.abc import Generator, Iterator, Sequence
 from contextlib import closing, suppress
 from dataclasses import replace
@@ -27,7 +28,7 @@ from .base import CLOSED, About
 from .driver import Driver, Job
 from .embedding import EmbeddingCalls
 from .forward import ForwardCalls
-from .generation import Generation
+from .generation import Awaited, Generation
 from .leading import LeadingCalls
 from .likeness import Likeness
 from .loop import Loop
@@ -38,6 +39,7 @@ from .readers import reader_of
 from .report import Report
 from .requests import told_fields
 from .scoring import ScoringCalls
+from .slots import BESIDE
 from .stepwise import Stepwise
 from .text import DEFAULT_TEXT_TOKENS, Sequences
 from .towers import TowerCalls
@@ -68,6 +70,7 @@ class FusedEngine(
         self._spec, self._origin = runner.spec, origin
         self._read = reader_of(runner.spec)
         self._loop = Loop(runner, self._profiler, self._turns)
+        self._alone = threading.Lock()  # of the one call that takes its steps itself
         self._stepwise = ""  # for people: why the last such call went one step at a time
 
     @property
@@ -169,7 +172,7 @@ class FusedEngine(
             kept |= told_fields(generation.told, new, options.logprobs, kind)
         return make_generate_outputs({"sequences": ids, **kept})
 
-    def _generated(self, work: Work, streamer: Any) -> tuple[np.ndarray, Generation | Stepwise]:
+    def _generated(self, work: Work, streamer: Any) -> tuple[np.ndarray, Generation | Awaited | Stepwise]:
         """The ids [B, width + new] of a call, prompts first, and what made them."""
         prompts, options = work.prompts, work.options
         pad = options.fill_id
@@ -180,7 +183,7 @@ class FusedEngine(
             streamer.put(self._streamed(block))
         columns = []
         generation = self._begun(work)
-        with closing(iter(generation)) as steps:
+        with closing(generation), closing(iter(generation)) as steps:
             for tokens in steps:
                 if not columns and streamer is None:
                     self._check_model(alone=True)
@@ -315,8 +318,10 @@ class FusedEngine(
         if alone != self._turns.is_shared:
             self._origin.check()
 
-    def _begun(self, work: Work) -> Generation | Stepwise:
-        """The sequences of a call, their first step under way."""
+    def _begun(self, work: Work) -> Generation | Awaited | Stepwise:
+        """The sequences of a call, their first step under way, or waited for beside others'."""
+        if work.rules is None and work.chunk == _WHOLE_CHUNK and not self._turns.is_shared:
+            return self._begun_whole(work)
         if work.rules is None:
             return Generation(self._loop, work.requests, work.chunk, work.stop)
         names = ", ".join(work.options.stepwise)
@@ -324,6 +329,25 @@ class FusedEngine(
         self._stepwise = f"generate() went one step at a time, for what the host does: {names}"
         how = work.requests, work.rules, work.options, work.stop
         return Stepwise(self._loop, self._turns, self.runner, *how)
+
+    def _begun_whole(self, work: Work) -> Generation | Awaited:
+        """The sequences of a call that nobody reads before they have ended.
+
+        One that is alone takes its steps itself. Those that come meanwhile are the driver's.
+        """
+        self._turns.check()
+        is_free = self._alone.acquire(blocking=False)
+        others = self._loop.is_under_way or (self._driver is not None and self._driver.is_busy)
+        if is_free and (not others or self._loop.chooses_here):
+            chunk = work.chunk if self._pool is None else BESIDE  # others may come
+            leave = self._alone.release
+            return Generation(self._loop, work.requests, chunk, work.stop, leave)
+        if is_free:
+            self._alone.release()
+        if self._loop.chooses_here:  # for whom the driver would wait
+            return Generation(self._loop, work.requests, BESIDE, work.stop)
+        self._loop.check(work.requests)
+        return Awaited(self._driving(), work.requests, work.stop)
 
     def _stream(self, work: Work) -> Iterator[Any]:
         with closing(self._steps(work)) as steps:
@@ -334,7 +358,7 @@ class FusedEngine(
         if self._runner is None:  # closed since stream() was called
             raise ClosedError(CLOSED)
         self._check_model(alone=True)
-        with closing(iter(self._begun(work))) as steps:
+        with closing(self._begun(work)) as begun, closing(iter(begun)) as steps:
             for tokens in steps:
                 yield tokens
                 self._check_model(alone=True)  # the caller had the turn

@@ -1,26 +1,40 @@
-"""The sequences of one call of generate."""
+"""The sequences of one call of generate: driven by its own thread, or by the driver's."""
 
-from collections.abc import Generator, Sequence
-from contextlib import suppress
+import threading
+from collections.abc import Callable, Generator, Sequence
+from contextlib import ExitStack, suppress
+from itertools import zip_longest
+from typing import Any
 
 import numpy as np
 
 from ..backends.base import Request
 from ..errors import ClosedError
+from .driver import Channel, Driver, Job
 from .loop import Loop
 from .stops import StopStrings
 
 
 class Generation:
-    """The sequences of one call, step by step. Close it, or exhaust it, to free its slots."""
+    """The sequences of one call, step by step. Close it, or exhaust it, to free its slots.
+
+    `leave` is called once it is closed, or has not begun.
+    """
 
     def __init__(
-        self, loop: Loop, requests: Sequence[Request], chunk: int, stop: StopStrings | None = None
-    ):
-        self._loop = loop
-        self._chunk = chunk
-        self._watches = [stop.watch(r.tokens.tolist()) for r in requests] if stop else []
-        self._lives = loop.start(requests)
+        self,
+        loop: Loop,
+        requests: Sequence[Request],
+        chunk: int,
+        stop: StopStrings | None = None,
+        leave: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._loop, self._chunk = loop, chunk
+        with ExitStack() as ends:
+            ends.callback(leave)
+            self._watches = [stop.watch(r.tokens.tolist()) for r in requests] if stop else []
+            self._lives = loop.start(requests)
+            self._ends = ends.pop_all()
 
     def __iter__(self) -> Generator[list[int | None], None, None]:
         """For every step, each sequence's new token; None once it has ended."""
@@ -60,5 +74,68 @@ class Generation:
 
     def close(self) -> None:
         """End what is unfinished and free the slots."""
-        with suppress(ClosedError):  # in a forked process, which has nothing to free
+        with self._ends, suppress(ClosedError):  # in a forked process, which has nothing to free
             self._loop.leave(self._lives)
+
+
+class Awaited:
+    """The sequences of one call beside those of others: the driver's thread takes their steps.
+
+    As `Generation`, but the steps come when all of them are done. Threads that each took steps for
+    all would pass the turn from one to the next, and let each other in one by one.
+    """
+
+    def __init__(
+        self, driver: Driver, requests: Sequence[Request], stop: StopStrings | None = None
+    ) -> None:
+        self._driver, self._ended = driver, threading.Event()
+        jobs = [Job.of(request, stop=stop) for request in requests]
+        for job in jobs:
+            job.channel = _Whole(self._ended)
+        self._jobs = jobs
+        driver.submit(jobs)
+
+    def __iter__(self) -> Generator[list[int | None], None, None]:
+        """For every step, each sequence's new token; None once it has ended."""
+        try:
+            for channel in (job.channel for job in self._jobs):
+                while not channel.has_ended:
+                    self._ended.wait()
+                    self._ended.clear()
+                if channel.error is not None:
+                    raise channel.error
+            for tokens in zip_longest(*(job.channel.items for job in self._jobs)):
+                yield list(tokens)
+        finally:
+            self.close()
+
+    @property
+    def told(self) -> list[list[np.ndarray]]:
+        """Arrays of `sampling.tell` for each sequence's tokens, in order; none where none tells."""
+        return [job.channel.told for job in self._jobs]
+
+    def close(self) -> None:
+        """End what is unfinished, and wait until its slots are free."""
+        left = [job for job in self._jobs if not job.channel.has_ended]
+        for job in left:
+            self._driver.cancel(job)
+        while not self._driver.is_here and any(not job.channel.has_ended for job in left):
+            self._ended.wait()
+            self._ended.clear()
+
+
+class _Whole(Channel):
+    """A channel whose reader waits for the end of some of them, and for no token before."""
+
+    def __init__(self, ended: threading.Event) -> None:
+        super().__init__()
+        self._event = ended
+
+    def waiting(self) -> tuple[Callable[[list[Any]], None], Any] | None:
+        """See `Channel.waiting`."""
+        return (_set, self._event) if self.has_ended else None
+
+
+def _set(events: Sequence[threading.Event]) -> None:
+    for event in events:
+        event.set()

@@ -38,6 +38,17 @@ class Slots:
         self.driver: int | None = None  # the thread whose jobs a scheduler lets in
         self._is_busy = False  # with what slots hold
 
+    @property
+    def is_under_way(self) -> bool:
+        """True while a sequence has a slot, or waits for one."""
+        return bool(self.queue) or any(not x.ended for x in list(self._live.values()))
+
+    @property
+    def chooses_here(self) -> bool:
+        """True if this thread holds sequences whose tokens it chooses: nobody else drives them."""
+        me = threading.get_ident()
+        return any(x.chosen and x.owner == me for x in list(self._live.values()) if not x.ended)
+
     def turn(self, steps: int, is_done: Callable[[], bool] = lambda: False) -> bool:
         """Drive sequences on by some steps; False once it `is_done`."""
         raise NotImplementedError
@@ -93,7 +104,7 @@ class Slots:
                         return
                 if not waits:
                     raise OutOfMemoryError(f"There are no {count} free slots with room.")
-                self._make_way(count)
+                self.make_way(count)
                 comes = False
         finally:
             if ticket in self.queue:
@@ -105,9 +116,8 @@ class Slots:
         A thread that others may wait for passes them: it holds sequences whose tokens it chooses,
         or its jobs were let in.
         """
-        me, pool = threading.get_ident(), self.pool
-        lives = [x for x in list(self._live.values()) if not x.ended]
-        if pool is None or me == self.driver or any(x.chosen and x.owner == me for x in lives):
+        pool = self.pool
+        if pool is None or threading.get_ident() == self.driver or self.chooses_here:
             return True
         return self.queue.lets(ticket, pool.slots - len(self._live))
 
@@ -130,7 +140,7 @@ class Slots:
         """True if requests may have slots of a pool whose memory all of them share."""
         raise NotImplementedError
 
-    def _make_way(self, count: int) -> None:
+    def make_way(self, count: int) -> None:
         """Drive sequences on, so that some end; those whose tokens others choose are waited for."""
         lives = [x for x in list(self._live.values()) if not x.ended]
         if any(not live.chosen for live in lives):
