@@ -637,7 +637,7 @@ def test_steps_of_others_leave_the_window_of_a_sequence_whose_tokens_the_host_ch
 
 def test_on_a_gpu_sequences_share_a_cache_that_nobody_sizes(monkeypatch):
     monkeypatch.setattr("dualinfer.engine.reserve.is_on_host", lambda runner: False)
-    for name, shares in (("llama-gqa", True), ("mamba2", False), ("mistral-window", False)):
+    for name, shares in (("llama-gqa", True), ("mamba2", False), ("mistral-window", True)):
         with dualinfer.init_inference(make_model(name), **HOW) as engine:
             monkeypatch.setattr(engine.runner, "free_bytes", lambda: 1 << 27)
             given = engine.reserve(tokens=250, prepare=False)

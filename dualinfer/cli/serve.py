@@ -92,8 +92,8 @@ class RoomOptions:
         typer.Option(
             metavar="NUMBER|auto",
             help="Tokens of the cache for all sequences together, which take them as they grow; "
-            "auto: as many as have room; unset: auto on a GPU without --max-sequences, but for "
-            "models with windows, and else each has room for --max-tokens.",
+            "auto: as many as have room; unset: auto on a GPU without --max-sequences, and "
+            "else each has room for --max-tokens.",
         ),
     ] = None
     memory_fraction: Annotated[

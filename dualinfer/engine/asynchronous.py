@@ -30,7 +30,7 @@ Priority = Literal["high", "normal"]
 
 
 class Traffic(NamedTuple):
-    """The work that `generate_async` has under way.
+    """The work that one thread has under way: of `generate_async`, and of `generate` beside others.
 
     Sequences that have a slot, those that wait for one, the most that get one, for how many seconds
     the thread that drives them has not come round, 0 where there is nothing to do, and the tokens
@@ -245,7 +245,7 @@ class AsyncCalls(RoomCalls):
         return self._about.answer_rows(self, rows, name)
 
     def traffic(self) -> Traffic:
-        """Count the sequences of `generate_async` under way, and tell whether they move."""
+        """Count the sequences that one thread drives, and tell whether they move."""
         driver = self._driver
         lost = self._runner.lost or self._lost
         book = self._loop.blocks

@@ -1,4 +1,4 @@
-"""The thread that drives sequences nobody waits for in a call: those of `generate_async`."""
+"""The thread that drives sequences of many callers: of `generate_async`, and of calls at once."""
 
 import asyncio
 import atexit

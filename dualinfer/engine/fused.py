@@ -183,7 +183,7 @@ class FusedEngine(
             streamer.put(self._streamed(block))
         columns = []
         generation = self._begun(work)
-        with closing(generation), closing(iter(generation)) as steps:
+        with closing(iter(generation)) as steps:
             for tokens in steps:
                 if not columns and streamer is None:
                     self._check_model(alone=True)
@@ -358,7 +358,7 @@ class FusedEngine(
         if self._runner is None:  # closed since stream() was called
             raise ClosedError(CLOSED)
         self._check_model(alone=True)
-        with closing(self._begun(work)) as begun, closing(iter(begun)) as steps:
+        with closing(iter(self._begun(work))) as steps:
             for tokens in steps:
                 yield tokens
                 self._check_model(alone=True)  # the caller had the turn

@@ -91,7 +91,7 @@ class RoomCalls(InferenceEngine):
         token; those that see a window keep its last ones alone, beside these, or in their place
         where all do: room for the 4,096 tokens of a prompt's largest pass, and for a window of each
         spare slot, is then beside `cache_tokens`. "auto" is as many as have room, and what it is on
-        a GPU, where neither it nor `slots` is given, for such models without windows. What `slots`
+        a GPU, where neither it nor `slots` is given, for such models. What `slots`
         or `cache_tokens` take so is a `memory_fraction` of the memory that is free on the device,
         above 0 and at most 1; unset it is 0.85, and in the host's memory at most 1 GiB.
         ArgumentError where it sizes nothing: with `slots` alone, or a number of `cache_tokens`.
@@ -198,13 +198,9 @@ class RoomCalls(InferenceEngine):
 
 
 def _shares(runner: Runner) -> bool:
-    """True if sequences share one cache where nobody says anything else.
-
-    Models with windows wait for a GPU that shows their texts to be the same by kernels.
-    """
-    spec = runner.spec
-    knows = spec.keeps_places and runner.free_bytes() is not None
-    return knows and not is_on_host(runner) and all(seen is None for seen in spec.sights)
+    """True if sequences share one cache where nobody says anything else."""
+    knows = runner.spec.keeps_places and runner.free_bytes() is not None
+    return knows and not is_on_host(runner)
 
 
 def check_fraction(

@@ -141,7 +141,13 @@ class Slots:
         raise NotImplementedError
 
     def make_way(self, count: int) -> None:
-        """Drive sequences on, so that some end; those whose tokens others choose are waited for."""
+        """Drive sequences on, so that some end; those whose tokens others choose are waited for.
+
+        Those that have ended, and are not read to their end, leave their slots.
+        """
+        if any(live.ended for live in list(self._live.values())):
+            self.finish([live for live in list(self._live.values()) if live.ended])
+            return
         lives = [x for x in list(self._live.values()) if not x.ended]
         if any(not live.chosen for live in lives):
             try:

@@ -159,6 +159,28 @@ def test_rows_give_what_the_whole_prompt_gives(options):
         assert_close(got[: len(expected)], expected, FLOAT32, length=63)
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(INTERPRETED, reason="no GPU: TMA and the matrix units are what this looks at")
+@pytest.mark.parametrize("dim", [64, 80, 96, 128, 192, 256])
+def test_rows_of_a_large_cache_are_the_reference(dtype, dim):
+    """As panels of prompts read them, a grain at a time, by rectangles and by blocks."""
+    tokens, grain = 448, 64
+    q, k, v = inputs(dtype, 3, tokens, 4, 2, dim)
+    how: dict[str, Any] = {"scale": dim**-0.5, "causal": True, "config": None}
+    expected = oracles.attention(q, k, v, scale=dim**-0.5, causal=True)
+    parts = [(b, start) for b in range(3) for start in range(0, tokens, grain)]
+    queries = np.stack([q[b, start : start + grain] for b, start in parts])
+    how["starts"] = np.array([start for _, start in parts])
+    slots = np.array([b for b, _ in parts])
+    cache = [put(x.swapaxes(1, 2)).transpose(1, 2) for x in (k, v)]
+    pools, table = in_blocks([x.swapaxes(1, 2) for x in (k, v)], [tokens] * 3, grain)
+    wanted = np.stack([expected[b, start : start + grain] for b, start in parts])
+    for held, more in ((cache, {"slots": slots}), (pools, {"slots": slots, "table": table})):
+        for _ in range(3):
+            found = run(queries, *held, **how, **more)
+            assert_close(found, wanted, dtype, length=tokens, roundings=2)
+
+
 @pytest.mark.parametrize(
     ("start", "options"),
     [

@@ -89,7 +89,9 @@ def attention(
     if table is not None:
         config = config._replace(block_n=min(config.block_n, by_table[2]))
     main, rest = _split(dim)
-    tma = table is None and scales is None and all(_has_descriptor(x) for x in (q, k, v))
+    # With both tiles of a head, and stale values between, an H200 read other addresses by TMA.
+    plain = table is None and scales is None and not (rest and starts is not None)
+    tma = plain and all(_has_descriptor(x) for x in (q, k, v))
     tensors = []
     for x, rows in ((q, config.block_m), (k, config.block_n), (v, config.block_n)):
         end = tokens if x is q else room
