@@ -3,6 +3,7 @@
 import asyncio
 import threading
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -193,10 +194,59 @@ def test_calls_wait_for_slots(engine, prompts, alone):
     assert [[a, *s] for a, s in zip(first, streams, strict=True)] == alone[:4]
 
 
+@pytest.mark.parametrize("is_reserved", [True, False])
+def test_calls_that_come_at_once_share_their_steps(engine, prompts, alone, is_reserved, monkeypatch):
+    """Of texts of 40 tokens nine threads take not many more steps than one would."""
+    if is_reserved:
+        engine.reserve(9, 250)
+    how = GREEDY | {"max_new_tokens": 40}
+    expected, steps, begin = texts_of(engine, prompts, **how), [], threading.Barrier(len(prompts))
+    decode = engine.runner.decode
+    monkeypatch.setattr(engine.runner, "decode", lambda n: steps.append(n) or decode(n))
+
+    def call(prompt: list[int]) -> list[int]:
+        begin.wait()
+        return texts_of(engine, [prompt], **how)[0]
+
+    with ThreadPoolExecutor(len(prompts)) as threads:
+        assert list(threads.map(call, prompts)) == expected
+    assert sum(steps) < 2 * 40, steps  # one after another it would be 360
+    assert not engine._loop.is_under_way
+
+
+def test_a_call_ends_beside_a_stream_that_is_not_read(engine, prompts, alone):
+    """The stream has the only slot, and whoever reads it waits for the call."""
+    engine.reserve(1, 250)
+    stream = engine.stream([prompts[0]], **GREEDY)
+    first = next(stream)
+    assert texts_of(engine, prompts[1:3]) == alone[1:3]
+    assert [first, *stream] == alone[0]
+
+
+def test_what_fails_beside_others_fails_alone(engine, prompts, alone):
+    """A call that is refused, and one whose tokenizer fails."""
+    engine.reserve(4, 250)
+    stream = engine.stream([prompts[4]], **(GREEDY | {"max_new_tokens": 150}))
+    next(stream)  # so that calls are the driver's
+
+    class Broken:
+        def decode(self, *args: Any, **how: Any) -> str:
+            raise RuntimeError("on purpose")
+
+    with pytest.raises(LengthError, match="over max_out_tokens"):
+        engine.generate([prompts[0]], **(GREEDY | {"max_new_tokens": 250}))
+    with pytest.raises(ArgumentError, match="on purpose"):
+        engine.generate([prompts[0]], **GREEDY, stop_strings="x", tokenizer=Broken())
+    assert texts_of(engine, prompts[:3]) == alone[:3]
+    stream.close()
+    assert not engine._loop.is_under_way
+
+
 def test_what_never_fits_is_refused(engine, prompts, alone):
     engine.reserve(3, 100)
     with pytest.raises(LengthError, match="no room in the 3 slots"):
-        engine.generate([[5]] * 4, **GREEDY)
+        next(engine.stream([[5]] * 4, **GREEDY))
+    assert np.asarray(engine.generate([[5]] * 4, **GREEDY)).shape == (4, 7)  # three, then one
     for call in (engine.generate, engine.generate_async):
         with pytest.raises(LengthError, match="longer than the 100 that there is room for"):
             call([prompts[0]], **GREEDY)

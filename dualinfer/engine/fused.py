@@ -333,20 +333,20 @@ class FusedEngine(
     def _begun_whole(self, work: Work) -> Generation | Awaited:
         """The sequences of a call that nobody reads before they have ended.
 
-        One that is alone takes its steps itself. Those that come meanwhile are the driver's.
+        One that is alone takes its steps itself, if there are slots for all of its sequences. Those
+        that come meanwhile are the driver's.
         """
         self._turns.check()
-        is_free = self._alone.acquire(blocking=False)
-        others = self._loop.is_under_way or (self._driver is not None and self._driver.is_busy)
-        if is_free and (not others or self._loop.chooses_here):
-            chunk = work.chunk if self._pool is None else BESIDE  # others may come
-            leave = self._alone.release
-            return Generation(self._loop, work.requests, chunk, work.stop, leave)
-        if is_free:
-            self._alone.release()
-        if self._loop.chooses_here:  # for whom the driver would wait
-            return Generation(self._loop, work.requests, BESIDE, work.stop)
+        chunk = work.chunk if self._pool is None else BESIDE  # others may come
+        if self._loop.chooses_here:  # and the driver would wait for this thread
+            return Generation(self._loop, work.requests, chunk, work.stop)
         self._loop.check(work.requests)
+        fits = self._pool is None or len(work.requests) <= self._pool.slots
+        if fits and self._alone.acquire(blocking=False):
+            if not (self._loop.is_under_way or (self._driver and self._driver.is_busy)):
+                leave = self._alone.release
+                return Generation(self._loop, work.requests, chunk, work.stop, leave)
+            self._alone.release()
         return Awaited(self._driving(), work.requests, work.stop)
 
     def _stream(self, work: Work) -> Iterator[Any]:
