@@ -195,7 +195,7 @@ def test_calls_wait_for_slots(engine, prompts, alone):
 
 
 @pytest.mark.parametrize("is_reserved", [True, False])
-def test_calls_that_come_at_once_share_their_steps(engine, prompts, alone, is_reserved, monkeypatch):
+def test_calls_at_once_share_their_steps(engine, prompts, alone, is_reserved, monkeypatch):
     """Of texts of 40 tokens nine threads take not many more steps than one would."""
     if is_reserved:
         engine.reserve(9, 250)

@@ -172,7 +172,9 @@ class FusedEngine(
             kept |= told_fields(generation.told, new, options.logprobs, kind)
         return make_generate_outputs({"sequences": ids, **kept})
 
-    def _generated(self, work: Work, streamer: Any) -> tuple[np.ndarray, Generation | Awaited | Stepwise]:
+    def _generated(
+        self, work: Work, streamer: Any
+    ) -> tuple[np.ndarray, Generation | Awaited | Stepwise]:
         """The ids [B, width + new] of a call, prompts first, and what made them."""
         prompts, options = work.prompts, work.options
         pad = options.fill_id
