@@ -115,7 +115,8 @@ def run(
     )
     arrays = [b.array for b in inputs]
     for i in () if interpret else changes or ():
-        # XLA may bring a whole array to VMEM, and back, where it fits.
+        # XLA may bring a whole array to VMEM, and back, where it fits. Where a call of several
+        # results ends a program, which has these alone, libtpu 0.0.42 refuses it: no step is one.
         arrays[i] = pltpu.with_memory_space_constraint(arrays[i], pltpu.HBM)
     return call(*prefetch, *arrays)
 
