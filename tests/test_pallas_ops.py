@@ -139,8 +139,15 @@ def test_fields_that_disagree_are_refused(fields, why):
     ],
     ids=str,
 )
-def test_codes_give_what_they_give_on_plain_xla(name, how, engines):
-    """Of a hidden size that blocks of scales divide."""
+def test_codes_give_what_they_give_on_plain_xla(name, how, engines, monkeypatch):
+    """Of a hidden size that blocks of scales divide; prompts read codes of keys, as tokens do."""
+    attend, read = attending.attend, set()
+
+    def noted(q: Any, k: Any, *rest: Any, **more: Any) -> Any:
+        read.add(k.dtype.name)
+        return attend(q, k, *rest, **more)
+
+    monkeypatch.setattr(attending, "attend", noted)
     if name in MIXTURES:
         sizes = _WIDE | {"hidden_size": 64, "intermediate_size": 64}
         sizes |= {"layer_types": ["full_attention"]}
@@ -151,6 +158,7 @@ def test_codes_give_what_they_give_on_plain_xla(name, how, engines):
     ids = np.random.default_rng(2).integers(3, VOCAB, (2, 13))
     texts = [np.asarray(e.generate(ids, max_new_tokens=4, **GREEDY)) for e in (fast, plain)]
     np.testing.assert_array_equal(texts[0], texts[1])
+    assert read == {how.get("kv_cache_dtype", "float32")}
 
 
 @pytest.mark.slow

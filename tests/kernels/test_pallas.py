@@ -311,9 +311,11 @@ def test_a_token_attends_to_its_slot_alone(dtype, table, monkeypatch):
         assert_close(np.asarray(found)[:, 0], wanted, dtype, length=size, roundings=3)
 
 
+@both
 @pytest.mark.parametrize("codes", ["int8", "fp8_e4m3"])
-def test_attention_reads_keys_and_values_in_codes(codes):
-    q = normal(3, 2, 4, 16, dtype=FLOAT32)
+def test_attention_reads_keys_and_values_in_codes(codes, dtype):
+    """Whose products are of the queries' dtype, in which codes are exact."""
+    q = normal(3, 2, 4, 16, dtype=dtype)
     lengths = np.array([5, 8], np.int32)
     pairs = [oracles.encode_heads(normal(i, 2, 2, 8, 16, dtype=FLOAT32), codes) for i in (1, 2)]
     cache: Any = tuple(oracles.decode_heads(*pair) for pair in pairs)
@@ -322,7 +324,10 @@ def test_attention_reads_keys_and_values_in_codes(codes):
     how: Any = (seen, attending.Scores(0.25))
     found = attend(jnp.asarray(q)[:, None], *held, *how, scales=scales, **INTERPRET)
     wanted = oracles.decode_attention(q, cache, lengths, scale=0.25)
-    assert_close(np.asarray(found)[:, 0], wanted, FLOAT32, length=8, roundings=3)
+    assert_close(np.asarray(found)[:, 0], wanted, dtype, length=8, roundings=3)
+    step = jax.make_jaxpr(lambda *of: attend(*of, *how, scales=scales, interpret=False))
+    step = str(step(jnp.asarray(q)[:, None], *held))
+    assert ("HIGHEST" in step) == (dtype == FLOAT32) and "dot_general" in step
 
 
 @both

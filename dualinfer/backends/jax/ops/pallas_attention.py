@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from ....kernels.pallas import append as appending
 from ....kernels.pallas import attention as attending
 from ....model.spec import Attention
-from ....ops import attention
+from ....ops import attention, cache_codes
 from ....ops.cache_kinds import (
     BlockCache,
     CrossCache,
@@ -43,7 +43,7 @@ class PallasAttention(PallasBase):
         slots: jax.Array | None = None,
     ) -> tuple[jax.Array, CacheView | None]:
         """See `PlainOps.attend`."""
-        a, placed = layer.spec, None
+        a, placed, scales = layer.spec, None, None
         if isinstance(qkv, LatentQkv):
             q, shared, cache = self._latents(layer, qkv, angles, cache, slots)
             k, v = self._of_latents(layer, shared)
@@ -55,7 +55,7 @@ class PallasAttention(PallasBase):
                 assert slots is not None
                 with self.span("append"):
                     cache = cache.write(slots, k, v)
-                k, v = cache.kept(k, v)
+                k, v, scales = _kept(cache, k, v)
         batch, tokens = q.shape[:2]
         segments = attention.chunks(MATHS, a, (batch, tokens), mask, segments, q)
         numbers = {} if segments is None and mask is None else _numbers(q, segments, mask)
@@ -77,7 +77,7 @@ class PallasAttention(PallasBase):
         packed = None if placed is not None else self._packed(layer, qkv, angles, keys, values)
         read: Any = q if packed is None else qkv
         with jax.named_scope("attention"):
-            y = self._by_blocks(read, keys, values, seen, scores, packed=packed)
+            y = self._by_blocks(read, keys, values, seen, scores, packed=packed, scales=scales)
         return flat(y), cache
 
     def attend_rows(
@@ -341,6 +341,17 @@ def _scores(layer: LayerAttention, keys: jax.Array, queries: jax.Array) -> atten
 def _places_of(cache: CacheView, reach: int | None) -> jax.Array:
     """The positions [1, S] of the keys that are read of a cache."""
     return jnp.arange(min(reach or cache.capacity, cache.capacity))[None]
+
+
+def _kept(
+    cache: CacheView, k: jax.Array, v: jax.Array
+) -> tuple[jax.Array, jax.Array, list[jax.Array] | None]:
+    """k and v [B, T, K, D] as the cache keeps them, and the scales [B, K, T] of codes."""
+    if cache.codes is None:
+        return *cache.kept(k, v), None
+    pairs = [cache_codes.encode(MATHS, x, cache.codes) for x in (k, v)]
+    (k, _), (v, _) = pairs
+    return k, v, [scale.swapaxes(1, 2) for _, scale in pairs]
 
 
 def _numbers(
