@@ -8,6 +8,7 @@ FOLDER=$(mktemp -d)
 trap 'rm -rf "$FOLDER"' EXIT
 TESTS=(tests/test_config.py tests/test_types.py tests/test_text.py tests/test_jax_users.py)
 TESTS+=(tests/test_pipelines.py tests/test_quantize_on_load.py tests/test_deploy.py)
+TESTS+=(tests/kernels/test_pallas.py tests/kernels/test_pallas_lowering.py) # names of JAX that move
 
 # The lower bounds of pyproject.toml, as pins.
 lowest() {
