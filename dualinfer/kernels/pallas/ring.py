@@ -20,6 +20,8 @@ _SLOTS = 3  # of the ring
 _SHARED = 200 << 10  # bytes of shared memory that the programs of a multiprocessor may take
 _PROGRAMS = 4  # of a multiprocessor
 _WIDEST = 16384  # columns, which a warpgroup holds in registers
+# The index of a load, which JAX 0.12 takes of the reference alone, and 0.10 wants beside it.
+_ALL: tuple[Any, ...] = ((),) if jax.__version_info__ < (0, 11) else ()
 
 
 def serves(count: int, features: int, width: int, itemsize: int, gated: bool) -> bool:
@@ -85,7 +87,7 @@ def product(
             if interpret is not None:  # which knows no layouts
                 return of[pl.ds(at, count)].astype(jnp.float32)
             layout = plgpu.Layout.WG_STRIDED((count, _LINE), vector)
-            loaded = plgpu.load(of.at[pl.ds(at, count)], (), layout=layout, optimized=False)
+            loaded = plgpu.load(of.at[pl.ds(at, count)], *_ALL, layout=layout, optimized=False)
             return loaded.astype(jnp.float32)
 
         for slot in range(_SLOTS):
