@@ -17,11 +17,10 @@ def kind_of(value: Any) -> Kind | None:
     """The framework of `value`, told without importing it; None if it is no array or sequence."""
     if isinstance(value, np.ndarray | np.generic):
         return "numpy"
-    torch = sys.modules.get("torch")
-    if torch is not None and isinstance(value, torch.Tensor):
+    # Another thread may be importing a framework, which then has no such type yet.
+    if isinstance(value, getattr(sys.modules.get("torch"), "Tensor", ())):
         return "torch"
-    jax = sys.modules.get("jax")
-    if jax is not None and isinstance(value, jax.Array):
+    if isinstance(value, getattr(sys.modules.get("jax"), "Array", ())):
         return "jax"
     if isinstance(value, Sequence) and not isinstance(value, str | bytes):
         return "list"

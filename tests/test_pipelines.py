@@ -1,7 +1,9 @@
 """Drop-in use: HF pipelines and streamers with an engine in the model's place."""
 
 import inspect
+import sys
 import threading
+import types
 
 import numpy as np
 import pytest
@@ -278,6 +280,16 @@ def test_pipeline_is_built_around_an_engine_in_module_mode():
     pipe = hf.pipeline("text-generation", model=model, tokenizer=tokenizer)
     pipe.model = engine
     assert pipe("a dog", **GREEDY) == expected
+
+
+def test_a_call_runs_while_another_thread_imports_transformers(monkeypatch):
+    """The module is there then, and has next to nothing."""
+    model, how = TRAINED["gpt2"][0]().eval(), {"dtype": "fp32", "replace_with_kernel_inject": True}
+    with dualinfer.init_inference(model, backend="torch", **how) as engine:
+        expected = engine.forward([[5, 6, 7]]).logits
+        monkeypatch.setitem(sys.modules, "transformers", types.ModuleType("transformers"))
+        type(engine).__dict__["forward"]._signed = None  # as in a process that starts
+        assert torch.equal(engine.forward([[5, 6, 7]]).logits, expected)
 
 
 def test_attributes_that_users_read_from_a_model(backend):

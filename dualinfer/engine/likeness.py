@@ -16,7 +16,8 @@ from typing import Any
 def hf_class(architecture: str) -> Any:
     """transformers' class of this name; None if it has none, or has not been imported here."""
     hf = sys.modules.get("transformers")
-    if hf is None or not hf.is_torch_available():  # then there are stand-ins for its models
+    has_torch = getattr(hf, "is_torch_available", None)  # None while another thread imports it
+    if has_torch is None or not has_torch():  # then there are stand-ins for its models
         return None
     return getattr(hf, architecture, None)
 

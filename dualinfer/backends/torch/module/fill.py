@@ -73,7 +73,7 @@ def on_meta(module: torch.nn.Module) -> list[str]:
 def is_hf(module: torch.nn.Module) -> bool:
     """True for a PreTrainedModel of transformers, told without importing it."""
     hf = sys.modules.get("transformers")
-    return hf is not None and isinstance(module, hf.PreTrainedModel)
+    return isinstance(module, getattr(hf, "PreTrainedModel", ()))
 
 
 def check_values(module: torch.nn.Module) -> None:
