@@ -7,17 +7,20 @@ Prompts of 10 to 800 tokens, 20 to 146 new ones:
 1. Over a pool (`Runner.open`): the seconds that it takes to open, and to prepare all that it runs;
    then each of three rounds: seconds, new tokens a second, and programs made meanwhile. A turn
    reads 2,048 tokens of prompts, and takes 8 steps; the next is enqueued before tokens are fetched.
-2. With `--callers` such requests by a thread each that calls `generate`: over reserved room, in
-   slots of their own and in blocks; with `--library` over none as well, where caches grow.
+2. With `--callers` such requests over reserved room, in slots of their own and in blocks: by a
+   thread each that calls `generate`, and by a task each that awaits `generate_async`; with
+   `--library` by threads over none as well, where caches grow.
 
 Without a GPU the shape is tiny and no number means anything.
 """
 
 import argparse
+import asyncio
 import subprocess
 import sys
 import time
 from collections import deque
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -133,22 +136,31 @@ def measure(backend: str, shape: str, callers: bool, library: bool) -> None:
         how = {"max_new_tokens": request.max_new_tokens, "eos_token_id": None}
         return np.asarray(engine.generate(request.tokens[None], do_sample=False, **how)).shape[1]
 
-    def rounds(what: str) -> None:
-        for i in range(3):
+    def by_threads(requests: list[Request]) -> int:
+        with ThreadPoolExecutor(CALLERS) as threads:
+            return sum(threads.map(call, requests)) - sum(len(r.tokens) for r in requests)
+
+    async def by_tasks(requests: list[Request]) -> int:
+        async def one(request: Request) -> int:
+            how = {"max_new_tokens": request.max_new_tokens, "eos_token_id": None}
+            return len(await engine.generate_async(request.tokens[None], do_sample=False, **how))
+
+        return sum(await asyncio.gather(*map(one, requests)))
+
+    def rounds(what: str, run: Callable[[list[Request]], int], count: int = 3) -> None:
+        for i in range(count):
             requests, made = requests_of(vocab, i), engine.report().compilations
             begun = time.perf_counter()
-            with ThreadPoolExecutor(CALLERS) as threads:
-                widths = list(threads.map(call, requests))
-            tokens = sum(widths) - sum(len(r.tokens) for r in requests)
-            told(f"{what}, round {i + 1}", begun, tokens, made)
+            told(f"{what}, round {i + 1}", begun, run(requests), made)
 
     if library:
-        rounds("callers")
+        rounds("callers", by_threads)
     for what, room in ROOMS.items() if callers else ():
         made, begun = engine.report().compilations, time.perf_counter()
         engine.reserve(CALLERS, 1024, **room)
         told(f"{what} reserved", begun, 0, made)
-        rounds(f"callers over {what}")
+        rounds(f"callers over {what}", by_threads)
+        rounds(f"tasks over {what}", lambda requests: asyncio.run(by_tasks(requests)), 2)
     engine.close()
 
 

@@ -89,7 +89,7 @@ def attention(
     if table is not None:
         config = config._replace(block_n=min(config.block_n, by_table[2]))
     main, rest = _split(dim)
-    # With both tiles of a head, and stale values between, an H200 read other addresses by TMA.
+    # Of heads of two tiles, rows of a cache by TMA were wrong on an H200 (Triton 3.6).
     plain = table is None and scales is None and not (rest and starts is not None)
     tma = plain and all(_has_descriptor(x) for x in (q, k, v))
     tensors = []
