@@ -31,7 +31,7 @@ from .sampler import (
     prompt_rows,
     source_rows,
 )
-from .steps import Prompts, Steps
+from .steps import Kind, Prompts, Steps
 
 MOST_BYTES = 2 << 30  # of what a pass over prompts computes on the way
 _MOST_TOKENS = 1 << 15
@@ -164,7 +164,8 @@ def prefill_step(
     eos_width = state.eos.shape[1]
     pieces, requests = own.pieces, [piece.request for piece in own.pieces]
     needs = SamplingFeatures.of(requests)
-    mode, tells = mode_of(needs), choose and needs.tells
+    mode = mode_of(needs)
+    kind = Kind(choose, requests[0].is_encoded, own.reach, choose and needs.tells)
     rows = prompt_rows(pieces, free, eos_width, own.shape)
     ids, hides = rows[0], None
     if state.hidden is not None:
@@ -175,8 +176,7 @@ def prefill_step(
     if state.bias is not None:
         weights = weight_rows([*requests, *requests[:1] * (len(ids) - len(requests))])
     arrays = *rows, np.array(mode, "i4"), source, hides, parts, weights
-    embeds, is_encoded = prompt_embeds(pieces, ids.shape), requests[0].is_encoded
-    reach = own.reach
+    embeds = prompt_embeds(pieces, ids.shape)
 
     def step(
         params: Params,
@@ -192,11 +192,10 @@ def prefill_step(
             hidden, first = (bits_of(words, vocab) for words in hides)
             rows = rows._replace(hidden=hidden)
         prompts = Prompts._make((ids, slots, rows, source, first, *rest, embeds))
-        how: Any = {"is_encoded": is_encoded, "reach": reach, "tells": tells}
-        return steps.prefill(params, cache, state, prompts, mode, *part, choose=choose, **how)
+        return steps.prefill(params, cache, state, prompts, mode, kind, *part)
 
     given = embeds.shape if embeds is not None else source[0].shape if source else None
-    key = "rows" if parts else "prefill", ids.shape, given, choose, is_encoded, reach, tells
+    key = "rows" if parts else "prefill", ids.shape, given, *kind
     if weights is not None:
         key = *key, *(x.shape for x in weights)
     return Step(key, step, (pack(arrays), embeds))

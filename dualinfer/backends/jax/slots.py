@@ -266,10 +266,7 @@ class Slots:
         if self.live.blocks is not None:
             self.live.blocks.share(source, target, tokens)
             return
-        job = self._copy_job(cache, part_of(pool, 1, tokens).tokens, source, target)
-        args = job.args[0], *self._place.operands(job.args[1:])
-        with self.at_stake():
-            self._cache = self._executables.run(job.key, job.function, *args, donate=job.donate)
+        self._put(self._copy_job(cache, part_of(pool, 1, tokens).tokens, source, target), cache)
 
     def save(self, slot: int, tokens: int, start: int) -> Saved:
         """See `base.Runner`; it waits for what the device does."""
@@ -290,8 +287,11 @@ class Slots:
             self.live.put_back(slot, saved.tokens)
             cache = self._shown_from(slot, saved.tokens, saved.start)
         own = jax.tree.unflatten(tree, [jax.device_put(x, lies) for x, lies in held])
-        job = self._restore_job(cache, own, part, slot)
-        args = cache, own, *self._place.operands(job.args[2:])
+        self._put(self._restore_job(cache, own, part, slot), cache, own)
+
+    def _put(self, job: Job, *given: Any) -> None:
+        """Run a job that takes over the cache; `given` are its first arguments, on the device."""
+        args = *given, *self._place.operands(job.args[len(given) :])
         with self.at_stake():
             self._cache = self._executables.run(job.key, job.function, *args, donate=job.donate)
 

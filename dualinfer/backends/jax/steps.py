@@ -65,6 +65,20 @@ class Prompts(NamedTuple):
     embeds: jax.Array | None = None
 
 
+class Kind(NamedTuple):
+    """The facts of a pass over prompts that its program is made for.
+
+    It chooses first tokens, or gives logits where the host chooses (not `choose`). Where a source
+    `is_encoded` the encoder has run before. No piece reaches place `reach`. One that `tells` gives
+    what `sampling.tell` says of the tokens [1, B, 1 + 2 K] beside them.
+    """
+
+    choose: bool
+    is_encoded: bool
+    reach: int | None
+    tells: bool
+
+
 class Carry(NamedTuple):
     """The values that a step takes over and hands to the next one; `scratch` is the ops'.
 
@@ -222,20 +236,14 @@ class Steps:
         state: SlotState,
         prompts: Prompts,
         mode: jax.Array | int,
+        kind: Kind,
         x: jax.Array | None = None,
         layers: range | None = None,
-        *,
-        choose: bool = True,
-        is_encoded: bool = False,
-        reach: int | None = None,
-        tells: bool = False,
     ) -> tuple[Cache, SlotState | None, Any, jax.Array | None]:
         """Cache and state with `prompts` in their slots, and their first tokens [1, B].
 
         With `layers` a part of the pass, as in `forward`: before the last one x in the place of the
-        tokens, and no state. What layers need of a source goes to the cache; where that
-        `is_encoded` the encoder has run before. No piece reaches place `reach`. One that `tells`
-        gives what `sampling.tell` says of the tokens [1, B, 1 + 2 K] beside them.
+        tokens, and no state. What layers need of a source goes to the cache.
         """
         ids, slots, rows, source, first, pieces, weights, embeds = prompts
         ops = self.ops.using(self._scratch(params, ids.shape[0]))
@@ -254,7 +262,7 @@ class Steps:
             if starts is None:
                 y, filled[n] = ops.attend(layer, qkv, angles, cache=filled[n], slots=slots)
             else:
-                where = filled[n], slots, starts, counts, reach
+                where = filled[n], slots, starts, counts, kind.reach
                 y, filled[n] = ops.attend_rows(layer, qkv, angles, *where)
             return y
 
@@ -271,7 +279,7 @@ class Steps:
             embeds = embeds.astype(params.outer["embed.weight"].dtype)
         across = None
         if source:
-            across = self._across(params, ops, filled, slots, *source, is_encoded)
+            across = self._across(params, ops, filled, slots, *source, kind.is_encoded)
         mixers = decoder.Mixers(attend, across, recur)
         tokens = Tokens(ids, positions, embeds=embeds)
         y = decoder.hidden_states(*model, tokens, mixers, layers=layers, x=x)[-1]
@@ -282,10 +290,10 @@ class Steps:
         rows = rows._replace(seen=jnp.zeros(logits.shape, bool))
         if weights is not None:
             rows = rows.weighing(weights)
-        scores = rows.shown(logits) if choose else rows._replace(bias=None).shown(logits)
+        scores = rows.shown(logits) if kind.choose else rows._replace(bias=None).shown(logits)
         if first is not None:
             scores = jnp.where(first, -jnp.inf, scores)
-        if not choose:
+        if not kind.choose:
             rows = rows._replace(active=jnp.zeros_like(rows.active))
             return (
                 cache.holding(filled),
@@ -309,7 +317,7 @@ class Steps:
         rows = rows._replace(seen=mark(rows.seen, new[None]))
         state = _merged(state, rows, into)
         result: Any = token[None]
-        if tells:
+        if kind.tells:
             result = result, sampling.tell(MATHS, logits, token)[None]
         return cache.holding(filled), state, result, ops.given_up()
 
