@@ -161,13 +161,15 @@ def test_rows_give_what_the_whole_prompt_gives(options):
 
 @pytest.mark.gpu
 @pytest.mark.skipif(INTERPRETED, reason="no GPU: TMA and the matrix units are what this looks at")
+@pytest.mark.parametrize("options", [{}, {"window": 100, "sinks": SINKS}], ids=["", "window"])
 @pytest.mark.parametrize("dim", [64, 80, 96, 128, 192, 256])
-def test_rows_of_a_large_cache_are_the_reference(dtype, dim):
+def test_rows_of_a_large_cache_are_the_reference(dtype, dim, options):
     """As panels of prompts read them, a grain at a time, by rectangles and by blocks."""
     tokens, grain = 448, 64
     q, k, v = inputs(dtype, 3, tokens, 4, 2, dim)
-    how: dict[str, Any] = {"scale": dim**-0.5, "causal": True, "config": None}
-    expected = oracles.attention(q, k, v, scale=dim**-0.5, causal=True)
+    how: dict[str, Any] = {"scale": dim**-0.5, "causal": True, **options}
+    expected = oracles.attention(q, k, v, **how)
+    how["config"] = None
     parts = [(b, start) for b in range(3) for start in range(0, tokens, grain)]
     queries = np.stack([q[b, start : start + grain] for b, start in parts])
     how["starts"] = np.array([start for _, start in parts])
