@@ -1,8 +1,10 @@
 """Functions of kernels/triton on JAX arrays: a primitive that stands for their launches."""
 
 import functools
+import math
 from collections.abc import Callable, Sequence
-from typing import Any
+from types import FunctionType
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -22,6 +24,29 @@ def capability_of(device: jax.Device) -> int:
     return int(str(getattr(device, "compute_capability", "9.0")).replace(".", ""))
 
 
+class _Array(NamedTuple):
+    """An array of a call by its number: of those given, or of the results that are `made`."""
+
+    number: int
+    shape: tuple[int, ...]
+    made: bool = False
+
+
+class _Recorded(NamedTuple):
+    """The launches of a call over buffers, whatever arrays these are.
+
+    `out` are its results: memory that is new, and then what is changed, whose arguments `aliases`
+    name. `changed` are the numbers of results that arrays come back as, and `result` is what the
+    function gives.
+    """
+
+    launches: tuple[Launch, ...]
+    out: tuple[Buffer, ...]
+    aliases: tuple[tuple[int, int], ...]
+    changed: tuple[int, ...]
+    result: Any
+
+
 def call(
     function: Callable[..., Any],
     *args: Any,
@@ -33,51 +58,94 @@ def call(
 
     `written` are those arrays among its arguments that it changes in place: they come back as they
     are afterwards, in the same memory if nothing else needs them as they were. `capability` is
-    that of the GPU, 90 on Hopper. Interpreted, where Triton is, it runs on any device.
+    that of the GPU, 90 on Hopper. Interpreted, where Triton is, it runs on any device. A function
+    of a module is asked once for its launches over arguments of the same kind, and not for each
+    layer of a model.
     """
-    recording = Recording()
-    operands: dict[int, Operand] = {}
+    leaves, tree = jax.tree.flatten((args, kwargs))
+    numbers: dict[int, int] = {}
     arrays: list[Any] = []
-
-    def operand(x: Any) -> Any:
-        if not isinstance(x, jax.Array | np.ndarray):
-            return x
-        if id(x) not in operands:
-            operands[id(x)] = recording.operand(x.shape, x.dtype)
+    for x in leaves:
+        if isinstance(x, jax.Array | np.ndarray) and id(x) not in numbers:
+            numbers[id(x)] = len(arrays)
             arrays.append(x)
-        return operands[id(x)]
-
-    args, kwargs = jax.tree.map(operand, (args, kwargs))
-    result = function(*args, **kwargs)
-    given = len(arrays)
-    changed = [operands[id(x)].buffer for x in written]
-    # Outputs: what was made, then what is changed. The kernels see the latter by their outputs.
-    made = range(given, len(recording.buffers))
-    total = len(recording.buffers)
-    numbers = {n: n for n in range(total)} | {b: total + i for i, b in enumerate(changed)}
-    out = (*(recording.buffers[n] for n in made), *(recording.buffers[b] for b in changed))
+    shown = [_Array(numbers[id(x)], x.shape) if id(x) in numbers else x for x in leaves]
+    kinds = tuple((x.shape, np.dtype(x.dtype)) for x in arrays)
+    given = tuple(shown), kinds, tuple(numbers[id(x)] for x in written)
+    recorded = _recorded(function, tree, *given)
     bound = launches_p.bind(
         *arrays,
-        launches=tuple(launch.over(numbers) for launch in recording.launches),
-        out=out,
-        aliases=tuple((b, len(made) + i) for i, b in enumerate(changed)),
+        launches=recorded.launches,
+        out=recorded.out,
+        aliases=recorded.aliases,
         capability=capability,
     )
 
-    afterwards = dict(zip(changed, bound[len(made) :], strict=True))
+    def array(x: Any) -> Any:
+        if not isinstance(x, _Array):
+            return x
+        whole = bound[x.number] if x.made else arrays[x.number]
+        return whole.reshape(x.shape)
+
+    result = jax.tree.map(array, recorded.result, is_leaf=lambda x: isinstance(x, _Array))
+    return result, [bound[number] for number in recorded.changed]
+
+
+def _recorded(function: Any, tree: Any, leaves: tuple[Any, ...], *given: Any) -> _Recorded:
+    """The launches of a function for arguments of a kind, from before where that is known."""
+    is_of_module = isinstance(function, FunctionType) and "<" not in function.__qualname__
+    # One and True, and both zeros, are equal and no one kind.
+    kinds = tuple((type(x), x.hex() if isinstance(x, float) else x) for x in leaves)
+    key = function, tree, kinds, *given
+    try:
+        known = _KNOWN.get(key) if is_of_module else None
+    except TypeError:  # an argument that has no hash
+        known, is_of_module = None, False
+    if known is None:
+        known = _record(function, tree, leaves, *given)
+        if is_of_module:
+            if len(_KNOWN) >= _MOST_KNOWN:
+                _KNOWN.clear()
+            _KNOWN[key] = known
+    return known
+
+
+_KNOWN: dict[Any, _Recorded] = {}
+_MOST_KNOWN = 4096
+
+
+def _record(
+    function: Any, tree: Any, leaves: tuple[Any, ...], kinds: Any, written: tuple[int, ...]
+) -> _Recorded:
+    recording = Recording()
+    operands = [recording.operand(shape, dtype) for shape, dtype in kinds]
+    given = len(operands)
+    leaves = tuple(operands[x.number] if isinstance(x, _Array) else x for x in leaves)
+    args, kwargs = jax.tree.unflatten(tree, leaves)
+    result = function(*args, **kwargs)
+    # Outputs: what was made, then what is changed. The kernels see the latter by their outputs.
+    total = len(recording.buffers)
+    made = total - given
+    numbers = {n: n for n in range(total)} | {b: total + i for i, b in enumerate(written)}
+    results = {b: made + i for i, b in enumerate(written)}  # a buffer's number among the outputs
+    results |= {b: b - given for b in range(given, total)}
 
     def array(x: Any) -> Any:
         if not isinstance(x, Operand):
             return x
-        whole = afterwards.get(x.buffer)
-        if whole is None:
-            whole = bound[x.buffer - given] if x.buffer >= given else arrays[x.buffer]
-        if x.offset or x.numel() != whole.size or not x.is_contiguous():
+        whole = recording.buffers[x.buffer].shape
+        if x.offset or x.numel() != math.prod(whole) or not x.is_contiguous():
             raise ValueError("A function of kernels/triton gave a part of a buffer.")
-        return whole.reshape(x.shape)
+        shape = tuple(x.shape)
+        return _Array(results.get(x.buffer, x.buffer), shape, made=x.buffer in results)
 
-    leaves = jax.tree.map(array, result, is_leaf=lambda x: isinstance(x, Operand))
-    return leaves, bound[len(made) :]
+    return _Recorded(
+        launches=tuple(launch.over(numbers) for launch in recording.launches),
+        out=tuple(recording.buffers[n] for n in (*range(given, total), *written)),
+        aliases=tuple((b, made + i) for i, b in enumerate(written)),
+        changed=tuple(made + i for i in range(len(written))),
+        result=jax.tree.map(array, result, is_leaf=lambda x: isinstance(x, Operand)),
+    )
 
 
 @launches_p.def_abstract_eval
