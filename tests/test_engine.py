@@ -9,6 +9,7 @@ import threading
 import time
 import warnings
 import weakref
+from concurrent.futures import ThreadPoolExecutor
 
 import jax
 import numpy as np
@@ -414,6 +415,26 @@ def test_a_forked_process_is_told_that_a_jax_engine_is_its_parents(hf_model):
     assert len(next(stream)) == 2
     fused.close()
     own.close()
+
+
+def test_calls_at_once_run_in_a_process_forked_while_their_thread_lives(hf_model):
+    """The driver's thread does not come along, nor do its jobs."""
+    how = {"do_sample": False, "eos_token_id": None, "max_new_tokens": 20}
+    with dualinfer.init_inference(hf_model(CAUSAL), dtype="fp32", kernel_inject=True) as engine:
+
+        def call(i: int) -> list[list[int]]:
+            return engine.generate([[3, 4, 5 + i]], **how).tolist()
+
+        def at_once() -> list[list[list[int]]]:
+            with ThreadPoolExecutor(4) as threads:
+                return list(threads.map(call, range(4)))
+
+        engine._driving()
+        stream = engine.stream([[7, 8]], **how)
+        next(stream)
+        expected = at_once()
+        assert in_a_forked_process(at_once) == expected
+        assert at_once() == expected
 
 
 def test_a_forked_process_uses_a_torch_engine_on_the_cpu(hf_model):

@@ -288,7 +288,7 @@ def test_who_begins_something_has_the_turn_before_who_goes_on():
     with turns:
         for thread in threads:
             thread.start()
-        while turns._coming < 5:
+        while len(turns._coming) < 5:
             time.sleep(0.001)
         begun = time.monotonic()
         turns.give_way()  # to those who wait for something else it is not given for long

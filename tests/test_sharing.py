@@ -15,6 +15,7 @@ pytest.importorskip("torch")
 pytest.importorskip("jax")
 
 import dualinfer
+from dualinfer.backends.base import MAX_STEPS
 from dualinfer.errors import (
     ArgumentError,
     LengthError,
@@ -221,6 +222,42 @@ def test_a_call_ends_beside_a_stream_that_is_not_read(engine, prompts, alone):
     first = next(stream)
     assert texts_of(engine, prompts[1:3]) == alone[1:3]
     assert [first, *stream] == alone[0]
+
+
+def test_stop_strings_end_texts_that_wait_for_slots_and_may_ask_the_engine(engine, prompts, alone):
+    """Also where the driver's own thread decodes them, which would wait for itself."""
+    engine.reserve(3, 250)
+
+    class Asking:
+        all_special_ids: tuple[int, ...] = ()
+
+        def decode(self, ids: Any, **how: Any) -> str:
+            engine.generate([[7, 8]], **(GREEDY | {"max_new_tokens": 1}))
+            return " ".join(map(str, np.asarray(ids).tolist()))
+
+    end = str(alone[4][2])
+    how = GREEDY | {"stop_strings": f" {end}", "tokenizer": Asking(), "pad_token_id": 0}
+    rows = np.asarray(engine.generate([prompts[4]] * 5, **how))  # more than there are slots
+    assert (rows[:, len(prompts[4]) :] == alone[4][:3]).all()
+
+    async def one() -> list[int]:
+        return await engine.generate_async(prompts[4], **how)
+
+    assert asyncio.run(one()) == alone[4][:3]
+
+
+def test_a_job_that_is_cancelled_leaves_calls_their_long_chunks(engine, prompts, alone):
+    async def leave() -> None:
+        job = engine.generate_async(prompts[0], **(GREEDY | {"max_new_tokens": 90}))
+        await job.__anext__()
+        job.cancel()
+        assert len(await job) < 90
+
+    asyncio.run(leave())
+    while engine._driver.is_busy:
+        threading.Event().wait(0.01)
+    assert texts_of(engine, prompts[:1]) == alone[:1]
+    assert engine._loop.longest == MAX_STEPS
 
 
 def test_what_fails_beside_others_fails_alone(engine, prompts, alone):

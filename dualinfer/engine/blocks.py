@@ -43,6 +43,14 @@ class BlockSlots(Slots):
         """Wait for the oldest steps under way, and hand out their tokens; False without any."""
         raise NotImplementedError
 
+    def fits(self, requests: Sequence[Request]) -> bool:
+        """See `Slots`; those that begin with embeddings stay to the end, and cannot wait."""
+        if not super().fits(requests):
+            return False
+        book = self.blocks
+        stays = [r.cache_tokens for r in requests if r.embeds is not None]
+        return book is None or sum(map(book.of, stays)) <= book.count
+
     def _has_blocks(self, requests: Sequence[Request], chosen: bool) -> bool:
         """See `Slots`: what stays in its slots to the end must leave room for each of the others.
 

@@ -2,6 +2,7 @@
 
 import asyncio
 import atexit
+import os
 import threading
 import time
 import weakref
@@ -31,6 +32,7 @@ from .sequence import Live
 from .stepwise import Stepwise
 from .stops import StopStrings, StopWatch
 
+_PAUSE = 0.005  # seconds between looks for room that cannot be made here
 _LINGER = 1.0  # seconds that the thread waits for more before it ends
 _MOST_FAILURES = 8  # turns in a row that failed, without a token between
 _SOME = 0.2  # the share of a new time in the time that a step is taken to need
@@ -165,6 +167,7 @@ class Driver:
         self, loop: Loop, turns: Turns, scheduler: Scheduler, check: Callable[[], None]
     ) -> None:
         self._loop, self._turns, self._scheduler, self._check = loop, turns, scheduler, check
+        self._process = os.getpid()
         self._inbox: deque[Job] = deque()
         self._condition = threading.Condition()
         self._thread: threading.Thread | None = None
@@ -181,6 +184,11 @@ class Driver:
         self.is_looking = False  # whether it does, behind a turn that failed
         self._failed: BaseException | None = None  # of this turn
         self._failures = 0  # turns in a row that failed
+
+    @property
+    def is_foreign(self) -> bool:
+        """True in a forked process, into which the thread did not come along."""
+        return self._process != os.getpid()
 
     @property
     def is_here(self) -> bool:
@@ -294,6 +302,8 @@ class Driver:
             self._scheduler.cancel(self._left.popleft())
         ours = {id(job.live) for job in self._jobs if job.live is not None}
         others = self._loop.tokens_beside(ours)
+        if self._loop.pool is None and not self._jobs:  # room grows: the first one runs, or fails
+            others = []
         turn: Any = self._scheduler.turn(time.monotonic(), others)
         for job in turn.cancelled:
             self._finish(job, reason="cancelled")
@@ -315,8 +325,10 @@ class Driver:
         self._begin(turn.admitted, len(others))
         self._loop.queue.claim(self._scheduler.waiting > 0, anew=bool(turn.admitted))
         if not self._jobs:
-            if self._scheduler.waiting:  # for others, who may have stopped reading
-                self._loop.make_way(1)
+            self._loop.longest = MAX_STEPS
+            # For others, who may have stopped reading.
+            if self._scheduler.waiting and not self._loop.make_way():
+                time.sleep(_PAUSE)
             return
         self._loop.longest = steps = steps_for(self._seconds)
         self._step(steps)

@@ -298,6 +298,7 @@ class FusedEngine(
         return begun
 
     def _driving(self) -> Driver:
+        self._leave_parent()
         if self._driver is not None:
             return self._driver
         with self._turns:
@@ -322,7 +323,7 @@ class FusedEngine(
 
     def _begun(self, work: Work) -> Generation | Awaited | Stepwise:
         """The sequences of a call, their first step under way, or waited for beside others'."""
-        if work.rules is None and work.chunk == _WHOLE_CHUNK and not self._turns.is_shared:
+        if work.rules is None and work.whole and not self._turns.is_shared:
             return self._begun_whole(work)
         if work.rules is None:
             return Generation(self._loop, work.requests, work.chunk, work.stop)
@@ -339,17 +340,22 @@ class FusedEngine(
         that come meanwhile are the driver's.
         """
         self._turns.check()
-        chunk = work.chunk if self._pool is None else BESIDE  # others may come
-        if self._loop.chooses_here:  # and the driver would wait for this thread
-            return Generation(self._loop, work.requests, chunk, work.stop)
+        self._leave_parent()
+        driver, alone = self._driver, self._alone
+        chunk = work.chunk if self._pool is None else min(work.chunk, BESIDE)  # others may come
+        if self._loop.chooses_here or (driver is not None and driver.is_here):
+            return Generation(self._loop, work.requests, chunk, work.stop)  # else it waits for us
         self._loop.check(work.requests)
-        fits = self._pool is None or len(work.requests) <= self._pool.slots
-        if fits and self._alone.acquire(blocking=False):
-            if not (self._loop.is_under_way or (self._driver and self._driver.is_busy)):
-                leave = self._alone.release
-                return Generation(self._loop, work.requests, chunk, work.stop, leave)
-            self._alone.release()
+        if self._loop.fits(work.requests) and alone.acquire(blocking=False):
+            if not (self._loop.is_under_way or (driver is not None and driver.is_busy)):
+                return Generation(self._loop, work.requests, chunk, work.stop, alone.release)
+            alone.release()
         return Awaited(self._driving(), work.requests, work.stop)
+
+    def _leave_parent(self) -> None:
+        """Let go of the driver of the process from which this one was forked, and of its lock."""
+        if self._driver is not None and self._driver.is_foreign:
+            self._driver, self._alone = None, threading.Lock()
 
     def _stream(self, work: Work) -> Iterator[Any]:
         with closing(self._steps(work)) as steps:

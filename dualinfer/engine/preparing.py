@@ -30,7 +30,10 @@ _STOP_CHUNK = 4  # steps at a time, where a text may end them
 
 
 class Work(NamedTuple):
-    """One call of generate, checked: `rules` where the host chooses tokens, one step at a time."""
+    """One call of generate, checked: `rules` where the host chooses tokens, one step at a time.
+
+    Nobody reads what a `whole` one makes before it has ended.
+    """
 
     prompts: Prompts
     requests: list[Request]
@@ -38,6 +41,7 @@ class Work(NamedTuple):
     stop: StopStrings | None
     rules: Rules | None
     chunk: int = 1
+    whole: bool = False
 
 
 class Preparing(InferenceEngine):
@@ -95,7 +99,7 @@ class Preparing(InferenceEngine):
             )
             if draws:
                 give_seeds(requests, answers["seeds"][0], options.num_return_sequences)
-        return work._replace(chunk=min(answers["chunk"]))
+        return work._replace(chunk=min(answers["chunk"]), whole=chunk > 1)
 
     def _prepare_alone(
         self,

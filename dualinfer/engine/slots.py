@@ -46,8 +46,9 @@ class Slots:
     @property
     def chooses_here(self) -> bool:
         """True if this thread holds sequences whose tokens it chooses: nobody else drives them."""
-        me = threading.get_ident()
-        return any(x.chosen and x.owner == me for x in list(self._live.values()) if not x.ended)
+        me, left = threading.get_ident(), set(map(id, list(self._left)))
+        lives = [x for x in list(self._live.values()) if not x.ended and id(x) not in left]
+        return any(x.chosen and x.owner == me for x in lives)
 
     def turn(self, steps: int, is_done: Callable[[], bool] = lambda: False) -> bool:
         """Drive sequences on by some steps; False once it `is_done`."""
@@ -104,7 +105,12 @@ class Slots:
                         return
                 if not waits:
                     raise OutOfMemoryError(f"There are no {count} free slots with room.")
-                self.make_way(count)
+                if not self.make_way():
+                    raise LengthError(
+                        f"A call of {count} sequences waits for slots that this thread holds "
+                        "itself: all are of calls whose tokens it chooses one by one. Finish or "
+                        "close these first."
+                    )
                 comes = False
         finally:
             if ticket in self.queue:
@@ -140,14 +146,21 @@ class Slots:
         """True if requests may have slots of a pool whose memory all of them share."""
         raise NotImplementedError
 
-    def make_way(self, count: int) -> None:
+    def fits(self, requests: Sequence[Request]) -> bool:
+        """True if requests of one call can have their slots together, once nobody has any."""
+        return self.pool is None or len(requests) <= self.pool.slots
+
+    def make_way(self) -> bool:
         """Drive sequences on, so that some end; those whose tokens others choose are waited for.
 
-        Those that have ended, and are not read to their end, leave their slots.
+        Those that have ended, and are not read to their end, leave their slots. False where this
+        thread holds all of them, and chooses their tokens.
         """
-        if any(live.ended for live in list(self._live.values())):
-            self.finish([live for live in list(self._live.values()) if live.ended])
-            return
+        with self._turns:
+            self._finish_left()
+            if ended := [live for live in self._live.values() if live.ended]:
+                self.finish(ended)
+                return True
         lives = [x for x in list(self._live.values()) if not x.ended]
         if any(not live.chosen for live in lives):
             try:
@@ -159,10 +172,8 @@ class Slots:
         elif not lives or any(live.owner != threading.get_ident() for live in lives):
             time.sleep(_PAUSE)
         else:
-            raise LengthError(
-                f"A call of {count} sequences waits for slots that this thread holds itself: all "
-                "are of calls whose tokens it chooses one by one. Finish or close these first."
-            )
+            return False
+        return True
 
     def finish(self, lives: Sequence[Live], keeps: bool = True) -> None:
         """Free the slots of these sequences, ended or not; it `keeps` beginnings of prompts."""

@@ -60,7 +60,7 @@ class Turns:
     def __init__(self, peers: Peers, may_fork: bool) -> None:
         self.peers = peers
         self._lock = threading.RLock()
-        self._coming, self._came, self._counting = 0, 0, threading.Lock()
+        self._coming: set[object] = set()  # a mark of each who waits to begin something
         self._process = None if may_fork else os.getpid()
         self._thread = 0  # that drives what is open, where several processes share the model
 
@@ -91,14 +91,12 @@ class Turns:
 
     def come(self) -> None:
         """Wait for the turn to begin something: those who `give_way` leave it to him."""
-        with self._counting:
-            self._coming += 1
+        mark = object()
+        self._coming.add(mark)
         try:
             self.__enter__()
-        finally:
-            with self._counting:
-                self._coming -= 1
-                self._came += 1
+        finally:  # without a lock of its own, in which an interrupt would keep the turn
+            self._coming.discard(mark)
 
     @contextmanager
     def coming(self) -> Generator[None, None, None]:
@@ -115,13 +113,12 @@ class Turns:
         The lock itself has no order: who asks again for the turn that he has just left gets it.
         Who comes later waits for the next time.
         """
-        with self._counting:
-            known, all_came = self._came, self._came + self._coming
-        since = time.monotonic()
-        while self._came < all_came and time.monotonic() - since < _PATIENCE:
+        coming, since = self._coming.copy(), time.monotonic()
+        while coming and time.monotonic() - since < _PATIENCE:
             time.sleep(_LOOK)
-            if self._came > known:
-                known, since = self._came, time.monotonic()
+            left = coming & self._coming
+            if len(left) < len(coming):
+                coming, since = left, time.monotonic()
 
     def take(self) -> bool:
         """Take the turn if no other thread has it."""

@@ -29,14 +29,14 @@ def make_room(runner: Runner, pool: Pool | None) -> tuple[int, Callable[[int, in
     """
     if pool is not None:
         return pool.slots, lambda slots, tokens: True
-    free = runner.free_bytes()
-    most = None if free is None else int(_SHARE * free)
     held = [0, 0]
 
     def fits(slots: int, tokens: int) -> bool:
-        room = max(slots, held[0]), max(tokens, held[1])
-        if most is not None and runner.cache_bytes_for(*room) > most:
-            return False
+        room, free = (max(slots, held[0]), max(tokens, held[1])), runner.free_bytes()
+        if free is not None:  # the cache as it is goes where it grows
+            most = int(_SHARE * (free + runner.report()["cache_bytes"]))
+            if runner.cache_bytes_for(*room) > most:
+                return False
         held[:] = room
         return True
 
