@@ -87,16 +87,32 @@ class Turns:
     def __enter__(self) -> None:
         """Wait for the turn."""
         self.check()
-        self._lock.acquire()
+        was_ours = self._is_ours()
+        try:
+            self._lock.acquire()
+        except BaseException:  # an interrupt, just when it was ours
+            self._give_back(was_ours)
+            raise
 
     def come(self) -> None:
         """Wait for the turn to begin something: those who `give_way` leave it to him."""
         mark = object()
         self._coming.add(mark)
+        was_ours = self._is_ours()
         try:
             self.__enter__()
-        finally:  # without a lock of its own, in which an interrupt would keep the turn
             self._coming.discard(mark)
+        except BaseException:
+            self._coming.discard(mark)
+            self._give_back(was_ours)
+            raise
+
+    def _is_ours(self) -> bool:
+        return self._lock._is_owned()  # pyright: ignore  # as threading.Condition asks
+
+    def _give_back(self, was_ours: bool) -> None:
+        if not was_ours and self._is_ours():
+            self._lock.release()
 
     @contextmanager
     def coming(self) -> Generator[None, None, None]:
