@@ -98,13 +98,13 @@ class Awaited:
     def __iter__(self) -> Generator[list[int | None], None, None]:
         """For every step, each sequence's new token; None once it has ended."""
         try:
-            for channel in (job.channel for job in self._jobs):
-                while not channel.has_ended:
-                    self._ended.wait()
-                    self._ended.clear()
-                if channel.error is not None:
-                    raise channel.error
-            for tokens in zip_longest(*(job.channel.items for job in self._jobs)):
+            channels = [job.channel for job in self._jobs]
+            while not all(x.has_ended for x in channels) and not any(x.error for x in channels):
+                self._ended.wait()
+                self._ended.clear()
+            for failed in (x.error for x in channels if x.error is not None):
+                raise failed
+            for tokens in zip_longest(*(x.items for x in channels)):
                 yield list(tokens)
         finally:
             self.close()
