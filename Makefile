@@ -24,7 +24,9 @@ test-slow: $(INSTALLED) $(VENV)/.slow $(VENV)/.tpu $(VENV)/.guidellm
 	$(PYTEST) -m "slow and not gpu and not multi_gpu" $(ARGS)
 
 # Every family's steps by Pallas' kernels, interpreted, and compiled for TPUs by their own compiler.
+# Weights are shared by 8 devices in one case.
 test-tpu: $(INSTALLED) $(VENV)/.tpu
+	XLA_FLAGS="--xla_force_host_platform_device_count=8 --xla_backend_optimization_level=0" \
 	$(PYTEST) -m tpu $(ARGS) tests/test_tpu.py
 
 # The GPU suites: of one device, and of several of one host. They run in the Python that is active,
