@@ -132,9 +132,11 @@ def measure(backend: str, shape: str, callers: bool, library: bool) -> None:
     told("opened and prepared", begun, 0, made)
     runner.open(None)
 
+    def asked(request: Request) -> dict[str, Any]:
+        return {"max_new_tokens": request.max_new_tokens, "eos_token_id": None, "do_sample": False}
+
     def call(request: Request) -> int:
-        how = {"max_new_tokens": request.max_new_tokens, "eos_token_id": None}
-        return np.asarray(engine.generate(request.tokens[None], do_sample=False, **how)).shape[1]
+        return np.asarray(engine.generate(request.tokens[None], **asked(request))).shape[1]
 
     def by_threads(requests: list[Request]) -> int:
         with ThreadPoolExecutor(CALLERS) as threads:
@@ -142,8 +144,7 @@ def measure(backend: str, shape: str, callers: bool, library: bool) -> None:
 
     async def by_tasks(requests: list[Request]) -> int:
         async def one(request: Request) -> int:
-            how = {"max_new_tokens": request.max_new_tokens, "eos_token_id": None}
-            return len(await engine.generate_async(request.tokens[None], do_sample=False, **how))
+            return len(await engine.generate_async(request.tokens[None], **asked(request)))
 
         return sum(await asyncio.gather(*map(one, requests)))
 

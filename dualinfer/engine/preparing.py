@@ -75,7 +75,8 @@ class Preparing(InferenceEngine):
     ) -> Work:
         """Everything that generate and stream check and derive before anything runs.
 
-        `chunk` is how many steps this process wants at a time; the result's, how many all take.
+        `chunk` is how many steps this process wants at a time, 1 where somebody waits for each
+        token; the result's, how many all take.
         `default_length` stands for HF's 20 new tokens, where nobody names a length. `rule` is what
         the model's own generate does to logits.
         """

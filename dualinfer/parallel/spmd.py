@@ -90,7 +90,7 @@ class Turns:
         was_ours = self._is_ours()
         try:
             self._lock.acquire()
-        except BaseException:  # an interrupt, just when it was ours
+        except BaseException:
             self._give_back(was_ours)
             raise
 
@@ -111,6 +111,7 @@ class Turns:
         return self._lock._is_owned()  # pyright: ignore  # as threading.Condition asks
 
     def _give_back(self, was_ours: bool) -> None:
+        """Give the turn to the next if an interrupt came when it had just become ours."""
         if not was_ours and self._is_ours():
             self._lock.release()
 

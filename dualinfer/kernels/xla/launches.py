@@ -71,8 +71,8 @@ def call(
             arrays.append(x)
     shown = [_Array(numbers[id(x)], x.shape) if id(x) in numbers else x for x in leaves]
     kinds = tuple((x.shape, np.dtype(x.dtype)) for x in arrays)
-    given = tuple(shown), kinds, tuple(numbers[id(x)] for x in written)
-    recorded = _recorded(function, tree, *given)
+    changed = tuple(numbers[id(x)] for x in written)
+    recorded = _recorded(function, tree, tuple(shown), kinds, changed)
     bound = launches_p.bind(
         *arrays,
         launches=recorded.launches,
@@ -91,32 +91,39 @@ def call(
     return result, [bound[number] for number in recorded.changed]
 
 
-def _recorded(function: Any, tree: Any, leaves: tuple[Any, ...], *given: Any) -> _Recorded:
-    """The launches of a function for arguments of a kind, from before where that is known."""
-    is_of_module = isinstance(function, FunctionType) and "<" not in function.__qualname__
-    # One and True, and both zeros, are equal and no one kind.
-    kinds = tuple((type(x), x.hex() if isinstance(x, float) else x) for x in leaves)
-    key = function, tree, kinds, *given
-    try:
-        known = _KNOWN.get(key) if is_of_module else None
-    except TypeError:  # an argument that has no hash
-        known, is_of_module = None, False
-    if known is None:
-        known = _record(function, tree, leaves, *given)
-        if is_of_module:
-            if len(_KNOWN) >= _MOST_KNOWN:
-                _KNOWN.clear()
-            _KNOWN[key] = known
-    return known
-
-
-_KNOWN: dict[Any, _Recorded] = {}
 _MOST_KNOWN = 4096
+_KNOWN: dict[Any, _Recorded] = {}
+
+
+def _recorded(
+    function: Any, tree: Any, leaves: tuple[Any, ...], kinds: Any, written: tuple[int, ...]
+) -> _Recorded:
+    """As `_record`, from before where a function of a module had such arguments."""
+    given = function, tree, leaves, kinds, written
+    if not isinstance(function, FunctionType) or "<" in function.__qualname__:
+        return _record(*given)
+    # 1 and True are equal, and so are 0.0 and -0.0, but not for a kernel.
+    exact = tuple((type(x), x.hex() if isinstance(x, float) else x) for x in leaves)
+    key = function, tree, exact, kinds, written
+    try:
+        known = _KNOWN.get(key)
+    except TypeError:  # an argument has no hash
+        return _record(*given)
+    if known is None:
+        if len(_KNOWN) >= _MOST_KNOWN:
+            _KNOWN.clear()
+        known = _KNOWN[key] = _record(*given)
+    return known
 
 
 def _record(
     function: Any, tree: Any, leaves: tuple[Any, ...], kinds: Any, written: tuple[int, ...]
 ) -> _Recorded:
+    """The launches of a function, whose arguments are a `tree` of `leaves`.
+
+    Those that are arrays are named by their numbers: `kinds` are the shapes and dtypes of all
+    arrays, and `written` the numbers of those that it changes.
+    """
     recording = Recording()
     operands = [recording.operand(shape, dtype) for shape, dtype in kinds]
     given = len(operands)
