@@ -259,6 +259,17 @@ def test_commands_leave_out_what_imports_say(run):
         assert [bool(logging.getLogger(name).filter(record)) for record in records] == [False, True]
 
 
+def test_no_option_has_its_own_name_for_its_value():
+    def walk(command):
+        yield command
+        for under in getattr(command, "commands", {}).values():
+            yield from walk(under)
+
+    given = [p for c in walk(typer.main.get_command(cli.app)) for p in c.params if p.metavar]
+    same = [p.name for p in given if p.param_type_name == "option" and p.metavar.lower() == p.name]
+    assert len(given) > 90 and not same  # typer 0.27 would call `--url URL` --URL
+
+
 def test_generate_takes_kernels_or_none(run, folder, monkeypatch):
     asked = []
 

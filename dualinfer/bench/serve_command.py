@@ -113,7 +113,7 @@ def serve(
     url: Annotated[
         list[str] | None,
         typer.Option(
-            metavar="URL",
+            metavar="ADDRESS",
             show_default=False,
             help="Measure a server of OpenAI's API in place of one made here; MODEL is its name "
             "there. Several times for several.",

@@ -37,7 +37,7 @@ def batch(
     name: Annotated[
         str | None,
         typer.Option(
-            metavar="NAME", help="What rows call the model; unset: its id, or its folder's name."
+            metavar="ID", help="What rows call the model; unset: its id, or its folder's name."
         ),
     ] = None,
     shard: Annotated[

@@ -65,7 +65,7 @@ class AddressOptions:
     name: Annotated[
         str | None,
         typer.Option(
-            metavar="NAME", help="What clients call the model; unset: its id, or its folder's name."
+            metavar="ID", help="What clients call the model; unset: its id, or its folder's name."
         ),
     ] = None
     grace: Annotated[

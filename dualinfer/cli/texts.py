@@ -157,7 +157,9 @@ def chat(
     ] = None,
     url: Annotated[
         str | None,
-        typer.Option(metavar="URL", help="Talk with a server that runs there, of OpenAI's API."),
+        typer.Option(
+            metavar="ADDRESS", help="Talk with a server that runs there, of OpenAI's API."
+        ),
     ] = None,
     api_key: Annotated[
         str | None,
