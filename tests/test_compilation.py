@@ -668,7 +668,7 @@ def test_the_next_size_of_a_cache_is_compiled_before_a_sequence_needs_it(way, mo
                 found.append(token)
                 join()
         else:
-            monkeypatch.setattr("dualinfer.engine.fused._WHOLE_CHUNK", 4)
+            monkeypatch.setattr("dualinfer.engine.preparing._WHOLE_CHUNK", 4)
             decode = engine.runner.decode
 
             def slowly(steps):

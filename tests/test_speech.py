@@ -17,6 +17,7 @@ import torch
 import transformers as hf
 
 import dualinfer
+from dualinfer.engine.driver import Driver
 from dualinfer.engine.whisper import segments, settings, windows
 from dualinfer.engine.whisper.alignment import token_times
 from dualinfer.engine.whisper.rules import TokenRule
@@ -283,6 +284,20 @@ def test_a_transcript_without_timestamps_is_the_devices():
     assert not any("one step at a time" in note for note in engine.report().notes)
     engine.generate(**sounds("short"), **STAMPED)
     assert "what the host does: return_timestamps" in engine.report().notes[-1]
+
+
+def test_a_transcript_beside_a_stream_is_the_drivers(monkeypatch):
+    """It is made at once, whatever the steps at a time; a stream's thread takes its own."""
+    monkeypatch.setattr("dualinfer.engine.preparing._WHOLE_CHUNK", 1)
+    submit, jobs = Driver.submit, []
+    monkeypatch.setattr(Driver, "submit", lambda own, new: jobs.extend(new) or submit(own, new))
+    engine, how = engine_of("torch"), sounds("short") | NEW | {"language": "de"}
+    alone = engine.generate(**how)
+    stream = engine.stream(**how)
+    next(stream)
+    assert not jobs
+    assert engine.generate(**how).tolist() == alone.tolist() and len(jobs) == len(alone)
+    stream.close()
 
 
 def test_forms_of_a_call():

@@ -46,7 +46,6 @@ from .towers import TowerCalls
 from .whisper import SpeechCalls
 
 ENDED = "The engine was closed during the call. Make a new one by init_inference()."
-_STREAM_CHUNK, _WHOLE_CHUNK = 1, 32
 _log = logging.getLogger(__name__)
 
 
@@ -154,11 +153,11 @@ class FusedEngine(
         anything runs, StaleWeightsError before the first new token; an argument that is not
         supported is refused by name.
         """
-        chunk = _WHOLE_CHUNK if streamer is None else _STREAM_CHUNK
         given = input_ids, generation_config, attention_mask
         if self._spec.transcribes:
-            return self._transcribe(*given, streamer, tokenizer, dict(arguments), chunk)
-        work = self._prepare(*given, tokenizer, dict(arguments), chunk, streamer=streamer)
+            return self._transcribe(*given, streamer, tokenizer, dict(arguments))
+        whole = streamer is None
+        work = self._prepare(*given, tokenizer, dict(arguments), whole, streamer=streamer)
         ids, generation = self._generated(work, streamer)
         prompts, options = work.prompts, work.options
         new = ids.shape[1] - prompts.block.shape[1]
@@ -235,9 +234,9 @@ class FusedEngine(
         refuse_outputs("stream", arguments)
         given = input_ids, generation_config, attention_mask, tokenizer, dict(arguments)
         if self._spec.transcribes:
-            work = self._first_window(*given, _STREAM_CHUNK)
+            work = self._first_window(*given)
         else:
-            work = self._prepare(*given, _STREAM_CHUNK)
+            work = self._prepare(*given, whole=False)
         self._check_model(alone=True)
         return self._stream(work)
 
@@ -250,9 +249,8 @@ class FusedEngine(
         whole: bool,
     ) -> Sequences:
         refuse_outputs("What gives text", arguments)
-        chunk = _WHOLE_CHUNK if whole else _STREAM_CHUNK
         work = self._prepare(
-            *(rows, config, None, tokenizer, arguments, chunk), default_length=DEFAULT_TEXT_TOKENS
+            *(rows, config, None, tokenizer, arguments, whole), default_length=DEFAULT_TEXT_TOKENS
         )
         self._check_model(alone=True)
         prompts = [request.tokens.tolist() for request in work.requests]

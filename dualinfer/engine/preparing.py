@@ -26,7 +26,8 @@ from .stops import StopStrings
 
 _INPUTS = "inputs", "inputs_embeds", "pixel_values"  # of generate, beside `source.NAMES`
 _HIDDEN = {"hidden": "suppress_tokens", "hidden_at_first": "begin_suppress_tokens"}
-_STOP_CHUNK = 4  # steps at a time, where a text may end them
+# Steps at a time: of a text that is read as it is made, of one made at once, and where it may end.
+_STREAM_CHUNK, _WHOLE_CHUNK, _STOP_CHUNK = 1, 32, 4
 
 
 class Work(NamedTuple):
@@ -68,15 +69,15 @@ class Preparing(InferenceEngine):
         mask: Any,
         tokenizer: Any,
         kwargs: dict[str, Any],
-        chunk: int,
+        whole: bool,
         streamer: Any = None,
         default_length: int | None = None,
         rule: Rule | None = None,
     ) -> Work:
         """Everything that generate and stream check and derive before anything runs.
 
-        `chunk` is how many steps this process wants at a time, 1 where somebody waits for each
-        token; the result's, how many all take.
+        Of a `whole` call nobody waits for a token before all have come; where another process
+        waits for each, this one takes as few steps at a time.
         `default_length` stands for HF's 20 new tokens, where nobody names a length. `rule` is what
         the model's own generate does to logits.
         """
@@ -93,6 +94,7 @@ class Preparing(InferenceEngine):
             requests, options, stop = work.requests, work.options, work.stop
             draws = seed is None and options.do_sample
             same = requests, options, seed is None, stop is None, self._profiler.enabled
+            chunk = _WHOLE_CHUNK if whole else _STREAM_CHUNK
             answers = call.meet(
                 lambda: same,
                 chunk=min(chunk, _STOP_CHUNK) if stop else chunk,
@@ -100,7 +102,7 @@ class Preparing(InferenceEngine):
             )
             if draws:
                 give_seeds(requests, answers["seeds"][0], options.num_return_sequences)
-        return work._replace(chunk=min(answers["chunk"]), whole=chunk > 1)
+        return work._replace(chunk=min(answers["chunk"]), whole=whole)
 
     def _prepare_alone(
         self,

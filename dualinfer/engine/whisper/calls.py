@@ -46,7 +46,7 @@ class _Call:
     config: dict[str, Any]
     rest: dict[str, Any]
     tokenizer: Any
-    chunk: int
+    whole: bool = False
     streamer: Any = None
     seeds: Sequence[int] = ()
 
@@ -100,7 +100,7 @@ class SpeechCalls(InferenceEngine):
             assert self._spec.encoder is not None
             input_features = input_features[..., : self._spec.encoder.frames]
         given = {"input_features": input_features, "encoder_outputs": encoder_outputs}
-        call = self._heard(None, generation_config, None, None, given, 1)
+        call = self._heard(None, generation_config, None, None, given)
         ids = self._languages(call)
         return self._result(np.array(ids, np.int64), call.source)
 
@@ -112,18 +112,17 @@ class SpeechCalls(InferenceEngine):
         streamer: Any,
         tokenizer: Any,
         kwargs: dict[str, Any],
-        chunk: int,
     ) -> Any:
         """The outputs of HF's Whisper for generate."""
-        call = self._heard(ids, config, mask, tokenizer, kwargs, chunk)
-        call.streamer = streamer
+        call = self._heard(ids, config, mask, tokenizer, kwargs)
+        call.streamer, call.whole = streamer, streamer is None
         return self._output(call, self._windows(call).run())
 
     def _first_window(
-        self, ids: Any, config: Any, mask: Any, tokenizer: Any, kwargs: dict[str, Any], chunk: int
+        self, ids: Any, config: Any, mask: Any, tokenizer: Any, kwargs: dict[str, Any]
     ) -> Any:
         """The work of the only window of a call, for `stream`."""
-        call = self._heard(ids, config, mask, tokenizer, kwargs, chunk)
+        call = self._heard(ids, config, mask, tokenizer, kwargs)
         settings = call.settings
         several = {
             "return_timestamps": settings.timestamps,
@@ -148,7 +147,6 @@ class SpeechCalls(InferenceEngine):
         mask: Any,
         tokenizer: Any,
         kwargs: dict[str, Any],
-        chunk: int,
     ) -> _Call:
         """A call's arguments, checked in every process before anything runs."""
         kwargs = dict(kwargs)
@@ -167,10 +165,8 @@ class SpeechCalls(InferenceEngine):
             count = len(call.source.rows)
             answers = turn.meet(
                 lambda: (call.settings, call.sounds.frames, call.sounds.states),
-                chunk=chunk,
                 seeds=self.runner.draw_seeds(count) if draws else [],
             )
-        call.chunk = min(answers["chunk"])
         call.seeds = answers["seeds"][0] if draws else make_seeds(seed, count)
         return call
 
@@ -235,7 +231,7 @@ class SpeechCalls(InferenceEngine):
             settings = replace(settings, monitor=lambda seek: monitor(self._result(seek, source)))
         begin = _given_begin(given, spec, len(source.rows), count)
         make_seeds(seed, len(source.rows))
-        return _Call(settings, options, sounds, source, begin, count, config, kwargs, None, 1)
+        return _Call(settings, options, sounds, source, begin, count, config, kwargs, None)
 
     def _sounds(self, given: Mapping[str, Any], sequences: int) -> tuple[Prompts, Sounds]:
         """The sounds of a call, `sequences` times each, and to where results go back."""
@@ -439,7 +435,7 @@ class _Reader:
         elif "forced_bos_token_id" in call.options.processed and begin.ids.shape[1] == 1:
             how["begin_suppress_tokens"] = None  # they are for the token that is forced
         kwargs = call.rest | self._source(windows) | how
-        args = None, call.config, None, call.tokenizer, kwargs, call.chunk
+        args = None, call.config, None, call.tokenizer, kwargs, call.whole
         return self._engine._prepare(*args, streamer=call.streamer, rule=self._rule)
 
     def generate(
