@@ -1,12 +1,13 @@
 """The exceptions of dualinfer, each also the builtin that callers catch; warnings to the caller."""
 
+import copy
 import functools
 import os
 import reprlib
 import sys
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, suppress
 from types import FrameType
 from typing import Any, TypeVar
 
@@ -167,6 +168,32 @@ def blamed_on(
         )
 
     return told(make)
+
+
+_Error = TypeVar("_Error", bound=BaseException)
+
+
+def copied(error: _Error) -> _Error:
+    """An exception of the same type, text, cause and traceback, for one more caller to raise.
+
+    A raise writes to the traceback of what it raises: callers who share an exception mix theirs.
+    One that cannot be made again stays as it is.
+    """
+    for make in (copy.copy, _made_again):
+        with suppress(Exception):
+            made = make(error)
+            if str(made) == str(error):
+                made.__cause__, made.__context__ = error.__cause__, error.__context__
+                made.__suppress_context__ = error.__suppress_context__
+                return made.with_traceback(error.__traceback__)
+    return error
+
+
+def _made_again(error: _Error) -> _Error:
+    """A copy whose __init__ did not run: it may want other arguments than those that are kept."""
+    made = type(error).__new__(type(error), *error.args)
+    made.__dict__.update(error.__dict__)
+    return made
 
 
 _Read = TypeVar("_Read", bound=Callable[..., Any])

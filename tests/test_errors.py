@@ -91,6 +91,26 @@ def test_every_error_can_be_caught_by_its_name():
     assert all(issubclass(getattr(dualinfer, kind), dualinfer.DualinferError) for kind in kinds)
 
 
+class _Counted(ValueError):
+    def __init__(self, *, count):
+        super().__init__(f"{count} are too many")
+        self.count = count
+
+
+def test_a_copy_of_an_error_says_the_same_and_has_a_traceback_of_its_own():
+    damaged, cause = UnicodeDecodeError("utf-8", b"x", 0, 1, "no letter"), ValueError("why")
+    for error in (_Counted(count=3), errors.CheckpointNotFoundError("none"), damaged):
+        error.__cause__ = cause
+        error.add_note("a note")
+        made = errors.copied(error)
+        assert made is not error and type(made) is type(error)
+        assert (str(made), made.__dict__) == (str(error), error.__dict__)
+        assert made.__cause__ is cause
+        with pytest.raises(type(error)):
+            raise made
+        assert made.__traceback__ is not None and error.__traceback__ is None
+
+
 def test_what_a_reader_meets_is_the_cause_of_our_error():
     says = r"a\.x cannot be read: IndexError: 3"
     with pytest.raises(CheckpointError, match=says) as told, errors.blamed_on("a.x"):

@@ -3,16 +3,19 @@
 import asyncio
 import threading
 import time
+import traceback
 from dataclasses import replace
 from types import SimpleNamespace
 
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dualinfer.backends.base import NO_TOKEN, Request
 from dualinfer.backends.profiling import Profiler
 from dualinfer.engine.driver import Driver, Job
+from dualinfer.engine.generation import Awaited
 from dualinfer.engine.loop import Loop
 from dualinfer.errors import OutOfMemoryError, StepError
 from dualinfer.parallel.agreement import Peers
@@ -300,6 +303,39 @@ def test_who_begins_something_has_the_turn_before_who_goes_on():
     for thread in threads:
         thread.join()
     assert not turns._coming
+
+
+def test_each_caller_gets_an_error_of_its_own():
+    """Raised by several threads, one would have the tracebacks of all of them."""
+    cause, turns = ValueError("of the device"), Turns(Peers(), may_fork=True)
+    loop = Loop(FakeRunner(iter(())), Profiler(lambda cuda: None), turns)
+    request, are_there = Request(np.ones(3, np.int32), max_new_tokens=10), threading.Event()
+
+    def fail():
+        are_there.wait(30)
+        raise StepError("It failed.") from cause
+
+    driver = Driver(loop, turns, Scheduler(SLOTS, lambda slots, tokens: True), fail)
+    calls, found = [Awaited(driver, [request]) for _ in range(SLOTS + 1)], []
+    are_there.set()
+    for call in calls:
+        with pytest.raises(StepError, match=r"It failed\.") as info:
+            list(call)
+        found.append(info.value)
+    depths = [len(traceback.extract_tb(x.__traceback__)) for x in found]
+    assert len({*depths}) == 1
+    error = StepError("The end.")
+    error.__cause__ = cause
+    driver.stop(error)
+    for _ in range(2):
+        with pytest.raises(StepError) as info:
+            driver.submit([])
+        found.append(info.value)
+    lives = loop.start([request] * 2)
+    loop.lose(error)
+    found += [live.error for live in lives]
+    assert len({*map(id, [error, *found])}) == len(found) + 1
+    assert all(x.__cause__ is cause for x in found)
 
 
 def test_one_that_waits_hears_of_the_end_in_any_event_loop():

@@ -23,6 +23,7 @@ from ..errors import (
     OutOfMemoryError,
     StepError,
     UnsupportedError,
+    copied,
 )
 from ..parallel.spmd import Turns
 from ..serving.scheduler import Entry, Scheduler, steps_for
@@ -228,7 +229,7 @@ class Driver:
         self._turns.check()
         with self._condition:
             if self._stopped is not None:
-                raise self._stopped
+                raise copied(self._stopped)
             self._inbox.extend(jobs)
             if self._thread is None:
                 self.heartbeat = time.monotonic()
@@ -498,8 +499,10 @@ class Driver:
         if error is not None and not isinstance(error, Exception):
             cause, error = error, StepError(f"A request was interrupted: {error!r}.")
             error.__cause__ = cause
-        if not job.channel.has_ended:
-            job.channel.error, job.channel.reason = error, None if error else reason
+        if not job.channel.has_ended and error is not None:
+            job.channel.error = copied(error)  # others may have ended by the same one
+        elif not job.channel.has_ended:
+            job.channel.reason = reason
         self._note(job)
 
     def _fail_all(self, error: BaseException | None) -> None:

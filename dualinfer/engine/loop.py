@@ -18,7 +18,7 @@ from ..backends.base import (
     Saved,
 )
 from ..backends.profiling import Profiler
-from ..errors import StepError, UnsupportedError
+from ..errors import StepError, UnsupportedError, copied
 from ..parallel.spmd import Turns
 from . import reading
 from .blocks import BlockSlots
@@ -169,7 +169,7 @@ class Loop(BlockSlots):
     ) -> tuple[list[Live], Any]:
         """Sequences in the lowest free slots, and what `read` gives for them."""
         if self._closed is not None:
-            raise self._closed
+            raise copied(self._closed)
         self._finish_left()
         pauses = [pause_of(self._runner.spec, request, chosen) for request in requests]
         slots = [s for s in range(len(requests) + len(self._live)) if s not in self._live]
@@ -228,7 +228,7 @@ class Loop(BlockSlots):
             reason = StepError(f"Reading a prompt failed, and with it its sequence: {error!r}.")
             reason.__cause__ = error
             for live in served:
-                live.error = reason
+                live.error = copied(reason)
             self._forget()
             self.finish(served)
             if not isinstance(error, Exception):  # an interrupt is the caller's
@@ -411,7 +411,7 @@ class Loop(BlockSlots):
         with self._turns:
             lives = list(self._live.values())
             for live in lives:
-                live.error = None if live.ended else error
+                live.error = None if live.ended else copied(error)
             self.finish(lives, keeps=False)
             self._forget()
 

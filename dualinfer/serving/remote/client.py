@@ -18,7 +18,7 @@ import numpy as np
 
 from ...engine.requests import TokenLogprobs, told_of
 from ...engine.scoring import prompt_told
-from ...errors import ClosedError, StepError
+from ...errors import ClosedError, StepError, copied
 from ...parallel.frames import Message, packed
 from ..health import BEAT, Pulse
 from ..http.engines import About, Handle, State
@@ -40,8 +40,8 @@ class _Work:
         self._waiter: asyncio.Future[None] | None = None
 
     def fail(self, error: Exception) -> None:
-        """End it with an error."""
-        self.error = error
+        """End it with an error, of which others may end too."""
+        self.error = copied(error)
         self.wake()
 
     def wake(self) -> None:
