@@ -546,8 +546,8 @@ ROWS: list[Row] = [
     ),
     Row(
         "kernels/xla/handler.py",
-        "launch.grid, launch.early, arguments",
-        "launch.early, arguments",
+        "repr(launch[1:])",
+        "repr(launch[2:])",
         "An executable that XLA kept runs a kernel over the grid of another one.",
         "tests/kernels/test_xla_ahead.py -k differ",
     ),

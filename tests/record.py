@@ -234,7 +234,7 @@ def watch_steps(
         with executables._LOWERING:
             traced = jitted.trace(*job.args)
             note(job.key, traced.jaxpr.jaxpr)
-            return traced if traced_alone else traced.lower()
+            return traced if traced_alone else executables.Lowered(traced.lower())
 
     def compile_none(self: Any, traced: Any, coming: Any) -> None:
         coming.set_result(

@@ -8,6 +8,8 @@ import json
 import os
 import subprocess
 import sys
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -17,6 +19,7 @@ pytest.importorskip("triton")
 jax = pytest.importorskip("jax")
 
 from dualinfer.kernels.triton import (  # noqa: E402
+    ahead,
     attention,
     decode_attention,
     exchange,
@@ -111,8 +114,6 @@ def as_triton_would(launch: Launch) -> tuple[dict, dict, dict]:
 
 def compile_all() -> None:
     """Print what became of each launch as a line of JSON, and numbers of programs."""
-    from dualinfer.kernels.triton import ahead
-
     sources: list[Any] = []
     made = ahead.compile
 
@@ -135,7 +136,9 @@ def compile_all() -> None:
                     assert not differ and not rest, (code.name, differ, rest)
             kind = f"sm_{capability}" in code.cubin.decode("latin-1")
             print(json.dumps([code.name, capability, kind, len(code.parameters), code.threads]))
-        print(json.dumps(["program", handler.program(tuple(launches), capability)]))
+        number = handler.program(tuple(launches), capability)
+        handler.finish([number])
+        print(json.dumps(["program", number]))
 
 
 @pytest.fixture(scope="module")
@@ -283,8 +286,11 @@ def driver(monkeypatch):
     for function in (handler._function, handler._allow_shared):
         function.cache_clear()
     monkeypatch.setattr(handler, "_cuda", lambda: made)
-    monkeypatch.setattr(handler, "codes", lambda launches, _: [x.kernel for x in launches])
+    monkeypatch.setattr(handler, "begin", lambda *_: None)
+    monkeypatch.setattr(handler, "code", lambda launch, _: launch.kernel)
+    monkeypatch.setattr(handler, "_source", lambda kernel: repr(kernel).encode())
     monkeypatch.setattr(handler, "_programs", {})
+    monkeypatch.setattr(handler, "_finished", set())
     monkeypatch.setattr(handler, "_loaded", handler.defaultdict(set))
     monkeypatch.setattr(
         handler, "_api", lambda f, n: stream if n == handler._STREAM_GET else original(f, n)
@@ -336,8 +342,8 @@ def test_programs_that_differ_have_other_numbers(driver):
         scaled((0, 4), (2, 4), 3, 2.0),
         one._replace(grid=(3, 3, 1)),
         one._replace(early=True),
-        one._replace(kernel=SCALED._replace(cubin=b"of another Triton")),
-        one._replace(kernel=SCALED._replace(threads=128)),
+        one._replace(kernel=SCALED._replace(cubin=b"of another kernel")),
+        one._replace(options=(("num_warps", 8),)),
     ]
     programs = [(launch,) for launch in launches] + [(launches[0],) * 2, tuple(launches[:2])]
     numbers = [handler.program(program, 90) for program in programs]
@@ -346,20 +352,48 @@ def test_programs_that_differ_have_other_numbers(driver):
 
 
 def test_code_is_loaded_for_each_device_once_before_a_run(driver):
-    handler.program((scaled((0, 4), (1, 4), 3, 2.0),), 90)
+    """That of programs which are finished: a run does not wait for the kernels of another step."""
+    with handler.noted() as numbers:
+        handler.program((scaled((0, 4), (1, 4), 3, 2.0),), 90)
+    handler.program((scaled((0, 4), (1, 4), 2, 2.0),), 90)
+    handler.finish(numbers)
     for devices, loaded in (((0,), [0]), ((0,), [0]), ((0, 2), [0, 2])):
         handler.load(devices)
         assert [device for *_, device in driver.named("cuDevicePrimaryCtxRetain")] == loaded
         for name in ("cuCtxPushCurrent_v2", "cuKernelGetFunction", "cuCtxPopCurrent_v2"):
             assert len(driver.named(name)) == len(loaded)
         assert driver.named("cuDevicePrimaryCtxRelease_v2") == [(n,) for n in loaded]
-    handler.program((scaled((0, 4), (1, 4), 1, 2.0),), 90)  # a new one
+    handler.finish([handler.program((scaled((0, 4), (1, 4), 1, 2.0),), 90)])  # a new one
     driver.answer = 2
     with pytest.raises(RuntimeError, match="driver answered 2"):
         handler.load((0,))
     driver.answer = 0
     handler.load((0,))
     assert len(driver.named("cuCtxPopCurrent_v2")) == 3
+
+
+def test_threads_make_code_and_who_needs_it_waits(monkeypatch):
+    """Once for launches that differ in their buffers; what failed is made anew."""
+    go, made = threading.Event(), []
+
+    def compiled(kind: ahead._Kind) -> Code:
+        made.append(kind.options)
+        assert go.wait(60)
+        if len(made) == 1:
+            raise ValueError("a first time")
+        return SCALED
+
+    monkeypatch.setattr(ahead, "_compiled", compiled)
+    monkeypatch.setattr(ahead, "_codes", {})
+    one, same = scaled((0, 0), (1, 0), 3, 2.0), scaled((5, 0), (2, 0), 9, 2.0, early=True)
+    ahead.begin([one, same], 90)
+    with ThreadPoolExecutor(1) as pool:
+        waiting = pool.submit(ahead.code, one, 90)
+        go.set()
+        with pytest.raises(ValueError, match="a first time"):
+            waiting.result(60)
+    ahead.begin([one], 90)
+    assert ahead.code(same, 90) is ahead.code(one, 90) is SCALED and len(made) == 2
 
 
 if __name__ == "__main__":

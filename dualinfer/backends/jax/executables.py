@@ -99,6 +99,13 @@ class Job(NamedTuple):
     results: jax.sharding.Sharding | None = None
 
 
+class Lowered(NamedTuple):
+    """A job that was traced and lowered, and the numbers of the `programs` of kernels in it."""
+
+    step: jax.stages.Lowered
+    programs: Sequence[int] = ()
+
+
 class Executables:
     """Compiled functions by key; the one unused for longest goes when there are too many.
 
@@ -189,7 +196,7 @@ class Executables:
                 with suppress(CancelledError):  # `begin` has left it to us
                     return executable.result()
 
-    def begin(self, key: Hashable, lower: Callable[[], jax.stages.Lowered]) -> None:
+    def begin(self, key: Hashable, lower: Callable[[], Lowered]) -> None:
         """Compile what `lower()` gives in a thread of its own, where a later `run` finds it.
 
         `lower` runs in that thread too, outside of every context of the caller. Whatever fails
@@ -209,7 +216,7 @@ class Executables:
             self._compile_early(key, None, coming)
 
     def _compile_early(
-        self, key: Hashable, lower: Callable[[], jax.stages.Lowered] | None, coming: "Future[Any]"
+        self, key: Hashable, lower: Callable[[], Lowered] | None, coming: "Future[Any]"
     ) -> None:
         """Compile in the thread that `begin` started; without `lower` it gives up."""
         with suppress(CancelledError), self._book({key: coming}):
@@ -323,16 +330,26 @@ class Executables:
         with self._lock:
             self._drop(key)
 
-    def lower(self, job: Job) -> jax.stages.Lowered:
-        """The job traced and lowered, in this thread."""
+    def lower(self, job: Job) -> Lowered:
+        """The job traced and lowered, in this thread; others begin to compile its kernels."""
         with _LOWERING:
             function = grouped(job.function) if self._launches else job.function
             jitted = jax.jit(function, donate_argnums=job.donate, out_shardings=job.results)
-            return jitted.lower(*job.args)
+            if not self._launching:
+                return Lowered(jitted.lower(*job.args))
+            from ...kernels.xla.handler import noted  # which imports Triton
 
-    def _compile(self, lowered: jax.stages.Lowered, coming: "Future[Any]") -> None:
+            with noted() as programs:
+                return Lowered(jitted.lower(*job.args), programs)
+
+    def _compile(self, lowered: Lowered, coming: "Future[Any]") -> None:
         with keep_all():
-            coming.set_result(lowered.compile(compiler_options=self._options))
+            compiled = lowered.step.compile(compiler_options=self._options)
+        if lowered.programs:
+            from ...kernels.xla.handler import finish
+
+            finish(lowered.programs)
+        coming.set_result(compiled)
 
     def clear(self) -> None:
         """Let go of every executable, for good; nothing waits for what is under way."""

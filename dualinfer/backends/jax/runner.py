@@ -34,7 +34,7 @@ from ..slots import (
 )
 from . import ahead
 from .cache import Cache, least_free_bytes
-from .executables import Clock, Job
+from .executables import Clock, Job, Lowered
 from .mesh import in_place
 from .ops.plain import PlainOps
 from .ops.schemes import SCHEMES
@@ -313,7 +313,7 @@ class JaxRunner(WholePasses, ScoreCalls):
         self._executables.begin(key, partial(self._lower_decode, room, eos[1], alone))
 
     @in_place
-    def _lower_decode(self, *sizes: Any) -> jax.stages.Lowered:
+    def _lower_decode(self, *sizes: Any) -> Lowered:
         return self._executables.lower(ahead.decode(self, *sizes))
 
     def make_buffers(self, room: Room, eos_width: int) -> tuple[Cache, SlotState]:

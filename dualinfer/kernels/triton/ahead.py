@@ -1,9 +1,11 @@
 """Launches compiled for a kind of GPU without one, as Triton's own launcher would compile them."""
 
 import os
+import threading
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
-from functools import lru_cache
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
+from contextlib import suppress
+from functools import cache
 from typing import Any, NamedTuple
 
 from triton.backends.compiler import GPUTarget
@@ -15,7 +17,8 @@ from .operands import Launch, Pointer, Recording
 _TYPES = {"bool": "i1", "int8": "i8", "uint8": "u8", "int32": "i32", "uint32": "u32"}
 _TYPES |= {"int64": "i64", "float16": "fp16", "bfloat16": "bf16", "float32": "fp32"}
 _TYPES |= {"float64": "fp64"}
-_THREADS = min(8, os.cpu_count() or 1)
+_THREADS = min(16, os.cpu_count() or 1)
+_MOST = 4096
 _ALIGNED = [["tt.divisibility", 16]]
 POINTER = "pointer"
 
@@ -34,18 +37,86 @@ class Code(NamedTuple):
     parameters: tuple[tuple[str, str], ...]
 
 
+class _Kind(NamedTuple):
+    """All that the code of a launch depends on."""
+
+    kernel: Any
+    facts: tuple[tuple[str, Any], ...]
+    options: tuple[tuple[str, Any], ...]
+    capability: int
+
+
+_codes: dict[_Kind, "Future[Code]"] = {}
+_lock = threading.Lock()
+_PARSING = threading.RLock()
+
+
+class _Source(ASTSource):
+    """A kernel that one thread at a time parses: what CPython 3.11 counts then, threads share."""
+
+    def hash(self) -> str:
+        """As Triton's."""
+        with _PARSING:
+            return super().hash()
+
+    def make_ir(self, *how: Any) -> Any:
+        """As Triton's."""
+        with _PARSING:
+            return super().make_ir(*how)
+
+
 def code(launch: Launch, capability: int) -> Code:
-    """The code of a launch for GPUs of `capability`, 90 on Hopper; Triton keeps it on disk."""
-    facts = tuple((name, _fact(value)) for name, value in launch.arguments)
-    return _compiled(launch.kernel, facts, launch.options, launch.early, capability)
+    """The code of a launch for GPUs of `capability`, 90 on Hopper; Triton keeps it on disk.
+
+    It waits where threads make it already, as by `begin`.
+    """
+    kind = _kind(launch, capability)
+    while True:
+        coming, is_new = _find(kind)
+        if is_new:
+            _make(kind, coming)
+        with suppress(CancelledError):  # an interrupt stopped another thread
+            return coming.result()
 
 
-def codes(launches: Sequence[Launch], capability: int) -> list[Code]:
-    """`code` of each; what Triton has not on disk is compiled several at a time."""
-    distinct = {launch.over(dict.fromkeys(launch.buffers, 0)): launch for launch in launches}
-    with ThreadPoolExecutor(min(len(distinct), _THREADS), "dualinfer-triton") as pool:
-        list(pool.map(lambda launch: code(launch, capability), distinct.values()))
-    return [code(launch, capability) for launch in launches]
+def begin(launches: Sequence[Launch], capability: int) -> None:
+    """Have threads make the `code` of each, as many at a time as there are processors.
+
+    Where that fails `code` raises the error, or makes it anew.
+    """
+    for kind in dict.fromkeys(_kind(launch, capability) for launch in launches):
+        coming, is_new = _find(kind)
+        if is_new:
+            try:
+                _pool().submit(_make, kind, coming)
+            except RuntimeError:  # the process can have no more threads, or ends
+                _make(kind, coming)
+
+
+def _find(kind: _Kind) -> tuple["Future[Code]", bool]:
+    """Its code, coming or there; True if it is for the caller to make."""
+    with _lock:
+        if kind not in _codes and len(_codes) >= _MOST:
+            _codes.clear()
+        is_new = kind not in _codes
+        return _codes.setdefault(kind, Future()), is_new
+
+
+def _make(kind: _Kind, coming: "Future[Code]") -> None:
+    try:
+        coming.set_result(_compiled(kind))
+    except BaseException as error:
+        is_ours = isinstance(error, Exception)
+        with _lock:
+            _codes.pop(kind, None)
+        coming.set_exception(error if is_ours else CancelledError())
+        if not is_ours:
+            raise
+
+
+@cache
+def _pool() -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(_THREADS, "dualinfer-triton")
 
 
 def prepare(capability: int) -> None:
@@ -67,14 +138,13 @@ def _fact(value: Any) -> Any:
     return type(value), value
 
 
-@lru_cache(maxsize=4096)
-def _compiled(
-    kernel: Any,
-    facts: tuple[tuple[str, Any], ...],
-    options: tuple[tuple[str, Any], ...],
-    early: bool,
-    capability: int,
-) -> Code:
+def _kind(launch: Launch, capability: int) -> _Kind:
+    facts = tuple((name, _fact(value)) for name, value in launch.arguments)
+    return _Kind(launch.kernel, facts, launch.options, capability)
+
+
+def _compiled(kind: _Kind) -> Code:
+    kernel, facts, options, capability = kind
     signature: dict[str, str] = {}
     constants: dict[tuple[int, ...], Any] = {}
     attributes: dict[tuple[int, ...], Any] = {}
@@ -97,8 +167,8 @@ def _compiled(
         parameters.append((name, kind))
         if special and kind != "fp32" and value % 16 == 0:
             attributes[i,] = _ALIGNED
-    source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=attributes)
-    chosen = {"num_warps": 4, "num_stages": 3, "launch_pdl": early} | dict(options)
+    source = _Source(fn=kernel, signature=signature, constexprs=constants, attrs=attributes)
+    chosen = {"num_warps": 4, "num_stages": 3} | dict(options)
     made: Any = compile(source, target=GPUTarget("cuda", capability, 32), options=chosen)
     found = made.metadata
     if found.global_scratch_size or found.profile_scratch_size:

@@ -3,7 +3,8 @@
 XLA calls it where it captures a command buffer (a CUDA graph), and replays what it launched. Only
 within one call can a kernel start before the one in front of it has ended. A program is known by a
 number made of its content, so that an executable which XLA kept on disk finds it again in another
-process: tracing, which comes first in any process, makes it anew.
+process: tracing, which comes first in any process, makes it anew. Threads compile its kernels
+meanwhile, which takes some seconds of a model's first step; `finish` waits for them.
 """
 
 import ctypes
@@ -11,13 +12,14 @@ import hashlib
 import threading
 import traceback
 from collections import defaultdict
-from collections.abc import Collection
-from functools import cache
+from collections.abc import Collection, Iterable, Iterator
+from contextlib import contextmanager
+from functools import cache, cached_property
 from typing import Any, NamedTuple
 
 import jax
 
-from ..triton.ahead import POINTER, Code, codes
+from ..triton.ahead import POINTER, Code, begin, code
 from ..triton.ahead import prepare as prepare
 from ..triton.operands import Launch, Pointer
 from .ffi import (
@@ -67,9 +69,14 @@ class _Program:
     Where they do, `load` has loaded the code before.
     """
 
-    def __init__(self, launches: tuple[Launch, ...], codes: tuple[Code, ...]) -> None:
-        self.launches, self.codes = launches, codes
+    def __init__(self, launches: tuple[Launch, ...], capability: int) -> None:
+        self.launches, self._capability = launches, capability
         self._ready: dict[int, tuple[threading.Lock, list[_Ready]]] = {}  # by device
+
+    @cached_property
+    def codes(self) -> tuple[Code, ...]:
+        """The code of each launch; waits until Triton has it."""
+        return tuple(code(launch, self._capability) for launch in self.launches)
 
     def run(self, stream: int, buffers: list[int]) -> None:
         """Launch them all; `buffers` are addresses."""
@@ -130,16 +137,16 @@ _loading = threading.Lock()
 
 
 def load(devices: Collection[int]) -> None:
-    """Load the code of every program that is new for CUDA's `devices`, to be called before a run.
+    """Load the code of every finished program that is new for CUDA's `devices`, before a run.
 
     To load code takes CUDA's lock and waits until the device is idle. A kernel that waits for one
     of another device, whose launch waits for that lock, would wait forever.
     """
-    if all(len(_loaded[device]) == len(_programs) for device in devices):
+    if all(len(_loaded[device]) == len(_finished) for device in devices):
         return
     with _loading:
         for device in devices:
-            for number in _programs.keys() - _loaded[device]:
+            for number in _finished - _loaded[device]:
                 _load(_programs[number], device)
                 _loaded[device].add(number)
 
@@ -177,20 +184,50 @@ def _cuda() -> Any:
 
 
 _programs: dict[int, _Program] = {}
+_finished: set[int] = set()  # numbers of those whose code is there
+_noting = threading.local()
 
 
 def program(launches: tuple[Launch, ...], capability: int) -> int:
-    """The number by which the custom call knows these launches, compiled for `capability`."""
+    """The number by which the custom call knows these launches, for GPUs of `capability`.
+
+    Threads compile what is new of them.
+    """
     _register()
-    made = tuple(codes(launches, capability))
-    digest = hashlib.sha256()
-    for launch, its in zip(launches, made, strict=True):
-        arguments = [x for x in launch.arguments if isinstance(x[1], Pointer | int | float)]
-        facts = its._replace(cubin=b""), launch.grid, launch.early, arguments
-        digest.update(hashlib.sha256(its.cubin).digest() + repr(facts).encode())
+    begin(launches, capability)
+    digest = hashlib.sha256(str(capability).encode())
+    for launch in launches:
+        digest.update(_source(launch.kernel) + repr(launch[1:]).encode())
     number = int.from_bytes(digest.digest()[:8], "little") >> 1
-    _programs.setdefault(number, _Program(launches, made))
+    _programs.setdefault(number, _Program(launches, capability))
+    if (noted := getattr(_noting, "numbers", None)) is not None:
+        noted.append(number)
     return number
+
+
+@contextmanager
+def noted() -> Iterator[list[int]]:
+    """The numbers of the programs that this thread asks for within, for `finish`."""
+    before, _noting.numbers = getattr(_noting, "numbers", None), []
+    try:
+        yield _noting.numbers
+    finally:
+        _noting.numbers = before
+
+
+def finish(numbers: Iterable[int]) -> None:
+    """Wait until these programs have their code; raise what Triton raised for one of them."""
+    for number in numbers:
+        if number not in _finished:
+            _ = _programs[number].codes
+            _finished.add(number)
+
+
+@cache
+def _source(kernel: Any) -> bytes:
+    """What tells kernels apart: where they are from, and their text."""
+    name = f"{kernel.fn.__module__}.{kernel.fn.__qualname__}"
+    return hashlib.sha256(f"{name} {kernel.src}".encode()).digest()
 
 
 @ctypes.CFUNCTYPE(ADDRESS, ctypes.POINTER(Frame))
