@@ -643,7 +643,7 @@ def lowered(monkeypatch):
 
     def spy(self, job):
         result = lower(self, job)
-        made.setdefault(job.key, []).append((threading.current_thread(), result.as_text()))
+        made.setdefault(job.key, []).append((threading.current_thread(), result.step.as_text()))
         return result
 
     monkeypatch.setattr(Executables, "lower", spy)
