@@ -136,9 +136,7 @@ def compile_all() -> None:
                     assert not differ and not rest, (code.name, differ, rest)
             kind = f"sm_{capability}" in code.cubin.decode("latin-1")
             print(json.dumps([code.name, capability, kind, len(code.parameters), code.threads]))
-        number = handler.program(tuple(launches), capability)
-        handler.finish([number])
-        print(json.dumps(["program", number]))
+        print(json.dumps(["program", handler.program(tuple(launches), capability)]))
 
 
 @pytest.fixture(scope="module")
@@ -355,15 +353,15 @@ def test_code_is_loaded_for_each_device_once_before_a_run(driver):
     """That of programs which are finished: a run does not wait for the kernels of another step."""
     with handler.noted() as numbers:
         handler.program((scaled((0, 4), (1, 4), 3, 2.0),), 90)
-    handler.program((scaled((0, 4), (1, 4), 2, 2.0),), 90)
-    handler.finish(numbers)
+        handler.program((scaled((0, 4), (1, 4), 2, 2.0),), 90)
+    handler.finish(numbers[:1])
     for devices, loaded in (((0,), [0]), ((0,), [0]), ((0, 2), [0, 2])):
         handler.load(devices)
         assert [device for *_, device in driver.named("cuDevicePrimaryCtxRetain")] == loaded
         for name in ("cuCtxPushCurrent_v2", "cuKernelGetFunction", "cuCtxPopCurrent_v2"):
             assert len(driver.named(name)) == len(loaded)
         assert driver.named("cuDevicePrimaryCtxRelease_v2") == [(n,) for n in loaded]
-    handler.finish([handler.program((scaled((0, 4), (1, 4), 1, 2.0),), 90)])  # a new one
+    handler.program((scaled((0, 4), (1, 4), 1, 2.0),), 90)  # a new one
     driver.answer = 2
     with pytest.raises(RuntimeError, match="driver answered 2"):
         handler.load((0,))

@@ -59,10 +59,10 @@ class _Source(ASTSource):
         with _PARSING:
             return super().hash()
 
-    def make_ir(self, *how: Any) -> Any:
+    def make_ir(self, *args: Any, **how: Any) -> Any:
         """As Triton's."""
         with _PARSING:
-            return super().make_ir(*how)
+            return super().make_ir(*args, **how)
 
 
 def code(launch: Launch, capability: int) -> Code:
@@ -143,8 +143,8 @@ def _kind(launch: Launch, capability: int) -> _Kind:
     return _Kind(launch.kernel, facts, launch.options, capability)
 
 
-def _compiled(kind: _Kind) -> Code:
-    kernel, facts, options, capability = kind
+def _compiled(made_for: _Kind) -> Code:
+    kernel, facts, options, capability = made_for
     signature: dict[str, str] = {}
     constants: dict[tuple[int, ...], Any] = {}
     attributes: dict[tuple[int, ...], Any] = {}

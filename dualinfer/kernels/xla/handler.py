@@ -191,7 +191,7 @@ _noting = threading.local()
 def program(launches: tuple[Launch, ...], capability: int) -> int:
     """The number by which the custom call knows these launches, for GPUs of `capability`.
 
-    Threads compile what is new of them.
+    Threads compile what is new of them; who has not said by `noted` that it will `finish` waits.
     """
     _register()
     begin(launches, capability)
@@ -200,8 +200,10 @@ def program(launches: tuple[Launch, ...], capability: int) -> int:
         digest.update(_source(launch.kernel) + repr(launch[1:]).encode())
     number = int.from_bytes(digest.digest()[:8], "little") >> 1
     _programs.setdefault(number, _Program(launches, capability))
-    if (noted := getattr(_noting, "numbers", None)) is not None:
-        noted.append(number)
+    if (numbers := getattr(_noting, "numbers", None)) is None:
+        finish([number])
+    else:
+        numbers.append(number)
     return number
 
 
