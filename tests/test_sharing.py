@@ -18,6 +18,7 @@ import dualinfer
 from dualinfer.backends.base import MAX_STEPS
 from dualinfer.errors import (
     ArgumentError,
+    DeadlineError,
     LengthError,
     OutOfMemoryError,
     StepError,
@@ -213,6 +214,69 @@ def test_calls_at_once_share_their_steps(engine, prompts, alone, is_reserved, mo
         assert list(threads.map(call, prompts)) == expected
     assert sum(steps) < 2 * 40, steps  # one after another it would be 360
     assert not engine._loop.is_under_way
+
+
+CHOSEN: dict[str, Any] = {"no_repeat_ngram_size": 40}  # on the host, and the same tokens
+
+
+@pytest.mark.parametrize(
+    ("slots", "chosen"), [(1, {}), (2, {}), (2, CHOSEN)], ids=["alone", "beside one", "on the host"]
+)
+def test_the_driver_waits_for_no_slot(engine, prompts, alone, slots, chosen, monkeypatch):
+    """Another thread takes the last one just before it: tokens of others come, and deadlines."""
+    engine.reserve(slots, 250)
+    loop, others, handed = engine._loop, [], []
+    name = "start_scores" if chosen else "start"
+    start, stream = getattr(loop, name), engine.stream([prompts[2]], **GREEDY, **CHOSEN)
+
+    async def main() -> None:
+        first = engine.generate_async(prompts[4], **(GREEDY | {"max_new_tokens": 40}))
+        await (first.__anext__() if slots == 2 else first)
+
+        def late(*args: Any, **how: Any) -> Any:
+            is_driver = threading.get_ident() == loop.driver
+            if is_driver and not others:
+                with ThreadPoolExecutor(1) as pool:
+                    others.append(pool.submit(next, stream).result(30))
+            started = start(*args, **how)
+            if is_driver:
+                handed.append(first._channel.count)
+            return started
+
+        monkeypatch.setattr(loop, name, late)
+        deadline = 0.2 if slots == 1 else None
+        second = engine.generate_async(prompts[3], **GREEDY, **chosen, deadline=deadline)
+        if slots == 1:
+            with pytest.raises(DeadlineError, match="before it had a slot"):
+                await second
+        else:
+            assert await second == alone[3]
+            assert handed == [40]
+
+    try:
+        asyncio.run(asyncio.wait_for(main(), 20))
+        assert [*others, *stream] == alone[2]
+    finally:
+        stream.close()
+
+
+def test_sequences_whose_tokens_the_host_chooses_take_one_slot_each(engine, prompts, monkeypatch):
+    engine.reserve(2, 250)
+    decode, counts = engine.runner.decode_scores, []
+
+    def spy(*args: Any) -> Any:
+        counts.append(len(engine._loop._live))
+        return decode(*args)
+
+    monkeypatch.setattr(engine.runner, "decode_scores", spy)
+
+    async def main() -> None:
+        first = engine.generate_async(prompts[3], **GREEDY, **CHOSEN)
+        await first.__anext__()
+        await asyncio.gather(first, engine.generate_async(prompts[4], **GREEDY, **CHOSEN))
+
+    asyncio.run(main())
+    assert max(counts) == 2
 
 
 def test_a_call_ends_beside_a_stream_that_is_not_read(engine, prompts, alone):

@@ -30,6 +30,7 @@ from ..serving.scheduler import Entry, Scheduler, steps_for
 from .loop import Loop
 from .pausing import Paused
 from .sequence import Live
+from .slots import NoSlotError
 from .stepwise import Stepwise
 from .stops import StopStrings, StopWatch
 
@@ -126,8 +127,13 @@ class Job(Entry):
         """Tokens of the prompt that were not read again."""
         if self.found is not None:
             return self.found
+        return sum(live.kept for live in self.lives)
+
+    @property
+    def lives(self) -> list[Live]:
+        """What it has in slots of the loop."""
         begun = self.begun.lives if self.begun is not None else []
-        return sum(live.kept for live in [*begun, *([] if self.live is None else [self.live])])
+        return [*begun, *([] if self.live is None else [self.live])]
 
     def resume(self, done: Sequence[int]) -> None:
         """Go on behind new tokens that are done, before it is submitted.
@@ -301,7 +307,7 @@ class Driver:
             self._scheduler.submit(self._inbox.popleft())
         while self._left:
             self._scheduler.cancel(self._left.popleft())
-        ours = {id(job.live) for job in self._jobs if job.live is not None}
+        ours = {id(live) for job in self._jobs for live in job.lives}
         others = self._loop.tokens_beside(ours)
         if self._loop.pool is None and not self._jobs:  # room grows: the first one runs, or fails
             others = []
@@ -324,7 +330,8 @@ class Driver:
             if job.given == len(job.request.done)  # no token of its own yet
         )
         self._begin(turn.admitted, len(others))
-        self._loop.queue.claim(self._scheduler.waiting > 0, anew=bool(turn.admitted))
+        has_begun = any(job.state == "live" for job in turn.admitted)
+        self._loop.queue.claim(self._scheduler.waiting > 0, anew=has_begun)
         if not self._jobs:
             self._loop.longest = MAX_STEPS
             # For others, who may have stopped reading.
@@ -377,26 +384,32 @@ class Driver:
         without_room = {id(job) for group in groups.values() for job in self._start(group, others)}
         if without_room:  # they wait in their old order
             self._scheduler.put_back([job for job in jobs if id(job) in without_room])
-            self._scheduler.hold(len(self._jobs) + others)
 
     def _start(self, group: list[Job], others: int) -> list[Job]:
-        """Start jobs together; those for which there is no room while others are under way."""
+        """Start jobs together; those for which there is no room while others are under way.
+
+        They wait for no slot that another thread has taken meanwhile: all others would wait, too.
+        """
         now = time.monotonic()
         try:
             if (begin := group[0].begin) is not None:
                 group[0].begun = begin()
                 group[0].steps = iter(group[0].begun)
             else:
-                waits = not (self._jobs or others)
                 saved = [None if job.left is None else job.left.saved for job in group]
-                lives = self._loop.start([job.request for job in group], waits, saved)
+                lives = self._loop.start([job.request for job in group], False, saved)
                 for job, live in zip(group, lives, strict=True):
                     job.go_on(live)
                     live.urgent = job.urgent
                     if job.stop is not None and job.watch is None:
                         self._guarded(self._watch, job)
+        except NoSlotError:
+            return group
         except OutOfMemoryError as error:
-            return group if self._jobs or others else self._start_each(group, others, error)
+            if not (self._jobs or others):
+                return self._start_each(group, others, error)
+            self._scheduler.hold(len(self._jobs) + others)
+            return group
         except BaseException as error:
             return self._start_each(group, others, error)
         for job in group:

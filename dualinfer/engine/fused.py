@@ -291,9 +291,8 @@ class FusedEngine(
         return jobs
 
     def _begun_alone(self, work: Work, request: Request) -> Stepwise:
-        begun = self._begun(work._replace(requests=[request]))
-        assert isinstance(begun, Stepwise)
-        return begun
+        """The sequence of a job, whose thread has others to drive on: it waits for no slot."""
+        return self._begun_stepwise(work._replace(requests=[request]), waits=False)
 
     def _driving(self) -> Driver:
         self._leave_parent()
@@ -325,11 +324,16 @@ class FusedEngine(
             return self._begun_whole(work)
         if work.rules is None:
             return Generation(self._loop, work.requests, work.chunk, work.stop)
+        return self._begun_stepwise(work)
+
+    def _begun_stepwise(self, work: Work, waits: bool = True) -> Stepwise:
+        """The sequences of a call whose tokens the host chooses."""
+        assert work.rules is not None
         names = ", ".join(work.options.stepwise)
         _log.info("generate() goes one step at a time, for what the host does: %s", names)
         self._stepwise = f"generate() went one step at a time, for what the host does: {names}"
         how = work.requests, work.rules, work.options, work.stop
-        return Stepwise(self._loop, self._turns, self.runner, *how)
+        return Stepwise(self._loop, self._turns, self.runner, *how, waits)
 
     def _begun_whole(self, work: Work) -> Generation | Awaited:
         """The sequences of a call that nobody reads before they have ended.

@@ -88,7 +88,7 @@ class Loop(BlockSlots):
     ) -> list[Live]:
         """Sequences for `requests`, in the lowest free slots, with their first token under way.
 
-        One that does not wait for slots raises OutOfMemoryError where there are too few. `saved` is
+        One that does not wait for slots raises NoSlotError where there are too few. `saved` is
         what those that were paused had cached.
         """
         with self._with_slots(requests, waits):
@@ -114,7 +114,7 @@ class Loop(BlockSlots):
     ) -> tuple[list[Live], Any]:
         """Sequences whose tokens the caller chooses, and the logits [B, V] of the first ones.
 
-        As `start` they wait for slots, or raise OutOfMemoryError.
+        As `start` they wait for slots, or raise NoSlotError.
         """
         with self._with_slots(requests, waits, chosen=True):
 

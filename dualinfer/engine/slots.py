@@ -20,6 +20,10 @@ _PAUSE = 0.001  # seconds between looks for slots of sequences whose tokens othe
 _log = logging.getLogger(__name__)
 
 
+class NoSlotError(OutOfMemoryError):
+    """Others have the slots that a call needs, which does not wait for them."""
+
+
 class Slots:
     """Slots by number, with the sequence that each has under way.
 
@@ -85,8 +89,8 @@ class Slots:
         """The turn, once requests have slots; until then sequences under way are driven on.
 
         Calls get them in the order in which they came. LengthError where a pool has not so many, or
-        none so long, or where none of them will ever be free. Of those `chosen` the caller chooses
-        the tokens.
+        none so long, or where none of them will ever be free, and NoSlotError where there are none
+        now and it does not wait. Of those `chosen` the caller chooses the tokens.
         """
         self.check(requests)  # none of these would ever have room
         count = len(requests)
@@ -104,7 +108,7 @@ class Slots:
                         yield
                         return
                 if not waits:
-                    raise OutOfMemoryError(f"There are no {count} free slots with room.")
+                    raise NoSlotError(f"There are no {count} free slots with room.")
                 if not self.make_way():
                     raise LengthError(
                         f"A call of {count} sequences waits for slots that this thread holds "

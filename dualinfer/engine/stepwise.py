@@ -302,6 +302,7 @@ def _described(value: Any) -> str:
 class Stepwise:
     """The sequences of one call, step by step. Close it, or exhaust it, to free its slots.
 
+    Unless it `waits` for slots it raises NoSlotError where there are too few.
     A sequence that has ended goes on with the pad id until all have, as in HF, whose scores these
     are. `scores` and `logits`, where they are kept, have an array [B, V] for each step, and
     `log_probs` one [B] of the tokens that were chosen, as a rule asks for it.
@@ -316,6 +317,7 @@ class Stepwise:
         rules: Rules,
         options: GenerationOptions,
         stop: StopStrings | None,
+        waits: bool = True,
     ) -> None:
         self._loop, self._turns, self._runner = loop, turns, runner
         self._requests, self._rules = requests, rules
@@ -329,7 +331,7 @@ class Stepwise:
         self._tells = any(request.tells for request in requests)
         self._told: list[list[np.ndarray]] = [[] for _ in requests]
         self._temperature = options.temperature if options.do_sample else 1.0
-        self.lives, self._first = loop.start_scores(requests)
+        self.lives, self._first = loop.start_scores(requests, waits)
         self._drafts = None
         if options.lookup:
             ahead = loop.most_ahead or options.lookup + 1  # the newest token is one of them
