@@ -36,11 +36,11 @@ from .test_serve_remote import LONG, PROMPT, ROOM, Ask, asked, complete, get, wa
 class Book:
     """A runner that books its calls; `fails` names errors of some. `saved` is held by others."""
 
-    notes = ()
+    notes, cache_bytes = (), 0
 
     def __init__(self, free=100, **fails):
         self.calls, self.free, self.fails = [], free, fails
-        self.saved = lambda: None
+        self.saved, self.asked = lambda: None, 0
 
     def __getattr__(self, name):
         def call(*args):
@@ -56,6 +56,7 @@ class Book:
         return saved
 
     def free_bytes(self):
+        self.asked += 1
         return self.free
 
 
@@ -134,7 +135,7 @@ def test_calls_come_to_the_others_as_they_are():
     assert led.follows.saved() is not None
     del saved
     gc.collect()
-    led.leader.decode(1)
+    led.leader.release([0])
     led.leader.free_bytes()
     assert led.follows.saved() is None
     led.leader.close()
@@ -144,7 +145,23 @@ def test_calls_come_to_the_others_as_they_are():
     assert all(map(same, calls, found))
     assert found[1][1][0].request.grammar is not None
     assert found[1][1][1].request.grammar is None
-    assert found[len(calls) :] == [("restore", 3, 64), ("decode", 1)]
+    assert found[len(calls) :] == [("restore", 3, 64), ("release", (0,))]
+
+
+def test_free_memory_is_asked_for_once_until_something_begins_ends_or_grows():
+    """Steps of those who wait for room ask again and again, and each answer is waited for."""
+    led = Led(Book(), Book(free=70))
+    for name, args in (("extend", [[]]), ("release", [[0]]), ("open", [None]), ("decode", [1])):
+        getattr(led.leader, name)(*args)
+        led.leads.cache_bytes += name == "decode"
+        led.follows.free -= 1
+        asked = led.follows.asked
+        for _ in range(3):
+            assert led.leader.free_bytes() == led.follows.free
+            led.leader.decode(8)
+        assert led.follows.asked == asked + 1
+    led.leader.close()
+    led.join()
 
 
 def test_what_fails_alike_goes_on_and_what_fails_in_one_ends_all():

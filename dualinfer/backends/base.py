@@ -479,6 +479,11 @@ class Runner(Protocol):
         """Memory of the device that a cache could take now; None if it is unknown."""
         ...
 
+    @property
+    def cache_bytes(self) -> int:
+        """Bytes of the cache as it is, on one device."""
+        ...
+
     def cache_bytes_for(self, slots: int, tokens: int) -> int:
         """Bytes of a cache for `slots` sequences of `tokens` tokens, in the buckets it takes."""
         ...

@@ -30,6 +30,8 @@ _LED = (
     *("forward", "open", "prefill", "extend", "decode", "prefill_scores", "decode_scores"),
     *("decode_several", "keep", "allow", "copy", "save", "restore", "release"),
 )
+# Of these no sequence begins or ends; what a cache that grows takes is known.
+_GOING_ON = "decode", "decode_scores", "decode_several", "keep", "allow"
 _ASKED = "free_bytes", "cache_bytes_for", "block_bytes"
 _SENT = {kind.__name__: kind for kind in (ForwardInputs, Piece, Pool, Request, Sampling, Tokens)}
 _PATIENCE = 10.0  # seconds until the other ranks have failed in what failed in one
@@ -55,6 +57,7 @@ class Leading:
         self._numbers: weakref.WeakKeyDictionary[Saved, int] = weakref.WeakKeyDictionary()
         self._dropped: deque[int] = deque()  # what was saved and is needed no more
         self._sizes: dict[tuple[int, int], int] = {}
+        self._free: tuple[int | None, int] | None = None  # bytes, beside a cache of so many
         self._is_closed = False
         for rank, line in enumerate(lines, 1):
             gone = f"The process of rank {rank} of {peers.size} is gone; its own output says why."
@@ -77,6 +80,8 @@ class Leading:
             if self.lost is not None and name == "release":
                 return self._runner.release(*args)  # of what is there no more
             frame = self._packed(name, *args)  # what cannot be sent fails alone, before any call
+            if name not in _GOING_ON:
+                self._free = None
             try:  # what interrupts it may leave a call that others make and this rank does not
                 self._send(frame)
                 result = getattr(self._runner, name)(*args)
@@ -166,8 +171,16 @@ class Leading:
         self._tell_lost(why)
 
     def free_bytes(self) -> int | None:
-        """See `base.Runner`: of the rank that has least."""
-        return self._over_all("free_bytes", min)
+        """See `base.Runner`: of the rank that has least.
+
+        It is asked again once a sequence has begun or ended, or the cache has another size: each
+        answer comes behind all that was asked for before.
+        """
+        with self._lock:
+            size = self._runner.cache_bytes
+            if self.lost is not None or self._free is None or self._free[1] != size:
+                self._free = self._over_all("free_bytes", min), size
+            return self._free[0]
 
     def cache_bytes_for(self, slots: int, tokens: int) -> int:
         """See `base.Runner`: of the rank that needs most."""

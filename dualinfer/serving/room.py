@@ -34,7 +34,7 @@ def make_room(runner: Runner, pool: Pool | None) -> tuple[int, Callable[[int, in
     def fits(slots: int, tokens: int) -> bool:
         room, free = (max(slots, held[0]), max(tokens, held[1])), runner.free_bytes()
         if free is not None:  # the cache as it is goes where it grows
-            most = int(_SHARE * (free + runner.report()["cache_bytes"]))
+            most = int(_SHARE * (free + runner.cache_bytes))
             if runner.cache_bytes_for(*room) > most:
                 return False
         held[:] = room

@@ -357,6 +357,11 @@ class JaxRunner(WholePasses, ScoreCalls):
         """Bytes that each device here can still allocate; None if one does not say."""
         return least_free_bytes(self._place)
 
+    @property
+    def cache_bytes(self) -> int:
+        """See `base.Runner`."""
+        return self._slots.nbytes
+
     def cache_bytes_for(self, slots: int, tokens: int) -> int:
         """Bytes on each device of a cache for `slots` sequences of `tokens` tokens, in buckets."""
         return self._slots.bytes_for(slots, tokens)
@@ -412,7 +417,7 @@ class JaxRunner(WholePasses, ScoreCalls):
             "streamed_bytes": self._streaming.streamed if self._streaming else 0,
             **self._executables.facts,
             "cache": describe_caches(self._slots.specs),
-            "cache_bytes": self._slots.nbytes,
+            "cache_bytes": self.cache_bytes,
         }
 
     def close(self) -> None:

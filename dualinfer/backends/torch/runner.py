@@ -434,6 +434,11 @@ class TorchRunner(ScoreCalls):
         """Bytes that can still be allocated on the device; None if that is unknown."""
         return free_bytes(self.device)
 
+    @property
+    def cache_bytes(self) -> int:
+        """See `base.Runner`."""
+        return self._slots.cache.bytes
+
     def cache_bytes_for(self, slots: int, tokens: int) -> int:
         """Bytes of a cache for `slots` sequences of `tokens` tokens, in the buckets it takes."""
         return self._slots.bytes_for(slots, tokens)
@@ -462,7 +467,7 @@ class TorchRunner(ScoreCalls):
             "weights": describe_weights({**self.params.outer, **inner}),
             **count_leaves(leaves),
             "streamed_bytes": sum(block.nbytes for block in self.params.blocks.values()),
-            "cache_bytes": self._slots.cache.bytes,
+            "cache_bytes": self.cache_bytes,
             "cache": describe_caches(self._slots.cache.specs),
             **graph_facts(*graphs, self._whole.calls, self._whole.texts),
         }
