@@ -566,7 +566,7 @@ ROWS: list[Row] = [
         "tests/test_relatives.py -k 'kernels_give and cohere and dynamic and torch'",
     ),
     Row(
-        "backends/jax/steps.py",
+        "backends/jax/forward.py",
         "last = jnp.where(mask, positions, 0).max(1)",
         "last = positions.max(1)",
         "A text with padding behind it is turned by the length of the longest one beside it.",

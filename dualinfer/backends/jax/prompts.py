@@ -31,7 +31,7 @@ from .sampler import (
     prompt_rows,
     source_rows,
 )
-from .steps import Kind, Prompts, Steps
+from .steps import PrefillOptions, Prompts, Steps
 
 MOST_BYTES = 2 << 30  # of what a pass over prompts computes on the way
 _MOST_TOKENS = 1 << 15
@@ -165,7 +165,8 @@ def prefill_step(
     pieces, requests = own.pieces, [piece.request for piece in own.pieces]
     needs = SamplingFeatures.of(requests)
     mode = mode_of(needs)
-    kind = Kind(choose, requests[0].is_encoded, own.reach, choose and needs.tells)
+    is_encoded, tells = requests[0].is_encoded, choose and needs.tells
+    options = PrefillOptions(choose, is_encoded, own.reach, tells)
     rows = prompt_rows(pieces, free, eos_width, own.shape)
     ids, hides = rows[0], None
     if state.hidden is not None:
@@ -192,10 +193,10 @@ def prefill_step(
             hidden, first = (bits_of(words, vocab) for words in hides)
             rows = rows._replace(hidden=hidden)
         prompts = Prompts._make((ids, slots, rows, source, first, *rest, embeds))
-        return steps.prefill(params, cache, state, prompts, mode, kind, *part)
+        return steps.prefill(params, cache, state, prompts, mode, options, *part)
 
     given = embeds.shape if embeds is not None else source[0].shape if source else None
-    key = "rows" if parts else "prefill", ids.shape, given, *kind
+    key = "rows" if parts else "prefill", ids.shape, given, *options
     if weights is not None:
         key = *key, *(x.shape for x in weights)
     return Step(key, step, (pack(arrays), embeds))

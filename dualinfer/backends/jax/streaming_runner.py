@@ -14,12 +14,12 @@ from ...model.load_plan import LoadPlan, TensorSource
 from ...ops.contract import Tokens
 from ..base import SamplingFeatures
 from . import ahead
+from .forward import joined, parts_of, reads_others
 from .params import Params
 from .pending import PendingSteps, PendingTokens
 from .prompts import Step
 from .runner import JaxRunner
 from .sampler import mode_of
-from .steps import joined, parts_of, reads_others
 from .streaming import LayerStream
 from .whole import Part, Placed
 
