@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import jax
@@ -134,8 +135,12 @@ def _grow(
 
 def copied(cache: Cache, pair: jax.Array, tokens: int) -> Cache:
     """The cache with the first `tokens` places of slot pair[0] in slot pair[1], too."""
-    layers = [layer.given(pair[1], layer.taken(pair[0], tokens)) for layer in cache.layers]
-    return replace(cache, layers=layers)
+
+    @jax.jit  # so that layers that are alike are traced and lowered once, here and below
+    def one(layer: LayerCache, pair: jax.Array) -> LayerCache:
+        return layer.given(pair[1], layer.taken(pair[0], tokens))
+
+    return replace(cache, layers=[one(layer, pair) for layer in cache.layers])
 
 
 def taken(cache: Cache, slot: jax.Array, tokens: int, near: int = 0) -> Cache:
@@ -143,16 +148,26 @@ def taken(cache: Cache, slot: jax.Array, tokens: int, near: int = 0) -> Cache:
 
     Of layers that forget the first `near` ones, by a table that begins there.
     """
+
+    @partial(jax.jit, static_argnums=2)
+    def one(layer: LayerCache, slot: jax.Array, count: int) -> LayerCache:
+        return layer.taken(slot, count)
+
     forgets = cache.forgets or [False] * len(cache.layers)
     pairs = zip(cache.opened(), forgets, strict=True)
-    own = cache.holding([layer.taken(slot, near if own else tokens) for layer, own in pairs])
+    own = cache.holding([one(layer, slot, near if own else tokens) for layer, own in pairs])
     return replace(own, table=None, near=None)
 
 
 def given(cache: Cache, own: Cache, slot: jax.Array) -> Cache:
     """The cache with what `taken` gave in a slot."""
+
+    @jax.jit
+    def one(layer: LayerCache, slot: jax.Array, part: LayerCache) -> LayerCache:
+        return layer.given(slot, part)
+
     pairs = zip(cache.opened(), own.layers, strict=True)
-    return cache.holding([layer.given(slot, one) for layer, one in pairs])
+    return cache.holding([one(layer, slot, part) for layer, part in pairs])
 
 
 def free_bytes(device: jax.Device) -> int | None:

@@ -315,7 +315,12 @@ class JaxMaths:
         self, x: jax.Array, matrix: jax.Array, dtype: Any, bias: jax.Array | None = None
     ) -> jax.Array:
         """See `Maths`."""
-        y = einsum("...i,oi->...o", x, matrix, preferred_element_type=dtype)
+        if x.dtype == matrix.dtype:  # einsum takes as long to trace as all the rest of a layer
+            exact = lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
+            axes = ((x.ndim - 1,), (1,)), ((), ())
+            y = lax.dot_general(x, matrix, axes, exact, dtype)
+        else:
+            y = einsum("...i,oi->...o", x, matrix, preferred_element_type=dtype)
         return y if bias is None else y + bias.astype(dtype)
 
     def einsum(self, formula: str, /, *arrays: jax.Array, dtype: Any = None) -> jax.Array:

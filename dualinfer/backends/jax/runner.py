@@ -99,15 +99,15 @@ class JaxRunner(WholePasses, ScoreCalls):
 
     def _prepare_pool(self) -> None:
         """Compile every step over the pool, and every panel of ids where it is read in panels."""
-        slots, room = self._slots, self._slots.live.pool
+        slots, room, steps = self._slots, self._slots.live.pool, []
         assert room is not None
-        steps = [self._decode_step(1, True, BEST, part=part) for part in parts_of(room)]
-        if self.spec.reads_pieces:
+        if self.spec.reads_pieces:  # what takes XLA longest comes first
             request = Request(np.zeros(1, np.int32), 1)
             pieces = [Piece.whole(request, 0)]
             for size in self._passes.sizes(room):
                 own = Pass(pieces, [0], False, *size)
                 steps.append(self._prefill_step(own))
+        steps += [self._decode_step(1, True, BEST, part=part) for part in parts_of(room)]
         cache = slots.shown()
         jobs = [self._job(step, cache, slots.state) for step in steps] + slots.jobs()
         self._executables.prepare([ahead.abstract(j, self.device) for j in jobs], "Compiling")
