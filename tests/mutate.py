@@ -798,6 +798,13 @@ ROWS: list[Row] = [
         "tests/kernels/test_triton_decode_attention.py -k second_table",
     ),
     Row(
+        "kernels/triton/past.py",
+        "channel, found[i + 2], mask",
+        "channel, found[i + 1], mask",
+        "On a GPU a token of Mamba-2 or of the delta rule leaves what came before where it was.",
+        "tests/kernels/test_triton_state.py -k 'moves_the_slots and whole'",
+    ),
+    Row(
         "kernels/triton/rotary.py",
         "tl.where(tl.load(ends_ptr + b) >= original, PAIRS, 0)",
         "tl.where(tl.load(ends_ptr + b) > original, PAIRS, 0)",

@@ -269,3 +269,21 @@ def test_only_ops_and_loading_read_what_a_weight_holds():
     weights = {m for m in readers if any(is_within(m, folder) for folder in READS_WEIGHTS)}
     assert readers - weights == set(OTHER_DATA)
     assert any(is_within(m, "backends.torch.ops") for m in weights)
+
+
+def test_kernels_that_let_the_next_one_start_wait_themselves():
+    """Else those behind them could read what the kernel in front of them still writes."""
+    found = 0
+    for path in (ROOT / "kernels" / "triton").glob("*.py"):
+        for kernel in tree_of(path).body:
+            if not isinstance(kernel, ast.FunctionDef) or kernel.name == "let_next_start":
+                continue
+            nodes = [node for node in ast.walk(kernel) if isinstance(node, ast.Call | ast.Return)]
+            nodes.sort(key=lambda node: node.lineno)
+            names = [ast.unparse(node).partition("(")[0] for node in nodes]
+            if "let_next_start" in names:
+                found += 1
+                assert "wait_for_inputs" in names, f"{path.name}: {kernel.name}"
+                before = names[: names.index("wait_for_inputs")]
+                assert not any(name.startswith("return") for name in before), kernel.name
+    assert found > 40

@@ -219,7 +219,7 @@ class StateSpace:
         """See `contract.FusedRecurrence`; the norm over all heads of one slot is left."""
         from ..kernels.triton import linear, state_token
 
-        if not state_token.counts(len(x), self.heads, self.groups):
+        if not state_token.counts(len(x), self.groups):
             return None
         layer, behind = self._known(w), None
         is_whole = self.norm is not None and self.normed == self.width and not self.gated_last

@@ -12,6 +12,7 @@ from .tensors import get, needs_triton, put, strict, strided
 
 from dualinfer.blocks.delta_rule import DeltaRule  # isort: skip
 from dualinfer.kernels.triton import delta_prompt, delta_token  # isort: skip
+from dualinfer.kernels.triton.launch import has_pdl  # isort: skip
 from dualinfer.model.spec import Norm  # isort: skip
 from dualinfer.ops.contract import Seen  # isort: skip
 from dualinfer.ops.exact import MATHS  # isort: skip
@@ -92,22 +93,24 @@ def test_a_token_moves_the_slots_that_are_named(dtype, name):
     if name == "channel":  # states may be kept in 16 bits
         state = state.astype(dtype)
     moves = np.array([True, False, True])
-    held = put(past), put(state)
     import torch
 
-    counters = torch.zeros(3 * case.rule.keys, dtype=torch.int32, device=held[0].device)
-    y = get(delta_token.delta_token(put(x), case.layer, *held, put(moves), counters=counters))
-    assert not counters.any()
-    new_past, new_state = map(get, held)
-    for slot in (0, 2):
-        wanted = loop(case, x[slot : slot + 1], past[slot], state[slot].astype(np.float32))
-        assert_close(y[slot], wanted[0][0].astype(np.float32), dtype, length=256)
-        assert (new_past[slot] == wanted[1]).all()
-        assert_close(new_state[slot], wanted[2].astype(np.float32), state.dtype, length=256)
-    assert (y[1] == 0).all()
-    for slot in (1, 3):
-        assert (new_past[slot] == past[slot]).all()
-        assert (new_state[slot] == state[slot]).all()
+    counters = torch.zeros(3 * case.rule.keys, dtype=torch.int32, device=put(x).device)
+    for pdl in {False, has_pdl(counters)}:
+        held = put(past), put(state)
+        own: dict[str, Any] = {"counters": counters, "pdl": pdl}
+        y = get(delta_token.delta_token(put(x), case.layer, *held, put(moves), **own))
+        assert not counters.any()
+        new_past, new_state = map(get, held)
+        for slot in (0, 2):
+            wanted = loop(case, x[slot : slot + 1], past[slot], state[slot].astype(np.float32))
+            assert_close(y[slot], wanted[0][0].astype(np.float32), dtype, length=256)
+            assert (new_past[slot] == wanted[1]).all()
+            assert_close(new_state[slot], wanted[2].astype(np.float32), state.dtype, length=256)
+        assert (y[1] == 0).all()
+        for slot in (1, 3):
+            assert (new_past[slot] == past[slot]).all()
+            assert (new_state[slot] == state[slot]).all()
 
 
 @pytest.mark.parametrize("name", RULES)

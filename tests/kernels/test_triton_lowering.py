@@ -721,8 +721,7 @@ def state_space(heads: int, groups: int, dim: int, size: int, normed: int) -> li
     own = {"counters": new(4096, dtype="int32"), "pdl": True}
     x = new(8, width + channels + heads)
     state_token.state_token(x, layer, *held, new(8, dtype="bool"), **own)
-    one = new(1, width + channels + heads), layer, *held, new(1, dtype="bool")
-    y = state_token.state_token(*one, leaves_norm=True, **own)
+    y = new(1, width, dtype="float32")  # of one slot, whose norm is left
     norm = linear.NormArguments("rms", new(width), None, 1e-5)
     linear.linear(y, new(width // 2, width), norm=norm, residual=new(1, width // 2), pdl=True)
     numbers = {name: new(1, dtype="int32") for name in ("slots", "lengths", "starts")}

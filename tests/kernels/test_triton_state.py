@@ -16,6 +16,7 @@ from dualinfer.blocks.selective_scan import SelectiveScan  # isort: skip
 from dualinfer.blocks.short_convolution import ShortConvolution  # isort: skip
 from dualinfer.blocks.state_space import StateSpace  # isort: skip
 from dualinfer.kernels.triton import linear  # isort: skip
+from dualinfer.kernels.triton.launch import has_pdl  # isort: skip
 from dualinfer.model.spec import Norm  # isort: skip
 from dualinfer.ops.contract import ALONE, Launch, Seen, StateRows, Unnormed  # isort: skip
 from dualinfer.ops.exact import MATHS  # isort: skip
@@ -49,12 +50,12 @@ SHORT = "scaled", "channels"  # whose states are kept in 16 bits, where x has as
 class Kernels:
     """What a recurrence's kernels ask of ops: launches in place, and products that are rounded."""
 
-    def __init__(self, counters: Any = None):
-        self.counters, self.launched = counters, []
+    def __init__(self, counters: Any = None, early: bool = False):
+        self.counters, self.launched, self.early = counters, [], early
         self.maths, self.split = torch_maths, None
 
     def starts_early(self, rows: int) -> bool:
-        return False
+        return self.early
 
     def launch(self, launch: Launch, written: Any = (), counts: bool = False) -> Any:
         self.launched.append(launch.function.__name__)
@@ -131,27 +132,29 @@ def test_a_token_moves_the_slots_that_are_named(dtype, name):
     moves = np.array([True, False, True])
     import torch
 
-    held = put(past), put(state)
-    counters = torch.zeros(3 * 6, dtype=torch.int32, device=held[0].device)
+    counters = torch.zeros(3 * 6, dtype=torch.int32, device=put(x).device)
     assert own.is_fused
     weights = {key: put(value) for key, value in w.items()}
-    found = own.fused_token(Kernels(counters), weights, put(x), cache_of(*held), put(moves))
-    assert found is not None and not counters.any()
-    y = get(found[0])
-    new_past, new_state = map(get, held)
-    for slot in (0, 2):
-        before = past[slot : slot + 1], state[slot : slot + 1].astype(np.float64)
-        wanted, (kept, last) = own.token(EXACT, w, x[slot : slot + 1, None], before)
-        # Products of what was convolved are rounded before channels are scanned.
-        near = {"length": 1024, "roundings": 8} if "channels" in name else {"length": 256}
-        assert_close(y[slot], wanted[0, 0].astype(np.float32), dtype, **near)
-        assert (new_past[slot] == kept[0].astype(dtype)).all()
-        error = np.abs(new_state[slot].astype(np.float64) - last[0])
-        assert error.max() <= (4 * unit(dtype) + 4e-6) * np.abs(last[0]).max()
-    assert (y[1] == 0).all()
-    for slot in (1, 3):
-        assert (new_past[slot] == past[slot]).all()
-        assert (new_state[slot] == state[slot]).all()
+    for early in {False, has_pdl(counters)}:
+        held = put(past), put(state)
+        cache, kernels = cache_of(*held), Kernels(counters, early)
+        found = own.fused_token(kernels, weights, put(x), cache, put(moves))
+        assert found is not None and not counters.any()
+        y = get(found[0])
+        new_past, new_state = map(get, held)
+        for slot in (0, 2):
+            before = past[slot : slot + 1], state[slot : slot + 1].astype(np.float64)
+            wanted, (kept, last) = own.token(EXACT, w, x[slot : slot + 1, None], before)
+            # Products of what was convolved are rounded before channels are scanned.
+            near = {"length": 1024, "roundings": 8} if "channels" in name else {"length": 256}
+            assert_close(y[slot], wanted[0, 0].astype(np.float32), dtype, **near)
+            assert (new_past[slot] == kept[0].astype(dtype)).all()
+            error = np.abs(new_state[slot].astype(np.float64) - last[0])
+            assert error.max() <= (4 * unit(dtype) + 4e-6) * np.abs(last[0]).max()
+        assert (y[1] == 0).all()
+        for slot in (1, 3):
+            assert (new_past[slot] == past[slot]).all()
+            assert (new_state[slot] == state[slot]).all()
 
 
 def test_the_norm_of_a_single_slot_is_left_to_the_product(dtype):

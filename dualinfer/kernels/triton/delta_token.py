@@ -4,14 +4,15 @@ arXiv:2412.06464, arXiv:2510.26692. A state is read and written once.
 """
 
 # pyright: reportArgumentType=false, reportGeneralTypeIssues=false, reportAssignmentType=false
+# pyright: reportPossiblyUnboundVariable=false
 from typing import Any, NamedTuple
 
 import triton
 import triton.language as tl
 
-from .launch import fetch_ahead, launch, let_next_start, next_power_of_2, wait_for_inputs
+from .launch import launch, let_next_start, next_power_of_2, wait_for_inputs
 from .operands import as_bytes
-from .past import MOST_COUNTERS, convolved, is_last, shift, sigmoid, softplus
+from .past import MOST_COUNTERS, convolved, gathered, is_last, shift, sigmoid, softplus
 from .rows import check_last_axis
 
 LARGEST = 128  # elements of a key, and of a value
@@ -30,10 +31,12 @@ def _token_kernel(
     moves_ptr, y_ptr, counters_ptr, x_stride, gates_stride, decays_stride, beta_at, eps, floor,
     root, KEYS: tl.constexpr, VALUES: tl.constexpr, KEY: tl.constexpr, VALUE: tl.constexpr,
     TAPS: tl.constexpr, BY_CHANNEL: tl.constexpr, BOUNDED: tl.constexpr, SILU: tl.constexpr,
-    DOUBLED: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, FETCH: tl.constexpr,
-    PDL: tl.constexpr,
+    DOUBLED: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """One program: a value head of a slot."""
+    """One program: a value head of a slot.
+
+    Where it may start early, all that an earlier step wrote is on its way before it waits.
+    """
     let_next_start(PDL)
     SHARING: tl.constexpr = VALUES // KEYS
     CHANNELS: tl.constexpr = 2 * KEYS * KEY + VALUES * VALUE
@@ -41,60 +44,70 @@ def _token_kernel(
     slot = tl.program_id(1).to(tl.int64)
     at_k = tl.arange(0, BLOCK_K)
     at_v = tl.arange(0, BLOCK_V)
-    in_k = at_k < KEY
-    in_v = at_v < VALUE
+    in_k = tl.full([BLOCK_K], 1, tl.int1) if BLOCK_K == KEY else at_k < KEY
+    in_v = tl.full([BLOCK_V], 1, tl.int1) if BLOCK_V == VALUE else at_v < VALUE
+    past_ptr += slot * (TAPS - 1) * CHANNELS
+    states = state_ptr + (slot * VALUES + head) * KEY * VALUE
+    states += at_k[:, None] * VALUE + at_v[None, :]
+    inside = in_k[:, None] & in_v[None, :]
+    query = head // SHARING * KEY + at_k
+    key = KEYS * KEY + query
+    value = 2 * KEYS * KEY + head * VALUE + at_v
+    taps = (taps_ptr, None)
+    if PDL:
+        state = tl.load(states, mask=inside, other=0.0)
+        q_before = gathered(past_ptr, taps, query, in_k, CHANNELS, TAPS)
+        k_before = gathered(past_ptr, taps, key, in_k, CHANNELS, TAPS)
+        v_before = gathered(past_ptr, taps, value, in_v, CHANNELS, TAPS)
     scale = tl.exp(tl.load(scale_ptr + head))
-    norm = tl.load(norm_ptr + at_v, mask=in_v, other=0.0).to(tl.float32)
+    norm = tl.load(norm_ptr + at_v, mask=in_v, other=0.0)
     if BY_CHANNEL:
         bias = tl.load(bias_ptr + head * KEY + at_k, mask=in_k, other=0.0)
     else:
         bias = tl.load(bias_ptr + head)
-    BYTES: tl.constexpr = state_ptr.dtype.element_ty.primitive_bitwidth // 8
-    if PDL and FETCH > 0:  # the state, by as many threads as there are
-        line = tl.arange(0, FETCH)
-        first = state_ptr + (slot * VALUES + head) * KEY * VALUE
-        fetch_ahead(first + line * (KEY * VALUE // FETCH), line >= 0, KEY * VALUE // FETCH * BYTES)
     wait_for_inputs(PDL)
     y_ptr += (slot * VALUES + head) * VALUE + at_v
     if tl.load(moves_ptr + slot) != 0:
+        if not PDL:
+            state = tl.load(states, mask=inside, other=0.0)
+            q_before = gathered(past_ptr, taps, query, in_k, CHANNELS, TAPS)
+            k_before = gathered(past_ptr, taps, key, in_k, CHANNELS, TAPS)
+            v_before = gathered(past_ptr, taps, value, in_v, CHANNELS, TAPS)
         x_ptr += slot * x_stride
-        past_ptr += slot * (TAPS - 1) * CHANNELS
-        states = state_ptr + (slot * VALUES + head) * KEY * VALUE
-        states += at_k[:, None] * VALUE + at_v[None, :]
-        inside = in_k[:, None] & in_v[None, :]
-        state = tl.load(states, mask=inside, other=0.0).to(tl.float32)
-        query = head // SHARING * KEY + at_k
-        key = KEYS * KEY + query
-        value = 2 * KEYS * KEY + head * VALUE + at_v
-        q = convolved(x_ptr, past_ptr, taps_ptr, None, query, in_k, 1.0, CHANNELS, TAPS, False)
-        k = convolved(x_ptr, past_ptr, taps_ptr, None, key, in_k, 1.0, CHANNELS, TAPS, False)
-        v = convolved(x_ptr, past_ptr, taps_ptr, None, value, in_v, 1.0, CHANNELS, TAPS, False)
-        q *= tl.rsqrt(tl.sum(q * q, 0) + 1e-6) * root
-        k *= tl.rsqrt(tl.sum(k * k, 0) + 1e-6)
-        beta = sigmoid(tl.load(x_ptr + beta_at + head).to(tl.float32))
-        if DOUBLED:
-            beta *= 2.0
+        given_q = tl.load(x_ptr + query, mask=in_k, other=0.0)
+        given_k = tl.load(x_ptr + key, mask=in_k, other=0.0)
+        given_v = tl.load(x_ptr + value, mask=in_v, other=0.0)
+        beta = tl.load(x_ptr + beta_at + head)
+        gate = tl.load(gates_ptr + slot * gates_stride + head * VALUE + at_v, mask=in_v, other=0.0)
         decays_ptr += slot * decays_stride
         if BY_CHANNEL:
-            decay = tl.load(decays_ptr + head * KEY + at_k, mask=in_k, other=0.0).to(tl.float32)
-            state *= tl.exp(log_decay(decay + bias, scale, floor, BOUNDED))[:, None]
+            decay = tl.load(decays_ptr + head * KEY + at_k, mask=in_k, other=0.0)
         else:
-            decay = tl.load(decays_ptr + head).to(tl.float32)
-            state *= tl.exp(log_decay(decay + bias, scale, floor, BOUNDED))
-        u = beta * (v - tl.sum(state * k[:, None], 0))
-        state += k[:, None] * u[None, :]
-        y = tl.sum(state * q[:, None], 0)
-        tl.store(states, state.to(state_ptr.dtype.element_ty), mask=inside)
-        y *= tl.rsqrt(tl.sum(y * y, 0) / VALUE + eps) * norm
-        gate = tl.load(gates_ptr + slot * gates_stride + head * VALUE + at_v, mask=in_v, other=0.0)
+            decay = tl.load(decays_ptr + head)
+        q = convolved(given_q, q_before)
+        k = convolved(given_k, k_before)
+        v = convolved(given_v, v_before)
+        q *= tl.rsqrt(tl.sum(q * q, 0) + 1e-6) * root
+        k *= tl.rsqrt(tl.sum(k * k, 0) + 1e-6)
+        beta = sigmoid(beta.to(tl.float32))
+        if DOUBLED:
+            beta *= 2.0
+        decay = tl.exp(log_decay(decay.to(tl.float32) + bias, scale, floor, BOUNDED))
+        new = state.to(tl.float32) * (decay[:, None] if BY_CHANNEL else decay)
+        u = beta * (v - tl.sum(new * k[:, None], 0))
+        new += k[:, None] * u[None, :]
+        y = tl.sum(new * q[:, None], 0)
+        tl.store(states, new.to(state_ptr.dtype.element_ty), mask=inside)
+        y *= tl.rsqrt(tl.sum(y * y, 0) / VALUE + eps) * norm.to(tl.float32)
         gate = gate.to(tl.float32)
         y *= gate * sigmoid(gate) if SILU else sigmoid(gate)
         tl.store(y_ptr, y.to(y_ptr.dtype.element_ty), mask=in_v)
-        shift(x_ptr, past_ptr, value, in_v, 1.0, CHANNELS, TAPS, False)
+        tl.debug_barrier()  # all threads have read what came before
+        shift(given_v, v_before, past_ptr, value, in_v, CHANNELS, TAPS)
         # Of the heads that share a key the last one to have read what came before writes it.
         if is_last(counters_ptr + slot * KEYS + head // SHARING, SHARING):
-            shift(x_ptr, past_ptr, query, in_k, 1.0, CHANNELS, TAPS, False)
-            shift(x_ptr, past_ptr, key, in_k, 1.0, CHANNELS, TAPS, False)
+            shift(given_q, q_before, past_ptr, query, in_k, CHANNELS, TAPS)
+            shift(given_k, k_before, past_ptr, key, in_k, CHANNELS, TAPS)
     else:
         tl.store(y_ptr, tl.zeros([BLOCK_V], y_ptr.dtype.element_ty), mask=in_v)
 
@@ -179,7 +192,6 @@ def delta_token(
         **{"TAPS": taps.shape[1], "BY_CHANNEL": by_channel, "BOUNDED": floor is not None},
         **{"SILU": gate == "silu", "DOUBLED": doubled},
         **{"BLOCK_K": next_power_of_2(key_dim), "BLOCK_V": next_power_of_2(value_dim)},
-        FETCH=0 if key_dim * value_dim * state.element_size() % (512 * _WARPS) else 32 * _WARPS,
         num_warps=_WARPS,
         pdl=pdl,
     )

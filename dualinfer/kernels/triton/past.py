@@ -29,35 +29,43 @@ def scaled(x, scale, SCALED: tl.constexpr):
 
 
 @triton.jit
-def convolved(
-    x_ptr, past_ptr, taps_ptr, bias_ptr, channel, inside, scale, CHANNELS, TAPS: tl.constexpr,
-    SCALED: tl.constexpr,
-):  # fmt: skip
-    """silu of some channels convolved over what came before and the token, float32."""
-    x = scaled(tl.load(x_ptr + channel, mask=inside, other=0.0), scale, SCALED).to(tl.float32)
-    last = tl.load(taps_ptr + channel * TAPS + TAPS - 1, mask=inside, other=0.0)
-    total = x * last.to(tl.float32)
+def gathered(past_ptr, taps, channel, inside, CHANNELS, TAPS: tl.constexpr):
+    """What some channels have before their token comes, for `convolved` and `shift`.
+
+    Their sum so far, float32; the token's own tap and what came before, oldest first. `taps` are
+    pointers to taps and, or None, a bias.
+    """
+    taps_ptr, bias_ptr = taps
+    last = tl.load(taps_ptr + channel * TAPS + TAPS - 1, mask=inside, other=0.0).to(tl.float32)
+    total = tl.zeros_like(last)
     if bias_ptr is not None:
-        total += tl.load(bias_ptr + channel, mask=inside, other=0.0).to(tl.float32)
+        total = tl.load(bias_ptr + channel, mask=inside, other=0.0).to(tl.float32)
+    found = (last,)
     for i in tl.static_range(TAPS - 1):
         before = tl.load(past_ptr + i * CHANNELS + channel, mask=inside, other=0.0)
         weight = tl.load(taps_ptr + channel * TAPS + i, mask=inside, other=0.0)
         total += before.to(tl.float32) * weight.to(tl.float32)
+        found += (before,)
+    return total, found
+
+
+@triton.jit
+def convolved(x, before):
+    """silu of channels convolved up to their token x, float32; `before` is what was `gathered`."""
+    total, found = before
+    total += x.to(tl.float32) * found[0]
     return total * sigmoid(total)
 
 
 @triton.jit
-def shift(
-    x_ptr, past_ptr, channel, inside, scale, CHANNELS, TAPS: tl.constexpr, SCALED: tl.constexpr
-):
-    """The token becomes the last of what came before; of two taps or more."""
-    # Where several threads hold one element, all must have read it before one writes.
+def shift(x, before, past_ptr, channel, inside, CHANNELS, TAPS: tl.constexpr):
+    """The token x becomes the last of what came before; of two taps or more.
+
+    All threads that hold these channels, in all programs, have `gathered` them.
+    """
+    _, found = before
     for i in tl.static_range(TAPS - 2):
-        later = tl.load(past_ptr + (i + 1) * CHANNELS + channel, mask=inside, other=0.0)
-        tl.debug_barrier()
-        tl.store(past_ptr + i * CHANNELS + channel, later, mask=inside)
-    x = scaled(tl.load(x_ptr + channel, mask=inside, other=0.0), scale, SCALED)
-    tl.debug_barrier()
+        tl.store(past_ptr + i * CHANNELS + channel, found[i + 2], mask=inside)
     tl.store(past_ptr + (TAPS - 2) * CHANNELS + channel, x, mask=inside)
 
 

@@ -4,18 +4,19 @@ arXiv:2405.21060. A state is read and written once; norms over several heads are
 """
 
 # pyright: reportArgumentType=false, reportGeneralTypeIssues=false
+# pyright: reportPossiblyUnboundVariable=false
 from typing import Any, NamedTuple
 
 import triton
 import triton.language as tl
 
-from .launch import fetch_ahead, launch, let_next_start, next_power_of_2, wait_for_inputs
+from .launch import launch, let_next_start, next_power_of_2, wait_for_inputs
 from .operands import as_bytes, empty
-from .past import MOST_COUNTERS, convolved, is_last, scaled, shift, sigmoid, softplus
+from .past import MOST_COUNTERS, convolved, gathered, is_last, scaled, shift, sigmoid, softplus
 from .rows import check_last_axis
 
 _WARPS = 4
-_PROGRAMS = 512  # up to so many, parts of heads are programs: a few would leave a GPU idle
+_BLOCK = 16  # elements of a head's that a program has
 LARGEST = 16384  # elements of a head's state, and of what is normed together
 
 
@@ -25,63 +26,78 @@ def _token_kernel(
     moves_ptr, y_ptr, counters_ptr, x_stride, least, most, out_scale, gate_scale, x_scale, b_scale,
     c_scale, step_scale, HEADS: tl.constexpr, GROUPS: tl.constexpr, DIM: tl.constexpr,
     STATE: tl.constexpr, TAPS: tl.constexpr, GATED: tl.constexpr, SCALED: tl.constexpr,
-    BLOCK_D: tl.constexpr, BLOCK_S: tl.constexpr, FETCH: tl.constexpr, PDL: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_S: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
-    """One program: BLOCK_D elements of a head of a slot."""
+    """One program: BLOCK_D elements of a head of a slot.
+
+    Where it may start early, all that an earlier step wrote is on its way before it waits.
+    """
     let_next_start(PDL)
     SHARING: tl.constexpr = HEADS // GROUPS
     WIDTH: tl.constexpr = HEADS * DIM
     CHANNELS: tl.constexpr = WIDTH + 2 * GROUPS * STATE
     PARTS: tl.constexpr = (DIM + BLOCK_D - 1) // BLOCK_D
     head = tl.program_id(0) // PARTS
+    group = head // SHARING
     slot = tl.program_id(1).to(tl.int64)
-    first_d = tl.program_id(0) % PARTS * BLOCK_D
-    at_d = first_d + tl.arange(0, BLOCK_D)
+    at_d = tl.program_id(0) % PARTS * BLOCK_D + tl.arange(0, BLOCK_D)
     at_s = tl.arange(0, BLOCK_S)
-    in_d = at_d < DIM
-    in_s = at_s < STATE
-    rate = tl.exp(tl.load(decay_ptr + head))
+    in_d = tl.full([BLOCK_D], 1, tl.int1) if DIM % BLOCK_D == 0 else at_d < DIM
+    in_s = tl.full([BLOCK_S], 1, tl.int1) if BLOCK_S == STATE else at_s < STATE
+    own = head * DIM + at_d
+    of_b = WIDTH + group * STATE + at_s
+    of_c = GROUPS * STATE + of_b
+    past_ptr += slot * (TAPS - 1) * CHANNELS
+    states = state_ptr + slot * WIDTH * STATE + own[:, None] * STATE + at_s[None, :]
+    inside = in_d[:, None] & in_s[None, :]
+    taps = (taps_ptr, taps_bias_ptr)
+    if PDL:
+        state = tl.load(states, mask=inside, other=0.0)
+        x_before = gathered(past_ptr, taps, own, in_d, CHANNELS, TAPS)
+        b_before = gathered(past_ptr, taps, of_b, in_s, CHANNELS, TAPS)
+        c_before = gathered(past_ptr, taps, of_c, in_s, CHANNELS, TAPS)
     step_bias = tl.load(step_bias_ptr + head)
+    rate = tl.load(decay_ptr + head)
     skip = tl.load(skip_ptr + head)
-    BYTES: tl.constexpr = state_ptr.dtype.element_ty.primitive_bitwidth // 8
-    if PDL and FETCH > 0:  # the state, by as many threads as there are
-        line = tl.arange(0, FETCH)
-        first = state_ptr + ((slot * HEADS + head) * DIM + first_d) * STATE
-        LINE: tl.constexpr = BLOCK_D * STATE // FETCH
-        fetch_ahead(first + line * LINE, line >= 0, LINE * BYTES)
     wait_for_inputs(PDL)
-    y_ptr += slot * WIDTH + head * DIM + at_d
+    y_ptr += slot * WIDTH + own
     if tl.load(moves_ptr + slot) != 0:
+        if not PDL:
+            state = tl.load(states, mask=inside, other=0.0)
+            x_before = gathered(past_ptr, taps, own, in_d, CHANNELS, TAPS)
+            b_before = gathered(past_ptr, taps, of_b, in_s, CHANNELS, TAPS)
+            c_before = gathered(past_ptr, taps, of_c, in_s, CHANNELS, TAPS)
         x_ptr += slot * x_stride
         given_ptr = x_ptr + WIDTH
-        past_ptr += slot * (TAPS - 1) * CHANNELS
-        states = state_ptr + (slot * HEADS + head) * DIM * STATE
-        states += at_d[:, None] * STATE + at_s[None, :]
-        inside = in_d[:, None] & in_s[None, :]
-        state = tl.load(states, mask=inside, other=0.0).to(tl.float32)
-        own = head * DIM + at_d
-        of_b = WIDTH + head // SHARING * STATE + at_s
-        of_c = GROUPS * STATE + of_b
-        x = convolved(given_ptr, past_ptr, taps_ptr, taps_bias_ptr, own, in_d, x_scale, CHANNELS,
-                      TAPS, SCALED)  # fmt: skip
-        b = convolved(given_ptr, past_ptr, taps_ptr, taps_bias_ptr, of_b, in_s, b_scale, CHANNELS,
-                      TAPS, SCALED)  # fmt: skip
-        c = convolved(given_ptr, past_ptr, taps_ptr, taps_bias_ptr, of_c, in_s, c_scale, CHANNELS,
-                      TAPS, SCALED)  # fmt: skip
-        number = scaled(tl.load(given_ptr + CHANNELS + head), step_scale, SCALED).to(tl.float32)
-        step = tl.minimum(tl.maximum(softplus(number + step_bias), least), most)
-        state = state * tl.exp(-step * rate) + (x * step)[:, None] * b[None, :]
-        y = tl.sum(state * c[None, :], 1) + x * skip
-        tl.store(states, state.to(state_ptr.dtype.element_ty), mask=inside)
+        b = tl.load(given_ptr + of_b, mask=in_s, other=0.0)
+        c = tl.load(given_ptr + of_c, mask=in_s, other=0.0)
+        x = tl.load(given_ptr + own, mask=in_d, other=0.0)
+        gate = tl.load(x_ptr + own, mask=in_d, other=0.0) if GATED else x
+        step = tl.load(given_ptr + CHANNELS + head)
+        # The last program to have read what came before B and C writes it; the earlier it is known
+        # who that is, the less there is to wait for.
+        last = is_last(counters_ptr + slot * GROUPS + group, SHARING * PARTS)
+        x = scaled(x, x_scale, SCALED)
+        b = scaled(b, b_scale, SCALED)
+        c = scaled(c, c_scale, SCALED)
+        wide_x = convolved(x, x_before)
+        wide_b = convolved(b, b_before)
+        wide_c = convolved(c, c_before)
+        step = softplus(scaled(step, step_scale, SCALED).to(tl.float32) + step_bias)
+        step = tl.minimum(tl.maximum(step, least), most)
+        new = state.to(tl.float32) * tl.exp(-step * tl.exp(rate))
+        new += (wide_x * step)[:, None] * wide_b[None, :]
+        y = tl.sum(new * wide_c[None, :], 1) + wide_x * skip
         if GATED:
-            gate = scaled(tl.load(x_ptr + own, mask=in_d, other=0.0), gate_scale, SCALED)
-            gate = gate.to(tl.float32)
+            gate = scaled(gate, gate_scale, SCALED).to(tl.float32)
             y *= gate * sigmoid(gate) * out_scale
         tl.store(y_ptr, y.to(y_ptr.dtype.element_ty), mask=in_d)
-        shift(given_ptr, past_ptr, own, in_d, x_scale, CHANNELS, TAPS, SCALED)
-        if is_last(counters_ptr + slot * GROUPS + head // SHARING, SHARING * PARTS):
-            shift(given_ptr, past_ptr, of_b, in_s, b_scale, CHANNELS, TAPS, SCALED)
-            shift(given_ptr, past_ptr, of_c, in_s, c_scale, CHANNELS, TAPS, SCALED)
+        tl.store(states, new.to(state_ptr.dtype.element_ty), mask=inside)
+        tl.debug_barrier()  # all threads have read what came before
+        shift(x, x_before, past_ptr, own, in_d, CHANNELS, TAPS)
+        if last:
+            shift(b, b_before, past_ptr, of_b, in_s, CHANNELS, TAPS)
+            shift(c, c_before, past_ptr, of_c, in_s, CHANNELS, TAPS)
     else:
         tl.store(y_ptr, tl.zeros([BLOCK_D], y_ptr.dtype.element_ty), mask=in_d)
 
@@ -118,17 +134,9 @@ def serves(dim: int, state: int, normed: int, taps: int) -> bool:
     return held <= LARGEST and normed <= LARGEST and taps > 1
 
 
-def counts(rows: int, heads: int, groups: int) -> bool:
+def counts(rows: int, groups: int) -> bool:
     """True if there are counters for so many slots."""
-    return heads == groups or rows * groups <= MOST_COUNTERS
-
-
-def _elements(rows: int, heads: int, dim: int) -> int:
-    """The elements of a head that a program has."""
-    block = next_power_of_2(dim)
-    while block > 16 and 2 * rows * heads * triton.cdiv(dim, block) <= _PROGRAMS:
-        block //= 2
-    return block
+    return rows * groups <= MOST_COUNTERS
 
 
 class StateLayer(NamedTuple):
@@ -184,21 +192,20 @@ def state_token(
         past.is_contiguous() and state.is_contiguous()
     ):
         raise ValueError(f"past has shape {tuple(past.shape)}, state {tuple(state.shape)}.")
-    block = _elements(rows, heads, dim)
-    shared = heads * triton.cdiv(dim, block) > groups
-    if shared and rows * groups > counters.numel():
+    block = min(next_power_of_2(dim), _BLOCK)
+    programs = heads * triton.cdiv(dim, block)
+    if programs > groups and rows * groups > counters.numel():
         raise ValueError(f"{counters.numel()} counters; {rows * groups} are needed.")
-    many, lines = scales or (1.0,) * 5, 16 * 32 * _WARPS  # of a thread each, 16 bytes at least
+    many = scales or (1.0,) * 5
     y = x.new_empty((rows, width)) if norm is None else empty(x, (rows, width), "float32")
     launch(
         _token_kernel,
-        (heads * triton.cdiv(dim, block), rows),
+        (programs, rows),
         *(x, past, state, taps, taps_bias, step_bias, decay, skip, as_bytes(moves), y, counters),
         *(x.stride(0), limits[0], limits[1], out_scale if norm is None else 1.0, *many),
         **{"HEADS": heads, "GROUPS": groups, "DIM": dim, "STATE": size, "TAPS": taps.shape[1]},
         **{"GATED": norm is None or not layer.gated_last, "SCALED": scales is not None},
         **{"BLOCK_D": block, "BLOCK_S": next_power_of_2(size)},
-        FETCH=0 if dim % block or block * size * state.element_size() % lines else 32 * _WARPS,
         num_warps=_WARPS,
         pdl=pdl,
     )
