@@ -27,7 +27,7 @@ def encoded(
     angles = ops.angles(encoder, own, source.positions)
 
     def attend(i: int, qkv: Array) -> Array:
-        return ops.attend(ops.layer_attention(encoder, own, i), qkv, angles, mask=source.mask)[0]
+        return ops.attend(ops.layer_attention(encoder, own, i), qkv, angles, source.seen)[0]
 
     with ops.span("encoder"):
         *states, last = hidden_states(encoder, own, ops, source, Mixers(attend), keep)

@@ -5,7 +5,7 @@ from typing import Any
 
 from ..model.spec import Attention
 from .caches import CacheView
-from .contract import Array
+from .contract import Array, Seen
 from .maths import KeyScoring, Maths, halves, heads, named
 
 
@@ -270,20 +270,20 @@ def chunks(
     m: Maths,
     a: Attention,
     shape: tuple[int, int],
-    mask: Array | None,
-    segments: Array | None,
+    seen: Seen,
     like: Array,
-) -> Array | None:
-    """The segments [B, T] that whole sequences see, where the layer sees chunks of them.
+) -> Seen:
+    """`seen` with segments for the chunks of whole sequences, where the layer sees chunks of them.
 
-    These are of `a.chunk` tokens each, from the first that `mask` shows. Within given segments they
-    lie where HF has them, by the place in the row.
+    These are of `a.chunk` tokens each, from the first that its mask shows. Within given segments
+    they lie where HF has them, by the place in the row.
     """
-    batch, keys = shape
+    (batch, keys), (mask, segments) = shape, seen
     if a.chunk is None or keys <= a.chunk:
-        return segments
+        return seen
     at = m.arange(keys, like)[None]
     if mask is not None:
         at = m.cast(at - (mask.cumsum(-1) == 0).sum(-1, keepdims=True), at.dtype)
     own = at // a.chunk
-    return m.broadcast(own if segments is None else segments * keys + own, (batch, keys))
+    own = own if segments is None else segments * keys + own
+    return seen._replace(segments=m.broadcast(own, (batch, keys)))

@@ -442,9 +442,11 @@ class LaunchingOps(BlockOps, Protocol):
 
 
 class StateRows(NamedTuple):
-    """The slots of a layer's cache of states that sequences are of, as `Ops.recur` is given them.
+    """The rows of a layer's cache of states that sequences are of, whose states it is to keep.
 
-    All are None without a cache, and `starts` where sequences begin.
+    These are the states after the first int `lengths` [B] tokens, in int `slots` [B]. With int
+    `starts` [B] the rows are tokens of a sequence from there on, and one that does not start at 0
+    goes on from the state that its slot has. All are None without a cache.
     """
 
     cache: StateView | None = None
@@ -467,6 +469,9 @@ class StateRows(NamedTuple):
     def after(self, held: Sequence[Array]) -> StateView | None:
         """The cache once it has these arrays."""
         return None if self.cache is None else self.cache.of(*held)
+
+
+NO_ROWS = StateRows()
 
 
 @runtime_checkable
@@ -535,9 +540,8 @@ class Ops(BlockOps, Protocol):
         layer: LayerAttention,
         qkv: Array | LatentQkv,
         angles: Any,
+        seen: Seen = EVERY,
         *,
-        mask: Array | None = None,
-        segments: Array | None = None,
         positions: Array | None = None,
         cache: CacheView | None = None,
         slots: Array | None = None,
@@ -546,10 +550,10 @@ class Ops(BlockOps, Protocol):
 
         For latent attention `qkv` is a pair, and the result [B, T, H value_dim].
 
-        `qkv` may be overwritten. bool `mask` [B, T] is True where a token is real; int `segments`
-        [B, T] number packed sequences, from left to right, which do not see each other; int
-        `positions` [B, T] are what ALiBi counts, None for 0 to T-1. With a cache, keys and values
-        are in the result from the start of its int `slots` [B].
+        `qkv` may be overwritten. Tokens that are not `seen` nobody sees, and packed sequences,
+        which are numbered from left to right, do not see each other; int `positions` [B, T] are
+        what ALiBi counts, None for 0 to T-1. With a cache, keys and values are in the result from
+        the start of its int `slots` [B].
         """
         ...
 
@@ -599,22 +603,14 @@ class Ops(BlockOps, Protocol):
         own: Recurrence,
         w: Weights,
         x: Array,
-        *,
-        mask: Array | None = None,
-        segments: Array | None = None,
-        cache: StateView | None = None,
-        slots: Array | None = None,
-        lengths: Array | None = None,
-        starts: Array | None = None,
+        seen: Seen = EVERY,
+        rows: StateRows = NO_ROWS,
     ) -> tuple[Array, StateView | None]:
         """Run a layer's recurrence over whole projected sequences; return the result and the cache.
 
         x is [B, T, ...], and the result [B, T, width], before the projection back: see
-        `spec.Recurrence`. Tokens that bool `mask` [B, T] hides change no state, and int `segments`
-        [B, T] number packed sequences, which do not meet. With a cache the states after the first
-        `lengths` [B] tokens are in the result's int `slots` [B]. With int `starts` [B] the rows are
-        tokens of a sequence from there on, and one that does not start at 0 goes on from the state
-        that its slot has.
+        `spec.Recurrence`. Tokens that are not `seen` change no state, and packed sequences do not
+        meet. With `rows` of a cache the states after these are in the result.
         """
         ...
 

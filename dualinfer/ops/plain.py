@@ -13,6 +13,8 @@ from . import attention, embedding, feed_forward, mixtures, recurrences, rotary
 from .caches import CacheSpec, CacheView, CrossView, StateView
 from .contract import (
     ALONE,
+    EVERY,
+    NO_ROWS,
     Array,
     Epilogue,
     LatentQkv,
@@ -20,6 +22,7 @@ from .contract import (
     NormOf,
     Routing,
     Seen,
+    StateRows,
     Unnormed,
     Weights,
 )
@@ -364,17 +367,10 @@ class PlainOps(PlainBlocks):
         q, k, v = self._heads(layer, qkv, angles)
         return q, k, v, a.places.added(self, a, layer.places, q, k)
 
-    def _attend_places(
-        self,
-        layer: LayerAttention,
-        qkv: Array,
-        angles: Any,
-        mask: Array | None,
-        segments: Array | None,
-    ) -> Array:
+    def _attend_places(self, layer: LayerAttention, qkv: Array, angles: Any, seen: Seen) -> Array:
         """Attention [B, T, H D] of an encoder's layer to whose scores distances add."""
         placed = self._placed(layer, qkv, angles)
-        how: dict[str, Any] = {"mask": mask, "segments": segments, "scale": layer.spec.scale}
+        how: dict[str, Any] = {"scale": layer.spec.scale, **seen._asdict()}
         return flat(attention.placed_attention(self.maths, *placed, **how))
 
     def attend(
@@ -382,9 +378,8 @@ class PlainOps(PlainBlocks):
         layer: LayerAttention,
         qkv: Array | LatentQkv,
         angles: Any,
+        seen: Seen = EVERY,
         *,
-        mask: Array | None = None,
-        segments: Array | None = None,
         positions: Array | None = None,
         cache: CacheView | None = None,
         slots: Array | None = None,
@@ -394,20 +389,19 @@ class PlainOps(PlainBlocks):
         if isinstance(qkv, LatentQkv):
             q, shared, cache = self._latents(layer, qkv, angles, cache, slots)
             k, v = self._of_latents(layer, shared)
-            how: dict[str, Any] = {"mask": mask, "segments": segments}
-            y = attention.attention(m, q, k, v, layer.scoring, causal=a.causal, **how)
+            how: dict[str, Any] = {"causal": a.causal, **seen._asdict()}
+            y = attention.attention(m, q, k, v, layer.scoring, **how)
             return flat(y), cache
         if layer.places is not None:
-            return self._attend_places(layer, qkv, angles, mask, segments), cache
+            return self._attend_places(layer, qkv, angles, seen), cache
         q, k, v = self._heads(layer, qkv, angles)
         if cache is not None:
             assert slots is not None
             with self.span("append"):
                 cache = cache.write(slots, k, v)
             k, v = cache.kept(k, v)
-        segments = attention.chunks(m, a, q.shape[:2], mask, segments, q)
-        how = {"causal": a.causal, "window": a.window, "positions": positions}
-        how |= {"mask": mask, "segments": segments}
+        seen = attention.chunks(m, a, q.shape[:2], seen, q)
+        how = {"causal": a.causal, "window": a.window, "positions": positions, **seen._asdict()}
         return flat(attention.attention(m, q, k, v, layer.scoring, **how)), cache
 
     def attend_rows(
@@ -496,17 +490,11 @@ class PlainOps(PlainBlocks):
         own: Recurrence,
         w: Weights,
         x: Array,
-        *,
-        mask: Array | None = None,
-        segments: Array | None = None,
-        cache: StateView | None = None,
-        slots: Array | None = None,
-        lengths: Array | None = None,
-        starts: Array | None = None,
+        seen: Seen = EVERY,
+        rows: StateRows = NO_ROWS,
     ) -> tuple[Array, StateView | None]:
         """See `contract.Ops.recur`."""
-        where = cache, slots, lengths, starts
-        return recurrences.recur(self, own, w, x, Seen(mask, segments), *where)
+        return recurrences.recur(self, own, w, x, seen, rows)
 
     def recur_token(
         self, own: Recurrence, w: Weights, x: Array, cache: StateView, moves: Array

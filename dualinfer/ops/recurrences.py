@@ -2,7 +2,7 @@
 
 from ..model.spec import Recurrence
 from .caches import StateView
-from .contract import Array, BlockOps, Seen, StateStep, SteppedRecurrence, Weights
+from .contract import Array, BlockOps, Seen, StateRows, StateStep, SteppedRecurrence, Weights
 from .maths import Maths, named
 
 
@@ -13,13 +13,10 @@ def recur(
     w: Weights,
     x: Array,
     seen: Seen,
-    cache: StateView | None,
-    slots: Array | None,
-    lengths: Array | None,
-    starts: Array | None,
+    rows: StateRows,
 ) -> tuple[Array, StateView | None]:
     """See `contract.Ops.recur`."""
-    held = None
+    held, (cache, slots, lengths, starts) = None, rows
     if starts is not None:
         assert cache is not None and slots is not None
         before = _wide(ops.maths, own, cache.arrays, slots)

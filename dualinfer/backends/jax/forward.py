@@ -107,14 +107,12 @@ class Forward:
 
         def attend(i: int, qkv: jax.Array) -> jax.Array:
             layer = ops.layer_attention(spec, params, i)
-            how: dict[str, Any] = {"mask": mask, "segments": tokens.segments}
-            how["positions"] = counted
-            return ops.attend(layer, qkv, angles, **how)[0]
+            return ops.attend(layer, qkv, angles, tokens.seen, positions=counted)[0]
 
         def recur(i: int, x: jax.Array) -> jax.Array:
             own = spec.layers[i].recurrence
             assert own is not None
-            return ops.recur(own, params.layers[i], x, mask=mask, segments=tokens.segments)[0]
+            return ops.recur(own, params.layers[i], x, tokens.seen)[0]
 
         across, more = None, {}
         seen: dict[tuple[int, int], jax.Array] = {}

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from ... import decoder
 from ...model.spec import ModelSpec
 from ...ops import sampling
-from ...ops.contract import Tokens
+from ...ops.contract import StateRows, Tokens
 from ..base import MAX_STEPS, NO_TOKEN
 from ..slots import WeightRows
 from .cache import Cache
@@ -128,8 +128,8 @@ class Steps(Forward):
         def recur(i: int, x: jax.Array) -> jax.Array:
             own, n = self.spec.layers[i].recurrence, states[i]
             assert own is not None
-            where: dict[str, Any] = {"cache": filled[n], "slots": slots, "lengths": counts}
-            y, filled[n] = ops.recur(own, params.layers[i], x, starts=starts, **where)
+            where = StateRows(filled[n], slots, counts, starts)
+            y, filled[n] = ops.recur(own, params.layers[i], x, rows=where)
             return y
 
         if embeds is not None:
@@ -368,8 +368,8 @@ class Steps(Forward):
         def recur(i: int, x: jax.Array) -> jax.Array:
             own, n = self.spec.layers[i].recurrence, states[i]
             assert own is not None
-            where: dict[str, Any] = {"cache": filled[n], "slots": slots, "lengths": counts}
-            y, kept = ops.recur(own, params.layers[i], x, starts=starts, **where)
+            where = StateRows(filled[n], slots, counts, starts)
+            y, kept = ops.recur(own, params.layers[i], x, rows=where)
             if keeps:
                 filled[n] = kept
             return y

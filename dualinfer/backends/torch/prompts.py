@@ -16,7 +16,7 @@ import torch
 
 from ... import decoder
 from ...model.spec import Experts, ModelSpec
-from ...ops.contract import Tokens
+from ...ops.contract import StateRows, Tokens
 from ..base import Piece
 from ..kernels import is_wide
 from ..slots import GRAIN, PANELS, SMALLEST_CACHE, bucket, in_grains, panel_for, share_rows
@@ -412,8 +412,8 @@ class Prompts:
         def recur(i: int, x: torch.Tensor) -> torch.Tensor:
             layer, own = self._spec.layers[i].recurrence, cache.number(states[i])
             assert layer is not None
-            how: dict[str, Any] = {"cache": own, "slots": slots, "lengths": lengths}
-            return self._ops.recur(layer, params.layers[i], x, starts=starts, **how)[0]
+            rows = StateRows(own, slots, lengths, starts)
+            return self._ops.recur(layer, params.layers[i], x, rows=rows)[0]
 
         model = self._spec, params, self._ops
         across = None

@@ -144,15 +144,12 @@ class WholePasses:
 
         def attend(i: int, qkv: torch.Tensor) -> torch.Tensor:
             layer = self.ops.layer_attention(spec, params, i)
-            how: dict[str, Any] = {"mask": mask, "segments": tokens.segments}
-            how["positions"] = counted
-            return self.ops.attend(layer, qkv, angles, **how)[0]
+            return self.ops.attend(layer, qkv, angles, tokens.seen, positions=counted)[0]
 
         def recur(i: int, x: torch.Tensor) -> torch.Tensor:
             own = spec.layers[i].recurrence
             assert own is not None
-            how: dict[str, Any] = {"mask": mask, "segments": tokens.segments}
-            return self.ops.recur(own, params.layers[i], x, **how)[0]
+            return self.ops.recur(own, params.layers[i], x, tokens.seen)[0]
 
         across, more = None, {}
         seen: dict[tuple[int, int], torch.Tensor] = {}

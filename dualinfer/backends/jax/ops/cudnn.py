@@ -1,25 +1,21 @@
 """When JAX's attention by cuDNN serves a layer."""
 
-from typing import Any
-
 import jax
 
-from ....ops.contract import LayerAttention
+from ....ops.contract import LayerAttention, Seen
 
 _FROM = 512  # tokens: below, our kernel measured quicker
 _HEAD = 128  # on Hopper it takes 256 from cuDNN 9.5 on
 _DTYPES = ("bfloat16", "float16")
 
 
-def cudnn_serves(layer: LayerAttention, qkv: jax.Array, mask: Any, segments: Any) -> bool:
+def cudnn_serves(layer: LayerAttention, qkv: jax.Array, seen: Seen) -> bool:
     """True if `jax.nn.dot_product_attention` by cuDNN can do what `attend` is asked, and should.
 
     `qkv` is [B, T, (H + 2K) D]. Whether there is a GPU, the caller knows.
     """
     a, tokens = layer.spec, qkv.shape[1]
-    if any(
-        x is not None for x in (mask, segments, layer.slopes, a.softcap, layer.bias, layer.sinks)
-    ):
+    if any(x is not None for x in (*seen, layer.slopes, a.softcap, layer.bias, layer.sinks)):
         return False
     if a.window is not None and a.window < tokens:
         return False

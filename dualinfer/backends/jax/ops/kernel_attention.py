@@ -23,7 +23,7 @@ from ....ops.attention import attention as plain_attention
 from ....ops.attention import chunks
 from ....ops.cache_kinds import BlockCache, CrossCache, FullCache, LatentBlockCache, LatentCache
 from ....ops.caches import CacheView, CrossView
-from ....ops.contract import LatentQkv, LayerAttention
+from ....ops.contract import EVERY, LatentQkv, LayerAttention, Seen
 from ....ops.plain import last_of
 from ...kernels import has_wide_heads, head_arguments, meets_latents, turn_arguments
 from .cudnn import cudnn_serves
@@ -131,8 +131,7 @@ class KernelAttention(KernelBase):
         angles: Any,
         cache: CacheView | None,
         slots: jax.Array | None,
-        mask: jax.Array | None = None,
-        segments: jax.Array | None = None,
+        seen: Seen = EVERY,
         starts: jax.Array | None = None,
         reach: int | None = None,
     ) -> tuple[jax.Array, CacheView | None]:
@@ -157,8 +156,7 @@ class KernelAttention(KernelBase):
                 *(q, k, v),
                 scale=a.scale,
                 causal=a.causal,
-                mask=mask,
-                segments=segments,
+                **seen._asdict(),
                 starts=starts,
                 sms=self.sms,
                 config=self.configurations.find(attention_choice.tuning_key(*shape)),
@@ -172,29 +170,27 @@ class KernelAttention(KernelBase):
         layer: LayerAttention,
         qkv: jax.Array | LatentQkv,
         angles: Any,
+        seen: Seen = EVERY,
         *,
-        mask: jax.Array | None = None,
-        segments: jax.Array | None = None,
         positions: jax.Array | None = None,
         cache: CacheView | None = None,
         slots: jax.Array | None = None,
     ) -> tuple[jax.Array, CacheView | None]:
         """See `PlainOps.attend`; what the cache holds behind the keys and values is left there."""
         if isinstance(qkv, LatentQkv):
-            return self._attend_latents(layer, qkv, angles, cache, slots, mask, segments)
+            return self._attend_latents(layer, qkv, angles, cache, slots, seen)
         if layer.places is not None:  # by plain ops: scores gather two products more
-            return self._attend_places(layer, qkv, angles, mask, segments), cache
+            return self._attend_places(layer, qkv, angles, seen), cache
         a = layer.spec
         angles, last = angles if isinstance(angles, tuple) else (angles, None)
         layer, qkv = self._prepared(layer, qkv, angles)
         batch, tokens, _ = qkv.shape
-        segments = chunks(self.maths, a, (batch, tokens), mask, segments, qkv)
+        seen = chunks(self.maths, a, (batch, tokens), seen, qkv)
         known = self._known(layer.spec, cache)
         held = _held(known)
-        by_cudnn = self._on_gpu and cudnn_serves(layer, qkv, mask, segments)
+        by_cudnn = self._on_gpu and cudnn_serves(layer, qkv, seen)
         turn = self._turning(layer, qkv, known, slots, last)
-        how: dict[str, Any] = self._attending(layer, qkv)
-        how |= {"mask": mask, "segments": segments}
+        how: dict[str, Any] = self._attending(layer, qkv) | seen._asdict()
         how["positions"] = None if layer.slopes is None else positions
         # What XLA reads as well, its attention or a cache of another kind, is memory of its own.
         wide = has_wide_heads(a.head_dim)
@@ -226,7 +222,7 @@ class KernelAttention(KernelBase):
                 )
             elif wide:
                 how = {"causal": a.causal, "window": a.window, "positions": positions}
-                how |= {"mask": mask, "segments": segments}
+                how |= seen._asdict()
                 y = plain_attention(self.maths, q, k, v, layer.scoring, **how)
             else:
                 how |= {"capability": self.capability}
@@ -286,7 +282,7 @@ class KernelAttention(KernelBase):
         positions, last = angles if isinstance(angles, tuple) else (angles, None)
         layer, qkv = self._prepared(layer, qkv, positions)
         batch, tokens, _ = qkv.shape
-        segments = chunks(self.maths, layer.spec, (batch, known.capacity), None, None, qkv)
+        segments = chunks(self.maths, layer.spec, (batch, known.capacity), EVERY, qkv).segments
         turn = self._turning(layer, qkv, known, slots, last) | {"starts": starts}
         how = self._attending(layer, qkv) | {"segments": segments}
         held = _held(known)

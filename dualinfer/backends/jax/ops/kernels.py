@@ -39,6 +39,8 @@ from ....ops.cache_kinds import BlockCache, CrossCache, FullCache, LatentBlockCa
 from ....ops.caches import CacheSpec, StateView
 from ....ops.contract import (
     ALONE,
+    EVERY,
+    NO_ROWS,
     Epilogue,
     Launch,
     NormOf,
@@ -121,19 +123,13 @@ class KernelOps(KernelAttention):
         own: Recurrence,
         w: Weights,
         x: jax.Array,
-        *,
-        mask: jax.Array | None = None,
-        segments: jax.Array | None = None,
-        cache: StateView | None = None,
-        slots: jax.Array | None = None,
-        lengths: jax.Array | None = None,
-        starts: jax.Array | None = None,
+        seen: Seen = EVERY,
+        rows: StateRows = NO_ROWS,
     ) -> tuple[jax.Array, StateView | None]:
         """See `contract.Ops.recur`."""
-        seen, rows = Seen(mask, segments), StateRows(cache, slots, lengths, starts)
         with jax.named_scope("recurrence"):
             found = fused_sequence(self, own, w, x, seen, rows)
-        return found or super().recur(own, w, x, **seen._asdict(), **rows._asdict())
+        return found or super().recur(own, w, x, seen, rows)
 
     def recur_token(
         self, own: Recurrence, w: Weights, x: jax.Array, cache: StateView, moves: jax.Array

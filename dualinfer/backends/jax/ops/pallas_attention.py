@@ -20,7 +20,7 @@ from ....ops.cache_kinds import (
     fitted,
 )
 from ....ops.caches import CacheSpec, CacheView, CrossView
-from ....ops.contract import LatentQkv, LayerAttention
+from ....ops.contract import EVERY, LatentQkv, LayerAttention, Seen
 from ....ops.maths import cut, flat, heads
 from ....ops.plain import matrices_of
 from ..maths import MATHS
@@ -35,9 +35,8 @@ class PallasAttention(PallasBase):
         layer: LayerAttention,
         qkv: jax.Array | LatentQkv,
         angles: Any,
+        seen: Seen = EVERY,
         *,
-        mask: jax.Array | None = None,
-        segments: jax.Array | None = None,
         positions: jax.Array | None = None,
         cache: CacheView | None = None,
         slots: jax.Array | None = None,
@@ -57,11 +56,9 @@ class PallasAttention(PallasBase):
                     cache = cache.write(slots, k, v)
                 k, v, scales = _kept(cache, k, v)
         batch, tokens = q.shape[:2]
-        segments = attention.chunks(MATHS, a, (batch, tokens), mask, segments, q)
-        numbers = {} if segments is None and mask is None else _numbers(q, segments, mask)
+        own: Any = _numbers(q, attention.chunks(MATHS, a, (batch, tokens), seen, q))
         first, all_of_it = jnp.zeros(batch, jnp.int32), jnp.full(batch, tokens, jnp.int32)
-        own: Any = numbers
-        seen = attending.Seen(first, all_of_it, a.causal, a.window, **own)
+        between = attending.Seen(first, all_of_it, a.causal, a.window, **own)
         counted = None if layer.slopes is None else positions
         at = jnp.arange(tokens)[None] if counted is None else counted
         table, keys = layer.bias, k.swapaxes(1, 2)
@@ -77,7 +74,7 @@ class PallasAttention(PallasBase):
         packed = None if placed is not None else self._packed(layer, qkv, angles, keys, values)
         read: Any = q if packed is None else qkv
         with jax.named_scope("attention"):
-            y = self._by_blocks(read, keys, values, seen, scores, packed=packed, scales=scales)
+            y = self._by_blocks(read, keys, values, between, scores, packed=packed, scales=scales)
         return flat(y), cache
 
     def attend_rows(
@@ -354,10 +351,11 @@ def _kept(
     return k, v, [scale.swapaxes(1, 2) for _, scale in pairs]
 
 
-def _numbers(
-    q: jax.Array, segments: jax.Array | None, mask: jax.Array | None
-) -> dict[str, jax.Array]:
-    """By which numbers queries see keys: those of their segment which the mask shows."""
+def _numbers(q: jax.Array, seen: Seen) -> dict[str, jax.Array]:
+    """By which numbers queries see keys: real ones of their segment; none where all are seen."""
+    mask, segments = seen
+    if mask is None and segments is None:
+        return {}
     own = jnp.zeros(q.shape[:2], jnp.int32) if segments is None else segments.astype(jnp.int32)
     return {"queries": own, "keys": own if mask is None else jnp.where(mask, own, -1)}
 

@@ -20,7 +20,7 @@ from ....ops.attention import attention as plain_attention
 from ....ops.attention import chunks
 from ....ops.cache_kinds import BlockCache, CrossCache, FullCache, LatentBlockCache, LatentCache
 from ....ops.caches import CacheView, CrossView
-from ....ops.contract import LatentQkv, LayerAttention
+from ....ops.contract import EVERY, LatentQkv, LayerAttention, Seen
 from ....ops.plain import last_of
 from ...kernels import has_wide_heads, head_arguments, meets_latents, turn_arguments
 from ..params import Params
@@ -175,20 +175,18 @@ class KernelAttention(KernelBase):
         layer: LayerAttention,
         qkv: torch.Tensor | LatentQkv,
         angles: Any,
+        seen: Seen = EVERY,
         *,
-        mask: torch.Tensor | None = None,
-        segments: torch.Tensor | None = None,
         positions: torch.Tensor | None = None,
         cache: CacheView | None = None,
         slots: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, CacheView | None]:
         """See `PlainOps.attend`; `qkv` is changed in place."""
-        how: dict[str, Any] = {"mask": mask, "segments": segments}
         if isinstance(qkv, LatentQkv):
-            y = self._attend_latents(layer, qkv, angles, cache, slots, how)
+            y = self._attend_latents(layer, qkv, angles, cache, slots, seen._asdict())
             return y.flatten(-2), cache
         if layer.places is not None:  # by plain ops: scores gather two products more
-            return self._attend_places(layer, qkv, angles, mask, segments), cache
+            return self._attend_places(layer, qkv, angles, seen), cache
         known = self._known(layer.spec, cache)
         q, k, v = self._heads(layer, qkv, angles, known, slots)
         if cache is not None and known is None:
@@ -196,10 +194,8 @@ class KernelAttention(KernelBase):
             with span("append"):
                 cache = cache.write(slots, k, v)
             k, v = (part.to(q.dtype) for part in cache.kept(k, v))
-        how["positions"] = positions if layer.slopes is not None else None
-        how["segments"] = chunks(
-            self.maths, layer.spec, (q.shape[0], q.shape[1]), mask, segments, q
-        )
+        how: dict[str, Any] = {"positions": positions if layer.slopes is not None else None}
+        how |= chunks(self.maths, layer.spec, (q.shape[0], q.shape[1]), seen, q)._asdict()
         return self._attention(layer, q, k, v, how).flatten(-2), cache
 
     @named("attention")
@@ -232,7 +228,7 @@ class KernelAttention(KernelBase):
             k, v = k.transpose(1, 2), v.transpose(1, 2)
             scales = None if scales is None else tuple(x.transpose(1, 2) for x in scales)
         shape = q.shape[0], cache.capacity
-        segments = chunks(self.maths, layer.spec, shape, None, None, q)
+        segments = chunks(self.maths, layer.spec, shape, EVERY, q).segments
         how |= {"scales": scales, "segments": segments}
         return self._attention(layer, q, k, v, how).flatten(-2), cache
 

@@ -33,6 +33,8 @@ from ....ops.cache_kinds import BlockCache, CrossCache, FullCache, LatentBlockCa
 from ....ops.caches import CacheSpec, StateView
 from ....ops.contract import (
     ALONE,
+    EVERY,
+    NO_ROWS,
     Epilogue,
     Launch,
     NormOf,
@@ -131,18 +133,12 @@ class KernelOps(KernelAttention):
         own: Recurrence,
         w: Weights,
         x: torch.Tensor,
-        *,
-        mask: torch.Tensor | None = None,
-        segments: torch.Tensor | None = None,
-        cache: StateView | None = None,
-        slots: torch.Tensor | None = None,
-        lengths: torch.Tensor | None = None,
-        starts: torch.Tensor | None = None,
+        seen: Seen = EVERY,
+        rows: StateRows = NO_ROWS,
     ) -> tuple[torch.Tensor, StateView | None]:
         """See `contract.Ops.recur`."""
-        seen, rows = Seen(mask, segments), StateRows(cache, slots, lengths, starts)
         found = fused_sequence(self, own, w, x, seen, rows)
-        return found or super().recur(own, w, x, **seen._asdict(), **rows._asdict())
+        return found or super().recur(own, w, x, seen, rows)
 
     @named("recurrence")
     def recur_token(
