@@ -70,6 +70,30 @@ def places_across(
     return at, start + i < tl.where(tl.minimum(block, second) >= 0, last, 0)
 
 
+@triton.jit
+def places_of(
+    table_ptr, entries, first, start, last, tokens, block_stride, token_stride,
+    SIZE: tl.constexpr, COUNT: tl.constexpr, ACROSS: tl.constexpr,
+):  # fmt: skip
+    """Where consecutive `tokens` from `start` on lie, with or without a table; those before `last`.
+
+    With COUNT by the table's `entries` from that of token `first` on, and ACROSS where `start` may
+    be any token of a block; else each token is looked up.
+    """
+    if table_ptr is None:
+        to, known = tokens.to(tl.int64) * token_stride, tokens < last
+    elif COUNT > 0 and ACROSS:
+        to, known = places_across(
+            entries, first, last, start, block_stride, token_stride, SIZE, COUNT, tokens.shape[0]
+        )
+    elif COUNT > 0:
+        block = block_of(entries, first, start, SIZE, COUNT)
+        to, known = places_in(block, start, tokens < last, block_stride, token_stride, SIZE)
+    else:
+        to, known = places(table_ptr, tokens, tokens < last, block_stride, token_stride, SIZE)
+    return to, known
+
+
 def count_of_entries(table: Any, size: int, reach: int, block: int, splits: int) -> int:
     """ENTRIES, those that each of `splits` programs loads once; 0 where it looks tokens up.
 

@@ -15,12 +15,10 @@ import triton.language as tl
 
 from .activation import activate
 from .blocks import (
-    block_of,
     count_of_entries,
     entries_of,
     places,
-    places_across,
-    places_in,
+    places_of,
     slots_and_room,
     table_arguments,
 )
@@ -227,25 +225,15 @@ def _decode_attention_kernel(
     else:
         base = kv_head.to(tl.int64) * head_stride
         table_ptr += slot * table_stride
+    entries = 0
     if ENTRIES > 0:
         entries = entries_of(table_ptr, first, last, SIZE, ENTRIES)
     if EARLY:  # this program's first block is on its way, and the L2 cache fetches the others
         early = first + tl.arange(0, BLOCK_S)
-        if table_ptr is None:
-            early_to, early_known = early.to(tl.int64) * token_stride, early < last
-        elif ENTRIES > 0 and WINDOWED:
-            early_to, early_known = places_across(
-                entries, first, last, first, slot_stride, token_stride, SIZE, ENTRIES, BLOCK_S
-            )
-        elif ENTRIES > 0:
-            block = block_of(entries, first, first, SIZE, ENTRIES)
-            early_to, early_known = places_in(
-                block, first, early < last, slot_stride, token_stride, SIZE
-            )
-        else:
-            early_to, early_known = places(
-                table_ptr, early, early < last, slot_stride, token_stride, SIZE
-            )
+        early_to, early_known = places_of(
+            table_ptr, entries, first, first, last, early, slot_stride, token_stride,
+            SIZE, ENTRIES, WINDOWED,
+        )  # fmt: skip
         early_at = base + early_to[:, None] + d[None, :]
         is_early = early_known[:, None] & (d < DIM)[None, :]
         k_first = tl.load(k_ptr + early_at, mask=is_early, other=0.0)
@@ -253,12 +241,10 @@ def _decode_attention_kernel(
         held_first = (k_first, v_first, 1.0, 1.0)
         if PDL:
             tokens = first + BLOCK_S + tl.arange(0, THREADS)
-            if table_ptr is None:
-                tokens_to, has_token = tokens.to(tl.int64) * token_stride, tokens < last
-            else:
-                tokens_to, has_token = places(
-                    table_ptr, tokens, tokens < last, slot_stride, token_stride, SIZE
-                )
+            tokens_to, has_token = places_of(
+                table_ptr, entries, first, first, last, tokens, slot_stride, token_stride,
+                SIZE, 0, False,
+            )  # fmt: skip
             size = DIM * (k_ptr.dtype.element_ty.primitive_bitwidth // 8)
             fetch_ahead(k_ptr + base + tokens_to, has_token, size)
             fetch_ahead(v_ptr + base + tokens_to, has_token, size)
@@ -351,17 +337,10 @@ def _decode_attention_kernel(
         num_stages=STAGES if ENTRIES > 0 or table_ptr is None else 2 * STAGES - 1,
     ):  # fmt: skip
         s = start + tl.arange(0, BLOCK_S)
-        if table_ptr is None:
-            to, known = s.to(tl.int64) * token_stride, s < last
-        elif ENTRIES > 0 and WINDOWED:
-            to, known = places_across(
-                entries, first, last, start, slot_stride, token_stride, SIZE, ENTRIES, BLOCK_S
-            )
-        elif ENTRIES > 0:
-            block = block_of(entries, first, start, SIZE, ENTRIES)
-            to, known = places_in(block, start, s < last, slot_stride, token_stride, SIZE)
-        else:
-            to, known = places(table_ptr, s, s < last, slot_stride, token_stride, SIZE)
+        to, known = places_of(
+            table_ptr, entries, first, start, last, s, slot_stride, token_stride,
+            SIZE, ENTRIES, WINDOWED,
+        )  # fmt: skip
         there = known[:, None] & (d < DIM)[None, :]
         at = base + to[:, None] + d[None, :]
         k = tl.load(k_ptr + at, mask=there, other=0.0)

@@ -13,11 +13,10 @@ import triton
 import triton.language as tl
 
 from .blocks import (
-    block_of,
     count_of_entries,
     entries_of,
     places,
-    places_in,
+    places_of,
     slots_and_room,
     table_arguments,
 )
@@ -181,6 +180,7 @@ def _decode_latents_kernel(
         base += slot * slot_stride
     else:
         table_ptr += slot * table_stride
+    entries = 0
     if ENTRIES > 0:
         entries = entries_of(table_ptr, first, last, SIZE, ENTRIES)
     top = tl.full((BLOCK_H,), -float("inf"), tl.float32)
@@ -188,16 +188,11 @@ def _decode_latents_kernel(
     acc = tl.zeros((BLOCK_H, BLOCK_R), tl.float32)
     for start in tl.range(first, last, BLOCK_S, num_stages=STAGES):
         s = start + tl.arange(0, BLOCK_S)
-        if table_ptr is None:
-            at = base + s.to(tl.int64)[:, None] * token_stride
-            there = (s < read)[:, None]
-        else:
-            if ENTRIES > 0:
-                block = block_of(entries, first, start, SIZE, ENTRIES)
-                to, known = places_in(block, start, s < read, slot_stride, token_stride, SIZE)
-            else:
-                to, known = places(table_ptr, s, s < read, slot_stride, token_stride, SIZE)
-            at, there = base + to[:, None], known[:, None]
+        to, known = places_of(
+            table_ptr, entries, first, start, read, s, slot_stride, token_stride,
+            SIZE, ENTRIES, False,
+        )  # fmt: skip
+        at, there = base + to[:, None], known[:, None]
         vectors = tl.load(at + r[None, :], mask=there & (r < RANK)[None, :], other=0.0)
         keys = tl.load(at + RANK + t[None, :], mask=there & (t < TURNING)[None, :], other=0.0)
         score = dot(turned, keys.T, tl.zeros((BLOCK_H, BLOCK_S), tl.float32))
