@@ -11,9 +11,9 @@ import numpy as np
 
 from ..errors import LengthError, StepError
 from ..model.spec import ModelSpec
-from ..ops.caches import Room
+from ..ops.caches import CacheSpec, Room, in_blocks
 from .base import GRAIN, NO_TOKEN, Piece, Pool, Request
-from .blocks import PANEL, Blocks, books_of
+from .blocks import PANEL, Blocks, Lying, books_of, checked
 
 SMALLEST_CACHE = 64
 RESERVED = 2048
@@ -290,6 +290,51 @@ class LiveSlots:
             self._chosen.discard(slot)
             if self.blocks is not None:
                 self.blocks.drop(slot)
+
+
+class PooledSlots:
+    """The slots of a runner on its device: `live` is the book, and a pool is `open` for them.
+
+    `_plain` are the caches of the layers as rectangles.
+    """
+
+    _spec: ModelSpec
+    _plain: Sequence[CacheSpec]
+    live: LiveSlots
+
+    def open(self, pool: Pool | None) -> None:
+        """See `base.Runner`; without room nothing is open."""
+        self.live.check_idle()
+        lies = checked(pool, self._spec)
+        blocks = 0 if pool is None else pool.blocks
+        specs = in_blocks(self._plain, blocks, lies.near, lies.forgets)
+        self._let_go()
+        self._lay(specs, lies)
+        if pool is None:
+            return
+        try:
+            self._take(room_of(pool, self._spec, whole=True))
+            self.live = LiveSlots.of(pool, self._spec)
+            self._reserve(idle=True)
+        except BaseException:
+            self.open(None)
+            raise
+
+    def _let_go(self) -> None:
+        """Let go of cache and state, and of what was made for these alone."""
+        raise NotImplementedError
+
+    def _lay(self, specs: Sequence[CacheSpec], lies: Lying) -> None:
+        """Let what comes to be held be caches of these specs."""
+        raise NotImplementedError
+
+    def _take(self, room: Room) -> None:
+        """Take what a cache of so much room needs, or see that it is there; OutOfMemoryError."""
+        raise NotImplementedError
+
+    def _reserve(self, idle: bool) -> None:
+        """Have cache and state for what the live slots need to start; `idle`: none held before."""
+        raise NotImplementedError
 
 
 def needed(piece: Piece) -> int:

@@ -11,10 +11,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from ...errors import StepError
-from ...ops.caches import Room, cache_bytes, cache_specs, check_room, in_blocks
-from ..base import GRAIN, Piece, Pool, Saved
-from ..blocks import Lying, checked
-from ..slots import LiveSlots, StateSize, bucket, part_of, parts_of, room_for, room_of
+from ...ops.caches import CacheSpec, Room, cache_bytes, cache_specs, check_room
+from ..base import GRAIN, Piece, Saved
+from ..blocks import Lying
+from ..slots import LiveSlots, PooledSlots, StateSize, bucket, part_of, parts_of, room_for
 from . import sampler
 from .cache import Cache, copied, given, grow, least_free_bytes, make_cache, split, taken
 from .executables import Executables, Job
@@ -31,8 +31,8 @@ def _kept(active: jax.Array, length: jax.Array, kept: jax.Array) -> tuple[jax.Ar
     return active & kept, jnp.where(kept, length, 0)
 
 
-class Slots:
-    """The slots of one runner: `live` is the book, `cache` and `state` are on the devices.
+class Slots(PooledSlots):
+    """The slots of one runner, whose `cache` and `state` are on the devices.
 
     These grow with what is asked for, or have the room of a pool. A step takes both over, and they
     `hold` what it gives back. `specs` are those of one device's caches, `split` says how their
@@ -50,7 +50,7 @@ class Slots:
         self._state: SlotState | None = None
         self.live = LiveSlots()
         self._saved_bytes: dict[int, int] = {}  # of a slot of the pool, by tokens
-        self._lay(None, Lying())
+        self._lay(self._plain, Lying())
 
     @property
     def held(self) -> tuple[Cache, SlotState]:
@@ -88,22 +88,14 @@ class Slots:
         """Bytes of the cache on one device."""
         return sum(x.nbytes for x in jax.tree.leaves(self._place.parts(self._cache)))
 
-    def open(self, pool: Pool | None) -> None:
-        """See `base.Runner`."""
-        self.live.check_idle()
-        lies = checked(pool, self._spec)
+    def _let_go(self) -> None:
+        """See `PooledSlots`."""
         self._wait()
         self.close()
-        self._lay(pool, lies)
-        if pool is None:
-            return
-        try:
-            self.check_room(room_of(pool, self._spec, whole=True))
-            self.live = LiveSlots.of(pool, self._spec)
-            self._reserve(idle=True)
-        except BaseException:
-            self.open(None)
-            raise
+
+    def _take(self, room: Room) -> None:
+        """See `PooledSlots`; `_reserve` makes the cache."""
+        self.check_room(room)
 
     def close(self) -> None:
         """Let go of cache and state."""
@@ -115,10 +107,9 @@ class Slots:
         with contextlib.suppress(Exception):  # of an abandoned step
             jax.block_until_ready(self._cache)
 
-    def _lay(self, pool: Pool | None, lies: Lying) -> None:
-        """Let caches be made of a pool's blocks for all slots; without such they are rectangles."""
-        blocks = 0 if pool is None else pool.blocks
-        self.specs = in_blocks(self._plain, blocks, lies.near, lies.forgets)
+    def _lay(self, specs: Sequence[CacheSpec], lies: Lying) -> None:
+        """See `PooledSlots`."""
+        self.specs = specs
         self._near = lies.rest * GRAIN  # tokens of a slot in layers that forget, at most
         self.split = split(self.specs, self._place)
         sharding = self._place.sharding

@@ -8,11 +8,11 @@ import numpy as np
 import torch
 
 from ...model.spec import ModelSpec
-from ...ops.caches import AS_COMPUTED, KeptIn, Room, cache_bytes, cache_specs, in_blocks
+from ...ops.caches import AS_COMPUTED, CacheSpec, KeptIn, Room, cache_bytes, cache_specs
 from ...parallel.agreement import Peers
-from ..base import GRAIN, MAX_STEPS, Piece, Pool, Request, Saved
-from ..blocks import checked
-from ..slots import LiveSlots, room_for, room_of, sampling_rows
+from ..base import GRAIN, MAX_STEPS, Piece, Request, Saved
+from ..blocks import Lying
+from ..slots import LiveSlots, PooledSlots, room_for, sampling_rows
 from .cache import Cache, size_of
 from .device import upload
 from .sampler import SlotState
@@ -32,8 +32,8 @@ class View(NamedTuple):
     rows: torch.Tensor
 
 
-class Slots:
-    """The slots of one runner: `live` is the book, `cache` and `state` are on the device.
+class Slots(PooledSlots):
+    """The slots of one runner, whose `cache` and `state` are on the device.
 
     Both grow with what is asked for, or have the room of a pool. `forget` is called before buffers
     are replaced, whose addresses graphs hold. Methods write buffers that a runner's steps read:
@@ -63,24 +63,18 @@ class Slots:
         assert self._state is not None
         return self._state
 
-    def open(self, pool: Pool | None) -> None:
-        """See `base.Runner`."""
-        self.live.check_idle()
-        lies = checked(pool, self._spec)
-        blocks = 0 if pool is None else pool.blocks
-        specs = in_blocks(self._plain, blocks, lies.near, lies.forgets)
+    def _let_go(self) -> None:
+        """See `PooledSlots`: graphs first, which hold addresses."""
         self._forget()
         self.close()
+
+    def _lay(self, specs: Sequence[CacheSpec], lies: Lying) -> None:
+        """See `PooledSlots`."""
         self.cache = Cache(specs, self._dtype, self._device, self._peers)
-        if pool is None:
-            return
-        try:
-            self.cache.grow(room_of(pool, self._spec, whole=True))
-            self.live = LiveSlots.of(pool, self._spec)
-            self._reserve(idle=True)
-        except BaseException:
-            self.open(None)
-            raise
+
+    def _take(self, room: Room) -> None:
+        """See `PooledSlots`."""
+        self.cache.grow(room)
 
     def close(self) -> None:
         """Let go of cache and state."""
