@@ -12,6 +12,7 @@ from .test_norms import gain
 
 from dualinfer.kernels.triton.activation import KINDS  # isort: skip
 from dualinfer.kernels.triton.launch import INTERPRETED, has_pdl  # isort: skip
+from dualinfer.kernels.triton.linear_kernels import parts  # isort: skip
 from dualinfer.kernels.triton.linear import (  # isort: skip
     MOST_ROWS,
     MOST_TILES,
@@ -38,6 +39,16 @@ ONE_ROW = [
     (1000, 42, VectorConfig(4, 4, 1)),
     (80, 1000, VectorConfig(32, 4)),
 ]
+# Exact parts of two sizes, alike, with a rest that is masked, and both ways through blocks.
+IN_PARTS = [
+    (2560, 9, VectorConfig(4, 4, 1, 2048)),
+    (2560, 9, VectorConfig(4, 4, 0, 512)),
+    (5120, 7, VectorConfig(2, 8, 1, 1024)),
+    (3072, 7, VectorConfig(4, 8, 0, 2048)),
+    (96, 21, VectorConfig(2, 2, 1, 64)),
+    (1000, 21, VectorConfig(4, 4, 1, 512)),
+    (63, 42, VectorConfig(8, 4, 0, 32)),
+]
 MORE_ROWS = [
     (2, 63, 63, VectorConfig(8, 4)),
     (3, 1000, 33, VectorConfig(4, 4)),
@@ -51,6 +62,8 @@ MORE_ROWS = [
 WAYS = {
     "one row": (1, VectorConfig(8, 4)),
     "one row, few programs": (1, VectorConfig(4, 4, 1)),
+    "one row, in parts": (1, VectorConfig(8, 4, 0, 32)),
+    "one row, in parts, few programs": (1, VectorConfig(4, 4, 1, 16)),
     "two rows": (2, VectorConfig(8, 4)),
     "tile": (5, TileConfig(16, 32, 32, 4, 2)),
     "tile, split": (5, TileConfig(16, 32, 32, 4, 3, 3)),
@@ -119,7 +132,7 @@ def run(x: Any, weight: Any, norm: tuple[Any, ...] | None = None, **options: Any
 
 
 @pytest.mark.parametrize("kind", NORMS)
-@pytest.mark.parametrize(("width", "features", "config"), ONE_ROW, ids=str)
+@pytest.mark.parametrize(("width", "features", "config"), [*ONE_ROW, *IN_PARTS], ids=str)
 def test_one_row_with_any_norm_is_the_reference(dtype, width, features, config, kind):
     a, norm = make(dtype, 1, width, features), norm_of(kind, dtype, width)
     expected = wanted(**a, norm=norm)
@@ -128,7 +141,9 @@ def test_one_row_with_any_norm_is_the_reference(dtype, width, features, config, 
 
 @few_dtypes
 @pytest.mark.parametrize("kind", ["rms", "layer"])
-@pytest.mark.parametrize(("width", "features", "config"), ONE_ROW[2:4], ids=str)
+@pytest.mark.parametrize(
+    ("width", "features", "config"), [*ONE_ROW[2:4], IN_PARTS[4], IN_PARTS[-1]], ids=str
+)
 def test_a_norm_over_a_sum_comes_along(dtype, width, features, config, kind):
     a, norm = make(dtype, 1, width, features), norm_of(kind, dtype, width)
     before = normal(7, 1, width, dtype=dtype)
@@ -228,10 +243,31 @@ def test_a_row_of_large_matrices_is_the_reference(features, width, gated, kind, 
     how: dict[str, Any] = {"activation": "silu", "gated": True} if gated else {}
     how["norm"] = norm_of(kind, dtype, width)
     default = default_config(1, features, width, 2, gated, 132)
-    for config in (default, VectorConfig(*default[:2], 2)):
+    widest = 1 << (width.bit_length() - 1)
+    for config in (default, default._replace(per_sm=2), default._replace(columns=widest)):
         found = run(**a, **how, config=config, sms=132)
         assert_close(found, wanted(**a, **how), dtype, length=width)
         np.testing.assert_array_equal(run(**a, **how, config=config, sms=132), found)
+
+
+@pytest.mark.parametrize(
+    ("width", "columns", "sizes"),
+    [
+        (2560, 2048, [2048, 512]),
+        (2560, 4096, [2048, 512]),
+        (2560, 512, [512] * 5),
+        (5120, 4096, [4096, 1024]),
+        (3072, 2048, [2048, 1024]),
+        (96, 64, [64, 32]),
+        (4096, 4096, [4096]),
+        (11008, 8192, [8192, 2048, 1024]),  # 768 are left, which are few
+        (2600, 512, [512] * 5 + [64]),
+    ],
+)
+def test_parts_are_exact_but_for_a_small_rest(width, columns, sizes):
+    found = parts(width, columns)
+    assert [size for _, size in found] == sizes
+    assert [begin for begin, _ in found] == [sum(sizes[:i]) for i in range(len(sizes))]
 
 
 def test_split_sums_without_counters_are_not_split():
@@ -294,6 +330,7 @@ def test_what_cannot_be_run_is_refused():
         r"bias \(4,\) does not fit": (x, weight, {"bias": weight[0, :4]}),
         r"residual is \(2, 6\); \(2, 5\)": (x, weight, {"residual": x}),
         "x has 2 rows; a norm": (x, weight, {"norm": norm}),
+        "x has 2 rows; .* columns": (x, weight, {"config": VectorConfig(1, 1, 0, 4)}),
     }
     for message, (value, matrix, options) in refused.items():
         with pytest.raises(ValueError, match=message):

@@ -12,14 +12,15 @@ import triton
 
 from .activation import KINDS
 from .launch import launch, next_power_of_2
-from .linear_kernels import matvec_kernel, tile_kernel
+from .linear_kernels import matvec_kernel, matvec_parts_kernel, parts, tile_kernel
 from .operands import dtype_name, empty
-from .tunable import SHARED_BYTES, Key, Kind, Tunable, powers
+from .tunable import MOST_CANDIDATES, SHARED_BYTES, Key, Kind, Tunable, powers
 
 _NORMS = ("rms", "rms_offset", "layer")
 MOST_ROWS = 128
 MOST_VECTORS = 2
 MOST_TILES = 4096
+_MOST_PARTS = 8
 _SMALL, _SMALLEST = 5 << 20, 3 << 19  # elements of a weight matrix
 
 
@@ -29,11 +30,16 @@ class VectorConfig(NamedTuple):
     It serves up to MOST_VECTORS rows of x, one after another past the same weights. `per_sm` 0
     gives each block of weight rows a program of its own; else so many programs an SM go through all
     blocks, each with its next block's weights on their way, where x is a single row.
+
+    `columns` 0 reads all columns at once, in lanes up to the next power of two. Else a single row
+    is read in parts of so many at most, a power of two (`linear_kernels.parts`): 2,560 columns as
+    2,048 and 512, or as five times 512.
     """
 
     rows: int
     warps: int
     per_sm: int = 0
+    columns: int = 0
 
 
 class TileConfig(NamedTuple):
@@ -130,17 +136,23 @@ def linear(
         blocks = triton.cdiv(features, config.rows)
         programs = min(config.per_sm * sms, blocks) if count == 1 else 0
         kind, norm_weight, norm_bias, eps = norm or (None, None, None, 0.0)
-        launch(
-            matvec_kernel,
-            (programs or blocks,),
-            *(rows, weight, bias, residual, norm_weight, norm_bias, before, normed, y),
-            *(features, *strides, eps),
-            **{"K": width, "COUNT": count, "ROWS": config.rows, "PROGRAMS": programs},
-            **{"BLOCK_K": next_power_of_2(width), "NORM": kind, "ACTIVATION": activation},
-            GATED=gated,
-            num_warps=config.warps,
-            pdl=pdl,
-        )
+        arrays = rows, weight, bias, residual, norm_weight, norm_bias, before, normed, y
+        how = {"K": width, "ROWS": config.rows, "PROGRAMS": programs, "NORM": kind}
+        how |= {"ACTIVATION": activation, "GATED": gated, "num_warps": config.warps}
+        if config.columns:
+            if count > 1:
+                raise ValueError(f"x has {count} rows; {config} has columns, for a single one.")
+            how |= {"COLUMNS": config.columns}
+            launch(
+                matvec_parts_kernel, (programs or blocks,), *arrays, features, eps, pdl=pdl, **how
+            )
+        else:
+            how |= {"COUNT": count, "BLOCK_K": next_power_of_2(width)}
+            launch(
+                *(matvec_kernel, (programs or blocks,), *arrays, features, *strides, eps),
+                pdl=pdl,
+                **how,
+            )
         return y if normed is None else (y, normed)
     if norm is not None:
         raise ValueError(f"{config} has no place for a norm; a VectorConfig has.")
@@ -211,8 +223,14 @@ def _elements(width: int, gated: bool) -> int:
 def _fits(key: Key, config: LinearConfig) -> bool:
     _, rows, _, width, itemsize, gated = key
     if isinstance(config, VectorConfig):
-        per_thread = _elements(width, gated) * config.rows / (32 * config.warps)
-        return rows <= MOST_VECTORS and per_thread <= 256
+        elements, most = _elements(width, gated), MOST_VECTORS
+        if config.columns:
+            sizes = [size for _, size in parts(width, config.columns)]
+            elements, most = sum(sizes) * (2 if gated else 1), 1
+            if len(sizes) > _MOST_PARTS:
+                return False
+        per_thread = elements * config.rows / (32 * config.warps)
+        return rows <= most and per_thread <= 256
     held = config.stages * config.k * (config.m + config.n * (2 if gated else 1)) * itemsize
     # A norm is fused into the product of one row, which only the other kernel does.
     return rows > 1 and held <= SHARED_BYTES
@@ -224,6 +242,8 @@ def _candidates(key: Key, sms: int) -> list[LinearConfig]:
     vectors: list[VectorConfig] = []
     if rows <= MOST_VECTORS:
         vectors = _vector_candidates(rows, features, _elements(width, gated), sms)
+    if _is_uneven(key):
+        return [default, *vectors[:7], *_uneven_candidates(features, width, gated)]
     if rows == 1 or itemsize == 4:
         return [default, *vectors]
     return [default, *vectors[:5], *_tile_candidates(rows, features, width, gated, sms)]
@@ -242,6 +262,32 @@ def _vector_candidates(rows: int, features: int, elements: int, sms: int) -> lis
             if rows == 1 and per_thread <= 64:  # the next block's weights take registers, too
                 candidates += [(distance + 0.1 * n, VectorConfig(block, warps, n)) for n in (2, 3)]
     return [config for _, config in sorted(candidates, key=lambda item: item[0])]
+
+
+def _is_uneven(key: Key) -> bool:
+    """True if a single row's width is no power of two."""
+    return key[1] == 1 and next_power_of_2(key[3]) > key[3]
+
+
+def _uneven_candidates(features: int, width: int, gated: bool) -> list[VectorConfig]:
+    """Programs that norm their x once for several blocks, and widths in parts.
+
+    The parts are the widest that there are, or all alike.
+    """
+    wide, elements = width > features, _elements(width, gated)
+    several = 5 if wide else 6  # programs an SM, beside 4
+    alike, widest = width & -width, 1 << (width.bit_length() - 1)
+    ways = [(0, n) for n in (4, several)]
+    ways += [(alike, n) for n in (0, 4, several)] + [(widest, n) for n in (0, 4)]
+    # Weight rows, and the lanes of them that a thread has.
+    blocks = [(1, 64), (1, 32), (2, 64)] if wide else [(2, 64), (4, 64), (4, 32)]
+    counted = [(rows, rows * elements // (32 * lanes)) for rows, lanes in blocks]
+    return [
+        VectorConfig(rows, warps, per_sm, columns)
+        for columns, per_sm in ways
+        for rows, warps in counted
+        if 1 <= warps <= 16 and per_sm * warps <= 64
+    ]
 
 
 # Weight rows, columns and stages of a tile by its rows of x.
@@ -280,7 +326,8 @@ TUNABLE = Tunable(
     kinds={
         "vector": Kind(
             VectorConfig,
-            {"rows": powers(1, 32), "warps": powers(1, 16), "per_sm": range(9)},
+            {"rows": powers(1, 32), "warps": powers(1, 16), "per_sm": range(9)}
+            | {"columns": [0, *powers(1, 1 << 17)]},
             bound_by_memory=True,
         ),
         "tile": Kind(
@@ -293,6 +340,7 @@ TUNABLE = Tunable(
     },
     fits=_fits,
     candidates=_candidates,
+    most=lambda key: 28 if _is_uneven(key) else MOST_CANDIDATES,
 )
 
 

@@ -6,6 +6,7 @@ from typing import Any, TypeAlias
 
 Key: TypeAlias = tuple[Any, ...]
 
+MOST_CANDIDATES = 14  # that a search measures of a key
 SHARED_BYTES = 220 << 10  # of shared memory that a program's stages may take on an H100
 
 
@@ -29,7 +30,7 @@ class Tunable:
     counts; those that vary from call to call are rounded up to powers of two. `kinds` by the names
     that files use. `fits` says whether the kernel can run a key's calls so: its registers, its
     shared memory, its rows. `candidates` of a key and the device's number of multiprocessors are
-    worth measuring, the rule's own first.
+    worth measuring, the rule's own first; `most` of them are.
     """
 
     op: str
@@ -38,6 +39,7 @@ class Tunable:
     fits: Callable[[Key, Any], bool]
     candidates: Callable[[Key, int], Sequence[Any]]
     flags: tuple[str, ...] = ()
+    most: Callable[[Key], int] = lambda key: MOST_CANDIDATES
 
 
 def powers(least: int, most: int) -> list[int]:

@@ -20,7 +20,6 @@ from .tunable import Key, Kind, Tunable
 
 Config: TypeAlias = Any  # one of the kinds of the op
 DEFAULTS = "defaults"
-_MOST_CANDIDATES = 14
 
 _OPS: Mapping[str, Tunable] = {
     tunable.op: tunable
@@ -160,7 +159,7 @@ def candidates(key: Key, sms: int) -> list[Config]:
     tunable = _OPS[key[0]]
     default, *others = tunable.candidates(key, sms)
     fitting = [config for config in dict.fromkeys(others) if tunable.fits(key, config)]
-    return [default, *(config for config in fitting if config != default)][:_MOST_CANDIDATES]
+    return [default, *(config for config in fitting if config != default)][: tunable.most(key)]
 
 
 def shipped(kinds: Sequence[str]) -> list[tuple[str, Table]]:
