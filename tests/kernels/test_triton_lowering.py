@@ -730,6 +730,29 @@ def state_space(heads: int, groups: int, dim: int, size: int, normed: int) -> li
     return [written(launch) for launch in recording.launches]
 
 
+def in_parts() -> list[Variant]:
+    """Products of a single row whose width is read in parts: alike, exact ones, and with a rest."""
+    recording = operands.Recording()
+
+    def new(*shape: int, dtype: str = "bfloat16") -> operands.Operand:
+        return recording.operand(shape, dtype)
+
+    def norm(width: int, kind: str = "rms") -> linear.NormArguments:
+        bias = new(width) if kind == "layer" else None
+        return linear.NormArguments(kind, new(width), bias, 1e-5)
+
+    config = linear.VectorConfig(1, 2, 8, 512)
+    how: dict[str, Any] = {"norm": norm(2560), "before": new(1, 2560), "pdl": True}
+    linear.linear(new(1, 2560), new(10576, 2560), config=config, **how)
+    config = linear.VectorConfig(2, 8, 0, 4096)
+    how = {"norm": norm(5120), "residual": new(1, 2560), "pdl": True}
+    linear.linear(new(1, 5120, dtype="float32"), new(2560, 5120), config=config, **how)
+    config = linear.VectorConfig(1, 2, 2, 512)
+    how = {"norm": norm(1000, "layer"), "bias": new(2 * 5000), "gated": True, "pdl": True}
+    linear.linear(new(1, 1000), new(2 * 5000, 1000), activation="silu", config=config, **how)
+    return [written(launch) for launch in recording.launches]
+
+
 def short_convolution(width: int) -> list[Variant]:
     """A token of LFM2."""
     recording = operands.Recording()
@@ -767,6 +790,7 @@ def scan(width: int, size: int) -> list[Variant]:
 
 
 VARIANTS += scan(8192, 16)
+VARIANTS += in_parts()
 VARIANTS += short_convolution(2048)
 VARIANTS += state_space(80, 1, 64, 128, 5120)
 VARIANTS += delta_rule(16, 32, by_channel=False)

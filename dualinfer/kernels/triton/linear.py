@@ -243,7 +243,7 @@ def _candidates(key: Key, sms: int) -> list[LinearConfig]:
     if rows <= MOST_VECTORS:
         vectors = _vector_candidates(rows, features, _elements(width, gated), sms)
     if _is_uneven(key):
-        return [default, *vectors[:7], *_uneven_candidates(features, width, gated)]
+        return [default, *vectors[:13], *_uneven_candidates(features, width, itemsize, gated)]
     if rows == 1 or itemsize == 4:
         return [default, *vectors]
     return [default, *vectors[:5], *_tile_candidates(rows, features, width, gated, sms)]
@@ -269,23 +269,30 @@ def _is_uneven(key: Key) -> bool:
     return key[1] == 1 and next_power_of_2(key[3]) > key[3]
 
 
-def _uneven_candidates(features: int, width: int, gated: bool) -> list[VectorConfig]:
+def _uneven_candidates(features: int, width: int, itemsize: int, gated: bool) -> list[VectorConfig]:
     """Programs that norm their x once for several blocks, and widths in parts.
 
-    The parts are the widest that there are, or all alike.
+    Parts are as wide as can be, or narrow and alike. Where a part is as wide as all of a program's
+    loads of 16 bytes, x lies in its registers as the weights do, and no part of it is moved.
     """
     wide, elements = width > features, _elements(width, gated)
     several = 5 if wide else 6  # programs an SM, beside 4
-    alike, widest = width & -width, 1 << (width.bit_length() - 1)
-    ways = [(0, n) for n in (4, several)]
-    ways += [(alike, n) for n in (0, 4, several)] + [(widest, n) for n in (0, 4)]
-    # Weight rows, and the lanes of them that a thread has.
-    blocks = [(1, 64), (1, 32), (2, 64)] if wide else [(2, 64), (4, 64), (4, 32)]
-    counted = [(rows, rows * elements // (32 * lanes)) for rows, lanes in blocks]
+    narrow = max(width & -width, next_power_of_2(triton.cdiv(width, _MOST_PARTS)))
+    widest = 1 << (width.bit_length() - 1)
+    # Weight rows and warps, by the weights that a thread has.
+    lanes = [(1, 64), (1, 32), (2, 64)] if wide else [(2, 64), (4, 64), (4, 32)]
+    blocks = [(rows, rows * elements // (32 * each)) for rows, each in lanes]
+    fill = max(1, narrow * itemsize // 512)
+    filled, most = [(1, fill), (2, fill)], several if fill > 2 else 8
+    ways = [
+        *((0, per_sm, blocks) for per_sm in (4, several)),
+        *((narrow, per_sm, filled) for per_sm in (0, 4, most)),
+        *((widest, per_sm, blocks) for per_sm in (0, 4)),
+    ]
     return [
         VectorConfig(rows, warps, per_sm, columns)
-        for columns, per_sm in ways
-        for rows, warps in counted
+        for columns, per_sm, pairs in ways
+        for rows, warps in pairs
         if 1 <= warps <= 16 and per_sm * warps <= 64
     ]
 
@@ -340,7 +347,7 @@ TUNABLE = Tunable(
     },
     fits=_fits,
     candidates=_candidates,
-    most=lambda key: 28 if _is_uneven(key) else MOST_CANDIDATES,
+    most=lambda key: 32 if _is_uneven(key) else MOST_CANDIDATES,
 )
 
 

@@ -190,244 +190,6 @@ def _end(
     tl.store(y_ptr + offset + rows, y.to(y_ptr.dtype.element_ty), mask=rows < features)
 
 
-@triton.constexpr_function
-def parts(width, columns):
-    """Where the parts begin that `columns` at most are read in, and their sizes, powers of two.
-
-    The widest comes first. They are exact but for the last: a rest of an eighth of the width or
-    less is one part, which may reach past the end.
-    """
-    found, begin = [], 0
-    while begin < width:
-        rest = width - begin
-        size = min(columns, 1 << (rest.bit_length() - 1))
-        if rest <= columns and 8 * rest <= width:
-            size = 1 << (rest - 1).bit_length()
-        found.append((begin, size))
-        begin += size
-    return tuple(found)
-
-
-@triton.constexpr_function
-def _count(width, columns):
-    return len(parts(width, columns))
-
-
-@triton.constexpr_function
-def _begin(i, width, columns):
-    return parts(width, columns)[i][0]
-
-
-@triton.constexpr_function
-def _size(i, width, columns):
-    return parts(width, columns)[i][1]
-
-
-@triton.constexpr_function
-def _is_alike(i, width, columns):
-    """True if part i is as wide as the one in front of it."""
-    sizes = [size for _, size in parts(width, columns)]
-    return sizes[i] == sizes[i - 1]
-
-
-@triton.jit
-def _part(i: tl.constexpr, K: tl.constexpr, COLUMNS: tl.constexpr):
-    """The columns of part i, and which of them there are; None where all are."""
-    BEGIN: tl.constexpr = _begin(i, K, COLUMNS)
-    SIZE: tl.constexpr = _size(i, K, COLUMNS)
-    columns = BEGIN + tl.arange(0, SIZE)
-    if BEGIN + SIZE <= K:
-        return columns, None
-    else:
-        return columns, columns < K
-
-
-@triton.jit
-def _weights_in_parts(weight_ptr, rows, features, K: tl.constexpr, COLUMNS: tl.constexpr):
-    """Rows of the weights, a tuple of parts [ROWS, size]."""
-    found = ()
-    for i in tl.static_range(_count(K, COLUMNS)):
-        columns, inside = _part(i, K, COLUMNS)
-        at = rows.to(tl.int64)[:, None] * K + columns[None, :]
-        mask = (rows < features)[:, None]
-        if inside is not None:
-            mask = mask & inside[None, :]
-        w = tl.load(weight_ptr + at, mask=mask, other=0.0, eviction_policy="evict_first")
-        found = found + (w,)  # noqa: RUF005 - Triton unpacks no tuples
-    return found
-
-
-@triton.jit
-def _row_in_parts(ptr, K: tl.constexpr, COLUMNS: tl.constexpr):
-    """A row, a tuple of float32 parts; what lies outside is 0."""
-    found = ()
-    for i in tl.static_range(_count(K, COLUMNS)):
-        columns, inside = _part(i, K, COLUMNS)
-        x = tl.load(ptr + columns) if inside is None else tl.load(ptr + columns, inside, other=0.0)
-        found = found + (x.to(tl.float32),)  # noqa: RUF005
-    return found
-
-
-@triton.jit
-def _sum_of_parts(terms, AXIS: tl.constexpr, K: tl.constexpr, COLUMNS: tl.constexpr):
-    """The sum over all parts: those of one size are added before their lanes' sums are."""
-    total = 0.0
-    own = terms[0]
-    for i in tl.static_range(1, _count(K, COLUMNS)):
-        if _is_alike(i, K, COLUMNS):
-            own += terms[i]
-        else:
-            total += tl.sum(own, AXIS)
-            own = terms[i]
-    return total + tl.sum(own, AXIS)
-
-
-@triton.jit
-def _squares(x, K: tl.constexpr, COLUMNS: tl.constexpr):
-    """The sum of the squares of a row in parts."""
-    found = ()
-    for i in tl.static_range(_count(K, COLUMNS)):
-        found = found + (x[i] * x[i],)  # noqa: RUF005
-    return _sum_of_parts(found, 0, K, COLUMNS)
-
-
-@triton.jit
-def _products(w, x, K: tl.constexpr, COLUMNS: tl.constexpr):
-    """Products [ROWS] of rows of the weights with a row of x, both in parts."""
-    found = ()
-    for i in tl.static_range(_count(K, COLUMNS)):
-        found = found + (w[i].to(tl.float32) * x[i][None, :],)  # noqa: RUF005
-    return _sum_of_parts(found, 1, K, COLUMNS)
-
-
-@triton.jit
-def _normed_in_parts(x, norm, weights, K: tl.constexpr, COLUMNS: tl.constexpr, NORM: tl.constexpr):
-    """As `_normed`, of a row in parts; `weights` and biases of a LayerNorm are there already."""
-    factor = 1.0
-    mean = 0.0
-    if NORM == "layer":
-        mean = _sum_of_parts(x, 0, K, COLUMNS) / K
-        centered = ()
-        for i in tl.static_range(_count(K, COLUMNS)):
-            _, inside = _part(i, K, COLUMNS)
-            less = x[i] - mean
-            if inside is not None:
-                less = tl.where(inside, less, 0.0)
-            centered = centered + (less,)  # noqa: RUF005
-        x = centered
-    if NORM is not None:
-        factor = 1.0 / tl.sqrt(_squares(x, K, COLUMNS) / K + norm[2])
-        gains, shifts = weights
-        found = ()
-        for i in tl.static_range(_count(K, COLUMNS)):
-            if NORM == "layer":
-                own = x[i] * (factor * gains[i]) + shifts[i]
-            elif NORM == "rms_offset":
-                own = x[i] * (gains[i] + 1.0)
-            else:
-                own = x[i] * gains[i]
-            found = found + (own,)  # noqa: RUF005
-        x = found
-        if NORM == "layer":
-            factor = 1.0
-    return x, factor
-
-
-@triton.jit
-def _norm_in_parts(norm, K: tl.constexpr, COLUMNS: tl.constexpr, NORM: tl.constexpr):
-    """A norm's weight and a LayerNorm's bias, rows in parts."""
-    gains, shifts = (), ()
-    if NORM is not None:
-        gains = _row_in_parts(norm[0], K, COLUMNS)
-    if NORM == "layer":
-        shifts = _row_in_parts(norm[1], K, COLUMNS)
-    return gains, shifts
-
-
-@triton.jit
-def _input_in_parts(
-    x_ptr, stream, norm, weights, K: tl.constexpr, COLUMNS: tl.constexpr, NORM: tl.constexpr,
-    LOADED: tl.constexpr,
-):  # fmt: skip
-    """As `_row`, in parts."""
-    before_ptr, normed_ptr = stream
-    x = _row_in_parts(x_ptr, K, COLUMNS)
-    if before_ptr is not None:
-        before = _row_in_parts(before_ptr, K, COLUMNS)
-        both = ()
-        for i in tl.static_range(_count(K, COLUMNS)):
-            rounded = (x[i] + before[i]).to(x_ptr.dtype.element_ty).to(tl.float32)
-            both = both + (rounded,)  # noqa: RUF005
-        x = both
-    if not LOADED:
-        weights = _norm_in_parts(norm, K, COLUMNS, NORM)
-    x, factor = _normed_in_parts(x, norm, weights, K, COLUMNS, NORM)
-    if normed_ptr is not None:  # noqa: SIM102 - a constant, then a value
-        if tl.program_id(0) == 0:
-            for i in tl.static_range(_count(K, COLUMNS)):
-                columns, inside = _part(i, K, COLUMNS)
-                normed = (x[i] * factor).to(normed_ptr.dtype.element_ty)
-                tl.store(normed_ptr + columns, normed, mask=inside)
-    return x, factor
-
-
-@triton.jit
-def matvec_parts_kernel(
-    x_ptr, weight_ptr, bias_ptr, residual_ptr, norm_weight_ptr, norm_bias_ptr, before_ptr,
-    normed_ptr, y_ptr, features, eps,
-    K: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, PROGRAMS: tl.constexpr,
-    NORM: tl.constexpr, ACTIVATION: tl.constexpr, GATED: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
-    """As `matvec_kernel` for a single x [K], read in `parts` of COLUMNS at most.
-
-    A width that is no power of two costs no lanes and registers so.
-    """
-    let_next_start(PDL)
-    norm = (norm_weight_ptr, norm_bias_ptr, eps)
-    stream = (before_ptr, normed_ptr)
-    ends = (bias_ptr, residual_ptr, y_ptr)
-    pid = tl.program_id(0)
-    rows = pid * ROWS + tl.arange(0, ROWS)
-    # All parts of the weights are on their way before the kernel in front has ended.
-    w = _weights_in_parts(weight_ptr, rows, features, K, COLUMNS)
-    up_ptr = weight_ptr + tl.cast(features, tl.int64) * K
-    up = w
-    if GATED:
-        up = _weights_in_parts(up_ptr, rows, features, K, COLUMNS)
-    biases = _biases(bias_ptr, rows, features, GATED)
-    LOADED: tl.constexpr = NORM == "layer" and K <= 2048
-    weights = (), ()
-    if LOADED:
-        weights = _norm_in_parts(norm, K, COLUMNS, NORM)
-    elif NORM is not None:
-        fetch_line(norm_weight_ptr, K, pid, PDL)
-    wait_for_inputs(PDL)
-    added = _added(residual_ptr, 0, rows, features)
-    x, factor = _input_in_parts(x_ptr, stream, norm, weights, K, COLUMNS, NORM, LOADED)
-    if PROGRAMS == 0:
-        y = _products(w, x, K, COLUMNS) * factor
-        u = _products(up, x, K, COLUMNS) * factor if GATED else y
-        _end(y, u, rows, features, biases, added, ends, 0, ACTIVATION, GATED)
-    else:
-        for block in range(pid, tl.cdiv(features, ROWS), PROGRAMS):
-            rows = block * ROWS + tl.arange(0, ROWS)
-            following = rows + PROGRAMS * ROWS
-            w_next = _weights_in_parts(weight_ptr, following, features, K, COLUMNS)
-            own_biases, own_added = biases, added
-            if bias_ptr is not None:
-                biases = _biases(bias_ptr, following, features, GATED)
-            if residual_ptr is not None:
-                added = _added(residual_ptr, 0, following, features)
-            y = _products(w, x, K, COLUMNS) * factor
-            u = y
-            if GATED:
-                up_next = _weights_in_parts(up_ptr, following, features, K, COLUMNS)
-                u = _products(up, x, K, COLUMNS) * factor
-                up = up_next
-            w = w_next
-            _end(y, u, rows, features, own_biases, own_added, ends, 0, ACTIVATION, GATED)
-
-
 @triton.jit
 def _finish(
     y, up, rows, features, ends, offsets, ACTIVATION: tl.constexpr, GATED: tl.constexpr
@@ -530,3 +292,244 @@ def _finish_tile(
         y += tl.load(residual_ptr + at, mask=mask, other=0.0).to(tl.float32)
     y_at = y_ptr + m[:, None] * features + n[None, :]
     tl.store(y_at, y.to(y_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.constexpr_function
+def parts(width, columns):
+    """Where the parts begin that `columns` at most are read in, and their sizes, powers of two.
+
+    The widest comes first. They are exact but for the last: a rest of an eighth of the width or
+    less is one part, which may reach past the end.
+    """
+    found, begin = [], 0
+    while begin < width:
+        rest = width - begin
+        size = min(columns, 1 << (rest.bit_length() - 1))
+        if rest <= columns and 8 * rest <= width:
+            size = 1 << (rest - 1).bit_length()
+        found.append((begin, size))
+        begin += size
+    return tuple(found)
+
+
+@triton.constexpr_function
+def _count(width, columns):
+    return len(parts(width, columns))
+
+
+@triton.constexpr_function
+def _begin(i, width, columns):
+    return parts(width, columns)[i][0]
+
+
+@triton.constexpr_function
+def _size(i, width, columns):
+    return parts(width, columns)[i][1]
+
+
+@triton.constexpr_function
+def _is_alike(i, width, columns):
+    """True if part i is as wide as the one in front of it."""
+    sizes = [size for _, size in parts(width, columns)]
+    return sizes[i] == sizes[i - 1]
+
+
+@triton.constexpr_function
+def _is_exact(i, width, columns):
+    """True if part i reaches no further than the width."""
+    return sum(parts(width, columns)[i]) <= width
+
+
+@triton.jit
+def _part(i: tl.constexpr, K: tl.constexpr, COLUMNS: tl.constexpr):
+    """The columns of part i."""
+    SIZE: tl.constexpr = _size(i, K, COLUMNS)
+    return _begin(i, K, COLUMNS) + tl.arange(0, SIZE)
+
+
+@triton.jit
+def _weights_in_parts(weight_ptr, rows, features, K: tl.constexpr, COLUMNS: tl.constexpr):
+    """Rows of the weights, a tuple of parts [ROWS, size]."""
+    found = ()
+    for i in tl.static_range(_count(K, COLUMNS)):
+        columns = _part(i, K, COLUMNS)
+        at = rows.to(tl.int64)[:, None] * K + columns[None, :]
+        mask = (rows < features)[:, None]
+        if not _is_exact(i, K, COLUMNS):
+            mask = mask & (columns < K)[None, :]
+        w = tl.load(weight_ptr + at, mask=mask, other=0.0, eviction_policy="evict_first")
+        found = found + (w,)  # noqa: RUF005 - Triton unpacks no tuples
+    return found
+
+
+@triton.jit
+def _row_in_parts(ptr, K: tl.constexpr, COLUMNS: tl.constexpr):
+    """A row, a tuple of float32 parts; what lies outside is 0."""
+    found = ()
+    for i in tl.static_range(_count(K, COLUMNS)):
+        columns = _part(i, K, COLUMNS)
+        if _is_exact(i, K, COLUMNS):
+            x = tl.load(ptr + columns)
+        else:
+            x = tl.load(ptr + columns, mask=columns < K, other=0.0)
+        found = found + (x.to(tl.float32),)  # noqa: RUF005
+    return found
+
+
+@triton.jit
+def _sum_of_parts(terms, AXIS: tl.constexpr, K: tl.constexpr, COLUMNS: tl.constexpr):
+    """The sum over all parts: those of one size are added before their lanes' sums are."""
+    total = 0.0
+    own = terms[0]
+    for i in tl.static_range(1, _count(K, COLUMNS)):
+        if _is_alike(i, K, COLUMNS):
+            own += terms[i]
+        else:
+            total += tl.sum(own, AXIS)
+            own = terms[i]
+    return total + tl.sum(own, AXIS)
+
+
+@triton.jit
+def _squares(x, K: tl.constexpr, COLUMNS: tl.constexpr):
+    """The sum of the squares of a row in parts."""
+    found = ()
+    for i in tl.static_range(_count(K, COLUMNS)):
+        found = found + (x[i] * x[i],)  # noqa: RUF005
+    return _sum_of_parts(found, 0, K, COLUMNS)
+
+
+@triton.jit
+def _products(w, x, K: tl.constexpr, COLUMNS: tl.constexpr):
+    """Products [ROWS] of rows of the weights with a row of x, both in parts."""
+    found = ()
+    for i in tl.static_range(_count(K, COLUMNS)):
+        found = found + (w[i].to(tl.float32) * x[i][None, :],)  # noqa: RUF005
+    return _sum_of_parts(found, 1, K, COLUMNS)
+
+
+@triton.jit
+def _normed_in_parts(x, norm, weights, K: tl.constexpr, COLUMNS: tl.constexpr, NORM: tl.constexpr):
+    """As `_normed`, of a row in parts; `weights` and biases of a LayerNorm are there already."""
+    factor = 1.0
+    mean = 0.0
+    if NORM == "layer":
+        mean = _sum_of_parts(x, 0, K, COLUMNS) / K
+        centered = ()
+        for i in tl.static_range(_count(K, COLUMNS)):
+            less = x[i] - mean
+            if not _is_exact(i, K, COLUMNS):
+                less = tl.where(_part(i, K, COLUMNS) < K, less, 0.0)
+            centered = centered + (less,)  # noqa: RUF005
+        x = centered
+    if NORM is not None:
+        factor = 1.0 / tl.sqrt(_squares(x, K, COLUMNS) / K + norm[2])
+        gains, shifts = weights
+        found = ()
+        for i in tl.static_range(_count(K, COLUMNS)):
+            if NORM == "layer":
+                own = x[i] * (factor * gains[i]) + shifts[i]
+            elif NORM == "rms_offset":
+                own = x[i] * (gains[i] + 1.0)
+            else:
+                own = x[i] * gains[i]
+            found = found + (own,)  # noqa: RUF005
+        x = found
+        if NORM == "layer":
+            factor = 1.0
+    return x, factor
+
+
+@triton.jit
+def _norm_in_parts(norm, K: tl.constexpr, COLUMNS: tl.constexpr, NORM: tl.constexpr):
+    """A norm's weight and a LayerNorm's bias, rows in parts."""
+    gains, shifts = (), ()
+    if NORM is not None:
+        gains = _row_in_parts(norm[0], K, COLUMNS)
+    if NORM == "layer":
+        shifts = _row_in_parts(norm[1], K, COLUMNS)
+    return gains, shifts
+
+
+@triton.jit
+def _input_in_parts(
+    x_ptr, stream, norm, weights, K: tl.constexpr, COLUMNS: tl.constexpr, NORM: tl.constexpr,
+    LOADED: tl.constexpr,
+):  # fmt: skip
+    """As `_row`, in parts."""
+    before_ptr, normed_ptr = stream
+    x = _row_in_parts(x_ptr, K, COLUMNS)
+    if before_ptr is not None:
+        before = _row_in_parts(before_ptr, K, COLUMNS)
+        both = ()
+        for i in tl.static_range(_count(K, COLUMNS)):
+            rounded = (x[i] + before[i]).to(x_ptr.dtype.element_ty).to(tl.float32)
+            both = both + (rounded,)  # noqa: RUF005
+        x = both
+    if not LOADED:
+        weights = _norm_in_parts(norm, K, COLUMNS, NORM)
+    x, factor = _normed_in_parts(x, norm, weights, K, COLUMNS, NORM)
+    if normed_ptr is not None:  # noqa: SIM102 - a constant, then a value
+        if tl.program_id(0) == 0:
+            for i in tl.static_range(_count(K, COLUMNS)):
+                columns = _part(i, K, COLUMNS)
+                normed = (x[i] * factor).to(normed_ptr.dtype.element_ty)
+                tl.store(normed_ptr + columns, normed, mask=columns < K)
+    return x, factor
+
+
+@triton.jit
+def matvec_parts_kernel(
+    x_ptr, weight_ptr, bias_ptr, residual_ptr, norm_weight_ptr, norm_bias_ptr, before_ptr,
+    normed_ptr, y_ptr, features, eps,
+    K: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, PROGRAMS: tl.constexpr,
+    NORM: tl.constexpr, ACTIVATION: tl.constexpr, GATED: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    """As `matvec_kernel` for a single x [K], read in `parts` of COLUMNS at most.
+
+    A width that is no power of two costs no lanes and registers so.
+    """
+    let_next_start(PDL)
+    norm = (norm_weight_ptr, norm_bias_ptr, eps)
+    stream = (before_ptr, normed_ptr)
+    ends = (bias_ptr, residual_ptr, y_ptr)
+    pid = tl.program_id(0)
+    rows = pid * ROWS + tl.arange(0, ROWS)
+    # All parts of the weights are on their way before the kernel in front has ended.
+    w = _weights_in_parts(weight_ptr, rows, features, K, COLUMNS)
+    up_ptr = weight_ptr + tl.cast(features, tl.int64) * K
+    up = w
+    if GATED:
+        up = _weights_in_parts(up_ptr, rows, features, K, COLUMNS)
+    biases = _biases(bias_ptr, rows, features, GATED)
+    LOADED: tl.constexpr = NORM == "layer" and K <= 2048
+    weights = (), ()
+    if LOADED:
+        weights = _norm_in_parts(norm, K, COLUMNS, NORM)
+    elif NORM is not None:
+        fetch_line(norm_weight_ptr, K, pid, PDL)
+    wait_for_inputs(PDL)
+    added = _added(residual_ptr, 0, rows, features)
+    x, factor = _input_in_parts(x_ptr, stream, norm, weights, K, COLUMNS, NORM, LOADED)
+    if PROGRAMS == 0:
+        y = _products(w, x, K, COLUMNS) * factor
+        u = _products(up, x, K, COLUMNS) * factor if GATED else y
+        _end(y, u, rows, features, biases, added, ends, 0, ACTIVATION, GATED)
+    else:
+        for block in range(pid, tl.cdiv(features, ROWS), PROGRAMS):
+            rows = block * ROWS + tl.arange(0, ROWS)
+            following = rows + PROGRAMS * ROWS
+            w_next = _weights_in_parts(weight_ptr, following, features, K, COLUMNS)
+            own_biases, own_added = biases, added
+            if bias_ptr is not None:
+                biases = _biases(bias_ptr, following, features, GATED)
+            if residual_ptr is not None:
+                added = _added(residual_ptr, 0, following, features)
+            y = _products(w, x, K, COLUMNS) * factor
+            u = y
+            if GATED:
+                up_next = _weights_in_parts(up_ptr, following, features, K, COLUMNS)
+                u = _products(up, x, K, COLUMNS) * factor
+                up = up_next
+            w = w_next
+            _end(y, u, rows, features, own_biases, own_added, ends, 0, ACTIVATION, GATED)
