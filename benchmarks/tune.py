@@ -12,8 +12,9 @@ devices share experts out), or for random codes: `--quant` tunes their products 
 those of experts), `--kv-cache-dtype` attention over a cache in codes, and what is read in 16 bits
 beside them is tuned without these options. Many processes compile a shape's candidates
 first. What the file holds for other kinds of device stays, and so does, with `--keep`, what it
-holds for this one: only the rest is measured then. The file is written after every shape, and no
-search is begun after `--seconds`. Times are microseconds a call.
+holds for this one: only the rest is measured then, or with `--again` all of the shapes asked for.
+The file is written after every shape, and no search is begun after `--seconds`. Times are
+microseconds a call.
 """
 
 import argparse
@@ -200,6 +201,7 @@ def main() -> None:
     parser.add_argument("--kv-cache-dtype", help="tune attention over a cache in these codes")
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--keep", action="store_true", help="measure only what the file lacks")
+    parser.add_argument("--again", action="store_true", help="with --keep: measure these anew")
     parser.add_argument("--seconds", type=float, default=540.0)
     parser.add_argument("--processes", type=int, default=min(6, os.cpu_count() or 1))
     arguments = parser.parse_args()
@@ -211,15 +213,19 @@ def main() -> None:
     device = torch.device("cuda", torch.cuda.current_device())
     machine = Machine.of(device)
     kind = kind_of_device(device, machine)
+    if arguments.again and not arguments.keep:
+        parser.error("--again measures what --keep would leave as it is; give both")
     table: Table = {}
+    known: set[Key] = set()
     if arguments.keep and arguments.out.is_file():
         devices = json.loads(arguments.out.read_text())
         table = tuning.to_table(devices.get(kind, {"entries": []})["entries"])
+        known = set() if arguments.again else set(table)
     processes = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(arguments.processes, processes) as pool:
         shapes = product(arguments.shape or NAMES, arguments.tp or [1])
         for part in (Part(*one, *what) for one in shapes):
-            cases = [p for p in cases_of(part, device) if p.key not in table]
+            cases = [p for p in cases_of(part, device) if p.key not in known]
             # Before, not beside, the measurements: it runs the kernels as well.
             jobs = pool.map(partial(compile_candidates, part), [p.key for p in cases])
             list(jobs)
@@ -227,6 +233,7 @@ def main() -> None:
             found: Table = {}
             ended = search(cases, found, graph_seconds(device), arguments.seconds - compiled)
             table |= found
+            known |= set(found)
             write(arguments.out, kind, machine, table)
             spent = time.monotonic() - started
             keys = f"{len(found)} of {len(cases)} keys"

@@ -1,7 +1,7 @@
 """Device side of linear.py: two matrix-vector kernels, and the one for the matrix units."""
 
 # pyright: reportArgumentType=false, reportPossiblyUnboundVariable=false
-# pyright: reportGeneralTypeIssues=false
+# pyright: reportGeneralTypeIssues=false, reportOperatorIssue=false, reportAttributeAccessIssue=false
 import triton
 import triton.language as tl
 
