@@ -450,9 +450,9 @@ def test_rows_are_put_in_their_places_of_an_array(dtype, table, monkeypatch):
     )
     # Slot 2 has given its first block back.
     blocks = np.array([[8, 1], [2, 3], [-1, 9], [6, 7], [4, 5]], np.int32) if table else None
-    given = (jnp.asarray(x) for x in (held, new, slots, starts, lengths))
-    where = None if blocks is None else jnp.asarray(blocks)
-    found = np.asarray(appending.put_rows(*given, where, **INTERPRET))
+    where = (x if x is None else jnp.asarray(x) for x in (slots, starts, lengths, blocks))
+    given = jnp.asarray(held), jnp.asarray(new), appending.Rows(*where)
+    found = np.asarray(appending.put_rows(*given, **INTERPRET))
     assert found.dtype == kind
     for b, slot in enumerate(slots):
         for t in range(lengths[b] if slot < 5 else 0):

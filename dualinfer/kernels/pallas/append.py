@@ -41,6 +41,20 @@ class HeadNorm(NamedTuple):
     turned: bool = False
 
 
+class Rows(NamedTuple):
+    """The places of rows of tokens [B, T]: row b's token t goes to place starts[b] + t of slots[b].
+
+    That is if t is below lengths[b], int32 [B] all, and there are this slot and this place. Slots
+    are rows of an array, or those of int32 `table` [N, blocks], which names the rows that have a
+    slot's places, S each; none has those of a negative one.
+    """
+
+    slots: jax.Array
+    starts: jax.Array
+    lengths: jax.Array
+    table: jax.Array | None = None
+
+
 def widened(
     cos: jax.Array, sin: jax.Array, dim: int, interleaved: bool
 ) -> tuple[jax.Array, jax.Array]:
@@ -143,28 +157,16 @@ def put(
     return y
 
 
-def put_rows(
-    held: jax.Array,
-    new: jax.Array,
-    slots: jax.Array,
-    starts: jax.Array,
-    lengths: jax.Array,
-    table: jax.Array | None = None,
-    *,
-    interpret: bool,
-) -> jax.Array:
-    """A cache's array [M, K, S, D] with rows of tokens `new` [B, T, K, D], in its memory.
+def put_rows(held: jax.Array, new: jax.Array, rows: Rows, *, interpret: bool) -> jax.Array:
+    """A cache's array [M, K, S, D] with `rows` of tokens `new` [B, T, K, D], in its memory.
 
-    Without D for scales. new[b, t] goes to place starts[b] + t of slot slots[b], int32 all, if t is
-    below lengths[b] and there are this slot and this place. Slots are rows of the array, or those
-    of int32 `table` [N, blocks], which names the rows that have a slot's places, S each; none has
-    those of a negative one. Rows of one slot lie side by side, in their order.
+    Without D for scales. Rows of one slot lie side by side, in their order.
     """
     (heads, tokens, *rest), (batch, count) = held.shape[1:], new.shape[:2]
     size = _tile_of(held, count) if rest else _lanes_of(tokens)
     shape, wide, steps = (heads, size, *rest), _wide(held), pl.cdiv(count - 1, size) + 1
-    starts = starts.astype(jnp.int32)
-    places = _tiles_of(held, slots, starts, lengths, table, size, steps)
+    starts = rows.starts.astype(jnp.int32)
+    places = _tiles_of(held, rows._replace(starts=starts), size, steps)
     new = new.astype(held.dtype)
     if not rest:  # lanes are turned in whole tiles alone
         source = jnp.arange(steps * size)[None] - (starts % size)[:, None]
@@ -225,21 +227,14 @@ def put_rows(
     return y
 
 
-def _tiles_of(
-    held: jax.Array,
-    slots: jax.Array,
-    starts: jax.Array,
-    lengths: jax.Array,
-    table: jax.Array | None,
-    size: int,
-    steps: int,
-) -> list[jax.Array]:
+def _tiles_of(held: jax.Array, given: Rows, size: int, steps: int) -> list[jax.Array]:
     """What each program of `put_rows` changes, int32 [B * steps] each.
 
     A tile of so many places, by row and number; the program whose rows are its own; the first place
     and the one behind the last; and how far rows are turned. A program that changes nothing has the
     tile of the last one that does, so that none is read or written for it.
     """
+    slots, starts, lengths, table = given
     tokens, total = held.shape[2], len(held) if table is None else len(table)
     tiles = starts[:, None] // size + jnp.arange(steps, dtype=jnp.int32)
     each = tokens // size  # of a row

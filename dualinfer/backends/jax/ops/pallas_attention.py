@@ -315,9 +315,10 @@ class PallasAttention(PallasBase):
         if not appending.serves(first):
             return super()._extend(cache, slots, starts, lengths, k, v)
 
+        rows = appending.Rows(slots, starts, lengths, getattr(own, "table", None))
+
         def put(held: jax.Array, new: jax.Array) -> jax.Array:
-            where = slots, starts, lengths, getattr(own, "table", None)
-            return appending.put_rows(held, new, *where, interpret=self.interpret)
+            return appending.put_rows(held, new, rows, interpret=self.interpret)
 
         if latent:
             return own._replace(shared=put(first, fitted(MATHS, k, own.shared))[:, 0])
