@@ -12,7 +12,7 @@ from ...backends.jax.ops.cudnn import cudnn_serves
 from ...backends.jax.ops.plain import PlainOps
 from ...model.spec import Attention, Rope
 from ...ops.cache_kinds import FullCache
-from ...ops.contract import LayerAttention
+from ...ops.contract import EVERY, LayerAttention
 from ...ops.rotary import rotary, turns
 from ..case import OpCase, Shape, heads_of, prompts_work
 from .inputs import Bench, Op
@@ -116,7 +116,7 @@ def prompts(bench: Bench, batch: int, tokens: int, a: Attention) -> Iterator[OpC
     op, opened = Op(*about, inputs), Op(*about, ready)
     yield op.by_kernels("", run)
     _, (qkv,) = jax.eval_shape(inputs)
-    if cudnn_serves(layer, qkv, None, None):
+    if cudnn_serves(layer, qkv, EVERY):
         yield opened.by_kernels("dualinfer's Triton kernel", our_kernel)
     if 4 * batch * a.heads * tokens * tokens <= _MOST_SCORES:
         yield op.by_plain(run)
