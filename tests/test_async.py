@@ -5,6 +5,7 @@ import gc
 import subprocess
 import sys
 import threading
+import time
 
 import numpy as np
 import pytest
@@ -42,6 +43,15 @@ def test_many_callers_have_the_tokens_that_each_has_alone(engine):
         return found
 
     assert asyncio.run(main()) == expected
+
+
+def test_no_prompt_is_read_once_all_have_their_only_token(engine):
+    async def main():
+        await engine.generate_async(random_ids(1, 5), max_new_tokens=1)
+
+    asyncio.run(main())
+    time.sleep(0.1)  # the driver's turn ends behind the token
+    assert engine.traffic().reading == 0
 
 
 def test_one_ends_by_itself_and_others_go_on(engine):

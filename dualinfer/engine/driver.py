@@ -276,6 +276,8 @@ class Driver:
                 self._turn()
             except BaseException as error:
                 self._fail_all(error)
+            if not self.is_busy:
+                self.reading = 0
             self._look()
             self._wake()
         self._fail_all(self._stopped)
