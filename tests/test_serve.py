@@ -239,6 +239,30 @@ def test_log_probabilities_of_prompts_are_hfs(engine, client, hf):
     assert np.allclose([x.logprob for x in row[1:]], expected, atol=2e-4)
 
 
+def test_parts_of_characters_are_told_the_same_wherever_they_stand(engine, client):
+    """Their offsets are those of the characters in the text, and chats know their bytes."""
+    text = "é日🎉x y"
+    encoded = engine.tokenizer(text)["input_ids"]
+    echoed = complete(client, prompt=text, echo=True, logprobs=0, max_tokens=0).choices[0].logprobs
+    chosen = {"extra_body": {"structured_outputs": {"choice": [text]}}}
+    new = complete(client, prompt="日", echo=True, logprobs=1, max_tokens=20, **chosen).choices[0]
+    made, begun = new.logprobs, len(engine.tokenizer("日")["input_ids"])
+    count = len(encoded)
+    assert new.text == "日" + text
+    assert made.tokens[begun:][:count] == echoed.tokens
+    assert [x - 1 for x in made.text_offset[begun:][:count]] == echoed.text_offset
+    assert made.text_offset[:begun] == [0] * begun
+    starts, whole = [], b""  # by the bytes alone: where the character of each first byte is
+    how = {"model": "small", "messages": CHAT, "temperature": 0, "max_tokens": 20, **chosen}
+    content = client.chat.completions.create(**how, logprobs=True).choices[0].logprobs.content
+    for one in content[:count]:
+        starts.append(len((whole + bytes(one.bytes[:1])).decode(errors="replace")) - 1)
+        whole += bytes(one.bytes)
+    assert whole.decode() == text
+    assert [one.token for one in content[:count]] == echoed.tokens
+    assert starts == echoed.text_offset
+
+
 class Copy(pydantic.BaseModel, extra="forbid"):
     path: str = pydantic.Field(max_length=6)
     times: int = pydantic.Field(ge=0, le=9)

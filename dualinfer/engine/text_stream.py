@@ -59,6 +59,10 @@ class Detokenizer:
         stages = [_Replaced(*pair) for pair in _CLEANED] if self._cleans else []
         return TextStream(self._source, stages, prompt)
 
+    def bytes_of(self, token: int) -> bytes | None:
+        """The bytes of a token that may be a part of a character; None where they are not known."""
+        return self._source.bytes_of(token) if isinstance(self._source, _Chain) else None
+
 
 def _told(which: object = "") -> AbstractContextManager[None]:
     """Within it an error of the tokenizer's, which decodes these tokens, is an ArgumentError."""
@@ -85,8 +89,14 @@ class TextStream:
         with _told():
             return self._behind(self._rest())
 
+    def rest(self) -> str:
+        """The text that `finish` would give now."""
+        with _told():
+            text = self._rest()
+        return text[len(os.path.commonprefix((self._shown, text))) :]
+
     def _rest(self) -> str:
-        """The text that would come if the sequence ended now."""
+        """The end of the whole text that is not settled."""
         return _ended([copy(stage) for stage in self._stages], self._source.rest())
 
     def _behind(self, text: str) -> str:
@@ -96,6 +106,31 @@ class TextStream:
         known = len(os.path.commonprefix((self._shown, text)))
         self._shown = self._shown[known:] if known == len(text) else ""
         return text[known:]
+
+
+class Places:
+    """Tells where in a text each of its tokens begins.
+
+    `begin` is where the text of a new `stream` begins, which should be eager. A token that goes on
+    with a character begins where that does.
+    """
+
+    def __init__(self, stream: TextStream, begin: int = 0) -> None:
+        self._stream, self._settled = stream, begin
+
+    @property
+    def end(self) -> int:
+        """Where the text ends so far."""
+        return self._settled + len(self._stream.rest())
+
+    def push(self, token: int) -> int:
+        """Where the next token begins."""
+        held, piece = self._stream.rest(), self._stream.push(token)
+        text = piece + self._stream.rest()
+        is_behind = len(text) > len(held) and text.startswith(held)
+        place = self._settled + (len(held) if is_behind else 0)
+        self._settled += len(piece)
+        return place
 
 
 class _Source(Protocol):
@@ -151,6 +186,18 @@ class _Chain:
     def rest(self) -> str:
         """The text that is held back."""
         return _ended([copy(stage) for stage in self._stages])
+
+    def bytes_of(self, token: int) -> bytes | None:
+        """The bytes of a token; None where they are not known."""
+        piece = self._token_of(token) or ""
+        if any(isinstance(stage, _Bytes) for stage in self._stages):
+            byte = _BYTE.fullmatch(piece)
+            return bytes([int(byte[1], 16)]) if byte else None
+        if not any(isinstance(stage, _ByteLevel) for stage in self._stages):
+            return None
+        with suppress(KeyError):
+            return bytes([_BYTE_OF[letter] for letter in piece])
+        return None
 
 
 class _Each:

@@ -8,9 +8,11 @@ from typing import Any
 
 from ...engine.grammar import Reader
 from ...engine.requests import TokenLogprobs
-from ...engine.text_stream import Detokenizer
+from ...engine.text_stream import Detokenizer, Places
 from .calls import Delta, Reply
 from .metrics import Metrics
+
+_NEAR = 256  # of the last ids of a prompt
 
 
 class StopText:
@@ -84,14 +86,34 @@ def _finite(logprob: float) -> float:
     return logprob if math.isfinite(logprob) else -9999.0
 
 
+def _text_among(namer: Detokenizer, ids: Sequence[int]) -> list[int]:
+    """The last of some ids that is text by itself, no part of a character; none if there is none.
+
+    Behind it a token has the text that it has within a text.
+    """
+    for token in reversed(ids[-_NEAR:]):
+        stream = namer.stream()
+        if "\ufffd" not in stream.push(token) + stream.finish():
+            return [token]
+    return []
+
+
 @dataclass(frozen=True)
 class Told:
     """The log-probability of a token, where its text begins, and the likeliest ones of its step."""
 
-    text: str
+    token: "Named"
     logprob: float | None  # None of a prompt's first token
     offset: int
-    top: list[tuple[str, float]]
+    top: list[tuple["Named", float]]
+
+
+@dataclass(frozen=True)
+class Named:
+    """A token by itself: its text, with U+FFFD for parts of characters, and its bytes if known."""
+
+    text: str
+    raw: bytes | None
 
 
 class Nothing:
@@ -147,23 +169,24 @@ class Answer:
     opening: str = ""  # the prompt, where it is to be echoed
     prompt_told: Sequence[TokenLogprobs | None] | None = None  # of the prompt's tokens
     likely: int = 0  # ones of each step that are told
-    before: list[int] = field(default_factory=list)  # the prompt's last id
+    placer: Detokenizer | None = None  # as `detokenizer`, and eager, to find where tokens begin
+    before: list[int] = field(default_factory=list)  # an id of the prompt that is text by itself
+    places: Places | None = None  # of new tokens
     count: int = 0
-    length: int = 0  # of the texts of its tokens
 
     async def parts(self) -> AsyncIterator[Part]:
         """The text as it comes; the last part says why it ended."""
         prompt = self.handle.prompt_ids
-        self.before, text = prompt[-1:], self.detokenizer.stream(prompt)
+        text = self.detokenizer.stream(prompt)
         last: float | None = None
         if self.opening:
             part = Part(self.opening)
             if self.prompt_told is not None and self.namer is not None:
-                self.before = []
-                for token, said in zip(prompt, self.prompt_told, strict=True):
-                    part.told.append(self._told(self.namer, token, said))
-                    self.before = [token]
+                part.told = self._echoed(self.namer, prompt, self.prompt_told)
             yield part
+        if self.namer is not None and self.placer is not None:
+            self.before = _text_among(self.namer, prompt)
+            self.places = Places(self.placer.stream(prompt), len(self.opening))
         try:
             while tokens := await self.handle.arrived():
                 now = time.monotonic()
@@ -202,8 +225,8 @@ class Answer:
         """The text of tokens up to a stop string."""
         part = Part("")
         for token in tokens:
-            if self.namer is not None:
-                part.told.append(self._tell(self.namer, token))
+            if self.namer is not None and self.places is not None:
+                part.told.append(self._tell(self.namer, self.places, token))
             self.count += 1
             part.tokens.append(token)
             if token in self.stop_ids:
@@ -214,23 +237,39 @@ class Answer:
                 break
         return part
 
-    def _tell(self, namer: Detokenizer, token: int) -> Told:
+    def _tell(self, namer: Detokenizer, places: Places, token: int) -> Told:
         """The log-probabilities of the next token."""
-        return self._told(namer, token, self.handle.logprobs_of(self.count))
+        offset = places.end if token in self.stop_ids else places.push(token)
+        return self._told(namer, token, self.handle.logprobs_of(self.count), offset)
 
-    def _told(self, namer: Detokenizer, token: int, said: TokenLogprobs | None) -> Told:
+    def _echoed(
+        self, namer: Detokenizer, prompt: Sequence[int], told: Sequence[TokenLogprobs | None]
+    ) -> list[Told]:
+        """What is told of the prompt's tokens, whose text the client may have written itself."""
+        places, stream = Places(namer.stream()), namer.stream()
+        text = stream.push(*prompt) + stream.finish()
+        ahead, most = max(0, text.find(self.opening)), len(self.opening)  # as of a BOS
+        made, whole = [], _text_among(namer, prompt)
+        for i, (token, said) in enumerate(zip(prompt, told, strict=True)):
+            self.before = whole if i else []
+            offset = min(max(0, places.push(token) - ahead), most)
+            made.append(self._told(namer, token, said, offset))
+        return made
+
+    def _told(
+        self, namer: Detokenizer, token: int, said: TokenLogprobs | None, offset: int
+    ) -> Told:
         """A token with its log-probability, and those of the likeliest."""
 
-        def name(token: int) -> str:
+        def name(token: int) -> Named:
             stream = namer.stream(self.before)  # as within a text
-            return stream.push(token) + stream.finish()
+            text = stream.push(token) + stream.finish()
+            known = namer.bytes_of(token) if "\ufffd" in text else text.encode()
+            return Named(text, known)
 
-        text = name(token)
         top = [] if said is None else [(name(x), _finite(y)) for x, y in said.top[: self.likely]]
         logprob = None if said is None else _finite(said.logprob)
-        told = Told(text, logprob, self.length, top)
-        self.length += len(text)
-        return told
+        return Told(name(token), logprob, offset, top)
 
     def shown_prompt(self) -> list[dict[str, Any] | None] | None:
         """The prompt's log-probabilities as vLLM gives them; ranks are known of the likeliest."""

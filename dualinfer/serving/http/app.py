@@ -324,9 +324,10 @@ class Server:
         tokenizer, cleans = tokenizer_of(self.engine.tokenizer), grammar is None
         detokenizer = Detokenizer(tokenizer, skips and not reads, cleans=cleans)
         silent = talk.silent if talk is not None and reads and skips else ()
-        namer = None
+        namer = placer = None
         if arguments["logprobs"] is not None:
-            namer = Detokenizer(tokenizer, skip_special_tokens=False)
+            namer = Detokenizer(tokenizer, skip_special_tokens=False, eager=True)
+            placer = Detokenizer(tokenizer, skips and not reads, eager=True)
         answers: list[Answer] = []
         try:
             for i, (ids, opening) in enumerate(asked.prompts):
@@ -351,6 +352,7 @@ class Server:
                         opening,
                         None if told is None else told[i],
                         body.likely or 0,
+                        placer,
                     )
                     answers.append(answer)
         except BaseException:

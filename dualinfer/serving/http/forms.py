@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Sequence
 from contextlib import aclosing
 from typing import Any
 
-from .answers import Answer, Part, Told
+from .answers import Answer, Named, Part, Told
 from .calls import Delta
 from .protocol import StreamOptions, as_refused
 
@@ -93,16 +93,16 @@ class ChatForm(Form):
 
 def _told_in_chat(told: Sequence[Told]) -> dict[str, Any]:
     content = [
-        {**_token(one.text, one.logprob), "top_logprobs": [_token(*x) for x in one.top]}
+        {**_token(one.token, one.logprob), "top_logprobs": [_token(*x) for x in one.top]}
         for one in told
     ]
     return {"content": content, "refusal": None}
 
 
-def _token(text: str, logprob: float | None) -> dict[str, Any]:
-    """A token as chats tell of it; its bytes are unknown where it is a part of a character."""
-    known = None if "\ufffd" in text else list(text.encode())
-    return {"token": text, "logprob": logprob, "bytes": known}
+def _token(token: Named, logprob: float | None) -> dict[str, Any]:
+    """A token as chats tell of it."""
+    known = None if token.raw is None else list(token.raw)
+    return {"token": token.text, "logprob": logprob, "bytes": known}
 
 
 class TextForm(Form):
@@ -125,7 +125,7 @@ class TextForm(Form):
         said = None
         if told is not None:
             said = {
-                "tokens": [one.text for one in told],
+                "tokens": [one.token.text for one in told],
                 "token_logprobs": [one.logprob for one in told],
                 "text_offset": [one.offset for one in told],
                 "top_logprobs": [None if x.logprob is None else _likeliest(x.top) for x in told],
@@ -133,11 +133,11 @@ class TextForm(Form):
         return {"index": index, "text": text, "logprobs": said, "finish_reason": reason}
 
 
-def _likeliest(top: Sequence[tuple[str, float]]) -> dict[str, float]:
+def _likeliest(top: Sequence[tuple[Named, float]]) -> dict[str, float]:
     """Likely tokens by their texts; of several ids with one text the likeliest counts."""
     made: dict[str, float] = {}
-    for text, logprob in top:
-        made.setdefault(text, logprob)
+    for token, logprob in top:
+        made.setdefault(token.text, logprob)
     return made
 
 
