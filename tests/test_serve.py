@@ -585,6 +585,15 @@ def test_the_other_routes(engine, client, url):
     texts = ["def f(", "class A"]
     vectors = client.embeddings.create(model="small", input=texts)  # in base64
     assert np.allclose([x.embedding for x in vectors.data], engine.embed(texts), atol=1e-6)
+    rows = engine.tokenizer(texts)["input_ids"]  # as LangChain sends them
+    by_ids = client.embeddings.create(model="small", input=rows)
+    assert np.allclose([x.embedding for x in by_ids.data], engine.embed(texts), atol=1e-6)
+    assert by_ids.usage == vectors.usage
+    one = client.embeddings.create(model="small", input=rows[1])
+    assert np.allclose(one.data[0].embedding, engine.embed(texts[1]), atol=1e-6)
+    for wrong in ([10**6], [[1], []], [], [1, "a"], [[1]] * 2049):
+        status, said = post(url, "/v1/embeddings", {"model": "small", "input": wrong})
+        assert (status, said["error"]["param"]) == (400, "input"), said
     complete(client, max_tokens=3)
     for route in ("/health", "/ready"):
         with urllib.request.urlopen(url + route) as got:

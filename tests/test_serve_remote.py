@@ -272,7 +272,8 @@ def test_answers_are_those_of_an_engine_here(engine, client, server):
     echoed = complete(client, max_tokens=1, echo=True, logprobs=0).choices[0].logprobs
     row = engine.prompt_logprobs(ids)
     assert np.allclose(echoed.token_logprobs[1:-1], [x.logprob for x in row[1:]], atol=1e-4)
-    vectors = client.embeddings.create(model="small", input=["def f(", "class A"])
+    rows = engine.tokenizer(["def f(", "class A"])["input_ids"]
+    vectors = client.embeddings.create(model="small", input=rows)
     assert np.allclose(
         [x.embedding for x in vectors.data], engine.embed(["def f(", "class A"]), atol=1e-5
     )

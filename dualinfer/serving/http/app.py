@@ -466,7 +466,10 @@ class Server:
 
     async def _embedded(self, body: EmbeddingRequest) -> bytes:
         """The body of a response; texts are embedded some at a time, while somebody waits."""
-        texts = [body.input] if isinstance(body.input, str) else body.input
+        texts = body.inputs
+        for given in texts:
+            if not isinstance(given, str):
+                _check_ids(given, self.engine.about.vocab, "input")
         data: list[str] = []
         tokens = 0
         for first in range(0, len(texts), _TEXTS):
@@ -480,7 +483,7 @@ class Server:
         return f'{rest[:-1]}, "data": [{", ".join(data)}]}}'.encode()
 
     def _shown(
-        self, texts: Sequence[str], vectors: Any, first: int, body: EmbeddingRequest
+        self, texts: Sequence[str | list[int]], vectors: Any, first: int, body: EmbeddingRequest
     ) -> tuple[int, list[str]]:
         """The number of the texts' tokens, and their vectors as JSON, with indices from `first`."""
         data = []
@@ -491,7 +494,11 @@ class Server:
             data.append(
                 json.dumps({"object": "embedding", "index": first + i, "embedding": numbers})
             )
-        return sum(len(ids_of(self.engine.tokenizer, text)) for text in texts), data
+        counts = (
+            len(ids_of(self.engine.tokenizer, text) if isinstance(text, str) else text)
+            for text in texts
+        )
+        return sum(counts), data
 
     async def _health(self, request: Request) -> Response:
         trouble = self.engine.state().trouble

@@ -106,8 +106,8 @@ class ServedEngine(Protocol):
         """As `engine.prompt_logprobs`; it ends between two pieces where nobody waits any more."""
         ...
 
-    async def embed(self, texts: Sequence[str], size: int | None) -> np.ndarray:
-        """Vectors float32 [N, size] of a few texts, of the model's own size where that is None."""
+    async def embed(self, texts: Sequence[str | list[int]], size: int | None) -> np.ndarray:
+        """Vectors float32 [N, size] of a few texts, or their ids; None is the model's own size."""
         ...
 
     def state(self) -> State:
@@ -144,7 +144,7 @@ class LocalEngine:
             rows.append(piece)
         return prompt_told(rows, likely)
 
-    async def embed(self, texts: Sequence[str], size: int | None) -> np.ndarray:
+    async def embed(self, texts: Sequence[str | list[int]], size: int | None) -> np.ndarray:
         """See `ServedEngine`."""
         embed = self._engine.embed
         return await asyncio.to_thread(self._whole, embed, list(texts), truncate_dim=size)

@@ -435,14 +435,31 @@ class DetokenizeRequest(_Body):
     tokens: _Ids
 
 
+_IdsOfText = Annotated[_Ids, Field(min_length=1)]
+_Texts = Field(min_length=1, max_length=_MOST_TEXTS, fail_fast=True)
+_Input = Annotated[
+    Annotated[str, Tag("text")]
+    | Annotated[list[str], _Texts, Tag("texts")]
+    | Annotated[_IdsOfText, Tag("ids")]
+    | Annotated[list[_IdsOfText], _Texts, Tag("prompts")],
+    Discriminator(_kind_of_prompt),
+]
+
+
 class EmbeddingRequest(_Body):
     """The body of /v1/embeddings."""
 
     model: str
-    input: str | Annotated[list[str], Field(min_length=1, max_length=_MOST_TEXTS, fail_fast=True)]
+    input: _Input
     encoding_format: str | None = None
     dimensions: Annotated[int, Field(ge=1)] | None = None
     user: Any = None
+
+    @property
+    def inputs(self) -> list[str] | list[list[int]]:
+        """What is embedded: texts, or the ids of texts."""
+        given: Any = self.input
+        return [given] if isinstance(given, str) or isinstance(given[0], int) else given
 
 
 _B = TypeVar("_B", bound=_Body)

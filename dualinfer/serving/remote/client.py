@@ -300,7 +300,7 @@ class RemoteEngine:
         rows = await self._called({"do": "tell"}, ids=np.array(ids, np.int32))
         return prompt_told([rows], likely)
 
-    async def embed(self, texts: Sequence[str], size: int | None) -> np.ndarray:
+    async def embed(self, texts: Sequence[str | list[int]], size: int | None) -> np.ndarray:
         """See `ServedEngine`."""
         return await self._called({"do": "embed", "texts": [*texts], "size": size})
 
