@@ -25,7 +25,7 @@ from dualinfer.serving.http.answers import StopText
 from dualinfer.serving.http.app import Server
 from dualinfer.serving.http.beside import served
 from dualinfer.serving.http.engines import LocalEngine
-from dualinfer.serving.http.protocol import CompletionRequest, RequestError, read
+from dualinfer.serving.http.protocol import ChatRequest, CompletionRequest, RequestError, read
 from dualinfer.system.terminal import without_controls
 
 KEY = "a-key"
@@ -445,6 +445,34 @@ def test_what_cannot_be_honoured_is_refused_by_name(client, url):
             client.chat.completions.create(**{"model": "small", "messages": CHAT} | _split(extra))
     ignored = {"user": "me", "suffix": None, "best_of": 1, "extra_body": {"store": True}}
     assert complete(client, **ignored, max_tokens=2).usage.completion_tokens == 2
+
+
+@pytest.mark.parametrize(
+    ("fields", "says"),
+    [
+        ({"stop": ""}, "stop is ''; expected 1 or more characters."),
+        ({"stop": ["a", 5]}, "stop.1 is 5; expected a text."),
+        ({"stop": 5}, "stop is 5; expected a text, or a list."),
+        ({"prompt": ["a", [5]]}, "prompt.1 is [5]; expected a text."),
+        ({"prompt": 5}, "prompt is 5; expected a text, a list of texts, a list of token ids, or a "
+         "list of such lists."),
+        ({"response_format": 5}, "response_format is 5; expected an object."),
+        ({"response_format": {}}, "response_format.type is missing."),
+        ({"structured_outputs": {"json": 5}},
+         "structured_outputs.json is 5; expected an object, or a text."),
+        ({"stream_options": {"a": 1}}, "stream_options.a: there is no such field. Leave it out."),
+        ({"tool_choice": "foo"},
+         "tool_choice is 'foo'; expected 'none', 'auto' or 'required', or an object."),
+        ({"tool_choice": {"type": "function"}}, "tool_choice.function is missing."),
+    ],
+)  # fmt: skip
+def test_errors_name_a_field_as_the_client_wrote_it(fields, says):
+    kind = ChatRequest if "tool_choice" in fields else CompletionRequest
+    base = {"messages": CHAT} if kind is ChatRequest else {"prompt": PROMPT}
+    with pytest.raises(RequestError) as caught:
+        read(json.dumps({"model": "small", **base, **fields}).encode(), kind)
+    assert caught.value.message == says
+    assert caught.value.param in fields
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,7 @@
 
 import json
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Discriminator, Field, Tag, ValidationError
@@ -14,6 +14,7 @@ from ...errors import (
     LengthError,
     OutOfMemoryError,
     UnsupportedError,
+    shortened,
     shown,
 )
 
@@ -85,6 +86,7 @@ _Ids = Annotated[list[_Id], Field(fail_fast=True, max_length=_MOST_IDS)]
 _Messages = Annotated[list[dict[str, Any]], Field(fail_fast=True, min_length=1)]
 
 
+_Choices = Annotated[list[str], Field(fail_fast=True)]
 _Schema = dict[str, Any] | str
 _GUIDED = {"json": "json", "regex": "regex", "choice": "choice", "grammar": "lark"}  # vLLM's names
 
@@ -107,13 +109,18 @@ class ResponseFormat(_Body):
     @property
     def grammar(self) -> dict[str, Any] | None:
         """As `generate` takes it."""
-        if (self.type == "json_schema") != (self.json_schema is not None):
+        if self.type != "json_schema" and self.json_schema is not None:
             raise RequestError(
-                f"response_format has the type {self.type}; json_schema belongs to the type "
-                "json_schema, which needs it.",
+                f"response_format has the type {self.type}, and json_schema belongs to the type "
+                "json_schema. Send that type, or leave json_schema out.",
                 "response_format",
             )
         if self.json_schema is None:
+            if self.type == "json_schema":
+                raise RequestError(
+                    "response_format.json_schema is missing; the type json_schema needs it.",
+                    "response_format",
+                )
             return {"json": True} if self.type == "json_object" else None
         if self.json_schema.schema_ is None:
             raise RequestError("response_format.json_schema.schema is missing.", "response_format")
@@ -125,7 +132,7 @@ class StructuredOutputs(_Body):
 
     json_: Annotated[_Schema | None, Field(alias="json")] = None
     regex: str | None = None
-    choice: list[str] | None = None
+    choice: _Choices | None = None
     grammar_: Annotated[str | None, Field(alias="grammar")] = None
     json_object: bool | None = None
 
@@ -176,7 +183,7 @@ class Generation(_Body):
     structured_outputs: StructuredOutputs | None = None
     guided_json: _Schema | None = None
     guided_regex: str | None = None
-    guided_choice: list[str] | None = None
+    guided_choice: _Choices | None = None
     guided_grammar: str | None = None
     # Read and ignored: they are about OpenAI's own bookkeeping.
     user: Any = None
@@ -480,15 +487,75 @@ def read(body: bytes, kind: type[_B]) -> _B:
     try:
         return kind.model_validate(kept)
     except ValidationError as error:
-        first = error.errors(include_url=False, include_context=False)[0]
-        name = str(first["loc"][0]) if first["loc"] else None
-        where = ".".join(str(part) for part in first["loc"] if isinstance(part, int | str))
-        if first["type"] == "missing":
-            raise RequestError(f"{where} is missing.", name) from error
-        said = f"{where} is {shown(first['input'])}: {first['msg']}."
-        raise RequestError(said, name) from error
+        raise _refusal(error.errors(include_url=False), kept) from error
     except RecursionError as error:
         raise RequestError("The body is nested too deeply.") from error
+
+
+def _refusal(errors: Sequence[Any], body: Mapping[str, Any]) -> RequestError:
+    """What is wrong with the first field that is, of all that its kinds of values say.
+
+    The kind that reads deepest into the value is what was meant; of those that read it alike one
+    that takes its type.
+    """
+    name = str(errors[0]["loc"][0])
+    found = [(_place(e, body), e) for e in errors if str(e["loc"][0]) == name]
+    place = max((place for place, _ in found), key=len)
+    here = [e for at, e in found if at == place]
+    here = [e for e in here if not e["type"].endswith(("_type", "literal_error"))] or here
+    where, first = shortened(".".join(place)), here[0]
+    if first["type"] == "missing":
+        return RequestError(f"{where} is missing.", name)
+    if first["type"] == "extra_forbidden":
+        return RequestError(f"{where}: there is no such field. Leave it out.", name)
+    wanted = ", or ".join(dict.fromkeys(map(_wanted, here)))
+    if place in (["prompt"], ["input"]) and first["type"].endswith("_type"):
+        wanted = "a text, a list of texts, a list of token ids, or a list of such lists"
+    return RequestError(f"{where} is {shown(first['input'])}; expected {wanted}.", name)
+
+
+def _place(error: Mapping[str, Any], body: Any) -> list[str]:
+    """Where in the body an error is, without pydantic's names of kinds of values."""
+    place, loc = [], error["loc"]
+    for i, part in enumerate(loc):
+        is_missing = error["type"] == "missing" and i == len(loc) - 1
+        if isinstance(body, dict) and (part in body or is_missing):
+            body = body.get(part)
+        elif isinstance(body, list) and isinstance(part, int) and part < len(body):
+            body = body[part]
+        else:
+            continue
+        place.append(str(part))
+    return place
+
+
+_WANTED = {
+    "string_type": "a text",
+    "int_type": "an integer",
+    "float_type": "a number",
+    "bool_type": "true or false",
+    "list_type": "a list",
+    "dict_type": "an object",
+    "model_type": "an object",
+    "model_attributes_type": "an object",
+    "finite_number": "a finite number",
+    "literal_error": "{expected}",
+    "greater_than": "more than {gt}",
+    "greater_than_equal": "at least {ge}",
+    "less_than": "less than {lt}",
+    "less_than_equal": "at most {le}",
+    "string_too_short": "{min_length} or more characters",
+    "string_too_long": "at most {max_length:,} characters",
+    "too_short": "{min_length} or more elements",
+    "too_long": "at most {max_length:,} elements",
+    "string_pattern_mismatch": "a text that matches {pattern}",
+}
+
+
+def _wanted(error: Mapping[str, Any]) -> str:
+    """What is taken where pydantic found an error."""
+    known = _WANTED.get(error["type"])
+    return error["msg"] if known is None else known.format(**error.get("ctx", {}))
 
 
 def _is_served(name: str, value: Any, kind: type[_Body]) -> bool:
