@@ -88,10 +88,10 @@ ANSWERS = [
 ]  # fmt: skip
 
 
-def reader(style, known=(), thinks=False, opened=False):
+def reader(style, known=(), thinks=False, opened=False, must=False):
     if style == "harmony":
         return ChannelReply(known, thinks)
-    return Reply(style, known, thinks, opened)
+    return Reply(style, known, thinks, opened, must=must)
 
 
 def answered(pieces, *how, **more):
@@ -165,6 +165,22 @@ def test_one_call_may_be_the_last():
             reply.push(text[i : i + size])
         assert reply.is_over
         assert reply.count == 1
+
+
+@pytest.mark.parametrize(
+    ("style", "text"),
+    [
+        ("hermes", f"<think>a</think>\n<tool_call>\n{F}\n</tool_call>\n<tool_call>\n{F}"),
+        ("qwen3_coder", "<tool_call>\n<function=f>\n</function>\n</tool_call>\n<tool_call>\n"),
+        ("llama3", f"{F}; {F}"),
+        ("mistral", f"[TOOL_CALLS][{F}, {F}]"),
+        ("mistral", "[TOOL_CALLS]f[ARGS]{}[TOOL_CALLS]f[ARGS]{}"),
+    ],
+)
+def test_what_is_cut_of_calls_that_must_be_is_no_content(style, text):
+    for end in range(len(text) + 1):
+        for pieces in (text[:end], [text[:end]]):
+            assert answered(pieces, style, ["f"], thinks="think" in text, must=True)[0] == ""
 
 
 class Place(pydantic.BaseModel, extra="forbid"):

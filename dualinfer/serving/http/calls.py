@@ -125,7 +125,8 @@ class Reply:
     `style` is a format of MARKS or None for no calls, `known` the names of the tools, or these with
     the schemas of their arguments, by which tags of Qwen3-Coder's are read. Thoughts are
     what stands in `<think>`, which a prompt `opened` already; with `thinks` False they are content.
-    With `one` it `is_over` behind the first call.
+    With `one` it `is_over` behind the first call. Where the answer `must` be calls, what was cut
+    off of one is no content.
     """
 
     def __init__(
@@ -135,8 +136,10 @@ class Reply:
         thinks: bool = False,
         opened: bool = False,
         one: bool = False,
+        must: bool = False,
     ) -> None:
         self._style, self._known, self._one = style, frozenset(known), one
+        self._must = must
         self._schemas = known if isinstance(known, Mapping) else {}
         tags = [f"{FUNCTION}{name}>" for name in known] if style == "qwen3_coder" else []
         self._marks = [MARKS[style][0], *tags] if style else []
@@ -158,7 +161,10 @@ class Reply:
 
     def finish(self) -> Delta:
         """The rest."""
-        return self._read(True)
+        made = self._read(True)
+        if self._must:
+            made.content = ""  # all that is held back is of marks
+        return made
 
     def _read(self, final: bool) -> Delta:
         made = Delta()

@@ -64,7 +64,8 @@ class TalkOf(NamedTuple):
         if self.talk.has_channels:
             return ChannelReply(names, self.talk.thinks)
         style = self.talk.style if self.tools else None
-        return Reply(style, names, self.talk.thinks, self.opened, self.body.calls_one)
+        how = {"one": self.body.calls_one, "must": bool(self.tools) and self.body.must_call}
+        return Reply(style, names, self.talk.thinks, self.opened, **how)
 
     @property
     def silent(self) -> list[int]:
