@@ -302,6 +302,7 @@ def test_equality_is_of_values_not_of_what_was_given():
         ({"checkpoint": ["a"]}, r"checkpoint=\['a'\].*path or a dict"),
         ({"adapter": ["a", Path("b"), "a"]}, "a is there twice; .*a factor of 2"),
         ({"base_dir": None}, "base_dir=None"),
+        ({"save_mp_checkpoint_path": ""}, "save_mp_checkpoint_path=''.*empty path.*or None"),
         ({"config": "x.json"}, "config='x.json'"),
         ({"injection_policy": ("a",)}, "injection_policy"),
         ({"mp_size": 0}, r"tensor_parallel.tp_size=0 \(given as mp_size\)"),

@@ -12,7 +12,16 @@ from .installed import default_backend
 from .model import KeyPath
 from .nested import MoEConfig, QuantizationConfig, TensorParallelConfig, ZeroConfig
 from .stale import StaleFields
-from .values import Count, Integer, Number, PathText, empty_is_none, factors_by_path, path_or_dict
+from .values import (
+    Count,
+    Integer,
+    NewFolder,
+    Number,
+    PathText,
+    empty_is_none,
+    factors_by_path,
+    path_or_dict,
+)
 
 _INT8 = QuantizationConfig(scheme=INT8)
 _OF_DEVICES = ("device", "devices", "device_map", "device_id", "local_rank")
@@ -180,7 +189,7 @@ class InferenceConfig(StaleFields):
     """The folder of the files that DeepSpeed's checkpoint JSON names, before its own base_dir;
     refused with another checkpoint."""
 
-    save_mp_checkpoint_path: PathText | None = None
+    save_mp_checkpoint_path: NewFolder | None = None
     """A folder, new or empty, to write the loaded model to, with a file of weights for each device;
     fused mode only. It loads at any degree on either backend. DeepSpeed writes pickled files.
     """

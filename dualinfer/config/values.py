@@ -5,7 +5,7 @@ import os
 from collections.abc import Callable
 from typing import Annotated, Any
 
-from pydantic import BeforeValidator, Field
+from pydantic import AfterValidator, BeforeValidator, Field
 
 _MOST = 10**18
 
@@ -81,6 +81,18 @@ AnyCase = BeforeValidator(_lower)
 
 PathText = Annotated[str, BeforeValidator(_path_text)]
 """A str, also from a Path."""
+
+
+def _no_empty(path: str) -> str:
+    if not path:
+        raise ValueError(
+            "no folder has an empty path; pass that of a folder, or None to write none"
+        )
+    return path
+
+
+NewFolder = Annotated[PathText, AfterValidator(_no_empty)]
+"""The path of a folder to write to."""
 
 
 def one_of(*allowed: int) -> Callable[[int], int]:
