@@ -110,6 +110,50 @@ def test_one_ends_by_itself_and_others_go_on(engine):
     assert not engine._loop.tokens_beside(())
 
 
+def test_sequences_whose_tokens_the_host_chooses_share_steps(engine, monkeypatch):
+    how = {"do_sample": False, "eos_token_id": None, "no_repeat_ngram_size": 2}
+    asked = [
+        (random_ids(1, 3 + i, seed=i), how | {"max_new_tokens": n}) for i, n in enumerate((24, 9))
+    ]
+    asked.append(
+        (random_ids(1, 4, seed=5), how | {"max_new_tokens": 12, "do_sample": True, "seed": 3})
+    )
+    joins = random_ids(1, 9, seed=6), how | {"max_new_tokens": 4}
+    expected = [alone(engine, ids, **more) for ids, more in (*asked, joins)]
+    decode, steps = engine.runner.decode_scores, []
+
+    def spy(slots, tokens):
+        steps.append(len(slots))
+        return decode(slots, tokens)
+
+    def fail(ids, scores):
+        if ids.shape[1] > asked[0][0].shape[1] + 2:
+            raise ValueError("of the caller")
+        return scores
+
+    async def main():
+        handles = [engine.generate_async(ids, **more) for ids, more in asked]
+        bad = engine.generate_async(asked[0][0], **asked[0][1], logits_processor=[fail])
+        left = engine.generate_async(asked[1][0], **how, max_new_tokens=40)
+        late = engine.generate_async(asked[1][0], **how, max_new_tokens=40, deadline=1e-4)
+        async for _ in left:
+            handles.append(engine.generate_async(joins[0], **joins[1]))
+            left.cancel()
+            break
+        with pytest.raises(ValueError, match="of the caller"):
+            await bad
+        with pytest.raises(DeadlineError):
+            await late
+        assert (await left)[:9] == expected[1][: len(await left)]
+        return [await handle for handle in handles]
+
+    with monkeypatch.context() as patch:
+        patch.setattr(engine.runner, "decode_scores", spy)
+        assert asyncio.run(main()) == expected
+    assert len(steps) < 23 + 8  # of the longest one; each alone would make 45, and more
+    assert max(steps) >= 3
+
+
 def test_text_is_that_of_generate_text_and_closing_ends_what_is_open():
     with dualinfer.init_inference(
         dualinfer.embedded_model(), backend="torch", dtype="fp32"

@@ -342,6 +342,7 @@ class Driver:
             return
         self._loop.longest = steps = steps_for(self._seconds)
         self._step(steps)
+        self._step_chosen()
         for job in list(self._jobs):
             self._guarded(self._choose if job.begin is not None else self._hand_out, job)
         if not self._jobs:
@@ -449,6 +450,30 @@ class Driver:
         seconds = (time.monotonic() - begun) / steps
         known = self._seconds
         self._seconds = seconds if known is None else known + _SOME * (seconds - known)
+
+    def _step_chosen(self) -> None:
+        """One step for all jobs whose tokens the host chooses, and which read their newest ones.
+
+        Where it fails, each of them makes its own, and learns what has become of its sequences.
+        """
+        jobs: list[tuple[Job, Stepwise, int]] = []
+        lives: list[Live] = []
+        tokens: list[int] = []
+        for job in self._jobs:
+            begun = job.begun
+            if begun is None or begun.newest is None or any(x.error for x in begun.lives):
+                continue
+            jobs.append((job, begun, len(lives)))
+            lives += begun.lives
+            tokens += begun.newest
+        if len(jobs) < 2:
+            return
+        try:
+            logits = self._loop.scores(lives, tokens)
+        except BaseException:
+            return
+        for job, begun, start in jobs:
+            self._guarded(lambda _, own=begun, row=start: own.take(logits, row), job)
 
     def _guarded(self, function: Callable[[Job], None], job: Job) -> None:
         """Call it for a job, which ends alone where that fails."""

@@ -152,7 +152,7 @@ class Rules:
                 logits = self._ruled(ids, logits)
                 continue
             kind = self._kind(processor)
-            with self._own_transfers():
+            with self.own_transfers():
                 logits, tokens = self._to(kind, logits), given.of(kind)
             result = processor(tokens, logits)
             if getattr(result, "shape", None) != logits.shape:
@@ -162,7 +162,7 @@ class Rules:
                 )
             logits = result
         if kind_of(logits) not in ("torch", self._backend):  # NumPy's, by a function of the caller
-            with self._own_transfers():
+            with self.own_transfers():
                 logits = self._to(self._backend, logits)
         if not self._warms:
             return logits
@@ -200,11 +200,11 @@ class Rules:
         given = _Ids(ids, self._backend, self._device)
         for criterion in self._criteria:
             kind = self._kind(criterion)
-            with self._own_transfers():
+            with self.own_transfers():
                 kept = None if scores is None else tuple(self._to(kind, one) for one in scores)
                 tokens = given.of(kind)
             result = criterion(tokens, kept)
-            with self._own_transfers():
+            with self.own_transfers():
                 result = np.asarray(to_numpy(result))
             if result.dtype != bool or result.shape not in ((), done.shape):
                 raise ArgumentError(
@@ -214,7 +214,7 @@ class Rules:
             done = done | result
         return done
 
-    def _own_transfers(self) -> AbstractContextManager[Any]:
+    def own_transfers(self) -> AbstractContextManager[Any]:
         """Around what is copied between host and device: no guard of the caller's bars it."""
         if self._backend != "jax":
             return nullcontext()
@@ -306,6 +306,8 @@ class Stepwise:
     A sequence that has ended goes on with the pad id until all have, as in HF, whose scores these
     are. `scores` and `logits`, where they are kept, have an array [B, V] for each step, and
     `log_probs` one [B] of the tokens that were chosen, as a rule asks for it.
+    Its steps may be those of others as well: whoever has the logits after its `newest` tokens [B]
+    gives them by `take`, and where nobody has it makes a step of its own.
     """
 
     def __init__(
@@ -331,6 +333,8 @@ class Stepwise:
         self._tells = any(request.tells for request in requests)
         self._told: list[list[np.ndarray]] = [[] for _ in requests]
         self._temperature = options.temperature if options.do_sample else 1.0
+        self.newest: list[int] | None = None  # to be read next; none at its ends, or by drafts
+        self._given: Any = None
         self.lives, self._first = loop.start_scores(requests, waits)
         self._drafts = None
         if options.lookup:
@@ -356,6 +360,8 @@ class Stepwise:
                 tokens = np.array(said["tokens"][0], np.int64)  # clocks differ, and random numbers
                 done = np.array(said["done"][0], bool)
                 ids = np.column_stack((ids, tokens))
+                is_last = done.all() or step + 1 == self._requests[0].max_new_tokens
+                self.newest = None if is_last or self._drafts is not None else tokens.tolist()
                 yield [
                     None if ended else int(token)
                     for token, ended in zip(tokens, before, strict=True)
@@ -365,8 +371,16 @@ class Stepwise:
         finally:
             self.close()
 
+    def take(self, logits: Any, start: int) -> None:
+        """Have the logits [B, V] after `newest`: rows of [N, V], from row `start` on."""
+        with self._rules.own_transfers():
+            self._given = logits[start : start + len(self.lives)]
+
     def _after(self, newest: np.ndarray, going: np.ndarray, step: int) -> Any:
         """The logits [B, V] of a step, after the newest tokens [B]."""
+        given, self._given = self._given, None
+        if given is not None:
+            return given
         if self._drafts is not None:
             left = self._requests[0].max_new_tokens - 1 - step
             logits = self._drafts.after(newest, going, left)
