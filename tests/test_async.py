@@ -136,7 +136,7 @@ def test_sequences_whose_tokens_the_host_chooses_share_steps(engine, monkeypatch
         bad = engine.generate_async(asked[0][0], **asked[0][1], logits_processor=[fail])
         left = engine.generate_async(asked[1][0], **how, max_new_tokens=40)
         late = engine.generate_async(asked[1][0], **how, max_new_tokens=40, deadline=1e-4)
-        async for _ in left:
+        async for first in left:
             handles.append(engine.generate_async(joins[0], **joins[1]))
             left.cancel()
             break
@@ -144,7 +144,8 @@ def test_sequences_whose_tokens_the_host_chooses_share_steps(engine, monkeypatch
             await bad
         with pytest.raises(DeadlineError):
             await late
-        assert (await left)[:9] == expected[1][: len(await left)]
+        tokens = [first, *await left]
+        assert tokens[:9] == expected[1][: len(tokens)]
         return [await handle for handle in handles]
 
     with monkeypatch.context() as patch:
