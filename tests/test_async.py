@@ -136,8 +136,9 @@ def test_sequences_whose_tokens_the_host_chooses_share_steps(engine, monkeypatch
         bad = engine.generate_async(asked[0][0], **asked[0][1], logits_processor=[fail])
         left = engine.generate_async(asked[1][0], **how, max_new_tokens=40)
         late = engine.generate_async(asked[1][0], **how, max_new_tokens=40, deadline=1e-4)
+        tokens = []
         async for token in left:
-            first = token
+            tokens.append(token)
             handles.append(engine.generate_async(joins[0], **joins[1]))
             left.cancel()
             break
@@ -145,7 +146,7 @@ def test_sequences_whose_tokens_the_host_chooses_share_steps(engine, monkeypatch
             await bad
         with pytest.raises(DeadlineError):
             await late
-        tokens = [first, *await left]
+        tokens += await left
         assert tokens[:9] == expected[1][: len(tokens)]
         return [await handle for handle in handles]
 
