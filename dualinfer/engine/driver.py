@@ -445,7 +445,7 @@ class Driver:
             for job in served:
                 assert job.live is not None
                 if not job.live.ended:  # the loop does not know
-                    self._finish(job, error=error)
+                    self._finish(job, error=copied(error))
             return
         seconds = (time.monotonic() - begun) / steps
         known = self._seconds
@@ -539,10 +539,8 @@ class Driver:
         if error is not None and not isinstance(error, Exception):
             cause, error = error, StepError(f"A request was interrupted: {error!r}.")
             error.__cause__ = cause
-        if not job.channel.has_ended and error is not None:
-            job.channel.error = copied(error)  # others may have ended by the same one
-        elif not job.channel.has_ended:
-            job.channel.reason = reason
+        if not job.channel.has_ended:
+            job.channel.error, job.channel.reason = error, None if error else reason
         self._note(job)
 
     def _fail_all(self, error: BaseException | None) -> None:
@@ -551,7 +549,7 @@ class Driver:
         self._inbox.clear()
         dropped: Iterable[Any] = self._scheduler.drop()
         for job in [*dropped, *waiting]:
-            self._finish(job, error=error)
+            self._finish(job, error=None if error is None else copied(error))
         self._jobs.clear()
         self._loop.queue.claim(False)
         self._loop.longest = MAX_STEPS
