@@ -131,7 +131,7 @@ class Job(Entry):
 
     @property
     def lives(self) -> list[Live]:
-        """What it has in slots of the loop."""
+        """Its sequences that hold slots of the loop."""
         begun = self.begun.lives if self.begun is not None else []
         return [*begun, *([] if self.live is None else [self.live])]
 

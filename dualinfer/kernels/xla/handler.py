@@ -227,7 +227,7 @@ def finish(numbers: Iterable[int]) -> None:
 
 @cache
 def _source(kernel: Any) -> bytes:
-    """What tells kernels apart: where they are from, and their text."""
+    """A digest by which kernels differ: of the place that each is from, and of its text."""
     name = f"{kernel.fn.__module__}.{kernel.fn.__qualname__}"
     return hashlib.sha256(f"{name} {kernel.src}".encode()).digest()
 

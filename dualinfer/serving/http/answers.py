@@ -245,7 +245,7 @@ class Answer:
     def _echoed(
         self, namer: Detokenizer, prompt: Sequence[int], told: Sequence[TokenLogprobs | None]
     ) -> list[Told]:
-        """What is told of the prompt's tokens, whose text the client may have written itself."""
+        """The log-probabilities of the prompt's tokens; `opening` is their text as it is echoed."""
         places, stream = Places(namer.stream()), namer.stream()
         text = stream.push(*prompt) + stream.finish()
         ahead, most = max(0, text.find(self.opening)), len(self.opening)  # as of a BOS

@@ -464,7 +464,7 @@ class EmbeddingRequest(_Body):
 
     @property
     def inputs(self) -> list[str] | list[list[int]]:
-        """What is embedded: texts, or the ids of texts."""
+        """The texts to embed, or their ids."""
         given: Any = self.input
         return [given] if isinstance(given, str) or isinstance(given[0], int) else given
 
@@ -493,7 +493,7 @@ def read(body: bytes, kind: type[_B]) -> _B:
 
 
 def _refusal(errors: Sequence[Any], body: Mapping[str, Any]) -> RequestError:
-    """What is wrong with the first field that is, of all that its kinds of values say.
+    """The fault of the first wrong field: one of those that its kinds of values find.
 
     The kind that reads deepest into the value is what was meant; of those that read it alike one
     that takes its type.
