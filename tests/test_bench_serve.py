@@ -324,11 +324,12 @@ def test_bench_serve_measures_any_server(tmp_path):
         yield 0.01, token() + ending(body)
 
     path = tmp_path / "out.json"
-    load = "--requests 8 --concurrency 2 --input-len 20 --output-len 2".split()
+    load = "--requests 8 --concurrency 2 --input-len 20 --input-len 9 --output-len 2".split()
     with running(script) as server:
         result = bench("serve", "--url", server.url, *load, "--json", path)
     assert result.exit_code == 1  # since one failed
-    (row,) = json.loads(path.read_text())["rows"]
+    row, short = json.loads(path.read_text())["rows"]
+    assert (row["total_input_tokens"], short["total_input_tokens"]) == (7 * 20, 8 * 9)
     assert (row["completed"], row["failed"]) == (7, 1) and row["total_output_tokens"] == 14
     assert "Status 503" in result.stdout and "7" in result.stdout
     assert 10 < row["median_itl_ms"] < 100

@@ -62,7 +62,12 @@ class Served(Chosen):
         ),
     ] = "random"
     input_len: Annotated[
-        int | None, typer.Option(metavar="COUNT", min=1, help="Tokens of a prompt. [1024]")
+        list[int] | None,
+        typer.Option(
+            metavar="COUNT",
+            min=1,
+            help="Tokens of a prompt; several times for several rows. [1024]",
+        ),
     ] = None
     output_len: Annotated[
         int | None, typer.Option(metavar="COUNT", min=1, help="Tokens of an answer. [128]")
@@ -149,7 +154,6 @@ def serve(
     every = Load(
         asked.requests,
         chat=asked.lengths == "chat",
-        input_len=asked.input_len,
         output_len=asked.output_len,
         range_ratio=asked.range_ratio,
         prefix_len=asked.prefix_len,
@@ -158,7 +162,8 @@ def serve(
         within=asked.within,
     )
     loads = [
-        replace(every, rate=rate, concurrency=concurrency)
+        replace(every, input_len=length, rate=rate, concurrency=concurrency)
+        for length in dict.fromkeys(asked.input_len or [None])
         for rate in dict.fromkeys(asked.rate or [None])
         for concurrency in dict.fromkeys(asked.concurrency or [None])
     ]
