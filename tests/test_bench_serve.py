@@ -48,6 +48,9 @@ def test_a_load_is_made_by_its_seed_and_lengths_stay_in_their_range():
     gaps = np.diff([0, *(ask.at for ask in asks)])
     assert stats.kstest(gaps, "expon", args=(0, 1 / 20)).pvalue > 0.01  # a Poisson process
     assert {ask.at for ask in Load(5, input_len=4, output_len=4).asks(9)} == {0.0}
+    faster = replace(load, rate=1000).asks(100)  # as many tokens, of which no cache knows the ids
+    assert [len(ask.ids) for ask in faster] == [len(ask.ids) for ask in asks]
+    assert not {tuple(ask.ids) for ask in faster} & {tuple(ask.ids) for ask in asks}
 
 
 def test_prefixes_are_shared_and_stand_before_what_is_each_ones_own():

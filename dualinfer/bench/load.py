@@ -1,5 +1,6 @@
 """The requests of a serving benchmark: their lengths, their ids and when they come."""
 
+import zlib
 from dataclasses import asdict, dataclass, replace
 from typing import Any, NamedTuple
 
@@ -34,8 +35,9 @@ class Load:
     them are under way at a time, None any number. Prompts begin with one of `prefixes` beginnings
     of `prefix_len` tokens; what follows has `input_len` tokens, and `output_len` are made, each at
     random by up to `range_ratio` of it more or less. With `chat` these two come from a mixture of
-    lognormal distributions. A `seed` makes one row of requests. What has not ended `within` so many
-    seconds is given up; None: nothing.
+    lognormal distributions. A `seed` makes one row of requests, with ids that no other load has, so
+    that none of another's prompts is in a cache. What has not ended `within` so many seconds is
+    given up; None: nothing.
     """
 
     requests: int
@@ -104,12 +106,13 @@ class Load:
                 f"A request has up to {longest:,} tokens, prompt and answer, and the model takes "
                 f"{most:,}. Pass a smaller --input-len, --output-len or --prefix-len."
             )
-        begun = [random.integers(first, vocab, self.prefix_len) for _ in range(self.prefixes)]
+        ids = np.random.default_rng([self.seed, zlib.crc32(repr(self).encode())])
+        begun = [ids.integers(first, vocab, self.prefix_len) for _ in range(self.prefixes)]
         gaps = random.exponential(1 / self.rate, self.requests) if self.rate else None
         times = np.zeros(self.requests) if gaps is None else np.cumsum(gaps)
         chosen = random.integers(0, self.prefixes, self.requests)
         return [
-            Ask([*begun[k].tolist(), *random.integers(first, vocab, n).tolist()], int(new), at)
+            Ask([*begun[k].tolist(), *ids.integers(first, vocab, n).tolist()], int(new), at)
             for k, n, new, at in zip(chosen, read, made, times.tolist(), strict=True)
         ]
 
