@@ -1,6 +1,5 @@
 """Launches compiled for a kind of GPU without one, as Triton's own launcher would compile them."""
 
-import os
 import threading
 from collections.abc import Sequence
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
@@ -8,16 +7,15 @@ from contextlib import suppress
 from functools import cache
 from typing import Any, NamedTuple
 
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource, compile
-
 from . import norm
+from .compiling import Absent, Task, compiled
 from .operands import Launch, Pointer, Recording
+from .processes import MOST, Compilers, cores
 
 _TYPES = {"bool": "i1", "int8": "i8", "uint8": "u8", "int32": "i32", "uint32": "u32"}
 _TYPES |= {"int64": "i64", "float16": "fp16", "bfloat16": "bf16", "float32": "fp32"}
 _TYPES |= {"float64": "fp64"}
-_THREADS = min(16, os.cpu_count() or 1)
+_PROCESSES = min(MOST, cores() - 1)  # one processor is left to who waits
 _MOST = 4096
 _ALIGNED = [["tt.divisibility", 16]]
 POINTER = "pointer"
@@ -48,21 +46,6 @@ class _Kind(NamedTuple):
 
 _codes: dict[_Kind, "Future[Code]"] = {}
 _lock = threading.Lock()
-_PARSING = threading.RLock()
-
-
-class _Source(ASTSource):
-    """A kernel that one thread at a time parses: what CPython 3.11 counts then, threads share."""
-
-    def hash(self) -> str:
-        """As Triton's."""
-        with _PARSING:
-            return super().hash()
-
-    def make_ir(self, *args: Any, **how: Any) -> Any:
-        """As Triton's."""
-        with _PARSING:
-            return super().make_ir(*args, **how)
 
 
 def code(launch: Launch, capability: int) -> Code:
@@ -80,9 +63,10 @@ def code(launch: Launch, capability: int) -> Code:
 
 
 def begin(launches: Sequence[Launch], capability: int) -> None:
-    """Have threads make the `code` of each, as many at a time as there are processors.
+    """Have the `code` of each made, several at a time.
 
-    Where that fails `code` raises the error, or makes it anew.
+    Where several are new processes of their own compile them, or threads where there can be none:
+    see `processes`. Where that fails `code` raises the error, or makes it anew.
     """
     for kind in dict.fromkeys(_kind(launch, capability) for launch in launches):
         coming, is_new = _find(kind)
@@ -116,17 +100,28 @@ def _make(kind: _Kind, coming: "Future[Code]") -> None:
 
 @cache
 def _pool() -> ThreadPoolExecutor:
-    return ThreadPoolExecutor(_THREADS, "dualinfer-triton")
+    return ThreadPoolExecutor(max(1, _PROCESSES), "dualinfer-triton")
+
+
+@cache
+def _compilers() -> Compilers:
+    return Compilers(_PROCESSES)
 
 
 def prepare(capability: int) -> None:
     """Have Triton look once at all that its keys and compilers are made of, which takes a second.
 
     That is a hash of its own library and the versions of its tools; a later `code` finds it done.
+    Where Triton has nothing on disk, processes that compile are started, as all else will be new.
     """
     recording = Recording()
     x, weight = (recording.operand(shape, "float16") for shape in ((1, 16), (16,)))
     norm.rms_norm(x, weight, 1e-6)
+    kind = _kind(recording.launches[0], capability)
+    try:
+        compiled(kind.kernel, _task(kind)[0], only_kept=True)
+    except Absent:
+        _compilers().start()
     code(recording.launches[0], capability)
 
 
@@ -143,7 +138,32 @@ def _kind(launch: Launch, capability: int) -> _Kind:
     return _Kind(launch.kernel, facts, launch.options, capability)
 
 
-def _compiled(made_for: _Kind) -> Code:
+def _compiled(kind: _Kind) -> Code:
+    """Its code, from Triton's cache on disk if that has it."""
+    task, parameters = _task(kind)
+    try:
+        made, _ = compiled(kind.kernel, task, only_kept=True)
+    except Absent:
+        made = _new(kind.kernel, task)
+    found = made.metadata
+    if found.global_scratch_size or found.profile_scratch_size:
+        raise ValueError(f"{found.name} wants scratch memory of Triton's, which nobody gives it.")
+    threads = 32 * task.options["num_warps"]
+    return Code(found.name, made.asm["cubin"], threads, found.shared, parameters)
+
+
+def _new(kernel: Any, task: Task) -> Any:
+    """What Triton compiles: in another process, and else here."""
+    line = task.line if task.kernel_found is kernel else None
+    is_there = line is not None and _compilers().compile(line)
+    made, is_new = compiled(kernel, task)
+    if is_there and is_new:  # the other one keeps its code elsewhere, or its modules are others
+        _compilers().give_up()
+    return made
+
+
+def _task(made_for: _Kind) -> tuple[Task, tuple[tuple[str, str], ...]]:
+    """What Triton's own launcher would ask for, and the parameters of the code."""
     kernel, facts, options, capability = made_for
     signature: dict[str, str] = {}
     constants: dict[tuple[int, ...], Any] = {}
@@ -167,11 +187,7 @@ def _compiled(made_for: _Kind) -> Code:
         parameters.append((name, kind))
         if special and kind != "fp32" and value % 16 == 0:
             attributes[i,] = _ALIGNED
-    source = _Source(fn=kernel, signature=signature, constexprs=constants, attrs=attributes)
     chosen = {"num_warps": 4, "num_stages": 3} | dict(options)
-    made: Any = compile(source, target=GPUTarget("cuda", capability, 32), options=chosen)
-    found = made.metadata
-    if found.global_scratch_size or found.profile_scratch_size:
-        raise ValueError(f"{found.name} wants scratch memory of Triton's, which nobody gives it.")
-    threads = 32 * chosen["num_warps"]
-    return Code(found.name, made.asm["cubin"], threads, found.shared, tuple(parameters))
+    where = kernel.fn.__module__, kernel.fn.__name__
+    task = Task(*where, signature, constants, attributes, chosen, capability)
+    return task, tuple(parameters)
