@@ -109,9 +109,9 @@ class Compilers:
 
     def _start(self) -> None:
         command = [sys.executable, "-c", _PROGRAM, *map(str, sys.path)]
-        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
+        pipe, nowhere = subprocess.PIPE, subprocess.DEVNULL
         try:
-            process = subprocess.Popen(command, **pipes)
+            process = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=nowhere)
         except OSError:  # the user can have no more processes
             self._usable = False
             return

@@ -3,8 +3,8 @@
 XLA calls it where it captures a command buffer (a CUDA graph), and replays what it launched. Only
 within one call can a kernel start before the one in front of it has ended. A program is known by a
 number made of its content, so that an executable which XLA kept on disk finds it again in another
-process: tracing, which comes first in any process, makes it anew. Threads compile its kernels
-meanwhile, which takes some seconds of a model's first step; `finish` waits for them.
+process: tracing, which comes first in any process, makes it anew. Other processes compile its
+kernels meanwhile, which takes some seconds of a model's first step; `finish` waits for them.
 """
 
 import ctypes
@@ -191,7 +191,7 @@ _noting = threading.local()
 def program(launches: tuple[Launch, ...], capability: int) -> int:
     """The number by which the custom call knows these launches, for GPUs of `capability`.
 
-    Threads compile what is new of them; who has not said by `noted` that it will `finish` waits.
+    Processes compile what is new of them; who has not said by `noted` that it will `finish` waits.
     """
     _register()
     begin(launches, capability)

@@ -1,0 +1,131 @@
+"""Processes that compile Triton's kernels for another one, as it meets them without a GPU."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("triton")
+
+from dualinfer.kernels.triton import ahead, norm
+from dualinfer.kernels.triton.operands import Launch, Recording
+from dualinfer.kernels.triton.processes import Compilers
+
+pytestmark = pytest.mark.xdist_group("lowering")
+NOISY = "import os; os.write(1, b'a line of its own\\nand one that goes on: ')"
+
+
+def launched(width: int) -> Launch:
+    """A norm, of a kernel that is another one for each width."""
+    made = Recording()
+    norm.rms_norm(made.operand((1, width), "float16"), made.operand((width,), "float16"), 1e-6)
+    return made.launches[0]
+
+
+def meets(folder: Path) -> None:
+    """Print what becomes of processes here, a line each; end by a signal that nobody can handle."""
+    parsed: list[bool] = []
+    compiled: Any = ahead.compiled
+
+    def noted(*given: Any, **how: Any) -> Any:
+        made = compiled(*given, **how)
+        parsed.append(made[1])
+        return made
+
+    ahead.compiled = noted
+
+    def told(name: str, compilers: Compilers, act: Callable[[], Any], cache: str) -> None:
+        os.environ["TRITON_CACHE_DIR"] = str(folder / cache)
+        ahead._compilers = lambda: compilers  # pyright: ignore[reportAttributeAccessIssue]
+        ahead._codes.clear()
+        parsed.clear()
+        before = len(compilers)
+        act()
+        line = [name, before, len(compilers), compilers.usable, any(parsed)]
+        print(json.dumps(line), flush=True)
+
+    def code(width: int) -> None:
+        assert b"sm_90" in ahead.code(launched(width), 90).cubin
+
+    first = Compilers(1)
+    told("a new cache", first, lambda: ahead.prepare(90), "one")
+    told("another kernel", first, lambda: code(2048), "one")
+    told("a warm cache", Compilers(1), lambda: (ahead.prepare(90), code(2048)), "one")
+    told("alone", Compilers(1), lambda: code(4096), "one")
+    told("another cache than the process has", first, lambda: code(2048), "two")
+    told("one that has given up", first, lambda: code(4096), "two")
+
+    def killed() -> None:
+        killing.start()
+        (process,) = killing._all
+        process.send_signal(signal.SIGSTOP)
+        run = threading.Thread(target=code, args=(8192,))
+        run.start()
+        while killing._idle:
+            time.sleep(0.01)
+        process.kill()
+        run.join()
+
+    killing = Compilers(1)
+    told("a process that is killed", killing, killed, "two")
+    os.environ["TRITON_ALWAYS_COMPILE"] = "1"
+    told("no cache", Compilers(1), lambda: ahead.prepare(90), "two")
+    del os.environ["TRITON_ALWAYS_COMPILE"]
+    last = Compilers(1)
+    last.start()
+    print(json.dumps(["left", last._all[0].pid]), flush=True)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+@pytest.fixture(scope="module")
+def met(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Any]]:
+    """The lines of a process where everything that starts prints, by their names."""
+    folder = tmp_path_factory.mktemp("processes")
+    (folder / "sitecustomize.py").write_text(NOISY)
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    environment["PYTHONPATH"] = os.pathsep.join([str(folder), *filter(None, sys.path)])
+    command = [sys.executable, __file__, str(folder)]
+    run = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert run.returncode == -signal.SIGKILL, run.stderr[-3000:]
+    lines = [json.loads(line[line.index("[") :]) for line in run.stdout.splitlines() if "[" in line]
+    return {name: rest for name, *rest in lines}
+
+
+def test_a_process_compiles_what_this_one_then_finds(met):
+    assert met["a new cache"] == [0, 1, True, False]
+    assert met["another kernel"] == [1, 1, True, False]
+
+
+def test_no_process_starts_where_there_is_nothing_to_compile_or_little(met):
+    assert met["a warm cache"] == [0, 0, True, False]
+    assert met["alone"] == [0, 0, True, True]
+
+
+def test_where_processes_are_of_no_use_this_one_compiles(met):
+    assert met["another cache than the process has"] == [1, 0, False, True]
+    assert met["one that has given up"] == [0, 0, False, True]
+    assert met["a process that is killed"] == [0, 0, False, True]
+    assert met["no cache"] == [0, 0, False, True]
+
+
+def test_a_process_ends_with_the_one_that_started_it(met):
+    (pid,) = met["left"]
+    state = Path(f"/proc/{pid}/stat")
+    for _ in range(200):
+        if not state.exists() or state.read_text().rsplit(")", 1)[1].split()[0] == "Z":
+            return
+        time.sleep(0.05)
+    os.kill(pid, signal.SIGKILL)
+    pytest.fail("It was still there after 10 s.")
+
+
+if __name__ == "__main__":
+    meets(Path(sys.argv[1]))
