@@ -718,9 +718,11 @@ def state_space(heads: int, groups: int, dim: int, size: int, normed: int) -> li
         **{"norm": new(width), "normed": normed, "eps": 1e-5},
     )
     held = new(8, 3, channels), new(8, heads, dim, size, dtype="float32")
-    own = {"counters": new(4096, dtype="int32"), "pdl": True}
-    x = new(8, width + channels + heads)
-    state_token.state_token(x, layer, *held, new(8, dtype="bool"), **own)
+    own: dict[str, Any] = {"counters": new(4096, dtype="int32"), "pdl": True}
+    for rows in (4, 8):  # a few, and many, for which programs are one warp
+        x = new(rows, width + channels + heads)
+        own["leaves_norm"] = rows == 4
+        state_token.state_token(x, layer, *held, new(rows, dtype="bool"), **own)
     y = new(1, width, dtype="float32")  # of one slot, whose norm is left
     norm = linear.NormArguments("rms", new(width), None, 1e-5)
     linear.linear(y, new(width // 2, width), norm=norm, residual=new(1, width // 2), pdl=True)

@@ -157,6 +157,32 @@ def test_a_token_moves_the_slots_that_are_named(dtype, name):
             assert (new_state[slot] == state[slot]).all()
 
 
+def test_many_slots_at_once_are_a_few_at_a_time(dtype):
+    """Of many a program is one warp, which has more of a head."""
+    own = StateSpace(4, 32, 2, 20, 4, "silu", Norm("rms", 1e-5), 128)
+    w = {key: put(value) for key, value in weights_of(own, dtype, True).items()}
+    x, (past, state) = given_to(own, 9, dtype=dtype), held_by(own, 9, dtype, WIDE)
+    import torch
+
+    counters = torch.zeros(9 * own.groups, dtype=torch.int32, device=put(x).device)
+    moves = np.arange(9) != 4
+
+    def moved(rows: slice) -> list[np.ndarray]:
+        held = put(past[rows]), put(state[rows])
+        found = own.fused_token(
+            Kernels(counters), w, put(x[rows]), cache_of(*held), put(moves[rows])
+        )
+        assert found is not None and not counters.any()
+        return [get(part) for part in (found[0], *held)]
+
+    few = [moved(slice(at, at + 3)) for at in (0, 3, 6)]
+    y, new_past, new_state = moved(slice(9))
+    assert_close(y, np.concatenate([part[0] for part in few]), dtype, length=32)
+    assert (new_past == np.concatenate([part[1] for part in few])).all()
+    assert (new_state == np.concatenate([part[2] for part in few])).all()
+    assert (new_state[4] == state[4]).all() and (new_state[3] != state[3]).any()
+
+
 def test_the_norm_of_a_single_slot_is_left_to_the_product(dtype):
     own = SPACES["normed whole"]
     w = weights_of(own, dtype, True)

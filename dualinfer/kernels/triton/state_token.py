@@ -15,8 +15,10 @@ from .operands import as_bytes, empty
 from .past import MOST_COUNTERS, convolved, gathered, is_last, scaled, shift, sigmoid, softplus
 from .rows import check_last_axis
 
-_WARPS = 4
-_BLOCK = 16  # elements of a head's that a program has
+_BLOCK, _WARPS = 16, 4  # elements of a head's that a program has, and its warps
+# Of many rows a program is one warp, with as many numbers of a state as it has registers for: then
+# little is loaded twice, and no warp waits for another.
+_MANY, _HELD = 8, 4096
 LARGEST = 16384  # elements of a head's state, and of what is normed together
 
 
@@ -192,7 +194,10 @@ def state_token(
         past.is_contiguous() and state.is_contiguous()
     ):
         raise ValueError(f"past has shape {tuple(past.shape)}, state {tuple(state.shape)}.")
-    block = min(next_power_of_2(dim), _BLOCK)
+    block, warps = min(next_power_of_2(dim), _BLOCK), _WARPS
+    alone = min(next_power_of_2(dim), _HELD // next_power_of_2(size))
+    if rows >= _MANY and alone >= block and dim % alone == 0:
+        block, warps = alone, 1
     programs = heads * triton.cdiv(dim, block)
     if programs > groups and rows * groups > counters.numel():
         raise ValueError(f"{counters.numel()} counters; {rows * groups} are needed.")
@@ -206,7 +211,7 @@ def state_token(
         **{"HEADS": heads, "GROUPS": groups, "DIM": dim, "STATE": size, "TAPS": taps.shape[1]},
         **{"GATED": norm is None or not layer.gated_last, "SCALED": scales is not None},
         **{"BLOCK_D": block, "BLOCK_S": next_power_of_2(size)},
-        num_warps=_WARPS,
+        num_warps=warps,
         pdl=pdl,
     )
     return y if norm is None or leaves_norm else norm_heads(y[None], x[None], layer, pdl)[0]
