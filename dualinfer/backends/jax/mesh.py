@@ -153,7 +153,13 @@ class ManyDevices:
         """A pytree's arrays, whole, on every device; every process has the same ones."""
         if not self.mesh.is_multi_process:
             return jax.device_put(tree, self.sharding())
-        return jax.tree.map(lambda x: self.join(lambda _, d: jax.device_put(x, d), None), tree)
+
+        def there(x: Any) -> Any:
+            if isinstance(x, jax.Array) and x.sharding == self.sharding():
+                return x
+            return self.join(lambda _, d: jax.device_put(x, d), None)
+
+        return jax.tree.map(there, tree)
 
     def operands(self, tree: Any) -> Any:
         """NumPy arrays of a step, whole, on every device."""

@@ -15,7 +15,7 @@ import numpy as np
 
 from ...model.spec import Experts, ModelSpec
 from ...ops.caches import LATENTS, CacheSpec, Room
-from ..base import Piece, SamplingFeatures
+from ..base import Piece, Request, SamplingFeatures
 from ..slots import GRAIN, bucket, in_grains, panel_for, part_of, share_rows, weight_rows
 from .ops.plain import PlainOps
 from .packing import pack, unpack
@@ -24,7 +24,6 @@ from .sampler import (
     SMALLEST_PROMPT,
     SlotState,
     bits_of,
-    hidden_words,
     mode_of,
     piece_rows,
     prompt_embeds,
@@ -41,7 +40,7 @@ class Step(NamedTuple):
     """A step that takes over cache and state, before it is tied to such.
 
     `key` is what fixes it beside their shapes; `function` takes parameters, cache, state and
-    `args`, which are in host memory.
+    `args`, which are in host memory, but for what stays on the devices from step to step.
     """
 
     key: tuple[Any, ...]
@@ -155,11 +154,17 @@ def _pass(group: list[tuple[int, Piece]], is_whole: bool, *size: Any) -> Pass:
 
 
 def prefill_step(
-    steps: Steps, own: Pass, state: SlotState, free: int, vocab: int, choose: bool
+    steps: Steps,
+    own: Pass,
+    state: SlotState,
+    free: int,
+    vocab: int,
+    choose: bool,
+    hiding: Callable[[Sequence[Request], int], Any],
 ) -> Step:
     """The step of a pass over rows of `state`; unless it is to `choose` it gives logits.
 
-    Neither the cache nor the state has slot `free`.
+    Neither the cache nor the state has slot `free`. `hiding` is `Slots.hiding`.
     """
     eos_width = state.eos.shape[1]
     pieces, requests = own.pieces, [piece.request for piece in own.pieces]
@@ -168,15 +173,14 @@ def prefill_step(
     is_encoded, tells = requests[0].is_encoded, choose and needs.tells
     options = PrefillOptions(choose, is_encoded, own.reach, tells)
     rows = prompt_rows(pieces, free, eos_width, own.shape)
-    ids, hides = rows[0], None
-    if state.hidden is not None:
-        hides = hidden_words(requests, len(ids), vocab)
+    ids = rows[0]
+    hides = None if state.hidden is None else hiding(requests, len(ids))
     source = source_rows(requests, len(ids), steps.of_one_length)
     parts = () if own.is_whole else piece_rows(pieces, len(ids), free)
     weights = None
     if state.bias is not None:
         weights = weight_rows([*requests, *requests[:1] * (len(ids) - len(requests))])
-    arrays = *rows, np.array(mode, "i4"), source, hides, parts, weights
+    arrays = *rows, np.array(mode, "i4"), source, parts, weights
     embeds = prompt_embeds(pieces, ids.shape)
 
     def step(
@@ -184,13 +188,14 @@ def prefill_step(
         cache: Any,
         state: Any,
         packed: jax.Array,
+        hides: jax.Array | None,
         embeds: jax.Array | None,
         *part: Any,
     ) -> Any:
-        ids, slots, rows, mode, source, hides, *rest = unpack(packed, arrays)
+        ids, slots, rows, mode, source, *rest = unpack(packed, arrays)
         first = None
         if hides is not None:
-            hidden, first = (bits_of(words, vocab) for words in hides)
+            hidden, first = bits_of(hides[0], vocab), bits_of(hides[1], vocab)
             rows = rows._replace(hidden=hidden)
         prompts = Prompts._make((ids, slots, rows, source, first, *rest, embeds))
         return steps.prefill(params, cache, state, prompts, mode, options, *part)
@@ -199,7 +204,7 @@ def prefill_step(
     key = "rows" if parts else "prefill", ids.shape, given, *options
     if weights is not None:
         key = *key, *(x.shape for x in weights)
-    return Step(key, step, (pack(arrays), embeds))
+    return Step(key, step, (pack(arrays), hides, embeds))
 
 
 def most_tokens(spec: ModelSpec, itemsize: int, width: int, scores: bool, outputs: int = 0) -> int:

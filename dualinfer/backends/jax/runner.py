@@ -209,7 +209,8 @@ class JaxRunner(WholePasses, ScoreCalls):
     def _prefill_step(self, own: Pass, held: Any = None, choose: bool = True) -> Step:
         """See `prompts.prefill_step`; `held`, cache and state, unset: the slots'."""
         cache, state = held or self._slots.held
-        return prefill_step(self.steps, own, state, cache.slots, self.spec.vocab, choose)
+        how = cache.slots, self.spec.vocab, choose, self._slots.hiding
+        return prefill_step(self.steps, own, state, *how)
 
     def decode_job(self, steps: int, alone: bool, mode: int, cache: Any, state: Any) -> Job:
         """Up to `steps` steps for every slot, or one `alone`; see `ahead.Steps`."""

@@ -148,21 +148,20 @@ def prompt_rows(
     return ids, where, rows
 
 
-def hidden_words(
-    requests: Sequence[Request], count: int, vocab: int
-) -> tuple[np.ndarray, np.ndarray]:
+def hidden_words(requests: Sequence[Request], count: int, vocab: int) -> np.ndarray:
     """The tokens that `count` rows hide, for `bits_of`: always, and more at the first one.
 
-    uint32 [B, V / 32] each. As bool [B, V] those of a panel took the host 30 ms to make and to move
-    where V is 128,256.
+    uint32 [2, B, V / 32]. As bool those of a panel took the host 30 ms to make and to move where V
+    is 128,256.
     """
-    always, first = (np.zeros((count, -(-vocab // 32)), np.uint32) for _ in range(2))
+    words = np.zeros((2, count, -(-vocab // 32)), np.uint32)
+    always, first = words
     for i, r in enumerate(requests):
         _mark(always[i], r.hidden)
         _mark(first[i], r.hidden_at_first)
         if r.allowed is not None:
             first[i] |= ~r.allowed
-    return always, first
+    return words
 
 
 def _mark(words: np.ndarray, ids: Sequence[int]) -> None:

@@ -12,7 +12,7 @@ import numpy as np
 
 from ...errors import StepError
 from ...ops.caches import CacheSpec, Room, cache_bytes, cache_specs, check_room
-from ..base import GRAIN, Piece, Saved
+from ..base import GRAIN, Piece, Request, Saved
 from ..blocks import Lying
 from ..slots import LiveSlots, PooledSlots, StateSize, bucket, part_of, parts_of, room_for
 from . import sampler
@@ -50,6 +50,7 @@ class Slots(PooledSlots):
         self._state: SlotState | None = None
         self.live = LiveSlots()
         self._saved_bytes: dict[int, int] = {}  # of a slot of the pool, by tokens
+        self._nothing: dict[int, jax.Array] = {}  # of `hiding`, by rows
         self._lay(self._plain, Lying())
 
     @property
@@ -79,7 +80,8 @@ class Slots(PooledSlots):
         try:
             yield
         except BaseException:
-            if any(x.is_deleted() for x in jax.tree.leaves((self._cache, self._state))):
+            held = jax.tree.leaves((self._cache, self._state))
+            if any(isinstance(x, jax.Array) and x.is_deleted() for x in held):
                 self.hold(None, None)
             raise
 
@@ -100,7 +102,7 @@ class Slots(PooledSlots):
     def close(self) -> None:
         """Let go of cache and state."""
         self.hold(None, None)
-        self.live, self._saved_bytes = LiveSlots(), {}
+        self.live, self._saved_bytes, self._nothing = LiveSlots(), {}, {}
 
     def _wait(self) -> None:
         """Wait for the cache, before it is let go of: else its bytes still count as in use."""
@@ -198,13 +200,16 @@ class Slots(PooledSlots):
         return cache, SlotState.make(room.slots, eos_width, self._spec.vocab)
 
     def shown(self) -> Cache:
-        """The cache with the table of blocks as the book has it now."""
+        """The cache with the table of blocks as the book has it now; one that is new is NumPy's.
+
+        A step takes it over, and brings it to the device, as it does its other operands.
+        """
         cache = self.cache
         table, near = self.live.changed_tables(anew=cache.table is None)
         if table is not None:
-            cache = replace(cache, table=self._place.put(table))
+            cache = replace(cache, table=self._place.operands(table))
         if near is not None:
-            cache = replace(cache, near=self._place.put(near))
+            cache = replace(cache, near=self._place.operands(near))
         self._cache = cache
         return cache
 
@@ -220,8 +225,20 @@ class Slots(PooledSlots):
                 table = own.table.copy()
                 table[slot] = np.append(table[slot, n:], np.full(n, own.count, np.int32))
                 own.is_changed = True
-                cache = replace(cache, **{name: self._place.put(table)})
+                cache = replace(cache, **{name: self._place.operands(table)})
         return cache
+
+    def hiding(self, requests: Sequence[Request], count: int) -> Any:
+        """The tokens that `count` rows of requests hide, uint32 [2, B, V / 32]: `hidden_words`.
+
+        Where that is none it is an array that stays on the devices. A panel's are a megabyte.
+        """
+        if any(r.hidden or r.hidden_at_first or r.allowed is not None for r in requests):
+            return sampler.hidden_words(requests, count, self._spec.vocab)
+        if count not in self._nothing:
+            words = sampler.hidden_words((), count, self._spec.vocab)
+            self._nothing[count] = self._place.put(words)
+        return self._nothing[count]
 
     def allow(self, slots: Sequence[int], words: np.ndarray) -> None:
         """See `base.Runner`."""
