@@ -4,7 +4,6 @@ It is no part of the contract of `base`: a runner may do without it.
 """
 
 from collections.abc import Collection, Sequence
-from dataclasses import replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -388,7 +387,7 @@ def share_rows(spec: ModelSpec, ops: Any, pieces: Sequence[Piece]) -> bool:
 def in_grains(pieces: Sequence[Piece]) -> list[tuple[int, Piece]]:
     """The pieces, numbered, in parts of at most GRAIN tokens."""
     return [
-        (i, replace(p, start=a, stop=min(a + GRAIN, p.stop)))
+        (i, Piece(p.request, p.slot, a, min(a + GRAIN, p.stop)))
         for i, p in enumerate(pieces)
         for a in range(p.start, p.stop, GRAIN)
     ]

@@ -7,6 +7,7 @@ states are made in the pass, a piece as one row.
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import cache
 from itertools import pairwise
 from typing import Any, NamedTuple
 
@@ -72,7 +73,7 @@ class Passes:
         specs: Sequence[CacheSpec],
         most_of: Callable[[int], int],
     ) -> None:
-        self._spec, self._ops, self._most_of = spec, ops, most_of
+        self._spec, self._ops, self._most_of = spec, ops, cache(most_of)  # of few widths
         read = [own for own in specs if own.kind != "cross"]
         attends = all(own.kind != "state" for own in read)
         self._makes_keys = any(own.kind in LATENTS for own in read)

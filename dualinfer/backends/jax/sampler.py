@@ -140,9 +140,11 @@ def prompt_rows(
         tokens = p.request.tokens
         own = tokens[p.start : p.stop] if len(tokens) else NO_TOKEN
         ids[i, : p.stop - p.start], lengths[i], active[i] = own, p.stop, p.ends
-    requests = [p.request for p in pieces]
-    padded = [*requests, *requests[:1] * (count - len(pieces))]
-    columns = sampling_rows(padded, eos_width)
+    requests = {id(p.request): p.request for p in pieces}  # of which rows of a prompt have one
+    numbers = {own: i for i, own in enumerate(requests)}
+    own = [numbers[id(p.request)] for p in pieces] + [0] * (count - len(pieces))
+    columns = sampling_rows(list(requests.values()), eos_width)
+    columns = {name: column[own] for name, column in columns.items()}
     columns |= {name: columns[name].astype(np.uint32) for name in WORDS}
     rows = SlotState.make(count, 1, 0)._replace(active=active, length=lengths, **columns)
     return ids, where, rows
