@@ -30,6 +30,7 @@ from .sampler import (
     prompt_embeds,
     prompt_rows,
     source_rows,
+    without_ended,
 )
 from .steps import PrefillOptions, Prompts, Steps
 
@@ -41,12 +42,14 @@ class Step(NamedTuple):
     """A step that takes over cache and state, before it is tied to such.
 
     `key` is what fixes it beside their shapes; `function` takes parameters, cache, state and
-    `args`, which are in host memory, but for what stays on the devices from step to step.
+    `args`, which are in host memory, but for what stays on the devices from step to step. One that
+    `ends` slots tells the state of those that have ended before it.
     """
 
     key: tuple[Any, ...]
     function: Callable[..., Any]
     args: tuple[Any, ...]
+    ends: bool = False
 
 
 class Pass(NamedTuple):
@@ -154,19 +157,22 @@ def _pass(group: list[tuple[int, Piece]], is_whole: bool, *size: Any) -> Pass:
     return Pass(pieces, [i if piece.ends else -1 for i, piece in group], is_whole, *size)
 
 
-def prefill_step(
-    steps: Steps,
-    own: Pass,
-    state: SlotState,
-    free: int,
-    vocab: int,
-    choose: bool,
-    hiding: Callable[[Sequence[Request], int], Any],
-) -> Step:
-    """The step of a pass over rows of `state`; unless it is to `choose` it gives logits.
+class Rows(NamedTuple):
+    """The slots that a step over prompts is made for: their `state`, and what it is to learn.
 
-    Neither the cache nor the state has slot `free`. `hiding` is `Slots.hiding`.
+    Neither the cache nor the state has slot `free`. bool `kept` [N] and `hiding` are those of
+    `Slots`: the slots that have not ended meanwhile, and what requests hide.
     """
+
+    state: SlotState
+    free: int
+    kept: np.ndarray
+    hiding: Callable[[Sequence[Request], int], Any]
+
+
+def prefill_step(steps: Steps, own: Pass, slots: Rows, vocab: int, choose: bool) -> Step:
+    """The step of a pass over rows of slots; unless it is to `choose` it gives logits."""
+    state, free, kept, hiding = slots
     eos_width = state.eos.shape[1]
     pieces, requests = own.pieces, [piece.request for piece in own.pieces]
     needs = SamplingFeatures.of(requests)
@@ -181,7 +187,7 @@ def prefill_step(
     weights = None
     if state.bias is not None:
         weights = weight_rows([*requests, *requests[:1] * (len(ids) - len(requests))])
-    arrays = *rows, np.array(mode, "i4"), source, parts, weights
+    arrays = *rows, np.array(mode, "i4"), kept, source, parts, weights
     embeds = prompt_embeds(pieces, ids.shape)
 
     def step(
@@ -193,7 +199,9 @@ def prefill_step(
         embeds: jax.Array | None,
         *part: Any,
     ) -> Any:
-        ids, slots, rows, mode, source, *rest = unpack(packed, arrays)
+        ids, slots, rows, mode, kept, source, *rest = unpack(packed, arrays)
+        active, length = without_ended(state.active, state.length, kept)
+        state = state._replace(active=active, length=length)
         first = None
         if hides is not None:
             hidden, first = bits_of(hides[0], vocab), bits_of(hides[1], vocab)
@@ -205,7 +213,7 @@ def prefill_step(
     key = "rows" if parts else "prefill", ids.shape, given, *options
     if weights is not None:
         key = *key, *(x.shape for x in weights)
-    return Step(key, step, (pack(arrays), hides, embeds))
+    return Step(key, step, (pack(arrays), hides, embeds), ends=True)
 
 
 def most_tokens(spec: ModelSpec, itemsize: int, width: int, scores: bool, outputs: int = 0) -> int:

@@ -40,7 +40,7 @@ from .ops.plain import PlainOps
 from .ops.schemes import SCHEMES
 from .params import Params
 from .pending import PendingPanels, PendingSteps, PendingTokens
-from .prompts import Pass, Passes, Step, prefill_step
+from .prompts import Pass, Passes, Rows, Step, prefill_step
 from .sampler import BEST, SlotState, mode_of
 from .scores import ScoreCalls
 from .slots import SMALLEST_EOS, Slots
@@ -209,8 +209,8 @@ class JaxRunner(WholePasses, ScoreCalls):
     def _prefill_step(self, own: Pass, held: Any = None, choose: bool = True) -> Step:
         """See `prompts.prefill_step`; `held`, cache and state, unset: the slots'."""
         cache, state = held or self._slots.held
-        how = cache.slots, self.spec.vocab, choose, self._slots.hiding
-        return prefill_step(self.steps, own, state, *how)
+        rows = Rows(state, cache.slots, self._slots.kept(len(state.active)), self._slots.hiding)
+        return prefill_step(self.steps, own, rows, self.spec.vocab, choose)
 
     def decode_job(self, steps: int, alone: bool, mode: int, cache: Any, state: Any) -> Job:
         """Up to `steps` steps for every slot, or one `alone`; see `ahead.Steps`."""
@@ -248,7 +248,7 @@ class JaxRunner(WholePasses, ScoreCalls):
         `beside` is called where the step is compiled.
         """
         slots = self._slots
-        job = self._job(step, slots.shown(), slots.state)
+        job = self._job(step, slots.shown(), slots.held[1] if step.ends else slots.state)
         args = *job.args[:3], *self._place.operands(job.args[3:])
         with slots.at_stake():
             cache, state, tokens, flags = self._executables.run(

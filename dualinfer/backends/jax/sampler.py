@@ -119,6 +119,16 @@ class SlotState(NamedTuple):
         return self._replace(bias=bias, counts=counts, costs=costs)
 
 
+def without_ended(
+    active: jax.Array, length: jax.Array, kept: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """Two columns of a state without the slots that have ended, which bool `kept` [N] says.
+
+    They have no length, as steps of others read what a slot seems to have.
+    """
+    return active & kept, jnp.where(kept, length, 0)
+
+
 def prompt_rows(
     pieces: Sequence[Piece], free: int, eos_width: int, shape: tuple[int, int] | None = None
 ) -> tuple[np.ndarray, np.ndarray, SlotState]:

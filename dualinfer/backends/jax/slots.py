@@ -26,9 +26,7 @@ SMALLEST_EOS = 4
 _LOST = "The step before failed and took the cache with it."
 
 
-@jax.jit  # an update outside of jit takes the host a millisecond
-def _kept(active: jax.Array, length: jax.Array, kept: jax.Array) -> tuple[jax.Array, jax.Array]:
-    return active & kept, jnp.where(kept, length, 0)
+_without_ended = jax.jit(sampler.without_ended)  # an update outside of jit takes a millisecond
 
 
 class Slots(PooledSlots):
@@ -38,6 +36,9 @@ class Slots(PooledSlots):
     `hold` what it gives back. `specs` are those of one device's caches, `split` says how their
     arrays are split over devices, and `shardings` are those of what all devices have and of these
     arrays. Methods are called in the place's context.
+
+    The state learns of slots that have ended by the next step: one that reads prompts takes them
+    in, and before any other the `state` is brought up to date.
     """
 
     def __init__(self, model: Placed, executables: Executables) -> None:
@@ -48,6 +49,7 @@ class Slots(PooledSlots):
         self._plain = tuple(map(model.ops.lies, specs))
         self._cache: Cache | None = None
         self._state: SlotState | None = None
+        self._ended: set[int] = set()  # slots that the state has yet to learn of
         self.live = LiveSlots()
         self._saved_bytes: dict[int, int] = {}  # of a slot of the pool, by tokens
         self._nothing: dict[int, jax.Array] = {}  # of `hiding`, by rows
@@ -55,7 +57,7 @@ class Slots(PooledSlots):
 
     @property
     def held(self) -> tuple[Cache, SlotState]:
-        """Cache and state; StepError where a step that failed took them."""
+        """Cache and state, as the last step left it; StepError where one that failed took them."""
         if self._cache is None or self._state is None:
             raise StepError(_LOST)
         return self._cache, self._state
@@ -67,12 +69,27 @@ class Slots(PooledSlots):
 
     @property
     def state(self) -> SlotState:
-        """A row for each slot; StepError as `held`."""
-        return self.held[1]
+        """A row for each slot, up to date; StepError as `held`."""
+        _, state = self.held
+        if self._ended:
+            kept = self.kept(len(state.active))
+            active, length = _without_ended(state.active, state.length, kept)
+            self._state, self._ended = state._replace(active=active, length=length), set()
+            return self._state
+        return state
+
+    def kept(self, count: int) -> np.ndarray:
+        """False for those of the first `count` slots that the state has yet to learn of, bool."""
+        kept = np.ones(count, bool)
+        kept[[slot for slot in self._ended if slot < count]] = False  # others: of a failed prefill
+        return kept
 
     def hold(self, cache: Cache | None, state: SlotState | None) -> None:
-        """Have these in the place of what a step took over; None where they are lost."""
-        self._cache, self._state = cache, state
+        """Have these in the place of what a step took over; None where they are lost.
+
+        The step has told the state of slots that have ended.
+        """
+        self._cache, self._state, self._ended = cache, state, set()
 
     @contextlib.contextmanager
     def at_stake(self) -> Iterator[None]:
@@ -255,13 +272,7 @@ class Slots(PooledSlots):
     def release(self, slots: Sequence[int]) -> None:
         """End these slots."""
         self.live.remove(slots)
-        if self._state is not None and slots:
-            active, length = self._state.active, self._state.length
-            kept = np.ones(active.shape, bool)
-            kept[[slot for slot in slots if slot < len(kept)]] = False  # of a failed prefill
-            # Without a length, as steps of others read what a slot seems to have.
-            active, length = _kept(active, length, kept)
-            self._state = self._state._replace(active=active, length=length)
+        self._ended |= set(slots)
 
     def _pool(self) -> Room:
         if self.live.pool is None:

@@ -116,7 +116,8 @@ class StreamingRunner(JaxRunner):
         self, step: Step, beside: Callable[[], None] | None = None
     ) -> tuple[jax.Array, jax.Array | None]:
         """See `JaxRunner`."""
-        cache, given = self._slots.shown(), self._slots.state
+        slots = self._slots
+        cache, given = slots.shown(), slots.held[1] if step.ends else slots.state
         state = given
         sizes = *cache.key, *state.eos.shape, *state.parts
         held, args = list(cache.layers), self._place.operands(step.args)
