@@ -368,6 +368,19 @@ def test_a_piece_that_fails_ends_its_own_sequence_alone(engine_of, monkeypatch):
     assert found + list(stream) == expected and not engine._loop._live
 
 
+def test_who_loses_a_sequence_by_the_step_of_another_is_told_why(engine_of, monkeypatch):
+    engine = engine_of("llama-gqa", "torch")
+    one, other = (engine.stream([5, 6, 7], max_new_tokens=9, eos_token_id=None) for _ in range(2))
+    assert next(one) == next(other)
+    with monkeypatch.context() as failing:
+        failing.setattr(engine.runner, "decode", None)
+        with pytest.raises(TypeError) as raised:
+            list(one)
+    with pytest.raises(StepError, match="A step failed") as told:
+        list(other)
+    assert told.value.__cause__ is raised.value and not engine._loop._live
+
+
 def test_of_a_prompt_in_pieces_its_own_tokens_are_seen(engine_of):
     runner = engine_of("llama-gqa", "jax").runner
     drawn = Sampling(repetition_penalty=1.3)

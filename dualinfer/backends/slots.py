@@ -3,6 +3,7 @@
 It is no part of the contract of `base`: a runner may do without it.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Collection, Sequence
 from typing import Any, NamedTuple
 
@@ -291,7 +292,7 @@ class LiveSlots:
                 self.blocks.drop(slot)
 
 
-class PooledSlots:
+class PooledSlots(ABC):
     """The slots of a runner on its device: `live` is the book, and a pool is `open` for them.
 
     `_plain` are the caches of the layers as rectangles.
@@ -319,21 +320,21 @@ class PooledSlots:
             self.open(None)
             raise
 
+    @abstractmethod
     def _let_go(self) -> None:
         """Let go of cache and state, and of what was made for these alone."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _lay(self, specs: Sequence[CacheSpec], lies: Lying) -> None:
         """Let what comes to be held be caches of these specs."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _take(self, room: Room) -> None:
         """Take what a cache of so much room needs, or see that it is there; OutOfMemoryError."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _reserve(self, idle: bool) -> None:
         """Have cache and state for what the live slots need to start; `idle`: none held before."""
-        raise NotImplementedError
 
 
 def needed(piece: Piece) -> int:

@@ -157,7 +157,7 @@ class Loop(BlockSlots):
             try:
                 return self._profiler.run(run, slots, tokens)
             except BaseException as error:
-                self.lose(StepError(f"A step failed, and with it its sequences: {error!r}."))
+                self.lose(_failed("A step failed, and with it its sequences", error))
                 raise
 
     def _open(
@@ -225,8 +225,7 @@ class Loop(BlockSlots):
                 if pieces:
                     self._read(served, pieces)
         except BaseException as error:
-            reason = StepError(f"Reading a prompt failed, and with it its sequence: {error!r}.")
-            reason.__cause__ = error
+            reason = _failed("Reading a prompt failed, and with it its sequence", error)
             for live in served:
                 live.error = copied(reason)
             self._forget()
@@ -325,8 +324,7 @@ class Loop(BlockSlots):
             with self._turns:
                 if not self._chunks or self._chunks[0] is not chunk:
                     return
-                reason = f"A step failed, and with it the sequences it served: {error!r}."
-                self.lose(StepError(reason))
+                self.lose(_failed("A step failed, and with it the sequences it served", error))
             raise
         with self._turns:
             if not self._chunks or self._chunks[0] is not chunk:
@@ -353,7 +351,7 @@ class Loop(BlockSlots):
             self._runner.release(slots)
             pending = self._profiler.run(self._runner.prefill, parts, slots)
         except BaseException as error:
-            self.lose(StepError(f"A step failed, and with it the sequences it served: {error!r}."))
+            self.lose(_failed("A step failed, and with it the sequences it served", error))
             raise
         self._chunks.append((pending, dict(enumerate(lives))))
 
@@ -384,7 +382,7 @@ class Loop(BlockSlots):
         try:
             pending = self._profiler.run(self._runner.decode, steps)
         except BaseException as error:  # some of the steps may have run, and their tokens are gone
-            self.lose(StepError(f"A step failed, and with it the sequences it served: {error!r}."))
+            self.lose(_failed("A step failed, and with it the sequences it served", error))
             raise
         for live in columns.values():
             live.queued += steps
@@ -420,3 +418,10 @@ class Loop(BlockSlots):
         with self._turns:
             self._closed = error
             self.lose(error)
+
+
+def _failed(what: str, error: BaseException) -> StepError:
+    """The error of sequences that a failed step was for, of which `error` is the cause."""
+    reason = StepError(f"{what}: {error!r}.")
+    reason.__cause__ = error
+    return reason
