@@ -441,6 +441,20 @@ class LaunchingOps(BlockOps, Protocol):
         ...
 
 
+class CacheRows(NamedTuple):
+    """Rows of tokens that go on in slots of a layer's cache.
+
+    Row b is tokens starts[b] to starts[b] + lengths[b] of the sequence in slots[b], all int [B]. No
+    row has a token at place `reach` or behind; None says nothing.
+    """
+
+    cache: CacheView
+    slots: Array
+    starts: Array
+    lengths: Array
+    reach: int | None = None
+
+
 class StateRows(NamedTuple):
     """The rows of a layer's cache of states that sequences are of, whose states it is to keep.
 
@@ -562,19 +576,13 @@ class Ops(BlockOps, Protocol):
         layer: LayerAttention,
         qkv: Array | LatentQkv,
         angles: Any,
-        cache: CacheView,
-        slots: Array,
-        starts: Array,
-        lengths: Array,
-        reach: int | None = None,
+        rows: CacheRows,
     ) -> tuple[Array, CacheView]:
         """Attention of rows of tokens that go on from what their slots have, and the cache.
 
-        Row b is tokens starts[b] to starts[b] + lengths[b] of the sequence in slots[b], all int
-        [B]: qkv [B, T, (H+2K) D], padded, gives [B, T, H D], or for latent attention a pair gives
+        qkv [B, T, (H+2K) D], padded, gives [B, T, H D], or for latent attention a pair gives
         [B, T, H value_dim]. First all rows' keys and values go into the cache, padding's nowhere
-        or behind their own; then each query reads its slot up to its own place, of which none lies
-        at `reach` or behind; None says nothing. So rows of one
+        or behind their own; then each query reads its slot up to its own place. So rows of one
         slot may be side by side, in their order and whole but for the last. A row of a slot that
         there is not, on JAX and by kernels, gives what is finite. `qkv` may be overwritten.
         """

@@ -16,6 +16,7 @@ from .contract import (
     EVERY,
     NO_ROWS,
     Array,
+    CacheRows,
     Epilogue,
     LatentQkv,
     LayerAttention,
@@ -409,14 +410,11 @@ class PlainOps(PlainBlocks):
         layer: LayerAttention,
         qkv: Array | LatentQkv,
         angles: Any,
-        cache: CacheView,
-        slots: Array,
-        starts: Array,
-        lengths: Array,
-        reach: int | None = None,
+        rows: CacheRows,
     ) -> tuple[Array, CacheView]:
         """See `contract.Ops.attend_rows`."""
         m, a = self.maths, layer.spec
+        cache, slots, starts, lengths, reach = rows
         if isinstance(qkv, LatentQkv):
             q, _, written = self._latents(layer, qkv, angles, cache, slots, lengths, starts)
             assert written is not None

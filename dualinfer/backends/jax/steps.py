@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from ... import decoder
 from ...model.spec import ModelSpec
 from ...ops import sampling
-from ...ops.contract import StateRows, Tokens
+from ...ops.contract import CacheRows, StateRows, Tokens
 from ..base import MAX_STEPS, NO_TOKEN
 from ..slots import WeightRows
 from .cache import Cache
@@ -119,8 +119,8 @@ class Steps(Forward):
             if starts is None:
                 y, filled[n] = ops.attend(layer, qkv, angles, cache=filled[n], slots=slots)
             else:
-                where = filled[n], slots, starts, counts, options.reach
-                y, filled[n] = ops.attend_rows(layer, qkv, angles, *where)
+                into = CacheRows(filled[n], slots, starts, counts, options.reach)
+                y, filled[n] = ops.attend_rows(layer, qkv, angles, into)
             return y
 
         states = self.spec.state_numbers
@@ -361,8 +361,8 @@ class Steps(Forward):
 
         def attend(i: int, qkv: jax.Array) -> jax.Array:
             layer, n = ops.layer_attention(self.spec, params, i), numbers[i]
-            where = filled[n], slots, starts, counts, reach
-            y, filled[n] = ops.attend_rows(layer, qkv, angles, *where)
+            into = CacheRows(filled[n], slots, starts, counts, reach)
+            y, filled[n] = ops.attend_rows(layer, qkv, angles, into)
             return y
 
         def recur(i: int, x: jax.Array) -> jax.Array:

@@ -16,7 +16,7 @@ import torch
 
 from ... import decoder
 from ...model.spec import Experts, ModelSpec
-from ...ops.contract import StateRows, Tokens
+from ...ops.contract import CacheRows, StateRows, Tokens
 from ..base import Piece
 from ..kernels import is_wide
 from ..slots import GRAIN, PANELS, SMALLEST_CACHE, bucket, in_grains, panel_for, share_rows
@@ -404,8 +404,8 @@ class Prompts:
             layer, own = self._ops.layer_attention(self._spec, params, i), cache.number(numbers[i])
             if starts is None:
                 return self._ops.attend(layer, qkv, angles, cache=own, slots=slots)[0]
-            where = own, slots, starts, lengths, reach
-            return self._ops.attend_rows(layer, qkv, angles, *where)[0]
+            into = CacheRows(own, slots, starts, lengths, reach)
+            return self._ops.attend_rows(layer, qkv, angles, into)[0]
 
         states, lengths = self._spec.state_numbers, last + 1
 

@@ -23,7 +23,7 @@ from ....ops.attention import attention as plain_attention
 from ....ops.attention import chunks
 from ....ops.cache_kinds import BlockCache, CrossCache, FullCache, LatentBlockCache, LatentCache
 from ....ops.caches import CacheView, CrossView
-from ....ops.contract import EVERY, LatentQkv, LayerAttention, Seen
+from ....ops.contract import EVERY, CacheRows, LatentQkv, LayerAttention, Seen
 from ....ops.plain import last_of
 from ...kernels import has_wide_heads, head_arguments, meets_latents, turn_arguments
 from .cudnn import cudnn_serves
@@ -259,13 +259,10 @@ class KernelAttention(KernelBase):
         layer: LayerAttention,
         qkv: jax.Array | LatentQkv,
         angles: Any,
-        cache: CacheView,
-        slots: jax.Array,
-        starts: jax.Array,
-        lengths: jax.Array,
-        reach: int | None = None,
+        rows: CacheRows,
     ) -> tuple[jax.Array, CacheView]:
         """See `PlainOps.attend_rows`; padding's keys lie behind those of its row."""
+        cache, slots, starts, _, reach = rows
         if isinstance(qkv, LatentQkv) and meets_latents(layer.spec, qkv.queries.shape[1]):
             q, _, written = self._latents(layer, qkv, angles, cache, slots, starts=starts)
             y = self._meet_latents(layer, q, cast(Any, written), starts, slots, reach)
@@ -276,9 +273,7 @@ class KernelAttention(KernelBase):
             return y, cast(CacheView, held)
         known = self._known(layer.spec, cache)
         if known is None:
-            turned = self._turned(layer, angles)
-            where = {"starts": starts, "lengths": lengths, "reach": reach}
-            return super().attend_rows(layer, qkv, turned, cache, slots, **where)
+            return super().attend_rows(layer, qkv, self._turned(layer, angles), rows)
         positions, last = angles if isinstance(angles, tuple) else (angles, None)
         layer, qkv = self._prepared(layer, qkv, positions)
         batch, tokens, _ = qkv.shape

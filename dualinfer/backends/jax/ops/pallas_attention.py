@@ -20,7 +20,7 @@ from ....ops.cache_kinds import (
     fitted,
 )
 from ....ops.caches import CacheSpec, CacheView, CrossView
-from ....ops.contract import EVERY, LatentQkv, LayerAttention, Seen
+from ....ops.contract import EVERY, CacheRows, LatentQkv, LayerAttention, Seen
 from ....ops.maths import cut, flat, heads
 from ....ops.plain import matrices_of
 from ..maths import MATHS
@@ -82,14 +82,10 @@ class PallasAttention(PallasBase):
         layer: LayerAttention,
         qkv: jax.Array | LatentQkv,
         angles: Any,
-        cache: CacheView,
-        slots: jax.Array,
-        starts: jax.Array,
-        lengths: jax.Array,
-        reach: int | None = None,
+        rows: CacheRows,
     ) -> tuple[jax.Array, CacheView]:
         """See `PlainOps.attend_rows`; padding reads what is behind no row's end."""
-        a = layer.spec
+        a, (cache, slots, starts, lengths, reach) = layer.spec, rows
         seen = attending.Seen(starts, starts + lengths, True, a.window, a.chunk)
         read = jnp.clip(slots, 0, _slots_of(cache) - 1)
         if isinstance(qkv, LatentQkv):

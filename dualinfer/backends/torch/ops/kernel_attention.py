@@ -20,7 +20,7 @@ from ....ops.attention import attention as plain_attention
 from ....ops.attention import chunks
 from ....ops.cache_kinds import BlockCache, CrossCache, FullCache, LatentBlockCache, LatentCache
 from ....ops.caches import CacheView, CrossView
-from ....ops.contract import EVERY, LatentQkv, LayerAttention, Seen
+from ....ops.contract import EVERY, CacheRows, LatentQkv, LayerAttention, Seen
 from ....ops.plain import last_of
 from ...kernels import has_wide_heads, head_arguments, meets_latents, turn_arguments
 from ..params import Params
@@ -204,13 +204,10 @@ class KernelAttention(KernelBase):
         layer: LayerAttention,
         qkv: torch.Tensor | LatentQkv,
         angles: Any,
-        cache: CacheView,
-        slots: torch.Tensor,
-        starts: torch.Tensor,
-        lengths: torch.Tensor,
-        reach: int | None = None,
+        rows: CacheRows,
     ) -> tuple[torch.Tensor, CacheView]:
         """See `contract.Ops.attend_rows`; `qkv` is changed in place, padding's keys lie behind."""
+        cache, slots, starts, lengths, reach = rows
         cache = cache if reach is None else cache.view(None, reach)
         if isinstance(qkv, LatentQkv) and meets_latents(layer.spec, qkv.queries.shape[1]):
             self._latents(layer, qkv, angles, cache, slots, starts=starts)
@@ -220,7 +217,7 @@ class KernelAttention(KernelBase):
             return y.flatten(-2), cache
         known = self._known(layer.spec, cache)
         if known is None:
-            return super().attend_rows(layer, qkv, angles, cache, slots, starts, lengths)
+            return super().attend_rows(layer, qkv, angles, CacheRows(cache, slots, starts, lengths))
         q, _, _ = self._heads(layer, qkv, angles, known, slots, starts)
         how: dict[str, Any] = {"starts": starts, "slots": slots, "table": _table_of(known)}
         k, v, scales = known.k, known.v, _scales_of(known)
