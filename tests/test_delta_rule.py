@@ -9,7 +9,8 @@ import pytest
 from dualinfer.blocks import delta_rule
 from dualinfer.blocks.delta_rule import CHUNK, DeltaRule
 from dualinfer.model.spec import Norm
-from dualinfer.ops.contract import Seen, StateStep
+from dualinfer.ops.contract import Seen
+from dualinfer.ops.recurrence_kernels import StateStep
 from dualinfer.ops.recurrences import take_in
 
 from .models import BACKENDS, relative_rms

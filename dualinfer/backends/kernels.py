@@ -10,9 +10,6 @@ from ..ops.caches import LATENTS, CacheSpec, CacheView, StateView
 from ..ops.contract import (
     Array,
     Epilogue,
-    FusedRecurrence,
-    Launch,
-    LaunchingOps,
     LayerAttention,
     NormOf,
     Routing,
@@ -21,6 +18,7 @@ from ..ops.contract import (
     Unnormed,
     Weights,
 )
+from ..ops.recurrence_kernels import FusedRecurrence, Launch, LaunchingOps
 from .served import served
 
 

@@ -11,18 +11,10 @@ from ..model import rows as make
 from ..model.spec import Activation, Norm
 from ..model.weights import Row, Source, row
 from ..ops.caches import Buffer, StateView
-from ..ops.contract import (
-    Array,
-    BlockOps,
-    Launch,
-    LaunchingOps,
-    Seen,
-    StateRows,
-    StateStep,
-    Weights,
-)
+from ..ops.contract import Array, BlockOps, Seen, StateRows, Weights
 from ..ops.maths import Maths, cut, flat, heads
 from ..ops.projection import project
+from ..ops.recurrence_kernels import Launch, LaunchingOps, StateStep
 from ..ops.recurrences import (
     begins_anew,
     convolve_past,
@@ -240,7 +232,7 @@ class DeltaRule:
     def stepped(
         self, ops: BlockOps, w: Weights, x: Array, rest: tuple[Array, ...]
     ) -> tuple[StateStep, Callable[[Array], Array], tuple[Array, ...]]:
-        """See `contract.SteppedRecurrence`."""
+        """See `recurrence_kernels.SteppedRecurrence`."""
         m = ops.maths
         given, gates, steps, decays = self._parted(ops, w, x)
         y, wide = convolve_past(m, w, given, rest[0])
@@ -249,7 +241,7 @@ class DeltaRule:
 
     @property
     def is_fused(self) -> bool:
-        """See `contract.FusedRecurrence`."""
+        """See `recurrence_kernels.FusedRecurrence`."""
         from ..kernels.triton import delta_token
 
         known = delta_token.serves(self.key_dim, self.value_dim, self.taps)
@@ -257,13 +249,13 @@ class DeltaRule:
 
     @property
     def fuses_sequences(self) -> bool:
-        """See `contract.FusedRecurrence`."""
+        """See `recurrence_kernels.FusedRecurrence`."""
         return True
 
     def fused_token(
         self, ops: LaunchingOps, w: Weights, x: Array, cache: StateView, moves: Array
     ) -> tuple[Array, StateView] | None:
-        """See `contract.FusedRecurrence`."""
+        """See `recurrence_kernels.FusedRecurrence`."""
         from ..kernels.triton import delta_token
 
         if not delta_token.counts(len(x), self.keys, self.values):
@@ -276,7 +268,7 @@ class DeltaRule:
     def fused_sequence(
         self, ops: LaunchingOps, w: Weights, x: Array, mask: Array | None, rows: StateRows
     ) -> tuple[Array, StateView | None] | None:
-        """See `contract.FusedRecurrence`."""
+        """See `recurrence_kernels.FusedRecurrence`."""
         from ..kernels.triton import delta_prompt
 
         early = ops.starts_early(x.shape[0] * x.shape[1])

@@ -10,9 +10,10 @@ from ..model import rows as make
 from ..model.spec import Activation
 from ..model.weights import Row, row
 from ..ops.caches import Buffer
-from ..ops.contract import Array, BlockOps, Seen, StateStep, Weights
+from ..ops.contract import Array, BlockOps, Seen, Weights
 from ..ops.maths import cut, flat, heads
 from ..ops.norms import rms_norm
+from ..ops.recurrence_kernels import StateStep
 from ..ops.recurrences import begins_anew, counted, scan_decaying, step_token
 from ..parallel.sharding import Devices, Share
 
@@ -135,7 +136,7 @@ class Lightning:
     def stepped(
         self, ops: BlockOps, w: Weights, x: Array, rest: tuple[Array, ...]
     ) -> tuple[StateStep, Callable[[Array], Array], tuple[Array, ...]]:
-        """See `contract.SteppedRecurrence`."""
+        """See `recurrence_kernels.SteppedRecurrence`."""
         q, k, v, gate = self._parted(ops, x)
         decays = ops.maths.broadcast(-w["lightning_slopes"], (len(x), self.heads))
         step = StateStep(q[:, 0], k[:, 0], v[:, 0, :, None], None, decays[..., None, None])

@@ -8,18 +8,9 @@ from ..model import rows as make
 from ..model.spec import Activation, Norm
 from ..model.weights import Row, row
 from ..ops.caches import Buffer, StateView
-from ..ops.contract import (
-    Array,
-    BlockOps,
-    Epilogue,
-    Launch,
-    LaunchingOps,
-    NormOf,
-    Seen,
-    StateRows,
-    Weights,
-)
+from ..ops.contract import Array, BlockOps, Epilogue, NormOf, Seen, StateRows, Weights
 from ..ops.maths import Maths, cut
+from ..ops.recurrence_kernels import Launch, LaunchingOps
 from ..ops.recurrences import begins_anew, convolve_past, counted, last_tokens, visible
 from ..parallel.sharding import Devices, Share
 
@@ -146,20 +137,20 @@ class SelectiveScan:
 
     @property
     def is_fused(self) -> bool:
-        """See `contract.FusedRecurrence`."""
+        """See `recurrence_kernels.FusedRecurrence`."""
         from ..kernels.triton import selective_scan
 
         return self.activation == "silu" and selective_scan.serves(self.state, self.taps)
 
     @property
     def fuses_sequences(self) -> bool:
-        """See `contract.FusedRecurrence`."""
+        """See `recurrence_kernels.FusedRecurrence`."""
         return True
 
     def fused_token(
         self, ops: LaunchingOps, w: Weights, x: Array, cache: StateView, moves: Array
     ) -> tuple[Array, StateView] | None:
-        """See `contract.FusedRecurrence`."""
+        """See `recurrence_kernels.FusedRecurrence`."""
         from ..kernels.triton import conv_token, selective_scan
 
         past, state = cache.arrays
@@ -175,7 +166,7 @@ class SelectiveScan:
     def fused_sequence(
         self, ops: LaunchingOps, w: Weights, x: Array, mask: Array | None, rows: StateRows
     ) -> tuple[Array, StateView | None] | None:
-        """See `contract.FusedRecurrence`."""
+        """See `recurrence_kernels.FusedRecurrence`."""
         from ..kernels.triton import selective_scan
 
         early = ops.starts_early(x.shape[0] * x.shape[1])

@@ -7,8 +7,9 @@ from typing import Any, ClassVar, Self
 from ..model import rows as make
 from ..model.weights import Row
 from ..ops.caches import Buffer, StateView
-from ..ops.contract import EVERY, Array, BlockOps, Launch, LaunchingOps, Seen, Weights
+from ..ops.contract import EVERY, Array, BlockOps, Seen, Weights
 from ..ops.maths import Maths, cut
+from ..ops.recurrence_kernels import Launch, LaunchingOps
 from ..ops.recurrences import convolve_past, last_tokens, visible
 from ..parallel.sharding import Devices, Share
 
@@ -81,18 +82,18 @@ class ShortConvolution:
 
     @property
     def is_fused(self) -> bool:
-        """See `contract.FusedRecurrence`."""
+        """See `recurrence_kernels.FusedRecurrence`."""
         return self.taps > 1
 
     @property
     def fuses_sequences(self) -> bool:
-        """See `contract.FusedRecurrence`."""
+        """See `recurrence_kernels.FusedRecurrence`."""
         return False
 
     def fused_token(
         self, ops: LaunchingOps, w: Weights, x: Array, cache: StateView, moves: Array
     ) -> tuple[Array, StateView] | None:
-        """See `contract.FusedRecurrence`."""
+        """See `recurrence_kernels.FusedRecurrence`."""
         from ..kernels.triton import conv_token
 
         how = {"taps": w["recurrence_kernel"], "taps_bias": w.get("recurrence_kernel_bias")}
@@ -102,7 +103,7 @@ class ShortConvolution:
         return y, cache.of(*held)
 
     def fused_sequence(self, *_: Any, **__: Any) -> None:
-        """See `contract.FusedRecurrence`."""
+        """See `recurrence_kernels.FusedRecurrence`."""
         return None
 
     def _convolved(

@@ -10,19 +10,9 @@ from ..model import rows as make
 from ..model.spec import Activation, Norm
 from ..model.weights import Row, row
 from ..ops.caches import Buffer, StateView
-from ..ops.contract import (
-    Array,
-    BlockOps,
-    Launch,
-    LaunchingOps,
-    NormOf,
-    Seen,
-    StateRows,
-    StateStep,
-    Unnormed,
-    Weights,
-)
+from ..ops.contract import Array, BlockOps, NormOf, Seen, StateRows, Unnormed, Weights
 from ..ops.maths import Maths, cut, flat, heads
+from ..ops.recurrence_kernels import Launch, LaunchingOps, StateStep
 from ..ops.recurrences import (
     begins_anew,
     convolve_past,
@@ -184,7 +174,7 @@ class StateSpace:
     def stepped(
         self, ops: BlockOps, w: Weights, x: Array, rest: tuple[Array, ...]
     ) -> tuple[StateStep, Callable[[Array], Array], tuple[Array, ...]]:
-        """See `contract.SteppedRecurrence`."""
+        """See `recurrence_kernels.SteppedRecurrence`."""
         m = ops.maths
         gate, given, steps = self._parted(m, x)
         y, wide = convolve_past(m, w, given, rest[0])
@@ -201,7 +191,7 @@ class StateSpace:
 
     @property
     def is_fused(self) -> bool:
-        """See `contract.FusedRecurrence`; not where devices share what is normed."""
+        """See `recurrence_kernels.FusedRecurrence`; not where devices share what is normed."""
         from ..kernels.triton import state_token
 
         normed = self.normed if self.norm is not None else 1
@@ -210,13 +200,13 @@ class StateSpace:
 
     @property
     def fuses_sequences(self) -> bool:
-        """See `contract.FusedRecurrence`."""
+        """See `recurrence_kernels.FusedRecurrence`."""
         return True
 
     def fused_token(
         self, ops: LaunchingOps, w: Weights, x: Array, cache: StateView, moves: Array
     ) -> tuple[Array | Unnormed, StateView] | None:
-        """See `contract.FusedRecurrence`; the norm over all heads of one slot is left."""
+        """See `recurrence_kernels.FusedRecurrence`; the norm over all heads of one slot is left."""
         from ..kernels.triton import linear, state_token
 
         if not state_token.counts(len(x), self.groups):
@@ -237,7 +227,7 @@ class StateSpace:
     def fused_sequence(
         self, ops: LaunchingOps, w: Weights, x: Array, mask: Array | None, rows: StateRows
     ) -> tuple[Array, StateView | None] | None:
-        """See `contract.FusedRecurrence`."""
+        """See `recurrence_kernels.FusedRecurrence`."""
         from ..kernels.triton import state_prompt
 
         early = ops.starts_early(x.shape[0] * x.shape[1])

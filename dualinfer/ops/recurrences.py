@@ -2,8 +2,9 @@
 
 from ..model.spec import Recurrence
 from .caches import StateView
-from .contract import Array, BlockOps, Seen, StateRows, StateStep, SteppedRecurrence, Weights
+from .contract import Array, BlockOps, Seen, StateRows, Weights
 from .maths import Maths, named
+from .recurrence_kernels import StateStep, SteppedRecurrence
 
 
 @named("recurrence")

@@ -16,8 +16,8 @@ from dualinfer.kernels.pallas import attention as attending  # noqa: E402
 from dualinfer.kernels.pallas import experts as mixing  # noqa: E402
 from dualinfer.kernels.pallas import launch, norm, product, ring, state, thresholds  # noqa: E402
 from dualinfer.ops.attention import alibi_bias, relative_bias  # noqa: E402
-from dualinfer.ops.contract import StateStep  # noqa: E402
 from dualinfer.ops.exact import MATHS as EXACT  # noqa: E402
+from dualinfer.ops.recurrence_kernels import StateStep  # noqa: E402
 from dualinfer.ops.recurrences import take_in  # noqa: E402
 from dualinfer.quantization import BlockScheme  # noqa: E402
 

@@ -18,8 +18,9 @@ from dualinfer.blocks.state_space import StateSpace  # isort: skip
 from dualinfer.kernels.triton import linear  # isort: skip
 from dualinfer.kernels.triton.launch import has_pdl  # isort: skip
 from dualinfer.model.spec import Norm  # isort: skip
-from dualinfer.ops.contract import ALONE, Launch, Seen, StateRows, Unnormed  # isort: skip
+from dualinfer.ops.contract import ALONE, Seen, StateRows, Unnormed  # isort: skip
 from dualinfer.ops.exact import MATHS  # isort: skip
+from dualinfer.ops.recurrence_kernels import Launch  # isort: skip
 from dualinfer.ops.norms import plain_norm  # isort: skip
 
 pytestmark = [needs_triton, pytest.mark.usefixtures(strict.__name__)]

@@ -42,7 +42,6 @@ from ....ops.contract import (
     EVERY,
     NO_ROWS,
     Epilogue,
-    Launch,
     NormOf,
     Routing,
     Seen,
@@ -52,6 +51,7 @@ from ....ops.contract import (
 )
 from ....ops.embedding import scale_of
 from ....ops.norms import plain_norm
+from ....ops.recurrence_kernels import Launch
 from ...base import SamplingFeatures
 from ...kernels import (
     experts_launch,

@@ -22,14 +22,8 @@ from ....model.spec import Activation, Experts, ModelSpec, Recurrence, Router
 from ....model.weights import Weight
 from ....ops import mixtures
 from ....ops.caches import CacheSpec, StateView
-from ....ops.contract import (
-    ALONE,
-    Epilogue,
-    NormOf,
-    Routing,
-    SteppedRecurrence,
-    Weights,
-)
+from ....ops.contract import ALONE, Epilogue, NormOf, Routing, Weights
+from ....ops.recurrence_kernels import SteppedRecurrence
 from ....ops.schemes import of_each, rounds_input
 from ....quantization import BlockScheme
 from .. import sampler

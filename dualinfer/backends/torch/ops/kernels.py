@@ -36,7 +36,6 @@ from ....ops.contract import (
     EVERY,
     NO_ROWS,
     Epilogue,
-    Launch,
     NormOf,
     Routing,
     Seen,
@@ -45,6 +44,7 @@ from ....ops.contract import (
     Weights,
 )
 from ....ops.embedding import scale_of
+from ....ops.recurrence_kernels import Launch
 from ...base import SamplingFeatures
 from ...kernels import (
     experts_launch,
