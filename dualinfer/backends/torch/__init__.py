@@ -1,6 +1,7 @@
 """The torch backend: `create_runner` loads a model onto a torch device."""
 
 import os
+from threading import Thread
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -20,6 +21,7 @@ from ..held import no_room
 from ..streaming import check_host, choose_layers
 from .adapter import OnTorch as OnTorch
 from .adapter import engine_type as engine_type
+from .ahead import prepare
 from .device import (
     default_device,
     device_name,
@@ -119,6 +121,8 @@ def create_runner(
     tp_plan = make_plan(plan.table, peers.size, tp.tp_grain_size, **how)
     shard = tp_plan.shards[peers.rank]
     ops = _make_ops(config, shard.spec, device, Split.of(peers, tp_plan))
+    if ops.kernels and shard.size == 1 and not config.streams:
+        Thread(target=prepare, args=(device,), name="dualinfer-triton").start()
     streaming, free = None, free_bytes(device)
     if config.streams:
         on_cpu = device.type == "cpu"

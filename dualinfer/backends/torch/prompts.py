@@ -20,6 +20,7 @@ from ...ops.contract import CacheRows, StateRows, Tokens
 from ..base import Piece
 from ..kernels import is_wide
 from ..slots import GRAIN, PANELS, SMALLEST_CACHE, bucket, in_grains, panel_for, share_rows
+from .ahead import NOTHING_AHEAD, Ahead
 from .cache import Cache
 from .device import fill, upload
 from .graphs import MOST_STEPS, StepGraphs
@@ -68,12 +69,17 @@ class _Buffers(NamedTuple):
 
 
 class Prompts:
-    """The prompts' pass of one runner."""
+    """The prompts' pass of one runner; `ahead` knows kernels of a pass before it runs."""
 
     def __init__(
-        self, spec: ModelSpec, params: Params, ops: PlainOps, graphs: StepGraphs | None
+        self,
+        spec: ModelSpec,
+        params: Params,
+        ops: PlainOps,
+        graphs: StepGraphs | None,
+        ahead: Ahead = NOTHING_AHEAD,
     ) -> None:
-        self._spec, self._ops, self.graphs = spec, ops, graphs
+        self._spec, self._ops, self.graphs, self._ahead = spec, ops, graphs, ahead
         self._buffers: OrderedDict[Hashable, _Buffers] = OrderedDict()
         self._panels: dict[Hashable, _Buffers] = {}
         # Where a row's own keys or states are made in a pass, a piece is a row.
@@ -389,6 +395,14 @@ class Prompts:
         """
         ids, slots, last, starts, wholes, source, source_last = rows
         shape = ids.shape[:2]
+        if self._ahead.is_on and source is None:
+            key = "pass", shape, starts is None, reach, cache.room
+
+            def by_others(ops: PlainOps) -> None:
+                apart = Prompts(self._spec, params, ops, None)
+                apart._pass(params, cache, rows, reach, every=every)
+
+            self._ahead.meet(key, by_others, waits=True)
         at = positions = torch.arange(shape[1], device=ids.device).expand(shape)
         if starts is not None:
             at = positions = positions + starts[:, None]

@@ -40,6 +40,7 @@ from ..slots import (
     parts_of,
 )
 from . import sampler
+from .ahead import Ahead
 from .compiling import compile_options
 from .device import device_name, free_bytes, in_order, upload
 from .graphs import StepGraphs, graph_facts
@@ -91,8 +92,11 @@ class TorchRunner(ScoreCalls):
         decode_graphs = decode_graphs and self._stream is None
         has_graphs = decode_graphs and device.type == "cuda"
         graphs, prompt_graphs = (StepGraphs() if has_graphs else None for _ in range(2))
-        self._steps = Steps(spec, ops, graphs, self._forget_steps)
-        self._prompts = Prompts(spec, params, ops, prompt_graphs)
+        alone = ops.kernels and shard.size == 1 and self._stream is None
+        ahead = Ahead(ops if alone else None)
+        ahead.then = self._expect_steps
+        self._steps = Steps(spec, ops, graphs, self._forget_steps, ahead)
+        self._prompts = Prompts(spec, params, ops, prompt_graphs, ahead)
         self.last_work: tuple[torch.cuda.Stream, torch.cuda.Event] | None = None
         how = self._parameters, has_graphs, forward_graphs
         self._whole = WholePasses(spec, ops, dtype, device, *how)
@@ -152,6 +156,12 @@ class TorchRunner(ScoreCalls):
             except BaseException:
                 self._slots.open(None)
                 raise
+
+    def _expect_steps(self) -> None:
+        """Have kernels of the steps behind a first prompt compiled: as they are, and of draws."""
+        view = self._slots.view(self._slots.cache.room)
+        for features in (_GREEDY, _DRAWN):
+            self._steps.expect(self._passed, view, features)
 
     def _prepare_pool(self) -> None:
         """Capture every step over the pool that no request has to itself, and every panel."""

@@ -12,6 +12,7 @@ from ...ops import sampling
 from ...ops.contract import Tokens
 from ...system.patience import told_if_slow
 from ..base import NO_TOKEN, SamplingFeatures
+from .ahead import NOTHING_AHEAD, Ahead
 from .graphs import StepGraphs
 from .maths import MATHS
 from .ops.plain import PlainOps
@@ -24,7 +25,7 @@ class Steps:
     """The steps of one runner over views of its slots.
 
     `graphs` is None where there are none. `forget` drops them, before buffers are replaced whose
-    addresses they hold.
+    addresses they hold. `ahead` knows kernels of steps before these run.
     """
 
     def __init__(
@@ -33,8 +34,10 @@ class Steps:
         ops: PlainOps,
         graphs: StepGraphs | None,
         forget: Callable[[], None],
+        ahead: Ahead = NOTHING_AHEAD,
     ) -> None:
         self._spec, self._ops, self.graphs, self._forget = spec, ops, graphs, forget
+        self._ahead = ahead
         self.close()
 
     def close(self) -> None:
@@ -94,7 +97,22 @@ class Steps:
         """The key of a step's graph, and the step."""
         slots, launches = view.room.slots, self._ops.launches_of(features)
         key = slots, view.room, launches, features.weighs, features.tells
+        if self.graphs is None or key not in self.graphs:
+            self._ahead.meet(*self._ahead_of(params, view, features), waits=True)
         return key, partial(self._step, params, view, features)
+
+    def expect(self, params: Params, view: View, features: SamplingFeatures) -> None:
+        """Have the kernels of a step compiled, without a wait, where that is done ahead."""
+        self._ahead.meet(*self._ahead_of(params, view, features), waits=False)
+
+    def _ahead_of(self, params: Params, view: View, features: SamplingFeatures) -> Any:
+        """The key of a step's kernels, and the step by other ops."""
+        key = "step", view.room, self._ops.launches_of(features)
+
+        def step(ops: PlainOps) -> None:
+            Steps(self._spec, ops, None, self._forget)._step(params, view, features)
+
+        return key, step
 
     def _replay(self, key: Hashable, run: Callable[[], None]) -> None:
         """Do `run` once, from the key's graph where there are graphs."""

@@ -1,14 +1,23 @@
-"""Launches compiled for a kind of GPU without one, as Triton's own launcher would compile them."""
+"""Launches compiled for a kind of GPU without one, as Triton's own launcher would compile them.
 
+JAX asks for their code by `begin` and `code`. Launches of torch's tensors are Triton's own, which
+compiles a kernel when it is first launched: `asked` says of which ones that would be, before any
+runs, and `expect` has Triton find them on disk.
+"""
+
+import inspect
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from contextlib import suppress
 from functools import cache
 from typing import Any, NamedTuple
 
+from triton import AsyncCompileMode
+
 from . import norm
 from .compiling import Absent, Task, compiled
+from .launch import noting
 from .operands import Launch, Pointer, Recording
 from .processes import MOST, Compilers, cores
 
@@ -122,7 +131,97 @@ def prepare(capability: int) -> None:
         compiled(kind.kernel, _task(kind)[0], only_kept=True)
     except Absent:
         _compilers().start()
+        _new_here.set()
     code(recording.launches[0], capability)
+
+
+_new_here = threading.Event()
+
+
+def is_cold() -> bool:
+    """True once `prepare` has found that Triton has nothing on disk, if processes compile here."""
+    return _new_here.is_set() and _compilers().usable
+
+
+class _Asked(Exception):
+    """What Triton's launcher would compile."""
+
+
+class _Asking(AsyncCompileMode):
+    """Triton's mode in which others compile what it launches; this one has nobody compile it."""
+
+    def __init__(self) -> None:
+        super().__init__(None)  # pyright: ignore[reportArgumentType]
+
+    def submit(self, key: Any, compile_fn: Callable[..., Any], *_: Any) -> Any:
+        """Raise what was to be compiled, so that nothing stands for its code."""
+        raise _Asked(inspect.getclosurevars(compile_fn).nonlocals)
+
+
+class _Memory:
+    """What Triton's launcher asks of a tensor, of one without memory."""
+
+    def __init__(self, tensor: Any) -> None:
+        self.dtype = tensor.dtype
+        self._offset = tensor.storage_offset() * tensor.element_size()
+
+    def data_ptr(self) -> int:
+        """An address that is as aligned as that of a tensor would be."""
+        return self._offset
+
+
+def asked(run: Callable[[], Any], memoryless: type) -> list[Task]:
+    """What Triton would compile for the launches of `run()`, which are not made.
+
+    `run` calls functions of this package on tensors, of which those of the type `memoryless` have
+    no memory.
+    """
+    found: list[Task] = []
+
+    def note(kernel: Any, *args: Any, **meta: Any) -> None:
+        given = (_Memory(x) if isinstance(x, memoryless) else x for x in args)
+        try:
+            kernel.run(*given, grid=(1,), warmup=True, **meta)
+        except _Asked as error:
+            source, options, target = (error.args[0][x] for x in ("src", "options", "target"))
+            facts = source.signature, source.constants, source.attrs
+            where = kernel.fn.__module__, kernel.fn.__name__
+            found.append(Task(*where, *facts, dict(vars(options)), target.arch))
+
+    with _Asking(), noting(note):
+        run()
+    return found
+
+
+_expected: dict[bytes, "Future[None]"] = {}
+
+
+def expect(tasks: Iterable[Task]) -> list["Future[None]"]:
+    """Have processes compile what Triton does not find on disk; each is done when it would.
+
+    Nothing is told of what fails: a launch compiles it then, and fails as it does.
+    """
+    coming = []
+    for task in tasks:
+        if (line := task.line) is None:
+            continue
+        with _lock:
+            if line not in _expected:
+                _expected[line] = _pool().submit(_leave_on_disk, task, line)
+            coming.append(_expected[line])
+    return coming
+
+
+def _leave_on_disk(task: Task, line: bytes) -> None:
+    with suppress(Exception):
+        for _ in range(2):
+            try:
+                compiled(task.kernel_found, task, only_kept=True)
+                return
+            except Absent:
+                if not _compilers().compile(line):
+                    return
+        _compilers().give_up()
 
 
 def _fact(value: Any) -> Any:

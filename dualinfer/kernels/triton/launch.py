@@ -9,6 +9,9 @@ and before its first write.
 # pyright: reportArgumentType=false, reportPossiblyUnboundVariable=false
 # pyright: reportGeneralTypeIssues=false
 import os
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import triton
@@ -103,6 +106,19 @@ def _capability(index: int) -> tuple[int, int]:
     return _capabilities[index]
 
 
+_noting = threading.local()
+
+
+@contextmanager
+def noting(note: Callable[..., None]) -> Iterator[None]:
+    """Call `note(kernel, *args, **meta)` in place of each launch that this thread makes within."""
+    _noting.note = note
+    try:
+        yield
+    finally:
+        _noting.note = None
+
+
 def launch(
     kernel: Any,
     grid: tuple[int, ...],
@@ -115,7 +131,7 @@ def launch(
 
     Its constexpr parameter PDL is set from `pdl`. Without `early` it starts when that one has
     ended, and still lets the one behind it start before its own end. Over operands it is written
-    down instead.
+    down instead, and in a thread that is `noting` it is noted.
     """
     recording = recording_of(args)
     if recording is not None:
@@ -123,6 +139,9 @@ def launch(
         return
     if pdl and early:
         meta["launch_pdl"] = True
+    if (note := getattr(_noting, "note", None)) is not None:
+        note(kernel, *args, PDL=pdl, **meta)
+        return
     kernel[grid](*args, PDL=pdl, **meta)
 
 

@@ -1,6 +1,6 @@
 """The base of all ops by kernels on torch: device, configurations, scratch memory."""
 
-from typing import Any
+from typing import Any, Self
 
 import torch
 
@@ -47,6 +47,12 @@ class KernelBase(PlainOps):
     def clear(self) -> None:
         """See `PlainOps.clear`; no graph may be replayed after it."""
         self._counters.clear()
+
+    def apart(self) -> Self:
+        """See `PlainOps.apart`."""
+        own = super().apart()
+        own._counters = {}
+        return own
 
     def starts_early(self, rows: int) -> bool:
         """True if kernels over so many rows start before the one in front has ended.

@@ -5,7 +5,7 @@ once, with everything around them fused; those with many go to cuBLAS, between f
 """
 
 from collections.abc import Hashable, Mapping, Sequence
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch.nn import functional as F
@@ -420,6 +420,12 @@ class KernelOps(KernelAttention):
         """See `PlainOps.clear`."""
         super().clear()
         self._workspaces.clear()
+
+    def apart(self) -> Self:
+        """See `PlainOps.apart`."""
+        own = super().apart()
+        own._workspaces = {}
+        return own
 
     def _workspace(self, rows: int, vocab: int) -> sampling.Workspace:
         rows = bucket(rows)

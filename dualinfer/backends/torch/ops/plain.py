@@ -1,7 +1,8 @@
 """The plain ops over torch's Maths, and sampling; kernels.py has the same by Triton."""
 
+import copy
 from collections.abc import Hashable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Self
 
 import torch
 
@@ -50,6 +51,10 @@ class PlainOps(plain.PlainOps):
 
     def clear(self) -> None:
         """Let go of memory on the device."""
+
+    def apart(self) -> Self:
+        """The same ops, with memory of their own."""
+        return copy.copy(self)
 
     def frequencies(self, params: Params, rope: Rope) -> torch.Tensor:
         """See `plain.PlainOps.frequencies`."""
