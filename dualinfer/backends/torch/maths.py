@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch.nn import functional as F
+from torch.utils._python_dispatch import _disable_current_modes
 
 from ...model.spec import Activation
 from ...ops.maths import KeyScoring, taken
@@ -459,8 +460,12 @@ def _groups(chosen: torch.Tensor, total: int) -> Iterator[tuple[int | torch.Tens
 
 @cache
 def _table(values: tuple[float, ...], device: torch.device) -> torch.Tensor:
-    """Made once: a CUDA graph may not capture a copy from the host."""
-    return torch.tensor(values, dtype=torch.float32, device=device)
+    """Made once: a CUDA graph may not capture a copy from the host.
+
+    It has memory even where tensors have none, as in passes that are made `ahead`.
+    """
+    with _disable_current_modes():
+        return torch.tensor(values, dtype=torch.float32, device=device)
 
 
 MATHS = TorchMaths()

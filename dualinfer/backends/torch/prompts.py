@@ -20,7 +20,7 @@ from ...ops.contract import CacheRows, StateRows, Tokens
 from ..base import Piece
 from ..kernels import is_wide
 from ..slots import GRAIN, PANELS, SMALLEST_CACHE, bucket, in_grains, panel_for, share_rows
-from .ahead import NOTHING_AHEAD, Ahead
+from .ahead import Ahead
 from .cache import Cache
 from .device import fill, upload
 from .graphs import MOST_STEPS, StepGraphs
@@ -77,7 +77,7 @@ class Prompts:
         params: Params,
         ops: PlainOps,
         graphs: StepGraphs | None,
-        ahead: Ahead = NOTHING_AHEAD,
+        ahead: Ahead | None = None,
     ) -> None:
         self._spec, self._ops, self.graphs, self._ahead = spec, ops, graphs, ahead
         self._buffers: OrderedDict[Hashable, _Buffers] = OrderedDict()
@@ -395,14 +395,13 @@ class Prompts:
         """
         ids, slots, last, starts, wholes, source, source_last = rows
         shape = ids.shape[:2]
-        if self._ahead.is_on and source is None:
-            key = "pass", shape, starts is None, reach, cache.room
+        if self._ahead is not None and source is None:
+            key = "pass", shape, starts is None, reach, cache.room, every
 
-            def by_others(ops: PlainOps) -> None:
-                apart = Prompts(self._spec, params, ops, None)
-                apart._pass(params, cache, rows, reach, every=every)
+            def read(spec: ModelSpec, params: Params, ops: PlainOps) -> None:
+                Prompts(spec, params, ops, None)._pass(params, cache, rows, reach, every=every)
 
-            self._ahead.meet(key, by_others, waits=True)
+            self._ahead.meet(key, params, read, waits=True)
         at = positions = torch.arange(shape[1], device=ids.device).expand(shape)
         if starts is not None:
             at = positions = positions + starts[:, None]

@@ -12,6 +12,7 @@ import torch
 from ... import decoder
 from ...errors import UnsupportedError
 from ...model.load_plan import LoadPlan, TensorSource
+from ...model.spec import ModelSpec
 from ...model.weights import count_leaves
 from ...ops import sampling
 from ...ops.caches import (
@@ -92,11 +93,12 @@ class TorchRunner(ScoreCalls):
         decode_graphs = decode_graphs and self._stream is None
         has_graphs = decode_graphs and device.type == "cuda"
         graphs, prompt_graphs = (StepGraphs() if has_graphs else None for _ in range(2))
-        alone = ops.kernels and shard.size == 1 and self._stream is None
-        ahead = Ahead(ops if alone else None)
-        ahead.then = self._expect_steps
-        self._steps = Steps(spec, ops, graphs, self._forget_steps, ahead)
-        self._prompts = Prompts(spec, params, ops, prompt_graphs, ahead)
+        self._ahead = None
+        if ops.kernels and shard.size == 1 and self._stream is None:
+            self._ahead = Ahead(spec, ops)
+            self._ahead.then = self._expect_steps
+        self._steps = Steps(spec, ops, graphs, self._forget_steps, self._ahead)
+        self._prompts = Prompts(spec, params, ops, prompt_graphs, self._ahead)
         self.last_work: tuple[torch.cuda.Stream, torch.cuda.Event] | None = None
         how = self._parameters, has_graphs, forward_graphs
         self._whole = WholePasses(spec, ops, dtype, device, *how)
@@ -158,9 +160,28 @@ class TorchRunner(ScoreCalls):
                 raise
 
     def _expect_steps(self) -> None:
-        """Have kernels of the steps behind a first prompt compiled: as they are, and of draws."""
+        """Have kernels compiled of what follows on a first prompt: its token, and steps.
+
+        Those of draws as well, which a later call may want.
+        """
+        assert self._ahead is not None
+        count, state = len(self._slots.live.requests), self._slots.state
         view = self._slots.view(self._slots.cache.room)
         for features in (_GREEDY, _DRAWN):
+
+            def first(
+                spec: ModelSpec,
+                params: Params,
+                ops: PlainOps,
+                features: SamplingFeatures = features,
+            ) -> None:
+                x = torch.empty(count, spec.embed, dtype=self.dtype, device=self.device)
+                rows = torch.zeros(count, dtype=torch.int64, device=self.device)
+                part, scores = state.take(rows), decoder.logits(spec, params, ops, x, wide=True)
+                ops.sample(scores, part, part.length, features)
+
+            key = "first", count, self.ops.launches_of(features)
+            self._ahead.meet(key, self._passed, first, waits=False)
             self._steps.expect(self._passed, view, features)
 
     def _prepare_pool(self) -> None:

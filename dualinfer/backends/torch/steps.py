@@ -12,7 +12,7 @@ from ...ops import sampling
 from ...ops.contract import Tokens
 from ...system.patience import told_if_slow
 from ..base import NO_TOKEN, SamplingFeatures
-from .ahead import NOTHING_AHEAD, Ahead
+from .ahead import Ahead
 from .graphs import StepGraphs
 from .maths import MATHS
 from .ops.plain import PlainOps
@@ -34,7 +34,7 @@ class Steps:
         ops: PlainOps,
         graphs: StepGraphs | None,
         forget: Callable[[], None],
-        ahead: Ahead = NOTHING_AHEAD,
+        ahead: Ahead | None = None,
     ) -> None:
         self._spec, self._ops, self.graphs, self._forget = spec, ops, graphs, forget
         self._ahead = ahead
@@ -98,21 +98,23 @@ class Steps:
         slots, launches = view.room.slots, self._ops.launches_of(features)
         key = slots, view.room, launches, features.weighs, features.tells
         if self.graphs is None or key not in self.graphs:
-            self._ahead.meet(*self._ahead_of(params, view, features), waits=True)
+            self.expect(params, view, features, waits=True)
         return key, partial(self._step, params, view, features)
 
-    def expect(self, params: Params, view: View, features: SamplingFeatures) -> None:
-        """Have the kernels of a step compiled, without a wait, where that is done ahead."""
-        self._ahead.meet(*self._ahead_of(params, view, features), waits=False)
+    def expect(
+        self, params: Params, view: View, features: SamplingFeatures, waits: bool = False
+    ) -> None:
+        """Have the kernels of a step compiled, where that is done ahead; see `Ahead.meet`."""
+        if self._ahead is None:
+            return
+        key = "step", view.room, self._ops.launches_of(features), features.weighs, features.tells
 
-    def _ahead_of(self, params: Params, view: View, features: SamplingFeatures) -> Any:
-        """The key of a step's kernels, and the step by other ops."""
-        key = "step", view.room, self._ops.launches_of(features)
+        def step(spec: ModelSpec, params: Params, ops: PlainOps) -> None:
+            apart = Steps(spec, ops, None, self._forget)
+            apart._told = self._told
+            apart._step(params, view, features)
 
-        def step(ops: PlainOps) -> None:
-            Steps(self._spec, ops, None, self._forget)._step(params, view, features)
-
-        return key, step
+        self._ahead.meet(key, params, step, waits)
 
     def _replay(self, key: Hashable, run: Callable[[], None]) -> None:
         """Do `run` once, from the key's graph where there are graphs."""

@@ -1,13 +1,13 @@
 """Launches compiled for a kind of GPU without one, as Triton's own launcher would compile them.
 
 JAX asks for their code by `begin` and `code`. Launches of torch's tensors are Triton's own, which
-compiles a kernel when it is first launched: `asked` says of which ones that would be, before any
-runs, and `expect` has Triton find them on disk.
+compiles a kernel when it is first launched: `expected` knows which ones these will be, and has
+Triton find them on disk.
 """
 
 import inspect
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from contextlib import suppress
 from functools import cache
@@ -152,10 +152,13 @@ class _Asking(AsyncCompileMode):
 
     def __init__(self) -> None:
         super().__init__(None)  # pyright: ignore[reportArgumentType]
+        self._seen: set[str] = set()
 
-    def submit(self, key: Any, compile_fn: Callable[..., Any], *_: Any) -> Any:
-        """Raise what was to be compiled, so that nothing stands for its code."""
-        raise _Asked(inspect.getclosurevars(compile_fn).nonlocals)
+    def submit(self, key: Any, compile_fn: Any, *_: Any, **__: Any) -> Any:
+        """Raise what is new of what is to be compiled, so that nothing stands for its code."""
+        is_new = key not in self._seen
+        self._seen.add(key)
+        raise _Asked(inspect.getclosurevars(compile_fn).nonlocals if is_new else None)
 
 
 class _Memory:
@@ -170,46 +173,42 @@ class _Memory:
         return self._offset
 
 
-def asked(run: Callable[[], Any], memoryless: type) -> list[Task]:
-    """What Triton would compile for the launches of `run()`, which are not made.
+def expected(run: Callable[[], Any], memoryless: type) -> list["Future[None]"]:
+    """Have processes compile what Triton does not find on disk of the launches of `run()`.
 
-    `run` calls functions of this package on tensors, of which those of the type `memoryless` have
-    no memory.
+    No launch is made. `run` calls functions of this package on tensors, of which those of the type
+    `memoryless` have no memory. Each result is done when Triton would find the code of a kernel.
+    Nothing is told of what fails: a launch compiles it then, and fails as it does.
     """
-    found: list[Task] = []
+    coming: list[Future[None]] = []
 
     def note(kernel: Any, *args: Any, **meta: Any) -> None:
         given = (_Memory(x) if isinstance(x, memoryless) else x for x in args)
         try:
             kernel.run(*given, grid=(1,), warmup=True, **meta)
         except _Asked as error:
-            source, options, target = (error.args[0][x] for x in ("src", "options", "target"))
+            if (found := error.args[0]) is None:
+                return
+            source, options, target = (found[name] for name in ("src", "options", "target"))
             facts = source.signature, source.constants, source.attrs
             where = kernel.fn.__module__, kernel.fn.__name__
-            found.append(Task(*where, *facts, dict(vars(options)), target.arch))
+            task = Task(*where, *facts, dict(vars(options)), target.arch)
+            if (line := task.line) is not None:
+                coming.append(_expect(task, line))
 
     with _Asking(), noting(note):
         run()
-    return found
+    return coming
 
 
 _expected: dict[bytes, "Future[None]"] = {}
 
 
-def expect(tasks: Iterable[Task]) -> list["Future[None]"]:
-    """Have processes compile what Triton does not find on disk; each is done when it would.
-
-    Nothing is told of what fails: a launch compiles it then, and fails as it does.
-    """
-    coming = []
-    for task in tasks:
-        if (line := task.line) is None:
-            continue
-        with _lock:
-            if line not in _expected:
-                _expected[line] = _pool().submit(_leave_on_disk, task, line)
-            coming.append(_expected[line])
-    return coming
+def _expect(task: Task, line: bytes) -> "Future[None]":
+    with _lock:
+        if line not in _expected:
+            _expected[line] = _pool().submit(_leave_on_disk, task, line)
+        return _expected[line]
 
 
 def _leave_on_disk(task: Task, line: bytes) -> None:
