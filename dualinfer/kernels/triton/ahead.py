@@ -218,7 +218,7 @@ def _leave_on_disk(task: Task, line: bytes) -> None:
                 compiled(task.kernel_found, task, only_kept=True)
                 return
             except Absent:
-                if not _compilers().compile(line):
+                if not _compilers().compile(line, least=1):
                     return
         _compilers().give_up()
 

@@ -69,14 +69,15 @@ class Compilers:
             while self.usable and len(self) < self._most:
                 self._start()
 
-    def compile(self, line: bytes) -> bool:
+    def compile(self, line: bytes, least: int = _FEW) -> bool:
         """Have a process compile the task of a `line`; False where the caller has to.
 
-        It waits until Triton's cache has the code.
+        It waits until Triton's cache has the code. A process is started for it where `least` are
+        asked for at a time.
         """
         with self._lock:
             self._asked += 1
-            process = self._take()
+            process = self._take(least)
         try:
             return process is not None and self._answered(process, line)
         finally:
@@ -97,13 +98,13 @@ class Compilers:
         for process in self._all:
             process.wait()
 
-    def _take(self) -> "subprocess.Popen[bytes] | None":
+    def _take(self, least: int) -> "subprocess.Popen[bytes] | None":
         """One that has nothing to do; None where none has and none is started."""
         if not self.usable:
             return None
         self._all = [process for process in self._all if process.poll() is None]
         self._idle = [process for process in self._idle if process.poll() is None]
-        if not self._idle and len(self._all) < self._most and self._asked >= _FEW:
+        if not self._idle and len(self._all) < self._most and self._asked >= least:
             self._start()
         return self._idle.pop() if self._idle else None
 
