@@ -6,6 +6,7 @@ processes compile all that it would launch, several at a time. See `kernels/trit
 """
 
 import logging
+import threading
 import warnings
 from collections.abc import Callable, Hashable
 from concurrent.futures import Future, wait
@@ -21,6 +22,8 @@ from .ops.plain import PlainOps
 from .params import Params
 
 _log = logging.getLogger(__name__)
+_MOST_SECONDS = 60  # that a pass waits: a kernel takes few
+_ONE = threading.Lock()  # filters of warnings are the process's
 
 
 Run: TypeAlias = Callable[[ModelSpec, Params, PlainOps], Any]
@@ -61,7 +64,7 @@ class Ahead:
         if then is not None:
             then()
         if waits:
-            wait(self._met[key])
+            wait(self._met[key], _MOST_SECONDS)
 
     def _expected(self, params: Params, run: Run) -> list[Future[None]]:
         from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
@@ -72,8 +75,8 @@ class Ahead:
         ops = self._ops.apart()
         try:
             few = _shortened(self._spec, params)
-            with warnings.catch_warnings(), FakeTensorMode(allow_non_fake_inputs=True):
-                warnings.simplefilter("ignore")  # on the address of what has no memory
+            with _ONE, warnings.catch_warnings(), FakeTensorMode(allow_non_fake_inputs=True):
+                warnings.filterwarnings("ignore", "Accessing the data pointer of FakeTensor")
                 return expected(lambda: run(*few, ops), FakeTensor)
         except Exception as error:  # a pass that asks for values, or a Triton of another kind
             _log.info("kernels are compiled as they are launched: %r", error)

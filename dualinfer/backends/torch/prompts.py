@@ -396,7 +396,10 @@ class Prompts:
         ids, slots, last, starts, wholes, source, source_last = rows
         shape = ids.shape[:2]
         if self._ahead is not None and source is None:
-            key = "pass", shape, starts is None, reach, cache.room, every
+            sizes = (
+                bucket(max(n, 1)) for n in (*shape, reach)
+            )  # what kernels depend on, or nearly
+            key = "pass", *sizes, starts is None, every
 
             def read(spec: ModelSpec, params: Params, ops: PlainOps) -> None:
                 Prompts(spec, params, ops, None)._pass(params, cache, rows, reach, every=every)

@@ -188,7 +188,11 @@ class TorchRunner(ScoreCalls):
         """Capture every step over the pool that no request has to itself, and every panel."""
         ways = {self.ops.launches_of(features): features for features in (_GREEDY, _DRAWN)}
         assert self._slots.live.pool is not None
-        for part in track(parts_of(self._slots.live.pool), "Capturing"):
+        parts = parts_of(self._slots.live.pool)
+        for part in parts:
+            for features in ways.values():
+                self._steps.expect(self._passed, self._slots.view(part), features)
+        for part in track(parts, "Capturing"):
             view = self._slots.view(part)
             for features in ways.values():
                 with self._own_settings(part.slots):
