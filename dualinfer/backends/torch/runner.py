@@ -165,7 +165,7 @@ class TorchRunner(ScoreCalls):
         Those of draws as well, which a later call may want.
         """
         assert self._ahead is not None
-        count, state = len(self._slots.live.requests), self._slots.state
+        count, state = max(1, len(self._slots.live.requests)), self._slots.state
         view = self._slots.view(self._slots.cache.room)
         for features in (_GREEDY, _DRAWN):
 
