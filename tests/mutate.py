@@ -602,14 +602,14 @@ ROWS: list[Row] = [
         "tests/test_kv_cache_dtype.py -k logits",
     ),
     Row(
-        "kernels/triton/decode_attention.py",
+        "kernels/triton/decode_attention_kernel.py",
         "score *= k_scale[None, :]",
         "score *= 1.0",
         "On a GPU with kv_cache_dtype attention weighs old tokens by codes without scales.",
         "tests/kernels/test_cache_codes.py -k codes_mean",
     ),
     Row(
-        "kernels/triton/decode_attention.py",
+        "kernels/triton/decode_attention_kernel.py",
         """there, -float("inf"), cache_modifier""",
         """there, 0.0, cache_modifier""",
         "With three splits and scores far below 0 a token's attention is NaN.",
@@ -791,7 +791,7 @@ ROWS: list[Row] = [
         "tests/kernels/test_triton_quantized.py -k more_rows",
     ),
     Row(
-        "kernels/triton/decode_attention.py",
+        "kernels/triton/decode_attention_kernel.py",
         "tl.where(length >= original, ROTARY // 2, 0)",
         "tl.where(length > original, ROTARY // 2, 0)",
         "The first token past longrope's length is turned by the short table in kernels.",

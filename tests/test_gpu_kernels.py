@@ -284,7 +284,7 @@ def test_a_step_is_a_handful_of_launches(family, launched):
     engine.generate(random_ids(1, 10), max_new_tokens=10, **GREEDY)
     before, last = [i for i, name in enumerate(launched) if name == "_choose_kernel"][-2:]
     step, layers = launched[before + 1 : last + 1], len(engine.runner.spec.layers)
-    assert step.count("_decode_attention_kernel") == layers
+    assert step.count("decode_attention_kernel") == layers
     norms = {"bloom": 1, "gemma2": 2 * layers, "opt-post": 1}  # behind a sum, or alone
     assert len(step) == 5 * layers + 3 + norms.get(family, 0), step
 

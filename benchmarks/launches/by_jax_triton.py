@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 from jax_triton import triton_lib
 
-from dualinfer.kernels.triton.decode_attention import _decode_attention_kernel
+from dualinfer.kernels.triton.decode_attention_kernel import decode_attention_kernel
 from dualinfer.kernels.triton.linear_kernels import matvec_kernel
 
 
@@ -60,7 +60,7 @@ def _attention(
     GROUP: tl.constexpr, DIM: tl.constexpr, SPLITS: tl.constexpr, SPLIT_BLOCK: tl.constexpr,
     STAGES: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    _decode_attention_kernel(
+    decode_attention_kernel(
         qkv, k, v, lengths, y, partial, counters, frequencies, None, None, None, None, WIDTH,
         KV * CAPACITY * DIM, CAPACITY * DIM, DIM, CAPACITY, SCALE, 0.0, 0, 0.0, 1.0, KV, GROUP,
         GROUP, DIM, DIM, False, False, False, False, SPLITS, SPLIT_BLOCK, STAGES, 16, BLOCK, DIM,

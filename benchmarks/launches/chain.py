@@ -224,7 +224,7 @@ class Ptx(Engine):
         return triton_attention.default_config(self.shape.kv, CAPACITY, self.shape.dim, 2, SMS)
 
     def attention_plan(self) -> tuple[ours.Compiled, tuple[int, int, int], tuple[int, ...]]:
-        s, c, kernel = self.shape, self.config(), triton_attention._decode_attention_kernel
+        s, c, kernel = self.shape, self.config(), triton_attention.decode_attention_kernel
         given = dict.fromkeys(("qkv_ptr", "k_ptr", "v_ptr", "y_ptr"), "*bf16")
         given |= {"lengths_ptr": "*i32", "counter_ptr": "*i32"}
         given |= {"partial_ptr": "*fp32", "frequencies_ptr": "*fp32"}

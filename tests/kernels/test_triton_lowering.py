@@ -247,7 +247,7 @@ def decoding(
     arguments["THREADS"] = 32 * config.warps
     return (
         "decode_attention",
-        "_decode_attention_kernel",
+        "decode_attention_kernel",
         heads | splits | flags | absent | blocks | arguments,
     )
 
@@ -880,7 +880,7 @@ def test_kernels_load_16_bytes_at_a_time(report):
 
 
 def test_a_token_asks_for_keys_and_values_before_it_waits(report):
-    lines = [line for line in report if line["kernel"] == "_decode_attention_kernel"]
+    lines = [line for line in report if line["kernel"] == "decode_attention_kernel"]
     found = [line["fetched"] for line in lines]
     assert 2 in found and found == [2 * ("'EARLY': True" in line["variant"]) for line in lines]
 
