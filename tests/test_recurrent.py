@@ -124,7 +124,7 @@ def test_steps_of_other_sequences_pass_a_state_over(backend):
         by_itself = [runner.prefill(requests[1:], [1]).fetch()[:, 0]]
         while len(chosen) < NEW:
             by_itself.append(runner.decode(2).fetch()[:, 1])
-            scores = np.asarray(runner.decode_scores([0], chosen[-1:]))
+            scores = np.asarray(runner.decode_scores([[0]], [chosen[-1:]])[0])
             chosen.append(int(scores[0].argmax()))
         by_itself = np.concatenate(by_itself)
         np.testing.assert_array_equal(chosen, expected[0])
@@ -233,7 +233,7 @@ def test_half_precision_is_as_exact_as_hf(case, backend):
             request = Request(text[:begun].astype(np.int32), len(text))
             scores = [engine.runner.prefill_scores([request], [0])]
             for token in text[begun:]:
-                scores.append(engine.runner.decode_scores([0], [int(token)]))
+                scores.append(engine.runner.decode_scores([[0]], [[int(token)]])[0])
             engine.runner.release([0])
             found = np.concatenate([np.asarray(x, np.float32) for x in scores])
             stepped.append(relative_rms(found, whole[begun - 1 :]))
@@ -585,7 +585,7 @@ def test_states_in_16_bits_are_rounded_once_in_each_step(case, backend):
                         state = runner._slots.cache.number(number).arrays[-1]
                         with torch.inference_mode():
                             state.copy_(state.bfloat16().float())
-                scores = np.asarray(runner.decode_scores([0], [int(token)]), np.float32)
+                scores = np.asarray(runner.decode_scores([[0]], [[int(token)]])[0], np.float32)
                 logits.append(scores.copy())  # the next step's lie there, too
             found.append(np.concatenate(logits))
     plain, kept = found

@@ -367,8 +367,13 @@ class Runner(Protocol):
         """
         ...
 
-    def decode_scores(self, slots: Sequence[int], tokens: Sequence[int]) -> Any:
-        """Float32 logits [B, V] after the `tokens` chosen for `slots` of `prefill_scores`."""
+    def decode_scores(
+        self, slots: Sequence[Sequence[int]], tokens: Sequence[Sequence[int]]
+    ) -> list[Any]:
+        """Float32 logits [B, V] for each of several calls, by one step for all of them.
+
+        They are those after the `tokens` [B] chosen for its `slots` of `prefill_scores`.
+        """
         ...
 
     def decode_several(self, slots: Sequence[int], tokens: np.ndarray) -> Any:

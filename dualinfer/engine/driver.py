@@ -28,6 +28,7 @@ from ..errors import (
 from ..parallel.spmd import Turns
 from ..serving.scheduler import Entry, Scheduler, steps_for
 from .loop import Loop
+from .meeting import Ask
 from .pausing import Paused
 from .sequence import Live
 from .slots import NoSlotError
@@ -456,24 +457,20 @@ class Driver:
 
         Where it fails, each of them makes its own, and learns what has become of its sequences.
         """
-        jobs: list[tuple[Job, Stepwise, int]] = []
-        lives: list[Live] = []
-        tokens: list[int] = []
+        asks: list[tuple[Stepwise, Ask]] = []
         for job in self._jobs:
             begun = job.begun
             if begun is None or begun.newest is None or any(x.error for x in begun.lives):
                 continue
-            jobs.append((job, begun, len(lives)))
-            lives += begun.lives
-            tokens += begun.newest
-        if len(jobs) < 2:
+            asks.append((begun, Ask(begun.lives, begun.newest)))
+        if len(asks) < 2:
             return
         try:
-            logits = self._loop.scores(lives, tokens)
+            self._loop.bring([ask for _, ask in asks])
         except BaseException:
             return
-        for job, begun, start in jobs:
-            self._guarded(lambda _, own=begun, row=start: own.take(logits, row), job)
+        for begun, ask in asks:
+            begun.take(ask.logits)
 
     def _guarded(self, function: Callable[[Job], None], job: Job) -> None:
         """Call it for a job, which ends alone where that fails."""

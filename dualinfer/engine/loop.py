@@ -1,5 +1,6 @@
 """The neutral generation loop: prefill, decode in chunks, hand out."""
 
+import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 from itertools import zip_longest
@@ -22,6 +23,7 @@ from ..errors import StepError, UnsupportedError, copied
 from ..parallel.spmd import Turns
 from . import reading
 from .blocks import BlockSlots
+from .meeting import Ask, Meeting
 from .pausing import Paused, Pauses, pause_of
 from .sequence import Live
 from .sharing import sharing_of
@@ -47,6 +49,7 @@ class Loop(BlockSlots):
         self._chunks: deque[_Chunk] = deque()
         self.longest = MAX_STEPS  # steps of a chunk: fewer where somebody may come or leave
         self._pauses = Pauses(runner, 0)
+        self._meeting = Meeting(self._take_asked)
 
     def open(
         self, pool: Pool | None, prepare: bool = False, shares: bool = False, swap: int = 0
@@ -135,8 +138,46 @@ class Loop(BlockSlots):
             return lives, scores
 
     def scores(self, lives: Sequence[Live], tokens: Sequence[int]) -> Any:
-        """The logits [B, V] after the `tokens` chosen for `lives` of `start_scores`."""
-        return self._step_of(lives, self._runner.decode_scores, tokens)
+        """The logits [B, V] after the `tokens` chosen for `lives` of `start_scores`.
+
+        The step is that of others as well, who ask for theirs at about the same time.
+        """
+        ask = Ask(lives, tokens)
+        while ask.logits is None:
+            _raise_lost(lives)
+            self.bring([ask])
+        return ask.logits
+
+    def bring(self, asks: Sequence[Ask]) -> None:
+        """Take a step for all `asks` and those of other threads; their logits say if it did.
+
+        The thread of the driver, for whom others wait, waits for nobody.
+        """
+        self._turns.check()
+        if self._turns.is_shared:  # where nobody may come meanwhile
+            self._take_asked(asks)
+            return
+        if self._meeting.is_foreign:
+            self._meeting = Meeting(self._take_asked)
+        self._meeting.bring(asks, waits=threading.get_ident() != self.driver)
+
+    def _take_asked(self, asks: Sequence[Ask]) -> None:
+        """Take a step for those whose sequences go on."""
+        self._turns.give_way()
+        with self._turns:
+            self._finish_left()
+            asks = [ask for ask in asks if not any(live.error for live in ask.lives)]
+            if asks:
+                slots = [[live.slot for live in ask.lives] for ask in asks]
+                tokens = [ask.tokens for ask in asks]
+                found = self._step_with(self._runner.decode_scores, slots, tokens)
+                for ask, logits in zip(asks, found, strict=True):
+                    ask.logits = logits
+
+    def leave(self, lives: Sequence[Live]) -> None:
+        """See `Slots`."""
+        super().leave(lives)
+        self._meeting.look()
 
     def scores_of(self, lives: Sequence[Live], tokens: np.ndarray) -> Any:
         """The logits [B, K, V] after each of tokens [B, K], of which none is taken yet."""
@@ -149,16 +190,17 @@ class Loop(BlockSlots):
     def _step_of(self, lives: Sequence[Live], run: Callable[..., Any], tokens: Any) -> Any:
         with self._turns:
             self._finish_left()
-            for live in lives:
-                if live.error is not None:
-                    raise live.error
-            self._turns.go_on(self._live)
-            slots = [live.slot for live in lives]
-            try:
-                return self._profiler.run(run, slots, tokens)
-            except BaseException as error:
-                self.lose(_failed("A step failed, and with it its sequences", error))
-                raise
+            _raise_lost(lives)
+            return self._step_with(run, [live.slot for live in lives], tokens)
+
+    def _step_with(self, run: Callable[..., Any], slots: Any, tokens: Any) -> Any:
+        """The result of a step of sequences whose tokens are chosen here."""
+        self._turns.go_on(self._live)
+        try:
+            return self._profiler.run(run, slots, tokens)
+        except BaseException as error:
+            self.lose(_failed("A step failed, and with it its sequences", error))
+            raise
 
     def _open(
         self,
@@ -425,3 +467,10 @@ def _failed(what: str, error: BaseException) -> StepError:
     reason = StepError(f"{what}: {error!r}.")
     reason.__cause__ = error
     return reason
+
+
+def _raise_lost(lives: Sequence[Live]) -> None:
+    """Raise why tokens of one of these will never come, if so."""
+    for live in lives:
+        if live.error is not None:
+            raise live.error

@@ -152,7 +152,7 @@ class Rules:
                 logits = self._ruled(ids, logits)
                 continue
             kind = self._kind(processor)
-            with self.own_transfers():
+            with self._own_transfers():
                 logits, tokens = self._to(kind, logits), given.of(kind)
             result = processor(tokens, logits)
             if getattr(result, "shape", None) != logits.shape:
@@ -162,7 +162,7 @@ class Rules:
                 )
             logits = result
         if kind_of(logits) not in ("torch", self._backend):  # NumPy's, by a function of the caller
-            with self.own_transfers():
+            with self._own_transfers():
                 logits = self._to(self._backend, logits)
         if not self._warms:
             return logits
@@ -200,11 +200,11 @@ class Rules:
         given = _Ids(ids, self._backend, self._device)
         for criterion in self._criteria:
             kind = self._kind(criterion)
-            with self.own_transfers():
+            with self._own_transfers():
                 kept = None if scores is None else tuple(self._to(kind, one) for one in scores)
                 tokens = given.of(kind)
             result = criterion(tokens, kept)
-            with self.own_transfers():
+            with self._own_transfers():
                 result = np.asarray(to_numpy(result))
             if result.dtype != bool or result.shape not in ((), done.shape):
                 raise ArgumentError(
@@ -214,7 +214,7 @@ class Rules:
             done = done | result
         return done
 
-    def own_transfers(self) -> AbstractContextManager[Any]:
+    def _own_transfers(self) -> AbstractContextManager[Any]:
         """Around what is copied between host and device: no guard of the caller's bars it."""
         if self._backend != "jax":
             return nullcontext()
@@ -371,10 +371,9 @@ class Stepwise:
         finally:
             self.close()
 
-    def take(self, logits: Any, start: int) -> None:
-        """Have the logits [B, V] after `newest`: rows of [N, V], from row `start` on."""
-        with self._rules.own_transfers():
-            self._given = logits[start : start + len(self.lives)]
+    def take(self, logits: Any) -> None:
+        """Have the logits [B, V] after `newest`, or None where a step for others gave none."""
+        self._given = logits
 
     def _after(self, newest: np.ndarray, going: np.ndarray, step: int) -> Any:
         """The logits [B, V] of a step, after the newest tokens [B]."""

@@ -3,6 +3,7 @@
 import secrets
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import jax
@@ -41,7 +42,7 @@ from .ops.schemes import SCHEMES
 from .params import Params
 from .pending import PendingPanels, PendingSteps, PendingTokens
 from .prompts import Pass, Passes, Rows, Step, prefill_step
-from .sampler import BEST, SlotState, mode_of
+from .sampler import BEST, SlotState, mode_of, rows_of
 from .scores import ScoreCalls
 from .slots import SMALLEST_EOS, Slots
 from .whole import Placed, WholePasses
@@ -156,20 +157,23 @@ class JaxRunner(WholePasses, ScoreCalls):
         return jnp.concatenate(passes)[order]
 
     @in_place
-    def decode_scores(self, slots: Sequence[int], tokens: Sequence[int]) -> jax.Array:
+    def decode_scores(
+        self, slots: Sequence[Sequence[int]], tokens: Sequence[Sequence[int]]
+    ) -> list[jax.Array]:
         """The logits after `tokens` in `slots`; see `base.Runner`."""
-        reach, part = self._slots.advance(1, slots), None
+        every = list(chain(*slots))
+        reach, part = self._slots.advance(1, every), None
         count, live = self._slots.state.active.shape[0], self._slots.live
         if live.pool is not None:
             part = live.room(self.spec, reach)[:2]
             count = part[0]
         chosen = np.full(count, NO_TOKEN, np.int32)
-        chosen[list(slots)] = tokens
+        chosen[every] = list(chain(*tokens))
         with jax.profiler.TraceAnnotation("dualinfer/decode"):
             run = partial(self.steps.decode_scores, part=part)
             scores, flags = self._advance(Step(("scores", part), run, (chosen,)))
         self._check(flags)
-        return scores[np.array(slots)]
+        return [rows_of(scores, np.array(own, np.int32)) for own in slots]
 
     @in_place
     def decode_several(self, slots: Sequence[int], tokens: np.ndarray) -> jax.Array:

@@ -349,6 +349,12 @@ def choose(scores: jax.Array, columns: Mapping[str, Any], position: jax.Array) -
 
 
 @jax.jit
+def rows_of(scores: jax.Array, rows: jax.Array) -> jax.Array:
+    """Rows [B, V] of scores [N, V], by their numbers [B]: one program wherever they are."""
+    return scores[rows]
+
+
+@jax.jit
 def warm(scores: jax.Array, columns: Mapping[str, Any]) -> jax.Array:
     """See `sampling.warm`; `columns` as in SlotState."""
     filters = [columns[name] for name in ("top_k", "top_p", "min_p")]

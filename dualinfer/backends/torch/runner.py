@@ -3,6 +3,7 @@
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
+from itertools import chain
 from math import prod
 from typing import Any
 
@@ -292,15 +293,18 @@ class TorchRunner(ScoreCalls):
 
     @in_order
     @torch.inference_mode()
-    def decode_scores(self, slots: Sequence[int], tokens: Sequence[int]) -> torch.Tensor:
+    def decode_scores(
+        self, slots: Sequence[Sequence[int]], tokens: Sequence[Sequence[int]]
+    ) -> list[torch.Tensor]:
         """The logits after `tokens` in `slots`; see `base.Runner`."""
-        view, rows = self._slots.advance(1, slots), upload(slots, self.device)
-        view.state.last[rows] = upload(tokens, self.device)
+        every = list(chain(*slots))
+        view, rows = self._slots.advance(1, every), upload(every, self.device)
+        view.state.last[rows] = upload(list(chain(*tokens)), self.device)
         with self._own_settings(view.room.slots):
             found = self._steps.scores(self._passed, view, rows)
         view.state.length[rows] += 1
         self._check_exchange()
-        return found
+        return list(found.split([len(own) for own in slots]))
 
     @in_order
     @torch.inference_mode()
