@@ -6,12 +6,13 @@ import subprocess
 import sys
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import numpy as np
 import pytest
 
 import dualinfer
-from dualinfer import ArgumentError, ClosedError, DeadlineError
+from dualinfer import ArgumentError, ClosedError, DeadlineError, StepError
 
 from .models import BACKENDS, random_ids
 
@@ -155,6 +156,76 @@ def test_sequences_whose_tokens_the_host_chooses_share_steps(engine, monkeypatch
         assert asyncio.run(main()) == expected
     assert len(steps) < 23 + 8  # of the longest one; each alone would make 45, and more
     assert max(steps) >= 3
+
+
+def test_threads_whose_tokens_the_host_chooses_share_steps(engine, monkeypatch):
+    how = {"do_sample": False, "eos_token_id": None, "no_repeat_ngram_size": 2}
+    asked = [
+        (random_ids(1, 3, seed=0), how | {"max_new_tokens": 24}),
+        (random_ids(2, 5, seed=1), how | {"max_new_tokens": 9}),
+        (random_ids(1, 4, seed=2), how | {"max_new_tokens": 12, "do_sample": True, "seed": 3}),
+        (random_ids(1, 4, seed=3), how | {"max_new_tokens": 24}),
+    ]
+    expected = [np.asarray(engine.generate(ids, **more)).tolist() for ids, more in asked]
+    decode, steps, all_have_begun = engine.runner.decode_scores, [], threading.Barrier(6)
+
+    def spy(slots, tokens):
+        steps.append(len(slots))
+        return decode(slots, tokens)
+
+    def call(ids, more, fails=None):
+        seen = []
+
+        def waits(ids, scores):
+            if not seen:
+                all_have_begun.wait(30)
+            seen.append(ids.shape[1])
+            if len(seen) == 4 and fails is not None:
+                raise fails
+            return scores
+
+        return np.asarray(engine.generate(ids, logits_processor=[waits], **more)).tolist()
+
+    with monkeypatch.context() as patch, ThreadPoolExecutor(6) as threads:
+        patch.setattr(engine.runner, "decode_scores", spy)
+        calls = [threads.submit(call, *one) for one in asked]
+        for error in (ValueError("of the caller"), KeyboardInterrupt()):
+            calls.append(threads.submit(call, *asked[3], fails=error))
+        assert [one.result(60) for one in calls[:4]] == expected
+        for one, kind in zip(calls[4:], (ValueError, KeyboardInterrupt), strict=True):
+            assert isinstance(one.exception(60), kind)
+    assert len(steps) < 23 + 11, steps  # of the longest ones; each alone would make 71
+    assert max(steps) >= 4
+    assert not engine._loop.is_under_way
+
+
+def test_a_step_that_fails_ends_the_threads_that_share_it(engine, monkeypatch):
+    how = {"do_sample": False, "eos_token_id": None, "max_new_tokens": 12}
+    all_have_begun, decode = threading.Barrier(3), engine.runner.decode_scores
+
+    def fail(slots, tokens):
+        if len(slots) > 1:
+            raise RuntimeError("of the device")
+        return decode(slots, tokens)
+
+    def call(i):
+        seen = []
+
+        def waits(ids, scores):
+            if not seen:
+                all_have_begun.wait(30)
+            seen.append(ids)
+            return scores
+
+        return engine.generate(random_ids(1, 3 + i, seed=i), logits_processor=[waits], **how)
+
+    with monkeypatch.context() as patch, ThreadPoolExecutor(3) as threads:
+        patch.setattr(engine.runner, "decode_scores", fail)
+        failed = [one.exception(60) for one in [threads.submit(call, i) for i in range(3)]]
+    assert sorted((type(error) for error in failed), key=str) == [RuntimeError, StepError, StepError]
+    assert all("of the device" in str(error) for error in failed)
+    assert not engine._loop.is_under_way
+    assert alone(engine, random_ids(1, 3), **how)  # it goes on
 
 
 def test_text_is_that_of_generate_text_and_closing_ends_what_is_open():

@@ -206,6 +206,25 @@ def test_jax_gives_the_same_in_blocks_and_parts_as_on_a_gpu(name, monkeypatch):
         np.testing.assert_array_equal(one, other)
 
 
+def test_jax_has_one_program_for_however_many_calls_share_a_step(engine_of, caplog):
+    import jax
+
+    runner = engine_of("llama-gqa", "jax").runner
+    tokens = random_ids(1, 6)[0].astype(np.int32)
+    slots = list(range(8))
+    runner.prefill_scores([Request(tokens, 9)] * len(slots), slots)
+    try:
+        runner.decode_scores([[5], [2, 0]], [[7], [8, 9]])
+        with jax.log_compiles():
+            for groups in ([[0], [1], [2]], [[7], [3, 4]], [[slot] for slot in slots]):
+                own = [[10 + slot for slot in group] for group in groups]
+                found = runner.decode_scores(groups, own)
+                assert [x.shape[0] for x in found] == [len(group) for group in groups]
+    finally:
+        runner.release(slots)
+    assert not [x.getMessage() for x in caplog.records if "ompil" in x.getMessage()]
+
+
 def test_jax_step_of_a_state_that_marks_tokens_is_one_of_its_own(hf_model):
     """A penalised sequence leaves the marks behind, for which no earlier step was compiled."""
     pytest.importorskip("jax")

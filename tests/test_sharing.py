@@ -212,7 +212,8 @@ def test_calls_at_once_share_their_steps(engine, prompts, alone, is_reserved, mo
 
     with ThreadPoolExecutor(len(prompts)) as threads:
         assert list(threads.map(call, prompts)) == expected
-    assert sum(steps) < 2 * 40, steps  # one after another it would be 360
+    # The first one may have made its own before the others come. One after another it would be 360.
+    assert sum(steps) < 3 * 40, steps
     assert not engine._loop.is_under_way
 
 
