@@ -222,7 +222,11 @@ def test_a_step_that_fails_ends_the_threads_that_share_it(engine, monkeypatch):
     with monkeypatch.context() as patch, ThreadPoolExecutor(3) as threads:
         patch.setattr(engine.runner, "decode_scores", fail)
         failed = [one.exception(60) for one in [threads.submit(call, i) for i in range(3)]]
-    assert sorted((type(error) for error in failed), key=str) == [RuntimeError, StepError, StepError]
+    assert sorted((type(error) for error in failed), key=str) == [
+        RuntimeError,
+        StepError,
+        StepError,
+    ]
     assert all("of the device" in str(error) for error in failed)
     assert not engine._loop.is_under_way
     assert alone(engine, random_ids(1, 3), **how)  # it goes on
