@@ -157,6 +157,16 @@ def test_thoughts_may_be_open_already_and_may_stay_so():
     assert answered([" <think>"], None, thinks=False)[0] == " <think>"
 
 
+def test_a_mark_that_the_end_cuts_is_text_of_the_model_whole_and_streamed():
+    for end in (1, 4, len("</think>") - 1):
+        for text, opened in (("a \n" + "</think>"[:end], True), ("<think>a \n</th", False)):
+            expected = "", text.removeprefix("<think>"), []
+            for at in range(1, len(text)):
+                assert answered([text[:at], text[at:]], None, (), True, opened) == expected
+            assert answered(list(text), None, (), True, opened) == expected
+    assert answered(["<thi"], None, thinks=True) == ("<thi", "", [])
+
+
 def test_one_call_may_be_the_last():
     text = f"<tool_call>\n{F}\n</tool_call>\n<tool_call>\n{F}\n</tool_call>"
     for size in (1, 7, len(text)):
