@@ -101,7 +101,7 @@ class TorchRunner(ScoreCalls):
         self._steps = Steps(spec, ops, graphs, self._forget_steps, self._ahead)
         self._prompts = Prompts(spec, params, ops, prompt_graphs, self._ahead)
         self.last_work: tuple[torch.cuda.Stream, torch.cuda.Event] | None = None
-        how = self._parameters, has_graphs, forward_graphs
+        how = self._parameters, has_graphs, forward_graphs, self._ahead and Ahead(spec, ops)
         self._whole = WholePasses(spec, ops, dtype, device, *how)
 
     lost: str | None = None

@@ -12,6 +12,8 @@ from ... import decoder
 from ...model.spec import ModelSpec
 from ...ops.contract import Tokens
 from ..base import NO_LABEL, ForwardInputs
+from ..slots import bucket
+from .ahead import Ahead
 from .compiling import compile_options
 from .device import ready
 from .graphs import MOST_STEPS, CallGraphs
@@ -27,6 +29,7 @@ class WholePasses:
     """Passes over whole sequences, by graphs or compiled where that is asked for.
 
     The model has so many `parameters`. Where it decodes by graphs, short texts get some as well.
+    `ahead` knows kernels of a pass before it runs.
     """
 
     def __init__(
@@ -38,8 +41,10 @@ class WholePasses:
         parameters: int,
         has_graphs: bool,
         by_graphs: bool,
+        ahead: Ahead | None = None,
     ) -> None:
         self.spec, self.ops, self.dtype, self.device = spec, ops, dtype, device
+        self._ahead = ahead
         self._params: Params | None = None  # of the pass under way
         self._parameters = parameters
         name = f"forward of {spec.architecture}"
@@ -85,6 +90,8 @@ class WholePasses:
         outputs: Callable[..., dict[str, Any]] = self._compiled or self._outputs
         how = inputs.output_hidden_states, inputs.texts, inputs.largest, inputs.of_encoder
         how = *how, inputs.watched
+        if inputs.tokens.source is None and not inputs.of_encoder and not self.is_compiled:
+            self._meet(tokens, how)
         graphs = self.calls
         if inputs.texts and self._parameters * prod(inputs.tokens.shape) <= _MOST_TEXT_WORK:
             size = inputs.tokens.shape, inputs.texts, inputs.largest
@@ -111,6 +118,21 @@ class WholePasses:
         elif inputs.labels is not None:
             result["loss"] = self._loss(result["logits"], inputs.labels, inputs.loss_count)
         return result
+
+    def _meet(self, tokens: Tokens, how: tuple[Any, ...]) -> None:
+        """Have the kernels of a pass compiled before it runs, where that is done ahead."""
+        if self._ahead is None:
+            return
+        assert self._params is not None
+        given = tuple(array is not None for array in tokens)
+        key = "whole", *map(bucket, tokens.shape), given, how
+
+        def forward(spec: ModelSpec, params: Params, ops: PlainOps) -> None:
+            apart = WholePasses(spec, ops, self.dtype, self.device, 0, False, False)
+            apart._params = params
+            apart._outputs(tokens.each(self._upload), *how)
+
+        self._ahead.meet(key, self._params, forward, waits=True)
 
     def _ready_to_upload(self, array: np.ndarray) -> torch.Tensor:
         """`array` in memory from which it can be copied to the device beside the device's work."""
