@@ -152,9 +152,10 @@ def prompt_rows(
         ids[i, : p.stop - p.start], lengths[i], active[i] = own, p.stop, p.ends
     requests = {id(p.request): p.request for p in pieces}  # of which rows of a prompt have one
     numbers = {own: i for i, own in enumerate(requests)}
-    own = [numbers[id(p.request)] for p in pieces] + [0] * (count - len(pieces))
+    at = np.zeros(count, np.intp)  # rows beyond the pieces are as the first one
+    at[: len(pieces)] = [numbers[id(p.request)] for p in pieces]
     columns = sampling_rows(list(requests.values()), eos_width)
-    columns = {name: column[own] for name, column in columns.items()}
+    columns = {name: column[at] for name, column in columns.items()}
     columns |= {name: columns[name].astype(np.uint32) for name in WORDS}
     rows = SlotState.make(count, 1, 0)._replace(active=active, length=lengths, **columns)
     return ids, where, rows
