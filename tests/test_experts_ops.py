@@ -15,6 +15,7 @@ from dualinfer.backends.torch.ops.kernels import KernelOps  # noqa: E402
 from dualinfer.backends.torch.ops.plain import PlainOps  # noqa: E402
 from dualinfer.backends.torch.ops.split import SplitKernelOps  # noqa: E402
 from dualinfer.blocks.clamped import Clamped  # noqa: E402
+from dualinfer.blocks.weighed_inputs import WeighedInputs  # noqa: E402
 from dualinfer.decoder.mixture import mixture_of  # noqa: E402
 from dualinfer.decoder.run import Mixers, Pass, Run  # noqa: E402
 from dualinfer.kernels.triton.launch import INTERPRETED  # noqa: E402
@@ -38,6 +39,7 @@ LAYERS = {
     ),
     "qwen2-moe": Experts(X, Mlp(F, "silu", True), Router(2, "softmax"), shared=28),
     "deepseek": Experts(X, Mlp(F, "silu", True), SIGMOID, shared=12),
+    "llama4": Experts(X, Mlp(F, "silu", True), Router(2, "gates"), mixing=WeighedInputs()),
     "deepspeed": Experts(X, Mlp(F, "gelu_tanh", False), Router(2, over_sum=0.0), blended=True),
 }
 FEW = [("gpt-oss", 2), ("qwen2-moe", 2), ("deepseek", 6)]
@@ -57,14 +59,14 @@ def weights(layer: Experts, put: Any) -> dict[str, Any]:
         "experts.down.weight": Weight(draw(X, E, F), ("experts", "embed", "ffn")),
         "mlp_norm.weight": draw(E),
     }
-    if layer.mixing is not None or layer.blended:
+    if isinstance(layer.mixing, Clamped) or layer.blended:
         found |= {"experts.up.bias": draw(X, wide), "experts.down.bias": draw(X, E)}
-    if layer.mixing is not None:
+    if isinstance(layer.mixing, Clamped):
         found["router.bias"] = draw(X)
     if layer.blended:
         found |= {"sides.weight": Weight(draw(2, E), ("sides", "embed")), "sides.bias": draw(2)}
     if layer.router.groups > 1:
-        found["router.choice_bias"] = draw(X)
+        found["router.choice_bias"] = draw(1, X)  # as ERNIE's; the others have no first axis
     if s:
         found["shared.up.weight"] = Weight(draw(2 * s, E), ("gate+up", "embed"))
         found["shared.down.weight"] = Weight(draw(E, s), ("embed", "ffn"))

@@ -239,6 +239,8 @@ def route_launch(
     if weight.scheme is not None or not routing.serves(router, total):
         return None
     count, matrix = prod(x.shape[:-1]), weight.data
+    # Some checkpoints have an axis of one in front.
+    beside = {name: None if x is None else x.reshape(-1) for name, x in beside.items()}
     if norm is not None and not (routing.fuses_norm(count) and linear.fuses_norm(norm)):
         x, norm = ops.norm(x, norm), None
     if config is None:

@@ -26,7 +26,7 @@ class WeighedInputs(Mixing):
             alone = replace(own, router=replace(own.router, chosen=1))
         for i in range(own.router.chosen):
             weights = routing.weights[..., i : i + 1]
-            one = Routing(routing.experts[..., i : i + 1], weights * 0 + 1)
+            one = Routing(m.whole(routing.experts[..., i : i + 1]), m.whole(weights * 0 + 1))
             epilogue = Epilogue(residual=residual, spend=spend or i > 0)
             scaled = m.cast(read * weights, x.dtype)
             residual = ops.experts(scaled, alone, run.w, one, epilogue, partial)
