@@ -778,13 +778,12 @@ def fill_with_nan(runner: Any) -> None:
             for x in filter(torch.is_floating_point, held):
                 x.fill_(float("nan"))
         return
-    import jax
 
     def poisoned(x: Any) -> Any:
         full = np.full(x.shape, np.nan, x.dtype) if x.dtype.kind == "f" else x
         return jax.device_put(full, x.sharding)
 
-    cache, state = runner._slots.held
+    cache, state = runner._slots.cache, runner._slots.state
     runner._slots.hold(jax.tree.map(poisoned, cache), state)
 
 
