@@ -1,5 +1,6 @@
 """Processes that compile Triton's kernels for another one, as it meets them without a GPU."""
 
+import importlib
 import json
 import os
 import signal
@@ -15,7 +16,10 @@ import pytest
 
 pytest.importorskip("triton")
 
+import triton
+
 from dualinfer.kernels.triton import ahead, norm
+from dualinfer.kernels.triton.launch import launch
 from dualinfer.kernels.triton.operands import Launch, Recording
 from dualinfer.kernels.triton.processes import Compilers
 
@@ -30,8 +34,45 @@ def launched(width: int) -> Launch:
     return made.launches[0]
 
 
+INNER = """
+import triton
+import triton.language as tl
+
+@triton.jit
+def inner(x, PDL: tl.constexpr):
+    tl.store(x, 1)
+
+@triton.jit
+def beside(x, PDL: tl.constexpr):
+    tl.store(x, 2)
+"""
+OUTER = INNER.replace("inner", "first").replace("beside", "outer")
+OUTER = OUTER.replace("tl.store(x, 2)", "inner(x, PDL)") + "\nfrom keys_inner import inner\n"
+
+
+def keys_made(folder: Path) -> list[str]:
+    """The functions of two modules whose keys Triton makes, in order, as one is launched."""
+    (folder / "keys_inner.py").write_text(INNER)
+    (folder / "keys_outer.py").write_text(OUTER)
+    module: Any = importlib.import_module("keys_outer")
+    made: list[str] = []
+
+    def noted(self: Any) -> str:
+        is_new, found = self.hash is None, key.__get__(self)
+        made.extend([self.fn.__name__] * is_new)
+        return found
+
+    Function: Any = triton.JITFunction
+    key, Function.cache_key = Function.cache_key, property(noted)
+    for _ in range(2):
+        launch(module.outer, (1,), Recording().operand((1,), "int32"))
+    Function.cache_key = key
+    return made
+
+
 def meets(folder: Path) -> None:
     """Print what becomes of processes here, a line each; end by a signal that nobody can handle."""
+    print(json.dumps(["keys", keys_made(folder)]), flush=True)
     parsed: list[bool] = []
     compiled: Any = ahead.compiled
 
@@ -114,6 +155,11 @@ def test_where_processes_are_of_no_use_this_one_compiles(met):
     assert met["one that has given up"] == [0, 0, False, True]
     assert met["a process that is killed"] == [0, 0, False, True]
     assert met["no cache"] == [0, 0, False, True]
+
+
+def test_keys_are_made_in_one_order_whatever_is_launched_first(met):
+    """Triton 3.6 makes a key of what those that a kernel calls have as keys until then."""
+    assert met["keys"] == [["inner", "beside", "first", "outer"]]
 
 
 def test_a_process_ends_with_the_one_that_started_it(met):

@@ -21,6 +21,8 @@ from typing import Any, NamedTuple
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, compile
 
+from .launch import settle
+
 DONE, FAILED = b"dualinfer: done\n", b"dualinfer: failed\n"
 _IDLE_SECONDS = 60
 _PARSING = threading.RLock()
@@ -95,6 +97,7 @@ def compiled(kernel: Any, task: Task, only_kept: bool = False) -> tuple[Any, boo
 
     With `only_kept` it raises Absent where Triton's cache on disk does not have it.
     """
+    settle(kernel)
     source = Source(kernel, task, only_kept)
     target = GPUTarget("cuda", task.capability, 32)
     return compile(source, target=target, options=task.options), source.parsed

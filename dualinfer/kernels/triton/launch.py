@@ -9,9 +9,11 @@ and before its first write.
 # pyright: reportArgumentType=false, reportPossiblyUnboundVariable=false
 # pyright: reportGeneralTypeIssues=false
 import os
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from types import ModuleType
 from typing import Any
 
 import triton
@@ -106,6 +108,28 @@ def _capability(index: int) -> tuple[int, int]:
     return _capabilities[index]
 
 
+def settle(kernel: Any) -> None:
+    """Have Triton's key of a kernel, by which it finds code on disk, be the same in all processes.
+
+    Up to 3.6 a function's key has the constants of those that it calls only where these have keys
+    already, so that what was launched before decided it. Keys are made here in the order in which
+    functions are defined, those of other modules first.
+    """
+    if getattr(kernel, "hash", "") is None:  # the interpreter has no keys
+        _settle(sys.modules[kernel.fn.__module__], set())
+
+
+def _settle(module: ModuleType, seen: set[ModuleType]) -> None:
+    seen.add(module)
+    functions = [one for one in vars(module).values() if isinstance(one, triton.JITFunction)]
+    for function in functions:
+        where = sys.modules[function.fn.__module__]
+        if where not in seen:
+            _settle(where, seen)
+    for function in functions:
+        _ = function.cache_key
+
+
 _noting = threading.local()
 
 
@@ -133,6 +157,7 @@ def launch(
     ended, and still lets the one behind it start before its own end. Over operands it is written
     down instead, and in a thread that is `noting` it is noted.
     """
+    settle(kernel)
     recording = recording_of(args)
     if recording is not None:
         recording.add(kernel, grid, args, pdl and early, PDL=pdl, **meta)
