@@ -233,9 +233,13 @@ def serve(
                 serves.set()
                 front.run_beside(engine, shown_of(engine.report(), does_write))
             return
-        if ctx.obj == OWN_PROCESS:
-            start_sooner(found.folder)
-        front.run_before(opens, load_tokenizer(tokenizer_folder(*found)))
+
+        def load() -> Any:
+            if ctx.obj == OWN_PROCESS:
+                start_sooner(found.folder)
+            return load_tokenizer(tokenizer_folder(*found))
+
+        front.run_before(opens, load)
 
 
 def writes(engine: Any, room: Mapping[str, Any]) -> bool:
@@ -314,13 +318,20 @@ class _Front:
 
         self._run(lambda: self._serve(LocalEngine(engine), shown))
 
-    def run_before(self, opens: dict[str, Any], tokenizer: Any) -> None:
-        """The same, of an engine that another process opens, and that is started where it dies."""
+    def run_before(self, opens: dict[str, Any], load: Callable[[], Any]) -> None:
+        """The same, of an engine that another process opens, and that is started where it dies.
+
+        Its tokenizer is loaded while that starts, which reads the same one first, and says so where
+        it cannot be read.
+        """
         from ..serving.remote.keeper import Keeper, python
 
         async def run() -> None:
-            keeper = Keeper(python("dualinfer.cli.engine_process"), opens, tokenizer)
+            keeper = Keeper(python("dualinfer.cli.engine_process"), opens, None)
+            loading = asyncio.create_task(asyncio.to_thread(load))
+            loading.add_done_callback(lambda x: x.cancelled() or x.exception())  # or it is logged
             async with keeper.running() as engine:
+                engine.tokenizer = await loading
                 await self._serve(engine, keeper.shown, keeper.failed)
             if keeper.failed.done():
                 raise keeper.failed.result()
