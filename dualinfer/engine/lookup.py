@@ -46,24 +46,27 @@ class Drafts:
         self._read, self._keep = read, keep
         self._read_tokens = np.zeros((len(texts), 0), np.int64)
         self._taken = 0  # of these: what was chosen
+        self._found: Any = None  # the logits after the newest tokens
         self._logits: deque[Any] = deque()
         self.counts = (0, 0)  # drafts that were read, and that were right
 
-    def after(self, newest: np.ndarray, going: np.ndarray, left: int) -> Any:
-        """The logits [B, V] after the `newest` tokens [B]; None where no drafts are read.
+    def are_there(self, newest: np.ndarray, going: np.ndarray, left: int) -> bool:
+        """True if `logits` has those after the `newest` tokens [B], false if a step has to.
 
         `going` [B] are the sequences that have not ended, and `left` how many tokens may follow.
         """
         for text, token in zip(self._texts, newest.tolist(), strict=True):
             text.append(token)
+        self._found = None
         if self._logits:
-            logits = self._logits.popleft()
+            found = self._logits.popleft()
             if (newest == self._read_tokens[:, self._taken]).all():
+                self._found = found
                 self._taken += 1
                 self.counts = self.counts[0], self.counts[1] + 1
                 if not self._logits:
                     self._settle()
-                return logits
+                return True
         self._settle()
         most = min(self._most, left)
         found = [
@@ -71,11 +74,19 @@ class Drafts:
         ]
         count = min(map(len, found), default=0)
         if not count:
-            return None
+            return False
         drafts = np.full((len(newest), count), self._fill, np.int64)
         drafts[going] = [tokens[:count] for tokens in found]
         self._read_tokens = np.column_stack((newest, drafts))
+        return True
+
+    def logits(self) -> Any:
+        """The logits [B, V] after the newest tokens, with which it may read drafts."""
+        found, self._found = self._found, None
+        if found is not None:
+            return found
         logits = self._read(self._read_tokens)
+        count = self._read_tokens.shape[1] - 1
         self._logits = deque(logits[:, i] for i in range(1, count + 1))
         self._taken, self.counts = 1, (self.counts[0] + count, self.counts[1])
         return logits[:, 0]

@@ -352,7 +352,7 @@ class Stepwise:
         try:
             for step in range(self._requests[0].max_new_tokens):
                 if step:
-                    logits = self._after(ids[:, -1], ~done, step)
+                    logits = self._after(ids[:, -1])
                 before = done
                 with self._turns.together("The tokens that the host chose") as work:
                     tokens, done = self._chosen(ids, logits, step, before)
@@ -360,8 +360,10 @@ class Stepwise:
                 tokens = np.array(said["tokens"][0], np.int64)  # clocks differ, and random numbers
                 done = np.array(said["done"][0], bool)
                 ids = np.column_stack((ids, tokens))
-                is_last = done.all() or step + 1 == self._requests[0].max_new_tokens
-                self.newest = None if is_last or self._drafts is not None else tokens.tolist()
+                left = self._requests[0].max_new_tokens - 1 - step
+                self.newest = None
+                if left and not done.all() and not self._are_there(tokens, ~done, left - 1):
+                    self.newest = tokens.tolist()
                 yield [
                     None if ended else int(token)
                     for token, ended in zip(tokens, before, strict=True)
@@ -375,16 +377,17 @@ class Stepwise:
         """Have the logits [B, V] after `newest`, or None where a step for others gave none."""
         self._given = logits
 
-    def _after(self, newest: np.ndarray, going: np.ndarray, step: int) -> Any:
+    def _are_there(self, newest: np.ndarray, going: np.ndarray, left: int) -> bool:
+        """True if no step has to read the newest tokens [B], as drafts do."""
+        return self._drafts is not None and self._drafts.are_there(newest, going, left)
+
+    def _after(self, newest: np.ndarray) -> Any:
         """The logits [B, V] of a step, after the newest tokens [B]."""
         given, self._given = self._given, None
         if given is not None:
             return given
-        if self._drafts is not None:
-            left = self._requests[0].max_new_tokens - 1 - step
-            logits = self._drafts.after(newest, going, left)
-            if logits is not None:
-                return logits
+        if self._drafts is not None and self.newest is None:
+            return self._drafts.logits()
         return self._loop.scores(self.lives, newest.tolist())
 
     def _chosen(
