@@ -126,15 +126,41 @@ def meets(folder: Path) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
+def leaves(folder: Path) -> None:
+    """End while a process that has been stopped is asked for a kernel, and others are waiting.
+
+    The folder it is in has modules of the names of Python's own, which a process must not run.
+    """
+    os.environ["TRITON_CACHE_DIR"] = str(folder / "cache")
+    here = folder / "here"
+    here.mkdir()
+    (here / "queue.py").write_text(f"open({str(folder / 'ran')!r}, 'w')")
+    os.chdir(here)
+    sys.path[:0] = ["", "."]
+    compilers = ahead._compilers()
+    compilers.start()
+    time.sleep(1.5)
+    assert len(compilers) and not (folder / "ran").exists()
+    for process in compilers._all:
+        process.send_signal(signal.SIGSTOP)
+    ahead.begin([launched(width) for width in range(512, 4096, 128)], 90)
+    time.sleep(0.2)
+
+
+def started(function: str, folder: Path) -> subprocess.CompletedProcess[str]:
+    """A function of this file in a process that finds modules in a folder, too."""
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    environment["PYTHONPATH"] = os.pathsep.join([str(folder), *filter(None, sys.path)])
+    command = [sys.executable, __file__, function, str(folder)]
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=60)
+
+
 @pytest.fixture(scope="module")
 def met(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Any]]:
     """The lines of a process where everything that starts prints, by their names."""
     folder = tmp_path_factory.mktemp("processes")
     (folder / "sitecustomize.py").write_text(NOISY)
-    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    environment["PYTHONPATH"] = os.pathsep.join([str(folder), *filter(None, sys.path)])
-    command = [sys.executable, __file__, str(folder)]
-    run = subprocess.run(command, env=environment, capture_output=True, text=True)
+    run = started("meets", folder)
     assert run.returncode == -signal.SIGKILL, run.stderr[-3000:]
     lines = [json.loads(line[line.index("[") :]) for line in run.stdout.splitlines() if "[" in line]
     return {name: rest for name, *rest in lines}
@@ -162,6 +188,13 @@ def test_keys_are_made_in_one_order_whatever_is_launched_first(met):
     assert met["keys"] == [["inner", "beside", "first", "outer"]]
 
 
+def test_nobody_waits_at_the_end_for_a_kernel_nor_runs_the_files_where_he_is(tmp_path):
+    begun = time.monotonic()
+    run = started("leaves", tmp_path)
+    assert run.returncode == 0, run.stderr[-3000:]
+    assert time.monotonic() - begun < 30
+
+
 def test_a_process_ends_with_the_one_that_started_it(met):
     (pid,) = met["left"]
     state = Path(f"/proc/{pid}/stat")
@@ -174,4 +207,4 @@ def test_a_process_ends_with_the_one_that_started_it(met):
 
 
 if __name__ == "__main__":
-    meets(Path(sys.argv[1]))
+    {"meets": meets, "leaves": leaves}[sys.argv[1]](Path(sys.argv[2]))

@@ -8,9 +8,9 @@ Triton find them on disk.
 import inspect
 import threading
 from collections.abc import Callable, Sequence
-from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
+from concurrent.futures import CancelledError, Future
 from contextlib import suppress
-from functools import cache
+from functools import cache, partial
 from typing import Any, NamedTuple
 
 from triton import AsyncCompileMode
@@ -19,7 +19,7 @@ from . import norm
 from .compiling import Absent, Task, compiled
 from .launch import noting
 from .operands import Launch, Pointer, Recording
-from .processes import MOST, Compilers, cores
+from .processes import MOST, Compilers, Workers, cores, is_ending
 
 _TYPES = {"bool": "i1", "int8": "i8", "uint8": "u8", "int32": "i32", "uint32": "u32"}
 _TYPES |= {"int64": "i64", "float16": "fp16", "bfloat16": "bf16", "float32": "fp32"}
@@ -81,7 +81,7 @@ def begin(launches: Sequence[Launch], capability: int) -> None:
         coming, is_new = _find(kind)
         if is_new:
             try:
-                _pool().submit(_make, kind, coming)
+                _workers().submit(partial(_make, kind, coming))
             except RuntimeError:  # the process can have no more threads, or ends
                 _make(kind, coming)
 
@@ -97,6 +97,8 @@ def _find(kind: _Kind) -> tuple["Future[Code]", bool]:
 
 def _make(kind: _Kind, coming: "Future[Code]") -> None:
     try:
+        if is_ending():
+            raise RuntimeError("The process ends.")
         coming.set_result(_compiled(kind))
     except BaseException as error:
         is_ours = isinstance(error, Exception)
@@ -108,8 +110,8 @@ def _make(kind: _Kind, coming: "Future[Code]") -> None:
 
 
 @cache
-def _pool() -> ThreadPoolExecutor:
-    return ThreadPoolExecutor(max(1, _PROCESSES), "dualinfer-triton")
+def _workers() -> Workers:
+    return Workers(max(1, _PROCESSES))
 
 
 @cache
@@ -207,11 +209,17 @@ _expected: dict[bytes, "Future[None]"] = {}
 def _expect(task: Task, line: bytes) -> "Future[None]":
     with _lock:
         if line not in _expected:
-            _expected[line] = _pool().submit(_leave_on_disk, task, line)
+            try:
+                _expected[line] = _workers().submit(partial(_leave_on_disk, task, line))
+            except RuntimeError:  # a launch compiles it
+                _expected[line] = Future()
+                _expected[line].set_result(None)
         return _expected[line]
 
 
 def _leave_on_disk(task: Task, line: bytes) -> None:
+    if is_ending():
+        return
     with suppress(Exception):
         for _ in range(2):
             try:
@@ -254,6 +262,8 @@ def _new(kernel: Any, task: Task) -> Any:
     """What Triton compiles: in another process, and else here."""
     line = task.line if task.kernel_found is kernel else None
     is_there = line is not None and _compilers().compile(line)
+    if is_ending():
+        raise RuntimeError("The process ends.")
     made, is_new = compiled(kernel, task)
     if is_there and is_new:  # the other one keeps its code elsewhere, or its modules are others
         _compilers().give_up()

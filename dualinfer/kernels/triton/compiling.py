@@ -21,11 +21,10 @@ from typing import Any, NamedTuple
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, compile
 
-from .launch import settle
+from .launch import PARSING, settle
 
 DONE, FAILED = b"dualinfer: done\n", b"dualinfer: failed\n"
 _IDLE_SECONDS = 60
-_PARSING = threading.RLock()
 
 
 class Task(NamedTuple):
@@ -67,7 +66,7 @@ class Absent(Exception):
 
 
 class Source(ASTSource):
-    """A kernel that one thread at a time parses: what CPython 3.11 counts then, threads share.
+    """A kernel that one thread at a time parses.
 
     With `only_kept` it is not parsed, which raises Absent. `parsed` tells whether it was.
     """
@@ -80,7 +79,7 @@ class Source(ASTSource):
 
     def hash(self) -> str:
         """As Triton's."""
-        with _PARSING:
+        with PARSING:
             return super().hash()
 
     def make_ir(self, *args: Any, **how: Any) -> Any:
@@ -88,7 +87,7 @@ class Source(ASTSource):
         if self._only_kept:
             raise Absent
         self.parsed = True
-        with _PARSING:
+        with PARSING:
             return super().make_ir(*args, **how)
 
 
@@ -115,7 +114,7 @@ def serve() -> None:
         try:
             line = tasks.get(timeout=_IDLE_SECONDS)
         except queue.Empty:
-            return
+            os._exit(0)  # at once: who asks while it winds down would take it for one that failed
         try:
             task = Task(*ast.literal_eval(line.decode()))
             compiled(task.kernel_found, task)

@@ -108,6 +108,9 @@ def _capability(index: int) -> tuple[int, int]:
     return _capabilities[index]
 
 
+PARSING = threading.RLock()  # for one thread at a time: what CPython 3.11 counts, threads share
+
+
 def settle(kernel: Any) -> None:
     """Have Triton's key of a kernel, by which it finds code on disk, be the same in all processes.
 
@@ -116,7 +119,8 @@ def settle(kernel: Any) -> None:
     functions are defined, those of other modules first.
     """
     if getattr(kernel, "hash", "") is None:  # the interpreter has no keys
-        _settle(sys.modules[kernel.fn.__module__], set())
+        with PARSING:
+            _settle(sys.modules[kernel.fn.__module__], set())
 
 
 def _settle(module: ModuleType, seen: set[ModuleType]) -> None:
@@ -136,11 +140,12 @@ _noting = threading.local()
 @contextmanager
 def noting(note: Callable[..., None]) -> Iterator[None]:
     """Call `note(kernel, *args, **meta)` in place of each launch that this thread makes within."""
+    before = getattr(_noting, "note", None)
     _noting.note = note
     try:
         yield
     finally:
-        _noting.note = None
+        _noting.note = before
 
 
 def launch(
