@@ -31,7 +31,8 @@ import jax.numpy as jnp  # noqa: E402
 from flax import nnx, struct  # noqa: E402
 
 from dualinfer.backends.jax import create_module_runner, join  # noqa: E402
-from dualinfer.backends.jax.executables import Executables, Job  # noqa: E402
+from dualinfer.backends.jax.executables import Executables  # noqa: E402
+from dualinfer.backends.jax.prompts import Step  # noqa: E402
 from dualinfer.errors import StepError  # noqa: E402
 from dualinfer.ops.contract import Tokens  # noqa: E402
 
@@ -727,9 +728,8 @@ def test_step_that_fails_before_it_runs_keeps_the_cache(hf_model):
         runner = engine.runner
         expected = list(engine.stream(random_ids(1, 5), max_new_tokens=12, do_sample=False))
         runner.prefill([Request(random_ids(1, 5)[0].astype(np.int32), 12)], [0]).fetch()
-        held = runner._leaves, runner._slots.cache, runner._slots.state
         with pytest.raises(ZeroDivisionError):
-            runner._advance(Job(("broken",), lambda *args: 1 / 0, held, donate=(1, 2)))
+            runner._advance(Step(("broken",), lambda *args: 1 / 0, ()))
         tokens = runner.decode(11).fetch()[:, 0].tolist()
         assert tokens == expected[1:]
         runner.release([0])
