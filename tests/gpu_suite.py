@@ -31,6 +31,10 @@ _KINDS = ("family", "case", "dtype")
 @pytest.hookimpl(tryfirst=True)  # before xdist reads the groups
 def pytest_collection_modifyitems(items):
     """Each test gets a group, unless it names one, and heavy groups come first."""
+    if workers := int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "0")):
+        from dualinfer.kernels.triton import ahead  # compiles in processes of its own
+
+        ahead._PROCESSES = max(0, ahead._PROCESSES // workers - 1)  # workers share the processors
     for item in items:
         if item.get_closest_marker("xdist_group") is None:
             item.add_marker(pytest.mark.xdist_group(_group(item)))

@@ -54,7 +54,7 @@ def first_calls() -> None:
             wanted.append(line.decode().split("'")[3])
             return wanted[-1] == "_embed_kernel" and super().compile(line, least)
 
-    compilers = Few(1)
+    compilers = Few(4)
     driver.set_active(Driver())
     ahead._compilers = lambda: compilers  # pyright: ignore[reportAttributeAccessIssue]
     backend._make_ops = lambda config, spec, device, split: KernelOps(device)

@@ -396,9 +396,8 @@ class Prompts:
         ids, slots, last, starts, wholes, source, source_last = rows
         shape = ids.shape[:2]
         if self._ahead is not None and source is None:
-            sizes = (
-                bucket(max(n, 1)) for n in (*shape, reach)
-            )  # what kernels depend on, or nearly
+            # What kernels depend on, or nearly.
+            sizes = (bucket(max(n, 1)) for n in (*shape, reach))
             key = "pass", *sizes, starts is None, every
 
             def read(spec: ModelSpec, params: Params, ops: PlainOps) -> None:

@@ -26,6 +26,7 @@ _TYPES |= {"int64": "i64", "float16": "fp16", "bfloat16": "bf16", "float32": "fp
 _TYPES |= {"float64": "fp64"}
 _PROCESSES = min(MOST, cores() - 1)  # one processor is left to who waits
 _MOST = 4096
+_MANY = 4  # processes that compile what is not needed yet beside what is
 _ALIGNED = [["tt.divisibility", 16]]
 POINTER = "pointer"
 
@@ -141,8 +142,11 @@ _new_here = threading.Event()
 
 
 def is_cold() -> bool:
-    """True once `prepare` has found that Triton has nothing on disk, if processes compile here."""
-    return _new_here.is_set() and _compilers().usable
+    """True once `prepare` has found that Triton has nothing on disk, if many processes compile.
+
+    Fewer would compile what nobody waits for before what somebody does.
+    """
+    return _new_here.is_set() and _compilers().usable and _compilers().most >= _MANY
 
 
 class _Asked(Exception):

@@ -105,7 +105,7 @@ class Compilers:
     """
 
     def __init__(self, most: int) -> None:
-        self._most, self._asked = most, 0
+        self.most, self._asked = most, 0
         self._all: list[subprocess.Popen[bytes]] = []
         self._idle: list[subprocess.Popen[bytes]] = []
         self._lock = threading.Lock()
@@ -121,12 +121,12 @@ class Compilers:
     def usable(self) -> bool:
         """True unless nothing comes of them here: with one processor, or without Triton's cache."""
         is_kept = not knobs.compilation.always_compile
-        return self._usable and self._most > 0 and is_kept and self._owner == os.getpid()
+        return self._usable and self.most > 0 and is_kept and self._owner == os.getpid()
 
     def start(self) -> None:
         """Start all of them, ahead of many kernels: until it has imported Triton one takes 1 s."""
         with self._lock:
-            while self.usable and len(self) < self._most:
+            while self.usable and len(self) < self.most:
                 self._start()
 
     def compile(self, line: bytes, least: int = _FEW) -> bool:
@@ -169,7 +169,7 @@ class Compilers:
             return None
         self._all = [process for process in self._all if process.poll() is None]
         self._idle = [process for process in self._idle if process.poll() is None]
-        if not self._idle and len(self._all) < self._most and self._asked >= least:
+        if not self._idle and len(self._all) < self.most and self._asked >= least:
             self._start()
         return self._idle.pop() if self._idle else None
 
