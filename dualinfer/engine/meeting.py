@@ -28,7 +28,7 @@ class Ask:
 
 
 class _Party:
-    """What one thread asks for. It is `called` once that is over, or once it is to lead."""
+    """A thread that waits, and its asks; `called` is set once they are served or it is to lead."""
 
     def __init__(self, asks: Sequence[Ask]) -> None:
         self.asks, self.thread = asks, threading.get_ident()
@@ -120,7 +120,7 @@ class Meeting:
             self._news.wait(until - now)
 
     def _coming(self) -> set[Live]:
-        """Those of the last step who will ask for the next one, unless their threads wait here."""
+        """The sequences of the last step that may yet ask: their threads do not wait here."""
         here = {party.thread for party in self._here}
         last = [x for x, thread in self._last.items() if thread not in here and not x.ended]
         return {x for x in last if self._late.get(x, 0) <= self._steps}

@@ -150,7 +150,7 @@ def is_cold() -> bool:
 
 
 class _Asked(Exception):
-    """What Triton's launcher would compile."""
+    """Ends a launch that was only asked about, with what Triton would have compiled for it."""
 
 
 class _Asking(AsyncCompileMode):
@@ -168,7 +168,7 @@ class _Asking(AsyncCompileMode):
 
 
 class _Memory:
-    """What Triton's launcher asks of a tensor, of one without memory."""
+    """Answers Triton's launcher as a tensor does, for one without memory."""
 
     def __init__(self, tensor: Any) -> None:
         self.dtype = tensor.dtype
@@ -263,7 +263,7 @@ def _compiled(kind: _Kind) -> Code:
 
 
 def _new(kernel: Any, task: Task) -> Any:
-    """What Triton compiles: in another process, and else here."""
+    """Compile a kernel in another process, or here where none does."""
     line = task.line if task.kernel_found is kernel else None
     is_there = line is not None and _compilers().compile(line)
     if is_ending():
@@ -275,7 +275,7 @@ def _new(kernel: Any, task: Task) -> Any:
 
 
 def _task(made_for: _Kind) -> tuple[Task, tuple[tuple[str, str], ...]]:
-    """What Triton's own launcher would ask for, and the parameters of the code."""
+    """Make the task that Triton's own launcher would make, and tell the code's parameters."""
     kernel, facts, options, capability = made_for
     signature: dict[str, str] = {}
     constants: dict[tuple[int, ...], Any] = {}
