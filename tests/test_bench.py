@@ -41,7 +41,7 @@ from dualinfer.bench.random_weights import (
     random_model,
 )
 from dualinfer.bench.shapes import SHAPES, open_model
-from dualinfer.bench.tables import limit_lines, make_table
+from dualinfer.bench.tables import failure_lines, limit_lines, make_table
 from dualinfer.bench.task import Task
 from dualinfer.cli import main as cli
 from dualinfer.errors import ArgumentError, ConfigError, UnsupportedError
@@ -185,6 +185,15 @@ def test_decode_row_takes_the_first_token_off_and_divides_by_the_bandwidth(llama
     kv = 4 * 20.5 * LAYERS * 2 * KV * 2
     assert row["kv_bytes"] == pytest.approx(kv)
     assert row["of_limit"] == pytest.approx((counts.weight_bytes + kv) / 0.030 / 1e9)
+
+
+def test_a_token_that_noise_hides_takes_at_most_its_share_of_the_call(llama):
+    task = Task("decode", "torch", str(llama), None, 4, 16, 11, 3, True)
+    limits = Limits("torch", "CPU", "float16", read_bandwidth=1e9, matrix_rate=1e12)
+    row = decode_row(task, counts_of(str(llama)), limits, [(0.3, 0.22), (0.2, 0.2), (0.1, 0.33)])
+    assert row["ms_per_token"] == pytest.approx(20.0) and row["at_most"]
+    (line,) = failure_lines([{"system": "torch", "kernels": True, "kind": "decode"} | row])
+    assert line.startswith("dualinfer torch: all tokens took no longer than one")
 
 
 def test_a_row_of_streamed_layers_is_divided_by_the_slower_of_reading_and_copying():

@@ -265,8 +265,13 @@ def failure_lines(rows: Iterable[Row]) -> list[str]:
     """Why requests failed, were cut short or not sent in time, and what was not measured."""
     lines = []
     for row in rows:
-        start = f"{label(row)}, {row.get('what', '')}"
+        start = label(row) + (f", {row['what']}" if "what" in row else "")
         lines += [f"{start}: {n} x {what}" for what, n in row.get("errors", {}).items()]
+        if row.get("at_most"):
+            lines.append(
+                f"{start}: all tokens took no longer than one, so that the time of a token is at "
+                "most the one shown; measure more of them (--new-tokens)"
+            )
         if row.get("short"):
             lines.append(f"{start}: {row['short']} answers are shorter than was asked for")
         if "bare_error" in row:
