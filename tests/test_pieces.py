@@ -16,6 +16,7 @@ pytest.importorskip("jax")
 
 import dualinfer  # noqa: E402
 from dualinfer.backends.base import Piece, Pool, Request, Sampling  # noqa: E402
+from dualinfer.backends.slots import part_of, parts_of  # noqa: E402
 from dualinfer.backends.torch import prompts  # noqa: E402
 from dualinfer.engine import reading, slots  # noqa: E402
 from dualinfer.errors import LengthError, StepError  # noqa: E402
@@ -186,6 +187,17 @@ def serve(runner: Any, requests: list[Request], slots: int) -> list[list[int]]:
         runner.release(ended)
         served = {slot: i for slot, i in served.items() if slot not in ended}
     return texts
+
+
+def test_steps_over_a_pool_have_few_sizes():
+    """Half of what a pool has, or more, is all of it."""
+    for tokens, reaches in ((320, [320]), (1024, [1024]), (1088, [512, 1088])):
+        found = parts_of(caches.Room(4, tokens, 0))
+        assert found == [caches.Room(n, reach, 0) for n in (4, 2, 1) for reach in reversed(reaches)]
+    found = {part.tokens for part in parts_of(caches.Room(1, 8192, 0))}
+    assert found == {512, 2048, 8192}
+    for part in parts_of(caches.Room(6, 8192, 0)):
+        assert part_of(caches.Room(6, 8192, 0), part.slots, part.tokens) == part
 
 
 def test_ragged_requests_in_a_pool_compile_few_programs(engine_of):

@@ -359,11 +359,16 @@ def room_of(pool: Pool, spec: ModelSpec, whole: bool = False) -> Room:
 
 
 def part_of(pool: Room, slots: int, tokens: int) -> Room:
-    """The part of a pool that a step reads: its first `slots` slots, of at most `tokens` each."""
+    """The part of a pool that a step reads: its first `slots` slots, of at most `tokens` each.
+
+    A reach of half the pool's tokens or more is all of them, since kernels read what slots have: it
+    would be a program more for each number of slots.
+    """
     reach = _SMALLEST_REACH
     while reach < tokens:
         reach *= _REACHES
-    return Room(min(bucket(slots), pool.slots), min(reach, pool.tokens), pool.encoded)
+    reach = reach if 2 * reach < pool.tokens else pool.tokens
+    return Room(min(bucket(slots), pool.slots), reach, pool.encoded)
 
 
 def parts_of(pool: Room) -> list[Room]:
