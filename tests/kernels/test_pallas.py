@@ -541,19 +541,36 @@ def test_filters_keep_what_the_reference_keeps():
     np.testing.assert_array_equal(found, oracles.filter_logits(*given))
 
 
-def test_a_row_goes_through_a_ring_of_weights():
+RINGS: dict[str, BlockScheme | None] = {
+    "floats": None,
+    "int8": BlockScheme("int8"),
+    "int8 zeros": BlockScheme("uint8", zeros=True),
+    "fp8": BlockScheme("fp8_e4m3", scale_dtype="bfloat16"),
+    "fp8 e5m2": BlockScheme("fp8_e5m2", 128),
+    "int4": BlockScheme("int4", scale_dtype="float16"),
+    "int4 zeros": BlockScheme("uint4", zeros=True),
+}
+
+
+@pytest.mark.parametrize("form", RINGS)
+def test_a_row_goes_through_a_ring_of_weights(form):
     """As JAX simulates a GPU's shared memory and barriers: more rows than programs have slots."""
     from jax._src.pallas.mosaic_gpu.interpret.params import InterpretGPUParams
 
-    width, features = 768, 16  # loads of two sizes
+    scheme = RINGS[form]
+    width = 768 if scheme is None or scheme.code.bits == 8 else 1536  # loads of two sizes
+    features = 16 if scheme is None or scheme.rows == 1 else 128
     shapes = [(width,), (2 * features, width), (2 * features,), (width,), (features,)]
     x, weight, bias, gain, residual = (
         normal(i, *shape, dtype=BFLOAT16) for i, shape in enumerate(shapes)
     )
-    assert ring.serves(1, 2 * features, width, 2, True)
+    matrix: Any = jnp.asarray(weight)
+    if scheme is not None:
+        matrix, weight = coded(scheme, weight.astype(np.float32))
+    assert ring.serves(1, matrix, True, BFLOAT16)
     found = ring.product(
         jnp.asarray(x),
-        jnp.asarray(weight),
+        matrix,
         dtype=jnp.float32,
         bias=jnp.asarray(bias),
         eps=EPS,
@@ -569,6 +586,23 @@ def test_a_row_goes_through_a_ring_of_weights():
     gate, up = np.split(y, 2)
     wanted = gate / (1 + np.exp(-gate)) * up + residual.astype(np.float64)
     assert_close(np.asarray(found), wanted, FLOAT32, length=width, roundings=2)
+
+
+def test_a_ring_is_of_what_its_copies_and_registers_hold():
+    """Lines of 256 bytes or elements, a scale for each row, and a row of 16 bits."""
+
+    def served(
+        scheme: BlockScheme | None, width: int, count: int = 1, dtype: Any = BFLOAT16
+    ) -> bool:
+        weight = normal(1, 4, width, dtype=FLOAT32)
+        matrix = jnp.asarray(weight, BFLOAT16) if scheme is None else coded(scheme, weight)[0]
+        return ring.serves(count, matrix, False, dtype)
+
+    assert served(None, 256) and served(RINGS["int8"], 256) and served(RINGS["int4"], 512)
+    assert not served(None, 128) and not served(RINGS["int8"], 384)
+    assert not served(RINGS["int4"], 256) and not served(FORMS["int4"], 512)
+    assert not served(RINGS["int8"], 256, 2) and not served(None, 256, dtype=FLOAT32)
+    assert not served(None, 32768)
 
 
 def test_gelu_is_that_of_the_error_function():

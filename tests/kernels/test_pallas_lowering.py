@@ -29,19 +29,25 @@ _LLAMA |= {"num_key_value_heads": 1, "num_hidden_layers": 1, "head_dim": 128}
 DENSE = {"prefill": {"attention", "product"}, "decode": {"append", "attention", "product"}}
 
 
-def test_a_token_lowers_for_a_gpu_by_mosaic(monkeypatch):
+@pytest.mark.parametrize("quant", [None, "int8", "fp8", "int8_w8a8"])
+def test_a_token_lowers_for_a_gpu_by_mosaic(quant, monkeypatch):
     """Products of a row alone, for which features come in multiples of 256; the rest is XLA's."""
+    # qkv, out, gate with up, down, and the head, which of a prompt reads its last token.
+    assert calls_of_a_gpu(monkeypatch, quant=quant) == {"prefill": 1, "decode": 5}
+
+
+def calls_of_a_gpu(monkeypatch: pytest.MonkeyPatch, count: int = 1, **more: Any) -> dict[str, int]:
+    """Kernels that steps of so many sequences call, by the steps' names, as lowered for a GPU."""
     model, calls = make_model("llama-gqa", vocab_size=768, **_LLAMA), {}
     with monkeypatch.context() as patch:
         patch.setattr(backend, "_make_ops", lambda *args: PallasGpuOps(args[3]))
-        engine = dualinfer.init_inference(model, backend="jax", dtype="bf16")
-    for job in ahead.jobs(engine.runner, ahead.Wanted((1,), (40,), 4), 4):
+        engine = dualinfer.init_inference(model, backend="jax", dtype="bf16", **more)
+    for job in ahead.jobs(engine.runner, ahead.Wanted((count,), (40,), 4), 4):
         args = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), job.args)
         exported = jax.export.export(jax.jit(job.function), platforms=["cuda"])(*args)
         key: Any = job.key
         calls[key[0]] = exported.mlir_module().count("@mosaic_gpu")
-    # qkv, out, gate with up, down, and the head, which of a prompt reads its last token.
-    assert calls == {"prefill": 1, "decode": 5}
+    return calls
 
 
 def lowered(

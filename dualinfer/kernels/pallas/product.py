@@ -236,9 +236,14 @@ def as_planes(x: jax.Array, columns: int, planes: int) -> jax.Array:
     return halves.transpose(2, 0, 1, 3)
 
 
+def planes_of(codes: Codes) -> int:
+    """Planes of x, see `as_planes`."""
+    return 2 if _is_packed(codes) else 1
+
+
 def planes_and_groups(codes: Codes, columns: int) -> tuple[int, int]:
-    """Planes of x, see `as_planes`, and scales of a row in a block of so many columns."""
-    return 2 if _is_packed(codes) else 1, columns // codes.columns if codes.columns else 1
+    """Planes of x, and scales of a row in a block of so many columns."""
+    return planes_of(codes), columns // codes.columns if codes.columns else 1
 
 
 def norms(x: jax.Array, matrix: jax.Array | Codes, gated: bool) -> bool:

@@ -63,7 +63,7 @@ class PallasOps(PallasAttention):
 
     def reads_codes(self, weight: Weight, spec: ModelSpec, layers: Sequence[Weights]) -> str | None:
         """See `PlainOps.reads_codes`; a layer's experts are read by a kernel if all are."""
-        codes = None if weight.pieces else _codes(weight)
+        codes = None if weight.pieces else codes_of(weight)
         if codes is not None and weight.data.ndim > 2:
             known = (
                 self._runs_experts(own.mlp, w)
@@ -123,7 +123,7 @@ class PallasOps(PallasAttention):
     def linear(self, x: jax.Array, weight: Weight, epilogue: Epilogue = ALONE) -> jax.Array:
         """See `contract.BlockOps.linear`."""
         count = math.prod(x.shape[:-1])
-        matrix = None if weight.pieces else _matrix(weight, 2 if epilogue.gated else 1)
+        matrix = None if weight.pieces else matrix_of(weight, 2 if epilogue.gated else 1)
         if matrix is None or not products.serves(count, matrix, epilogue.gated, x.dtype.itemsize):
             return super().linear(x, weight, epilogue)
         own = None
@@ -152,7 +152,7 @@ class PallasOps(PallasAttention):
 
     def _multiplies(self, x: jax.Array, weight: Weight) -> bool:
         """See `FusedOps._multiplies`."""
-        matrix = None if weight.pieces else _matrix(weight)
+        matrix = None if weight.pieces else matrix_of(weight)
         count, itemsize = math.prod(x.shape[:-1]), x.dtype.itemsize
         return matrix is not None and products.serves(count, matrix, False, itemsize)
 
@@ -168,7 +168,7 @@ class PallasOps(PallasAttention):
     ) -> Routing:
         """See `contract.BlockOps.route`; the norm is the product's where dtypes are one."""
         count = math.prod(x.shape[:-1])
-        matrix = None if weight.pieces or rounds_input(weight) else _matrix(weight)
+        matrix = None if weight.pieces or rounds_input(weight) else matrix_of(weight)
         coded = isinstance(matrix, products.Codes)
         size = x.dtype.itemsize if matrix is None or coded else matrix.dtype.itemsize
         if matrix is None or not products.serves(count, matrix, False, size):
@@ -207,7 +207,7 @@ class PallasOps(PallasAttention):
         if not self._runs_experts(mixture, w):
             return super().experts(x, mixture, w, routing, epilogue, partial)
         rows = self.norm(x, epilogue.norm) if epilogue.norm else x
-        up, down = (_matrix(w[f"experts.{name}.weight"]) for name in ("up", "down"))
+        up, down = (matrix_of(w[f"experts.{name}.weight"]) for name in ("up", "down"))
         count = routing.experts.shape[-1]
         how: dict[str, Any] = {"up_bias": w.get("experts.up.bias"), "interpret": self.interpret}
         run: Any = mixing.in_codes
@@ -297,12 +297,12 @@ class _KernelMaths(type(MATHS)):
 _KERNEL_MATHS = _KernelMaths()
 
 
-def _matrix(weight: Weight, parts: int = 1) -> Any:
+def matrix_of(weight: Weight, parts: int = 1) -> Any:
     """A matrix as the kernel takes it, whose rows are of `parts`; None if it knows no such."""
-    return weight.data if weight.scheme is None else _codes(weight, parts)
+    return weight.data if weight.scheme is None else codes_of(weight, parts)
 
 
-def _codes(weight: Weight, parts: int = 1) -> products.Codes | None:
+def codes_of(weight: Weight, parts: int = 1) -> products.Codes | None:
     """A matrix of codes as the kernel takes it; None if it knows no such."""
     scheme = weight.scheme
     if not isinstance(scheme, BlockScheme) or scheme.groups:
@@ -342,5 +342,5 @@ def _knows_experts(w: Weights) -> bool:
         return False
     if all(weight.scheme is None for weight in weights):
         return True
-    found = [_codes(weight) for weight in weights]
+    found = [codes_of(weight) for weight in weights]
     return all(codes is not None and mixing.serves_codes(codes, 4) for codes in found)

@@ -4,7 +4,7 @@ All else is plain XLA, and `implementations` says so; ops/kernels.py has all ops
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
 
@@ -12,12 +12,16 @@ import jax
 import jax.numpy as jnp
 
 from ....kernels.pallas import ring
+from ....kernels.pallas.product import Codes
+from ....model.spec import ModelSpec
 from ....model.weights import Weight
-from ....ops.contract import ALONE, Epilogue, NormOf
+from ....ops.contract import ALONE, Epilogue, NormOf, Weights
+from ....ops.schemes import rounds_input
 from ..parallel import Split
 from .fused import FusedOps
-from .pallas import in_kernel
+from .pallas import codes_of, in_kernel, matrix_of
 from .plain import IMPLEMENTATIONS
+from .schemes import SCHEMES
 
 
 class PallasGpuOps(FusedOps):
@@ -26,7 +30,8 @@ class PallasGpuOps(FusedOps):
     kernels = "Pallas"
     implementations: Mapping[str, str] = {
         **IMPLEMENTATIONS,
-        "matmul": "Pallas by Mosaic GPU, fused, of a single row in 16 bits; XLA above",
+        "matmul": "Pallas by Mosaic GPU, fused, of a single row in 16 bits, and weights in 16 bits "
+        "or in int8, uint8, fp8 or int4 with a scale for each row; XLA for others",
         "rms_norm": "Pallas, fused into the product of a single row; XLA for others",
         "activation": "Pallas, fused into the product of a single row; XLA for others",
     }
@@ -37,17 +42,27 @@ class PallasGpuOps(FusedOps):
         super().__init__(split)
         self._how: dict[str, Any] = {"sms": sms, "interpret": interpret}
 
+    def reads_codes(self, weight: Weight, spec: ModelSpec, layers: Sequence[Weights]) -> str | None:
+        """See `PlainOps.reads_codes`."""
+        codes = None if weight.pieces or weight.data.ndim > 2 else codes_of(weight)
+        if codes is None or not ring.serves(1, codes, False, jnp.bfloat16):
+            return None
+        return "Pallas by Mosaic GPU, fused, a single row; above XLA, which makes values of them"
+
     def linear(self, x: jax.Array, weight: Weight, epilogue: Epilogue = ALONE) -> jax.Array:
         """See `contract.BlockOps.linear`."""
-        if not _serves(x, weight, epilogue.gated):
+        matrix = _served(x, weight, epilogue.gated)
+        if matrix is None:
             return super().linear(x, weight, epilogue)
         norm, act, residual = epilogue.norm, epilogue.activation, epilogue.residual
-        if norm is not None and not _fuses(norm):
+        if norm is not None and (rounds_input(weight) or not _fuses(norm)):
             x, norm = self.norm(x, norm), None
+        if rounds_input(weight):
+            x = SCHEMES.quantize_input(x, weight)
         with jax.named_scope("matmul"):
             y = ring.product(
                 x.reshape(-1),
-                weight.data,
+                matrix,
                 dtype=jnp.float32 if epilogue.wide else x.dtype,
                 bias=epilogue.bias,
                 eps=None if norm is None else norm.spec.eps,
@@ -61,14 +76,16 @@ class PallasGpuOps(FusedOps):
 
     def _multiplies(self, x: jax.Array, weight: Weight) -> bool:
         """See `FusedOps._multiplies`."""
-        return _serves(x, weight, False)
+        return _served(x, weight, False) is not None
 
 
-def _serves(x: jax.Array, weight: Weight, gated: bool) -> bool:
-    if weight.pieces or weight.scheme is not None or weight.dtype != x.dtype:
-        return False
-    rows, (features, width) = math.prod(x.shape[:-1]), weight.shape
-    return ring.serves(rows, features, width, x.dtype.itemsize, gated)
+def _served(x: jax.Array, weight: Weight, gated: bool) -> jax.Array | Codes | None:
+    """A weight's matrix as the kernel takes it; None if it multiplies no such rows with it."""
+    if weight.pieces or weight.dtype != x.dtype or weight.data.ndim > 2:
+        return None
+    matrix = matrix_of(weight, 2 if gated else 1)
+    served = matrix is not None and ring.serves(math.prod(x.shape[:-1]), matrix, gated, x.dtype)
+    return matrix if served else None
 
 
 def _fuses(norm: NormOf) -> bool:
