@@ -252,6 +252,7 @@ OTHER_DATA = {
     "kernels.pallas.experts": "the codes of a Codes",
     "kernels.pallas.product": "the codes of a Codes",
     "kernels.pallas.ring": "the codes of a Codes",
+    "kernels.pallas.tiles": "the codes of a Codes",
     "kernels.triton.experts": "the codes of a Packed",
     "kernels.triton.mixture": "the codes of a Packed",
     "kernels.triton.quantized": "the codes of a Packed",

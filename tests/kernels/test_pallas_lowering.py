@@ -29,18 +29,27 @@ _LLAMA |= {"num_key_value_heads": 1, "num_hidden_layers": 1, "head_dim": 128}
 DENSE = {"prefill": {"attention", "product"}, "decode": {"append", "attention", "product"}}
 
 
-@pytest.mark.parametrize("quant", [None, "int8", "fp8", "int8_w8a8"])
-def test_a_token_lowers_for_a_gpu_by_mosaic(quant, monkeypatch):
-    """Products of a row alone, for which features come in multiples of 256; the rest is XLA's."""
-    # qkv, out, gate with up, down, and the head, which of a prompt reads its last token.
-    assert calls_of_a_gpu(monkeypatch, quant=quant) == {"prefill": 1, "decode": 5}
+@pytest.mark.parametrize("quant", [None, "int8", "fp8", "int8_w8a8", "int4"])
+@pytest.mark.parametrize("count", [1, 3])
+def test_products_lower_for_a_gpu_by_mosaic(quant, count, monkeypatch):
+    """Those of steps and of prompts: of qkv, out, gate with up, down and the head."""
+    assert calls_of_a_gpu(monkeypatch, count, quant=quant) == {"prefill": 5, "decode": 5}
 
 
-def calls_of_a_gpu(monkeypatch: pytest.MonkeyPatch, count: int = 1, **more: Any) -> dict[str, int]:
+@pytest.mark.parametrize(("quant", "calls"), [("int8", 5), ("int4", 1)])
+def test_products_of_a_row_lower_for_other_gpus(quant, calls, monkeypatch):
+    """Of codes with a scale for each row; of a prompt the head alone, which reads one token."""
+    found = calls_of_a_gpu(monkeypatch, quant=quant, hopper=False)
+    assert found == {"prefill": 1, "decode": calls}
+
+
+def calls_of_a_gpu(
+    monkeypatch: pytest.MonkeyPatch, count: int = 1, hopper: bool = True, **more: Any
+) -> dict[str, int]:
     """Kernels that steps of so many sequences call, by the steps' names, as lowered for a GPU."""
     model, calls = make_model("llama-gqa", vocab_size=768, **_LLAMA), {}
     with monkeypatch.context() as patch:
-        patch.setattr(backend, "_make_ops", lambda *args: PallasGpuOps(args[3]))
+        patch.setattr(backend, "_make_ops", lambda *args: PallasGpuOps(args[3], hopper=hopper))
         engine = dualinfer.init_inference(model, backend="jax", dtype="bf16", **more)
     for job in ahead.jobs(engine.runner, ahead.Wanted((count,), (40,), 4), 4):
         args = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), job.args)

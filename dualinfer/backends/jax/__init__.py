@@ -245,7 +245,8 @@ def _make_pallas_ops(spec: ModelSpec, device: jax.Device, split: Split | None) -
     from .ops.pallas_gpu import PallasGpuOps
 
     if device.platform == "gpu":
-        return PallasGpuOps(split, sms=getattr(device, "core_count", None) or 132)
+        sms, capability = (getattr(device, a, None) for a in ("core_count", "compute_capability"))
+        return PallasGpuOps(split, sms=sms or 132, hopper=str(capability) == "9.0")
     ops = PallasOps(split, interpret=device.platform != "tpu")
     ops.holds_scores = any(a.distances or a.alibi_rounded for a in spec.attentions)
     return ops

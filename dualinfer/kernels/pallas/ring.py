@@ -27,10 +27,10 @@ _PROGRAMS = 4  # of a multiprocessor
 _REGISTERS = 512  # of the four warps of each program there, for each of their lanes
 _WIDEST = 16384  # columns, which a warpgroup holds in registers
 # The index of a load, which JAX 0.12 takes of the reference alone, and 0.10 wants beside it.
-_ALL: tuple[Any, ...] = ((),) if jax.__version_info__ < (0, 11) else ()
+ALL: tuple[Any, ...] = ((),) if jax.__version_info__ < (0, 11) else ()
 
 
-_KINDS = ("int8", "uint8", "fp8_e4m3", "fp8_e5m2", "int4", "uint4")
+KINDS = ("int8", "uint8", "fp8_e4m3", "fp8_e5m2", "int4", "uint4")
 _FLOAT8 = {"fp8_e4m3": jnp.float8_e4m3fn, "fp8_e5m2": jnp.float8_e5m2}
 
 
@@ -40,7 +40,7 @@ def serves(count: int, matrix: jax.Array | Codes, gated: bool, dtype: Any) -> bo
     Those are floats of that dtype, or codes with a scale for each row.
     """
     parts, codes = 2 if gated else 1, matrix if isinstance(matrix, Codes) else None
-    if codes is not None and (codes.kind not in _KINDS or codes.columns):
+    if codes is not None and (codes.kind not in KINDS or codes.columns):
         return False
     data: Any = codes.data if codes else matrix
     features, row = data.shape
@@ -125,7 +125,7 @@ def product(
             if interpret is not None:  # which knows no layouts
                 return of[pl.ds(at, count)]
             layout = plgpu.Layout.WG_STRIDED((count, _LINE), vector)
-            return plgpu.load(of.at[pl.ds(at, count)], *_ALL, layout=layout, optimized=False)
+            return plgpu.load(of.at[pl.ds(at, count)], *ALL, layout=layout, optimized=False)
 
         def floats(name: str) -> list[list[jax.Array]]:
             """A row's pieces, in each plane."""

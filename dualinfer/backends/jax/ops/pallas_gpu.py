@@ -1,4 +1,4 @@
-"""The ops of the contract by Pallas' kernels for NVIDIA's GPUs, by Mosaic GPU: products of a row.
+"""The ops of the contract by Pallas' kernels for NVIDIA's GPUs, by Mosaic GPU: products.
 
 All else is plain XLA, and `implementations` says so; ops/kernels.py has all ops by Triton.
 """
@@ -11,7 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from ....kernels.pallas import ring
+from ....kernels.pallas import ring, tiles
 from ....kernels.pallas.product import Codes
 from ....model.spec import ModelSpec
 from ....model.weights import Weight
@@ -19,73 +19,96 @@ from ....ops.contract import ALONE, Epilogue, NormOf, Weights
 from ....ops.schemes import rounds_input
 from ..parallel import Split
 from .fused import FusedOps
-from .pallas import codes_of, in_kernel, matrix_of
+from .pallas import in_kernel, matrix_of
 from .plain import IMPLEMENTATIONS
 from .schemes import SCHEMES
 
+_CODES = "int8, uint8, fp8 or int4"
+
 
 class PallasGpuOps(FusedOps):
-    """Products of a single row on a GPU from Hopper on, which has `sms` multiprocessors."""
+    """Products of few rows on a GPU from Hopper on, which has `sms` multiprocessors.
+
+    A single row goes through `ring` where that serves it; other rows, and rows with codes in
+    blocks, through `tiles`, whose instructions Hopper has alone.
+    """
 
     kernels = "Pallas"
     implementations: Mapping[str, str] = {
         **IMPLEMENTATIONS,
-        "matmul": "Pallas by Mosaic GPU, fused, of a single row in 16 bits, and weights in 16 bits "
-        "or in int8, uint8, fp8 or int4 with a scale for each row; XLA for others",
+        "matmul": "Pallas by Mosaic GPU, fused, of rows in 16 bits with weights in 16 bits or in "
+        f"{_CODES}: a single row, on Hopper up to {tiles.MOST_ROWS}; XLA for others",
         "rms_norm": "Pallas, fused into the product of a single row; XLA for others",
-        "activation": "Pallas, fused into the product of a single row; XLA for others",
+        "activation": "Pallas, fused into these products; XLA for others",
     }
 
     def __init__(
-        self, split: Split | None = None, *, sms: int = 132, interpret: Any = None
+        self,
+        split: Split | None = None,
+        *,
+        sms: int = 132,
+        hopper: bool = True,
+        interpret: Any = None,
     ) -> None:
         super().__init__(split)
-        self._how: dict[str, Any] = {"sms": sms, "interpret": interpret}
+        self._sms, self._hopper, self._interpret = sms, hopper, interpret
 
     def reads_codes(self, weight: Weight, spec: ModelSpec, layers: Sequence[Weights]) -> str | None:
         """See `PlainOps.reads_codes`."""
-        codes = None if weight.pieces or weight.data.ndim > 2 else codes_of(weight)
-        if codes is None or not ring.serves(1, codes, False, jnp.bfloat16):
+        served = [
+            rows
+            for rows in (1, 2)
+            if self._served(jax.ShapeDtypeStruct((rows, 1), jnp.bfloat16), weight, False)
+        ]
+        if not served:
             return None
-        return "Pallas by Mosaic GPU, fused, a single row; above XLA, which makes values of them"
+        few = f"up to {tiles.MOST_ROWS} rows" if 2 in served else "a single row"
+        return f"Pallas by Mosaic GPU, fused, {few}; above XLA, which makes values of them"
 
     def linear(self, x: jax.Array, weight: Weight, epilogue: Epilogue = ALONE) -> jax.Array:
         """See `contract.BlockOps.linear`."""
-        matrix = _served(x, weight, epilogue.gated)
-        if matrix is None:
+        served = self._served(x, weight, epilogue.gated)
+        if served is None:
             return super().linear(x, weight, epilogue)
+        kernel, matrix = served
         norm, act, residual = epilogue.norm, epilogue.activation, epilogue.residual
-        if norm is not None and (rounds_input(weight) or not _fuses(norm)):
+        fuses = kernel is ring and not rounds_input(weight)
+        if norm is not None and not (fuses and _fuses(norm)):
             x, norm = self.norm(x, norm), None
         if rounds_input(weight):
             x = SCHEMES.quantize_input(x, weight)
+        how: dict[str, Any] = {
+            "dtype": jnp.float32 if epilogue.wide else x.dtype,
+            "bias": epilogue.bias,
+            "activation": None if act is None else partial(in_kernel, act),
+            "gated": epilogue.gated,
+            "interpret": self._interpret,
+        }
+        rows = x.reshape(-1, x.shape[-1])
+        beside = None if residual is None else residual.reshape(len(rows), -1)
         with jax.named_scope("matmul"):
-            y = ring.product(
-                x.reshape(-1),
-                matrix,
-                dtype=jnp.float32 if epilogue.wide else x.dtype,
-                bias=epilogue.bias,
-                eps=None if norm is None else norm.spec.eps,
-                gain=None if norm is None else norm.weight,
-                activation=None if act is None else partial(in_kernel, act),
-                gated=epilogue.gated,
-                residual=residual,
-                **self._how,
-            )
+            if kernel is tiles:
+                y = tiles.product(rows, matrix, residual=beside, **how)
+            else:
+                how |= {"residual": residual, "sms": self._sms}
+                if norm is not None:
+                    how |= {"eps": norm.spec.eps, "gain": norm.weight}
+                y = ring.product(rows[0], matrix, **how)
         return y.reshape(*x.shape[:-1], -1)
 
     def _multiplies(self, x: jax.Array, weight: Weight) -> bool:
         """See `FusedOps._multiplies`."""
-        return _served(x, weight, False) is not None
+        return self._served(x, weight, False) is not None
 
-
-def _served(x: jax.Array, weight: Weight, gated: bool) -> jax.Array | Codes | None:
-    """A weight's matrix as the kernel takes it; None if it multiplies no such rows with it."""
-    if weight.pieces or weight.dtype != x.dtype or weight.data.ndim > 2:
+    def _served(self, x: Any, weight: Weight, gated: bool) -> tuple[Any, jax.Array | Codes] | None:
+        """The kernel that multiplies rows x with a weight, and its matrix as it takes it."""
+        if weight.pieces or weight.dtype != x.dtype or weight.data.ndim > 2:
+            return None
+        matrix, count = matrix_of(weight, 2 if gated else 1), math.prod(x.shape[:-1])
+        for kernel in (ring, tiles) if self._hopper else (ring,):
+            if matrix is not None and kernel.serves(count, matrix, gated, x.dtype):
+                return kernel, matrix
         return None
-    matrix = matrix_of(weight, 2 if gated else 1)
-    served = matrix is not None and ring.serves(math.prod(x.shape[:-1]), matrix, gated, x.dtype)
-    return matrix if served else None
 
 
 def _fuses(norm: NormOf) -> bool:
