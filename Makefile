@@ -19,8 +19,8 @@ test: $(INSTALLED)
 	$(PYTEST) -m "not gpu and not multi_gpu and not tpu and not slow" $(ARGS)
 
 # What takes longer than half a minute: fuzzers and the like. Tests of Ray, of lm-eval, of guidellm
-# and of the compiler for TPUs are skipped where these cannot be installed.
-test-slow: $(INSTALLED) $(VENV)/.slow $(VENV)/.tpu $(VENV)/.guidellm
+# and of the compilers for TPUs and by Mosaic GPU are skipped where these cannot be installed.
+test-slow: $(INSTALLED) $(VENV)/.slow $(VENV)/.tpu $(VENV)/.mosaic $(VENV)/.guidellm
 	$(PYTEST) -m "slow and not gpu and not multi_gpu" $(ARGS)
 
 # Every family's steps by Pallas' kernels, interpreted, and compiled for TPUs by their own compiler.
@@ -64,6 +64,13 @@ $(VENV)/.tpu: $(INSTALLED)
 	$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --upgrade \
 		--constraint constraints.txt --target $(VENV)/tpu libtpu && touch $@ \
 		|| echo "libtpu was not installed."
+
+# JAX's plugin for CUDA, whose compiler of Mosaic GPU needs no GPU; in a folder of its own as well.
+# From 0.12 on it compiles without a client of XLA.
+$(VENV)/.mosaic: $(INSTALLED)
+	$(VENV)/bin/python -m pip install --quiet --disable-pip-version-check --no-deps --upgrade \
+		--constraint constraints.txt --target $(VENV)/mosaic jax-cuda13-pjrt && touch $@ \
+		|| echo "JAX's plugin for CUDA was not installed."
 
 # A client that measures servers, in a folder of its own: it wants other versions of what is here.
 $(VENV)/.guidellm: tests/guidellm.txt $(INSTALLED)

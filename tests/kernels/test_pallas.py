@@ -555,6 +555,7 @@ RINGS: dict[str, BlockScheme | None] = {
 @pytest.mark.parametrize("form", RINGS)
 def test_a_row_goes_through_a_ring_of_weights(form):
     """As JAX simulates a GPU's shared memory and barriers: more rows than programs have slots."""
+    from jax._src.pallas.mosaic_gpu.interpret.gpu_callbacks import get_races
     from jax._src.pallas.mosaic_gpu.interpret.params import InterpretGPUParams
 
     scheme = RINGS[form]
@@ -579,13 +580,14 @@ def test_a_row_goes_through_a_ring_of_weights(form):
         gated=True,
         residual=jnp.asarray(residual),
         sms=1,
-        interpret=InterpretGPUParams(),
+        interpret=InterpretGPUParams(detect_races=True),
     )
     normed = oracles.rms_norm(x.astype(np.float32), gain.astype(np.float32), EPS)
     y = weight.astype(np.float64) @ normed.astype(np.float64) + bias.astype(np.float64)
     gate, up = np.split(y, 2)
     wanted = gate / (1 + np.exp(-gate)) * up + residual.astype(np.float64)
     assert_close(np.asarray(found), wanted, FLOAT32, length=width, roundings=2)
+    assert not get_races().races_found
 
 
 def test_a_ring_is_of_what_its_copies_and_registers_hold():

@@ -43,20 +43,28 @@ def test_products_of_a_row_lower_for_other_gpus(quant, calls, monkeypatch):
     assert found == {"prefill": 1, "decode": calls}
 
 
-def calls_of_a_gpu(
+def calls_of_a_gpu(monkeypatch: pytest.MonkeyPatch, *asked: Any, **more: Any) -> dict[str, int]:
+    """Kernels that steps call, by the steps' names, as lowered for a GPU; see `steps_of_a_gpu`."""
+    calls = {}
+    for name, (function, args) in steps_of_a_gpu(monkeypatch, *asked, **more).items():
+        exported = jax.export.export(jax.jit(function), platforms=["cuda"])(*args)
+        calls[name] = exported.mlir_module().count("@mosaic_gpu")
+    return calls
+
+
+def steps_of_a_gpu(
     monkeypatch: pytest.MonkeyPatch, count: int = 1, hopper: bool = True, **more: Any
-) -> dict[str, int]:
-    """Kernels that steps of so many sequences call, by the steps' names, as lowered for a GPU."""
-    model, calls = make_model("llama-gqa", vocab_size=768, **_LLAMA), {}
+) -> dict[str, tuple[Any, Any]]:
+    """Steps of so many sequences by Mosaic GPU, and their arguments' shapes, by their names."""
+    model, steps = make_model("llama-gqa", vocab_size=768, **_LLAMA), {}
     with monkeypatch.context() as patch:
         patch.setattr(backend, "_make_ops", lambda *args: PallasGpuOps(args[3], hopper=hopper))
         engine = dualinfer.init_inference(model, backend="jax", dtype="bf16", **more)
     for job in ahead.jobs(engine.runner, ahead.Wanted((count,), (40,), 4), 4):
         args = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), job.args)
-        exported = jax.export.export(jax.jit(job.function), platforms=["cuda"])(*args)
         key: Any = job.key
-        calls[key[0]] = exported.mlir_module().count("@mosaic_gpu")
-    return calls
+        steps[key[0]] = job.function, args
+    return steps
 
 
 def lowered(

@@ -8,6 +8,7 @@ import pytest
 jax = pytest.importorskip("jax")
 
 import jax.numpy as jnp  # noqa: E402
+from jax._src.pallas.mosaic_gpu.interpret.gpu_callbacks import get_races  # noqa: E402
 from jax._src.pallas.mosaic_gpu.interpret.params import InterpretGPUParams  # noqa: E402
 
 from dualinfer.kernels.pallas import tiles  # noqa: E402
@@ -58,9 +59,10 @@ def test_rows_go_through_tiles_of_the_matrix(name):
         activation=silu,
         gated=gated,
         residual=jnp.asarray(residual),
-        interpret=InterpretGPUParams(),
+        interpret=InterpretGPUParams(detect_races=True),
     )
     wide = [a.astype(np.float64) for a in (x, weight, bias, residual)]
     y, *up = np.split(wide[0] @ wide[1].T + wide[2], parts, -1)
     wanted = y / (1 + np.exp(-y)) * (up[0] if gated else 1) + wide[3]
     assert_close(np.asarray(found), wanted, FLOAT32, length=width, roundings=2)
+    assert not get_races().races_found
