@@ -61,9 +61,12 @@ def is_there(process: int) -> bool:
 
 
 @contextlib.contextmanager
-def server_process(*options: str, backend: str = "torch") -> Iterator[ServerProcess]:
-    """A server of the embedded model, killed at the end if it runs then."""
-    command = [sys.executable, "-m", "dualinfer", "serve", str(dualinfer.embedded_model())]
+def server_process(
+    *options: str, backend: str = "torch", model: Path | None = None
+) -> Iterator[ServerProcess]:
+    """A server, of the embedded model unless told, killed at the end if it runs then."""
+    folder = model or dualinfer.embedded_model()
+    command = [sys.executable, "-m", "dualinfer", "serve", str(folder)]
     command += ["--backend", backend, "--port", "0", "--name", "small", "--dtype", "fp32", *options]
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
         try:

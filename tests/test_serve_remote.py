@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -662,6 +663,36 @@ def test_what_dies_again_and_again_is_given_up():
             kill(server)
         assert server.end() == 1
         assert "died 3 times in a row without an answer between" in " ".join(server.said.split())
+
+
+def test_an_engines_process_reads_its_tokenizer_for_a_grammar(tmp_path):
+    """Where it has become unreadable, that request is refused, and others go on."""
+    model = tmp_path / "model"
+    shutil.copytree(dualinfer.embedded_model(), model)
+    with (
+        server_process(*ROOM, model=model) as server,
+        openai.OpenAI(base_url=f"{server.url}/v1", api_key="-", max_retries=0) as client,
+    ):
+        written = (model / "tokenizer.json").read_text()
+        (model / "tokenizer.json").unlink()
+        choice = {"extra_body": {"guided_choice": ["yes", "no"]}}
+        with pytest.raises(openai.APIStatusError, match=r"holds no tokenizer\.json"):
+            complete(client, **choice)
+        assert complete(client).choices[0].text
+        (model / "tokenizer.json").write_text(written)
+        assert complete(client, **choice).choices[0].text in ("yes", "no")
+
+
+@pytest.mark.parametrize("option", ["--one-process", "--no-prefix-cache"])
+def test_a_tokenizer_that_cannot_be_read_ends_the_start(option, tmp_path):
+    model = tmp_path / "model"
+    shutil.copytree(dualinfer.embedded_model(), model)
+    (model / "tokenizer.json").write_text("{")
+    with (
+        pytest.raises(AssertionError, match=r"The tokenizer in\s+\S+model\s+cannot\s+be\s+read"),
+        server_process(option, model=model),
+    ):
+        pass
 
 
 @pytest.mark.slow

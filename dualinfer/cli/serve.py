@@ -220,6 +220,10 @@ def serve(
         found = find_asked(model, options.revision, options.adapter, "")
         opens = {"folder": str(found.folder), "adapters": found.adapters, "backend": which}
         opens |= {"how": how, "oversubscribe": oversubscribe, "room": reserved}
+
+        def load() -> Any:
+            return load_tokenizer(tokenizer_folder(*found))
+
         if one_process:
             serves = threading.Event()
 
@@ -228,18 +232,20 @@ def serve(
                     print_error(DistributedError(why), ctx.command)
                     os._exit(1)  # the model's opening may wait for the lost one, for minutes
 
+            tokenizer = load()  # before a large model is loaded in vain
             with opened(opens, tell_lost) as engine:
+                engine.tokenizer = tokenizer
                 does_write = writes(engine, reserved)
                 serves.set()
                 front.run_beside(engine, shown_of(engine.report(), does_write))
             return
 
-        def load() -> Any:
+        def load_sooner() -> Any:
             if ctx.obj == OWN_PROCESS:
                 start_sooner(found.folder)
-            return load_tokenizer(tokenizer_folder(*found))
+            return load()
 
-        front.run_before(opens, load)
+        front.run_before(opens, load_sooner)
 
 
 def writes(engine: Any, room: Mapping[str, Any]) -> bool:
@@ -321,18 +327,17 @@ class _Front:
     def run_before(self, opens: dict[str, Any], load: Callable[[], Any]) -> None:
         """The same, of an engine that another process opens, and that is started where it dies.
 
-        Its tokenizer is loaded while that starts, which reads the same one first, and says so where
-        it cannot be read.
+        Its tokenizer is loaded while that starts, and ends the start where it cannot be read.
         """
         from ..serving.remote.keeper import Keeper, python
 
         async def run() -> None:
             keeper = Keeper(python("dualinfer.cli.engine_process"), opens, None)
             loading = asyncio.create_task(asyncio.to_thread(load))
-            loading.add_done_callback(lambda x: x.cancelled() or x.exception())  # or it is logged
-            async with keeper.running() as engine:
-                engine.tokenizer = await loading
-                await self._serve(engine, keeper.shown, keeper.failed)
+            with _ended_by(loading):
+                async with keeper.running() as engine:
+                    engine.tokenizer = await loading
+                    await self._serve(engine, keeper.shown, keeper.failed)
             if keeper.failed.done():
                 raise keeper.failed.result()
 
@@ -392,6 +397,28 @@ class _Front:
         typer.echo(f"  curl {url}/v1/{kind}{head} -d {shlex.quote(body)}", err=True)
         if not has_key and not ipaddress.ip_address(host).is_loopback:
             say(f"Anybody who reaches this address can use it: pass --api-key, or set {_KEY}.")
+
+
+@contextmanager
+def _ended_by(loading: "asyncio.Task[Any]") -> Iterator[None]:
+    """Cancel what this task does within as soon as `loading` fails, and raise its error."""
+    here = asyncio.current_task()
+    assert here is not None
+
+    def told(_: Any) -> None:
+        if not loading.cancelled() and loading.exception() is not None:
+            here.cancel()
+
+    loading.add_done_callback(told)
+    try:
+        yield
+    except asyncio.CancelledError:
+        if loading.done() and not loading.cancelled() and (error := loading.exception()):
+            here.uncancel()
+            raise error from None
+        raise
+    finally:
+        loading.remove_done_callback(told)
 
 
 def _room(shown: dict[str, Any]) -> str:

@@ -9,10 +9,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from ..api import init_inference
 from ..engine.fused import FusedEngine
 from ..parallel.launching import check_places, others_of, pass_over
 from .quick_start import start_sooner
-from .texts import opened_at
 
 _PART = 2**16  # bytes
 
@@ -49,8 +49,9 @@ def opened(
 
 @contextmanager
 def _opened(opens: dict[str, Any]) -> Iterator[Any]:
-    folder = Path(opens["folder"])
-    with opened_at(folder, opens["adapters"], opens["backend"], **opens["how"]) as engine:
+    """One process's engine; it loads its tokenizer when a grammar asks for it."""
+    given = {"backend": opens["backend"], "adapter": opens["adapters"], **opens["how"]}
+    with init_inference(Path(opens["folder"]), **given) as engine:
         yield engine
 
 
