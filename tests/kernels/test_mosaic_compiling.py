@@ -10,7 +10,7 @@ jax = pytest.importorskip("jax")
 import jax.numpy as jnp  # noqa: E402
 
 from dualinfer.backends.jax.ops.pallas import in_kernel  # noqa: E402
-from dualinfer.kernels.pallas import ring, tiles  # noqa: E402
+from dualinfer.kernels.pallas import ring, tiles, token_attention  # noqa: E402
 from dualinfer.kernels.pallas.product import Codes, planes_of  # noqa: E402
 from dualinfer.model.spec import Activation  # noqa: E402
 
@@ -74,7 +74,7 @@ def test_a_product_of_a_row_keeps_it_in_registers(name, width, gated, tmp_path):
 
 
 @pytest.mark.parametrize("gated", [False, True])
-@pytest.mark.parametrize("count", [1, 32, 64, 256])
+@pytest.mark.parametrize("count", [1, 24, 128, 256])
 @pytest.mark.parametrize("name", ["floats", *ROWS, *BLOCKS])
 def test_a_product_of_rows_keeps_its_sums_in_registers(name, count, gated, tmp_path):
     (kernel,) = kernels_of(tiles, count, 4096, tmp_path, (ROWS | BLOCKS).get(name, ()), gated)
@@ -92,6 +92,26 @@ def test_a_blackwell_has_rings_and_no_tiles(tmp_path):
     assert kernels_of(ring, 1, 512, tmp_path, capability=(10, 0))
     with pytest.raises(AssertionError, match=r"wgmma"):
         kernels_of(tiles, 3, 512, tmp_path, capability=(10, 0))
+
+
+@pytest.mark.parametrize("blocks", [False, True])
+@pytest.mark.parametrize(("dim", "softcap"), [(64, None), (128, None), (128, 30.0)])
+def test_a_tokens_attention_keeps_its_sums_in_registers(dim, softcap, blocks, tmp_path):
+    """Two kernels, of which the first puts the token's key and value in the cache."""
+    kind, numbers = jax.ShapeDtypeStruct, jax.ShapeDtypeStruct((3,), jnp.int32)
+    cache = kind((20, 2, 64, dim) if blocks else (3, 2, 256, dim), jnp.bfloat16)
+
+    def step(q: Any, k: Any, v: Any, new: Any, rows: Any, at: Any, table: Any) -> Any:
+        k, v = token_attention.put(k, v, (new, new), rows, at)
+        read = token_attention.Read(window=100) if blocks else token_attention.Read(chunk=96)
+        how: dict[str, Any] = {"scale": 0.1, "softcap": softcap, "read": read}
+        how["table"] = table if blocks else None
+        return token_attention.attend(q, k, v, at + 1, **how), k, v
+
+    given = kind((3, 24, dim), jnp.bfloat16), cache, cache, kind((3, 2, dim), jnp.bfloat16)
+    rest = numbers, numbers, kind((3, 4), jnp.int32)
+    kernels = compiled(step, *given, *rest, folder=tmp_path)
+    assert len(kernels) == 2 and not any(kernel.spilled for kernel in kernels)
 
 
 @pytest.mark.parametrize(("quant", "count"), [(None, 1), ("int8", 3), ("int4", 1)])

@@ -1,4 +1,4 @@
-"""The ops of the contract by Pallas' kernels for NVIDIA's GPUs, by Mosaic GPU: products.
+"""The ops of the contract by Mosaic GPU, for NVIDIA's GPUs: products, and a token's attention.
 
 All else is plain XLA, and `implementations` says so; ops/kernels.py has all ops by Triton.
 """
@@ -17,16 +17,15 @@ from ....model.spec import ModelSpec
 from ....model.weights import Weight
 from ....ops.contract import ALONE, Epilogue, NormOf, Weights
 from ....ops.schemes import rounds_input
-from ..parallel import Split
-from .fused import FusedOps
 from .pallas import in_kernel, matrix_of
+from .pallas_gpu_attention import PallasGpuAttention
 from .plain import IMPLEMENTATIONS
 from .schemes import SCHEMES
 
 _CODES = "int8, uint8, fp8 or int4"
 
 
-class PallasGpuOps(FusedOps):
+class PallasGpuOps(PallasGpuAttention):
     """Products of few rows on a GPU from Hopper on, which has `sms` multiprocessors.
 
     A single row goes through `ring` where that serves it; other rows, and rows with codes in
@@ -40,18 +39,9 @@ class PallasGpuOps(FusedOps):
         f"{_CODES}: a single row, on Hopper up to {tiles.MOST_ROWS}; XLA for others",
         "rms_norm": "Pallas, fused into the product of a single row; XLA for others",
         "activation": "Pallas, fused into these products; XLA for others",
+        "decode_attention": "Pallas by Mosaic GPU, on Hopper, behind an append in place, to 16-bit "
+        "caches in slots or blocks of heads of 64 or 128; XLA, dense softmax, for others",
     }
-
-    def __init__(
-        self,
-        split: Split | None = None,
-        *,
-        sms: int = 132,
-        hopper: bool = True,
-        interpret: Any = None,
-    ) -> None:
-        super().__init__(split)
-        self._sms, self._hopper, self._interpret = sms, hopper, interpret
 
     def reads_codes(self, weight: Weight, spec: ModelSpec, layers: Sequence[Weights]) -> str | None:
         """See `PlainOps.reads_codes`."""
