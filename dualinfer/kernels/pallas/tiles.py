@@ -7,11 +7,13 @@ values in registers, of which the matrix units read them. Warpgroups share the s
 adds what the others have.
 """
 
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
@@ -25,6 +27,7 @@ _ROWS = 64  # of the matrix, of a program
 _FEW = 8  # rows of x come in so many
 _SHARED = 200 << 10  # bytes of shared memory of a program, at most
 _HALF = 100 << 10  # as many, for two programs of a multiprocessor
+_SUMMED = 64  # rows of sums, at most, for which registers have room for sums of each block, too
 _SLOTS = 3  # of a ring, at least
 _MOST_SLOTS = 8
 _UNITS = (128, 64, 32)  # columns of a step, and bytes of codes that share scales
@@ -95,9 +98,9 @@ def product(
 ) -> jax.Array:
     """residual + activation(x matrix^T + bias) of x [count, width]: [count, out] in `dtype`.
 
-    With `gated` the matrix holds gate, then up. A block's scale meets its codes, and the products
-    are rounded to x's dtype, as all that multiply with values of codes have them; a row's meets
-    its sums.
+    With `gated` the matrix holds gate, then up. A scale meets the sums of its row, or of its block
+    in a row; that of a block meets its codes where registers have no room for other sums, whose
+    products are rounded to x's dtype then.
     """
     codes, plan = matrix if isinstance(matrix, Codes) else None, plan_of(len(x), matrix, gated)
     assert plan is not None
@@ -107,6 +110,7 @@ def product(
     features, steps = len(data) // parts, data.shape[1] // plan.columns
     rows, columns, unit, groups, slots = plan
     blocked = codes is not None and bool(codes.columns)
+    by_blocks = blocked and parts * rows <= _SUMMED
     padded = rounded_up(count, rows)
 
     x = as_planes(jnp.pad(x, ((0, padded - count), (0, 0))), width, planes)[0]
@@ -165,59 +169,82 @@ def product(
             plgpu.wgmma(sums, scratch["left"].at[me], scratch["right"].at[me])
 
         def values(held: jax.Array, given: dict[str, jax.Array]) -> list[jax.Array]:
-            """What codes [64, unit] mean, in each plane; without scales of rows."""
+            """What codes [64, unit] mean, in each plane; without scales that meet sums."""
             assert codes is not None
-            if not given and codes.kind == "int8":
-                return [held.astype(x.dtype)]
-            found = floats_of(codes, held)
+            found = _values(codes, held, x.dtype)
             if "zero" in given:
-                found = [y - met(y, given["zero"]) for y in found]
-            if "scale" in given:
-                found = [y * met(y, given["scale"]) for y in found]
-            return [y.astype(x.dtype) for y in found]
+                found = [y - met(y, given["zero"].astype(x.dtype)) for y in found]
+            if "scale" in given and not by_blocks:
+                wide = [y.astype(jnp.float32) for y in found]
+                found = [(y * met(y, given["scale"])).astype(x.dtype) for y in wide]
+            return found
 
         fixed: Any = [{} for _ in range(parts)]
         if codes is not None and codes.zero is not None and not blocked:
             fixed = [{"zero": of_rows("zero", part)} for part in range(parts)]
 
-        def summed(*sums: Any) -> list[jax.Array]:
-            def step(i: Any, _: None) -> None:
-                slot, place = lax.rem(i, slots), me * slots + lax.rem(i, slots)
-                given: Any = [fixed] * (columns // unit)
-                if blocked:
-                    assert codes is not None
-                    start, own = (me + i * groups) * columns, codes.columns // planes
-                    blocks = [lax.div(start + at, own) for at in range(0, columns, unit)]
-                    present = [name for name in ("scale", "zero") if name in ref]
-                    given = [
-                        [{name: of_rows(name, p, block) for name in present} for p in range(parts)]
-                        for block in blocks
-                    ]
-                plgpu.barrier_wait(barriers.at[place])
-                if codes is None:
-                    for part in range(parts):
-                        multiply(sums[part], tiles.at[place, part], xs.at[place, 0])
-                    plgpu.wgmma_wait(parts)  # those of the step before are done
-                    before = lax.rem(i + slots - 1, slots)
-                    more = (i > 0) & (i + slots - 1 < count)
-                    pl.when(more)(lambda: fetch(i + slots - 1, before))
-                    return
-                for j, at in enumerate(range(0, columns, unit)):
-                    for part in range(parts):
-                        held = tiles.at[place, part, :, pl.ds(at, unit)]
-                        for plane, left in enumerate(values(held[...], given[j][part])):
-                            multiply(sums[part], left, xs.at[place, plane, :, pl.ds(at, unit)])
-                            plgpu.wgmma_wait(0)
-                pl.when(i + slots < count)(lambda: fetch(i + slots, slot))
+        def beside(i: Any) -> Any:
+            """What each unit's rows in each part meet, on its way while the step is waited for."""
+            if not blocked:
+                return [fixed] * (columns // unit)
+            assert codes is not None
+            start, own = (me + i * groups) * columns, codes.columns // planes
+            blocks = [lax.div(start + at, own) for at in range(0, columns, unit)]
+            present = [name for name in ("scale", "zero") if name in ref]
+            return [
+                [{name: of_rows(name, part, block) for name in present} for part in range(parts)]
+                for block in blocks
+            ]
 
-            lax.fori_loop(0, count, step, None)
-            return [own[...] for own in sums]
+        def of_floats(i: Any, sums: Any) -> None:
+            place, before = me * slots + lax.rem(i, slots), lax.rem(i + slots - 1, slots)
+            plgpu.barrier_wait(barriers.at[place])
+            for part in range(parts):
+                multiply(sums[part], tiles.at[place, part], xs.at[place, 0])
+            plgpu.wgmma_wait(parts)  # those of the step before are done
+            more = (i > 0) & (i + slots - 1 < count)
+            pl.when(more)(lambda: fetch(i + slots - 1, before))
+
+        def of_codes(i: Any, sums: Any, totals: Any) -> Any:
+            slot, place = lax.rem(i, slots), me * slots + lax.rem(i, slots)
+            given, totals = beside(i), list(totals)
+            plgpu.barrier_wait(barriers.at[place])
+
+            def add(own: Any, part: int, unit_of: int) -> Any:
+                """Adds a unit's products to sums."""
+                at = pl.ds(unit_of * unit, unit)
+                held = tiles.at[place, part, :, at][...]
+                for plane, left in enumerate(values(held, given[unit_of][part])):
+                    multiply(own, left, xs.at[place, plane, :, at])
+                    plgpu.wgmma_wait(0)
+                return own[...] if by_blocks else None
+
+            for unit_of in range(columns // unit):
+                for part in range(parts):
+                    run = functools.partial(add, part=part, unit_of=unit_of)
+                    if by_blocks:
+                        y = pl.run_scoped(run, own=empty)
+                        totals[part] += y * met(y, given[unit_of][part]["scale"])
+                    else:
+                        run(sums[part])
+            pl.when(i + slots < count)(lambda: fetch(i + slots, slot))
+            return tuple(totals)
+
+        def summed(*sums: Any) -> Any:
+            if by_blocks:
+                zeros = (jnp.zeros((_ROWS, rows), jnp.float32),) * parts
+                return lax.fori_loop(0, count, lambda i, own: of_codes(i, (), own), zeros)
+            if codes is None:
+                lax.fori_loop(0, count, lambda i, _: of_floats(i, sums), None)
+            else:
+                lax.fori_loop(0, count, lambda i, _: of_codes(i, sums, ()), ())
+            return tuple(own[...] for own in sums)
 
         for slot in range(slots):
             pl.when(slot < count)(lambda slot=slot: fetch(slot, slot))
-        sums_type: Any = plgpu.ACC  # pyright: ignore[reportPrivateImportUsage]
-        accumulators = [sums_type((_ROWS, rows), jnp.float32) for _ in range(parts)]
-        y = pl.run_scoped(summed, *accumulators)
+        empty: Any = plgpu.ACC  # pyright: ignore[reportPrivateImportUsage]
+        empty = empty((_ROWS, rows), jnp.float32)
+        y = summed() if by_blocks else pl.run_scoped(summed, *[empty] * parts)
 
         def finish() -> None:
             found = list(y)
@@ -285,6 +312,22 @@ def product(
         **how,
     )(*args)
     return y[:count]
+
+
+def _values(codes: Codes, held: jax.Array, dtype: Any) -> list[jax.Array]:
+    """Bytes of codes as floats of 16 bits, in each plane, exactly; zeros and scales are not theirs.
+
+    4 bits are the last ones of a float so large that its last bit is 1.
+    """
+    if planes_of(codes) == 1:
+        wide = floats_of(codes, held) if codes.kind.startswith("fp8") else [held]
+        return [y.astype(dtype) for y in wide]
+    least = 1 << jnp.finfo(dtype).nmant
+    bits = np.asarray(least, dtype).view(np.uint16)
+    wide = held.astype(jnp.uint16)
+    both = [half | bits for half in (wide & np.uint16(15), wide >> np.uint16(4))]
+    base = np.asarray(least + codes.raised, dtype)
+    return [lax.bitcast_convert_type(y, dtype) - base for y in both]
 
 
 def _transforms(columns: int, itemsize: int) -> tuple[Any, ...]:
