@@ -47,22 +47,25 @@ class Plan(NamedTuple):
 
 
 def plan_of(count: int, matrix: jax.Array | Codes, gated: bool) -> Plan | None:
-    """The cut of a product of `count` rows in 16 bits; None where there is none."""
+    """The cut of a product of `count` rows in 16 bits; None where there is none.
+
+    Two programs of a multiprocessor ask for columns while one of them ends or begins.
+    """
     codes, parts = matrix if isinstance(matrix, Codes) else None, 2 if gated else 1
     data: Any = codes.data if codes else matrix
     row, itemsize, planes = data.shape[1], data.dtype.itemsize, planes_of(codes) if codes else 1
     own = row if codes is None or not codes.columns else codes.columns // planes
     rows = rounded_up(-(-count // -(-count * parts // MOST_ROWS)), _FEW)
     units = [n for n in (_UNITS if codes else (64,)) if own % n == 0]
-    for columns in (n for n in _UNITS if row % n == 0):
+    cuts = [(room, n) for room in (_HALF, _SHARED) for n in _UNITS if row % n == 0]
+    for room, columns in cuts:
         unit = next((n for n in units if columns % n == 0), 0)
         steps, slot = row // columns, (parts * _ROWS * itemsize + planes * rows * 2) * columns
         for groups in (n for n in (4, 2, 1) if unit and n <= min(steps, max(1, 64 // rows))):
             own_steps, sums = -(-steps // groups), (groups - 1) * parts * _ROWS * rows * 4
-            for room in (_HALF, _SHARED):
-                slots = min(_MOST_SLOTS, (room - sums) // (groups * slot), own_steps)
-                if slots >= min(_SLOTS, own_steps):
-                    return Plan(rows, columns, unit, groups, slots)
+            slots = min(_MOST_SLOTS, (room - sums) // (groups * slot), own_steps)
+            if slots >= min(_SLOTS, own_steps):
+                return Plan(rows, columns, unit, groups, slots)
     return None
 
 
