@@ -95,7 +95,9 @@ def test_a_blackwell_has_rings_and_no_tiles(tmp_path):
 
 
 @pytest.mark.parametrize("blocks", [False, True])
-@pytest.mark.parametrize(("dim", "softcap"), [(64, None), (128, None), (128, 30.0)])
+@pytest.mark.parametrize(
+    ("dim", "softcap"), [(64, None), (128, None), (128, 30.0), (192, None), (256, 30.0)]
+)
 def test_a_tokens_attention_keeps_its_sums_in_registers(dim, softcap, blocks, tmp_path):
     """Two kernels, of which the first puts the token's key and value in the cache."""
     kind, numbers = jax.ShapeDtypeStruct, jax.ShapeDtypeStruct((3,), jnp.int32)

@@ -39,7 +39,7 @@ class Case(NamedTuple):
 CASES = {
     "slots, one program a head": Case((6, 2, 64)),
     "slots, shared": Case((4, 1, 128), sms=6, sinks=normal(9, 4, dtype=FLOAT32)),
-    "blocks, a group of more rows": Case((9, 1, 64), True, sms=6, softcap=2.5),
+    "blocks, a group of more rows": Case((9, 1, 256), True, sms=6, softcap=2.5),
     "blocks, window": Case((2, 2, 64), True, Read(window=50), 2, 30.0),
     "slots, chunk": Case((2, 2, 64), read=Read(chunk=100), sms=2, dtype=FLOAT16),
 }
@@ -106,16 +106,16 @@ def test_what_is_served_fits_tiles_and_registers():
         v: Any = jax.ShapeDtypeStruct((3, 2, size, more.get("width", dim)), k.dtype)
         return token_attention.serves(k, v, heads, dtype)
 
-    assert served() and served(128) and served(width=128) and served(dtype=FLOAT16)
+    assert served() and served(128) and served(256) and served(width=192) and served(dtype=FLOAT16)
     assert served(heads=128) and served(size=192)
-    assert not served(96) and not served(256) and not served(width=80)
+    assert not served(96) and not served(320) and not served(width=80)
     assert not served(size=96) and not served(heads=130)
     assert not served(dtype=FLOAT32) and not served(kept=FLOAT16) and not served(kept=np.int8)
 
 
 @pytest.mark.parametrize("semantics", ["Lane", "Warpgroup"])
 @pytest.mark.parametrize("blocks", [False, True])
-@pytest.mark.parametrize("dim", [64, 128])
+@pytest.mark.parametrize("dim", [64, 256])
 def test_it_lowers_for_a_gpu_either_way(dim, blocks, semantics, monkeypatch):
     """Of what one lane does, as JAX 0.10 has it, and of what a warpgroup does, as JAX 0.11 does.
 

@@ -18,9 +18,9 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 _TILE = 64  # keys of a tile, rows of a product, and columns that one copy takes away
 _ROWS = 8  # of a tile of shared memory as copies and products have it, 128 bytes each
-_WIDEST = 128  # elements of a key or a value: what is summed is in registers
-_RING = 64 << 10  # bytes of keys and values on their way to a program
-_PROGRAMS = 2  # of a multiprocessor
+_WIDEST = 256  # elements of a key or a value: what is summed is in registers
+_RING = 64 << 10  # bytes of keys and values on their way to a program, of two tiles or more
+_NARROW = 128  # elements, up to which a multiprocessor's shared memory has two programs, else one
 _LOG2E = math.log2(math.e)
 
 
@@ -41,9 +41,9 @@ def serves(k: jax.Array, v: jax.Array, heads: int, dtype: Any) -> bool:
     return known and fits and k.shape[2] % _TILE == 0 and heads <= _TILE * k.shape[1]
 
 
-def splits_of(pairs: int, tokens: int, sms: int) -> int:
-    """The programs that share the keys of each of so many pairs of slot and head."""
-    return max(1, min(-(-_PROGRAMS * sms // pairs), -(-tokens // _TILE)))
+def splits_of(pairs: int, tokens: int, programs: int) -> int:
+    """Those of so many programs that share the keys of each pair of slot and head."""
+    return max(1, min(-(-programs // pairs), -(-tokens // _TILE)))
 
 
 def attend(
@@ -72,14 +72,15 @@ def attend(
     capacity = size * (1 if table is None else table.shape[1])
     group = heads // kv_heads
     rows = -(-group // _ROWS) * _ROWS
-    splits = splits_of(count * kv_heads, min(reach or capacity, capacity), sms)
+    programs = sms * (2 if max(dim, width) <= _NARROW else 1)
+    splits = splits_of(count * kv_heads, min(reach or capacity, capacity), programs)
     grouped = q.reshape(count, kv_heads, group, dim)
     grouped = jnp.pad(grouped, ((0, 0), (0, 0), (0, rows - group), (0, 0)))
     inputs = [grouped, k, v, lengths.astype(jnp.int32)]
     if table is not None:
         inputs.append(jnp.clip(table, 0, len(k) - 1).astype(jnp.int32).reshape(-1))
     shape = count, kv_heads, splits, rows
-    slots = _RING // (_TILE * (dim + width) * q.dtype.itemsize)
+    slots = max(2, _RING // (_TILE * (dim + width) * q.dtype.itemsize))
     lines = _lines(q.dtype)
 
     def token_attention(*refs: Any, **memory: Any) -> None:

@@ -40,7 +40,7 @@ class PallasGpuOps(PallasGpuAttention):
         "rms_norm": "Pallas, fused into the product of a single row; XLA for others",
         "activation": "Pallas, fused into these products; XLA for others",
         "decode_attention": "Pallas by Mosaic GPU, on Hopper, behind an append in place, to 16-bit "
-        "caches in slots or blocks of heads of 64 or 128; XLA, dense softmax, for others",
+        "caches in slots or blocks, of heads of 64 to 256; XLA, dense softmax, for others",
     }
 
     def reads_codes(self, weight: Weight, spec: ModelSpec, layers: Sequence[Weights]) -> str | None:
