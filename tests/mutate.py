@@ -1843,6 +1843,34 @@ ROWS: list[Row] = [
         "kernels='pallas' fails on a Blackwell, which has other matrix units.",
         "tests/test_pallas_gpu_ops.py -m 'not slow'",
     ),
+    Row(
+        "kernels/pallas/token_attention.py",
+        "first = jnp.maximum(length - read.window, 0)",
+        "first = jnp.maximum(length - read.window, 1) - 1",
+        "On a Hopper with kernels='pallas' a token sees one more than its window.",
+        "tests/kernels/test_token_attention.py -k window",
+    ),
+    Row(
+        "kernels/pallas/token_attention.py",
+        "own[...] = jnp.where(seen(at, own.shape, 0), own[...], jnp.zeros((), dtype))",
+        "own[...] = own[...]",
+        "NaN that an earlier sequence left in a cache reaches those behind it.",
+        "tests/kernels/test_token_attention.py -k slots",
+    ),
+    Row(
+        "kernels/pallas/token_attention.py",
+        "plgpu.barrier_wait(with_values.at[slot])",
+        "pass",
+        "A token's values are read while they are on their way to a Hopper's shared memory.",
+        "tests/kernels/test_token_attention.py -k shared",
+    ),
+    Row(
+        "kernels/pallas/token_attention.py",
+        "(factor.sum(axis=2) + more)",
+        "factor.sum(axis=2)",
+        "Sinks take no share of a token's attention where several programs read its keys.",
+        "tests/kernels/test_token_attention.py -k slots",
+    ),
 ]
 
 if __name__ == "__main__":

@@ -184,7 +184,7 @@ def _product(a: Any, b: Any, columns: int, turned: bool = False, *, interpret: A
         return lax.dot_general(a, b[...], dims, preferred_element_type=jnp.float32)
 
     def multiply(total: Any) -> jax.Array:
-        plgpu.wgmma(total, a, plgpu.transpose_ref(b, (1, 0)) if turned else b)
+        plgpu.wgmma(total, a, b.transpose((1, 0)) if turned else b)
         return total[...]
 
     sums: Any = plgpu.ACC  # pyright: ignore[reportPrivateImportUsage]
