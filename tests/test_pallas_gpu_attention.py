@@ -12,6 +12,7 @@ from jax._src.pallas.mosaic_gpu.interpret.params import InterpretGPUParams  # no
 
 import dualinfer  # noqa: E402
 from dualinfer.backends import jax as backend  # noqa: E402
+from dualinfer.backends.jax import ahead  # noqa: E402
 from dualinfer.backends.jax.ops.pallas_gpu import PallasGpuOps  # noqa: E402
 from dualinfer.kernels.pallas import token_attention  # noqa: E402
 
@@ -68,3 +69,17 @@ def test_texts_and_logits_are_those_of_plain_xla(case, engines, monkeypatch):
     assert calls and set(calls) == {caches == "blocks"}
     np.testing.assert_array_equal(texts[0], texts[1])
     assert len(logits[0]) >= 3 and relative_rms(*logits) < 1e-2
+
+
+def test_a_token_of_two_devices_lowers_with_its_cache_in_place(monkeypatch):
+    """Within a shard_map, where each device has heads of its own; a put for each layer's pair."""
+    model = make_model("llama-gqa", vocab_size=VOCAB, **_MODEL)
+    monkeypatch.setattr(backend, "_make_ops", lambda *args: PallasGpuOps(args[3]))
+    split: dict[str, Any] = {"tensor_parallel": {"tp_size": 2}}
+    engine = init_inference(model, backend="jax", dtype="bf16", **split)
+    jobs: list[Any] = ahead.jobs(engine.runner, ahead.Wanted((3,), (40,), 4), 4)
+    (job,) = [job for job in jobs if job.key[0] == "decode"]
+    traced = jax.jit(job.function).trace(*job.args)
+    text = traced.lower(lowering_platforms=("cuda",)).as_text()
+    assert text.count("@mosaic_gpu") == 2  # put and attend: these sizes' products are XLA's
+    assert text.count("output_operand_alias<") == 2
