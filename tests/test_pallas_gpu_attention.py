@@ -14,6 +14,7 @@ import dualinfer  # noqa: E402
 from dualinfer.backends import jax as backend  # noqa: E402
 from dualinfer.backends.jax import ahead  # noqa: E402
 from dualinfer.backends.jax.ops.pallas_gpu import PallasGpuOps  # noqa: E402
+from dualinfer.backends.jax.ops.plain import IMPLEMENTATIONS  # noqa: E402
 from dualinfer.kernels.pallas import token_attention  # noqa: E402
 
 from .cases import make_model  # noqa: E402
@@ -83,3 +84,14 @@ def test_a_token_of_two_devices_lowers_with_its_cache_in_place(monkeypatch):
     text = traced.lower(lowering_platforms=("cuda",)).as_text()
     assert text.count("@mosaic_gpu") == 2  # put and attend: these sizes' products are XLA's
     assert text.count("output_operand_alias<") == 2
+
+
+@pytest.mark.parametrize("why", ["no Hopper", "codes", "odd heads"])
+def test_what_no_kernel_attends_to_is_told(why, monkeypatch):
+    sizes = _MODEL | {"head_dim": 80 if why == "odd heads" else 64}
+    model = make_model("llama-gqa", vocab_size=VOCAB, **sizes)
+    how = {"hopper": why != "no Hopper"}
+    monkeypatch.setattr(backend, "_make_ops", lambda *args: PallasGpuOps(args[3], **how))
+    codes = {"kv_cache_dtype": "int8"} if why == "codes" else {}
+    engine = init_inference(model, backend="jax", dtype="bf16", **codes)
+    assert engine.report().ops["decode_attention"] == IMPLEMENTATIONS["decode_attention"]

@@ -34,8 +34,8 @@ class Read(NamedTuple):
 _EVERY = Read()
 
 
-def serves(k: jax.Array, v: jax.Array, heads: int, dtype: Any) -> bool:
-    """True if `attend` takes queries of so many heads and this dtype to k and v [M, K, S, D]."""
+def serves(k: Any, v: Any, heads: int, dtype: Any) -> bool:
+    """True if `attend` takes so many heads of this dtype to k, v [M, K, S, D]; shapes will do."""
     known = jnp.dtype(dtype).itemsize == 2 and k.dtype == v.dtype == jnp.dtype(dtype)
     fits = all(x.shape[3] % _TILE == 0 and x.shape[3] <= _WIDEST for x in (k, v))
     return known and fits and k.shape[2] % _TILE == 0 and heads <= _TILE * k.shape[1]

@@ -1,14 +1,16 @@
 """A token's attention by Pallas' kernels for NVIDIA's GPUs, to caches in slots and in blocks."""
 
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from ....kernels.pallas import token_attention
+from ....model.spec import Attention, ModelSpec
 from ....ops.cache_kinds import BlockCache, FullCache, block_ends
-from ....ops.caches import CacheView
-from ....ops.contract import LatentQkv, LayerAttention
+from ....ops.caches import BLOCK, CacheSpec, CacheView
+from ....ops.contract import LatentQkv, LayerAttention, Weights
 from ....ops.maths import flat
 from ..parallel import Split
 from .fused import FusedOps
@@ -31,6 +33,19 @@ class PallasGpuAttention(FusedOps):
     ) -> None:
         super().__init__(split)
         self._sms, self._hopper, self._interpret = sms, hopper, interpret
+
+    def left_plain(
+        self, spec: ModelSpec, layers: Sequence[Weights], caches: Sequence[CacheSpec] = ()
+    ) -> Mapping[str, str]:
+        """See `PlainOps.left_plain`."""
+        known = [
+            self._hopper and _reads(spec.layers[i].attending, own)
+            for (i, part), own in zip(spec.caches if caches else (), caches, strict=False)
+            if part == "attention"
+        ]
+        if all(known):
+            return {}
+        return {"decode_attention": "for some layers" if any(known) else ""}
 
     def attend_token(
         self,
@@ -88,3 +103,16 @@ class PallasGpuAttention(FusedOps):
             cache.k, cache.v, (k, v), rows, places, interpret=self._interpret
         )
         return cache._replace(k=held[0], v=held[1])
+
+
+def _reads(a: Attention, cache: CacheSpec) -> bool:
+    """True if a kernel has a token's attention to such a cache, in 16 bits; see `_folds`."""
+    if cache.kind not in (FullCache.kind, BlockCache.kind) or cache.codes is not None:
+        return False
+    if a.alibi is not None or a.distances is not None:
+        return False
+    k, v = (
+        jax.ShapeDtypeStruct((1, cache.kv_heads, BLOCK, n), jnp.bfloat16)
+        for n in (cache.key_dim, cache.value_dim)
+    )
+    return token_attention.serves(k, v, a.heads, jnp.bfloat16)
