@@ -305,8 +305,8 @@ ROWS: list[Row] = [
     ),
     Row(
         "backends/slots.py",
-        "min(self._reach[slot] + steps, self._requests[slot].cache_tokens)",
-        "self._reach[slot] + steps",
+        "min(self._reach[slot] + count, self._requests[slot].cache_tokens)",
+        "self._reach[slot] + count",
         "A short answer beside a long one makes the cache grow beyond what it needs.",
         "tests/test_runner.py -k live_slots",
     ),
@@ -1215,6 +1215,13 @@ ROWS: list[Row] = [
         "tests/test_caller_options.py -k end_early",
     ),
     Row(
+        "engine/driver.py",
+        "if not job.begun.is_ahead:",
+        "if True:",
+        "A job hands out one token a turn, whatever its drafts had right.",
+        "tests/test_lookup.py -k 'together and torch'",
+    ),
+    Row(
         "engine/stepwise.py",
         "done = done | result",
         "done = done & result",
@@ -1663,8 +1670,8 @@ ROWS: list[Row] = [
     ),
     Row(
         "backends/slots.py",
-        "(self._requests.keys() - self._chosen if slots is None else slots)",
-        "(self._requests if slots is None else slots)",
+        "[*(self._requests.keys() - self._chosen)] if slots is None else slots",
+        "[*self._requests] if slots is None else slots",
         "Steps of others take the window of a sequence whose tokens the host chooses.",
         "tests/test_blocks.py -k 'leave_the_window and torch'",
     ),

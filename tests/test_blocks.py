@@ -390,7 +390,7 @@ def test_layers_with_a_window_keep_the_last_tokens_alone(backend, name, monkeypa
         monkeypatch.setattr("dualinfer.engine.scoring._WORTH", 1)
         scores, widths, several = engine.score(*asked), [], runner.decode_several
         monkeypatch.setattr(
-            runner, "decode_several", lambda *x: widths.append(x[1].shape[1]) or several(*x)
+            runner, "decode_several", lambda *x: widths.append(x[1][0].shape[1]) or several(*x)
         )
         for swap_space in (1, 0) if name == "gemma3" else (1,):
             engine.reserve(4, 440, cache_tokens=9 * GRAIN, swap_space=swap_space)

@@ -119,7 +119,7 @@ def test_calls_come_to_the_others_as_they_are():
         ("extend", [Piece(request, 1, 2, 4), Piece.whole(embedded, 0)]),
         ("allow", [1], words[None]),
         ("decode", 8),
-        ("decode_several", [0], np.arange(4, dtype=np.int64)[None]),
+        ("decode_several", [[0]], [np.arange(4, dtype=np.int64)[None]]),
         ("copy", 0, 3, 64),
         ("forward", texts),
         ("release", [np.int64(1), 0]),

@@ -42,7 +42,7 @@ def watched(engine, monkeypatch):
             engine.runner,
             name,
             lambda slots, tokens, run=run, name=name: (
-                calls.append((name, np.shape(tokens))) or run(slots, tokens)
+                calls.append((name, len(slots))) or run(slots, tokens)
             ),
         )
     return calls
@@ -143,6 +143,56 @@ def test_drafts_that_are_right_wrong_and_in_part_right_change_no_text(
         streams.append(engine.stream([rows[1]], **GREEDY))  # whose steps lie between
         pairs = zip(*streams, strict=True)
         assert [list(text) for text in zip(*pairs, strict=True)] == texts
+
+
+@pytest.mark.parametrize(
+    ("name", "backend", "pool"),
+    [
+        ("llama-gqa", "torch", {}),
+        ("llama-gqa", "torch", {"cache_tokens": 1024}),
+        ("llama-gqa", "jax", {}),
+        *slow_but((), ("mamba2", "gemma2"), "torch", {}),
+        *slow_but((), ("mamba2",), "jax", {}),
+        *slow_but((), ("gemma2",), "jax", {"cache_tokens": 1024}),
+    ],
+)
+def test_drafts_of_calls_at_once_are_read_together(name, backend, pool, monkeypatch):
+    """With one that has none, and one whose tokens the device chooses, beside them."""
+    with dualinfer.init_inference(make_model(name), backend=backend, **FUSED) as engine:
+        engine.reserve(8, 96, **pool)
+        lengths = (9, 5, 12, 30, 7, 21)
+        rows = [(random_ids(1, n, seed=n)[0] % 90 + 5).tolist() for n in lengths]
+        texts = [new_of(engine, [row])[0].tolist() for row in rows]
+
+        def some(tokens, most, longest):
+            which = next(i for i, row in enumerate(rows) if tokens[: len(row)] == row)
+            done = len(tokens) - len(rows[which])
+            found = np.array(texts[which][done : done + most])
+            if len(found) and (done + which) % 3 == 0:
+                found[done % len(found) :] = 3
+            return found[: 1 + (done + which) % 5].tolist()
+
+        monkeypatch.setattr(lookup, "draft", some)
+        calls = watched(engine, monkeypatch)
+
+        async def asked(first, last, **more):
+            how = GREEDY | {"prompt_lookup_num_tokens": 5}
+            asks = [engine.generate_async(row, **how) for row in rows[first:last]]
+            asks += [engine.generate_async(rows[0], **GREEDY, **x) for x in more.values()]
+            found = [await ask for ask in asks]
+            passes = [n for kind, n in calls if kind != "keep"]
+            calls.clear()
+            return found, passes
+
+        alone = [asyncio.run(asked(i, i + 1)) for i in range(len(rows))]
+        assert [text for (text,), _ in alone] == texts
+        more = {"steps": {"no_repeat_ngram_size": 60}, "device": {}}
+        found, passes = asyncio.run(asked(0, len(rows), **more))
+        assert found == [*texts, texts[0], texts[0]]
+        counts = [len(own) for _, own in alone]
+        assert max(passes) >= len(rows)  # of calls that share one
+        assert len(passes) <= NEW + max(counts) + 4 < sum(counts)
+        assert engine.traffic().live == 0
 
 
 @both

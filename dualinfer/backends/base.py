@@ -376,16 +376,19 @@ class Runner(Protocol):
         """
         ...
 
-    def decode_several(self, slots: Sequence[int], tokens: np.ndarray) -> Any:
-        """Float32 logits [B, K, V] after each of `tokens` int [B, K], drafts that may be wrong.
+    def decode_several(
+        self, slots: Sequence[Sequence[int]], tokens: Sequence[np.ndarray]
+    ) -> list[Any]:
+        """Float32 logits [B, K, V] for each of several calls, by one pass for all of them, or few.
 
-        They are of slots of `prefill_scores`, and lie behind what these have. None is taken before
-        `keep`. Only where `verifies`.
+        They are those after each of its `tokens` int [B, K], drafts that may be wrong, which lie
+        behind what its `slots` of `prefill_scores` have. B and K are each call's own. None is taken
+        before `keep`. Only where `verifies`.
         """
         ...
 
-    def keep(self, slots: Sequence[int], tokens: np.ndarray) -> None:
-        """Take `tokens` int [B, K], the first ones of the last `decode_several` of these slots."""
+    def keep(self, slots: Sequence[Sequence[int]], tokens: Sequence[np.ndarray]) -> None:
+        """Take each call's `tokens` int [B, K], the first ones that its slots read as drafts."""
         ...
 
     def choose(self, scores: Any, requests: Sequence[Request], step: int) -> np.ndarray:

@@ -106,10 +106,9 @@ class LiveSlots:
         next_places = (min(self._reach[s] + 1, self._requests[s].cache_tokens) for s in others)
         return max(self.reach, *next_places, 0)
 
-    def reach_after(self, steps: int, slots: Sequence[int]) -> int:
-        """`reach_beside` once these slots have so many tokens more."""
-        own = (min(self._reach[s] + steps, self._requests[s].cache_tokens) for s in slots)
-        return max(self.reach_beside(slots), *own)
+    def reach_after(self, steps: Sequence[int], slots: Sequence[int]) -> int:
+        """`reach_beside` once each of these slots has so many tokens more."""
+        return max(self.reach_beside(slots), *self._after(steps, slots).values(), 0)
 
     @property
     def encoded(self) -> int:
@@ -192,8 +191,8 @@ class LiveSlots:
                 "tokens or a shorter prompt, or open a larger pool."
             )
 
-    def advance(self, steps: int, slots: Sequence[int] | None = None) -> int:
-        """Book steps for these slots, or every one whose tokens the device chooses.
+    def advance(self, steps: int | Sequence[int], slots: Sequence[int] | None = None) -> int:
+        """Book steps, a number or one each, of these slots, or of all that the device chooses for.
 
         It is one of which the prompt has been read. Gives `reach_beside` then.
         """
@@ -219,9 +218,11 @@ class LiveSlots:
         if self.blocks is not None and self.blocks.near is not None:
             self._cover_near({slot: (stop, stop) for slot, stop in _bounds(rows)[1].items()})
 
-    def begin_drafts(self, slots: Sequence[int], count: int) -> None:
-        """Give slots room for so many tokens behind what they have."""
-        self._cover_near({slot: (self._reach[slot], self._reach[slot] + count) for slot in slots})
+    def begin_drafts(self, slots: Sequence[int], counts: Sequence[int]) -> None:
+        """Give each of these slots room for so many tokens behind what it has."""
+        starts = {slot: self._reach[slot] for slot in slots}
+        stops = {s: starts[s] + count for s, count in zip(slots, counts, strict=True)}
+        self._cover_near({slot: (starts[slot], stop) for slot, stop in stops.items()})
 
     def first_saved(self, tokens: int, start: int) -> tuple[int, int]:
         """The first blocks that are saved of so many tokens from one on.
@@ -245,11 +246,15 @@ class LiveSlots:
         """True if layers keep the last tokens of sequences alone."""
         return self.blocks is not None and self.blocks.near is not None
 
-    def _after(self, steps: int, slots: Sequence[int] | None = None) -> dict[int, int]:
+    def _after(
+        self, steps: int | Sequence[int], slots: Sequence[int] | None = None
+    ) -> dict[int, int]:
         """Cached tokens of these slots after so many steps, or of all that take part in them."""
+        own = [*(self._requests.keys() - self._chosen)] if slots is None else slots
+        counts = [steps] * len(own) if isinstance(steps, int) else steps
         return {
-            slot: min(self._reach[slot] + steps, self._requests[slot].cache_tokens)
-            for slot in (self._requests.keys() - self._chosen if slots is None else slots)
+            slot: min(self._reach[slot] + count, self._requests[slot].cache_tokens)
+            for slot, count in zip(own, counts, strict=True)
             if slot not in self._reading
         }
 
@@ -335,6 +340,19 @@ class PooledSlots(ABC):
     @abstractmethod
     def _reserve(self, idle: bool) -> None:
         """Have cache and state for what the live slots need to start; `idle`: none held before."""
+
+
+def below(tokens: Sequence[np.ndarray]) -> tuple[np.ndarray, list[int]]:
+    """Tokens [B, K] of several calls below one another, [N, most K], and how many each row has.
+
+    Zeros stand behind them.
+    """
+    ids = np.zeros((sum(map(len, tokens)), max(own.shape[1] for own in tokens)), np.int64)
+    row, counts = 0, []
+    for own in tokens:
+        ids[row : row + len(own), : own.shape[1]] = own
+        row, counts = row + len(own), counts + [own.shape[1]] * len(own)
+    return ids, counts
 
 
 def needed(piece: Piece) -> int:

@@ -33,7 +33,7 @@ class BlockSlots(Slots):
 
     @property
     def most_ahead(self) -> int | None:
-        """The most tokens of a sequence that `scores_of` may read; None for any number.
+        """The most tokens of a sequence that a pass may read of drafts; None for any number.
 
         Layers that forget have room for no more of all sequences.
         """

@@ -453,24 +453,20 @@ class Driver:
         self._seconds = seconds if known is None else known + _SOME * (seconds - known)
 
     def _step_chosen(self) -> None:
-        """One step for all jobs whose tokens the host chooses, and which read their newest ones.
+        """One step for all jobs whose tokens the host chooses, and one pass for drafts of theirs.
 
         Where it fails, each of them makes its own, and learns what has become of its sequences.
         """
-        asks: list[tuple[Stepwise, Ask]] = []
+        asks: list[Ask] = []
         for job in self._jobs:
             begun = job.begun
-            if begun is None or begun.newest is None or any(x.error for x in begun.lives):
+            if begun is None or any(x.error for x in begun.lives):
                 continue
-            asks.append((begun, Ask(begun.lives, begun.newest)))
-        if len(asks) < 2:
-            return
-        try:
-            self._loop.bring([ask for _, ask in asks])
-        except BaseException:
-            return
-        for begun, ask in asks:
-            begun.take(ask.logits)
+            if (ask := begun.asks) is not None:
+                asks.append(ask)
+        if len(asks) > 1:
+            with suppress(BaseException):
+                self._loop.bring(asks)
 
     def _guarded(self, function: Callable[[Job], None], job: Job) -> None:
         """Call it for a job, which ends alone where that fails."""
@@ -497,14 +493,17 @@ class Driver:
             self._finish(job, reason="stop" if is_whole else "length")
 
     def _choose(self, job: Job) -> None:
-        """The next token of a job whose tokens the host chooses."""
+        """The next token of a job whose tokens the host chooses, and what drafts had right."""
         assert job.steps is not None and job.begun is not None
-        token = next(job.steps, [None])[0]
-        if token is not None:
-            self._give(job, token, job.begun.told[0])
-        is_long = job.given >= job.request.max_new_tokens
-        if token is None or token in job.request.eos_ids or is_long:
-            self._finish(job, reason="length" if token is not None and is_long else "stop")
+        while job.state == "live":
+            token = next(job.steps, [None])[0]
+            if token is not None:
+                self._give(job, token, job.begun.told[0])
+            is_long = job.given >= job.request.max_new_tokens
+            if token is None or token in job.request.eos_ids or is_long:
+                self._finish(job, reason="length" if token is not None and is_long else "stop")
+            if not job.begun.is_ahead:
+                return
 
     def _give(self, job: Job, token: int, told: Sequence[np.ndarray]) -> None:
         if job.request.tells:

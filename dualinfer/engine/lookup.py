@@ -1,7 +1,7 @@
 """Drafts of what comes next, from what a text has said before: HF's prompt lookup."""
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -27,31 +27,24 @@ def draft(tokens: Sequence[int], most: int, longest: int) -> list[int]:
 class Drafts:
     """The logits of tokens that were read before they were chosen, as long as they are right.
 
-    `read(tokens)` gives the logits [B, K, V] after each of tokens [B, K], and `keep(tokens)` takes
-    the first ones of those that were read last. At most `most` drafts are read at a time, and they
-    are found by up to `longest` tokens. Sequences that have ended go on with the id `fill`.
+    At most `most` drafts are read at a time, and they are found by up to `longest` tokens.
+    Sequences that have ended go on with the id `fill`. Whoever reads `to_read` gives the logits by
+    `take`; before that those that are `right` are taken, once.
     """
 
-    def __init__(
-        self,
-        texts: Sequence[Sequence[int]],
-        most: int,
-        longest: int,
-        fill: int,
-        read: Callable[[np.ndarray], Any],
-        keep: Callable[[np.ndarray], None],
-    ) -> None:
+    def __init__(self, texts: Sequence[Sequence[int]], most: int, longest: int, fill: int) -> None:
         self._texts = [list(text) for text in texts]
         self._most, self._longest, self._fill = most, longest, fill
-        self._read, self._keep = read, keep
         self._read_tokens = np.zeros((len(texts), 0), np.int64)
         self._taken = 0  # of these: what was chosen
         self._found: Any = None  # the logits after the newest tokens
         self._logits: deque[Any] = deque()
+        self.to_read: np.ndarray | None = None  # the newest tokens and drafts [B, K]
+        self.right: np.ndarray | None = None  # the first ones of what was read last, [B, K]
         self.counts = (0, 0)  # drafts that were read, and that were right
 
     def are_there(self, newest: np.ndarray, going: np.ndarray, left: int) -> bool:
-        """True if `logits` has those after the `newest` tokens [B], false if a step has to.
+        """True if `logits` has those after the `newest` tokens [B], or will: once they are read.
 
         `going` [B] are the sequences that have not ended, and `left` how many tokens may follow.
         """
@@ -77,23 +70,31 @@ class Drafts:
             return False
         drafts = np.full((len(newest), count), self._fill, np.int64)
         drafts[going] = [tokens[:count] for tokens in found]
-        self._read_tokens = np.column_stack((newest, drafts))
+        self.to_read = np.column_stack((newest, drafts))
         return True
 
-    def logits(self) -> Any:
-        """The logits [B, V] after the newest tokens, with which it may read drafts."""
-        found, self._found = self._found, None
-        if found is not None:
-            return found
-        logits = self._read(self._read_tokens)
+    @property
+    def is_there(self) -> bool:
+        """True if `logits` has those after the newest tokens."""
+        return self._found is not None
+
+    def take(self, logits: Any) -> None:
+        """Have the logits [B, K, V] after each of the tokens to read."""
+        assert self.to_read is not None
+        self._read_tokens, self.to_read = self.to_read, None
         count = self._read_tokens.shape[1] - 1
+        self._found = logits[:, 0]
         self._logits = deque(logits[:, i] for i in range(1, count + 1))
         self._taken, self.counts = 1, (self.counts[0] + count, self.counts[1])
-        return logits[:, 0]
+
+    def logits(self) -> Any:
+        """The logits [B, V] after the newest tokens, which have been read."""
+        found, self._found = self._found, None
+        return found
 
     def _settle(self) -> None:
-        """Take what was right."""
+        """What was right is to be taken."""
         self._logits.clear()
         if self._taken:
-            self._keep(self._read_tokens[:, : self._taken])
+            self.right = self._read_tokens[:, : self._taken]
         self._taken = 0

@@ -137,14 +137,13 @@ class Loop(BlockSlots):
                 live.queued = live.request.max_new_tokens  # none that the device would choose
             return lives, scores
 
-    def scores(self, lives: Sequence[Live], tokens: Sequence[int]) -> Any:
-        """The logits [B, V] after the `tokens` chosen for `lives` of `start_scores`.
+    def scores(self, ask: Ask) -> Any:
+        """The logits that are asked for, of sequences of `start_scores`.
 
         The step is that of others as well, who ask for theirs at about the same time.
         """
-        ask = Ask(lives, tokens)
         while ask.logits is None:
-            _raise_lost(lives)
+            _raise_lost(ask.lives)
             self.bring([ask])
         return ask.logits
 
@@ -167,31 +166,29 @@ class Loop(BlockSlots):
         with self._turns:
             self._finish_left()
             asks = [ask for ask in asks if not any(live.error for live in ask.lives)]
-            if asks:
-                slots = [[live.slot for live in ask.lives] for ask in asks]
-                tokens = [ask.tokens for ask in asks]
-                found = self._step_with(self._runner.decode_scores, slots, tokens)
-                for ask, logits in zip(asks, found, strict=True):
-                    ask.logits = logits
+            if right := [ask for ask in asks if ask.right is not None]:
+                self._step_for(right, self._runner.keep, [ask.right for ask in right])
+                for ask in right:
+                    ask.right = None
+            if steps := [ask for ask in asks if not ask.drafts]:
+                tokens = [ask.tokens[:, 0].tolist() for ask in steps]
+                self._give(steps, self._step_for(steps, self._runner.decode_scores, tokens))
+            if ahead := [ask for ask in asks if ask.drafts]:
+                tokens = [ask.tokens for ask in ahead]
+                self._give(ahead, self._step_for(ahead, self._runner.decode_several, tokens))
+
+    def _step_for(self, asks: Sequence[Ask], run: Callable[..., Any], tokens: Any) -> Any:
+        return self._step_with(run, [[live.slot for live in ask.lives] for ask in asks], tokens)
+
+    @staticmethod
+    def _give(asks: Sequence[Ask], found: Sequence[Any]) -> None:
+        for ask, logits in zip(asks, found, strict=True):
+            ask.logits = logits
 
     def leave(self, lives: Sequence[Live]) -> None:
         """See `Slots`."""
         super().leave(lives)
         self._meeting.look()
-
-    def scores_of(self, lives: Sequence[Live], tokens: np.ndarray) -> Any:
-        """The logits [B, K, V] after each of tokens [B, K], of which none is taken yet."""
-        return self._step_of(lives, self._runner.decode_several, tokens)
-
-    def keep(self, lives: Sequence[Live], tokens: np.ndarray) -> None:
-        """Take tokens [B, K], the first ones of the last `scores_of`."""
-        self._step_of(lives, self._runner.keep, tokens)
-
-    def _step_of(self, lives: Sequence[Live], run: Callable[..., Any], tokens: Any) -> Any:
-        with self._turns:
-            self._finish_left()
-            _raise_lost(lives)
-            return self._step_with(run, [live.slot for live in lives], tokens)
 
     def _step_with(self, run: Callable[..., Any], slots: Any, tokens: Any) -> Any:
         """The result of a step of sequences whose tokens are chosen here."""

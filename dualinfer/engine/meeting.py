@@ -7,6 +7,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
 from .sequence import Live
 
 # Seconds between two who come, for which who leads waits: not less than Python's own between two
@@ -17,13 +19,17 @@ _ALONE = 8  # steps for which nobody waits for those that were waited for in vai
 
 @dataclass(eq=False)
 class Ask:
-    """The wish of a call for the logits [B, V] after the newest `tokens` [B] of its `lives`.
+    """The wish of a call for the logits [B, V] after the newest `tokens` [B, 1] of its `lives`.
 
-    They stay None where the step that was to give them failed.
+    Or of `drafts` for those [B, K, V] after each of tokens [B, K], of which none is taken. Before
+    that it takes those that are `right` [B, R], the first ones of the drafts before. The logits
+    stay None where the step that was to give them failed.
     """
 
     lives: Sequence[Live]
-    tokens: Sequence[int]
+    tokens: np.ndarray
+    drafts: bool = False
+    right: np.ndarray | None = None
     logits: Any = None
 
 

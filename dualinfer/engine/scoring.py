@@ -18,6 +18,7 @@ from ..errors import (
 )
 from .base import InferenceEngine
 from .loop import Loop
+from .meeting import Ask
 from .requests import TokenLogprobs, told_of
 from .tokenizing import ids_of, tokenizer_of
 
@@ -257,7 +258,7 @@ class ScoringCalls(InferenceEngine):
                 ids = np.zeros((len(batch), fill(width)), np.int64)
                 for row, (rest, _) in zip(ids, part, strict=True):
                     row[: len(rest)] = rest
-                logits = self._loop.scores_of(lives, ids)
+                logits = self._loop.scores(Ask(lives, ids, drafts=True))
                 places = [
                     (row, column, pairs[i].then[1 + column], i)
                     for row, (rest, of) in enumerate(part)

@@ -4,7 +4,6 @@ import logging
 import time
 from collections.abc import Generator, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
-from functools import partial
 from typing import Any, Protocol
 
 import numpy as np
@@ -16,6 +15,7 @@ from ..errors import ArgumentError, ClosedError, UnsupportedError, a_type, shown
 from ..parallel.spmd import Turns
 from .lookup import Drafts
 from .loop import Loop
+from .meeting import Ask
 from .options import GenerationOptions
 from .prompts import Prompts
 from .stops import StopStrings
@@ -306,8 +306,8 @@ class Stepwise:
     A sequence that has ended goes on with the pad id until all have, as in HF, whose scores these
     are. `scores` and `logits`, where they are kept, have an array [B, V] for each step, and
     `log_probs` one [B] of the tokens that were chosen, as a rule asks for it.
-    Its steps may be those of others as well: whoever has the logits after its `newest` tokens [B]
-    gives them by `take`, and where nobody has it makes a step of its own.
+    Its steps may be those of others as well: whoever has the logits that it `asks` for puts them
+    there, and where nobody has it makes a step of its own.
     """
 
     def __init__(
@@ -333,16 +333,14 @@ class Stepwise:
         self._tells = any(request.tells for request in requests)
         self._told: list[list[np.ndarray]] = [[] for _ in requests]
         self._temperature = options.temperature if options.do_sample else 1.0
-        self.newest: list[int] | None = None  # to be read next; none at its ends, or by drafts
-        self._given: Any = None
+        self._newest: np.ndarray | None = None  # [B, 1], to be read next; none at its ends
+        self._ask: Ask | None = None
         self.lives, self._first = loop.start_scores(requests, waits)
         self._drafts = None
         if options.lookup:
             ahead = loop.most_ahead or options.lookup + 1  # the newest token is one of them
             how = min(options.lookup, ahead - 1), options.lookup_ngram, self._fill
-            texts = [request.tokens.tolist() for request in requests]
-            read, keep = partial(loop.scores_of, self.lives), partial(loop.keep, self.lives)
-            self._drafts = Drafts(texts, *how, read, keep)
+            self._drafts = Drafts([request.tokens.tolist() for request in requests], *how)
 
     def __iter__(self) -> Generator[list[int | None], None, None]:
         """For every step, each sequence's new token; None once it has ended."""
@@ -352,7 +350,7 @@ class Stepwise:
         try:
             for step in range(self._requests[0].max_new_tokens):
                 if step:
-                    logits = self._after(ids[:, -1])
+                    logits = self._after()
                 before = done
                 with self._turns.together("The tokens that the host chose") as work:
                     tokens, done = self._chosen(ids, logits, step, before)
@@ -361,9 +359,8 @@ class Stepwise:
                 done = np.array(said["done"][0], bool)
                 ids = np.column_stack((ids, tokens))
                 left = self._requests[0].max_new_tokens - 1 - step
-                self.newest = None
                 if left and not done.all() and not self._are_there(tokens, ~done, left - 1):
-                    self.newest = tokens.tolist()
+                    self._newest = tokens[:, None]
                 yield [
                     None if ended else int(token)
                     for token, ended in zip(tokens, before, strict=True)
@@ -373,22 +370,42 @@ class Stepwise:
         finally:
             self.close()
 
-    def take(self, logits: Any) -> None:
-        """Have the logits [B, V] after `newest`, or None where a step for others gave none."""
-        self._given = logits
+    @property
+    def asks(self) -> Ask | None:
+        """What has to be read before its next tokens; None at its ends, and where it is there."""
+        if self._ask is not None:
+            return self._ask
+        ahead = self._drafts
+        tokens = self._newest if ahead is None or ahead.to_read is None else ahead.to_read
+        if tokens is None:
+            return None
+        self._ask = Ask(self.lives, tokens, drafts=tokens is not self._newest)
+        if ahead is not None:
+            self._ask.right, ahead.right = ahead.right, None
+        return self._ask
+
+    @property
+    def is_ahead(self) -> bool:
+        """True if the logits after its newest tokens are there."""
+        return self._drafts is not None and self._drafts.is_there
 
     def _are_there(self, newest: np.ndarray, going: np.ndarray, left: int) -> bool:
-        """True if no step has to read the newest tokens [B], as drafts do."""
+        """True if drafts have, or read, what comes after the newest tokens [B]."""
         return self._drafts is not None and self._drafts.are_there(newest, going, left)
 
-    def _after(self, newest: np.ndarray) -> Any:
+    def _after(self) -> Any:
         """The logits [B, V] of a step, after the newest tokens [B]."""
-        given, self._given = self._given, None
-        if given is not None:
-            return given
-        if self._drafts is not None and self.newest is None:
+        ask = self.asks
+        if ask is None:
+            assert self._drafts is not None
             return self._drafts.logits()
-        return self._loop.scores(self.lives, newest.tolist())
+        logits = self._loop.scores(ask)
+        self._ask = self._newest = None
+        if not ask.drafts:
+            return logits
+        assert self._drafts is not None
+        self._drafts.take(logits)
+        return self._drafts.logits()
 
     def _chosen(
         self, ids: np.ndarray, logits: Any, step: int, ended: np.ndarray

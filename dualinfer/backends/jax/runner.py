@@ -29,6 +29,7 @@ from ..base import (
 from ..blocks import Blocks
 from ..held import describe_weights
 from ..slots import (
+    below,
     bucket,
     parts_of,
     room_for,
@@ -176,26 +177,46 @@ class JaxRunner(WholePasses, ScoreCalls):
         return [rows_of(scores, np.array(own, np.int32)) for own in slots]
 
     @in_place
-    def decode_several(self, slots: Sequence[int], tokens: np.ndarray) -> jax.Array:
-        """See `base.Runner`; few widths are compiled."""
-        scores = self._read_on(slots, tokens, keeps=False)
-        return scores[:, : tokens.shape[1]]
+    def decode_several(
+        self, slots: Sequence[Sequence[int]], tokens: Sequence[np.ndarray]
+    ) -> list[jax.Array]:
+        """See `base.Runner`; few widths and numbers of calls are compiled."""
+        found: list[Any] = [None] * len(slots)
+        for part in _passes_of(slots):
+            every, (ids, counts) = (
+                [s for i in part for s in slots[i]],
+                below([tokens[i] for i in part]),
+            )
+            scores, row = self._read_on(every, ids, counts, keeps=False), 0
+            for i in part:
+                own = np.arange(row, row + len(slots[i]), dtype=np.int32)
+                row += len(own)
+                mine = scores if len(part) == 1 else rows_of(scores, own)
+                found[i] = mine[:, : tokens[i].shape[1]]
+        return found
 
     @in_place
-    def keep(self, slots: Sequence[int], tokens: np.ndarray) -> None:
+    def keep(self, slots: Sequence[Sequence[int]], tokens: Sequence[np.ndarray]) -> None:
         """See `base.Runner`."""
-        self._read_on(slots, tokens, keeps=True)
-        self._slots.live.advance(tokens.shape[1], slots)
+        for part in _passes_of(slots):
+            every, (ids, counts) = (
+                [s for i in part for s in slots[i]],
+                below([tokens[i] for i in part]),
+            )
+            self._read_on(every, ids, counts, keeps=True)
+            self._slots.live.advance(counts, every)
 
-    def _read_on(self, slots: Sequence[int], tokens: np.ndarray, keeps: bool) -> jax.Array:
-        """The result of `Steps.decode_several` for tokens [B, K], in a bucket of columns."""
-        reach = self._slots.begin_drafts(slots, tokens.shape[1])
+    def _read_on(
+        self, slots: Sequence[int], tokens: np.ndarray, counts: list[int], keeps: bool
+    ) -> jax.Array:
+        """The result of `Steps.decode_several` for the first `counts` [N] of tokens [N, K]."""
+        reach = self._slots.begin_drafts(slots, counts)
         live, seen = self._slots.live, self._slots.cache.tokens
         if live.pool is not None:
             seen = live.room(self.spec, reach).tokens
         width = bucket(tokens.shape[1])
         ids = np.zeros((len(tokens), width + 1), np.int32)
-        ids[:, : tokens.shape[1]], ids[:, -1] = tokens, tokens.shape[1]
+        ids[:, : tokens.shape[1]], ids[:, -1] = tokens, counts
         run = partial(self.steps.decode_several, reach=seen, keeps=keeps)
         step = Step(("several", ids.shape, seen, keeps), run, (ids, np.array(slots, np.int32)))
         with jax.profiler.TraceAnnotation("dualinfer/decode"):
@@ -434,3 +455,17 @@ class JaxRunner(WholePasses, ScoreCalls):
         if self._exchange is not None:
             self._exchange.close()
             self._exchange = self.steps.ops.exchange = None
+
+
+def _passes_of(slots: Sequence[Sequence[int]]) -> list[list[int]]:
+    """Which calls share a pass, by number: those of one slot by powers of two, others alone.
+
+    A program is compiled for each number of rows.
+    """
+    singles = [i for i, own in enumerate(slots) if len(own) == 1]
+    found = [[i] for i, own in enumerate(slots) if len(own) != 1]
+    while singles:
+        count = 1 << (len(singles).bit_length() - 1)
+        found.append(singles[:count])
+        singles = singles[count:]
+    return found

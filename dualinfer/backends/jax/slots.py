@@ -203,12 +203,12 @@ class Slots(PooledSlots):
         self._make_room(cache, reach)
         return reach
 
-    def begin_drafts(self, slots: Sequence[int], count: int) -> int:
-        """Make room for so many tokens behind what slots have; how far they reach then."""
+    def begin_drafts(self, slots: Sequence[int], counts: Sequence[int]) -> int:
+        """Make room for so many tokens behind what each slot has; how far they reach then."""
         cache, _ = self.held
-        reach = self.live.reach_after(count, slots)
+        reach = self.live.reach_after(counts, slots)
         self._make_room(cache, reach)
-        self.live.begin_drafts(slots, count)
+        self.live.begin_drafts(slots, counts)
         return reach
 
     def make_buffers(self, room: Room, eos_width: int) -> tuple[Cache, SlotState]:

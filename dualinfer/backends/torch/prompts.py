@@ -370,13 +370,13 @@ class Prompts:
         ids: torch.Tensor,
         slots: torch.Tensor,
         starts: torch.Tensor,
+        last: torch.Tensor,
         reach: int,
     ) -> torch.Tensor:
         """The states [B, T, E] of tokens `ids` [B, T] that go on from place `starts` [B] of slots.
 
-        None reaches place `reach`.
+        Those up to column `last` [B] are real, and none reaches place `reach`.
         """
-        last = torch.full_like(starts, ids.shape[1] - 1)
         return self._pass(params, cache, _Rows(ids, slots, last, starts), reach, every=True)
 
     def _pass(

@@ -39,6 +39,7 @@ from ..held import describe_weights
 from ..profiling import Stopwatch
 from ..slots import (
     PANELS,
+    below,
     parts_of,
 )
 from . import sampler
@@ -308,42 +309,51 @@ class TorchRunner(ScoreCalls):
 
     @in_order
     @torch.inference_mode()
-    def decode_several(self, slots: Sequence[int], tokens: np.ndarray) -> torch.Tensor:
-        """See `base.Runner`."""
-        x, state = self._read_on(slots, tokens, keeps=False), self._slots.state
-        with self._own_settings(tokens.size):
+    def decode_several(
+        self, slots: Sequence[Sequence[int]], tokens: Sequence[np.ndarray]
+    ) -> list[torch.Tensor]:
+        """See `base.Runner`; one pass."""
+        every, (ids, counts) = list(chain(*slots)), below(tokens)
+        x, state = self._read_on(every, ids, counts, keeps=False), self._slots.state
+        with self._own_settings(ids.size):
             flat = decoder.logits(self.spec, self.params, self.ops, x.flatten(0, 1), wide=True)
-        scores = flat.unflatten(0, tokens.shape)
+            scores = flat.unflatten(0, ids.shape)
         if state.hidden is not None:
-            hidden = state.hidden[upload(slots, self.device)]
+            hidden = state.hidden[upload(every, self.device)]
             scores = scores.masked_fill(hidden[:, None], -torch.inf)
         self._check_exchange()
-        return scores
+        parts = zip(scores.split([len(own) for own in slots]), tokens, strict=True)
+        return [part[:, : own.shape[1]] for part, own in parts]
 
     @in_order
     @torch.inference_mode()
-    def keep(self, slots: Sequence[int], tokens: np.ndarray) -> None:
+    def keep(self, slots: Sequence[Sequence[int]], tokens: Sequence[np.ndarray]) -> None:
         """See `base.Runner`; keys and values are there, states of recurrences are not."""
+        every, (ids, counts) = list(chain(*slots)), below(tokens)
         if self.spec.state_numbers:
-            self._read_on(slots, tokens, keeps=True)
-        state, rows = self._slots.state, upload(slots, self.device)
-        self._slots.live.advance(tokens.shape[1], slots)
-        state.length[rows] += tokens.shape[1]
-        state.last[rows] = upload(tokens[:, -1], self.device, torch.int64)
+            self._read_on(every, ids, counts, keeps=True)
+        state, rows = self._slots.state, upload(every, self.device)
+        self._slots.live.advance(counts, every)
+        state.length[rows] += upload(counts, self.device, state.length.dtype)
+        last = ids[np.arange(len(ids)), np.array(counts) - 1]
+        state.last[rows] = upload(last, self.device, torch.int64)
 
-    def _read_on(self, slots: Sequence[int], tokens: np.ndarray, keeps: bool) -> torch.Tensor:
-        """The hidden states [B, K, E] of tokens [B, K] behind what slots have.
+    def _read_on(
+        self, slots: Sequence[int], tokens: np.ndarray, counts: list[int], keeps: bool
+    ) -> torch.Tensor:
+        """The hidden states [N, K, E] of the first `counts` [N] of tokens [N, K] behind slots' own.
 
         States of recurrences change if it `keeps` them.
         """
-        reach = self._slots.begin_drafts(slots, tokens.shape[1])
+        reach = self._slots.begin_drafts(slots, counts)
         cache, state = self._slots.cache, self._slots.state
-        rows = upload(slots, self.device)
+        rows, kind = upload(slots, self.device), state.length.dtype
+        last = upload([count - 1 for count in counts], self.device, kind)
         ids = upload(tokens, self.device, torch.int64)
         held = [cache.number(n) for n in self.spec.state_numbers.values()]
         before = [[x[rows] for x in own.arrays] for own in held] if not keeps else []
         with self._own_settings(tokens.size):
-            x = self._prompts.every(self._passed, cache, ids, rows, state.length[rows], reach)
+            x = self._prompts.every(self._passed, cache, ids, rows, state.length[rows], last, reach)
         if not keeps:
             for own, arrays in zip(held, before, strict=True):
                 own.keep(rows, *arrays)

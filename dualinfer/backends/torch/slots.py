@@ -158,11 +158,11 @@ class Slots(PooledSlots):
         state, cache = self.state.view(room.slots), self.cache.view(room)
         return View(state, cache, room, self._tokens, self._rows)
 
-    def begin_drafts(self, slots: Sequence[int], count: int) -> int:
-        """Make room for so many tokens behind what slots have; the tokens of the longest then."""
-        reach = self.live.reach_after(count, slots)
+    def begin_drafts(self, slots: Sequence[int], counts: Sequence[int]) -> int:
+        """Make room for so many tokens behind what each slot has; how far they reach then."""
+        reach = self.live.reach_after(counts, slots)
         self._grow(self.live.room(self._spec, reach))
-        self.live.begin_drafts(slots, count)
+        self.live.begin_drafts(slots, counts)
         self.show()
         return reach
 
