@@ -48,6 +48,9 @@ from .scores import ScoreCalls
 from .slots import SMALLEST_EOS, Slots
 from .whole import Placed, WholePasses
 
+# Columns of a pass over drafts, at least: fewer cost a GPU as much, and a program each.
+_DRAFTS = 8
+
 
 class JaxRunner(WholePasses, ScoreCalls):
     """A model that generates: its cache and the state of its slots, and the steps over them."""
@@ -214,7 +217,7 @@ class JaxRunner(WholePasses, ScoreCalls):
         live, seen = self._slots.live, self._slots.cache.tokens
         if live.pool is not None:
             seen = live.room(self.spec, reach).tokens
-        width = bucket(tokens.shape[1])
+        width = bucket(tokens.shape[1], _DRAFTS)
         ids = np.zeros((len(tokens), width + 1), np.int32)
         ids[:, : tokens.shape[1]], ids[:, -1] = tokens, counts
         run = partial(self.steps.decode_several, reach=seen, keeps=keeps)
