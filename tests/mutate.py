@@ -1718,11 +1718,18 @@ ROWS: list[Row] = [
         "tests/test_sharing.py -m 'not slow' -k collected",
     ),
     Row(
-        "engine/loop.py",
-        "before the caller has them\n                        self.finish(lives)",
-        "before the caller has them",
+        "engine/slots.py",
+        "as after an interrupt\n                self.leave(call.lives or [])",
+        "as after an interrupt\n                pass",
         "After an interrupt the engine says for ever that a generation is under way.",
-        "tests/test_sharing.py -m 'not slow' -k interrupt",
+        "tests/test_sharing.py tests/test_beginning.py -m 'not slow' -k interrupt",
+    ),
+    Row(
+        "engine/slots.py",
+        "self._mates(ticket) if is_first else []",
+        "[]",
+        "Prompts of threads that begin together are read one after the other.",
+        "tests/test_beginning.py -m 'not slow' -k 'read_together and torch'",
     ),
     Row(
         "engine/grammar.py",

@@ -119,7 +119,7 @@ def test_steps_of_other_sequences_pass_a_state_over(backend):
     with dualinfer.init_inference(model, **INJECTED, dtype="fp32", backend=backend) as engine:
         runner = engine.runner
         requests = [Request(text.astype(np.int32), NEW) for text in texts]
-        scores = np.asarray(runner.prefill_scores(requests[:1], [0]))
+        scores = np.asarray(runner.prefill_scores([requests[:1]], [[0]])[0])
         chosen = [int(scores[0].argmax())]
         by_itself = [runner.prefill(requests[1:], [1]).fetch()[:, 0]]
         while len(chosen) < NEW:
@@ -231,7 +231,7 @@ def test_half_precision_is_as_exact_as_hf(case, backend):
             found = np.asarray(engine(text[None]).logits[0], np.float32)
             ours.append(relative_rms(found, whole))
             request = Request(text[:begun].astype(np.int32), len(text))
-            scores = [engine.runner.prefill_scores([request], [0])]
+            scores = engine.runner.prefill_scores([[request]], [[0]])
             for token in text[begun:]:
                 scores.append(engine.runner.decode_scores([[0]], [[int(token)]])[0])
             engine.runner.release([0])
@@ -578,7 +578,7 @@ def test_states_in_16_bits_are_rounded_once_in_each_step(case, backend):
             runner = engine.runner
             assert ("state in bfloat16" in engine.report().cache) == bool(dtype)
             request = Request(text[:begun].astype(np.int32), len(text))
-            logits = [np.asarray(runner.prefill_scores([request], [0]), np.float32)]
+            logits = [np.asarray(runner.prefill_scores([[request]], [[0]])[0], np.float32)]
             for token in text[begun:]:
                 if dtype is None:  # float32 states, which are rounded here
                     for number in runner.spec.state_numbers.values():

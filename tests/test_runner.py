@@ -212,7 +212,7 @@ def test_jax_has_one_program_for_however_many_calls_share_a_step(engine_of, capl
     runner = engine_of("llama-gqa", "jax").runner
     tokens = random_ids(1, 6)[0].astype(np.int32)
     slots = list(range(8))
-    runner.prefill_scores([Request(tokens, 9)] * len(slots), slots)
+    runner.prefill_scores([[Request(tokens, 9)] * len(slots)], [slots])
     try:
         runner.decode_scores([[5], [2, 0]], [[7], [8, 9]])
         with jax.log_compiles():

@@ -360,10 +360,13 @@ class Runner(Protocol):
         """The number of blocks that must be free yet for `decode` of so many steps, 0 or more."""
         ...
 
-    def prefill_scores(self, requests: Sequence[Request], slots: Sequence[int]) -> Any:
-        """As `prefill`, for tokens that the caller chooses: float32 logits [B, V] of the next ones.
+    def prefill_scores(
+        self, requests: Sequence[Sequence[Request]], slots: Sequence[Sequence[int]]
+    ) -> list[Any]:
+        """Float32 logits [B, V] for each of several calls, behind the prompts of its requests.
 
-        These slots take no part in `decode`.
+        As `prefill` of all of them, for tokens that the callers choose: these slots take no part
+        in `decode`.
         """
         ...
 

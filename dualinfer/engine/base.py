@@ -126,10 +126,11 @@ class InferenceEngine(TextCalls):
         name: str,
         inputs: Mapping[str, Any],
         is_input: Callable[[Any], bool] = lambda value: value is not None,
+        waits: bool = True,
     ) -> Call:
-        """The turn of the call `name`, in every process that shares the model."""
+        """The turn of the call `name`, in every process that shares the model; see `Call`."""
         _ = self.runner  # a closed engine says that it is
-        return Call(self._turns, name, inputs, is_input, lambda: self.device)
+        return Call(self._turns, name, inputs, is_input, lambda: self.device, waits)
 
     @property
     def turns(self) -> Turns:

@@ -30,6 +30,7 @@ from ..serving.scheduler import Entry, Scheduler, steps_for
 from .loop import Loop
 from .meeting import Ask
 from .pausing import Paused
+from .reading import kind
 from .sequence import Live
 from .slots import NoSlotError
 from .stepwise import Stepwise
@@ -381,9 +382,7 @@ class Driver:
         jobs = [job for job in jobs if job.state == "live"]
         groups: dict[Any, list[Job]] = {}
         for job in jobs:
-            r = job.request
-            alone = id(job) if job.begin is not None else None
-            key = alone, r.embeds is None, r.source is None, r.is_encoded
+            key = job.begin is not None, kind(job.request)
             groups.setdefault(key, []).append(job)
         without_room = {id(job) for group in groups.values() for job in self._start(group, others)}
         if without_room:  # they wait in their old order
@@ -396,9 +395,8 @@ class Driver:
         """
         now = time.monotonic()
         try:
-            if (begin := group[0].begin) is not None:
-                group[0].begun = begin()
-                group[0].steps = iter(group[0].begun)
+            if group[0].begin is not None:
+                self._start_chosen(group)
             else:
                 saved = [None if job.left is None else job.left.saved for job in group]
                 lives = self._loop.start([job.request for job in group], False, saved)
@@ -421,6 +419,14 @@ class Driver:
                 job.channel.began = job.channel.began or now
                 self._jobs.append(job)
         return []
+
+    def _start_chosen(self, group: Sequence[Job]) -> None:
+        """Start jobs whose tokens the host chooses, by one pass over their prompts."""
+        begun = [job.begin() for job in group if job.begin is not None]
+        starts = self._loop.start_each([own.requests for own in begun])
+        for job, own, start in zip(group, begun, starts, strict=True):
+            own.begin(*start)
+            job.begun, job.steps = own, iter(own)
 
     def _start_each(self, group: list[Job], others: int, error: BaseException) -> list[Job]:
         if len(group) == 1:

@@ -287,12 +287,12 @@ class FusedEngine(
         for request in requests:  # each with rules of its own: they join and leave alone
             own = {**arguments, "num_return_sequences": 1}
             rules = self._prepare_alone(ids, config, tokenizer, own, default_length)
-            jobs.append(Job.of(request, begin=partial(self._begun_alone, rules, request), **fields))
+            jobs.append(Job.of(request, begin=partial(self._steps_alone, rules, request), **fields))
         return jobs
 
-    def _begun_alone(self, work: Work, request: Request) -> Stepwise:
-        """The sequence of a job, whose thread has others to drive on: it waits for no slot."""
-        return self._begun_stepwise(work._replace(requests=[request]), waits=False)
+    def _steps_alone(self, work: Work, request: Request) -> Stepwise:
+        """The steps of a job, to which the thread that drives it gives a slot."""
+        return self._stepwise_of(work._replace(requests=[request]))
 
     def _driving(self) -> Driver:
         self._leave_parent()
@@ -326,14 +326,20 @@ class FusedEngine(
             return Generation(self._loop, work.requests, work.chunk, work.stop)
         return self._begun_stepwise(work)
 
-    def _begun_stepwise(self, work: Work, waits: bool = True) -> Stepwise:
-        """The sequences of a call whose tokens the host chooses."""
+    def _begun_stepwise(self, work: Work) -> Stepwise:
+        """The sequences of a call whose tokens the host chooses, once it has slots."""
+        steps = self._stepwise_of(work)
+        steps.begin(*self._loop.start_scores(work.requests))
+        return steps
+
+    def _stepwise_of(self, work: Work) -> Stepwise:
+        """The steps of a call whose tokens the host chooses, which are yet to begin."""
         assert work.rules is not None
         names = ", ".join(work.options.stepwise)
         _log.info("generate() goes one step at a time, for what the host does: %s", names)
         self._stepwise = f"generate() went one step at a time, for what the host does: {names}"
         how = work.requests, work.rules, work.options, work.stop
-        return Stepwise(self._loop, self._turns, self.runner, *how, waits)
+        return Stepwise(self._loop, self._turns, self.runner, *how)
 
     def _begun_whole(self, work: Work) -> Generation | Awaited:
         """The sequences of a call that nobody reads before they have ended.

@@ -3,8 +3,8 @@
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
-from itertools import zip_longest
-from typing import Any, TypeAlias
+from itertools import islice, zip_longest
+from typing import Any, TypeAlias, TypeVar
 
 import numpy as np
 
@@ -27,8 +27,10 @@ from .meeting import Ask, Meeting
 from .pausing import Paused, Pauses, pause_of
 from .sequence import Live
 from .sharing import sharing_of
+from .waiting import Ticket
 
 _BETWEEN_PIECES = 2  # steps of others: slots are idle while their prompts wait
+_Thing = TypeVar("_Thing")
 _Chunk: TypeAlias = tuple[PendingTokens, dict[int, Live]]  # tokens, and whose the columns are
 
 
@@ -94,48 +96,71 @@ class Loop(BlockSlots):
         One that does not wait for slots raises NoSlotError where there are too few. `saved` is
         what those that were paused had cached.
         """
-        with self._with_slots(requests, waits):
-            if self.sharing is not None or self.blocks is not None:
-                lives, _ = self._open(requests, reading.plan, chosen=False, saved=saved)
+        call = Ticket(requests)
+        with self._with_slots([call], waits) as calls:
+            if calls and (self.sharing is not None or self.blocks is not None):
+                self._open(calls, reading.plan, saved)
                 if all(x.unread is not None for x in list(self._live.values()) if not x.ended):
-                    try:
-                        self._read_on()  # others have a step between two pieces: see `turn`
-                    except BaseException:  # an interrupt, before the caller has them
-                        self.finish(lives)
-                        raise
-                return lives
+                    self._read_on()  # others have a step between two pieces: see `turn`
+            elif calls:
+                self._open_together(calls, self._read_first, saved)
+        assert call.lives is not None
+        return call.lives
 
-            def read(lives: list[Live], parts: list[Request]) -> None:
-                running = any(not live.ended for live in list(self._live.values()))
-                runner, pauses = self._runner, self._pauses
-                self._read(lives, reading.plan_whole(runner, pauses, lives, parts, running))
-
-            return self._open(requests, read, chosen=False, saved=saved)[0]
+    def _read_first(self, lives: list[Live], parts: list[Request], _: Any) -> None:
+        """Read the prompts of sequences that begin, or some of each beside others."""
+        running = any(not live.ended for live in list(self._live.values()))
+        runner, pauses = self._runner, self._pauses
+        self._read(lives, reading.plan_whole(runner, pauses, lives, parts, running))
 
     def start_scores(
         self, requests: Sequence[Request], waits: bool = True
     ) -> tuple[list[Live], Any]:
         """Sequences whose tokens the caller chooses, and the logits [B, V] of the first ones.
 
-        As `start` they wait for slots, or raise NoSlotError.
+        As `start` they wait for slots, or raise NoSlotError. Their prompts are read in one pass
+        with those of other threads that wait as well.
         """
-        with self._with_slots(requests, waits, chosen=True):
+        call = Ticket(requests, chosen=True)
+        self._start_scores([call], waits)
+        assert call.lives is not None
+        return call.lives, call.logits
 
-            def read(lives: list[Live], parts: list[Request]) -> Any:
-                slots = [live.slot for live in lives]
-                if self.sharing is not None:
-                    parts = list(map(self.sharing.begun, slots, parts))
-                    for live, part in zip(lives, parts, strict=True):
-                        live.kept = part.kept
-                if self.blocks is not None:
-                    rooms = zip(slots, (part.cache_tokens for part in parts), strict=True)
-                    self.give_up(self.blocks.more(dict(rooms)))
-                return self._profiler.run(self._runner.prefill_scores, parts, slots)
+    def start_each(self, requests: Sequence[Sequence[Request]]) -> list[tuple[list[Live], Any]]:
+        """See `start_scores`, of several calls of this thread, whose prompts are read together.
 
-            lives, scores = self._open(requests, read, chosen=True)
-            for live in lives:
-                live.queued = live.request.max_new_tokens  # none that the device would choose
-            return lives, scores
+        They wait for no slots.
+        """
+        calls = [Ticket(own, chosen=True) for own in requests]
+        self._start_scores(calls, waits=False)
+        return [(call.lives or [], call.logits) for call in calls]
+
+    def _start_scores(self, own: Sequence[Ticket], waits: bool) -> None:
+        """Begin calls of this thread."""
+        with self._with_slots(own, waits) as calls:
+            if calls:
+                self._open_together(calls, self._read_chosen)
+
+    def _read_chosen(
+        self, lives: list[Live], parts: list[Request], calls: Sequence[Ticket]
+    ) -> None:
+        """Read the prompts of calls whose tokens the callers choose."""
+        slots = [live.slot for live in lives]
+        if self.sharing is not None:
+            parts = list(map(self.sharing.begun, slots, parts))
+            for live, part in zip(lives, parts, strict=True):
+                live.kept = part.kept
+        if self.blocks is not None:
+            rooms = zip(slots, (part.cache_tokens for part in parts), strict=True)
+            self.give_up(self.blocks.more(dict(rooms)))
+        counts = [call.count for call in calls]
+        found = self._profiler.run(
+            self._runner.prefill_scores, _cut(parts, counts), _cut(slots, counts)
+        )
+        for call, logits in zip(calls, found, strict=True):
+            call.logits = logits
+        for live in lives:
+            live.queued = live.request.max_new_tokens  # none that the device would choose
 
     def scores(self, ask: Ask) -> Any:
         """The logits that are asked for, of sequences of `start_scores`.
@@ -199,24 +224,52 @@ class Loop(BlockSlots):
             self.lose(_failed("A step failed, and with it its sequences", error))
             raise
 
+    def _open_together(
+        self,
+        calls: Sequence[Ticket],
+        read: Callable[[list[Live], list[Request], Sequence[Ticket]], None],
+        saved: Sequence[Saved | None] = (),
+    ) -> None:
+        """Begin calls by one pass. Where that fails, only those of this thread begin.
+
+        The others then do it by themselves, each alone.
+        """
+        own = [call for call in calls if call.owner == threading.get_ident()]
+        mates, fails = calls[len(own) :], False
+        try:
+            self._open(calls, read, saved)
+        except Exception:
+            if not mates:
+                raise
+            fails = True
+        if fails:
+            for call in calls:
+                call.alone = True
+            self._open(own, read, saved)
+            return
+        for call in mates:
+            if not self.queue.take(call):  # its thread was interrupted, and is gone
+                self.leave(call.lives or [])
+
     def _open(
         self,
-        requests: Sequence[Request],
-        read: Callable[[list[Live], list[Request]], Any],
-        chosen: bool,
+        calls: Sequence[Ticket],
+        read: Callable[[list[Live], list[Request], Sequence[Ticket]], None],
         saved: Sequence[Saved | None] = (),
-    ) -> tuple[list[Live], Any]:
-        """Sequences in the lowest free slots, and what `read` gives for them."""
+    ) -> None:
+        """Give calls sequences in the lowest free slots, of which it reads what is to be read."""
         if self._closed is not None:
             raise copied(self._closed)
         self._finish_left()
+        requests, chosen = [r for call in calls for r in call.requests], calls[0].chosen
+        owners = [call.owner for call in calls for _ in call.requests]
         pauses = [pause_of(self._runner.spec, request, chosen) for request in requests]
         slots = [s for s in range(len(requests) + len(self._live)) if s not in self._live]
         self.check(requests)
         self._turns.begin(requests, self._live)
         lives = [
-            Live(r, slot, p, chosen=chosen)
-            for r, slot, p in zip(requests, slots, pauses, strict=False)
+            Live(r, slot, p, chosen=chosen, owner=owner)
+            for r, slot, p, owner in zip(requests, slots, pauses, owners, strict=False)
         ]
         for live, own in zip_longest(lives, saved[: len(lives)]):
             live.saved = own
@@ -227,13 +280,14 @@ class Loop(BlockSlots):
         slots = slots[: len(lives)]
         try:
             with self._undisturbed():
-                result = read(lives, [live.part() for live in lives])
+                read(lives, [live.part() for live in lives], calls)
         except BaseException:
             self._forget()
             self._runner.release(slots)
             raise
         self._live.update(zip(slots, lives, strict=True))
-        return lives, result
+        for call, own in zip(calls, _cut(lives, [call.count for call in calls]), strict=True):
+            call.lives = own
 
     def _read(self, lives: Sequence[Live], pieces: Sequence[Piece]) -> None:
         """Read pieces of lives' prompts; the first tokens of those that end are a chunk."""
@@ -471,3 +525,9 @@ def _raise_lost(lives: Sequence[Live]) -> None:
     for live in lives:
         if live.error is not None:
             raise live.error
+
+
+def _cut(things: Sequence[_Thing], counts: Sequence[int]) -> list[list[_Thing]]:
+    """A list in parts of so many."""
+    left = iter(things)
+    return [list(islice(left, count)) for count in counts]

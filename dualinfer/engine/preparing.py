@@ -62,6 +62,11 @@ class Preparing(InferenceEngine):
     def _check_model(self, alone: bool) -> None:
         raise NotImplementedError
 
+    @property
+    def _runs_to_prepare(self) -> bool:
+        """True if calls need the turn before they begin: an encoder reads, or processes meet."""
+        return self._turns.is_shared or self._spec.encoder is not None
+
     def _prepare(
         self,
         ids: Any,
@@ -83,7 +88,7 @@ class Preparing(InferenceEngine):
         """
         seed = kwargs.pop("seed", None)
         inputs, kwargs = _gathered(ids, mask, kwargs)
-        with self._call("generate()", inputs) as call:
+        with self._call("generate()", inputs, waits=self._runs_to_prepare) as call:
             self._check_model(alone=False)
             if streamer is not None and not (hasattr(streamer, "put") and hasattr(streamer, "end")):
                 raise ArgumentError(
@@ -116,7 +121,7 @@ class Preparing(InferenceEngine):
         kwargs = {**arguments}
         seed = kwargs.pop("seed", None)
         inputs, kwargs = _gathered(ids, None, kwargs)
-        with self._turns if self._spec.encoder is not None else nullcontext():
+        with self._turns if self._runs_to_prepare else nullcontext():
             work = self._make_requests(inputs, config, tokenizer, seed, kwargs, default_length)
         if seed is None and work.options.do_sample:
             seeds = self.runner.draw_seeds(len(work.prompts.rows))

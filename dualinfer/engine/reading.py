@@ -32,13 +32,18 @@ class Claims(Protocol):
         ...
 
 
+def kind(request: Request) -> tuple[bool, ...]:
+    """What prompts have in common that are read in one pass."""
+    return request.embeds is None, request.source is None, request.is_encoded
+
+
 def first_of(piece: Piece, most: int) -> Piece:
     """The first tokens of a piece, about `most`."""
     grains = max(most // GRAIN, 1) * GRAIN
     return replace(piece, stop=min(piece.stop, piece.start + grains))
 
 
-def plan(lives: Sequence[Live], parts: Sequence[Request]) -> None:
+def plan(lives: Sequence[Live], parts: Sequence[Request], _: object = None) -> None:
     """Let prompts wait for pieces of them to be read."""
     for live, part in zip(lives, parts, strict=True):
         live.unread = Piece.whole(part, live.slot)

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from ..backends.base import Pool, Request, Runner
 from ..errors import ClosedError, LengthError, OutOfMemoryError, UnsupportedError
 from ..parallel.spmd import Turns
-from .reading import keep
+from .reading import keep, kind
 from .sequence import Live
 from .sharing import Sharing
 from .waiting import Queue, Ticket
@@ -84,41 +84,79 @@ class Slots:
 
     @contextmanager
     def _with_slots(
-        self, requests: Sequence[Request], waits: bool = True, chosen: bool = False
-    ) -> Generator[None, None, None]:
-        """The turn, once requests have slots; until then sequences under way are driven on.
+        self, own: Sequence[Ticket], waits: bool = True
+    ) -> Generator[list[Ticket], None, None]:
+        """The turn, once these calls have slots; until then sequences under way are driven on.
 
-        Calls get them in the order in which they came. LengthError where a pool has not so many, or
-        none so long, or where none of them will ever be free, and NoSlotError where there are none
-        now and it does not wait. Of those `chosen` the caller chooses the tokens.
+        It gives the calls to begin together: these, and those of other threads that wait and come
+        next; none where another thread has begun what is here. One call alone may wait: calls get
+        slots in the order in which they came. LengthError where a pool has not so many, or none so
+        long, or where none of them will ever be free, and NoSlotError where there are none now and
+        it does not wait.
         """
+        requests, ticket = [r for call in own for r in call.requests], own[0]
         self.check(requests)  # none of these would ever have room
         count = len(requests)
-        ticket = Ticket(count)
         if waits:
             self.queue.append(ticket)
         comes = True
         try:
             while True:
                 with self._turns.coming() if comes else self._turns:
-                    has_room = self._has_slots(count) and self._has_blocks(requests, chosen)
+                    if ticket.lives is not None:
+                        yield []
+                        return
+                    has_room = self._has_slots(count) and self._has_blocks(requests, ticket.chosen)
                     if has_room and (not waits or self._is_next(ticket)):
-                        if waits:
-                            self.queue.remove(ticket)
-                        yield
+                        is_first = waits and self.queue.take(ticket)
+                        yield [*own, *(self._mates(ticket) if is_first else [])]
                         return
                 if not waits:
                     raise NoSlotError(f"There are no {count} free slots with room.")
-                if not self.make_way():
+                if not self.make_way() and ticket.lives is None:
                     raise LengthError(
                         f"A call of {count} sequences waits for slots that this thread holds "
                         "itself: all are of calls whose tokens it chooses one by one. Finish or "
                         "close these first."
                     )
                 comes = False
+        except BaseException:
+            self.queue.take(ticket)  # from here on nobody begins it
+            for call in own:  # as after an interrupt
+                self.leave(call.lives or [])
+            raise
         finally:
-            if ticket in self.queue:
-                self.queue.remove(ticket)
+            self.queue.take(ticket)
+
+    def _mates(self, ticket: Ticket) -> list[Ticket]:
+        """Calls that wait, and whose prompts can be read in the pass of one that begins.
+
+        They have slots beside it, and with a pool no other call has waited longer. Prompts that are
+        read later, see `Loop.start`, meet there.
+        """
+        pool = self.pool
+        in_blocks = pool is not None and bool(pool.blocks)
+        reads_later = not ticket.chosen and (self.sharing is not None or in_blocks)
+        if self._turns.is_shared or reads_later:
+            return []
+        mates, requests, kept = [], [*ticket.requests], 0
+        for other in list(self.queue):
+            more = [*requests, *other.requests]
+            if other.is_driver:
+                kept += other.count
+            elif _go_together(ticket, other) and self._have_room(more, ticket.chosen, kept):
+                mates.append(other)
+                requests = more
+            elif pool is not None:
+                break
+        return mates
+
+    def _have_room(self, requests: Sequence[Request], chosen: bool, kept: int) -> bool:
+        """True if requests have room now, and so many slots are left."""
+        try:
+            return self._has_slots(len(requests) + kept) and self._has_blocks(requests, chosen)
+        except LengthError:
+            return False
 
     def _is_next(self, ticket: Ticket) -> bool:
         """True unless another call has waited longer, or the driver needs the slot.
@@ -233,3 +271,9 @@ class Slots:
             lives.append(self._left.popleft())
         if lives:
             self.finish(lives)
+
+
+def _go_together(one: Ticket, other: Ticket) -> bool:
+    """True if the prompts of two calls may be read in one pass."""
+    kinds = [set(map(kind, call.requests)) for call in (one, other)]
+    return one.chosen == other.chosen and kinds[0] == kinds[1] and not (one.alone or other.alone)

@@ -18,6 +18,7 @@ from .loop import Loop
 from .meeting import Ask
 from .options import GenerationOptions
 from .prompts import Prompts
+from .sequence import Live
 from .stops import StopStrings
 
 _log = logging.getLogger(__name__)
@@ -302,7 +303,7 @@ def _described(value: Any) -> str:
 class Stepwise:
     """The sequences of one call, step by step. Close it, or exhaust it, to free its slots.
 
-    Unless it `waits` for slots it raises NoSlotError where there are too few.
+    It has these from `begin` on, which comes once, before its steps.
     A sequence that has ended goes on with the pad id until all have, as in HF, whose scores these
     are. `scores` and `logits`, where they are kept, have an array [B, V] for each step, and
     `log_probs` one [B] of the tokens that were chosen, as a rule asks for it.
@@ -319,10 +320,9 @@ class Stepwise:
         rules: Rules,
         options: GenerationOptions,
         stop: StopStrings | None,
-        waits: bool = True,
     ) -> None:
         self._loop, self._turns, self._runner = loop, turns, runner
-        self._requests, self._rules = requests, rules
+        self.requests, self._rules, self._options = requests, rules, options
         self._watches = [stop.watch(r.tokens.tolist()) for r in requests] if stop else []
         self._fill = 0 if options.fill_id is None else options.fill_id
         returns = options.returns or ()
@@ -335,20 +335,26 @@ class Stepwise:
         self._temperature = options.temperature if options.do_sample else 1.0
         self._newest: np.ndarray | None = None  # [B, 1], to be read next; none at its ends
         self._ask: Ask | None = None
-        self.lives, self._first = loop.start_scores(requests, waits)
-        self._drafts = None
-        if options.lookup:
-            ahead = loop.most_ahead or options.lookup + 1  # the newest token is one of them
+        self.lives: list[Live] = []
+        self._first: Any = None
+        self._drafts: Drafts | None = None
+
+    def begin(self, lives: list[Live], logits: Any) -> None:
+        """Have the sequences of its `requests`, and the logits [B, V] behind their prompts."""
+        self.lives, self._first = lives, logits
+        options = self._options
+        if options.lookup:  # room that is reserved now stays until these end
+            ahead = self._loop.most_ahead or options.lookup + 1  # the newest token is one of them
             how = min(options.lookup, ahead - 1), options.lookup_ngram, self._fill
-            self._drafts = Drafts([request.tokens.tolist() for request in requests], *how)
+            self._drafts = Drafts([request.tokens.tolist() for request in self.requests], *how)
 
     def __iter__(self) -> Generator[list[int | None], None, None]:
         """For every step, each sequence's new token; None once it has ended."""
         ids, logits = self._rules.block, self._first
         self._first = None
-        done = np.zeros(len(self._requests), bool)
+        done = np.zeros(len(self.requests), bool)
         try:
-            for step in range(self._requests[0].max_new_tokens):
+            for step in range(self.requests[0].max_new_tokens):
                 if step:
                     logits = self._after()
                 before = done
@@ -358,7 +364,7 @@ class Stepwise:
                 tokens = np.array(said["tokens"][0], np.int64)  # clocks differ, and random numbers
                 done = np.array(said["done"][0], bool)
                 ids = np.column_stack((ids, tokens))
-                left = self._requests[0].max_new_tokens - 1 - step
+                left = self.requests[0].max_new_tokens - 1 - step
                 if left and not done.all() and not self._are_there(tokens, ~done, left - 1):
                     self._newest = tokens[:, None]
                 yield [
@@ -413,11 +419,11 @@ class Stepwise:
         """The tokens [B] of a step, and which sequences have ended with them."""
         if self.logits is not None:
             self.logits.append(_own(logits))
-        scores = self._rules.scores(ids, _own(logits), self._requests)
+        scores = self._rules.scores(ids, _own(logits), self.requests)
         if self.scores is not None:
             self.scores.append(scores)
         with self._turns:
-            tokens = self._runner.choose(scores, self._requests, step).astype(np.int64)
+            tokens = self._runner.choose(scores, self.requests, step).astype(np.int64)
             if self.log_probs is not None:
                 kept = self._runner.log_probs(scores, tokens, self._temperature)
                 self.log_probs.append(kept)
@@ -431,7 +437,7 @@ class Stepwise:
         kept = None if self.scores is None else tuple(self.scores)
         done = ended | self._rules.ended(ids, kept)
         width = self._rules.block.shape[1]
-        for i, request in enumerate(self._requests):
+        for i, request in enumerate(self.requests):
             new = ids[i, width:].tolist()
             if not ended[i]:
                 self._rules.follow(i, new[-1])

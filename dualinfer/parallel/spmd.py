@@ -16,8 +16,9 @@ _PATIENCE, _LOOK = 0.005, 0.0001  # seconds for one who comes to have the turn, 
 class Call(Work):
     """The turn of an engine's call `name`, whose arguments all processes prepare until they `meet`.
 
-    `inputs` are the arguments by name: see `share_inputs`. It is a class and no generator, since
-    it is on the way of every forward pass.
+    `inputs` are the arguments by name: see `share_inputs`. Unless it `waits` it has no turn, which
+    is for one process whose device does nothing in it. It is a class and no generator, since it is
+    on the way of every forward pass.
     """
 
     def __init__(
@@ -27,13 +28,19 @@ class Call(Work):
         inputs: Mapping[str, Any],
         is_input: Callable[[Any], bool],
         device: Callable[[], Any],
+        waits: bool = True,
     ) -> None:
         super().__init__(turns.peers, f"The arguments of {name}")
         self._turns, self._how = turns, (name, inputs, is_input, device)
+        self._waits = waits
         self.inputs: dict[str, Any] = {}
 
     def __enter__(self) -> Self:
         """Wait for the turn, then for the inputs."""
+        if not self._waits:
+            self._turns.check()
+            self.inputs = share_inputs(self._peers, *self._how)
+            return self
         self._turns.come()
         try:
             self.inputs = share_inputs(self._peers, *self._how)
@@ -47,7 +54,8 @@ class Call(Work):
         try:
             super().__exit__(kind, error, trace)
         finally:
-            self._turns.__exit__()
+            if self._waits:
+                self._turns.__exit__()
 
 
 class Turns:

@@ -141,11 +141,14 @@ class JaxRunner(WholePasses, ScoreCalls):
         self._slots.read(pieces)
 
     @in_place
-    def prefill_scores(self, requests: Sequence[Request], slots: Sequence[int]) -> jax.Array:
-        """Fill the cache of `slots`; the logits of the first token of each request."""
-        pieces = list(map(Piece.whole, requests, slots))
+    def prefill_scores(
+        self, requests: Sequence[Sequence[Request]], slots: Sequence[Sequence[int]]
+    ) -> list[jax.Array]:
+        """Fill the cache of `slots`; the logits of the first tokens; see `base.Runner`."""
+        every, where = list(chain(*requests)), list(chain(*slots))
+        pieces = list(map(Piece.whole, every, where))
         live, passes, numbers = self._slots.live, [], []
-        live.choose(requests, slots)
+        live.choose(every, where)
         self._open(pieces)
         for own in self._passes.of(pieces, live.pool):
             live.begin_pass(own.pieces)
@@ -155,10 +158,12 @@ class JaxRunner(WholePasses, ScoreCalls):
             self._check(flags)
             passes.append(scores[: len(own.pieces)])
             numbers += own.numbers
-        if len(passes) == 1 and numbers == sorted(set(numbers) - {-1}):
-            return passes[0]
-        order = np.argsort(numbers)[numbers.count(-1) :]
-        return jnp.concatenate(passes)[order]
+        if len(passes) == len(slots) == 1 and numbers == sorted(set(numbers) - {-1}):
+            return passes
+        order = iter(np.argsort(numbers)[numbers.count(-1) :].astype(np.int32))
+        rows = [np.array([next(order) for _ in own], np.int32) for own in slots]
+        scores = passes[0] if len(passes) == 1 else jnp.concatenate(passes)
+        return [rows_of(scores, own) for own in rows]
 
     @in_place
     def decode_scores(

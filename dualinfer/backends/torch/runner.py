@@ -285,12 +285,15 @@ class TorchRunner(ScoreCalls):
 
     @in_order
     @torch.inference_mode()
-    def prefill_scores(self, requests: Sequence[Request], slots: Sequence[int]) -> torch.Tensor:
-        """Fill the cache of `slots`; the logits of the first token of each request."""
-        self._slots.live.choose(requests, slots)
-        _, scores = self._fill(list(map(Piece.whole, requests, slots)))
+    def prefill_scores(
+        self, requests: Sequence[Sequence[Request]], slots: Sequence[Sequence[int]]
+    ) -> list[torch.Tensor]:
+        """Fill the cache of `slots`; the logits of the first tokens; see `base.Runner`."""
+        every, where = list(chain(*requests)), list(chain(*slots))
+        self._slots.live.choose(every, where)
+        _, scores = self._fill(list(map(Piece.whole, every, where)))
         self._check_exchange()
-        return self._shown(requests, scores)
+        return list(self._shown(every, scores).split([len(own) for own in slots]))
 
     @in_order
     @torch.inference_mode()
