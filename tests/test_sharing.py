@@ -227,7 +227,7 @@ def test_the_driver_waits_for_no_slot(engine, prompts, alone, slots, chosen, mon
     """Another thread takes the last one just before it: tokens of others come, and deadlines."""
     engine.reserve(slots, 250)
     loop, others, handed = engine._loop, [], []
-    name = "start_scores" if chosen else "start"
+    name = "start_each" if chosen else "start"
     start, stream = getattr(loop, name), engine.stream([prompts[2]], **GREEDY, **CHOSEN)
 
     async def main() -> None:
