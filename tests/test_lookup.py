@@ -1,6 +1,7 @@
 """Tokens that are read before they are chosen: the text is that without them."""
 
 import asyncio
+import time
 
 import numpy as np
 import pytest
@@ -173,9 +174,18 @@ def test_drafts_of_calls_at_once_are_read_together(name, backend, pool, monkeypa
             return found[: 1 + (done + which) % 5].tolist()
 
         monkeypatch.setattr(lookup, "draft", some)
-        calls = watched(engine, monkeypatch)
+        calls, begin, count = watched(engine, monkeypatch), engine.runner.prefill_scores, [0]
+
+        def begun(*given):
+            while (now := engine.traffic()).live + now.waiting < count[0]:
+                time.sleep(0.001)  # until all have come
+            count[0] = 0
+            return begin(*given)
+
+        monkeypatch.setattr(engine.runner, "prefill_scores", begun)
 
         async def asked(first, last, **more):
+            count[0] = last - first + len(more)
             how = GREEDY | {"prompt_lookup_num_tokens": 5}
             asks = [engine.generate_async(row, **how) for row in rows[first:last]]
             asks += [engine.generate_async(rows[0], **GREEDY, **x) for x in more.values()]
