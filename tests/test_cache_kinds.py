@@ -384,7 +384,10 @@ INSIDE = {
     f"backends/{backend}/{file}.py"
     for backend in BACKENDS
     for file in ("cache", "ops/kernel_attention")
-} | {"ops/cache_kinds.py", "backends/jax/ops/pallas_attention.py"}  # which gives kernels arrays
+} | {  # who gives kernels arrays
+    "ops/cache_kinds.py",
+    *(f"backends/jax/ops/{file}.py" for file in ("pallas_attention", "pallas_gpu_attention")),
+}
 ELSEWHERE = (
     "kernels",
     "module",

@@ -4,7 +4,7 @@ It is no part of the contract of `base`: a runner may do without it.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -54,22 +54,31 @@ class LiveSlots:
 
     A cache is reserved for RESERVED tokens of a sequence at first, and grows as steps are asked
     for: a request for many new tokens may end early. One with the room of a `pool` does not, which
-    is as it was `asked` for; its slots take `blocks` of it where it counts in these.
+    is as it was `asked` for; its slots take `blocks` of it where it counts in these. Steps over it
+    may be `coarse`, see `part_of`.
     """
 
     def __init__(
-        self, pool: Room | None = None, blocks: Blocks | None = None, asked: Pool | None = None
+        self,
+        pool: Room | None = None,
+        blocks: Blocks | None = None,
+        asked: Pool | None = None,
+        coarse: bool = False,
     ) -> None:
-        self.pool, self.blocks, self.asked = pool, blocks, asked
+        self.pool, self.blocks, self.asked, self._coarse = pool, blocks, asked, coarse
         self._requests: dict[int, Request] = {}
         self._reach: dict[int, int] = {}
         self._reading: set[int] = set()
         self._chosen: set[int] = set()
 
     @classmethod
-    def of(cls, pool: Pool, spec: ModelSpec) -> "LiveSlots":
+    def of(cls, pool: Pool, spec: ModelSpec, coarse: bool) -> "LiveSlots":
         """A new book of the slots of a pool."""
-        return cls(room_of(pool, spec), books_of(pool, spec), pool)
+        return cls(room_of(pool, spec), books_of(pool, spec), pool, coarse)
+
+    def parts(self) -> list[Room]:
+        """The parts of the pool that steps see, the largest first."""
+        return [] if self.pool is None else parts_of(self.pool, self._coarse)
 
     def __len__(self) -> int:
         """Number of live slots."""
@@ -136,7 +145,7 @@ class LiveSlots:
     def room(self, spec: ModelSpec, tokens: int) -> Room:
         """The part of a cache that a step over the live slots reads, for `tokens` of each."""
         if self.pool is not None:
-            return part_of(self.pool, self.width, tokens)
+            return part_of(self.pool, self.width, tokens, self._coarse)
         return Room(self.width, bucket(tokens, SMALLEST_CACHE), encoded_bucket(spec, self.encoded))
 
     def first_room(self, spec: ModelSpec) -> Room:
@@ -300,11 +309,12 @@ class LiveSlots:
 class PooledSlots(ABC):
     """The slots of a runner on its device: `live` is the book, and a pool is `open` for them.
 
-    `_plain` are the caches of the layers as rectangles.
+    `_plain` are the caches of the layers as rectangles, and `_knows` says which ones kernels read.
     """
 
     _spec: ModelSpec
     _plain: Sequence[CacheSpec]
+    _knows: Callable[[CacheSpec], bool]
     live: LiveSlots
 
     def open(self, pool: Pool | None) -> None:
@@ -319,7 +329,8 @@ class PooledSlots(ABC):
             return
         try:
             self._take(room_of(pool, self._spec, whole=True))
-            self.live = LiveSlots.of(pool, self._spec)
+            coarse = all(own.kind in ("state", "cross") or self._knows(own) for own in specs)
+            self.live = LiveSlots.of(pool, self._spec, coarse)
             self._reserve(idle=True)
         except BaseException:
             self.open(None)
@@ -376,24 +387,25 @@ def room_of(pool: Pool, spec: ModelSpec, whole: bool = False) -> Room:
     return Room(slots, tokens, encoded_bucket(spec, pool.encoded or tokens))
 
 
-def part_of(pool: Room, slots: int, tokens: int) -> Room:
+def part_of(pool: Room, slots: int, tokens: int, coarse: bool = False) -> Room:
     """The part of a pool that a step reads: its first `slots` slots, of at most `tokens` each.
 
-    A reach of half the pool's tokens or more is all of them, since kernels read what slots have: it
-    would be a program more for each number of slots.
+    Of a `coarse` one half the pool's tokens or more are all of them, for kernels that read what
+    slots have: it would be a program more for each number of slots.
     """
     reach = _SMALLEST_REACH
     while reach < tokens:
         reach *= _REACHES
-    reach = reach if 2 * reach < pool.tokens else pool.tokens
-    return Room(min(bucket(slots), pool.slots), reach, pool.encoded)
+    most = pool.tokens if coarse and 2 * reach >= pool.tokens else min(reach, pool.tokens)
+    return Room(min(bucket(slots), pool.slots), most, pool.encoded)
 
 
-def parts_of(pool: Room) -> list[Room]:
+def parts_of(pool: Room, coarse: bool = False) -> list[Room]:
     """Every `part_of` that steps over a pool see, the largest first."""
     counts = [1 << i for i in range(pool.slots.bit_length())]
     reaches = [_SMALLEST_REACH * _REACHES**i for i in range(pool.tokens.bit_length())]
-    parts = [part_of(pool, n, tokens) for n in (*counts, pool.slots) for tokens in reaches]
+    every = [(n, tokens) for n in (*counts, pool.slots) for tokens in reaches]
+    parts = [part_of(pool, *one, coarse) for one in every]
     return sorted(dict.fromkeys(parts), reverse=True)
 
 

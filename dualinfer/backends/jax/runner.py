@@ -31,7 +31,6 @@ from ..held import describe_weights
 from ..slots import (
     below,
     bucket,
-    parts_of,
     room_for,
 )
 from . import ahead
@@ -112,7 +111,7 @@ class JaxRunner(WholePasses, ScoreCalls):
             for size in self._passes.sizes(room):
                 own = Pass(pieces, [0], False, *size)
                 steps.append(self._prefill_step(own))
-        steps += [self._decode_step(1, True, BEST, part=part) for part in parts_of(room)]
+        steps += [self._decode_step(1, True, BEST, part=part) for part in slots.live.parts()]
         cache = slots.shown()
         jobs = [self._job(step, cache, slots.state) for step in steps] + slots.jobs()
         self._executables.prepare([ahead.abstract(j, self.device) for j in jobs], "Compiling")

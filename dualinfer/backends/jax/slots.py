@@ -46,7 +46,7 @@ class Slots(PooledSlots):
         self._peers, self._executables = model.peers, executables
         own = model.tp_plan.shards[0].spec
         specs = cache_specs(own, model.kept) if model.spec.causal else ()
-        self._plain = tuple(map(model.ops.lies, specs))
+        self._plain, self._knows = tuple(map(model.ops.lies, specs)), model.ops.knows
         self._cache: Cache | None = None
         self._state: SlotState | None = None
         self._ended: set[int] = set()  # slots that the state has yet to learn of

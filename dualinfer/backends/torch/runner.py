@@ -40,7 +40,6 @@ from ..profiling import Stopwatch
 from ..slots import (
     PANELS,
     below,
-    parts_of,
 )
 from . import sampler
 from .ahead import Ahead
@@ -91,7 +90,7 @@ class TorchRunner(ScoreCalls):
         self._parameters = count_leaves(params.leaves())["parameters"]
         self.notes = params.notes + threads_note(device, self._parameters)
         self.kernels, self.verifies = ops.kernels, spec.verifies
-        self._slots = Slots(spec, dtype, device, peers, self._forget_steps, kept)
+        self._slots = Slots(spec, dtype, device, peers, self._forget_steps, ops.knows, kept)
         decode_graphs = decode_graphs and self._stream is None
         has_graphs = decode_graphs and device.type == "cuda"
         graphs, prompt_graphs = (StepGraphs() if has_graphs else None for _ in range(2))
@@ -190,7 +189,7 @@ class TorchRunner(ScoreCalls):
         """Capture every step over the pool that no request has to itself, and every panel."""
         ways = {self.ops.launches_of(features): features for features in (_GREEDY, _DRAWN)}
         assert self._slots.live.pool is not None
-        parts = parts_of(self._slots.live.pool)
+        parts = self._slots.live.parts()
         for part in parts:
             for features in ways.values():
                 self._steps.expect(self._passed, self._slots.view(part), features)

@@ -47,10 +47,11 @@ class Slots(PooledSlots):
         device: torch.device,
         peers: Peers,
         forget: Callable[[], None],
+        knows: Callable[[CacheSpec], bool],
         kept: KeptIn = AS_COMPUTED,
     ) -> None:
         self._spec, self._dtype, self._device = spec, dtype, device
-        self._peers, self._forget = peers, forget
+        self._peers, self._forget, self._knows = peers, forget, knows
         self._plain = tuple(cache_specs(spec, kept)) if spec.causal else ()
         self.cache = Cache(self._plain, dtype, device, peers)
         self.live = LiveSlots()
