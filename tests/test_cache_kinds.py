@@ -276,6 +276,20 @@ def test_kernels_read_grains_side_by_side_and_steps_over_a_part_of_a_pool(
         assert serve(engine.runner, requests, 2) == expected
 
 
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_steps_of_kernels_are_coarse_and_those_of_plain_ops_read_no_farther(backend, by_kernels):
+    from dualinfer.backends.base import Pool
+
+    def reaches() -> set[int]:
+        with dualinfer.init_inference(make_model("llama-gqa"), backend=backend, **OPTIONS) as own:
+            own.runner.open(Pool(2, 1024))
+            return {part.tokens for part in own.runner._slots.live.parts()}
+
+    assert reaches() == {512, 1024}
+    by_kernels(backend)
+    assert reaches() == {1024}
+
+
 @pytest.mark.parametrize("backend", slow_but(["torch"], [*BACKENDS, "jax by pallas"]))
 def test_kernels_write_and_read_latent_vectors_in_blocks_of_a_pool(
     backend, by_kernels, monkeypatch

@@ -365,16 +365,7 @@ def opened(
     model: str, backend: str | None, revision: str | None, adapter: Any, **how: Any
 ) -> Iterator[Any]:
     """An engine of what a command names, with its tokenizer; `how` are fields of the config."""
-    found = find_asked(model, revision, adapter, "")
-    with opened_at(*found, backend, **how) as engine:
-        yield engine
-
-
-@contextmanager
-def opened_at(
-    folder: Path, adapters: dict[str, float], backend: str | None, **how: Any
-) -> Iterator[Any]:
-    """An engine of what was found, with its tokenizer."""
+    folder, adapters = find_asked(model, revision, adapter, "")
     which = backend or backends.default_backend()
     backends.check_backend(which)
     tokenizer = load_tokenizer(tokenizer_folder(folder, adapters))

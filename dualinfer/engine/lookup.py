@@ -93,7 +93,7 @@ class Drafts:
         return found
 
     def _settle(self) -> None:
-        """What was right is to be taken."""
+        """Say in `right` which drafts are to be taken, and forget the others."""
         self._logits.clear()
         if self._taken:
             self.right = self._read_tokens[:, : self._taken]

@@ -33,7 +33,7 @@ class Claims(Protocol):
 
 
 def kind(request: Request) -> tuple[bool, ...]:
-    """What prompts have in common that are read in one pass."""
+    """The kind of a prompt: one pass reads prompts of one kind."""
     return request.embeds is None, request.source is None, request.is_encoded
 
 

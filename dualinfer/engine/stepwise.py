@@ -378,7 +378,7 @@ class Stepwise:
 
     @property
     def asks(self) -> Ask | None:
-        """What has to be read before its next tokens; None at its ends, and where it is there."""
+        """The step it needs next; None at its ends, and where the logits are there."""
         if self._ask is not None:
             return self._ask
         ahead = self._drafts

@@ -152,7 +152,7 @@ def product(
             return ref[name][row].astype(jnp.float32)
 
         def beside(part: int, row: Any) -> dict[str, jax.Array]:
-            """What a row's sum meets, which is on its way while the row is waited for."""
+            """The numbers that a row's sum meets; they load while the row is waited for."""
             at = part * features + row
             own = {name: of_row(name, lax.div(at, n)) for name, n in shared.items()}
             return own if bias is None else {**own, "bias": of_row("bias", at)}
@@ -210,7 +210,7 @@ def floats_of(codes: Codes, held: jax.Array) -> list[jax.Array]:
 
 
 def _of_rows(codes: Codes) -> dict[str, jax.Array]:
-    """What codes' rows, or some rows together, have one number of."""
+    """Scales and zeros by name: an array has a number for each row, or for some rows together."""
     given = {"scale": codes.scale, "zero": codes.zero, "outer": codes.outer}
     return {name: array for name, array in given.items() if array is not None}
 

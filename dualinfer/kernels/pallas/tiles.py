@@ -172,7 +172,7 @@ def product(
             plgpu.wgmma(sums, scratch["left"].at[me], scratch["right"].at[me])
 
         def values(held: jax.Array, given: dict[str, jax.Array]) -> list[jax.Array]:
-            """What codes [64, unit] mean, in each plane; without scales that meet sums."""
+            """The values of codes [64, unit] in each plane; scales that meet sums are left out."""
             assert codes is not None
             found = _values(codes, held, x.dtype)
             if "zero" in given:
